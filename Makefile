@@ -4,6 +4,7 @@
 #   make train                      train a small GPT on real text with two ranks
 #   make test                       the whole suite
 #   make test PYTEST_ARGS='-k data' some of it
+#   make test TORCH=torch==2.11.0   with another release of torch, which stays in .venv
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -59,12 +60,16 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV) \
 	  || { rm -rf $(VENV); echo "no venv module: on Debian, apt-get install python3-venv" >&2; exit 1; }
 
-# torch first and alone: what is already there (a CUDA build, say) is kept, whatever else is installed.
-$(VENV)/.ready-torch: | $(BIN)/python
+# torch first and alone: what is already there (a CUDA build, say) is kept, whatever else is installed,
+# unless the command line says which.
+ASKED := $(filter command%,$(origin TORCH))
+$(VENV)/.ready-torch: $(if $(ASKED),FORCE) | $(BIN)/python
 	@echo 'setting up $(VENV) (the first time takes some minutes)'
 	$(PIP) --upgrade 'pip>=25.1'
-	$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) '$(TORCH)'
+	$(if $(ASKED),,$(BIN)/python -c 'import torch' 2>/dev/null ||) $(PIP) '$(TORCH)'
 	@touch $@
+
+FORCE:
 
 $(VENV)/.ready-train: pyproject.toml $(VENV)/.ready-torch
 	$(PIP) --editable .

@@ -1,12 +1,16 @@
-"""`gradsync train --profile`: a trace of each rank, and the same weights as without."""
+"""`gradsync train --profile`: a trace of each rank, and the same weights as without; also of a step
+that raises."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from gradsync.report.timeline import read_spans
 from gradsync.train.config import SyncConfig
+from gradsync.train.faults import FaultPlan
 from support.small_run import make_data, small_config, train_rank
 
 
@@ -27,3 +31,21 @@ def test_each_rank_writes_a_trace_in_which_buckets_have_names(pool: Any, tmp_pat
     spans = read_spans(tmp_path / "2")
     kinds = {rank: {span.kind for span in spans if span.rank == rank} for rank in (0, 1)}
     assert kinds[0] == kinds[1] == {"forward", "backward", "step", "in", "out", "update"}
+
+
+@pytest.mark.parametrize("writable", [True, False])
+def test_steps_that_raise_are_traced_too(pool: Any, tmp_path: Path, writable: bool) -> None:
+    out = tmp_path / "out"
+    if not writable:
+        out.mkdir()
+        (out / "profile_trace").touch()
+    config = small_config(out, make_data(tmp_path / "data"), profile=2, steps=4)
+    fault = FaultPlan(kind="raise", rank=1, step=2, phase="backward")
+    first, second = pool.run(train_rank, 2, config, fault)
+    assert second.error == "ValueError: a fault of gradsync drill"
+    assert "ValueError: a fault of gradsync drill" in first.error
+    if writable:
+        assert {span.rank for span in read_spans(out)} == {0, 1}
+    else:
+        log = (out / "logs" / "rank_00001.log").read_text()
+        assert "no trace of the steps that failed: " in log

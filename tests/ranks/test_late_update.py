@@ -128,6 +128,32 @@ def inside_inference_mode(t: Trained) -> Tensor:
         return F.linear(torch.eye(6), t.held).T.clone()
 
 
+def swapped(t: Trained) -> Tensor:
+    """What another tensor holds that changes places with the weight for a moment."""
+    other = nn.Parameter(torch.zeros(300, 6))
+    torch.utils.swap_tensors(t.held, other)
+    assert not t.held.any()
+    read = other.detach().clone()
+    torch.utils.swap_tensors(other, t.held)
+    return read
+
+
+def converted(t: Trained, *, by_swapping: bool) -> Tensor:
+    """`module.to()`, by either of torch's two ways."""
+    torch.__future__.set_swap_module_params_on_conversion(by_swapping)
+    try:
+        t.model.double().float()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    return t.held
+
+
+def given_other_memory(t: Trained) -> Tensor:
+    """`param.data = …`, as code that moves weights by itself does it."""
+    t.held.data = t.held.data.clone()
+    return t.held
+
+
 def flat(t: Trained) -> Tensor:
     return nn.utils.parameters_to_vector(t.model.parameters())[: t.held.numel()]
 
@@ -178,6 +204,10 @@ WAYS: dict[str, Callable[[Trained], Tensor]] = {
         "exp_avg"
     ],
     "copy of optimizer.state": lambda t: t.optimizer.state.copy()[t.held]["exp_avg"].clone(),
+    "swap_tensors": swapped,
+    "module.to": lambda t: converted(t, by_swapping=False),
+    "module.to by swapping": lambda t: converted(t, by_swapping=True),
+    "data = other memory": given_other_memory,
     "wait": lambda t: (t.sync.wait(), t.held.detach().clone())[1],
 }
 
@@ -390,6 +420,11 @@ def test_a_hook_after_the_step_finds_gathered_weights(sync: str) -> None:
 
 @pytest.mark.parametrize("sync", ["invariant", "zero1"])
 def test_a_first_touch_by_a_tensor_that_is_not_real_still_updates(sync: str) -> None:
+    with (
+        FakeTensorMode()
+    ):  # where there is no GPU, the first one replaces CUDA's guard for all threads
+        pass
+
     def work(rank: int, group: dist.ProcessGroup, late: bool) -> list[Tensor]:
         trained = Trained(group, sync=sync, overlap_publish=late)
         trained.step(0, range(rank, rank + 1))

@@ -94,6 +94,8 @@ def test_every_loss_of_torch_is_tried() -> None:
 @pytest.mark.filterwarnings("ignore:reduction. .mean. divides the total loss:UserWarning")
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_mean_is_told_from_a_sum(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    if name == "linear_cross_entropy" and not hasattr(F, name):
+        pytest.skip(f"torch {torch.__version__} has no F.{name}; 2.13 has")
     x = torch.linspace(-2, 1, B * C).view(B, C).requires_grad_()
     assert "reduction='mean'" in alarm(LOSSES[name](x, reduction="mean"), caplog)
     assert not alarm(LOSSES[name](x, reduction="sum"), caplog)

@@ -53,6 +53,14 @@ storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
 
 storage_address: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 
+
+def wait_before_swap(cls: Any, wait: Callable[[Any], object]) -> None:
+    """Let `torch.utils.swap_tensors` call `wait` with a tensor of `cls` before it changes anything:
+    it counts uses first, in C++, so `__torch_function__` is not asked."""
+    count = cls._use_count
+    cls._use_count = lambda tensor: (wait(tensor), count(tensor))[1]
+
+
 without_dispatch_modes = torch.utils._python_dispatch._disable_current_modes
 """Context in which tensors are real: no FakeTensorMode, no tracing."""
 
@@ -138,6 +146,31 @@ def regroup_ddp_buckets(ddp: DistributedDataParallel) -> None:
 def active_ddp() -> DistributedDataParallel | None:
     """The DDP whose forward runs now."""
     return DistributedDataParallel._active_ddp_module
+
+
+# -- FSDP2 ----------------------------------------------------------------------------------------
+
+
+def reduce_unused_params(unit: Any) -> None:
+    """Let a module that `fully_shard` has sharded send zeros for parameters that its forward used
+    and that got no gradient: torch 2.13 has a switch for it."""
+    if (switch := getattr(unit, "set_reduce_scatter_unused_params", None)) is not None:
+        return switch(True, recurse=False)
+    if (params := unit._get_fsdp_state()._fsdp_param_group) is None:
+        return None
+    reduce = params.post_backward
+
+    def post_backward(*given: Any) -> None:
+        for each in params.fsdp_params if params.reduce_grads else ():
+            whole: Any = getattr(each, "_unsharded_param", None)
+            if whole is None or not whole.requires_grad:
+                continue
+            if whole.grad is each.unsharded_accumulated_grad is None:
+                whole.grad = torch.zeros_like(whole)
+        reduce(*given)
+
+    params.post_backward = post_backward
+    return None
 
 
 # -- process groups -------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from gradsync.comm.base import Communicator
-from gradsync.core.torch_private import mesh_of
+from gradsync.core.torch_private import mesh_of, reduce_unused_params
 from gradsync.errors import ConfigError
 from gradsync.sync.reducer import Reducer, Replicas, Stopwatch, clip_shards, trainable
 from gradsync.sync.sharded_state import (
@@ -67,7 +67,7 @@ class FsdpReducer(Reducer):
         blocks: gather each child of an `nn.ModuleList` separately; False: everything at once.
 
     Raises:
-        ConfigError: no process group; trainable parameters of different dtypes; an older torch.
+        ConfigError: no process group; trainable parameters of different dtypes.
     """
 
     user_loop = True
@@ -104,12 +104,10 @@ class FsdpReducer(Reducer):
             sharded = fully_shard(unit, mesh=mesh, mp_policy=policy)
             # Sums, with gradsync's division: gloo knows no mean, and PREMUL_SUM is NCCL's alone.
             sharded.set_force_sum_reduction_for_comms(True)
+            # A rank that did not use a parameter sends zeros: all must reduce the same ones.
+            reduce_unused_params(sharded)
             self._units.append(sharded)
         self._root = self._units[-1]
-        if not hasattr(self._root, "set_reduce_scatter_unused_params"):
-            raise ConfigError(f"sync='fsdp' needs torch 2.13 or newer, got {torch.__version__}")
-        # A rank that did not use a parameter sends zeros: all must reduce the same ones.
-        self._root.set_reduce_scatter_unused_params(True)
         self._seen.watch(self._units)
         super().__init__(model, comm, FsdpShards(model, comm))
         kept = [name for name, _ in trainable(model)] == [name for name, _ in named]

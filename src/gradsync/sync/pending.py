@@ -30,6 +30,7 @@ from gradsync.core.torch_private import (
     as_plain_tensors,
     storage_address,
     storage_uses,
+    wait_before_swap,
     without_dispatch_modes,
 )
 from gradsync.errors import RunError
@@ -108,8 +109,9 @@ def wait_for(tensor: Tensor, *, all_of_them: bool = False) -> None:
     arrive = vars(tensor).get(_ARRIVE) if is_pending(tensor) else None
     if arrive is not None:
         (vars(tensor)[_ARRIVE_ALL] if all_of_them else arrive)()
-    elif is_pending(tensor):
-        tensor.__class__ = nn.Parameter  # `torch.utils.swap_tensors` has given it the class
+
+
+wait_before_swap(PendingParameter, wait_for)
 
 
 def can_be_marked(parameter: nn.Parameter, own: int = 1) -> bool:

@@ -115,6 +115,7 @@ class Trainer:
     run_dir: RunDir
     store: CheckpointStore
     progress: Progress
+    profiler: StepProfiler
     interval: Interval = field(default_factory=Interval)
 
     def run(self, done_steps: int, stop: StopRequest) -> Totals:
@@ -134,9 +135,8 @@ class Trainer:
         if done_steps < config.steps:
             learner.prime((config.micro_batch_size, config.sequence_length))
         self.interval.reset()
-        profiler = StepProfiler(config.profile, self.run_dir.path, self.world)
         for step in self.interval.waiting(self.data.train):
-            profiler.before(totals.step + 1)
+            self.profiler.before(totals.step + 1)
             if totals.step >= config.steps:
                 break
             # Before the step: where ranks divide the update, it hides what differed.
@@ -165,7 +165,7 @@ class Trainer:
             if stopped:
                 totals.stopped_by = stop.signal_name or "a signal to another rank"
             if last:
-                profiler.close()
+                self.profiler.close()
                 break
         else:
             raise DataError(f"the data ended after step {totals.step} of {config.steps}")

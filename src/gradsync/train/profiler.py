@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
+from gradsync.core.files import one_line
 from gradsync.core.torch_private import PROFILE_ALL_THREADS
 from gradsync.world import World
+
+log = logging.getLogger("gradsync")
 
 STEPS = 2
 """Two, since sums of the first may still be on their way in the second."""
@@ -16,7 +20,8 @@ FOLDER = "profile_trace"
 
 
 class StepProfiler:
-    """Runs torch's profiler over a step and the next one, on all threads of this rank.
+    """Runs torch's profiler over a step and the next one, on all threads of this rank; a context
+    manager, since a step that raises is the one to look at.
 
     Files lie as torchtitan's: `profile_trace/iteration_N/rankR_trace.json`.
 
@@ -29,6 +34,19 @@ class StepProfiler:
     def __init__(self, step: int, folder: Path, world: World) -> None:
         self._step, self._folder, self._world = step, folder, world
         self._profile: Any = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """End a trace that is being taken, and write it; it hides no error."""
+        try:
+            self.close(failed=kind is not None)
+        except Exception as error:
+            if kind is None:
+                raise
+            reason = f"{type(error).__name__}: {one_line(error)}"
+            log.warning("no trace of the steps that failed: %s", reason)
 
     def before(self, step: int) -> None:
         """Begin or end as the coming step says."""
@@ -45,12 +63,13 @@ class StepProfiler:
         elif step == self._step + STEPS:
             self.close()
 
-    def close(self) -> None:
-        """End a trace that is being taken, and write it."""
+    def close(self, *, failed: bool = False) -> None:
+        """End a trace that is being taken, and write it; `failed`: the loop has raised."""
         profile, self._profile = self._profile, None
         if profile is None:
             return
-        if self._world.device.startswith("cuda"):
+        # After an error a collective of the device may never end.
+        if self._world.device.startswith("cuda") and not failed:
             torch.cuda.synchronize()
         profile.stop()
         folder = self._folder / FOLDER / f"iteration_{self._step}"

@@ -28,6 +28,7 @@ from gradsync.train.faults import FaultPlan
 from gradsync.train.learner import Learner, build_learner
 from gradsync.train.loop import Totals, Trainer, memory_gib
 from gradsync.train.output import Progress, RunDir, finite_or_none
+from gradsync.train.profiler import StepProfiler
 from gradsync.train.state import Resumed, numeric_fingerprint, restore
 from gradsync.train.trackers import require_packages
 from gradsync.world import World
@@ -92,6 +93,7 @@ def train(
             run_dir=run_dir,
             store=CheckpointStore(run_dir.checkpoints, config.checkpoint.keep_last),
             progress=progress,
+            profiler=stack.enter_context(StepProfiler(config.profile, run_dir.path, world)),
         )
         resumed = restore(trainer)
         begin_log()

@@ -6,7 +6,8 @@
     trackio       trackio/: a database
     prometheus    metrics.prom: the newest values, for node-exporter's textfile collector
 
-Rank 0 tracks alone. A tracker's package is imported when a run asks for it. No torch here.
+Rank 0 tracks alone, each tracker on a thread of its own: one that raises or blocks ends nothing and
+holds up nobody. Its package is imported when a run asks for it. No torch here.
 """
 
 from __future__ import annotations
@@ -15,10 +16,14 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout, suppress
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from queue import Empty, Full, Queue
+from threading import Event, Thread
 from typing import Any, Protocol
 
 from gradsync.core.files import PRIVATE, one_line, read_object, replace_text
@@ -31,10 +36,17 @@ log = logging.getLogger("gradsync")
 _PROJECT = "gradsync"
 _UPLOAD_S = "30"
 """Seconds that W&B may take to upload what is left at the end, as trackio does: others wait."""
+_START_S = 100
+"""Longest to wait for a tracker's start; W&B gives up after 90 seconds, and says why."""
+_FINISH_S = 45
+"""Longest to wait for all trackers at the end."""
+_KEPT = 1_000
+"""Records that may wait for a tracker."""
 
 
 class Tracker(Protocol):
     """One tracker of one run, made before the first step as `Kind(folder, config, done_steps)`.
+    All its calls come from one thread, which is its own.
 
     Args:
         folder: of the run.
@@ -71,23 +83,13 @@ class _TensorBoard:
 
 
 class _WeightsAndBiases:
-    """A run of W&B. Its own variables (WANDB_MODE, WANDB_PROJECT …) come first, then what stands
-    here; a run that is resumed keeps its id."""
+    """A run of W&B; a run that is resumed keeps its id."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any], done_steps: int) -> None:
         import wandb
 
-        kept = folder / "wandb.json"
-        defaults = {
-            "WANDB_PROJECT": _PROJECT,
-            "WANDB_NAME": folder.absolute().name,
-            "WANDB_FINISH_TIMEOUT": _UPLOAD_S,
-        }
-        if done_steps and (run_id := read_object(kept).get("id")):
-            defaults |= {"WANDB_RUN_ID": str(run_id), "WANDB_RESUME": "allow"}
-        with environ.exported({name: environ.get(name, defaults[name]) for name in defaults}):
-            self._run = wandb.init(dir=str(folder), config=dict(config))
-        replace_text(kept, json.dumps({"id": self._run.id}) + "\n", mode=PRIVATE)
+        self._run = wandb.init(dir=str(folder), config=dict(config))
+        replace_text(_wandb_id(folder), json.dumps({"id": self._run.id}) + "\n", mode=PRIVATE)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         self._run.log(dict(values), step=step)
@@ -97,21 +99,18 @@ class _WeightsAndBiases:
 
 
 class _Trackio:
-    """A run of trackio, in the run directory unless TRACKIO_DIR says otherwise; its words go to
-    standard error, since standard output may be one JSON document."""
+    """A run of trackio."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any], done_steps: int) -> None:
-        own = {"TRACKIO_DIR": environ.get("TRACKIO_DIR", str(folder.absolute() / "trackio"))}
-        with environ.exported(own), redirect_stdout(sys.stderr):
-            import trackio  # it reads the variable now
+        import trackio
 
-            self._run = trackio.init(
-                project=_PROJECT,
-                name=folder.absolute().name,
-                config=dict(config),
-                resume="allow" if done_steps else "never",
-                embed=False,
-            )
+        self._run = trackio.init(
+            project=_PROJECT,
+            name=folder.absolute().name,
+            config=dict(config),
+            resume="allow" if done_steps else "never",
+            embed=False,
+        )
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         self._run.log(dict(values), step=step)
@@ -119,8 +118,7 @@ class _Trackio:
     def finish(self, *, failed: bool) -> None:
         import trackio
 
-        with redirect_stdout(sys.stderr):
-            trackio.finish()  # the run's own would come, and speak, once more at the process's end
+        trackio.finish()  # the run's own would come, and speak, once more at the process's end
 
 
 class _Prometheus:
@@ -181,40 +179,130 @@ def require_packages(track: str) -> None:
             )
 
 
+def _wandb_id(folder: Path) -> Path:
+    return folder / "wandb.json"
+
+
+@contextmanager
+def _process_for(name: str, folder: Path, done_steps: int) -> Iterator[None]:
+    """Let the process be as tracker `name` wants it at its start. It is the waiting thread that
+    changes it, which puts it back also where the start never ends.
+
+    The user's own variables (WANDB_MODE, WANDB_PROJECT, TRACKIO_DIR …) come first. trackio's words
+    go to standard error, since standard output may be one JSON document.
+    """
+    defaults, words = {}, sys.stdout
+    if name == "wandb":
+        defaults = {
+            "WANDB_PROJECT": _PROJECT,
+            "WANDB_NAME": folder.absolute().name,
+            "WANDB_FINISH_TIMEOUT": _UPLOAD_S,
+        }
+        if done_steps and (run_id := read_object(_wandb_id(folder)).get("id")):
+            defaults |= {"WANDB_RUN_ID": str(run_id), "WANDB_RESUME": "allow"}
+    elif name == "trackio":
+        defaults, words = {"TRACKIO_DIR": str(folder.absolute() / "trackio")}, sys.stderr
+    variables = {name: environ.get(name, value) for name, value in defaults.items()}
+    with environ.exported(variables), redirect_stdout(words):
+        yield
+
+
+class _Fed(Thread):
+    """A tracker on its own thread, which gets records without anyone waiting for it. Where more
+    than `_KEPT` wait, the oldest make room."""
+
+    def __init__(self, name: str, make: Callable[[], Tracker]) -> None:
+        super().__init__(name=f"tracker {name}", daemon=True)
+        self.tracker, self._make = name, make
+        self.started = Event()
+        """Set when the tracker was made, or failed."""
+        self._waiting: Queue[Callable[[Tracker], None]] = Queue(_KEPT)
+        self._over = self._missed = False
+        self.start()
+
+    def run(self) -> None:
+        """Give the tracker what comes until `end`; the first error is the last call."""
+        try:
+            tracker = self._make()
+            self.started.set()
+            while not self._over:
+                self._waiting.get()(tracker)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {one_line(error)}"
+            log.warning(
+                "tracker %s failed and is left alone, the run goes on: %s", self.tracker, reason
+            )
+        finally:
+            self.started.set()
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Let the tracker have a record."""
+        self._put(lambda tracker: tracker.log(values, step))
+
+    def end(self, *, failed: bool) -> None:
+        """Let it finish after what waits; the thread ends then."""
+
+        def finish(tracker: Tracker) -> None:
+            self._over = True
+            tracker.finish(failed=failed)
+
+        self._put(finish)
+
+    def _put(self, call: Callable[[Tracker], None]) -> None:
+        while self.is_alive():
+            with suppress(Full):
+                self._waiting.put_nowait(call)
+                return
+            with suppress(Empty):
+                self._waiting.get_nowait()
+            if not self._missed:
+                self._missed = True
+                log.warning(
+                    "tracker %s is %d records behind: the oldest that it has not got are dropped "
+                    "from now on; metrics.jsonl has them all",
+                    *(self.tracker, _KEPT),
+                )
+
+
 class Trackers:
-    """The trackers of a run that work: one that raises is warned of once, and gets nothing more."""
+    """The trackers of a run that work: of one that raises, or takes too long to start or to finish,
+    one line says so, and the run goes on without it."""
 
     def __init__(self) -> None:
-        self._working: dict[str, Tracker] = {}
+        self._fed: list[_Fed] = []
 
     @expect_wait
     def start(self, track: str, folder: Path, config: Mapping[str, Any], done_steps: int) -> None:
-        """Start the trackers named in `track`; one that fails is left out with a warning."""
+        """Start the trackers named in `track`, one after another."""
         for name in tracker_names(track):
-            with self._left_alone_if_it_fails(name):
-                self._working[name] = KINDS[name](folder, config, done_steps)
+            with _process_for(name, folder, done_steps):
+                fed = _Fed(name, partial(KINDS[name], folder, config, done_steps))
+                if fed.started.wait(_START_S):
+                    self._fed.append(fed)
+                    continue
+            fed.end(failed=True)  # should it start after all
+            log.warning("tracker %s did not start within %s s; going on without it", name, _START_S)
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Give them a record of `metrics.jsonl`, without what is null in it."""
         values = {name: value for name, value in record.items() if value is not None}
         step = values.pop("step")
-        for name, tracker in list(self._working.items()):
-            with self._left_alone_if_it_fails(name):
-                tracker.log(values, step)
+        for fed in self._fed:
+            fed.log(values, step)
 
     @expect_wait
     def finish(self, *, failed: bool) -> None:
         """End them; a second call does nothing."""
-        working, self._working = self._working, {}
-        for name, tracker in working.items():
-            with self._left_alone_if_it_fails(name):
-                tracker.finish(failed=failed)
-
-    @contextmanager
-    def _left_alone_if_it_fails(self, name: str) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            self._working.pop(name, None)
-            reason = f"{type(error).__name__}: {one_line(error)}"
-            log.warning("tracker %s failed and is left alone, the run goes on: %s", name, reason)
+        ending, self._fed = self._fed, []
+        deadline = time.monotonic() + _FINISH_S
+        with redirect_stdout(sys.stderr):  # see `_process_for`
+            for fed in ending:
+                fed.end(failed=failed)
+            for fed in ending:
+                fed.join(max(0.0, deadline - time.monotonic()))
+                if fed.is_alive():
+                    log.warning(
+                        "tracker %s did not finish within %s s and is left alone; metrics.jsonl "
+                        "has all records",
+                        *(fed.tracker, _FINISH_S),
+                    )

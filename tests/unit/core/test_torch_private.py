@@ -7,6 +7,7 @@ import importlib
 import inspect
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,9 @@ from torch import nn
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.nn.parallel import DistributedDataParallel
 
@@ -74,6 +78,10 @@ CANARIES: dict[str, tuple[Callable[[], object], str]] = {
     "_version": (lambda: torch.Tensor, "weights and buffers written between steps are noticed"),
     "_storage_Use_Count": (lambda: torch._C, "between hosts every step waits for its weights"),
     "_cdata": (lambda: torch.zeros(1).untyped_storage(), "the same"),
+    "_use_count": (
+        lambda: torch.Tensor,
+        "a weight that waits can be swapped for another, and both lost",
+    ),
     "_base": (lambda: torch.Tensor, "zero1 takes its own views for a stranger's, and waits"),
     "_python_dispatch": (lambda: torch.utils, "between hosts every step waits for its weights"),
     "_disable_current_modes": (lambda: torch.utils._python_dispatch, "the same"),
@@ -105,6 +113,9 @@ CANARIES: dict[str, tuple[Callable[[], object], str]] = {
         "DDP is primed, so that a resumed run equals",
     ),
     "_active_ddp_module": (lambda: DistributedDataParallel, "a model inside DDP is refused"),
+    "_get_fsdp_state": (lambda: FSDPModule, "fsdp on torch 2.11 and 2.12"),
+    "_fsdp_param_group": (FSDPState, "the same"),
+    "_unsharded_param": (lambda: SimpleNamespace(**FSDPParam.__annotations__), "the same"),
     "_device_types": (lambda: dist.ProcessGroup, "tensors that a group does not take"),
     "_get_backend": (lambda: dist.ProcessGroup, "names and timeouts of backends"),
     "_register_backend": (lambda: dist.ProcessGroup, "the backend shm"),

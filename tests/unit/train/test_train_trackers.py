@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import sys
+import threading
 from collections.abc import Mapping
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest
 from gradsync.cli import train as command
 from gradsync.cli.main import main
 from gradsync.errors import ConfigError
+from gradsync.train import trackers
 from gradsync.train.faults import FaultPlan
 from gradsync.train.trackers import KINDS, Trackers, require_packages, tracker_names
 from support.small_run import make_data, summary_of
@@ -34,13 +36,15 @@ Record = tuple[int, str, float]
 
 
 class Fake:
-    """Stands for all three packages: keeps what it was told, and raises in the call `fails`."""
+    """Stands for all three packages: keeps what it was told, raises in the call `fails`, and in the
+    call `blocks` returns when `go_on` is set."""
 
     def __init__(self) -> None:
         self.begun: list[dict[str, Any]] = []
         self.got: dict[str, list[Record]] = {"tensorboard": [], "wandb": [], "trackio": []}
         self.ended: list[tuple[str, int]] = []
-        self.fails = ""
+        self.fails = self.blocks = ""
+        self.go_on = threading.Event()
 
     def begin(self, tracker: str, /, **given: Any) -> None:
         self._may_fail("begin")
@@ -56,6 +60,8 @@ class Fake:
         self.ended.append((name, exit_code))
 
     def _may_fail(self, call: str) -> None:
+        if self.blocks == call:
+            assert self.go_on.wait(30)
         if self.fails == call:
             raise OSError(28, f"no room\nto {call}")
 
@@ -152,7 +158,7 @@ def test_every_record_reaches_every_tracker_also_after_a_resume(
     records = written(out)
     assert [step for step, name, _ in records if name == "val/loss"] == [3, 4, 6, 7]
     assert fake.got == dict.fromkeys(fake.got, records)
-    assert fake.ended == [(name, 0) for name in fake.got] * 2
+    assert sorted(fake.ended) == sorted([(name, 0) for name in fake.got] * 2)
     gauges = read_gauges((out / "metrics.prom").read_text())
     newest = {name: value for step, name, value in records if step > 4} | {"step": 7}
     labels = 'run="first",rank="0"'
@@ -206,6 +212,56 @@ def test_a_tracker_that_raises_is_warned_of_once_and_left_alone(
     assert read_gauges((tmp_path / "metrics.prom").read_text())["gradsync_step"][1] == 4
 
 
+STARTS_LATE = ["tracker trackio did not start within 0.2 s; going on without it"]
+ENDS_LATE = (
+    "tracker trackio did not finish within 0.2 s and is left alone; metrics.jsonl has all records"
+)
+BEHIND = (
+    "tracker trackio is 3 records behind: the oldest that it has not got are dropped from now on; "
+    "metrics.jsonl has them all"
+)
+
+
+@pytest.mark.parametrize(
+    ("call", "says", "steps"),
+    [
+        ("begin", STARTS_LATE, set()),
+        ("take", [BEHIND, ENDS_LATE], {4}),  # two records, and the end
+        ("end", [ENDS_LATE], {2, 3, 4}),
+    ],
+)
+def test_a_tracker_that_blocks_holds_up_nobody(
+    fake: Fake,
+    data: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    call: str,
+    says: list[str],
+    steps: set[int],
+) -> None:
+    for name, value in {"_START_S": 0.2, "_FINISH_S": 0.2, "_KEPT": 3}.items():
+        monkeypatch.setattr(trackers, name, value)
+    fake.blocks, before = call, dict(os.environ)
+    flags = ("--steps", "4", "--log-every", "1", "--track", "prometheus,trackio", "--json")
+    assert train(data, tmp_path, *flags) == 0
+    assert [each.getMessage() for each in caplog.records if each.levelname == "WARNING"] == says
+    json.loads(capsys.readouterr().out)
+    assert dict(os.environ) == before
+    assert {step for step, _, _ in written(tmp_path)} == {1, 2, 3, 4}
+    assert read_gauges((tmp_path / "metrics.prom").read_text())["gradsync_step"][1] == 4
+
+    fake.go_on.set()
+    for thread in threading.enumerate():
+        if thread.name == "tracker trackio":
+            thread.join(10)
+    assert fake.ended == [("trackio", 0)]
+    # Whether it was given the first one depends on how soon its thread looked.
+    assert {step for step, _, _ in fake.got["trackio"]} - {1} == steps
+    assert len(caplog.records) == len(says)
+
+
 @pytest.mark.parametrize(("kind", "code", "failed"), [("raise", 1, 1), ("sigterm", 75, 0)])
 def test_trackers_end_with_a_run_that_fails_or_is_stopped(
     fake: Fake, data: Path, tmp_path: Path, kind: str, code: int, failed: int
@@ -217,7 +273,7 @@ def test_trackers_end_with_a_run_that_fails_or_is_stopped(
     except ValueError:
         ended = 1
     assert ended == code
-    assert fake.ended == [("tensorboard", 0), ("wandb", failed), ("trackio", 0)]
+    assert sorted(fake.ended) == [("tensorboard", 0), ("trackio", 0), ("wandb", failed)]
     assert fake.got["trackio"] == written(tmp_path)
 
 
@@ -262,8 +318,9 @@ def test_a_name_with_quotes_is_one_label(tmp_path: Path) -> None:
 
 
 def test_a_value_that_is_null_is_no_value(tmp_path: Path) -> None:
-    trackers = Trackers()
-    trackers.start("prometheus", tmp_path, {}, 0)
-    trackers.log({"step": 1, "train/loss": 2.0, "optim/grad_norm": None})
+    started = Trackers()
+    started.start("prometheus", tmp_path, {}, 0)
+    started.log({"step": 1, "train/loss": 2.0, "optim/grad_norm": None})
+    started.finish(failed=False)
     gauges = read_gauges((tmp_path / "metrics.prom").read_text())
     assert set(gauges) == {"gradsync_step", "gradsync_train_loss"}

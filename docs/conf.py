@@ -36,7 +36,9 @@ html_title = f"gradsync {release}"
 html_copy_source = html_show_sourcelink = False
 
 
-def keep_blocks(_app: Any, _kind: str, _name: str, _of: Any, _options: Any, lines: list[str]) -> None:
+def keep_blocks(
+    _app: Any, _kind: str, _name: str, _of: Any, _options: Any, lines: list[str]
+) -> None:
     """Indented blocks after a blank line stay as they are, as in Markdown: tables, examples."""
     indents = [len(line) - len(line.lstrip()) for line in lines]
     text = 0  # the indent of the paragraph before

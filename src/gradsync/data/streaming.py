@@ -30,8 +30,8 @@ class StreamLoader:
     """Global batches of an iterable data set, such as a Hugging Face `IterableDataset`.
 
     Iterating gives a `Step` at a time; leaving the loop and iterating again goes on with the next.
-    Steps and leaves are those of `loader`, keyed by position in the stream: any number of ranks takes
-    the same samples in the same leaves. The order of samples is the data set's own.
+    Steps and leaves are those of `loader`, keyed by position in the stream: any number of ranks
+    takes the same samples in the same leaves. The order of samples is the data set's own.
 
     Every rank reads the whole stream and keeps its own leaves: that costs reading, decoding and a
     digest of every sample on every rank, and a small message a step that compares the digests.

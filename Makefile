@@ -16,7 +16,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help train test check lint types layers sizes format clean
+.PHONY: help train test check lint types layers sizes docs format clean
 
 help: ## Show this list
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -43,6 +43,9 @@ layers: $(VENV)/.ready-lint ## Imports go down only (import-linter)
 sizes: $(VENV)/.ready-lint ## Sizes of files, functions and classes; unsafe calls
 	$(BIN)/python tools/check_sizes.py
 	$(BIN)/python tools/check_safety.py
+
+docs: $(VENV)/.ready-docs ## The pages as a site, with the reference: build/docs/docs/index.html (Sphinx)
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -c docs . build/docs
 
 format: $(VENV)/.ready-lint ## Put the code into the house's format
 	$(BIN)/ruff check --fix
@@ -81,4 +84,8 @@ $(VENV)/.ready-test: pyproject.toml $(VENV)/.ready-torch
 
 $(VENV)/.ready-lint: pyproject.toml $(VENV)/.ready-torch
 	$(PIP) --editable . --group lint
+	@touch $@ $(VENV)/.ready-train
+
+$(VENV)/.ready-docs: pyproject.toml $(VENV)/.ready-torch
+	$(PIP) --editable . --group docs
 	@touch $@ $(VENV)/.ready-train

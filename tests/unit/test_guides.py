@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 
+import claims
 import pytest
 
 from gradsync.comm.reductions import ALGORITHMS
@@ -120,9 +121,11 @@ def test_the_table_of_algorithms_is_the_code() -> None:
     assert re.findall(r"^\| `(\w+)` \|", f"| `backend` |{table}", re.M) == list(ALGORITHMS)
 
 
-# -- messages that the page of troubles quotes -----------------------------------------------------
+# -- messages that pages quote ---------------------------------------------------------------------
 
-TROUBLES = next(path for path in GUIDES if path.name == "troubleshooting.md").read_text()
+TROUBLES = "".join(
+    path.read_text() for path in GUIDES if path.name in ("troubleshooting.md", "resuming.md")
+)
 QUOTED = [
     (said, sources.split())
     for sources, block in re.findall(
@@ -213,6 +216,18 @@ def test_the_words_of_quoted_messages_are_in_the_source(said: str, sources: list
 
 
 # -- commands --------------------------------------------------------------------------------------
+
+PRINTED = {run["command"]: run["prints"] for show in claims.load()["show"] for run in show["run"]}
+
+
+def test_how_it_works_shows_what_the_page_of_claims_has_run() -> None:
+    """Each of its commands, and under it only lines that this one printed."""
+    page = next(path for path in GUIDES if path.name == "how-it-works.md").read_text()
+    shown = re.findall(r"^```\n\$ (.+)\n((?:.+\n)+)```", page, re.MULTILINE)
+    assert len(shown) == page.count("\n$ ") == 5
+    for command, lines in shown:
+        assert set(lines.splitlines()) <= set(PRINTED[command].splitlines()), command
+
 
 COMMANDS = json.loads((ROOT / "tools" / "commands.json").read_text())["commands"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -41,6 +42,19 @@ def test_every_name_resolves_and_is_explained(name: str) -> None:
     assert inspect.getdoc(value)
     # A subclass would show its parent's words, a dataclass its signature.
     assert not value.__doc__.startswith(f"{name}("), "no docstring of its own"
+
+
+def test_the_reference_has_every_name() -> None:
+    """Each once; and what `gs.replicate` and the loaders return."""
+    page = (ROOT.parents[1] / "docs" / "reference.md").read_text()
+    listed = re.findall(r"^\.\. auto\w+:: ([\w.]+)\.(\w+)$", page, re.MULTILINE)
+    values = [getattr(import_module(module), name) for module, name in listed]
+    assert len(set(values)) == len(values)
+    promised = {getattr(gradsync, name) for name in gradsync.__all__ if name != "__version__"}
+    assert promised <= set(values)
+    assert {v.__name__ for v in set(values) - promised} == {
+        *("GradientSync", "StepResult", "Step", "Leaf")
+    }
 
 
 def test_the_listing_is_the_promise() -> None:

@@ -58,12 +58,14 @@ _SET_BY_US |= {"dataset", "global_batch_size", "micro_batch_size"}
 
 
 class DDPManager:
-    """Everything a plain DDP script needs; also a context manager.
+    """Everything a plain DDP script needs.
 
-    with DDPManager() as manager:
-        model = manager.wrap_model(build_model())
-        for batch in manager.get_dataloader(dataset, batch_size=8):
-            ...
+    It joins the run by `initialize`, or as a context manager:
+
+        with DDPManager() as manager:
+            model = manager.wrap_model(build_model())
+            for batch in manager.get_dataloader(dataset, batch_size=8):
+                ...
     """
 
     def __init__(self) -> None:

@@ -54,8 +54,8 @@ class _LeafReader(Dataset[Any]):
 class Loader:
     """Global batches of a map-style data set, of which this rank gets its contiguous leaves.
 
-    Iterating gives `Step`s; leaving the loop and iterating again goes on with the next one. A step
-    counts as consumed when it is handed out; what workers read ahead does not count.
+    Iterating gives a `Step` at a time; leaving the loop and iterating again goes on with the next.
+    A step counts as consumed when it is handed out; what workers read ahead does not count.
 
     Nothing is padded, repeated or left out: within an epoch each sample comes exactly once, and
     a global batch may cross the end of an epoch. Which samples form step k depends on the seed and

@@ -29,9 +29,9 @@ from gradsync.world import World
 class StreamLoader:
     """Global batches of an iterable data set, such as a Hugging Face `IterableDataset`.
 
-    Iterating gives `Step`s; leaving the loop and iterating again goes on with the next one. Steps
-    and leaves are those of `loader`, keyed by position in the stream: any number of ranks takes
-    the same samples in the same leaves. The order of samples is the data set's own.
+    Iterating gives a `Step` at a time; leaving the loop and iterating again goes on with the next.
+    Steps and leaves are those of `loader`, keyed by position in the stream: any number of ranks
+    takes the same samples in the same leaves. The order of samples is the data set's own.
 
     Every rank reads the whole stream and keeps its own leaves: that costs reading, decoding and a
     digest of every sample on every rank, and a small message a step that compares the digests.

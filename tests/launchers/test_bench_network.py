@@ -7,9 +7,10 @@ import os
 import signal
 import socket
 import statistics
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -59,50 +60,54 @@ def test_what_the_kernel_refuses_is_said_and_leaves_nothing(tmp_path: Path) -> N
     assert left_over() == []
 
 
-def between(hosts: list[str]) -> tuple[socket.socket, socket.socket]:
-    """A connection from the second host to the first one; its two ends."""
+def to_first(hosts: list[str]) -> list[tuple[socket.socket, socket.socket]]:
+    """Connections from each of the other hosts to the first one: their two ends."""
 
     def at_home() -> socket.socket:
         enter(hosts[0])  # this thread alone
         return socket.create_server(("10.83.0.1", 0))
 
-    def away(port: int) -> socket.socket:
-        enter(hosts[1])
+    def away(host: str, port: int) -> socket.socket:
+        enter(host)
         return socket.create_connection(("10.83.0.1", port), timeout=10)
 
+    found = []
     with ThreadPoolExecutor(1) as one, one.submit(at_home).result() as server:
-        with ThreadPoolExecutor(1) as other:
-            near = other.submit(away, server.getsockname()[1]).result()
-        end, _ = server.accept()
-        end.settimeout(10)
-        return near, end
+        for host in hosts[1:]:
+            with ThreadPoolExecutor(1) as other:
+                near = other.submit(away, host, server.getsockname()[1]).result()
+            far, _ = server.accept()
+            far.settimeout(10)
+            found.append((near, far))
+    return found
 
 
 @pytest.mark.launcher("namespaces")
-def test_a_delay_is_kept_and_little_more() -> None:
-    asked_s, rate_mbit, size = 0.02, 400, 4_000_000
+def test_a_delay_is_kept_and_little_more_and_a_host_receives_at_the_rate() -> None:
+    asked_s, rate_mbit, size = 0.02, 400, 3_000_000
     trips = []
-    with namespaces(2, delayed=True) as network:
-        near, far = between(network.hosts)
-        with near, far:
-            network.limit(rate_mbit, 1000 * asked_s)
-            for _ in range(15):
-                began = time.perf_counter()
-                near.sendall(b"x")
-                far.sendall(far.recv(1))
-                near.recv(1)
-                trips.append(time.perf_counter() - began)
-            assert min(trips) >= asked_s
-            assert statistics.median(trips) < asked_s + 0.01
+    with ExitStack() as stack:
+        network = stack.enter_context(namespaces(3, delayed=True))
+        ends = to_first(network.hosts)
+        for end in chain(*ends):
+            stack.enter_context(end)
+        network.limit(rate_mbit, 1000 * asked_s)
+        near, far = ends[0]
+        for _ in range(15):
             began = time.perf_counter()
-            sending = threading.Thread(target=near.sendall, args=(bytes(size),))
-            sending.start()
-            left = size
-            while left:
-                left -= len(far.recv(left))
-            took_s = time.perf_counter() - began
-            sending.join()
-    least_s = (size - 70_000) * 8 / (rate_mbit * 1e6)
+            near.sendall(b"x")
+            far.sendall(far.recv(1))
+            near.recv(1)
+            trips.append(time.perf_counter() - began)
+        assert min(trips) >= asked_s
+        assert statistics.median(trips) < asked_s + 0.01
+        began = time.perf_counter()
+        with ThreadPoolExecutor(4) as pool:  # two send to one
+            for near, far in ends:
+                pool.submit(near.sendall, bytes(size))
+                pool.submit(far.recv, size, socket.MSG_WAITALL)
+        took_s = time.perf_counter() - began
+    least_s = (2 * size - 500_000) * 8 / (rate_mbit * 1e6)
     assert least_s < took_s < 8 * least_s
     assert left_over() == []
 

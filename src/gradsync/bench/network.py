@@ -311,18 +311,18 @@ def _measure(
                 for kind in ("out", "err")
             )
             variables = shared | {name: str(value) for name, value in own.items()}
-            told = err if rank else subprocess.PIPE
-            process = subprocess.Popen(argv, stdout=out, stderr=told, env=variables, text=True)
+            heard = err if rank else subprocess.PIPE
+            process = subprocess.Popen(argv, stdout=out, stderr=heard, env=variables, text=True)
             stack.callback(process.wait)
             stack.callback(process.kill)  # first; for one that has ended it does nothing
             processes.append(process)
-            if not rank:
-                lines, heard = stack.enter_context(process.stderr), err
-        for line in lines:
-            heard.write(line)
-            if CHECKED in line:
-                limit()
-        heard.flush()
+        heard = processes[0].stderr
+        assert heard is not None, "rank 0's is a pipe"
+        with heard, (folder / "0.err").open("w") as file:
+            for line in heard:
+                file.write(line)
+                if CHECKED in line:
+                    limit()
         codes = [process.wait() for process in processes]
         for rank, code in enumerate(codes):
             if code:

@@ -28,6 +28,7 @@ from gradsync.sync.exchange import Exchange
 from gradsync.sync.layout import Item, plan_buckets
 from gradsync.sync.options import Recipe
 from gradsync.sync.reducer import Reducer, Replicas, Stopwatch, trainable
+from gradsync.sync.stochastic_rounding import StochasticRounding
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -48,6 +49,7 @@ class Engine(Reducer):
         recipe: whether communication overlaps backward, and how buckets are grouped.
         sums: adds up this rank's leaves.
         exchange: sums buckets over ranks.
+        rounding: of the buckets, if any.
         learns: lay buckets out anew, once the order in which gradients become ready is known.
     """
 
@@ -63,9 +65,11 @@ class Engine(Reducer):
         sums: Sums,
         exchange: Exchange,
         shards: Replicas | None = None,
+        rounding: StochasticRounding | None = None,
         learns: bool = False,
     ) -> None:
         super().__init__(model, comm, shards)
+        self.rounding = self.shards.rounding = rounding
         self.recipe, self.exchange = recipe, exchange
         self._on_gradient: Callable[[nn.Parameter], bool] | None = None
         self._names = [name for name, _ in trainable(model)]
@@ -110,6 +114,11 @@ class Engine(Reducer):
     def begin_leaf(self, *, last: bool, index: int | None = None) -> None:
         """Begin a leaf: gradients that come now belong to it."""
         self.shards.wait()  # until here buckets hold what the weights are updated with
+        if index is None and self.rounding is not None:
+            raise ConfigError(
+                "rounding='stochastic' takes its random bits by the index of a leaf: give "
+                "sync.backward the leaf of gs.loader (leaf=leaf), or its index to sync.micro_step"
+            )
         if self._complete or self._begun:
             raise ConfigError(
                 "a leaf came after the last one of its step: sync.step() was not called in between "
@@ -247,6 +256,8 @@ class Engine(Reducer):
         for bucket in self.buckets:
             bucket.begin_step()
         self._sums.begin_step()
+        if self.rounding is not None:
+            self.rounding.step += 1
         if self._learning:
             self._learn()
 
@@ -279,9 +290,8 @@ class Engine(Reducer):
         if known:
             self._learning = False
             if agreed != present:
-                self._use(
-                    lay_out_buckets(self.parameters, self.recipe, self.comm.world_size, agreed)
-                )
+                how = self.parameters, self.recipe, self.comm.world_size, agreed
+                self._use(lay_out_buckets(*how, rounding=self.rounding))
 
     def close(self) -> None:
         """Remove the hooks and end the transport's thread."""
@@ -296,6 +306,8 @@ def lay_out_buckets(
     recipe: Recipe,
     world_size: int,
     order: Sequence[int] | None = None,
+    *,
+    rounding: StochasticRounding | None = None,
 ) -> list[Bucket]:
     """Group `parameters` by the recipe, taken in `order`.
 
@@ -304,6 +316,7 @@ def lay_out_buckets(
         recipe: how large a bucket is.
         world_size: number of ranks.
         order: indices of all parameters; None: the last first, as backward finishes them.
+        rounding: of nodes in bf16; None is to nearest.
     """
     in_buckets = recipe.grouping == "buckets"
     whole = 0.0 if recipe.grouping == "parameter" else float("inf")
@@ -320,7 +333,10 @@ def lay_out_buckets(
         world_size=world_size,
     )
     node_dtype = None if recipe.node_dtype is None else torch.bfloat16
-    return [Bucket(plan, parameters, node_dtype, number=n) for n, plan in enumerate(plans)]
+    return [
+        Bucket(plan, parameters, node_dtype, number=n, rounding=rounding)
+        for n, plan in enumerate(plans)
+    ]
 
 
 def _check_gradient(name: str, parameter: nn.Parameter, bucket: Bucket, slot: int) -> None:

@@ -409,9 +409,13 @@ class TreeSums:
 
     Without a leaf's global index, its nodes are known only once all ranks have exchanged their
     numbers of leaves: until then every leaf keeps its own buffer.
+
+    Args:
+        indexed: refuse leaves without an index, by which nodes are rounded.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, indexed: bool = False) -> None:
+        self._indexed = indexed
         self.begin_step()
         self._top = self._target = self._leaf = 0
 
@@ -430,8 +434,13 @@ class TreeSums:
         """Begin a leaf; indices of a rank are consecutive.
 
         Raises:
-            ConfigError: they are not.
+            ConfigError: they are not, or there is none and it is needed.
         """
+        if index is None and self._indexed:
+            raise ConfigError(
+                "rounding='stochastic' takes its random bits by the index of a leaf: give "
+                "sync.backward the leaf of gs.loader (leaf=leaf), or its index to sync.micro_step"
+            )
         if self.num_leaves == 0:
             self.first_leaf = index
         expected = None if self.first_leaf is None else self.first_leaf + self.num_leaves

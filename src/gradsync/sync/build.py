@@ -100,14 +100,13 @@ def build_engine(
         *(model, comm, buckets),
         # The core that would add beside backward computes.
         recipe=recipe if by_messages else replace(recipe, overlap=False),
-        sums=TreeSums() if invariant else PlainSums(),
+        sums=TreeSums(indexed=rounding is not None) if invariant else PlainSums(),
         exchange=exchange,
         shards=shards,
-        rounding=rounding,
         # Shards of optimizer state belong to places in buckets: then places must not change.
         learns=recipe.grouping == "buckets" and recipe.shard == "none" and by_messages,
     )
-    engine.user_loop = user_loop
+    engine.user_loop, engine.shards.rounding = user_loop, rounding
     return engine
 
 

@@ -49,7 +49,6 @@ class Engine(Reducer):
         recipe: whether communication overlaps backward, and how buckets are grouped.
         sums: adds up this rank's leaves.
         exchange: sums buckets over ranks.
-        rounding: of the buckets, if any.
         learns: lay buckets out anew, once the order in which gradients become ready is known.
     """
 
@@ -65,11 +64,9 @@ class Engine(Reducer):
         sums: Sums,
         exchange: Exchange,
         shards: Replicas | None = None,
-        rounding: StochasticRounding | None = None,
         learns: bool = False,
     ) -> None:
         super().__init__(model, comm, shards)
-        self.rounding = self.shards.rounding = rounding
         self.recipe, self.exchange = recipe, exchange
         self._on_gradient: Callable[[nn.Parameter], bool] | None = None
         self._names = [name for name, _ in trainable(model)]
@@ -114,20 +111,15 @@ class Engine(Reducer):
     def begin_leaf(self, *, last: bool, index: int | None = None) -> None:
         """Begin a leaf: gradients that come now belong to it."""
         self.shards.wait()  # until here buckets hold what the weights are updated with
-        if index is None and self.rounding is not None:
-            raise ConfigError(
-                "rounding='stochastic' takes its random bits by the index of a leaf: give "
-                "sync.backward the leaf of gs.loader (leaf=leaf), or its index to sync.micro_step"
-            )
         if self._complete or self._begun:
             raise ConfigError(
                 "a leaf came after the last one of its step: sync.step() was not called in between "
                 "(or a leaf before was said to be the last, by leaf= or micro_step, and was not)"
             )
+        self._sums.begin_leaf(index)
         self._in_leaf, self._last, self._complete = True, last and self.recipe.overlap, last
         for bucket in self.buckets:
             bucket.begin_leaf()
-        self._sums.begin_leaf(index)
         if self._last:
             self._begin_exchange()
 
@@ -256,8 +248,8 @@ class Engine(Reducer):
         for bucket in self.buckets:
             bucket.begin_step()
         self._sums.begin_step()
-        if self.rounding is not None:
-            self.rounding.step += 1
+        if self.shards.rounding is not None:
+            self.shards.rounding.step += 1
         if self._learning:
             self._learn()
 
@@ -286,12 +278,10 @@ class Engine(Reducer):
         order = torch.tensor([len(seen), *dict.fromkeys(self._ready_order), *rest])
         self.comm.broadcast(order).wait()
         known, *agreed = order.tolist()
-        self._ready_order = []
-        if known:
-            self._learning = False
-            if agreed != present:
-                how = self.parameters, self.recipe, self.comm.world_size, agreed
-                self._use(lay_out_buckets(*how, rounding=self.rounding))
+        self._ready_order, self._learning = [], not known
+        if known and agreed != present:
+            how = self.parameters, self.recipe, self.comm.world_size, agreed
+            self._use(lay_out_buckets(*how, rounding=self.shards.rounding))
 
     def close(self) -> None:
         """Remove the hooks and end the transport's thread."""

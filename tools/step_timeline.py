@@ -28,14 +28,16 @@ TRAIN = (
 
 
 def main() -> None:
-    with namespaces(RANKS, RATE_MBIT) as hosts, tempfile.TemporaryDirectory() as folder:
+    with namespaces(RANKS) as network, tempfile.TemporaryDirectory() as folder:
+        network.limit(RATE_MBIT)
         run = Path(folder) / "run"
         shared = {"WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "10.83.0.1"}
         shared |= {"MASTER_PORT": 29_400, "GRADSYNC_TOKEN": secrets.token_hex(32)}
         started = []
         for rank in range(RANKS):
             own = shared | {"RANK": rank, "LOCAL_RANK": 0, "GROUP_RANK": rank}
-            argv = ["ip", "netns", "exec", hosts[rank], sys.executable, "-m", "gradsync", *TRAIN]
+            host = network.hosts[rank]
+            argv = ["ip", "netns", "exec", host, sys.executable, "-m", "gradsync", *TRAIN]
             variables = os.environ | {name: str(value) for name, value in own.items()}
             started.append(subprocess.Popen([*argv, f"--out={run}"], env=variables))
         codes = [process.wait() for process in started]

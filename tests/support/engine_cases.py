@@ -261,6 +261,7 @@ def raw(tensor: Tensor) -> bytes:
 
 
 @cache
-def one_rank(name: str, sync: str = "invariant") -> str:
+def one_rank(name: str, sync: str = "invariant", rounding: str = "nearest") -> str:
     """What one rank gets for a problem, in the plainest way."""
-    return train(PROBLEMS[name], Way(sync=sync), SingleCommunicator())
+    options = {} if rounding == "nearest" else {"rounding": rounding}
+    return train(PROBLEMS[name], Way(sync=sync, options=options), SingleCommunicator())

@@ -4,7 +4,10 @@
     host 1  eth0 ──┤ port 1  (bridge)  limits what passes eth0 (sent) and the port (received) to
     host 2  eth0 ──┘ port 2            the rate. Processors, memory and clock are shared.
 
-On each rate the ranks carry out `gradsync bench sync`, in which all contestants take turns.
+On each rate the ranks carry out `gradsync bench sync`, in which all contestants take turns. They
+are checked before the rate is set; then each turn's warm-up leaves to the first step that counts
+what the last one leaves behind, at the same rate. A delay is netem's at eth0; where the kernel has
+none, a thread takes the bridge's place (delay.py).
 """
 
 from __future__ import annotations
@@ -18,15 +21,17 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import tyro
 
 from gradsync.bench import sync
+from gradsync.bench.delay import DelayingSwitch
 from gradsync.bench.experiment import (
     Ask,
     Experiment,
@@ -38,6 +43,7 @@ from gradsync.bench.experiment import (
     taken,
 )
 from gradsync.bench.report import Spread, csv_text, print_table, say, where
+from gradsync.bench.sync_plan import CHECKED
 from gradsync.core.files import one_line
 from gradsync.errors import ConfigError, RunError
 from gradsync.models.config import PRESETS
@@ -50,8 +56,10 @@ if TYPE_CHECKING:
 _COMMAND = ("bench", "network")
 _PATH = f"{os.defpath}:/usr/sbin:/sbin"
 _PORT, _MOST_MBIT = 29_400, 400_000
+_STEPS, _LONG_TURN_S = 3, 10.0  # of a turn: usual number, and what so many may take at most
 _TICK_S = 0.004
 """A limit is kept in bursts: what passes within the longest tick of Linux."""
+_LEAST_BURST = 70_000  # bytes; the kernel's large packets fit in, and are not cut
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +68,9 @@ class NetworkOptions:
     communicate. Hosts are network namespaces of this machine: needs root, Linux and iproute2."""
 
     rates: str = "100,1000,5000,10000"  # Megabits a second and direction, with commas between them.
-    delay_ms: float = 0.0  # One-way delay of every message; the kernel needs netem for it.
+    delay_ms: float = 0.0
+    """Round trip that the cables add. A kernel without netem leaves it to a thread here, which
+    takes a part of a core."""
     hosts: int = 2
     ranks_per_host: int = 1
     strategies: str = "invariant,invariant_bf16,bucketed,bf16,torch_ddp"
@@ -70,7 +80,8 @@ class NetworkOptions:
     """Tokens of a sequence; default: what the model takes, at most 512."""
     batch_size: int = 1  # Sequences per rank and step.
     leaves_per_rank: int = 1  # Micro-batches into which these are divided.
-    num_steps: int = 3  # Optimizer steps of a turn that count.
+    num_steps: int | None = None
+    """Optimizer steps of a turn that count; default: 3, at slow rates fewer."""
     num_warmup: int = 1  # Optimizer steps of a turn before those.
     rounds: int = 3  # Turns of each contestant.
     dtype: str = "auto"  # fp32, bf16 (autocast over fp32 weights), or auto.
@@ -89,6 +100,8 @@ class NetworkPlan:
 
     rates: tuple[int, ...]
     """Mbit/s."""
+    num_steps: tuple[int, ...]
+    """At each of the rates, of a turn."""
     hosts: int
     ranks_per_host: int
     tokens: int
@@ -128,12 +141,17 @@ def plan_of(options: NetworkOptions, world: World) -> NetworkPlan:
     ranks = options.hosts * options.ranks_per_host
     places = {"csv": "", "plot": "", "out": "", "as_json": False, "dry_run": False}
     own = {"world_size": ranks, "same_allocator": True, "device": "cpu"}
+    own["num_steps"] = _STEPS if options.num_steps is None else options.num_steps
     settings = taken(sync.SyncOptions, options, **own, **places)
     if settings.model_size == "auto":
         raise ConfigError("--model-size auto: here name one, such as mini")
     tokens = sync.plan_of(settings, world).settings.tokens  # refuses what cannot be measured
+    size = PRESETS[settings.model_size].num_params()
+    fitting = [int(_LONG_TURN_S / _wire_s(size, options.hosts, rate)) for rate in rates]
+    usual = [min(max(steps, 1), _STEPS) for steps in fitting]
     return NetworkPlan(
         rates=tuple(rates),
+        num_steps=tuple(options.num_steps or steps for steps in usual),
         hosts=options.hosts,
         ranks_per_host=options.ranks_per_host,
         tokens=tokens,
@@ -150,43 +168,96 @@ def _collect(
             "bench network makes network namespaces, which takes root, Linux and iproute2 (ip, tc)"
         )
     found = {}
-    for rate in plan.rates:
+    for rate, num_steps in zip(plan.rates, plan.num_steps, strict=True):
         say(f"{rate} Mbit/s")
-        with namespaces(plan.hosts, rate, options.delay_ms) as hosts:
-            found[rate] = _measure(plan, hosts)
+        settings = replace(plan.settings, num_steps=num_steps)
+        with namespaces(plan.hosts, delayed=options.delay_ms > 0) as network:
+            limit = partial(network.limit, rate, options.delay_ms)
+            found[rate] = _measure(plan, settings, network.hosts, limit)
     return found
 
 
+class Network:
+    """Hosts and the cables between them, whose rate may change; made by `namespaces`."""
+
+    def __init__(self, hosts: list[str], ports: list[tuple[str, str]], switch: Any = None) -> None:
+        self.hosts = hosts
+        """Their namespaces; host n has the address 10.83.0.(n + 1)."""
+        self._ports, self._switch = ports, switch
+
+    def limit(self, rate_mbit: int, delay_ms: float = 0.0) -> None:
+        """From now on let so many megabits a second pass to and from each host, and take so much
+        longer for a message and its answer (where `namespaces` was told that there is a delay)."""
+        if self._switch is not None:
+            self._switch.set(round_trip_s=delay_ms / 1000, rate_mbit=rate_mbit)
+            delay_ms = 0.0
+        for host in self.hosts:
+            _limit(host, "eth0", rate_mbit, delay_ms / 2)
+        for namespace, port in self._ports:
+            _limit(namespace, port, rate_mbit, 0.0)
+
+
 @contextmanager
-def namespaces(hosts: int, rate_mbit: int, delay_ms: float = 0.0) -> Iterator[list[str]]:
-    """Names of namespaces with the addresses 10.83.0.1, 10.83.0.2 …, joined by a bridge in one of
-    their own; they go at the end.
+def namespaces(hosts: int, *, delayed: bool = False) -> Iterator[Network]:
+    """A network of so many hosts, without limits as yet; all of it goes at the end.
+
+    Args:
+        hosts: their number.
+        delayed: whether `Network.limit` will be asked for a delay.
 
     Raises:
-        RunError: the kernel refuses one, with its words.
+        RunError: the kernel refuses something, with its words.
     """
     name = f"gradsync-bench-{os.getpid()}"
-    switch, members = f"{name}-switch", [f"{name}-{number}" for number in range(hosts)]
+    middle, members = f"{name}-switch", [f"{name}-{number}" for number in range(hosts)]
     with ExitStack() as undo:
         for ending in (signal.SIGTERM, signal.SIGHUP):  # nothing else would remove them
             if signal.getsignal(ending) is not signal.SIG_IGN:  # nohup
                 undo.callback(signal.signal, ending, signal.signal(ending, _leave))
-        for each in (switch, *members):
+        for each in (middle, *members):
             _ip("netns", "add", each)
             undo.callback(_ip, "netns", "delete", each)
-        _ip("-netns", switch, "link", "add", "bridge", "type", "bridge")
-        _ip("-netns", switch, "link", "set", "bridge", "up")
+        switch = DelayingSwitch() if delayed and not _has_netem(middle) else None
+        if switch is None:
+            _ip("-netns", middle, "link", "add", "bridge", "type", "bridge")
+            _ip("-netns", middle, "link", "set", "bridge", "up")
+        else:
+            undo.callback(switch.close)
+        ports = []
         for number, host in enumerate(members):
-            port = f"port{number}"
-            here = ("link", "add", "eth0", "type", "veth", "peer", "name", port, "netns", switch)
-            _ip("-netns", host, *here)
-            _ip("-netns", host, "address", "add", f"10.83.0.{number + 1}/24", "dev", "eth0")
-            _ip("-netns", switch, "link", "set", port, "master", "bridge")
-            for place, interface in ((host, "lo"), (host, "eth0"), (switch, port)):
-                _ip("-netns", place, "link", "set", interface, "up")
-            _limit(host, "eth0", rate_mbit, delay_ms)
-            _limit(switch, port, rate_mbit, 0.0)
-        yield members
+            address = f"10.83.0.{number + 1}"
+            if switch is None:
+                port = f"port{number}"
+                here = ("link", "add", "eth0", "type", "veth", "peer", "name", port, "netns")
+                _ip("-netns", host, *here, middle)
+                _ip("-netns", middle, "link", "set", port, "master", "bridge", "up")
+                ports.append((middle, port))
+            else:
+                _ip("link", "set", _device(switch, address), "netns", host, "name", "eth0")
+            _ip("-netns", host, "address", "add", f"{address}/24", "dev", "eth0")
+            for interface in ("lo", "eth0"):
+                _ip("-netns", host, "link", "set", interface, "up")
+        if switch is not None:
+            switch.start()
+        yield Network(members, ports, switch)
+
+
+def _has_netem(namespace: str) -> bool:
+    """Whether this kernel can hold packets back by itself; tried in a namespace of ours."""
+    try:
+        _qdisc(namespace, "lo", "netem", "delay", "1ms")
+    except RunError:
+        return False
+    return True
+
+
+def _device(switch: DelayingSwitch, address: str) -> str:
+    try:
+        return switch.add(address)
+    except OSError as error:
+        raise RunError(
+            f"--delay-ms needs a kernel with netem, or TUN devices (/dev/net/tun): {error.strerror}"
+        ) from error
 
 
 def _leave(number: int, _: object) -> NoReturn:
@@ -195,12 +266,16 @@ def _leave(number: int, _: object) -> NoReturn:
 
 def _limit(namespace: str, interface: str, rate_mbit: int, delay_ms: float) -> None:
     rate = ["rate", f"{rate_mbit}mbit"]
-    burst = max(32_768, int(rate_mbit * 1e6 / 8 * _TICK_S))
-    how = ["netem", "delay", f"{delay_ms}ms", "limit", "100000", *rate]
-    if not delay_ms:
-        how = ["tbf", *rate, "burst", str(burst), "latency", "400ms"]
+    if delay_ms:
+        _qdisc(namespace, interface, "netem", "delay", f"{delay_ms}ms", "limit", "100000", *rate)
+    else:
+        burst = max(_LEAST_BURST, int(rate_mbit * 1e6 / 8 * _TICK_S))
+        _qdisc(namespace, interface, "tbf", *rate, "burst", str(burst), "latency", "400ms")
+
+
+def _qdisc(namespace: str, interface: str, *words: str) -> None:
     tc = ("netns", "exec", namespace, "tc", "qdisc", "replace", "dev", interface, "root")
-    _ip(*tc, *how)
+    _ip(*tc, *words)
 
 
 def _ip(*words: str) -> None:
@@ -210,9 +285,12 @@ def _ip(*words: str) -> None:
         raise RunError(f"{' '.join(argv)}: {one_line(done.stderr.strip()) or done.returncode}")
 
 
-def _measure(plan: NetworkPlan, hosts: Sequence[str]) -> dict[str, Any]:
-    """What rank 0 printed, once all ranks have ended; a rank's failure is a RunError."""
-    words = shlex.split(command_of(plan.settings, ("bench", "sync")))[1:]
+def _measure(
+    plan: NetworkPlan, settings: sync.SyncOptions, hosts: Sequence[str], limit: Callable[[], None]
+) -> dict[str, Any]:
+    """What rank 0 printed, once all ranks have ended; a rank's failure is a RunError. `limit` is
+    called when all contestants are checked, which would take an hour at slow rates."""
+    words = shlex.split(command_of(settings, ("bench", "sync")))[1:]
     shared = environ.snapshot() | {
         "WORLD_SIZE": str(plan.world_size),
         "LOCAL_WORLD_SIZE": str(plan.ranks_per_host),
@@ -233,10 +311,18 @@ def _measure(plan: NetworkPlan, hosts: Sequence[str]) -> dict[str, Any]:
                 for kind in ("out", "err")
             )
             variables = shared | {name: str(value) for name, value in own.items()}
-            process = subprocess.Popen(argv, stdout=out, stderr=err, env=variables)
+            heard = err if rank else subprocess.PIPE
+            process = subprocess.Popen(argv, stdout=out, stderr=heard, env=variables, text=True)
             stack.callback(process.wait)
             stack.callback(process.kill)  # first; for one that has ended it does nothing
             processes.append(process)
+        heard = processes[0].stderr
+        assert heard is not None, "rank 0's is a pipe"
+        with heard, (folder / "0.err").open("w") as file:
+            for line in heard:
+                file.write(line)
+                if CHECKED in line:
+                    limit()
         codes = [process.wait() for process in processes]
         for rank, code in enumerate(codes):
             if code:
@@ -271,9 +357,12 @@ def floor_of(plan: NetworkPlan, points: Sequence[NetworkPoint], rate_mbit: int) 
         for point in points
         if (point.rate_mbit, point.contestant) == (rate_mbit, "none")
     )
-    size = 4 * PRESETS[plan.settings.model_size].num_params()
-    wire_ms = 2 * (plan.hosts - 1) / plan.hosts * size * 8 / (rate_mbit * 1e6) * 1e3
-    return max(1.0, wire_ms / alone_ms)
+    size = PRESETS[plan.settings.model_size].num_params()
+    return max(1.0, 1000 * _wire_s(size, plan.hosts, rate_mbit) / alone_ms)
+
+
+def _wire_s(num_params: int, hosts: int, rate_mbit: int) -> float:
+    return 2 * (hosts - 1) / hosts * 4 * num_params * 8 / (rate_mbit * 1e6)
 
 
 _LEGEND = (
@@ -303,12 +392,13 @@ def _findings(
     ]
     cells.append(("floor", *(f"{floors[rate]:.2f}" for rate in plan.rates), ""))
     settings, leaves = plan.settings, plan.settings.leaves_per_rank
+    steps = " or ".join(map(str, sorted(set(plan.num_steps))))
     title = (
         f"{settings.model_size}, {plan.hosts} hosts x {plan.ranks_per_host} x "
         f"{settings.batch_size} x {plan.tokens} tokens a step"
         + (f", {leaves} leaves a rank" if leaves > 1 else "")
-        + (f", delay {options.delay_ms:g} ms" if options.delay_ms else "")
-        + f"; {settings.rounds} rounds of {settings.num_steps} steps"
+        + (f", round trips of {options.delay_ms:g} ms more" if options.delay_ms else "")
+        + f"; {settings.rounds} rounds of {steps} steps"
     )
     columns = ("contestant", *(f"{rate} Mbit/s" for rate in plan.rates), "sent, MB")
     notes = (_LEGEND, where(environment))

@@ -32,7 +32,14 @@ from gradsync.bench.entrants import (
 from gradsync.bench.experiment import environment, failed, from_json, raise_failed
 from gradsync.bench.meter import StepClock, Wire
 from gradsync.bench.report import Tell, progress_bar, say, silent
-from gradsync.bench.sync_plan import CHECK_STEPS, BenchPlan, Entry, duration, seconds_of
+from gradsync.bench.sync_plan import (
+    CHECK_STEPS,
+    CHECKED,
+    BenchPlan,
+    Entry,
+    duration,
+    seconds_of,
+)
 from gradsync.comm.groups import groups
 from gradsync.comm.values import all_gather_json, all_sum
 from gradsync.errors import ConfigError, RunError
@@ -251,6 +258,8 @@ class Runner:
             self._place = place
             verb = "checking" if is_check else "measuring"
             self._tell(place, len(self._order), f"{verb} {entry.label}")
+            if place == len(self._plan.entries):
+                self._say(CHECKED)
             if entry.worker_set != self._mine:
                 continue
             if not self._baton.take(place):

@@ -30,6 +30,7 @@ from gradsync.runtime.machine import available_bytes
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("fp32", "bf16")
+CHECKED = "all contestants train as they should; measuring"  # said between checks and turns
 CHECK_STEPS = 4  # optimizer steps by which each contestant is checked
 USUAL_TOKENS = 512
 _SHARE = 0.9  # the part of the free memory that may be taken

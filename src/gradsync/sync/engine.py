@@ -28,6 +28,7 @@ from gradsync.sync.exchange import Exchange
 from gradsync.sync.layout import Item, plan_buckets
 from gradsync.sync.options import Recipe
 from gradsync.sync.reducer import Reducer, Replicas, Stopwatch, trainable
+from gradsync.sync.stochastic_rounding import StochasticRounding
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -115,10 +116,10 @@ class Engine(Reducer):
                 "a leaf came after the last one of its step: sync.step() was not called in between "
                 "(or a leaf before was said to be the last, by leaf= or micro_step, and was not)"
             )
+        self._sums.begin_leaf(index)
         self._in_leaf, self._last, self._complete = True, last and self.recipe.overlap, last
         for bucket in self.buckets:
             bucket.begin_leaf()
-        self._sums.begin_leaf(index)
         if self._last:
             self._begin_exchange()
 
@@ -247,6 +248,8 @@ class Engine(Reducer):
         for bucket in self.buckets:
             bucket.begin_step()
         self._sums.begin_step()
+        if self.shards.rounding is not None:
+            self.shards.rounding.step += 1
         if self._learning:
             self._learn()
 
@@ -275,13 +278,10 @@ class Engine(Reducer):
         order = torch.tensor([len(seen), *dict.fromkeys(self._ready_order), *rest])
         self.comm.broadcast(order).wait()
         known, *agreed = order.tolist()
-        self._ready_order = []
-        if known:
-            self._learning = False
-            if agreed != present:
-                self._use(
-                    lay_out_buckets(self.parameters, self.recipe, self.comm.world_size, agreed)
-                )
+        self._ready_order, self._learning = [], not known
+        if known and agreed != present:
+            how = self.parameters, self.recipe, self.comm.world_size, agreed
+            self._use(lay_out_buckets(*how, rounding=self.shards.rounding))
 
     def close(self) -> None:
         """Remove the hooks and end the transport's thread."""
@@ -296,6 +296,8 @@ def lay_out_buckets(
     recipe: Recipe,
     world_size: int,
     order: Sequence[int] | None = None,
+    *,
+    rounding: StochasticRounding | None = None,
 ) -> list[Bucket]:
     """Group `parameters` by the recipe, taken in `order`.
 
@@ -304,6 +306,7 @@ def lay_out_buckets(
         recipe: how large a bucket is.
         world_size: number of ranks.
         order: indices of all parameters; None: the last first, as backward finishes them.
+        rounding: of nodes in bf16; None is to nearest.
     """
     in_buckets = recipe.grouping == "buckets"
     whole = 0.0 if recipe.grouping == "parameter" else float("inf")
@@ -320,7 +323,10 @@ def lay_out_buckets(
         world_size=world_size,
     )
     node_dtype = None if recipe.node_dtype is None else torch.bfloat16
-    return [Bucket(plan, parameters, node_dtype, number=n) for n, plan in enumerate(plans)]
+    return [
+        Bucket(plan, parameters, node_dtype, number=n, rounding=rounding)
+        for n, plan in enumerate(plans)
+    ]
 
 
 def _check_gradient(name: str, parameter: nn.Parameter, bucket: Bucket, slot: int) -> None:

@@ -47,6 +47,7 @@ from gradsync.sync.buckets import (
     Sums,
     checked_shares,
     largest_nodes,
+    meeting,
     merges_of,
     root,
 )
@@ -145,14 +146,14 @@ class TreeExchange(Exchange):
         self.whole = True
         buffers = self._buffers(bucket)
         if self._comm.world_size == 1:
-            self._reduce(buffers)
+            self._reduce(bucket, buffers)
             return Done()
-        return self._submit("sum", bucket, lambda: self._both(buffers))
+        return self._submit("sum", bucket, lambda: self._both(bucket, buffers))
 
     def launch_half(self, bucket: Bucket) -> Work:
         self.whole = False
         buffers = self._buffers(bucket)
-        return self._submit("in", bucket, lambda: self._reduce(buffers))
+        return self._submit("in", bucket, lambda: self._reduce(bucket, buffers))
 
     def gather(self, bucket: Bucket) -> Work:
         """Start the other half."""
@@ -238,11 +239,11 @@ class TreeExchange(Exchange):
             TreeStage(inter, of_hosts, [total], are_siblings(of_hosts)),
         ]
 
-    def _both(self, buffers: list[Tensor]) -> None:
-        self._reduce(buffers)
+    def _both(self, bucket: Bucket, buffers: list[Tensor]) -> None:
+        self._reduce(bucket, buffers)
         self._gather(buffers[0])
 
-    def _reduce(self, buffers: list[Tensor]) -> None:
+    def _reduce(self, bucket: Bucket, buffers: list[Tensor]) -> None:
         """Add up; this rank's shard of the sum ends in `buffers[0]`, at its place."""
         if not self.stages:
             return  # the step is discarded
@@ -251,11 +252,11 @@ class TreeExchange(Exchange):
         if not self._indexed:
             # Every leaf still has a buffer: finish the nodes inside of this rank's range.
             singles = [(0, leaf) for leaf in self._own]
-            values = _add(values, singles, largest_nodes(self._own))
+            values = _add(bucket, 0, values, singles, largest_nodes(self._own))
         parts = [result]
         for stage in self.stages:
             climb = self._halve_add if stage.siblings else self._scatter_add
-            values = climb(stage, values, parts[-1])
+            values = climb(stage, bucket, values, parts[-1])
             parts.append(stage.parts(parts[-1])[-1])
         if not values:
             parts[-1].zero_()  # no rank had a leaf
@@ -270,7 +271,9 @@ class TreeExchange(Exchange):
         for stage, region in zip(reversed(self.stages), reversed(regions), strict=False):
             (_double if stage.siblings else _all_gather)(stage, region)
 
-    def _scatter_add(self, stage: TreeStage, values: list[Tensor], region: Tensor) -> list[Tensor]:
+    def _scatter_add(
+        self, stage: TreeStage, bucket: Bucket, values: list[Tensor], region: Tensor
+    ) -> list[Tensor]:
         """Send every rank its shard of this rank's values, add up the slices of this rank's shard.
 
         Point to point, one slice [n / ranks] per node and pair of ranks, the bucket's dtype; beside
@@ -278,8 +281,9 @@ class TreeExchange(Exchange):
 
         Args:
             stage: nodes of each rank.
+            bucket: adds.
             values: of this rank's nodes, each [n]; may be empty.
-            region: the result's region, [n]; for its shape and dtype only.
+            region: the result's region, [n]; for its place, shape and dtype only.
         """
         comm, mine = stage.comm, stage.comm.rank
         own_part = _part(region, mine, comm.world_size)
@@ -296,16 +300,21 @@ class TreeExchange(Exchange):
             arrived += slices
         comm.exchange(sends, receives).wait()
         nodes = [node for nodes_of_rank in stage.nodes for node in nodes_of_rank]
-        return _add(arrived, nodes, stage.wanted)
+        return _add(bucket, _start(bucket, own_part), arrived, nodes, stage.wanted)
 
-    def _halve_add(self, stage: TreeStage, values: list[Tensor], region: Tensor) -> list[Tensor]:
+    def _halve_add(
+        self, stage: TreeStage, bucket: Bucket, values: list[Tensor], region: Tensor
+    ) -> list[Tensor]:
         """As `_scatter_add` between siblings: messages of [n / 2], [n / 4] ... to one rank
         each, the bucket's dtype; beside backward."""
-        kept = stage.parts(values[0])
-        for distance, (whole, half) in zip(_distances(len(kept)), pairwise(kept), strict=True):
+        kept, places = stage.parts(values[0]), stage.parts(region)[1:]
+        (level, index), rounds = stage.nodes[stage.comm.rank][0], _distances(len(kept))
+        for distance, (whole, half), place in zip(rounds, pairwise(kept), places, strict=True):
             partner, (got,) = stage.comm.rank ^ distance, self._rooms(stage, half, 1)
             stage.comm.exchange([(_other(whole, half), partner)], [(got, partner)]).wait()
-            half.add_(got)  # left + right or right + left: one sum
+            level, index = level + 1, index // 2
+            # Left + right or right + left: one sum.
+            bucket.add(half, got, _start(bucket, place), (level, index))
         return [kept[-1]]
 
     def _rooms(self, stage: TreeStage, like: Tensor, count: int) -> list[Tensor]:
@@ -318,11 +327,18 @@ class TreeExchange(Exchange):
         return list(self._room[key][:numel].view(count, like.numel()))
 
 
-def _add(values: list[Tensor], nodes: Sequence[Node], wanted: Sequence[Node]) -> list[Tensor]:
-    """Add in tree order, in place; returns the values of the wanted nodes that exist."""
+def _add(
+    bucket: Bucket,
+    start: int,
+    values: list[Tensor],
+    nodes: Sequence[Node],
+    wanted: Sequence[Node],
+) -> list[Tensor]:
+    """Add in tree order, in place, what nodes have of a bucket's elements from `start` on; returns
+    the values of the wanted nodes that exist."""
     merges, ends = merges_of(nodes, wanted)
     for left, right in merges:
-        values[left].add_(values[right])
+        bucket.add(values[left], values[right], start, meeting(nodes[left], nodes[right]))
     return [values[end] for end in ends if end >= 0]
 
 
@@ -333,6 +349,11 @@ def _double(stage: TreeStage, region: Tensor) -> None:
     for distance, (whole, half) in reversed(list(rounds)):
         partner = stage.comm.rank ^ distance
         stage.comm.exchange([(half, partner)], [(_other(whole, half), partner)]).wait()
+
+
+def _start(bucket: Bucket, part: Tensor) -> int:
+    """Index in the bucket of the first element of `part`, a view of its buffer 0."""
+    return int(part.storage_offset()) - int(bucket.flat(0).storage_offset())
 
 
 def _distances(num_parts: int) -> list[int]:

@@ -94,6 +94,7 @@ class Promise:
     kind: Kind = "rounding"  # the kind that its entry in the registry says
     same_bits: bool = False  # True when its run on one rank has them, whatever they are worth
     wire: str = ""  # bf16 or fp16 when gradients travel in it, whose rounding is allowed per sum
+    stochastic: bool = False  # True when that rounding is off by up to twice the nearest's
     bounded: bool = True  # False when no bound on the gradient follows from arithmetic (low rank)
     local: bool = False  # True when gradients stay each rank's own and weights are averaged instead
     zeros_when_unused: bool = False
@@ -116,12 +117,14 @@ _DETAILS: dict[str, dict[str, Any]] = {
 def promise_of(strategy: str) -> Promise:
     """The promise of `strategy`, with options if need be; ConfigError when there is none."""
     entry, options = chosen_strategy(strategy)
-    wire = "" if not isinstance(options, Recipe) or options.wire == "same" else options.wire
+    recipe = options if isinstance(options, Recipe) else Recipe()
+    wire = "" if recipe.wire == "same" else recipe.wire
     same_bits = entry.same_on_any_ranks
     rounded = f"nodes of the tree in {wire}" if same_bits else f"{wire} on the wire"
     details = _DETAILS.get(entry.name, {"says": rounded if wire else ""})
     kind = "lossy" if wire else entry.promise
-    return Promise(kind=kind, same_bits=same_bits, wire=wire, **details)
+    by_chance = recipe.rounding == "stochastic"
+    return Promise(kind=kind, same_bits=same_bits, wire=wire, stochastic=by_chance, **details)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

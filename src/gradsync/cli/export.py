@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal
 import tyro
 from tyro.conf import Positional
 
-from gradsync.cli.arguments import parse
 from gradsync.cli.sample import tokenizer_of
 from gradsync.errors import UsageError
+from gradsync.runtime.arguments import parse
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,9 +9,9 @@ from typing import Annotated, Literal
 
 import tyro
 
-from gradsync.cli.arguments import parse
 from gradsync.data.meta import Meta
 from gradsync.data.prepare import prepare
+from gradsync.runtime.arguments import parse
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

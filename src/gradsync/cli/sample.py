@@ -11,9 +11,9 @@ from typing import Annotated, Any
 import tyro
 from tyro.conf import Positional
 
-from gradsync.cli.arguments import parse
 from gradsync.core.files import one_line
 from gradsync.errors import ConfigError, DataError
+from gradsync.runtime.arguments import parse
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

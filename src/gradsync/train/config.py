@@ -17,7 +17,7 @@ from gradsync.runtime.device import NEEDS, check_names
 from gradsync.sync.options import every_option
 from gradsync.train.trackers import tracker_names
 
-Dtype = Literal["bf16", "fp32", "fp16"]
+Dtype = Literal["auto", "bf16", "fp32", "fp16"]
 Schedule = Literal["cosine", "wsd", "constant"]
 LrScaling = Literal["none", "linear", "sqrt"]
 CompileOrder = Literal["none", "model", "ddp"]
@@ -201,7 +201,9 @@ class TrainConfig:
     """Tokens of one optimizer step over all ranks, whatever the world size."""
     micro_batch_size: int = 4  # Sequences of one forward and backward (one leaf).
     seq_len: int | None = None  # Tokens of a sequence; None takes the model's block_size.
-    dtype: Dtype = "bf16"  # bf16 and fp16 are autocast over fp32 weights; fp16 needs CUDA.
+    dtype: Dtype = "auto"
+    """bf16 and fp16 are autocast over fp32 weights; fp16 needs CUDA. auto: bf16 where every rank
+    multiplies it in hardware, else fp32; a run that goes on keeps what it began with."""
     device: str = "auto"  # auto, cpu, cuda or cuda:N.
     backend: str = "auto"
     """Carrier of messages between ranks: gloo, nccl, mpi, shm, or one for each device such as
@@ -323,6 +325,12 @@ class TrainConfig:
     def layout(self, world_size: int) -> ParallelLayout:
         """How `world_size` ranks are divided."""
         return parse_layout(self.parallel, world_size)
+
+    @property
+    def named_dtype(self) -> Literal["bf16", "fp32", "fp16"]:
+        """The dtype, once it is known what `auto` stands for."""
+        assert self.dtype != "auto"
+        return self.dtype
 
     @property
     def sequence_length(self) -> int:

@@ -106,7 +106,7 @@ def numeric_fingerprint(
         "math_env": " ".join(settings),
         "threads": threads,
         "tf32": config.tf32 if on_cuda else False,
-        "dtype": config.dtype,
+        "dtype": config.named_dtype,
         "sync": tree if invariant else config.sync,
         "compile": config.compile,
         "loss_rows": config.loss_rows,

@@ -34,9 +34,16 @@ def config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_a_run_writes_down_what_was_found(config_file: Path, tmp_path: Path) -> None:
+def test_a_run_writes_down_what_was_found(
+    config_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     line = ["train", str(config_file), "--elastic", "--nproc-per-node", "1"]
+    monkeypatch.setattr("gradsync.cli.train.host_cores", lambda: 0)
     assert main(line) == 0
+    assert "\n1 ranks share 0 core(s): no faster than 0 rank(s)\n" in capsys.readouterr().out
     run = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     found = run["micro_batch_size"]
     (kept,) = (tmp_path / "cache" / "micro-batch").iterdir()

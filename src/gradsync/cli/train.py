@@ -15,7 +15,7 @@ from gradsync.data.batch_plan import BatchPlan
 from gradsync.errors import ConfigError
 from gradsync.plan.machine import fast_dtype
 from gradsync.runtime import environ
-from gradsync.runtime.machine import choose_threads
+from gradsync.runtime.machine import choose_threads, host_cores
 from gradsync.runtime.resolve import resolve
 from gradsync.sync.registry import find_strategy
 from gradsync.train.check import check_request, check_size
@@ -131,7 +131,10 @@ def _join_run(
                 config = replace(config, out=out)
             session.stacks.folder = f"{config.out}/stacks"
             stream = sys.stderr if as_json else sys.stdout
+            cores, ranks = host_cores(), world.local_world_size
             notes = [_KEEPS_MEMORY] if session.keeps_memory else []
+            if ranks > cores and world.device == "cpu":
+                notes.append(f"{ranks} ranks share {cores} core(s): no faster than {cores} rank(s)")
             if config.dtype == "bf16" and elastic is None and fast_dtype(world.device) != "bf16":
                 notes.append(_EMULATED)
             if elastic is not None:

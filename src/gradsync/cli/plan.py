@@ -64,11 +64,11 @@ class PlanOptions:
     network: str = ""
     """Between hosts: a name such as infiniband-ndr or ethernet-10g, or FILE.yaml."""
     tokens_per_update: int | None = None
-    """Tokens of one optimizer step over all ranks."""
+    """Tokens of one optimizer step over all ranks; default: the model's."""
     micro_batch_size: int | None = None
     """Sequences of one forward and backward; default: several are tried."""
     seq_len: int | None = None
-    """Tokens of a sequence."""
+    """Tokens of a sequence; default: the model's."""
     dtype: Literal["bf16", "fp16", "fp32"] | None = None
     """bf16 and fp16 are autocast over fp32 weights; default: as `gradsync train` has it there."""
     data: str = ""

@@ -23,14 +23,17 @@ class PrepareOptions:
     gradsync prepare my_texts/ --out data/
     """
 
-    paths: tyro.conf.Positional[tuple[Path, ...]]
+    paths: Annotated[
+        tyro.conf.Positional[tuple[Path, ...]],
+        tyro.conf.arg(metavar="PATHS", help_behavior_hint="(required)"),
+    ]
     """Files, folders (read recursively) and .jsonl files."""
-    out: str = ""
-    """The directory to make; required."""
+    out: Annotated[str, tyro.conf.arg(metavar="DIR", help_behavior_hint="(required)")] = ""
+    """The directory to make."""
     tokenizer: Literal["byte", "bpe"] = "byte"
     """byte: 257 tokens, needs nothing. bpe: trained on this text (extra gradsync[tokenizers])."""
     vocab_size: int | None = None
-    """Tokens of the bpe vocabulary; 4096 when not given."""
+    """Tokens of the bpe vocabulary; default: 4096."""
     val_fraction: float = 0.05
     """Share held out for validation; 0 writes no val.bin."""
     text_key: str = "text"

@@ -55,9 +55,10 @@ class TuneOptions:
     rounding (one rank's numbers but for the order of sums)."""
     dtype: Literal["fp32", "bf16"] | None = None
     """fp32, or bf16 (autocast over fp32 weights); default: as `gradsync train` has it."""
-    batch_size: int | None = None  # Sequences per rank and step.
-    leaves_per_rank: int | None = None  # Micro-batches into which these are divided.
-    context_length: int | None = None  # Tokens of a sequence.
+    batch_size: int | None = None  # Sequences per rank and step; default: as in `gradsync train`.
+    leaves_per_rank: int | None = None
+    """Micro-batches into which these are divided; default: as in `gradsync train`."""
+    context_length: int | None = None  # Tokens of a sequence; default: the model's.
     data: str = ""  # Directory with train.bin, for the vocabulary; default: the built-in text's.
     num_steps: int = 5  # Optimizer steps of a turn that count.
     num_warmup: int = 1  # Optimizer steps of a turn before those.

@@ -30,6 +30,7 @@ _WORDS = (
     (r"Unrecognized options: ", "unknown options: "),
 )
 """Python's and tyro's words, and ours."""
+_NONE = re.compile(r"\(default:((?:[\s│]|\x1b\[[0-9;]*m)+)None\)")
 _NEAR = ("Perhaps you meant", "Arguments similar")
 
 
@@ -56,11 +57,12 @@ def parse(
     """
     # Wide, so that no word of an error is cut in two.
     asks_help = {"-h", "--help"} & set(argv)
-    said = io.StringIO()
+    said, shown = io.StringIO(), _Captured()
     try:
         with (
             environ.exported({} if asks_help else {"COLUMNS": "10000"}),
             contextlib.redirect_stderr(said),
+            contextlib.redirect_stdout(shown),
         ):
             parsed = tyro.cli(
                 options,
@@ -71,11 +73,38 @@ def parse(
             )
     except SystemExit as stop:
         if not stop.code:
+            print(_without_none(shown.getvalue()), end="")
             raise
         raise _refusal(stop, said.getvalue(), command) from None
     sys.stderr.write(said.getvalue())
     check_numbers(parsed, lambda name: f"--{name.replace('_', '-')}")
     return parsed
+
+
+class _Captured(io.StringIO):
+    """What is printed; tyro draws for what standard output is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._real = sys.stdout
+
+    @property
+    def encoding(self) -> str:  # pyrefly: ignore[bad-override]
+        """That of the real one."""
+        return self._real.encoding
+
+    def isatty(self) -> bool:
+        """Whether the real one is a terminal."""
+        return self._real.isatty()
+
+
+def _without_none(text: str) -> str:
+    """Help without "(default: None)": the words of those flags say what they take then."""
+    blank = _NONE.sub(lambda found: "\0" * 9 + found[1] + "\0" * 5, text)
+    rows = [
+        row for row in blank.splitlines(keepends=True) if row.strip("│ \n\0") or "\0" not in row
+    ]
+    return "".join(rows).replace("\0", " ")
 
 
 def _refusal(stop: SystemExit, box: str, command: str) -> GradsyncError:

@@ -12,6 +12,7 @@ from gradsync.cli.main import COMMANDS, main
 from gradsync.cli.train import complete_resume
 from gradsync.data import tokenizer
 from gradsync.data.prepare import prepare
+from gradsync.models.config import PRESETS
 from support.foreign_files import rewrite_json
 from support.launchers import run_python
 from support.small_run import make_data
@@ -45,6 +46,18 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     for name in COMMANDS:
         assert f"  {name} " in printed
     assert main([]) == 2
+
+
+def test_help_names_presets_and_what_is_taken_by_default(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    with pytest.raises(SystemExit, match="0"):
+        main(["train", "--help"])
+    printed = capsys.readouterr().out
+    assert f"Presets: {', '.join(PRESETS)}; tiny is the default." in printed
+    assert "None)" not in printed
+    assert len({len(row) for row in printed.splitlines() if row.startswith("│")}) <= 1
 
 
 def run(*arguments: str) -> int:

@@ -74,7 +74,7 @@ class SessionOptions:
             raise ConfigError(f"silence_s must be at least 1; got {self.silence_s}")
 
 
-def _name_warnings(stack: ExitStack) -> None:
+def name_warnings(stack: ExitStack) -> None:
     """Begin the package's warnings with its name as long as `stack` is open, in a program that sets
     up no logging: Python would print them bare."""
     if log.hasHandlers():
@@ -124,7 +124,7 @@ class Session:
         """
         resolution = resolve(self._env)
         self.world = resolution.world
-        _name_warnings(self._stack)
+        name_warnings(self._stack)
         if self.options.keep_memory:  # before the rendezvous, which starts threads
             self.keeps_memory = keep_freed_memory()
         if self.world.is_main:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,8 @@ SMALL = (*TRAIN, "--model.block-size", "16", "--micro-batch-size", "2", "--token
             (*TRAIN, "--model.block-size", "1000000000000", "--seq-len", "256"),
             "--model.block-size (1,000,000,000,000)",
         ),
+        ((*TRAIN, "--data", "my.txt"), "`gradsync prepare my.txt --out my-data`, then --data my-d"),
+        (("prepare",), "one file or folder to prepare and say with --out which directory"),
         (("prepare", "--out", "data"), "name at least one file or folder"),
         (("prepare", "nowhere.txt", "--out", "data"), "nowhere.txt does not exist"),
         (("prepare", "nowhere.txt"), "--out"),
@@ -127,11 +130,23 @@ def test_bad_request_gets_one_clear_message(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("my.txt").write_text("text")
     assert run(*arguments) == 2
     printed = capsys.readouterr().err
     assert printed.startswith("gradsync: error: ")
     assert message in printed
     assert len(printed.splitlines()) == 1
+
+
+def test_prepare_says_what_comes_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my.txt").write_text("some text " * 99)
+    assert run("prepare", "my.txt", "--out", "my data") == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "next      gradsync train tiny --data 'my data'"
+    assert run(*shlex.split(last)[2:], "--dry-run", "--device", "cpu") == 0
 
 
 @pytest.mark.parametrize(

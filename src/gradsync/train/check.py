@@ -77,6 +77,8 @@ def _check_prepared(data: str) -> None:
     path = Path(data)
     if not data or any((path / name).exists() for name in ("train.bin", "val.bin", "meta.json")):
         return
+    if path.is_dir() and not any(path.iterdir()):  # its missing files are named when it is opened
+        return
     if not path.exists():
         raise DataError(f"{data} does not exist; `gradsync prepare PATHS --out {data}` makes it")
     text, out = (shlex.quote(str(each)) for each in (path, path.parent / f"{path.stem}-data"))

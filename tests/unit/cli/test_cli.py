@@ -88,7 +88,7 @@ SMALL = (*TRAIN, "--model.block-size", "16", "--micro-batch-size", "2", "--token
         (("train", "tny"), "did you mean tiny?"),
         (("train", "nowhere.yaml"), "cannot read configuration nowhere.yaml"),
         ((*TRAIN, "--sync", "nave"), "perhaps you meant 'naive'"),
-        ((*TRAIN, "--optim.lr", "-1"), "optim.lr must be a positive number; got -1"),
+        ((*TRAIN, "--optim.lr", "-1"), "error: optim.lr must be a positive number; got -1.0\n"),
         ((*TRAIN, "--seq-len", "9999"), "seq_len 9999 is longer than model.block_size"),
         (
             (*TRAIN, "--tokens-per-update", "9000"),

@@ -21,10 +21,10 @@ FUNCTION_LIMIT = 80
 CLASS_LIMIT = 250
 PACKAGES = REPOSITORY / "src" / "gradsync"
 BUDGETS = {
-    **{"core": 980, "runtime": 4_225, "comm": 2_655, "sync": 10_640, "data": 2_490},
-    **{"checkpoint": 1_340, "models": 725, "parallel": 1_260, "plan": 4_980, "train": 4_475},
-    **{"launch": 1_640, "compat": 1_120, "backends": 700, "verify": 3_275, "bench": 5_250},
-    **{"cli": 3_830, "lint": 975, "report": 1_370},
+    **{"core": 1_015, "runtime": 4_380, "comm": 2_655, "sync": 10_845, "data": 2_490},
+    **{"checkpoint": 1_485, "models": 730, "parallel": 1_260, "plan": 4_990, "train": 4_670},
+    **{"launch": 1_870, "compat": 1_125, "backends": 700, "verify": 3_280, "bench": 5_470},
+    **{"cli": 4_335, "lint": 975, "report": 1_405},
 }
 """Lines of each package, docstrings and blanks included. They only go down: raising one takes a
 commit that says why."""

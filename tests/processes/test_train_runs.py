@@ -187,10 +187,14 @@ def test_a_place_without_a_checkpoint_is_refused_on_all_ranks(
 def test_numeric_change_can_be_allowed(pool: Any, data: Path, tmp_path: Path) -> None:
     config = small_config(tmp_path, data, steps=2)
     finish(pool, config, 1)
-    changed = replace(config, steps=4, dtype="bf16", allow_numeric_change=True)
+    optim = replace(config.optim, weight_decay=0.5)
+    changed = replace(config, steps=4, dtype="bf16", allow_numeric_change=True, optim=optim)
     (result,) = pool.run(train_rank, 1, changed)
     assert result.exit_code == 0
     assert "note: dtype: 'fp32' then, 'bf16' now" in result.printed
+    assert "note: resuming with changed settings: optim.weight_decay 0.1 -> 0.5" in result.printed
+    state = json.loads((tmp_path / "checkpoints" / "step-00000004" / "state.json").read_text())
+    assert state["optimizer"]["groups"][0]["weight_decay"] == 0.5
 
 
 def test_the_run_directory_holds_what_it_promises_and_a_finished_run_is_left_as_it_is(

@@ -6,11 +6,18 @@ import json
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 import yaml
 
 from gradsync.cli.main import main
+from gradsync.comm.process_group import ProcessGroupCommunicator
+from gradsync.train import tuned
+from gradsync.train.config import TrainConfig
 from gradsync.train.config_io import write_config
+from gradsync.train.tuned import resolve_dtype
+from gradsync.world import World
 from support.small_run import make_data, small_config
+from support.thread_ranks import run_thread_ranks
 
 
 @pytest.fixture
@@ -27,9 +34,16 @@ def config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_a_run_writes_down_what_was_found(config_file: Path, tmp_path: Path) -> None:
+def test_a_run_writes_down_what_was_found(
+    config_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     line = ["train", str(config_file), "--elastic", "--nproc-per-node", "1"]
+    monkeypatch.setattr("gradsync.cli.train.host_cores", lambda: 0)
     assert main(line) == 0
+    assert "\n1 ranks share 0 core(s): no faster than 0 rank(s)\n" in capsys.readouterr().out
     run = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     found = run["micro_batch_size"]
     (kept,) = (tmp_path / "cache" / "micro-batch").iterdir()
@@ -55,3 +69,25 @@ def test_a_dry_run_shows_it_and_writes_nothing(
     assert document["plan"]["num_leaves"] == 2
     assert "elastic: " in err
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_ranks_agree_on_a_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """bf16 where all have it; a run that goes on keeps its own, which rank 0 alone can see."""
+    monkeypatch.setattr(tuned, "fast_dtype", {"cpu": "fp32", "cuda:0": "bf16"}.__getitem__)
+
+    def agreed(slow: int, out: Path) -> set[tuple[str, str]]:
+        def one(rank: int, group: dist.ProcessGroup) -> tuple[str, str]:
+            world = World(rank=rank, world_size=3, device="cpu" if rank == slow else "cuda:0")
+            config = TrainConfig(out=str(out if rank == 0 else tmp_path / "elsewhere"))
+            found, line = resolve_dtype(config, world, ProcessGroupCommunicator(group))
+            return found.named_dtype, line
+
+        return set(run_thread_ranks(one, 3))
+
+    assert agreed(9, tmp_path) == {("bf16", "dtype auto: bf16, which is multiplied in hardware")}
+    emulated = "dtype auto: fp32; bf16 would be emulated on rank(s) 1"
+    assert agreed(1, tmp_path) == {("fp32", emulated)}
+    begun = tmp_path / "run" / "config.yaml"
+    (tmp_path / "run" / "checkpoints" / "step-00000001").mkdir(parents=True)
+    write_config(TrainConfig(dtype="bf16"), begun)
+    assert agreed(1, tmp_path / "run") == {("bf16", f"dtype auto: bf16, as in {begun}")}

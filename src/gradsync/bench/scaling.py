@@ -69,7 +69,7 @@ class ScalingOptions:
     num_warmup: int = 2  # Optimizer steps of a turn before those.
     rounds: int = 10  # Turns of each world size; the interval comes from these.
     dtype: str = "bf16"  # fp32, or bf16 (autocast over fp32 weights).
-    bucket_mb: float | None = None  # Size of buckets, MiB.
+    bucket_mb: float | None = None  # Size of buckets, MiB; default: the strategy's.
     threads: int | None = None
     """Intra-op threads of a rank, the same for all; default: cores / the most ranks."""
     device: str = "auto"  # auto, cpu or cuda.

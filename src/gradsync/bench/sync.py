@@ -32,8 +32,7 @@ from gradsync.bench.sync_plan import (
 )
 from gradsync.errors import ConfigError
 from gradsync.models.config import PRESETS
-from gradsync.plan.description import multiplies_bf16
-from gradsync.plan.machine import read_processor
+from gradsync.plan.machine import fast_dtype
 from gradsync.runtime.machine import choose_threads
 
 if TYPE_CHECKING:
@@ -122,8 +121,7 @@ def plan_of(options: SyncOptions, world: World) -> BenchPlan:
 def _dtype_of(options: SyncOptions) -> str:
     if options.dtype != "auto":
         return options.dtype
-    fast = uses_cuda(options.device) or multiplies_bf16(read_processor().instructions)
-    return "bf16" if fast else "fp32"
+    return fast_dtype("cuda" if uses_cuda(options.device) else "cpu")
 
 
 def as_measured(options: SyncOptions, world: World) -> SyncOptions:

@@ -15,10 +15,10 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from tyro import conf
 
-from gradsync.cli.arguments import PAIRED
 from gradsync.cli.bench import BENCHMARKS
 from gradsync.errors import ConfigError
 from gradsync.models.config import PRESETS
+from gradsync.runtime.arguments import PAIRED
 from gradsync.sync.registry import STRATEGIES
 from gradsync.train.config import AUTO, TrainConfig
 

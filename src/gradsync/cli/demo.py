@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from gradsync.cli.arguments import parse
 from gradsync.cli.ranks import Signals, until_stopped
 from gradsync.core.files import read_object
 from gradsync.errors import ConfigError, RunError
 from gradsync.runtime import environ
+from gradsync.runtime.arguments import parse
 from gradsync.runtime.resolve import resolve
 
 Document = Mapping[str, Any]

@@ -17,13 +17,13 @@ import psutil
 import tyro
 
 from gradsync.cli import health
-from gradsync.cli.arguments import parse
 from gradsync.cli.health import Facts, Finding, from_message
 from gradsync.core.files import printable
 from gradsync.errors import ConfigError, GradsyncError, LaunchError, RunError
 from gradsync.plan.hardware_file import dump_hardware, hardware_document, hardware_rows
 from gradsync.plan.machine import detect_hardware, version_of
 from gradsync.runtime import environ
+from gradsync.runtime.arguments import parse
 from gradsync.runtime.coordinator import CoordinatorPlan, plan_coordinator
 from gradsync.runtime.machine import choose_threads
 from gradsync.runtime.resolve import Resolution, resolve

@@ -22,13 +22,13 @@ from typing import Annotated
 
 import tyro
 
-from gradsync.cli.arguments import parse
 from gradsync.cli.launch import split
 from gradsync.cli.ranks import WORKER, Signals, start_ranks, until_stopped, work_folder
 from gradsync.cli.train import run as train
 from gradsync.core.files import printable, read_object
 from gradsync.errors import ConfigError, RunError
 from gradsync.runtime import environ
+from gradsync.runtime.arguments import parse
 from gradsync.runtime.resolve import resolve
 from gradsync.sync.registry import find_strategy
 from gradsync.train.config import AUTO, TrainConfig

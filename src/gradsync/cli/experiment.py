@@ -19,11 +19,11 @@ from gradsync.bench.experiment import (
     write_record,
 )
 from gradsync.bench.plot import check_plot
-from gradsync.cli.arguments import parse
 from gradsync.cli.ranks import WORKER, be_rank, measure_on_ranks, until_stopped
 from gradsync.core.files import write_text
 from gradsync.errors import ConfigError, RunError
 from gradsync.runtime import environ
+from gradsync.runtime.arguments import parse
 from gradsync.runtime.resolve import resolve
 
 if TYPE_CHECKING:

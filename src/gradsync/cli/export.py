@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 from tyro.conf import Positional
 
-from gradsync.cli.arguments import parse
 from gradsync.cli.sample import tokenizer_of
 from gradsync.errors import UsageError
+from gradsync.runtime.arguments import parse
 
 if TYPE_CHECKING:
     from gradsync.checkpoint.store import Snapshot

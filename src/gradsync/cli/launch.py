@@ -12,7 +12,6 @@ from typing import Annotated
 
 import tyro
 
-from gradsync.cli.arguments import parse
 from gradsync.errors import ConfigError, LaunchError
 from gradsync.launch.request import (
     LaunchPlan,
@@ -22,6 +21,7 @@ from gradsync.launch.request import (
     unknown_program,
 )
 from gradsync.runtime import environ
+from gradsync.runtime.arguments import parse
 from gradsync.runtime.resolve import resolve
 
 

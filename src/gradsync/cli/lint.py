@@ -10,11 +10,11 @@ from typing import Annotated
 
 import tyro
 
-from gradsync.cli.arguments import parse
 from gradsync.core.files import printable
 from gradsync.errors import ConfigError
 from gradsync.lint.rules import RULES, Found, lint
 from gradsync.lint.script import Script
+from gradsync.runtime.arguments import parse
 
 _LARGEST = 2 * 2**20
 """Bytes of a script; larger ones are no scripts."""

@@ -13,7 +13,6 @@ from typing import Annotated, Literal
 import tyro
 
 from gradsync.bench.plot import check_plot
-from gradsync.cli.arguments import parse
 from gradsync.errors import ConfigError, RunError
 from gradsync.plan.catalog import DEFAULT_NETWORK, NETWORKS, check_size
 from gradsync.plan.choice import USUAL, Costs, Recommendation, Search, choose, remedy
@@ -34,9 +33,10 @@ from gradsync.plan.report import (
 from gradsync.plan.simulation import DEFAULT_STRATEGIES, Simulation, report_text, simulate
 from gradsync.plan.workload import Split, Workload
 from gradsync.runtime import environ
+from gradsync.runtime.arguments import parse
 from gradsync.runtime.bounds import MOST_NODES, whole_number
 from gradsync.sync.registry import STRATEGIES, find_strategy
-from gradsync.train.config import TrainConfig, recipe
+from gradsync.train.config import AUTO, TrainConfig, recipe
 from gradsync.train.data import vocabulary
 
 _BETWEEN_HOSTS = "hierarchical"  # Joins them where there are several hosts
@@ -64,13 +64,13 @@ class PlanOptions:
     network: str = ""
     """Between hosts: a name such as infiniband-ndr or ethernet-10g, or FILE.yaml."""
     tokens_per_update: int | None = None
-    """Tokens of one optimizer step over all ranks."""
+    """Tokens of one optimizer step over all ranks; default: the model's."""
     micro_batch_size: int | None = None
     """Sequences of one forward and backward; default: several are tried."""
     seq_len: int | None = None
-    """Tokens of a sequence."""
+    """Tokens of a sequence; default: the model's."""
     dtype: Literal["bf16", "fp16", "fp32"] | None = None
-    """bf16 and fp16 are autocast over fp32 weights."""
+    """bf16 and fp16 are autocast over fp32 weights; default: as `gradsync train` has it there."""
     data: str = ""
     """Directory with train.bin, for its vocabulary; default: the model's own."""
     strategies: str = ""
@@ -137,6 +137,9 @@ def request_of(options: PlanOptions) -> Request:
             f"--network NAME (there are: {', '.join(NETWORKS)})"
         )
     kind = hardware.devices[0].kind
+    if config.dtype == AUTO:
+        fast = speed_switches(hardware, {}).dtype
+        config = replace(config, dtype="bf16" if fast == "bf16" else "fp32")
     if config.dtype == "fp16" and kind == "cpu":
         raise ConfigError("--dtype fp16 needs CUDA; use bf16 or fp32 on a CPU")
     if not options.strategies and len(hardware.hosts) > 1 and each > 1:
@@ -160,7 +163,7 @@ def request_of(options: PlanOptions) -> Request:
             micro_batch_size=plan.micro_batch_size,
             seq_len=config.sequence_length,
             num_leaves=plan.num_leaves,
-            dtype=config.dtype,
+            dtype=config.named_dtype,
             kind=kind,
         ),
         search=Search(strategies=strategies, micro_batch_sizes=tuple(sizes)),
@@ -270,8 +273,8 @@ def _switch_lines(request: Request) -> list[str]:
     """Lines on what the devices can do and what may help; nothing is set."""
     switches = speed_switches(request.hardware, environ.snapshot() if request.here else {})
     lines = list(switches.reasons)
-    if switches.dtype != request.work.dtype and request.work.dtype == "bf16":
-        lines.append(f"--dtype {switches.dtype} would be faster here than bf16")
+    if switches.dtype != (dtype := request.work.dtype):
+        lines.append(f"--dtype {switches.dtype} would be faster here than {dtype}")
     return [*lines, *switches.suggestion_lines()]
 
 

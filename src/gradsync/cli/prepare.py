@@ -3,29 +3,37 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
-from gradsync.cli.arguments import parse
 from gradsync.data.meta import Meta
 from gradsync.data.prepare import prepare
+from gradsync.errors import ConfigError
+from gradsync.runtime.arguments import parse
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrepareOptions:
-    """Turn text into a data directory: train.bin, val.bin (nanoGPT's layout) and meta.json."""
+    """Turn text into a data directory: train.bin, val.bin (nanoGPT's layout) and meta.json.
 
-    paths: tyro.conf.Positional[tuple[Path, ...]]
+    gradsync prepare my_texts/ --out data/
+    """
+
+    paths: Annotated[
+        tyro.conf.Positional[tuple[Path, ...]],
+        tyro.conf.arg(metavar="PATHS", help_behavior_hint="(required)"),
+    ]
     """Files, folders (read recursively) and .jsonl files."""
-    out: Path
+    out: Annotated[str, tyro.conf.arg(metavar="DIR", help_behavior_hint="(required)")] = ""
     """The directory to make."""
     tokenizer: Literal["byte", "bpe"] = "byte"
     """byte: 257 tokens, needs nothing. bpe: trained on this text (extra gradsync[tokenizers])."""
     vocab_size: int | None = None
-    """Tokens of the bpe vocabulary; 4096 when not given."""
+    """Tokens of the bpe vocabulary; default: 4096."""
     val_fraction: float = 0.05
     """Share held out for validation; 0 writes no val.bin."""
     text_key: str = "text"
@@ -39,9 +47,13 @@ class PrepareOptions:
 def run(argv: list[str]) -> int:
     """See `gradsync prepare --help`."""
     options = parse(PrepareOptions, argv, "prepare")
+    missing = [] if options.paths else ["name at least one file or folder to prepare"]
+    missing += [] if options.out else ["say with --out which directory to make"]
+    if missing:
+        raise ConfigError(f"{' and '.join(missing)}: gradsync prepare my_texts/ --out data/")
     meta = prepare(
         options.paths,
-        options.out,
+        out := Path(options.out),
         tokenizer=options.tokenizer,
         vocab_size=options.vocab_size,
         val_fraction=options.val_fraction,
@@ -49,9 +61,9 @@ def run(argv: list[str]) -> int:
         overwrite=options.overwrite,
     )
     if options.as_json:
-        print(json.dumps({"out": str(options.out), **asdict(meta)}))
+        print(json.dumps({"out": str(out), **asdict(meta)}))
     else:
-        print(_describe(meta, options.out))
+        print(_describe(meta, out))
     return 0
 
 
@@ -64,5 +76,6 @@ def _describe(meta: Meta, out: Path) -> str:
         f"read      {meta.documents:,} documents, {meta.text_bytes:,} bytes{skipped}\n"
         f"tokens    {splits} ({meta.tokenizer}, vocabulary {meta.vocab_size:,}, {meta.dtype})\n"
         f"unigrams  {meta.unigram_entropy_nats:.3f} nats: a model should get well below\n"
-        f"written   {out}"
+        f"written   {out}\n"
+        f"next      gradsync train tiny --data {shlex.quote(str(out))}"
     )

@@ -9,7 +9,6 @@ from typing import Annotated, Literal
 
 import tyro
 
-from gradsync.cli.arguments import parse
 from gradsync.core.files import write_text
 from gradsync.errors import ConfigError
 from gradsync.report.browser import draw, find_browser
@@ -17,6 +16,7 @@ from gradsync.report.charts import standing_alone, svg
 from gradsync.report.page import charts_of, figures_of, page
 from gradsync.report.run import read_run, read_verified
 from gradsync.report.timeline import timeline_svg
+from gradsync.runtime.arguments import parse
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

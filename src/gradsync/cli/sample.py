@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 from tyro.conf import Positional
 
-from gradsync.cli.arguments import parse
 from gradsync.core.files import one_line
 from gradsync.errors import ConfigError, DataError
+from gradsync.runtime.arguments import parse
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,17 +48,20 @@ class SampleOptions:
 def run(argv: list[str]) -> int:
     """See `gradsync sample --help`."""
     arguments = parse(SampleOptions, argv, "sample")
-    checkpoint, text = sample(Path(arguments.path), arguments)
     if arguments.json:
+        checkpoint, text = sample(Path(arguments.path), arguments)
         print(json.dumps({"checkpoint": str(checkpoint), "text": text}))
     else:
-        print(text)
+        sample(Path(arguments.path), arguments, partial(print, end="", flush=True))
+        print()
     return 0
 
 
-def sample(path: Path, config: SampleOptions) -> tuple[Path, str]:
+def sample(
+    path: Path, config: SampleOptions, write: Callable[[str], object] = len
+) -> tuple[Path, str]:
     """Continue `config.prompt` with the model under `path`: the checkpoint used, and prompt and
-    continuation as text."""
+    continuation as text, which `write` gets piece by piece as it comes."""
     from gradsync.checkpoint.store import CheckpointStore, resolve
     from gradsync.checkpoint.weights import load_weights
     from gradsync.models.gpt import GPT, generate
@@ -86,8 +90,36 @@ def sample(path: Path, config: SampleOptions) -> tuple[Path, str]:
         temperature=config.temperature,
         top_k=config.top_k or None,
         seed=config.seed,
+        show=(pieces := TextPieces(tokenizer.decode, write)).show,
     )
+    pieces.show(ids, end=True)
     return checkpoint, tokenizer.decode(ids)
+
+
+class TextPieces:
+    """Writes the text of a growing list of tokens; a character of several tokens once it is whole.
+
+    Args:
+        decode: text of tokens; U+FFFD for what is no character, or not yet.
+        write: gets the pieces; together they are the text of all tokens.
+    """
+
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], write: Callable[[str], object]
+    ) -> None:
+        self._decode, self._write = decode, write
+        self._done = 0  # Tokens whose text is written
+        self._shown = 0  # Characters of the tokens behind them that are written
+
+    def show(self, ids: Sequence[int], *, end: bool = False) -> None:
+        """Write what is new in `ids`; all of it at the `end`."""
+        text = self._decode(ids[self._done :])
+        whole = text if end else text.rstrip("\ufffd")
+        if whole[self._shown :]:
+            self._write(whole[self._shown :])
+        self._shown = len(whole)
+        if whole == text:
+            self._done, self._shown = len(ids), 0
 
 
 def tokenizer_of(state: Mapping[str, Any], data: str) -> Any:

@@ -15,7 +15,6 @@ from typing import Annotated, Literal
 
 import tyro
 
-from gradsync.cli.arguments import parse
 from gradsync.cli.launch import check_program, split
 from gradsync.core.files import write_text
 from gradsync.errors import ConfigError, RunError
@@ -24,6 +23,7 @@ from gradsync.launch.jobset import JobsetPlan, KubernetesRequest, jobset_text
 from gradsync.launch.request import Program, parse_program
 from gradsync.launch.sbatch import TASK, JobRequest, SbatchPlan, sbatch_script
 from gradsync.launch.slurm import Submitted, remember, remembered
+from gradsync.runtime.arguments import parse
 
 _SHOWN = 10
 """Jobs that a bare --status shows."""

@@ -7,13 +7,15 @@ import io
 import json
 import sys
 from dataclasses import asdict, replace
+from typing import Any
 
 from gradsync.cli.elastic import before_ranks, take_flag, with_ranks
 from gradsync.cli.train_places import settle, take_places
 from gradsync.data.batch_plan import BatchPlan
 from gradsync.errors import ConfigError
+from gradsync.plan.machine import fast_dtype
 from gradsync.runtime import environ
-from gradsync.runtime.machine import choose_threads
+from gradsync.runtime.machine import choose_threads, host_cores
 from gradsync.runtime.resolve import resolve
 from gradsync.sync.registry import find_strategy
 from gradsync.train.check import check_request, check_size
@@ -21,10 +23,11 @@ from gradsync.train.config import AUTO, TrainConfig
 from gradsync.train.config_io import parse_config
 from gradsync.train.faults import FaultPlan
 from gradsync.train.trackers import require_packages
+from gradsync.train.tuned import apply_choice, begun_dtype, resolve_auto, resolve_dtype
 from gradsync.world import World
 
 _KEEPS_MEMORY = "freed memory stays in the process (--no-keep-memory gives it back)"
-_EMULATED = "this processor has no bf16 and emulates it, many times slower than --dtype fp32"
+_EMULATED = "this device has no bf16 and emulates it, many times slower than --dtype fp32"
 
 
 def run(argv: list[str], fault: FaultPlan | None = None) -> int:
@@ -52,6 +55,9 @@ def run(argv: list[str], fault: FaultPlan | None = None) -> int:
     if not world.is_distributed:  # else rank 0 alone looks, and tells the others
         require_packages(config.track)
     if dry_run:
+        if config.dtype == AUTO:
+            named: Any = begun_dtype(config)[0] or fast_dtype(config.device)
+            config = replace(config, dtype=named)
         if config.sync == AUTO:
             config = _would_be(config, world, world_size)
         return _show_plan(config, plan, as_json=as_json)
@@ -67,7 +73,7 @@ def run(argv: list[str], fault: FaultPlan | None = None) -> int:
 
 def complete_resume(argv: list[str]) -> list[str]:
     """The arguments; a `--resume` that no value follows becomes `--resume auto`."""
-    following = [*argv[1:], "--"]
+    following = [*argv, "--"][1:]
     return [
         word if word != "--resume" or not after.startswith("-") else "--resume=auto"
         for word, after in zip(argv, following, strict=True)
@@ -75,16 +81,9 @@ def complete_resume(argv: list[str]) -> list[str]:
 
 
 def _parse_once(flags: list[str], world: World) -> TrainConfig:
-    """Parse; what is wrong with the flags is wrong on every rank, and rank 0 says it."""
-    if world.is_main:
+    """Parse; every rank would print the same help."""
+    with contextlib.redirect_stdout(sys.stdout if world.is_main else io.StringIO()):
         return parse_config(flags)
-    try:
-        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
-            return parse_config(flags)
-    except SystemExit as stop:
-        if stop.code:
-            raise ConfigError("bad flags, see rank 0") from None
-        raise
 
 
 def _start_ranks(config: TrainConfig, flags: list[str], as_json: bool) -> int:
@@ -100,13 +99,6 @@ def _start_ranks(config: TrainConfig, flags: list[str], as_json: bool) -> int:
         config.nproc_per_node,
         log_dir=None,
     )
-
-
-def _emulates_bf16(world: World) -> bool:
-    from gradsync.plan.description import multiplies_bf16
-    from gradsync.plan.machine import read_processor
-
-    return world.device == "cpu" and not multiplies_bf16(read_processor().instructions)
 
 
 def _join_run(
@@ -139,8 +131,11 @@ def _join_run(
                 config = replace(config, out=out)
             session.stacks.folder = f"{config.out}/stacks"
             stream = sys.stderr if as_json else sys.stdout
+            cores, ranks = host_cores(), world.local_world_size
             notes = [_KEEPS_MEMORY] if session.keeps_memory else []
-            if config.dtype == "bf16" and _emulates_bf16(world) and elastic is None:
+            if ranks > cores and world.device == "cpu":
+                notes.append(f"{ranks} ranks share {cores} core(s): no faster than {cores} rank(s)")
+            if config.dtype == "bf16" and elastic is None and fast_dtype(world.device) != "bf16":
                 notes.append(_EMULATED)
             if elastic is not None:
                 config, lines = with_ranks(
@@ -148,6 +143,8 @@ def _join_run(
                 )
                 check_request(config, world.world_size)
                 notes += lines
+            config, note = resolve_dtype(config, world, communicator(world))
+            notes += [note] if note else []
             if config.sync == AUTO:
                 config, note = _named_sync(config, world, threads=session.threads)
                 notes.append(note)
@@ -171,8 +168,6 @@ def _join_run(
 
 def _would_be(config: TrainConfig, world: World, world_size: int) -> TrainConfig:
     """The same as `_named_sync`, without ranks; the line goes to standard error."""
-    from gradsync.train.tuned import apply_choice, resolve_auto
-
     if not world.is_distributed:
         world = replace(world, world_size=world_size, local_world_size=world_size)
     on_cpu = _on_cpu(config)
@@ -191,7 +186,7 @@ def _named_sync(config: TrainConfig, world: World, *, threads: int) -> tuple[Tra
     """
     from gradsync.comm.groups import communicator
     from gradsync.comm.values import broadcast_json
-    from gradsync.train.tuned import TunedStrategy, apply_choice, resolve_auto
+    from gradsync.train.tuned import TunedStrategy
 
     mine = None
     if world.is_main:

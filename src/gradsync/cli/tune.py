@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import tyro
 
@@ -25,6 +25,7 @@ from gradsync.bench.tune import STAGES, TuneRequest, print_report
 from gradsync.cli.experiment import run_experiment
 from gradsync.errors import ConfigError
 from gradsync.models.config import preset
+from gradsync.plan.machine import fast_dtype
 from gradsync.plan.profile import Conditions
 from gradsync.runtime.machine import choose_threads
 from gradsync.train.config import TrainConfig, recipe
@@ -52,10 +53,12 @@ class TuneOptions:
     promise: str = "bitwise"
     """Least promise of a strategy: bitwise (one rank's bits on any number of ranks), or
     rounding (one rank's numbers but for the order of sums)."""
-    dtype: Literal["fp32", "bf16"] | None = None  # fp32, or bf16 (autocast over fp32 weights).
-    batch_size: int | None = None  # Sequences per rank and step.
-    leaves_per_rank: int | None = None  # Micro-batches into which these are divided.
-    context_length: int | None = None  # Tokens of a sequence.
+    dtype: Literal["fp32", "bf16"] | None = None
+    """fp32, or bf16 (autocast over fp32 weights); default: as `gradsync train` has it."""
+    batch_size: int | None = None  # Sequences per rank and step; default: as in `gradsync train`.
+    leaves_per_rank: int | None = None
+    """Micro-batches into which these are divided; default: as in `gradsync train`."""
+    context_length: int | None = None  # Tokens of a sequence; default: the model's.
     data: str = ""  # Directory with train.bin, for the vocabulary; default: the built-in text's.
     num_steps: int = 5  # Optimizer steps of a turn that count.
     num_warmup: int = 1  # Optimizer steps of a turn before those.
@@ -90,7 +93,7 @@ def request_of(options: TuneOptions, world: World) -> TuneRequest:
         vocab_size=vocabulary(options.data) or preset(options.model).vocab_size,
         context_length=options.context_length or start.sequence_length,
         leaves_per_rank=leaves,
-        dtype=options.dtype or start.dtype,
+        dtype=options.dtype or fast_dtype(options.device),
         threads=choose_threads(local, requested=options.threads or (None if on_cuda else 1)),
     )
     tokens = batch // leaves * settings.tokens
@@ -180,7 +183,7 @@ def measured_conditions(
 ) -> Conditions:
     """Conditions of a training run whose steps are like the measured ones."""
     settings = request.settings
-    leaves = settings.leaves_per_rank
+    leaves, dtype = settings.leaves_per_rank, cast(Any, settings.dtype)
     micro = request.batch_size // leaves
     start = recipe(options.model)
     run = replace(
@@ -188,7 +191,7 @@ def measured_conditions(
         seq_len=settings.tokens,
         micro_batch_size=micro,
         tokens_per_update=micro * settings.tokens * leaves * request.world_size,
-        dtype=options.dtype or start.dtype,
+        dtype=dtype,
         data=options.data,
         keep_memory=options.keep_memory,
     )

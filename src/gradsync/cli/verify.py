@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from gradsync.cli.arguments import parse
 from gradsync.cli.ranks import WORKER, Signals, Stopped, start_ranks, until_stopped, work_folder
 from gradsync.errors import ConfigError, PeerError, RunError
 from gradsync.runtime import environ
+from gradsync.runtime.arguments import parse
 from gradsync.runtime.bounds import MOST_RANKS, whole_number
 from gradsync.runtime.resolve import resolve
 from gradsync.sync.options import listed

@@ -11,10 +11,10 @@ from typing import Annotated
 
 import tyro
 
-from gradsync.cli.arguments import parse
 from gradsync.errors import ConfigError
 from gradsync.report.serve import serving
 from gradsync.report.watch import Follower, follow
+from gradsync.runtime.arguments import parse
 
 _LOOK_S = 1.0
 

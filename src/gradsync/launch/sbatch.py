@@ -78,7 +78,7 @@ class JobRequest:
     qos: str = ""
     """Quality of service."""
     cpus_per_task: int | None = None
-    """Cores of each rank."""
+    """Cores of each rank; default: the cluster's."""
     mem: str = ""
     """Memory of each node: 64G."""
     job_name: str = ""

@@ -28,7 +28,8 @@ class GPTConfig:
     n_head: int = 4
     """Query heads; each is `n_embd / n_head` wide."""
     n_kv_head: int | None = None
-    """Key and value heads, shared by groups of query heads (arXiv 2305.13245). None: `n_head`."""
+    """Key and value heads, shared by groups of query heads (arXiv 2305.13245); default:
+    `n_head`."""
     n_embd: int = 256
     """Width of the residual stream."""
     vocab_size: int = 256
@@ -36,7 +37,7 @@ class GPTConfig:
     block_size: int = 256
     """Longest sequence, in tokens."""
     hidden_dim: int | None = None
-    """Width inside the SwiGLU. None: 8/3 of `n_embd`, rounded up to a multiple of 64."""
+    """Width inside the SwiGLU; default: 8/3 of `n_embd`, rounded up to a multiple of 64."""
     dropout: float = 0.0
     """Probability of zeroing an element of the embeddings and of each branch's output."""
     tie_head: bool = True

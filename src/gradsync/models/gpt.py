@@ -24,7 +24,7 @@ number of ranks, as the rows are cut from a leaf.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -377,6 +377,7 @@ def generate(
     seed: int = 0,
     generator: torch.Generator | None = None,
     use_cache: bool = True,
+    show: Callable[[Sequence[int]], object] = len,
 ) -> list[int]:
     """Continue `prompt_ids`. The same call on the same kind of device gives the same tokens.
 
@@ -393,6 +394,7 @@ def generate(
         seed: of the draws, when no generator is given.
         generator: a CPU generator that goes on where it stands.
         use_cache: False computes the whole context for each token: the same tokens, slowly.
+        show: called with all tokens there are, at first and after each new one.
 
     Returns:
         The prompt followed by the new tokens.
@@ -409,6 +411,7 @@ def generate(
     was_training = model.training
     model.eval()
     try:
+        show(ids)
         for _ in range(max_new_tokens):
             if use_cache and len(ids) <= model.config.block_size:
                 new_BT = torch.tensor([ids[caches[0].length :]], device=device)
@@ -418,6 +421,7 @@ def generate(
                 x_BTC = model.features(context_BT)
             last_V = model.logits(x_BTC[:, -1])[0]
             ids.append(_draw(last_V.float().cpu(), temperature, top_k, generator))
+            show(ids)
     finally:
         model.train(was_training)
     return ids

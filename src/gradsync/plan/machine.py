@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module, metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 
 from gradsync.errors import ConfigError, GradsyncError
 from gradsync.plan.catalog import NETWORKS, pcie_of
 from gradsync.plan.collectives import load_fits
-from gradsync.plan.description import Device, Hardware, Host, Link
+from gradsync.plan.description import Device, Hardware, Host, Link, multiplies_bf16
 from gradsync.plan.gpus import host_link, read_gpus, torch_devices, visible_devices
 from gradsync.runtime.machine import (
     available_bytes,
@@ -97,6 +97,18 @@ def read_processor(root: Path = Path("/")) -> Processor:
         instructions=tuple(name for name in _SHOWN if name in flags),
         clock_hz=max(clocks, default=0) or None,
     )
+
+
+def fast_dtype(device: str, root: Path = Path("/")) -> Literal["bf16", "fp32"]:
+    """The dtype that `auto` stands for on `device` (auto, cpu, cuda or cuda:N): bf16 where it is
+    multiplied in hardware, else fp32. Torch is asked only where there may be a GPU."""
+    signs = (*_DRIVER_SIGNS, "dev/kfd")
+    if device != "cpu" and (device != "auto" or any((root / sign).exists() for sign in signs)):
+        import torch
+
+        if torch.cuda.is_available():
+            return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+    return "bf16" if multiplies_bf16(read_processor().instructions) else "fp32"
 
 
 def cpu_devices(processor: Processor, ranks: int) -> tuple[Device, ...]:

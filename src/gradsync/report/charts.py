@@ -37,6 +37,8 @@ class Event(NamedTuple):
     step: float
     words: str
     bad: bool = False
+    number: int = 0  # In the list; 0: its place among the chart's
+    color: int | None = None  # Of its run, where there are several
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,16 +102,10 @@ def svg(chart: Chart) -> str:
         across, _ = at(x, y_low)
         parts.append(_text(across, HEIGHT - _BOTTOM + 16, number(x), "middle"))
     parts.append(_text(WIDTH - _RIGHT, HEIGHT - 3, chart.x, "end"))
-    for number_of, event in enumerate(chart.events, 1):
-        if x_low <= event.step <= x_high:
-            across, _ = at(event.step, y_low)
-            kind = " bad" if event.bad else ""
-            parts.append(
-                f'<line class="event{kind}" x1="{across:.1f}" x2="{across:.1f}" y1="{_TOP - 4:g}" '
-                f'y2="{HEIGHT - _BOTTOM:g}"/><text class="{kind.strip()}" x="{across:.1f}" '
-                f'y="{_TOP - 7:g}" text-anchor="middle">{number_of}'
-                f"<title>{escape(event.words)}</title></text>"
-            )
+    numbered = [e._replace(number=e.number or n) for n, e in enumerate(chart.events, 1)]
+    for step in dict.fromkeys(e.step for e in numbered if x_low <= e.step <= x_high):
+        here = [event for event in numbered if event.step == step]
+        parts.append(_event(at(step, y_low)[0], here))
     floor = [(x, 0.0) for x, _ in lines[0].points]
     for line, said in zip(lines, values, strict=True):
         here = [at(x, y) for x, y in line.points]
@@ -123,6 +119,19 @@ def svg(chart: Chart) -> str:
             parts.append(f'<path d="{_path(here)}" stroke="{color}" class="line"{dash}/>')
         parts += _told(line, said, here, color)
     return "".join([*parts, "</svg>"])
+
+
+def _event(across: float, here: Sequence[Event]) -> str:
+    """A line with the numbers of what happened at one step."""
+    kind, color = " bad" if any(event.bad for event in here) else "", here[0].color
+    own = "" if color is None else f' style="stroke:var(--c{color % COLORS})"'
+    words = "; ".join(event.words for event in here)
+    return (
+        f'<line class="event{kind}"{own} x1="{across:.1f}" x2="{across:.1f}" y1="{_TOP - 4:g}" '
+        f'y2="{HEIGHT - _BOTTOM:g}"/><text class="{kind.strip()}" x="{across:.1f}" '
+        f'y="{_TOP - 7:g}" text-anchor="middle">{",".join(str(e.number) for e in here)}'
+        f"<title>{escape(words)}</title></text>"
+    )
 
 
 def _told(line: Line, values: Sequence[Point], here: Sequence[Point], color: str) -> Iterator[str]:

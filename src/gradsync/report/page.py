@@ -8,10 +8,11 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from html import escape
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-from gradsync.report.charts import LIGHT, STYLE, Chart, Line, figure
+from gradsync.report.charts import LIGHT, STYLE, Chart, Event, Line, figure
 from gradsync.report.run import Points, Run
 from gradsync.report.timeline import timeline
 
@@ -94,7 +95,7 @@ def page(
     parts = [
         f"<h1>{escape(title)}</h1>",
         _about(runs[0]) if len(runs) == 1 else _compared(runs),
-        *(_happened(run, alone=len(runs) == 1) for run in runs),
+        *(_happened(run, found) for run, found in zip(runs, _numbered(runs), strict=True)),
         "<h2>Curves</h2>",
         f'<div class="charts">{charts}</div>' if charts else "<p>No step was logged yet.</p>",
         *(timeline(run.path) for run in runs[:4]),
@@ -114,10 +115,9 @@ def page(
 
 
 def charts_of(runs: Sequence[Run]) -> list[Chart]:
-    """All charts of the page; several runs are lines in each. Events are those of one run: marks of
-    several could not be told apart."""
+    """All charts of the page; several runs are lines in each, with their events in their colour."""
     alone = len(runs) == 1
-    events = runs[0].events if alone else ()
+    events = _numbered(runs)
 
     def lines(metric: str, name: str = "") -> list[Line]:
         return [
@@ -151,14 +151,18 @@ def charts_of(runs: Sequence[Run]) -> list[Chart]:
     found = [
         Chart(title="Loss", y="nats per token", lines=loss),
         _from_zero("Tokens a second", "of all ranks", lines("perf/tokens_per_s")),
-        *(_step_parts(run, "" if alone else f", {run.name}") for run in runs[:4]),
+        *(
+            replace(_step_parts(run, "" if alone else f", {run.name}"), events=its)
+            for run, its in zip(runs[:4], events, strict=False)
+        ),
         _from_zero("Communication that nothing hides", "% of a step", hidden),
         _from_zero("Learning rate", "", lines("optim/lr")),
         _from_zero("Norm of the mean gradient", "before clipping", lines("optim/grad_norm")),
         _from_zero("Memory", "GiB, rank 0 at its peak", memory),
         _from_zero("Arithmetic", "TFLOP/s a device", lines("perf/tflops_per_device")),
     ]
-    found = [replace(chart, events=events) for chart in found]
+    every = list(chain(*events))
+    found = [chart if chart.events else replace(chart, events=every) for chart in found]
     return [*found[:2], *_scaling(runs), *found[2:]]
 
 
@@ -268,13 +272,26 @@ def _about(run: Run) -> str:
     return f'<p class="sub">{_sentence(run)}</p><div class="cards">{cards}</div>'
 
 
-def _happened(run: Run, *, alone: bool) -> str:
+def _numbered(runs: Sequence[Run]) -> list[list[Event]]:
+    """The events of each run; of several, numbered through and in the colour of the run's lines."""
+    if len(runs) == 1:
+        return [runs[0].events]
+    numbers = count(1)
+    return [
+        [event._replace(number=next(numbers), color=k) for event in run.events]
+        for k, run in enumerate(runs)
+    ]
+
+
+def _happened(run: Run, events: Sequence[Event]) -> str:
     """The run's events, by their numbers in the charts."""
     listed = "".join(
-        f"<li{' class=bad' if event.bad else ''}>{escape(event.words)}</li>" for event in run.events
+        f"<li{' class=bad' if event.bad else ''}>{escape(event.words)}</li>" for event in events
     )
-    title = "Interruptions" if alone else f"Interruptions of {escape(run.name)}"
-    return f"<h2>{title}</h2><ol>{listed}</ol>" if listed else ""
+    first = events[0].number if events else 0
+    title = f"Interruptions of {escape(run.name)}" if first else "Interruptions"
+    start = f' start="{first}"' if first > 1 else ""
+    return f"<h2>{title}</h2><ol{start}>{listed}</ol>" if listed else ""
 
 
 def _sentence(run: Run) -> str:
@@ -315,8 +332,17 @@ def _differences(runs: Sequence[Run]) -> str:
     ]
     if not differing:
         return "<h2>Settings</h2><p>The runs have the same settings.</p>"
-    rows = [(name, *(str(run.config.get(name, "")) for run in runs)) for name in differing]
+    rows = [(name, *(_setting(name, run.config) for run in runs)) for name in differing]
     return "<h2>Settings that differ</h2>" + _table(("", *(run.name for run in runs)), rows)
+
+
+def _setting(name: str, config: Mapping[str, Any]) -> str:
+    """A setting's value in words, also where it is left to its default."""
+    if name not in config:
+        return "not known"
+    if config[name] in ("", None):
+        return "the built-in text" if name == "data" else "default"
+    return str(config[name])
 
 
 def _details(run: Run, *, alone: bool) -> str:

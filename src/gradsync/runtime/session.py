@@ -74,6 +74,20 @@ class SessionOptions:
             raise ConfigError(f"silence_s must be at least 1; got {self.silence_s}")
 
 
+def name_warnings(stack: ExitStack) -> None:
+    """Begin the package's warnings with its name as long as `stack` is open, in a program that sets
+    up no logging: Python would print them bare."""
+    if log.hasHandlers():
+        return
+    handler = logging.StreamHandler()
+    handler.setLevel(logging.WARNING)
+    handler.setFormatter(logging.Formatter("gradsync: %(levelname)s: %(message)s"))
+    # A program may set up logging later.
+    handler.addFilter(lambda _: not logging.getLogger().handlers and log.handlers == [handler])
+    log.addHandler(handler)
+    stack.callback(log.removeHandler, handler)
+
+
 class Session:
     """See `gradsync.init`. `world`, `threads` and `keeps_memory` hold from `open` on."""
 
@@ -110,6 +124,7 @@ class Session:
         """
         resolution = resolve(self._env)
         self.world = resolution.world
+        name_warnings(self._stack)
         if self.options.keep_memory:  # before the rendezvous, which starts threads
             self.keeps_memory = keep_freed_memory()
         if self.world.is_main:

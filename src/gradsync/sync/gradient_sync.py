@@ -224,8 +224,8 @@ class GradientSync(UserLoopMethods, StateMethods):
             self._user_loop.untracked.check(each, own_step=False)
         if not self._user_loop.leaves and self._user_loop.pending:
             raise ConfigError(
-                "loss.backward() is followed by optimizer.step(), and sync.step(optimizer) follows "
-                "sync.backward(loss_sum, weight=...): nobody told the weight of this loss"
+                "loss.backward() is followed by optimizer.step(); sync.step(optimizer) needs "
+                "sync.backward(loss_sum, weight=...), which says how many targets the loss counts"
             )
         if scale is not None and not reducer.shards.takes_scaler:
             raise ConfigError(
@@ -422,10 +422,10 @@ def _taken_for_a_sum(loss: Tensor, weight: float, leaf: Any) -> str:
         return ""
     who = f"weight={weight:g}" if leaf is None else "leaf=leaf"
     return (
-        "this loss is a mean, and sync.backward takes a sum, which sync.step divides by all "
-        f"targets of the global batch: write sync.backward(loss, {who}, reduction='mean') if it is "
-        "the mean over the leaf's targets, reduction='sum' in the loss function, or "
-        "sync.backward(..., reduction='sum') if it is right as it is"
+        "this loss is a mean, and sync.backward expects a sum (sync.step divides by all targets of "
+        f"the global batch): write sync.backward(loss, {who}, reduction='mean'), or give the loss "
+        "function reduction='sum'; if the loss is right as it is, sync.backward(..., "
+        "reduction='sum') ends this warning"
     )
 
 

@@ -5,6 +5,7 @@ They raise ConfigError or DataError, in one line that says what to change.
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -66,12 +67,25 @@ def _check_data(config: TrainConfig) -> None:
         return
     if config.tokenizer:
         raise ConfigError("tokenizer is for streams; a prepared data directory has its own")
-    if config.data and not Path(config.data).is_dir():
-        raise DataError(
-            f"{config.data} is no directory; `gradsync prepare PATHS --out {config.data}` makes one"
-        )
+    _check_prepared(config.data)
     if config.data and config.sample_tokens:  # spelt when the run is done
         check_tokenizer(Path(config.data))
+
+
+def _check_prepared(data: str) -> None:
+    """Refuse what is text, or nothing, in the place of a prepared directory."""
+    path = Path(data)
+    if not data or any((path / name).exists() for name in ("train.bin", "val.bin", "meta.json")):
+        return
+    if path.is_dir() and not any(path.iterdir()):  # its missing files are named when it is opened
+        return
+    if not path.exists():
+        raise DataError(f"{data} does not exist; `gradsync prepare PATHS --out {data}` makes it")
+    text, out = (shlex.quote(str(each)) for each in (path, path.parent / f"{path.stem}-data"))
+    raise DataError(
+        f"{data} is not prepared (it has no train.bin): `gradsync prepare {text} --out {out}`, "
+        f"then --data {out}"
+    )
 
 
 def check_size(shape: GPTConfig, *, device: str, num_nodes: int) -> None:

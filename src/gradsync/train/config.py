@@ -17,7 +17,7 @@ from gradsync.runtime.device import NEEDS, check_names
 from gradsync.sync.options import every_option
 from gradsync.train.trackers import tracker_names
 
-Dtype = Literal["bf16", "fp32", "fp16"]
+Dtype = Literal["auto", "bf16", "fp32", "fp16"]
 Schedule = Literal["cosine", "wsd", "constant"]
 LrScaling = Literal["none", "linear", "sqrt"]
 CompileOrder = Literal["none", "model", "ddp"]
@@ -147,8 +147,8 @@ class CheckpointConfig:
 
 
 class _GivenOptions:
-    """Options of the synchronisation strategy; None leaves its own choice. Which strategy knows
-    which of them is checked by name."""
+    """Options of the synchronisation strategy; default: its own choice. Which strategy knows which
+    of them is checked by name."""
 
     def __post_init__(self) -> None:
         for name, value in self.given().items():
@@ -200,21 +200,23 @@ class TrainConfig:
     tokens_per_update: int = 524_288
     """Tokens of one optimizer step over all ranks, whatever the world size."""
     micro_batch_size: int = 4  # Sequences of one forward and backward (one leaf).
-    seq_len: int | None = None  # Tokens of a sequence; None takes the model's block_size.
-    dtype: Dtype = "bf16"  # bf16 and fp16 are autocast over fp32 weights; fp16 needs CUDA.
+    seq_len: int | None = None  # Tokens of a sequence; default: the model's block_size.
+    dtype: Dtype = "auto"
+    """bf16 and fp16 are autocast over fp32 weights; fp16 needs CUDA. auto: bf16 where every rank
+    multiplies it in hardware, else fp32; a run that goes on keeps what it began with."""
     device: str = "auto"  # auto, cpu, cuda or cuda:N.
     backend: str = "auto"
     """Carrier of messages between ranks: gloo, nccl, mpi, shm, or one for each device such as
     cpu:gloo,cuda:nccl; auto takes gloo, and nccl beside it on CUDA."""
     tf32: bool = True  # CUDA: allow TF32 in fp32 matrix products.
     threads: int | None = None
-    """Intra-op threads of a rank; None takes 1 under sync=invariant on a CPU (their number changes
+    """Intra-op threads of a rank; default: 1 under sync=invariant on a CPU (their number changes
     bits), else cores of the host / ranks on the host."""
     keep_memory: bool = True
     """CPU: what a step frees stays in the process for the next one, which saves page faults; it
     stays as large as its largest moment (Linux with glibc; no effect elsewhere)."""
     nproc_per_node: int | None = None
-    """Start this many ranks on this host; None joins the launcher that started us."""
+    """Start this many ranks on this host; default: join the launcher that started us."""
     resume: str = "auto"
     """auto (continue what --out holds; --resume alone means it), none (refuse to), or the path of a
     run or checkpoint."""
@@ -229,7 +231,7 @@ class TrainConfig:
     """Recompute activations in backward: less memory, about a third more compute."""
     loss_rows: int | None = None
     """Compute the loss of so many positions at a time: at 124M and 1,024 tokens 256 takes 0.8 GB
-    less and no longer. Other bits than None, which computes it at once."""
+    less and no longer. Default: all at once, which gives other bits."""
     num_workers: int = 0  # Data-loading processes of a rank.
     log_every: int = 10
     """Optimizer steps between logged ones: a printed line, an object in metrics.jsonl."""
@@ -323,6 +325,12 @@ class TrainConfig:
     def layout(self, world_size: int) -> ParallelLayout:
         """How `world_size` ranks are divided."""
         return parse_layout(self.parallel, world_size)
+
+    @property
+    def named_dtype(self) -> Literal["bf16", "fp32", "fp16"]:
+        """The dtype, once it is known what `auto` stands for."""
+        assert self.dtype != "auto"
+        return self.dtype
 
     @property
     def sequence_length(self) -> int:

@@ -17,6 +17,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from gradsync.core.document import Document, brief, read_document
 from gradsync.core.files import PRIVATE, replace_text
 from gradsync.errors import ConfigError
+from gradsync.models.config import PRESETS
+from gradsync.runtime.arguments import parse
 from gradsync.train.config import SyncConfig, TrainConfig, recipe
 
 _KIND = "configuration"
@@ -27,8 +29,6 @@ _OPTIONAL = frozenset(f.name for f in fields(SyncConfig) if f.default is None)
 
 def parse_config(argv: Sequence[str]) -> TrainConfig:
     """Configuration from `[PRESET|FILE] [--flag value …]`."""
-    import tyro
-
     arguments = list(argv)
     start = recipe("tiny")
     if arguments and not arguments[0].startswith("-"):
@@ -39,18 +39,20 @@ def parse_config(argv: Sequence[str]) -> TrainConfig:
             raise ConfigError(f"{first}: a configuration file ends in {', '.join(_SUFFIXES)}")
         else:
             start = recipe(first)
-    return tyro.cli(
+    return parse(
         TrainConfig,
-        prog="gradsync train [PRESET|FILE]",
+        arguments,
+        "train",
+        takes=" [PRESET|FILE]",
         description=(
-            "Train a GPT; flags override the preset or file. Two more flags: --dry-run shows the "
+            "Train a GPT; flags override the preset or file. Presets: "
+            f"{', '.join(PRESETS)}; tiny is the default. Two more flags: --dry-run shows the "
             "resolved configuration and the batch plan, --json prints one document on stdout. "
             "--gpus-per-node G --nodes N (or --ddp --gpus-per-node G) start that many ranks. "
             "--elastic (or --elastic_gpu) chooses ranks, strategy, dtype and micro-batch by what "
             "the machine has; what is given stays."
         ),
         default=start,
-        args=arguments,
     )
 
 

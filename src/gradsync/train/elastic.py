@@ -74,6 +74,7 @@ def decide(
         env: the environment, for suggestions.
         world_size: ranks, where they are fixed; None: to be chosen.
     """
+    given -= {"dtype"} if config.dtype == AUTO else set()
     begun = begun_with(config)
     if begun is not None:
         kept = (name for name in _KEPT if name in begun[1] and name not in given)
@@ -155,7 +156,7 @@ def _choose(
         micro_batch_size=size,
         seq_len=config.sequence_length,
         num_leaves=sequences // size,
-        dtype=config.dtype,
+        dtype=config.named_dtype,
         activation_checkpointing=config.activation_checkpointing,
         loss_rows=config.loss_rows,
         kind=hardware.devices[0].kind,

@@ -267,5 +267,5 @@ def autocast(config: TrainConfig, world: World) -> Autocast:
     """The mixed-precision context of a forward."""
     if config.dtype == "fp32":
         return nullcontext()
-    dtype = torch.bfloat16 if config.dtype == "bf16" else torch.float16
+    dtype = torch.bfloat16 if config.named_dtype == "bf16" else torch.float16
     return torch.autocast(torch.device(world.device).type, dtype=dtype)

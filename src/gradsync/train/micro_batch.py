@@ -430,7 +430,7 @@ class Rehearsal:
             micro_batch_size=1,
             seq_len=self._config.sequence_length,
             num_leaves=self._config.sequences_per_update,
-            dtype=self._config.dtype,
+            dtype=self._config.named_dtype,
             kind="cuda" if self._world.device.startswith("cuda") else "cpu",
         )
         name = "invariant" if self._config.sync == AUTO else self._config.sync

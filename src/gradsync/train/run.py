@@ -56,7 +56,7 @@ def train(
     """Train as `config` says, as one rank of `world`; call it inside `with gs.init()`.
 
     Args:
-        config: `out` must be set, and equal on all ranks.
+        config: `out` must be set and `dtype` named; equal on all ranks.
         threads: intra-op threads of this rank, for the fingerprint.
         stream: where rank 0 prints; stdout by default.
         notes: more lines for its introduction.
@@ -137,7 +137,7 @@ def _planned_gib(trainer: Trainer) -> float | None:
         micro_batch_size=config.micro_batch_size,
         seq_len=config.sequence_length,
         num_leaves=trainer.data.plan.num_leaves,
-        dtype=config.dtype,
+        dtype=config.named_dtype,
         activation_checkpointing=config.activation_checkpointing,
         loss_rows=config.loss_rows,
         kind="cuda" if world.device.startswith("cuda") else "cpu",
@@ -161,7 +161,7 @@ def _introduce(trainer: Trainer, resumed: Resumed, threads: int, notes: Sequence
     through = " through shared memory" if shares else ""
     say(
         f"{world.world_size} rank(s) by {world.launcher} on {world.num_nodes} host(s), "
-        f"{world.device.partition(':')[0]}, {threads} thread(s) a rank, {config.dtype}, "
+        f"{world.device.partition(':')[0]}, {threads} thread(s) a rank, {config.named_dtype}, "
         f"sync {config.sync}{through}"
     )
     say(

@@ -111,7 +111,7 @@ def numeric_fingerprint(
         "math_env": " ".join(settings),
         "threads": threads,
         "tf32": config.tf32 if on_cuda else False,
-        "dtype": config.dtype,
+        "dtype": config.named_dtype,
         "sync": tree if invariant else config.sync,
         "compile": config.compile,
         "loss_rows": config.loss_rows,
@@ -293,6 +293,7 @@ def restore(run: Trainer) -> Resumed:
             notes += compare(found.fingerprint, run.fingerprint, allow_change=allowed)
             remembered, left_behind = take_strategy_state(found, config.sync)
             notes += left_behind
+            notes += changed_settings(found.state["config"], config)
             saved = {**found.tensors, "sync": remembered}
             header = {"path": str(path), "step": found.step, "state": found.state}
         header["notes"] = notes
@@ -313,6 +314,21 @@ def restore(run: Trainer) -> Resumed:
         except (KeyError, TypeError, RuntimeError) as error:
             raise CheckpointError(f"{header['path']}: no state of a loss scaler") from error
     return Resumed(header["step"], header["path"], notes)
+
+
+def changed_settings(saved: Mapping[str, Any], config: TrainConfig) -> list[str]:
+    """A line about settings that change what the steps to come compute; those that change bits are
+    refused by `compare`."""
+    found = []
+    for part in ("optim", "sync_options"):
+        before = saved.get(part)
+        for name, value in asdict(getattr(config, part)).items():
+            if isinstance(before, dict) and before.get(name, value) != value:
+                found.append(f"{part}.{name} {one_line(before[name])} -> {value}")
+    steps = saved.get("steps", config.steps)
+    if steps != config.steps and config.optim.schedule != "constant":
+        found.append(f"steps {one_line(steps)} -> {config.steps} (learning rates follow)")
+    return [f"resuming with changed settings: {', '.join(found)}"] if found else []
 
 
 def _find_checkpoint(resume: str, store: CheckpointStore) -> tuple[Path | None, list[str]]:
@@ -423,6 +439,8 @@ def _check_model(now: dict[str, Any], saved: dict[str, Any], path: Path) -> None
 def load_learnt(learner: Learner, saved: Mapping[str, Whole], state: Mapping[str, Any]) -> None:
     """See `Learner.load`: whole tensors on all ranks, or each rank's shares alone."""
     comm, sync, optimizer = learner.comm, learner.sync, learner.optimizer
+    # The configuration says the settings, a checkpoint the state.
+    settings = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     held = sync.sharded_state_dict(optimizer)
     _load_weights(learner, comm, saved.get("model", {}))
     named = list(learner.model.named_parameters())
@@ -432,6 +450,8 @@ def load_learnt(learner: Learner, saved: Mapping[str, Whole], state: Mapping[str
     else:
         states = _states_of_shares(learner, held, saved.get("optimizer", {}), state)
         sync.load_sharded_state_dict(optimizer, states)
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group.update(own)
     sync.load_state_tensors(broadcast_tensors(comm, saved.get("sync")))
 
 

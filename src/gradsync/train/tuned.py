@@ -1,4 +1,5 @@
-"""`--sync auto`: the strategy that `gradsync tune` found to be fastest for such a run here.
+"""`--sync auto`: the strategy that `gradsync tune` found to be fastest for such a run here; and
+`--dtype auto`.
 
 What was found lies in the user's cache, one file per kind of run on one machine. A file is believed
 only if it says for itself what it was measured for, and names a strategy with options as this
@@ -11,17 +12,21 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from gradsync.data.documents import is_stream
 from gradsync.errors import ConfigError
 from gradsync.models.config import GPTConfig, preset
+from gradsync.plan.machine import fast_dtype
 from gradsync.plan.profile import Cache, Conditions, machine_conditions
 from gradsync.sync.registry import check_options, find_strategy
-from gradsync.train.config import AUTO, CompileOrder, SyncConfig, TrainConfig, recipe
+from gradsync.train.config import AUTO, CompileOrder, Dtype, SyncConfig, TrainConfig, recipe
 from gradsync.train.config_io import read_file
 from gradsync.train.data import shape_before
 from gradsync.world import World
+
+if TYPE_CHECKING:
+    from gradsync.comm.base import Communicator
 
 _TUNED_FROM = 2  # Ranks of `gradsync tune` unless it is told otherwise
 
@@ -166,7 +171,7 @@ def tune_command(config: TrainConfig, conditions: Conditions) -> str:
     start = recipe(config.preset)
     flags = {
         "--world-size": (world_size, _TUNED_FROM),
-        "--dtype": (conditions["dtype"], start.dtype),
+        "--dtype": (conditions["dtype"], fast_dtype(config.device)),
         "--context-length": (seq_len, start.sequence_length),
         # Speed depends on the number of token ids alone.
         "--data": (config.tokenizer if is_stream(config.data) else config.data, ""),
@@ -186,6 +191,34 @@ def tune_command(config: TrainConfig, conditions: Conditions) -> str:
     if not conditions["keep_memory"]:
         words.append("--no-keep-memory")
     return f"`{shlex.join(words)}`"
+
+
+def resolve_dtype(config: TrainConfig, world: World, comm: Communicator) -> tuple[TrainConfig, str]:
+    """`config` with a name in the place of `dtype: auto`, the same on all ranks, which all call
+    this, and a line about it; "" where it had a name."""
+    from gradsync.comm.values import all_gather_json
+
+    if config.dtype != AUTO:
+        return config, ""
+    # Only rank 0's host need have the run directory. Whole group, one small message of each.
+    mine = [fast_dtype(world.device), *(begun_dtype(config) if world.is_main else ("", ""))]
+    told = all_gather_json(comm, mine)
+    kept, place = told[0][1:]
+    if kept:
+        return replace(config, dtype=kept), f"dtype auto: {kept}, as in {place}"
+    slow = [str(rank) for rank, (fast, *_) in enumerate(told) if fast != "bf16"]
+    if not slow:
+        return replace(config, dtype="bf16"), "dtype auto: bf16, which is multiplied in hardware"
+    named = ", ".join(slow[:8]) + (" …" if len(slow) > 8 else "")
+    where = "here" if len(slow) == len(told) else f"on rank(s) {named}"
+    return replace(config, dtype="fp32"), f"dtype auto: fp32; bf16 would be emulated {where}"
+
+
+def begun_dtype(config: TrainConfig) -> tuple[str, str]:
+    """The dtype of the run that this one goes on with, and the file that says so; "" for none."""
+    place, values = begun_with(config) or (None, {})
+    found: Any = values.get("dtype")
+    return (found, str(place)) if found in get_args(Dtype) and found != AUTO else ("", "")
 
 
 def continued(config: TrainConfig) -> Path | None:

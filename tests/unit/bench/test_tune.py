@@ -238,7 +238,7 @@ def test_sizes_are_those_of_the_training_run() -> None:
 def test_threads_are_those_of_the_training_run(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("os.cpu_count", 64), ("gradsync.runtime.machine.usable_cores", 64)):
         monkeypatch.setattr(name, lambda value=value: value)
-    monkeypatch.setattr("gradsync.runtime.machine.cgroup_cores", lambda: None)
+    monkeypatch.setattr("gradsync.runtime.machine.cgroup_cores", lambda *_: None)
     assert requested(device="cpu").settings.threads == 1
     assert requested(device="cpu", threads=3).settings.threads == 3
     assert _threads(TrainConfig(sync="auto", device="cpu")) == 1

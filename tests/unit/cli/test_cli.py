@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
 import yaml
 
 from gradsync.cli.main import COMMANDS, main
+from gradsync.cli.train import complete_resume
 from gradsync.data import tokenizer
 from gradsync.data.prepare import prepare
+from gradsync.models.config import PRESETS
 from support.foreign_files import rewrite_json
 from support.launchers import run_python
 from support.small_run import make_data
@@ -46,12 +49,21 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
 
 
+def test_help_names_presets_and_what_is_taken_by_default(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    with pytest.raises(SystemExit, match="0"):
+        main(["train", "--help"])
+    printed = capsys.readouterr().out
+    assert f"Presets: {', '.join(PRESETS)}; tiny is the default." in printed
+    assert "None)" not in printed
+    assert len({len(row) for row in printed.splitlines() if row.startswith("│")}) <= 1
+
+
 def run(*arguments: str) -> int:
-    """Exit code of a command; tyro reports bad flags by SystemExit."""
-    try:
-        return main(arguments)
-    except SystemExit as stop:
-        return int(stop.code or 0)
+    """Exit code of a command."""
+    return main(arguments)
 
 
 TRAIN = ("train", "tiny", "--device", "cpu")
@@ -62,12 +74,21 @@ SMALL = (*TRAIN, "--model.block-size", "16", "--micro-batch-size", "2", "--token
     ("arguments", "message"),
     [
         (("tran",), "unknown command 'tran'; perhaps you meant 'train'"),
-        ((*TRAIN, "--optm.lr", "1"), "--optim.lr"),
-        ((*TRAIN, "--steps", "many"), "many"),
+        (
+            (*TRAIN, "--optm.lr", "1"),
+            "unknown options: --optm.lr, 1; perhaps you meant --optim.lr (",
+        ),
+        (
+            (*TRAIN, "--steps", "many"),
+            "--steps: expected a whole number; got 'many' (",
+        ),
+        ((*TRAIN, "--steps"), "--steps needs a value"),
+        ((*TRAIN, "--optim.clip-norm", "x"), "--optim.clip-norm: it cannot be 'x'"),
+        (("sample",), "PATH is missing"),
         (("train", "tny"), "did you mean tiny?"),
         (("train", "nowhere.yaml"), "cannot read configuration nowhere.yaml"),
         ((*TRAIN, "--sync", "nave"), "perhaps you meant 'naive'"),
-        ((*TRAIN, "--optim.lr", "-1"), "optim.lr must be a positive number; got -1"),
+        ((*TRAIN, "--optim.lr", "-1"), "error: optim.lr must be a positive number; got -1.0\n"),
         ((*TRAIN, "--seq-len", "9999"), "seq_len 9999 is longer than model.block_size"),
         (
             (*TRAIN, "--tokens-per-update", "9000"),
@@ -86,11 +107,19 @@ SMALL = (*TRAIN, "--model.block-size", "16", "--micro-batch-size", "2", "--token
             (*TRAIN, "--model.block-size", "1000000000000", "--seq-len", "256"),
             "--model.block-size (1,000,000,000,000)",
         ),
+        ((*TRAIN, "--data", "my.txt"), "`gradsync prepare my.txt --out my-data`, then --data my-d"),
+        (("prepare",), "one file or folder to prepare and say with --out which directory"),
         (("prepare", "--out", "data"), "name at least one file or folder"),
         (("prepare", "nowhere.txt", "--out", "data"), "nowhere.txt does not exist"),
         (("prepare", "nowhere.txt"), "--out"),
-        (("prepare", ".", "--out", "data", "--nope"), "Unrecognized options: --nope"),
-        (("prepare", ".", "--out", "data", "--tokenizer", "words"), "invalid choice 'words'"),
+        (
+            ("prepare", ".", "--out", "data", "--nope"),
+            "unknown options: --nope (gradsync prepare",
+        ),
+        (
+            ("prepare", ".", "--out", "data", "--tokenizer", "words"),
+            "--tokenizer must be one of 'byte', 'bpe'; got 'words'",
+        ),
     ],
 )
 def test_bad_request_gets_one_clear_message(
@@ -101,10 +130,23 @@ def test_bad_request_gets_one_clear_message(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("my.txt").write_text("text")
     assert run(*arguments) == 2
     printed = capsys.readouterr().err
-    assert message in " ".join(printed.split())
-    assert "Traceback" not in printed
+    assert printed.startswith("gradsync: error: ")
+    assert message in printed
+    assert len(printed.splitlines()) == 1
+
+
+def test_prepare_says_what_comes_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my.txt").write_text("some text " * 99)
+    assert run("prepare", "my.txt", "--out", "my data") == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "next      gradsync train tiny --data 'my data'"
+    assert run(*shlex.split(last)[2:], "--dry-run", "--device", "cpu") == 0
 
 
 @pytest.mark.parametrize(
@@ -163,6 +205,7 @@ def test_resume_alone_is_auto(
 ) -> None:
     assert run(*TRAIN, "--dry-run", *words) == 0
     assert f"\nresume: {resume}\n" in capsys.readouterr().out
+    assert complete_resume([]) == []
 
 
 def test_cuda_where_there_is_none(

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import yaml
 
-from gradsync.cli.arguments import parse
 from gradsync.cli.launch import LaunchOptions, plan_of, split
 from gradsync.cli.main import main
 from gradsync.errors import ConfigError
@@ -20,6 +19,7 @@ from gradsync.launch import agent
 from gradsync.launch.agent import AgentRendezvous
 from gradsync.launch.jobset import JobsetPlan, jobset, jobset_text
 from gradsync.launch.request import LaunchPlan, parse_program
+from gradsync.runtime.arguments import parse
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -162,7 +162,7 @@ def test_each_pod_launches_its_ranks(name: str) -> None:
         python, *words = arrived(container["command"], index)
         assert [python, *words[:3]] == ["python", "-m", "gradsync", "launch"]
         own, program = split(words[3:])
-        got = plan_of(parse(LaunchOptions, own, "launch", pairs=False), parse_program(program))
+        got = plan_of(parse(LaunchOptions, own, "launch"), parse_program(program))
         assert got.program == given.program
         assert got.world_size == given.nodes * given.ranks_per_node
         if given.nodes > 1:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from gradsync.bench import sync as bench_sync
-from gradsync.cli import train
+from gradsync.cli.main import main
 from gradsync.plan import machine
 from gradsync.plan.description import Device, Hardware, Host, Link, Switches, speed_switches
-from gradsync.world import World
+from gradsync.plan.machine import fast_dtype
 
 LINK = Link(name="nvlink4", alpha_s=1e-6, bytes_per_s=1e11)
 
@@ -65,17 +67,27 @@ def test_by_what_devices_can_do(machine_: Hardware, dtype: str, tf32: bool, reas
 
 @pytest.mark.parametrize("instruction", ["avx512f", "avx512_bf16"])
 def test_commands_know_a_cpu_that_emulates_bf16(
-    instruction: str, monkeypatch: pytest.MonkeyPatch
+    instruction: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`bench sync` then measures fp32, and `train` says what would be faster."""
-    emulates, processor = instruction == "avx512f", SimpleNamespace(instructions=(instruction,))
-    for module in (bench_sync, machine):
-        monkeypatch.setattr(module, "read_processor", lambda: processor)
+    """`train`, `tune` and `bench sync` then take fp32."""
+    taken, processor = "fp32", SimpleNamespace(instructions=(instruction,))
+    if instruction == "avx512_bf16":
+        taken = "bf16"
+    monkeypatch.setattr(machine, "read_processor", lambda: processor)
     options = bench_sync.SyncOptions(device="cpu")
-    assert bench_sync._dtype_of(options) == ("fp32" if emulates else "bf16")
+    assert bench_sync._dtype_of(options) == taken
     assert bench_sync._dtype_of(replace(options, dtype="bf16")) == "bf16"
-    assert train._emulates_bf16(World(device="cpu")) == emulates
-    assert not train._emulates_bf16(World(device="cuda:0"))
+    assert main(["train", "tiny", "--device", "cpu", "--dry-run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["config"]["dtype"] == taken
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_gpu_is_asked(fast: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda **_: fast)
+    assert fast_dtype("cuda:1") == ("bf16" if fast else "fp32")
+    monkeypatch.setattr(machine, "read_processor", lambda: SimpleNamespace(instructions=()))
+    assert {fast_dtype("cpu"), fast_dtype("auto", tmp_path)} == {"fp32"}
 
 
 def suggested(found: Switches) -> set[str]:

@@ -137,7 +137,7 @@ def test_interruptions_stand_in_a_list_and_in_each_chart(tmp_path: Path) -> None
     add_start(run, step="x")
     (run / "exit.json").write_text(json.dumps({"exit_code": 124, "reason": "too late"}))
     found = read_run(run)
-    assert found.events == [
+    assert [event[:3] for event in found.events] == [
         (
             10,
             "after step 14: exit code 1: failed, rank 1 vanished; went on from step 10 with 1 "
@@ -159,6 +159,15 @@ def test_interruptions_stand_in_a_list_and_in_each_chart(tmp_path: Path) -> None
     add_start(older, step=10, reached=12)
     (event,) = read_run(older).events
     assert event.words == "after step 12: killed; went on from step 10 with 2 rank(s)"
+    # Of several runs: numbered through, together where they meet, in the colour of their run.
+    both = [found, read_run(older)]
+    loss = svg(charts_of(both)[0])
+    assert re.findall(r">([\d,]+)<title>", loss) == ["1,5", "2", "3", "4"]
+    (alone,) = [c for c in charts_of(both) if c.title == "Where a step's time went, older"]
+    assert 'style="stroke:var(--c1)"' in svg(alone)
+    assert ">5<title>" in svg(alone)
+    text = page(both)
+    assert 'Interruptions of older</h2><ol start="5">' in text
     assert "Interruptions" not in page([read_run(make_run(tmp_path, name="whole"))])
 
 
@@ -267,12 +276,16 @@ def test_what_is_no_document_of_verify_is_refused(
 
 
 def test_several_runs_stand_side_by_side(tmp_path: Path) -> None:
-    paths = [make_run(tmp_path, ranks=n, name=f"run-{n}", seed=n) for n in (1, 2, 4)]
+    datas = {1: "", 2: "texts/", 4: "texts/"}
+    paths = [
+        make_run(tmp_path, ranks=n, name=f"run-{n}", seed=n, data=data) for n, data in datas.items()
+    ]
     out = tmp_path / "all.html"
     assert main(["report", *map(str, paths), "--out", str(out)]) == 0
     tags = read_page(out.read_text("utf-8"))
     for said in ("3 runs", "run-4", "Settings that differ", "seed", "Tokens a second over ranks"):
         assert said in tags.text
+    assert "the built-in text" in tags.text
     same = [make_run(tmp_path, name=name) for name in ("a", "b")]
     assert main(["report", *map(str, same), "--out", str(out)]) == 0
     assert "The runs have the same settings." in read_page(out.read_text("utf-8")).text

@@ -222,7 +222,7 @@ def test_a_file_that_is_none(name: str, text: str, message: str, tmp_path: Path)
         ("steps: [1]", ":1: steps: got [1], expected a whole number"),
         ("steps: {a: 1}", ":1: steps: got {'a': 1}, expected a whole number"),
         ("tf32: 'yes'", ":1: tf32: got 'yes', expected true | false"),
-        ("dtype: fp8", ":1: dtype: got 'fp8', expected bf16 | fp32 | fp16"),
+        ("dtype: fp8", ":1: dtype: got 'fp8', expected auto | bf16 | fp32 | fp16"),
         ("resume: no", ":1: resume: got False, expected text in quotes"),
         ("out: null", ":1: out: got None, expected text in quotes"),
         ("out: 007", ":1: out: got 7, expected text in quotes"),

@@ -3,7 +3,7 @@ remembered is taken up by the same strategy only."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -12,8 +12,14 @@ import torch
 from gradsync.checkpoint.store import Snapshot
 from gradsync.errors import CheckpointError
 from gradsync.sync.buckets import TREE_VERSION
-from gradsync.train.config import TrainConfig
-from gradsync.train.state import Fingerprint, compare, numeric_fingerprint, take_strategy_state
+from gradsync.train.config import OptimConfig, SyncConfig, TrainConfig
+from gradsync.train.state import (
+    Fingerprint,
+    changed_settings,
+    compare,
+    numeric_fingerprint,
+    take_strategy_state,
+)
 from gradsync.world import World
 
 CONFIG = TrainConfig(
@@ -146,3 +152,17 @@ def test_what_a_strategy_remembered(
     found = Snapshot(step=3, tensors={"sync": tensors}, state=state)
     assert take_strategy_state(found, sync) == expected
     assert take_strategy_state(Snapshot(step=3, tensors={}, state=state), sync) == ({}, [])
+
+
+def test_changed_settings_are_named() -> None:
+    saved = asdict(TrainConfig())
+    assert changed_settings(saved, TrainConfig(out="x", log_every=1, micro_batch_size=1)) == []
+    assert changed_settings({}, TrainConfig()) == []
+    now = TrainConfig(steps=9, optim=OptimConfig(lr=1e-3), sync_options=SyncConfig(bucket_mb=5.0))
+    (line,) = changed_settings(saved, now)
+    assert line == (
+        "resuming with changed settings: optim.lr 0.0006 -> 0.001, sync_options.bucket_mb None -> "
+        "5.0, steps 1000 -> 9 (learning rates follow)"
+    )
+    constant = TrainConfig(steps=9, optim=OptimConfig(schedule="constant"))
+    assert "steps" not in changed_settings(saved, constant)[0]

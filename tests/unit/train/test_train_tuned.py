@@ -44,7 +44,8 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def asked(*flags: str) -> TrainConfig:
-    return parse_config(["tiny", "--sync", "auto", "--device", "cpu", *flags])
+    named = ("--sync", "auto", "--device", "cpu", "--dtype", "bf16")
+    return parse_config(["tiny", *named, *flags])
 
 
 def here(config: TrainConfig, world: World = WORLD) -> Conditions:
@@ -319,8 +320,8 @@ def test_a_run_goes_on_as_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_dry_run_shows_what_auto_stands_for(capsys: pytest.CaptureFixture[str]) -> None:
     TUNED.save(here(asked()), FOUND)
-    flags = ["--sync", "auto", "--device", "cpu", "--nproc-per-node", "2", "--dry-run"]
-    assert main(["train", "tiny", *flags]) == 0
+    flags = ["--sync", "auto", "--device", "cpu", "--dtype", "bf16", "--nproc-per-node", "2"]
+    assert main(["train", "tiny", *flags, "--dry-run"]) == 0
     printed = capsys.readouterr()
     assert yaml.safe_load(printed.out.partition("4,096 tokens")[0])["sync"] == "zero1"
     assert printed.err.startswith("sync auto: zero1:bucket_mb=5.0 (promise: bitwise)")

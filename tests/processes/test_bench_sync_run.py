@@ -24,7 +24,7 @@ from gradsync.bench.steps import (
     reference_losses,
     whole_periods,
 )
-from gradsync.bench.sync_plan import SyncSettings, bench_plan
+from gradsync.bench.sync_plan import CHECKED, SyncSettings, bench_plan
 from gradsync.models.config import PRESETS, GPTConfig
 from gradsync.runtime.memory import PeakMemory
 from support.fork_server import run_forked
@@ -53,7 +53,7 @@ def _measured(rank: int, world_size: int, store_path: str) -> dict[str, Any]:
         found = runner.run()
     assert found["environment"] == {"told": 0}  # before the first piece of work
     assert told[0] == "checking none"
-    assert len(said) == 1
+    assert said[1:] == [CHECKED]  # first, how long all of it takes
     assert told[-2:] == ["measuring none", ""]  # the second round ends with whom the first began
     return found["contestants"]
 

@@ -798,7 +798,7 @@ def test_a_strategy_that_cannot_is_refused_before_ranks_drift(name: str) -> None
             optimizer.step()
         with pytest.raises(ConfigError, match=f"sync='{name}' works through sync.backward"):
             sync.require_backward_grad_sync = False
-        with pytest.raises(ConfigError, match=r"sync.step\(optimizer\) follows sync.backward"):
+        with pytest.raises(ConfigError, match=r"sync.step\(optimizer\) needs sync.backward"):
             sync.step(optimizer)  # which would update nothing, for want of a weight
         sync.close()
         optimizer.step()  # nobody's any more

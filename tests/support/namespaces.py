@@ -104,8 +104,9 @@ def _ip(*words: str, check: bool = True) -> None:
 
 
 def _remove_those_of_dead_processes() -> None:
-    """They were killed and could not. (Another run may be doing the same.)"""
-    for path in _FOLDER.glob(f"{_PREFIX}-*-*"):
+    """They were killed and could not. (Another run may be doing the same.) `gradsync bench` removes
+    its own, gradsync-bench-PID-*."""
+    for path in _FOLDER.glob(f"{_PREFIX}-[0-9]*-*"):
         pid = path.name.split("-")[1]
         if not Path("/proc", pid).exists():
             _ip("netns", "delete", path.name, check=False)

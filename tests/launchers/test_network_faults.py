@@ -97,6 +97,7 @@ def test_faults_on_the_cable(tmp_path: Path) -> None:
         for log in run.logs[:2]:
             assert NAMED.search(log), run.logs
             assert "the network to it is broken" in log
+            assert not re.search(r"rank [01] \(process \d+\) gives no sign", log), run.logs
         for log in run.logs[2:]:
             said = "which serves the rendezvous store, vanished without a word"
             assert any(f"{said} ({cause})" in log for cause in causes), run.logs

@@ -380,12 +380,10 @@ class FailureWatch:
                 self._end_process(str(late), late.exit_code)
             if not self._hosted_by_agent:
                 self._server_left = self._peers.has_left(0)
-            if dead := self._peers.dead():
-                self._claim_for(said := self._peers.obituary(dead))
-                self._read()  # tells the others that this rank knows
-                return said + self._keep_stacks(dead)
-            if beat % _BEATS_A_LOOK == 0 and (lost := self._peers.cut_off()):
-                return self._peers.obituary(lost) + self._keep_stacks(lost)
+            if lost := self._peers.dead() or (beat % _BEATS_A_LOOK == 0 and self._peers.cut_off()):
+                self._claim_for(said := self._peers.obituary(lost))
+                self._read()  # tells the others that this rank knows, while it beats no more
+                return said + self._keep_stacks(lost)
         except self._store_gone as gone:
             self._store_lost = gone
             return "" if self._server_left else self._server_gone(gone) + self._keep_stacks()

@@ -15,6 +15,8 @@ from gradsync.runtime.network import PeerConnections
 from gradsync.runtime.store import HEARD, LEFT, SETTLED, Presence, SignedStore, wait_until
 
 _STILL_CALLS = 3
+RUNS = "something holds Python's lock, or the machine swaps"
+"""Why a process that is neither stopped nor gone may be silent."""
 
 
 class Peers:
@@ -151,10 +153,14 @@ class Peers:
 
     def silent_since(self, before: Mapping[int, bytes]) -> list[int]:
         """Ranks whose heartbeat has stood still since then, and that did not say why: who has only
-        noticed a failure beats on."""
+        noticed a failure beats on, or is a process of this host that is slow to."""
         beats = self.beats()
         ending = (SETTLED, HEARD, LEFT)
-        return [rank for rank in self._without(ending) if beats[rank] == before[rank]]
+        still = [rank for rank in self._without(ending) if beats[rank] == before[rank]]
+        return [rank for rank in still if not (self.has_noticed(rank) and self._runs(rank))]
+
+    def _runs(self, rank: int) -> bool:
+        return rank in self._seen and process_state(self.pids[rank]) == RUNS
 
     def silent_for(self, seconds: float) -> list[int]:
         """As `silent_since`, from now on."""
@@ -208,4 +214,4 @@ def process_state(pid: int) -> str:
     if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
         return "it is stopped, by a signal or a debugger"
     ended = status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-    return "ended" if ended else "something holds Python's lock, or the machine swaps"
+    return "ended" if ended else RUNS

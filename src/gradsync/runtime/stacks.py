@@ -24,7 +24,7 @@ from pathlib import Path
 
 from gradsync.core.files import PRIVATE, printable, replace_text
 from gradsync.runtime.activity import ask_for_frames
-from gradsync.runtime.peers import Peers, process_state
+from gradsync.runtime.peers import RUNS, Peers, process_state
 
 _FRESH_S = 60.0
 _MOST_ASKED = 8
@@ -95,7 +95,7 @@ def _stack_of(peers: Peers, rank: int) -> str:
     process = peers.processes[rank]
     state = process_state(process.pid)
     said = f"rank {rank}, process {process.pid} on {process.host}: {state}\n"
-    if "lock" in state and (frames := ask_for_frames(process.pid, process.stack_fd)):
+    if state == RUNS and (frames := ask_for_frames(process.pid, process.stack_fd)):
         return printable(said + frames)
     try:
         return f"{said}last seen in {peers.activities()[rank].where}\n"

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from gradsync.runtime.activity import Activity, ask_for_stack
-from gradsync.runtime.peers import Peers, process_state
+from gradsync.runtime.peers import RUNS, Peers, process_state
 
 _FACTOR = 3
 _LOOK_S = 1.0
@@ -131,7 +131,7 @@ class WaitReport:
         why = ""
         if is_here:
             state = process_state(process.pid)
-            if "lock" in state and (seen := ask_for_stack(process.pid, process.stack_fd)):
+            if state == RUNS and (seen := ask_for_stack(process.pid, process.stack_fd)):
                 where = seen
             why = " (its process has ended)" if state == "ended" else f" ({state})"
         return f"{who} gives no sign of life{why}" + (f", last seen in {where}" if where else "")

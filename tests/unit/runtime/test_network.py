@@ -15,7 +15,7 @@ from gradsync.runtime import network
 from gradsync.runtime.activity import Activity
 from gradsync.runtime.network import PeerConnections, interface_towards, own_address
 from gradsync.runtime.peers import Peers
-from gradsync.runtime.store import LEFT, SignedStore
+from gradsync.runtime.store import LEFT, NOTICED, Presence, SignedStore
 
 BOUND_MS = 7_000
 
@@ -160,6 +160,18 @@ def test_either_alone_is_none() -> None:
 def test_who_left_in_good_order_is_not_dead() -> None:
     assert looks(1, left=1, beats=(1, 1)) == []
     assert looks(2, left=1, beats=(1, 1)) == [2]
+
+
+@pytest.mark.parametrize(("state", "silent"), [("sleeping", []), ("stopped", [1])])
+def test_a_neighbour_that_is_slow_to_say_what_it_saw_is_no_culprit(
+    state: str, silent: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(psutil.Process, "status", lambda _: state)
+    store = SignedStore(dist.HashStore(), b"", "")
+    here = {1: Presence(socket.gethostname(), "", os.getpid())}
+    peers = Peers(store, rank=0, world_size=2, processes=here)
+    store.set("noticed/1", NOTICED)
+    assert peers.silent_since(peers.beats()) == silent
 
 
 # -- interfaces and addresses ---------------------------------------------------------------------

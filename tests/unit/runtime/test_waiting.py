@@ -10,7 +10,7 @@ import pytest
 
 from gradsync.runtime import waiting
 from gradsync.runtime.activity import Activity
-from gradsync.runtime.peers import Peers
+from gradsync.runtime.peers import RUNS, Peers
 from gradsync.runtime.store import LEFT, Presence
 from gradsync.runtime.waiting import WaitReport, names, waiting_ranks
 
@@ -104,13 +104,13 @@ def test_a_rank_without_a_heartbeat_is_named_within_three_seconds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(waiting, "process_state", lambda pid: "something holds Python's lock")
+    monkeypatch.setattr(waiting, "process_state", lambda pid: RUNS)
     monkeypatch.setattr(waiting, "ask_for_stack", lambda pid, fd: asked.append(pid) or "x.py:1 f")
     run = Run()
     run.silent = {1}
     assert run.wait(9, {1: BUSY}) == [
-        "waiting for rank 1 for 3 s: rank 1 (process 4711) gives no sign of life (something holds "
-        f"Python's lock), last seen in x.py:1 f; ranks 0 and 2 wait in {STEP}"
+        "waiting for rank 1 for 3 s: rank 1 (process 4711) gives no sign of life "
+        f"({RUNS}), last seen in x.py:1 f; ranks 0 and 2 wait in {STEP}"
     ]
     assert asked == [4711]
 

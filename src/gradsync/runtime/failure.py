@@ -255,7 +255,8 @@ class FailureWatch:
                 say_interrupted(error)
                 return None  # no reader is left
             # The first error on the connection says why; this may be its echo.
-            said = self._server_gone(self._store_lost or gone) + self._keep_stacks(error=error)
+            first = self._store_lost or self._peers.beat_error or gone
+            said = self._server_gone(first) + self._keep_stacks(error=error)
             return _because(PeerError(said), error)
 
     def _settle_trouble(self, error: BaseException, trouble: BaseException) -> RunError | None:

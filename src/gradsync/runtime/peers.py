@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 
 from gradsync.runtime.activity import Activity, read_activity
@@ -51,6 +51,8 @@ class Peers:
         # Another host may have this one's name: what was never seen here cannot end here.
         self._seen = {rank for rank, pid in self.pids.items() if process_state(pid) != "ended"}
         self._ended: dict[int, tuple[bytes, int]] = {}
+        self.beat_error: Exception | None = None
+        """Why the heartbeats of `told_of_life` ended, if the store did."""
 
     def beats(self) -> dict[int, bytes]:
         """The last heartbeats; b"" for none yet. A stranger can put an old one back: it does not
@@ -96,11 +98,13 @@ class Peers:
         over = threading.Event()
 
         def beat() -> None:
-            with suppress(Exception):  # without a store there is no reader
+            try:
                 for number in itertools.count(last.beat + 1):
                     self._store.set(f"beat/{self.rank}", replace(last, beat=number).record())
                     if over.wait(interval_s):
                         return
+            except Exception as error:  # without a store there is no reader
+                self.beat_error = error
 
         thread = threading.Thread(target=beat, name="gradsync-beat", daemon=True)
         thread.start()

@@ -250,6 +250,25 @@ def test_a_server_that_leaves_as_it_hears_of_a_failure_did_not_vanish() -> None:
     assert type(settled(store, caught(raise_compiled, LATE))) is LatePeerError
 
 
+def test_the_first_error_on_the_stores_connection_says_why() -> None:
+    """Whoever met it: the heartbeat of a rank that looks for the cause, here."""
+    store, met = Store("silent"), threading.Event()
+    watch = watch_of(store)
+    watch.start()
+
+    def gone() -> None:
+        if threading.current_thread().name == "gradsync-beat":
+            met.set()
+            raise dist.DistNetworkError("recvBytes failed: Connection reset by peer")
+        assert met.wait(10.0)
+        raise dist.DistNetworkError("sendBytes failed: Broken pipe")
+
+    watch.stop()
+    store.check = gone  # type: ignore
+    cause = watch.settle(caught(raise_compiled, CLOSED))
+    assert "vanished without a word (Connection reset by peer)" in str(cause)
+
+
 def test_the_launcher_is_named_where_it_serves_the_store() -> None:
     gone = settled(Store("store gone"), caught(torchs, "Broken pipe"), hosted_by_agent=True)
     assert str(gone).startswith("the launcher, which serves the rendezvous store, vanished")

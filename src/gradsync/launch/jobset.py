@@ -42,7 +42,7 @@ _SHM = {"name": "shm", "emptyDir": {"medium": "Memory"}}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KubernetesRequest(JobRequest):
-    """A job's flags, with those that only Kubernetes has."""
+    """A job's flags, and Kubernetes' own."""
 
     image: str = ""
     """Kubernetes: image of the pods, with gradsync in it."""

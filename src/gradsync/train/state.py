@@ -317,8 +317,8 @@ def restore(run: Trainer) -> Resumed:
 
 
 def changed_settings(saved: Mapping[str, Any], config: TrainConfig) -> list[str]:
-    """A line about settings that change what the steps to come compute; those that change bits are
-    refused by `compare`."""
+    """A line that names the changed settings of the optimizer, the strategy and the schedule;
+    `compare` refuses settings that change bits."""
     found = []
     for part in ("optim", "sync_options"):
         before = saved.get(part)

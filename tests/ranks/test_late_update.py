@@ -10,6 +10,7 @@ import gc
 import io
 import pickle
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -26,6 +27,7 @@ from torch.nn import functional as F
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.core.torch_private import as_plain_tensors
 from gradsync.errors import ConfigError, RunError
+from gradsync.runtime.store import wait_until
 from gradsync.sync import pending
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.pending import is_pending
@@ -77,8 +79,14 @@ class Trained:
         self.sync: GradientSync = replicate(
             self.model, sync=options.pop("sync", "invariant"), comm=comm, **options
         )
+        # A thread of Gloo's that has sent a weight lets go of it when it next gets the processor;
+        # until then the weight's memory is not the parameter's alone, and its update cannot wait.
+        assert wait_until(self.weights_are_alone, time.monotonic() + 10)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.held = self.model.first.weight
+
+    def weights_are_alone(self) -> bool:
+        return all(pending._uses(p) == 1 for p in self.model.parameters())
 
     def step(self, number: int, leaves: range, **more: Any) -> Any:
         for leaf in leaves:

@@ -415,7 +415,8 @@ class FailureWatch:
         with suppress(Exception):
             if code == LatePeerError.exit_code and not self._doing.waits:
                 message += f"\n--- rank {self._rank} was here ---\n{self._sampler.stack().rstrip()}"
-            _say(f"gradsync: error: [rank {self._rank}] {printable(message)}\n")
+            if code != INTERRUPTED:  # the rank that Ctrl-C hit has said it for all
+                _say(f"gradsync: error: [rank {self._rank}] {printable(message)}\n")
             sys.stdout.flush()
         os._exit(code if code == LatePeerError.exit_code else 1)
 

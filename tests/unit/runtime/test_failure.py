@@ -13,6 +13,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch.distributed as dist
@@ -443,6 +444,25 @@ def test_a_broken_record_is_named(record: bytes) -> None:
 def test_what_a_rank_writes_down_can_be_read(error: BaseException) -> None:
     written = describe(error, 3)
     assert read_failure(json.dumps(asdict(written)).encode()) == written
+
+
+@pytest.mark.parametrize(("code", "said"), [(130, ""), (1, "failed first: it has ended")])
+def test_an_interrupt_is_said_by_the_rank_that_it_hit(
+    code: int, said: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """An interrupt that comes just before `time.sleep` does not end it: the watch does."""
+    ended: list[int] = []
+    monkeypatch.setattr(failure.os, "_exit", ended.append)
+    monkeypatch.setattr(failure.threading, "Timer", MagicMock())
+    store = Store("alive")
+    record = asdict(Failure(1, "there", "it has ended", "", code))
+    store.values["failure"] = json.dumps(record).encode()
+    watch = watch_of(store, grace_s=0.0)
+    watch.start()
+    watch._thread.join(5.0)
+    printed = capfd.readouterr().err
+    assert ended == [1]
+    assert (said in printed) if said else not printed
 
 
 @pytest.mark.parametrize("record", [b"{", PEERS])

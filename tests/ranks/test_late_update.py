@@ -137,7 +137,7 @@ def inside_inference_mode(t: Trained) -> Tensor:
 
 
 def swapped(t: Trained) -> Tensor:
-    """What another tensor holds that changes places with the weight for a moment."""
+    """Content of another tensor that changes places with the weight for a moment."""
     other = nn.Parameter(torch.zeros(300, 6))
     torch.utils.swap_tensors(t.held, other)
     assert not t.held.any()

@@ -249,7 +249,7 @@ class Samples:
 
     @property
     def medians_s(self) -> list[float]:
-        """Of each round, seconds."""
+        """Seconds of each round."""
         return [median(times) for times in self.rounds_s]
 
 

@@ -105,7 +105,7 @@ class NetworkPlan:
     hosts: int
     ranks_per_host: int
     tokens: int
-    """Of a sequence."""
+    """Length of a sequence."""
     settings: sync.SyncOptions
 
     @property
@@ -162,7 +162,7 @@ def plan_of(options: NetworkOptions, world: World) -> NetworkPlan:
 def _collect(
     options: NetworkOptions, plan: NetworkPlan, _: World, __: Ask
 ) -> dict[int, dict[str, Any]]:
-    """What `bench sync` printed, by rate."""
+    """Output of `bench sync`, by rate."""
     if os.geteuid() or not shutil.which("ip", path=_PATH) or not shutil.which("tc", path=_PATH):
         raise RunError(
             "bench network makes network namespaces, which takes root, Linux and iproute2 (ip, tc)"
@@ -288,7 +288,7 @@ def _ip(*words: str) -> None:
 def _measure(
     plan: NetworkPlan, settings: sync.SyncOptions, hosts: Sequence[str], limit: Callable[[], None]
 ) -> dict[str, Any]:
-    """What rank 0 printed, once all ranks have ended; a rank's failure is a RunError. `limit` is
+    """Output of rank 0, once all ranks have ended; a rank's failure is a RunError. `limit` is
     called when all contestants are checked, which would take an hour at slow rates."""
     words = shlex.split(command_of(settings, ("bench", "sync")))[1:]
     shared = environ.snapshot() | {

@@ -97,7 +97,7 @@ class SimulationPlan:
     strategies: tuple[Contestant, ...]  # as they were named
 
     def ranks(self, results: Results, name: str, world_size: int) -> Ranks:
-        """What ranks found of a strategy, or of `none`."""
+        """Measurements of all ranks for a strategy, or for `none`."""
         return self.plan.ranks(results, self.plan.entry(_label(name, world_size)))
 
 

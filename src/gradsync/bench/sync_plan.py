@@ -167,7 +167,7 @@ class BenchPlan:
         return tuple(each.world_size for each in self.sets)
 
     def measured(self, ask: Ask) -> Results:
-        """What all sets measured, on rank 0."""
+        """Measurements of all sets, on rank 0."""
         return ask(self, sum(self.world_sizes))["results"]
 
     def turns(self) -> list[Entry]:
@@ -188,7 +188,7 @@ class BenchPlan:
         return next(each for each in same_set if each.contestant.name == ALONE)
 
     def ranks(self, results: Results, entry: Entry) -> Ranks:
-        """What each rank found of `entry`."""
+        """Measurements of `entry`, by rank."""
         return results[entry.worker_set]["contestants"][entry.label]
 
     def fitting(self, room: Room, *, contestants: int) -> BenchPlan:
@@ -198,7 +198,7 @@ class BenchPlan:
 
 
 def bench_plan(settings: SyncSettings, entries: Iterable[tuple[Contestant, int, int]]) -> BenchPlan:
-    """Of contestants, each with ranks and batch size: one set for each number of ranks and
+    """Plan of contestants, each with ranks and batch size: a set for each number of ranks and
     allocator setting that occurs, in this order."""
     work = [(WorkerSet(world_size=w, keep_memory=c.keep_memory), c, b) for c, w, b in entries]
     sets = tuple(dict.fromkeys(each for each, _, _ in work))

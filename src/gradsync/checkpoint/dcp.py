@@ -60,7 +60,7 @@ def write_dcp(folder: Path, state: Mapping[str, Any]) -> None:
 
 
 def optimizer_of(tensors: Mapping[str, Tensor], packed: Mapping[str, Any]) -> dict[str, Any]:
-    """What `pack_optimizer` gave, in the form of torch's `get_optimizer_state_dict`."""
+    """State from `pack_optimizer`, in the form of torch's `get_optimizer_state_dict`."""
     state = {
         name: {slot: tensors[f"{slot}/{name}"] for slot in entry["slots"]} | entry["values"]
         for name, entry in packed["params"].items()

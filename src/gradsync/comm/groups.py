@@ -174,7 +174,7 @@ class Groups:
 
 
 Hosts = Groups | RankPlacement
-"""What a strategy may know of hosts: where ranks sit, with or without communicators."""
+"""Hosts as a strategy may know them: where ranks sit, with or without communicators."""
 
 
 def groups(world: World) -> Groups:

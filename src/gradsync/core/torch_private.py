@@ -217,7 +217,7 @@ abort_process_groups = dist.distributed_c10d._abort_process_group
 
 
 def flight_record() -> str:
-    """What torch's flight recorder holds of this process's collectives, as JSON; "" where it holds
+    """Entries of torch's flight recorder on this process's collectives, as JSON; "" where it holds
     nothing, or is off (TORCH_FR_BUFFER_SIZE)."""
     dump: Callable[[], bytes] = attrgetter("_dump_fr_trace_json")(torch._C._distributed_c10d)
     record = dump().decode(errors="replace")

@@ -77,7 +77,7 @@ def decide(turn: Turn, history: History, *, fruitless_turns: int) -> RequeueDeci
     if after.fruitless >= fruitless_turns:
         note = (
             f"not requeued: {after.fruitless} turn(s) in a row {what}. Is --time too short for "
-            "start-up and one step, or does somebody stop the job? `scontrol requeue` tries again"
+            "start-up and one step, or is the job stopped from outside? `scontrol requeue` tries again"
         )
         return RequeueDecision(again=False, history=History(steps=after.steps), note=note)
     return RequeueDecision(again=True, history=after)
@@ -123,7 +123,7 @@ def _requeue(turn: Turn) -> None:
         states = states_of(job)
         state = states[0].state if states else "gone"
         if state != "RUNNING":
-            _say(f"not requeued: job {job} is being ended by somebody else ({state})")
+            _say(f"not requeued: job {job} is being ended from outside ({state})")
             return
         at = "" if turn.steps is None else f" after step {turn.steps}"
         _say(f"stopped{at} with a checkpoint; asking Slurm for another turn of job {job}")

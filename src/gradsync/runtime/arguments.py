@@ -79,7 +79,7 @@ def parse(
 
 
 class _Captured(io.StringIO):
-    """What is printed; tyro draws for what standard output is."""
+    """Captured output; tyro draws for the kind of standard output that it sees."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -233,7 +233,7 @@ class Bucket:
         self.plan, self.number = plan, number
         self.parameters = [parameters[slot.index] for slot in plan.slots]
         self.dtype = self.parameters[0].dtype
-        """Of the gradients."""
+        """Dtype of the gradients."""
         real = self.dtype.is_floating_point
         self._node_dtype = node_dtype if node_dtype is not None and real else self.dtype
         self.rounded = self._node_dtype != self.dtype

@@ -59,7 +59,7 @@ log = logging.getLogger("gradsync")
 
 
 class _Update(NamedTuple):
-    """What one optimizer has to do."""
+    """Task of one optimizer."""
 
     optimizer: Optimizer
     """The user's."""

@@ -51,7 +51,7 @@ _LOOKS = frozenset(
         *(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook),
     }
 )
-"""What can be asked without the values."""
+"""Functions that do not need the values."""
 
 
 class PendingParameter(nn.Parameter):

@@ -156,7 +156,7 @@ class VerifyPlan:
 
     settings: VerifySettings
     launches: list[list[Cell]]
-    """Of each start of ranks: each world size, the smallest first, with runs that continue a
+    """Cells of each launch: each world size, the smallest first, with runs that continue a
     checkpoint of the size before; at last, the smallest continues where the largest stopped."""
 
 

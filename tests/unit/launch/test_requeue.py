@@ -75,8 +75,8 @@ REFUSED = "slurm_requeue error: Requested operation is presently disabled"
         # The last task's SLURM_JOB_ID is the whole array's.
         (75, TASK, "RUNNING", "", "7_3", "another turn of job 7_3"),
         (0, {}, "RUNNING", "", "", ""),
-        (75, {}, "COMPLETING", "", "", "not requeued: job 7 is being ended by somebody else"),
-        (75, {}, "CANCELLED", "", "", "not requeued: job 7 is being ended by somebody else"),
+        (75, {}, "COMPLETING", "", "", "not requeued: job 7 is being ended from outside"),
+        (75, {}, "CANCELLED", "", "", "not requeued: job 7 is being ended from outside"),
         (75, {}, "RUNNING", REFUSED, "7", f"not requeued, Slurm says: {REFUSED}"),
         (75, {}, "history is a folder", "", "", "not requeued: cannot write"),
     ],

@@ -27,7 +27,7 @@ _TOKEN_BYTES = 8
 _PAGE = 4096
 _FULL = (errno.ENOMEM, errno.ENOSPC)
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-"""Who could make it shorter would end the others by a bus error."""
+"""Sealed: a process that made it shorter would end the others by a bus error."""
 _SPARE_BYTES = 256 * 2**20
 """Bytes of available memory that an allocation leaves to everything else."""
 

@@ -37,7 +37,7 @@ _JOB, _RANKS = "node", "ranks"
 _START_S = 3600.0
 """How long pods wait for each other, seconds: nodes may have to be made first, images pulled."""
 _SHM = {"name": "shm", "emptyDir": {"medium": "Memory"}}
-"""Volume for /dev/shm: left alone, a container has 64 MiB of it; NCCL and data loaders take more."""
+"""Volume for /dev/shm: a container has 64 MiB of it otherwise; NCCL and data loaders take more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

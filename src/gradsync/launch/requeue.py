@@ -77,7 +77,7 @@ def decide(turn: Turn, history: History, *, fruitless_turns: int) -> RequeueDeci
     if after.fruitless >= fruitless_turns:
         note = (
             f"not requeued: {after.fruitless} turn(s) in a row {what}. Is --time too short for "
-            "start-up and one step, or is the job stopped from outside? `scontrol requeue` tries again"
+            "start-up and one step, or is the job stopped by hand? `scontrol requeue` tries again"
         )
         return RequeueDecision(again=False, history=History(steps=after.steps), note=note)
     return RequeueDecision(again=True, history=after)

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import atexit
 import dis
+import errno
 import json
 import logging
 import os
@@ -254,9 +255,9 @@ class FailureWatch:
             if trouble is None or self._server_left:
                 say_interrupted(error)
                 return None  # no reader is left
-            # The first error on the connection says why; this may be its echo.
-            first = self._store_lost or self._peers.beat_error or gone
-            said = self._server_gone(first) + self._keep_stacks(error=error)
+            # Several threads may have met the connection's end; the first to do so knows why.
+            met = filter(None, (self._store_lost, self._peers.beat_error, gone))
+            said = self._server_gone(min(met, key=_is_echo)) + self._keep_stacks(error=error)
             return _because(PeerError(said), error)
 
     def _settle_trouble(self, error: BaseException, trouble: BaseException) -> RunError | None:
@@ -441,6 +442,11 @@ def _cause(trouble: BaseException, rank: int, late: str, peers: Peers) -> RunErr
             "communicates; all ranks must call the same collectives"
         )
     return LostPeerError(f"{said} ({symptom})")
+
+
+def _is_echo(error: Exception) -> bool:
+    """Whether the system only says that the connection had ended before."""
+    return os.strerror(errno.EPIPE) in str(error).partition("\n")[0]
 
 
 def _is_late(trouble: BaseException) -> bool:

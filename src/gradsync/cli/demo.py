@@ -143,8 +143,8 @@ def _summary(found: Mapping[str, Document], page: str) -> tuple[bool, list[str]]
         f"({names})",
         "speed": f"a step on 2 ranks: {', '.join(steps)}; in brackets: times one that sends "
         "nothing (a few steps only: gradsync bench sync takes more)",
-        "loss": f"{one['val_loss']:.2f} nats on validation text ({one['unigram_entropy']:.2f} by "
-        "counting bytes)",
+        "loss": f"{one['val_loss']:.2f} nats on validation text after {one['steps']} steps "
+        f"({one['unigram_entropy']:.2f} by counting bytes)",
         "report": page,
     }
     holds = same and not kill["broken"] and cells["passed"]

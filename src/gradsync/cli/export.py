@@ -19,6 +19,8 @@ from gradsync.errors import UsageError
 from gradsync.runtime.arguments import parse
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from gradsync.checkpoint.store import Snapshot
 
 _SUFFIX = ".safetensors"
@@ -66,8 +68,6 @@ def run(argv: list[str]) -> int:
 
 def export(path: Path, out: Path | None, data: str = "") -> Path:
     """Write the model under `path` for transformers; returns the folder."""
-    from safetensors.torch import save_file
-
     from gradsync.models.llama import llama_config, to_llama
     from gradsync.train.state import check_state, saved_model
 
@@ -84,14 +84,12 @@ def export(path: Path, out: Path | None, data: str = "") -> Path:
         for name, document in documents.items():
             text = json.dumps(document, indent=2, ensure_ascii=False)
             (part / name).write_text(f"{text}\n", encoding="utf-8")
-        save_file(weights, part / "model.safetensors", metadata={"format": "pt"})
+        _save(weights, part / "model.safetensors", {})
     return folder
 
 
 def convert(path: Path, out: Path | None, to: str) -> Path:
     """Write the weights under `path` as one file, or with the optimizer's state for DCP."""
-    from safetensors.torch import save_file
-
     from gradsync.checkpoint.dcp import is_dcp, optimizer_of, read_dcp, write_dcp
     from gradsync.checkpoint.optimizer_state import check_packed
     from gradsync.checkpoint.tensor_file import read_tensors, split_aliases
@@ -116,7 +114,7 @@ def convert(path: Path, out: Path | None, to: str) -> Path:
             write_dcp(part, {"model": weights, **state})
         else:  # tied tensors once, their other names as safetensors' own `save_model` notes them
             once, aliases = split_aliases(weights)
-            save_file(once, part, metadata={"format": "pt", **aliases})
+            _save(once, part, aliases)
     return target
 
 
@@ -125,6 +123,16 @@ def _load(path: Path) -> tuple[Path, Snapshot]:
 
     checkpoint, _ = resolve(path)
     return checkpoint, CheckpointStore(checkpoint.parent).load(checkpoint)
+
+
+def _save(weights: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """Write a file of safetensors that whoever may read the user's other new files may read."""
+    from safetensors.torch import save_file
+
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(weights, path, metadata={"format": "pt", **metadata})
+    path.chmod(mode)
 
 
 @contextmanager

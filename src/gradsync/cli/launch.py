@@ -72,10 +72,11 @@ def run(argv: list[str]) -> int:
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The command's own arguments, and what stands after the first `--`."""
+    """The command's own arguments, and those after the first `--`, or from a script on."""
     arguments = list(argv)
-    if "--" not in arguments:
-        return arguments, []
+    if "--" not in arguments:  # as torchrun takes it
+        script = next((i for i, word in enumerate(arguments) if word.endswith(".py")), None)
+        return arguments[:script], [] if script is None else arguments[script:]
     place = arguments.index("--")
     return arguments[:place], arguments[place + 1 :]
 

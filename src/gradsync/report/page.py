@@ -162,7 +162,7 @@ def charts_of(runs: Sequence[Run]) -> list[Chart]:
         _from_zero("Arithmetic", "TFLOP/s a device", lines("perf/tflops_per_device")),
     ]
     every = list(chain(*events))
-    found = [chart if chart.events else replace(chart, events=every) for chart in found]
+    found = [chart if chart.stacked else replace(chart, events=every) for chart in found]
     return [*found[:2], *_scaling(runs), *found[2:]]
 
 

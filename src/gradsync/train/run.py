@@ -275,10 +275,13 @@ def note_failure(config: TrainConfig, error: Exception) -> None:
     """Leave `exit.json` behind when the run failed: torchrun folds every failure into 1.
 
     Rank 0 only, and only where a run directory was made; a failure to write it is not another one.
+    A start that was refused changes nothing of a run that is done.
     """
     run_dir = RunDir(config.out)
     if not config.out or not run_dir.path.is_dir():
         return
+    if read_object(run_dir.path / "exit.json").get("exit_code") == 0:
+        return  # else `RunDir.begin` had taken it away
     code = error.exit_code if isinstance(error, GradsyncError) else 1
     with suppress(RunError):
         run_dir.write_json(

@@ -63,6 +63,7 @@ def test_transformers_opens_it(run: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     assert main(["export", str(run), "--out", str(folder)]) == 0
     assert os.listdir(tmp_path) == ["model"]
+    assert len({file.stat().st_mode for file in folder.iterdir()}) == 1  # all or none are readable
     theirs = AutoModelForCausalLM.from_pretrained(folder)
     checkpoint, _ = resolve(run)
     snapshot = CheckpointStore(checkpoint.parent).load(checkpoint)

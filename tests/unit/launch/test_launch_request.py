@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from gradsync.cli import launch, train_places
+from gradsync.cli.launch import split
 from gradsync.cli.main import main
 from gradsync.cli.train_places import Places, settle, take_places
 from gradsync.errors import ConfigError
@@ -205,3 +206,9 @@ def test_a_program_may_come_with_a_module() -> None:
     launch.check_program(program, on_this_host=False)
     with pytest.raises(ConfigError, match="'not-here' is neither"):
         launch.check_program(program)
+
+
+def test_a_script_needs_no_dashes() -> None:
+    assert split(["--nnodes", "2", "x.py", "--lr"]) == (["--nnodes", "2"], ["x.py", "--lr"])
+    assert split(["--log-dir", "x.py", "--", "y.py"]) == (["--log-dir", "x.py"], ["y.py"])
+    assert split(["--nnodes", "2"]) == (["--nnodes", "2"], [])

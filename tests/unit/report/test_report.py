@@ -166,6 +166,9 @@ def test_interruptions_stand_in_a_list_and_in_each_chart(tmp_path: Path) -> None
     (alone,) = [c for c in charts_of(both) if c.title == "Where a step's time went, older"]
     assert 'style="stroke:var(--c1)"' in svg(alone)
     assert ">5<title>" in svg(alone)
+    undisturbed = read_run(make_run(tmp_path, name="undisturbed"))
+    (alone,) = [c for c in charts_of([*both, undisturbed]) if c.title.endswith("undisturbed")]
+    assert not alone.events
     text = page(both)
     assert 'Interruptions of older</h2><ol start="5">' in text
     assert "Interruptions" not in page([read_run(make_run(tmp_path, name="whole"))])

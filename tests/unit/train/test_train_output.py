@@ -21,6 +21,7 @@ from gradsync.train import output
 from gradsync.train.config import recipe
 from gradsync.train.config_io import parse_config
 from gradsync.train.output import Progress, RunDir, default_out, describe_environment
+from gradsync.train.run import note_failure
 from gradsync.world import World
 
 COLOUR = re.compile(r"\x1b\[(?:\d+;)*(?:3[0-8]|4[0-8]|9[0-7]|10[0-7])[;m]")
@@ -323,3 +324,15 @@ def test_nothing_is_written_through_a_link_or_into_a_pipe(path: Path, tmp_path: 
         begin_log(path, rank=1, local_rank=1)
     assert victim.read_text() == "precious"
     assert not any((path / name).is_symlink() for name in names)
+
+
+@pytest.mark.parametrize("before", [None, 0, 75])
+def test_a_refused_start_leaves_a_run_that_is_done_as_it_was(
+    tmp_path: Path, before: int | None
+) -> None:
+    config = replace(parse_config(["tiny"]), out=str(tmp_path))
+    if before is not None:
+        RunDir(tmp_path).write_json("exit.json", {"exit_code": before, "reason": "its own"})
+    note_failure(config, ConfigError("another seed"))
+    note = json.loads((tmp_path / "exit.json").read_text())
+    assert note["reason"] == ("its own" if before == 0 else "failed")  # a job must not go on by 75

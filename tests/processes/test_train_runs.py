@@ -165,7 +165,7 @@ def test_resuming_something_else_is_refused_by_name(pool: Any, data: Path, tmp_p
         ({"tokens_per_update": 128}, "num_leaves: 8 then, 4 now"),
         ({"dtype": "bf16"}, "dtype: 'fp32' then, 'bf16' now"),
         ({"model": replace(config.model, n_embd=48)}, "model.n_embd is 32 there, 48 here"),
-        ({"data": str(make_data(tmp_path / "other", seed=1))}, "data set"),
+        ({"data": str(make_data(tmp_path / "other", seed=1))}, f"was trained on {data}, not on"),
         ({"resume": "none"}, "already holds a run"),
     ]
     for changes, message in refusals:

@@ -50,7 +50,7 @@ from gradsync.comm.finite import non_finite
 from gradsync.comm.values import all_gather_json, broadcast_json, broadcast_tensors
 from gradsync.core.files import one_line, read_object
 from gradsync.data.batch_plan import BatchPlan
-from gradsync.errors import CheckpointError, DivergenceError
+from gradsync.errors import CheckpointError, DataError, DivergenceError
 from gradsync.models.config import GPTConfig
 from gradsync.models.llama import from_llama, shape_of
 from gradsync.parallel.transfer import collect, describe, hand_out, layout_of
@@ -306,7 +306,17 @@ def restore(run: Trainer) -> Resumed:
             notes = (*notes, f"weights of {config.init}")
         return Resumed(notes=notes)
     state = header["state"]
-    run.data.train.load_state_dict(state["data"])
+    try:
+        run.data.train.load_state_dict(state["data"])
+    except DataError as error:
+        before = state["config"].get("data")
+        if before == config.data:
+            raise
+        was, now = (one_line(data or "the built-in text") for data in (before, config.data))
+        raise DataError(
+            f"{header['path']} was trained on {was}, not on {now}: name the same --data, or begin "
+            f"anew from its weights (--init); {error}"
+        ) from error
     learner.load(saved, state["optimizer"])
     if learner.scaler is not None and state["scaler"]:
         try:

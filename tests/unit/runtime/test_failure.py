@@ -252,7 +252,9 @@ def test_a_server_that_leaves_as_it_hears_of_a_failure_did_not_vanish() -> None:
 
 
 @pytest.mark.parametrize("first", ["gradsync-beat", threading.main_thread().name])
-def test_the_first_error_on_the_stores_connection_says_why(first: str) -> None:
+def test_the_first_error_on_the_stores_connection_says_why(
+    first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whichever thread met it: the main one that looks for the cause, or its heartbeat."""
     store, met = Store("silent"), threading.Event()
     watch = watch_of(store)
@@ -266,7 +268,7 @@ def test_the_first_error_on_the_stores_connection_says_why(first: str) -> None:
         raise dist.DistNetworkError("sendBytes failed: Broken pipe")
 
     watch.stop()
-    store.check = gone  # type: ignore
+    monkeypatch.setattr(store, "check", gone)
     cause = watch.settle(caught(raise_compiled, CLOSED))
     assert "vanished without a word (Connection reset by peer)" in str(cause)
 

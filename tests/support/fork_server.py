@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import faulthandler
 import gc
+import itertools
 import multiprocessing
 import os
 import runpy
@@ -39,6 +40,11 @@ CONTEXT.set_forkserver_preload(
     # The first optimizer imports torch._dynamo; the rest comes with the first training step.
     ["torch._dynamo", "torch.distributed.fsdp", "gradsync.cli.main", "gradsync.train.run", "pytest"]
 )
+
+_PORTS_A_WORKER = 2_000
+_WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 10
+_FIRST_PORT = 10_000 + _PORTS_A_WORKER * _WORKER
+_PORTS = itertools.cycle(range(_FIRST_PORT, _FIRST_PORT + _PORTS_A_WORKER))
 
 
 class Forked:
@@ -163,10 +169,16 @@ def rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A port of the loopback that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A loopback port that was free a moment ago, another one at each call.
+
+    It lies below the range from which the system takes the ports of outgoing connections: the
+    tests of other workers open hundreds of those before a rank binds it.
+    """
+    for port in itertools.islice(_PORTS, _PORTS_A_WORKER):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no port is free")
 
 
 def _become(argv: tuple[str, ...], env: dict[str, str], cwd: str, out: str, err: str) -> None:

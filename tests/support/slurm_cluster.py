@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Unpack
 
 from support import processes
+from support.fork_server import free_port
 from support.launchers import Finished, Options, Words, clean_environment, run_command
 
 NODES = ("n1", "n2")
@@ -134,7 +135,9 @@ class SlurmCluster:
         key.unlink(missing_ok=True)
         key.write_bytes(secrets.token_bytes(128))
         key.chmod(0o400)
-        (self.root / "slurm.conf").write_text(_config(self.root, _free_ports(1 + len(NODES))))
+        (self.root / "slurm.conf").write_text(
+            _config(self.root, [free_port() for _ in range(1 + len(NODES))])
+        )
         munged = ["munged", "--foreground", "--force", "--num-threads=2", f"--key-file={key}"]
         munged += [f"--{name}-file={self.root}/munged.{name}" for name in ("pid", "seed")]
         munged += [f"--socket={self.root}/munge.sock", f"--log-file={self.root}/munged.log"]
@@ -225,18 +228,6 @@ def _config(root: Path, ports: list[int]) -> str:
     # Jobs share CPUs, so that one that is being cleaned up does not hold up the next test.
     lines += ["PartitionName=main Nodes=ALL Default=YES OverSubscribe=FORCE:4", ""]
     return "\n".join(lines)
-
-
-def _free_ports(count: int) -> list[int]:
-    """Ports free a moment ago. Slurm cannot choose its own; `_start` retries on a collision."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for sock in sockets:
-            sock.bind(("127.0.0.1", 0))
-        return [sock.getsockname()[1] for sock in sockets]
-    finally:
-        for sock in sockets:
-            sock.close()
 
 
 def _text(path: Path) -> str:

@@ -16,8 +16,9 @@ from gradsync.train.config_io import parse_config
 DIGITS = "9" * 5_000
 LEVELS = range(1, 9)
 BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{f'*a{i - 1},' * 10}]\n" for i in LEVELS)
-MERGED = "a0: &a0 {x: 1}\n" + "".join(
-    f"a{i}: &a{i} {{<<: [{f'*a{i - 1},' * 10}]}}\n" for i in LEVELS
+MERGED = (
+    "".join(f"a{i}: &a{i} {{{', '.join(f'k{i}{j}: 1' for j in range(200))}}}\n" for i in LEVELS)
+    + f"all: {{<<: [{', '.join(f'*a{i}' for i in LEVELS)}]}}\n"
 )
 
 HOSTILE = [

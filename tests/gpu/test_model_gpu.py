@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -70,7 +72,7 @@ def test_it_learns_one_batch_under_bf16():
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item() / x[:, 1:].numel())
-    assert losses[0] == pytest.approx(4.11, abs=0.1)
+    assert losses[0] == pytest.approx(math.log(61), abs=0.3)
     assert losses[-1] < 0.5
 
 

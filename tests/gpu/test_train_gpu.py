@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from gradsync.models.config import GPTConfig
 from gradsync.runtime.session import Session, SessionOptions
 from gradsync.train.config import TrainConfig
 from gradsync.train.run import TrainOutcome, train
@@ -33,6 +34,30 @@ def test_trains_and_resumes(dtype: str, tmp_path: Path) -> None:
     history = losses(tmp_path / "run")
     assert sorted(history) == list(range(1, 41))
     assert outcome.summary["val_loss"] < 4.0
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("compiled", ["none", "model"])
+def test_the_same_run_gives_the_same_bits(compiled: str, tmp_path: Path) -> None:
+    data = make_data(tmp_path / "data")
+    shape = GPTConfig(n_layer=2, n_head=4, n_embd=256, vocab_size=64, block_size=128)
+    hashes = {
+        run(
+            small_config(
+                tmp_path / name,
+                data,
+                device="cuda",
+                dtype="bf16",
+                model=shape,
+                compile=compiled,
+                micro_batch_size=8,
+                tokens_per_update=2048,
+                steps=10,
+            )
+        ).summary["weights_sha256"]
+        for name in ("first", "second")
+    }
+    assert len(hashes) == 1
 
 
 def test_cuda_follows_the_cpu_in_fp32(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import re
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -53,6 +54,32 @@ def test_the_exit_code_is_the_ranks(script: Path, tmp_path: Path) -> None:
     words = ["python", "-W", "error", str(script), str(tmp_path), "75"]
     assert main(["launch", "--nproc-per-node", "2", "--", *words]) == 75
     assert len(notes(tmp_path)) == 2
+
+
+PLAIN = """
+if False:
+    import torch
+    import torch.nn
+    loss.backward()
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "warned"),
+    [
+        (PLAIN, True),
+        (f"import gradsync as gs{PLAIN}", False),
+        (f"# WORLD_SIZE and RANK come from the launcher{PLAIN}", False),
+        (f"if False: pass{PLAIN}    from helpers import loss", False),
+        ("pass", False),
+    ],
+)
+def test_ranks_that_nothing_joins(text: str, warned: bool, tmp_path: Path, capfd: Any) -> None:
+    (tmp_path / "helpers.py").touch()
+    (tmp_path / "train.py").write_text(text)
+    script = str(tmp_path / "train.py")
+    assert main(["launch", "--nproc-per-node", "2", "--", script]) == 0
+    assert (f"warning: {script} trains with torch, but nothing" in capfd.readouterr().err) == warned
 
 
 def test_two_nodes(script: Path, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import tempfile
 import time
 from pathlib import Path
@@ -16,11 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import gradsync as gs
 from gradsync.errors import ConfigError, LaunchError, PeerError, RendezvousError, RunError
 from gradsync.runtime.gloo_group import wait_until_workers_sleep
 from gradsync.runtime.network import own_address
 from gradsync.runtime.session import Session, SessionOptions
 from gradsync.runtime.store import LEFT, TOKEN, host_store, wait_until
+from support.fork_server import free_port
 from support.rank_session import open_session
 
 EXPORTED = (
@@ -98,6 +99,21 @@ def test_inside_and_after(pool: Any) -> None:
         assert seen["undone"]
         assert seen["threads after"] == 1
         assert not seen["group after"]
+
+
+def test_a_session_that_is_not_entered_has_no_world() -> None:
+    """Its one rank would else train alone, beside others that do the same."""
+    with pytest.raises(ConfigError, match=r"write `with gs.init\(\) as world:`"):
+        _ = gs.init(device="cpu").world
+
+
+def test_ranks_that_never_met_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    gs.init(device="cpu")
+    with pytest.raises(RunError, match="the launcher says that there are 2 ranks, but no process"):
+        gs.replicate(torch.nn.Linear(2, 2))
+    gs.replicate(torch.nn.Linear(2, 2), gs.World()).close()
 
 
 def test_one_rank_has_no_group_and_exports_nothing(pool: Any) -> None:
@@ -431,10 +447,7 @@ def given_address(rank: int, world_size: int, store_path: str, address: str, por
 @pytest.mark.parametrize("address", ["127.0.1.1", own_address(), "localhost"])
 def test_one_host_under_any_of_its_addresses(pool: Any, address: str) -> None:
     """mpirun on one node with MASTER_ADDR=$(hostname): rank 0 listens on loopback only."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    assert pool.run(given_address, 2, address, port) == [1.0, 1.0]
+    assert pool.run(given_address, 2, address, free_port()) == [1.0, 1.0]
 
 
 def test_no_thread_is_no_number_of_threads() -> None:

@@ -158,11 +158,14 @@ def leaf_of(step: int, index: int) -> tuple[Tensor, Tensor]:
     )
 
 
-def train_case(case: Case, sync_name: str, comm: Communicator, **options: Any) -> dict[str, Any]:
+def train_case(
+    case: Case, sync_name: str, comm: Communicator, *, device: str = "cpu", **options: Any
+) -> dict[str, Any]:
     """Train on this rank's share; returns weights, mean losses and gradient norms."""
     with _GLOBAL_RANDOM_STATE:  # ranks may be threads
         torch.manual_seed(1000 + comm.rank)  # ranks start differently: rank 0's weights must win
         model = SmallNet(branch=case.branch_leaves is not None, wide_branch=case.two_dtypes)
+    model.to(device)
     needed = options_for(sync_name, unused=case.branch_leaves is not None)
     sync = replicate(model, sync=sync_name, comm=comm, **{**needed, **options})
     frozen = sync.full_weights()["frozen.weight"].clone()
@@ -174,7 +177,7 @@ def train_case(case: Case, sync_name: str, comm: Communicator, **options: Any) -
         mine = share(num_leaves, comm.rank, comm.world_size)
         for index in mine:
             last = index == mine[-1] and num_leaves >= comm.world_size
-            _leaf(case, sync, step, index, last=last)
+            _leaf(case, sync, step, index, last=last, device=device)
         result = sync.step(optimizers, clip_norm=case.clip_norm)
         losses.append(float(result.mean_loss))
         norms.append(None if result.grad_norm is None else float(result.grad_norm))
@@ -201,10 +204,12 @@ def _optimizers(case: Case, model: SmallNet) -> list[torch.optim.Optimizer]:
     return found
 
 
-def _leaf(case: Case, sync: GradientSync, step: int, index: int, *, last: bool) -> None:
+def _leaf(
+    case: Case, sync: GradientSync, step: int, index: int, *, last: bool, device: str
+) -> None:
     enclosing = sync.micro_step(last=last, index=index) if case.told else nullcontext()
     with enclosing:
-        inputs, targets = leaf_of(step, index)
+        inputs, targets = (tensor.to(device) for tensor in leaf_of(step, index))
         weight = 0 if index in case.zero_weight_leaves else len(inputs)
         errors = ((sync.forward(inputs, case.uses_branch(index)) - targets) ** 2).sum(dim=1)
         loss = (errors * (1.0 if weight else 0.0)).float().sum()
@@ -242,14 +247,16 @@ def train_plainly(case: Case) -> dict[str, Any]:
 
 
 @cache
-def one_rank(case: Case) -> dict[str, Any]:
+def one_rank(case: Case, device: str = "cpu") -> dict[str, Any]:
     """What the readable twin gets alone."""
-    return train_case(case, "naive", SingleCommunicator())
+    return train_case(case, "naive", SingleCommunicator(), device=device)
 
 
-def assert_keeps_its_promise(case: Case, name: str, results: list[dict[str, Any]]) -> None:
+def assert_keeps_its_promise(
+    case: Case, name: str, results: list[dict[str, Any]], device: str = "cpu"
+) -> None:
     """Compare all ranks' `train_case` with one rank, as strictly as the registry promises."""
-    oracle = one_rank(case)
+    oracle = one_rank(case, device)
     promise = STRATEGIES[name].promise
     if promise == "lossy":
         if name in PERIODIC:  # each rank clips its own gradient
@@ -262,7 +269,7 @@ def assert_keeps_its_promise(case: Case, name: str, results: list[dict[str, Any]
     else:
         assert_equal_to_one_rank(results, oracle)
     if STRATEGIES[name].same_on_any_ranks:
-        alone = train_case(case, name, SingleCommunicator())
+        alone = train_case(case, name, SingleCommunicator(), device=device)
         for key, tensor in alone["weights"].items():
             assert torch.equal(results[0]["weights"][key], tensor), key
         assert results[0]["losses"] == alone["losses"]

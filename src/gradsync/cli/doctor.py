@@ -181,7 +181,7 @@ def launcher_text(resolution: Resolution, plan: CoordinatorPlan) -> str:
         "launcher rows, in the order in which they count",
         resolution.explain(),
         "",
-        f"world        {resolution.world.describe()}",
+        f"world        {resolution.world.describe().partition(' device=')[0]}",  # not known yet
         f"coordinator  {plan.kind}{where} ({plan.why})",
         f"generation   {resolution.generation}",
     ]

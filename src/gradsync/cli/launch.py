@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Sequence
@@ -56,6 +57,7 @@ def run(argv: list[str]) -> int:
         return 0
     _refuse_nesting(plan)
     check_program(plan.program)
+    _warn_of_lonely_ranks(plan)
     from gradsync.launch.local import launch_ranks
     from gradsync.launch.worker import PROGRAM
 
@@ -69,6 +71,30 @@ def run(argv: list[str]) -> int:
         module="gradsync" if own_command else PROGRAM,
         nodes=plan if plan.nnodes > 1 else None,
     ).code
+
+
+_JOINS = re.compile(
+    "gradsync|distributed|DataParallel|accelerat|lightning|deepspeed|horovod|fsdp|mpi4py|RANK|"
+    r"Trainer|jax|\bray\b"
+)
+"""Words of scripts whose ranks may well meet."""
+
+
+def _warn_of_lonely_ranks(plan: LaunchPlan) -> None:
+    """Say so where ranks of a plain torch script would each train the whole of it, alone."""
+    script = next((Path(word) for word in plan.program.words if word.endswith(".py")), None)
+    if plan.nproc_per_node * plan.nnodes < 2 or script is None or not script.is_file():
+        return
+    text = script.read_text(errors="replace")
+    imported = re.findall(r"^\s*(?:from|import)\s+([\w.]+)", text, re.MULTILINE)
+    roots = {name.partition(".")[0] for name in imported}  # "" for its own package
+    own = any(any(script.parent.glob(f"{root}*")) for root in roots - {"torch"})
+    if "torch" in roots and ".backward(" in text and not (own or _JOINS.search(text)):
+        print(
+            f"gradsync: warning: {script} trains with torch, but nothing in it joins ranks: each "
+            "would train the same model alone; see gs.init and gs.replicate (docs/guide/moving.md)",
+            file=sys.stderr,
+        )
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -439,7 +439,7 @@ def _cause(trouble: BaseException, rank: int, late: str, peers: Peers) -> RunErr
     if left := peers.left():
         said = (
             f"rank(s) {', '.join(map(str, left))} had left in good order while rank {rank} still "
-            "communicates; all ranks must call the same collectives"
+            "communicates; all must call the same collectives (sync.step: stop=True ends all)"
         )
     return LostPeerError(f"{said} ({symptom})")
 

@@ -49,6 +49,7 @@ from gradsync.world import World, place
 log = logging.getLogger("gradsync")
 
 _FAREWELL_S = 10.0
+_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 # Exit codes of an orderly end: done, and stopped by a signal with the checkpoint written.
 _ORDERLY_EXITS = (None, 0, 75)
 
@@ -95,7 +96,7 @@ class Session:
         self, options: SessionOptions | None = None, *, env: Mapping[str, str] | None = None
     ) -> None:
         self.options = options or SessionOptions()
-        self.world = World()
+        self._world: World | None = None
         self.threads = 0
         self.keeps_memory = False
         self.stacks = StackFiles(self.options.stacks_dir)
@@ -105,6 +106,16 @@ class Session:
         self._meeting: Meeting | None = None
         self._watch: FailureWatch | None = None
         self._put_hook_back: Callable[[], None] = lambda: None
+
+    @property
+    def world(self) -> World:
+        """This rank's place; a ConfigError before `open`, when no rank has met another one."""
+        if self._world is None:
+            raise ConfigError(
+                "gs.init() joins the run when its block is entered, and this rank is still alone: "
+                "write `with gs.init() as world:`"
+            )
+        return self._world
 
     def __enter__(self) -> World:
         world = self.open()
@@ -122,8 +133,9 @@ class Session:
             ConfigError: the requested backend is unknown, or cannot be used here.
             RendezvousError: the other ranks did not come in time.
         """
+        self._world = World()  # rank 0's to report, should the next line raise
         resolution = resolve(self._env)
-        self.world = resolution.world
+        self._world = resolution.world
         name_warnings(self._stack)
         if self.options.keep_memory:  # before the rendezvous, which starts threads
             self.keeps_memory = keep_freed_memory()
@@ -231,7 +243,10 @@ class Session:
             raise LaunchError(f"threads must be at least 1; got {options.threads}")
         self.threads = choose_threads(world.local_world_size, requested=options.threads)
         self._stack.callback(pin_threads, pin_threads(self.threads))
-        self.world = replace(world, device=choose_device(options.device, world.local_rank))
+        self._world = replace(world, device=choose_device(options.device, world.local_rank))
+        if self.world.device != "cpu" and not self._env.get(_CUBLAS):
+            # Read once, at the first matrix product: deterministic kernels need a fixed workspace.
+            self._stack.enter_context(environ.exported({_CUBLAS: ":4096:8"}))
         if options.seed is not None:
             seed_everything(options.seed)
         if world.is_main:

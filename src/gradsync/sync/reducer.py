@@ -502,7 +502,7 @@ def norms_of_blocks(blocks: Sequence[Tensor]) -> Tensor:
     """L2 norm of each of `blocks`, contiguous; fp64 [len(blocks)]."""
     # 16-bit blocks are widened first, or their norms would be rounded to 16 bits.
     blocks = [block.float() if block.element_size() == 2 else block for block in blocks]
-    return torch.stack([norm.double() for norm in foreach_norm(blocks)])
+    return torch.stack(foreach_norm(blocks)).double()
 
 
 def norm_from_blocks(norms: Tensor, *, double: bool) -> Tensor:

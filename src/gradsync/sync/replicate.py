@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from gradsync.comm.base import Communicator
 from gradsync.comm.groups import communicator, share_placement
 from gradsync.comm.shared_memory.choose import fastest, share_memory
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
 from gradsync.errors import ConfigError, RunError
+from gradsync.runtime import environ
+from gradsync.runtime.resolve import resolve
 from gradsync.sync.batch_norm import NOT_INVARIANT, choose_batch_norm
 from gradsync.sync.check_model import broadcast_model, check_same_model, refuse_synchronised
 from gradsync.sync.gradient_sync import HANDLE, GradientSync
@@ -32,6 +36,13 @@ if TYPE_CHECKING:
     from torch import nn
 
     from gradsync.comm.groups import Hosts
+
+log = logging.getLogger("gradsync")
+
+_OTHER_BITS = (
+    "the same bits need deterministic kernels on a GPU: call "
+    "torch.use_deterministic_algorithms(True) first (attention and embedding add with atomics)"
+)
 
 
 def replicate(
@@ -69,7 +80,8 @@ def replicate(
     Raises:
         ConfigError: unknown strategy or option; the model or a part of it is replicated (also by
             DDP, FSDP …); ranks have different models or arguments; BatchNorm without a choice.
-        RunError: several ranks but no process group; no trainable parameter.
+        RunError: several ranks (of `world`, or by the launcher's variables) but no process group;
+            no trainable parameter.
     """
     strategy = find_strategy(sync)
     for name, parameter in trainable(model):
@@ -82,7 +94,7 @@ def replicate(
             f"expected a gs.World, got {type(world).__name__}: write `with gs.init() as world:`"
         )
     if comm is None:
-        world = World.from_process_group() if world is None else world
+        world = _world_here() if world is None else world
         comm = communicator(world)
     one_host = world is None or world.one_host
     if groups is None and world is not None and wants_groups(strategy, options):
@@ -100,6 +112,20 @@ def replicate(
         if part is model or any(parameter.requires_grad for parameter in own):
             part.__dict__[HANDLE] = handle
     return handle
+
+
+def _world_here() -> World:
+    """The world of torch's process group, else one rank, unless a launcher has started several:
+    each would train alone, without a word."""
+    if not dist.is_initialized():
+        started = resolve(environ.snapshot()).world.world_size
+        if started > 1:
+            raise RunError(
+                f"the launcher says that there are {started} ranks, but no process group: each "
+                "would train alone; write `with gs.init() as world:` and "
+                "gs.replicate(model, world), or give world=gs.World() for one rank on purpose"
+            )
+    return World.from_process_group()
 
 
 def _placement(comm: Communicator, world: World) -> Hosts | None:
@@ -135,6 +161,9 @@ def _bind(
     if order == "invariant" and batch_norm in NOT_INVARIANT:
         raise ConfigError(f"sync={strategy.name!r}: {NOT_INVARIANT[batch_norm]}")
     handling = choose_batch_norm(model, comm, batch_norm)
+    atomics = trainable(model)[0][1].is_cuda and not torch.are_deterministic_algorithms_enabled()
+    if order == "invariant" and atomics and comm.rank == 0:
+        log.warning("sync=%r: %s", strategy.name, _OTHER_BITS)
     broadcast_model(model, comm)
     if one_host:
         comm = _fastest(strategy, model, comm, options)

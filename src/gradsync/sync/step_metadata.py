@@ -15,6 +15,7 @@ agreed on first. (Demmel and Nguyen 2013, "Fast reproducible floating-point summ
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -128,9 +129,15 @@ NUM_BINS = len(_UNITS) + 1
 """The last one adds, unchanged, numbers of 2^200 and more, infinite and undefined ones."""
 
 
+@functools.cache
+def _on_cuda(device: torch.device) -> Tensor:
+    """The units, copied to `device` once: a copy waits for all that the device has to do."""
+    return torch.tensor(_UNITS, dtype=torch.float64, device=device)
+
+
 def to_bins(values: Tensor) -> Tensor:
     """The sum of `values` (float64 [L]) in bins, float64 [NUM_BINS]; does not wait."""
-    units = torch.tensor(_UNITS, dtype=torch.float64, device=values.device)
+    units = _on_cuda(values.device) if values.is_cuda else torch.tensor(_UNITS, dtype=values.dtype)
     inside = values.abs() < _LIMIT
     # [L, bins]: a value without its bits below each unit; powers of two scale exactly.
     cut = (values.where(inside, 0.0)[:, None] / units).trunc() * units

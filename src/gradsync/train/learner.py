@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -214,7 +214,6 @@ def build_learner(
     device = torch.device(world.device)
     if config.dtype == "fp16" and device.type != "cuda":
         raise ConfigError("dtype fp16 needs CUDA; use bf16 or fp32 on a CPU")
-    set_precision(config, device)
     model = GPT(
         shape,
         seed=config.seed,
@@ -257,10 +256,29 @@ def trainer_options(sync: str, given: Mapping[str, Any]) -> dict[str, Any]:
     return own | ({} if given.get("update") == "whole" else {"weights": "shared"}) | dict(given)
 
 
-def set_precision(config: TrainConfig, device: torch.device) -> None:
-    """Set TF32 for fp32 matrix products on a GPU."""
-    if device.type == "cuda":
-        torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
+@contextmanager
+def kernels(config: TrainConfig, world: World) -> Iterator[None]:
+    """On a GPU: TF32 for fp32 matrix products as asked, and deterministic kernels under a strategy
+    that promises bits, since attention and embedding add with atomics otherwise."""
+    if not world.device.startswith("cuda"):
+        yield
+        return
+    promised = STRATEGIES[config.sync].same_on_any_ranks
+    memory: Any = torch.utils.deterministic
+    before = (
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        memory.fill_uninitialized_memory,
+    )
+    torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
+    torch.use_deterministic_algorithms(promised or before[1])
+    memory.fill_uninitialized_memory = False  # it is written before it is read
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.use_deterministic_algorithms(before[1])
+        memory.fill_uninitialized_memory = before[2]
 
 
 def autocast(config: TrainConfig, world: World) -> Autocast:

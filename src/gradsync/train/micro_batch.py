@@ -234,6 +234,7 @@ class MemoryProbe:
         if self._on_cuda:
             gc.collect()
             torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)  # what follows has a peak of its own
         else:
             give_back()
 

@@ -25,7 +25,7 @@ from gradsync.train.check import check_size
 from gradsync.train.config import TrainConfig
 from gradsync.train.data import model_config, open_data
 from gradsync.train.faults import FaultPlan
-from gradsync.train.learner import Learner, build_learner
+from gradsync.train.learner import Learner, build_learner, kernels
 from gradsync.train.loop import Totals, Trainer, memory_gib
 from gradsync.train.output import Progress, RunDir, finite_or_none
 from gradsync.train.profiler import StepProfiler
@@ -83,6 +83,7 @@ def train(
         data = open_data(config, world, comm)
         shape = model_config(config, data.vocab_size)
         begin_log = stack.enter_context(run_dir.rank_log(world))
+        stack.enter_context(kernels(config, world))
         trainer = Trainer(
             config=config,
             world=world,

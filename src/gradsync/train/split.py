@@ -36,7 +36,7 @@ from gradsync.parallel.transfer import collect, distribute
 from gradsync.sync.registry import find_strategy
 from gradsync.train.check import BY_MESSAGES
 from gradsync.train.config import TrainConfig
-from gradsync.train.learner import Learner, autocast, build_optimizer, set_precision
+from gradsync.train.learner import Learner, autocast, build_optimizer
 from gradsync.train.state import Keep, Whole, check_finite
 from gradsync.world import World
 
@@ -126,7 +126,6 @@ def build_split_learner(
     whole model with this seed, drawn on every rank, so nothing is sent.
     """
     device = torch.device(world.device)
-    set_precision(config, device)
     part = ModelPart(config=shape, layout=layout, place=layout.coordinates(world.rank))
     groups = split_groups(layout, part.place, comm)
     model = GPTStage(

@@ -1,0 +1,54 @@
+"""Ranks that share one CUDA device: their tensors travel through host memory, over gloo."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gradsync.comm.base import Communicator, Messages, ReduceOp, Work
+from gradsync.comm.process_group import AllOf, CopyBack, Done
+
+
+class ThroughHost:
+    """A `Communicator` over `comm` that also takes CUDA tensors. NCCL refuses two ranks on one
+    device; gloo's messages read host memory only."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+        self.rank, self.world_size = comm.rank, comm.world_size
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
+        """See `Communicator.all_reduce`."""
+        there = tensor.cpu()
+        work = self.comm.all_reduce(there, op)
+        return work if there is tensor else CopyBack(work, there, tensor)
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Work:
+        """See `Communicator.broadcast`."""
+        there = tensor.cpu()
+        work = self.comm.broadcast(there, src)
+        return work if there is tensor else CopyBack(work, there, tensor)
+
+    def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
+        """See `Communicator.all_gather`."""
+        there = output.cpu()
+        work = self.comm.all_gather(there, tensor.cpu())
+        return work if there is output else CopyBack(work, there, output)
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, op: ReduceOp = "sum") -> Work:
+        """See `Communicator.reduce_scatter`."""
+        there = output.cpu()
+        work = self.comm.reduce_scatter(there, tensor.cpu(), op)
+        return work if there is output else CopyBack(work, there, output)
+
+    def barrier(self) -> None:
+        """See `Communicator.barrier`."""
+        self.comm.barrier()
+
+    def exchange(self, sends: Messages, receives: Messages, channel: int = 0, /) -> Work:
+        """See `Messenger.exchange`."""
+        there = [torch.empty_like(tensor, device="cpu") for tensor, _ in receives]
+        arriving = [(t, peer) for t, (_, peer) in zip(there, receives, strict=True)]
+        work = self.comm.exchange([(t.cpu(), peer) for t, peer in sends], arriving, channel)
+        copies = [CopyBack(Done(), t, home) for t, (home, _) in zip(there, receives, strict=True)]
+        return AllOf([work, *copies])

@@ -24,18 +24,17 @@ import json
 import os
 import re
 import signal
-import sys
 import sysconfig
 import time
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import takewhile
 from pathlib import Path
-from types import FrameType
 from typing import ParamSpec, TypeVar
 
 from gradsync.core.files import one_line
+from gradsync.runtime.frames import Frame, mark_call, read_stack, stack_lines
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -96,13 +95,14 @@ _UNKNOWN = Activity(beat=-1)
 
 class Sampler:
     """Samples what `thread` (its identifier) of this process is doing; `num_issued` says how many
-    collectives this process has begun."""
+    collectives this process has begun.
+
+    A call that waits is marked, so that a later one is not taken for it.
+    """
 
     def __init__(self, thread: int, num_issued: Callable[[], int] = lambda: 0) -> None:
         self._thread, self._num_issued = thread, num_issued
-        self._held: FrameType | None = None
-        """The frame that waits, so that a later call cannot be taken for the same one; its tensors
-        outlive the call by one heartbeat at most."""
+        self._waited = False
         self._idle_at = -1
         self._since = time.monotonic()
         has_clock = hasattr(time, "pthread_getcpuclockid")
@@ -111,59 +111,59 @@ class Sampler:
 
     def sample(self, beat: int) -> Activity:
         """Look at the thread once, for heartbeat number `beat`."""
-        frame = sys._current_frames().get(self._thread)
-        waiting, now, idle, issued = waiting_frame(frame), time.monotonic(), False, 0
+        frames = read_stack(self._thread)
+        waiting, now, idle, issued = waiting_frame(frames), time.monotonic(), False, 0
         with suppress(RuntimeError):  # not every backend counts
             issued = self._num_issued()
         if self._clock is not None:
             (then, used), self._used = self._used, (now, time.clock_gettime(self._clock))
             idle = self._used[1] - used < _IDLE * (now - then)
         idle_at = issued if idle else -1
-        if waiting is not self._held or (waiting is None and idle_at != self._idle_at):
+        if waiting is not None:
+            again = not waiting.unseen
+            mark_call(self._thread, waiting.code)
+        else:
+            again = not self._waited and idle_at == self._idle_at
+        if not again:
             self._since = now
-        self._held, self._idle_at = waiting, idle_at
+        self._waited, self._idle_at = waiting is not None, idle_at
         return Activity(
             beat=beat,
             waits=waiting is not None,
             idle=idle,
-            excused=is_excused(frame),
+            excused=is_excused(frames),
             issued=issued,
             since_s=round(now - self._since, 2),
-            where=place_of(frame),
+            where=place_of(frames),
         )
 
     def stack(self) -> str:
         """The thread's stack as text, innermost frame last."""
-        frame = sys._current_frames().get(self._thread)
-        return "" if frame is None else "".join(traceback.format_stack(frame))
+        return "".join(stack_lines(read_stack(self._thread)))
 
 
-def waiting_frame(frame: FrameType | None) -> FrameType | None:
-    """The outermost frame of the call in which `frame`'s thread waits for other ranks; None when it
-    is busy with something else."""
-    while frame is not None and not _communicates(frame):
-        file, module = frame.f_code.co_filename, _module(frame)
+def waiting_frame(frames: Sequence[Frame]) -> Frame | None:
+    """The outermost frame of the call in which a thread with these frames, innermost first, waits
+    for other ranks; None when it is busy with something else."""
+    for number, frame in enumerate(frames):
+        if _communicates(frame):
+            return list(takewhile(_communicates, frames[number:]))[-1]
+        file, module = frame.code.co_filename, frame.module
         computes = module.partition(".")[0] == "torch" and module != "torch._ops"  # any operator's
         if computes or not (_is_library(file) or file.startswith(_PACKAGE)):
             return None
-        frame = frame.f_back
-    if frame is None:
-        return None
-    while frame.f_back is not None and _communicates(frame.f_back):
-        frame = frame.f_back
-    return frame
+    return None
 
 
-def is_excused(frame: FrameType | None) -> bool:
-    """Whether `frame`'s thread writes a checkpoint, of ours or with torch.save, or is in a function
-    declared by `expect_wait`."""
-    while frame is not None:
-        file = frame.f_code.co_filename
-        declared = file == __file__ and frame.f_code.co_name == _DECLARED
-        if declared or file.startswith(_SAVES[0]) or file.endswith(_SAVES[1]):
-            return True
-        frame = frame.f_back
-    return False
+def is_excused(frames: Sequence[Frame]) -> bool:
+    """Whether a thread with these frames writes a checkpoint, of ours or with torch.save, or is in
+    a function declared by `expect_wait`."""
+    return any(
+        (each.code.co_filename == __file__ and each.code.co_name == _DECLARED)
+        or each.code.co_filename.startswith(_SAVES[0])
+        or each.code.co_filename.endswith(_SAVES[1])
+        for each in frames
+    )
 
 
 def expect_wait(function: Callable[P, R]) -> Callable[P, R]:
@@ -185,12 +185,12 @@ def expect_wait(function: Callable[P, R]) -> Callable[P, R]:
     return declared_wait
 
 
-def place_of(frame: FrameType | None) -> str:
+def place_of(frames: Sequence[Frame]) -> str:
     """`FILE:LINE FUNCTION (CALL)`: the innermost frame of the user's program and the library's
     function that it calls; without such a frame, gradsync's innermost that does not communicate."""
-    called, ours, first = "", "", frame
-    while frame is not None:
-        file = frame.f_code.co_filename
+    called, ours = "", ""
+    for frame in frames:
+        file = frame.code.co_filename
         if file.startswith(_PACKAGE):
             if not _communicates(frame):
                 ours = ours or _said(frame, called)
@@ -198,31 +198,26 @@ def place_of(frame: FrameType | None) -> str:
                 return ours  # what called it is the `gradsync` command itself
         elif not _is_library(file):
             return _said(frame, called)
-        name = frame.f_code.co_qualname
+        name = frame.code.co_qualname
         if not name.startswith(_PASSES_ON) and "<" not in name:
             called = name
-        frame = frame.f_back
-    return ours or ("" if first is None else _said(first, ""))
+    return ours or (_said(frames[0], "") if frames else "")
 
 
-def _said(frame: FrameType, called: str) -> str:
-    file, line = frame.f_code.co_filename, frame.f_lineno
+def _said(frame: Frame, called: str) -> str:
+    file = frame.code.co_filename
     if file.startswith(_PACKAGE):
         file = os.path.join("gradsync", file.removeprefix(_PACKAGE))
     else:
         with suppress(OSError):  # the folder may be gone
             file = file.removeprefix(os.getcwd() + os.sep)
-    place = f"{file}:{line} {frame.f_code.co_name}"[-_LONGEST:]
+    place = f"{file}:{frame.line} {frame.code.co_name}"[-_LONGEST:]
     return f"{place} ({called[:_LONGEST]})" if called else place
 
 
-def _module(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", ""))
-
-
-def _communicates(frame: FrameType) -> bool:
-    in_torch = _module(frame).startswith("torch.distributed")
-    return in_torch or frame.f_code.co_filename.startswith(_WAITS)
+def _communicates(frame: Frame) -> bool:
+    in_torch = frame.module.startswith("torch.distributed")
+    return in_torch or frame.code.co_filename.startswith(_WAITS)
 
 
 def _is_library(file: str) -> bool:

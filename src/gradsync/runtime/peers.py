@@ -7,8 +7,9 @@ import socket
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 
 from gradsync.runtime.activity import Activity, read_activity
 from gradsync.runtime.network import PeerConnections
@@ -219,3 +220,13 @@ def process_state(pid: int) -> str:
         return "it is stopped, by a signal or a debugger"
     ended = status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     return "ended" if ended else RUNS
+
+
+def queued_s(pid: int) -> float:
+    """Seconds for which threads of a process of this host could run, but no processor was free, so
+    far and of all that live (proc(5), `schedstat`); 0.0 where the system does not say."""
+    total_ns = 0
+    with suppress(OSError, ValueError, IndexError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            total_ns += int((thread / "schedstat").read_text().split()[1])
+    return total_ns / 1e9

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 import tempfile
 import threading
 import time
@@ -24,6 +23,7 @@ from pathlib import Path
 
 from gradsync.core.files import PRIVATE, printable, replace_text
 from gradsync.runtime.activity import ask_for_frames
+from gradsync.runtime.frames import read_stack, running_threads, stack_lines
 from gradsync.runtime.peers import RUNS, Peers, process_state
 
 _FRESH_S = 60.0
@@ -84,9 +84,10 @@ def _own_stacks(peers: Peers, error: BaseException | None) -> str:
     if error is not None:
         parts += ["--- what ended its wait\n", *traceback.format_exception(error)]
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    for ident, frame in sys._current_frames().items():
+    for ident in running_threads():
         if ident != threading.get_ident():  # it writes; `error` says where it was
-            parts += [f"--- thread {names.get(ident, ident)}\n", *traceback.format_stack(frame)]
+            stack = stack_lines(read_stack(ident))
+            parts += [f"--- thread {names.get(ident, ident)}\n", *stack]
     return printable("".join(parts))
 
 

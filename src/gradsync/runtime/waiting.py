@@ -4,7 +4,8 @@
     0, 2 and 3 wait in train.py:40 <module> (GradientSync.step)
 
 Every rank that waits looks at what all ranks publish (activity.py), and the lowest of them speaks.
-A rank that computes is late, which is no error; one that gives no sign of life is named sooner.
+A rank that computes is late, which is no error; one that gives no sign of life is named sooner,
+unless it could run and other programs have the processors of its host.
 Where waits have been long before and ended well, a line comes only after three times as long: a
 slow network, or an evaluation by one rank, is told of once.
 """
@@ -14,11 +15,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from gradsync.runtime.activity import Activity, ask_for_stack
-from gradsync.runtime.peers import RUNS, Peers, process_state
+from gradsync.runtime.peers import RUNS, Peers, process_state, queued_s
 
 _FACTOR = 3
 _LOOK_S = 1.0
 _SILENT_S = 1.5
+_STARVED = 0.5
+"""Share of the time between two looks."""
 _MOST_NAMED = 8
 _MOST_PLACES = 256
 
@@ -43,7 +46,8 @@ class WaitReport:
         self._excused_s = 0.0  # of the present wait, up to the last look that found it excused
         self._wait: Activity | None = None
         self._next_s = 0.0
-        self._looked: tuple[float, dict[int, Activity]] = (0.0, {})
+        self._looked: tuple[float, dict[int, Activity], dict[int, float]] = (0.0, {}, {})
+        """The last look: when, what was found, and how long ranks of this host had been queued."""
         self._said: tuple[str, float] | None = None
 
     def news(self, own: Activity, now: float, read_all: Callable[[], dict[int, Activity]]) -> str:
@@ -64,11 +68,13 @@ class WaitReport:
         return self._look(own, now, read_all() | {self._rank: own}) if may_wait else ""
 
     def _look(self, own: Activity, now: float, found: dict[int, Activity]) -> str:
-        (_, before), self._looked = self._looked, (now, found)
+        queued = {rank: queued_s(pid) for rank, pid in self._peers.pids.items()}
+        (then, before, was_queued), self._looked = self._looked, (now, found, queued)
         if not before:
             return ""  # only two looks tell who is silent
         still = [rank for rank in self._peers.processes if before[rank].beat == found[rank].beat]
-        silent = [rank for rank in still if not self._peers.has_noticed(rank)]
+        starved = {r for r, s in queued.items() if s - was_queued[r] > _STARVED * (now - then)}
+        silent = [r for r in still if r not in starved and not self._peers.has_noticed(r)]
         new, self.silent = [rank for rank in silent if rank not in self.silent], silent
         waiting = waiting_ranks(found, silent)
         long_s = max(self.report_s, _FACTOR * self._longest.get(own.where, 0.0))
@@ -142,7 +148,7 @@ class WaitReport:
             # A checkpoint of a minute does not make a minute usual for the data that follow.
             waited_s = wait.since_s - self._excused_s
             self._longest[wait.where] = max(waited_s, self._longest.get(wait.where, 0.0))
-        self._said, self._next_s, self._looked = None, 0.0, (0.0, {})
+        self._said, self._next_s, self._looked = None, 0.0, (0.0, {}, {})
         self.stuck, self.silent, self._excused_s = {}, [], 0.0
         return f"{said[0]} went on, after at least {said[1]:.0f} s" if said else ""
 

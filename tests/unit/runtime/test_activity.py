@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import signal
@@ -15,7 +14,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -35,6 +33,7 @@ from gradsync.runtime.activity import (
     read_activity,
     waiting_frame,
 )
+from gradsync.runtime.frames import Frame, read_stack
 
 PACKAGE = Path(activity.__file__).parents[1]
 TORCH = str(Path(torch.__file__).parent)
@@ -68,10 +67,16 @@ THREADS = function("wait", threading.__file__, "threading")
 TORCH_SAVE = function("save", f"{TORCH}/serialization.py", "torch.serialization")
 
 
-def stack(*calls: Callable[..., Any]) -> FrameType:
-    """The innermost frame of the `calls`, outermost first."""
-    found: list[FrameType] = []
-    first, *rest = (*calls, lambda: found.append(sys._getframe(1)))
+def here() -> list[Frame]:
+    """The caller's frames."""
+    found = read_stack(threading.get_ident())
+    return found[[each.code for each in found].index(here.__code__) + 1 :]
+
+
+def stack(*calls: Callable[..., Any]) -> list[Frame]:
+    """The frames inside of the `calls`, outermost first, and of what surrounds them."""
+    found: list[list[Frame]] = []
+    first, *rest = (*calls, lambda: found.append(here()[1:]))
     first(*rest)
     return found[0]
 
@@ -97,8 +102,8 @@ def stack(*calls: Callable[..., Any]) -> FrameType:
 )
 def test_who_waits(calls: list[Callable[..., Any]], waits: str | None) -> None:
     found = waiting_frame(stack(*calls))
-    assert (found and found.f_code.co_name) == waits
-    assert waiting_frame(None) is None
+    assert (found and found.code.co_name) == waits
+    assert waiting_frame([]) is None
 
 
 @pytest.mark.parametrize(
@@ -137,11 +142,11 @@ def test_who_may_be_waited_for() -> None:
     @expect_wait
     def evaluate(rows: int) -> tuple[int, bool]:
         """Words."""
-        return rows, is_excused(sys._getframe())
+        return rows, is_excused(here())
 
     assert evaluate(3) == (3, True)
     assert evaluate.__doc__ == "Words."
-    assert not is_excused(sys._getframe())
+    assert not is_excused(here())
 
 
 # -- a thread -------------------------------------------------------------------------------------
@@ -222,34 +227,27 @@ def test_a_backend_that_does_not_count_is_no_trouble() -> None:
     assert Sampler(threading.get_ident(), refuse).sample(1).issued == 0
 
 
-def test_tensors_of_a_call_go_with_the_sample_after_it() -> None:
-    gone: list[weakref.ref[torch.Tensor]] = []
+class Seconds(float):
+    """A number that can be referred to weakly."""
+
+
+def test_what_a_call_holds_goes_with_it_though_it_was_sampled() -> None:
+    gone: list[weakref.ref[Seconds]] = []
     ready, over = threading.Event(), threading.Event()
 
-    def call(end: threading.Event) -> None:
-        def wait(tensor: torch.Tensor) -> None:
-            gone.append(weakref.ref(tensor))
-            ready.set()
-            over.wait()
-
-        C10D(wait, torch.zeros(3))
+    def calls(end: threading.Event) -> None:
+        gone.append(weakref.ref(timeout := Seconds(20.0)))
+        rest = [timeout]
+        del timeout
+        C10D(THREADS, over.wait, rest.pop())
         ready.set()
         end.wait()
 
-    with thread_in(call) as (sampler, _):
-        ready.wait()
-        # The function that waits is of this file, which is a user's: hold the frame by hand.
-        frame = sys._current_frames()[sampler._thread]
-        while frame.f_code.co_name != "barrier":
-            assert frame.f_back is not None
-            frame = frame.f_back
-        sampler._held = frame
-        del frame
-        ready.clear()
+    with thread_in(calls) as (sampler, _):
+        time.sleep(0.05)
+        assert [sampler.sample(beat).waits for beat in range(3)] == [True] * 3
         over.set()
         ready.wait()
-        sampler.sample(2)
-        gc.collect()
         assert gone[0]() is None
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+import sys
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -10,7 +14,7 @@ import pytest
 
 from gradsync.runtime import waiting
 from gradsync.runtime.activity import Activity
-from gradsync.runtime.peers import RUNS, Peers
+from gradsync.runtime.peers import RUNS, Peers, queued_s
 from gradsync.runtime.store import LEFT, Presence
 from gradsync.runtime.waiting import WaitReport, names, waiting_ranks
 
@@ -98,6 +102,23 @@ def test_a_wait_is_told_again_only_after_three_times_what_ended_well_there() -> 
     assert len(run.wait(46, {1: BUSY}, BARRIER)) == 2  # it went on, it waits again
     run.compute()
     assert len(run.wait(11, {1: BUSY}, STEP)) == 1  # elsewhere nothing has changed
+
+
+def test_a_rank_that_gets_no_processor_is_late_and_not_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = Run()
+    monkeypatch.setattr(waiting, "queued_s", lambda pid: 0.6 * run.now)
+    monkeypatch.setattr(waiting, "process_state", lambda pid: RUNS)
+    monkeypatch.setattr(waiting, "ask_for_stack", lambda pid, fd: "x.py:1 f")
+    run.silent = {1}
+    assert run.wait(9, {1: BUSY}) == []
+    assert run.wait(10, {1: BUSY}, from_s=10) == [
+        f"waiting for rank 1 for 10 s: rank 1 (process 4711) is in {READ}; "
+        f"ranks 0 and 2 wait in {STEP}"
+    ]
+    monkeypatch.setattr(waiting, "queued_s", lambda pid: 0.4 * run.now)
+    assert "gives no sign of life" in run.wait(12, {1: BUSY}, from_s=11)[0]
 
 
 def test_a_rank_without_a_heartbeat_is_named_within_three_seconds(
@@ -195,3 +216,20 @@ def test_many_names() -> None:
     (line,) = run.wait(10, dict.fromkeys(range(4, 20), BUSY))
     assert line.count("process 4711") == 8
     assert "; and 8 more; ranks 0, 1, 2 and 3 wait in" in line
+
+
+def test_two_that_share_a_processor_are_queued() -> None:
+    spin = (
+        f"import os; os.sched_setaffinity(0, {{{min(os.sched_getaffinity(0))}}})\nwhile True: pass"
+    )
+    until = time.monotonic() + 20.0
+    spinning = [subprocess.Popen([sys.executable, "-c", spin]) for _ in range(2)]
+    try:
+        while sum(queued_s(each.pid) for each in spinning) < 0.5:
+            assert time.monotonic() < until
+            time.sleep(0.05)
+    finally:
+        for each in spinning:
+            each.kill()
+            each.wait()
+    assert queued_s(spinning[0].pid) == 0.0

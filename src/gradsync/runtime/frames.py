@@ -1,0 +1,88 @@
+"""The stack of one thread, read by another one.
+
+[Note: Reading a running stack] A frame object keeps the variables of its call alive. Held by
+another thread after the call has ended, it delays what their end does (a guard of torch restores
+its thread's state, memory is freed) and does it in the wrong thread. And up to Python 3.11 making
+one can begin a garbage collection, whose finalisers let the other thread go on: Python then writes
+into the memory of a call that has ended, and the process dies of a segmentation fault (seen with
+`fsdp`, once in hours of running, or in minutes when a stack is read 3,000 times a second).
+
+So a stack is read while no other thread runs: the lock changes hands between two bytecodes, and
+between them is one call of `list`, whose iterators are all written in C and switch the collector
+off and on. What comes out holds no frame.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from itertools import accumulate, chain, compress, repeat, starmap, takewhile, tee
+from operator import attrgetter, is_, is_not, methodcaller
+from types import CodeType
+from typing import Any, NamedTuple
+
+
+class Frame(NamedTuple):
+    """One call of a stack, as it was when the stack was read."""
+
+    code: CodeType
+    line: int | None
+    names: dict[str, Any]
+    """The globals of its module."""
+    unseen: bool
+    """Whether this very call has not been marked by `mark_call` before."""
+
+    @property
+    def module(self) -> str:
+        """Name of its module; "" for none."""
+        return str(self.names.get("__name__", ""))
+
+
+_READ = attrgetter("f_code", "f_lineno", "f_globals", "f_trace_lines")
+
+
+def read_stack(thread: int) -> list[Frame]:
+    """The frames of the thread with this identifier, innermost first; none when it has ended."""
+    return [Frame._make(each) for each in _undisturbed(map(_READ, _frames(thread)))]
+
+
+def mark_call(thread: int, code: CodeType) -> None:
+    """Mark the calls of `code` on this thread's stack, until they end.
+
+    The mark is an attribute that debuggers set, to get no event for each line of a frame.
+    """
+    which, frames = tee(_frames(thread))
+    chosen = compress(frames, map(is_, map(attrgetter("f_code"), which), repeat(code)))
+    _undisturbed(map(setattr, chosen, repeat("f_trace_lines"), repeat(False)))
+
+
+def running_threads() -> list[int]:
+    """The identifiers of all threads that have a Python stack."""
+    return _undisturbed(map(list, starmap(sys._current_frames, [()])))[0]
+
+
+def stack_lines(frames: Sequence[Frame]) -> list[str]:
+    """As `traceback.format_stack`: outermost first, with lines of source."""
+    rows = [(each.code.co_filename, each.line or 0, each.code.co_name) for each in reversed(frames)]
+    summaries = [traceback.FrameSummary(*row) for row in rows]
+    return traceback.StackSummary.from_list(summaries).format()
+
+
+def _frames(thread: int) -> Iterator[Any]:
+    innermost = map(methodcaller("get", thread), starmap(sys._current_frames, [()]))
+    outwards = accumulate(chain(innermost, repeat("f_back")), getattr)
+    return takewhile(partial(is_not, None), outwards)
+
+
+def _undisturbed(found: Iterable[Any]) -> list[Any]:
+    """All that `found` gives, while nothing else runs; see [Note: Reading a running stack]."""
+    if not gc.isenabled():
+        return list(found)
+    try:
+        return list(chain(starmap(gc.disable, [()]), found, starmap(gc.enable, [()])))[1:-1]
+    except BaseException:
+        gc.enable()
+        raise

@@ -109,7 +109,7 @@ def nanogpt_shape(args: Any, *, tie_head: bool) -> GPTConfig:
     dropout = args.get("dropout", 0.0)
     if isinstance(dropout, bool) or not isinstance(dropout, int | float):
         raise ConfigError(f"model_args.dropout: got {one_line(repr(dropout))}, expected a number")
-    given = {"bias": True, **args, "dropout": float(dropout)}
+    given: dict[str, Any] = {"bias": True, **args, "dropout": float(dropout)}
     return GPTConfig(architecture="gpt2", tie_head=tie_head, **given)
 
 

@@ -155,7 +155,7 @@ def weights_of(config: GPTConfig) -> tuple[Weight, ...]:
         Weight(
             name=f"blocks.{block}.{name}.{kind}",
             shape=shape if kind == "weight" else shape[:1],
-            divided=divided,
+            divided=divided if kind == "weight" else None,
             block=block,
         )
         for block in range(config.n_layer)

@@ -131,11 +131,8 @@ def write_start(foreign: Foreign, part: Path, folder: Path, data: str) -> None:
     Raises:
         CheckpointError: a weight is nan or inf, or it cannot be written.
     """
-    config = replace(
-        recipe("tiny"),
-        **{"init": str(folder), "data": data or foreign.data},
-        **{"model": foreign.shape, **foreign.settings},
-    )
+    begin = {"model": foreign.shape, "init": str(folder), "data": data or foreign.data}
+    config = replace(recipe("tiny"), **begin, **foreign.settings)
     state = {
         "optimizer": {"class": "AdamW", "groups": [], "params": {}},
         "data": {},  # none read: `restore` does not go on from here
@@ -155,7 +152,7 @@ def _settings(theirs: Mapping[str, Any], shape: GPTConfig) -> dict[str, Any]:
         for name, value in theirs.items()
         if isinstance(value, int | float) and not isinstance(value, bool)
     }
-    optim = {ours: given[name] for name, ours in _OPTIM.items() if name in given}
+    optim: dict[str, Any] = {ours: given[name] for name, ours in _OPTIM.items() if name in given}
     if "grad_clip" in given:
         optim["clip_norm"] = given["grad_clip"] or None
     if given.get("learning_rate") and "min_lr" in given:

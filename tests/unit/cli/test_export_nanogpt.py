@@ -7,7 +7,7 @@ import json
 import math
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -23,9 +24,11 @@ from gradsync.checkpoint.weights import load_weights
 from gradsync.cli.main import main
 from gradsync.models.config import GPTConfig
 from gradsync.models.gpt import GPT, generate
+from gradsync.train.foreign import read_hf
 from gradsync.train.state import saved_model
 
 TEXT = "To be, or not to be: that is the question.\n" * 60
+FILE = "model.safetensors"
 LETTERS = {letter: number for number, letter in enumerate(sorted(set(TEXT)))}
 ARGS = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 12, "vocab_size": len(LETTERS)}
 SETTINGS = {
@@ -104,6 +107,10 @@ def save(path: Path, *, bias: bool = True, prefix: str = "") -> Theirs:
     }
     torch.save(checkpoint, path)
     return model.eval()
+
+
+def same_bits(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def ours_of(run: Path) -> GPT:
@@ -200,10 +207,16 @@ def test_it_goes_on_and_leaves_for_transformers(
     assert main(["export", str(hf), "--from", "hf", "--out", "runs/back"]) == 0  # with zero biases
     again, _ = resolve(Path("runs/back"))
     back = CheckpointStore(again.parent).load(again).tensors["model"]
-    for name, tensor in snapshot.tensors["model"].items():
-        assert torch.equal(back[name], tensor)
-    assert all(not back[name].any() for name in back.keys() - snapshot.tensors["model"].keys())
+    zeros = {n: torch.zeros_like(t) for n, t in back.items() if n.endswith(".bias")}
+    assert same_bits(back, {**snapshot.tensors["model"], **zeros})
     assert main(["sample", "runs/back", "--prompt", "To be", "--tokens", "3"]) == 0
+    hub = {name.removeprefix("transformer."): t for name, t in load_file(hf / FILE).items()}
+    hub |= {f"h.{block}.attn.bias": torch.ones(1, 1, 12, 12) for block in range(2)}  # causal masks
+    save_file(hub, hf / FILE)
+    assert same_bits(read_hf(hf).weights, back)
+    (hf / "config.json").write_text('{"model_type": "gpt2"}')
+    assert main(["export", str(hf), "--from", "hf"]) == 2
+    assert "activation_function must be 'gelu'; got 'gelu_new'" in capsys.readouterr().err
     capsys.readouterr()
     assert main(["train", "--out", "runs/begun", *flags[:4]]) == 1  # weights alone
     assert "holds a model from elsewhere" in capsys.readouterr().err

@@ -21,10 +21,10 @@ FUNCTION_LIMIT = 80
 CLASS_LIMIT = 250
 PACKAGES = REPOSITORY / "src" / "gradsync"
 BUDGETS = {
-    **{"core": 1_015, "runtime": 4_510, "comm": 2_655, "sync": 10_880, "data": 2_490},
-    **{"checkpoint": 1_485, "models": 730, "parallel": 1_260, "plan": 4_990, "train": 4_700},
+    **{"core": 1_015, "runtime": 4_515, "comm": 2_655, "sync": 10_880, "data": 2_500},
+    **{"checkpoint": 1_495, "models": 960, "parallel": 1_275, "plan": 4_990, "train": 4_875},
     **{"launch": 1_870, "compat": 1_125, "backends": 700, "verify": 3_280, "bench": 5_470},
-    **{"cli": 4_370, "lint": 975, "report": 1_405},
+    **{"cli": 4_445, "lint": 975, "report": 1_405},
 }
 """Lines of each package, docstrings and blanks included. They only go down: raising one takes a
 commit that says why."""

@@ -103,6 +103,12 @@ def read_dcp(folder: Path) -> dict[str, Tensor]:
     return {name.removeprefix(f"{_MODEL}.") if ours else name: t for name, t in state.items()}
 
 
+def read_plain(path: Path) -> Any:
+    """The dicts, lists, texts and numbers in a small pickle, such as nanoGPT's `meta.pkl`, in which
+    nothing is built or called; UnpicklingError and whatever else is wrong with it."""
+    return _MetadataUnpickler(io.BytesIO(read_bytes(path, _LARGEST))).load()
+
+
 class _Reader(torch_dcp.FileSystemReader):
     """Torch's reader of files, but for [Note: what is unpickled]."""
 

@@ -66,11 +66,15 @@ def match_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, 
     A tied weight needs one of its names. Floating dtypes may differ. CheckpointError for missing,
     unexpected or misshapen tensors: counts, and up to three names.
     """
+    return match_tensors(model.state_dict(keep_vars=True), tensors)
+
+
+def match_tensors(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`match_weights` with the tensors that there should be, on any device."""
     saved = {clean: tensors[name] for name, clean in clean_names(tensors).items()}
     targets: dict[str, Tensor] = {}
     first: dict[int, str] = {}
     unexpected = set(saved)
-    own = model.state_dict(keep_vars=True)
     # A tied weight is one object under several names; any of them is accepted.
     for name, clean in clean_names(own).items():
         unexpected.discard(clean)

@@ -46,7 +46,9 @@ def completion(shell: str, commands: Mapping[str, str]) -> str:
         raise ConfigError(
             "--print-completion needs the package shtab: pip install 'gradsync[completion]'"
         ) from None
-    return shtab.complete(make_parser(commands), shell)
+    script = shtab.complete(make_parser(commands), shell)
+    # Any number of files: shtab's zsh completes one, its tcsh as many as it has rules for.
+    return script.replace('"(*)::', '"*:').replace("'p/*/()/'", "'p/*/f/'")
 
 
 def make_parser(commands: Mapping[str, str]) -> ArgumentParser:

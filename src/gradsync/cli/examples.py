@@ -16,6 +16,7 @@ EXAMPLES = {
     "export": (
         "gradsync export runs/first --out first-hf",
         "gradsync export runs/first --to dcp",
+        "gradsync export ckpt.pt --from nanogpt --out runs/from-nanogpt",
     ),
     "report": (
         "gradsync report runs/first",

@@ -1,9 +1,11 @@
-"""`gradsync export`: a trained model for other programs: transformers, safetensors, torch's DCP."""
+"""`gradsync export`: a trained model for other programs (transformers, safetensors, torch's DCP),
+and from them (transformers, nanoGPT)."""
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +17,7 @@ import tyro
 from tyro.conf import Positional
 
 from gradsync.cli.sample import tokenizer_of
-from gradsync.errors import UsageError
+from gradsync.errors import CheckpointError, UsageError
 from gradsync.runtime.arguments import parse
 
 if TYPE_CHECKING:
@@ -29,21 +31,28 @@ _SUFFIX = ".safetensors"
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportOptions:
     """Write a trained model for other programs. Weights are the checkpoint's, bit for bit, whatever
-    strategy saved it."""
+    strategy saved it. With --from, make a run of another program's model: for `gradsync sample`,
+    for `gradsync export`, and for `gradsync train RUN/config.yaml`, which goes on with its weights.
+    """
 
     path: Annotated[Positional[str], tyro.conf.arg(metavar="PATH")]
     """Run directory or checkpoint; for --to safetensors also a DCP folder, for --to dcp also a
-    .safetensors file."""
+    .safetensors file; with --from, what the other program saved."""
     to: Literal["hf", "safetensors", "dcp"] = "hf"
     """hf: a folder for transformers: config.json, model.safetensors, tokenizer; its logits are the
     same up to the last bits. safetensors: one file of weights. dcp: a folder for
     torch.distributed.checkpoint.load, with weights under model, the optimizer's state under
     optimizer."""
+    source: Annotated[Literal["run", "hf", "nanogpt"], tyro.conf.arg(name="from")] = "run"
+    """The maker of PATH. run: gradsync. hf: transformers, a folder of a Llama or a GPT-2. nanogpt:
+    its ckpt.pt; nothing that is pickled in it is built or called."""
     out: str = ""
     """Folder or file to make, which must not hold anything yet; default: hf, model.safetensors or
-    dcp in the run directory; beside PATH where that is no run."""
+    dcp in the run directory; beside PATH where that is no run; with --from: PATH's name and -run.
+    """
     data: str = ""
-    """Data directory for its tokenizer; empty takes the one the run was trained on."""
+    """Data directory for its tokenizer; empty takes the one the run was trained on. With --from, to
+    be noted in the new run: nanoGPT's, with its meta.pkl, or a folder with a tokenizer.json."""
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print one JSON document."""
 
@@ -57,17 +66,27 @@ def run(argv: list[str]) -> int:
     """
     options = parse(ExportOptions, argv, "export")
     path, out = Path(options.path), Path(options.out) if options.out else None
-    if options.to == "hf":
+    if options.source != "run":
+        if options.to != "hf":
+            raise UsageError(
+                f"--from {options.source} makes a run: leave --to out, and then export that run"
+            )
+        written = bring(path, out, options.source, options.data)
+    elif options.to == "hf":
         written = export(path, out, options.data)
     else:
         written = convert(path, out, options.to)
     kind = "folder" if written.is_dir() else "file"
     print(json.dumps({kind: str(written)}) if options.as_json else f"written to {written}")
+    if options.source != "run" and not options.as_json:
+        run = shlex.quote(str(written))
+        print(f"next: gradsync sample {run}, gradsync train {run}/config.yaml")
     return 0
 
 
 def export(path: Path, out: Path | None, data: str = "") -> Path:
     """Write the model under `path` for transformers; returns the folder."""
+    from gradsync.models.gpt2 import gpt2_config, to_gpt2
     from gradsync.models.llama import llama_config, to_llama
     from gradsync.train.state import check_state, saved_model
 
@@ -75,8 +94,10 @@ def export(path: Path, out: Path | None, data: str = "") -> Path:
     check_state(snapshot, checkpoint)
     tokenizer = tokenizer_of(snapshot.state, data)
     shape = saved_model(snapshot, checkpoint)
-    config = llama_config(shape, end_of_text=tokenizer.end_of_text_id)
-    weights = to_llama(snapshot.tensors["model"])
+    end = tokenizer.end_of_text_id if tokenizer.end_of_text_id < shape.vocab_size else None
+    config = (gpt2_config if shape.is_gpt2 else llama_config)(shape, end_of_text=end)
+    weights = snapshot.tensors["model"]
+    weights = to_gpt2(weights, turned=True) if shape.is_gpt2 else to_llama(weights)
     documents = _tokenizer_files(tokenizer, shape.block_size) | {"config.json": config}
     folder = out or checkpoint.parent.parent / "hf"
     with _whole(folder) as part:
@@ -85,6 +106,25 @@ def export(path: Path, out: Path | None, data: str = "") -> Path:
             text = json.dumps(document, indent=2, ensure_ascii=False)
             (part / name).write_text(f"{text}\n", encoding="utf-8")
         _save(weights, part / "model.safetensors", {})
+    return folder
+
+
+def bring(path: Path, out: Path | None, source: str, data: str = "") -> Path:
+    """Make a run of the model that another program saved; returns its directory.
+
+    Raises:
+        UsageError: it cannot be read, or is of a model that the decoder cannot be.
+    """
+    from gradsync.train.foreign import read_hf, read_nanogpt, write_start
+
+    folder = out or path.parent / f"{path.stem or 'model'}-run"
+    try:
+        found = read_nanogpt(path) if source == "nanogpt" else read_hf(path)
+    except CheckpointError as error:
+        raise UsageError(f"{path}: {error}") from error
+    with _whole(folder) as part:
+        part.mkdir(mode=0o700)
+        write_start(found, part, folder, data)
     return folder
 
 

@@ -35,7 +35,8 @@ class PrepareOptions:
     vocab_size: int | None = None
     """Tokens of the bpe vocabulary; default: 4096."""
     val_fraction: float = 0.05
-    """Share held out for validation; 0 writes no val.bin."""
+    """Share of the documents to hold out for validation, whole and chosen by content; of fewer than
+    20 documents, share of the tokens: the last ones. 0 writes no val.bin."""
     text_key: str = "text"
     """Key of the text in .jsonl files."""
     overwrite: bool = False
@@ -71,10 +72,13 @@ def _describe(meta: Meta, out: Path) -> str:
     skipped = (
         f", {meta.skipped_files:,} hidden or binary files skipped" if meta.skipped_files else ""
     )
+    held_out = 100 * meta.tokens.get("val", 0) / sum(meta.tokens.values())
+    how = {"documents": "whole documents, chosen by content", "tail": "the last ones"}
     splits = ", ".join(f"{name} {tokens:,}" for name, tokens in meta.tokens.items())
     return (
         f"read      {meta.documents:,} documents, {meta.text_bytes:,} bytes{skipped}\n"
         f"tokens    {splits} ({meta.tokenizer}, vocabulary {meta.vocab_size:,}, {meta.dtype})\n"
+        f"held out  {held_out:.1f} % of the tokens: {how.get(meta.split_by, 'no val.bin')}\n"
         f"unigrams  {meta.unigram_entropy_nats:.3f} nats: a model should get well below\n"
         f"written   {out}\n"
         f"next      gradsync train tiny --data {shlex.quote(str(out))}"

@@ -28,8 +28,8 @@ class ReportOptions:
     paths: Annotated[list[str], tyro.conf.Positional] = field(default_factory=list)
     """Run directories."""
     out: str = ""
-    """File, or for svg and png a folder; default: report.html or .pdf in the first run's directory,
-    and charts."""
+    """File, or for svg and png a folder. Default: report.html or report.pdf in the run's directory,
+    of several runs in the first one's; the folder charts where you are."""
     format: Literal["html", "svg", "png", "pdf"] = "html"
     """html, pdf: the page. svg, png: one file for each chart. png and pdf take a chromium that is
     on PATH."""
@@ -67,7 +67,8 @@ def run(argv: list[str]) -> int:
             draw(browser, text, out)
         else:
             write_text(out, text)
-        print(f"written to {out}")
+        where = ", in the first run's directory (--out names another file)"
+        print(f"written to {out}{where if len(runs) > 1 and not options.out else ''}")
         return 0
     out = Path(options.out or "charts")
     out.mkdir(parents=True, exist_ok=True)

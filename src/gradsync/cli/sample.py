@@ -78,9 +78,10 @@ def sample(
     tokenizer = tokenizer_of(snapshot.state, config.data)
     prompt = tokenizer.encode(config.prompt).tolist()
     shape = saved_model(snapshot, checkpoint)
-    # Positions that no token will have need no rotary table.
-    needed = max(1, min(shape.block_size, len(prompt) + config.tokens))
-    model = GPT(replace(shape, block_size=needed))
+    if not shape.is_gpt2:  # positions that no token will have need no rotary table
+        needed = max(1, min(shape.block_size, len(prompt) + config.tokens))
+        shape = replace(shape, block_size=needed)
+    model = GPT(shape)
     load_weights(model, snapshot.tensors["model"])
     model.to(choose_device(config.device, 0))
     ids = generate(
@@ -136,6 +137,9 @@ def tokenizer_of(state: Mapping[str, Any], data: str) -> Any:
     path = Path(directory) if directory else default_corpus()
     meta = read_meta(path)
     if meta is None:
+        found = _bare_tokenizer(path) if trained_with is None else None
+        if found is not None:
+            return found
         raise DataError(
             f"{one_line(path)} has no meta.json, so its tokenizer is unknown; give --data DIR"
         )
@@ -145,3 +149,25 @@ def tokenizer_of(state: Mapping[str, Any], data: str) -> Any:
             f"with ({one_line(trained_with)}); give --data DIR of the training data"
         )
     return load_tokenizer(meta, path)
+
+
+def _bare_tokenizer(path: Path) -> Any:
+    """The tokenizer of a folder that gradsync did not prepare: a `tokenizer.json`, or the
+    characters in nanoGPT's `meta.pkl`; None without either."""
+    from gradsync.checkpoint.dcp import read_plain
+    from gradsync.data.tokenizer import FILE_NAME, BpeTokenizer
+
+    if (path / FILE_NAME).is_file():
+        return BpeTokenizer.load(path / FILE_NAME)
+    file = path / "meta.pkl"
+    if not file.is_file():
+        return None
+    try:
+        ids = read_plain(file)["stoi"]
+        if not all(isinstance(c, str) and len(c) == 1 and type(i) is int for c, i in ids.items()):
+            raise ValueError("stoi: expected a number for each character")
+        return BpeTokenizer.of_characters(ids)
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever is wrong with a pickle, or with its numbers
+        raise DataError(f"{file}: is no list of characters: {one_line(error)}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import Literal
 
 from gradsync.errors import ConfigError
 
@@ -15,12 +16,13 @@ _DEEPEST = 10_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GPTConfig:
-    """A Llama-style decoder: RMSNorm, rotary positions, SwiGLU, grouped-query attention.
+    """A Llama-style decoder: RMSNorm, rotary positions, SwiGLU, grouped-query attention. Or that of
+    GPT-2, as nanoGPT has it: LayerNorm, learned positions, the exact GELU.
 
     Raises:
         ConfigError: a size that is not a positive integer, more than 10,000 blocks, heads that do
             not divide the width or each other, an odd head size (rotary positions turn pairs),
-            dropout outside [0, 1).
+            dropout outside [0, 1), biases or grouped heads in the other architecture.
     """
 
     n_layer: int = 4
@@ -37,7 +39,8 @@ class GPTConfig:
     block_size: int = 256
     """Longest sequence, in tokens."""
     hidden_dim: int | None = None
-    """Width inside the SwiGLU; default: 8/3 of `n_embd`, rounded up to a multiple of 64."""
+    """Width inside the SwiGLU; default: 8/3 of `n_embd`, rounded up to a multiple of 64. gpt2:
+    inside the GELU; default: 4 times `n_embd`."""
     dropout: float = 0.0
     """Probability of zeroing an element of the embeddings and of each branch's output."""
     tie_head: bool = True
@@ -45,7 +48,11 @@ class GPTConfig:
     rope_theta: float = 10_000.0
     """Base of the rotary wave lengths (arXiv 2104.09864)."""
     norm_eps: float = 1e-5
-    """Added to the mean square inside each RMSNorm (arXiv 1910.07467)."""
+    """Added to the mean square inside each RMSNorm (arXiv 1910.07467), to LayerNorm's variance."""
+    architecture: Literal["llama", "gpt2"] = "llama"
+    """llama: RMSNorm, rotary positions, SwiGLU. gpt2: LayerNorm, learned positions, GELU."""
+    bias: bool = False
+    """gpt2: whether its norms and its matrices, all but the head, have biases."""
 
     def __post_init__(self) -> None:
         names = ("n_layer", "n_head", "n_embd", "vocab_size", "block_size")
@@ -61,7 +68,19 @@ class GPTConfig:
                 f"n_embd must be a multiple of n_head: got n_embd={self.n_embd}, "
                 f"n_head={self.n_head} (remainder {self.n_embd % self.n_head})"
             )
-        if self.head_dim % 2:
+        if self.architecture not in ("llama", "gpt2") or not isinstance(self.bias, bool):
+            raise ConfigError(
+                f"got architecture={self.architecture!r}, bias={self.bias!r}, expected llama or "
+                "gpt2, True or False"
+            )
+        if self.bias and not self.is_gpt2:
+            raise ConfigError("bias: got True, but only architecture gpt2 has biases")
+        if self.is_gpt2 and self.num_kv_heads != self.n_head:
+            raise ConfigError(
+                f"n_kv_head: got {self.n_kv_head}, but architecture gpt2 has as many as n_head "
+                f"({self.n_head}): leave it out"
+            )
+        if self.head_dim % 2 and not self.is_gpt2:
             raise ConfigError(
                 f"the head size n_embd / n_head must be even for rotary positions: "
                 f"got {self.n_embd} / {self.n_head} = {self.head_dim}"
@@ -78,6 +97,11 @@ class GPTConfig:
                 raise ConfigError(f"{name}: got {getattr(self, name)}, expected a positive number")
 
     @property
+    def is_gpt2(self) -> bool:
+        """Whether it has the parts of GPT-2, and not those of Llama."""
+        return self.architecture == "gpt2"
+
+    @property
     def head_dim(self) -> int:
         """Width of one head."""
         return self.n_embd // self.n_head
@@ -89,30 +113,41 @@ class GPTConfig:
 
     @property
     def mlp_dim(self) -> int:
-        """Width inside the SwiGLU, with the default resolved."""
+        """Width inside the SwiGLU or the GELU, with the default resolved."""
         if self.hidden_dim is not None:
             return self.hidden_dim
+        if self.is_gpt2:
+            return 4 * self.n_embd
         wanted = -(-8 * self.n_embd // 3)
         return -(-wanted // _HIDDEN_MULTIPLE) * _HIDDEN_MULTIPLE
 
     def num_params(self) -> int:
         """Number of trained values, a tied head counted once."""
-        kv_width = self.num_kv_heads * self.head_dim
-        attention = 2 * self.n_embd * self.n_embd + 2 * self.n_embd * kv_width
-        block = attention + 3 * self.n_embd * self.mlp_dim + 2 * self.n_embd
-        tables = self.vocab_size * self.n_embd * (1 if self.tie_head else 2)
-        return tables + self.n_layer * block + self.n_embd
+        width, kv_width = self.n_embd, self.num_kv_heads * self.head_dim
+        matrices = 2 * width * width + 2 * width * kv_width
+        matrices += (2 if self.is_gpt2 else 3) * width * self.mlp_dim
+        biases = (3 * width + 2 * kv_width + self.mlp_dim) if self.bias else 0
+        norm = (2 if self.bias else 1) * width
+        tables = self.vocab_size * width * (1 if self.tie_head else 2) + self._positions
+        return tables + self.n_layer * (matrices + biases + 2 * norm) + norm
+
+    @property
+    def _positions(self) -> int:
+        """Values of the table of learned positions."""
+        return self.block_size * self.n_embd if self.is_gpt2 else 0
 
     def flops_per_token(self, seq_len: int) -> int:
         """Floating-point operations to train on one token: `6 N + 12 L H Q T`.
 
-        `N` is the parameters that multiply something: all of them, without the embedding table when
-        the head has its own (a look-up multiplies nothing). `L` layers, `H` heads of size `Q`, `T`
-        tokens; attention is counted in full, without halving it for the causal mask. Recomputation
-        under activation checkpointing is not counted, so it shows as lower utilisation.
+        `N` is the parameters that multiply something: all of them, without learned positions, and
+        without the embedding when the head has its own table (a look-up multiplies nothing). `L`
+        layers, `H` heads of size `Q`, `T` tokens; attention is counted in full, without halving it
+        for the causal mask. Recomputation under activation checkpointing is not counted, so it
+        shows as lower utilisation.
         Source: PaLM, arXiv 2204.02311, appendix B.
         """
         lookup = 0 if self.tie_head else self.vocab_size * self.n_embd
+        lookup += self._positions
         return 6 * (self.num_params() - lookup) + 12 * self.n_layer * self.n_embd * seq_len
 
 

@@ -1,9 +1,12 @@
-"""A Llama-style decoder, its loss, and text from it.
+"""A Llama-style decoder, or GPT-2's, its loss, and text from it.
 
 Shape suffixes: B batch, T time (tokens), C channels (width), H query heads, G key/value heads,
-K head size, F hidden width of the SwiGLU, V vocabulary.
+K head size, F hidden width of the SwiGLU or GELU, V vocabulary.
 
     tokens_BT -> embed -> n_layer x { + attention(norm(x)), + SwiGLU(norm(x)) } -> norm -> head
+
+With `architecture="gpt2"` (Radford et al. 2019) positions are added to the embedding and turn
+nothing, norms are LayerNorms, and a GELU stands in the SwiGLU's place.
 
 [Note: a head without weights]
 With `tie_head` there is no second parameter that must be kept equal: the output layer multiplies by
@@ -69,11 +72,12 @@ def initial_weight(
     """The start value of one parameter of a model with `n_layer` blocks, fp32 on the CPU.
 
     Normal with deviation 0.02; the projections into the residual stream are scaled by
-    `1 / sqrt(2 n_layer)` so that its variance does not grow with depth (GPT-2); gains are one, and
-    take nothing from the generator.
+    `1 / sqrt(2 n_layer)` so that its variance does not grow with depth (GPT-2); gains are one,
+    biases zero, and both take nothing from the generator.
     """
     if len(shape) < 2:
-        return torch.ones(shape, dtype=torch.float32, device="cpu")
+        value = 0.0 if name.endswith(".bias") else 1.0
+        return torch.full(shape, value, dtype=torch.float32, device="cpu")
     into_residual = name.endswith(("attention.out.weight", "down.weight"))
     std = _INIT_STD / math.sqrt(2 * n_layer) if into_residual else _INIT_STD
     drawn = torch.empty(shape, dtype=torch.float32, device="cpu")
@@ -101,17 +105,18 @@ class KeyValueCache:
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions and grouped key/value heads."""
+    """Causal self-attention with grouped key/value heads, and rotary positions but for GPT-2's."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.n_head = config.n_head
         self.n_kv_head = config.num_kv_heads
+        self.is_rotary = not config.is_gpt2
         kv_width = config.num_kv_heads * config.head_dim
-        self.q = nn.Linear(config.n_embd, config.n_embd, bias=False)
-        self.k = nn.Linear(config.n_embd, kv_width, bias=False)
-        self.v = nn.Linear(config.n_embd, kv_width, bias=False)
-        self.out = nn.Linear(config.n_embd, config.n_embd, bias=False)
+        self.q = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.k = nn.Linear(config.n_embd, kv_width, bias=config.bias)
+        self.v = nn.Linear(config.n_embd, kv_width, bias=config.bias)
+        self.out = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
 
     def forward(
         self, x_BTC: Tensor, cos_TK: Tensor, sin_TK: Tensor, cache: KeyValueCache | None = None
@@ -120,8 +125,9 @@ class Attention(nn.Module):
         q_BHTK = self.q(x_BTC).unflatten(-1, (self.n_head, -1)).transpose(1, 2)
         k_BGTK = self.k(x_BTC).unflatten(-1, (self.n_kv_head, -1)).transpose(1, 2)
         v_BGTK = self.v(x_BTC).unflatten(-1, (self.n_kv_head, -1)).transpose(1, 2)
-        q_BHTK = rotate(q_BHTK, cos_TK, sin_TK)
-        k_BGTK = rotate(k_BGTK, cos_TK, sin_TK)
+        if self.is_rotary:
+            q_BHTK = rotate(q_BHTK, cos_TK, sin_TK)
+            k_BGTK = rotate(k_BGTK, cos_TK, sin_TK)
         is_causal = True
         if cache is not None:
             is_causal = cache.length == 0  # a single new position may look at all others
@@ -151,15 +157,35 @@ class SwiGLU(nn.Module):
         return self.down(hidden_BTF)
 
 
-class Block(nn.Module):
-    """Attention and SwiGLU, each behind an RMSNorm and beside the residual stream."""
+class GELU(nn.Module):
+    """`down(gelu(up(x)))`, the exact GELU of arXiv 1606.08415."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.n_embd, eps=config.norm_eps)
+        self.up = nn.Linear(config.n_embd, config.mlp_dim, bias=config.bias)
+        self.down = nn.Linear(config.mlp_dim, config.n_embd, bias=config.bias)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        """(B, T, C) -> (B, T, C), (B, T, F) inside."""
+        return self.down(F.gelu(self.up(x_BTC)))
+
+
+def make_norm(config: GPTConfig) -> nn.Module:
+    """The norm before each part of a block, and before the head."""
+    if config.is_gpt2:
+        return nn.LayerNorm(config.n_embd, eps=config.norm_eps, bias=config.bias)
+    return nn.RMSNorm(config.n_embd, eps=config.norm_eps)
+
+
+class Block(nn.Module):
+    """Attention and SwiGLU or GELU, each behind a norm and beside the residual stream."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.attention_norm = make_norm(config)
         self.attention = Attention(config)
-        self.mlp_norm = nn.RMSNorm(config.n_embd, eps=config.norm_eps)
-        self.mlp = SwiGLU(config)
+        self.mlp_norm = make_norm(config)
+        self.mlp = GELU(config) if config.is_gpt2 else SwiGLU(config)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
@@ -217,14 +243,18 @@ class GPT(nn.Module):
         self.loss_rows = loss_rows
         with _Undrawn():  # layers would draw their own, rank-dependent start values
             self.embed = nn.Embedding(config.vocab_size, config.n_embd)
+            self.positions = None
+            if config.is_gpt2:
+                self.positions = nn.Embedding(config.block_size, config.n_embd)
             self.dropout = nn.Dropout(config.dropout)
             self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
-            self.norm = nn.RMSNorm(config.n_embd, eps=config.norm_eps)
+            self.norm = make_norm(config)
             # [Note: a head without weights]
             self.head = None
             if not config.tie_head:
                 self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-            table = torch.empty(config.block_size, config.head_dim, dtype=torch.float32)
+            turned = 0 if config.is_gpt2 else config.block_size
+            table = torch.empty(turned, config.head_dim, dtype=torch.float32)
         self.register_buffer("rope_cos", table, persistent=False)
         self.register_buffer("rope_sin", table.clone(), persistent=False)
         if table.device.type != "meta":
@@ -237,9 +267,10 @@ class GPT(nn.Module):
         for name, parameter in self.named_parameters():
             shape = tuple(parameter.shape)
             parameter.copy_(initial_weight(name, shape, self.config.n_layer, generator))
-        cos_TK, sin_TK = rope_tables(self.config)
-        self.rope_cos.copy_(cos_TK)
-        self.rope_sin.copy_(sin_TK)
+        if self.positions is None:
+            cos_TK, sin_TK = rope_tables(self.config)
+            self.rope_cos.copy_(cos_TK)
+            self.rope_sin.copy_(sin_TK)
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
         """Logits of the next token at every position, logits_BTV, or the loss where targets are
@@ -267,7 +298,10 @@ class GPT(nn.Module):
                 f"{self.config.block_size}; shorten it or build a longer model"
             )
         cos_TK, sin_TK = self.rope_cos[first:T], self.rope_sin[first:T]
-        x_BTC = self.dropout(self.embed(tokens_BT))
+        x_BTC = self.embed(tokens_BT)
+        if self.positions is not None:
+            x_BTC = x_BTC + self.positions.weight[first:T]
+        x_BTC = self.dropout(x_BTC)
         recompute = self.activation_checkpointing and self.training and torch.is_grad_enabled()
         for number, block in enumerate(self.blocks):
             if recompute:

@@ -134,6 +134,7 @@ def weights_of(config: GPTConfig) -> tuple[Weight, ...]:
     """All parameters of the whole model, in `named_parameters` order."""
     width, hidden = config.n_embd, config.mlp_dim
     kv_width = config.num_kv_heads * config.head_dim
+    kinds = ("weight", "bias") if config.bias else ("weight",)
     in_block: tuple[tuple[str, tuple[int, ...], int | None], ...] = (
         ("attention_norm", (width,), None),
         ("attention.q", (width, width), COLUMNS),
@@ -141,18 +142,29 @@ def weights_of(config: GPTConfig) -> tuple[Weight, ...]:
         ("attention.v", (kv_width, width), COLUMNS),
         ("attention.out", (width, width), ROWS),
         ("mlp_norm", (width,), None),
-        ("mlp.gate", (hidden, width), COLUMNS),
+        *(() if config.is_gpt2 else (("mlp.gate", (hidden, width), COLUMNS),)),
         ("mlp.up", (hidden, width), COLUMNS),
         ("mlp.down", (width, hidden), ROWS),
     )
     table = (config.vocab_size, width)
     found = [Weight(name=EMBEDDING, shape=table, divided=None, block=None)]
+    if config.is_gpt2:
+        positions = config.block_size, width
+        found.append(Weight(name="positions.weight", shape=positions, divided=None, block=None))
     found += [
-        Weight(name=f"blocks.{block}.{name}.weight", shape=shape, divided=divided, block=block)
+        Weight(
+            name=f"blocks.{block}.{name}.{kind}",
+            shape=shape if kind == "weight" else shape[:1],
+            divided=divided if kind == "weight" else None,
+            block=block,
+        )
         for block in range(config.n_layer)
         for name, shape, divided in in_block
+        for kind in kinds
     ]
-    found.append(Weight(name="norm.weight", shape=(width,), divided=None, block=None))
+    found += [
+        Weight(name=f"norm.{kind}", shape=(width,), divided=None, block=None) for kind in kinds
+    ]
     if not config.tie_head:
         found.append(Weight(name="head.weight", shape=table, divided=None, block=None))
     return tuple(found)
@@ -232,7 +244,11 @@ class ModelPart:
 
 def check_divisible(config: GPTConfig, layout: ParallelLayout) -> None:
     """ConfigError where the model has fewer blocks than stages, or heads or widths that shards do
-    not divide."""
+    not divide, or parts of GPT-2."""
+    if config.is_gpt2 and layout.model_ranks > 1:
+        raise ConfigError(
+            "parallel: only models of architecture llama are split; this one is gpt2: drop parallel"
+        )
     if layout.pp > config.n_layer:
         raise ConfigError(
             f"parallel: pp={layout.pp} stages need a block each, the model has {config.n_layer}"

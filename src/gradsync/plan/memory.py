@@ -23,7 +23,7 @@ stage by stage.
 [Note: Activations] Counted tensor by tensor. With G = K x key/value heads, F width of the SwiGLU
 and H heads, a block keeps, in bytes a token (after Korthikanti et al. 2022, arXiv 2205.05198,
 section 4, counted anew for this decoder, whose norms are RMSNorm in fp32 and whose attention is
-fused):
+fused; GPT-2's norms keep 4 C + 8, its GELU 2 e F behind one matrix):
 
     two norms          2 (4 C + 4 C + 4)   the residual stream, the normalised, 1 / root mean square
     inputs of q, k, v  3 e C               autocast casts each time; fp32: one C for all, 4 C
@@ -150,15 +150,19 @@ def activations(work: Workload, blocks: int, tp: int = 1) -> Activations:
     model, width, tokens = work.model, work.model.n_embd, work.leaf_tokens
     kv_width, is_fp32 = model.num_kv_heads * model.head_dim, work.dtype == "fp32"
     size = FP32 if is_fp32 else _HALF
+    gates = 1 if model.is_gpt2 else 2  # Matrices that make hidden columns
+    norm = FP32 * (width + 2) if model.is_gpt2 else FP32 * (2 * width + 1)
 
     def mask(element: int) -> int:
         """A token's dropout: of the dtype of what is masked on a CPU, bool on CUDA."""
         return width * (1 if work.kind == "cuda" else element) if model.dropout else 0
 
-    matrices = 2 * width * width + 2 * width * kv_width + 3 * width * model.mlp_dim
+    matrices = 2 * width * width + 2 * width * kv_width
+    matrices += (gates + 1) * width * model.mlp_dim
     copies = 0 if is_fp32 else _HALF * matrices // tp
-    whole = 2 * (2 * FP32 * width + FP32) + (2 * FP32 if is_fp32 else 5 * size) * width
-    parts = size * (2 * width + 2 * kv_width) + FP32 * model.n_head + 4 * size * model.mlp_dim
+    whole = 2 * norm + (2 * FP32 if is_fp32 else (3 + gates) * size) * width
+    parts = size * (2 * width + 2 * kv_width) + FP32 * model.n_head
+    parts += 2 * gates * size * model.mlp_dim
     block = tokens * (whole + parts // tp + 2 * mask(size)) + copies
     stream, recomputes = FP32 * tokens * width, work.activation_checkpointing
     return Activations(
@@ -168,7 +172,7 @@ def activations(work: Workload, blocks: int, tp: int = 1) -> Activations:
         stream=stream,
         kept=blocks * (stream if recomputes else block) + tokens * mask(FP32),
         recomputed=block if recomputes and blocks else 0,
-        last_norm=tokens * ((2 * FP32 + size) * width + FP32),
+        last_norm=tokens * (norm + size * width),
     )
 
 

@@ -72,7 +72,11 @@ def parse(
         if not stop.code:
             print(_without_none(shown.getvalue()), end="")
             raise
-        raise _refusal(stop, said.getvalue(), command) from None
+        refusal = _refusal(stop, said.getvalue(), command)
+        unknown = re.match(r"unknown options: (--[\w.-]+)=.*\(", str(refusal))
+        if unknown and "perhaps" not in str(refusal):  # tyro seeks names like all of NAME=VALUE
+            return parse(options, [unknown[1]], command, takes=takes, **more)
+        raise refusal from None
     sys.stderr.write(said.getvalue())
     check_numbers(parsed, lambda name: f"--{name.replace('_', '-')}")
     return parsed
@@ -130,6 +134,8 @@ def _refusal(stop: SystemExit, box: str, command: str) -> GradsyncError:
         _entries(part) for part in others if part and part[0].startswith(("Perhaps", "Arguments"))
     ]
     near = [flags[0].partition(" ")[0] for flags in near if flags and flags[0].startswith("--")]
+    if command == "train" and re.match(r"unknown options: -np?(\d|,|=|$)", text):  # mpirun's
+        near = ["--nproc-per-node"]
     hint = f"; perhaps you meant {near[0]}" if near else ""
     return ConfigError(f"{text[:_LONGEST]}{hint} (gradsync {command} --help lists the options)")
 

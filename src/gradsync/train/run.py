@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
@@ -262,7 +263,10 @@ def _farewell(trainer: Trainer, totals: Totals, model: GPT) -> None:
             config = trainer.config
             ids = generate(model, prompt, config.sample_tokens, seed=config.seed)
             say(f"--- a sample ---\n{tokenizer.decode(ids)}\n----------------")
-    say(f"everything lies in {trainer.run_dir.path}")
+    path, known = trainer.run_dir.path, trainer.data.load_tokenizer is not None
+    commands = ("sample", "report", "export") if known else ("report",)
+    say(f"everything lies in {path}")
+    say(f"next: {', '.join(f'gradsync {each} {shlex.quote(str(path))}' for each in commands)}")
 
 
 def note_end(config: TrainConfig, outcome: TrainOutcome) -> None:

@@ -43,16 +43,14 @@ from gradsync.checkpoint.pieces import (
     whole_piece,
 )
 from gradsync.checkpoint.store import CheckpointStore, Snapshot, resolve
-from gradsync.checkpoint.tensor_file import read_tensors
 from gradsync.checkpoint.weights import clean_name, clean_names, match_weights, pack_weights
 from gradsync.comm.base import Communicator
 from gradsync.comm.finite import non_finite
 from gradsync.comm.values import all_gather_json, broadcast_json, broadcast_tensors
-from gradsync.core.files import one_line, read_object
+from gradsync.core.files import one_line
 from gradsync.data.batch_plan import BatchPlan
 from gradsync.errors import CheckpointError, DataError, DivergenceError
 from gradsync.models.config import GPTConfig
-from gradsync.models.llama import from_llama, shape_of
 from gradsync.parallel.transfer import collect, describe, hand_out, layout_of
 from gradsync.runtime import environ
 from gradsync.sync.buckets import TREE_VERSION
@@ -60,6 +58,7 @@ from gradsync.sync.options import Recipe
 from gradsync.sync.registry import check_options, find_strategy
 from gradsync.sync.sharded_state import HeldState, Share
 from gradsync.train.config import TrainConfig
+from gradsync.train.foreign import read_hf
 from gradsync.world import World
 
 if TYPE_CHECKING:
@@ -288,7 +287,12 @@ def restore(run: Trainer) -> Resumed:
         if path is not None:
             found = run.store.load(path)
             check_state(found, path)
-            _check_model(asdict(learner.model.config), found.state["model"], path)
+            if not found.state["data"]:
+                raise CheckpointError(
+                    f"{path} holds a model from elsewhere, and no run to go on with: name another "
+                    f"--out, and begin with its weights by --init {path}"
+                )
+            _check_model(asdict(learner.model.config), asdict(saved_model(found, path)), path)
             allowed = config.allow_numeric_change
             notes += compare(found.fingerprint, run.fingerprint, allow_change=allowed)
             remembered, left_behind = take_strategy_state(found, config.sync)
@@ -420,19 +424,16 @@ def _start_weights(path: Path, model: GPT) -> Whole:
         check_state(snapshot, path)
         _check_model(_sizes(model.config), _sizes(saved_model(snapshot, path)), path)
         return snapshot.tensors["model"]
-    shape = shape_of(read_object(path / "config.json"))
-    _check_model(_sizes(model.config), _sizes(shape), path)
-    files = sorted(path.glob("*.safetensors"))
-    theirs = {name: t for file in files for name, t in read_tensors(file, {}).items()}
-    if shape.tie_head:  # some write the embedding again under the head's name
-        theirs.pop("lm_head.weight", None)
-    return from_llama(theirs, (name for name, _ in model.named_parameters()))
+    found = read_hf(path)
+    _check_model(_sizes(model.config), _sizes(found.shape), path)
+    return found.weights
 
 
 def _sizes(shape: GPTConfig) -> dict[str, Any]:
     """The parts of a shape that weights depend on, none left to its default."""
     found = asdict(shape) | {"n_kv_head": shape.num_kv_heads, "hidden_dim": shape.mlp_dim}
-    return {name: size for name, size in found.items() if name not in ("block_size", "dropout")}
+    left_out = {"dropout"} if shape.is_gpt2 else {"dropout", "block_size"}
+    return {name: size for name, size in found.items() if name not in left_out}
 
 
 def _check_model(now: dict[str, Any], saved: dict[str, Any], path: Path) -> None:

@@ -78,6 +78,9 @@ SMALL = (*TRAIN, "--model.block-size", "16", "--micro-batch-size", "2", "--token
             (*TRAIN, "--optm.lr", "1"),
             "unknown options: --optm.lr, 1; perhaps you meant --optim.lr (",
         ),
+        ((*TRAIN, "--lr=0.1"), "unknown options: --lr; perhaps you meant --optim.lr ("),
+        ((*TRAIN, "-n", "2"), "unknown options: -n, 2; perhaps you meant --nproc-per-node ("),
+        ((*TRAIN, "-np2"), "perhaps you meant --nproc-per-node ("),
         (
             (*TRAIN, "--steps", "many"),
             "--steps: expected a whole number; got 'many' (",
@@ -144,7 +147,8 @@ def test_prepare_says_what_comes_next(
     monkeypatch.chdir(tmp_path)
     Path("my.txt").write_text("some text " * 99)
     assert run("prepare", "my.txt", "--out", "my data") == 0
-    last = capsys.readouterr().out.splitlines()[-1]
+    *_, held_out, _, _, last = capsys.readouterr().out.splitlines()
+    assert held_out == "held out  5.0 % of the tokens: the last ones"
     assert last == "next      gradsync train tiny --data 'my data'"
     assert run(*shlex.split(last)[2:], "--dry-run", "--device", "cpu") == 0
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
@@ -77,6 +79,24 @@ def test_completion_knows_every_flag() -> None:
     assert found.keys() == listed.keys()
     unlike = {flag for name in found for flag in found[name] ^ set(filter(long, listed[name]))}
     assert unlike == {"--elastic_gpu", "--sync"}  # spelt otherwise; train's, in the help of tune
+
+
+@pytest.mark.parametrize("shell", ["zsh", "tcsh"])
+def test_other_shells_know_the_same(shell: str, tmp_path: Path) -> None:
+    """Every command and flag, any number of files; and the shell, where it is there, parses it."""
+    require("shtab")
+    script = tmp_path / "script"
+    script.write_text(text := completion(shell, COMMANDS))
+    listed = json.loads(LIST.read_text("utf-8"))["commands"]
+    flags = {flag for each in listed.values() for flag in filter(long, each)}
+    known = set(re.findall(r"--[a-z][\w.-]*\w", text))
+    if shell == "tcsh":  # one list for all commands
+        known |= {f"--{word}" for word in text.partition("'c/--/(")[2].partition(")")[0].split()}
+    assert flags - known == {"--elastic_gpu"}
+    assert ('"*:paths:_files"' if shell == "zsh" else "'p/*/f/'") in text
+    if shutil.which(shell):
+        done = run_command([shell, "-n", script]).ok()
+        assert (done.stdout, done.stderr) == ("", "")
 
 
 def test_a_script_for_a_shell(

@@ -106,7 +106,11 @@ def test_training_begins_with_its_weights(
         out = tmp_path / name
         words = ["train", "tiny", *flags, "--init", str(source), "--out", str(out)]
         assert main([*words, "--steps", "3", "--seed", "5"]) == 0
-        assert f"weights of {source}" in capsys.readouterr().out
+        said = capsys.readouterr().out
+        assert f"weights of {source}" in said
+        assert (
+            f"next: gradsync sample {out}, gradsync report {out}, gradsync export {out}\n" in said
+        )
         hashes.add(json.loads((out / "summary.json").read_text())["weights_sha256"])
     assert len(hashes) == 1
     assert saved not in hashes

@@ -26,6 +26,10 @@ from gradsync.models.config import PRESETS, GPTConfig, preset
         ({"dropout": float("nan")}, "dropout: got nan"),
         ({"norm_eps": 0.0}, "norm_eps: got 0.0"),
         ({"rope_theta": -1.0}, "rope_theta: got -1.0"),
+        ({"architecture": "bert"}, "got architecture='bert', bias=False, expected llama or gpt2"),
+        ({"bias": 1}, "bias=1"),
+        ({"bias": True}, "only architecture gpt2 has biases"),
+        ({"architecture": "gpt2", "n_kv_head": 2}, "n_kv_head: got 2, but architecture gpt2"),
     ],
 )
 def test_impossible_shapes_are_refused_with_the_numbers(changes, words):
@@ -37,6 +41,7 @@ def test_impossible_shapes_are_refused_with_the_numbers(changes, words):
 def test_hidden_width_is_eight_thirds_rounded_up_to_64():
     assert [GPTConfig(n_embd=w).mlp_dim for w in (24 * 8, 256, 512, 768)] == [512, 704, 1408, 2048]
     assert GPTConfig(n_embd=256, hidden_dim=100).mlp_dim == 100
+    assert GPTConfig(n_embd=256, architecture="gpt2").mlp_dim == 1024
 
 
 def test_presets():
@@ -68,6 +73,16 @@ def test_training_flops_by_hand():
     assert tied.flops_per_token(32) == 6 * tied.num_params() + 12 * 1 * 2 * 4 * 32
     # A table that is only looked up multiplies nothing.
     assert GPTConfig(**sizes, tie_head=False).flops_per_token(32) == tied.flops_per_token(32)
+
+
+def test_gpt2_has_its_published_sizes():
+    # Radford et al. 2019, as transformers count them: "124M" and "355M".
+    sizes = {"architecture": "gpt2", "bias": True, "vocab_size": 50_257, "block_size": 1024}
+    small = GPTConfig(n_layer=12, n_head=12, n_embd=768, **sizes)
+    assert small.num_params() == 124_439_808
+    assert GPTConfig(n_layer=24, n_head=16, n_embd=1024, **sizes).num_params() == 354_823_168
+    multiplied = small.num_params() - 1024 * 768  # positions are looked up
+    assert small.flops_per_token(8) == 6 * multiplied + 12 * 12 * 768 * 8
 
 
 def test_shapes_need_no_torch():

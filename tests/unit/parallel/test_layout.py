@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -100,9 +101,15 @@ def parts_of(layout: ParallelLayout, config: GPTConfig = SHAPE) -> list[ModelPar
     return [ModelPart(config=config, layout=layout, place=place) for place in places]
 
 
-@pytest.mark.parametrize("tie_head", [True, False])
-def test_weights_are_the_models(tie_head: bool) -> None:
-    config = replace(SHAPE, tie_head=tie_head)
+GPT2 = {"architecture": "gpt2", "n_kv_head": None, "hidden_dim": None}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"tie_head": True}, {"tie_head": False}, GPT2, {**GPT2, "bias": True, "tie_head": False}],
+)
+def test_weights_are_the_models(changes: dict[str, Any]) -> None:
+    config = replace(SHAPE, **changes)
     with torch.device("meta"):
         model = GPT(config)
     (part,) = parts_of(ParallelLayout(), config)

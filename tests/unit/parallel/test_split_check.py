@@ -26,6 +26,7 @@ CONFIG = TrainConfig(
     [
         (4, {"parallel": "pp=3"}, "is 3 ranks, but there are 4"),
         (5, {"parallel": "pp=5"}, "pp=5 stages need a block each, the model has 4"),
+        (2, {"parallel": "tp=2", "model": GPTConfig(architecture="gpt2")}, "this one is gpt2"),
         (3, {"parallel": "tp=3"}, "tp=3 does not divide the model's 8 query heads"),
         (4, {"parallel": "foo"}, "got 'foo', expected sizes such as"),
         (4, {"parallel": "pp=4,dp=1", "micro_batch_size": 8}, "pp=4 stages need a leaf each"),

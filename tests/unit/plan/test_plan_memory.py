@@ -215,6 +215,7 @@ def test_unknown_strategies_are_named() -> None:
 
 PLAIN = GPTConfig(n_layer=3, n_head=4, n_embd=64, vocab_size=96, block_size=32)
 GROUPED = replace(PLAIN, n_kv_head=2, dropout=0.1, hidden_dim=200)
+GPT2 = replace(PLAIN, architecture="gpt2", bias=True)
 
 
 def leaf_work(model: GPTConfig, **about: Any) -> Workload:
@@ -251,7 +252,7 @@ def saved_bytes(work: Workload) -> int:
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("model", [PLAIN, GROUPED], ids=["plain", "grouped, dropout"])
+@pytest.mark.parametrize("model", [PLAIN, GROUPED, GPT2], ids=["plain", "grouped, dropout", "gpt2"])
 def test_a_leaf_keeps_what_is_counted(model: GPTConfig, dtype: Any, checkpointing: bool) -> None:
     how = {"dtype": dtype, "activation_checkpointing": checkpointing}
     work = leaf_work(model, micro_batch_size=2, seq_len=24, **how)

@@ -278,7 +278,9 @@ def test_what_is_no_document_of_verify_is_refused(
     assert "not a document of gradsync verify --json" in capsys.readouterr().err
 
 
-def test_several_runs_stand_side_by_side(tmp_path: Path) -> None:
+def test_several_runs_stand_side_by_side(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     datas = {1: "", 2: "texts/", 4: "texts/"}
     paths = [
         make_run(tmp_path, ranks=n, name=f"run-{n}", seed=n, data=data) for n, data in datas.items()
@@ -292,6 +294,10 @@ def test_several_runs_stand_side_by_side(tmp_path: Path) -> None:
     same = [make_run(tmp_path, name=name) for name in ("a", "b")]
     assert main(["report", *map(str, same), "--out", str(out)]) == 0
     assert "The runs have the same settings." in read_page(out.read_text("utf-8")).text
+    assert capsys.readouterr().out == f"written to {out}\n" * 2
+    assert main(["report", *map(str, same)]) == 0
+    written = f"written to {same[0] / 'report.html'}, in the first run's directory"
+    assert capsys.readouterr().out.startswith(written)
 
 
 def test_charts_as_files(tmp_path: Path) -> None:

@@ -26,6 +26,8 @@ from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.options import Recipe
 from gradsync.sync.replicate import replicate
 from gradsync.sync.zero import ZeroShards
+from support.engine_cases import pretend_hosts
+from support.recording import RecordingCommunicator
 from support.sync_cases import (
     CASES,
     MORE_CASES,
@@ -97,6 +99,55 @@ def test_zero1_on_the_tree_has_one_ranks_bits(case: Case) -> None:
                 assert torch.equal(result["weights"][name], tensor), name
             assert result["losses"] == oracle["losses"]
             assert result["norms"] == oracle["norms"]
+
+
+def sent_in_a_step(
+    sync: str, hosts: int, local: int, *, late: bool, clip: float | None
+) -> list[tuple[int, int, float]]:
+    """For each rank the bytes of messages to ranks of its host and of others, and of collectives,
+    in the second step of 3 x 12,288 bytes of gradients in three buckets."""
+
+    def work(rank: int, group: Any) -> tuple[int, int, float]:
+        comm = RecordingCommunicator(ProcessGroupCommunicator(group))
+        model = torch.nn.Sequential(*(torch.nn.Linear(64, 48, bias=False) for _ in range(3)))
+        for layer in model:
+            layer.forward = lambda x, weight=layer.weight: (x @ weight.T).repeat(1, 2)[:, :64]
+        handle = replicate(
+            *(model,),
+            **{"sync": sync, "comm": comm, "collective": "backend", "overlap_publish": late},
+            **{"grouping": "parameter", "groups": pretend_hosts(comm, local)},
+        )
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for step in range(2):
+            handle.wait()
+            before, rings = comm.sent_to.copy(), comm.ring_bytes()
+            with handle.micro_step(last=True, index=rank):
+                handle.backward(model(torch.ones(1, 64) + rank + step).sum(), weight=1)
+            handle.step(optimizer, clip_norm=clip)
+        handle.wait()
+        sent, rings = comm.sent_to - before, comm.ring_bytes() - rings
+        handle.close()
+        inside = sum(size for peer, size in sent.items() if peer // local == rank // local)
+        return inside, sent.total() - inside, rings
+
+    return run_thread_ranks(work, hosts * local)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
+@pytest.mark.parametrize(
+    ("hosts", "local"), [(2, 1), (3, 1), (4, 1), (1, 4), (2, 2), (3, 2), (1, 3), (4, 2)]
+)
+def test_zero1_sends_what_one_all_reduce_sends(hosts: int, local: int, late: bool) -> None:
+    """Sums go to their owners alone, and weights back: 2(W-1)/W S, of which 2(H-1)/H S/L between
+    hosts; and the norm costs what it costs `invariant`."""
+    ranks, size = hosts * local, 3 * 4 * 64 * 48
+    leaves = 16  # bytes by which a rank tells another one how many it has
+    for inside, between, rings in sent_in_a_step("zero1", hosts, local, late=late, clip=None):
+        assert inside == 2 * size * (local - 1) // local + leaves * (local - 1)
+        assert between == 2 * size * (hosts - 1) // (hosts * local) + leaves * (ranks - local)
+        assert rings < size / 8
+    found = [sent_in_a_step(n, hosts, local, late=True, clip=0.5) for n in ("zero1", "invariant")]
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("recipe", [ZERO1, ZERO2], ids=["zero1", "zero2"])

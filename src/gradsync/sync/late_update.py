@@ -217,7 +217,7 @@ class LateReplicas(Replicas):
     def clip(self, max_norm: float) -> Tensor:
         if (step := self._step) is None:
             return super().clip(max_norm)
-        norm = self._norm.of(step.buckets, step.used, step.factors)
+        norm = self._norm.of(step.buckets, self.owned(), step.used)
         self._multiply(clip_factor(norm, max_norm))
         return norm
 

@@ -35,6 +35,7 @@ from gradsync.sync.exchange import Then
 from gradsync.sync.layout import BucketPlan, Item, Piece, plan_buckets
 from gradsync.sync.sharded_state import (
     HeldState,
+    Owners,
     ShardedBucket,
     gather_state,
     load_sharded_state_dict,
@@ -46,8 +47,6 @@ from gradsync.world import World
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from gradsync.sync.tree_exchange import Owners
 
 BUCKET_BYTES = 25 * 2**20
 """Bytes of parameters that are gathered together by default."""
@@ -63,7 +62,7 @@ class ShardLayout:
     """Trainable parameters, each once."""
     buckets: Sequence[BucketPlan]
     """Buckets for the number of ranks that share the state."""
-    owners: Owners | None = None
+    owners: Communicator | Owners | None = None
     """Those ranks in the order of their shards; None is their own."""
 
 
@@ -395,6 +394,7 @@ def update_and_gather(
         last_first: begin with the last bucket, which the forward wants first; the same on all
             ranks.
     """
+
     def gradient_of(bucket: ShardedBucket, number: int, piece: Piece) -> Tensor | None:
         if shards is None:
             return _piece_of(bucket, piece)

@@ -33,7 +33,15 @@ from gradsync.sync.layout import BucketPlan, Piece, Slot, pieces_of_shard
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-    from gradsync.sync.tree_exchange import Owners
+
+@dataclass(frozen=True, slots=True)
+class Owners:
+    """Ranks in the order of the shards that they own, of each bucket."""
+
+    rank: int
+    world_size: int
+    all_gather: Callable[[Tensor, Tensor], Work]
+    """See `Communicator`."""
 
 
 class ShardedBucket(PieceOptimizer):

@@ -34,7 +34,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
@@ -42,7 +42,6 @@ from torch.autograd.profiler import record_function
 
 from gradsync.comm.base import Communicator, Messenger, Work
 from gradsync.comm.process_group import Background, Done
-from gradsync.core.torch_private import foreach_mul_
 from gradsync.sync.buckets import (
     FORGOTTEN,
     UNKNOWN,
@@ -58,6 +57,7 @@ from gradsync.sync.buckets import (
 from gradsync.sync.exchange import Exchange
 from gradsync.sync.layout import BLOCK, ParameterBlock, blocks_of
 from gradsync.sync.reducer import norm_from_blocks, norms_of_blocks
+from gradsync.sync.sharded_state import Owners
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -156,7 +156,19 @@ class TreeExchange(Exchange):
     def gather(self, bucket: Bucket) -> Work:
         """Start the other half."""
         flat = bucket.flat(0)
-        return self.submit(f"out {bucket.number}", lambda: self.send_down(flat))
+        return self.submit(f"out {bucket.number}", lambda: self._send_down(flat))
+
+    def owners(self) -> Owners:
+        """All ranks in the order of their shards; what they gather is the other half's, of any
+        dtype."""
+        ranks, rank = self._comm.world_size, self._comm.rank
+
+        def all_gather(output: Tensor, shard: Tensor) -> Work:
+            mine = self.owned(output.numel(), rank)
+            output[mine.start : mine.stop].copy_(shard)
+            return self.submit("out", lambda: self._send_down(output))
+
+        return Owners(self.owned(ranks, rank).start, ranks, all_gather)
 
     def _buffers(self, bucket: Bucket) -> list[Tensor]:
         return [bucket.flat(number) for number in range(max(self._num_buffers, 1))]
@@ -231,7 +243,7 @@ class TreeExchange(Exchange):
     def _both(self, bucket: Bucket, buffers: list[Tensor]) -> None:
         self._reduce(bucket, buffers)
         if self._stages:  # else the step is discarded
-            self.send_down(buffers[0])
+            self._send_down(buffers[0])
 
     def _reduce(self, bucket: Bucket, buffers: list[Tensor]) -> None:
         """Add up; this rank's shard of the sum ends in `buffers[0]`, at its place."""
@@ -253,9 +265,8 @@ class TreeExchange(Exchange):
         elif values[0].data_ptr() != parts[-1].data_ptr():
             parts[-1].copy_(values[0])
 
-    def send_down(self, result: Tensor) -> None:
-        """Give all ranks all shards of `result`, [numel], in place, for functions given to
-        `submit`. Of any dtype: at the same places in it."""
+    def _send_down(self, result: Tensor) -> None:
+        """Give all ranks all shards of `result`, in place."""
         regions = [result]
         for level in self._levels[:-1]:
             regions.append(_shard(level, regions[-1], level.rank))
@@ -377,25 +388,6 @@ def _other(whole: Tensor, half: Tensor) -> Tensor:
     return high if half.data_ptr() == low.data_ptr() else low
 
 
-class Owners:
-    """The ranks of a `TreeExchange`, numbered by the shards that they own; what they gather goes
-    down the tree."""
-
-    def __init__(self, exchange: TreeExchange) -> None:
-        self._exchange, ranks = exchange, exchange.messenger
-        self.world_size = ranks.world_size
-        self.rank = exchange.owned(ranks.world_size, ranks.rank).start
-
-    def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
-        """See `Communicator.all_gather`: the exchange's second half, beside the main thread."""
-
-        def work() -> None:
-            output.chunk(self.world_size)[self.rank].copy_(tensor)
-            self._exchange.send_down(output)
-
-        return self._exchange.submit("out", work)
-
-
 # -- the norm of shards ---------------------------------------------------------------------------
 
 Pieces = list[tuple[ParameterBlock, list[tuple[int, int, int]]]]
@@ -437,19 +429,21 @@ class ShardedNorm:
         self._firsts = [0, *self._counts.cumsum(0).tolist()]
         self._pieces: WeakKeyDictionary[Bucket, Pieces] = WeakKeyDictionary()
 
-    def of(self, buckets: Sequence[Bucket], used: Sequence[bool], factors: Sequence[Any]) -> Tensor:
+    def of(
+        self, buckets: Sequence[Bucket], shards: Sequence[Tensor], used: Sequence[bool]
+    ) -> Tensor:
         """The norm, []: of all parameters that are `used`.
 
         One all-reduce: whole group, float64 [blocks]; overlaps nothing.
 
         Args:
-            buckets: each rank's shard is scaled already, unless its nodes are rounded.
+            buckets: of all parameters.
+            shards: the mean gradient in this rank's shard of each bucket, flat.
             used: for each parameter, whether its gradient counts.
-            factors: what shards with rounded nodes are scaled by first.
         """
         device = self._parameters[0].device
         norms = torch.zeros(max(self._firsts[-1], 1), dtype=torch.float64, device=device)
-        self._exchange.submit("norm", lambda: self._take_own(buckets, factors, norms)).wait()
+        self._exchange.submit("norm", lambda: self._take_own(buckets, shards, norms)).wait()
         self._comm.all_reduce(norms).wait()
         norms = norms.where(torch.tensor(used).repeat_interleave(self._counts).to(device), 0.0)
         pairs = zip(self._parameters, used, strict=True)
@@ -457,42 +451,35 @@ class ShardedNorm:
             norms, double=any(p.dtype == torch.float64 for p, here in pairs if here)
         )
 
-    def _take_own(self, buckets: Sequence[Bucket], factors: Sequence[Any], norms: Tensor) -> None:
+    def _take_own(self, buckets: Sequence[Bucket], shards: Sequence[Tensor], norms: Tensor) -> None:
         """Fill in this rank's part of `norms`, on the exchange's thread. The rest of a block that
         ends elsewhere comes from the owners of the next shards: a message each, of less than a
         block, the bucket's dtype."""
         rank = self._comm.rank
         sends: list[tuple[Tensor, int]] = []
         receives: list[tuple[Tensor, int]] = []
-        wholes: list[tuple[Bucket, list[Tensor]]] = []
+        wholes: list[list[Tensor]] = []
         places = []
-        for bucket in buckets:
-            flat = bucket.flat(0)
+        for bucket, shard in zip(buckets, shards, strict=True):
+            first = self._exchange.owned(bucket.plan.numel, rank).start
             for block, pieces in self._pieces_of(bucket):
                 owner, parts = pieces[0][0], []
                 for holder, start, stop in pieces:
-                    part = flat[start:stop]
-                    if holder == rank != owner:
-                        sends.append((part, owner))
-                    elif owner == rank != holder:
-                        part = torch.empty_like(part)
-                        receives.append((part, holder))
-                    parts.append(part)
+                    if holder == rank:
+                        parts.append(shard[start - first : stop - first])
+                        if owner != rank:
+                            sends.append((parts[-1], owner))
+                    elif owner == rank:
+                        parts.append(shard.new_empty(stop - start))
+                        receives.append((parts[-1], holder))
                 if owner == rank:
-                    wholes.append((bucket, parts))
+                    wholes.append(parts)
                     places.append(self._firsts[block.index] + block.number)
         if sends or receives:
             self._exchange.messenger.exchange(sends, receives).wait()
         if not wholes:
             return
-        means = []
-        for bucket, parts in wholes:
-            mean = torch.cat(parts) if len(parts) > 1 else parts[0]
-            if bucket.rounded:
-                mean = mean.to(bucket.dtype)
-                for factor in factors:
-                    foreach_mul_([mean], factor)
-            means.append(mean)
+        means = [torch.cat(parts) if len(parts) > 1 else parts[0] for parts in wholes]
         norms[torch.tensor(places, device=norms.device)] = norms_of_blocks(means)
 
     def _pieces_of(self, bucket: Bucket) -> Pieces:

@@ -43,7 +43,7 @@ from gradsync.sync.sharded_optimizer import (
     update_and_gather,
 )
 from gradsync.sync.sharded_state import HeldState
-from gradsync.sync.tree_exchange import Owners, ShardedNorm, TreeExchange
+from gradsync.sync.tree_exchange import ShardedNorm, TreeExchange
 from gradsync.sync.watch import why_not_now
 
 if TYPE_CHECKING:
@@ -83,9 +83,8 @@ class ZeroShards(Replicas):
         self._comm, self._buckets, self._scattered = comm, list(buckets), gradients
         self.by_halves = exchange is not None
         self._in_shards = gradients or self.by_halves
-        self._owners = None if exchange is None else Owners(exchange)
+        self._owners = comm if exchange is None else exchange.owners()
         self._norm = None if exchange is None else ShardedNorm(self.parameters, comm, exchange)
-        self._factors: list[float] = []
         self._sharded: dict[int, ShardedOptimizer] = {}  # by the id of the user's optimizer
         self._members: dict[int, list[list[int]]] = {}
         self._states: dict[int, Any] = {}  # the users' own, empty between steps
@@ -127,8 +126,7 @@ class ZeroShards(Replicas):
             for place, slot in enumerate(bucket.plan.slots):
                 if not used[slot.index]:
                     bucket.view(0, place).zero_()  # no optimizer holds it
-            owner = self._owners or self._comm
-            mine = bucket.plan.shard(owner.rank, owner.world_size)
+            mine = bucket.plan.shard(self._owners.rank, self._owners.world_size)
             own = bucket.flat(0)[mine.start : mine.stop]
             self._shards.append(own.to(bucket.dtype, copy=self._scattered))
             if self._scattered:
@@ -136,7 +134,6 @@ class ZeroShards(Replicas):
         for parameter in self.parameters:
             parameter.grad = None
         self.scale(factor)
-        self._factors = [] if factor is None else [factor]
 
     def owned(self) -> list[Tensor]:
         """See `Replicas.owned`; parts of parameters that no rank used are zeros."""
@@ -153,7 +150,7 @@ class ZeroShards(Replicas):
         found: list[Tensor | None] = [None] * len(self.parameters)
         for bucket, shard in zip(self._buckets, self._shards, strict=True):
             flat = torch.empty(bucket.plan.numel, dtype=shard.dtype, device=shard.device)
-            (self._owners or self._comm).all_gather(flat, shard).wait()
+            self._owners.all_gather(flat, shard).wait()
             for slot in bucket.plan.slots:
                 if self._used[slot.index]:
                     part = flat[slot.offset : slot.offset + slot.numel]
@@ -162,7 +159,7 @@ class ZeroShards(Replicas):
 
     def clip(self, max_norm: float) -> Tensor:
         if self._norm is not None:
-            norm = self._norm.of(self._buckets, self._used, self._factors)
+            norm = self._norm.of(self._buckets, self._shards, self._used)
             foreach_mul_(self._shards, clip_factor(norm, max_norm))
             return norm
         if not self._in_shards:

@@ -258,7 +258,8 @@ def test_memory_of_the_tree(num_leaves: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sync", "halves"), [("bucketed", 2), ("invariant", 2), ("ring", 2), ("bf16", 1), ("fp16", 1)]
+    ("sync", "halves"),
+    [("bucketed", 2), ("invariant", 2), ("zero1", 2), ("ring", 2), ("bf16", 1), ("fp16", 1)],
 )
 def test_bytes_are_what_the_registry_says(sync: str, halves: int) -> None:
     """2(W-1)/W S for full width, half of that in 16 bits, in the second step."""

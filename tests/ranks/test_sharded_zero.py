@@ -26,6 +26,8 @@ from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.options import Recipe
 from gradsync.sync.replicate import replicate
 from gradsync.sync.zero import ZeroShards
+from support.engine_cases import pretend_hosts
+from support.recording import RecordingCommunicator
 from support.sync_cases import (
     CASES,
     MORE_CASES,
@@ -51,9 +53,8 @@ def make(comm: Communicator, recipe: Recipe) -> tuple[GradientSync, Any]:
     return sync, torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
 
 
-def do_step(sync: GradientSync, optimizer: Any, step: int) -> None:
-    """Five leaves."""
-    mine = share(5, sync.comm.rank, sync.comm.world_size)
+def do_step(sync: GradientSync, optimizer: Any, step: int, *, leaves: int = 5) -> None:
+    mine = share(leaves, sync.comm.rank, sync.comm.world_size)
     for index in mine:
         inputs, targets = leaf_of(step, index)
         with sync.micro_step(last=index == mine[-1], index=index):
@@ -81,14 +82,15 @@ def test_zero2_equals_one_rank(case: Case) -> None:
 def test_zero1_on_the_tree_has_one_ranks_bits(case: Case) -> None:
     oracle = train_case(case, "invariant", SingleCommunicator())
     assert_equal_to_one_rank([oracle], one_rank(case))
-    for world_size in (2, 3):
+    for world_size, late in ((2, True), (3, False), (4, True), (4, False)):
         results = run_thread_ranks(
-            lambda _, group: train_case(
+            lambda _, group, late=late: train_case(
                 case,
                 "invariant",
                 ProcessGroupCommunicator(group),
                 shard="optimizer",
                 bucket_mb=ZERO1.bucket_mb,
+                overlap_publish=late,
             ),
             world_size,
         )
@@ -99,9 +101,76 @@ def test_zero1_on_the_tree_has_one_ranks_bits(case: Case) -> None:
             assert result["norms"] == oracle["norms"]
 
 
+def sent_in_a_step(
+    sync: str, hosts: int, local: int, *, late: bool, clip: float | None
+) -> list[tuple[int, int, float]]:
+    """For each rank the bytes of messages to ranks of its host and of others, and of collectives,
+    in the second step of 3 x 12,288 bytes of gradients in three buckets."""
+
+    def work(rank: int, group: Any) -> tuple[int, int, float]:
+        comm = RecordingCommunicator(ProcessGroupCommunicator(group))
+        model = torch.nn.Sequential(*(torch.nn.Linear(64, 48, bias=False) for _ in range(3)))
+        for layer in model:
+            layer.forward = lambda x, weight=layer.weight: (x @ weight.T).repeat(1, 2)[:, :64]
+        handle = replicate(
+            *(model,),
+            **{"sync": sync, "comm": comm, "collective": "backend", "overlap_publish": late},
+            **{"grouping": "parameter", "groups": pretend_hosts(comm, local)},
+        )
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for step in range(2):
+            handle.wait()
+            before, rings = comm.sent_to.copy(), comm.ring_bytes()
+            with handle.micro_step(last=True, index=rank):
+                handle.backward(model(torch.ones(1, 64) + rank + step).sum(), weight=1)
+            handle.step(optimizer, clip_norm=clip)
+        handle.wait()
+        sent, rings = comm.sent_to - before, comm.ring_bytes() - rings
+        handle.close()
+        inside = sum(size for peer, size in sent.items() if peer // local == rank // local)
+        return inside, sent.total() - inside, rings
+
+    return run_thread_ranks(work, hosts * local)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
+@pytest.mark.parametrize(
+    ("hosts", "local"), [(2, 1), (3, 1), (4, 1), (1, 4), (2, 2), (3, 2), (1, 3), (4, 2)]
+)
+def test_zero1_sends_what_one_all_reduce_sends(hosts: int, local: int, late: bool) -> None:
+    """Sums go to their owners alone, and weights back: 2(W-1)/W S, of which 2(H-1)/H S/L between
+    hosts; and the norm costs what it costs `invariant`."""
+    ranks, size = hosts * local, 3 * 4 * 64 * 48
+    leaves = 16  # bytes by which a rank tells another one how many it has
+    for inside, between, rings in sent_in_a_step("zero1", hosts, local, late=late, clip=None):
+        assert inside == 2 * size * (local - 1) // local + leaves * (local - 1)
+        assert between == 2 * size * (hosts - 1) // (hosts * local) + leaves * (ranks - local)
+        assert rings < size / 8
+    found = [sent_in_a_step(n, hosts, local, late=True, clip=0.5) for n in ("zero1", "invariant")]
+    assert found[0] == found[1]
+
+
+def test_owners_stay_when_shares_of_leaves_change() -> None:
+    """Four ranks are siblings in the tree in some steps, and not in others."""
+
+    def train(comm: Communicator, recipe: Recipe) -> dict[str, Tensor]:
+        sync, optimizer = make(comm, recipe)
+        for step, leaves in enumerate((4, 5, 8, 3)):
+            do_step(sync, optimizer, step, leaves=leaves)
+        sync.close()
+        return sync.full_weights()
+
+    expected = train(SingleCommunicator(), Recipe(order="invariant"))
+    for got in run_thread_ranks(lambda _, g: train(ProcessGroupCommunicator(g), ZERO1), 4):
+        for name, tensor in expected.items():
+            assert torch.equal(got[name], tensor), name
+
+
 @pytest.mark.parametrize("recipe", [ZERO1, ZERO2], ids=["zero1", "zero2"])
 def test_checkpoints_gather_scatter_and_load(recipe: Recipe) -> None:
-    """On 2 ranks, interrupted and not; then on 3 ranks from what 2 have saved."""
+    """On 4 ranks (zero1, whose shards are not in rank order there) or 2, interrupted and not; then
+    on others from what these have saved."""
+    first = 4 if recipe is ZERO1 else 2
     bits: list[Any] = []
 
     def undisturbed(comm: Communicator) -> dict[str, Tensor]:
@@ -132,8 +201,8 @@ def test_checkpoints_gather_scatter_and_load(recipe: Recipe) -> None:
         sync.close()
         return sync.full_weights()
 
-    expected = run_thread_ranks(lambda _, g: undisturbed(ProcessGroupCommunicator(g)), 2)[0]
-    for world_size in (2, 3):
+    expected = run_thread_ranks(lambda _, g: undisturbed(ProcessGroupCommunicator(g)), first)[0]
+    for world_size in (2, 3, first):
         for got in run_thread_ranks(lambda _, g: resumed(ProcessGroupCommunicator(g)), world_size):
             for name, tensor in expected.items():
                 if world_size == 2 or recipe is ZERO1:

@@ -27,8 +27,8 @@ class RecordingCommunicator:
         self.tensor_bytes: Counter[str] = Counter()
         """Bytes of the tensors handed to collectives, by method name: the whole tensor where one
         side is a slice (`all_gather`'s output, `reduce_scatter`'s input)."""
-        self.sent_bytes = 0
-        """Bytes this rank has sent by `exchange`."""
+        self.sent_to: Counter[int] = Counter()
+        """Bytes this rank has sent by `exchange`, by the rank they went to."""
         self.sent_messages = 0
         """Messages this rank has sent by `exchange`; empty ones are not counted."""
         self._lock = threading.Lock()
@@ -42,6 +42,11 @@ class RecordingCommunicator:
     def world_size(self) -> int:
         """Number of ranks."""
         return self.inner.world_size
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes this rank has sent by `exchange`."""
+        return self.sent_to.total()
 
     def ring_bytes(self) -> float:
         """Bytes this rank would have sent in collectives if the backend used rings.
@@ -87,11 +92,11 @@ class RecordingCommunicator:
         /,
     ) -> Work:
         """See `Communicator.exchange`."""
-        sizes = [tensor.numel() * tensor.element_size() for tensor, _ in sends]
         with self._lock:
             self.operations["exchange"] += 1
-            self.sent_bytes += sum(sizes)
-            self.sent_messages += sum(size > 0 for size in sizes)
+            for tensor, peer in sends:
+                self.sent_to[peer] += tensor.numel() * tensor.element_size()
+                self.sent_messages += tensor.numel() > 0
         return self.inner.exchange(sends, receives, channel)
 
     def _count(self, name: str, tensor: Tensor) -> None:

@@ -65,6 +65,9 @@ class Prices:
         self._stages_far = layout.model_ranks > local
         self.hides = not (on_cpu and on_host)
         """On one host's CPU the cores that would communicate beside backward are computing it."""
+        self.to_owners = traffic.shard == "optimizer" and traffic.algorithm == "tree"
+        self.to_owners &= self.hides or traffic.by_library
+        """Whether sums stop at those who update them; in one host's memory they are whole."""
         self.divided = (
             on_cpu and on_host and traffic.through_host and layout.model_ranks == 1 < layout.dp
         )
@@ -207,9 +210,9 @@ def step_costs(
         sendings = _sendings(parameters, traffic, prices, profile, scale=scale, parts=parts)
     late_s = after_s = prices.half_s("all_gather", whole_bytes) if gathers else 0.0
     late = traffic.late and not (in_shares and on_cpu and len(used.hosts) == 1)
-    if late and not gathers and (on_cpu or traffic.algorithm == "tree"):
+    if prices.to_owners or (late and not gathers and (on_cpu or traffic.algorithm == "tree")):
         sendings = tuple(replace(each, cost_s=each.cost_s / 2) for each in sendings)
-        late_s = sum(each.cost_s for each in sendings)
+        late_s = after_s = sum(each.cost_s for each in sendings)
     if late and late_s:
         after_s = _not_in_forward(late_s, sendings, forward_s, hides=prices.hides)
     return StepCosts(

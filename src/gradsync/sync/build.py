@@ -87,15 +87,17 @@ def build_engine(
                 log.warning("buckets by messages: %s", str(error))
     in_memory = isinstance(comm, SharedMemoryCommunicator)
     later = recipe.overlap_publish and comm.world_size > 1 and not in_memory
+    by_messages = exchange is None
+    late = later and recipe.overlap and recipe.shard == "none"
+    if exchange is None:
+        exchange = _exchange(comm, recipe, groups, parameters[0].device, by_halves=late)
+    tree = exchange if isinstance(exchange, TreeExchange) and comm.world_size > 1 else None
     if recipe.shard != "none":
         in_shards = recipe.shard == "gradients"
-        shards = ZeroShards(model, parameters, comm, buckets, gradients=in_shards, late=later)
-    by_messages = exchange is None
-    if exchange is None:
-        late = later and recipe.overlap and not shards
-        exchange = _exchange(comm, recipe, groups, parameters[0].device, by_halves=late)
-        if late and isinstance(exchange, TreeExchange):
-            shards = LateReplicas(model, parameters, comm, exchange)
+        how = {"gradients": in_shards, "exchange": tree, "late": later}
+        shards = ZeroShards(model, parameters, comm, buckets, **how)
+    elif late and tree is not None:
+        shards = LateReplicas(model, parameters, comm, tree)
     engine = Engine(
         *(model, comm, buckets),
         # The core that would add beside backward computes.

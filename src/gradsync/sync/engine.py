@@ -212,7 +212,7 @@ class Engine(Reducer):
 
     def _launched(self, bucket: Bucket) -> Work:
         """Launch a bucket; in the user's training loop the whole sum is wanted at once."""
-        by_halves = self.shards.late and not self._user_leaf
+        by_halves = self.shards.by_halves and not self._user_leaf
         return (self.exchange.launch_half if by_halves else self.exchange.launch)(bucket)
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:

@@ -37,7 +37,7 @@ class Exchange:
         raise NotImplementedError
 
     def launch_half(self, bucket: Bucket) -> Work:
-        """Start the half after which each rank has a shard of the sum; only for `late` shards."""
+        """Start the half after which each rank has a shard of the sum; for shards `by_halves`."""
         raise NotImplementedError
 
     def close(self) -> None:

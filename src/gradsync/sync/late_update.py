@@ -93,7 +93,7 @@ class LateReplicas(Replicas):
         exchange: sums the buckets.
     """
 
-    late = True
+    by_halves = True
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class LateReplicas(Replicas):
         ]
 
     def _own(self, bucket: Bucket) -> Tensor:
-        mine = self._exchange.owned(bucket, self._comm.rank)
+        mine = self._exchange.owned(bucket.plan.numel, self._comm.rank)
         return bucket.flat(0)[mine.start : mine.stop]
 
     def _multiply(self, factor: Any) -> None:
@@ -217,7 +217,7 @@ class LateReplicas(Replicas):
     def clip(self, max_norm: float) -> Tensor:
         if (step := self._step) is None:
             return super().clip(max_norm)
-        norm = self._norm.of(step.buckets, step.used, step.factors)
+        norm = self._norm.of(step.buckets, self.owned(), step.used)
         self._multiply(clip_factor(norm, max_norm))
         return norm
 

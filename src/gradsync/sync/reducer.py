@@ -181,8 +181,8 @@ class Replicas:
     """False when a step with inf or nan gradients, which a GradScaler skips, would do damage."""
     equal_replicas = True
     """False when replicas drift between rounds (then the strategy averages buffers)."""
-    late = False
-    """True when sums are asked for in two halves, where `sync.step` ends the step."""
+    by_halves = False
+    """True when sums go to their owners only, where `sync.step` ends the step."""
     whole_parameters = True
     """False when a rank holds a share of each parameter, so that all ranks take part in every
     forward, and make equally many."""

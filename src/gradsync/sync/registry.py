@@ -220,7 +220,8 @@ STRATEGIES: dict[str, Strategy] = {
             name="zero1",
             summary="as invariant, and each rank keeps and updates its share of the optimizer's "
             "state (ZeRO-1)",
-            cost="3(W-1)/W S bytes, three operations per bucket, state/W instead of state",
+            cost="2(W-1)/W S bytes with equal shares (more with uneven ones), two operations per "
+            "bucket, state/W instead of state",
             promise="bitwise",
             build=_engine,
             defaults=Recipe(order="invariant", shard="optimizer"),

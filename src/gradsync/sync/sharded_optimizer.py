@@ -35,6 +35,7 @@ from gradsync.sync.exchange import Then
 from gradsync.sync.layout import BucketPlan, Item, Piece, plan_buckets
 from gradsync.sync.sharded_state import (
     HeldState,
+    Owners,
     ShardedBucket,
     gather_state,
     load_sharded_state_dict,
@@ -61,6 +62,8 @@ class ShardLayout:
     """Trainable parameters, each once."""
     buckets: Sequence[BucketPlan]
     """Buckets for the number of ranks that share the state."""
+    owners: Communicator | Owners | None = None
+    """Those ranks in the order of their shards; None is their own."""
 
 
 def layout_of(
@@ -217,6 +220,7 @@ class ShardedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.check()
         step_together([self]).wait()
         return loss
 
@@ -318,7 +322,7 @@ class ShardedOptimizer(Optimizer):
                 raise ConfigError(f"{name} is in the optimizer, but not in the plan it shards by")
         self._buckets += [
             ShardedBucket(
-                *(bucket, layout.parameters, self.param_groups, self._comm),
+                *(bucket, layout.parameters, self.param_groups, layout.owners or self._comm),
                 optimizer_class=self._class,
                 defaults=self.defaults,
             )
@@ -336,8 +340,10 @@ class ShardedOptimizer(Optimizer):
         ]
         return dict(self._class(rest, **arguments_of(self._class, self.defaults)).state)
 
-    def _warn_of_threads(self) -> None:
-        """Warn once, on rank 0 (all ranks have the same plan), of cut 16-bit parameters."""
+    def check(self) -> None:
+        """Refuse gradients that belong to no bucket, and warn once, on rank 0 (all ranks have the
+        same plan), of cut 16-bit parameters."""
+        _check_gradients(self._groups(), self._covered)
         if not self._warned and self._comm.rank == 0:
             self._warned = warn_of_threads(
                 (bucket.parameters[slot.index], bucket.is_cut(slot))
@@ -357,7 +363,7 @@ def step_together(
     Args:
         optimizers: a bucket is gathered once, when all of them have updated their part of it.
         shards: for each bucket, the gradient of this rank's shard, flat, [bucket.numel /
-            world_size], where the rest does not exist (ZeRO stage 2); None uses `grad`.
+            world_size], where it has no other; None uses `grad`.
         used: with `shards`: for each parameter of the buckets, whether it has a gradient.
 
     Returns:
@@ -388,9 +394,6 @@ def update_and_gather(
         last_first: begin with the last bucket, which the forward wants first; the same on all
             ranks.
     """
-    for optimizer in optimizers if shards is None else ():
-        _check_gradients(optimizer._groups(), optimizer._covered)
-        optimizer._warn_of_threads()
 
     def gradient_of(bucket: ShardedBucket, number: int, piece: Piece) -> Tensor | None:
         if shards is None:

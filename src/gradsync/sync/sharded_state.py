@@ -34,6 +34,16 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
+@dataclass(frozen=True, slots=True)
+class Owners:
+    """Ranks in the order of the shards that they own, of each bucket."""
+
+    rank: int
+    world_size: int
+    all_gather: Callable[[Tensor, Tensor], Work]
+    """See `Communicator`."""
+
+
 class ShardedBucket(PieceOptimizer):
     """One bucket: update this rank's shard, then gather all shards.
 
@@ -44,7 +54,7 @@ class ShardedBucket(PieceOptimizer):
         plan: the bucket.
         parameters: all parameters, by the indices of the bucket's slots.
         groups: the user's parameter groups; parameters in none of them are not updated.
-        comm: the ranks that share the state.
+        comm: the ranks that share the state, in the order of their shards.
         optimizer_class, defaults: see `PieceOptimizer`.
     """
 
@@ -53,7 +63,7 @@ class ShardedBucket(PieceOptimizer):
         plan: BucketPlan,
         parameters: Sequence[Tensor],
         groups: Sequence[dict[str, Any]],
-        comm: Communicator,
+        comm: Communicator | Owners,
         *,
         optimizer_class: type[Optimizer],
         defaults: dict[str, Any],
@@ -119,7 +129,7 @@ class ShardedBucket(PieceOptimizer):
         foreach_copy_(homes, found)
 
     def gather(self, shard: Tensor) -> tuple[Tensor, Work]:
-        """Gather all shards in rank order, [plan.numel], available once the work is done."""
+        """Gather all shards in order, [plan.numel], available once the work is done."""
         flat = self.empty(shard=False, dtype=shard.dtype)
         # Whole group; the bucket (parameters or state) of any dtype, as bytes. Overlaps the update
         # of the next bucket.

@@ -15,13 +15,17 @@ ranks with the same place on every host finish the tree for their shard, so that
 1/L of what crosses. The additions are the tree's, so bits are the same.
 
 The first half (slices to their owners, and the additions) may be asked for alone, and the second
-one later: late_update.py lets the next forward wait for that.
+one later: late_update.py lets the next forward wait for that, and under `zero1` (zero.py) owners
+update their shards first, so that weights go down in place of sums.
 
 Siblings: where n ranks, a power of two, have one node each and these are the tree's next level, a
 stage goes up the tree itself: partners at distance 1, 2, 4 ... exchange halves of what they have
-left and add them (recursive halving), and go back down in the same way. The same bytes in
-log2(n) messages instead of n - 1. (Thakur et al. 2005, "Optimization of collective communication
-operations in MPICH", with the distances in the tree's order.)
+left and add them (recursive halving). The way down is the same for any n ranks that are a power of
+two. The same bytes in log2(n) messages instead of n - 1. (Thakur et al. 2005, "Optimization of
+collective communication operations in MPICH", with the distances in the tree's order.)
+
+Who owns which shard depends on the number of ranks alone, not on their leaves, which may differ
+from step to step: optimizer state lies there.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
@@ -38,7 +42,6 @@ from torch.autograd.profiler import record_function
 
 from gradsync.comm.base import Communicator, Messenger, Work
 from gradsync.comm.process_group import Background, Done
-from gradsync.core.torch_private import foreach_mul_
 from gradsync.sync.buckets import (
     FORGOTTEN,
     UNKNOWN,
@@ -54,6 +57,7 @@ from gradsync.sync.buckets import (
 from gradsync.sync.exchange import Exchange
 from gradsync.sync.layout import BLOCK, ParameterBlock, blocks_of
 from gradsync.sync.reducer import norm_from_blocks, norms_of_blocks
+from gradsync.sync.sharded_state import Owners
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,25 +73,20 @@ class TreeStage:
     wanted: list[Node]
     """Nodes that the owners of their shards compute."""
     siblings: bool
-    """Whether `are_siblings(nodes)`."""
+    """Whether `are_siblings(nodes)`: then sums go up the tree itself."""
 
-    def parts(self, region: Tensor) -> list[Tensor]:
-        """`region`, [n], and the parts of it with which this rank goes on after each round; the
-        last one is its shard, [n / ranks]."""
-        spans = self.spans(range(region.numel()), self.comm.rank)
-        return [region[span.start : span.stop] for span in spans]
 
-    def spans(self, region: range, rank: int) -> list[range]:
-        """The elements that `parts` of `rank` hold."""
-        ranks = self.comm.world_size
-        if not self.siblings:
-            size = len(region) // ranks
-            return [region, region[rank * size : (rank + 1) * size]]
-        found = [region]
-        for distance in _distances(ranks.bit_length()):
-            half = len(found[-1]) // 2
-            found.append(found[-1][half:] if rank & distance else found[-1][:half])
-        return found
+def spans(region: range, rank: int, ranks: int) -> list[range]:
+    """`region`, and the parts of it that `rank` has left after each round of a way up; the last one
+    is its shard, of len(region) / ranks."""
+    if ranks & (ranks - 1):
+        size = len(region) // ranks
+        return [region, region[rank * size : (rank + 1) * size]]
+    found = [region]
+    for distance in _distances(ranks):
+        half = len(found[-1]) // 2
+        found.append(found[-1][half:] if rank & distance else found[-1][:half])
+    return found
 
 
 def are_siblings(nodes: Sequence[Sequence[Node]]) -> bool:
@@ -122,8 +121,7 @@ class TreeExchange(Exchange):
         self._background = Background(device)
         self._num_buffers = 0
         self._indexed = False
-        self.stages: list[TreeStage] = []
-        """Rounds of this step; the same object as long as ranks' shares of leaves are the same."""
+        self._stages: list[TreeStage] = []
         self._told: list[tuple[int, int]] = []
         self._own: range = range(0)
         self._room: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
@@ -148,48 +146,53 @@ class TreeExchange(Exchange):
         if self._comm.world_size == 1:
             self._reduce(bucket, buffers)
             return Done()
-        return self._submit("sum", bucket, lambda: self._both(bucket, buffers))
+        return self.submit(f"sum {bucket.number}", lambda: self._both(bucket, buffers))
 
     def launch_half(self, bucket: Bucket) -> Work:
         self.whole = False
         buffers = self._buffers(bucket)
-        return self._submit("in", bucket, lambda: self._reduce(bucket, buffers))
+        return self.submit(f"in {bucket.number}", lambda: self._reduce(bucket, buffers))
 
     def gather(self, bucket: Bucket) -> Work:
         """Start the other half."""
         flat = bucket.flat(0)
-        return self._submit("out", bucket, lambda: self._gather(flat))
+        return self.submit(f"out {bucket.number}", lambda: self._send_down(flat))
 
-    def _submit(self, what: str, bucket: Bucket, fn: Callable[[], None]) -> Work:
-        """Run `fn` beside the main thread, under a name that profilers show."""
-        name = f"{what} {bucket.number}"
+    def owners(self) -> Owners:
+        """All ranks in the order of their shards; what they gather is the other half's, of any
+        dtype."""
+        ranks, rank = self._comm.world_size, self._comm.rank
+
+        def all_gather(output: Tensor, shard: Tensor) -> Work:
+            mine = self.owned(output.numel(), rank)
+            output[mine.start : mine.stop].copy_(shard)
+            return self.submit("out", lambda: self._send_down(output))
+
+        return Owners(self.owned(ranks, rank).start, ranks, all_gather)
+
+    def _buffers(self, bucket: Bucket) -> list[Tensor]:
+        return [bucket.flat(number) for number in range(max(self._num_buffers, 1))]
+
+    def submit(self, name: str, fn: Callable[[], None]) -> Work:
+        """Run `fn` beside the main thread, after what was launched before, under a `name` that
+        profilers show; it may send messages by `messenger`."""
 
         def named() -> None:
             with record_function(name):
                 fn()
 
-        return self.submit(named)
-
-    def _buffers(self, bucket: Bucket) -> list[Tensor]:
-        return [bucket.flat(number) for number in range(max(self._num_buffers, 1))]
-
-    def submit(self, fn: Callable[[], None]) -> Work:
-        """Run `fn` beside the main thread, after what was launched before; it may send messages
-        by `messenger`."""
-        return self._background.submit(fn)
+        return self._background.submit(named)
 
     @property
     def messenger(self) -> Messenger:
         """All ranks, for functions given to `submit`."""
         return self._comm
 
-    def owned(self, bucket: Bucket, rank: int) -> range:
-        """Elements of `bucket` of which `rank` gets the sum by a first half alone; to be asked for
-        when that is done."""
-        span = range(bucket.plan.numel)
-        size = self._levels[0].world_size
-        for stage, place in zip(self.stages, (rank % size, rank // size), strict=False):
-            span = stage.spans(span, place)[-1]
+    def owned(self, numel: int, rank: int) -> range:
+        """Elements of a bucket of `numel` of which `rank` gets the sum by a first half alone."""
+        span, size = range(numel), self._levels[0].world_size
+        for level, place in zip(self._levels, (rank % size, rank // size), strict=False):
+            span = spans(span, place, level.world_size)[-1]
         return span
 
     def close(self) -> None:
@@ -214,14 +217,14 @@ class TreeExchange(Exchange):
         if told == self._told:
             return
         if any(first == FORGOTTEN for _, first in told):
-            self.stages, self._told = [], told
+            self._stages, self._told = [], told
             return
         ranges, self._told = checked_shares(told), told
         self._own = ranges[self._comm.rank]
         total = root(ranges[-1].stop)
         nodes = [largest_nodes(leaves) for leaves in ranges]
         if len(self._levels) == 1:
-            self.stages = [TreeStage(self._levels[0], nodes, [total], are_siblings(nodes))]
+            self._stages = [TreeStage(self._levels[0], nodes, [total], are_siblings(nodes))]
             return
         intra, inter = self._levels
         size = intra.world_size
@@ -232,20 +235,19 @@ class TreeExchange(Exchange):
         of_hosts = [largest_nodes(leaves) for leaves in hosts]
         inside = [nodes[first : first + size] for first in range(0, len(nodes), size)]
         host = self._comm.rank // size
-        # One way on all hosts: siblings cut buckets otherwise, and shards must meet between hosts.
-        siblings = all(map(are_siblings, inside))
-        self.stages = [
-            TreeStage(intra, inside[host], of_hosts[host], siblings),
+        self._stages = [
+            TreeStage(intra, inside[host], of_hosts[host], are_siblings(inside[host])),
             TreeStage(inter, of_hosts, [total], are_siblings(of_hosts)),
         ]
 
     def _both(self, bucket: Bucket, buffers: list[Tensor]) -> None:
         self._reduce(bucket, buffers)
-        self._gather(buffers[0])
+        if self._stages:  # else the step is discarded
+            self._send_down(buffers[0])
 
     def _reduce(self, bucket: Bucket, buffers: list[Tensor]) -> None:
         """Add up; this rank's shard of the sum ends in `buffers[0]`, at its place."""
-        if not self.stages:
+        if not self._stages:
             return  # the step is discarded
         result = buffers[0]
         values = buffers[: self._num_buffers]
@@ -254,22 +256,22 @@ class TreeExchange(Exchange):
             singles = [(0, leaf) for leaf in self._own]
             values = _add(bucket, 0, values, singles, largest_nodes(self._own))
         parts = [result]
-        for stage in self.stages:
+        for stage in self._stages:
             climb = self._halve_add if stage.siblings else self._scatter_add
             values = climb(stage, bucket, values, parts[-1])
-            parts.append(stage.parts(parts[-1])[-1])
+            parts.append(_shard(stage.comm, parts[-1], stage.comm.rank))
         if not values:
             parts[-1].zero_()  # no rank had a leaf
         elif values[0].data_ptr() != parts[-1].data_ptr():
             parts[-1].copy_(values[0])
 
-    def _gather(self, result: Tensor) -> None:
+    def _send_down(self, result: Tensor) -> None:
         """Give all ranks all shards of `result`, in place."""
         regions = [result]
-        for stage in self.stages[:-1]:
-            regions.append(stage.parts(regions[-1])[-1])
-        for stage, region in zip(reversed(self.stages), reversed(regions), strict=False):
-            (_double if stage.siblings else _all_gather)(stage, region)
+        for level in self._levels[:-1]:
+            regions.append(_shard(level, regions[-1], level.rank))
+        for level, region in zip(reversed(self._levels), reversed(regions), strict=True):
+            _down(level, region)
 
     def _scatter_add(
         self, stage: TreeStage, bucket: Bucket, values: list[Tensor], region: Tensor
@@ -286,15 +288,15 @@ class TreeExchange(Exchange):
             region: the result's region, [n]; for its place, shape and dtype only.
         """
         comm, mine = stage.comm, stage.comm.rank
-        own_part = _part(region, mine, comm.world_size)
+        own_part = _shard(comm, region, mine)
         sends, receives, arrived = [], [], []
         others = sum(len(nodes) for rank, nodes in enumerate(stage.nodes) if rank != mine)
         rooms = iter(self._rooms(stage, own_part, others))
         for rank, nodes in enumerate(stage.nodes):
             if rank == mine:
-                arrived += [_part(value, mine, comm.world_size) for value in values]
+                arrived += [_shard(comm, value, mine) for value in values]
                 continue
-            sends += [(_part(value, rank, comm.world_size), rank) for value in values]
+            sends += [(_shard(comm, value, rank), rank) for value in values]
             slices = [next(rooms) for _ in nodes]
             receives += [(piece, rank) for piece in slices]
             arrived += slices
@@ -307,11 +309,12 @@ class TreeExchange(Exchange):
     ) -> list[Tensor]:
         """As `_scatter_add` between siblings: messages of [n / 2], [n / 4] ... to one rank
         each, the bucket's dtype; beside backward."""
-        kept, places = stage.parts(values[0]), stage.parts(region)[1:]
-        (level, index), rounds = stage.nodes[stage.comm.rank][0], _distances(len(kept))
+        comm = stage.comm
+        kept, places = _parts(comm, values[0]), _parts(comm, region)[1:]
+        (level, index), rounds = stage.nodes[comm.rank][0], _distances(comm.world_size)
         for distance, (whole, half), place in zip(rounds, pairwise(kept), places, strict=True):
-            partner, (got,) = stage.comm.rank ^ distance, self._rooms(stage, half, 1)
-            stage.comm.exchange([(_other(whole, half), partner)], [(got, partner)]).wait()
+            partner, (got,) = comm.rank ^ distance, self._rooms(stage, half, 1)
+            comm.exchange([(_other(whole, half), partner)], [(got, partner)]).wait()
             level, index = level + 1, index // 2
             # Left + right or right + left: one sum.
             bucket.add(half, got, _start(bucket, place), (level, index))
@@ -342,13 +345,32 @@ def _add(
     return [values[end] for end in ends if end >= 0]
 
 
-def _double(stage: TreeStage, region: Tensor) -> None:
-    """As `_all_gather` between siblings, the messages of `_halve_add` in reverse."""
-    kept = stage.parts(region)
-    rounds = zip(_distances(len(kept)), pairwise(kept), strict=True)
+def _down(comm: Messenger, region: Tensor) -> None:
+    """Give all ranks of a level all shards of `region`, [n], in place: the messages of `_halve_add`
+    in reverse, or [n / ranks] from each rank to each, its dtype."""
+    if comm.world_size & (comm.world_size - 1):
+        others = [rank for rank in range(comm.world_size) if rank != comm.rank]
+        own = _shard(comm, region, comm.rank)
+        receives = [(_shard(comm, region, rank), rank) for rank in others]
+        comm.exchange([(own, rank) for rank in others], receives).wait()
+        return
+    kept = _parts(comm, region)
+    rounds = zip(_distances(comm.world_size), pairwise(kept), strict=True)
     for distance, (whole, half) in reversed(list(rounds)):
-        partner = stage.comm.rank ^ distance
-        stage.comm.exchange([(half, partner)], [(_other(whole, half), partner)]).wait()
+        partner = comm.rank ^ distance
+        comm.exchange([(half, partner)], [(_other(whole, half), partner)]).wait()
+
+
+def _parts(comm: Messenger, region: Tensor) -> list[Tensor]:
+    """`spans` of `region`, [n], for this rank of a level."""
+    each = spans(range(region.numel()), comm.rank, comm.world_size)
+    return [region[span.start : span.stop] for span in each]
+
+
+def _shard(comm: Messenger, region: Tensor, rank: int) -> Tensor:
+    """The shard of `region`, [n], of one rank of a level."""
+    span = spans(range(region.numel()), rank, comm.world_size)[-1]
+    return region[span.start : span.stop]
 
 
 def _start(bucket: Bucket, part: Tensor) -> int:
@@ -356,30 +378,14 @@ def _start(bucket: Bucket, part: Tensor) -> int:
     return int(part.storage_offset()) - int(bucket.flat(0).storage_offset())
 
 
-def _distances(num_parts: int) -> list[int]:
-    return [1 << power for power in range(num_parts - 1)]
+def _distances(ranks: int) -> list[int]:
+    return [1 << power for power in range(ranks.bit_length() - 1)]
 
 
 def _other(whole: Tensor, half: Tensor) -> Tensor:
     """The half of `whole` that `half` is not."""
     low, high = whole.chunk(2)
     return high if half.data_ptr() == low.data_ptr() else low
-
-
-def _all_gather(stage: TreeStage, region: Tensor) -> None:
-    """All-gather the shards of `region`, [n], in place, by messages of [n / ranks], its dtype."""
-    comm = stage.comm
-    ranks = range(comm.world_size)
-    parts = [_part(region, rank, comm.world_size) for rank in ranks]
-    others = [rank for rank in ranks if rank != comm.rank]
-    comm.exchange(
-        [(parts[comm.rank], rank) for rank in others], [(parts[rank], rank) for rank in others]
-    ).wait()
-
-
-def _part(region: Tensor, rank: int, world_size: int) -> Tensor:
-    size = region.numel() // world_size
-    return region[rank * size : (rank + 1) * size]
 
 
 # -- the norm of shards ---------------------------------------------------------------------------
@@ -421,21 +427,23 @@ class ShardedNorm:
         self._parameters, self._comm, self._exchange = list(parameters), comm, exchange
         self._counts = torch.tensor([-(-p.numel() // BLOCK) for p in parameters])
         self._firsts = [0, *self._counts.cumsum(0).tolist()]
-        self._pieces: WeakKeyDictionary[Bucket, tuple[Any, Pieces]] = WeakKeyDictionary()
+        self._pieces: WeakKeyDictionary[Bucket, Pieces] = WeakKeyDictionary()
 
-    def of(self, buckets: Sequence[Bucket], used: Sequence[bool], factors: Sequence[Any]) -> Tensor:
+    def of(
+        self, buckets: Sequence[Bucket], shards: Sequence[Tensor], used: Sequence[bool]
+    ) -> Tensor:
         """The norm, []: of all parameters that are `used`.
 
         One all-reduce: whole group, float64 [blocks]; overlaps nothing.
 
         Args:
-            buckets: each rank's shard is scaled already, unless its nodes are rounded.
+            buckets: of all parameters.
+            shards: the mean gradient in this rank's shard of each bucket, flat.
             used: for each parameter, whether its gradient counts.
-            factors: what shards with rounded nodes are scaled by first.
         """
         device = self._parameters[0].device
         norms = torch.zeros(max(self._firsts[-1], 1), dtype=torch.float64, device=device)
-        self._exchange.submit(lambda: self._take_own(buckets, factors, norms)).wait()
+        self._exchange.submit("norm", lambda: self._take_own(buckets, shards, norms)).wait()
         self._comm.all_reduce(norms).wait()
         norms = norms.where(torch.tensor(used).repeat_interleave(self._counts).to(device), 0.0)
         pairs = zip(self._parameters, used, strict=True)
@@ -443,51 +451,42 @@ class ShardedNorm:
             norms, double=any(p.dtype == torch.float64 for p, here in pairs if here)
         )
 
-    def _take_own(self, buckets: Sequence[Bucket], factors: Sequence[Any], norms: Tensor) -> None:
+    def _take_own(self, buckets: Sequence[Bucket], shards: Sequence[Tensor], norms: Tensor) -> None:
         """Fill in this rank's part of `norms`, on the exchange's thread. The rest of a block that
         ends elsewhere comes from the owners of the next shards: a message each, of less than a
         block, the bucket's dtype."""
         rank = self._comm.rank
         sends: list[tuple[Tensor, int]] = []
         receives: list[tuple[Tensor, int]] = []
-        wholes: list[tuple[Bucket, list[Tensor]]] = []
+        wholes: list[list[Tensor]] = []
         places = []
-        for bucket in buckets:
-            flat = bucket.flat(0)
+        for bucket, shard in zip(buckets, shards, strict=True):
+            first = self._exchange.owned(bucket.plan.numel, rank).start
             for block, pieces in self._pieces_of(bucket):
                 owner, parts = pieces[0][0], []
                 for holder, start, stop in pieces:
-                    part = flat[start:stop]
-                    if holder == rank != owner:
-                        sends.append((part, owner))
-                    elif owner == rank != holder:
-                        part = torch.empty_like(part)
-                        receives.append((part, holder))
-                    parts.append(part)
+                    if holder == rank:
+                        parts.append(shard[start - first : stop - first])
+                        if owner != rank:
+                            sends.append((parts[-1], owner))
+                    elif owner == rank:
+                        parts.append(shard.new_empty(stop - start))
+                        receives.append((parts[-1], holder))
                 if owner == rank:
-                    wholes.append((bucket, parts))
+                    wholes.append(parts)
                     places.append(self._firsts[block.index] + block.number)
         if sends or receives:
             self._exchange.messenger.exchange(sends, receives).wait()
         if not wholes:
             return
-        means = []
-        for bucket, parts in wholes:
-            mean = torch.cat(parts) if len(parts) > 1 else parts[0]
-            if bucket.rounded:
-                mean = mean.to(bucket.dtype)
-                for factor in factors:
-                    foreach_mul_([mean], factor)
-            means.append(mean)
+        means = [torch.cat(parts) if len(parts) > 1 else parts[0] for parts in wholes]
         norms[torch.tensor(places, device=norms.device)] = norms_of_blocks(means)
 
     def _pieces_of(self, bucket: Bucket) -> Pieces:
-        """See `pieces_of_rank`; kept as long as ranks' shares of leaves stay the same."""
-        known = self._pieces.get(bucket)
-        if known is None or known[0] is not self._exchange.stages:
+        """See `pieces_of_rank`."""
+        if bucket not in self._pieces:
             ranks = range(self._comm.world_size)
-            spans = [self._exchange.owned(bucket, rank) for rank in ranks]
+            owned = [self._exchange.owned(bucket.plan.numel, rank) for rank in ranks]
             blocks = blocks_of(bucket.plan.slots)
-            pieces = pieces_of_rank(blocks, spans, self._comm.rank)
-            known = self._pieces[bucket] = (self._exchange.stages, pieces)
-        return known[1]
+            self._pieces[bucket] = pieces_of_rank(blocks, owned, self._comm.rank)
+        return self._pieces[bucket]

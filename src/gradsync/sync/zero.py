@@ -1,8 +1,12 @@
 """Shards of ZeRO: each rank keeps and updates its part of the optimizer's state (zero1), and of the
 summed gradients too (zero2).
 
-    zero1   backward ─ sums of whole buckets ─► update own shard ─► all_gather parameters
+    zero1   backward ─ sums to their owners ──► update own shard ─► parameters to all ranks
     zero2   backward ─ reduce_scatter buckets ► update own shard ─► all_gather parameters
+
+Under zero1 these are the two halves of the sum along the tree (tree_exchange.py), with the update
+between them: the bytes of one all-reduce. Where ranks share memory, or sums are another recipe's,
+they are whole on each rank, and parameters are gathered as well.
 
 Rajbhandari et al. 2020, arXiv 1910.02054, stages 1 and 2. The optimizer remains the user's object:
 its hyper-parameters are read at each step, its state lives here, in pieces. Buckets keep the order
@@ -23,14 +27,14 @@ from torch.autograd.profiler import record_function
 
 from gradsync.comm.base import Communicator, Work
 from gradsync.comm.process_group import Done
-from gradsync.core.torch_private import storage_address
+from gradsync.core.torch_private import foreach_mul_, storage_address
 from gradsync.errors import ConfigError
 from gradsync.sync import pending
 from gradsync.sync.buckets import Bucket
 from gradsync.sync.elementwise import check_elementwise, members_of
 from gradsync.sync.exchange import Then
 from gradsync.sync.pending import WaitingWeights, can_be_marked
-from gradsync.sync.reducer import Replicas, Stopwatch, clip_shards
+from gradsync.sync.reducer import Replicas, Stopwatch, clip_factor, clip_shards
 from gradsync.sync.sharded_optimizer import (
     ShardedOptimizer,
     ShardLayout,
@@ -39,6 +43,7 @@ from gradsync.sync.sharded_optimizer import (
     update_and_gather,
 )
 from gradsync.sync.sharded_state import HeldState
+from gradsync.sync.tree_exchange import ShardedNorm, TreeExchange
 from gradsync.sync.watch import why_not_now
 
 if TYPE_CHECKING:
@@ -56,6 +61,7 @@ class ZeroShards(Replicas):
         comm: all ranks.
         buckets: of the gradients; a shard is a W-th of each.
         gradients: keep only this rank's shard of the gradients too (stage 2).
+        exchange: sums shards, each at its owner; None: buckets hold whole sums, or scattered ones.
         late: leave the gathers to the next forward; a weight waits for its own when it is touched.
     """
 
@@ -69,11 +75,16 @@ class ZeroShards(Replicas):
         buckets: Sequence[Bucket],
         *,
         gradients: bool,
+        exchange: TreeExchange | None,
         late: bool,
     ) -> None:
         super().__init__(model, parameters)
         self._weights = WaitingWeights(model) if late else None
-        self._comm, self._buckets, self._in_shards = comm, list(buckets), gradients
+        self._comm, self._buckets, self._scattered = comm, list(buckets), gradients
+        self.by_halves = exchange is not None
+        self._in_shards = gradients or self.by_halves
+        self._owners = comm if exchange is None else exchange.owners()
+        self._norm = None if exchange is None else ShardedNorm(self.parameters, comm, exchange)
         self._sharded: dict[int, ShardedOptimizer] = {}  # by the id of the user's optimizer
         self._members: dict[int, list[list[int]]] = {}
         self._states: dict[int, Any] = {}  # the users' own, empty between steps
@@ -105,7 +116,7 @@ class ZeroShards(Replicas):
         factor: float | None,
         watch: Stopwatch,
     ) -> None:
-        """See `Replicas.take`; in stage 2 keeps the shards, and frees the buckets."""
+        """See `Replicas.take`; keeps the shards, and in stage 2 frees the buckets."""
         if not self._in_shards:
             super().take(buckets, used, factor, watch)
             return
@@ -115,9 +126,11 @@ class ZeroShards(Replicas):
             for place, slot in enumerate(bucket.plan.slots):
                 if not used[slot.index]:
                     bucket.view(0, place).zero_()  # no optimizer holds it
-            mine = bucket.plan.shard(self._comm.rank, self._comm.world_size)
-            self._shards.append(bucket.flat(0)[mine.start : mine.stop].clone())
-            bucket.free()
+            mine = bucket.plan.shard(self._owners.rank, self._owners.world_size)
+            own = bucket.flat(0)[mine.start : mine.stop]
+            self._shards.append(own.to(bucket.dtype, copy=self._scattered))
+            if self._scattered:
+                bucket.free()
         for parameter in self.parameters:
             parameter.grad = None
         self.scale(factor)
@@ -129,15 +142,15 @@ class ZeroShards(Replicas):
     def whole_gradients(self) -> list[Tensor | None]:
         """See `Replicas.whole_gradients`.
 
-        From shards: one all-gather per bucket, whole group, its [numel] and dtype; overlaps
-        nothing.
+        From shards: one all-gather per bucket, whole group, its [numel] and dtype (down the tree
+        under zero1); overlaps nothing.
         """
         if not self._in_shards:
             return super().whole_gradients()
         found: list[Tensor | None] = [None] * len(self.parameters)
         for bucket, shard in zip(self._buckets, self._shards, strict=True):
             flat = torch.empty(bucket.plan.numel, dtype=shard.dtype, device=shard.device)
-            self._comm.all_gather(flat, shard).wait()
+            self._owners.all_gather(flat, shard).wait()
             for slot in bucket.plan.slots:
                 if self._used[slot.index]:
                     part = flat[slot.offset : slot.offset + slot.numel]
@@ -145,6 +158,10 @@ class ZeroShards(Replicas):
         return found
 
     def clip(self, max_norm: float) -> Tensor:
+        if self._norm is not None:
+            norm = self._norm.of(self._buckets, self._shards, self._used)
+            foreach_mul_(self._shards, clip_factor(norm, max_norm))
+            return norm
         if not self._in_shards:
             return super().clip(max_norm)
         return clip_shards(self._shards, max_norm, self._comm, self._shards[0].device)
@@ -157,6 +174,8 @@ class ZeroShards(Replicas):
             if before is not optimizer.state or any(optimizer.state.values()):
                 its.take_from(optimizer)
             self._states[id(optimizer)] = optimizer.state
+            if not self._scattered:
+                its.check()
         shards = self._shards if self._in_shards else None
         if self._weights is None:
             self._gathers = step_together(sharded, shards, self._used)
@@ -230,7 +249,8 @@ class ZeroShards(Replicas):
         if known is None or self._members[id(optimizer)] != members:
             if known is not None:
                 known.gather_into(optimizer)
-            plan = ShardLayout(self.parameters, [bucket.plan for bucket in self._buckets])
+            plans = [bucket.plan for bucket in self._buckets]
+            plan = ShardLayout(self.parameters, plans, self._owners)
             known = ShardedOptimizer.like(optimizer, comm=self._comm, plan=plan)
             self._sharded[id(optimizer)], self._members[id(optimizer)] = known, members
         return known

@@ -204,6 +204,21 @@ def test_what_else_can_differ() -> None:
         assert all(said.startswith(f"ConfigError: {text}") for said, _ in ranks), ranks
 
 
+def test_one_clip_norm_for_all_ranks() -> None:
+    """Each would scale its share of the gradient by another factor."""
+
+    def work(sync: GradientSync, optimizer: Any) -> Tensor:
+        for mine in (0.5, None):
+            refused = rf"clip_norm differs: rank 0 {mine}, rank 1 1\.0; no rank has updated"
+            with pytest.raises(ConfigError, match=refused):
+                step(sync, optimizer, False, clip_norm=1.0 if sync.comm.rank else mine)
+        step(sync, optimizer, False, clip_norm=1.0 if sync.comm.rank else 1)
+        return sync.model[0].weight.detach()
+
+    first, second = on_handles(work, net)
+    assert torch.equal(first, second)
+
+
 def test_who_only_looks_at_a_state_has_loaded_none() -> None:
     def work(sync: GradientSync, _: Any) -> None:
         optimizer = adamw(sync.model)

@@ -207,12 +207,12 @@ class GradientSync(UserLoopMethods, StateMethods):
             scale: the `torch.amp.GradScaler` given to `backward`.
 
         Raises:
-            ConfigError: on all ranks, before any update: their optimizers or hyper-parameters
-                differ. A parameter in two optimizers, or outside of this model; an optimizer that
-                the strategy cannot shard; `scale` under a strategy that cannot skip a step; no rank
-                had a backward since the last step; `loss.backward()` instead of `sync.backward`; a
-                parameter that was added or became trainable after `gs.replicate`; and see
-                `backward`.
+            ConfigError: on all ranks, before any update: their optimizers, hyper-parameters or
+                `clip_norm` differ. A parameter in two optimizers, or outside of this model; an
+                optimizer that the strategy cannot shard; `scale` under a strategy that cannot skip
+                a step; no rank had a backward since the last step; `loss.backward()` instead of
+                `sync.backward`; a parameter that was added or became trainable after
+                `gs.replicate`; and see `backward`.
             RunError: on all ranks, before any update: weights were changed since the last step on
                 some of them, and differ.
         """
@@ -235,7 +235,7 @@ class GradientSync(UserLoopMethods, StateMethods):
         call = StepCall(
             loss=self._loss,
             update=Update(reducer, optimizers),
-            settings=settings_of_step(self._parts, optimizers),
+            settings=settings_of_step(self._parts, optimizers, clip_norm),
             enclosed=self._user_loop.enclosed,
             clip_norm=clip_norm,
             stop=stop,
@@ -260,8 +260,7 @@ class GradientSync(UserLoopMethods, StateMethods):
         if self._failed:
             self._buffers.leaf_ends(counts=False)
         self._failed = False
-        settings = settings_of_step(self._parts, ())
-        self._end_step(StepCall(loss=self._loss, discard=True, settings=settings))
+        self._end_step(StepCall(loss=self._loss, discard=True, settings={}))  # not compared
         self._user_loop.step_ends(discarded=True)
 
     def _end_step(self, call: StepCall) -> StepResult:

@@ -319,11 +319,14 @@ def _held_twice(reducer: Reducer, held: Sequence[set[int]]) -> ConfigError:
     )
 
 
-def settings_of_step(parts: StepParts, optimizers: Sequence[Optimizer]) -> Settings:
-    """Settings that must be equal on all ranks of a `sync.step`: its optimizers and their state."""
+def settings_of_step(
+    parts: StepParts, optimizers: Sequence[Optimizer], clip_norm: float | None
+) -> Settings:
+    """Settings that must be equal on all ranks of a `sync.step`: clip_norm, optimizers, states."""
     settings: Settings = {}
     if parts.watch is not None and parts.comm.world_size > 1:
-        settings["the call"] = "sync.step()"
+        settings = {"the call": "sync.step()"}
+        settings["clip_norm"] = str(None if clip_norm is None else float(clip_norm))
         for number, optimizer in enumerate(optimizers):
             settings |= settings_of(optimizer, parts.reducer.parameters, number=number)
             settings[f"the state of optimizer {number}"] = parts.watch.state_of(optimizer)

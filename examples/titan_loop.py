@@ -54,7 +54,7 @@ class Trainer:
         return self.sync.step(self.optimizer, clip_norm=1.0).mean_loss
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds; of what ranks divide, this rank's part."""
+        """Content of a checkpoint; of what ranks divide, this rank's part."""
         model, optimizer = get_state_dict(*self.parts)
         return {"model": model, "optimizer": optimizer, "step": self.step}
 

@@ -1,4 +1,4 @@
-"""What every test gets: a clean environment, the leak police, markers for real components."""
+"""Set-up of every test: a clean environment, the leak check, markers for real components."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ hypothesis.settings.load_profile("house")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A pytest-xdist worker gets a session of its own, by which the leak police knows it."""
+    """Give a pytest-xdist worker its own session, by which the leak check recognises it."""
     if hasattr(config, "workerinput"):
         os.setsid()
 

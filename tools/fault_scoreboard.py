@@ -171,7 +171,7 @@ def run(kind: str, side: str) -> dict[str, Any]:
 
 
 def cell(found: dict[str, Any]) -> str:
-    """What a reader wants to know of one run."""
+    """The table's text about one run."""
     if found["exit_code"] == 0:
         end = "ends as if nothing were"
     elif found["ended_s"] is None:

@@ -28,7 +28,7 @@ FLAGS = (
     *("--tokens-per-update=128", "--micro-batch-size=1"),
 )
 QUICK = ("--timeout-s=6",)
-"""Where nobody is to be told of after ten seconds."""
+"""For faults whose rank is to be named within five seconds."""
 PATHS = {"shared memory": (), "messages": ("--sync-options.collective=backend",)}
 
 

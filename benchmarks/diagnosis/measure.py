@@ -1,9 +1,9 @@
-"""What watching for hangs costs: the same steps with and without it, in turns, in one run.
+"""Cost of watching for hangs: the same steps with and without it, in turns, in one run.
 
     gradsync launch --nproc-per-node 2 -- benchmarks/diagnosis/measure.py mini 40 [auto|backend]
 
 Turns of ten steps of 512 tokens on each rank; in every other turn no thread samples, publishes or
-reads what ranks do, and nobody looks for stragglers. Prints JSON: milliseconds of a step in each
+reads what ranks do, and none looks for stragglers. Prints JSON: milliseconds of a step in each
 turn (slowest rank), and the median of the ratios of neighbouring turns with its quartiles. Where
 the machine is too restless to show one part in a hundred, these show it: `watch_share`, processor
 seconds of the watch's thread by second, and `step_share`, the part of a step spent in looking for
@@ -32,7 +32,7 @@ STEPS, WARM_UP = 10, 2
 
 @contextmanager
 def unwatched(session: Any, sync: Any):
-    """Without the watch's thread, and without a look at who is slow."""
+    """Without the watch's thread, and without a look for slow ranks."""
     watch, stragglers = session._watch, sync._parts.stragglers
     comm, stragglers._comm = stragglers._comm, None
     watch.stop()

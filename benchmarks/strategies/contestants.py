@@ -1,4 +1,4 @@
-"""Who takes part: every strategy of the registry, and "none", a loop that talks to nobody.
+"""Contestants: every strategy of the registry, and "none", a loop without communication.
 
 All train the same small GPT with AdamW, one leaf per rank and step, without clipping.
 """
@@ -24,16 +24,16 @@ ALONE = "none"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What is measured."""
+    """Settings of the measurement."""
 
     width: int
-    """Of the model; heads have 64."""
+    """Width of the model; heads have 64."""
     depth: int
     """Layers."""
     sequences: int
-    """Of a leaf."""
+    """Sequences of a leaf."""
     tokens: int
-    """Of a sequence."""
+    """Tokens of a sequence."""
     rounds: int
     """In each, every contestant has one turn; one more round before them is not recorded."""
     steps: int

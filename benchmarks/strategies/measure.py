@@ -33,7 +33,7 @@ temporaries go, seconds."""
 
 @dataclass(slots=True)
 class Samples:
-    """Of one contestant on this rank."""
+    """Samples of one contestant on this rank."""
 
     step_s: list[list[float]] = field(default_factory=list)
     """Per round and step, seconds."""
@@ -134,7 +134,7 @@ def _bytes_now() -> int:
     for found in gc.get_objects():
         # By type: `isinstance` would ask some of torch's deprecated objects for their class.
         if issubclass(type(found), torch.Tensor) and not issubclass(type(found), DTensor):
-            # A gradient may be known to C++ alone until somebody asks for it.
+            # A gradient may be known to C++ alone until it is asked for.
             for tensor in (found, found.grad if found.is_leaf else None):
                 if tensor is not None and not isinstance(tensor, DTensor):
                     storage = tensor.untyped_storage()

@@ -58,7 +58,7 @@ def launch(argv: list[str], world_size: int) -> int:
 
 
 def command(arguments: argparse.Namespace, world_size: int) -> str:
-    """What to type for the same measurement; --out left out, since it names a folder."""
+    """The command for the same measurement; --out left out, since it names a folder."""
     words = ["python benchmarks/strategies/run.py", f"--world-size {world_size}"]
     for name in NUMBERS:
         words.append(f"--{_flag(name)} {getattr(arguments, name)}")

@@ -38,5 +38,5 @@ class CountedCommunicator(RecordingCommunicator):
 
     @property
     def surplus(self) -> int:
-        """What to take off `operations_issued` so that a batch of messages counts as one."""
+        """The number to take off `operations_issued` so that a batch of messages counts as one."""
         return self.posted - self.operations["exchange"]

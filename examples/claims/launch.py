@@ -1,4 +1,4 @@
-"""What torch needs before ranks can meet, and what the wheel brings.
+"""Variables that torch needs before ranks can meet, and the backends of its wheel.
 
 WORLD_SIZE=4 RANK=0 LOCAL_RANK=0 python examples/claims/launch.py
 """

@@ -1,4 +1,4 @@
-"""What torch's DDP keeps equal on two ranks, and what it leaves alone.
+"""State that torch's DDP keeps equal on two ranks, and state that it leaves alone.
 
 torchrun --nproc-per-node 2 examples/claims/replicas.py
 """

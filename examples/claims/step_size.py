@@ -1,4 +1,4 @@
-"""How far a step goes: one large batch in place of small ones, a loss that nobody divided.
+"""How far a step goes: one large batch in place of small ones, a loss that is not divided.
 
 python examples/claims/step_size.py
 """

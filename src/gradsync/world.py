@@ -74,7 +74,7 @@ class World:
 
     @classmethod
     def from_process_group(cls) -> World:
-        """The world of torch's default process group, whoever made it; one rank without one.
+        """The world of torch's default process group, however made; one rank without one.
 
         All ranks call it at the same point: they tell each other their host names.
         """

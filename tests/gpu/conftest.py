@@ -1,4 +1,4 @@
-"""Tests on CUDA are not asked what they leave behind: NCCL's socket, the compiler's threads and its
+"""Set-up of tests on CUDA, without the leak check: NCCL's socket, the compiler's threads and its
 variables stay until the process ends."""
 
 from __future__ import annotations

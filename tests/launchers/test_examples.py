@@ -1,4 +1,4 @@
-"""Every example runs as its docstring says, and keeps its word."""
+"""Every example runs as its docstring says, with the results it promises."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_twelve_lines_give_the_same_weights_on_one_rank_and_under_torchrun() -> 
 
 
 def printed_on_two_ranks(name: str) -> str:
-    """What rank 0 printed; the other one is silent."""
+    """Output of rank 0; rank 1 must print nothing."""
     first, second = run_forked([EXAMPLES / name], torch_ranks(2))
     assert second.ok().stdout == ""
     return first.ok().stdout

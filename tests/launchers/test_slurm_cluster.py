@@ -75,7 +75,7 @@ def test_uneven_steps(
 
 
 def test_a_batch_shell_has_a_rank_but_no_step(slurm: SlurmCluster, dump: Dumper) -> None:
-    """One process sees `SLURM_NTASKS=2` and rank 0: only the missing step id tells the truth."""
+    """One process sees `SLURM_NTASKS=2` and rank 0: only the missing step id shows it."""
     script = BATCH + " ".join(dump.argv)
     (env,) = dump.environments(slurm.sbatch_script(script, extra_env=dump.extra_env))
     assert env["SLURM_PROCID"] == "0"

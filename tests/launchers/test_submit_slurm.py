@@ -105,7 +105,7 @@ class Submitter:
         self.wait_for(reached)
 
     def start_now(self, job: str) -> None:
-        """What waits two minutes after a requeue need not wait so long in a test.
+        """Start a requeued job now, which Slurm would hold for two minutes.
 
         Slurm tells the turns of a job apart by the second: a turn that begins in the second in
         which the last one ended is refused, its credential counts as revoked.

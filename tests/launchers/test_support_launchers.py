@@ -74,7 +74,7 @@ def test_a_descendant_left_behind_fails_and_is_ended(monkeypatch: pytest.MonkeyP
 def test_an_interrupted_wait_shows_the_stacks_and_ends_the_command(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """What a test's own timeout does: it raises in the middle of the wait."""
+    """An exception in the middle of the wait, as a test's own timeout raises it."""
 
     def interrupt(number: int, frame: object) -> None:
         raise TimeoutError("interrupted")

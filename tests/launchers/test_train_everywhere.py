@@ -130,7 +130,7 @@ def test_an_output_directory_that_cannot_be_is_named(data: Path, tmp_path: Path)
 
 
 def alone(rank: int, world_size: int, port: int, out: Path, data: Path) -> str:
-    """What one rank complains of whose peers do not come as they should."""
+    """Standard error of one rank that fails since its peers do not come as they should."""
     config = small_config(out, data, rendezvous_timeout_s=1.5)
     variables = rank_variables(rank, world_size, port)
     (done,) = run_forked([*MODULE, *train_arguments(config)], [variables])
@@ -160,7 +160,7 @@ def test_a_server_that_is_no_store_is_named(data: Path, tmp_path: Path) -> None:
 
 
 def doctors(slurm: SlurmCluster, command: str) -> list[dict[str, Any]]:
-    """What each process sees that `command` starts in the shell of a batch job for four tasks."""
+    """The doctor's report of each process that `command` starts in a batch job for four tasks."""
     script = f"#!/bin/bash\n{command} {sys.executable} -m gradsync doctor --launcher --json\n"
     done = slurm.sbatch_script(script, flags=["--ntasks=4", "--nodes=2"]).ok()
     return [json.loads(line) for line in done.stdout.splitlines()]

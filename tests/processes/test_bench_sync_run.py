@@ -54,7 +54,7 @@ def _measured(rank: int, world_size: int, store_path: str) -> dict[str, Any]:
     assert found["environment"] == {"told": 0}  # before the first piece of work
     assert told[0] == "checking none"
     assert said[1:] == [CHECKED]  # first, how long all of it takes
-    assert told[-2:] == ["measuring none", ""]  # the second round ends with whom the first began
+    assert told[-2:] == ["measuring none", ""]  # the second round ends as the first began
     return found["contestants"]
 
 
@@ -172,7 +172,7 @@ def test_peak_memory_sees_what_has_gone_again(pool: Any) -> None:
 
 
 def test_computing_ends_with_the_last_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What backward waits for after that is communication."""
+    """Time in backward after the last gradient counts as communication."""
     monkeypatch.setattr("gradsync.bench.meter.time.perf_counter", lambda: float(next(ticks)))
     ticks = iter([10, 13, 16, 20])
     parameter = torch.nn.Parameter(torch.ones(1))

@@ -62,7 +62,7 @@ def test_one_round_on_two_ranks(
     assert operations["none"] == 0
     assert operations["naive"] == NUM_PARAMETERS + 1
     assert operations["bucketed"] == operations["ddp"] == 2  # one bucket and the small message
-    # Two per bucket, who has which leaves, the small message.
+    # Two per bucket, the shares of leaves, the small message.
     assert operations["invariant"] == operations["zero1"] == 4
 
 

@@ -14,7 +14,7 @@ RUNS = [run for show in claims.load()["show"] for run in show["run"] if "skip" n
 
 
 def printed(command: str) -> str:
-    """What a command of the page prints; torchrun's ranks are forked, and rank 0 speaks."""
+    """Output of a command of the page; torchrun's ranks are forked, and rank 0's counts."""
     words = shlex.split(command)
     variables: list[dict[str, str]] = [{}]
     while "=" in words[0]:

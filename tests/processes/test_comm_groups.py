@@ -110,7 +110,7 @@ def test_arbitrary_groups(pool: Any) -> None:
 
 
 def _keep_after_the_end(rank: int, world_size: int, store_path: str, rounds: int) -> bool:
-    """Whoever keeps the groups past the session keeps nothing alive but the object itself."""
+    """Groups that are kept past the session keep nothing alive but the object itself."""
     kept = []
     for i in range(rounds):
         with open_session(rank, world_size, f"{store_path}{i}") as world:

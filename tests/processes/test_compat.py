@@ -199,7 +199,7 @@ def double(batch: list[int]) -> Tensor:
 
 
 def test_options_of_torch_are_taken_or_named(caplog: pytest.LogCaptureFixture) -> None:
-    """Those that mean nothing here are said in a debug line; others name what there is."""
+    """An option without meaning here gets a debug line; a sampler is refused."""
     with caplog.at_level(logging.DEBUG, "gradsync"), DDPManager() as manager:
         batches = manager.get_dataloader(
             Numbers(4), 2, shuffle=False, pin_memory=True, drop_last=True, sampler=None
@@ -265,7 +265,7 @@ def test_options_of_ddp_that_would_change_results_are_refused(
     ],
 )
 def test_options_are_refused_on_any_number_of_ranks(options: dict[str, Any], words: str) -> None:
-    """Here on one, where torch's DDP is not even made."""
+    """On one rank, where torch's DDP is not even made."""
     with DDPManager() as manager, pytest.raises(ConfigError, match=words):
         manager.wrap_model(nn.Linear(1, 1), **options)
 
@@ -486,7 +486,7 @@ def with_a_group_of_ones_own(rank: int, world_size: int, store_path: str) -> boo
         "gloo", init_method=f"file://{store_path}", rank=rank, world_size=world_size
     )
     main = is_main_process()
-    dist.barrier()  # who leaves first would close a connection that the other one is still making
+    dist.barrier()  # the first to leave would close a connection that the other one is still making
     dist.destroy_process_group()
     return main
 

@@ -66,7 +66,7 @@ def _check_weights(oracle: dict[str, Tensor], results: list[Any], *, rtol: float
 
 
 class Classifier(nn.Module):
-    """Tied weights, a frozen layer, and a branch that nobody uses."""
+    """Tied weights, a frozen layer, and an unused branch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ def _linear(**given: int) -> NaiveDDPTrainer:
 
 
 def _fails(rank: int, world_size: int, store_path: str) -> tuple[str, str]:
-    """What wrong numbers are told, and what the rank hears that goes on alone."""
+    """Messages of the errors: for a wrong rank, and on the rank whose peer has left."""
     with open_session(rank, world_size, store_path):
         with pytest.raises(ConfigError) as caught:
             _linear(rank=1 - rank, world_size=world_size)

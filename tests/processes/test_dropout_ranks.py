@@ -1,4 +1,4 @@
-"""A script of one's own whose model has dropout: the same weights on any number of ranks."""
+"""A user's own script whose model has dropout: the same weights on any number of ranks."""
 
 from __future__ import annotations
 

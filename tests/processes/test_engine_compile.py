@@ -1,4 +1,4 @@
-"""Under torch.compile: hooks fire, sums are right, and a loop of one's own works."""
+"""Under torch.compile: hooks fire, sums are right, and a user's own loop works."""
 
 from __future__ import annotations
 

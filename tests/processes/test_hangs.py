@@ -93,7 +93,7 @@ def ranks(folder: Path, kind: str, sync: str = "invariant") -> Iterator[list[For
 
 
 def stacks(folder: Path, *ranks: int) -> list[str]:
-    """What was written down of each of these ranks, and of no other."""
+    """Text of each of these ranks' stack files; no other rank may have one."""
     texts = {path.name: path for path in (folder / "stacks").glob("*.txt")}
     assert sorted(texts) == [f"rank-{rank}.txt" for rank in ranks]
     assert {path.stat().st_mode & 0o777 for path in texts.values()} == {0o600}

@@ -44,7 +44,7 @@ def _require(package: str) -> None:
 
 @contextmanager
 def _environment(rank: int, world_size: int) -> Iterator[None]:
-    """What torchrun sets; some of these libraries write more, and do not clean up."""
+    """The variables that torchrun sets; some of these libraries write more, and do not clean up."""
     before = dict(os.environ)
     os.environ |= {
         "RANK": str(rank),
@@ -176,7 +176,7 @@ WRAPPERS = {
 
 
 def _refusals(rank: int, world_size: int, store_path: str, name: str) -> list[str]:
-    """What is said when the wrapper is replicated, and when the model in it is, before or after."""
+    """Errors when the wrapper is replicated, and when the model in it is, before or after."""
     said = []
     with open_session(rank, world_size, store_path), _environment(rank, world_size):
         for given in ["wrapper"] if name in ("composable", "fsdp") else ["wrapper", "in", "before"]:
@@ -186,7 +186,7 @@ def _refusals(rank: int, world_size: int, store_path: str, name: str) -> list[st
             try:
                 sync = sync or replicate(wrapped if given == "wrapper" else model)
                 with torch.no_grad():
-                    wrapped(torch.ones(1, 3))  # evaluation through the wrapper harms nobody
+                    wrapped(torch.ones(1, 3))  # evaluation through the wrapper is allowed
                 wrapped(torch.ones(1, 3))
             except ConfigError as error:
                 said.append(str(error))
@@ -219,7 +219,7 @@ def test_data_parallel_is_named(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def _printed(name: str, world_size: int, *arguments: object) -> str:
-    """What rank 0 of an example prints under variables as torchrun sets them."""
+    """Output of rank 0 of an example under variables as torchrun sets them."""
     ranks = [
         each | {"LOCAL_RANK": each["RANK"], "LOCAL_WORLD_SIZE": each["WORLD_SIZE"]}
         for each in torch_ranks(world_size)

@@ -164,7 +164,7 @@ while world.rank == 0 and not here.exists():  # it serves the store, which rank 
 
 
 def test_a_session_that_nothing_closes_leaves_no_thread_to_pythons_end(tmp_path: Path) -> None:
-    """As after Ctrl-C at the door of `__exit__`: such a thread aborts the process now and then."""
+    """As after Ctrl-C at the start of `__exit__`: such a thread aborts the process now and then."""
     script = tmp_path / "script.py"
     script.write_text(UNCLOSED)
     for rank in run_forked([script, tmp_path], torch_ranks(2)):

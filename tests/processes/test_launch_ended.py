@@ -1,4 +1,4 @@
-"""What the local launcher tells of an end, beyond its exit code."""
+"""The local launcher's report of an end, beyond its exit code."""
 
 from __future__ import annotations
 

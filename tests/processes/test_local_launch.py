@@ -67,7 +67,7 @@ def rank_module(tmp_path, monkeypatch):
 
 
 def launch(out, *argv, nproc=2, **options):
-    """The exit code of a launch in this very process, with the leak police watching."""
+    """The exit code of a launch in this process, to which the leak check applies."""
     options = {"log_dir": None} | options
     return launch_local([str(out), *argv], nproc, module="rank_module", **options)
 
@@ -310,7 +310,7 @@ def test_counts_that_make_no_sense(options):
 def test_after_a_failure_no_rank_keeps_the_launcher(
     tmp_path, rank_module, monkeypatch, other, seconds
 ):
-    """A stopped rank has no last words, and is woken to end; one that saves may finish; one that
+    """A stopped rank prints no message, and is woken to end; one that saves may finish; one that
     ignores it is killed."""
     last_words_s = 30.0 if other == "stops" else 0.3
     monkeypatch.setattr("gradsync.launch.agent.LAST_WORDS_S", last_words_s)

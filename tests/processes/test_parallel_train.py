@@ -41,7 +41,7 @@ ROUNDING = 1e-6
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to."""
+    """Results of a run."""
 
     losses: dict[int, float]
     val_loss: float

@@ -85,7 +85,7 @@ def _train(
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("prime", [False, True])
 def test_it_is_ddp_until_it_starts(pool: Any, prime: bool, world_size: int) -> None:
-    """And no step longer: the priming step does not count. Replicas are equal all the way."""
+    """Not one step longer: the priming step does not count. Replicas are equal all the way."""
     options = {"start_powerSGD_iter": START}
     plain = pool.run(_train, world_size, None, 6, 0.1, prime)
     compressed = pool.run(_train, world_size, options, 6, 0.1, prime)

@@ -139,7 +139,7 @@ def test_two_sessions_one_after_the_other(pool: Any) -> None:
 
 
 def backends(rank: int, world_size: int, store_path: str) -> list[str]:
-    """What several backends, one session each, end in: a sum, or why not."""
+    """Results of several backends, one session each: a sum, or the error."""
     said = []
     for name in ("foo", "mpi", "cpu:gloo"):
         try:
@@ -175,7 +175,7 @@ def with_a_group_of_ones_own(rank: int, world_size: int, store_path: str) -> str
     dist.init_process_group(
         "gloo", init_method=f"file://{store_path}", rank=rank, world_size=world_size
     )
-    dist.barrier()  # who leaves first would close a connection that the other one is still making
+    dist.barrier()  # the first to leave would close a connection that the other one is still making
     try:
         with pytest.raises(RunError) as caught:
             open_session(rank, world_size, store_path).open()
@@ -226,7 +226,7 @@ def stumble(rank: int, number: int, kind: type[Exception]) -> None:
 def some_fail(
     rank: int, world_size: int, store_path: str, who: tuple[int, ...], kind: type[Exception]
 ) -> dict[str, Any]:
-    """What each rank raises when `who` fail while the others communicate, or are done (rank 0)."""
+    """The error of each rank when `who` fail while the others communicate, or are done (rank 0)."""
     before, started = dict(os.environ), time.monotonic()
     seen: dict[str, Any] = {}
     try:
@@ -258,9 +258,9 @@ def test_the_others_raise_that_ranks_failure(pool: Any, kind: type[Exception]) -
         assert "in stumble" in seen["traceback"]
         assert seen["traceback"].rstrip() in seen["message"]
         assert seen["rank"] == 1
-        assert seen["context"]  # the broken connection is only an echo
+        assert seen["context"]  # the broken connection is only a consequence
         assert seen["undone"]
-        assert seen["took_s"] < 8  # not the whole farewell, for the one that was done
+        assert seen["took_s"] < 8  # less than the wait at the end, on the rank that was done
 
 
 def test_each_raises_its_own_when_all_fail(pool: Any) -> None:

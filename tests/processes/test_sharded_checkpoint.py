@@ -36,7 +36,7 @@ ROUNDING = 1e-5
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to."""
+    """Results of a run."""
 
     losses: dict[int, float]
     weights_sha256: str
@@ -91,7 +91,7 @@ def parts_in(out: Path, step: int) -> dict[str, Any]:
 
 
 def train_in_shares(rank: int, world_size: int, store_path: str, run: TrainConfig) -> RankResult:
-    """A run in which nobody may bring the optimizer's state together."""
+    """A run in which no rank may bring the optimizer's state together."""
     never = mock.Mock(side_effect=AssertionError("state was brought together"))
     with (
         mock.patch.object(ShardedOptimizer, "gather_into", never),

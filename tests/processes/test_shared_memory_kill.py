@@ -20,6 +20,6 @@ def test_twenty_moments() -> None:
             by_flags = f"rank {trial['victim']} " in message and "has ended" in message
             by_gloo = "onnection" in message  # while ranks still met by messages
             assert by_flags or by_gloo, trial
-    # Most of them die while memory is all that connects them.
+    # Most of them are killed while memory is all that connects them.
     named = [t for t in trials if any("has ended" in m for m in t["said"].values())]
     assert len(named) >= 8

@@ -199,7 +199,7 @@ def test_training_equals_gloos(pool: Any) -> None:
 
 
 def _around(rank: int, world_size: int, store_path: str) -> dict[str, Any]:
-    """What programs do besides: groups of some ranks, objects, messages, a second life."""
+    """Other uses in programs: groups of some ranks, objects, messages, a second default group."""
     before = len(os.listdir("/proc/self/fd"))
     found: dict[str, Any] = {}
     for life in range(2):

@@ -10,7 +10,7 @@ from pathlib import Path
 from support.fork_server import Forked, run_forked, torch_ranks
 from support.launchers import clean_environment
 
-# Rank 0 knocks at its own store as any process of this machine could.
+# Rank 0 connects to its own store as any process of this machine could.
 ATTACKED = r"""
 import json, os, sys, time
 import torch, torch.distributed as dist

@@ -118,7 +118,7 @@ def test_a_hang_shows_the_stacks(pool: ProcessPool) -> None:
 def test_an_interrupted_wait_shows_the_stacks(
     pool: ProcessPool, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """What a test's own timeout does: it raises in the middle of the wait."""
+    """An exception in the middle of the wait, as a test's own timeout raises it."""
 
     def interrupt(number: int, frame: object) -> None:
         raise TimeoutError("interrupted")

@@ -36,7 +36,7 @@ def _train(rank: int, world_size: int, store_path: str, name: str) -> list[dict[
 
 
 # DDP with find_unused_parameters marks a branch that some rank did not use as ready with zeros,
-# and leaves zeros, not None, where nobody used it: AdamW's weight decay then applies.
+# and leaves zeros, not None, where no rank used it: AdamW's weight decay then applies.
 @pytest.mark.parametrize(
     ("name", "world_size"),
     [*((name, 2) for name in STRATEGIES), *((name, 3) for name in ON_PROCESSES_ONLY)],
@@ -101,7 +101,7 @@ def test_misuse_of_ddp_is_named(pool: Any) -> None:
 
 
 def _unlike(rank: int, world_size: int, store_path: str, name: str) -> list[str]:
-    """What is said of another learning rate, of a plain backward, of weights changed on rank 0."""
+    """Errors for another learning rate, for a plain backward, for weights changed on rank 0."""
     said = []
     with open_session(rank, world_size, store_path) as world:
         model = nn.Linear(2, 2)

@@ -136,7 +136,7 @@ def test_one_ranks_exception_ends_all_with_that_traceback(
     for other in (0, 2):
         assert "rank 1 on" in results[other].error
         assert "_fail" in results[other].error  # the traceback of rank 1
-    # What was saved before is there, and the run goes on from it.
+    # The checkpoint from before is there, and the run goes on from it.
     resumed = pool.run(train_rank, 3, config)
     assert resumed[0].exit_code == 0
     assert "step-00000002" in resumed[0].printed

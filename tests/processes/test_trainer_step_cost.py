@@ -1,4 +1,4 @@
-"""What makes the trainer's step cheaper changes nothing that it computes."""
+"""Measures that make the trainer's step cheaper change nothing that it computes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.small_run import make_data, small_config
 
 
 def trained(out: Path, data: Path, **changes: Any) -> tuple[str, dict[str, Any]]:
-    """What a run printed, and its summary."""
+    """Output of a run, and its summary."""
     config = small_config(out, data, steps=3, **changes)
     (finished,) = run_forked(["-m", "gradsync", *train_arguments(config)])
     return finished.ok().stdout, json.loads((out / "summary.json").read_text())

@@ -24,7 +24,7 @@ WINNERS = ["invariant:collective=backend", "invariant:collective=backend,bucket_
 
 
 def _stages(rank: int, world_size: int, store_path: str) -> tuple[dict[str, Any], list[str]]:
-    """With a decision made beforehand: who really is fastest is not for a test to say."""
+    """Stages whose decisions are made beforehand: measured times do not count."""
     wanted = iter(WINNERS)
 
     def decide(*samples: Any, name: str) -> StageOutcome:
@@ -42,7 +42,7 @@ def _stages(rank: int, world_size: int, store_path: str) -> tuple[dict[str, Any]
     )
 
     def check(contestant: Contestant, *_: Any) -> Checked:
-        """What `bench sync` does to each one, without its dozen of steps."""
+        """Stand-in for the check of `bench sync`, without its dozen of steps."""
         sent = 1e6 if contestant.options else 100.0
         return Checked(
             losses=[1.0], operations=1.0, sent_bytes=sent, memory_bytes=None, comm_s=None

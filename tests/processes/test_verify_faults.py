@@ -42,7 +42,7 @@ def _verify(
                 promise = replace(promise, kind="bitwise", same_bits=True)
             with (
                 mock.patch("gradsync.verify.cell.promise_of", lambda _, promise=promise: promise),
-                # What the step itself refuses, verify must find when the step does not.
+                # Verify must find a fault also where the step itself would refuse it.
                 mock.patch.object(ReplicaWatch, "refuse_unlike"),
             ):
                 results.append(asdict(run_cell(cell, setting)[0]))
@@ -50,14 +50,14 @@ def _verify(
 
 
 def _checkpoint(cell: Cell, comm: Communicator, folder: Path) -> State:
-    """Of a right run, after its first step."""
+    """Checkpoint of a right run, after its first step."""
     _, trace = run_cell(cell, Setting(settings=SETTINGS, comm=comm))
     if comm.rank == 0:
         save(folder, cell.strategy, trace, 1)
     return read(folder, comm)
 
 
-# What is planted, in which strategy, model and number of ranks; the cause, and words to be said.
+# Fault, strategy, model, number of ranks; the cause, and words of the finding.
 FAULTS = [
     ("one_parameter_not_reduced", "naive", "mlp", 2, "unsynchronised parameter", "'head.weight'"),
     ("one_parameter_not_reduced", "naive", "mlp", 3, "unsynchronised parameter", "keeps its own"),

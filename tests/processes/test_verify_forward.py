@@ -39,7 +39,7 @@ def minus_the_running_mean(net: Any, x: Tensor) -> Tensor:
     return x - net.seen
 
 
-# What is done to inputs, by which the loss is multiplied, and what is said: cause, what, why.
+# Change of the inputs, factor of the loss, and the finding: cause, what, why.
 FORWARD = "the forward is not reproducible"
 FINITE = "not finite on one rank either"
 CASES: dict[str, tuple[Callable[[Any, Tensor], Tensor], float, tuple[str, str, str]]] = {

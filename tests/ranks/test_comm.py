@@ -140,7 +140,7 @@ def test_messages_meet_in_order_however_they_are_batched() -> None:
 
 
 def test_nothing_to_say_and_nobody_to_say_it_to() -> None:
-    """Empty batches and empty tensors; a rank that stays away; a message to oneself."""
+    """Empty batches and empty tensors; a rank that stays away; a message to itself."""
 
     def work(rank: int, group: dist.ProcessGroup) -> float:
         comm = ProcessGroupCommunicator(group)
@@ -161,7 +161,7 @@ def test_nothing_to_say_and_nobody_to_say_it_to() -> None:
 
 
 def test_beside_collectives_of_another_thread() -> None:
-    """What the engine does: messages in the background, collectives in front, one group."""
+    """The engine's use: messages in the background, collectives in front, one group."""
     rounds = 100
 
     def work(rank: int, group: dist.ProcessGroup) -> Any:

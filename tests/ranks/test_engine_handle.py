@@ -71,7 +71,7 @@ def test_unused_parameters_are_named_once(name: str, caplog: pytest.LogCaptureFi
 
 @pytest.mark.parametrize("name", ENGINE)
 def test_nothing_is_said_of_what_nobody_uses(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Nor of a rank that has no leaf: there it is not the model's doing."""
+    """Also nothing of a rank that has no leaf: there it is not the model's doing."""
     caplog.set_level(logging.WARNING, logger="gradsync")
 
     def work(sync: GradientSync, optimizer: Any) -> bool:
@@ -89,7 +89,7 @@ def test_nothing_is_said_of_what_nobody_uses(name: str, caplog: pytest.LogCaptur
 
 @pytest.mark.parametrize("name", ENGINE)
 def test_a_stale_sum_does_not_come_back(name: str) -> None:
-    """Used by all in step 1, by rank 1 only in step 2, by nobody in step 3."""
+    """Used by all ranks in step 1, by rank 1 only in step 2, by none in step 3."""
 
     def work(sync: GradientSync, optimizer: Any) -> list[Tensor | None]:
         seen: list[Tensor | None] = []
@@ -285,7 +285,7 @@ def test_frozen_parts_are_left_alone(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name, s in STRATEGIES.items() if not s.needs_group])
 def test_an_error_on_one_rank_reaches_the_others(name: str) -> None:
-    """Rank 1 dies between two leaves, with buckets under way; nobody hangs."""
+    """Rank 1 fails between two leaves, with buckets under way; no rank hangs."""
 
     def work(rank: int, group: dist.ProcessGroup) -> None:
         model = nn.Linear(6, 6)

@@ -236,7 +236,7 @@ def test_is_what_the_definition_says(name: str, num_leaves: int) -> None:
 def _wrong_leaves(
     world_size: int, shares: list[list[int]], *, last: bool = True
 ) -> list[BaseException | None]:
-    """What each rank's step raises when ranks say that they have these leaves."""
+    """The error of each rank's step when ranks say that they have these leaves."""
 
     def work(rank: int, group: dist.ProcessGroup) -> BaseException | None:
         model = nn.Linear(2, 2)
@@ -274,7 +274,7 @@ def _wrong_leaves(
 def test_leaves_that_do_not_follow_each_other(
     shares: list[list[int]], message: str, last: bool
 ) -> None:
-    """The error is found on a thread, and reaches `step` on every rank: nobody waits."""
+    """The error is found on a thread, and reaches `step` on every rank: none waits."""
     for error in _wrong_leaves(3, shares, last=last):
         assert isinstance(error, RunError)
         with pytest.raises(RunError, match=message):

@@ -256,7 +256,7 @@ def test_parameters_that_change_groups_take_the_other_ones_options() -> None:
 
 
 def test_betas_that_change_at_every_step_cost_nothing() -> None:
-    """What the optimizer keeps is found out by trial steps; only a zero can change it."""
+    """Trial steps find out what the optimizer keeps; only a zero can change it."""
 
     def work(rank: int, group: dist.ProcessGroup) -> None:
         model = Net()
@@ -440,7 +440,7 @@ def test_models_over_one_group_share_a_communicator_which_ends_with_the_last() -
 
 @pytest.mark.parametrize("sync", ["bucketed", "zero1"])
 def test_too_little_memory_for_buckets_leaves_messages(sync: str) -> None:
-    """And nothing of the first attempt, whose hooks were on the parameters already."""
+    """Nothing is left of the first attempt, whose hooks were on the parameters already."""
 
     def full(*_: Any) -> Tensor:
         raise SharedMemoryError("no shared memory: full")

@@ -1,4 +1,4 @@
-"""Weights that are updated beside the next forward: whoever reads them finds them whole.
+"""Weights that are updated beside the next forward: every read finds them whole.
 
 Between the steps of two ranks rank 0 alone reads a weight in one of many ways; the other goes on.
 """
@@ -221,7 +221,7 @@ WAYS: dict[str, Callable[[Trained], Tensor]] = {
 
 
 def read_after_two_steps(way: str, *, sync: str, late: bool) -> Tensor:
-    """What rank 0 reads; all ranks must end with the same weights after one more step."""
+    """The tensor read by rank 0; all ranks must end with the same weights after one more step."""
 
     def work(rank: int, group: dist.ProcessGroup) -> tuple[Tensor | None, list[Tensor]]:
         trained, read = Trained(group, sync=sync, overlap_publish=late), None

@@ -32,7 +32,7 @@ LENGTHS = torch.full((B,), 6), torch.full((B,), 2)
 
 
 def alarm(loss: Tensor, caplog: pytest.LogCaptureFixture, weight: float = B, **named: Any) -> str:
-    """What is said of `loss`."""
+    """The warning about `loss`, "" for none."""
     caplog.clear()
     caplog.set_level(logging.WARNING, logger="gradsync")
     MeanCheck(said=True)(loss, weight, None, **{"reduction": None} | named)
@@ -293,7 +293,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("scaled", [False, True])
 def test_a_leaf_of_nothing_counts_for_nothing(name: str, scaled: bool) -> None:
-    """Whatever is inside the model, in bf16 autocast; beside one that counts."""
+    """Any layers inside the model, in bf16 autocast; beside one that counts."""
     model = MODELS[name]()
     sync = replicate(model, comm=SingleCommunicator())
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if scaled else None

@@ -167,7 +167,7 @@ def test_parameters_outside_of_the_model_are_named(name: str, own: bool) -> None
     else:
         sync.backward(model(X).sum(), weight=4)
         sync.step(apart[0])
-    apart[1].step()  # nobody's but the program's
+    apart[1].step()  # the program's alone
     sync.close()
 
 
@@ -491,7 +491,7 @@ def test_a_rank_whose_forward_failed_discards(name: str, own: bool) -> None:
 
 
 def test_sync_batch_norm_meets_once_a_backward_under_no_sync() -> None:
-    """And so ranks may use different parameters."""
+    """Ranks may therefore use different parameters."""
 
     class Net(nn.Module):
         def __init__(self) -> None:

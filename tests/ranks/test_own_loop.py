@@ -1,4 +1,4 @@
-"""Loops of one's own, `loss.backward()` and `optimizer.step()`, on ranks that start differently."""
+"""Users' own loops, `loss.backward()` and `optimizer.step()`, on ranks that start differently."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def gradients(model: nn.Module) -> Gradients:
 
 
 def mean_gradients(*turns: int, users: tuple[int, ...] = (0, 1, 2)) -> Gradients:
-    """What DDP defines: the sum over `turns`, averaged over all ranks; others bring zeros."""
+    """DDP's gradients: the sum over `turns`, averaged over all ranks; others bring zeros."""
     model = start()
     for rank in users:
         for turn in turns:
@@ -238,7 +238,7 @@ def test_gradients_are_the_mean(name: str, loop: str) -> None:
 @every_strategy
 @pytest.mark.parametrize("overlap", [True, False])
 def test_no_sync_adds_up(name: str, overlap: bool) -> None:
-    """And `.grad` can be looked at and changed meanwhile, as with DDP."""
+    """`.grad` can be looked at and changed meanwhile, as with DDP."""
     options = {} if name == "naive" else {"overlap": overlap, "bucket_mb": 1e-9}
 
     def loop(rank: int, sync: GradientSync, optimizer: Any) -> Gradients:
@@ -331,7 +331,7 @@ def test_gradients_put_there_by_hand_are_averaged(name: str) -> None:
 
 @every_strategy
 def test_nothing_travels_twice(name: str) -> None:
-    """Nor under `no_sync`; nor by `finish`, clipping or the step after a backward."""
+    """Nothing is sent under `no_sync`, nor by `finish` or the step after a backward."""
 
     def work(rank: int, group: dist.ProcessGroup) -> list[int]:
         comm = RecordingCommunicator(ProcessGroupCommunicator(group))
@@ -450,7 +450,7 @@ def calls_backward_in_a_closure(rank: int, sync: GradientSync, _: Any) -> None:
         optimizer.zero_grad()
         loss = loss_of(sync.model, rank)
         loss.backward()
-        total = loss.detach().clone()  # its line of thought needs the global loss, too
+        total = loss.detach().clone()  # it needs the global loss, too
         sync.comm.all_reduce(total).wait()
         return total / WORLD_SIZE
 
@@ -801,7 +801,7 @@ def test_a_strategy_that_cannot_is_refused_before_ranks_drift(name: str) -> None
         with pytest.raises(ConfigError, match=r"sync.step\(optimizer\) needs sync.backward"):
             sync.step(optimizer)  # which would update nothing, for want of a weight
         sync.close()
-        optimizer.step()  # nobody's any more
+        optimizer.step()  # plain torch again
         return str(caught.value)
 
     for message in run_thread_ranks(work, 2):

@@ -37,7 +37,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 
 @dataclass(frozen=True)
 class Shares:
-    """Who has which leaf: rank r has leaves r, r + W, …, of which some are all padding."""
+    """Shares of leaves: rank r has leaves r, r + W, …, of which some are all padding."""
 
     num_leaves: int
     padding: tuple[int, ...] = ()
@@ -85,7 +85,7 @@ def leaf_loss(model: nn.Module, step: int, index: int, shares: Shares) -> Tensor
 
 
 def handle(kind: str, comm: Communicator, wire: Any = None, **options: Any) -> GradientSync:
-    """Of a new model; `wire` is what the strategy alone communicates by."""
+    """Handle of a new model; `wire` is what the strategy alone communicates by."""
     model, (shards, options_of) = small_model(), KINDS[kind]
     replicas = shards(model, wire or comm, options_of(**options))
     return GradientSync(model, comm, AloneReducer(model, comm, replicas))
@@ -94,7 +94,7 @@ def handle(kind: str, comm: Communicator, wire: Any = None, **options: Any) -> G
 def train(
     sync: GradientSync, optimizer: Optimizers, steps: Sequence[int], shares: Shares
 ) -> list[StepResult]:
-    """What a user's loop does, on one rank."""
+    """A user's loop, on one rank."""
     results = []
     for step in steps:
         for index in shares.of(sync.comm.rank, sync.comm.world_size):
@@ -285,7 +285,7 @@ def test_buffers_are_averaged_and_counters_are_rank_0s() -> None:
         assert model.running.tolist() == [1.5] * 3
         assert torch.equal(model.coarse, coarse.bfloat16())
         assert int(model.count) == 10
-        # Nobody changed it: its bits stay (the mean of three equal numbers is another one in 17 %).
+        # No rank did: its bits stay (the mean of three equal numbers is another one in 17 %).
         assert torch.equal(model.table, torch.linspace(0, 1, 40))
 
 
@@ -398,7 +398,7 @@ def test_a_checkpoint_gives_rank_0s_memory_to_all() -> None:
 
 def test_outer_momentum_by_name() -> None:
     sync = handle("diloco", SingleCommunicator(), inner_steps=1)
-    assert sync.state_tensors() == {}  # nobody has met yet
+    assert sync.state_tensors() == {}  # no meeting yet
     train(sync, sgd(sync.model), [0], UNEVEN)
     saved = sync.state_tensors()
     names = ("0.weight", "2.weight", "2.bias")  # the frozen one has none

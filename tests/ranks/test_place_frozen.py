@@ -226,7 +226,7 @@ def test_two_replicas_beside_a_second_model_on_the_third_device() -> None:
 
 
 def test_devices_that_do_not_meet_are_noticed() -> None:
-    """What the tests above rely on."""
+    """The tests above rely on this error."""
     with CpuDevices():
         there = torch.ones(2, 2, requires_grad=True).to("cpu:1")
         assert str(there.device) == "cpu:1"

@@ -19,7 +19,7 @@ from support.thread_ranks import run_thread_ranks
 
 
 def refusals(calls: list[Callable[[Any], Any]], *, shared: bool = False) -> list[str]:
-    """What each rank is told whose `call(comm)` differs from the others'."""
+    """The error of each rank when every one makes another of the `calls`."""
 
     def work(rank: int, group: dist.ProcessGroup) -> str:
         base = ProcessGroupCommunicator(group)

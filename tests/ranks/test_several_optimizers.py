@@ -257,7 +257,7 @@ class Gan:
         self.generator_by = torch.optim.Adam(self.generator.parameters(), lr=0.02)
 
     def critic_loss(self, x: Tensor, *, detach: bool) -> Tensor:
-        """Without `detach` the generator gets gradients too, which nobody wants."""
+        """The critic's loss; without `detach` the generator gets unwanted gradients too."""
         made = self.generator(x)
         return F.softplus(self.critic(made.detach() if detach else made)).sum()
 

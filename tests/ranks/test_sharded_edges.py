@@ -196,7 +196,7 @@ def test_nothing_is_said_where_bits_are_equal(
     dtype: torch.dtype,
     threads: int,
 ) -> None:
-    """And they are: what is measured here is what the warning rests on."""
+    """The bits are compared here, since the warning rests on them."""
     torch.set_num_threads(threads)
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(numel, generator=generator).to(dtype)
@@ -251,7 +251,7 @@ def train_in_parts(
 def test_an_optimizer_may_hold_a_part_of_the_model(
     recipe: Recipe, choose: Callable[[int], int]
 ) -> None:
-    """What it does not hold stays as it is, and its gradients are gone after the step."""
+    """Parameters that it does not hold stay, and their gradients are gone after the step."""
     (expected,) = on_ranks(1, lambda comm: train_in_parts(comm, INVARIANT, choose))
     for world_size in (1, 2):
         for weights, states in on_ranks(world_size, lambda c: train_in_parts(c, recipe, choose)):

@@ -240,13 +240,13 @@ def test_memory_is_divided() -> None:
     assert on_ranks(1, work) == [total]
     for world_size in (2, 4):
         shares = on_ranks(world_size, work)
-        assert sum(shares) == total  # nobody keeps what another has
+        assert sum(shares) == total  # no rank keeps what another has
         # Padding, and the parameter without state, come on top of equal parts.
         assert max(shares) <= total / world_size + (64 * len(SHAPES) + 192) * 8
 
 
 def test_state_in_and_out_of_the_users_optimizer() -> None:
-    """What checkpoints do: gather, save, scatter; and load into a fresh one."""
+    """Steps of checkpoints: gather, save, scatter; and load into a fresh optimizer."""
     whole = make_parameters()
     plain = torch.optim.AdamW(whole, lr=0.05)
     train(whole, plain)

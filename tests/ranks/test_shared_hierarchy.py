@@ -1,5 +1,5 @@
 """Several hosts whose ranks share memory: right in any layout, alike wherever tensors lie, and
-nobody waits for who has gone."""
+no rank waits for one that has gone."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from support.thread_ranks import run_thread_ranks
 
 KIB = 2**-10
 LONG = STAGE_BYTES // 2 + 77
-"""Of fp32: several pieces on the way through small buffers, shares that are not equal."""
+"""Elements of fp32: several pieces on the way through small buffers, unequal shares."""
 
 OnHost = Callable[[int, SharedMemoryCommunicator, Groups], Any]
 

@@ -150,7 +150,7 @@ def test_a_share_of_ones_own_and_notes() -> None:
 
 
 def test_ranks_that_do_different_things_are_told() -> None:
-    """Whatever tells two operations apart, and nothing is combined."""
+    """Every difference between two operations is refused, and nothing is combined."""
 
     def work(comm: SharedMemoryCommunicator) -> list[str]:
         rank, told = comm.rank, []
@@ -188,7 +188,7 @@ def test_ranks_that_do_different_things_are_told() -> None:
 
 
 def test_what_fails_half_way_does_not_run_again() -> None:
-    """And peers do not wait for it."""
+    """Peers do not wait for it."""
 
     def work(comm: SharedMemoryCommunicator) -> list[int]:
         calls = []
@@ -204,7 +204,7 @@ def test_what_fails_half_way_does_not_run_again() -> None:
             comm.run(share, "a share").wait()
         with pytest.raises(RunError, match="failed in a share.*spoilt" if comm.rank else "left"):
             comm.barrier()
-        comm.base.barrier()  # nobody has learned it from a communicator that was closed
+        comm.base.barrier()  # no rank has learned it from a communicator that was closed
         return calls
 
     assert on_ranks(2, work) == [[1], [1]]
@@ -254,7 +254,7 @@ def test_peers_of_a_rank_that_gave_up_are_told() -> None:
             comm.timeout_s = 20
             with pytest.raises(LostPeerError, match=r"rank\(s\) 0 left"):
                 comm.all_reduce(torch.ones(3)).wait()
-        comm.base.barrier()  # nobody has learned it from a communicator that was closed
+        comm.base.barrier()  # no rank has learned it from a communicator that was closed
 
     on_ranks(2, work)
 

@@ -117,7 +117,7 @@ def sparse(group: Any, rank: int, world_size: int) -> list[Tensor]:
 
 
 def others(group: Any, rank: int, world_size: int) -> list[Tensor]:
-    """What torch's class does by the backend that is registered."""
+    """Operations that torch's class carries out by the registered backend."""
     total = torch.tensor([rank])
     group.reduce(total, 0).wait()
     message = torch.tensor([rank])
@@ -213,7 +213,7 @@ def test_errors_are_gloos_and_alike_on_all_ranks() -> None:
         for method in (ranks.shm.split_group, ranks.shm.merge_remote_group):
             with pytest.raises(RunError, match=r"dist\.new_group"):
                 method([0, 1], timedelta(seconds=1), None, "name", "text")
-        ranks.shm.barrier().wait()  # nobody is out of step
+        ranks.shm.barrier().wait()  # no rank is out of step
 
     on_ranks(2, work)
 
@@ -286,7 +286,7 @@ def test_operations_go_on_while_this_rank_is_busy_elsewhere() -> None:
 
 
 def test_many_threads_of_one_rank() -> None:
-    """DDP issues from autograd's thread: order of issue, whoever waits first."""
+    """DDP issues from autograd's thread: order of issue, whichever thread waits first."""
 
     def work(ranks: Ranks) -> list[float]:
         tensors = [torch.full((100 + i,), float(i)) for i in range(30)]

@@ -162,7 +162,7 @@ def test_the_oracle_is_plain_torch(case: Case) -> None:
 
 
 def test_an_unused_parameter_stays_as_it_was() -> None:
-    """Weight decay must not touch what nobody used: its gradient stays None, not zero."""
+    """Weight decay must not touch what no rank used: its gradient stays None, not zero."""
     case = next(case for case in CASES if case.branch_leaves == ())
     results = run_thread_ranks(
         lambda _, group: train_case(case, "naive", ProcessGroupCommunicator(group)), 2

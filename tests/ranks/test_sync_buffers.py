@@ -267,7 +267,7 @@ def test_copies_of_the_model_live_for_themselves() -> None:
     end_step(sync)
     assert (model.num_batches_tracked, twin.num_batches_tracked) == (1, 2)
     del sync
-    model(torch.randn(4, 3))  # the hook finds nobody
+    model(torch.randn(4, 3))  # the hook finds no handle
     assert model.num_batches_tracked == 2
 
 

@@ -72,7 +72,7 @@ def test_pieces_add_up_to_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def verdicts(change: Callable[[int, nn.Module], None], world_size: int) -> list[str]:
-    """What every rank is told after rank-dependent `change`s to equal models."""
+    """The error on every rank after rank-dependent `change`s to equal models."""
     start = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)).state_dict()
 
     def work(rank: int, group: object) -> str:

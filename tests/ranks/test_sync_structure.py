@@ -21,7 +21,7 @@ def complaints(
     world_size: int = 3,
     settings: Callable[[int], dict[str, str | None] | None] = lambda rank: None,
 ) -> list[str]:
-    """What every rank is told; "" where nothing is wrong."""
+    """The error on every rank; "" where nothing is wrong."""
 
     def work(rank: int, group: object) -> str:
         try:

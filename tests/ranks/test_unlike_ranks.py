@@ -61,7 +61,7 @@ def frozen(rank: int, model: nn.Module, _: Any) -> None:
 
 
 EDITS = (load, past_the_counters, other_memory, frozen)
-"""On one rank."""
+"""Changes on one rank."""
 
 
 def clip(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -79,7 +79,7 @@ def there_and_back(rank: int, model: nn.Module, _: Any) -> None:
 
 
 ALIKE = (clip, there_and_back)
-"""That leave ranks equal."""
+"""Changes that leave ranks equal."""
 
 
 def plateau(rank: int, _: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -244,7 +244,7 @@ def test_a_step_goes_on_once_ranks_are_alike() -> None:
 
 
 def test_a_step_that_is_thrown_away_compares_nothing() -> None:
-    """Nor does a rank that wants to stop, or has no leaf, change the message's length."""
+    """A rank that wants to stop, or has no leaf, does not change the message's length either."""
 
     def work(sync: GradientSync, _: Any) -> list[bool]:
         model, rank = sync.model, sync.comm.rank

@@ -1,4 +1,4 @@
-"""What ranks of a benchmark would return."""
+"""Results as ranks of a benchmark return them."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from support.namespaces import Host, program
 
 
 class Cable:
-    """What lies between the two hosts; faults are made at both ends."""
+    """The cable between the two hosts; faults are made at both ends."""
 
     def __init__(self, hosts: tuple[Host, Host]) -> None:
         self._hosts = hosts
@@ -41,15 +41,15 @@ class Cable:
         self._rule(f"tcp dport {port} accept", f"tcp sport {port} accept", "meta l4proto tcp drop")
 
     def cut(self) -> None:
-        """Pull the plug at the second host."""
+        """Take the second host's link down."""
         self._link("down")
 
     def cut_one_way(self) -> None:
-        """What the second host sends never arrives; what the first one sends does."""
+        """Drop all TCP packets that the second host sends; those of the first one arrive."""
         self._rule("meta l4proto tcp counter drop", at=self._hosts[1:])
 
     def heal(self) -> None:
-        """As new."""
+        """End all faults."""
         self._link("up")
         for host in self._hosts:
             _in(host, "nft", "flush ruleset")

@@ -24,7 +24,7 @@ def lengths(world_size: int) -> list[int]:
 
 
 def rank_input(rank: int, length: int, dtype: torch.dtype) -> Tensor:
-    """What `rank` contributes; every rank can compute every other's."""
+    """The input of `rank`; every rank can compute every other's."""
     generator = torch.Generator().manual_seed(1000 * rank + length)
     if dtype.is_floating_point:
         return torch.randn(length, generator=generator).to(dtype)

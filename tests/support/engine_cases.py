@@ -100,7 +100,7 @@ def _signs(model: nn.Module, step: int, leaf: int) -> tuple[Tensor, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """What is trained."""
+    """A model, its loss, leaves and optimizers."""
 
     model: Callable[[], nn.Module]
     loss: LossOfLeaf
@@ -173,7 +173,7 @@ class Way:
 
 
 class Leaf(NamedTuple):
-    """What `backward` reads of a loader's leaf."""
+    """The fields of a loader's leaf that `backward` reads."""
 
     index: int
     is_last: bool
@@ -262,6 +262,6 @@ def raw(tensor: Tensor) -> bytes:
 
 @cache
 def one_rank(name: str, sync: str = "invariant", rounding: str = "nearest") -> str:
-    """What one rank gets for a problem, in the plainest way."""
+    """The hash of one rank for a problem, in the plainest way."""
     options = {} if rounding == "nearest" else {"rounding": rounding}
     return train(PROBLEMS[name], Way(sync=sync, options=options), SingleCommunicator())

@@ -30,7 +30,7 @@ def found(
     root: Path = Path("/nowhere"),
     **more: Any,
 ) -> Hardware:
-    """What is detected where `nvml` is the driver's library (None: not installed)."""
+    """The hardware detected where `nvml` is the driver's library (None: not installed)."""
     torch = more.pop("torch", lambda: None)
     torch_version = more.pop("torch_version", "2.13.0")
     values: dict[str, Any] = {

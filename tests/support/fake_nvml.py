@@ -27,7 +27,7 @@ class FakeSlice:
 
 @dataclass(kw_only=True, eq=False)
 class FakeGpu:
-    """What one GPU answers."""
+    """The answers of one GPU."""
 
     name: str
     total: int
@@ -38,7 +38,7 @@ class FakeGpu:
     bus: str = ""
     pcie: tuple[int, int] = (5, 16)
     wires: tuple[str, ...] = ()
-    """Where its NVLinks that are up lead to; "switch…" for switches."""
+    """Far ends of its NVLinks that are up; "switch…" for switches."""
     sms: int = 132
     megahertz: int = 1980
     mig: bool = False

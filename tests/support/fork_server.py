@@ -110,7 +110,7 @@ class Forked:
         return [processes.describe(pid) for pid in survivors]
 
     def finished(self) -> Finished:
-        """What it came to, and printed so far."""
+        """Its exit code, -1 while it runs, and its output so far."""
         code = self.process.exitcode
         texts = (Path(self._folder.name, name) for name in ("out", "err"))
         out, err = (path.read_text(errors="replace") if path.exists() else "" for path in texts)
@@ -158,7 +158,7 @@ def torch_ranks(world_size: int) -> list[dict[str, str]]:
 
 
 def rank_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """As a person types them who starts each rank in a terminal."""
+    """Variables as a person types them to start each rank in a terminal."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),

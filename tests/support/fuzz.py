@@ -42,7 +42,7 @@ ODD: tuple[Any, ...] = (
 
 @contextmanager
 def within_seconds() -> Iterator[None]:
-    """What is enclosed takes less than five seconds of a processor."""
+    """Check that the enclosed code takes less than five seconds of a processor."""
     began = time.process_time()
     yield
     assert time.process_time() - began < LONGEST_S

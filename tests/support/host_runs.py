@@ -38,7 +38,7 @@ class RunOnHosts:
     ended_s: tuple[float, ...]
     """When, monotonic clock, by rank."""
     logs: tuple[str, ...] = field(repr=False)
-    """What each rank wrote."""
+    """Output of each rank."""
 
     def took_s(self, since: Move) -> float:
         """Until the last rank had ended."""

@@ -49,7 +49,7 @@ SURVIVOR_GRACE_S = 5.0
 
 @dataclass(frozen=True)
 class Finished:
-    """What a command left behind; unpacks as `returncode, stdout, stderr`."""
+    """The result of a command; unpacks as `returncode, stdout, stderr`."""
 
     argv: tuple[str, ...]
     returncode: int

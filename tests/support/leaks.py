@@ -1,4 +1,4 @@
-"""Leak police: what a test may not leave behind: a snapshot before it, a comparison after it.
+"""Leak check of what a test may not leave behind: a snapshot before it, a comparison after it.
 
 Watched: environment, Python threads, child processes, listening sockets, the default process group,
 torch's global switches, files in the working folder, entries in /dev/shm and network namespaces.
@@ -33,7 +33,7 @@ SHARED_MEMORY = "/dev/shm"
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What was there at one moment."""
+    """The watched state at one moment."""
 
     environment: dict[str, str]
     threads: frozenset[threading.Thread]
@@ -143,7 +143,7 @@ def _in_use_elsewhere(path: str) -> bool:
     if not path.startswith(SHARED_MEMORY):
         return False
     try:
-        # By number: whoever makes a semaphore has mapped it under another name (sem_open links it).
+        # By number: the maker of a semaphore has mapped it under another name (sem_open links it).
         inode = str(os.stat(path).st_ino)
     except FileNotFoundError:
         return True  # its owner removed it meanwhile
@@ -157,6 +157,6 @@ def _in_use_elsewhere(path: str) -> bool:
             for line in (entry / "maps").read_text().splitlines():
                 if SHARED_MEMORY in line and line.split()[4] == inode:
                     return True
-        except OSError:  # it ended meanwhile, or belongs to somebody else
+        except OSError:  # it ended meanwhile, or belongs to another user
             continue
     return False

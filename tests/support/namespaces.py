@@ -86,7 +86,7 @@ def program(name: str) -> str | None:
 
 @functools.cache
 def missing() -> list[str]:
-    """What is not there: found out by trying."""
+    """Missing components, found out by trying."""
     if program("ip") is None:
         return ["ip"]
     try:
@@ -104,7 +104,7 @@ def _ip(*words: str, check: bool = True) -> None:
 
 
 def _remove_those_of_dead_processes() -> None:
-    """They were killed and could not. (Another run may be doing the same.) `gradsync bench` removes
+    """Remove what killed ones left. (Another run may be doing the same.) `gradsync bench` removes
     its own, gradsync-bench-PID-*."""
     for path in _FOLDER.glob(f"{_PREFIX}-[0-9]*-*"):
         pid = path.name.split("-")[1]

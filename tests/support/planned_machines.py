@@ -49,7 +49,7 @@ def profile(jitter: tuple[float, ...] = (1.0,)) -> StepProfile:
 
 
 def line(operation: str, algorithm: str, alpha_s: float, beta_s_per_byte: float = 0.0) -> Fit:
-    """What somebody measured."""
+    """A measured line, without a residual."""
     return Fit(
         operation=operation,
         algorithm=algorithm,

@@ -1,4 +1,4 @@
-"""What runs in a pool's worker process: one job after the other, from a pipe."""
+"""The program of a pool's worker process: one job after the other, from a pipe."""
 
 from __future__ import annotations
 

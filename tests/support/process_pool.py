@@ -35,7 +35,7 @@ class _Worker:
     jobs: Connection
     log: Path
     log_start: int = 0
-    """Where this job's part of the log begins, in bytes."""
+    """Beginning of this job's part of the log, in bytes."""
 
     def output(self) -> str:
         with self.log.open("rb") as file:
@@ -101,7 +101,7 @@ class ProcessPool:
     def _collect(
         self, workers: list[_Worker], answers: dict[int, Answer], timeout_s: float
     ) -> None:
-        """Fill `answers` by rank, in the order in which they come; a dead rank gets an obituary."""
+        """Fill `answers` by rank, in the order in which they come; a dead rank gets an error."""
         deadline = time.monotonic() + timeout_s
         while len(answers) < len(workers):
             open_ranks = {worker.jobs: r for r, worker in enumerate(workers) if r not in answers}

@@ -33,7 +33,7 @@ def children() -> set[int]:
 
 
 def leaves(pids: Iterable[int]) -> list[int]:
-    """Those of `pids` that are nobody's parent within `pids`."""
+    """The `pids` that have no child among `pids`."""
     pids = list(pids)
     parents = {_parent(pid) for pid in pids}
     return [pid for pid in pids if pid not in parents]
@@ -77,5 +77,5 @@ def _parent(pid: int) -> int:
 def _read(folder: str, name: str) -> bytes:
     try:
         return Path("/proc", folder, name).read_bytes()
-    except OSError:  # it ended meanwhile, or belongs to somebody else
+    except OSError:  # it ended meanwhile, or belongs to another user
         return b""

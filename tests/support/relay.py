@@ -63,7 +63,7 @@ class Relay:
     async def _connected(self, near: asyncio.StreamReader, back: asyncio.StreamWriter) -> None:
         try:
             far, out = await asyncio.open_connection(*self._to)
-        except OSError:  # nobody there yet
+        except OSError:  # no listener yet
             back.close()
             return
         try:

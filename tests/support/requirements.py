@@ -1,4 +1,4 @@
-"""What a test needs from the machine: a missing component skips, unless it was declared required.
+"""Components that a test needs: a missing one skips, unless it was declared required.
 
 `GRADSYNC_TEST_REQUIRE=mpirun,slurm` (or `all`) makes a missing one fail, so that CI cannot go green
 by skipping. `all` means all that a package manager can install; a CUDA device and the right to make
@@ -50,7 +50,7 @@ MISSING: dict[str, Callable[[], list[str]]] = {
 """Component -> what of it is not there."""
 ALIASES = {"srun": "slurm"}
 BY_NAME = ("cuda", "namespaces")
-"""What `all` does not cover."""
+"""Components that `all` does not cover."""
 
 
 def is_required(name: str) -> bool:

@@ -124,7 +124,7 @@ class SlurmCluster:
             try:
                 self._start_daemons()
                 return
-            except ClusterError:  # most likely somebody took one of our ports meanwhile
+            except ClusterError:  # most likely one of our ports was taken meanwhile
                 if attempt == START_ATTEMPTS:
                     raise
                 self._stop_daemons()

@@ -56,7 +56,7 @@ def small_config(out: Path, data: Path, **changes: Any) -> TrainConfig:
 
 @dataclass
 class RankResult:
-    """What one rank's `train` came to."""
+    """Results of one rank's `train`."""
 
     exit_code: int
     summary: dict[str, Any]
@@ -100,7 +100,7 @@ class OneRank:
 
 
 def summary_of(out: Path) -> dict[str, Any]:
-    """What a run says of itself at its end."""
+    """The summary that a run writes at its end."""
     return json.loads((out / "summary.json").read_text())
 
 

@@ -1,4 +1,4 @@
-"""The sockets that this process has open, whoever opened them; where another one's host listens."""
+"""The open sockets of this process, by its file descriptors; listeners in another one's network."""
 
 from __future__ import annotations
 

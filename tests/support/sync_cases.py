@@ -62,7 +62,7 @@ class SmallNet(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """What varies between the problems."""
+    """A problem, by what varies between problems."""
 
     name: str
     num_leaves: int = 5
@@ -79,7 +79,7 @@ class Case:
     two_optimizers: bool = False
     """SGD with momentum on some parameters, AdamW on the others."""
     told: bool = True
-    """Leaves are enclosed in `micro_step`; False: nobody says which one is the last."""
+    """Leaves are enclosed in `micro_step`; False: none is said to be the last."""
 
     def uses_branch(self, leaf: int) -> bool:
         """Whether this leaf does, where there is a branch."""
@@ -103,7 +103,7 @@ MORE_CASES = (
     Case("two dtypes", branch_leaves=tuple(range(5)), two_dtypes=True, clip_norm=0.5),
     Case("two optimizers", num_leaves=12, clip_norm=0.5, two_optimizers=True),
 )
-"""For whoever trains through `train_case`, which knows their optimizer."""
+"""Problems for tests that train through `train_case`, which knows their optimizers."""
 PERIODIC = ("local_sgd", "diloco")
 """Strategies that average weights: here after every step, so that replicas can be compared."""
 NEEDS_MICRO_STEP = ("ddp", "powersgd")
@@ -129,7 +129,7 @@ def on_handles(
 
 
 def options_for(name: str, *, unused: bool = False) -> dict[str, Any]:
-    """What a strategy has to be told for these problems.
+    """Options that a strategy needs for these problems.
 
     Args:
         name: the strategy.
@@ -248,7 +248,7 @@ def train_plainly(case: Case) -> dict[str, Any]:
 
 @cache
 def one_rank(case: Case, device: str = "cpu") -> dict[str, Any]:
-    """What the readable twin gets alone."""
+    """Results of the readable twin on one rank."""
     return train_case(case, "naive", SingleCommunicator(), device=device)
 
 

@@ -28,7 +28,7 @@ from gradsync.cli.main import main as gradsync
 from support.namespaces import become_host
 
 WARM = ("torch._dynamo", "gradsync.train.run")
-"""What every rank would import; the first optimizer step does the former."""
+"""Modules that every rank would import, the former in its first optimizer step."""
 
 RANKS_A_HOST = 2
 FIRST_PORT = 29_500

@@ -79,7 +79,7 @@ def divided_twice(parts: Parts, _: dict[str, Tensor]) -> None:
 
 @after_reduce
 def rounded_to_bf16(parts: Parts, _: dict[str, Tensor]) -> None:
-    """Gradients pass through bf16 on their way, although nobody said so."""
+    """Gradients pass through bf16 on their way, which no option asks for."""
     for gradient in gradients_of(parts):
         gradient.copy_(gradient.bfloat16())
 
@@ -273,7 +273,7 @@ def momentum_lost(parts: Parts) -> Parts:
 
 
 def _around_step(parts: Parts, change: Callable[[Callable[[], Any], int], Any]) -> Parts:
-    """What `change(step, number from 1)` returns is the step's result; it calls `step()`."""
+    """Let `change(step, number from 1)` return the step's result; it calls `step()`."""
     sync: Any = parts.sync
     original, steps = sync.step, []
 
@@ -310,7 +310,7 @@ def loss_of_one_rank(parts: Parts) -> Parts:
 
 
 def statistics_drift(parts: Parts, everywhere: bool) -> Parts:
-    """Running statistics drift: on the last rank, as BatchNorm's do where nobody shares them, or on
+    """Running statistics drift: on the last rank, as BatchNorm's do unless ranks share them, or on
     all alike."""
 
     def change(step: Callable[[], Any], _: int) -> Any:

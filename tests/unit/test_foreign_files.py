@@ -1,4 +1,4 @@
-"""Checkpoints and data sets that somebody made up: one line, exit code 1 or 2, at once."""
+"""Made-up checkpoints and data sets: one line, exit code 1 or 2, at once."""
 
 from __future__ import annotations
 

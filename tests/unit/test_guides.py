@@ -1,4 +1,4 @@
-"""The guides tell the truth: their Python runs, their tables are the code's."""
+"""The guides are right: their Python runs, their tables are the code's."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def without_values(said: str) -> str:
 
 
 def messages() -> Iterator[str]:
-    """What the code says where it is cheap to make it speak."""
+    """Messages of the code that are cheap to raise."""
     for call in RAISED:
         with pytest.raises(GradsyncError) as caught:
             call()
@@ -189,7 +189,7 @@ def messages() -> Iterator[str]:
 
 
 def test_quoted_messages_are_raised() -> None:
-    """Those without a source, up to numbers; and each that is raised here is quoted."""
+    """Quotes without a source, up to numbers; and each that is raised here is quoted."""
     quoted = {without_values(said) for said, sources in QUOTED if not sources}
     assert quoted == {without_values(said) for said in messages()}
 
@@ -234,7 +234,7 @@ COMMANDS = json.loads((ROOT / "tools" / "commands.json").read_text())["commands"
 
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.name)
 def test_flags_belong_to_their_commands(guide: Path) -> None:
-    """Those of a program after `--` are its own."""
+    """Flags after `--` are a program's own."""
     for line in re.findall(r"\bgradsync [^`#\n]+", guide.read_text()):
         for part in line.split(" -- "):
             words = part.removeprefix("gradsync ").split()

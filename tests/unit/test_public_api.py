@@ -1,4 +1,4 @@
-"""What `import gradsync` promises: every name is there, explained, and listed once."""
+"""The promises of `import gradsync`: every name is there, explained, and listed once."""
 
 from __future__ import annotations
 

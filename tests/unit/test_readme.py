@@ -1,4 +1,4 @@
-"""The README and its pages tell the truth: the script runs, links and tables hold."""
+"""The README and its pages are right: the script runs, links and tables hold."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DECISIONS = ROOT / "docs" / "decisions"
 
 
 def test_the_script_is_the_examples() -> None:
-    """What the README shows stands, line for line, in the example that the launchers run."""
+    """The README's script stands, line for line, in the example that the launchers run."""
     block = re.search(r"```python\n(.*?)```", README, re.DOTALL)
     assert block
     example = (ROOT / "examples" / "spiral.py").read_text()

@@ -1,4 +1,4 @@
-"""The leak police sees each kind of leak, names it, and fails the test that did it."""
+"""The leak check finds each kind of leak, names it, and fails the test that did it."""
 
 import os
 import shutil

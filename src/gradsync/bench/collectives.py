@@ -284,7 +284,7 @@ def rows_of(found: Sequence[Samples], world_size: int, *, one_memory: bool) -> l
     for samples in found:
         times, size = list(chain.from_iterable(samples.rounds_s)), samples.size_bytes
         p50_s, is_copy = median(times), samples.algorithm == COPY
-        # What a copy moves is read once and written once; an algorithm's size counts once.
+        # The bytes of a copy are read once and written once; an algorithm's size counts once.
         algbw = (2 * size if is_copy else size) / p50_s / GB
         # The least bytes of the operation, over the 2 S that a copy moves.
         part = (1 + 1 / world_size) / 2 if samples.operation == "reduce_scatter" else 1

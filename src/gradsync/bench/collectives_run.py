@@ -3,7 +3,7 @@
 At each size every algorithm's result is checked once; then come rounds in which each algorithm,
 and the copy, has a turn of several repetitions. The next round begins with the next algorithm.
 
-[Note: A common begin] Whoever leaves a barrier early would measure waiting. Ranks of one host have
+[Note: A common begin] A rank that leaves a barrier early measures waiting. Ranks of one host have
 one clock: they agree on a moment a little ahead, and wait for it in a loop. A repetition for which
 a rank came late is dropped, unless there are more ranks than cores, which cannot be in time."""
 
@@ -103,7 +103,7 @@ class Patterns:
 
 
 def _first_difference(tile: Tensor, found: Tensor, start: int) -> int:
-    """Where [n] differs from the repeated tile from `start` on; -1 for nowhere."""
+    """First index where [n] differs from the repeated tile from `start` on; -1 for none."""
     turned = tile.roll(-(start % len(tile)))
     for number, piece in enumerate(found.split(len(tile))):
         expected = turned[: len(piece)]

@@ -50,7 +50,7 @@ Leaves = Sequence[Leaf]  # a rank's: tokens and targets, each [sequences, tokens
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchSite:
-    """Where contestants meet: what is the same for all of them."""
+    """Site of the contestants: what is the same for all of them."""
 
     settings: SyncSettings
     world: World
@@ -304,10 +304,10 @@ class Fabricated(Entrant):
         from lightning_fabric.plugins.environments import TorchElasticEnvironment
         from lightning_fabric.strategies import DDPStrategy
 
-        # What it has to say on import is no part of a table.
+        # Its messages on import are no part of a table.
         logging.getLogger("lightning_fabric").setLevel(logging.ERROR)
         site, strategy = self.site, "auto"
-        if site.world.is_distributed:  # over the ranks that are there, whoever started them
+        if site.world.is_distributed:  # over the ranks that are there, however started
             size = site.settings.bucket_mb
             options = {} if size is None else {"bucket_cap_mb": size}
             strategy = DDPStrategy(cluster_environment=TorchElasticEnvironment(), **options)
@@ -373,7 +373,7 @@ class Synchronised(Entrant):
             if self.knows_communication and site.world.is_distributed:
                 blocking.register(self.sync.reducer.ddp)
         elif blocking is not None:
-            # Of the engine's, what follows the update: parameters of sharded strategies.
+            # The engine's collectives after the update: parameters of sharded strategies.
             timed = ("all_gather",) if by_engine else ("all_reduce", "broadcast", "all_gather")
             barrier = site.comm.barrier
             self._watched = Watched(self.sync.comm, timed=timed, before=barrier, total=blocking)

@@ -28,7 +28,7 @@ from gradsync.comm.process_group import Done
 from gradsync.core.torch_private import num_issued, process_groups
 
 _BYTES_SENT = 200
-"""Where `struct tcp_info` has `tcpi_bytes_sent`, then `tcpi_bytes_retrans` (Linux 4.19): without
+"""Place in `struct tcp_info` of `tcpi_bytes_sent`, then `tcpi_bytes_retrans` (Linux 4.19): without
 headers, and what is late is sent twice, on a busy host even to itself."""
 _COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "reduce_scatter")
 

@@ -60,7 +60,7 @@ class Bar:
 
     @property
     def end(self) -> float:
-        """Where nothing more is drawn."""
+        """Largest value that is drawn."""
         return max(self.step + self.hidden, self.high)
 
 

@@ -21,7 +21,7 @@ Tell = Callable[[int, int, str], None]  # `tell(pieces of work done, pieces in a
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Where the middle half of `count` measurements lies: median, first and third quartile."""
+    """Range of the middle half of `count` measurements: median, first and third quartile."""
 
     median: float
     low: float

@@ -232,7 +232,7 @@ def points_of(scaling: ScalingPlan, results: Results, threshold: float) -> list[
 
 
 def judge(low: float, high: float, threshold: float) -> Verdict:
-    """Where the threshold lies beside the interval."""
+    """Place of the threshold beside the interval."""
     return "yes" if low >= threshold else "no" if high < threshold else "cannot tell"
 
 

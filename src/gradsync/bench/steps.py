@@ -364,7 +364,7 @@ class Baton:
             self._store.set(f"bench/turn/{place}", _DONE)
 
     def give_up(self, place: int) -> None:
-        """Nothing shall follow, from `place` on; one rank says so, to whoever waits."""
+        """Nothing shall follow, from `place` on; one rank tells the sets that wait."""
         for later in range(place, len(self._owners)):
             if self._store is not None and self._owners[later] == self._mine:
                 self._store.set(f"bench/turn/{later}", "gave up")
@@ -414,7 +414,7 @@ def _work(plan: BenchPlan, mine: int, store: Any, *, is_first: bool) -> tuple[di
 @contextmanager
 def quiet_session(device: str, threads: int, *, keep_memory: bool) -> Iterator[tuple[World, bool]]:
     """A session of ranks that measure; with it, whether this process does keep freed memory."""
-    # What other libraries have to say about themselves is no part of the table.
+    # Messages of other libraries about themselves are no part of the table.
     logging.getLogger("gradsync").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     keeps = keep_memory and keep_freed_memory()

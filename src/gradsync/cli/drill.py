@@ -336,6 +336,6 @@ def _shared_memory() -> set[str]:
 
 
 def _read(path: Path) -> bytes:
-    with suppress(OSError):  # it ended meanwhile, or belongs to someone else
+    with suppress(OSError):  # it ended meanwhile, or belongs to another user
         return path.read_bytes()
     return b""

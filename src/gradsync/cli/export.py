@@ -166,7 +166,7 @@ def _load(path: Path) -> tuple[Path, Snapshot]:
 
 
 def _save(weights: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
-    """Write a file of safetensors that whoever may read the user's other new files may read."""
+    """Write a file of safetensors with the permissions of the user's other new files."""
     from safetensors.torch import save_file
 
     path.touch()
@@ -177,7 +177,7 @@ def _save(weights: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> N
 
 @contextmanager
 def _whole(target: Path, *, file: bool = False) -> Iterator[Path]:
-    """Where to write `target`, so that it is whole or not there."""
+    """A path at which to write `target`, so that it is whole or not there."""
     if target.exists() and (file or not target.is_dir() or any(target.iterdir())):
         raise UsageError(f"{target} holds something already: name another --out, or empty it")
     target.parent.mkdir(parents=True, exist_ok=True)

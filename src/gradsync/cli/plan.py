@@ -97,7 +97,7 @@ class Request:
     here: bool  # Whether the hardware is this machine's
     work: Workload
     search: Search
-    flags: tuple[str, ...]  # Of `gradsync train`, for values other than the model's own
+    flags: tuple[str, ...]  # For `gradsync train`, for values other than the model's own
 
 
 def run(argv: list[str]) -> int:
@@ -279,7 +279,7 @@ def _switch_lines(request: Request) -> list[str]:
 
 
 def _tell_submodels(options: PlanOptions, request: Request) -> int:
-    """Where frozen parts go; the rest is replicated."""
+    """Print the places of frozen parts; the rest is replicated."""
     parts = [parse_submodel(text) for text in options.submodel]
     trained = memory_need(request.work, Split(strategy="bucketed")).total
     found = place_submodels(parts, trained, request.hardware)

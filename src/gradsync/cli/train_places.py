@@ -27,7 +27,7 @@ _WORDS = ("--gpus-per-node", "--nodes")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Places:
-    """Where the ranks are to be."""
+    """Numbers of nodes, and of ranks on each."""
 
     nodes: int
     """Nodes."""

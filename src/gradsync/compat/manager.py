@@ -290,7 +290,7 @@ class BatchLoader:
                 break
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the data stands: integers that are the same on all ranks."""
+        """Position in the data: integers that are the same on all ranks."""
         return dict(self._steps.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -182,7 +182,7 @@ def _read_toml(text: str) -> dict[str, Any]:
 
 
 def _check(values: Any) -> None:
-    """Refuse what is small in the file and large, or endless, to whoever walks over it."""
+    """Refuse what is small in the file and large, or endless, for a walk over it."""
     left = [(values, 0)]
     number = 0
     while left:

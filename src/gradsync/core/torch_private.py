@@ -94,7 +94,7 @@ BatchNorm = _BatchNorm
 """Base class of torch's BatchNorm layers of all dimensions."""
 
 WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-"""Where DDP, `torch.compile`, FSDP1 and activation checkpointing keep the module they wrap."""
+"""Names by which DDP, `torch.compile`, FSDP1 and activation checkpointing keep their module."""
 
 
 def check_input(layer: BatchNorm, inputs: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Where text comes from: files, folders and JSON lines, as a stream of documents."""
+"""Sources of text: files, folders and JSON lines, as a stream of documents."""
 
 from __future__ import annotations
 

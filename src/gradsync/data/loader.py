@@ -170,7 +170,7 @@ class Loader:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands, after the last step that was handed out: the same on all ranks,
+        """Position of the loader, after the last step that was handed out: the same on all ranks,
         valid for any world size, `num_workers` and global batch size."""
         return {
             "samples": self._samples,
@@ -406,7 +406,7 @@ class DatasetLoader:
             yield self.next_batch()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the data stands; the same on all processes."""
+        """Position in the data; the same on all processes."""
         return self._loader.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -52,7 +52,7 @@ class Meta:
     skipped_files: int
     """Hidden and binary files that were passed over in folders."""
     source: str
-    """Where the text came from, in words."""
+    """Origin of the text, in words."""
     files: Mapping[str, FileMeta]
     """Size and checksum of each file but this one."""
     format_version: int = FORMAT_VERSION

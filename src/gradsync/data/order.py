@@ -75,8 +75,8 @@ def derive_key(*parts: int) -> int:
 
 
 def permute(positions: np.ndarray, n: int, key: int) -> np.ndarray:
-    """Where `positions` (integers in 0..n-1, any shape) go under the permutation of `range(n)` that
-    the 64-bit `key` names: int64 of the same shape, distinct for distinct positions."""
+    """Images of `positions` (integers in 0..n-1, any shape) under the permutation of `range(n)`
+    that the 64-bit `key` names: int64 of the same shape, distinct for distinct positions."""
     if n < 1:
         raise ValueError(f"cannot permute {n} items")
     positions = np.asarray(positions, dtype=np.int64)

@@ -114,8 +114,8 @@ class StreamLoader:
         self._source.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands, after the last step that was handed out: the same on all ranks,
-        valid for any world size. Whoever takes it reads the last leaf again, to see that the stream
+        """Position of the loader, after the last step that was handed out: the same on all ranks,
+        valid for any world size. Loading it reads the last leaf again, to see that the stream
         is still the same."""
         return self._state.copy()
 
@@ -304,7 +304,7 @@ class _Source:
         raise StopIteration
 
     def place(self) -> _Place:
-        """Where the next sample comes from."""
+        """Place of the next sample."""
         save = getattr(self._dataset, "state_dict", None)
         if self._samples is None or save is None or _holds_samples_back(self._dataset):
             return self._here()

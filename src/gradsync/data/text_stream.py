@@ -68,7 +68,7 @@ def _hugging_face(data: str, text_key: str) -> Texts:
         raise ConfigError(f"{data} needs the package datasets: pip install 'gradsync[data]'")
     import datasets
 
-    # What goes wrong comes as an exception too, and is said once.
+    # Errors come as exceptions too, and are said once.
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     name, _, rest = data.removeprefix(HUGGING_FACE).partition(":")
     options = {"data_files": rest} if name in _FILE_FORMATS else {"name": rest or None}
@@ -142,7 +142,7 @@ class TextStream:
         return np.append(self._tokenizer.encode(text), np.uint32(self._tokenizer.end_of_text_id))
 
     def state_dict(self) -> dict[str, int]:
-        """Where the next sample begins: the number of its document, and of its token there."""
+        """Beginning of the next sample: the number of its document, and of its token there."""
         return dict(self._at)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -70,7 +70,7 @@ _NAME_S = 60.0  # name servers remember for half a minute that a name was unknow
 
 
 class RankLogs(LogsSpecs):
-    """Where each rank's output goes: rank 0 keeps the terminal, the others keep its stderr.
+    """Destination of each rank's output: rank 0 keeps the terminal, the others keep its stderr.
 
     Only rank 0 may write to standard output, which can be a document for a program to read.
 
@@ -91,7 +91,7 @@ class RankLogs(LogsSpecs):
         """Destinations by local rank, "" for the launcher's own stream."""
         for env in envs.values():
             env["TORCHELASTIC_ERROR_FILE"] = ""
-            # What the agent is told by this variable does not concern its workers.
+            # The agent's value of this variable does not concern its workers.
             env[_TORCH_SIGNALS] = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
         return LogsDest(
             stdouts={rank: self._stdout(rank, env) for rank, env in envs.items()},
@@ -198,7 +198,7 @@ class LocalAgent(LocalElasticAgent):
         self._send(signal.SIGCONT)  # one that was stopped can do nothing about it
         deadline = time.monotonic() + self._grace_s
         while None in (codes := self.exit_codes()) and time.monotonic() < deadline:
-            if LatePeerError.exit_code in codes:  # they have given up waiting for who is left
+            if LatePeerError.exit_code in codes:  # they have given up waiting for the rest
                 deadline = min(deadline, time.monotonic() + END_S)
             time.sleep(0.02)
         end_ranks(self, signal.SIGKILL)
@@ -221,7 +221,7 @@ class LocalAgent(LocalElasticAgent):
 
 
 class AgentRendezvous(RendezvousHandler):
-    """Where agents meet, and their ranks after them: a store that the agent of node 0 serves.
+    """Rendezvous of agents, and of their ranks after them: a store that the agent of node 0 serves.
 
     torch's own static rendezvous needs a port chosen beforehand and listens on all interfaces; it
     does not say which node is missing, and cannot be interrupted.
@@ -246,7 +246,7 @@ class AgentRendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Where the ranks of the next generation meet; waits for all nodes."""
+        """Rendezvous of the next generation's ranks; waits for all nodes."""
         if self._plan is None:
             if self._store is None:
                 self._store = host_store(_LOOPBACK, 0, one_host=True)

@@ -26,7 +26,7 @@ def die_with(parent: int) -> None:
     SIGCONT, so that a stopped one acts on it.
 
     A launcher that is killed outright (SIGKILL, out of memory) cannot pass anything on; without
-    this its ranks would go on alone, or stay stopped for ever. Not SIGKILL: who can still save in
+    this its ranks would go on alone, or stay stopped for ever. Not SIGKILL: one that can save in
     the seconds until the failure watch ends the rank, should. Only on Linux.
     """
     signal_when_parent_ends(signal.SIGTERM)

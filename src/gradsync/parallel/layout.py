@@ -76,7 +76,7 @@ class ParallelLayout:
         return self.pp * self.tp
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Where `rank` stands, 0 <= rank < `world_size`."""
+        """Coordinates of `rank`, 0 <= rank < `world_size`."""
         replica, shard = divmod(rank, self.tp)
         data, stage = divmod(replica, self.pp)
         return Coordinates(data=data, stage=stage, shard=shard)
@@ -301,7 +301,7 @@ def _parameter(name: str) -> str:
 
 
 def norm_places(part: ModelPart, block: int) -> tuple[dict[str, int], int]:
-    """Where the norms of the parameters that `part` owns begin in the vector that ranks sum, by
+    """Offsets of the norms of the parameters that `part` owns in the vector that ranks sum, by
     name; and its length.
 
     The gradient's norm is the root of a sum of squares over fixed blocks of `block` elements

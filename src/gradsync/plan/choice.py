@@ -46,7 +46,7 @@ class Costs:
     """Memory by formula; time from data sheets, or from a leaf that was measured here."""
 
     measured: tuple[StepProfile, Workload] | None = None
-    load: float | None = None  # Of a machine that was busy with other work while it was measured
+    load: float | None = None  # The machine's, if other work kept it busy while it was measured
     memory = staticmethod(memory_need)
     step = staticmethod(predict_step)
 
@@ -69,7 +69,7 @@ class Costs:
         conditions = profile_conditions(leaf, device=device, threads=choose_threads(ranks))
         if known_profile(conditions) is None and os.getloadavg()[0] > _BUSY * host.cores:
             self.load = os.getloadavg()[0]
-        # What was measured beside other work is not kept.
+        # A measurement beside other work is not kept.
         cached = self.load is None
         profile = probe_profile(leaf, device=device, ranks_per_host=ranks, cached=cached)
         self.measured = profile, leaf
@@ -403,7 +403,7 @@ def _why_not(candidate: Candidate, pick: Candidate) -> str:
 
 
 def _why_taken(pick: Candidate, rows: Sequence[Candidate], judged: Sequence[Candidate]) -> str:
-    """Why `pick`, one of `rows`, was taken: what forbids simpler ones, and who is next."""
+    """Why `pick`, one of `rows`, was taken: what forbids simpler ones, and the next one."""
     others = [each for each in rows if each.runs and each.split != pick.split]
     rival = min(others, key=lambda each: each.seconds, default=None)
     parts = [*_forced(pick, judged), _beside(pick, rival)]

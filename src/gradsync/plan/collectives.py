@@ -111,7 +111,7 @@ _KEY = (
 
 
 def fits_path(environment: Mapping[str, Any]) -> Path:
-    """Where the lines of this machine are kept; `environment` with `num_nodes` and `dtype`."""
+    """File of the lines of this machine; `environment` with `num_nodes` and `dtype`."""
     key = json.dumps({name: environment[name] for name in _KEY})
     return cache_entry(environ.cache_dir() / "alpha-beta", key)
 
@@ -135,7 +135,7 @@ def load_fits(environment: Mapping[str, Any]) -> list[Fit]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupPlace:
-    """Where a group's `ranks` are: `per_host` on each host, but for the last one."""
+    """Hosts of a group's `ranks`: `per_host` on each host, but for the last one."""
 
     ranks: int
     per_host: int

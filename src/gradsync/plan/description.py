@@ -43,7 +43,7 @@ class Device:
     memory_bytes_per_s: float | None = None
     mig: bool = False  # A slice of a GPU
     shared: bool = False  # Other processes were using it when it was looked at
-    source: str = ""  # Where `peak_flops` and `memory_bytes_per_s` come from
+    source: str = ""  # Origin of `peak_flops` and `memory_bytes_per_s`
 
     @property
     def usable_bytes(self) -> int:
@@ -58,7 +58,7 @@ class Link:
     name: str  # Such as nvlink4, pcie4, shared memory, infiniband-ndr, ethernet-10g
     alpha_s: float  # Latency of one message, however short
     bytes_per_s: float  # In one direction, of one rank, while all use it
-    source: str = ""  # Where the two numbers come from
+    source: str = ""  # Origin of the two numbers
     per_host: bool = False
     """For a network: `bytes_per_s` is that of a host's one port, which its ranks divide among them;
     else each rank has a port of its own."""
@@ -167,6 +167,6 @@ def _suggestions(hardware: Hardware, env: Mapping[str, str]) -> dict[str, str]:
     if len(hardware.devices) > 1:
         wanted["NCCL_DEBUG"] = "WARN"
     if len(hardware.hosts) > 1 and (interface := env.get("GLOO_SOCKET_IFNAME")):
-        # What the user chose for one library; "=" is NCCL's way to say exactly this name.
+        # The user's choice for one library; "=" is NCCL's way to say exactly this name.
         wanted["NCCL_SOCKET_IFNAME"] = f"={interface}"
     return {name: value for name, value in wanted.items() if name not in env}

@@ -48,7 +48,7 @@ _SHOWN = (
     *("amx_tile", "amx_int8", "amx_bf16", "amx_fp16"),
     *("asimd", "bf16", "i8mm", "sve", "sve2"),
 )
-_USUAL_HZ = 2e9  # Where the system does not tell the clock, as on Arm
+_USUAL_HZ = 2e9  # For a system that does not tell the clock, as on Arm
 
 DEFAULT_LINK = Link(
     name="shared memory",

@@ -513,7 +513,7 @@ def _moments(case: Case, strategy: StrategyMemory) -> Iterator[MemoryNeed]:
     other_end = FP32 * shape.table_params if work.model.tie_head and is_end else 0
     yield MemoryNeed(**strategy.update._asdict(), workspace=other_end)
     if is_last:
-        # What the loss keeps of each leaf that waits for its backward.
+        # The loss keeps this of each leaf that waits for its backward.
         in_rows = work.loss_rows is not None
         kept_by_loss = shape.table_params if in_rows else work.leaf_tokens * work.model.vocab_size
         of_others = (flying - 1) * FP32 * kept_by_loss

@@ -56,7 +56,7 @@ class FrozenPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartPlace:
-    """Where a part is."""
+    """Devices of a part."""
 
     devices: tuple[int, ...]  # One device, or the two it is cut between
     first_blocks: int = 0  # For a part in two: how many blocks are on the first device
@@ -64,7 +64,7 @@ class PartPlace:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FrozenPlacement:
-    """Where every part is."""
+    """Places of all parts."""
 
     places: Mapping[str, PartPlace]  # By name of the part
     left: tuple[int, ...]  # Bytes that stay free on each device
@@ -128,7 +128,7 @@ def _in_two(part: FrozenPart, left: Sequence[int]) -> PartPlace | None:
             place = PartPlace(devices=pair, first_blocks=cut)
             shares = zip(pair, _shares(part, place), strict=True)
             found.append((min(left[device] - share for device, share in shares), place))
-        # What is left on the fuller device: the cut that leaves most.
+        # Bytes left on the fuller device: the cut that leaves most.
         spare, best = max(found, key=lambda entry: entry[0], default=(-1, None))
         if spare >= 0:
             return best

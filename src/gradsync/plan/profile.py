@@ -255,7 +255,7 @@ class Cache(Generic[T]):
         return environ.cache_dir() / self.kind
 
     def path(self, conditions: Conditions) -> Path:
-        """Where the answer for `conditions` is kept."""
+        """File of the answer for `conditions`."""
         return cache_entry(self.folder(), json.dumps(conditions, sort_keys=True))
 
     def save(self, conditions: Conditions, found: T) -> Path:

@@ -74,7 +74,7 @@ def work_lines(name: str, work: Workload) -> list[str]:
 
 
 def figure_lines(costs: Costs, hardware: Hardware) -> list[str]:
-    """Where the figures come from."""
+    """Sources of the figures."""
     sources = dict.fromkeys(device.source for device in hardware.devices if device.source)
     peak = f" ({'; '.join(sources)})" if sources else ""
     computing = f"estimated, {UTILISATION:.1%} of the peak{peak}"

@@ -151,7 +151,7 @@ def _round_s(costs: StepCosts, stragglers: Stragglers) -> float:
     return alone + waits + costs.every * (costs.update_s + costs.copy_s) + meeting
 
 
-Pass = tuple[Literal["forward", "backward"], int]  # Of which leaf
+Pass = tuple[Literal["forward", "backward"], int]  # Direction, leaf
 
 
 def order_of(schedule: str, stage: int, stages: int, leaves: int) -> list[Pass]:

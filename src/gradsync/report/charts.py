@@ -38,7 +38,7 @@ class Event(NamedTuple):
     words: str
     bad: bool = False
     number: int = 0  # In the list; 0: its place among the chart's
-    color: int | None = None  # Of its run, where there are several
+    color: int | None = None  # Its run's, where there are several
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -56,7 +56,7 @@ class Run:
 
     @property
     def events(self) -> list[Event]:
-        """Where the run went on after it had ended, and where it ended early, in their order."""
+        """Points at which the run went on after it had ended, or ended early, in their order."""
         found = []
         # A run may have begun before its starts were noted.
         known = self.starts if self.starts and not self.starts[0]["step"] else [{}, *self.starts]

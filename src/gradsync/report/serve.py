@@ -40,7 +40,7 @@ def serving(run: Path, where: str) -> Iterator[str]:
     token = secrets.token_urlsafe(16)
 
     class Handler(BaseHTTPRequestHandler):
-        timeout = 10.0  # Of a connection on which nothing comes
+        timeout = 10.0  # For a connection on which nothing comes
 
         def do_GET(self) -> None:
             path = urlsplit(self.path).path

@@ -61,7 +61,7 @@ _LAUNCHERS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CoordinatorPlan:
-    """Where the ranks meet. The same on every rank of a job."""
+    """Meeting place of the ranks. The same on every rank of a job."""
 
     kind: Literal["none", "given", "file", "port", "mpi"]  # how; see the table of this module
     address: str = ""  # host name or address of rank 0; "" where rank 0 publishes it

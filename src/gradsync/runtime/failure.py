@@ -283,7 +283,7 @@ class FailureWatch:
                 seen = f"this rank ({self._rank}) saw: {trouble}{self._keep_stacks(silent, error)}"
                 lives = not self._peers.ended() and all(r in self._peers.pids for r in silent)
                 code = LatePeerError.exit_code if lives and _is_late(trouble) else 1
-                # For ranks without a connection to the silent ones, who would only see us leave.
+                # For ranks without a connection to the silent ones: they would only see us leave.
                 self._claim_for(said, code)
                 self._peers.settle(len(silent), time.monotonic() + _SILENT_S)
                 return _because(PeerError(f"{said}; {seen}", exit_code=code), error)
@@ -425,7 +425,7 @@ class FailureWatch:
 def _cause(trouble: BaseException, rank: int, late: str, peers: Peers) -> RunError | None:
     """Why this rank's collective failed though every rank lives; None where `trouble` says it.
 
-    Gloo's words name a symptom; torch's and ours need no help but for who is `late`.
+    Gloo's words name a symptom; torch's and ours need no help but for the `late` ranks.
     """
     symptom = _GLOO.sub("", str(trouble)).partition("\n")[0] or str(trouble)
     if late:

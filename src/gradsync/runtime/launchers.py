@@ -25,7 +25,7 @@ from gradsync.world import World
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
 
-# Of each family: rank, world size, local rank, local world size.
+# Each family's variables: rank, world size, local rank, local world size.
 _TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _GROUP = ("GROUP_RANK", "GROUP_WORLD_SIZE")
 _COMM_WORLD = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")

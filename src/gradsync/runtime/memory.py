@@ -87,7 +87,7 @@ def _serves_malloc(process: Any) -> bool:
 
 
 def _library_of(process: Any, function: Any) -> int | None:
-    """Where the library that holds `function` begins in memory; None when it cannot be told."""
+    """Start in memory of the library that holds `function`; None when it cannot be told."""
     info = _SymbolInfo()
     address = ctypes.cast(function, ctypes.c_void_p)
     return info.base if process.dladdr(address, ctypes.byref(info)) else None

@@ -6,7 +6,7 @@ that is the loopback: then ranks of several hosts cannot connect.
 [Note: Silent hosts] A cut cable says nothing. Left alone, Linux gives up an unanswered message
 after a quarter of an hour and never looks at an idle connection (tcp(7), tcp_retries2 and
 SO_KEEPALIVE); gloo waits for the whole timeout of the collective. `PeerConnections` has the system
-knock on idle connections and end unanswered ones after a bound; whoever waits on one then sees
+probe idle connections and end unanswered ones after a bound; a rank that waits on one then sees
 "Connection timed out". It is the other host's kernel that answers: a rank that computes for long,
 holds Python's lock or was stopped in a debugger is not silent, with one exception: a message larger
 than the buffers, to a rank that is stopped while it arrives, counts as unanswered.
@@ -97,7 +97,7 @@ class PeerConnections:
         self._known = _open_sockets()
 
     def learn(self) -> None:
-        """Where connections lead that were made since the last look, other ranks are: bound all."""
+        """Learn other ranks' hosts from connections made since the last look, and bound them."""
         self._look(learn=True)
 
     def learn_pairs(self, world_size: int, store_port: int) -> None:
@@ -116,7 +116,7 @@ class PeerConnections:
             self._look(learn=False)
 
     def num_ended(self) -> int:
-        """How many ranks' connections to this one have ended, whoever ended them."""
+        """How many ranks' connections to this one have ended, on either side."""
         return len(self._pairs - _open_sockets()) if self._pairs else 0
 
     def _look(self, *, learn: bool) -> dict[Opened, tuple[int, int]]:

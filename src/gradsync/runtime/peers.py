@@ -145,7 +145,7 @@ class Peers:
 
     def cut_off(self) -> list[int]:
         """Ranks whose connection has ended and whose heartbeat stood still since the call before:
-        Gloo does not always wake who waits on a connection that ends. Ranks that leave in good
+        Gloo does not always wake a rank whose connection ends. Ranks that leave in good
         order say so before."""
         if self._connections is None:
             return []

@@ -346,7 +346,7 @@ def check_reach(
                         "GLOO_SOCKET_IFNAME"
                     )
                 said[told[world.node_rank]] = problem
-        # The one who was to tell may be gone: then making the group says who is missing.
+        # The rank that was to tell may be gone: then making the group says who is missing.
         wait_until(all_told, max(deadline_s, time.monotonic() + _CONNECT_S))
     problems = [(store.get(key) or b"").decode(errors="replace") for key in told]
     if problem := next(filter(None, problems), ""):

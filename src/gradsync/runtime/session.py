@@ -142,7 +142,7 @@ class Session:
         if self.world.is_main:
             for warning in resolution.warnings:
                 log.warning("%s", warning)
-        # Before ranks meet: who then left at once would take the store from the others.
+        # Before ranks meet: one that then left at once would take the store from the others.
         device = device_here(self.options.device, self.world.local_rank)
         self._backend = choose_backend(self.options.backend, device)
         try:

@@ -1,4 +1,4 @@
-"""Where every rank was when one was late or had gone: a file for each, and torch's flight record.
+"""Places of all ranks when one was late or had gone: a file for each, and torch's flight record.
 
     FOLDER/rank-1.txt           all Python threads of that rank, written by itself. Another rank of
                                 its host writes it if it cannot: what it answers to a signal, else

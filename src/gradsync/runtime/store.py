@@ -4,7 +4,7 @@ Torch's `TCPStore` listens on every interface even for 127.0.0.1, and an address
 is bound may be taken by another. So rank 0 binds the socket itself (port 0: the system picks
 a free one), hands it over by `master_listen_fd`, and publishes the port only then.
 
-Whoever reaches the port can list, read, write and delete: torch's store asks no client who it is.
+Any process at the port can list, read, write and delete: torch's store authenticates no client.
 So what ranks write there is signed with a token that only they have (`SignedStore`).
 """
 

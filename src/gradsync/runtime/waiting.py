@@ -1,4 +1,4 @@
-"""Whom a rank waits for: one line once a wait is long, another one when it is over.
+"""Ranks that a rank waits for: one line once a wait is long, another one when it is over.
 
     gradsync: waiting for rank 1 for 10 s: rank 1 (process 4711) is in data.py:6 __getitem__; ranks
     0, 2 and 3 wait in train.py:40 <module> (GradientSync.step)
@@ -71,7 +71,7 @@ class WaitReport:
         queued = {rank: queued_s(pid) for rank, pid in self._peers.pids.items()}
         (then, before, was_queued), self._looked = self._looked, (now, found, queued)
         if not before:
-            return ""  # only two looks tell who is silent
+            return ""  # only two looks tell which ones are silent
         still = [rank for rank in self._peers.processes if before[rank].beat == found[rank].beat]
         starved = {r for r, s in queued.items() if s - was_queued[r] > _STARVED * (now - then)}
         silent = [r for r in still if r not in starved and not self._peers.has_noticed(r)]
@@ -99,21 +99,21 @@ class WaitReport:
         )
 
     def lateness(self, own: Activity) -> str:
-        """Whom this rank has waited for until the time was up, doing `own`."""
+        """The ranks that this one has waited for until the time was up, doing `own`."""
         if left := self._peers.left():
             return f"rank(s) {', '.join(map(str, left))} had left in good order"
         found = self._peers.activities() | {self._rank: own}
         told = f"rank {self._rank} waited as long as it may (timeout_s)"
         waiting = {self._rank, *waiting_ranks(found)}
         others = {rank: each for rank, each in sorted(found.items()) if rank not in waiting}
-        # Who timed out as well is no longer in its collective.
+        # A rank that timed out as well is no longer in its collective.
         late = {r: each for r, each in others.items() if not self._peers.has_noticed(r)}
         if not late:
             return f"{told}; all ranks wait, {self.all_places(found)}"
         return f"{told} in {own.where}; {self.places(late)}"
 
     def all_places(self, found: Mapping[int, Activity]) -> str:
-        """Where ranks are that all wait for each other, and what that means."""
+        """Places of ranks that all wait for each other, and what that means."""
         places: dict[str, list[int]] = {}
         for rank, each in sorted(found.items()):
             places.setdefault(each.where, []).append(rank)
@@ -123,7 +123,7 @@ class WaitReport:
         return f"in different calls: {said}"
 
     def places(self, late: Mapping[int, Activity]) -> str:
-        """Where the `late` ranks are; the silent ones among them give no sign of life."""
+        """Places of the `late` ranks; the silent ones among them give no sign of life."""
         said = [self._place(rank, each) for rank, each in list(late.items())[:_MOST_NAMED]]
         more = len(late) - len(said)
         return "; ".join(said) + (f"; and {more} more" if more else "")

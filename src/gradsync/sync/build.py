@@ -68,7 +68,7 @@ def build_engine(
     buckets = lay_out_buckets(parameters, recipe, comm.world_size, rounding=rounding)
     invariant = recipe.order == "invariant"
     exchange: Exchange | None = None
-    # What shared memory can do for the recipe beyond carrying messages.
+    # Work of shared memory for the recipe beyond carrying messages.
     plain = (recipe.shard, recipe.reduction, recipe.wire) == ("none", "backend", "same")
     divides = plain and recipe.grouping == "buckets"
     shards: Replicas | None = None

@@ -264,7 +264,7 @@ class LateReplicas(Replicas):
         return known[2]
 
     def publish(self) -> Work:
-        """See `Replicas.publish`: from here on who touches a weight waits for its bucket."""
+        """See `Replicas.publish`: from here on a use of a weight waits for its bucket."""
         if (step := self._step) is None or not step.updates:
             return Done()
         for update in step.updates:

@@ -101,7 +101,7 @@ class StragglerWatch:
     """Warns of a rank that the others wait for, step after step.
 
     A backward takes as long on a slow rank as on the others, since all wait in it for the last one;
-    but who is late itself waits least. A rank is named when in nine of ten steps it has waited less
+    but the late one waits least. A rank is named when in nine of ten steps it has waited less
     than all others, in the median by a fifth of a step. So a pause (a checkpoint by rank 0, an
     evaluation) is no slowness, nor is noise that meets one rank after the other.
 
@@ -397,7 +397,7 @@ class Reducer(ABC):
 
         Args:
             discard: no rank will use the sums: drop this rank's leaves.
-            user_loop: gradients that are in `.grad` count, whoever put them there.
+            user_loop: gradients that are in `.grad` count, however they came there.
         """
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:

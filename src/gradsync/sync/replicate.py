@@ -129,7 +129,7 @@ def _world_here() -> World:
 
 
 def _placement(comm: Communicator, world: World) -> Hosts | None:
-    """Where all ranks sit; None when the caller's communicator has other ranks than the world, or
+    """Places of all ranks; None when the caller's communicator has other ranks than the world, or
     two say that they have one place (hosts of one name, a `World` made by hand)."""
     if comm.world_size == world.world_size:
         with suppress(ConfigError):  # on all ranks

@@ -1,4 +1,4 @@
-"""The end of a step, whatever the strategy and whoever runs the loop: its phases in order.
+"""The end of a step, whatever the strategy and the loop: its phases in order.
 
     collect    end this rank's leaves; every gradient is where it is summed
     agree      one small message: loss, weight, stop, discard, who used which parameter
@@ -156,7 +156,7 @@ def take_step(parts: StepParts, call: StepCall) -> StepResult:
     )
     met_s = time.perf_counter() - began
     total_weight = _weight_over_ranks(parts, call, agreed)
-    # Where every rank steps alone, `.grad` holds this rank's sum, of its own weight.
+    # If every rank steps alone, `.grad` holds this rank's sum, of its own weight.
     alone = loss is not None and not shards.equal_replicas
     weight = loss.weight if alone and loss is not None else total_weight
     skip = agreed.discard or not weight  # no rank updates

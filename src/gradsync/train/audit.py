@@ -30,7 +30,7 @@ from gradsync.train.learner import Learner, summed_loss
 
 
 class Chosen(NamedTuple):
-    """A leaf and who computes it."""
+    """A leaf and the ranks that compute it."""
 
     leaf: int
     owner: int

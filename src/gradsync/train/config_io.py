@@ -23,7 +23,7 @@ from gradsync.train.config import SyncConfig, TrainConfig, recipe
 
 _KIND = "configuration"
 _SUFFIXES = (".yaml", ".yml", ".toml")
-# Where None is a third value, a switch takes True or False as a word.
+# If None is a third value, a switch takes True or False as a word.
 _OPTIONAL = frozenset(f.name for f in fields(SyncConfig) if f.default is None)
 
 

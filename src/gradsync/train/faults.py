@@ -276,7 +276,7 @@ class Fault:
     says: str
     """Pattern of the line that says what is wrong; its group `ranks` holds the ranks at fault."""
     within_s: float = 3.0
-    """Longest from the fault to that line, seconds; and a step, since only who waits speaks."""
+    """Longest from the fault to that line, seconds; and a step, since only waiting ranks tell."""
 
 
 _RANK = r"rank (?P<ranks>\d+) "

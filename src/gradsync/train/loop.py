@@ -186,8 +186,8 @@ class Trainer:
             raise DriftError(f"{error} ({again})", error.hashes) from None
 
     def _judge_drift(self, drifted: Mapping[str, Any], step: int) -> None:
-        """Where replicas differed after this step in the run before (`drift.read`), say who was
-        right."""
+        """Say which rank was right, if replicas differed after this step in the run before
+        (`drift.read`)."""
         if drifted and drifted["step"] == step:
             tensors = replica_tensors(self.learner.model, [self.learner.optimizer])
             self.progress.say(f"note: {drift.verdict(drifted, replica_hashes(tensors))}")

@@ -269,7 +269,7 @@ def _place(share: Share, flat: Tensor) -> Placed:
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """Where a run starts."""
+    """Start of a run."""
 
     step: int = 0  # Optimizer steps done
     source: str = ""  # Checkpoint directory, "" for a fresh start

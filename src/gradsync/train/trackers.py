@@ -7,7 +7,7 @@
     prometheus    metrics.prom: the newest values, for node-exporter's textfile collector
 
 Rank 0 tracks alone, each tracker on a thread of its own: one that raises or blocks ends nothing and
-holds up nobody. Its package is imported when a run asks for it. No torch here.
+delays no rank. Its package is imported when a run asks for it. No torch here.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class TunedStrategy:
     sync: str = "invariant"  # Its name
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the strategy; keys are fields of `SyncConfig`."""
-    compile: CompileOrder = "none"  # Where `torch.compile` stands: none, model or ddp
+    compile: CompileOrder = "none"  # Place of `torch.compile`: none, model or ddp
 
     def __post_init__(self) -> None:
         if not isinstance(self.sync, str):

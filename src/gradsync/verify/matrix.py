@@ -99,8 +99,8 @@ def _collect(folder: Path, number: int, cells: Sequence[Cell], ended: RunEnd) ->
 def _blame(errors: list[dict[str, Any]], ended: RunEnd, world_size: int) -> tuple[str, list[int]]:
     """The failure that ended a start, in words and as ranks.
 
-    That is who was killed; else who first raised something that is not the echo of a lost peer;
-    else, when there are only echoes, who left none. The first echo alone blames no rank.
+    That is the killed rank; else the first to raise something that is not the echo of a lost peer;
+    else, when there are only echoes, the rank that left none. The first echo alone blames no rank.
     """
     first = errors[0] if errors else None
     raised = "" if first is None else f"rank {first['rank']} raised {first['message']}"

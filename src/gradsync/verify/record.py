@@ -190,7 +190,7 @@ class Observer:
         step.gradient = self._gradients()
         step.at_step = self._weights()
         self._original(*arguments)
-        # Where ranks are equal, weights are whole once published; where they drift, that is a mean.
+        # Weights of equal ranks are whole once published; where they drift, that is a mean.
         if self._shards is None or not self._shards.equal_replicas:
             step.updated = self._weights()
 

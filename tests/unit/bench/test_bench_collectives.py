@@ -147,7 +147,7 @@ def test_right_results_pass_and_each_kind_of_wrong_one_is_found(
 def rows(
     *medians: float, world_size: int, operation: str = "all_reduce", one: bool
 ) -> list[AlgorithmRow]:
-    """Of a ring, and of copies that take half as long."""
+    """Rows of a ring, and of copies that take half as long."""
     copies = [median / 2 for median in medians]
     found = [("ring", medians), ("copy", copies)]
     samples = [Samples(**collective(name, *each, operation=operation)) for name, each in found]

@@ -95,7 +95,7 @@ def plan() -> BenchPlan:
 
 @pytest.fixture
 def results() -> list[dict[str, Any]]:
-    """Three rounds; in the second one something else slowed down everybody."""
+    """Three rounds; in the second one something else slowed down all ranks."""
     keeping = {
         "none": [rank([[0.1], [0.4], [0.1]], 0.0)] * 2,
         "naive": [

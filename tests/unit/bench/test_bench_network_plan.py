@@ -1,4 +1,4 @@
-"""What `bench network` says without a network, and where it may not make one."""
+"""`bench network` without a network: its floor, and the refusal where it may not make one."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def test_text_takes_the_place_of_a_file(tmp_path: Path) -> None:
     write_text(path, "one")
     with path.open() as reader:
         write_text(path, "ä")
-        assert reader.read() == "one"  # whoever began to read the old one reads all of it
+        assert reader.read() == "one"  # a reader of the old one reads all of it
     assert path.read_text(encoding="utf-8") == "ä"
 
 

@@ -65,7 +65,7 @@ def test_noise_is_refused(candidates: int, rounds: int, skewed: bool) -> None:
     found = [decided([0.0] * candidates, s, rounds=rounds, skewed=skewed) for s in range(TRIALS)]
     assert sum(each.winner != "default" for each in found) <= 0.05 * TRIALS
     typical = np.mean([judged.ratio for each in found for judged in each.judged])
-    assert typical == pytest.approx(1, abs=0.01)  # nobody begins with an advantage
+    assert typical == pytest.approx(1, abs=0.01)  # no candidate begins with an advantage
 
 
 def test_a_real_gain_is_taken() -> None:

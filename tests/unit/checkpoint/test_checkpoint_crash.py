@@ -159,7 +159,7 @@ class Directory:
 
 
 class Disk:
-    """What a device may hold: synced bytes and names for certain, of the rest any legal part.
+    """Contents a device may hold: synced bytes and names for certain, of the rest any legal part.
 
     Names of one directory may reach the device in any order, except that what touches a name comes
     after what touched it before; a rename happens or does not. Unsynced bytes of a file: any first

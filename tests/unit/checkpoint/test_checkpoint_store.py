@@ -287,7 +287,7 @@ def test_newest_means_saved_last(tmp_path):
     for step in (100, 200, 300):
         store.save(snapshot(step))
         assert steps(store) == [step, step - 100][: step // 100]
-    # The run goes back to 200 and comes to 250: 300 belongs to a past that did not happen.
+    # The run goes back to 200 and comes to 250: 300 is of the abandoned steps.
     store.save(snapshot(250))
     assert steps(store) == [250, 300]
     assert store.latest()[0].step == 250
@@ -325,7 +325,7 @@ def test_a_replacement_that_was_cut_short_leaves_the_old_one_usable(store, tmp_p
     assert (info.path, problems) == (old, [])
     assert store.load(old).step == 1
     assert resolve(tmp_path)[0] == old
-    # Cut short later: the new one is there, but came to harm. The old one must survive again.
+    # Cut short later: the new one is there, but damaged. The old one must survive again.
     path.mkdir()
     assert store.latest()[0].path == old
     assert store.save(snapshot(1)) == path

@@ -109,7 +109,7 @@ def test_the_hardware_file_describes_this_machine_elsewhere(capsys, tmp_path):
     json_path = tmp_path / "here.json"
     json_path.write_text(capsys.readouterr().out)
     there = load_hardware(str(json_path))
-    # What is free changes between two looks.
+    # Free memory changes between two looks.
     assert [device.name for device in here.devices] == [device.name for device in there.devices]
     assert here.hosts[0].cores == there.hosts[0].cores
     assert here.hosts[0].link == there.hosts[0].link

@@ -243,7 +243,7 @@ def test_tied_weights_of_any_model(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_torch_loads_model_and_optimizer(run: Path) -> None:
-    """Into an optimizer as a user makes it, whose next step has the bits of the run's own."""
+    """Load into an optimizer as a user makes it, whose next step has the bits of the run's own."""
     assert main(["export", str(run), "--to", "dcp"]) == 0
     found = snapshot_of(run)
     state = found.state["optimizer"]

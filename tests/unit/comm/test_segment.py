@@ -1,4 +1,4 @@
-"""Memory without a name, and that nobody takes another's for it."""
+"""Memory without a name, for which another's is never taken."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_peer_sees_the_same_memory() -> None:
 
 
 def test_it_cannot_be_resized() -> None:
-    """Who maps memory that becomes shorter is ended by a bus error."""
+    """A process that maps memory that becomes shorter is ended by a bus error."""
     segment = Segment(4096)
     for size in (0, 4096, 8192):
         with pytest.raises(PermissionError):
@@ -36,7 +36,7 @@ def test_it_cannot_be_resized() -> None:
 
 
 def test_a_file_that_can_be_resized_is_none() -> None:
-    """Of another program, though size and token are right."""
+    """A file of another program is refused, though size and token are right."""
     segment = Segment(4096)
     other = os.memfd_create("other")
     os.write(other, bytes(4096) + segment.address.token.to_bytes(8, sys.byteorder))

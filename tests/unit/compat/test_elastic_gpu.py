@@ -128,7 +128,7 @@ def test_the_summary() -> None:
 
 
 def test_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    """Whatever it has; here most likely a CPU."""
+    """Any hardware; here most likely a CPU."""
     config = gs.ElasticGPUConfig(base_batch_size=64)
     assert config.strategy in ("single", "ddp")
     assert str(config).startswith(f"{len(config.devices)} x ")

@@ -62,7 +62,7 @@ TOO_MANY = (
     [
         (8, 2, {"tokens_per_update": 100_000, "seq_len": 1000}, EXACT),
         (4, 1, {"global_batch_size": 10}, "is 8 or 12; or keep it, with micro_batch_size 2 or 5"),
-        # What is proposed leaves no rank without work.
+        # The proposed sizes leave no rank without work.
         (4, 4, {"global_batch_size": 9}, "global_batch_size is 16; or keep it, with micro_batch_"),
         (4, 1, {"tokens_per_update": 100, "seq_len": 16}, "tokens_per_update is 64 or 128"),
         (16, 8, {"global_batch_size": 64}, TOO_MANY),

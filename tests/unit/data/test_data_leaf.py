@@ -22,7 +22,7 @@ X, Y = torch.arange(6.0).view(3, 2), torch.tensor([4, 5, 6])
 
 @dataclass
 class Batch:
-    """What a collate function may return."""
+    """A batch as a collate function may return it."""
 
     x: Any
 

@@ -225,7 +225,7 @@ def calls_of(scripts: list[str], folder: Path) -> list[list[str]]:
 @settings(max_examples=4, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
 @given(st.lists(CASES, min_size=60, max_size=60))
 def test_arguments_are_never_shell(cases: list[tuple[list[str], Any, str, str]]) -> None:
-    """Whatever the words are, the launcher gets exactly these, and nothing else is run."""
+    """The launcher gets exactly these words, whatever they are, and nothing else is run."""
     plans = [
         plan(
             program=program_of(kind, words),

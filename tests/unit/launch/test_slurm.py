@@ -1,4 +1,4 @@
-"""What Slurm's commands say, and a job that is followed."""
+"""Output of Slurm's commands, and a job that is followed."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ world_size = dist.get_world_size()
 torch.cuda.set_device(local_rank)
 model = nn.Linear(8, 8).cuda(local_rank)
 """
-"""What is right in all of them; line numbers count from behind it."""
+"""Lines that are right in all of them; line numbers count from behind these."""
 
 WRONG: dict[str, list[str]] = {
     "GS101": [

@@ -1,4 +1,4 @@
-"""Who stands where in a layout; every weight of a GPT is somewhere, once, whatever the layout."""
+"""Places of ranks in a layout; every weight of a GPT is somewhere, once, whatever the layout."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ def test_recomputation_is_a_last_resort() -> None:
 
 
 def test_room() -> None:
-    """That of the smallest device; fewer ranks of a CPU have more each."""
+    """Room of the smallest device; fewer ranks of a CPU have more each."""
     small = unlike(free_bytes=10 * GB)
     cpus = gpus(4, memory_gb=8, kind="cpu")
     room = [room_bytes(*case) for case in ((small, 2), (small, 1), (cpus, 4), (cpus, 1))]

@@ -1,4 +1,4 @@
-"""What collectives cost: by formula, against sums made by hand, and by lines through times."""
+"""Costs of collectives: by formula, against sums made by hand, and by lines through times."""
 
 from __future__ import annotations
 

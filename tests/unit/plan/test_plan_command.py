@@ -329,7 +329,7 @@ def test_a_batch_that_the_recipes_leaf_does_not_divide() -> None:
 
 
 def test_arithmetic_is_the_trainers() -> None:
-    """What is called impossible is what `gradsync train --parallel` refuses."""
+    """Splits that are called impossible are those that `gradsync train --parallel` refuses."""
     assert [name for name in STRATEGIES if goes_with_parts(name)] == [
         split.strategy
         for split in splits(4, load_hardware("h100x4"), tuple(STRATEGIES))

@@ -1,4 +1,4 @@
-"""What is found on a machine whose driver, kernel and torch a test writes down."""
+"""Detection on a machine whose driver, kernel and torch a test writes down."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank needs: activations against what autograd really keeps, to the byte; the rest by hand
+"""Memory of a rank: activations against what autograd really keeps, to the byte; the rest by hand
 for small shapes, and what must hold for all of them."""
 
 from __future__ import annotations
@@ -270,7 +270,7 @@ def test_one_block_by_hand() -> None:
     matrices = 4 * 64 * 64 + 3 * 64 * 192
     assert activations(work, blocks=1).block == 10 * token + 2 * matrices
     assert activations(work, blocks=0).recomputed == 0
-    # What is computed from the whole stream is whole on each of two shards.
+    # An activation of the whole stream is whole on each of two shards.
     whole = 2 * (8 * 64 + 4) + 5 * 128
     halves = 10 * (whole + (token - whole) // 2) + matrices
     assert activations(work, blocks=1, tp=2).block == halves

@@ -246,7 +246,7 @@ def test_a_picture(tmp_path: Path) -> None:
 
 
 def test_refusals() -> None:
-    """What the command line refuses itself is in `test_plan_command.py`."""
+    """Refusals of the command line itself are in `test_plan_command.py`."""
     host, pipeline = hardware(4).hosts[0], [split("bucketed", pp=2)]
     with pytest.raises(ConfigError, match="2 hosts, but no network between them"):
         simulate(work(1), host, None, [8], profile(), splits=pipeline)

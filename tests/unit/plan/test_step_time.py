@@ -39,7 +39,7 @@ SHAPES = [
 
 @pytest.mark.parametrize("config", SHAPES)
 def test_parameters_are_those_of_the_model(config: GPTConfig) -> None:
-    """And backward is two thirds of all products: 4 operations per unit."""
+    """Backward is two thirds of all products: 4 operations per unit."""
     with torch.device("meta"):
         model = GPT(config)
     found = parameters_of(config, 8)

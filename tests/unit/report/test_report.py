@@ -159,7 +159,7 @@ def test_interruptions_stand_in_a_list_and_in_each_chart(tmp_path: Path) -> None
     add_start(older, step=10, reached=12)
     (event,) = read_run(older).events
     assert event.words == "after step 12: killed; went on from step 10 with 2 rank(s)"
-    # Of several runs: numbered through, together where they meet, in the colour of their run.
+    # Several runs' events: numbered through, together where they meet, in the colour of their run.
     both = [found, read_run(older)]
     loss = svg(charts_of(both)[0])
     assert re.findall(r">([\d,]+)<title>", loss) == ["1,5", "2", "3", "4"]
@@ -510,7 +510,7 @@ LOOK = """<script>addEventListener("load", () => {
 
 
 def look(page: Path, tmp_path: Path, *, width: int, dark: bool) -> tuple[dict[str, Any], list[str]]:
-    """What a browser measured, and the lines of its console.
+    """Measurements of a browser, and the lines of its console.
 
     The page lies in a frame: a window is at least 500 pixels wide.
     """

@@ -1,4 +1,4 @@
-"""What a stack says about a rank, and what one rank can read of another."""
+"""A rank's activity, by its stack, and what one rank can read of another."""
 
 from __future__ import annotations
 

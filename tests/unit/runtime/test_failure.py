@@ -1,4 +1,4 @@
-"""Whose failure it was: from the kind of error and the state of the other ranks to what is said."""
+"""The rank that failed: from the kind of error and the state of the other ranks to what is said."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def caught(raises: Any, words: str) -> BaseException:
         (torchs, "Broken pipe", dist.DistNetworkError),
         (ours, "rank 1 has ended", LostPeerError),
         (wrapped, CLOSED, RuntimeError),
-        # What a data set says is its own affair, compiled or not.
+        # Errors of a data set are not of the communication, compiled or not.
         (raise_python, STORAGE, None),
         (raise_compiled, STORAGE, None),
         (raise_compiled, "recv: nccl or gloo? broken pipe in the process group", None),
@@ -255,7 +255,7 @@ def test_a_server_that_leaves_as_it_hears_of_a_failure_did_not_vanish() -> None:
 def test_the_first_error_on_the_stores_connection_says_why(
     first: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whichever thread met it: the main one that looks for the cause, or its heartbeat."""
+    """On either thread: the main one that looks for the cause, or its heartbeat."""
     store, met = Store("silent"), threading.Event()
     watch = watch_of(store)
     watch.start()

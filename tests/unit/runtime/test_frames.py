@@ -76,7 +76,7 @@ def test_a_mark_stays_as_long_as_the_call() -> None:
 def test_nothing_is_collected_meanwhile(
     read: Callable[[int], list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is collected may let another thread go on, while Python has the address of its call."""
+    """A collection may let another thread go on, while Python has the address of its call."""
     current_frames, enable, reading, collections = sys._current_frames, gc.enable, [False], []
 
     def note(phase: str, info: dict[str, int]) -> None:

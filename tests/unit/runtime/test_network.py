@@ -88,7 +88,7 @@ def test_ended_connections_are_counted(peers: PeerConnections) -> None:
     store, its_end = connected()
     pairs = [connected() for _ in range(2)]
     store_port = its_end.getsockname()[1]
-    # Of each pair of sockets both ends are ours: four connections of five ranks.
+    # Both ends of each pair of sockets are ours: four connections of five ranks.
     peers.learn_pairs(5, store_port)
     assert peers.num_ended() == 0
     store.close()
@@ -134,7 +134,7 @@ class Ended:
 
 
 def looks(ended: int, *, left: int = 0, beats: tuple[int, int] = (1, 9)) -> list[int]:
-    """What rank 0 of 3 makes of two looks; between them, ranks 1 and 2 beat as told."""
+    """Ranks that rank 0 of 3 finds cut off in two looks; meanwhile ranks 1, 2 beat as told."""
     store = SignedStore(dist.HashStore(), b"", "")
     peers = Peers(store, rank=0, world_size=3, connections=Ended(ended))  # type: ignore
     for rank in range(left):

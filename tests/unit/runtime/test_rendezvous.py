@@ -1,4 +1,4 @@
-"""Where ranks meet: the store, the published port, and ports between hosts tried before gloo."""
+"""The rendezvous: the store, the published port, and ports between hosts tried before gloo."""
 
 from __future__ import annotations
 
@@ -353,7 +353,7 @@ HOSTS = ["first", "first", "second", "second"]
 
 
 def ask(store: Any, rank: int, interface: str = "lo") -> str:
-    """What a rank on one of two hosts hears, "" for nothing."""
+    """The error of a rank on one of two hosts, "" for none."""
     world = World(
         rank=rank,
         world_size=4,
@@ -371,7 +371,7 @@ def ask(store: Any, rank: int, interface: str = "lo") -> str:
 
 
 def on_all(interface: str) -> list[str]:
-    """What all four hear."""
+    """The errors of all four."""
     store = signed(dist.HashStore())
     with ThreadPoolExecutor(4) as threads:
         return list(threads.map(lambda rank: ask(store, rank, interface), range(4)))

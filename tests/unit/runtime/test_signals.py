@@ -30,7 +30,7 @@ def handlers() -> list[object]:
 
 @pytest.fixture(autouse=True)
 def _hangups_end_programs() -> Iterator[None]:
-    """Whatever the tests were started by: nohup ignores them."""
+    """SIGHUP's default action, also where the tests were started by nohup."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)

@@ -21,7 +21,7 @@ STEERING = "\x1b]0;owned\x07"
 
 
 class Records:
-    """Of a run in which rank 1 was last seen in that place."""
+    """Records of a run in which rank 1 was last seen in that place."""
 
     def get(self, key: str) -> bytes:
         return Activity(beat=1, where=f"data.py:7 {STEERING}").record().encode()

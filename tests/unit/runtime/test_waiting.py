@@ -1,4 +1,4 @@
-"""What a rank says about those it waits for: from the ranks' activities and the time to a line."""
+"""Lines about ranks that a rank waits for: from the ranks' activities and the time to a line."""
 
 from __future__ import annotations
 

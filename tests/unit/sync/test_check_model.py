@@ -1,4 +1,4 @@
-"""What ranks compare before they begin, and how a difference reads."""
+"""Models that ranks compare before they begin, and how a difference reads."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def test_a_buffer_of_each_rank() -> None:
         ([(1, 0), (1, 1), (1, 2), (1, 3)], 4, ((0, 1), (2, 3), (0, 2)), 0),
         # 3 + 2 leaves: rank 0 brings (0 1) and 2, rank 1 brings 3 and 4
         ([(3, 0), (2, 3)], 4, ((1, 2), (0, 1), (0, 3)), 0),
-        # nobody said which ones: every leaf comes alone
+        # no rank said which ones: every leaf comes alone
         ([(3, UNKNOWN), (2, UNKNOWN)], 5, ((0, 1), (2, 3), (0, 2), (0, 4)), 0),
         # a rank without leaves brings nothing
         ([(2, 0), (0, UNKNOWN), (2, 2)], 2, ((0, 1),), 0),

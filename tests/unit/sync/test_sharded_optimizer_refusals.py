@@ -1,4 +1,4 @@
-"""What cannot be sharded is refused by name, when it is asked for or as soon as it is seen."""
+"""Optimizers that cannot be sharded are refused by name, at once or as soon as this shows."""
 
 from __future__ import annotations
 

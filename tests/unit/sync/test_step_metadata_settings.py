@@ -1,4 +1,4 @@
-"""What ranks compare of their optimizers: equal for equal options, whatever objects these are."""
+"""Optimizer settings that ranks compare: equal for equal options, whatever objects these are."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class OneRank:
 
 
 def counted(rank: int, hosts: int, local: int, leaves: int, numel: int) -> OneRank:
-    """What `rank` sends for one bucket of `numel` elements."""
+    """The messenger of `rank` after one bucket of `numel` elements."""
     world_size, host = hosts * local, rank // local
     comm = OneRank(rank, world_size, leaves)
     inside = [host * local + place for place in range(local)]

@@ -128,7 +128,7 @@ def test_the_command_prints_and_fails(tmp_path: Path) -> None:
 
 
 def test_broken_layers_are_found(tmp_path: Path) -> None:
-    """Those of the tree are checked by `make layers`."""
+    """The tree's own layers are checked by `make layers`."""
     require("import-linter")
     broken = {
         "comm/bad.py": "import gradsync.train",  # up

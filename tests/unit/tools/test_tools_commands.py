@@ -1,4 +1,4 @@
-"""What users may type is on a list, and nothing goes from it unseen."""
+"""Commands and flags of users are on a list, and none goes from it unseen."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def test_a_run_that_goes_on_keeps_what_it_began_with(tmp_path: Path) -> None:
 def alone(
     monkeypatch: pytest.MonkeyPatch, hardware: str, *flags: str
 ) -> tuple[TrainConfig, list[str]]:
-    """`before_ranks` in a process that nobody else started, on some hardware."""
+    """`before_ranks` in a process that no launcher started, on some hardware."""
     monkeypatch.setattr(command, "_hardware", lambda *_: load_hardware(hardware))
     words, flags_left = take_flag(["tiny", "--elastic", *flags])
     assert words is not None
@@ -188,7 +188,7 @@ FOUND = Probed(size=4, peak_bytes=800, limit_bytes=1000, date="2026-01-02")
 
 
 def test_the_cache_gives_back_what_it_got() -> None:
-    """What else it refuses is tested with `--sync auto`, whose cache is of the same kind."""
+    """Its other refusals are tested with `--sync auto`, whose cache is of the same kind."""
     assert PROBED.read(CONDITIONS) is None
     path = PROBED.save(CONDITIONS, FOUND)
     assert PROBED.read(CONDITIONS) == FOUND

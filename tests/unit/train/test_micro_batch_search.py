@@ -61,7 +61,7 @@ def test_it_always_finds_the_largest() -> None:
 
 
 def test_a_careful_search_never_tries_what_will_not_fit() -> None:
-    """Where twice as much is too much, the largest that is predicted to fit is tried."""
+    """The largest that is predicted to fit is tried, if twice as much is too much."""
     for fits_up_to in range(1, 40):
         assert max(search(tuple(range(1, 65)), fits_up_to, careful=True)) <= fits_up_to
     assert search(tuple(range(1, 65)), 11, careful=True) == [1, 2, 4, 8, 11]

@@ -1,4 +1,4 @@
-"""What a run may be told, and what each recipe tells it."""
+"""The settings of a run, and those of each recipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where an interval's time goes, on a clock that the test winds."""
+"""The parts of an interval's time, on a clock that the test sets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person sees of a run, and what it leaves behind, also after it was killed and went on."""
+"""Output of a run, and the files that it leaves behind, also after it was killed and went on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What decides the bits is written down, and a difference is refused by name; what a strategy
+"""Settings that decide the bits are saved, and a difference is refused by name; what a strategy
 remembered is taken up by the same strategy only."""
 
 from __future__ import annotations

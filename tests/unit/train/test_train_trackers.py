@@ -124,7 +124,7 @@ def train(data: Path, out: Path, *more: str) -> int:
 
 
 def written(out: Path) -> list[Record]:
-    """What `metrics.jsonl` holds, as (step, name, value)."""
+    """Content of `metrics.jsonl`, as (step, name, value)."""
     records = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
     return [
         (record["step"], name, value)

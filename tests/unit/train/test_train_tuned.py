@@ -70,7 +70,7 @@ def test_what_was_kept_is_taken(tmp_path: Path) -> None:
         "time",
     )
     assert sorted(path.parent.iterdir()) == [path]
-    # Replaced in one step: who has the old one open reads the old one.
+    # Replaced in one step: a reader that has the old one open reads the old one.
     old = tmp_path / "old"
     old.hardlink_to(path)
     TUNED.save(here(config), replace(FOUND, choice=TunedStrategy()))
@@ -192,7 +192,7 @@ def test_a_cache_that_cannot_be_read_or_written(caplog: pytest.LogCaptureFixture
 )
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_the_command_to_run_measures_that_run(flags: tuple[str, ...], world_size: int) -> None:
-    """What it writes is what the next `--sync auto` reads."""
+    """It writes what the next `--sync auto` reads."""
     config = asked(*flags)
     world = World(world_size=world_size, local_world_size=world_size)
     conditions = here(config, world)
@@ -298,7 +298,7 @@ def begun(folder: Path, *, sync: str = "zero1") -> TrainConfig:
 
 
 def test_a_run_goes_on_as_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever was measured since."""
+    """Measurements made since do not count."""
     run = tmp_path / "run"
     config = begun(run)
     TUNED.save(here(config), replace(FOUND, choice=TunedStrategy(sync="bucketed")))

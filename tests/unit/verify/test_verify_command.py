@@ -1,4 +1,4 @@
-"""What `gradsync verify` refuses at once, and what it still gives when something goes wrong."""
+"""Refusals of `gradsync verify` at once, and what it still gives when something goes wrong."""
 
 from __future__ import annotations
 

@@ -244,7 +244,7 @@ def test_the_document_and_the_rows(tmp_path: Path) -> None:
     results[0].status, results[0].sentence, results[0].tried = "failed", "because", ["so: gone"]
     results[0].losses = [1.0, math.nan]
     results[0].part_of_bound = results[0].differences["gradient"]["max_abs"] = math.inf
-    # JSON has no infinity, and who reads a CSV file may not know it either.
+    # JSON has no infinity, and readers of a CSV file may not know it either.
     made = document(VerifySettings(clip_norm=math.inf), results, math.inf)
     assert made["passed"] is False
     assert (len(made["cells"]), len(made["cross_load"])) == (4, 8)

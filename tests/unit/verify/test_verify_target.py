@@ -114,7 +114,7 @@ class Samples(Dataset[Any]):
 
 
 class Stream(IterableDataset[Any]):
-    """Has no length and no places."""
+    """A data set without length or places."""
 
     def __iter__(self) -> Any:
         return iter(zip(INPUTS, TARGETS, strict=True))

@@ -50,7 +50,7 @@ class SharedMemoryError(RunError):
 
 
 class Address(NamedTuple):
-    """Where a peer finds a segment."""
+    """Address at which a peer finds a segment."""
 
     pid: int
     """Process that made it."""

@@ -79,6 +79,7 @@ _STATE: dict[str, Any] = {
     "tokenizer": str | None,
     "scaler": dict | None,
 }
+_ONCE_ALL = {"architecture": "llama", "bias": False}  # Models saved before there were others
 _MACHINE = {"torch", "device", "cpu_capability", "math_env", "threads", "tf32"}
 _SPLIT = "parallel"  # The layout of a split model; whole ones do not have it
 _MATH_VARIABLES = ("MKL_CBWR", "ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
@@ -292,7 +293,7 @@ def restore(run: Trainer) -> Resumed:
                     f"{path} holds a model from elsewhere, and no run to go on with: name another "
                     f"--out, and begin with its weights by --init {path}"
                 )
-            _check_model(asdict(learner.model.config), asdict(saved_model(found, path)), path)
+            _check_model(asdict(learner.model.config), _ONCE_ALL | found.state["model"], path)
             allowed = config.allow_numeric_change
             notes += compare(found.fingerprint, run.fingerprint, allow_change=allowed)
             remembered, left_behind = take_strategy_state(found, config.sync)

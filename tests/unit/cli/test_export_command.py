@@ -122,6 +122,19 @@ def test_training_begins_with_its_weights(
     assert "model.n_layer is 2 there, 1 here" in capsys.readouterr().err
 
 
+def test_a_model_saved_before_there_were_others_goes_on(run: Path, tmp_path: Path) -> None:
+    """Its checkpoint does not say which architecture it has."""
+    found = snapshot_of(run)
+    for name in ("architecture", "bias"):
+        del found.state["model"][name]
+    CheckpointStore(tmp_path / "checkpoints").save(found)
+    config = str(run / "config.yaml")
+    assert main(["train", config, "--out", str(tmp_path), "--steps", "3"]) == 0
+    assert snapshot_of(tmp_path).step == 3
+    other = ["--out", str(tmp_path / "other"), "--init", str(tmp_path), "--steps", "1"]
+    assert main(["train", config, *other]) == 0
+
+
 @pytest.mark.parametrize(
     "changes",
     [{}, {"n_kv_head": 2, "tie_head": False}, {"hidden_dim": 50, "rope_theta": 5e5}],

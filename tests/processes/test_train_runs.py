@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -172,6 +173,32 @@ def test_resuming_something_else_is_refused_by_name(pool: Any, data: Path, tmp_p
         (refused,) = pool.run(train_rank, 1, replace(config, steps=4, **changes))
         assert message in refused.error
         assert (tmp_path / "run" / "checkpoints" / "step-00000002").is_dir()
+
+
+def unlike(rank: int, world_size: int, store_path: str, *configs: TrainConfig) -> RankResult:
+    """Each rank with a configuration of its own."""
+    return train_rank(rank, world_size, store_path, configs[rank])
+
+
+def test_ranks_with_other_settings_or_data_are_refused_by_name(
+    pool: Any, data: Path, tmp_path: Path
+) -> None:
+    """They would train on leaves of another run, and nothing else would tell."""
+    config = small_config(tmp_path / "run", data)
+    optim = replace(config.optim, min_lr_ratio=0.5)
+    other = str(make_data(tmp_path / "other", seed=1))
+    refusals: list[tuple[dict[str, Any], str]] = [
+        ({"seed": 2}, "seed differs: rank 0 1337, rank 1 2; "),
+        ({"optim": optim}, "optim.min_lr_ratio differs: rank 0 0.1, rank 1 0.5; "),
+        ({"data": other}, "training data differs: rank 0 TokenDataset:374:"),
+    ]
+    for changes, message in refusals:
+        for result in pool.run(unlike, 2, config, replace(config, **changes)):
+            assert result.error.startswith(f"ConfigError: {message}")
+    assert not (tmp_path / "run").exists()
+    copy = shutil.copytree(data, tmp_path / "copy")
+    machine = replace(config, data=str(copy), keep_memory=False, silence_s=9.0)
+    assert [r.error for r in pool.run(unlike, 2, config, machine)] == ["", ""]
 
 
 def test_a_place_without_a_checkpoint_is_refused_on_all_ranks(

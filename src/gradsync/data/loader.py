@@ -335,6 +335,7 @@ class EvalLeaves:
         )
         self.most = math.ceil(self._span.num_leaves / world.world_size)
         """Leaves of the rank that has most of them."""
+        self.fingerprint = fingerprint_of(dataset)
         self._reader = _LeafReader(dataset, None)
         self._device = torch.device(world.device)
 

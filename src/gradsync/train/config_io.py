@@ -72,12 +72,12 @@ def _mapping(document: Document) -> dict[str, Any]:
 def _config_of(document: Document) -> TrainConfig:
     """The configuration that a file asks for; keys with dashes, and dotted ones, count too."""
     given: dict[str, tuple[str, Any]] = {}
-    for way, name, value in _leaves(_mapping(document), document, _HINTS):
+    for way, name, value in _leaves(_mapping(document), document, HINTS):
         if name in given:
             raise ConfigError(
                 f"{document.at(way)}: {way} is given twice, as {given[name][0]} before"
             )
-        given[name] = (way, _value(value, _HINTS[name], f"{document.at(way)}: {way}"))
+        given[name] = (way, _value(value, HINTS[name], f"{document.at(way)}: {way}"))
     way, preset = given.pop("preset", ("preset", "tiny"))
     try:
         start = recipe(preset)
@@ -176,7 +176,8 @@ def _hints(part: type, prefix: str = "") -> dict[str, Any]:
     return found
 
 
-_HINTS = _hints(TrainConfig)
+HINTS = _hints(TrainConfig)
+"""The type of each setting."""
 
 
 def to_flags(values: Mapping[str, Any], prefix: str = "") -> list[str]:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from typing import Any, TextIO
 
 from gradsync.checkpoint.store import CheckpointStore
@@ -15,6 +16,7 @@ from gradsync.checkpoint.weights import weights_sha256
 from gradsync.comm.base import Communicator
 from gradsync.comm.groups import communicator
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
+from gradsync.comm.values import same_on_all_ranks
 from gradsync.core.files import read_object
 from gradsync.errors import ConfigError, GradsyncError, RunError, UsageError
 from gradsync.models.config import GPTConfig
@@ -22,9 +24,11 @@ from gradsync.models.gpt import GPT, generate
 from gradsync.plan.memory import memory_need
 from gradsync.plan.workload import Split, Workload
 from gradsync.runtime.signals import StopRequest
+from gradsync.sync.step_metadata import refuse_difference
 from gradsync.train.check import check_size
 from gradsync.train.config import TrainConfig
-from gradsync.train.data import model_config, open_data
+from gradsync.train.config_io import HINTS
+from gradsync.train.data import Data, model_config, open_data
 from gradsync.train.faults import FaultPlan
 from gradsync.train.learner import Learner, build_learner, kernels
 from gradsync.train.loop import Totals, Trainer, memory_gib
@@ -35,6 +39,10 @@ from gradsync.train.trackers import require_packages
 from gradsync.world import World
 
 EXIT_REQUEUE = 75
+_OF_EACH_RANK = {"out", "data", "tokenizer", "init", "resume", "device", "backend", "threads"}
+_OF_EACH_RANK |= {"nproc_per_node", "num_workers", "keep_memory", "track", "profile"}
+_OF_EACH_RANK |= {"timeout_s", "rendezvous_timeout_s", "silence_s"}
+"""Settings that ranks may have each for itself."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,6 +90,7 @@ def train(
             if config.resume == "none":
                 run_dir.refuse_overwrite()
         data = open_data(config, world, comm)
+        _refuse_unlike(config, data, comm)
         shape = model_config(config, data.vocab_size)
         begin_log = stack.enter_context(run_dir.rank_log(world))
         stack.enter_context(kernels(config, world))
@@ -117,6 +126,16 @@ def train(
         progress.stop()
         data.train.close()
         return _finish(trainer, totals)
+
+
+def _refuse_unlike(config: TrainConfig, data: Data, comm: Communicator) -> None:
+    """Raise ConfigError on all ranks where some have other settings, or other data under the name:
+    each would do its share of another run. One all-reduce, int64 [2]."""
+    told = {name: repr(attrgetter(name)(config)) for name in HINTS if name not in _OF_EACH_RANK}
+    told["training data"] = data.train.state_dict()["dataset"]
+    told["validation data"] = data.val.fingerprint
+    if not same_on_all_ranks(comm, repr(told).encode()):
+        refuse_difference(comm, told, "start all ranks with the same arguments, files and data")
 
 
 def _learner(config: TrainConfig, world: World, shape: GPTConfig, comm: Communicator) -> Learner:

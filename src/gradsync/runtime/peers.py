@@ -222,11 +222,13 @@ def process_state(pid: int) -> str:
     return "ended" if ended else RUNS
 
 
-def queued_s(pid: int) -> float:
-    """Seconds for which threads of a process of this host could run, but no processor was free, so
-    far and of all that live (proc(5), `schedstat`); 0.0 where the system does not say."""
-    total_ns = 0
-    with suppress(OSError, ValueError, IndexError):
+def processor_s(pid: int) -> tuple[float, float]:
+    """Seconds for which threads of a process of this host have run, and for which they could, but
+    no processor was free: so far, and of all that live (proc(5), `schedstat`); 0.0 where the system
+    does not say."""
+    ran_ns = queued_ns = 0
+    with suppress(OSError, ValueError):
         for thread in Path(f"/proc/{pid}/task").iterdir():
-            total_ns += int((thread / "schedstat").read_text().split()[1])
-    return total_ns / 1e9
+            ran, queued, _ = map(int, (thread / "schedstat").read_text().split())
+            ran_ns, queued_ns = ran_ns + ran, queued_ns + queued
+    return ran_ns / 1e9, queued_ns / 1e9

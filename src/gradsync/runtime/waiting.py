@@ -15,13 +15,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from gradsync.runtime.activity import Activity, ask_for_stack
-from gradsync.runtime.peers import RUNS, Peers, process_state, queued_s
+from gradsync.runtime.peers import RUNS, Peers, process_state, processor_s
 
 _FACTOR = 3
 _LOOK_S = 1.0
 _SILENT_S = 1.5
-_STARVED = 0.5
-"""Share of the time between two looks."""
+_QUEUED, _RAN = 0.5, 0.1
+"""Shares of the time between two looks: a rank that is queued for more, and runs for less, is
+starved. One that holds Python's lock runs for more."""
 _MOST_NAMED = 8
 _MOST_PLACES = 256
 
@@ -46,8 +47,9 @@ class WaitReport:
         self._excused_s = 0.0  # of the present wait, up to the last look that found it excused
         self._wait: Activity | None = None
         self._next_s = 0.0
-        self._looked: tuple[float, dict[int, Activity], dict[int, float]] = (0.0, {}, {})
-        """The last look: when, what was found, and how long ranks of this host had been queued."""
+        self._looked: tuple[float, dict[int, Activity], dict[int, tuple[float, float]]]
+        self._looked = (0.0, {}, {})
+        """The last look: when, what was found, and the `processor_s` of ranks of this host."""
         self._said: tuple[str, float] | None = None
 
     def news(self, own: Activity, now: float, read_all: Callable[[], dict[int, Activity]]) -> str:
@@ -68,12 +70,16 @@ class WaitReport:
         return self._look(own, now, read_all() | {self._rank: own}) if may_wait else ""
 
     def _look(self, own: Activity, now: float, found: dict[int, Activity]) -> str:
-        queued = {rank: queued_s(pid) for rank, pid in self._peers.pids.items()}
-        (then, before, was_queued), self._looked = self._looked, (now, found, queued)
+        used = {rank: processor_s(pid) for rank, pid in self._peers.pids.items()}
+        (then, before, had_used), self._looked = self._looked, (now, found, used)
         if not before:
             return ""  # only two looks tell which ones are silent
         still = [rank for rank in self._peers.processes if before[rank].beat == found[rank].beat]
-        starved = {r for r, s in queued.items() if s - was_queued[r] > _STARVED * (now - then)}
+        starved, passed = set(), now - then
+        for rank, each in used.items():
+            ran, queued = (new - old for new, old in zip(each, had_used[rank], strict=True))
+            if queued > _QUEUED * passed and ran < _RAN * passed:
+                starved.add(rank)
         silent = [r for r in still if r not in starved and not self._peers.has_noticed(r)]
         new, self.silent = [rank for rank in silent if rank not in self.silent], silent
         waiting = waiting_ranks(found, silent)

@@ -14,7 +14,7 @@ import pytest
 
 from gradsync.runtime import waiting
 from gradsync.runtime.activity import Activity
-from gradsync.runtime.peers import RUNS, Peers, queued_s
+from gradsync.runtime.peers import RUNS, Peers, processor_s
 from gradsync.runtime.store import LEFT, Presence
 from gradsync.runtime.waiting import WaitReport, names, waiting_ranks
 
@@ -108,7 +108,7 @@ def test_a_rank_that_gets_no_processor_is_late_and_not_silent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = Run()
-    monkeypatch.setattr(waiting, "queued_s", lambda pid: 0.6 * run.now)
+    monkeypatch.setattr(waiting, "processor_s", lambda pid: (0.05 * run.now, 0.6 * run.now))
     monkeypatch.setattr(waiting, "process_state", lambda pid: RUNS)
     monkeypatch.setattr(waiting, "ask_for_stack", lambda pid, fd: "x.py:1 f")
     run.silent = {1}
@@ -117,8 +117,14 @@ def test_a_rank_that_gets_no_processor_is_late_and_not_silent(
         f"waiting for rank 1 for 10 s: rank 1 (process 4711) is in {READ}; "
         f"ranks 0 and 2 wait in {STEP}"
     ]
-    monkeypatch.setattr(waiting, "queued_s", lambda pid: 0.4 * run.now)
-    assert "gives no sign of life" in run.wait(12, {1: BUSY}, from_s=11)[0]
+    for ran, queued in ((0.05, 0.4), (0.2, 0.7)):  # the second one holds Python's lock
+        run = Run()
+        run.silent = {1}
+        used = (ran, queued)
+        monkeypatch.setattr(
+            waiting, "processor_s", lambda pid, used=used, run=run: [run.now * s for s in used]
+        )
+        assert "gives no sign of life" in run.wait(3, {1: BUSY})[0]
 
 
 def test_a_rank_without_a_heartbeat_is_named_within_three_seconds(
@@ -225,11 +231,11 @@ def test_two_that_share_a_processor_are_queued() -> None:
     until = time.monotonic() + 20.0
     spinning = [subprocess.Popen([sys.executable, "-c", spin]) for _ in range(2)]
     try:
-        while sum(queued_s(each.pid) for each in spinning) < 0.5:
+        while min(min(processor_s(each.pid)) for each in spinning) < 0.2:
             assert time.monotonic() < until
             time.sleep(0.05)
     finally:
         for each in spinning:
             each.kill()
             each.wait()
-    assert queued_s(spinning[0].pid) == 0.0
+    assert processor_s(spinning[0].pid) == (0.0, 0.0)

@@ -71,12 +71,12 @@ def test_what_was_given_stays() -> None:
 
 
 def test_a_run_that_goes_on_keeps_what_it_began_with(tmp_path: Path) -> None:
-    kept = {"sync": "zero1", "dtype": "fp32", "micro_batch_size": 4}
+    kept = {"sync": "bucketed", "dtype": "fp32", "micro_batch_size": 4}
     options = SyncConfig(bucket_mb=5.0)
     begun = small_config(tmp_path, tmp_path, **kept, sync_options=options)
     write_config(begun, tmp_path / "config.yaml")
     asked = replace(recipe("tiny"), out=str(tmp_path))
-    assert decided(asked, "h100x4").changes["sync"] != "zero1"  # there is no checkpoint yet
+    assert decided(asked, "h100x4").changes["sync"] != "bucketed"  # there is no checkpoint yet
     (tmp_path / "checkpoints" / "step-00000002").mkdir(parents=True)
     decision = decided(asked, "h100x4")
     assert decision.notes[0].startswith("goes on as it began: dtype fp32, ")

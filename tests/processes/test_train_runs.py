@@ -18,7 +18,7 @@ import torch
 from gradsync.data.leaf import Step
 from gradsync.sync.registry import STRATEGIES
 from gradsync.train.audit import choose_leaf
-from gradsync.train.config import SyncConfig, TrainConfig
+from gradsync.train.config import EvalConfig, SyncConfig, TrainConfig
 from gradsync.train.faults import FaultPlan
 from gradsync.train.loop import Trainer
 from support.small_run import RankResult, losses, make_data, small_config, train_rank
@@ -222,6 +222,18 @@ def test_numeric_change_can_be_allowed(pool: Any, data: Path, tmp_path: Path) ->
     assert "note: resuming with changed settings: optim.weight_decay 0.1 -> 0.5" in result.printed
     state = json.loads((tmp_path / "checkpoints" / "step-00000004" / "state.json").read_text())
     assert state["optimizer"]["groups"][0]["weight_decay"] == 0.5
+
+
+def test_arithmetic_is_counted_in_sequences_of_the_runs_length(
+    pool: Any, data: Path, tmp_path: Path
+) -> None:
+    """Shorter ones than the model takes."""
+    config = small_config(tmp_path, data, steps=2, seq_len=8, eval=EvalConfig(every=0))
+    finish(pool, config, 1)
+    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    for line in (each for each in lines if "train/loss" in each):
+        flops = config.model.flops_per_token(8) * line["perf/tokens_per_s"]
+        assert line["perf/tflops_per_device"] == pytest.approx(flops / 1e12)
 
 
 def test_the_run_directory_holds_what_it_promises_and_a_finished_run_is_left_as_it_is(

@@ -250,9 +250,9 @@ class Trainer:
         totals.wall_s += wall_s
         totals.exposed_s += exposed_s
         totals.steps_timed += steps
-        model = self.learner.model.config
         tokens_per_s = self.config.tokens_per_update * steps / wall_s
-        flops = model.flops_per_token(model.block_size) * tokens_per_s / self.world.world_size
+        per_token = self.learner.model.config.flops_per_token(self.config.sequence_length)
+        flops = per_token * tokens_per_s / self.world.world_size
         metrics = {
             "step": totals.step,
             "train/loss": totals.train_loss,

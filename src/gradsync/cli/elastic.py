@@ -40,7 +40,8 @@ def given_fields(flags: Sequence[str]) -> frozenset[str]:
     """Fields of `TrainConfig` that the user set, by flag or in the configuration file."""
     names = set()
     if flags and flags[0].endswith((".yaml", ".yml", ".toml")):
-        names |= {str(key).replace("-", "_") for key in read_file(Path(flags[0]))}
+        keys = map(str, read_file(Path(flags[0])))
+        names |= {key.replace("-", "_").partition(".")[0] for key in keys}
     for word in flags:
         if word.startswith("--"):
             name = word[2:].partition("=")[0].replace("-", "_")

@@ -77,6 +77,7 @@ def decide(
     given -= {"dtype"} if config.dtype == AUTO else set()
     begun = begun_with(config)
     if begun is not None:
+        given |= {"sync_options"} if "sync" in given else set()  # those were of another strategy
         kept = (name for name in _KEPT if name in begun[1] and name not in given)
         changes = {name: begun[1][name] for name in kept}
         goes_on = ConfigChanges(changes=changes).applied_to(config)

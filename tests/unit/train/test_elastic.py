@@ -46,8 +46,8 @@ def test_the_arguments(tmp_path: Path) -> None:
     flags = ["--micro-batch-size", "4", "--no-tf32", "--sync-options.bucket-mb=5", "--sync=x"]
     assert given_fields(["tiny", *flags]) == {"micro_batch_size", "tf32", "sync_options", "sync"}
     path = tmp_path / "mine.yaml"
-    path.write_text("dtype: fp32\nsteps: 3\n")
-    assert given_fields([str(path), "--steps", "5"]) == {"dtype", "steps"}
+    path.write_text("dtype: fp32\nsync-options.bucket-mb: 5\n")
+    assert given_fields([str(path), "--steps", "5"]) == {"dtype", "steps", "sync_options"}
 
 
 def test_ranks_and_strategy_follow_the_hardware() -> None:
@@ -86,6 +86,9 @@ def test_a_run_that_goes_on_keeps_what_it_began_with(tmp_path: Path) -> None:
     assert decision.ranks == 4
     mine = decided(replace(asked, micro_batch_size=2), "h100x4", "micro_batch_size")
     assert "micro_batch_size" not in mine.changes
+    for sync in ("naive", "auto"):  # which have no options, or choose them
+        other = decided(replace(asked, sync=sync), "h100x4", "sync")
+        assert other.applied_to(replace(asked, sync=sync)).sync_options == SyncConfig()
 
 
 # -- before the ranks -----------------------------------------------------------------------------

@@ -35,6 +35,7 @@ from gradsync.errors import CheckpointError, ConfigError
 from gradsync.models.config import GPTConfig
 from gradsync.models.gpt import GPT
 from gradsync.models.llama import from_llama, llama_config, shape_of, to_llama
+from support.foreign_files import Stranger
 
 TEXT = "the quick brown fox, Größe 3 µm \u200b🦊\n\tdef f(x): return x  # <|endoftext|>\n"
 FLAGS = (
@@ -284,16 +285,6 @@ def test_torch_loads_model_and_optimizer(run: Path) -> None:
 
     assert same_bits(trained(by_torch=True), trained(by_torch=False))
     shutil.rmtree(run / "dcp")
-
-
-class Stranger:
-    """Would make a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[object, tuple[Path, str]]:
-        return Path.write_text, (self.path, "unpickled")
 
 
 def test_nothing_strange_is_unpickled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

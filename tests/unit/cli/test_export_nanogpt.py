@@ -26,6 +26,7 @@ from gradsync.models.config import GPTConfig
 from gradsync.models.gpt import GPT, generate
 from gradsync.train.foreign import read_hf
 from gradsync.train.state import saved_model
+from support.foreign_files import Stranger
 
 TEXT = "To be, or not to be: that is the question.\n" * 60
 FILE = "model.safetensors"
@@ -286,16 +287,6 @@ def test_what_is_not_nanogpts_is_refused_in_a_line(
     assert said in error
     assert error.count("\n") == 1
     assert os.listdir(tmp_path) == ["ckpt.pt"]
-
-
-class Stranger:
-    """Would make a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[object, tuple[Path, str]]:
-        return Path.write_text, (self.path, "unpickled")
 
 
 def test_nothing_strange_is_unpickled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

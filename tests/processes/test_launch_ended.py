@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from gradsync.cli.main import main
 from gradsync.launch.local import LaunchOutcome, launch_ranks
+from support.fork_server import Forked, free_port
+from support.launchers import clean_environment
 
 RANK = """
 import os, signal, sys, time
 from pathlib import Path
-rank, what = int(os.environ["RANK"]), sys.argv[1]
+rank, what, last = int(os.environ["RANK"]), sys.argv[1], int(os.environ["WORLD_SIZE"]) - 1
 if what == "signal":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     deaf = Path(__file__).with_name("rank_1_is_deaf")
@@ -25,13 +28,14 @@ if what == "signal":
         os.kill(os.getppid(), signal.SIGTERM)
 if what == "kill":
     mine = Path(__file__).with_name("pid")
-    if rank == 1:
+    if rank == last:
         mine.write_text(str(os.getpid()))
         os.kill(os.getpid(), signal.SIGKILL)
-    while not mine.exists() or Path("/proc", mine.read_text(), "exe").exists():
+    while not mine.exists() or not (pid := mine.read_text()) or Path("/proc", pid, "exe").exists():
         time.sleep(0.01)
     time.sleep(0.3)  # the launcher looks ten times a second
-    print("rank 0 has noticed", file=sys.stderr)
+    print(f"rank {rank} has noticed", file=sys.stderr)
+    sys.exit(1)
 """
 
 
@@ -50,11 +54,26 @@ def test_a_signal_that_no_rank_heeded_is_told() -> None:
 
 
 def test_a_rank_that_was_killed_is_told(capfd: pytest.CaptureFixture[str]) -> None:
-    """After what the others say of it: they are given the time."""
+    """At once; the others, which may know more, are given the time to say it."""
     assert launch("kill") == LaunchOutcome(code=1, received=None, killed={1: signal.SIGKILL})
     assert capfd.readouterr().err == (
-        "rank 0 has noticed\n"
         "gradsync: error: rank 1 was ended by SIGKILL (killed by hand, or out of memory)\n"
+        "rank 0 has noticed\n"
+    )
+
+
+def test_a_killed_rank_of_another_node(capfd: pytest.CaptureFixture[str]) -> None:
+    """By its number in the whole run, not by its place on its host."""
+    argv = ["launch", "--nproc-per-node=2", "--nnodes=2", "--master-addr=127.0.0.1"]
+    argv += [f"--master-port={free_port()}"]
+    words = ["--", "python", "-m", "ended_module", "kill"]
+    node_0 = ["-m", "gradsync", *argv, "--node-rank=0", *words]
+    with Forked(node_0, clean_environment()) as other:
+        assert main([*argv, "--node-rank=1", *words]) == 1
+        assert other.wait(60) == 1
+    assert capfd.readouterr().err == (
+        "gradsync: error: rank 3 was ended by SIGKILL (killed by hand, or out of memory)\n"
+        "rank 2 has noticed\n"
     )
 
 

@@ -115,11 +115,19 @@ class LocalAgent(LocalElasticAgent):
 
     Args (besides torch's):
         grace_s: how long ranks may take to save and end after a signal, seconds.
+        on_killed: called with each rank that a signal ended before any other failed, and the
+            signal, as soon as that shows.
     """
 
-    def __init__(self, *args: Any, grace_s: float, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        grace_s: float,
+        on_killed: Callable[[int, signal.Signals], None],
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
-        self._grace_s = grace_s
+        self._grace_s, self._on_killed = grace_s, on_killed
         self.received: list[signal.Signals] = []
         self.failures: list[int] = []  # codes of ranks that ended by themselves, the first first
         self.killed: dict[int, signal.Signals] = {}
@@ -156,10 +164,12 @@ class LocalAgent(LocalElasticAgent):
             return self._stop()
         if failures:
             self.killed = {
-                rank: signal.Signals(-code)
-                for rank, code in enumerate(codes)
+                worker.global_rank: signal.Signals(-code)
+                for worker, code in zip(worker_group.workers, codes, strict=True)
                 if code is not None and code < 0
             }
+            for rank, number in self.killed.items():
+                self._on_killed(rank, number)
             self._let_others_speak()
             self.failures = failures + [code for code in self.exit_codes() if code]
             self._end_others()
@@ -362,6 +372,7 @@ def build_agent(
     log_dir: Path | None,
     max_restarts: int,
     grace_s: float,
+    on_killed: Callable[[int, signal.Signals], None],
     nodes: LaunchPlan | None = None,
 ) -> LocalAgent:
     """An agent that will start `nproc_per_node` times `python ARGUMENTS` on this host.
@@ -379,6 +390,6 @@ def build_agent(
         max_restarts=max_restarts,
         monitor_interval=0.1,
     )
-    agent = LocalAgent(spec, RankLogs(log_dir), grace_s=grace_s)
+    agent = LocalAgent(spec, RankLogs(log_dir), grace_s=grace_s, on_killed=on_killed)
     handler.stopped = lambda: bool(agent.received)
     return agent

@@ -89,6 +89,7 @@ def launch_ranks(
         log_dir=log_dir,
         max_restarts=max_restarts,
         grace_s=GRACE_S,
+        on_killed=_tell,
         nodes=nodes,
     )
     with ExitStack() as stack:
@@ -101,9 +102,6 @@ def launch_ranks(
         stack.enter_context(_signals_to(agent))
         agent.run()
         codes = agent.exit_codes()
-        for rank, number in agent.killed.items():
-            # It cannot say so itself.
-            print(f"gradsync: error: {obituary(rank, number)}", file=sys.stderr, flush=True)
         received = agent.received[0] if agent.received else None
         if received is not None:
             code = after_signal(codes, received)
@@ -120,6 +118,11 @@ def launch_local(argv: list[str], nproc_per_node: int, **options: Any) -> int:
 def obituary(rank: int, number: signal.Signals) -> str:
     """A line about a rank that a signal ended."""
     return f"rank {rank} was ended by {number.name}{_HINTS.get(number, '')}"
+
+
+def _tell(rank: int, number: signal.Signals) -> None:
+    """Print what a rank cannot say itself."""
+    print(f"gradsync: error: {obituary(rank, number)}", file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -39,7 +39,9 @@ def made_with(name: str, cls: type) -> object:
 
 
 def agent() -> LocalAgent:
-    return build_agent(["-c", ""], 1, log_dir=None, max_restarts=0, grace_s=1.0)
+    return build_agent(
+        ["-c", ""], 1, log_dir=None, max_restarts=0, grace_s=1.0, on_killed=lambda *_: None
+    )
 
 
 def loss_node(**how: Any) -> object:

@@ -128,21 +128,30 @@ def drill(
     flags: Sequence[str],
     *,
     expect: str = "",
+    resume_on: int | None = None,
     show: Callable[[float, str], None] = lambda seconds, line: None,
 ) -> Verdict:
-    """Carry out one drill; `show` gets each line of the disturbed run with its time."""
+    """Carry out one drill.
+
+    Args:
+        plan: the fault.
+        flags: arguments of `gradsync train`.
+        expect: weights_sha256 of the undisturbed run, which is left out then.
+        resume_on: ranks of the run that goes on; None for as many as there were.
+        show: gets each line of the disturbed run with its time, seconds after the fault.
+    """
     flags, config = _complete(plan, list(flags))
     world_size = config.nproc_per_node or 1
     if plan.rank >= world_size:
         raise ConfigError(f"--rank {plan.rank}, but the ranks are 0 to {world_size - 1}")
     with Signals() as signals, work_folder("gradsync-drill-") as folder:
 
-        def start(name: str, fault: FaultPlan | None = None) -> Ended:
-            words = [*flags, "--out", str(folder / name)]
+        def start(name: str, fault: FaultPlan | None = None, ranks: int = world_size) -> Ended:
+            words = [*flags, f"--nproc-per-node={ranks}", "--out", str(folder / name)]
             work = {"flags": words, "fault": fault and asdict(fault)}
             (folder / _WORK).write_text(json.dumps(work))
             command = ["drill", WORKER, str(folder / _WORK)]
-            return _watched(folder, name, lambda: start_ranks(command, world_size, signals).code)
+            return _watched(folder, name, lambda: start_ranks(command, ranks, signals).code)
 
         try:
             expect = expect or _weights(start("undisturbed"))
@@ -155,7 +164,7 @@ def drill(
                 show(*each)
             early = bool(ended.code) or not ended.weights
             saved = _saved(folder / "disturbed") if early else None
-            last = start("disturbed") if early else ended
+            last = start("disturbed", ranks=resume_on or world_size) if early else ended
         finally:
             signals.hold()
     finished = came["step"] - (plan.moment != "save" and plan.kind != "sigterm")

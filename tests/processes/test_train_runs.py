@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from gradsync.data.leaf import Step
+from gradsync.runtime.environ import exported
 from gradsync.sync.registry import STRATEGIES
 from gradsync.train.audit import choose_leaf
 from gradsync.train.config import EvalConfig, SyncConfig, TrainConfig
@@ -199,6 +200,21 @@ def test_ranks_with_other_settings_or_data_are_refused_by_name(
     copy = shutil.copytree(data, tmp_path / "copy")
     machine = replace(config, data=str(copy), keep_memory=False, silence_s=9.0)
     assert [r.error for r in pool.run(unlike, 2, config, machine)] == ["", ""]
+
+
+def unlike_machines(rank: int, world_size: int, store_path: str, *given: Any) -> RankResult:
+    with exported({"MKL_CBWR": ("AVX2", "COMPATIBLE")[rank]}):
+        return train_rank(rank, world_size, store_path, *given)
+
+
+def test_ranks_that_compute_with_other_bits_are_told(pool: Any, data: Path, tmp_path: Path) -> None:
+    """Their replicas may drift, and the bits are not those of one rank; nothing else tells."""
+    config = small_config(tmp_path / "run", data, steps=1)
+    first, second = pool.run(unlike_machines, 2, config)
+    assert (first.error, second.error) == ("", "")
+    said = "note: math_env differs: rank 0 'MKL_CBWR=AVX2', rank 1 'MKL_CBWR=COMPATIBLE'"
+    assert said in first.printed
+    assert "differs: " not in pool.run(train_rank, 2, replace(config, steps=2))[0].printed
 
 
 def test_a_place_without_a_checkpoint_is_refused_on_all_ranks(

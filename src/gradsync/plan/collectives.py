@@ -306,6 +306,7 @@ class Traffic:
     gathered in each leaf's forward and backward, where gradients are reduced too."""
     algorithm: str = "best"  # A name in `ALL_REDUCE`, or best
     wire: float = 1.0  # Bytes that travel over bytes of gradients
+    gathered: float = 1.0  # Likewise, of weights that are gathered in each leaf
     every: int = 1  # Steps between two meetings; more than 1: no other communication
     through_host: bool = False
     """Whether ranks of one host may share memory instead, and divide the update among them."""
@@ -368,8 +369,12 @@ def _of_other(name: str, options: Mapping[str, Any]) -> Traffic:
         rank = options.get("matrix_approximation_rank", _POWERSGD_RANK)
         return replace(library, low_rank=rank)
     if name == "fsdp":
-        wire = 0.5 if options.get("compute_dtype") in ("bf16", "fp16") else 1.0
-        return replace(library, shard="weights", wire=wire)
+        # Gradients are summed in fp32 unless `reduce_dtype` says otherwise.
+        gathered, wire = (
+            0.5 if options.get(name) in ("bf16", "fp16") else 1.0
+            for name in ("compute_dtype", "reduce_dtype")
+        )
+        return replace(library, shard="weights", wire=wire, gathered=gathered)
     apart = replace(library, overlap=False, copies=0)
     if name == "naive":
         return replace(apart, grouping="parameter")

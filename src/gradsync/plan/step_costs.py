@@ -197,7 +197,7 @@ def step_costs(
     waits, last_waits = 0.0, 0.0
     if in_blocks := traffic.shard == "weights" and not alone:
         gathers = [
-            prices.half_s("all_gather", _bytes(b) * traffic.wire / parts)
+            prices.half_s("all_gather", _bytes(b) * traffic.gathered / parts)
             for b in _blocks(parameters)
         ]
         waits, last_waits = _gather_waits(gathers, forward_s, backward_s, hides=prices.hides)
@@ -267,7 +267,7 @@ def _sendings(
         seconds = prices.bucket_s(sent / parts)
         if in_blocks and prices.hides:
             # Backward gathers the next block's weights over the same channel.
-            seconds += prices.half_s("all_gather", sent / parts)
+            seconds += prices.half_s("all_gather", _bytes(block) * traffic.gathered / parts)
         found.append(Sending(ready_s=ready_s(done) * scale, cost_s=seconds))
     return tuple(found)
 

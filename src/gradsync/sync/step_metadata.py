@@ -278,13 +278,22 @@ def refuse_difference(comm: Communicator, settings: Settings, why: str) -> None:
 
     Two all-gathers (`all_gather_json`).
     """
+    if found := first_difference(comm, settings):
+        name, said = found
+        raise ConfigError(f"{said}; {_UNEVEN if name == STEPS else why}")
+    raise ConfigError(f"ranks list their optimizers' options in another order; {why}")
+
+
+def first_difference(comm: Communicator, settings: Settings) -> tuple[str, str] | None:
+    """Name of the first of the `settings` that differs between ranks, and a line with each rank's
+    value; None where none does. Two all-gathers (`all_gather_json`)."""
     by_rank: list[Settings] = all_gather_json(comm, settings)
     for name in dict.fromkeys(name for settings in by_rank for name in settings):
         sides = group_ranks([settings.get(name, "nothing") for settings in by_rank])
         if len(sides) > 1:
             values = ", ".join(f"{name_ranks(ranks)} {value}" for value, ranks in sides.items())
-            raise ConfigError(f"{name} differs: {values}; {_UNEVEN if name == STEPS else why}")
-    raise ConfigError(f"ranks list their optimizers' options in another order; {why}")
+            return name, f"{name} differs: {values}"
+    return None
 
 
 def _text(value: Any) -> str:

@@ -24,7 +24,7 @@ from gradsync.models.gpt import GPT, generate
 from gradsync.plan.memory import memory_need
 from gradsync.plan.workload import Split, Workload
 from gradsync.runtime.signals import StopRequest
-from gradsync.sync.step_metadata import refuse_difference
+from gradsync.sync.step_metadata import first_difference, refuse_difference
 from gradsync.train.check import check_size
 from gradsync.train.config import TrainConfig
 from gradsync.train.config_io import HINTS
@@ -199,21 +199,32 @@ def _introduce(trainer: Trainer, resumed: Resumed, threads: int, notes: Sequence
         say(scaling)
     for line in notes:
         say(line)
-    for note in resumed.notes:
+    for note in [*resumed.notes, *_unlike_machines(trainer)]:
         say(f"note: {note}")
     if resumed.source:
         say(f"continuing from {resumed.source} (step {resumed.step})")
 
 
+def _unlike_machines(trainer: Trainer) -> list[str]:
+    """A note where ranks compute with other bits. One all-reduce, int64 [2]."""
+    told = {name: repr(value) for name, value in trainer.fingerprint.items()}
+    if same_on_all_ranks(trainer.comm, repr(told).encode()):
+        return []
+    found = first_difference(trainer.comm, told)
+    return [f"{found[1]}: replicas may drift, and bits of other runs are not kept"] if found else []
+
+
 def _already_done(trainer: Trainer, resumed: Resumed) -> TrainOutcome:
     """Nothing to do: leave the files of the finished run as they are."""
-    path, steps = trainer.run_dir.path, trainer.config.steps
+    steps = trainer.config.steps
     trainer.progress.say(
-        f"{path} has {resumed.step} steps already and {steps} were asked for: "
+        f"{resumed.source} has {resumed.step} steps already and {steps} were asked for: "
         "nothing to do (give more --steps to go on)"
     )
     is_main = trainer.world.is_main
-    summary = read_object(path / "summary.json") | {"stopped_by": ""} if is_main else {}
+    summary = (
+        read_object(trainer.run_dir.path / "summary.json") | {"stopped_by": ""} if is_main else {}
+    )
     return TrainOutcome(exit_code=0, summary=summary)
 
 

@@ -54,7 +54,7 @@ from gradsync.models.config import GPTConfig
 from gradsync.parallel.transfer import collect, describe, hand_out, layout_of
 from gradsync.runtime import environ
 from gradsync.sync.buckets import TREE_VERSION
-from gradsync.sync.options import Recipe
+from gradsync.sync.options import DilocoOptions, LocalSgdOptions, Recipe
 from gradsync.sync.registry import check_options, find_strategy
 from gradsync.sync.sharded_state import HeldState, Share
 from gradsync.train.config import TrainConfig
@@ -332,13 +332,16 @@ def restore(run: Trainer) -> Resumed:
 
 
 def changed_settings(saved: Mapping[str, Any], config: TrainConfig) -> list[str]:
-    """A line that names the changed settings of the optimizer, the strategy and the schedule;
-    `compare` refuses settings that change bits."""
+    """A line that names the changed settings of the optimizer, the strategy and the schedule,
+    and what ends rounds where there are any; `compare` refuses settings that change bits."""
     found = []
-    for part in ("optim", "sync_options"):
+    rounds = isinstance(find_strategy(config.sync).defaults, LocalSgdOptions | DilocoOptions)
+    ends = {"eval": ("every",), "checkpoint": ("every",)} if rounds else {}
+    for part, names in {"optim": None, "sync_options": None, **ends}.items():
         before = saved.get(part)
         for name, value in asdict(getattr(config, part)).items():
-            if isinstance(before, dict) and before.get(name, value) != value:
+            counts = names is None or name in names
+            if counts and isinstance(before, dict) and before.get(name, value) != value:
                 found.append(f"{part}.{name} {one_line(before[name])} -> {value}")
     steps = saved.get("steps", config.steps)
     if steps != config.steps and config.optim.schedule != "constant":

@@ -150,6 +150,17 @@ def test_sharded_strategies() -> None:
     assert len(fsdp.sendings) == 1 + MODEL.n_layer
     assert fsdp.leaf_wait_s > fsdp.last_leaf_wait_s > 0
     assert fsdp.leaves_meet
+    costs = {
+        name: step_costs(
+            work(8), split("fsdp", dp=4), hardware(4), profile(), options={name: "bf16"}
+        )
+        for name in ("compute_dtype", "reduce_dtype")
+    }
+    gathers, sums = costs["compute_dtype"], costs["reduce_dtype"]  # sums are fp32 by default
+    sent = [sum(each.cost_s for each in one.sendings) for one in (fsdp, gathers, sums)]
+    assert gathers.leaf_wait_s < fsdp.leaf_wait_s == sums.leaf_wait_s
+    assert sent[0] > sent[1]
+    assert sent[0] > sent[2]
 
 
 def test_steps_between_meetings() -> None:

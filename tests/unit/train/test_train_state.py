@@ -12,7 +12,13 @@ import torch
 from gradsync.checkpoint.store import Snapshot
 from gradsync.errors import CheckpointError
 from gradsync.sync.buckets import TREE_VERSION
-from gradsync.train.config import OptimConfig, SyncConfig, TrainConfig
+from gradsync.train.config import (
+    CheckpointConfig,
+    EvalConfig,
+    OptimConfig,
+    SyncConfig,
+    TrainConfig,
+)
 from gradsync.train.state import (
     Fingerprint,
     changed_settings,
@@ -166,3 +172,11 @@ def test_changed_settings_are_named() -> None:
     )
     constant = TrainConfig(steps=9, optim=OptimConfig(schedule="constant"))
     assert "steps" not in changed_settings(saved, constant)[0]
+
+
+@pytest.mark.parametrize(("sync", "told"), [("local_sgd", True), ("diloco", True), ("ddp", False)])
+def test_what_ends_a_round_belongs_to_a_run_that_has_rounds(sync: str, told: bool) -> None:
+    saved = asdict(TrainConfig(sync=sync))
+    now = TrainConfig(sync=sync, eval=EvalConfig(every=7), checkpoint=CheckpointConfig(keep_last=9))
+    line = "resuming with changed settings: eval.every 100 -> 7"
+    assert changed_settings(saved, now) == [line] * told

@@ -237,7 +237,11 @@ def train_in_parts(
         for index in mine:
             with sync.micro_step(last=index == mine[-1], index=index):
                 sync.backward(sync.forward(leaves[index]).square().sum(), weight=3)
+        others = parts[1 - choose(step)].param_groups[0]["params"]
+        stayed = [parameter.detach().clone() for parameter in others]
         sync.step(parts[choose(step)], clip_norm=0.5)
+        assert all(map(torch.equal, others, stayed))
+        assert all(parameter.grad is None for parameter in model.parameters())
     states: list[State] = []
     for optimizer in parts:
         sync.gather(optimizer)

@@ -234,10 +234,11 @@ COMMANDS = json.loads((ROOT / "tools" / "commands.json").read_text())["commands"
 
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.name)
 def test_flags_belong_to_their_commands(guide: Path) -> None:
-    """Flags after `--` are a program's own."""
+    """Flags after `--` are a program's own, or a training run's."""
     for line in re.findall(r"\bgradsync [^`#\n]+", guide.read_text()):
-        for part in line.split(" -- "):
-            words = part.removeprefix("gradsync ").split()
-            name = " ".join(words[: 2 if words[:1] == ["bench"] else 1])
+        command, _, rest = line.removeprefix("gradsync ").partition(" -- ")
+        trained = [f"train {rest}"] if command.startswith(("drill", "tune")) else []
+        for words in map(str.split, [command, *trained]):
+            named = [word for word in words[: 2 if words[0] == "bench" else 1] if word[0] != "-"]
             flags = {word.partition("=")[0] for word in words if word.startswith("--")}
-            assert flags <= set(COMMANDS.get(f"gradsync {name}", flags)), line
+            assert not flags or flags <= set(COMMANDS[" ".join(["gradsync", *named])]), line

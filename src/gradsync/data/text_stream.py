@@ -66,6 +66,8 @@ def open_texts(data: str, text_key: str) -> Texts:
 def _hugging_face(data: str, text_key: str) -> Texts:
     if find_spec("datasets") is None:
         raise ConfigError(f"{data} needs the package datasets: pip install 'gradsync[data]'")
+    if not data.removeprefix(HUGGING_FACE).partition(":")[0]:
+        raise DataError(f"{data} names no data set: hf:NAME[:CONFIG], or hf:json:FILES")
     import datasets
 
     # Errors come as exceptions too, and are said once.

@@ -67,6 +67,10 @@ def _check_data(config: TrainConfig) -> None:
         return
     if config.tokenizer:
         raise ConfigError("tokenizer is for streams; a prepared data directory has its own")
+    if config.text_key != TrainConfig().text_key:
+        raise ConfigError(
+            "text_key is for streams; a prepared data directory has tokens, no fields"
+        )
     _check_prepared(config.data)
     if config.data and config.sample_tokens:  # spelt when the run is done
         check_tokenizer(Path(config.data))

@@ -303,6 +303,14 @@ class TrainConfig:
             "with DDP around it: other bits; use compile=model",
         )
         _require(
+            self.profile <= self.steps,
+            f"profile={self.profile} names a step after the last one, {self.steps}",
+        )
+        _require(
+            self.on_drift == "stop" or bool(self.check_replicas_every or self.audit_every),
+            "on_drift=heal heals what a check finds: set check_replicas_every or audit_every too",
+        )
+        _require(
             self.sync != AUTO or not self.sync_options.given(),
             "sync=auto chooses options too; drop sync_options."
             f"{', sync_options.'.join(self.sync_options.given())}, or name the strategy",

@@ -123,6 +123,7 @@ def test_a_hugging_face_stream_is_the_same(tmp_path: Path) -> None:
         (['{"body": "x"}'], "a.jsonl", r"a\.jsonl:1: .* 'text'; its keys are 'body'; .*--text-key"),
         (['{"body": "x"}'], "hf:json:a.jsonl", r"no field 'text'; its fields are 'body'; .*--text"),
         (['{"text": 3}'], "hf:json:a.jsonl", r"row 0: 'text' is a int and no text"),
+        ([], "hf::x", r"hf::x names no data set: hf:NAME"),
         (["{"], "hf:json:a.jsonl", r"hf:json:.*a\.jsonl cannot be opened: JSON parse error"),
         ([], "hf:json:a.jsonl", r"cannot be opened: no such files, or nothing in them"),
     ],
@@ -146,6 +147,7 @@ def test_what_is_wrong_with_a_stream_is_named(
     ("options", "message"),
     [
         ({"data": "nowhere.jsonl"}, r"no file is called nowhere\.jsonl"),
+        ({"text_key": "body"}, "text_key is for streams"),
         ({"data": "hf:x", "num_workers": 1}, "num_workers .* hf:x is a stream; leave it at 0"),
         ({"data": "hf:x", "eval": EvalConfig(max_tokens=None)}, "say how many with --eval"),
         ({"tokenizer": "dir"}, "tokenizer is for streams"),

@@ -82,6 +82,11 @@ def test_what_does_not_go_together() -> None:
         TrainConfig(sync="auto", sync_options=SyncConfig(bucket_mb=1.0))
     with pytest.raises(ConfigError, match=r"compile=ddp .* sync=naive; use compile=model"):
         TrainConfig(compile="ddp", sync="naive")
+    with pytest.raises(ConfigError, match="profile=9 names a step after the last one, 8"):
+        TrainConfig(steps=8, profile=9)
+    with pytest.raises(ConfigError, match="on_drift=heal heals what a check finds: set check_repl"):
+        TrainConfig(on_drift="heal")
+    assert TrainConfig(on_drift="heal", audit_every=1, steps=8, profile=8).on_drift == "heal"
     assert TrainConfig(compile="model", sync="naive").compile == "model"
     assert TrainConfig(compile="ddp", sync="ddp").compile == "ddp"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -37,37 +38,48 @@ def test_dropout_does_not_depend_on_the_number_of_ranks(pool: Any) -> None:
     assert pool.run(train_with_dropout, 2) == [alone, alone]
 
 
-def read_samples(rank: int, world_size: int, store_path: str, case: str) -> str:
-    """What a rank is told whose loader is not the other's: one of two has `case` otherwise."""
+def take_steps(rank: int, world_size: int, store_path: str, case: str) -> str:
+    """Error of a rank in steps where one of two has `case` otherwise."""
+    other, sizes = rank == 1, {"global_batch_size": 8, "micro_batch_size": 2}
     with open_session(rank, world_size, store_path) as world:
-        sizes = {"micro_batch_size": 2 + 2 * (rank if case == "micro_batch_size" else 0)}
-        data = list(range(64 + (rank if case == "dataset" else 0)))
-        seed = rank if case == "seed" else 0
-        batches = gs.loader(data, world, global_batch_size=8, seed=seed, num_epochs=2, **sizes)
-        if case == "samples" and rank:
+        model = nn.Linear(1, 1)
+        sync = gs.replicate(model, world)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        data = [torch.ones(1)] * (65 if case == "length" and other else 62)
+        seed = np.int64(case == "seed" and other)
+        batches = gs.loader(data, world, seed=seed, num_epochs=1, **sizes)
+        if case == "place" and other:
             next(iter(batches))
-        if case == "line" and rank:
-            batches = gs.loader(data, world, global_batch_size=8, micro_batch_size=2, num_epochs=2)
-        try:
-            for _ in range(2):
-                for step in batches:
-                    step.drain()
-        except ConfigError as error:
-            return str(error)
+        for step in batches:
+            if case == "evaluation" and world.is_main:
+                for each in gs.loader(data, world, shuffle=False, num_epochs=1, **sizes):
+                    each.drain()
+            for leaf in step:
+                if not (case == "skipped" and other):
+                    sync.backward(model(leaf.inputs).sum(), leaf=leaf)
+            try:
+                sync.step(optimizer)
+            except ConfigError as error:
+                return str(error)
         return ""
 
 
-@pytest.mark.parametrize("case", ["seed", "dataset", "micro_batch_size", "samples"])
-def test_ranks_that_read_other_orders_are_refused(pool: Any, case: str) -> None:
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("seed", "rank 0 list of 62, seed 0, shuffled, 8 by 2, step 0, rank 1 list of 62, seed 1"),
+        ("length", "rank 0 list of 62, seed 0, shuffled, 8 by 2, step 0, rank 1 list of 65, "),
+        ("place", "rank 0 list of 62, seed 0, shuffled, 8 by 2, step 0, rank 1 list of 62, seed 0"),
+    ],
+)
+def test_ranks_that_read_other_orders_are_refused(pool: Any, case: str, said: str) -> None:
     """Each would take its leaves of something else: samples come twice, others never."""
-    told = max(pool.run(read_samples, 2, case))
-    assert told.startswith("the loader at test_dropout_ranks.py:")
-    assert f"in read_samples has {case}=" in told
-    assert " on rank 0" in told
-    assert " on rank 1" in told
+    for told in pool.run(take_steps, 2, case):
+        assert told.startswith(f"gs.loader differs: {said}")
+        assert "ranks share one order of one data set" in told
 
 
-@pytest.mark.parametrize("case", ["", "line"])
+@pytest.mark.parametrize("case", ["", "evaluation", "skipped"])
 def test_ranks_that_read_one_order_are_not(pool: Any, case: str) -> None:
-    """Whatever line made the loader, as often as it is read."""
-    assert pool.run(read_samples, 2, case) == ["", ""]
+    """The last step, of six samples, has a leaf too few for equal shares."""
+    assert pool.run(take_steps, 2, case) == ["", ""]

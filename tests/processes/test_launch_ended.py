@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -26,7 +29,7 @@ if what == "signal":
         while not deaf.exists():
             time.sleep(0.01)
         os.kill(os.getppid(), signal.SIGTERM)
-if what == "kill":
+if what == "kill" or what == "kill once" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     mine = Path(__file__).with_name("pid")
     if rank == last:
         mine.write_text(str(os.getpid()))
@@ -45,8 +48,8 @@ def _module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
 
 
-def launch(what: str) -> LaunchOutcome:
-    return launch_ranks([what], 2, log_dir=None, module="ended_module")
+def launch(what: str, **options: Any) -> LaunchOutcome:
+    return launch_ranks([what], 2, log_dir=None, module="ended_module", **options)
 
 
 def test_a_signal_that_no_rank_heeded_is_told() -> None:
@@ -60,6 +63,12 @@ def test_a_rank_that_was_killed_is_told(capfd: pytest.CaptureFixture[str]) -> No
         "gradsync: error: rank 1 was ended by SIGKILL (killed by hand, or out of memory)\n"
         "rank 0 has noticed\n"
     )
+
+
+def test_a_rank_is_started_again_though_nobody_can_be_told(monkeypatch: Any) -> None:
+    """As after the terminal has gone; a death that was made good is none."""
+    monkeypatch.setattr(sys, "stderr", Mock(write=Mock(side_effect=OSError("gone"))))
+    assert launch("kill once", max_restarts=1) == LaunchOutcome(code=0, received=None, killed={})
 
 
 def test_a_killed_rank_of_another_node(capfd: pytest.CaptureFixture[str]) -> None:

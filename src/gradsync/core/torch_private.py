@@ -229,11 +229,6 @@ def process_groups() -> list[Any]:
     return list(dist.distributed_c10d._world.pg_map)
 
 
-def default_store() -> Any:
-    """The store by which the ranks of the default process group met."""
-    return dist.distributed_c10d._get_default_store()
-
-
 def all_gather_flat(group: Any, output: Tensor, tensor: Tensor) -> Any:
     """`all_gather` into one tensor: `all_gather_single` since torch 2.13."""
     return group._allgather_base(output, tensor)

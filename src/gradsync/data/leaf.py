@@ -46,6 +46,9 @@ class Leaf:
     is_last: bool
     """True on a rank's last leaf, but only when every rank has one in this step, so that all ranks
     synchronise or none does."""
+    order: str = ""
+    """The order of samples that it is part of, in words: ranks whose leaves come from others would
+    share a batch of none. `sync.step` compares it; "" is not compared."""
 
     @property
     def inputs(self) -> Any:
@@ -136,7 +139,14 @@ def _described(batch: Any) -> str:
 
 
 def make_leaf(
-    batch: Any, *, index: int, step: int, num_samples: int, is_last: bool, device: torch.device
+    batch: Any,
+    *,
+    index: int,
+    step: int,
+    num_samples: int,
+    is_last: bool,
+    device: torch.device,
+    order: str = "",
 ) -> Leaf:
     """A `Leaf` with its targets counted and its tensors on `device`."""
     num_targets = count_targets(batch, num_samples)  # before the move, see there
@@ -147,6 +157,7 @@ def make_leaf(
         num_samples=num_samples,
         num_targets=num_targets,
         is_last=is_last,
+        order=order,
     )
 
 

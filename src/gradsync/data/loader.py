@@ -3,28 +3,24 @@ evaluation; `DatasetLoader`."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import index
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from gradsync.comm.values import call_site
-from gradsync.core.torch_private import default_store, end_workers
+from gradsync.core.torch_private import end_workers
 from gradsync.data.batch_plan import StepSpan, cut_step, require_at_least, solve_batch_plan
 from gradsync.data.leaf import Leaf, Step, make_leaf
 from gradsync.data.order import SampleOrder, derive_key
 from gradsync.data.tokens import open_dataset
 from gradsync.errors import ConfigError, DataError
-from gradsync.runtime import environ
 from gradsync.runtime.seeds import seed_leaf
-from gradsync.runtime.store import SignedStore, token_of
 from gradsync.world import World
 
 Collate = Callable[[list[Any]], Any]
@@ -87,8 +83,7 @@ class Loader:
 
     Raises:
         ConfigError: when the batch arithmetic is not exact, or ranks outnumber leaves; a worker
-            option that is not taken here, or whose value torch does not take; while iterating:
-            another rank iterates over another order, or is elsewhere in it.
+            option that is not taken here, or whose value torch does not take.
         DataError: when the data set is empty or not map-style.
     """
 
@@ -117,9 +112,16 @@ class Loader:
         )
         """The batch arithmetic; `plan.describe()` says it in words."""
         self._reader = _LeafReader(dataset, collate_fn)
+        seed, shuffle = index(seed), bool(shuffle)  # of NumPy too
         self._order = SampleOrder(size_of(dataset), seed, shuffle)
         self._fingerprint = fingerprint_of(dataset)
-        self._world = world
+        # Not `_fingerprint`, which Hugging Face data sets may have another one of in each process.
+        named = f" ({str(dataset.fingerprint)[:80]})" if hasattr(dataset, "fingerprint") else ""
+        self._described = (
+            f"{type(dataset).__name__} of {self._order.num_samples}{named}, seed {seed}"
+            f"{', shuffled' * shuffle}, {global_batch_size} by {micro_batch_size}"
+        )
+        self._rank = world.rank
         self._device = torch.device(world.device if device is None else device)
         self._num_workers = num_workers
         self._seed_leaves = seed_leaves
@@ -146,7 +148,6 @@ class Loader:
 
     def __iter__(self) -> Iterator[Step]:
         self.close()
-        self._check_other_ranks()
         batches = self._batches = self._open_batches()
         try:
             for span, stop in self._spans(self._samples):
@@ -169,29 +170,6 @@ class Loader:
         """End the iteration in progress and its worker processes, if there are any."""
         batches, self._batches = self._batches, None
         end_workers(batches)
-
-    def _check_other_ranks(self) -> None:
-        """ConfigError where a rank that came to this line of the program before has another order,
-        or another place in it: each would take its leaves of something else. Through the store of
-        the default process group, if there is one; nobody waits."""
-        world, plan = self._world, self.plan
-        if not world.is_distributed or not dist.is_initialized():
-            return
-        if (dist.get_rank(), dist.get_world_size()) != (world.rank, world.world_size):
-            return
-        store, where = dist.PrefixStore("loaders", default_store()), call_site()
-        turn = store.add(f"{where}/turns of rank {world.rank}", 1)
-        records = SignedStore(store, token_of(environ.snapshot()), "loaders")
-        told = {**self.state_dict(), "micro_batch_size": plan.micro_batch_size}
-        mine = {name: str(value) for name, value in (told | {"rank": world.rank}).items()}
-        first = json.loads(records.claim(f"{where}/turn {turn}", json.dumps(mine)))
-        for name in told:
-            if first[name] != mine[name]:
-                raise ConfigError(
-                    f"the loader {where} has {name}={mine[name]} on rank {world.rank} and "
-                    f"{first[name]} on rank {first['rank']}: ranks share one order of one data "
-                    "set, give all the same (dataset.fingerprint names one that looks different)"
-                )
 
     def _check_current(self, batches: Iterator[Any]) -> None:
         if self._batches is not batches:
@@ -226,7 +204,7 @@ class Loader:
                 start,
                 stop,
                 micro_batch_size=self.plan.micro_batch_size,
-                rank=self._world.rank,
+                rank=self._rank,
                 world_size=self.plan.world_size,
             )
             yield span, stop
@@ -244,7 +222,7 @@ class Loader:
         # A generator of its own: DataLoader would draw from the global one, and `num_workers`
         # would change the model's dropout.
         generator = torch.Generator()
-        generator.manual_seed(derive_key(self._order.seed, self._samples, self._world.rank) >> 1)
+        generator.manual_seed(derive_key(self._order.seed, self._samples, self._rank) >> 1)
         return DataLoader(
             self._reader,
             sampler=index_lists,
@@ -269,6 +247,7 @@ class Loader:
                 num_samples=leaf.count,
                 is_last=span.everyone_has_leaves and place == len(span.leaves),
                 device=self._device,
+                order=self._described,
             )
 
 

@@ -123,14 +123,14 @@ class LocalAgent(LocalElasticAgent):
         self,
         *args: Any,
         grace_s: float,
-        on_killed: Callable[[int, signal.Signals], None],
+        on_killed: Callable[[int, int], None],
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self._grace_s, self._on_killed = grace_s, on_killed
         self.received: list[signal.Signals] = []
         self.failures: list[int] = []  # codes of ranks that ended by themselves, the first first
-        self.killed: dict[int, signal.Signals] = {}
+        self.killed: dict[int, int] = {}
         self._pending: list[signal.Signals] = []
         self._passes_on = False
 
@@ -153,7 +153,7 @@ class LocalAgent(LocalElasticAgent):
         self._close_streams()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self.failures = []
+        self.failures, self.killed = [], {}
         self._close_streams()
         return super()._start_workers(worker_group)
 
@@ -164,7 +164,7 @@ class LocalAgent(LocalElasticAgent):
             return self._stop()
         if failures:
             self.killed = {
-                worker.global_rank: signal.Signals(-code)
+                worker.global_rank: -code
                 for worker, code in zip(worker_group.workers, codes, strict=True)
                 if code is not None and code < 0
             }
@@ -372,7 +372,7 @@ def build_agent(
     log_dir: Path | None,
     max_restarts: int,
     grace_s: float,
-    on_killed: Callable[[int, signal.Signals], None],
+    on_killed: Callable[[int, int], None],
     nodes: LaunchPlan | None = None,
 ) -> LocalAgent:
     """An agent that will start `nproc_per_node` times `python ARGUMENTS` on this host.

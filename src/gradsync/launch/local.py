@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 GRACE_S = 60.0
 """How long ranks may take to save and end after a signal, seconds."""
 
-_HINTS = {
+_HINTS: dict[int, str] = {
     signal.SIGKILL: " (killed by hand, or out of memory)",
     # By messages, an innocent rank dies of what it gets.
     signal.SIGABRT: " (Gloo does it where ranks called different collectives: its words are above)",
@@ -46,7 +46,7 @@ class LaunchOutcome:
     signal when it ended them."""
     received: signal.Signals | None
     """The first signal that the launcher got, whatever its ranks made of it."""
-    killed: dict[int, signal.Signals]  # ranks that a signal had ended when the first failure showed
+    killed: dict[int, int]  # ranks that a signal had ended when the first failure showed
 
 
 def launch_ranks(
@@ -115,14 +115,17 @@ def launch_local(argv: list[str], nproc_per_node: int, **options: Any) -> int:
     return launch_ranks(argv, nproc_per_node, **options).code
 
 
-def obituary(rank: int, number: signal.Signals) -> str:
-    """A line about a rank that a signal ended."""
-    return f"rank {rank} was ended by {number.name}{_HINTS.get(number, '')}"
+def obituary(rank: int, number: int) -> str:
+    """A line about a rank that a signal ended; real-time signals have no name."""
+    names = {each.value: each.name for each in signal.Signals}
+    named = names.get(number, f"signal {number}")
+    return f"rank {rank} was ended by {named}{_HINTS.get(number, '')}"
 
 
-def _tell(rank: int, number: signal.Signals) -> None:
-    """Print what a rank cannot say itself."""
-    print(f"gradsync: error: {obituary(rank, number)}", file=sys.stderr, flush=True)
+def _tell(rank: int, number: int) -> None:
+    """Print what a rank cannot say itself; a terminal that has gone ends no run."""
+    with suppress(OSError, ValueError):
+        print(f"gradsync: error: {obituary(rank, number)}", file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -184,7 +184,7 @@ class GradientSync(UserLoopMethods, StateMethods):
             root.backward()
         self._failed = False
         self._buffers.leaf_ends(counts=weight > 0)
-        self._loss.add(loss_sum, weight)
+        self._loss.add(loss_sum, weight, leaf)
         self._sums.note()
 
     def step(
@@ -207,12 +207,12 @@ class GradientSync(UserLoopMethods, StateMethods):
             scale: the `torch.amp.GradScaler` given to `backward`.
 
         Raises:
-            ConfigError: on all ranks, before any update: their optimizers, hyper-parameters or
-                `clip_norm` differ. A parameter in two optimizers, or outside of this model; an
-                optimizer that the strategy cannot shard; `scale` under a strategy that cannot skip
-                a step; no rank had a backward since the last step; `loss.backward()` instead of
-                `sync.backward`; a parameter that was added or became trainable after
-                `gs.replicate`; and see `backward`.
+            ConfigError: on all ranks, before any update: their optimizers, hyper-parameters,
+                `clip_norm` or orders of samples (`leaf`) differ. A parameter in two optimizers, or
+                outside of this model; an optimizer that the strategy cannot shard; `scale` under a
+                strategy that cannot skip a step; no rank had a backward since the last step;
+                `loss.backward()` instead of `sync.backward`; a parameter that was added or became
+                trainable after `gs.replicate`; and see `backward`.
             RunError: on all ranks, before any update: weights were changed since the last step on
                 some of them, and differ.
         """

@@ -38,6 +38,7 @@ from gradsync.sync.step_metadata import (
     StepMetadata,
     agree_on_metadata,
     digest,
+    refuse_difference,
     settings_of,
 )
 from gradsync.sync.watch import ReplicaWatch, shapes
@@ -51,6 +52,10 @@ log = logging.getLogger("gradsync")
 NOT_UPDATED = (
     "no rank has updated its weights; give all ranks the same (a scheduler that looks at a loss: "
     "sync.mean_loss)"
+)
+_OTHER_ORDER = (
+    "no rank has updated its weights; ranks share one order of one data set, and take its steps "
+    "together (`next(iter(loader))` takes one): go on from one checkpoint, with equal arguments"
 )
 _NO_BACKWARD = (
     "step() came without a backward on any rank since the last step, which used up all gradients: "
@@ -150,6 +155,7 @@ def take_step(parts: StepParts, call: StepCall) -> StepResult:
         discard=call.discard,
         number=parts.number,
         digest=digest(call.settings),
+        order=loss and loss.order,
         changed=parts.watch is not None and parts.watch.changed(),
         late=call.late,
         sample=0 if parts.watch is None else parts.watch.sample,
@@ -168,10 +174,9 @@ def take_step(parts: StepParts, call: StepCall) -> StepResult:
         reducer.parameters[index].grad = None
     norm = None
     try:
-        if parts.watch is not None:
-            parts.watch.refuse_unlike(agreed, call.settings, call.why)
-            if not skip:
-                parts.watch.accept_states(*optimizers)  # compared; a hook may end the update
+        _refuse_unlike(parts, agreed, call)
+        if parts.watch is not None and not skip:
+            parts.watch.accept_states(*optimizers)  # compared; a hook may end the update
         mean_loss = _mean_loss(parts, call, agreed, total_weight)
         if call.update is not None and not skip:
             norm = _clip_and_update(reducer, call.update, call)
@@ -211,6 +216,15 @@ def _warn_of_non_finite(reducer: Reducer, call: StepCall) -> None:
         on_cuda = reducer.parameters[0].is_cuda
         reducer.non_finite.look(reducer.named_gradients(), on_cuda=on_cuda, large=large)
     reducer.non_finite.step_ends(reducer.comm.rank)
+
+
+def _refuse_unlike(parts: StepParts, agreed: StepMetadata, call: StepCall) -> None:
+    """Raise on all ranks where they share no batch, no settings or no weights."""
+    if not agreed.same_order and not agreed.discard:
+        order = call.loss.order if call.loss else ""
+        refuse_difference(parts.comm, {"gs.loader": order or "no leaf"}, _OTHER_ORDER)
+    if parts.watch is not None:
+        parts.watch.refuse_unlike(agreed, call.settings, call.why)
 
 
 def _weight_over_ranks(parts: StepParts, call: StepCall, agreed: StepMetadata) -> float:

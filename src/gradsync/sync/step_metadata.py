@@ -53,6 +53,8 @@ class StepMetadata:
     """Sums over ranks of their counts (leaves that changed a buffer)."""
     alike: bool
     """Whether all ranks sent the same digest."""
+    same_order: bool
+    """Whether the ranks that sent an order sent the same one."""
     changed: bool
     """Whether any rank saw weights change between steps, or samples of them differ."""
     late: bool
@@ -69,13 +71,14 @@ def agree_on_metadata(
     discard: bool = False,
     number: int = 0,
     digest: Sequence[int] = (0, 0),
+    order: str | None = None,
     changed: bool = False,
     late: bool = False,
     sample: int = 0,
 ) -> StepMetadata:
     """Exchange the step's metadata: one all-reduce, whole group, on the CPU.
 
-    float64 [12 + loss + parameters + counts]. Never waits for the device; overlaps the buckets.
+    float64 [15 + loss + parameters + counts]. Never waits for the device; overlaps the buckets.
 
     Args:
         comm: the ranks.
@@ -86,6 +89,7 @@ def agree_on_metadata(
         discard: whether this rank wants the gradients discarded.
         number: number of the handle; all ranks must be at the same one.
         digest: two numbers below 2^20, equal on ranks that step alike; see `settings_of`.
+        order: the order of samples of this rank's leaves; None or "" where it has none to compare.
         changed: whether this rank's weights changed since the last step; see `ReplicaWatch`.
         late: whether this rank takes part in its optimizer's own step; see `user_loop.py`.
         sample: a number below 2^20, equal on ranks that hold the same weights; see `ReplicaWatch`.
@@ -95,10 +99,12 @@ def agree_on_metadata(
     """
     # Equal numbers, and only those, have W n and W n^2 as their sums.
     marks = [power for n in (number + 1, *digest, sample) for power in (n, n**2)]
-    parts = ([stop, discard, changed, late], marks, loss, used, counts)
+    order_mark = int(hash_text(order.encode()), 16) % 2**BITS if order else 0
+    orders = [bool(order), order_mark, order_mark**2]
+    parts = ([stop, discard, changed, late], marks, orders, loss, used, counts)
     message = torch.tensor([x for part in parts for x in part], dtype=torch.float64)
     comm.all_reduce(message).wait()
-    flags, agreed_marks, losses, any_use, sums = (
+    flags, agreed_marks, (count, sum_1, sum_2), losses, any_use, sums = (
         part.tolist() for part in message.split([len(part) for part in parts])
     )
     equal = [comm.world_size * mark == sum_ for mark, sum_ in zip(marks, agreed_marks, strict=True)]
@@ -116,6 +122,7 @@ def agree_on_metadata(
     return StepMetadata(
         *(losses, stops, discards, any_used, sums),
         alike=all(equal[:-2]),
+        same_order=count * sum_2 == sum_1**2,
         changed=changes or not all(equal[-2:]),
         late=lates,
     )
@@ -165,6 +172,7 @@ class LossSum:
         self._device = device
         self._losses: list[Tensor] = []
         self._weights: list[float] = []
+        self._orders: set[str] = set()
 
     @property
     def num_leaves(self) -> int:
@@ -181,8 +189,16 @@ class LossSum:
         """Whether this rank's losses are finite; unchecked on CUDA, where it would wait."""
         return self._device.type == "cuda" or all(map(torch.isfinite, self._losses))
 
-    def add(self, loss_sum: Tensor, weight: float) -> None:
+    @property
+    def order(self) -> str:
+        """The order of samples that the leaves are part of; "" for none, or of several loaders: a
+        rank may have skipped one's leaf."""
+        return "".join(self._orders) if len(self._orders) == 1 else ""
+
+    def add(self, loss_sum: Tensor, weight: float, leaf: Any = None) -> None:
         """Add one leaf's summed loss, [], and weight."""
+        if order := getattr(leaf, "order", ""):
+            self._orders.add(f"{order}, step {leaf.step}")
         self._losses.append(loss_sum.detach().to(self._device, torch.float64, copy=True))
         self._weights.append(weight)
 
@@ -190,6 +206,7 @@ class LossSum:
         """Start over with no leaves."""
         self._losses.clear()
         self._weights.clear()
+        self._orders.clear()
 
     def message(self) -> list[float]:
         """This rank's part of the step's small message, [2 NUM_BINS]: the weight, and the loss

@@ -210,6 +210,9 @@ def _introduce(trainer: Trainer, resumed: Resumed, threads: int, notes: Sequence
 def _unlike_machines(trainer: Trainer) -> list[str]:
     """A note where ranks compute with other bits. One all-reduce, int64 [2]."""
     told = {name: repr(value) for name, value in trainer.fingerprint.items()}
+    if trainer.world.device.startswith("cuda"):
+        for name in ("threads", "cpu_capability", "math_env"):  # they decide nothing there
+            del told[name]
     if same_on_all_ranks(trainer.comm, repr(told).encode()):
         return []
     found = first_difference(trainer.comm, told)

@@ -58,3 +58,4 @@ def test_what_a_signal_may_mean():
     assert obituary(1, signal.SIGKILL).endswith("SIGKILL (killed by hand, or out of memory)")
     assert "ranks called different collectives" in obituary(1, signal.SIGABRT)
     assert obituary(1, signal.SIGSEGV) == "rank 1 was ended by SIGSEGV"
+    assert obituary(1, signal.SIGRTMIN + 3) == "rank 1 was ended by signal 37"

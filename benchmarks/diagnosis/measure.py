@@ -1,13 +1,14 @@
 """Cost of watching for hangs: the same steps with and without it, in turns, in one run.
 
-    gradsync launch --nproc-per-node 2 -- benchmarks/diagnosis/measure.py mini 40 [auto|backend]
+    gradsync launch --nproc-per-node 2 -- benchmarks/diagnosis/measure.py mini 40 [auto [STEPS]]
 
-Turns of ten steps of 512 tokens on each rank; in every other turn no thread samples, publishes or
-reads what ranks do, and none looks for stragglers. Prints JSON: milliseconds of a step in each
-turn (slowest rank), and the median of the ratios of neighbouring turns with its quartiles. Where
-the machine is too restless to show one part in a hundred, these show it: `watch_share`, processor
-seconds of the watch's thread by second, and `step_share`, the part of a step spent in looking for
-stragglers and for nan (waits for the slowest rank included); the largest of all ranks.
+Turns of ten steps (or STEPS) of 512 tokens on each rank, through shared memory where it may (auto)
+or by messages (backend); in every other turn no thread samples, publishes or reads what ranks do,
+and none looks for stragglers. Prints JSON: milliseconds of a step in each turn (slowest rank), and
+the median of the ratios of neighbouring turns with its quartiles. Where the machine is too restless
+to show one part in a hundred, these show it: `watch_share`, processor seconds of the watch's thread
+by second, and `step_share`, the part of a step spent in looking for stragglers and for nan (waits
+for the slowest rank included); the largest of all ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from gradsync.comm.values import all_gather_json
 from gradsync.models.config import PRESETS
 from gradsync.models.gpt import GPT, loss_sum
 
-STEPS, WARM_UP = 10, 2
+WARM_UP = 2
 
 
 @contextmanager
@@ -61,7 +62,8 @@ def timed(owner: Any, name: str, spent: list[float]) -> None:
 
 def main() -> None:
     """See the module's docstring."""
-    name, rounds, collective = sys.argv[1], int(sys.argv[2]), (*sys.argv[3:], "auto")[0]
+    name, rounds = sys.argv[1], int(sys.argv[2])
+    collective, steps = (*sys.argv[3:4], "auto")[0], int((*sys.argv[4:], "10")[0])
     session = gs.init(seed=0, threads=1, device="cpu")
     with session as world:
         config = PRESETS[name]
@@ -78,10 +80,10 @@ def main() -> None:
         def turn() -> float:
             sync.comm.barrier()
             began = time.perf_counter()
-            for _ in range(STEPS):
+            for _ in range(steps):
                 sync.backward(loss_sum(model(tokens), tokens), weight=tokens.numel())
                 sync.step(optimizer, clip_norm=1.0)
-            return (time.perf_counter() - began) / STEPS * 1e3
+            return (time.perf_counter() - began) / steps * 1e3
 
         for _ in range(WARM_UP):
             turn()
@@ -102,7 +104,7 @@ def main() -> None:
                         pair[0] = turn()
             mine.append((pair[0], pair[1]))
         everyone = all_gather_json(sync.comm, mine)
-        watched_s = sum(on for _, on in mine) * STEPS / 1e3
+        watched_s = sum(on for _, on in mine) * steps / 1e3
         shares = all_gather_json(sync.comm, [watch_s / watched_s, step_s / watched_s])
         if world.is_main:
             off, on = (
@@ -112,7 +114,7 @@ def main() -> None:
             ratios = [b / a for a, b in zip(off, on, strict=True)]
             low, middle, high = statistics.quantiles(ratios, n=4)
             spread = [round(x, 4) for x in (low, high)]
-            figures = {"model": name, "collective": collective, "rounds": rounds}
+            figures = {"model": name, "collective": collective, "rounds": rounds, "steps": steps}
             figures |= {"ratio": round(middle, 4), "quartiles": spread}
             watch, step = (round(max(rank[i] for rank in shares), 5) for i in (0, 1))
             figures |= {"watch_share": watch, "step_share": step}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -84,6 +85,19 @@ def test_a_killed_rank_of_another_node(capfd: pytest.CaptureFixture[str]) -> Non
         "gradsync: error: rank 3 was ended by SIGKILL (killed by hand, or out of memory)\n"
         "rank 2 has noticed\n"
     )
+
+
+def test_a_node_that_is_done_does_not_stay_for_one_that_failed() -> None:
+    """Torch's agent would, for five minutes."""
+    argv = ["launch", "--nproc-per-node=1", "--nnodes=2", "--master-addr=127.0.0.1"]
+    argv += [f"--master-port={free_port()}"]
+    words = ["--", "python", "-c", "import os, sys; sys.exit(3 * int(os.environ['RANK']))"]
+    node_1 = ["-m", "gradsync", *argv, "--node-rank=1", *words]
+    with Forked(node_1, clean_environment()) as other:
+        began = time.monotonic()
+        assert main([*argv, "--node-rank=0", *words]) == 0
+        assert other.wait(60) == 1
+    assert time.monotonic() - began < 60
 
 
 def test_a_good_end() -> None:

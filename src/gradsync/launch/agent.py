@@ -66,6 +66,7 @@ END_S = 10.0
 _TORCH_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 _LOOPBACK = "127.0.0.1"
 _KNOCK_S = 1.0
+_OTHERS_END_S = 300.0  # torch's own
 _NAME_S = 60.0  # name servers remember for half a minute that a name was unknown
 
 
@@ -149,8 +150,18 @@ class LocalAgent(LocalElasticAgent):
 
     def release(self) -> None:
         """Close what is still open: the store and the ranks' log files."""
-        self.get_worker_group().spec.rdzv_handler.shutdown()
+        self._meeting().say_ended()
+        self._meeting().shutdown()
         self._close_streams()
+
+    def _meeting(self) -> AgentRendezvous:
+        handler = self.get_worker_group().spec.rdzv_handler
+        assert isinstance(handler, AgentRendezvous)
+        return handler
+
+    def _exit_barrier(self) -> None:
+        """Torch's would wait for a node that failed, and be deaf to signals."""
+        self._meeting().say_ended(wait=True)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.failures, self.killed = [], {}
@@ -333,6 +344,18 @@ class AgentRendezvous(RendezvousHandler):
             "do all lines say the same --master-addr and --master-port, and is that port open "
             "between the nodes?"
         )
+
+    def say_ended(self, *, wait: bool = False) -> None:
+        """Tell the other nodes that this one's ranks have ended; `wait` for theirs, which may need
+        the store of node 0, until a signal comes."""
+        if self._plan is None or self._store is None:
+            return
+        records = SignedStore(PrefixStore(self._run_id, self._store), self._token, "nodes")
+        keys = [f"ended/{node}" for node in range(self._plan.nnodes)]
+        with suppress(RuntimeError):  # node 0 has gone
+            records.claim(keys[_node_of(self._plan)], "1")
+            deadline_s = time.monotonic() + _OTHERS_END_S * wait
+            wait_until(lambda: bool(records.get_all(keys)) or self.stopped(), deadline_s)
 
     def shutdown(self) -> bool:
         """Let go of the store, whose socket closes with it, and of the agent that holds it too."""

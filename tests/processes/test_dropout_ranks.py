@@ -71,6 +71,7 @@ def take_steps(rank: int, world_size: int, store_path: str, case: str) -> str:
         ("length", "rank 0 list of 62, seed 0, shuffled, 8 by 2, step 0, rank 1 list of 65, "),
         ("place", "rank 0 list of 62, seed 0, shuffled, 8 by 2, step 0, rank 1 list of 62, seed 0"),
     ],
+    ids=["seed", "length", "place"],
 )
 def test_ranks_that_read_other_orders_are_refused(pool: Any, case: str, said: str) -> None:
     """Each would take its leaves of something else: samples come twice, others never."""

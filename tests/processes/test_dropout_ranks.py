@@ -12,6 +12,7 @@ from torch import nn
 
 import gradsync as gs
 from gradsync.errors import ConfigError
+from gradsync.world import World
 from support.rank_session import open_session
 
 
@@ -43,11 +44,12 @@ def take_steps(rank: int, world_size: int, store_path: str, case: str) -> str:
     other, sizes = rank == 1, {"global_batch_size": 8, "micro_batch_size": 2}
     with open_session(rank, world_size, store_path) as world:
         model = nn.Linear(1, 1)
-        sync = gs.replicate(model, world)
+        sync = gs.replicate(model, world, sync="bucketed" if case == "own data" else "invariant")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         data = [torch.ones(1)] * (65 if case == "length" and other else 62)
-        seed = np.int64(case == "seed" and other)
-        batches = gs.loader(data, world, seed=seed, num_epochs=1, **sizes)
+        seed = np.int64(case in ("seed", "own data") and other)
+        among = World() if case == "own data" else world
+        batches = gs.loader(data, among, seed=seed, num_epochs=1, **sizes)
         if case == "place" and other:
             next(iter(batches))
         for step in batches:
@@ -80,7 +82,7 @@ def test_ranks_that_read_other_orders_are_refused(pool: Any, case: str, said: st
         assert "ranks share one order of one data set" in told
 
 
-@pytest.mark.parametrize("case", ["", "evaluation", "skipped"])
+@pytest.mark.parametrize("case", ["", "evaluation", "skipped", "own data"])
 def test_ranks_that_read_one_order_are_not(pool: Any, case: str) -> None:
     """The last step, of six samples, has a leaf too few for equal shares."""
     assert pool.run(take_steps, 2, case) == ["", ""]

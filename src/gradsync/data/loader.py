@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
@@ -115,12 +116,15 @@ class Loader:
         seed, shuffle = index(seed), bool(shuffle)  # of NumPy too
         self._order = SampleOrder(size_of(dataset), seed, shuffle)
         self._fingerprint = fingerprint_of(dataset)
-        # Not `_fingerprint`, which Hugging Face data sets may have another one of in each process.
-        named = f" ({str(dataset.fingerprint)[:80]})" if hasattr(dataset, "fingerprint") else ""
-        self._described = (
-            f"{type(dataset).__name__} of {self._order.num_samples}{named}, seed {seed}"
-            f"{', shuffled' * shuffle}, {global_batch_size} by {micro_batch_size}"
-        )
+        self._described = ""
+        if dist.is_initialized() and dist.get_world_size() == world.world_size:
+            # Else ranks may have data of their own. Not `_fingerprint`, of which a Hugging Face
+            # data set may have another one in each process.
+            named = f" ({str(dataset.fingerprint)[:80]})" if hasattr(dataset, "fingerprint") else ""
+            self._described = (
+                f"{type(dataset).__name__} of {self._order.num_samples}{named}, seed {seed}"
+                f"{', shuffled' * shuffle}, {global_batch_size} by {micro_batch_size}"
+            )
         self._rank = world.rank
         self._device = torch.device(world.device if device is None else device)
         self._num_workers = num_workers

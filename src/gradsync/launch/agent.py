@@ -16,6 +16,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -66,7 +67,7 @@ END_S = 10.0
 _TORCH_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 _LOOPBACK = "127.0.0.1"
 _KNOCK_S = 1.0
-_OTHERS_END_S = 300.0  # torch's own
+_OTHERS_END_S = {False: 5.0, True: 300.0}  # to tell them, and to wait for them, as torch does
 _NAME_S = 60.0  # name servers remember for half a minute that a name was unknown
 
 
@@ -352,10 +353,17 @@ class AgentRendezvous(RendezvousHandler):
             return
         records = SignedStore(PrefixStore(self._run_id, self._store), self._token, "nodes")
         keys = [f"ended/{node}" for node in range(self._plan.nnodes)]
-        with suppress(RuntimeError):  # node 0 has gone
-            records.claim(keys[_node_of(self._plan)], "1")
-            deadline_s = time.monotonic() + _OTHERS_END_S * wait
-            wait_until(lambda: bool(records.get_all(keys)) or self.stopped(), deadline_s)
+        own, deadline_s = keys[_node_of(self._plan)], time.monotonic() + _OTHERS_END_S[wait]
+
+        def tell() -> None:
+            with suppress(RuntimeError):  # node 0 has gone
+                records.claim(own, "1")
+                wait_until(lambda: not wait or bool(records.get_all(keys)), deadline_s)
+
+        # The store waits for ever where node 0 has fallen silent.
+        thread = threading.Thread(target=tell, name="gradsync-ended", daemon=True)
+        thread.start()
+        wait_until(lambda: not thread.is_alive() or (wait and self.stopped()), deadline_s)
 
     def shutdown(self) -> bool:
         """Let go of the store, whose socket closes with it, and of the agent that holds it too."""

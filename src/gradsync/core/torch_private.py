@@ -254,6 +254,27 @@ def mesh_of(group: Any, device: torch.device, owner: object) -> DeviceMesh:
     return mesh
 
 
+# -- pipelines ------------------------------------------------------------------------------------
+
+
+def renew_received(info: Any, device: torch.device) -> None:
+    """Give a pipeline stage a fresh buffer for what it receives there; the model's own inputs have
+    none. Torch 2.11 says a buffer's shape by the first one only."""
+    if not getattr(info, "is_root_arg", not hasattr(info, "source")):
+        if not hasattr(info, "tensor_meta"):
+            info.tensor_meta = torch.empty_like(info.buffer, device="meta")
+            info.needs_grad = info.buffer.requires_grad
+        meta, needs_grad = info.tensor_meta, getattr(info, "needs_grad", False)
+        info.buffer = torch.empty(
+            meta.shape, dtype=meta.dtype, device=device, requires_grad=needs_grad
+        )
+
+
+def drop_received(info: Any) -> None:
+    """Let go of a buffer, in whose place torch 2.11 needs a tensor."""
+    info.buffer = None if hasattr(info, "is_root_arg") else torch.empty(0)
+
+
 # -- the elastic agent ----------------------------------------------------------------------------
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from gradsync.comm.values import all_sum
+from gradsync.core.torch_private import drop_received, renew_received
 from gradsync.data.leaf import Leaf
 from gradsync.data.loader import EvalLeaves
 from gradsync.errors import RunError
@@ -233,23 +234,19 @@ class _Stage(PipelineStage):
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         for infos in (self.args_recv_info, self.grad_recv_info):
             for info in infos[bwd_chunk_id]:
-                info.buffer = None
+                drop_received(info)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
         """See torch; with fresh buffers."""
-        self._renew(self.args_recv_info[fwd_chunk_id])
+        for info in self.args_recv_info[fwd_chunk_id]:
+            renew_received(info, self.device)
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> Any:
         """See torch; with fresh buffers."""
-        self._renew(self.grad_recv_info[bwd_chunk_id])
+        for info in self.grad_recv_info[bwd_chunk_id]:
+            renew_received(info, self.device)
         return super().get_bwd_recv_ops(bwd_chunk_id)
-
-    def _renew(self, infos: Any) -> None:
-        for info in infos:
-            if not info.is_root_arg:
-                meta = info.tensor_meta
-                info.buffer = torch.empty(meta.shape, dtype=meta.dtype, device=self.device)
 
 
 def _branch_dtype(device: torch.device) -> torch.dtype:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,16 @@ def test_dropout_does_not_depend_on_the_number_of_ranks(pool: Any) -> None:
     assert pool.run(train_with_dropout, 2) == [alone, alone]
 
 
+class Named(list[torch.Tensor]):
+    """Its text, and that of its method, is another one in each process."""
+
+    def __repr__(self) -> str:
+        return str(os.getpid())
+
+    def fingerprint(self) -> str:
+        return ""
+
+
 def take_steps(rank: int, world_size: int, store_path: str, case: str) -> str:
     """Error of a rank in steps where one of two has `case` otherwise."""
     other, sizes = rank == 1, {"global_batch_size": 8, "micro_batch_size": 2}
@@ -47,6 +58,7 @@ def take_steps(rank: int, world_size: int, store_path: str, case: str) -> str:
         sync = gs.replicate(model, world, sync="bucketed" if case == "own data" else "invariant")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         data = [torch.ones(1)] * (65 if case == "length" and other else 62)
+        data = Named(data) if case == "method" else data
         seed = np.int64(case in ("seed", "own data") and other)
         among = World() if case == "own data" else world
         batches = gs.loader(data, among, seed=seed, num_epochs=1, **sizes)
@@ -82,7 +94,7 @@ def test_ranks_that_read_other_orders_are_refused(pool: Any, case: str, said: st
         assert "ranks share one order of one data set" in told
 
 
-@pytest.mark.parametrize("case", ["", "evaluation", "skipped", "own data"])
+@pytest.mark.parametrize("case", ["", "evaluation", "skipped", "own data", "method"])
 def test_ranks_that_read_one_order_are_not(pool: Any, case: str) -> None:
     """The last step, of six samples, has a leaf too few for equal shares."""
     assert pool.run(take_steps, 2, case) == ["", ""]

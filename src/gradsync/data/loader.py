@@ -120,7 +120,8 @@ class Loader:
         if dist.is_initialized() and dist.get_world_size() == world.world_size:
             # Else ranks may have data of their own. Not `_fingerprint`, of which a Hugging Face
             # data set may have another one in each process.
-            named = f" ({str(dataset.fingerprint)[:80]})" if hasattr(dataset, "fingerprint") else ""
+            own = getattr(dataset, "fingerprint", None)
+            named = f" ({own})" if isinstance(own, str) else ""
             self._described = (
                 f"{type(dataset).__name__} of {self._order.num_samples}{named}, seed {seed}"
                 f"{', shuffled' * shuffle}, {global_batch_size} by {micro_batch_size}"

@@ -155,7 +155,7 @@ def take_step(parts: StepParts, call: StepCall) -> StepResult:
         discard=call.discard,
         number=parts.number,
         digest=digest(call.settings),
-        order=None if loss is None else loss.order,
+        order="" if loss is None else loss.order,
         changed=parts.watch is not None and parts.watch.changed(),
         late=call.late,
         sample=0 if parts.watch is None else parts.watch.sample,

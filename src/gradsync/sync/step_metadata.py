@@ -71,7 +71,7 @@ def agree_on_metadata(
     discard: bool = False,
     number: int = 0,
     digest: Sequence[int] = (0, 0),
-    order: str | None = None,
+    order: str = "",
     changed: bool = False,
     late: bool = False,
     sample: int = 0,
@@ -89,7 +89,7 @@ def agree_on_metadata(
         discard: whether this rank wants the gradients discarded.
         number: number of the handle; all ranks must be at the same one.
         digest: two numbers below 2^20, equal on ranks that step alike; see `settings_of`.
-        order: the order of samples of this rank's leaves; None or "" where it has none to compare.
+        order: the order of samples of this rank's leaves; "" where it has none to compare.
         changed: whether this rank's weights changed since the last step; see `ReplicaWatch`.
         late: whether this rank takes part in its optimizer's own step; see `user_loop.py`.
         sample: a number below 2^20, equal on ranks that hold the same weights; see `ReplicaWatch`.
@@ -165,8 +165,9 @@ step may not know how they end it."""
 
 
 class LossSum:
-    """This rank's losses (on `device`) and weights in a step; sums over all ranks do not depend on
-    the distribution of leaves, see [Note: Fixed bins]."""
+    """This rank's losses (on `device`) and weights in a step, and the order of samples that its
+    leaves come from; sums over all ranks do not depend on the distribution of leaves, see
+    [Note: Fixed bins]."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -157,7 +157,10 @@ def test_sharded_strategies() -> None:
         for name in ("compute_dtype", "reduce_dtype")
     }
     gathers, sums = costs["compute_dtype"], costs["reduce_dtype"]  # sums are fp32 by default
-    sent = [sum(each.cost_s for each in one.sendings) for one in (fsdp, gathers, sums)]
+    halves = {"compute_dtype": "bf16", "reduce_dtype": "bf16"}
+    both = step_costs(work(8), split("fsdp", dp=4), hardware(4), profile(), options=halves)
+    sent = [sum(each.cost_s for each in one.sendings) for one in (fsdp, gathers, sums, both)]
+    assert sent[0] - sent[3] == pytest.approx((sent[0] - sent[1]) + (sent[0] - sent[2]))
     assert gathers.leaf_wait_s < fsdp.leaf_wait_s == sums.leaf_wait_s
     assert sent[0] > sent[1]
     assert sent[0] > sent[2]

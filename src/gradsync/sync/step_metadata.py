@@ -165,9 +165,8 @@ step may not know how they end it."""
 
 
 class LossSum:
-    """This rank's losses (on `device`) and weights in a step, and the order of samples that its
-    leaves come from; sums over all ranks do not depend on the distribution of leaves, see
-    [Note: Fixed bins]."""
+    """This rank's losses (on `device`), weights and order of samples in a step; sums over all ranks
+    do not depend on the distribution of leaves, see [Note: Fixed bins]."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -123,6 +123,7 @@ def bucket_plan(parameters: Sequence[Parameter], traffic: Traffic) -> tuple[Buck
         range(len(parameters))[::-1],
         bucket_bytes=sizes[traffic.grouping],
         first_bucket_bytes=first,
+        like_ddp=traffic.by_library,
         world_size=1,
     )
 

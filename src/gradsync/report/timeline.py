@@ -23,6 +23,7 @@ _WORDS = {
 }
 _SENDS = ("in", "out", "sum")
 _WIDTH, _LEFT, _ROW, _BAR = 1000.0, 118.0, 30.0, 20.0
+_ABREAST = 2  # bars of a row of sends, which may overlap
 _MOST_RANKS = 4
 _LARGEST = 400 * 2**20
 
@@ -100,19 +101,24 @@ def _svg(spans: Sequence[Span]) -> str:
     for number, (rank, sends) in enumerate(rows):
         words = f"rank {rank} {'sends' if sends else 'computes'}"
         parts.append(f'<text x="4" y="{_ROW * number + 18:g}">{words}</text>')
+    free = [[0.0] * _ABREAST for _ in rows]  # when the last bar in each lane of a row ends
     # Updates happen inside of a forward: they are drawn over it.
     for span in sorted(spans, key=lambda s: (s.kind == "update", s.begin)):
-        top = _ROW * rows.index((span.rank, span.kind in _SENDS)) + 4
+        row, sends = rows.index((span.rank, span.kind in _SENDS)), span.kind in _SENDS
+        lane = free[row].index(min(free[row])) if sends else 0
+        bar = _BAR / _ABREAST if sends else _BAR
+        free[row][lane] = span.end
+        top = _ROW * row + 4 + bar * lane
         left, width = _LEFT + span.begin * scale, max((span.end - span.begin) * scale, 0.5)
         bucket = "" if span.bucket < 0 else f" {span.bucket + 1}"
         said = f"{span.kind}{bucket}: {(span.end - span.begin) / 1e3:.1f} ms"
         parts.append(
-            f'<rect x="{left:.1f}" y="{top:g}" width="{width:.1f}" height="{_BAR:g}" '
+            f'<rect x="{left:.1f}" y="{top:g}" width="{width:.1f}" height="{bar:g}" '
             f'fill="var(--c{_COLORS[span.kind]})"><title>{said}</title></rect>'
         )
         if bucket and width > 9:
             parts.append(
-                f'<text class="on" x="{left + width / 2:.1f}" y="{top + 14:g}" '
+                f'<text class="on" x="{left + width / 2:.1f}" y="{top + bar / 2 + 4:g}" '
                 f'text-anchor="middle">{span.bucket + 1}</text>'
             )
     step = _tick(end / 1e3)

@@ -77,31 +77,51 @@ def plan_buckets(
     *,
     bucket_bytes: float,
     first_bucket_bytes: float | None = None,
+    like_ddp: bool = False,
     world_size: int,
 ) -> tuple[BucketPlan, ...]:
     """Cut `order` into buckets, closed as soon as they hold `bucket_bytes`.
+
+    With `first_bucket_bytes` they begin small, so that communication begins early, and double up to
+    `bucket_bytes`; and the last one takes no more parameters than needed to hold that much, since
+    nothing hides it.
 
     Args:
         items: every parameter.
         order: a permutation of the parameters' indices.
         bucket_bytes: 0 gives every parameter its own bucket, `inf` makes one per kind.
-        first_bucket_bytes: size of the first bucket; None: as the others.
+        first_bucket_bytes: size of the first bucket, and of the last one; None: as the others.
+        like_ddp: as in torch's DDP, where only the first bucket is smaller.
         world_size: ranks that divide a bucket into shards.
     """
     assert sorted(order) == list(range(len(items))), "the order must name every parameter once"
     open_slots: dict[Hashable, list[Slot]] = {}
     plans: list[BucketPlan] = []
     limit = bucket_bytes if first_bucket_bytes is None else first_bucket_bytes
-    for index in order:
+    graded = first_bucket_bytes is not None and not like_ddp
+    last = _begin_of_last([items[index] for index in order], limit) if graded else 0
+    for place, index in enumerate(order):
         item = items[index]
+        if place == last:
+            plans += [_close(slots, world_size) for slots in open_slots.values()]
+            open_slots.clear()
         slots = open_slots.setdefault(item.kind, [])
         start = _aligned(slots[-1].offset + slots[-1].numel) if slots else 0
         slots.append(Slot(index=index, offset=start, numel=item.numel))
         if (start + item.numel) * item.itemsize >= limit:
             plans.append(_close(open_slots.pop(item.kind), world_size))
-            limit = bucket_bytes
+            limit = min(2 * limit, bucket_bytes) if graded else bucket_bytes
     plans += [_close(slots, world_size) for slots in open_slots.values()]
     return tuple(plans)
+
+
+def _begin_of_last(items: Sequence[Item], least_bytes: float) -> int:
+    """Place of the first of the last items that hold `least_bytes` together."""
+    place, held = len(items), 0
+    while place and held < least_bytes:
+        place -= 1
+        held += items[place].numel * items[place].itemsize
+    return place
 
 
 def _close(slots: list[Slot], world_size: int) -> BucketPlan:

@@ -67,7 +67,8 @@ class Recipe(Options):
     bucket_mb: float = option(25.0, "Size at which a bucket of gradients is closed, MiB.")
     first_bucket_mb: float = option(
         1.0,
-        "The same for the first bucket, MiB: smaller, so that communication begins early.",
+        "The same for the first bucket, so that communication begins early (the next ones double "
+        "up to bucket_mb), and for the last one, which nothing hides, MiB.",
     )
     overlap: bool = option(True, "Communicate while backward still runs; False waits for its end.")
     overlap_publish: bool = option(

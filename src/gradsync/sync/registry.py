@@ -157,7 +157,7 @@ STRATEGIES: dict[str, Strategy] = {
         Strategy(
             name="bucketed",
             summary="buckets of bucket_mb, each all-reduced as soon as backward has filled it",
-            cost="2(W-1)/W S bytes, one operation per bucket, no extra memory (two, and half a "
+            cost="2(W-1)/W S bytes, one operation per bucket, no extra memory (two, and a "
             "bucket, with overlap_publish)",
             promise="rounding",
             build=_engine,
@@ -168,7 +168,7 @@ STRATEGIES: dict[str, Strategy] = {
             summary="bucketed, summed along a fixed tree over leaves: the same bits on any number "
             "of ranks",
             cost="2(W-1)/W S bytes with equal shares (more with uneven ones), two operations per "
-            "bucket, half a bucket, and S per open tree level (none with one leaf a rank)",
+            "bucket, a bucket, and S per open tree level (none with one leaf a rank)",
             promise="bitwise",
             build=_engine,
             defaults=Recipe(order="invariant"),

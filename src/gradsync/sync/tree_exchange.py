@@ -6,8 +6,8 @@
 
 With one node per rank (equal shares of 2^k leaves) a rank sends 2(W-1)/W of the bucket, exactly as
 much as in a ring all-reduce; with uneven shares a rank has up to 2 log2(leaves) nodes and sends
-that many slices in the first half. Everything goes point to point on a thread beside backward, so
-it does not interfere with the main thread's collectives.
+that many slices in the first half. Everything goes point to point on threads beside backward, so it
+does not interfere with the main thread's collectives.
 
 Over hosts, where equally many ranks sit on each and are numbered host by host: the same in two
 stages. Ranks of a host first add the nodes inside of the host's leaves (its largest nodes), then
@@ -24,16 +24,19 @@ left and add them (recursive halving). The way down is the same for any n ranks 
 two. The same bytes in log2(n) messages instead of n - 1. (Thakur et al. 2005, "Optimization of
 collective communication operations in MPICH", with the distances in the tree's order.)
 
+Buckets take `LANES` threads in turn, so that the cable does not wait while one is added up, or for
+the other rank's word that it is ready to receive. A thread has a channel for its messages.
+
 Who owns which shard depends on the number of ranks alone, not on their leaves, which may differ
 from step to step: optimizer state lies there.
 """
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -63,6 +66,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+LANES = 2
+"""Buckets on their way at once, on CPUs."""
+
+
 @dataclass(frozen=True, slots=True)
 class TreeStage:
     """One round of adding: the nodes that ranks hold, and those they compute."""
@@ -76,17 +83,13 @@ class TreeStage:
     """Whether `are_siblings(nodes)`: then sums go up the tree itself."""
 
 
-def spans(region: range, rank: int, ranks: int) -> list[range]:
-    """`region`, and the parts of it that `rank` has left after each round of a way up; the last one
-    is its shard, of len(region) / ranks."""
-    if ranks & (ranks - 1):
-        size = len(region) // ranks
-        return [region, region[rank * size : (rank + 1) * size]]
-    found = [region]
-    for distance in _distances(ranks):
-        half = len(found[-1]) // 2
-        found.append(found[-1][half:] if rank & distance else found[-1][:half])
-    return found
+def shard_of(region: range, rank: int, ranks: int) -> range:
+    """The part of `region` of which `rank` gets the sum, len(region) / ranks: where they are a
+    power of two, the half of a half ... that is left after each round of a way up."""
+    bits = ranks.bit_length() - 1
+    place = int(f"{rank:0{bits}b}"[::-1], 2) if ranks == 1 << bits else rank
+    size = len(region) // ranks
+    return region[place * size : (place + 1) * size]
 
 
 def are_siblings(nodes: Sequence[Sequence[Node]]) -> bool:
@@ -115,16 +118,19 @@ class TreeExchange(Exchange):
         *,
         over_leaves: bool = True,
     ) -> None:
-        self._comm, self._over_leaves = comm, over_leaves
+        self.messenger, self._over_leaves = comm, over_leaves
         self._levels = levels
         self._device = device
-        self._background = Background(device)
+        # NCCL runs a group's messages one after the other, in one order on all ranks.
+        self._lanes = [Background(device) for _ in range(1 if device.type == "cuda" else LANES)]
+        self._turns = itertools.count()
+        self._planned: Work = Done()
         self._num_buffers = 0
         self._indexed = False
         self._stages: list[TreeStage] = []
         self._told: list[tuple[int, int]] = []
         self._own: range = range(0)
-        self._room: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
+        self._room: dict[tuple[int, int, torch.dtype, torch.device], Tensor] = {}
         self.whole = True
         """Whether the step's buckets were launched whole, not by halves."""
 
@@ -134,84 +140,81 @@ class TreeExchange(Exchange):
         self._indexed = sums.first_leaf is not None
         first = UNKNOWN if sums.first_leaf is None else sums.first_leaf
         mine = (sums.num_leaves, first)
-        if not self._over_leaves or self._comm.world_size == 1:
+        if not self._over_leaves or self.messenger.world_size == 1:
             each = mine if self._over_leaves else (1, UNKNOWN)
-            self._plan([each] * self._comm.world_size)
+            self._plan([each] * self.messenger.world_size)
         else:
-            self._background.submit(lambda: self._plan(self._share(mine)))
+            self._planned = self.submit("plan", lambda lane: self._plan(self._share(mine, lane)))
 
     def launch(self, bucket: Bucket) -> Work:
         self.whole = True
         buffers = self._buffers(bucket)
-        if self._comm.world_size == 1:
-            self._reduce(bucket, buffers)
+        if self.messenger.world_size == 1:
+            self._reduce(bucket, buffers, 0)
             return Done()
-        return self.submit(f"sum {bucket.number}", lambda: self._both(bucket, buffers))
+        return self.submit(f"sum {bucket.number}", lambda lane: self._both(bucket, buffers, lane))
 
     def launch_half(self, bucket: Bucket) -> Work:
         self.whole = False
         buffers = self._buffers(bucket)
-        return self.submit(f"in {bucket.number}", lambda: self._reduce(bucket, buffers))
+        return self.submit(f"in {bucket.number}", lambda lane: self._reduce(bucket, buffers, lane))
 
     def gather(self, bucket: Bucket) -> Work:
         """Start the other half."""
         flat = bucket.flat(0)
-        return self.submit(f"out {bucket.number}", lambda: self._send_down(flat))
+        return self.submit(f"out {bucket.number}", lambda lane: self._send_down(flat, lane))
 
     def owners(self) -> Owners:
         """All ranks in the order of their shards; what they gather is the other half's, of any
         dtype."""
-        ranks, rank = self._comm.world_size, self._comm.rank
+        ranks, rank = self.messenger.world_size, self.messenger.rank
 
         def all_gather(output: Tensor, shard: Tensor) -> Work:
             mine = self.owned(output.numel(), rank)
             output[mine.start : mine.stop].copy_(shard)
-            return self.submit("out", lambda: self._send_down(output))
+            return self.submit("out", lambda lane: self._send_down(output, lane))
 
         return Owners(self.owned(ranks, rank).start, ranks, all_gather)
 
     def _buffers(self, bucket: Bucket) -> list[Tensor]:
         return [bucket.flat(number) for number in range(max(self._num_buffers, 1))]
 
-    def submit(self, name: str, fn: Callable[[], None]) -> Work:
-        """Run `fn` beside the main thread, after what was launched before, under a `name` that
-        profilers show; it may send messages by `messenger`."""
+    def submit(self, name: str, fn: Callable[[int], None]) -> Work:
+        """Run `fn(lane)` beside the main thread, under a `name` that profilers show; it may send
+        messages by `messenger`, over the channel `lane`. All ranks submit in one order."""
+        lane = next(self._turns) % len(self._lanes)
 
         def named() -> None:
             with record_function(name):
-                fn()
+                fn(lane)
 
-        return self._background.submit(named)
-
-    @property
-    def messenger(self) -> Messenger:
-        """All ranks, for functions given to `submit`."""
-        return self._comm
+        return self._lanes[lane].submit(named)
 
     def owned(self, numel: int, rank: int) -> range:
         """Elements of a bucket of `numel` of which `rank` gets the sum by a first half alone."""
         span, size = range(numel), self._levels[0].world_size
         for level, place in zip(self._levels, (rank % size, rank // size), strict=False):
-            span = spans(span, place, level.world_size)[-1]
+            span = shard_of(span, place, level.world_size)
         return span
 
     def close(self) -> None:
-        """End the thread."""
-        self._background.close()
+        """End the threads."""
+        for lane in self._lanes:
+            lane.close()
 
-    def _share(self, mine: tuple[int, int]) -> list[tuple[int, int]]:
+    def _share(self, mine: tuple[int, int], lane: int) -> list[tuple[int, int]]:
         """Every rank's (number of leaves, first leaf): int64 [2] from each rank to each.
 
         On the gradients' device, which every group takes; on CUDA only this thread waits for it.
         """
         own = torch.tensor(mine, device=self._device)
-        others = [rank for rank in range(self._comm.world_size) if rank != self._comm.rank]
+        others = [rank for rank in range(self.messenger.world_size) if rank != self.messenger.rank]
         told = {rank: torch.empty_like(own) for rank in others}
-        told[self._comm.rank] = own
-        self._comm.exchange(
-            [(own, rank) for rank in others], [(told[rank], rank) for rank in others]
+        told[self.messenger.rank] = own
+        self.messenger.exchange(
+            [(own, rank) for rank in others], [(told[rank], rank) for rank in others], lane
         ).wait()
-        return [tuple(told[rank].tolist()) for rank in range(self._comm.world_size)]
+        return [tuple(told[rank].tolist()) for rank in range(self.messenger.world_size)]
 
     def _plan(self, told: list[tuple[int, int]]) -> None:
         if told == self._told:
@@ -220,7 +223,7 @@ class TreeExchange(Exchange):
             self._stages, self._told = [], told
             return
         ranges, self._told = checked_shares(told), told
-        self._own = ranges[self._comm.rank]
+        self._own = ranges[self.messenger.rank]
         total = root(ranges[-1].stop)
         nodes = [largest_nodes(leaves) for leaves in ranges]
         if len(self._levels) == 1:
@@ -230,23 +233,24 @@ class TreeExchange(Exchange):
         size = intra.world_size
         hosts = [
             range(ranges[first].start, ranges[first + size - 1].stop)
-            for first in range(0, self._comm.world_size, size)
+            for first in range(0, self.messenger.world_size, size)
         ]
         of_hosts = [largest_nodes(leaves) for leaves in hosts]
         inside = [nodes[first : first + size] for first in range(0, len(nodes), size)]
-        host = self._comm.rank // size
+        host = self.messenger.rank // size
         self._stages = [
             TreeStage(intra, inside[host], of_hosts[host], are_siblings(inside[host])),
             TreeStage(inter, of_hosts, [total], are_siblings(of_hosts)),
         ]
 
-    def _both(self, bucket: Bucket, buffers: list[Tensor]) -> None:
-        self._reduce(bucket, buffers)
+    def _both(self, bucket: Bucket, buffers: list[Tensor], lane: int) -> None:
+        self._reduce(bucket, buffers, lane)
         if self._stages:  # else the step is discarded
-            self._send_down(buffers[0])
+            self._send_down(buffers[0], lane)
 
-    def _reduce(self, bucket: Bucket, buffers: list[Tensor]) -> None:
+    def _reduce(self, bucket: Bucket, buffers: list[Tensor], lane: int) -> None:
         """Add up; this rank's shard of the sum ends in `buffers[0]`, at its place."""
+        self._planned.wait()  # on another lane
         if not self._stages:
             return  # the step is discarded
         result = buffers[0]
@@ -258,23 +262,23 @@ class TreeExchange(Exchange):
         parts = [result]
         for stage in self._stages:
             climb = self._halve_add if stage.siblings else self._scatter_add
-            values = climb(stage, bucket, values, parts[-1])
+            values = climb(stage, bucket, values, parts[-1], lane)
             parts.append(_shard(stage.comm, parts[-1], stage.comm.rank))
         if not values:
             parts[-1].zero_()  # no rank had a leaf
         elif values[0].data_ptr() != parts[-1].data_ptr():
             parts[-1].copy_(values[0])
 
-    def _send_down(self, result: Tensor) -> None:
+    def _send_down(self, result: Tensor, lane: int) -> None:
         """Give all ranks all shards of `result`, in place."""
         regions = [result]
         for level in self._levels[:-1]:
             regions.append(_shard(level, regions[-1], level.rank))
         for level, region in zip(reversed(self._levels), reversed(regions), strict=True):
-            _down(level, region)
+            _down(level, region, lane)
 
     def _scatter_add(
-        self, stage: TreeStage, bucket: Bucket, values: list[Tensor], region: Tensor
+        self, stage: TreeStage, bucket: Bucket, values: list[Tensor], region: Tensor, lane: int
     ) -> list[Tensor]:
         """Send every rank its shard of this rank's values, add up the slices of this rank's shard.
 
@@ -286,12 +290,13 @@ class TreeExchange(Exchange):
             bucket: adds.
             values: of this rank's nodes, each [n]; may be empty.
             region: the result's region, [n]; for its place, shape and dtype only.
+            lane: the channel.
         """
         comm, mine = stage.comm, stage.comm.rank
         own_part = _shard(comm, region, mine)
         sends, receives, arrived = [], [], []
         others = sum(len(nodes) for rank, nodes in enumerate(stage.nodes) if rank != mine)
-        rooms = iter(self._rooms(stage, own_part, others))
+        rooms = iter(self._rooms(stage, own_part, others, lane))
         for rank, nodes in enumerate(stage.nodes):
             if rank == mine:
                 arrived += [_shard(comm, value, mine) for value in values]
@@ -300,30 +305,30 @@ class TreeExchange(Exchange):
             slices = [next(rooms) for _ in nodes]
             receives += [(piece, rank) for piece in slices]
             arrived += slices
-        comm.exchange(sends, receives).wait()
+        comm.exchange(sends, receives, lane).wait()
         nodes = [node for nodes_of_rank in stage.nodes for node in nodes_of_rank]
         return _add(bucket, _start(bucket, own_part), arrived, nodes, stage.wanted)
 
     def _halve_add(
-        self, stage: TreeStage, bucket: Bucket, values: list[Tensor], region: Tensor
+        self, stage: TreeStage, bucket: Bucket, values: list[Tensor], region: Tensor, lane: int
     ) -> list[Tensor]:
         """As `_scatter_add` between siblings: messages of [n / 2], [n / 4] ... to one rank
         each, the bucket's dtype; beside backward."""
-        comm = stage.comm
-        kept, places = _parts(comm, values[0]), _parts(comm, region)[1:]
-        (level, index), rounds = stage.nodes[comm.rank][0], _distances(comm.world_size)
-        for distance, (whole, half), place in zip(rounds, pairwise(kept), places, strict=True):
-            partner, (got,) = comm.rank ^ distance, self._rooms(stage, half, 1)
-            comm.exchange([(_other(whole, half), partner)], [(got, partner)]).wait()
+        comm, kept = stage.comm, values[0]
+        level, index = stage.nodes[comm.rank][0]
+        rounds = zip(_rounds(comm, kept), _rounds(comm, region), strict=True)
+        for (partner, kept, other), (_, place, _) in rounds:
+            (got,) = self._rooms(stage, kept, 1, lane)
+            comm.exchange([(other, partner)], [(got, partner)], lane).wait()
             level, index = level + 1, index // 2
             # Left + right or right + left: one sum.
-            bucket.add(half, got, _start(bucket, place), (level, index))
-        return [kept[-1]]
+            bucket.add(kept, got, _start(bucket, place), (level, index))
+        return [kept]
 
-    def _rooms(self, stage: TreeStage, like: Tensor, count: int) -> list[Tensor]:
+    def _rooms(self, stage: TreeStage, like: Tensor, count: int, lane: int) -> list[Tensor]:
         """`count` tensors of the shape [n] of `like`, for messages of a stage: the same memory for
-        each bucket, since new memory costs a page fault for each 4 KiB."""
-        key = (self._levels.index(stage.comm), like.dtype, like.device)
+        each bucket of a lane, since new memory costs a page fault for each 4 KiB."""
+        key = (lane, self._levels.index(stage.comm), like.dtype, like.device)
         numel = count * like.numel()
         if key not in self._room or self._room[key].numel() < numel:
             self._room[key] = torch.empty(numel, dtype=like.dtype, device=like.device)
@@ -345,47 +350,39 @@ def _add(
     return [values[end] for end in ends if end >= 0]
 
 
-def _down(comm: Messenger, region: Tensor) -> None:
+def _down(comm: Messenger, region: Tensor, lane: int) -> None:
     """Give all ranks of a level all shards of `region`, [n], in place: the messages of `_halve_add`
     in reverse, or [n / ranks] from each rank to each, its dtype."""
     if comm.world_size & (comm.world_size - 1):
         others = [rank for rank in range(comm.world_size) if rank != comm.rank]
         own = _shard(comm, region, comm.rank)
         receives = [(_shard(comm, region, rank), rank) for rank in others]
-        comm.exchange([(own, rank) for rank in others], receives).wait()
+        comm.exchange([(own, rank) for rank in others], receives, lane).wait()
         return
-    kept = _parts(comm, region)
-    rounds = zip(_distances(comm.world_size), pairwise(kept), strict=True)
-    for distance, (whole, half) in reversed(list(rounds)):
-        partner = comm.rank ^ distance
-        comm.exchange([(half, partner)], [(_other(whole, half), partner)]).wait()
+    for partner, kept, other in reversed(_rounds(comm, region)):
+        comm.exchange([(kept, partner)], [(other, partner)], lane).wait()
 
 
-def _parts(comm: Messenger, region: Tensor) -> list[Tensor]:
-    """`spans` of `region`, [n], for this rank of a level."""
-    each = spans(range(region.numel()), comm.rank, comm.world_size)
-    return [region[span.start : span.stop] for span in each]
+def _rounds(comm: Messenger, region: Tensor) -> list[tuple[int, Tensor, Tensor]]:
+    """The rounds of a way up: partner, the half of what is left of `region` that this rank keeps,
+    and the half that it sends."""
+    found = []
+    for power in range(comm.world_size.bit_length() - 1):
+        low, high = region.chunk(2)
+        region, other = (high, low) if comm.rank >> power & 1 else (low, high)
+        found.append((comm.rank ^ 1 << power, region, other))
+    return found
 
 
 def _shard(comm: Messenger, region: Tensor, rank: int) -> Tensor:
     """The shard of `region`, [n], of one rank of a level."""
-    span = spans(range(region.numel()), rank, comm.world_size)[-1]
+    span = shard_of(range(region.numel()), rank, comm.world_size)
     return region[span.start : span.stop]
 
 
 def _start(bucket: Bucket, part: Tensor) -> int:
     """Index in the bucket of the first element of `part`, a view of its buffer 0."""
     return int(part.storage_offset()) - int(bucket.flat(0).storage_offset())
-
-
-def _distances(ranks: int) -> list[int]:
-    return [1 << power for power in range(ranks.bit_length() - 1)]
-
-
-def _other(whole: Tensor, half: Tensor) -> Tensor:
-    """The half of `whole` that `half` is not."""
-    low, high = whole.chunk(2)
-    return high if half.data_ptr() == low.data_ptr() else low
 
 
 # -- the norm of shards ---------------------------------------------------------------------------
@@ -443,7 +440,9 @@ class ShardedNorm:
         """
         device = self._parameters[0].device
         norms = torch.zeros(max(self._firsts[-1], 1), dtype=torch.float64, device=device)
-        self._exchange.submit("norm", lambda: self._take_own(buckets, shards, norms)).wait()
+        self._exchange.submit(
+            "norm", lambda lane: self._take_own(buckets, shards, norms, lane)
+        ).wait()
         self._comm.all_reduce(norms).wait()
         norms = norms.where(torch.tensor(used).repeat_interleave(self._counts).to(device), 0.0)
         pairs = zip(self._parameters, used, strict=True)
@@ -451,10 +450,11 @@ class ShardedNorm:
             norms, double=any(p.dtype == torch.float64 for p, here in pairs if here)
         )
 
-    def _take_own(self, buckets: Sequence[Bucket], shards: Sequence[Tensor], norms: Tensor) -> None:
-        """Fill in this rank's part of `norms`, on the exchange's thread. The rest of a block that
-        ends elsewhere comes from the owners of the next shards: a message each, of less than a
-        block, the bucket's dtype."""
+    def _take_own(
+        self, buckets: Sequence[Bucket], shards: Sequence[Tensor], norms: Tensor, lane: int
+    ) -> None:
+        """Fill in this rank's part of `norms`. The rest of a block that ends elsewhere comes from
+        the owners of the next shards: a message each, of less than a block, the bucket's dtype."""
         rank = self._comm.rank
         sends: list[tuple[Tensor, int]] = []
         receives: list[tuple[Tensor, int]] = []
@@ -476,7 +476,7 @@ class ShardedNorm:
                     wholes.append(parts)
                     places.append(self._firsts[block.index] + block.number)
         if sends or receives:
-            self._exchange.messenger.exchange(sends, receives).wait()
+            self._exchange.messenger.exchange(sends, receives, lane).wait()
         if not wholes:
             return
         means = [torch.cat(parts) if len(parts) > 1 else parts[0] for parts in wholes]

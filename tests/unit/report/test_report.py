@@ -393,7 +393,7 @@ def test_the_timeline_shows_what_the_traces_say(tmp_path: Path) -> None:
         event("forward", 1000, 5000),
         event("backward", 6000, 9000),
         event("in 0", 8000, 2000),
-        event("in 1", 10_000, 4000),
+        event("in 1", 9000, 5000),
         event("step", 15_000, 1000),
         event("out 1", 16_000, 3000),
         event("update 1", 20_000, 500),
@@ -412,16 +412,18 @@ def test_the_timeline_shows_what_the_traces_say(tmp_path: Path) -> None:
         ("forward", -1, 0, 5000),
         ("backward", -1, 5000, 14_000),
         ("in", 0, 7000, 9000),
-        ("in", 1, 9000, 13_000),
+        ("in", 1, 8000, 13_000),
         ("step", -1, 14_000, 15_000),
         ("out", 1, 15_000, 18_000),
         ("update", 1, 19_000, 19_500),
     ]
     tags = read_page(page([read_run(run)]))
-    for said in ("rank 0 computes", "rank 0 sends", "rank 1 computes", "in 2: 4.0 ms"):
+    for said in ("rank 0 computes", "rank 0 sends", "rank 1 computes", "in 2: 5.0 ms"):
         assert said in tags.text
     assert "rank 1 sends" not in tags.text
-    ElementTree.fromstring(timeline_svg(run))
+    bars = ElementTree.fromstring(timeline_svg(run)).findall("{*}rect")
+    tops = {bar[0].text: float(bar.attrib["y"]) for bar in bars}
+    assert tops["in 1: 2.0 ms"] < tops["in 2: 5.0 ms"], "one below the other, since both are shown"
 
 
 def test_collectives_of_a_library_are_bars_where_nothing_else_is(tmp_path: Path) -> None:

@@ -33,11 +33,12 @@ def plannable(draw: st.DrawFn) -> tuple[list[Item], list[int]]:
     return things, draw(st.permutations(range(len(things))))
 
 
-@given(plannable(), LIMITS, st.none() | LIMITS, st.integers(1, 9))
+@given(plannable(), LIMITS, st.none() | LIMITS, st.booleans(), st.integers(1, 9))
 def test_any_plan(
     given_items: tuple[list[Item], list[int]],
     limit: float,
     first_limit: float | None,
+    like_ddp: bool,
     world_size: int,
 ) -> None:
     things, order = given_items
@@ -46,6 +47,7 @@ def test_any_plan(
         order,
         bucket_bytes=limit,
         first_bucket_bytes=first_limit,
+        like_ddp=like_ddp,
         world_size=world_size,
     )
     assert sorted(chain.from_iterable(indices(plans))) == list(range(len(things)))
@@ -97,10 +99,34 @@ def test_infinity_gives_one_per_kind() -> None:
     assert sorted(indices(plans)) == [[0, 1], [3, 2]]
 
 
-def test_the_first_bucket_is_smaller() -> None:
-    things = items(*[64] * 6)  # 256 bytes each
-    plans = plan_buckets(things, range(6), bucket_bytes=700, first_bucket_bytes=256, world_size=1)
-    assert indices(plans) == [[0], [1, 2, 3], [4, 5]]
+def sizes(num_items: int, *, like_ddp: bool = False, limit: float = 1100) -> list[int]:
+    """Number of items, of 256 bytes, in each bucket; the first has one."""
+    things = items(*[64] * num_items)
+    plans = plan_buckets(
+        *(things, range(num_items)),
+        bucket_bytes=limit,
+        first_bucket_bytes=256,
+        like_ddp=like_ddp,
+        world_size=1,
+    )
+    return [len(plan.slots) for plan in plans]
+
+
+def test_sizes_double_up_to_the_limit_and_the_last_is_as_small_as_the_first() -> None:
+    assert sizes(20) == [1, 2, 4, 5, 5, 2, 1]
+    assert sizes(20, like_ddp=True) == [1, 5, 5, 5, 4]
+    assert sizes(6, limit=256) == [1] * 6
+    assert sizes(1) == [1]
+    assert sizes(2) == [1, 1]
+
+
+def test_the_last_bucket_begins_with_a_large_parameter() -> None:
+    """As an embedding is: backward finishes it last, and what came before need not wait for it."""
+    things = items(*[64] * 4, 1000)
+    plans = plan_buckets(things, range(5), bucket_bytes=9000, first_bucket_bytes=512, world_size=1)
+    assert indices(plans) == [[0, 1], [2, 3], [4]]
+    small = plan_buckets(things, range(5), bucket_bytes=9000, first_bucket_bytes=1e6, world_size=1)
+    assert indices(small) == [[0, 1, 2, 3, 4]], "all of it is less than a last bucket"
 
 
 def test_a_bucket_closes_once_it_holds_the_limit() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections import Counter
 
 import pytest
@@ -82,3 +83,39 @@ def test_uneven_leaves_cost_a_message_for_each_node() -> None:
     found = counted(1, 1, 4, 3, 256)
     assert found.messages.total() == 3 * 2 + 2
     assert sum(found.sent.values()) == 3 * (2 + 1) * 64
+
+
+class Held(OneRank):
+    """Holds the first bucket's messages back until the second one's are posted."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 2, 1)
+        self.both = threading.Event()
+        self.posted: list[tuple[int, range]] = []
+        """Channels, and addresses that are received into."""
+
+    def exchange(self, sends: Messages, receives: Messages, channel: int = 0, /) -> Done:
+        super().exchange(sends, receives, channel)
+        if receives[0][0].is_floating_point():
+            room = receives[0][0]
+            here = range(room.data_ptr(), room.data_ptr() + room.nbytes)
+            self.posted.append((channel, here))
+            if len(self.posted) == 2:
+                self.both.set()
+            assert self.both.wait(20), "the second bucket waits for the first one"
+        return Done()
+
+
+def test_two_buckets_are_on_their_way_at_once_and_never_meet() -> None:
+    comm, sums, numel = Held(), TreeSums(), 128
+    exchange = TreeExchange(comm, [comm], torch.device("cpu"))
+    plan = BucketPlan(slots=(Slot(index=0, offset=0, numel=numel),), numel=numel)
+    sums.begin_leaf(0)
+    exchange.begin(sums)
+    buckets = [Bucket(plan, [nn.Parameter(torch.zeros(numel))], number=n) for n in range(2)]
+    for work in [exchange.launch_half(bucket) for bucket in buckets]:
+        work.wait()
+    (first, room), (second, other) = comm.posted
+    assert first != second, "messages of one channel are matched by their order"
+    assert room.stop <= other.start or other.stop <= room.start
+    exchange.close()

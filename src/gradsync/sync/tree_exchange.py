@@ -123,7 +123,6 @@ class TreeExchange(Exchange):
         self._device = device
         # NCCL runs a group's messages one after the other, in one order on all ranks.
         self._lanes = [Background(device) for _ in range(1 if device.type == "cuda" else LANES)]
-        self._turns = itertools.count()
         self._planned: Work = Done()
         self._num_buffers = 0
         self._indexed = False
@@ -152,37 +151,41 @@ class TreeExchange(Exchange):
         if self.messenger.world_size == 1:
             self._reduce(bucket, buffers, 0)
             return Done()
-        return self.submit(f"sum {bucket.number}", lambda lane: self._both(bucket, buffers, lane))
+        number = bucket.number
+        return self.submit(f"sum {number}", lambda lane: self._both(bucket, buffers, lane), number)
 
     def launch_half(self, bucket: Bucket) -> Work:
         self.whole = False
         buffers = self._buffers(bucket)
-        return self.submit(f"in {bucket.number}", lambda lane: self._reduce(bucket, buffers, lane))
+        number = bucket.number
+        return self.submit(f"in {number}", lambda lane: self._reduce(bucket, buffers, lane), number)
 
     def gather(self, bucket: Bucket) -> Work:
         """Start the other half."""
-        flat = bucket.flat(0)
-        return self.submit(f"out {bucket.number}", lambda lane: self._send_down(flat, lane))
+        flat, number = bucket.flat(0), bucket.number
+        return self.submit(f"out {number}", lambda lane: self._send_down(flat, lane), number)
 
     def owners(self) -> Owners:
         """All ranks in the order of their shards; what they gather is the other half's, of any
         dtype."""
         ranks, rank = self.messenger.world_size, self.messenger.rank
+        turns = itertools.count()
 
         def all_gather(output: Tensor, shard: Tensor) -> Work:
             mine = self.owned(output.numel(), rank)
             output[mine.start : mine.stop].copy_(shard)
-            return self.submit("out", lambda lane: self._send_down(output, lane))
+            return self.submit("out", lambda lane: self._send_down(output, lane), next(turns))
 
         return Owners(self.owned(ranks, rank).start, ranks, all_gather)
 
     def _buffers(self, bucket: Bucket) -> list[Tensor]:
         return [bucket.flat(number) for number in range(max(self._num_buffers, 1))]
 
-    def submit(self, name: str, fn: Callable[[int], None]) -> Work:
+    def submit(self, name: str, fn: Callable[[int], None], number: int = 0) -> Work:
         """Run `fn(lane)` beside the main thread, under a `name` that profilers show; it may send
-        messages by `messenger`, over the channel `lane`. All ranks submit in one order."""
-        lane = next(self._turns) % len(self._lanes)
+        messages by `messenger`, over the channel `lane`. All ranks submit in one order, with one
+        `number` each time, by which lanes take turns."""
+        lane = number % len(self._lanes)
 
         def named() -> None:
             with record_function(name):

@@ -35,6 +35,7 @@ from gradsync.bench.report import Tell, progress_bar, say, silent
 from gradsync.bench.sync_plan import (
     CHECK_STEPS,
     CHECKED,
+    SETTLING,
     BenchPlan,
     Entry,
     duration,
@@ -50,7 +51,6 @@ from gradsync.runtime.store import SignedStore, join_store, token_of
 from gradsync.sync.registry import STRATEGIES, wants_groups
 from gradsync.world import World
 
-_SETTLING = 2  # steps in which contestants still build things (DDP regroups its buckets)
 TOLERANCE = 2e-3  # largest relative difference of a loss, for an exact strategy
 _LOSSY_TOLERANCE = 2e-2  # for a strategy that rounds on the wire
 _WEIGHTS_TOLERANCE = 1e-6
@@ -110,9 +110,9 @@ def check(
     Raises `NotTrainingError` on all ranks of the set."""
     peak = PeakMemory(on_cuda=site.on_cuda)
     entrant = enter(contestant, site, StepClock(on_cuda=site.on_cuda))
-    losses = [_mean(site, entrant.step(leaves)) for _ in range(_SETTLING)]
+    losses = [_mean(site, entrant.step(leaves)) for _ in range(SETTLING)]
     entrant.wait()
-    wire, settled = Wire(entrant.communicators()), CHECK_STEPS - _SETTLING
+    wire, settled = Wire(entrant.communicators()), CHECK_STEPS - SETTLING
     counted = whole_periods(settled, entrant.period)
     raw = [entrant.step(leaves) for _ in range(counted)]
     entrant.wait()
@@ -303,12 +303,21 @@ class Runner:
         bench.found = asdict(check(entry.contestant, site, bench.leaves, expected))
         give_back()
         if settings.side_by_side:
-            bench.entrant = enter(entry.contestant, site, clock)
+            bench.entrant = self._built(entry)
+
+    def _built(self, entry: Entry) -> Entrant:
+        """The contestant, with all that it makes in its first steps."""
+        bench = self._benches[entry.label]
+        entrant = enter(entry.contestant, self._site, bench.clock)
+        for _ in range(SETTLING):
+            entrant.step(bench.leaves)
+        entrant.wait()
+        return entrant
 
     def _turn(self, entry: Entry) -> None:
         """Run the warm-up steps, then the measured steps."""
         settings, bench = self._plan.settings, self._benches[entry.label]
-        entrant = bench.entrant or enter(entry.contestant, self._site, bench.clock)
+        entrant = bench.entrant or self._built(entry)
         for _ in range(settings.num_warmup):
             entrant.step(bench.leaves)
         self._site.comm.barrier()

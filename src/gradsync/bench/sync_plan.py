@@ -32,6 +32,7 @@ DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("fp32", "bf16")
 CHECKED = "all contestants train as they should; measuring"  # said between checks and turns
 CHECK_STEPS = 4  # optimizer steps by which each contestant is checked
+SETTLING = 2  # steps in which contestants still build things: DDP its buckets, late updates state
 USUAL_TOKENS = 512
 _SHARE = 0.9  # the part of the free memory that may be taken
 _LARGEST_SEED = 2**32  # each leaf's is a multiple of it, and generators take 64 bits
@@ -310,7 +311,9 @@ def seconds_of(plan: BenchPlan, step_s: float) -> float:
     """How long all of it takes when a step takes `step_s`: checks and turns, one after another."""
     settings = plan.settings
     # A check: as it is, and laid bare after a step more; and once for each set the reference.
-    each = 2 * CHECK_STEPS + 1 + settings.rounds * (settings.num_warmup + settings.num_steps)
+    built = 1 if settings.side_by_side else settings.rounds
+    turns = settings.rounds * (settings.num_warmup + settings.num_steps)
+    each = 2 * CHECK_STEPS + 1 + built * SETTLING + turns
     return (len(plan.entries) * each + len(plan.sets) * CHECK_STEPS) * step_s
 
 

@@ -228,14 +228,14 @@ def test_a_model_that_nobody_chose_is_done_in_three_minutes(
 @pytest.mark.parametrize(
     ("step_s", "given", "turns", "takes_s"),
     [
-        (0.01, {}, (5, 10, 2), 4.22),
-        (0.2, {}, (5, 10, 2), 84.4),
-        (0.4, {}, (5, 5, 2), 108.8),
-        (0.6, {}, (3, 5, 1), 102),
-        (0.9, {}, (3, 3, 1), 120.6),
-        (2.0, {}, (3, 3, 1), 268),  # not shorter: what it takes is said
-        (2.0, {"rounds": 9}, (9, 3, 1), 556),  # asked for
-        (0.9, {"num_steps": 4, "num_warmup": 0}, (3, 4, 0), 120.6),
+        (0.01, {}, (5, 10, 2), 4.34),
+        (0.2, {}, (5, 10, 2), 86.8),
+        (0.4, {}, (5, 5, 2), 113.6),
+        (0.6, {}, (3, 5, 1), 109.2),
+        (0.9, {}, (3, 3, 1), 131.4),
+        (2.0, {}, (3, 3, 1), 292),  # not shorter: what it takes is said
+        (2.0, {"rounds": 9}, (9, 3, 1), 580),  # asked for
+        (0.9, {"num_steps": 4, "num_warmup": 0}, (3, 4, 0), 131.4),
     ],
 )
 def test_turns_are_shorter_where_steps_are_slow(
@@ -273,6 +273,6 @@ def test_how_long_it_takes() -> None:
     settings = SyncSettings(model_size="tiny", rounds=3, num_steps=4, num_warmup=1)
     chosen = with_ideals(parse_contestants("naive,torch_ddp"), same_allocator=False)
     plan = bench_plan(settings, [(each, 2, 1) for each in chosen])
-    steps = 4 * (9 + 3 * 5) + 2 * 4
+    steps = 4 * (11 + 3 * 5) + 2 * 4
     assert seconds_of(plan, 2.0) - seconds_of(plan, 0.0) == pytest.approx(steps * 2.0)
     assert [duration(s) for s in (0.2, 40, 170, 4_800)] == ["1 s", "40 s", "3 min", "1 h 20 min"]

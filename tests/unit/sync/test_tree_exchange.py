@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 
 import pytest
 import torch
@@ -26,8 +26,11 @@ class OneRank:
         self.rank, self.world_size, self.leaves = rank, world_size, leaves
         self.sent: Counter[int] = Counter()
         self.messages: Counter[int] = Counter()
+        self.channels: defaultdict[int, set[int]] = defaultdict(set)
+        """Of each thread."""
 
     def exchange(self, sends: Messages, receives: Messages, channel: int = 0, /) -> Done:
+        self.channels[threading.get_ident()].add(channel)
         for tensor, peer in receives:
             if not tensor.is_floating_point():
                 tensor.copy_(torch.tensor([self.leaves, self.leaves * peer]))
@@ -38,8 +41,10 @@ class OneRank:
         return Done()
 
 
-def counted(rank: int, hosts: int, local: int, leaves: int, numel: int) -> OneRank:
-    """The messenger of `rank` after one bucket of `numel` elements."""
+def counted(
+    rank: int, hosts: int, local: int, leaves: int, numel: int, *, buckets: int = 1
+) -> OneRank:
+    """The messenger of `rank` after buckets of `numel` elements."""
     world_size, host = hosts * local, rank // local
     comm = OneRank(rank, world_size, leaves)
     inside = [host * local + place for place in range(local)]
@@ -52,7 +57,8 @@ def counted(rank: int, hosts: int, local: int, leaves: int, numel: int) -> OneRa
     for leaf in range(leaves):
         sums.begin_leaf(rank * leaves + leaf)
     exchange.begin(sums)
-    exchange.launch(Bucket(plan, [nn.Parameter(torch.zeros(numel))])).wait()
+    for number in range(buckets):
+        exchange.launch(Bucket(plan, [nn.Parameter(torch.zeros(numel))], number=number)).wait()
     exchange.close()
     return comm
 
@@ -83,6 +89,17 @@ def test_uneven_leaves_cost_a_message_for_each_node() -> None:
     found = counted(1, 1, 4, 3, 256)
     assert found.messages.total() == 3 * 2 + 2
     assert sum(found.sent.values()) == 3 * (2 + 1) * 64
+
+
+@pytest.mark.parametrize("local", [1, 2, 3])
+@pytest.mark.parametrize("hosts", [2, 3])
+@pytest.mark.parametrize("leaves", [1, 2])
+def test_buckets_on_their_way_at_once_have_channels_of_their_own(
+    hosts: int, local: int, leaves: int
+) -> None:
+    """Messages of a channel are matched by their order, which two threads would not keep."""
+    found = counted(0, hosts, local, leaves, 64 * hosts * local, buckets=2).channels
+    assert sorted(map(list, found.values())) == [[0], [1]]
 
 
 class Held(OneRank):

@@ -202,13 +202,6 @@ class EventClock(Clock):
         return Lap(begin.elapsed_time(end) * 1e-3)
 
 
-def clock_for(world: World, comm: Communicator, device: torch.device) -> Clock:
-    """The best one there is; all ranks call it."""
-    if device.type == "cuda":
-        return EventClock(comm, device)
-    return MomentClock(comm) if world.one_host else Clock(comm)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimedOperation:
     """One operation by one algorithm over its buffers, which are zeros while it is timed: a sum in
@@ -324,7 +317,9 @@ class Bench:
         dtype: torch.dtype = getattr(torch, DTYPES[settings.dtype][0])
         self._like = torch.zeros(1, dtype=dtype, device=self._device)
         self._patterns = Patterns(world.rank, world.world_size, dtype, self._device)
-        self._clock = clock_for(world, self._comm, self._device)
+        self._clock: Clock = MomentClock(self._comm) if world.one_host else Clock(self._comm)
+        if self._device.type == "cuda":
+            self._clock = EventClock(self._comm, self._device)
         self.skipped: list[str] = []  # what could not be measured, and why: a line each
         self.wrong: list[str] = []  # results that were not right; these are not timed
 

@@ -94,10 +94,8 @@ class StepClock:
 def bytes_sent() -> int:
     """Bytes that this process has given to all its open TCP sockets so far; 0 where the system
     does not count."""
-    total = 0
-    if not os.path.isdir("/proc/self/fd"):
-        return total
-    for name in os.listdir("/proc/self/fd"):
+    total, folder = 0, "/proc/self/fd"
+    for name in os.listdir(folder) if os.path.isdir(folder) else ():
         try:
             if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 continue

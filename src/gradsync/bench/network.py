@@ -233,7 +233,12 @@ def namespaces(hosts: int, *, delayed: bool = False) -> Iterator[Network]:
                 _ip("-netns", middle, "link", "set", port, "master", "bridge", "up")
                 ports.append((middle, port))
             else:
-                _ip("link", "set", _device(switch, address), "netns", host, "name", "eth0")
+                try:
+                    device = switch.add(address)
+                except OSError as error:
+                    why = f"or TUN devices (/dev/net/tun): {error.strerror}"
+                    raise RunError(f"--delay-ms needs a kernel with netem, {why}") from error
+                _ip("link", "set", device, "netns", host, "name", "eth0")
             _ip("-netns", host, "address", "add", f"{address}/24", "dev", "eth0")
             for interface in ("lo", "eth0"):
                 _ip("-netns", host, "link", "set", interface, "up")
@@ -249,15 +254,6 @@ def _has_netem(namespace: str) -> bool:
     except RunError:
         return False
     return True
-
-
-def _device(switch: DelayingSwitch, address: str) -> str:
-    try:
-        return switch.add(address)
-    except OSError as error:
-        raise RunError(
-            f"--delay-ms needs a kernel with netem, or TUN devices (/dev/net/tun): {error.strerror}"
-        ) from error
 
 
 def _leave(number: int, _: object) -> NoReturn:

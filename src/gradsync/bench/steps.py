@@ -17,6 +17,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from gradsync.bench.contestants import ALONE, Contestant
@@ -291,9 +292,8 @@ class Runner:
 
     def _check(self, entry: Entry) -> None:
         """Whether it trains; models that stay are built now, alike in all sets."""
-        site, settings = self._site, self._plan.settings
-        clock = StepClock(on_cuda=site.on_cuda)
-        bench = _Bench(leaves=site.leaves(entry.batch_size), clock=clock)
+        site = self._site
+        bench = _Bench(site.leaves(entry.batch_size), StepClock(on_cuda=site.on_cuda))
         self._benches[entry.label] = bench
         if entry.batch_size not in self._expected:
             self._expected[entry.batch_size], step_s = reference_losses(site, bench.leaves)
@@ -302,7 +302,7 @@ class Runner:
         expected = self._expected[entry.batch_size]
         bench.found = asdict(check(entry.contestant, site, bench.leaves, expected))
         give_back()
-        if settings.side_by_side:
+        if self._plan.settings.side_by_side:
             bench.entrant = self._built(entry)
 
     def _built(self, entry: Entry) -> Entrant:
@@ -433,8 +433,6 @@ def quiet_session(device: str, threads: int, *, keep_memory: bool) -> Iterator[t
 
 def _shared_store(env: Mapping[str, str]) -> SignedStore:
     """The store of the launcher that started all sets."""
-    import torch.distributed as dist
-
     store = join_store(
         env["MASTER_ADDR"],
         int(env["MASTER_PORT"]),

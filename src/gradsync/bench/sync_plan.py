@@ -311,9 +311,8 @@ def seconds_of(plan: BenchPlan, step_s: float) -> float:
     """How long all of it takes when a step takes `step_s`: checks and turns, one after another."""
     settings = plan.settings
     # A check: as it is, and laid bare after a step more; and once for each set the reference.
-    built = 1 if settings.side_by_side else settings.rounds
-    turns = settings.rounds * (settings.num_warmup + settings.num_steps)
-    each = 2 * CHECK_STEPS + 1 + built * SETTLING + turns
+    each = 2 * CHECK_STEPS + 1 + settings.rounds * (settings.num_warmup + settings.num_steps)
+    each += SETTLING * (1 if settings.side_by_side else settings.rounds)
     return (len(plan.entries) * each + len(plan.sets) * CHECK_STEPS) * step_s
 
 

@@ -112,7 +112,8 @@ _KEY = (
 
 def fits_path(environment: Mapping[str, Any]) -> Path:
     """File of the lines of this machine; `environment` with `num_nodes` and `dtype`."""
-    key = json.dumps({name: environment[name] for name in _KEY})
+    release = environment["torch"].partition("+")[0]  # metadata of PyPI's wheels name no build
+    key = json.dumps({name: environment[name] for name in _KEY} | {"torch": release})
     return cache_entry(environ.cache_dir() / "alpha-beta", key)
 
 

@@ -76,8 +76,9 @@ def test_a_cache_that_cannot_be_written_does_no_harm(cache: Path) -> None:
     assert known_profile(profile_conditions(LEAF, device="cpu", threads=1)) is None
 
 
-def test_saved_lines_of_this_machine(cache: Path) -> None:
-    """The key is that of `bench collectives --save`."""
+@pytest.mark.parametrize("build", ["", "+cu130"])
+def test_saved_lines_of_this_machine(cache: Path, build: str) -> None:
+    """The key is that of `bench collectives --save`, of a torch whose metadata name no build too."""
     from gradsync.bench.experiment import environment
     from gradsync.plan.collectives import save_fits
     from support.planned_machines import line
@@ -85,6 +86,7 @@ def test_saved_lines_of_this_machine(cache: Path) -> None:
     assert cpu_link(2) == (DEFAULT_LINK, "")
     here = environment(world_size=2, threads=choose_threads(2))
     here |= {"backend": "gloo", "accelerator": None, "num_nodes": 1, "dtype": "fp32"}
+    here["torch"] = here["torch"].partition("+")[0] + build
     save_fits(here, [line("all_reduce", "ring", 1.0, 1e-9)])
     link, trouble = cpu_link(2)
     assert (link.alpha_s, trouble) == (0.5, "")

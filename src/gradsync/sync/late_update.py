@@ -142,7 +142,6 @@ class LateReplicas(Replicas):
         step = self._step
         assert step is not None, "the caller has one"
         if not step.gathers:
-            # The forward wants the last bucket first.
             step.gathers = [self._exchange.gather(b) for b in reversed(step.buckets)][::-1]
         return step.gathers
 

@@ -82,9 +82,9 @@ def plan_buckets(
 ) -> tuple[BucketPlan, ...]:
     """Cut `order` into buckets, closed as soon as they hold `bucket_bytes`.
 
-    With `first_bucket_bytes` they begin small, so that communication begins early, and double up to
-    `bucket_bytes`; and the last one takes no more parameters than needed to hold that much, since
-    nothing hides it.
+    With `first_bucket_bytes` they begin small, so that communication begins early, double up to
+    `bucket_bytes`, and towards the end take half of what is left each: ever less hides them, and
+    the next forward wants them first. The last one takes no more parameters than it must.
 
     Args:
         items: every parameter.
@@ -97,9 +97,11 @@ def plan_buckets(
     assert sorted(order) == list(range(len(items))), "the order must name every parameter once"
     open_slots: dict[Hashable, list[Slot]] = {}
     plans: list[BucketPlan] = []
-    limit = bucket_bytes if first_bucket_bytes is None else first_bucket_bytes
+    least = limit = bucket_bytes if first_bucket_bytes is None else first_bucket_bytes
     graded = first_bucket_bytes is not None and not like_ddp
-    last = _begin_of_last([items[index] for index in order], limit) if graded else 0
+    last = _begin_of_last([items[index] for index in order], least) if graded else 0
+    before = [items[index].numel * items[index].itemsize for index in order[:last]]
+    left = sum(before) if graded else math.inf
     for place, index in enumerate(order):
         item = items[index]
         if place == last:
@@ -108,9 +110,11 @@ def plan_buckets(
         slots = open_slots.setdefault(item.kind, [])
         start = _aligned(slots[-1].offset + slots[-1].numel) if slots else 0
         slots.append(Slot(index=index, offset=start, numel=item.numel))
-        if (start + item.numel) * item.itemsize >= limit:
+        held = (start + item.numel) * item.itemsize
+        if held >= min(limit, max(least, left / 2)) and left - held >= least:
             plans.append(_close(open_slots.pop(item.kind), world_size))
             limit = min(2 * limit, bucket_bytes) if graded else bucket_bytes
+            left -= held
     plans += [_close(slots, world_size) for slots in open_slots.values()]
     return tuple(plans)
 

@@ -68,7 +68,7 @@ class Recipe(Options):
     first_bucket_mb: float = option(
         1.0,
         "The same for the first bucket, so that communication begins early (the next ones double "
-        "up to bucket_mb), and for the last one, which nothing hides, MiB.",
+        "up to bucket_mb, and halve before the end), and the last one, which nothing hides, MiB.",
     )
     overlap: bool = option(True, "Communicate while backward still runs; False waits for its end.")
     overlap_publish: bool = option(

@@ -78,7 +78,7 @@ def test_a_cache_that_cannot_be_written_does_no_harm(cache: Path) -> None:
 
 @pytest.mark.parametrize("build", ["", "+cu130"])
 def test_saved_lines_of_this_machine(cache: Path, build: str) -> None:
-    """The key is that of `bench collectives --save`, of a torch whose metadata name no build too."""
+    """The key is that of `bench collectives --save`, also where torch's metadata name no build."""
     from gradsync.bench.experiment import environment
     from gradsync.plan.collectives import save_fits
     from support.planned_machines import line

@@ -112,8 +112,9 @@ def sizes(num_items: int, *, like_ddp: bool = False, limit: float = 1100) -> lis
     return [len(plan.slots) for plan in plans]
 
 
-def test_sizes_double_up_to_the_limit_and_the_last_is_as_small_as_the_first() -> None:
-    assert sizes(20) == [1, 2, 4, 5, 5, 2, 1]
+def test_sizes_double_up_to_the_limit_and_halve_towards_the_end() -> None:
+    assert sizes(20) == [1, 2, 4, 5, 4, 2, 1, 1]
+    assert sizes(40) == [1, 2, 4, 5, 5, 5, 5, 5, 4, 2, 1, 1]
     assert sizes(20, like_ddp=True) == [1, 5, 5, 5, 4]
     assert sizes(6, limit=256) == [1] * 6
     assert sizes(1) == [1]

@@ -97,7 +97,7 @@ def test_groups_that_share_memory_serve_the_plain_all_reduce() -> None:
 
 # -- gradient synchronisation -------------------------------------------------------------------
 
-SMALL = {"bucket_mb": KIB, "first_bucket_mb": 0.3 * KIB}
+SMALL = {"bucket_mb": KIB, "first_bucket_mb": 0.25 * KIB}
 ON_TWO = Way(sync="hierarchical", ranks_a_host=2, options=SMALL)
 
 

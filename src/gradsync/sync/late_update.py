@@ -34,9 +34,7 @@ from torch.autograd.profiler import record_function
 
 from gradsync.comm.base import Communicator, Work
 from gradsync.comm.process_group import AllOf, Done
-from gradsync.core.torch_private import (
-    foreach_mul_,
-)
+from gradsync.core.torch_private import foreach_mul_
 from gradsync.errors import ConfigError
 from gradsync.sync import pending
 from gradsync.sync.buckets import Bucket

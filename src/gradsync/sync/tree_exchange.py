@@ -24,8 +24,8 @@ left and add them (recursive halving). The way down is the same for any n ranks 
 two. The same bytes in log2(n) messages instead of n - 1. (Thakur et al. 2005, "Optimization of
 collective communication operations in MPICH", with the distances in the tree's order.)
 
-Slices take `LANES` threads in turn, so that the cable does not wait while a bucket is added up, or
-for the other rank's word that it is ready to receive. A thread has a channel for its messages.
+Buckets take `LANES` threads in turn, so that the cable does not wait while one is added up, or for
+the other rank's word that it is ready to receive. A thread has a channel for its messages.
 
 Who owns which shard depends on the number of ranks alone, not on their leaves, which may differ
 from step to step: optimizer state lies there.
@@ -33,6 +33,7 @@ from step to step: optimizer state lies there.
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -160,19 +161,20 @@ class TreeExchange(Exchange):
         return self.submit(f"in {number}", lambda lane: self._reduce(bucket, buffers, lane), number)
 
     def gather(self, bucket: Bucket) -> Work:
-        """Start the other half; one after the other, since the forward wants them so."""
-        flat = bucket.flat(0)
-        return self.submit(f"out {bucket.number}", lambda lane: self._send_down(flat, lane))
+        """Start the other half."""
+        flat, number = bucket.flat(0), bucket.number
+        return self.submit(f"out {number}", lambda lane: self._send_down(flat, lane), number)
 
     def owners(self) -> Owners:
         """All ranks in the order of their shards; what they gather is the other half's, of any
         dtype."""
         ranks, rank = self.messenger.world_size, self.messenger.rank
+        turns = itertools.count()
 
         def all_gather(output: Tensor, shard: Tensor) -> Work:
             mine = self.owned(output.numel(), rank)
             output[mine.start : mine.stop].copy_(shard)
-            return self.submit("out", lambda lane: self._send_down(output, lane))
+            return self.submit("out", lambda lane: self._send_down(output, lane), next(turns))
 
         return Owners(self.owned(ranks, rank).start, ranks, all_gather)
 

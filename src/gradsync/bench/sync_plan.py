@@ -172,11 +172,12 @@ class BenchPlan:
         return ask(self, sum(self.world_sizes))["results"]
 
     def turns(self) -> list[Entry]:
-        """Entries in the order of turns: round after round, each begun by the next contestant."""
+        """Entries in the order of turns: each round begins with the next contestant, and every
+        other one goes backwards, so that none always follows the same one."""
         order = []
-        for number in range(self.settings.rounds):
-            first = number % len(self.entries)
-            order += [*self.entries[first:], *self.entries[:first]]
+        for first in range(self.settings.rounds):
+            places = (first - n if first % 2 else first + n for n in range(len(self.entries)))
+            order += [self.entries[place % len(self.entries)] for place in places]
         return order
 
     def entry(self, label: str) -> Entry:

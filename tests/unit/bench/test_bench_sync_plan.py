@@ -111,13 +111,13 @@ def test_a_missing_package_is_named_or_left_out(monkeypatch: pytest.MonkeyPatch)
     assert "fsdp" in names("all")
 
 
-def test_rounds_begin_with_another_contestant_each() -> None:
+def test_rounds_begin_with_another_contestant_each_in_turns_backwards() -> None:
     settings = SyncSettings(model_size="tiny", rounds=3)
     chosen = with_ideals(parse_contestants("naive,torch_ddp"), same_allocator=False)
     plan = bench_plan(settings, [(each, 2, 1) for each in chosen])
     order = [entry.label for entry in plan.turns()]
     every = ["none", "none (default malloc)", "naive", "torch_ddp"]
-    assert order == every + every[1:] + every[:1] + every[2:] + every[:2]
+    assert order == every + every[1::-1] + every[:1:-1] + every[2:] + every[:2]
     assert [(each.world_size, each.keep_memory) for each in plan.sets] == [(2, True), (2, False)]
     assert plan.world_sizes == (2, 2)
     ideals = [plan.ideal_of(entry).label for entry in plan.entries]

@@ -54,7 +54,7 @@ def _measured(rank: int, world_size: int, store_path: str) -> dict[str, Any]:
     assert found["environment"] == {"told": 0}  # before the first piece of work
     assert told[0] == "checking none"
     assert said[1:] == [CHECKED]  # first, how long all of it takes
-    assert told[-2:] == ["measuring none", ""]  # the second round ends as the first began
+    assert told[-2:] == [f"measuring {chosen[2].label}", ""]  # the second round goes backwards
     return found["contestants"]
 
 

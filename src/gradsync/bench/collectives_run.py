@@ -317,9 +317,9 @@ class Bench:
         dtype: torch.dtype = getattr(torch, DTYPES[settings.dtype][0])
         self._like = torch.zeros(1, dtype=dtype, device=self._device)
         self._patterns = Patterns(world.rank, world.world_size, dtype, self._device)
-        self._clock: Clock = MomentClock(self._comm) if world.one_host else Clock(self._comm)
-        if self._device.type == "cuda":
-            self._clock = EventClock(self._comm, self._device)
+        clock = MomentClock if world.one_host else Clock
+        on_cuda = self._device.type == "cuda"
+        self._clock = EventClock(self._comm, self._device) if on_cuda else clock(self._comm)
         self.skipped: list[str] = []  # what could not be measured, and why: a line each
         self.wrong: list[str] = []  # results that were not right; these are not timed
 

@@ -99,9 +99,9 @@ def plan_buckets(
     plans: list[BucketPlan] = []
     least = limit = bucket_bytes if first_bucket_bytes is None else first_bucket_bytes
     graded = first_bucket_bytes is not None and not like_ddp
-    last = _begin_of_last([items[index] for index in order], least) if graded else 0
-    before = [items[index].numel * items[index].itemsize for index in order[:last]]
-    left = sum(before) if graded else math.inf
+    sizes = [items[index].numel * items[index].itemsize for index in order]
+    last = _begin_of_last(sizes, least) if graded else 0
+    left = sum(sizes[:last]) if graded else math.inf
     for place, index in enumerate(order):
         item = items[index]
         if place == last:
@@ -119,12 +119,12 @@ def plan_buckets(
     return tuple(plans)
 
 
-def _begin_of_last(items: Sequence[Item], least_bytes: float) -> int:
+def _begin_of_last(sizes: Sequence[int], least_bytes: float) -> int:
     """Place of the first of the last items that hold `least_bytes` together."""
-    place, held = len(items), 0
+    place, held = len(sizes), 0
     while place and held < least_bytes:
         place -= 1
-        held += items[place].numel * items[place].itemsize
+        held += sizes[place]
     return place
 
 

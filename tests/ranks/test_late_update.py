@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from gradsync.comm.process_group import ProcessGroupCommunicator
-from gradsync.core.torch_private import as_plain_tensors
+from gradsync.core.torch_private import as_plain_tensors, storage_address, storage_uses
 from gradsync.errors import ConfigError, RunError
 from gradsync.runtime.store import wait_until
 from gradsync.sync import pending
@@ -86,7 +86,8 @@ class Trained:
         self.held = self.model.first.weight
 
     def weights_are_alone(self) -> bool:
-        return all(pending._uses(p) == 1 for p in self.model.parameters())
+        stores = (p.untyped_storage() for p in self.model.parameters())  # each is a use, too
+        return all(storage_uses(storage_address(storage)) == 2 for storage in stores)
 
     def step(self, number: int, leaves: range, **more: Any) -> Any:
         for leaf in leaves:

@@ -12,7 +12,6 @@ import torch
 
 from gradsync.comm.base import Communicator, Work
 from gradsync.comm.groups import Subset, new_group
-from gradsync.core.torch_private import foreach_mul_
 from gradsync.errors import RunError
 from gradsync.parallel.layout import EMBEDDING, Coordinates, ModelPart, ParallelLayout, norm_places
 from gradsync.parallel.transfer import join_weights
@@ -27,6 +26,7 @@ from gradsync.sync.reducer import (
     clip_factor,
     norm_from_blocks,
     norms_of_blocks,
+    scale_all,
     trainable,
 )
 from gradsync.sync.registry import build_reducer, find_strategy
@@ -179,8 +179,7 @@ class SplitShards(Replicas):
                 norms[begin : begin + len(blocks)] = blocks
         self._groups.model.all_reduce(norms).wait()
         norm = norm_from_blocks(norms, double=False)
-        if gradients := self.owned():
-            foreach_mul_(gradients, clip_factor(norm, max_norm))
+        scale_all(self.owned(), clip_factor(norm, max_norm))
         return norm
 
     def update(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -34,7 +34,6 @@ from torch.autograd.profiler import record_function
 
 from gradsync.comm.base import Communicator, Work
 from gradsync.comm.process_group import AllOf, Done
-from gradsync.core.torch_private import foreach_mul_
 from gradsync.errors import ConfigError
 from gradsync.sync import pending
 from gradsync.sync.buckets import Bucket
@@ -45,7 +44,7 @@ from gradsync.sync.elementwise import (
     members_of,
 )
 from gradsync.sync.pending import WaitingState, WaitingWeights, can_be_marked
-from gradsync.sync.reducer import Replicas, Stopwatch, clip_factor
+from gradsync.sync.reducer import Replicas, Stopwatch, clip_factor, scale_all
 from gradsync.sync.step_metadata import options
 from gradsync.sync.tree_exchange import ShardedNorm, TreeExchange
 from gradsync.sync.watch import why_not_now
@@ -127,7 +126,8 @@ class LateReplicas(Replicas):
         if self._exchange.whole:
             super().take(buckets, used, factor, watch)
             return
-        self.model.zero_grad(set_to_none=True)
+        for parameter in self.parameters:
+            parameter.grad = None
         if factor is not None:
             self._step = _Pending(list(buckets), list(used))
             self._multiply(factor)
@@ -146,18 +146,12 @@ class LateReplicas(Replicas):
     def _put_into_grad(self) -> None:
         """Wait for whole gradients, and go on as ordinary replicas."""
         AllOf(self._gathers()).wait()
-        for bucket, used in self._with_used():
-            for parameter, mean, here in zip(
-                bucket.parameters, self._means(bucket), used, strict=True
-            ):
-                parameter.grad = mean if here else None
-        self._step = None
-
-    def _with_used(self) -> list[tuple[Bucket, list[bool]]]:
-        """Each bucket, and which of its parameters any rank has a gradient for."""
         step = self._step
         assert step is not None, "the caller has one"
-        return [(b, [step.used[slot.index] for slot in b.plan.slots]) for b in step.buckets]
+        for bucket in step.buckets:
+            for slot, mean in zip(bucket.plan.slots, self._means(bucket), strict=True):
+                self.parameters[slot.index].grad = mean if step.used[slot.index] else None
+        self._step = None
 
     def owned(self) -> list[Tensor]:
         """See `Replicas.owned`; of sums that are not whole, this rank's shards."""
@@ -178,13 +172,9 @@ class LateReplicas(Replicas):
         are until each rank has widened them."""
         step = self._step
         assert step is not None, "the caller has one"
-        if isinstance(factor, float) and factor == 1.0:
-            return
         AllOf(step.gathers).wait()  # if an observer has asked for them
         part = (lambda bucket: bucket.flat(0)) if step.gathers else self._own
-        plain = [part(bucket) for bucket in step.buckets if not bucket.rounded]
-        if plain:
-            foreach_mul_(plain, factor)
+        scale_all([part(bucket) for bucket in step.buckets if not bucket.rounded], factor)
         step.factors.append(factor)
 
     def _means(self, bucket: Bucket, *, copies: bool = False) -> list[Tensor]:
@@ -196,7 +186,7 @@ class LateReplicas(Replicas):
             means = [mean.clone() for mean in means]
         for factor in step.factors if bucket.rounded else ():
             # Between tensors [] torch promotes dtypes; between [1] and [] not.
-            foreach_mul_([m if m.dim() else m.view(1) for m in means], factor)
+            scale_all([m if m.dim() else m.view(1) for m in means], factor)
         return means
 
     def whole_gradients(self) -> list[Tensor | None]:
@@ -205,10 +195,10 @@ class LateReplicas(Replicas):
             return super().whole_gradients()
         AllOf(self._gathers()).wait()
         found: list[Tensor | None] = [None] * len(self.parameters)
-        for bucket, used in self._with_used():
+        for bucket in step.buckets:
             means = self._means(bucket, copies=True)
-            for slot, mean, here in zip(bucket.plan.slots, means, used, strict=True):
-                found[slot.index] = mean if here else None
+            for slot, mean in zip(bucket.plan.slots, means, strict=True):
+                found[slot.index] = mean if step.used[slot.index] else None
         return found
 
     def clip(self, max_norm: float) -> Tensor:
@@ -284,11 +274,9 @@ class LateReplicas(Replicas):
     def _update_bucket(self, number: int) -> None:
         step = self._step
         assert step is not None, "until the last bucket's update"
-        bucket, used = self._with_used()[number]
-        means = {
-            id(p): mean if here else None
-            for p, mean, here in zip(bucket.parameters, self._means(bucket), used, strict=True)
-        }
+        bucket = step.buckets[number]
+        slots = zip(bucket.plan.slots, bucket.parameters, self._means(bucket), strict=True)
+        means = {id(p): mean if step.used[slot.index] else None for slot, p, mean in slots}
         with record_function(f"update {number}"), self.updates(bucket.parameters):
             for update in step.updates:
                 part = update.parts[number]

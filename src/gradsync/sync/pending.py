@@ -17,6 +17,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -118,20 +119,12 @@ def can_be_marked(parameter: nn.Parameter, own: int = 1) -> bool:
     """Whether every way to its values leads through the object itself, or another of the caller's
     `own` tensors: none else (a view, a `detach()`, a NumPy array over it) shares its memory, and no
     class of its own reads it."""
-    return type(parameter) is nn.Parameter and _uses(parameter) == own and _is_ours(parameter)
-
-
-def _is_ours(parameter: Tensor) -> bool:
-    """Whether torch owns its memory, and no other process sees it."""
-    return parameter.untyped_storage().resizable() and not (
-        parameter.is_cpu and parameter.is_shared()
-    )
-
-
-def _uses(parameter: Tensor) -> int:
-    """Number of tensors and arrays that share its memory, itself among them."""
-    storage = parameter.untyped_storage()  # this object is one, too
-    return storage_uses(storage_address(storage)) - 1
+    if type(parameter) is not nn.Parameter:
+        return False
+    storage = parameter.untyped_storage()  # this object is a use, too
+    is_shared = parameter.is_cpu and storage.is_shared()  # other processes see it
+    uses = storage_uses(storage_address(storage)) - 1
+    return uses == own and storage.resizable() and not is_shared  # resizable: torch's own memory
 
 
 def _pending(value: Any) -> Iterator[Tensor]:
@@ -155,7 +148,7 @@ class WaitingWeights:
 
     def __init__(self, model: nn.Module) -> None:
         own = [(m, list(m.parameters(recurse=False))) for m in model.modules()]
-        self._modules = [m for m, held in own if any(p.requires_grad for p in held)]
+        self._modules = [(m, held) for m, held in own if any(p.requires_grad for p in held)]
         self._lock = threading.RLock()
         self._works: dict[int, Work] = {}
         self._buckets: Sequence[Sequence[nn.Parameter]] = ()
@@ -183,7 +176,10 @@ class WaitingWeights:
                 return
             for number, bucket in enumerate(buckets):
                 mark(bucket, lambda number=number: self._arrive(number), self.wait)
-            self._hooks = [m.register_forward_pre_hook(_wait_for_own) for m in self._modules]
+            self._hooks = [
+                module.register_forward_pre_hook(partial(_wait_for_own, held))
+                for module, held in self._modules
+            ]
 
     def wait(self) -> None:
         """Bring all of them up to date; asks nothing of other ranks."""
@@ -238,8 +234,8 @@ def _nothing(*_: Any) -> None:
     """Nothing is left to do."""
 
 
-def _wait_for_own(module: nn.Module, _: Any) -> None:
-    for parameter in module.parameters(recurse=False):
+def _wait_for_own(held: Sequence[nn.Parameter], *_: Any) -> None:
+    for parameter in held:
         wait_for(parameter)
 
 

@@ -230,8 +230,8 @@ class Replicas:
 
     def scale(self, factor: float | None) -> None:
         """Multiply `owned()` by `factor`: from sums to the mean."""
-        if factor is not None and factor != 1.0 and (gradients := self.owned()):
-            foreach_mul_(gradients, factor)
+        if factor is not None:
+            scale_all(self.owned(), factor)
 
     def owned(self) -> list[Tensor]:
         """The gradient slices that this rank owns."""
@@ -516,14 +516,20 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
+def scale_all(tensors: Sequence[Tensor], factor: Tensor | float) -> None:
+    """Multiply in place; not by 1.0, the factor of gradients that need no clipping, where it is
+    known without waiting for a device."""
+    is_known = isinstance(factor, float) or factor.device.type == "cpu"
+    if tensors and not (is_known and float(factor) == 1.0):
+        foreach_mul_(tensors, factor)
+
+
 def clip_gradients(gradients: Sequence[Tensor], max_norm: float) -> Tensor:
     """Scale `gradients` in place so that their norm is at most `max_norm` (Pascanu et al. 2013,
     arXiv 1211.5063); returns the norm before, []."""
     norm = gradient_norm(gradients)
-    if gradients:
-        # Between tensors [] torch promotes dtypes; between [1] and [], as in shards, not.
-        rows = [g if g.dim() else g.view(1) for g in gradients]
-        foreach_mul_(rows, clip_factor(norm, max_norm))
+    # Between tensors [] torch promotes dtypes; between [1] and [], as in shards, not.
+    scale_all([g if g.dim() else g.view(1) for g in gradients], clip_factor(norm, max_norm))
     return norm
 
 
@@ -536,8 +542,7 @@ def clip_shards(
     # Whole group, float64 []; overlaps nothing: the factor depends on it.
     comm.all_reduce(square).wait()
     norm = square.sqrt().float()
-    if shards:
-        foreach_mul_(shards, clip_factor(norm, max_norm))
+    scale_all(shards, clip_factor(norm, max_norm))
     return norm
 
 

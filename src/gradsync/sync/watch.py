@@ -215,6 +215,7 @@ class ReplicaWatch:
         self._watched = {id(weight) for weight in self._weights}
         self._states: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
         self._turn = 0
+        self._sampled = frozenset[int]()  # ids
         self._edited = False
         self.remember()
 
@@ -222,6 +223,9 @@ class ReplicaWatch:
         """Accept weights, and the state of `optimizers`, as they are on this rank. Weights whose
         update is still to come are accepted by `remember_late`."""
         self._turn += 1
+        count = len(self._weights)
+        first = self._turn * _SAMPLED % count if count > _SAMPLED else 0
+        self._sampled = frozenset(map(id, self._weights[first : first + _SAMPLED]))
         self._signs = self._signs_now(w for w in self._weights if type(w) is torch.nn.Parameter)
         self.accept_states(*optimizers)
 
@@ -282,11 +286,9 @@ class ReplicaWatch:
         """Versions and addresses of `weights` by their ids, and the bits of a few elements of some.
 
         Different ones in every step, so that all have their turn."""
-        count = len(self._weights)
-        first = self._turn * _SAMPLED % count if count > _SAMPLED else 0
-        sampled = {id(w) for w in self._weights[first : first + _SAMPLED] if _readable(w)}
         seen = list(weights)
-        parts = [_few(w.detach()) if id(w) in sampled else None for w in seen]
+        sampled = [id(w) in self._sampled and _readable(w) for w in seen]
+        parts = [_few(w.detach()) if here else None for w, here in zip(seen, sampled, strict=True)]
         bits = memoryview(b"")
         if any(part is not None for part in parts):
             given = [part.contiguous().view(torch.uint8) for part in parts if part is not None]

@@ -27,14 +27,14 @@ from torch.autograd.profiler import record_function
 
 from gradsync.comm.base import Communicator, Work
 from gradsync.comm.process_group import Done
-from gradsync.core.torch_private import foreach_mul_, storage_address
+from gradsync.core.torch_private import storage_address
 from gradsync.errors import ConfigError
 from gradsync.sync import pending
 from gradsync.sync.buckets import Bucket
 from gradsync.sync.elementwise import check_elementwise, members_of
 from gradsync.sync.exchange import Then
 from gradsync.sync.pending import WaitingWeights, can_be_marked
-from gradsync.sync.reducer import Replicas, Stopwatch, clip_factor, clip_shards
+from gradsync.sync.reducer import Replicas, Stopwatch, clip_factor, clip_shards, scale_all
 from gradsync.sync.sharded_optimizer import (
     ShardedOptimizer,
     ShardLayout,
@@ -160,7 +160,7 @@ class ZeroShards(Replicas):
     def clip(self, max_norm: float) -> Tensor:
         if self._norm is not None:
             norm = self._norm.of(self._buckets, self._shards, self._used)
-            foreach_mul_(self._shards, clip_factor(norm, max_norm))
+            scale_all(self._shards, clip_factor(norm, max_norm))
             return norm
         if not self._in_shards:
             return super().clip(max_norm)

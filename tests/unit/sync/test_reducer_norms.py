@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradsync.sync.reducer import BLOCK, clip_gradients, gradient_norm
+from gradsync.sync.reducer import BLOCK, clip_gradients, gradient_norm, scale_all
 
 SHAPES = [(3,), (70, 9), (BLOCK,), (BLOCK + 1,), (4, 5, 6, 7), (2 * BLOCK + 77,), ()]
 
@@ -121,6 +121,13 @@ def test_small_gradients_stay_as_they_are() -> None:
     norm = clip_gradients(ours, 1e9)
     assert bits(norm) == bits(gradient_norm(before))
     assert all(torch.equal(a, b) for a, b in zip(ours, before, strict=True))
+    assert not any(g._version for g in ours)  # nothing was written
+
+
+def test_a_factor_on_a_device_is_not_waited_for() -> None:
+    rows = [torch.ones(3, device="meta")]
+    scale_all(rows, torch.ones((), device="meta"))  # whose value cannot be read
+    assert rows[0]._version == 1
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -516,9 +516,9 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
-def scale_all(tensors: Sequence[Tensor], factor: Tensor | float) -> None:
-    """Multiply in place; not by 1.0, the factor of gradients that need no clipping, where it is
-    known without waiting for a device."""
+def scale_all(tensors: list[Tensor], factor: Any) -> None:
+    """Multiply in place, by a number or a tensor []; not by 1.0, the factor of gradients that need
+    no clipping, where it is known without waiting for a device."""
     is_known = isinstance(factor, float) or factor.device.type == "cpu"
     if tensors and not (is_known and float(factor) == 1.0):
         foreach_mul_(tensors, factor)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -51,7 +50,7 @@ class Named(list[torch.Tensor]):
         return ""
 
 
-def take_steps(rank: int, world_size: int, store_path: str, case: str, loop: str) -> str:
+def take_steps(rank: int, world_size: int, store_path: str, case: str) -> str:
     """Error of a rank in steps where one of two has `case` otherwise."""
     other, sizes = rank == 1, {"global_batch_size": 8, "micro_batch_size": 2}
     with open_session(rank, world_size, store_path) as world:
@@ -69,31 +68,16 @@ def take_steps(rank: int, world_size: int, store_path: str, case: str, loop: str
             if case == "evaluation" and world.is_main:
                 for each in gs.loader(data, world, shuffle=False, num_epochs=1, **sizes):
                     each.drain()
+            for leaf in step:
+                if not (case == "skipped" and other):
+                    sync.backward(model(leaf.inputs).sum(), leaf=leaf)
             try:
-                for leaf in step:
-                    if case == "skipped" and other:
-                        continue
-                    if loop == "own":
-                        with nullcontext() if leaf.is_last else sync.no_sync():
-                            model(input=leaf.inputs).sum().backward()
-                    else:
-                        told = {"leaf": leaf} if loop == "leaf" else {"weight": leaf.num_targets}
-                        sync.backward(model(leaf.inputs).sum(), **told)
-                if loop == "own":
-                    optimizer.step()
-                    optimizer.zero_grad()
-                else:
-                    sync.step(optimizer)
+                sync.step(optimizer)
             except ConfigError as error:
                 return str(error)
         return ""
 
 
-LOOPS = ("leaf", "weight", "own")
-"""Loops that give a leaf, a weight, or neither (`loss.backward()`)."""
-
-
-@pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize(
     ("case", "said"),
     [
@@ -103,17 +87,14 @@ LOOPS = ("leaf", "weight", "own")
     ],
     ids=["seed", "length", "place"],
 )
-def test_ranks_that_read_other_orders_are_refused(
-    pool: Any, case: str, said: str, loop: str
-) -> None:
+def test_ranks_that_read_other_orders_are_refused(pool: Any, case: str, said: str) -> None:
     """Each would take its leaves of something else: samples come twice, others never."""
-    for told in pool.run(take_steps, 2, case, loop):
+    for told in pool.run(take_steps, 2, case):
         assert told.startswith(f"gs.loader differs: {said}")
         assert "ranks share one order of one data set" in told
 
 
-@pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("case", ["", "evaluation", "skipped", "own data", "method"])
-def test_ranks_that_read_one_order_are_not(pool: Any, case: str, loop: str) -> None:
+def test_ranks_that_read_one_order_are_not(pool: Any, case: str) -> None:
     """The last step, of six samples, has a leaf too few for equal shares."""
-    assert pool.run(take_steps, 2, case, loop) == ["", ""]
+    assert pool.run(take_steps, 2, case) == ["", ""]

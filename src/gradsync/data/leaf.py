@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradsync.core import ORDER
 from gradsync.errors import DataError
 
 IGNORED_TARGET = -100
@@ -49,8 +48,7 @@ class Leaf:
     synchronise or none does."""
     order: str = ""
     """The order of samples that it is part of, in words: ranks whose leaves come from others would
-    share a batch of none. Compared in each step, by the leaf or by the tensors that a forward got;
-    "" is not compared."""
+    share a batch of none. `sync.step` compares it; "" is not compared."""
 
     @property
     def inputs(self) -> Any:
@@ -152,14 +150,10 @@ def make_leaf(
 ) -> Leaf:
     """A `Leaf` with its targets counted and its tensors on `device`."""
     num_targets = count_targets(batch, num_samples)  # before the move, see there
-    batch = move_to(batch, device)
-    parts = batch.values() if isinstance(batch, dict) else batch if _has_parts(batch) else [batch]
-    for part in filter(torch.is_tensor, parts if order else ()):
-        setattr(part, ORDER, f"{order}, step {step}")
     return Leaf(
         index=index,
         step=step,
-        batch=batch,
+        batch=move_to(batch, device),
         num_samples=num_samples,
         num_targets=num_targets,
         is_last=is_last,

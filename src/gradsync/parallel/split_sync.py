@@ -39,7 +39,7 @@ from gradsync.sync.step import (
     Update,
     take_step,
 )
-from gradsync.sync.step_metadata import LossSum, only
+from gradsync.sync.step_metadata import LossSum
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -256,7 +256,6 @@ class SplitSync(StateMethods):
             loss=self._loss,
             update=Update(self.reducer, [optimizer]),
             settings={},
-            order=only(self._loss.orders),
             clip_norm=clip_norm,
             stop=stop,
         )

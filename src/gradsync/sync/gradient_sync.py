@@ -41,7 +41,7 @@ from gradsync.sync.step import (
     settings_of_step,
     take_step,
 )
-from gradsync.sync.step_metadata import LossSum, only
+from gradsync.sync.step_metadata import LossSum
 from gradsync.sync.user_loop import UserLoop, UserLoopMethods, refuse_ddp_around
 from gradsync.sync.watch import ReplicaWatch, optimizer_watch, refuse_closure
 
@@ -236,7 +236,6 @@ class GradientSync(UserLoopMethods, StateMethods):
             loss=self._loss,
             update=Update(reducer, optimizers),
             settings=settings_of_step(self._parts, optimizers, clip_norm),
-            order=only(self._loss.orders or self._user_loop.orders),
             enclosed=self._user_loop.enclosed,
             clip_norm=clip_norm,
             stop=stop,
@@ -270,8 +269,8 @@ class GradientSync(UserLoopMethods, StateMethods):
             self._result = take_step(self._parts, call)
         finally:
             self._sums.forget()
-            self._user_loop.orders.clear()
-            self._user_loop.leaves = min(self._user_loop.leaves, self._loss.num_leaves)
+            if not self._loss.num_leaves:
+                self._user_loop.leaves = 0
         return self._result
 
     def _refuse_if_failed(self) -> None:

@@ -67,7 +67,7 @@ class PendingParameter(nn.Parameter):
         if func in _LOOKS or (func == _SET_GRAD and args[1] is None):
             with as_plain_tensors():
                 return func(*args, **kwargs)
-        for parameter in filter(is_pending, tensors_in([args, kwargs])):
+        for parameter in _pending([args, kwargs]):
             wait_for(parameter)
         return func(*args, **kwargs)
 
@@ -127,16 +127,16 @@ def can_be_marked(parameter: nn.Parameter, own: int = 1) -> bool:
     return uses == own and storage.resizable() and not is_shared  # resizable: torch's own memory
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Tensors among arguments, in dicts, lists, tuples and sets."""
+def _pending(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
-        yield value
+        if is_pending(value):
+            yield value
     elif isinstance(value, dict):
         for each in value.values():
-            yield from tensors_in(each)
+            yield from _pending(each)
     elif isinstance(value, list | tuple | set):
         for each in value:
-            yield from tensors_in(each)
+            yield from _pending(each)
 
 
 class WaitingWeights:

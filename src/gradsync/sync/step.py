@@ -92,8 +92,6 @@ class StepCall:
     """Whether this is the optimizer's own step, see user_loop.py."""
     settings: Settings
     """Compared on all ranks before any update."""
-    order: str = ""
-    """The order of this rank's samples; "" is not compared."""
     why: str = NOT_UPDATED
     """Consequence of settings that differ, for the message."""
     enclosed: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -157,7 +155,7 @@ def take_step(parts: StepParts, call: StepCall) -> StepResult:
         discard=call.discard,
         number=parts.number,
         digest=digest(call.settings),
-        order=call.order,
+        order="" if loss is None else loss.order,
         changed=parts.watch is not None and parts.watch.changed(),
         late=call.late,
         sample=0 if parts.watch is None else parts.watch.sample,
@@ -223,7 +221,8 @@ def _warn_of_non_finite(reducer: Reducer, call: StepCall) -> None:
 def _refuse_unlike(parts: StepParts, agreed: StepMetadata, call: StepCall) -> None:
     """Raise on all ranks where they share no batch, no settings or no weights."""
     if not agreed.same_order and not agreed.discard:
-        refuse_difference(parts.comm, {"gs.loader": call.order or "no leaf"}, _OTHER_ORDER)
+        order = call.loss.order if call.loss else ""
+        refuse_difference(parts.comm, {"gs.loader": order or "no leaf"}, _OTHER_ORDER)
     if parts.watch is not None:
         parts.watch.refuse_unlike(agreed, call.settings, call.why)
 

@@ -20,7 +20,7 @@ import hashlib
 import json
 import math
 from array import array
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -164,12 +164,6 @@ NO_LOSS = (0.0,) * (2 * NUM_BINS)
 step may not know how they end it."""
 
 
-def only(orders: Collection[str]) -> str:
-    """The order of a step's samples; "" for none, or of several loaders: a rank may have skipped
-    one's leaf."""
-    return "".join(orders) if len(orders) == 1 else ""
-
-
 class LossSum:
     """This rank's losses (on `device`), weights and order of samples in a step; sums over all ranks
     do not depend on the distribution of leaves, see [Note: Fixed bins]."""
@@ -178,8 +172,7 @@ class LossSum:
         self._device = device
         self._losses: list[Tensor] = []
         self._weights: list[float] = []
-        self.orders: set[str] = set()
-        """The orders of samples that the leaves are part of."""
+        self._orders: set[str] = set()
 
     @property
     def num_leaves(self) -> int:
@@ -196,10 +189,16 @@ class LossSum:
         """Whether this rank's losses are finite; unchecked on CUDA, where it would wait."""
         return self._device.type == "cuda" or all(map(torch.isfinite, self._losses))
 
+    @property
+    def order(self) -> str:
+        """The order of samples that the leaves are part of; "" for none, or of several loaders: a
+        rank may have skipped one's leaf."""
+        return "".join(self._orders) if len(self._orders) == 1 else ""
+
     def add(self, loss_sum: Tensor, weight: float, leaf: Any = None) -> None:
         """Add one leaf's summed loss, [], and weight."""
         if order := getattr(leaf, "order", ""):
-            self.orders.add(f"{order}, step {leaf.step}")
+            self._orders.add(f"{order}, step {leaf.step}")
         self._losses.append(loss_sum.detach().to(self._device, torch.float64, copy=True))
         self._weights.append(weight)
 
@@ -207,7 +206,7 @@ class LossSum:
         """Start over with no leaves."""
         self._losses.clear()
         self._weights.clear()
-        self.orders.clear()
+        self._orders.clear()
 
     def message(self) -> list[float]:
         """This rank's part of the step's small message, [2 NUM_BINS]: the weight, and the loss

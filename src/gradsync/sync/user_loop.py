@@ -28,15 +28,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradsync.core import ORDER
 from gradsync.core.torch_private import active_ddp, at_the_end_of_backward, current_graph_task
 from gradsync.errors import ConfigError, GradsyncError
 from gradsync.sync.check_model import ADVICE
 from gradsync.sync.engine import gone
-from gradsync.sync.pending import tensors_in
 from gradsync.sync.reducer import Reducer
 from gradsync.sync.step import StepCall, StepParts, take_step
-from gradsync.sync.step_metadata import STEPS, only, settings_of
+from gradsync.sync.step_metadata import STEPS, settings_of
 from gradsync.sync.watch import ModuleHook, ReplicaWatch, UntrackedParameters, optimizer_watch
 
 if TYPE_CHECKING:
@@ -130,8 +128,6 @@ class UserLoop:
         self._others = -1  # since this model's own: the backward of another handle, seen last
         self._discarded = False  # and they were thrown away
         self._discarded_elsewhere = False  # because another rank wanted it
-        self.orders: set[str] = set()
-        """The orders of samples that this step's forwards got, see `Leaf.order`."""
         self._published: list[weakref.ref[torch.Tensor] | None] = []
         self._stepped: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that used those
         self._settings = dict(_THE_CALL)  # their settings when they did
@@ -309,8 +305,7 @@ class UserLoop:
         for parameter, _ in left:
             parameter.grad = None
         settings, self._settings = self._settings, dict(_THE_CALL)
-        how: Any = {"settings": settings, "order": only(self.orders), "why": _DRIFTED}
-        call = StepCall(loss=None, discard=discard, late=late, **how)
+        call = StepCall(loss=None, settings=settings, why=_DRIFTED, discard=discard, late=late)
         try:
             result = take_step(self._parts, call)
         except GradsyncError:  # a refusal leaves no gradients to continue with
@@ -332,7 +327,6 @@ class UserLoop:
         self._dirty, self._finished, self._discarded = False, True, discarded
         self._discarded_elsewhere, self._hashes = False, None
         self._stepped.clear()
-        self.orders.clear()
 
     def refuse_if_failed(self) -> None:
         """Raise when the last backward did not finish."""
@@ -365,14 +359,12 @@ def _hooks(user_loop: UserLoop, model: nn.Module, reducer: Reducer) -> list[Any]
     """Hooks that do not refer to `user_loop`, which refers to the model's parameters."""
     loop: weakref.ref[UserLoop] = weakref.ref(user_loop)
 
-    def before_forward(_: nn.Module, *given: Any) -> None:
+    def before_forward(*_: Any) -> None:
         alive = loop()
         # The second forward of a checkpointed part happens inside of a backward.
         if alive is None or not torch.is_grad_enabled() or current_graph_task() >= 0:
             return
         alive.refuse_if_failed()
-        if not torch.compiler.is_compiling():
-            alive.orders.update(filter(None, (vars(t).get(ORDER) for t in tensors_in(given))))
         alive._no_sync_in_forward = alive._no_sync
 
     def gradient_is_ready(parameter: torch.Tensor) -> bool:
@@ -381,8 +373,7 @@ def _hooks(user_loop: UserLoop, model: nn.Module, reducer: Reducer) -> list[Any]
 
     handles: list[Any] = []
     if reducer.user_loop:
-        hook = ModuleHook(before_forward)
-        handles.append(model.register_forward_pre_hook(hook, with_kwargs=True))
+        handles.append(model.register_forward_pre_hook(ModuleHook(before_forward)))
     return handles + reducer.watch(gradient_is_ready)
 
 

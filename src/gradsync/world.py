@@ -9,6 +9,8 @@ from gradsync.errors import LaunchError
 
 _MOST = 2**20
 """Ranks of a run. Their number comes from the environment, and lists of that length are made."""
+NO_GROUP = "no process group"
+"""Launcher of a world of one rank because there is no group, not because the caller wants one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +83,7 @@ class World:
         import torch.distributed as dist
 
         if not dist.is_initialized():
-            return cls()
+            return cls(launcher=NO_GROUP)
         return _ask_process_group()
 
     def describe(self) -> str:

@@ -111,8 +111,9 @@ def test_ranks_that_never_met_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
     gs.init(device="cpu")
-    with pytest.raises(RunError, match="the launcher says that there are 2 ranks, but no process"):
-        gs.replicate(torch.nn.Linear(2, 2))
+    for worlds in ([], [gs.World.from_process_group()]):
+        with pytest.raises(RunError, match="launcher says that there are 2 ranks, but no process"):
+            gs.replicate(torch.nn.Linear(2, 2), *worlds)
     gs.replicate(torch.nn.Linear(2, 2), gs.World()).close()
 
 

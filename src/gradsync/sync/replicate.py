@@ -30,7 +30,7 @@ from gradsync.sync.registry import (
     wants_groups,
 )
 from gradsync.sync.watch import optimizer_watch
-from gradsync.world import World
+from gradsync.world import NO_GROUP, World
 
 if TYPE_CHECKING:
     from torch import nn
@@ -94,7 +94,8 @@ def replicate(
             f"expected a gs.World, got {type(world).__name__}: write `with gs.init() as world:`"
         )
     if comm is None:
-        world = _world_here() if world is None else world
+        if world is None or world.launcher == NO_GROUP:
+            world = _world_here()
         comm = communicator(world)
     one_host = world is None or world.one_host
     if groups is None and world is not None and wants_groups(strategy, options):

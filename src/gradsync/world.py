@@ -36,8 +36,8 @@ class World:
     num_nodes: int = 1
     """Number of hosts."""
     launcher: str = "python"
-    """python, torchrun, env (by hand), openmpi, pals, flux, mvapich2, hydra or srun; "process group"
-    or `NO_GROUP` from `from_process_group`."""
+    """python, torchrun, env (by hand), openmpi, pals, flux, mvapich2, hydra or srun; from
+    `from_process_group`: process group, or `NO_GROUP`."""
     device: str = "cpu"
     """Torch device of this rank, such as "cpu" or "cuda:1". Set when the session starts."""
 

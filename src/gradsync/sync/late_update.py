@@ -149,8 +149,8 @@ class LateReplicas(Replicas):
         step = self._step
         assert step is not None, "the caller has one"
         for bucket in step.buckets:
-            for slot, mean in zip(bucket.plan.slots, self._means(bucket), strict=True):
-                self.parameters[slot.index].grad = mean if step.used[slot.index] else None
+            for parameter, mean in zip(bucket.parameters, self._means(bucket), strict=True):
+                parameter.grad = mean
         self._step = None
 
     def owned(self) -> list[Tensor]:
@@ -177,8 +177,9 @@ class LateReplicas(Replicas):
         scale_all([part(bucket) for bucket in step.buckets if not bucket.rounded], factor)
         step.factors.append(factor)
 
-    def _means(self, bucket: Bucket, *, copies: bool = False) -> list[Tensor]:
-        """The gradient of each of the bucket's parameters, once whole sums are there."""
+    def _means(self, bucket: Bucket, *, copies: bool = False) -> list[Tensor | None]:
+        """The gradient of each of the bucket's parameters, once whole sums are there; None where no
+        rank had one."""
         step = self._step
         assert step is not None, "the caller has one"
         means = bucket.sums()
@@ -187,7 +188,8 @@ class LateReplicas(Replicas):
         for factor in step.factors if bucket.rounded else ():
             # Between tensors [] torch promotes dtypes; between [1] and [] not.
             scale_all([m if m.dim() else m.view(1) for m in means], factor)
-        return means
+        slots = zip(bucket.plan.slots, means, strict=True)
+        return [mean if step.used[slot.index] else None for slot, mean in slots]
 
     def whole_gradients(self) -> list[Tensor | None]:
         step = self._step
@@ -198,7 +200,7 @@ class LateReplicas(Replicas):
         for bucket in step.buckets:
             means = self._means(bucket, copies=True)
             for slot, mean in zip(bucket.plan.slots, means, strict=True):
-                found[slot.index] = mean if step.used[slot.index] else None
+                found[slot.index] = mean
         return found
 
     def clip(self, max_norm: float) -> Tensor:
@@ -275,8 +277,7 @@ class LateReplicas(Replicas):
         step = self._step
         assert step is not None, "until the last bucket's update"
         bucket = step.buckets[number]
-        slots = zip(bucket.plan.slots, bucket.parameters, self._means(bucket), strict=True)
-        means = {id(p): mean if step.used[slot.index] else None for slot, p, mean in slots}
+        means = dict(zip(map(id, bucket.parameters), self._means(bucket), strict=True))
         with record_function(f"update {number}"), self.updates(bucket.parameters):
             for update in step.updates:
                 part = update.parts[number]

@@ -147,7 +147,9 @@ def network_table(record: Mapping[str, Any]) -> str:
 
 def _machine(record: Mapping[str, Any]) -> str:
     found = record["environment"]
-    return f"CPU, {found['cores']} cores ({found['cpu']}), torch {found['torch']}, {found['date']}."
+    tcp = f", TCP {found['tcp_congestion']}" if "tcp_congestion" in found else ""
+    machine = f"CPU, {found['cores']} cores ({found['cpu']}), torch {found['torch']}"
+    return f"{machine}{tcp}, {found['date']}."
 
 
 def _spread(values: Mapping[str, float], digits: int) -> str:

@@ -22,6 +22,7 @@ from support.launchers import run_python
 from support.namespaces import enter
 
 _FOLDER = Path("/run/netns")
+_CONTROLS = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 
 
 def left_over() -> list[str]:
@@ -49,6 +50,7 @@ def test_steps_at_a_rate(tmp_path: Path) -> None:
     # Ten of its blocking all-reduces, at least, wait for a message each way.
     assert naive["step_ms"]["median"] > 8 * naive["sent_mb"] + 10 * 20, document
     assert document["floors"]["1000"] >= 1.0
+    assert document["environment"]["tcp_congestion"] in _CONTROLS.read_text().split()
     assert "</svg>" in picture.read_text()
     assert left_over() == []
 

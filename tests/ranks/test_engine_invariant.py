@@ -356,3 +356,16 @@ def test_two_stages_need_hosts_in_order() -> None:
             dealt_round
         )
         assert "got [[0, 1, 2], [3]]; use reduction='backend'" in unequal
+
+
+@pytest.mark.parametrize(("sync", "threads"), [("invariant", 1), ("invariant", 2), ("bucketed", 2)])
+def test_other_numbers_of_threads_are_warned_of(
+    sync: str, threads: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        replicate(nn.Linear(2, 2), World(), sync=sync).close()
+    finally:
+        torch.set_num_threads(before)
+    assert ("gs.init(threads=1)" in caplog.text) == (sync == "invariant" and threads == 2)

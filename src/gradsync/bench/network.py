@@ -7,7 +7,7 @@
 On each rate the ranks carry out `gradsync bench sync`, in which all contestants take turns. They
 are checked before the rate is set; then each turn's warm-up leaves to the first step that counts
 what the last one leaves behind, at the same rate. A delay is netem's at eth0; where the kernel has
-none, a thread takes the bridge's place (delay.py).
+none, a thread takes the bridge's place (delay.py). Hosts take over this machine's TCP settings.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ if TYPE_CHECKING:
 
 _COMMAND = ("bench", "network")
 _PATH = f"{os.defpath}:/usr/sbin:/sbin"
+_CONGESTION = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 _PORT, _MOST_MBIT = 29_400, 400_000
 _STEPS, _LONG_TURN_S = 3, 10.0  # of a turn: usual number, and what so many may take at most
 _TICK_S = 0.004
@@ -374,7 +375,7 @@ def _findings(
     from gradsync.bench.plot import plot_network
 
     points, first = points_of(found), next(iter(found.values()))
-    environment = first["environment"]
+    environment = first["environment"] | {"tcp_congestion": _CONGESTION.read_text().strip()}
     floors = {rate: floor_of(plan, points, rate) for rate in plan.rates}
     names = list(dict.fromkeys(point.contestant for point in points))
     cells = [
@@ -397,7 +398,7 @@ def _findings(
         + f"; {settings.rounds} rounds of {steps} steps"
     )
     columns = ("contestant", *(f"{rate} Mbit/s" for rate in plan.rates), "sent, MB")
-    notes = (_LEGEND, where(environment))
+    notes = (_LEGEND, f"{where(environment)} over TCP ({environment['tcp_congestion']})")
     rows = [asdict(point) for point in points]
     return Findings(
         environment=environment,

@@ -43,6 +43,10 @@ _OTHER_BITS = (
     "the same bits need deterministic kernels on a GPU: call "
     "torch.use_deterministic_algorithms(True) first (attention and embedding add with atomics)"
 )
+_OTHER_THREADS = (
+    "bits on a CPU depend on a rank's threads, here %d, and launchers give other numbers: for the "
+    "same ones everywhere take gs.init(threads=1) or torch.set_num_threads(1)"
+)
 
 
 def replicate(
@@ -162,9 +166,12 @@ def _bind(
     if order == "invariant" and batch_norm in NOT_INVARIANT:
         raise ConfigError(f"sync={strategy.name!r}: {NOT_INVARIANT[batch_norm]}")
     handling = choose_batch_norm(model, comm, batch_norm)
-    atomics = trainable(model)[0][1].is_cuda and not torch.are_deterministic_algorithms_enabled()
-    if order == "invariant" and atomics and comm.rank == 0:
-        log.warning("sync=%r: %s", strategy.name, _OTHER_BITS)
+    if order == "invariant" and comm.rank == 0:
+        device, threads = trainable(model)[0][1].device.type, torch.get_num_threads()
+        if device == "cuda" and not torch.are_deterministic_algorithms_enabled():
+            log.warning("sync=%r: %s", strategy.name, _OTHER_BITS)
+        if device == "cpu" and threads > 1:
+            log.warning(f"sync=%r: {_OTHER_THREADS}", strategy.name, threads)
     broadcast_model(model, comm)
     if one_host:
         comm = _fastest(strategy, model, comm, options)

@@ -64,6 +64,8 @@ def take_steps(rank: int, world_size: int, store_path: str, case: str) -> str:
         batches = gs.loader(data, among, seed=seed, num_epochs=1, **sizes)
         if case == "place" and other:
             next(iter(batches))
+        if case == "state" and other:
+            batches.load_state_dict(batches.state_dict() | {"samples": 8})
         for step in batches:
             if case == "evaluation" and world.is_main:
                 for each in gs.loader(data, world, shuffle=False, num_epochs=1, **sizes):
@@ -81,16 +83,18 @@ def take_steps(rank: int, world_size: int, store_path: str, case: str) -> str:
 @pytest.mark.parametrize(
     ("case", "said"),
     [
-        ("seed", "rank 0 list of 62, seed 0, shuffled, 8 by 2, step 0, rank 1 list of 62, seed 1"),
-        ("length", "rank 0 list of 62, seed 0, shuffled, 8 by 2, step 0, rank 1 list of 65, "),
-        ("place", "rank 0 list of 62, seed 0, shuffled, 8 by 2, step 0, rank 1 list of 62, seed 0"),
+        ("seed", "rank 1 list of 62, seed 1, shuffled, 8 by 2, sample 0, step 0"),
+        ("length", "rank 1 list of 65, seed 0, shuffled, 8 by 2, sample 0, step 0"),
+        ("place", "rank 1 list of 62, seed 0, shuffled, 8 by 2, sample 8, step 1"),
+        ("state", "rank 1 list of 62, seed 0, shuffled, 8 by 2, sample 8, step 0"),
     ],
-    ids=["seed", "length", "place"],
+    ids=["seed", "length", "place", "state"],
 )
 def test_ranks_that_read_other_orders_are_refused(pool: Any, case: str, said: str) -> None:
     """Each would take its leaves of something else: samples come twice, others never."""
     for told in pool.run(take_steps, 2, case):
-        assert told.startswith(f"gs.loader differs: {said}")
+        first = "rank 0 list of 62, seed 0, shuffled, 8 by 2, sample 0, step 0"
+        assert told.startswith(f"gs.loader differs: {first}, {said};")
         assert "ranks share one order of one data set" in told
 
 

@@ -157,9 +157,10 @@ class Loader:
         try:
             for span, stop in self._spans(self._samples):
                 number = self._steps
+                order = self._described and f"{self._described}, sample {self._samples}"
                 self._samples, self._steps = stop, number + 1
                 step = Step(
-                    self._leaves(span, number, batches),
+                    self._leaves(span, number, batches, order),
                     number=number,
                     num_leaves=span.num_leaves,
                     num_local_leaves=len(span.leaves),
@@ -239,7 +240,9 @@ class Loader:
             **self._worker_options,
         )
 
-    def _leaves(self, span: StepSpan, step: int, batches: Iterator[Any]) -> Iterator[Leaf]:
+    def _leaves(
+        self, span: StepSpan, step: int, batches: Iterator[Any], order: str
+    ) -> Iterator[Leaf]:
         for place, leaf in enumerate(span.leaves, start=1):
             # Before the read: what a data set draws in this process is keyed by the leaf, too.
             if self._seed_leaves:
@@ -252,7 +255,7 @@ class Loader:
                 num_samples=leaf.count,
                 is_last=span.everyone_has_leaves and place == len(span.leaves),
                 device=self._device,
-                order=self._described,
+                order=order,
             )
 
 

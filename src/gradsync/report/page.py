@@ -307,19 +307,15 @@ def _sentence(run: Run) -> str:
 
 
 def _compared(runs: Sequence[Run]) -> str:
-    names = list(dict.fromkeys(name for run in runs for name, _ in figures_of(run)))
+    """The runs' figures: a column for each run, for which a phone has room."""
     scaled = _scaled(runs)
-    names += ["efficiency"] if scaled else []
-    head = "".join(f'<th class="n">{escape(name)}</th>' for name in names)
-    head = f"<th>run</th>{head}<th>ended</th>"
-    rows = []
-    for run in runs:
-        values = dict(figures_of(run))
+    columns = [{"ended": run.outcome} | dict(figures_of(run)) for run in runs]
+    for run, column in zip(runs, columns, strict=True):
         if run.path in scaled:
-            values["efficiency"] = f"{scaled[run.path][2]:.1f} %"
-        cells = "".join(f'<td class="n">{escape(values.get(name, ""))}</td>' for name in names)
-        rows.append(f"<tr><td>{escape(run.name)}</td>{cells}<td>{escape(run.outcome)}</td></tr>")
-    return f'<div class="wide"><table><tr>{head}</tr>{"".join(rows)}</table></div>'
+            column["efficiency"] = f"{scaled[run.path][2]:.1f} %"
+    names = dict.fromkeys(name for column in columns for name in column)
+    rows = [(name, *(column.get(name, "") for column in columns)) for name in names]
+    return _table(("", *(run.name for run in runs)), rows)
 
 
 def _differences(runs: Sequence[Run]) -> str:

@@ -130,10 +130,10 @@ def _refusal(stop: SystemExit, box: str, command: str) -> GradsyncError:
         text = f"{', '.join(_entries(wrong))} is missing"
     for theirs, ours in _WORDS:
         text = re.sub(theirs, ours, text)
-    near = [
-        _entries(part) for part in others if part and part[0].startswith(("Perhaps", "Arguments"))
-    ]
-    near = [flags[0].partition(" ")[0] for flags in near if flags and flags[0].startswith("--")]
+    hints = (part for part in others if part and part[0].startswith(_NEAR))
+    near = [flag.partition(" ")[0] for part in hints for flag in _entries(part) if flag[:2] == "--"]
+    typed = text.partition(": ")[2].partition(",")[0]
+    near.sort(key=lambda flag: not flag.startswith(typed))
     if command == "train" and re.match(r"unknown options: -np?(\d|,|=|$)", text):  # mpirun's
         near = ["--nproc-per-node"]
     hint = f"; perhaps you meant {near[0]}" if near else ""

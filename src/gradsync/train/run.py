@@ -251,6 +251,7 @@ def _finish(trainer: Trainer, totals: Totals) -> TrainOutcome:
             f"same command with --out {trainer.run_dir.path} goes on from there"
         )
     else:
+        trainer.progress.say(f"weights_sha256 {summary['weights_sha256']}")
         _farewell(trainer, totals, learner.whole_model(weights))
     return TrainOutcome(exit_code=exit_code, summary=summary)
 

@@ -79,6 +79,7 @@ SMALL = (*TRAIN, "--model.block-size", "16", "--micro-batch-size", "2", "--token
             "unknown options: --optm.lr, 1; perhaps you meant --optim.lr (",
         ),
         ((*TRAIN, "--lr=0.1"), "unknown options: --lr; perhaps you meant --optim.lr ("),
+        ((*TRAIN, "--step", "5"), "unknown options: --step, 5; perhaps you meant --steps ("),
         ((*TRAIN, "-n", "2"), "unknown options: -n, 2; perhaps you meant --nproc-per-node ("),
         ((*TRAIN, "-np2"), "perhaps you meant --nproc-per-node ("),
         (

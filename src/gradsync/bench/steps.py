@@ -318,9 +318,9 @@ class Runner:
         """Run the warm-up steps, then the measured steps."""
         settings, bench = self._plan.settings, self._benches[entry.label]
         entrant = bench.entrant or self._built(entry)
+        self._site.comm.barrier()  # not later: it would wait for what the warm-up leaves to send
         for _ in range(settings.num_warmup):
             entrant.step(bench.leaves)
-        self._site.comm.barrier()
         bench.clock.begin()
         for _ in range(settings.num_steps):
             entrant.backward(bench.leaves)

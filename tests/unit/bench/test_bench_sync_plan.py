@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 import tyro
@@ -11,7 +14,7 @@ import tyro
 from gradsync.bench import sync
 from gradsync.bench.contestants import parse_contestants, with_ideals
 from gradsync.bench.experiment import from_json
-from gradsync.bench.steps import Baton, my_set
+from gradsync.bench.steps import Baton, Runner, my_set
 from gradsync.bench.sync_plan import (
     BUDGET_S,
     BenchPlan,
@@ -276,3 +279,18 @@ def test_how_long_it_takes() -> None:
     steps = 4 * (11 + 3 * 5) + 2 * 4
     assert seconds_of(plan, 2.0) - seconds_of(plan, 0.0) == pytest.approx(steps * 2.0)
     assert [duration(s) for s in (0.2, 40, 170, 4_800)] == ["1 s", "40 s", "3 min", "1 h 20 min"]
+
+
+def test_nothing_waits_between_the_warm_up_and_the_clock() -> None:
+    """What the warm-up leaves to send counts, as what the last step leaves does not."""
+    seen = mock.Mock()
+    plan = SimpleNamespace(settings=SimpleNamespace(num_warmup=2, num_steps=1))
+    seen.clock.read.return_value = [1.0], [1.0]
+    bench = SimpleNamespace(
+        entrant=seen.entrant, clock=seen.clock, leaves=(), step_s=[], compute_s=[]
+    )
+    runner: Any = SimpleNamespace(_plan=plan, _benches={"ddp": bench}, _site=seen)
+    entry: Any = SimpleNamespace(label="ddp")
+    Runner._turn(runner, entry)
+    called = [name for name, _, _ in seen.mock_calls]
+    assert called[:4] == ["comm.barrier", "entrant.step", "entrant.step", "clock.begin"]

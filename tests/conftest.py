@@ -107,3 +107,13 @@ def slurm() -> Iterator[object]:
 
     with SlurmCluster() as cluster:
         yield cluster
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """One intra-op thread, which `gs.init(threads=1)` gives: `invariant` warns of more."""
+    from gradsync.runtime.machine import pin_threads
+
+    before = pin_threads(1)
+    yield
+    pin_threads(before)

@@ -208,6 +208,7 @@ def test_a_model_that_is_synchronised_already_is_refused(pool: Any, name: str) -
         assert all(text.startswith(f"torch's {owner} this model already") for text in said)
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_data_parallel_is_named(caplog: pytest.LogCaptureFixture) -> None:
     sync = replicate(nn.DataParallel(nn.Linear(3, 1)), comm=SingleCommunicator())
     sync.close()

@@ -52,6 +52,7 @@ def background_threads() -> list[threading.Thread]:
 # -- parameters that some rank does not use --------------------------------------------------------
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", ENGINE)
 def test_unused_parameters_are_named_once(name: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, logger="gradsync")
@@ -69,6 +70,7 @@ def test_unused_parameters_are_named_once(name: str, caplog: pytest.LogCaptureFi
     ]
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", ENGINE)
 def test_nothing_is_said_of_what_nobody_uses(name: str, caplog: pytest.LogCaptureFixture) -> None:
     """Also nothing of a rank that has no leaf: there it is not the model's doing."""

@@ -186,6 +186,7 @@ def one() -> GradientSync:
     return replicate(net(), comm=SingleCommunicator())
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(("reduction", "warned"), [(None, 1), ("mean", 0), ("sum", 0)])
 def test_a_handle_says_it_once(
     reduction: str | None, warned: int, caplog: pytest.LogCaptureFixture

@@ -24,11 +24,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
+from gradsync.comm.base import ReduceOp, Work
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.core.torch_private import as_plain_tensors, storage_address, storage_uses
 from gradsync.errors import ConfigError, RunError
 from gradsync.runtime.store import wait_until
-from gradsync.sync import pending
+from gradsync.sync import late_update, pending
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.pending import is_pending
 from gradsync.sync.replicate import replicate
@@ -92,6 +93,7 @@ class Trained:
     def step(self, number: int, leaves: range, **more: Any) -> Any:
         for leaf in leaves:
             x = torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * number + leaf))
+            x = x.to(self.held.dtype)
             with self.sync.micro_step(last=leaf == leaves[-1], index=leaf):
                 self.sync.backward(self.model(x).square().sum(), weight=4)
         return self.sync.step(self.optimizer, **more)
@@ -329,6 +331,72 @@ def test_options_of_the_step_hold_for_its_update() -> None:
 
     late = run_thread_ranks(lambda rank, group: work(rank, group, True), 2)[0]
     assert all(map(torch.equal, late, run_thread_ranks(lambda r, g: work(r, g, False), 2)[0]))
+
+
+@pytest.mark.parametrize(("waits", "late"), [((0.5, 0.2), True), ((0.5, 0.05), False)])
+@pytest.mark.parametrize("sync", ["invariant", "bucketed"])
+def test_auto_is_late_where_even_the_last_rank_waits_long(
+    sync: str, waits: tuple[float, float], late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local = threading.local()
+    monkeypatch.setattr(late_update, "median", lambda _: local.wait)
+
+    def work(rank: int, group: dist.ProcessGroup, how: Any) -> tuple[list[bool], list[Tensor]]:
+        local.wait = waits[rank]
+        trained, found = Trained(group, sync=sync, overlap_publish=how), []
+        for number in range(7):
+            trained.step(number, range(rank, rank + 1), clip_norm=0.5)
+            found.append(any(map(is_pending, trained.model.parameters())))
+        state = trained.state()
+        trained.sync.close()
+        return found, state
+
+    at_once = run_thread_ranks(lambda rank, group: work(rank, group, False), 2)
+    ranks = run_thread_ranks(lambda rank, group: work(rank, group, "auto"), 2)
+    for (found, state), (_, plain) in zip(ranks, at_once, strict=True):
+        assert found == [False] * 4 + [late] * 3
+        assert all(map(torch.equal, state, plain))
+
+
+@pytest.mark.parametrize(
+    ("sync", "counts", "dtype", "by_all_reduce"),
+    [
+        ("invariant", (1, 1), torch.float32, True),
+        ("invariant", (2, 2), torch.float64, True),
+        ("invariant", (1, 1), torch.bfloat16, False),
+        ("invariant", (2, 1), torch.float32, False),
+        ("invariant", (1, 0), torch.float32, False),
+        ("invariant", (1, 1, 1, 1), torch.float32, False),
+        ("invariant_bf16", (1, 1), torch.float32, False),
+        ("bucketed", (2, 1, 0), torch.float32, True),
+    ],
+)
+def test_whole_sums_are_an_all_reduce_where_its_order_is_right(
+    sync: str, counts: tuple[int, ...], dtype: torch.dtype, by_all_reduce: bool
+) -> None:
+    """Two ranks have one sum to make, and a + b is b + a."""
+    all_reduce, sizes = ProcessGroupCommunicator.all_reduce, []
+
+    def noted(self: ProcessGroupCommunicator, tensor: Tensor, op: ReduceOp = "sum") -> Work:
+        sizes.append(tensor.numel())
+        return all_reduce(self, tensor, op)
+
+    def weights(shares: list[range]) -> list[list[Tensor]]:
+        def work(rank: int, group: dist.ProcessGroup) -> list[Tensor]:
+            trained = Trained(group, sync=sync, overlap_publish="auto", model=Net().to(dtype))
+            trained.step(0, shares[rank])
+            found = trained.state()
+            trained.sync.close()
+            return found
+
+        return run_thread_ranks(work, len(shares))
+
+    with patch.object(ProcessGroupCommunicator, "all_reduce", noted):
+        ranks = weights(shares_of(*counts))
+    assert (max(sizes) > 1000) == by_all_reduce
+    if sync != "bucketed":
+        (alone,) = weights(shares_of(sum(counts)))
+        assert all(map(torch.equal, ranks[0], alone))
 
 
 def alias(t: Trained) -> Any:

@@ -36,6 +36,7 @@ from gradsync.bench.report import Tell, progress_bar, say, silent
 from gradsync.bench.sync_plan import (
     CHECK_STEPS,
     CHECKED,
+    DECIDING,
     SETTLING,
     BenchPlan,
     Entry,
@@ -291,7 +292,7 @@ class Runner:
             self._baton.give_up(self._place)
 
     def _check(self, entry: Entry) -> None:
-        """Whether it trains; models that stay are built now, alike in all sets."""
+        """Whether it trains."""
         site = self._site
         bench = _Bench(site.leaves(entry.batch_size), StepClock(on_cuda=site.on_cuda))
         self._benches[entry.label] = bench
@@ -302,14 +303,12 @@ class Runner:
         expected = self._expected[entry.batch_size]
         bench.found = asdict(check(entry.contestant, site, bench.leaves, expected))
         give_back()
-        if self._plan.settings.side_by_side:
-            bench.entrant = self._built(entry)
 
     def _built(self, entry: Entry) -> Entrant:
-        """The contestant, with all that it makes in its first steps."""
+        """The contestant, with all that it makes and decides in its first steps."""
         bench = self._benches[entry.label]
         entrant = enter(entry.contestant, self._site, bench.clock)
-        for _ in range(SETTLING):
+        for _ in range(DECIDING):
             entrant.step(bench.leaves)
         entrant.wait()
         return entrant
@@ -317,7 +316,8 @@ class Runner:
     def _turn(self, entry: Entry) -> None:
         """Run the warm-up steps, then the measured steps."""
         settings, bench = self._plan.settings, self._benches[entry.label]
-        entrant = bench.entrant or self._built(entry)
+        entrant = bench.entrant or self._built(entry)  # at the rate that counts
+        bench.entrant = entrant if settings.side_by_side else None
         self._site.comm.barrier()  # not later: it would wait for what the warm-up leaves to send
         for _ in range(settings.num_warmup):
             entrant.step(bench.leaves)

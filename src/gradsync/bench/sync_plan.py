@@ -33,6 +33,7 @@ DTYPES = ("fp32", "bf16")
 CHECKED = "all contestants train as they should; measuring"  # said between checks and turns
 CHECK_STEPS = 4  # optimizer steps by which each contestant is checked
 SETTLING = 2  # steps in which contestants still build things: DDP its buckets, late updates state
+DECIDING = 5  # and until they have chosen: overlap_publish=auto, and then one more
 USUAL_TOKENS = 512
 _SHARE = 0.9  # the part of the free memory that may be taken
 _LARGEST_SEED = 2**32  # each leaf's is a multiple of it, and generators take 64 bits
@@ -313,7 +314,7 @@ def seconds_of(plan: BenchPlan, step_s: float) -> float:
     settings = plan.settings
     # A check: as it is, and laid bare after a step more; and once for each set the reference.
     each = 2 * CHECK_STEPS + 1 + settings.rounds * (settings.num_warmup + settings.num_steps)
-    each += SETTLING * (1 if settings.side_by_side else settings.rounds)
+    each += DECIDING * (1 if settings.side_by_side else settings.rounds)
     return (len(plan.entries) * each + len(plan.sets) * CHECK_STEPS) * step_s
 
 

@@ -325,7 +325,7 @@ def traffic_of(strategy: str, options: Mapping[str, Any] | None = None) -> Traff
     given = dict(options or {})
     check_options(found, given)
     if found.recipe is not None:
-        given.setdefault("overlap_publish", True)  # as the trainer has it
+        given.setdefault("overlap_publish", "auto")  # as the trainer has it
         return _of_recipe(replace(found.recipe, **given))
     traffic = _of_other(found.name, given)
     if strategy == "torch_ddp":  # as torch's users run it: gradients are not views into buckets
@@ -353,7 +353,7 @@ def _of_recipe(recipe: Recipe) -> Traffic:
         bucket_mb=recipe.bucket_mb,
         first_bucket_mb=recipe.first_bucket_mb,
         overlap=recipe.overlap,
-        late=recipe.overlap_publish and (recipe.shard != "none" or in_halves),
+        late=bool(recipe.overlap_publish) and (recipe.shard != "none" or in_halves),
         shard=recipe.shard,
         algorithm=algorithm,
         wire=1.0 if recipe.wire == "same" else 0.5,

@@ -97,7 +97,8 @@ def build_engine(
         how = {"gradients": in_shards, "exchange": tree, "late": later}
         shards = ZeroShards(model, parameters, comm, buckets, **how)
     elif late and tree is not None:
-        shards = LateReplicas(model, parameters, comm, tree)
+        measures = recipe.overlap_publish == "auto" and parameters[0].device.type == "cpu"
+        shards = LateReplicas(model, parameters, comm, tree, measures=measures)
     engine = Engine(
         *(model, comm, buckets),
         # The core that would add beside backward computes.
@@ -126,7 +127,10 @@ def _exchange(
         own = for_background(comm, device)
         levels = [Channel(level, channel) for level in _tree_levels(own, recipe, groups)]
         over_leaves = recipe.order == "invariant"
-        return TreeExchange(Channel(own, channel), levels, device, over_leaves=over_leaves)
+        in_memory = isinstance(comm, SharedMemoryCommunicator)
+        sums = comm.all_reduce if device.type == "cpu" and not in_memory else None
+        how = {"over_leaves": over_leaves, "all_reduce": sums}
+        return TreeExchange(Channel(own, channel), levels, device, **how)
     if recipe.shard == "gradients":
         return ReduceScatter(comm)
     if recipe.wire != "same":

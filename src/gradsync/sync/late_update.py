@@ -22,9 +22,11 @@ In the user's training loop `.grad` is whole when backward ends, and nothing is 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
+from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -53,6 +55,13 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 log = logging.getLogger("gradsync")
+
+_MEASURED = range(1, 4)
+"""Steps, counted from 0, that tell whether sums are handed out late under `overlap_publish=auto`:
+up to then they are whole when a step ends."""
+_LEAST_WAIT = 0.1
+"""Share of such a step, spent waiting for sums, from which late ones pay: they cost an update for
+each bucket, and messages in place of an all-reduce, which takes less of the processor."""
 
 
 class _Update(NamedTuple):
@@ -88,9 +97,8 @@ class LateReplicas(Replicas):
         model, parameters: see `Replicas`.
         comm: all ranks.
         exchange: sums the buckets.
+        measures: be late only where that pays.
     """
-
-    by_halves = True
 
     def __init__(
         self,
@@ -98,9 +106,14 @@ class LateReplicas(Replicas):
         parameters: Sequence[nn.Parameter],
         comm: Communicator,
         exchange: TreeExchange,
+        *,
+        measures: bool = False,
     ) -> None:
         super().__init__(model, parameters)
         self._comm, self._exchange = comm, exchange
+        self.by_halves = not measures
+        self._taken, self._ended = 0, 0.0
+        self._waits: list[float] = []
         self._step: _Pending | None = None
         self._why = self._said = ""
         self._scaler = False
@@ -125,6 +138,8 @@ class LateReplicas(Replicas):
         self._step = None  # one that was refused after its sums
         if self._exchange.whole:
             super().take(buckets, used, factor, watch)
+            if self._taken < _MEASURED.stop:
+                self._measure(watch)
             return
         for parameter in self.parameters:
             parameter.grad = None
@@ -134,6 +149,26 @@ class LateReplicas(Replicas):
             if self._scaler:
                 self._put_into_grad()
         watch.stop()
+
+    def _measure(self, watch: Stopwatch) -> None:
+        """Note the share of this step that was spent waiting for whole sums; decide after the last
+        such step, on all ranks alike.
+
+        One all-reduce, once: whole group, float64 [1], on the CPU; overlaps nothing. The least wait
+        counts: those who wait longer wait for that rank, not for the cable.
+        """
+        began, self._ended = self._ended, time.perf_counter()
+        if self._taken in _MEASURED:
+            self._waits.append(watch.seconds() / (self._ended - began))
+        self._taken += 1
+        if self._taken == _MEASURED.stop:
+            wait = torch.tensor([median(self._waits)], dtype=torch.float64)
+            self._comm.all_reduce(wait, "min").wait()
+            self.by_halves = bool(wait >= _LEAST_WAIT)
+            if self._comm.rank == 0:
+                said = "beside the next forward" if self.by_halves else "within the step"
+                share = 100 * float(wait)
+                log.info("sums arrive %s: ranks waited %.0f %% of a step for them", said, share)
 
     def _gathers(self) -> list[Work]:
         """Ask all owners for whole sums, once a step; for each bucket."""

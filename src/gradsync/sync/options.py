@@ -71,10 +71,11 @@ class Recipe(Options):
         "up to bucket_mb, and halve before the end), and the last one, which nothing hides, MiB.",
     )
     overlap: bool = option(True, "Communicate while backward still runs; False waits for its end.")
-    overlap_publish: bool = option(
+    overlap_publish: Literal[True, False, "auto"] = option(
         False,
         "Between hosts let the next forward run while sums (zero1, zero2: weights) are still on "
-        "their way; a weight that is used waits for its own. `gradsync train` does so. See "
+        "their way; a weight that is used waits for its own. auto, as `gradsync train` has it: on "
+        "CPUs only where steps that wait for sums would lose time. See "
         "docs/guide/between-hosts.md.",
     )
     order: Order = option(
@@ -296,7 +297,7 @@ def _kind(name: str, hint: Any, options: type[Options]) -> Kind:
 def check_value(name: str, value: Any, kind: Kind) -> None:
     """Raise ConfigError, with the values that the option `name` accepts, if `value` is none."""
     if isinstance(kind, tuple):
-        fits, wanted = value in kind, f"one of {', '.join(kind)}"
+        fits, wanted = value in kind, f"one of {', '.join(map(str, kind))}"
     elif kind == "flag":
         fits, wanted = isinstance(value, bool), "true or false"
     elif kind == "count":

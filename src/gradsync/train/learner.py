@@ -248,11 +248,11 @@ def trainer_options(sync: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
     Between two steps nothing writes the trainer's weights, so the ranks of a host that share memory
     need only one copy of them. `update="whole"` cannot do with one. And whatever reads them
-    waits, so that between hosts they may be updated beside the next forward.
+    waits, so that between hosts they may be updated beside the next forward, where that pays.
     """
     if STRATEGIES[sync].recipe is None:
         return dict(given)
-    own = {"overlap_publish": True}
+    own: dict[str, Any] = {"overlap_publish": "auto"}
     return own | ({} if given.get("update") == "whole" else {"weights": "shared"}) | dict(given)
 
 

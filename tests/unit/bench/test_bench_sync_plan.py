@@ -231,14 +231,14 @@ def test_a_model_that_nobody_chose_is_done_in_three_minutes(
 @pytest.mark.parametrize(
     ("step_s", "given", "turns", "takes_s"),
     [
-        (0.01, {}, (5, 10, 2), 4.34),
-        (0.2, {}, (5, 10, 2), 86.8),
-        (0.4, {}, (5, 5, 2), 113.6),
-        (0.6, {}, (3, 5, 1), 109.2),
-        (0.9, {}, (3, 3, 1), 131.4),
-        (2.0, {}, (3, 3, 1), 292),  # not shorter: what it takes is said
-        (2.0, {"rounds": 9}, (9, 3, 1), 580),  # asked for
-        (0.9, {"num_steps": 4, "num_warmup": 0}, (3, 4, 0), 131.4),
+        (0.01, {}, (5, 10, 2), 4.52),
+        (0.2, {}, (5, 10, 2), 90.4),
+        (0.4, {}, (5, 5, 2), 120.8),
+        (0.6, {}, (3, 5, 1), 120),
+        (0.9, {}, (3, 3, 1), 147.6),
+        (2.0, {}, (3, 3, 1), 328),  # not shorter: what it takes is said
+        (2.0, {"rounds": 9}, (9, 3, 1), 616),  # asked for
+        (0.9, {"num_steps": 4, "num_warmup": 0}, (3, 4, 0), 147.6),
     ],
 )
 def test_turns_are_shorter_where_steps_are_slow(
@@ -276,7 +276,7 @@ def test_how_long_it_takes() -> None:
     settings = SyncSettings(model_size="tiny", rounds=3, num_steps=4, num_warmup=1)
     chosen = with_ideals(parse_contestants("naive,torch_ddp"), same_allocator=False)
     plan = bench_plan(settings, [(each, 2, 1) for each in chosen])
-    steps = 4 * (11 + 3 * 5) + 2 * 4
+    steps = 4 * (14 + 3 * 5) + 2 * 4
     assert seconds_of(plan, 2.0) - seconds_of(plan, 0.0) == pytest.approx(steps * 2.0)
     assert [duration(s) for s in (0.2, 40, 170, 4_800)] == ["1 s", "40 s", "3 min", "1 h 20 min"]
 
@@ -284,7 +284,8 @@ def test_how_long_it_takes() -> None:
 def test_nothing_waits_between_the_warm_up_and_the_clock() -> None:
     """What the warm-up leaves to send counts, as what the last step leaves does not."""
     seen = mock.Mock()
-    plan = SimpleNamespace(settings=SimpleNamespace(num_warmup=2, num_steps=1))
+    settings = SimpleNamespace(num_warmup=2, num_steps=1, side_by_side=True)
+    plan = SimpleNamespace(settings=settings)
     seen.clock.read.return_value = [1.0], [1.0]
     bench = SimpleNamespace(
         entrant=seen.entrant, clock=seen.clock, leaves=(), step_s=[], compute_s=[]

@@ -54,16 +54,15 @@ def test_one_round_on_two_ranks(
     expected = dict.fromkeys(ONLY, 1.0) | {"none": 0.0, "bf16": 0.5}
     assert all(value <= sent[name] < value + 0.1 for name, value in expected.items()), sent
     held = {name: float(row.held) for name, row in rows(record).items()}
-    assert all(4.0 <= held[name] < 4.3 for name in ("none", "naive", "bucketed")), held
-    # Half of the largest bucket, here the only one, comes from another rank.
-    assert 4.5 <= held["invariant"] < 4.8, held
+    plain = ("none", "naive", "bucketed", "invariant")
+    assert all(4.0 <= held[name] < 4.3 for name in plain), held
     assert 3.5 <= held["zero1"] < 3.8  # half of AdamW's two states, and the same
     operations = {name: float(row.operations) for name, row in rows(record).items()}
     assert operations["none"] == 0
     assert operations["naive"] == NUM_PARAMETERS + 1
     assert operations["bucketed"] == operations["ddp"] == 2  # one bucket and the small message
-    # Two per bucket, the shares of leaves, the small message.
-    assert operations["invariant"] == operations["zero1"] == 4
+    # The shares of leaves, too; and two for the bucket.
+    assert (operations["invariant"], operations["zero1"]) == (3, 4)
 
 
 def test_it_starts_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from gradsync.train.config import SyncConfig
 from support.cable import Cable
 from support.host_runs import Move, arguments, has_ended, has_logged, run_on_hosts, weights_of
 from support.namespaces import two_hosts
@@ -29,10 +30,11 @@ GONE = ("Connection timed out", "No route to host", "Network is unreachable")
 @pytest.mark.launcher("nftables")
 def test_faults_on_the_cable(tmp_path: Path) -> None:
     data = make_data(tmp_path / "data")
-    long = {"steps": 100_000, "silence_s": SILENCE_S}
+    late = SyncConfig(overlap_publish=True)
+    long = {"steps": 100_000, "silence_s": SILENCE_S, "sync_options": late}
     together = {
         "blocked": arguments(tmp_path, data, "blocked", rendezvous_timeout_s=2.0),
-        "disturbed": arguments(tmp_path, data, "disturbed", steps=STEPS),
+        "disturbed": arguments(tmp_path, data, "disturbed", steps=STEPS, sync_options=late),
         "reset": arguments(tmp_path, data, "reset", **long),
         "cut": arguments(tmp_path, data, "cut", **long),
     }
@@ -64,14 +66,14 @@ def test_faults_on_the_cable(tmp_path: Path) -> None:
             cut,
             Move(has_ended(tmp_path, "cut"), cable.heal),
         ]
-        late = Relay(hosts[1], to=(hosts[0].address, FIRST_PORT + 1), delay_s=0.03)
-        with late:
+        slow = Relay(hosts[1], to=(hosts[0].address, FIRST_PORT + 1), delay_s=0.03)
+        with slow:
             runs = run_on_hosts(
                 tmp_path,
                 hosts,
                 together,
                 alone=arguments(tmp_path, data, "alone", steps=STEPS),
-                relayed={"disturbed": (hosts[1].address, late.port)},
+                relayed={"disturbed": (hosts[1].address, slow.port)},
                 moves=moves,
             )
 
@@ -80,7 +82,7 @@ def test_faults_on_the_cable(tmp_path: Path) -> None:
     assert weights_of(tmp_path / "disturbed") == weights_of(tmp_path / "alone")
     assert counts["dropped"] > 0
     assert counts["held back"] > 0
-    assert late.passed_on > 1_000
+    assert slow.passed_on > 1_000
 
     blocked = runs["blocked"]
     assert blocked.codes == (1, 1, 1, 1), blocked.logs

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from gradsync.comm.base import ReduceOp, Work
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.core.torch_private import as_plain_tensors, storage_address, storage_uses
 from gradsync.errors import ConfigError, RunError
@@ -93,7 +92,6 @@ class Trained:
     def step(self, number: int, leaves: range, **more: Any) -> Any:
         for leaf in leaves:
             x = torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * number + leaf))
-            x = x.to(self.held.dtype)
             with self.sync.micro_step(last=leaf == leaves[-1], index=leaf):
                 self.sync.backward(self.model(x).square().sum(), weight=4)
         return self.sync.step(self.optimizer, **more)
@@ -333,17 +331,23 @@ def test_options_of_the_step_hold_for_its_update() -> None:
     assert all(map(torch.equal, late, run_thread_ranks(lambda r, g: work(r, g, False), 2)[0]))
 
 
-@pytest.mark.parametrize(("waits", "late"), [((0.5, 0.2), True), ((0.5, 0.05), False)])
+@pytest.mark.parametrize(
+    ("waits", "late"), [((0.5, 0.2), True), ((0.5, 0.05), False), ((0.5, 0.3), False)]
+)
 @pytest.mark.parametrize("sync", ["invariant", "bucketed"])
 def test_auto_is_late_where_even_the_last_rank_waits_long(
     sync: str, waits: tuple[float, float], late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A rank that could not be late (its optimizer has a hook) waits for the second half alone."""
+    hooked = waits[1] == 0.3
     local = threading.local()
     monkeypatch.setattr(late_update, "median", lambda _: local.wait)
 
     def work(rank: int, group: dist.ProcessGroup, how: Any) -> tuple[list[bool], list[Tensor]]:
         local.wait = waits[rank]
         trained, found = Trained(group, sync=sync, overlap_publish=how), []
+        if hooked and rank:
+            hook(trained)
         for number in range(7):
             trained.step(number, range(rank, rank + 1), clip_norm=0.5)
             found.append(any(map(is_pending, trained.model.parameters())))
@@ -356,47 +360,6 @@ def test_auto_is_late_where_even_the_last_rank_waits_long(
     for (found, state), (_, plain) in zip(ranks, at_once, strict=True):
         assert found == [False] * 4 + [late] * 3
         assert all(map(torch.equal, state, plain))
-
-
-@pytest.mark.parametrize(
-    ("sync", "counts", "dtype", "by_all_reduce"),
-    [
-        ("invariant", (1, 1), torch.float32, True),
-        ("invariant", (2, 2), torch.float64, True),
-        ("invariant", (1, 1), torch.bfloat16, False),
-        ("invariant", (2, 1), torch.float32, False),
-        ("invariant", (1, 0), torch.float32, False),
-        ("invariant", (1, 1, 1, 1), torch.float32, False),
-        ("invariant_bf16", (1, 1), torch.float32, False),
-        ("bucketed", (2, 1, 0), torch.float32, True),
-    ],
-)
-def test_whole_sums_are_an_all_reduce_where_its_order_is_right(
-    sync: str, counts: tuple[int, ...], dtype: torch.dtype, by_all_reduce: bool
-) -> None:
-    """Two ranks have one sum to make, and a + b is b + a."""
-    all_reduce, sizes = ProcessGroupCommunicator.all_reduce, []
-
-    def noted(self: ProcessGroupCommunicator, tensor: Tensor, op: ReduceOp = "sum") -> Work:
-        sizes.append(tensor.numel())
-        return all_reduce(self, tensor, op)
-
-    def weights(shares: list[range]) -> list[list[Tensor]]:
-        def work(rank: int, group: dist.ProcessGroup) -> list[Tensor]:
-            trained = Trained(group, sync=sync, overlap_publish="auto", model=Net().to(dtype))
-            trained.step(0, shares[rank])
-            found = trained.state()
-            trained.sync.close()
-            return found
-
-        return run_thread_ranks(work, len(shares))
-
-    with patch.object(ProcessGroupCommunicator, "all_reduce", noted):
-        ranks = weights(shares_of(*counts))
-    assert (max(sizes) > 1000) == by_all_reduce
-    if sync != "bucketed":
-        (alone,) = weights(shares_of(sum(counts)))
-        assert all(map(torch.equal, ranks[0], alone))
 
 
 def alias(t: Trained) -> Any:
@@ -712,3 +675,23 @@ def test_an_optimizer_that_keeps_nothing_has_no_entries() -> None:
         return found
 
     assert run_thread_ranks(work, 2) == [0, 0]
+
+
+@pytest.mark.parametrize("how", [True, "auto"])
+def test_users_loops_decide_nothing_for_those_who_asked(how: Any) -> None:
+    """Sums of `loss.backward()` are whole, whatever the option says."""
+
+    def work(rank: int, group: dist.ProcessGroup) -> list[bool]:
+        trained, found = Trained(group, overlap_publish=how), []
+        for _ in range(5):
+            trained.model(torch.ones(4, 6)).square().sum().backward()
+            trained.optimizer.step()
+            trained.optimizer.zero_grad()
+        for number in range(2):
+            trained.step(number, range(rank, rank + 1))
+            found.append(any(map(is_pending, trained.model.parameters())))
+        trained.sync.close()
+        return found
+
+    with patch.object(late_update, "_LEAST_WAIT", 2.0):
+        assert run_thread_ranks(work, 2) == [[how is True] * 2] * 2

@@ -241,6 +241,12 @@ def for_background(comm: Communicator, device: torch.device) -> Communicator:
     return ProcessGroupCommunicator(_torch_group(dist.get_process_group_ranks(group)))
 
 
+def group_of_pair(comm: Communicator) -> Communicator | None:
+    """Where `comm` is the default group of two ranks, make one for a thread; both ranks call it."""
+    is_default = comm.world_size == 2 and getattr(comm, "group", None) is dist.group.WORLD
+    return ProcessGroupCommunicator(_torch_group([0, 1])) if is_default else None
+
+
 def _torch_group(ranks: Sequence[int]) -> object:
     """A new group with the default group's timeout, in place of torch's built-in one."""
     main = dist.group.WORLD

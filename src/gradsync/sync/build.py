@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gradsync.comm.base import Communicator, Messenger
-from gradsync.comm.groups import Groups, Hosts, RankPlacement, Subset, for_background
+from gradsync.comm.groups import Groups, Hosts, RankPlacement, Subset, for_background, group_of_pair
 from gradsync.comm.p2p_collectives import (
     doubling_all_reduce,
     hierarchical_all_reduce,
@@ -127,10 +127,10 @@ def _exchange(
         own = for_background(comm, device)
         levels = [Channel(level, channel) for level in _tree_levels(own, recipe, groups)]
         over_leaves = recipe.order == "invariant"
-        in_memory = isinstance(comm, SharedMemoryCommunicator)
-        sums = comm.all_reduce if device.type == "cpu" and not in_memory else None
-        how = {"over_leaves": over_leaves, "all_reduce": sums}
-        return TreeExchange(Channel(own, channel), levels, device, **how)
+        pair = None if device.type == "cuda" else group_of_pair(comm)
+        return TreeExchange(
+            Channel(own, channel), levels, device, over_leaves=over_leaves, pair=pair
+        )
     if recipe.shard == "gradients":
         return ReduceScatter(comm)
     if recipe.wire != "same":

@@ -112,7 +112,7 @@ class LateReplicas(Replicas):
         super().__init__(model, parameters)
         self._comm, self._exchange = comm, exchange
         self.by_halves = not measures
-        self._taken, self._ended = 0, 0.0
+        self._taken, self._ended = 0 if measures else _MEASURED.stop, 0.0
         self._waits: list[float] = []
         self._step: _Pending | None = None
         self._why = self._said = ""
@@ -162,13 +162,14 @@ class LateReplicas(Replicas):
             self._waits.append(watch.seconds() / (self._ended - began))
         self._taken += 1
         if self._taken == _MEASURED.stop:
-            wait = torch.tensor([median(self._waits)], dtype=torch.float64)
+            # A rank that cannot be late would wait for the second half alone.
+            share = 0.0 if self._why or self._scaler else median(self._waits)
+            wait = torch.tensor([share], dtype=torch.float64)
             self._comm.all_reduce(wait, "min").wait()
             self.by_halves = bool(wait >= _LEAST_WAIT)
             if self._comm.rank == 0:
-                said = "beside the next forward" if self.by_halves else "within the step"
-                share = 100 * float(wait)
-                log.info("sums arrive %s: ranks waited %.0f %% of a step for them", said, share)
+                said = "go down beside the next forward" if self.by_halves else "stay in the step"
+                log.info("sums %s: ranks wait %.0f %% of a step for them", said, 100 * float(wait))
 
     def _gathers(self) -> list[Work]:
         """Ask all owners for whole sums, once a step; for each bucket."""

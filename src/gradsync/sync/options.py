@@ -74,9 +74,8 @@ class Recipe(Options):
     overlap_publish: Literal[True, False, "auto"] = option(
         False,
         "Between hosts let the next forward run while sums (zero1, zero2: weights) are still on "
-        "their way; a weight that is used waits for its own. auto, as `gradsync train` has it: on "
-        "CPUs only where steps that wait for sums would lose time. See "
-        "docs/guide/between-hosts.md.",
+        "their way; a weight that is used waits for its own. auto, as `gradsync train` has it: for "
+        "sums on CPUs only where ranks would wait for them. See docs/guide/between-hosts.md.",
     )
     order: Order = option(
         "any",
@@ -297,7 +296,8 @@ def _kind(name: str, hint: Any, options: type[Options]) -> Kind:
 def check_value(name: str, value: Any, kind: Kind) -> None:
     """Raise ConfigError, with the values that the option `name` accepts, if `value` is none."""
     if isinstance(kind, tuple):
-        fits, wanted = value in kind, f"one of {', '.join(map(str, kind))}"
+        fits = isinstance(value, str | bool) and value in kind  # 1 is True
+        wanted = f"one of {', '.join(map(str, kind))}"
     elif kind == "flag":
         fits, wanted = isinstance(value, bool), "true or false"
     elif kind == "count":

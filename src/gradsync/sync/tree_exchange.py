@@ -37,6 +37,7 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -44,7 +45,7 @@ import torch
 from torch.autograd.profiler import record_function
 
 from gradsync.comm.base import Communicator, Messenger, Work
-from gradsync.comm.process_group import Background, Done
+from gradsync.comm.process_group import AllOf, Background, Done
 from gradsync.sync.buckets import (
     FORGOTTEN,
     UNKNOWN,
@@ -110,7 +111,7 @@ class TreeExchange(Exchange):
             ranks must be numbered host by host.
         device: device of the gradients.
         over_leaves: the tree of all ranks' leaves; False: of ranks, whose sums are in any order.
-        all_reduce: of all ranks, for whole sums in any order: quicker, since it adds in the cache.
+        pair: two ranks' group for whole sums alone: its all-reduce adds in the cache.
     """
 
     def __init__(
@@ -120,10 +121,9 @@ class TreeExchange(Exchange):
         device: torch.device,
         *,
         over_leaves: bool = True,
-        all_reduce: Callable[[Tensor], Work] | None = None,
+        pair: Communicator | None = None,
     ) -> None:
-        self.messenger, self._over_leaves = comm, over_leaves
-        self._all_reduce = all_reduce
+        self.messenger, self._over_leaves, self._pair = comm, over_leaves, pair
         self._levels = levels
         self._device = device
         # NCCL runs a group's messages one after the other, in one order on all ranks.
@@ -155,11 +155,11 @@ class TreeExchange(Exchange):
         if self.messenger.world_size == 1:
             self._reduce(bucket, buffers, 0)
             return Done()
-        if self._all_reduce is not None and self._any_order(bucket):
-            _put(self._own_nodes(bucket, buffers), buffers[0])
-            # Whole group, the bucket's [numel] and dtype, overlapping backward.
-            return self._all_reduce(buffers[0])
-        return self.submit(f"sum {number}", lambda lane: self._both(bucket, buffers, lane), number)
+        works: list[Work] = []
+        fn = self._both if self._pair is None else partial(self._as_pair, works)
+        lane = number if self._pair is None else 0  # collectives have one order on both ranks
+        works.append(self.submit(f"sum {number}", partial(fn, bucket, buffers), lane))
+        return AllOf(works)
 
     def launch_half(self, bucket: Bucket) -> Work:
         self.whole = False
@@ -252,15 +252,16 @@ class TreeExchange(Exchange):
             TreeStage(inter, of_hosts, [total], are_siblings(of_hosts)),
         ]
 
-    def _any_order(self, bucket: Bucket) -> bool:
-        """Whether an all-reduce gives the tree's bits: if no order is asked for, or each of two
-        ranks has one node, since a + b is b + a. Waits for the ranks' numbers of leaves."""
-        if not self._over_leaves:
-            return True
-        if self.messenger.world_size > 2 or bucket.rounded or bucket.dtype not in _PLAIN:
-            return False
+    def _as_pair(self, works: list[Work], bucket: Bucket, buffers: list[Tensor], _: int) -> None:
+        """Let `works` have an all-reduce where two ranks have one node each: a + b is b + a."""
         self._planned.wait()
-        return bool(self._stages) and all(stage.siblings for stage in self._stages)
+        siblings = bool(self._stages) and all(stage.siblings for stage in self._stages)
+        if self._pair is None or not siblings or bucket.rounded or bucket.dtype not in _PLAIN:
+            self._both(bucket, buffers, 0)
+        else:
+            _put(self._own_nodes(bucket, buffers), buffers[0])
+            # Both ranks, the bucket's [numel] and dtype, overlapping backward.
+            works.append(self._pair.all_reduce(buffers[0]))
 
     def _own_nodes(self, bucket: Bucket, buffers: list[Tensor]) -> list[Tensor]:
         """Values of this rank's nodes; unless indexed, every leaf still has a buffer."""

@@ -95,15 +95,22 @@ def test_an_all_reduce_where_its_order_is_the_trees(pool: Any) -> None:
 
 
 def _two_models(rank: int, world_size: int, store_path: str) -> list[float]:
-    """Rank 1 has no leaf of the first model, and the program's own sum comes before the steps."""
+    """Rank 1 has no leaf of the first model and does not use all of the second, whose buckets it
+    launches in the step; the program's own sum, of a bucket's size, comes before that."""
     with open_session(rank, world_size, store_path) as world:
         models = [Net(torch.float32), Net(torch.float32)]
         options = {"sync": "invariant", "collective": "backend"}
         handles = [gs.replicate(model, world, **options) for model in models]
         optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models]
         step(models[0], handles[0], range(1 - rank), torch.float32)
-        step(models[1], handles[1], range(rank, rank + 1), torch.float32)
-        metric = torch.full((2106,), float(rank + 1))
+        with handles[1].micro_step(last=True, index=rank):
+            x = torch.ones(4, 6)
+            used = models[1](x) if rank == 0 else models[1].first(x)
+            handles[1].backward(used.square().sum(), weight=4)
+        reducer: Any = handles[1].reducer
+        for work in reducer._works:
+            work._works[0].wait()  # its all-reduce is under way
+        metric = torch.full((reducer.buckets[0].plan.numel,), float(rank + 1))
         dist.all_reduce(metric)
         for handle, optimizer in zip(handles, optimizers, strict=True):
             handle.step(optimizer)

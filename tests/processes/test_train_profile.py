@@ -16,21 +16,22 @@ from support.small_run import make_data, small_config, train_rank
 
 def test_each_rank_writes_a_trace_in_which_buckets_have_names(pool: Any, tmp_path: Path) -> None:
     data = make_data(tmp_path / "data")
-    by_messages = SyncConfig(collective="backend")
     hashes = []
-    for step in (0, 2):
-        out = tmp_path / str(step)
+    for name, step, late in (("0", 0, True), ("2", 2, True), ("at once", 2, "auto")):
+        out, by_messages = tmp_path / name, SyncConfig(collective="backend", overlap_publish=late)
         config = small_config(out, data, profile=step, sync_options=by_messages, steps=4)
         first, second = pool.run(train_rank, 2, config)
         assert (first.exit_code, second.exit_code) == (0, 0), first.error
         hashes.append(first.summary["weights_sha256"])
-    assert hashes[0] == hashes[1]
+    assert len(set(hashes)) == 1
     files = sorted(path.name for path in (tmp_path / "2/profile_trace/iteration_2").iterdir())
     assert files == ["rank0_trace.json", "rank1_trace.json"]
     assert not (tmp_path / "0" / "profile_trace").exists()
     spans = read_spans(tmp_path / "2")
     kinds = {rank: {span.kind for span in spans if span.rank == rank} for rank in (0, 1)}
     assert kinds[0] == kinds[1] == {"forward", "backward", "step", "in", "out", "update"}
+    spans = read_spans(tmp_path / "at once")
+    assert {span.kind for span in spans} == {"forward", "backward", "step", "sum"}
 
 
 @pytest.mark.parametrize("writable", [True, False])

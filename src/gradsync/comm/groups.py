@@ -243,7 +243,7 @@ def for_background(comm: Communicator, device: torch.device) -> Communicator:
 
 def group_of_pair(comm: Communicator) -> Communicator | None:
     """Where `comm` is the default group of two ranks, make one for a thread; both ranks call it."""
-    is_default = comm.world_size == 2 and getattr(comm, "group", None) is dist.group.WORLD
+    is_default = comm.world_size == 2 and getattr(comm, "group", dist) is dist.group.WORLD
     return ProcessGroupCommunicator(_torch_group([0, 1])) if is_default else None
 
 

@@ -156,9 +156,10 @@ class TreeExchange(Exchange):
             self._reduce(bucket, buffers, 0)
             return Done()
         works: list[Work] = []
-        fn = self._both if self._pair is None else partial(self._as_pair, works)
-        lane = number if self._pair is None else 0  # collectives have one order on both ranks
-        works.append(self.submit(f"sum {number}", partial(fn, bucket, buffers), lane))
+        pair = self._pair is not None  # whose collectives have one order on both ranks
+        fn = partial(self._as_pair, works) if pair else self._both
+        name, lane = ("start", 0) if pair else ("sum", number)
+        works.append(self.submit(f"{name} {number}", partial(fn, bucket, buffers), lane))
         return AllOf(works)
 
     def launch_half(self, bucket: Bucket) -> Work:
@@ -254,7 +255,6 @@ class TreeExchange(Exchange):
 
     def _as_pair(self, works: list[Work], bucket: Bucket, buffers: list[Tensor], _: int) -> None:
         """Let `works` have an all-reduce where two ranks have one node each: a + b is b + a."""
-        self._planned.wait()
         siblings = bool(self._stages) and all(stage.siblings for stage in self._stages)
         if self._pair is None or not siblings or bucket.rounded or bucket.dtype not in _PLAIN:
             self._both(bucket, buffers, 0)

@@ -127,7 +127,8 @@ def _exchange(
         own = for_background(comm, device)
         levels = [Channel(level, channel) for level in _tree_levels(own, recipe, groups)]
         over_leaves = recipe.order == "invariant"
-        pair = None if device.type == "cuda" else group_of_pair(comm)
+        adds = device.type == "cpu" and (recipe.shard, recipe.node_dtype) == ("none", None)
+        pair = group_of_pair(comm) if adds else None
         return TreeExchange(
             Channel(own, channel), levels, device, over_leaves=over_leaves, pair=pair
         )

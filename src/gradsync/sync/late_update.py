@@ -151,8 +151,7 @@ class LateReplicas(Replicas):
         watch.stop()
 
     def _measure(self, watch: Stopwatch) -> None:
-        """Note the share of this step that was spent waiting for whole sums; decide after the last
-        such step, on all ranks alike.
+        """Note the share of the step that was spent waiting for whole sums; at last, decide.
 
         One all-reduce, once: whole group, float64 [1], on the CPU; overlaps nothing. The least wait
         counts: those who wait longer wait for that rank, not for the cable.

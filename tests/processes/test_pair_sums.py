@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -67,13 +68,10 @@ def trained(world: Any, case: str) -> tuple[list[Tensor], list[int]]:
     model = Net(dtype)
     sync = gs.replicate(model, world, sync=name, collective="backend", overlap_publish="auto")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    ProcessGroupCommunicator.all_reduce = noted  # type: ignore[method-assign]
-    try:
+    with patch.object(ProcessGroupCommunicator, "all_reduce", noted):
         for _ in range(2):
             step(model, sync, leaves, dtype)
             sync.step(optimizer, clip_norm=0.5)
-    finally:
-        ProcessGroupCommunicator.all_reduce = real  # type: ignore[method-assign]
     found = [p.detach().clone() for p in model.parameters()]
     sync.close()
     return found, sizes

@@ -14,6 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -31,6 +32,7 @@ from gradsync.runtime.store import wait_until
 from gradsync.sync import late_update, pending
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.pending import is_pending
+from gradsync.sync.reducer import Stopwatch
 from gradsync.sync.replicate import replicate
 from gradsync.sync.sharded_state import ShardedBucket
 from support.engine_cases import pretend_hosts
@@ -341,10 +343,16 @@ def test_auto_is_late_where_even_the_last_rank_waits_long(
     """A rank that could not be late (its optimizer has a hook) waits for the second half alone."""
     hooked = waits[1] == 0.3
     local = threading.local()
-    monkeypatch.setattr(late_update, "median", lambda _: local.wait)
+
+    def clock() -> float:
+        local.now += 4.0
+        return local.now
+
+    monkeypatch.setattr(late_update, "time", SimpleNamespace(perf_counter=clock))
+    monkeypatch.setattr(Stopwatch, "seconds", lambda _: 4.0 * local.wait)
 
     def work(rank: int, group: dist.ProcessGroup, how: Any) -> tuple[list[bool], list[Tensor]]:
-        local.wait = waits[rank]
+        local.wait, local.now = waits[rank], 0.0
         trained, found = Trained(group, sync=sync, overlap_publish=how), []
         if hooked and rank:
             hook(trained)
@@ -360,6 +368,26 @@ def test_auto_is_late_where_even_the_last_rank_waits_long(
     for (found, state), (_, plain) in zip(ranks, at_once, strict=True):
         assert found == [False] * 4 + [late] * 3
         assert all(map(torch.equal, state, plain))
+
+
+@pytest.mark.parametrize("least_wait", [0.0, 2.0])
+def test_bits_do_not_depend_on_what_auto_chooses(
+    least_wait: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of sums in any order neither: a resumed run begins with whole ones again."""
+    monkeypatch.setattr(late_update, "_LEAST_WAIT", least_wait)
+
+    def work(rank: int, group: dist.ProcessGroup, how: Any) -> list[Tensor]:
+        trained = Trained(group, sync="bucketed", overlap_publish=how)
+        for number in range(6):
+            trained.step(number, range(rank, rank + 1), clip_norm=0.5)
+        state = trained.state()
+        trained.sync.close()
+        return state
+
+    late = run_thread_ranks(lambda rank, group: work(rank, group, True), 3)
+    chosen = run_thread_ranks(lambda rank, group: work(rank, group, "auto"), 3)
+    assert all(map(torch.equal, chosen[0], late[0]))
 
 
 def alias(t: Trained) -> Any:

@@ -40,7 +40,7 @@ class StateMethods:
     def wait(self) -> None:
         """Return when this rank's weights are those of the last step.
 
-        With `overlap_publish=True` a weight is updated when it is first used, and whatever touches
+        With `overlap_publish` a weight is updated when it is first used, and whatever touches
         a parameter waits, so this is for what torch does not tell of: see the limits in
         docs/guide/between-hosts.md. Without it there is nothing to wait for.
         """

@@ -257,7 +257,8 @@ class TreeExchange(Exchange):
         """Let `works` have an all-reduce where two ranks have one node each: a + b is b + a."""
         siblings = bool(self._stages) and all(stage.siblings for stage in self._stages)
         if self._pair is None or not siblings or bucket.rounded or bucket.dtype not in _PLAIN:
-            self._both(bucket, buffers, 0)
+            with record_function(f"sum {bucket.number}"):
+                self._both(bucket, buffers, 0)
         else:
             _put(self._own_nodes(bucket, buffers), buffers[0])
             # Both ranks, the bucket's [numel] and dtype, overlapping backward.
@@ -265,10 +266,9 @@ class TreeExchange(Exchange):
 
     def _own_nodes(self, bucket: Bucket, buffers: list[Tensor]) -> list[Tensor]:
         """Values of this rank's nodes; unless indexed, every leaf still has a buffer."""
-        values, leaves = buffers[: self._num_buffers], [(0, leaf) for leaf in self._own]
-        return (
-            values if self._indexed else _add(bucket, 0, values, leaves, largest_nodes(self._own))
-        )
+        values, own = buffers[: self._num_buffers], self._own
+        leaves = [(0, leaf) for leaf in own]
+        return values if self._indexed else _add(bucket, 0, values, leaves, largest_nodes(own))
 
     def _both(self, bucket: Bucket, buffers: list[Tensor], lane: int) -> None:
         self._reduce(bucket, buffers, lane)

@@ -23,8 +23,8 @@ class SampleOptions:
 
     path: Annotated[Positional[str], tyro.conf.arg(metavar="PATH")]
     """Run directory or checkpoint."""
-    prompt: str = "def "
-    """Text to continue."""
+    prompt: str = ""
+    """Text to continue; empty: a new line."""
     tokens: int = 300
     """Tokens to add."""
     temperature: float = 0.8
@@ -76,7 +76,7 @@ def sample(
     snapshot = CheckpointStore(checkpoint.parent).load(checkpoint)
     check_state(snapshot, checkpoint)
     tokenizer = tokenizer_of(snapshot.state, config.data)
-    prompt = tokenizer.encode(config.prompt).tolist()
+    prompt = tokenizer.encode(config.prompt or "\n").tolist()
     shape = saved_model(snapshot, checkpoint)
     if not shape.is_gpt2:  # positions that no token will have need no rotary table
         needed = max(1, min(shape.block_size, len(prompt) + config.tokens))

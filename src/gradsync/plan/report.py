@@ -143,7 +143,7 @@ def pick_sections(pick: Candidate, commands: Sequence[tuple[str, str]]) -> list[
     recomputes = ", activations recomputed" if work.activation_checkpointing else ""
     parts = {
         "computing": time.compute_s,
-        "communication that nothing hides": time.exposed_comm_s,
+        "exposed communication": time.exposed_comm_s,
         "pipeline idle": time.bubble_s,
         "update": time.update_s,
     }

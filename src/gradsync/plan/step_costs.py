@@ -344,7 +344,7 @@ class StepTime:
     """One optimizer step, seconds; the mean of one where ranks do not meet in each."""
 
     compute_s: float  # Forward and backward of a rank's leaves
-    exposed_comm_s: float  # Communication that nothing hides
+    exposed_comm_s: float  # Communication that is not hidden behind computing
     bubble_s: float  # A pipeline's stage without work
     update_s: float  # Clipping and optimizer
     comm_s: float  # All communication of a rank, hidden or not

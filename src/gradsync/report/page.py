@@ -155,7 +155,7 @@ def charts_of(runs: Sequence[Run]) -> list[Chart]:
             replace(_step_parts(run, "" if alone else f", {run.name}"), events=its)
             for run, its in zip(runs[:4], events, strict=False)
         ),
-        _from_zero("Communication that nothing hides", "% of a step", hidden),
+        _from_zero("Exposed communication", "% of a step, not hidden behind computing", hidden),
         _from_zero("Learning rate", "", lines("optim/lr")),
         _from_zero("Norm of the mean gradient", "before clipping", lines("optim/grad_norm")),
         _from_zero("Memory", "GiB, rank 0 at its peak", memory),
@@ -181,7 +181,7 @@ def _step_parts(run: Run, behind: str) -> Chart:
     rest = [(x, max(0.0, total[x] - of_data[x] - of_exposed[x]) * 1e3) for x in steps]
     parts = (
         ("forward, backward, update", rest),
-        ("communication that nothing hides", [(x, of_exposed[x] * 1e3) for x in steps]),
+        ("exposed communication", [(x, of_exposed[x] * 1e3) for x in steps]),
         ("waiting for data", [(x, of_data[x] * 1e3) for x in steps]),
     )
     colors = (0, 1, 4)

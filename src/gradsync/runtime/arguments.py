@@ -34,6 +34,13 @@ _WORDS = (
 )
 """Python's and tyro's words, and ours."""
 _NONE = re.compile(r"\(default:((?:[\s│]|\x1b\[[0-9;]*m)+)None\)")
+_ELSEWHERE = (
+    ("--tokens-per-update, of all ranks together", "--(global-)?batch-size"),
+    ("--nproc-per-node", r"-np?\d*(=.*)?|--num-(gpus|processes)|--gpus|--devices"),
+    ("--optim.lr", "--(lr|learning-rate|max-lr)"),
+    ("--steps", "--(max-steps|num-steps|epochs|num-train-epochs|max-iters)"),
+)
+"""Flags of `gradsync train`, and other trainers' names of them."""
 _NEAR = ("Perhaps you meant", "Arguments similar")
 
 
@@ -134,8 +141,8 @@ def _refusal(stop: SystemExit, box: str, command: str) -> GradsyncError:
     near = [flag.partition(" ")[0] for part in hints for flag in _entries(part) if flag[:2] == "--"]
     typed = text.partition(": ")[2].partition(",")[0]
     near.sort(key=lambda flag: not flag.startswith(typed))
-    if command == "train" and re.match(r"unknown options: -np?(\d|,|=|$)", text):  # mpirun's
-        near = ["--nproc-per-node"]
+    if command == "train" and text.startswith("unknown options: "):
+        near = [flag for flag, other in _ELSEWHERE if re.fullmatch(other, typed)] or near
     hint = f"; perhaps you meant {near[0]}" if near else ""
     return ConfigError(f"{text[:_LONGEST]}{hint} (gradsync {command} --help lists the options)")
 

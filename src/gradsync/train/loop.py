@@ -145,6 +145,7 @@ class Trainer:
             lr = learning_rate(optim, totals.step, config.steps)
             result = self._train_step(step, lr, stop)
             totals.step += 1
+            self.progress.advance(totals.step)
             self._judge_drift(drifted, totals.step)
             stopped = result.stop and totals.step < config.steps
             last = stopped or totals.step == config.steps

@@ -100,17 +100,23 @@ class Progress:
             else:
                 print(text, file=self._stream, flush=True)
 
+    def advance(self, step: int) -> None:
+        """Let the live line say that `step` is done; nothing is printed elsewhere."""
+        if self._live is not None:
+            with self._printing():
+                self._live.update(self._task, completed=step)
+
     def show(self, metrics: Metrics) -> None:
         """Print the figures of one logged interval."""
         if not self._enabled:
             return
         step, loss, norm, lr, tokens_per_s, step_s, comm_s = (metrics[name] for name in _SHOWN)
         share = 100 * comm_s / step_s if step_s else 0.0
-        speed = f"{tokens_per_s / self._world_size:,.0f} tok/s/device  comm {share:.0f}%"
+        speed = f"{tokens_per_s / self._world_size:,.0f} tok/s/device  exposed {share:.0f}%"
         if self._live is not None:  # has to fit 80 columns together with step, bar and eta
             with self._printing():
                 line = f"loss {loss:.4f}  {speed}"
-                self._live.update(self._task, completed=step, say=line)
+                self._live.update(self._task, say=line)
             return
         norm_text = "" if norm is None else f"norm {norm:.2f}  "
         self.say(

@@ -295,14 +295,14 @@ def _farewell(trainer: Trainer, totals: Totals, model: GPT) -> None:
         except UsageError as error:  # a run that is done does not fail for it
             say(f"no sample: {error}")
         else:
-            prompt = tokenizer.encode("def ").tolist()
+            prompt = tokenizer.encode("\n").tolist()
             config = trainer.config
             ids = generate(model, prompt, config.sample_tokens, seed=config.seed)
             say(f"--- a sample ---\n{tokenizer.decode(ids)}\n----------------")
     path, known = trainer.run_dir.path, trainer.data.load_tokenizer is not None
     commands = ("sample", "report", "export") if known else ("report",)
     say(f"everything lies in {path}")
-    say(f"next: {', '.join(f'gradsync {each} {shlex.quote(str(path))}' for each in commands)}")
+    say("next:\n" + "\n".join(f"  gradsync {each} {shlex.quote(str(path))}" for each in commands))
 
 
 def note_end(config: TrainConfig, outcome: TrainOutcome) -> None:

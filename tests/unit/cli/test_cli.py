@@ -82,6 +82,10 @@ SMALL = (*TRAIN, "--model.block-size", "16", "--micro-batch-size", "2", "--token
         ((*TRAIN, "--step", "5"), "unknown options: --step, 5; perhaps you meant --steps ("),
         ((*TRAIN, "-n", "2"), "unknown options: -n, 2; perhaps you meant --nproc-per-node ("),
         ((*TRAIN, "-np2"), "perhaps you meant --nproc-per-node ("),
+        ((*TRAIN, "--batch-size=8"), "perhaps you meant --tokens-per-update, of all ranks"),
+        ((*TRAIN, "--lr", "3e-4"), "perhaps you meant --optim.lr ("),
+        ((*TRAIN, "--max-steps", "9"), "perhaps you meant --steps ("),
+        ((*TRAIN, "--sed", "9"), "perhaps you meant --seed ("),
         (
             (*TRAIN, "--steps", "many"),
             "--steps: expected a whole number; got 'many' (",

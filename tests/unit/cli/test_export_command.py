@@ -109,9 +109,8 @@ def test_training_begins_with_its_weights(
         assert main([*words, "--steps", "3", "--seed", "5"]) == 0
         said = capsys.readouterr().out
         assert f"weights of {source}" in said
-        assert (
-            f"next: gradsync sample {out}, gradsync report {out}, gradsync export {out}\n" in said
-        )
+        commands = [f"  gradsync {each} {out}\n" for each in ("sample", "report", "export")]
+        assert f"next:\n{''.join(commands)}" in said
         hashes.add(json.loads((out / "summary.json").read_text())["weights_sha256"])
     assert len(hashes) == 1
     assert saved not in hashes

@@ -179,7 +179,7 @@ def test_it_goes_on_and_leaves_for_transformers(
     assert main(["train", "runs/begun/config.yaml", *flags]) == 0
     said = capsys.readouterr().out
     assert "weights of runs/begun" in said
-    assert "next: gradsync report runs/more\n" in said  # its end knows no tokenizer
+    assert "next:\n  gradsync report runs/more\n" in said  # its end knows no tokenizer
     found = json.loads(Path("runs/more/summary.json").read_text())
     config = found["config"]
     assert (config["steps"], config["tokens_per_update"], config["data"]) == (7, 96, str(data))

@@ -117,7 +117,7 @@ def test_points_are_those_of_the_metrics(tmp_path: Path) -> None:
     assert computing.points[0] == (1, pytest.approx(350))
     assert exposed.points[0] == (1, 100)
     assert data.points[0] == (1, 50)
-    assert charts["Communication that nothing hides"].lines[0].points[-1] == (STEPS, 20)
+    assert charts["Exposed communication"].lines[0].points[-1] == (STEPS, 20)
 
 
 def add_start(run: Path, **fields: object) -> None:
@@ -186,7 +186,7 @@ def test_every_number_of_the_page_is_one_of_the_metrics(tmp_path: Path) -> None:
     names = {
         "training": [("train/loss", 1.0)],
         "validation": [("val/loss", 1.0)],
-        "communication that nothing hides": [("comm/exposed_s", 1e3)],
+        "exposed communication": [("comm/exposed_s", 1e3)],
         "waiting for data": [("perf/data_s", 1e3)],
         "measured": [("mem/max_reserved_gib", 1.0)],
     }

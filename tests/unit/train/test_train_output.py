@@ -35,8 +35,8 @@ METRICS = {
     "perf/step_s": 0.5,
     "comm/exposed_s": 0.1,
 }
-WORDS = "loss 2.3457  norm 1.23  lr 6.00e-04  123,456 tok/s/device  comm 20%"
-LIVE_WORDS = "loss 2.3457  123,456 tok/s/device  comm 20%"
+WORDS = "loss 2.3457  norm 1.23  lr 6.00e-04  123,456 tok/s/device  exposed 20%"
+LIVE_WORDS = "loss 2.3457  123,456 tok/s/device  exposed 20%"
 
 
 class Terminal(io.StringIO):
@@ -62,7 +62,9 @@ def show(stream: io.StringIO, *, enabled: bool = True) -> str:
     progress.say("before")
     progress.stop()  # not begun yet
     progress.start(0)
+    progress.advance(2)
     progress.show(METRICS)
+    progress.advance(3)  # also where no figures are logged
     progress.say("between")
     progress.stop()
     progress.stop()
@@ -96,8 +98,8 @@ def test_a_line_does_not_steer_the_terminal() -> None:
     ("changes", "words"),
     [
         ({"optim/grad_norm": None}, "loss 2.3457  lr 6.00e-04"),
-        ({"perf/step_s": 0.0}, "comm 0%"),
-        ({"comm/exposed_s": 0.5}, "comm 100%"),
+        ({"perf/step_s": 0.0}, "exposed 0%"),
+        ({"comm/exposed_s": 0.5}, "exposed 100%"),
         ({"perf/tokens_per_s": 1.0}, "  0 tok/s/device"),
         ({"train/loss": float("nan")}, "loss nan"),
     ],

@@ -50,7 +50,6 @@ class Line:
     color: int = 0
     dashed: bool = False
     marks: bool = False  # A dot at each point
-    joined: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +113,7 @@ def svg(chart: Chart) -> str:
             under = [at(x, y) for x, y in reversed(floor)]
             parts.append(f'<path d="{_path([*here, *under])}Z" fill="{color}" class="area"/>')
             floor = list(line.points)
-        elif line.joined:
+        else:
             dash = ' stroke-dasharray="6 4"' if line.dashed else ""
             parts.append(f'<path d="{_path(here)}" stroke="{color}" class="line"{dash}/>')
         parts += _told(line, said, here, color)

@@ -162,8 +162,19 @@ def charts_of(runs: Sequence[Run]) -> list[Chart]:
         _from_zero("Arithmetic", "TFLOP/s a device", lines("perf/tflops_per_device")),
     ]
     every = list(chain(*events))
-    found = [chart if chart.stacked else replace(chart, events=every) for chart in found]
+    found = [
+        ch if ch.stacked else replace(ch, lines=[*_told_apart(ch.lines)], events=every)
+        for ch in found
+    ]
     return [*found[:2], *_scaling(runs), *found[2:]]
+
+
+def _told_apart(lines: Iterable[Line]) -> Iterable[Line]:
+    """`lines`; one that lies on an earlier one, as those of runs with equal bits do, says so."""
+    first: dict[tuple[tuple[float, float], ...], str] = {}
+    for line in lines:
+        name = first.setdefault(tuple(line.points), line.name)
+        yield line if name == line.name else replace(line, name=f"{line.name} (equal to {name})")
 
 
 def _from_zero(title: str, y: str, lines: Sequence[Line]) -> Chart:
@@ -215,23 +226,30 @@ def _scaled(runs: Sequence[Run]) -> dict[Path, tuple[float, float, float]]:
 
 
 def _scaling(runs: Sequence[Run]) -> list[Chart]:
-    """Tokens a second and efficiency over ranks, where runs differ in them."""
-    points = sorted(_scaled(runs).values(), key=lambda each: (each[0], -each[1]))
+    """Tokens a second and efficiency over ranks, where runs differ in them: a line, or dots in the
+    runs' colours where several have equally many ranks."""
+    scaled = _scaled(runs)
+    points = sorted(scaled.values(), key=lambda each: (each[0], -each[1]))
     if not points:
         return []
     (first, rate, _), last = points[0], points[-1][0]
-    joined = len({ranks for ranks, *_ in points}) == len(points)
-    measured = Line(name="measured", points=[], marks=True, joined=joined)
+    dots = [(run.name, k, [scaled[run.path]]) for k, run in enumerate(runs) if run.path in scaled]
+    if len({ranks for ranks, *_ in points}) == len(points):
+        dots = [("measured", 0, points)]
+
+    def lines(column: int) -> list[Line]:
+        return [
+            Line(name=name, points=[(each[0], each[column]) for each in its], color=k, marks=True)
+            for name, k, its in dots
+        ]
+
     linear = [(first, rate), (last, rate * last / first)]
-    lines = [
-        replace(measured, points=[(ranks, rate) for ranks, rate, _ in points]),
-        Line(name=f"in proportion to {first:g} rank(s)", points=linear, color=1, dashed=True),
-    ]
-    shares = [replace(measured, points=[(ranks, share) for ranks, _, share in points])]
+    words = f"in proportion to {first:g} rank(s)"
+    proportion = Line(name=words, points=linear, color=len(dots), dashed=True)
     unit = f"% of a rank's tokens a second with {first:g} rank(s)"
     charts = (
-        _from_zero("Tokens a second over ranks", "of all ranks", lines),
-        _from_zero("Efficiency", unit, shares),
+        _from_zero("Tokens a second over ranks", "of all ranks", [*lines(1), proportion]),
+        _from_zero("Efficiency", unit, lines(2)),
     )
     return [replace(chart, x="ranks") for chart in charts]
 

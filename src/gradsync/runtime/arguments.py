@@ -34,13 +34,11 @@ _WORDS = (
 )
 """Python's and tyro's words, and ours."""
 _NONE = re.compile(r"\(default:((?:[\s│]|\x1b\[[0-9;]*m)+)None\)")
-_ELSEWHERE = (
-    ("--tokens-per-update, of all ranks together", "--(global-)?batch-size"),
+_ELSEWHERE = (  # flags of `gradsync train`, and other trainers' names of them
+    ("--tokens-per-update, of all ranks", "--(global-)?batch-size"),
     ("--nproc-per-node", r"-np?\d*(=.*)?|--num-(gpus|processes)|--gpus|--devices"),
-    ("--optim.lr", "--(lr|learning-rate|max-lr)"),
     ("--steps", "--(max-steps|num-steps|epochs|num-train-epochs|max-iters)"),
 )
-"""Flags of `gradsync train`, and other trainers' names of them."""
 _NEAR = ("Perhaps you meant", "Arguments similar")
 
 

@@ -112,7 +112,7 @@ def checked_shares(told: Sequence[tuple[int, int]]) -> list[range]:
             raise RunError(
                 f"rank {rank}'s first leaf is {first}, but the ranks below "
                 f"it have leaves 0..{leaves.start - 1}: leaves must follow each other in rank "
-                "order without gaps (as gs.loader deals them)"
+                "order without gaps (as gs.loader deals them, given one global_batch_size)"
             )
     return ranges
 

@@ -232,6 +232,21 @@ def test_scaling_is_against_the_fewest_ranks(tmp_path: Path) -> None:
     assert "Efficiency" not in page(runs[:1] * 2)
 
 
+def test_runs_of_as_many_ranks_are_told_apart(tmp_path: Path) -> None:
+    """Each has a dot in its colour; a curve under another's is named."""
+    given = {"a": 2, "b": 4, "c": 4}
+    runs = [read_run(make_run(tmp_path, ranks=n, name=name)) for name, n in given.items()]
+    charts = {chart.title: chart for chart in charts_of(runs)}
+    *dots, _ = charts["Tokens a second over ranks"].lines
+    assert [(line.name, line.color, [x for x, _ in line.points]) for line in dots] == [
+        ("a", 0, [2]),
+        ("b", 1, [4]),
+        ("c", 2, [4]),
+    ]
+    names = [line.name for line in charts["Learning rate"].lines]
+    assert names == ["a", "b (equal to a)", "c (equal to a)"]
+
+
 def cell(strategy: str, world_size: int, **fields: object) -> dict[str, object]:
     base = {"strategy": strategy, "world_size": world_size, "dtype": "fp32", "status": "passed"}
     return {**base, "promise": "rounding", "bitwise": False, "model": "mlp", **fields}

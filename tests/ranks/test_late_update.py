@@ -334,14 +334,24 @@ def test_options_of_the_step_hold_for_its_update() -> None:
 
 
 @pytest.mark.parametrize(
-    ("waits", "late"), [((0.5, 0.2), True), ((0.5, 0.05), False), ((0.5, 0.3), False)]
+    ("waits", "hinders", "late"),
+    [
+        ((0.5, 0.2), "", True),
+        ((0.5, 0.05), "", False),
+        ((0.5, 0.2), "hook", False),
+        ((0.5, 0.2), "scaler", False),
+    ],
 )
 @pytest.mark.parametrize("sync", ["invariant", "bucketed"])
 def test_auto_is_late_where_even_the_last_rank_waits_long(
-    sync: str, waits: tuple[float, float], late: bool, monkeypatch: pytest.MonkeyPatch
+    sync: str,
+    waits: tuple[float, float],
+    hinders: str,
+    late: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A rank that could not be late (its optimizer has a hook) waits for the second half alone."""
-    hooked = waits[1] == 0.3
+    """A rank that could not be late (its optimizer has a hook, or a loss scaler looks at whole
+    gradients) would wait for the second half alone."""
     local = threading.local()
 
     def clock() -> float:
@@ -354,10 +364,13 @@ def test_auto_is_late_where_even_the_last_rank_waits_long(
     def work(rank: int, group: dist.ProcessGroup, how: Any) -> tuple[list[bool], list[Tensor]]:
         local.wait, local.now = waits[rank], 0.0
         trained, found = Trained(group, sync=sync, overlap_publish=how), []
-        if hooked and rank:
+        if hinders == "hook" and rank:
             hook(trained)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1.0) if hinders == "scaler" else None
+        if scaler is not None:
+            scaler.scale(torch.zeros(()))  # which makes its state
         for number in range(7):
-            trained.step(number, range(rank, rank + 1), clip_norm=0.5)
+            trained.step(number, range(rank, rank + 1), clip_norm=0.5, scale=scaler)
             found.append(any(map(is_pending, trained.model.parameters())))
         state = trained.state()
         trained.sync.close()

@@ -189,14 +189,10 @@ class LateReplicas(Replicas):
         self._step = None
 
     def owned(self) -> list[Tensor]:
-        """See `Replicas.owned`; of sums that are not whole, this rank's shards."""
+        """See `Replicas.owned`; of sums that are not whole, this rank's shards, maybe rounded."""
         if (step := self._step) is None:
             return super().owned()
-        shards = [self._own(bucket) for bucket in step.buckets]
-        return [
-            shard.to(bucket.dtype).mul_(prod(map(float, step.factors))) if bucket.rounded else shard
-            for bucket, shard in zip(step.buckets, shards, strict=True)
-        ]
+        return [self._own(bucket) for bucket in step.buckets]
 
     def _own(self, bucket: Bucket) -> Tensor:
         mine = self._exchange.owned(bucket.plan.numel, self._comm.rank)
@@ -241,7 +237,8 @@ class LateReplicas(Replicas):
     def clip(self, max_norm: float) -> Tensor:
         if (step := self._step) is None:
             return super().clip(max_norm)
-        norm = self._norm.of(step.buckets, self.owned(), step.used)
+        factor = prod(map(float, step.factors))
+        norm = self._norm.of(step.buckets, self.owned(), step.used, factor)
         self._multiply(clip_factor(norm, max_norm))
         return norm
 

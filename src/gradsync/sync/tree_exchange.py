@@ -454,7 +454,11 @@ class ShardedNorm:
         self._pieces: WeakKeyDictionary[Bucket, Pieces] = WeakKeyDictionary()
 
     def of(
-        self, buckets: Sequence[Bucket], shards: Sequence[Tensor], used: Sequence[bool]
+        self,
+        buckets: Sequence[Bucket],
+        shards: Sequence[Tensor],
+        used: Sequence[bool],
+        factor: float = 1.0,
     ) -> Tensor:
         """The norm, []: of all parameters that are `used`.
 
@@ -462,13 +466,14 @@ class ShardedNorm:
 
         Args:
             buckets: of all parameters.
-            shards: the mean gradient in this rank's shard of each bucket, flat.
+            shards: the mean gradient in this rank's shard of each bucket, flat; or a rounded sum.
             used: for each parameter, whether its gradient counts.
+            factor: from a rounded sum to the mean.
         """
         device = self._parameters[0].device
         norms = torch.zeros(max(self._firsts[-1], 1), dtype=torch.float64, device=device)
         self._exchange.submit(
-            "norm", lambda lane: self._take_own(buckets, shards, norms, lane)
+            "norm", lambda lane: self._take_own(buckets, shards, norms, factor, lane)
         ).wait()
         self._comm.all_reduce(norms).wait()
         norms = norms.where(torch.tensor(used).repeat_interleave(self._counts).to(device), 0.0)
@@ -478,14 +483,19 @@ class ShardedNorm:
         )
 
     def _take_own(
-        self, buckets: Sequence[Bucket], shards: Sequence[Tensor], norms: Tensor, lane: int
+        self,
+        buckets: Sequence[Bucket],
+        shards: Sequence[Tensor],
+        norms: Tensor,
+        factor: float,
+        lane: int,
     ) -> None:
         """Fill in this rank's part of `norms`. The rest of a block that ends elsewhere comes from
-        the owners of the next shards: a message each, of less than a block, the bucket's dtype."""
+        the owners of the next shards: a message each, of less than a block, the shard's dtype."""
         rank = self._comm.rank
         sends: list[tuple[Tensor, int]] = []
         receives: list[tuple[Tensor, int]] = []
-        wholes: list[list[Tensor]] = []
+        wholes: list[tuple[Bucket, list[Tensor]]] = []
         places = []
         for bucket, shard in zip(buckets, shards, strict=True):
             first = self._exchange.owned(bucket.plan.numel, rank).start
@@ -500,14 +510,24 @@ class ShardedNorm:
                         parts.append(shard.new_empty(stop - start))
                         receives.append((parts[-1], holder))
                 if owner == rank:
-                    wholes.append(parts)
+                    wholes.append((bucket, parts))
                     places.append(self._firsts[block.index] + block.number)
         if sends or receives:
             self._exchange.messenger.exchange(sends, receives, lane).wait()
         if not wholes:
             return
-        means = [torch.cat(parts) if len(parts) > 1 else parts[0] for parts in wholes]
-        norms[torch.tensor(places, device=norms.device)] = norms_of_blocks(means)
+
+        def mean(bucket: Bucket, parts: list[Tensor]) -> Tensor:
+            whole = torch.cat(parts) if len(parts) > 1 else parts[0]
+            return whole.to(bucket.dtype).mul_(factor) if bucket.rounded else whole
+
+        # Some blocks at a time: what they are widened to stays in the processor's cache.
+        size = len(wholes) if norms.is_cuda else 4
+        found = [
+            norms_of_blocks([mean(*each) for each in wholes[first : first + size]])
+            for first in range(0, len(wholes), size)
+        ]
+        norms[torch.tensor(places, device=norms.device)] = torch.cat(found)
 
     def _pieces_of(self, bucket: Bucket) -> Pieces:
         """See `pieces_of_rank`."""

@@ -20,7 +20,7 @@ copyright = "the authors of gradsync; MIT licence"  # noqa: A001  Sphinx's name
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 root_doc = "docs/index"
-include_patterns = ["docs/**", "README.md", "ARCHITECTURE.md", "CHANGELOG.md"]
+include_patterns = ["docs/**", "README.md", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md"]
 exclude_patterns = [".*", "build", "dist", "runs", "data", "src", "tests"]
 myst_heading_anchors = 4
 highlight_language = "none"  # a block without a language is output

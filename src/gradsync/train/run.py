@@ -290,14 +290,14 @@ def _farewell(trainer: Trainer, totals: Totals, model: GPT) -> None:
             f"{meta.tokenizer} tokens (a model that only counts them)"
         )
     if trainer.data.load_tokenizer is not None and trainer.config.sample_tokens:
+        config = trainer.config
         try:
             tokenizer = trainer.data.load_tokenizer()
+            prompt = tokenizer.encode("\n").tolist()
+            ids = generate(model, prompt, config.sample_tokens, seed=config.seed)
         except UsageError as error:  # a run that is done does not fail for it
             say(f"no sample: {error}")
         else:
-            prompt = tokenizer.encode("\n").tolist()
-            config = trainer.config
-            ids = generate(model, prompt, config.sample_tokens, seed=config.seed)
             say(f"--- a sample ---\n{tokenizer.decode(ids)}\n----------------")
     path, known = trainer.run_dir.path, trainer.data.load_tokenizer is not None
     commands = ("sample", "report", "export") if known else ("report",)

@@ -81,7 +81,8 @@ def timeline(run: Path) -> str:
         f"{escape(_WORDS.get(kind, kind))}</span>"
         for kind in kinds
     )
-    head = "<b>Two steps</b> <small>ms; a number is a bucket, in the order of backward</small>"
+    numbers = "; a number is a bucket, in the order of backward" if set(kinds) & set(_SENDS) else ""
+    head = f"<b>Two steps</b> <small>ms{numbers}</small>"
     return f'<figure class="all"><figcaption>{head}{names}</figcaption>{_svg(spans)}</figure>'
 
 

@@ -56,7 +56,7 @@ class RendezvousError(RunError):
 
 
 class CheckpointError(RunError):
-    """A checkpoint cannot be read, or belongs to a different run."""
+    """A checkpoint cannot be read, or not be loaded into this run."""
 
 
 class DivergenceError(RunError):

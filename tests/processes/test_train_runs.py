@@ -163,7 +163,7 @@ def test_resuming_something_else_is_refused_by_name(pool: Any, data: Path, tmp_p
     config = small_config(tmp_path / "run", data, steps=2)
     assert pool.run(train_rank, 1, config)[0].exit_code == 0
     refusals: list[tuple[dict[str, Any], str]] = [
-        ({"seed": 2}, "seed"),
+        ({"seed": 2}, "was begun with --seed 1337, this is 2: leave"),
         ({"tokens_per_update": 128}, "num_leaves: 8 then, 4 now"),
         ({"dtype": "bf16"}, "dtype: 'fp32' then, 'bf16' now"),
         ({"model": replace(config.model, n_embd=48)}, "model.n_embd is 32 there, 48 here"),

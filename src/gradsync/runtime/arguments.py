@@ -35,9 +35,14 @@ _WORDS = (
 """Python's and tyro's words, and ours."""
 _NONE = re.compile(r"\(default:((?:[\s│]|\x1b\[[0-9;]*m)+)None\)")
 _ELSEWHERE = (  # flags of `gradsync train`, and other trainers' names of them
-    ("--tokens-per-update, of all ranks", "--(global-)?batch-size"),
-    ("--nproc-per-node", r"-np?\d*(=.*)?|--num-(gpus|processes)|--gpus|--devices"),
-    ("--steps", "--(max-steps|num-steps|epochs|num-train-epochs|max-iters)"),
+    ("--tokens-per-update (tokens of all ranks, not samples)", "--(global-|train-)?batch-size"),
+    ("--micro-batch-size and --tokens-per-update", "--(per-device-.*|grad(ient)?-accum.*)"),
+    ("--nproc-per-node", r"-np?\d*(=.*)?|--(num-(gpus|processes)|gpus|devices|world-size)"),
+    ("--steps (of the optimizer)", "--(max-(steps|iters)|num-steps|.*epochs)"),
+    ("--optim.lr", r"--(optim\.)?learning-rate"),
+    ("--dtype", "--(precision|fp16|bf16|amp)"),
+    ("--sync", "--strategy"),
+    ("--out", "--out(put)?-dir"),
 )
 _NEAR = ("Perhaps you meant", "Arguments similar")
 
@@ -140,7 +145,8 @@ def _refusal(stop: SystemExit, box: str, command: str) -> GradsyncError:
     typed = text.partition(": ")[2].partition(",")[0]
     near.sort(key=lambda flag: not flag.startswith(typed))
     if command == "train" and text.startswith("unknown options: "):
-        near = [flag for flag, other in _ELSEWHERE if re.fullmatch(other, typed)] or near
+        dashed = typed.replace("_", "-")
+        near = [flag for flag, other in _ELSEWHERE if re.fullmatch(other, dashed)] or near
     hint = f"; perhaps you meant {near[0]}" if near else ""
     return ConfigError(f"{text[:_LONGEST]}{hint} (gradsync {command} --help lists the options)")
 

@@ -49,7 +49,7 @@ from gradsync.comm.finite import non_finite
 from gradsync.comm.values import all_gather_json, broadcast_json, broadcast_tensors
 from gradsync.core.files import one_line
 from gradsync.data.batch_plan import BatchPlan
-from gradsync.errors import CheckpointError, DataError, DivergenceError
+from gradsync.errors import CheckpointError, ConfigError, DataError, DivergenceError
 from gradsync.models.config import GPTConfig
 from gradsync.parallel.transfer import collect, describe, hand_out, layout_of
 from gradsync.runtime import environ
@@ -127,7 +127,7 @@ def compare(saved: Mapping[str, Any], now: Fingerprint, *, allow_change: bool) -
 
     Between world sizes or layouts most strategies promise the same samples, not the same bits, so
     there what the machine decides only warns. Under the invariant order the world size does not
-    appear, and everything counts. CheckpointError names each field that changes the bits.
+    appear, and everything counts. ConfigError names each field that changes the bits.
     """
     differs = {
         name: f"{name}: {saved.get(name)!r} then, {now.get(name)!r} now"
@@ -139,7 +139,7 @@ def compare(saved: Mapping[str, Any], now: Fingerprint, *, allow_change: bool) -
         tolerated |= _MACHINE
     refused = [text for name, text in differs.items() if name not in tolerated]
     if refused and not allow_change:
-        raise CheckpointError(
+        raise ConfigError(
             "the checkpoint was computed with other numerics, bits would change: "
             + one_line("; ".join(refused))
             + " (restore the setting, or go on with --allow-numeric-change)"
@@ -314,7 +314,12 @@ def restore(run: Trainer) -> Resumed:
     try:
         run.data.train.load_state_dict(state["data"])
     except DataError as error:
-        before = state["config"].get("data")
+        before, seed = (state["config"].get(name) for name in ("data", "seed"))
+        if seed != config.seed:
+            raise DataError(
+                f"{header['path']} was begun with --seed {seed}, this is {config.seed}: leave "
+                "--seed out, or take another --out"
+            ) from error
         if before == config.data:
             raise
         was, now = (one_line(data or "the built-in text") for data in (before, config.data))
@@ -448,7 +453,10 @@ def _check_model(now: dict[str, Any], saved: dict[str, Any], path: Path) -> None
         if saved.get(name) != value
     ]
     if differs:
-        raise CheckpointError(f"{path} is of another model: {one_line('; '.join(differs))}")
+        raise ConfigError(
+            f"{path} is of another model: {one_line('; '.join(differs))} (give it the same preset "
+            "and --model flags, or take another --out)"
+        )
 
 
 def load_learnt(learner: Learner, saved: Mapping[str, Whole], state: Mapping[str, Any]) -> None:

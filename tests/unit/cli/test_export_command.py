@@ -118,7 +118,7 @@ def test_training_begins_with_its_weights(
     shutil.rmtree(folder)
     assert main(["train", str(tmp_path / "b" / "config.yaml"), "--steps", "4"]) == 0
     words = ["train", "tiny", *flags, "--init", str(run), "--model.n-layer", "1"]
-    assert main([*words, "--out", str(tmp_path / "c")]) == 1
+    assert main([*words, "--out", str(tmp_path / "c")]) == 2
     assert "model.n_layer is 2 there, 1 here" in capsys.readouterr().err
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gradsync.checkpoint.store import Snapshot
-from gradsync.errors import CheckpointError
+from gradsync.errors import ConfigError
 from gradsync.sync.buckets import TREE_VERSION
 from gradsync.train.config import (
     CheckpointConfig,
@@ -95,7 +95,7 @@ def test_the_same_numerics() -> None:
 
 
 def refusal(saved: dict[str, Any], now: Fingerprint | None = None) -> str:
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(ConfigError) as caught:
         compare(saved, now or fingerprint(), allow_change=False)
     return str(caught.value)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from gradsync.runtime.activity import Activity, read_activity
 from gradsync.runtime.network import PeerConnections
+from gradsync.runtime.signals import stop_asked_for
 from gradsync.runtime.store import HEARD, LEFT, SETTLED, Presence, SignedStore, wait_until
 
 _STILL_CALLS = 3
@@ -195,9 +196,10 @@ class Peers:
                 where = " on " + ", ".join(dict.fromkeys(self.hosts[rank] for rank in ended))
                 why = "the host died, or the network to it is broken"
             who = ", ".join(map(str, ended))
-            said.append(
-                f"rank(s) {who}{where} vanished without a word (killed, out of memory, {why})"
-            )
+            causes = f"killed, out of memory, {why}"
+            if stop_asked_for() == "SIGINT":
+                causes = f"a second Ctrl-C, {causes}"
+            said.append(f"rank(s) {who}{where} vanished without a word ({causes})")
         # Two hosts may have one name: then a process of that number is here by chance.
         more = ", or the network to it is broken" if self.hosts else ""
         said += [

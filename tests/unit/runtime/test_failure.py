@@ -30,6 +30,7 @@ from gradsync.runtime.failure import (
     describe,
     read_failure,
 )
+from gradsync.runtime.signals import StopRequest
 from gradsync.runtime.store import HEARD, LEFT, NOTICED, Presence, wait_until
 
 CLOSED = (
@@ -187,6 +188,15 @@ def test_who_looks_for_the_cause_still_gives_signs_of_life() -> None:
     watch._peers.silent_for = lambda _: looked(time.monotonic() + 60)
     assert isinstance(watch.settle(caught(raise_compiled, CLOSED)), PeerError)
     assert beats[0] > 2
+
+
+def test_a_rank_that_went_after_ctrl_c_may_have_been_pressed_away() -> None:
+    """Each rank counts presses by its own clock: one may end by the second, and the other not."""
+    with StopRequest() as stop:
+        stop.request("SIGINT")
+        said = str(settled(Store("silent"), caught(raise_compiled, CLOSED)))
+    assert "vanished without a word (a second Ctrl-C, killed, out of memory, " in said
+    assert "Ctrl-C" not in str(settled(Store("silent"), caught(raise_compiled, CLOSED)))
 
 
 PEERS = json.dumps(asdict(Failure(1, "there", "KeyError: 'x'", "Traceback: line 7"))).encode()

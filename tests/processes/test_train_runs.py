@@ -173,6 +173,8 @@ def test_resuming_something_else_is_refused_by_name(pool: Any, data: Path, tmp_p
     for changes, message in refusals:
         (refused,) = pool.run(train_rank, 1, replace(config, steps=4, **changes))
         assert message in refused.error
+        assert refused.error.startswith(("ConfigError: ", "DataError: "))  # exit code 2
+        assert "Traceback" not in (tmp_path / "run" / "logs" / "rank_00000.log").read_text()
         assert (tmp_path / "run" / "checkpoints" / "step-00000002").is_dir()
 
 

@@ -278,7 +278,7 @@ class Resumed:
 
 
 def restore(run: Trainer) -> Resumed:
-    """Find, check and load what `config.resume` asks for, on all ranks. CheckpointError: of another
+    """Find, check and load what `config.resume` asks for, on all ranks. ConfigError: of another
     model, or with other numerics; DataError: of another data set or seed."""
     config, comm, learner = run.config, run.comm, run.learner
     saved: dict[str, Whole] = {}

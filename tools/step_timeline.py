@@ -16,7 +16,6 @@ import tempfile
 from pathlib import Path
 
 from gradsync.bench.network import namespaces
-from gradsync.report.charts import standing_alone
 from gradsync.report.timeline import timeline_svg
 
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "guide" / "timeline.svg"
@@ -44,7 +43,7 @@ def main() -> None:
         codes = [process.wait() for process in started]
         if any(codes):
             raise SystemExit(f"ranks ended with {codes}")
-        PICTURE.write_text(standing_alone(timeline_svg(run)), encoding="utf-8")
+        PICTURE.write_text(timeline_svg(run), encoding="utf-8")
         print(f"written to {PICTURE}")
 
 

@@ -14,7 +14,7 @@ from gradsync.errors import ConfigError
 from gradsync.report.browser import draw, find_browser
 from gradsync.report.charts import standing_alone, svg
 from gradsync.report.page import charts_of, figures_of, page
-from gradsync.report.run import read_run, read_verified
+from gradsync.report.run import read_runs, read_verified
 from gradsync.report.timeline import timeline_svg
 from gradsync.runtime.arguments import parse
 
@@ -49,7 +49,7 @@ def run(argv: list[str]) -> int:
     options = parse(ReportOptions, argv, "report")
     if not options.paths:
         raise ConfigError("report: name a run directory: gradsync report runs/first")
-    runs = [read_run(Path(path)) for path in options.paths]
+    runs = read_runs([Path(path) for path in dict.fromkeys(options.paths)])
     if options.as_json:
         print(json.dumps({str(each.path): dict(figures_of(each)) for each in runs}))
         return 0
@@ -75,8 +75,10 @@ def run(argv: list[str]) -> int:
     drawn = {
         chart.title: standing_alone(d, chart) for chart in charts_of(runs) if (d := svg(chart))
     }
-    if steps := timeline_svg(runs[0].path):
-        drawn["Timeline"] = standing_alone(steps)
+    for each in runs:
+        title = f"Timeline of {each.name}" if len(runs) > 1 else "Timeline"
+        if steps := timeline_svg(each.path, title):
+            drawn[title] = steps
     for title, text in drawn.items():
         name = "".join(c if c.isalnum() else "-" for c in title.lower()).strip("-")
         if browser:

@@ -6,6 +6,7 @@ Text is text, sizes follow the page, and nothing is loaded or run.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
@@ -167,7 +168,8 @@ def standing_alone(drawn: str, chart: Chart | None = None) -> str:
     if chart is not None:
         legend, rows = _legend(chart)
         top = 30 + _LEGEND_ROW * rows
-        head = head.replace(f"0 0 {WIDTH:g} {HEIGHT:g}", f"0 {-top:g} {WIDTH:g} {HEIGHT + top:g}")
+        before, width, height, after = re.split(r"0 0 (\S+) ([^\s\"]+)", head)
+        head = f"{before}0 {-top:g} {width} {float(height) + top:g}{after}"
         unit = f" ({chart.y})" if chart.y else ""
         title = _text(10, -10 - _LEGEND_ROW * rows, chart.title + unit, "start")
         rest = f"{title}{legend}{rest}"

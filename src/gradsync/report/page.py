@@ -98,7 +98,7 @@ def page(
         *(_happened(run, found) for run, found in zip(runs, _numbered(runs), strict=True)),
         "<h2>Curves</h2>",
         f'<div class="charts">{charts}</div>' if charts else "<p>No step was logged yet.</p>",
-        *(timeline(run.path) for run in runs[:4]),
+        *(timeline(run.path, run.name if len(runs) > 1 else "") for run in runs[:4]),
         *([_differences(runs)] if len(runs) > 1 else []),
         _matrix(verified) if verified else "",
         *(_details(run, alone=len(runs) == 1) for run in runs),
@@ -307,7 +307,7 @@ def _happened(run: Run, events: Sequence[Event]) -> str:
         f"<li{' class=bad' if event.bad else ''}>{escape(event.words)}</li>" for event in events
     )
     first = events[0].number if events else 0
-    title = f"Interruptions of {escape(run.name)}" if first else "Interruptions"
+    title = f"Events of {escape(run.name)}" if first else "Events"
     start = f' start="{first}"' if first > 1 else ""
     return f"<h2>{title}</h2><ol{start}>{listed}</ol>" if listed else ""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -33,11 +33,13 @@ class Run:
     """Each start of the run, as `RunDir.begin` notes it."""
     problems: list[str] = field(default_factory=list)
     """Lines that could not be read, and files that are missing."""
+    told_apart: str = ""
+    """Its name, where that of its folder is another run's too."""
 
     @property
     def name(self) -> str:
-        """Its folder's name."""
-        return self.path.name
+        """Its folder's name, unless it needs another."""
+        return self.told_apart or self.path.name
 
     def last(self, metric: str) -> float | None:
         """The last value of a metric, None without one."""
@@ -117,6 +119,16 @@ def read_run(path: Path) -> Run:
         starts=starts,
         problems=problems,
     )
+
+
+def read_runs(paths: Sequence[Path]) -> list[Run]:
+    """Several runs, see `read_run`; those whose folders have one name are called by their paths."""
+    runs = [read_run(path) for path in paths]
+    names = [run.name for run in runs]
+    return [
+        replace(run, told_apart=str(path)) if names.count(run.name) > 1 else run
+        for path, run in zip(paths, runs, strict=True)
+    ]
 
 
 def read_verified(path: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gradsync.core.files import read_bytes
+from gradsync.report.charts import Chart, Line, standing_alone
 
 _NAMED = re.compile(r"(forward|backward|step|update|in|out|sum)(?: (\d+))?$")
 _LIBRARY = re.compile(r"(?:gloo|nccl|c10d)[:_](all_?reduce|all_?gather|reduce_?scatter)\w*$")
@@ -70,26 +71,36 @@ def _span(rank: int, event: Any) -> Span | None:
     return None
 
 
-def timeline(run: Path) -> str:
-    """The picture with its legend, as HTML; "" where the run has no trace."""
+def timeline(run: Path, name: str = "") -> str:
+    """The picture with its legend, as HTML, headed by the run's `name`; "" where the run has no
+    trace."""
     spans = read_spans(run)
     if not spans:
         return ""
-    kinds = [kind for kind in _COLORS if any(span.kind == kind for span in spans)]
+    kinds = _kinds(spans)
     names = "".join(
         f'<span><i style="color:var(--c{_COLORS[kind]})"></i>'
         f"{escape(_WORDS.get(kind, kind))}</span>"
         for kind in kinds
     )
     numbers = "; a number is a bucket, in the order of backward" if set(kinds) & set(_SENDS) else ""
-    head = f"<b>Two steps</b> <small>ms{numbers}</small>"
+    of = f" of {escape(name)}" if name else ""
+    head = f"<b>Two steps{of}</b> <small>ms{numbers}</small>"
     return f'<figure class="all"><figcaption>{head}{names}</figcaption>{_svg(spans)}</figure>'
 
 
-def timeline_svg(run: Path) -> str:
-    """The picture alone; "" where the run has no trace."""
+def _kinds(spans: Sequence[Span]) -> list[str]:
+    return [kind for kind in _COLORS if any(span.kind == kind for span in spans)]
+
+
+def timeline_svg(run: Path, title: str = "Two steps") -> str:
+    """The picture as a file, with title and legend; "" where the run has no trace."""
     spans = read_spans(run)
-    return _svg(spans) if spans else ""
+    lines = [
+        Line(name=_WORDS.get(kind, kind), points=[(0.0, 0.0)], color=_COLORS[kind])
+        for kind in _kinds(spans)
+    ]
+    return standing_alone(_svg(spans), Chart(title=title, y="ms", lines=lines)) if spans else ""
 
 
 def _svg(spans: Sequence[Span]) -> str:

@@ -170,8 +170,8 @@ def test_interruptions_stand_in_a_list_and_in_each_chart(tmp_path: Path) -> None
     (alone,) = [c for c in charts_of([*both, undisturbed]) if c.title.endswith("undisturbed")]
     assert not alone.events
     text = page(both)
-    assert 'Interruptions of older</h2><ol start="5">' in text
-    assert "Interruptions" not in page([read_run(make_run(tmp_path, name="whole"))])
+    assert 'Events of older</h2><ol start="5">' in text
+    assert "Events" not in page([read_run(make_run(tmp_path, name="whole"))])
 
 
 def test_every_number_of_the_page_is_one_of_the_metrics(tmp_path: Path) -> None:
@@ -439,6 +439,20 @@ def test_the_timeline_shows_what_the_traces_say(tmp_path: Path) -> None:
     bars = ElementTree.fromstring(timeline_svg(run)).findall("{*}rect")
     tops = {bar[0].text: float(bar.attrib["y"]) for bar in bars}
     assert tops["in 1: 2.0 ms"] < tops["in 2: 5.0 ms"], "one below the other, since both are shown"
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / parent, name="run") for parent in ("a", "b")]
+    for run in runs:
+        make_trace(run, 0, [event("forward", 0, 10), event("backward", 10, 20)])
+    words = [str(run) for run in runs]
+    assert main(["report", *words]) == 0
+    text = (runs[0] / "report.html").read_text()
+    assert all(f"Two steps of {word}</b>" in text for word in words)
+    assert main(["report", *words, "--format", "svg", "--out", str(tmp_path / "charts")]) == 0
+    timelines = [p.read_text() for p in (tmp_path / "charts").iterdir() if "timeline" in p.name]
+    assert len(timelines) == 2
+    assert all(">backward</text>" in text for text in timelines)
 
 
 def test_collectives_of_a_library_are_bars_where_nothing_else_is(tmp_path: Path) -> None:

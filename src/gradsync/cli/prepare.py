@@ -13,6 +13,7 @@ import tyro
 from gradsync.data.meta import Meta
 from gradsync.data.prepare import prepare
 from gradsync.errors import ConfigError
+from gradsync.models.config import preset
 from gradsync.runtime.arguments import parse
 
 
@@ -81,5 +82,15 @@ def _describe(meta: Meta, out: Path) -> str:
         f"held out  {held_out:.1f} % of the tokens: {how.get(meta.split_by, 'no val.bin')}\n"
         f"unigrams  {meta.unigram_entropy_nats:.3f} nats: a model should get well below\n"
         f"written   {out}\n"
-        f"next      gradsync train tiny --data {shlex.quote(str(out))}"
+        f"next      {_next(meta, out)}"
     )
+
+
+def _next(meta: Meta, out: Path) -> str:
+    """The command to go on with, or what is missing for it."""
+    need = preset("tiny").block_size + 1
+    short = [f"{name} has {tokens:,}" for name, tokens in meta.tokens.items() if tokens < need]
+    if not short:
+        return f"gradsync train tiny --data {shlex.quote(str(out))}"
+    larger = ", or a larger --val-fraction" if sum(meta.tokens.values()) >= 2 * need else ""
+    return f"more text{larger}: `train tiny` needs {need} tokens in each ({', '.join(short)})"

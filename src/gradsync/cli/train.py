@@ -36,7 +36,7 @@ def run(argv: list[str], fault: FaultPlan | None = None) -> int:
     `fault` happens to this rank of a drill.
     """
     world = resolve(environ.snapshot()).world
-    places, argv = take_places(complete_resume(argv))
+    places, argv = take_places(complete_flags(argv))
     if places is not None:
         argv = settle(places, argv, world, environ.snapshot())
     as_json, dry_run = "--json" in argv, "--dry-run" in argv
@@ -71,11 +71,12 @@ def run(argv: list[str], fault: FaultPlan | None = None) -> int:
         return _join_run(config, as_json, flags if elastic else None, fault)
 
 
-def complete_resume(argv: list[str]) -> list[str]:
-    """The arguments; a `--resume` that no value follows becomes `--resume auto`."""
+def complete_flags(argv: list[str]) -> list[str]:
+    """The arguments; where no value follows, `--resume` is `auto` and `--compile` is `model`."""
+    alone = {"--resume": "--resume=auto", "--compile": "--compile=model"}
     following = [*argv, "--"][1:]
     return [
-        word if word != "--resume" or not after.startswith("-") else "--resume=auto"
+        alone.get(word, word) if after.startswith("-") else word
         for word, after in zip(argv, following, strict=True)
     ]
 

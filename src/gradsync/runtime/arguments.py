@@ -43,6 +43,7 @@ _ELSEWHERE = (  # flags of `gradsync train`, and other trainers' names of them
     ("--dtype", "--(precision|fp16|bf16|amp)"),
     ("--sync", "--strategy"),
     ("--out", "--out(put)?-dir"),
+    ("a preset or a file as the first word: gradsync train tiny", "--(model|preset|config)(=.*)?"),
 )
 _NEAR = ("Perhaps you meant", "Arguments similar")
 
@@ -142,9 +143,16 @@ def _refusal(stop: SystemExit, box: str, command: str) -> GradsyncError:
         text = re.sub(theirs, ours, text)
     hints = (part for part in others if part and part[0].startswith(_NEAR))
     near = [flag.partition(" ")[0] for part in hints for flag in _entries(part) if flag[:2] == "--"]
-    typed = text.partition(": ")[2].partition(",")[0]
+    unknown = text.startswith("unknown options: ")
+    words = text.partition(": ")[2].split(", ")
+    typed = words[0]
+    if unknown and (flags := [word for word in words if word[:1] == "-"]):  # without their values
+        text = f"unknown options: {', '.join(flags)}"
+    elif unknown:
+        text = f"unexpected argument: {' '.join(words)}"
+        near = ["--prompt"] if command == "sample" else near
     near.sort(key=lambda flag: not flag.startswith(typed))
-    if command == "train" and text.startswith("unknown options: "):
+    if command == "train" and unknown:
         dashed = typed.replace("_", "-")
         near = [flag for flag, other in _ELSEWHERE if re.fullmatch(other, dashed)] or near
     hint = f"; perhaps you meant {near[0]}" if near else ""

@@ -80,7 +80,8 @@ class StopRequest:
             elif now - self._first_interrupt_s > _SAME_PRESS_S:
                 self._end_now()
         if self._announce and not self.requested:
-            hint = "; Ctrl-C again ends at once, without saving" if number == signal.SIGINT else ""
+            again = "; Ctrl-C again, a second later, ends at once, without saving"
+            hint = again if number == signal.SIGINT else ""
             _say(f"gradsync: stopping after this step{hint}\n")
         self.request(signal.Signals(number).name)
 

@@ -84,7 +84,10 @@ def _check_prepared(data: str) -> None:
     if path.is_dir() and not any(path.iterdir()):  # its missing files are named when it is opened
         return
     if not path.exists():
-        raise DataError(f"{data} does not exist; `gradsync prepare PATHS --out {data}` makes it")
+        cure = f"`gradsync prepare PATHS --out {data}` makes it"
+        if path.suffix:  # a text's name, not a directory's
+            cure = "--data takes a prepared directory, .jsonl files or hf:NAME"
+        raise DataError(f"{data} does not exist; {cure}")
     text, out = (shlex.quote(str(each)) for each in (path, path.parent / f"{path.stem}-data"))
     raise DataError(
         f"{data} is not prepared (it has no train.bin): `gradsync prepare {text} --out {out}`, "

@@ -37,6 +37,11 @@ def parse_config(argv: Sequence[str]) -> TrainConfig:
             start = _config_of(read_document(Path(first), _KIND))
         elif Path(first).is_file():
             raise ConfigError(f"{first}: a configuration file ends in {', '.join(_SUFFIXES)}")
+        elif first not in PRESETS and (known := Path(first) / "config.yaml").is_file():
+            raise ConfigError(
+                f"{first} is a run: `gradsync train {known}` goes on with it, and with --steps N "
+                f"beyond its last step; --resume {first} --out DIR leaves it as it is"
+            )
         else:
             start = recipe(first)
     return parse(
@@ -77,7 +82,7 @@ def _config_of(document: Document) -> TrainConfig:
             raise ConfigError(
                 f"{document.at(way)}: {way} is given twice, as {given[name][0]} before"
             )
-        given[name] = (way, _value(value, HINTS[name], f"{document.at(way)}: {way}"))
+        given[name] = (way, typed(value, HINTS[name], f"{document.at(way)}: {way}"))
     way, preset = given.pop("preset", ("preset", "tiny"))
     try:
         start = recipe(preset)
@@ -139,9 +144,13 @@ def _leaves(
             )
 
 
-def _value(value: Any, hint: Any, where: str) -> Any:
-    """`value` as the type `hint` has it: int, float, bool, str, words, or one of several. What is
-    text to the user YAML may have read otherwise (no, 007): that is an error."""
+def typed(value: Any, hint: Any, where: str) -> Any:
+    """A file's value as the type `hint` has it: int, float, bool, str, words, or one of several.
+
+    Raises:
+        ConfigError: it is none of that type; what is text to the user YAML may have read otherwise
+            (no, 007).
+    """
     if isinstance(value, str) and "\0" in value:
         raise ConfigError(f"{where}: a zero byte in {brief(value)}")
     several = get_origin(hint) in (Union, UnionType)

@@ -29,6 +29,7 @@ from gradsync.plan.description import Hardware, speed_switches
 from gradsync.plan.workload import Workload, sizes_text
 from gradsync.sync.registry import find_strategy
 from gradsync.train.config import AUTO, SyncConfig, TrainConfig
+from gradsync.train.config_io import HINTS, typed
 from gradsync.train.micro_batch import legal_sizes
 from gradsync.train.tuned import begun_with
 
@@ -78,8 +79,10 @@ def decide(
     begun = begun_with(config)
     if begun is not None:
         given |= {"sync_options"} if "sync" in given else set()  # those were of another strategy
-        kept = (name for name in _KEPT if name in begun[1] and name not in given)
-        changes = {name: begun[1][name] for name in kept}
+        place, values = begun
+        changes = {name: values[name] for name in _KEPT if name in values and name not in given}
+        for name in changes.keys() & HINTS.keys():
+            changes[name] = typed(changes[name], HINTS[name], f"{place}: {name}")
         goes_on = ConfigChanges(changes=changes).applied_to(config)
         named = ", ".join(f"{name} {value}" for name, value in changes.items() if value)
         return ConfigChanges(

@@ -21,7 +21,7 @@ from gradsync.plan.machine import fast_dtype
 from gradsync.plan.profile import Cache, Conditions, machine_conditions
 from gradsync.sync.registry import check_options, find_strategy
 from gradsync.train.config import AUTO, CompileOrder, Dtype, SyncConfig, TrainConfig, recipe
-from gradsync.train.config_io import read_file
+from gradsync.train.config_io import HINTS, read_file, typed
 from gradsync.train.data import shape_before
 from gradsync.world import World
 
@@ -246,5 +246,9 @@ def begun_with(config: TrainConfig) -> tuple[Path, dict[str, Any]] | None:
     if not isinstance(options, dict):
         raise ConfigError(f"configuration {place}: sync_options: expected keys and values")
     known = {entry.name for entry in fields(SyncConfig)}
-    given = {name: v for name, v in options.items() if name in known and v is not None}
+    given = {
+        name: typed(value, HINTS[f"sync_options.{name}"], f"{place}: sync_options.{name}")
+        for name, value in options.items()
+        if name in known and value is not None
+    }
     return place, values | {"sync_options": given}

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from gradsync.cli.main import COMMANDS, main
-from gradsync.cli.train import complete_resume
+from gradsync.cli.train import complete_flags
 from gradsync.data import tokenizer
 from gradsync.data.prepare import prepare
 from gradsync.models.config import PRESETS
@@ -76,11 +76,16 @@ SMALL = (*TRAIN, "--model.block-size", "16", "--micro-batch-size", "2", "--token
         (("tran",), "unknown command 'tran'; perhaps you meant 'train'"),
         (
             (*TRAIN, "--optm.lr", "1"),
-            "unknown options: --optm.lr, 1; perhaps you meant --optim.lr (",
+            "unknown options: --optm.lr; perhaps you meant --optim.lr (",
         ),
         ((*TRAIN, "--lr=0.1"), "unknown options: --lr; perhaps you meant --optim.lr ("),
-        ((*TRAIN, "--step", "5"), "unknown options: --step, 5; perhaps you meant --steps ("),
-        ((*TRAIN, "-n", "2"), "unknown options: -n, 2; perhaps you meant --nproc-per-node ("),
+        ((*TRAIN, "--step", "5"), "unknown options: --step; perhaps you meant --steps ("),
+        ((*TRAIN, "--qqq", "1", "--zzz", "2"), "unknown options: --qqq, --zzz ("),
+        ((*TRAIN, "of", "mine"), "unexpected argument: of mine ("),
+        (("sample", "a-run", "def "), "unexpected argument: def; perhaps you meant --prompt ("),
+        ((*TRAIN, "--model", "mini"), "perhaps you meant a preset or a file as the first word"),
+        ((*TRAIN, "--config=my.yaml"), "perhaps you meant a preset or a file as the first word"),
+        ((*TRAIN, "-n", "2"), "unknown options: -n; perhaps you meant --nproc-per-node ("),
         ((*TRAIN, "-np2"), "perhaps you meant --nproc-per-node ("),
         ((*TRAIN, "--batch-size=8"), "perhaps you meant --tokens-per-update (tokens of all ranks"),
         ((*TRAIN, "--lr", "3e-4"), "perhaps you meant --optim.lr ("),
@@ -108,7 +113,9 @@ SMALL = (*TRAIN, "--model.block-size", "16", "--micro-batch-size", "2", "--token
         ((*TRAIN, "--dtype", "fp16"), "dtype fp16 needs CUDA"),
         ((*TRAIN, "--compile", "ddp", "--sync", "naive"), "compile=ddp wraps torch DDP"),
         ((*TRAIN, "--model.n-head", "5"), "n_embd must be a multiple of n_head"),
-        ((*TRAIN, "--data", "nowhere"), "nowhere"),
+        ((*TRAIN, "--data", "nowhere"), "`gradsync prepare PATHS --out nowhere` makes it"),
+        ((*TRAIN, "--data", "no.txt"), "no.txt does not exist; --data takes a prepared directory,"),
+        (("train", "a-run"), "a-run is a run: `gradsync train a-run/config.yaml` goes on with it"),
         ((*TRAIN, "--model.vocab-size", "100"), "smaller than the data's vocabulary 257"),
         ((*TRAIN, "--model.n-layer", "1000000"), "n_layer: got 1000000, expected at most 10000"),
         ((*TRAIN, "--model.vocab-size", "4000000000"), "the vocabulary (4,000,000,000)"),
@@ -141,6 +148,8 @@ def test_bad_request_gets_one_clear_message(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("my.txt").write_text("text")
+    Path("a-run").mkdir()
+    Path("a-run/config.yaml").write_text("preset: tiny\n")
     assert run(*arguments) == 2
     printed = capsys.readouterr().err
     assert printed.startswith("gradsync: error: ")
@@ -152,12 +161,24 @@ def test_prepare_says_what_comes_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("my.txt").write_text("some text " * 99)
+    Path("my.txt").write_text("some text " * 600)
     assert run("prepare", "my.txt", "--out", "my data") == 0
     *_, held_out, _, _, last = capsys.readouterr().out.splitlines()
     assert held_out == "held out  5.0 % of the tokens: the last ones"
     assert last == "next      gradsync train tiny --data 'my data'"
     assert run(*shlex.split(last)[2:], "--dry-run", "--device", "cpu") == 0
+
+
+@pytest.mark.parametrize(
+    ("repeats", "what"), [(4, "more text"), (99, "more text, or a larger --val-fraction")]
+)
+def test_prepare_says_when_there_is_too_little_text(
+    repeats: int, what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "my.txt").write_text("some text " * repeats)
+    assert run("prepare", str(tmp_path / "my.txt"), "--out", str(tmp_path / "data")) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith(f"next      {what}: `train tiny` needs 257 tokens in each (")
 
 
 @pytest.mark.parametrize(
@@ -216,7 +237,13 @@ def test_resume_alone_is_auto(
 ) -> None:
     assert run(*TRAIN, "--dry-run", *words) == 0
     assert f"\nresume: {resume}\n" in capsys.readouterr().out
-    assert complete_resume([]) == []
+    assert complete_flags([]) == []
+
+
+@pytest.mark.parametrize("words", [("--compile",), ("--compile", "--steps", "3")])
+def test_compile_alone_is_model(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*TRAIN, "--dry-run", *words) == 0
+    assert "\ncompile: model\n" in capsys.readouterr().out
 
 
 def test_cuda_where_there_is_none(

@@ -91,6 +91,17 @@ def test_a_run_that_goes_on_keeps_what_it_began_with(tmp_path: Path) -> None:
         assert other.applied_to(replace(asked, sync=sync)).sync_options == SyncConfig()
 
 
+@pytest.mark.parametrize(
+    "line", ["parallel: 3", "micro_batch_size: some", "sync_options: {bucket_mb: many}"]
+)
+def test_a_run_whose_file_was_edited_is_refused_by_the_key(line: str, tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step-00000002").mkdir(parents=True)
+    (tmp_path / "config.yaml").write_text(f"sync: bucketed\n{line}\n")
+    key = line.partition(":")[0]
+    with pytest.raises(ConfigError, match=rf"config\.yaml: {key}[.\w]*: got .*, expected "):
+        decided(replace(recipe("tiny"), out=str(tmp_path)), "h100x4")
+
+
 # -- before the ranks -----------------------------------------------------------------------------
 
 

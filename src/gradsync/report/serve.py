@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import secrets
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -68,7 +69,8 @@ def serving(run: Path, where: str) -> Iterator[str]:
     thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True)
     thread.start()
     try:
-        yield f"http://{host}:{server.server_address[1]}/{token}/"
+        reached = socket.gethostname() if host == "0.0.0.0" else host
+        yield f"http://{reached}:{server.server_address[1]}/{token}/"
     finally:
         server.shutdown()
         server.server_close()

@@ -196,6 +196,14 @@ def test_every_number_of_the_page_is_one_of_the_metrics(tmp_path: Path) -> None:
             seen.add((metric, int(step)))
             assert float(value) == pytest.approx(of[metric, int(step)] * by, rel=1e-3)
     assert len(seen) == 4 * STEPS + 1
+    for title, metric in {
+        "Tokens a second": "perf/tokens_per_s",
+        "Learning rate": "optim/lr",
+        "Norm of the mean gradient": "optim/grad_norm",
+    }.items():  # a single line has no name
+        drawn = text.partition(f"<b>{title}</b>")[2].partition("</figure>")[0]
+        points = {int(step): float(y) for y, step in re.findall(r"<title>(\S+) at (\d+)<", drawn)}
+        assert points == pytest.approx({s: of[metric, s] for s in range(1, STEPS + 1)}, rel=1e-3)
     numbers = text[text.index("<summary>Numbers") : text.index("<summary>Settings")]
     head = re.findall(r"<th[^>]*>([^<]*)</th>", numbers)
     cells = re.findall(r"<td[^>]*>([^<]*)</td>", numbers)
@@ -563,16 +571,19 @@ def look(page: Path, tmp_path: Path, *, width: int, dark: bool) -> tuple[dict[st
 
 
 def full_run(folder: Path, name: str = "first", ranks: int = 2) -> Path:
-    """A run with a long name in its log, an interruption and a trace."""
+    """A run with a long name in its log, an interruption, a trace and a table of verify's."""
     run = make_run(folder, name=name, ranks=ranks)
     add_start(run)
     add_start(run, step=10, world_size=1, reached=14, before=FAILED)
     (run / "logs" / "rank_00001.log").write_text(f"WARNING {'long' * 80}\n")
     make_trace(run, 0, [event("forward", 0, 500), event("in 0", 100, 300)])
+    cells = [cell("invariant_bf16", world_size) for world_size in (1, 2, 3, 4, 6, 8)]
+    (run / "verify.json").write_text(json.dumps({"cells": cells}))
     return run
 
 
-@pytest.mark.parametrize(("width", "dark"), [(390, True), (1180, False)])
+@pytest.mark.parametrize("width", [390, 1180])
+@pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("runs", [1, 2])
 def test_a_page_in_a_browser(tmp_path: Path, width: int, dark: bool, runs: int) -> None:
     paths = [full_run(tmp_path, f"run-{n}", n) for n in range(1, runs + 1)]

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -225,6 +226,14 @@ def test_nothing_else_is_served(run: Path, path: str) -> None:
         assert status == 404
         assert token not in text or "TOKEN" in path
         assert get(address, "POST")[0] == 501
+
+
+def test_bound_to_all_addresses_it_names_this_host_and_still_wants_the_token(run: Path) -> None:
+    with serving(run, "0.0.0.0:0") as address:
+        assert address.startswith(f"http://{socket.gethostname()}:")
+        here = address.replace(socket.gethostname(), "127.0.0.1")
+        assert get(here)[0] == 200
+        assert get(here.rsplit("/", 2)[0] + "/")[0] == 404
 
 
 def test_a_run_that_vanished_is_an_error_page(run: Path) -> None:

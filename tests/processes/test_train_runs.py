@@ -254,6 +254,18 @@ def test_arithmetic_is_counted_in_sequences_of_the_runs_length(
         assert line["perf/tflops_per_device"] == pytest.approx(flops / 1e12)
 
 
+@pytest.mark.parametrize("sync", ["invariant", "zero1", "naive", "ddp", "fsdp"])
+def test_parts_of_a_step_are_its_time(pool: Any, data: Path, tmp_path: Path, sync: str) -> None:
+    """Exposed communication is in none of the others, wherever the strategy waits."""
+    finish(pool, small_config(tmp_path, data, steps=4, sync=sync, eval=EvalConfig(every=0)), 2)
+    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    for line in (each for each in lines if "train/loss" in each):
+        names = (f"perf/{part}_s" for part in ("forward", "backward", "update", "data"))
+        parts = [line[name] for name in names]
+        assert min(parts) > 0
+        assert sum(parts) + line["comm/exposed_s"] <= line["perf/step_s"]
+
+
 def test_the_run_directory_holds_what_it_promises_and_a_finished_run_is_left_as_it_is(
     pool: Any, data: Path, tmp_path: Path
 ) -> None:

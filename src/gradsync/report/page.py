@@ -181,25 +181,33 @@ def _from_zero(title: str, y: str, lines: Sequence[Line]) -> Chart:
     return Chart(title=title, y=y, lines=lines, from_zero=True)
 
 
+_PARTS = {
+    "perf/forward_s": ("forward", 0),
+    "perf/backward_s": ("backward", 5),
+    "perf/update_s": ("update", 3),
+    "comm/exposed_s": ("exposed communication", 1),
+    "perf/data_s": ("waiting for data", 4),
+}
+"""Metrics of a step's parts: their names, and numbers of their colours."""
+
+
 def _step_parts(run: Run, behind: str) -> Chart:
     """Parts of a step's time, by the intervals between logged steps."""
-    whole, data, exposed = (
-        run.metrics.get(name, []) for name in ("perf/step_s", "perf/data_s", "comm/exposed_s")
-    )
-    of_data, of_exposed = dict(data), dict(exposed)
-    steps = [x for x, _ in whole if x in of_data and x in of_exposed]
-    total = dict(whole)
-    rest = [(x, max(0.0, total[x] - of_data[x] - of_exposed[x]) * 1e3) for x in steps]
-    parts = (
-        ("forward, backward, update", rest),
-        ("exposed communication", [(x, of_exposed[x] * 1e3) for x in steps]),
-        ("waiting for data", [(x, of_data[x] * 1e3) for x in steps]),
-    )
-    colors = (0, 1, 4)
+    whole, *parts = (dict(run.metrics.get(name, [])) for name in ("perf/step_s", *_PARTS))
+    names, colors = zip(*_PARTS.values(), strict=True)
+    # Split models know neither forward nor backward, older runs not the update either.
+    known = [(x, [part.get(x, 0.0) for part in parts]) for x in whole if x in parts[-1]]
+    rest = [(x, 1e3 * max(0.0, whole[x] - sum(values))) for x, values in known]
+    lines = [
+        Line(name=name, points=[(x, 1e3 * values[k]) for x, values in known], color=color)
+        for k, (name, color, part) in enumerate(zip(names, colors, parts, strict=True))
+        if part
+    ]
+    others = "the rest" if parts[0] else "forward, backward" + ", update" * (not parts[2])
     return Chart(
         title=f"Where a step's time went{behind}",
         y="ms",
-        lines=[Line(name=n, points=p, color=c) for (n, p), c in zip(parts, colors, strict=True)],
+        lines=[*lines, Line(name=others, points=rest, color=2)],
         stacked=True,
     )
 

@@ -70,7 +70,7 @@ class FsdpReducer(Reducer):
         ConfigError: no process group; trainable parameters of different dtypes.
     """
 
-    user_loop = True
+    user_loop = waits_in_backward = True
 
     def __init__(
         self,

@@ -340,6 +340,8 @@ class Reducer(ABC):
     """True when `named_gradients` are this rank's alone, whatever has been sent."""
     user_loop = False
     """True when it supports the user's training loop (`loss.backward()`, `optimizer.step()`)."""
+    waits_in_backward = False
+    """True when exposed communication lies in backward, not in the step's end."""
 
     def __init__(
         self, model: nn.Module, comm: Communicator, shards: Replicas | None = None

@@ -45,6 +45,8 @@ class TorchDdpReducer(Reducer):
         hook: averages buckets in DDP's place; it must not see inf, which would stay in its error.
     """
 
+    waits_in_backward = True
+
     def __init__(
         self,
         model: nn.Module,

@@ -28,6 +28,8 @@ from gradsync.train.state import Keep, Whole, load_learnt, save_replica, save_sh
 from gradsync.world import World
 
 Autocast = AbstractContextManager[Any]
+Span = Callable[[str], AbstractContextManager[Any]]
+"""Encloses a part of a step, by its name."""
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
@@ -97,15 +99,15 @@ class Learner:
         """Names of the whole model's parameters, in its order."""
         return [name for name, _ in self.model.named_parameters()]
 
-    def run_leaves(self, leaves: Iterable[Leaf]) -> None:
-        """Forward and backward of this rank's leaves of a step."""
+    def run_leaves(self, leaves: Iterable[Leaf], span: Span = record_function) -> None:
+        """Forward and backward of this rank's leaves of a step, each inside of a `span`."""
         sync = self.sync
         for leaf in leaves:
             # Before the forward, all ranks know whether this backward synchronises.
             with sync.micro_step(last=leaf.is_last, index=leaf.index):
-                with record_function("forward"), self.autocast:
+                with span("forward"), self.autocast:
                     loss = summed_loss(sync.forward, self.model, leaf.inputs, leaf.targets)
-                with record_function("backward"):
+                with span("backward"):
                     sync.backward(loss, weight=leaf.num_targets, scale=self.scaler)
 
     def prime(self, leaf_shape: tuple[int, int]) -> None:

@@ -59,7 +59,8 @@ class Interval:
     """Steps, waiting for data and exposed communication since the last `reset`; read only when
     asked for, so that no step waits for the device."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, on_cuda: bool = False) -> None:
+        self._on_cuda = on_cuda
         self.reset()
 
     def reset(self) -> None:
@@ -67,6 +68,7 @@ class Interval:
         self.steps = 0
         self.data_s = 0.0
         self._exposed: list[Stopwatch] = []
+        self._spans: dict[str, list[Stopwatch]] = {}
         self._started = time.perf_counter()
 
     def waiting(self, items: Iterable[T]) -> Iterator[T]:
@@ -81,6 +83,20 @@ class Interval:
             finally:
                 self.data_s += time.perf_counter() - before
             yield item
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Time a part of a step; profilers show it under its name, too."""
+        watch = Stopwatch(on_cuda=self._on_cuda)
+        with record_function(name):
+            watch.start()
+            yield
+            watch.stop()
+        self._spans.setdefault(name, []).append(watch)
+
+    def seconds_of(self, name: str) -> float:
+        """Seconds of all spans of that name; waits for the device."""
+        return sum(watch.seconds() for watch in self._spans.get(name, ()))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -198,7 +214,7 @@ class Trainer:
         learner, sync = self.learner, self.learner.sync
         set_learning_rate(learner.optimizer, lr)
         self._run_leaves(step)
-        with record_function("step"):
+        with self.interval.span("step"):
             result = sync.step(
                 learner.optimizer,
                 clip_norm=self.config.optim.clip_norm,
@@ -214,11 +230,11 @@ class Trainer:
         learner = self.learner
         leaves: Iterable[Leaf] = self.interval.waiting(step)
         if not _due(step.number + 1, self.config.audit_every):
-            learner.run_leaves(leaves)
+            learner.run_leaves(leaves, self.interval.span)
             return
         audit = LeafAudit(learner, self.config.seed, step.number, step.num_leaves)
         for attempt in range(_ATTEMPTS):
-            learner.run_leaves(audit.overheard(leaves))
+            learner.run_leaves(audit.overheard(leaves), self.interval.span)
             wrong = audit.compare()
             if not wrong:
                 return
@@ -254,6 +270,9 @@ class Trainer:
         tokens_per_s = self.config.tokens_per_update * steps / wall_s
         per_token = self.learner.model.config.flops_per_token(self.config.sequence_length)
         flops = per_token * tokens_per_s / self.world.world_size
+        parts_s = {part: self.interval.seconds_of(part) for part in ("forward", "backward", "step")}
+        waits = "backward" if self.learner.sync.reducer.waits_in_backward else "step"
+        parts_s[waits] -= exposed_s
         metrics = {
             "step": totals.step,
             "train/loss": totals.train_loss,
@@ -264,6 +283,10 @@ class Trainer:
             "perf/tflops_per_device": flops / 1e12,
             "perf/step_s": wall_s / steps,
             "perf/data_s": self.interval.data_s / steps,
+            # Of a split model's schedule only the end of the step is known.
+            "perf/forward_s": parts_s["forward"] / steps or None,
+            "perf/backward_s": parts_s["backward"] / steps or None,
+            "perf/update_s": parts_s["step"] / steps,
             "comm/exposed_s": exposed_s / steps,
             "mem/max_reserved_gib": memory_gib(self.world),
         }

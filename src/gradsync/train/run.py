@@ -31,7 +31,7 @@ from gradsync.train.config_io import HINTS
 from gradsync.train.data import Data, model_config, open_data
 from gradsync.train.faults import FaultPlan
 from gradsync.train.learner import Learner, build_learner, kernels
-from gradsync.train.loop import Totals, Trainer, memory_gib
+from gradsync.train.loop import Interval, Totals, Trainer, memory_gib
 from gradsync.train.output import Progress, RunDir, finite_or_none
 from gradsync.train.profiler import StepProfiler
 from gradsync.train.state import Resumed, numeric_fingerprint, restore
@@ -105,6 +105,7 @@ def train(
             store=CheckpointStore(run_dir.checkpoints, config.checkpoint.keep_last),
             progress=progress,
             profiler=stack.enter_context(StepProfiler(config.profile, run_dir.path, world)),
+            interval=Interval(on_cuda=world.device.startswith("cuda")),
         )
         resumed = restore(trainer)
         begin_log()

@@ -13,6 +13,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from torch.autograd.profiler import record_function
 
 from gradsync.checkpoint.optimizer_state import pack_optimizer, unpack_optimizer
 from gradsync.checkpoint.pieces import PartFiles, part_stem, places_of
@@ -36,7 +37,7 @@ from gradsync.parallel.transfer import collect, distribute
 from gradsync.sync.registry import find_strategy
 from gradsync.train.check import BY_MESSAGES
 from gradsync.train.config import TrainConfig
-from gradsync.train.learner import Learner, autocast, build_optimizer
+from gradsync.train.learner import Learner, Span, autocast, build_optimizer
 from gradsync.train.state import Keep, Whole, check_finite
 from gradsync.world import World
 
@@ -55,7 +56,7 @@ class SplitLearner(Learner):
     def parameter_names(self) -> list[str]:
         return [weight.name for weight in self.part.weights]
 
-    def run_leaves(self, leaves: Iterable[Leaf]) -> None:
+    def run_leaves(self, leaves: Iterable[Leaf], span: Span = record_function) -> None:
         """This replica's leaves. A schedule decides which is next: it has all of them before it."""
         self.pipeline.run(list(leaves))
 

@@ -38,6 +38,9 @@ def make_run(folder: Path, *, ranks: int = 2, name: str = "first", **config: obj
             "perf/tokens_per_s": 1000.0 * ranks,
             "perf/step_s": 0.5,
             "perf/data_s": 0.05,
+            "perf/forward_s": 0.1,
+            "perf/backward_s": 0.2,
+            "perf/update_s": 0.03,
             "comm/exposed_s": 0.1,
             "mem/max_reserved_gib": 0.25,
         }
@@ -108,16 +111,44 @@ def test_a_page_stands_alone_and_has_the_figures_of_the_run(
     assert "INFO" not in tags.text
 
 
+FOR_ALL = "forward, backward, update"
+
+
 def test_points_are_those_of_the_metrics(tmp_path: Path) -> None:
     charts = {chart.title: chart for chart in charts_of([read_run(make_run(tmp_path))])}
     loss, held_out = charts["Loss"].lines
     assert loss.points == [(step, 5 / step) for step in range(1, STEPS + 1)]
     assert held_out.points == [(STEPS, 0.25)]
-    computing, exposed, data = charts["Where a step's time went"].lines
-    assert computing.points[0] == (1, pytest.approx(350))
-    assert exposed.points[0] == (1, 100)
-    assert data.points[0] == (1, 50)
+    parts = {line.name: line.points[0][1] for line in charts["Where a step's time went"].lines}
+    assert parts == pytest.approx(
+        {
+            "forward": 100,
+            "backward": 200,
+            "update": 30,
+            "exposed communication": 100,
+            "waiting for data": 50,
+            "the rest": 20,
+        }
+    )
     assert charts["Exposed communication"].lines[0].points[-1] == (STEPS, 20)
+
+
+@pytest.mark.parametrize(
+    ("left_out", "rest"),
+    [("forward backward", "forward, backward"), ("forward backward update", FOR_ALL)],
+)
+def test_parts_of_a_step_that_were_not_measured_are_one(
+    tmp_path: Path, left_out: str, rest: str
+) -> None:
+    path = make_run(tmp_path) / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows:
+        for name in left_out.split():
+            row.pop(f"perf/{name}_s", None)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    charts = {chart.title: chart for chart in charts_of([read_run(path.parent)])}
+    *_, last = charts["Where a step's time went"].lines
+    assert (last.name, last.points[0][1]) == (rest, pytest.approx(350 - 30 * (rest != FOR_ALL)))
 
 
 def add_start(run: Path, **fields: object) -> None:
@@ -188,6 +219,9 @@ def test_every_number_of_the_page_is_one_of_the_metrics(tmp_path: Path) -> None:
         "validation": [("val/loss", 1.0)],
         "exposed communication": [("comm/exposed_s", 1e3)],
         "waiting for data": [("perf/data_s", 1e3)],
+        "forward": [("perf/forward_s", 1e3)],
+        "backward": [("perf/backward_s", 1e3)],
+        "update": [("perf/update_s", 1e3)],
         "measured": [("mem/max_reserved_gib", 1.0)],
     }
     seen = set()
@@ -195,7 +229,7 @@ def test_every_number_of_the_page_is_one_of_the_metrics(tmp_path: Path) -> None:
         for metric, by in names.get(name, ()):
             seen.add((metric, int(step)))
             assert float(value) == pytest.approx(of[metric, int(step)] * by, rel=1e-3)
-    assert len(seen) == 4 * STEPS + 1
+    assert len(seen) == 7 * STEPS + 1
     for title, metric in {
         "Tokens a second": "perf/tokens_per_s",
         "Learning rate": "optim/lr",

@@ -99,6 +99,17 @@ def test_exposed_communication_adds_up_until_reset(clock: Clock) -> None:
     assert interval.read() == (8.0, 0.0)
 
 
+def test_spans_of_one_name_add_up_until_reset(clock: Clock) -> None:
+    interval = Interval()
+    for seconds in (1.0, 2.0):
+        with interval.span("forward"):
+            clock.advance(seconds)
+        clock.advance(10.0)
+    assert (interval.seconds_of("forward"), interval.seconds_of("backward")) == (3.0, 0.0)
+    interval.reset()
+    assert interval.seconds_of("forward") == 0.0
+
+
 def test_a_stopwatch_keeps_only_whole_readings(clock: Clock) -> None:
     watch = Stopwatch(on_cuda=False)
     assert watch.seconds() == 0.0

@@ -39,8 +39,8 @@ def parse_config(argv: Sequence[str]) -> TrainConfig:
             raise ConfigError(f"{first}: a configuration file ends in {', '.join(_SUFFIXES)}")
         elif first not in PRESETS and (known := Path(first) / "config.yaml").is_file():
             raise ConfigError(
-                f"{first} is a run: `gradsync train {known}` goes on with it, and with --steps N "
-                f"beyond its last step; --resume {first} --out DIR leaves it as it is"
+                f"{first} is a run: `gradsync train {known} --resume auto --out {first}` goes on "
+                f"with it, with --steps N beyond its last step"
             )
         else:
             start = recipe(first)

@@ -110,7 +110,7 @@ class Interval:
     def add(self, exposed: Stopwatch) -> None:
         """One more step, whose exposed communication `exposed` has measured."""
         self.steps += 1
-        self._exposed.append(exposed)
+        self._exposed.append(exposed.copy())
 
     def read(self) -> tuple[float, float]:
         """(wall seconds, exposed communication seconds) so far; waits for the device."""

@@ -115,7 +115,7 @@ SMALL = (*TRAIN, "--model.block-size", "16", "--micro-batch-size", "2", "--token
         ((*TRAIN, "--model.n-head", "5"), "n_embd must be a multiple of n_head"),
         ((*TRAIN, "--data", "nowhere"), "`gradsync prepare PATHS --out nowhere` makes it"),
         ((*TRAIN, "--data", "no.txt"), "no.txt does not exist; --data takes a prepared directory,"),
-        (("train", "a-run"), "a-run is a run: `gradsync train a-run/config.yaml` goes on with it"),
+        (("train", "a-run"), "`gradsync train a-run/config.yaml --resume auto --out a-run` goes"),
         ((*TRAIN, "--model.vocab-size", "100"), "smaller than the data's vocabulary 257"),
         ((*TRAIN, "--model.n-layer", "1000000"), "n_layer: got 1000000, expected at most 10000"),
         ((*TRAIN, "--model.vocab-size", "4000000000"), "the vocabulary (4,000,000,000)"),

@@ -92,5 +92,6 @@ def _next(meta: Meta, out: Path) -> str:
     short = [f"{name} has {tokens:,}" for name, tokens in meta.tokens.items() if tokens < need]
     if not short:
         return f"gradsync train tiny --data {shlex.quote(str(out))}"
-    larger = ", or a larger --val-fraction" if sum(meta.tokens.values()) >= 2 * need else ""
-    return f"more text{larger}: `train tiny` needs {need} tokens in each ({', '.join(short)})"
+    other = "larger" if meta.tokens["train"] >= need else "smaller"
+    share = f", or a {other} --val-fraction" * (sum(meta.tokens.values()) >= 2 * need)
+    return f"more text{share}: `train tiny` needs {need} tokens in each ({', '.join(short)})"

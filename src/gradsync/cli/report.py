@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -49,7 +50,7 @@ def run(argv: list[str]) -> int:
     options = parse(ReportOptions, argv, "report")
     if not options.paths:
         raise ConfigError("report: name a run directory: gradsync report runs/first")
-    runs = read_runs([Path(path) for path in dict.fromkeys(options.paths)])
+    runs = read_runs([Path(path) for path in options.paths])
     if options.as_json:
         print(json.dumps({str(each.path): dict(figures_of(each)) for each in runs}))
         return 0
@@ -79,8 +80,11 @@ def run(argv: list[str]) -> int:
         title = f"Timeline of {each.name}" if len(runs) > 1 else "Timeline"
         if steps := timeline_svg(each.path, title):
             drawn[title] = steps
+    taken = Counter[str]()
     for title, text in drawn.items():
-        name = "".join(c if c.isalnum() else "-" for c in title.lower()).strip("-")
+        name = "".join(c if c.isalnum() else "-" for c in title.lower()).strip("-")[:60]
+        taken[name] += 1
+        name += f"-{taken[name]}" * (taken[name] > 1)
         if browser:
             draw(browser, text, out / f"{name}.png")
         else:

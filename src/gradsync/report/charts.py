@@ -161,19 +161,19 @@ def figure(chart: Chart) -> str:
     return f"<figure>{head}{drawn}</figure>"
 
 
-def standing_alone(drawn: str, chart: Chart | None = None) -> str:
-    """A chart as a file of its own, in light colours; with `chart` also its title and legend."""
+def standing_alone(drawn: str, chart: Chart) -> str:
+    """A drawing as a file of its own, in light colours, with title and legend of `chart`."""
     head, rest = drawn.split(">", 1)
     style = f"svg{{{LIGHT}background:#fff;font-family:sans-serif}}{STYLE}"
-    if chart is not None:
-        legend, rows = _legend(chart)
-        top = 30 + _LEGEND_ROW * rows
-        before, width, height, after = re.split(r"0 0 (\S+) ([^\s\"]+)", head)
-        head = f"{before}0 {-top:g} {width} {float(height) + top:g}{after}"
-        unit = f" ({chart.y})" if chart.y else ""
-        title = _text(10, -10 - _LEGEND_ROW * rows, chart.title + unit, "start")
-        rest = f"{title}{legend}{rest}"
-    return f'{head} xmlns="http://www.w3.org/2000/svg"><style>{style}</style>{rest}\n'
+    legend, rows = _legend(chart)
+    top = 30 + _LEGEND_ROW * rows
+    before, width, height, after = re.split(r"0 0 (\S+) ([^\s\"]+)", head)
+    head = f"{before}0 {-top:g} {width} {float(height) + top:g}{after}"
+    words = f"{chart.title} ({chart.y})" if chart.y else chart.title
+    title = _text(10, -10 - _LEGEND_ROW * rows, words, "start")
+    return (
+        f'{head} xmlns="http://www.w3.org/2000/svg"><style>{style}</style>{title}{legend}{rest}\n'
+    )
 
 
 def _legend(chart: Chart) -> tuple[str, int]:

@@ -122,7 +122,8 @@ def read_run(path: Path) -> Run:
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """Several runs, see `read_run`; those whose folders have one name are called by their paths."""
+    """Each run once, see `read_run`; those in folders of one name are called by their paths."""
+    paths = list({path.resolve(): path for path in paths}.values())
     runs = [read_run(path) for path in paths]
     names = [run.name for run in runs]
     return [

@@ -145,8 +145,9 @@ def _refusal(stop: SystemExit, box: str, command: str) -> GradsyncError:
     near = [flag.partition(" ")[0] for part in hints for flag in _entries(part) if flag[:2] == "--"]
     unknown = text.startswith("unknown options: ")
     words = text.partition(": ")[2].split(", ")
-    typed = words[0]
-    if unknown and (flags := [word for word in words if word[:1] == "-"]):  # without their values
+    flags = [word for word in words if re.match("--?[A-Za-z]", word)]
+    typed = [*flags, *words][0]
+    if unknown and flags:  # without their values
         text = f"unknown options: {', '.join(flags)}"
     elif unknown:
         text = f"unexpected argument: {' '.join(words)}"

@@ -80,9 +80,8 @@ class StopRequest:
             elif now - self._first_interrupt_s > _SAME_PRESS_S:
                 self._end_now()
         if self._announce and not self.requested:
-            again = "; Ctrl-C again, a second later, ends at once, without saving"
-            hint = again if number == signal.SIGINT else ""
-            _say(f"gradsync: stopping after this step{hint}\n")
+            hint = "; Ctrl-C again, a second later, ends at once, without saving"
+            _say(f"gradsync: stopping after this step{hint if number == signal.SIGINT else ''}\n")
         self.request(signal.Signals(number).name)
 
     def _end_now(self) -> None:

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import asdict, fields, is_dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
+from shlex import quote
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -39,8 +40,8 @@ def parse_config(argv: Sequence[str]) -> TrainConfig:
             raise ConfigError(f"{first}: a configuration file ends in {', '.join(_SUFFIXES)}")
         elif first not in PRESETS and (known := Path(first) / "config.yaml").is_file():
             raise ConfigError(
-                f"{first} is a run: `gradsync train {known} --resume auto --out {first}` goes on "
-                f"with it, with --steps N beyond its last step"
+                f"{first} is a run: `gradsync train {quote(str(known))} --resume auto --out "
+                f"{quote(first)}` goes on with it, with --steps N beyond its last step"
             )
         else:
             start = recipe(first)

@@ -31,7 +31,7 @@ from gradsync.sync.registry import find_strategy
 from gradsync.train.config import AUTO, SyncConfig, TrainConfig
 from gradsync.train.config_io import HINTS, typed
 from gradsync.train.micro_batch import legal_sizes
-from gradsync.train.tuned import begun_with
+from gradsync.train.tuned import begun_options, begun_with
 
 _KEPT = ("dtype", "tf32", "sync", "sync_options", "parallel", "activation_checkpointing")
 _KEPT += ("micro_batch_size",)
@@ -83,6 +83,8 @@ def decide(
         changes = {name: values[name] for name in _KEPT if name in values and name not in given}
         for name in changes.keys() & HINTS.keys():
             changes[name] = typed(changes[name], HINTS[name], f"{place}: {name}")
+        if "sync_options" in changes:
+            changes["sync_options"] = begun_options(place, values)
         goes_on = ConfigChanges(changes=changes).applied_to(config)
         named = ", ".join(f"{name} {value}" for name, value in changes.items() if value)
         return ConfigChanges(

@@ -67,7 +67,7 @@ class Interval:
         """Begin anew."""
         self.steps = 0
         self.data_s = 0.0
-        self._exposed: list[Stopwatch] = []
+        self._exposed: list[tuple[str, Stopwatch]] = []
         self._spans: dict[str, list[Stopwatch]] = {}
         self._started = time.perf_counter()
 
@@ -95,8 +95,10 @@ class Interval:
         self._spans.setdefault(name, []).append(watch)
 
     def seconds_of(self, name: str) -> float:
-        """Seconds of all spans of that name; waits for the device."""
-        return sum(watch.seconds() for watch in self._spans.get(name, ()))
+        """Seconds of all spans of that name, less the exposed communication in them; waits for the
+        device."""
+        inside = sum(watch.seconds() for part, watch in self._exposed if part == name)
+        return sum(watch.seconds() for watch in self._spans.get(name, ())) - inside
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -107,14 +109,14 @@ class Interval:
         finally:
             self._started += time.perf_counter() - before
 
-    def add(self, exposed: Stopwatch) -> None:
-        """One more step, whose exposed communication `exposed` has measured."""
+    def add(self, exposed: Stopwatch, part: str = "step") -> None:
+        """One more step, whose exposed communication `exposed` has measured within `part`."""
         self.steps += 1
-        self._exposed.append(exposed.copy())
+        self._exposed.append((part, exposed.copy()))
 
     def read(self) -> tuple[float, float]:
         """(wall seconds, exposed communication seconds) so far; waits for the device."""
-        exposed = sum(watch.seconds() for watch in self._exposed)
+        exposed = sum(watch.seconds() for _, watch in self._exposed)
         return time.perf_counter() - self._started, exposed
 
 
@@ -221,7 +223,8 @@ class Trainer:
                 stop=stop.requested,
                 scale=learner.scaler,
             )
-        self.interval.add(result.exposed)
+        waits_in_backward = sync.reducer.waits_in_backward
+        self.interval.add(result.exposed, "backward" if waits_in_backward else "step")
         return result
 
     def _run_leaves(self, step: Step) -> None:
@@ -270,9 +273,6 @@ class Trainer:
         tokens_per_s = self.config.tokens_per_update * steps / wall_s
         per_token = self.learner.model.config.flops_per_token(self.config.sequence_length)
         flops = per_token * tokens_per_s / self.world.world_size
-        parts_s = {part: self.interval.seconds_of(part) for part in ("forward", "backward", "step")}
-        waits = "backward" if self.learner.sync.reducer.waits_in_backward else "step"
-        parts_s[waits] -= exposed_s
         metrics = {
             "step": totals.step,
             "train/loss": totals.train_loss,
@@ -284,9 +284,9 @@ class Trainer:
             "perf/step_s": wall_s / steps,
             "perf/data_s": self.interval.data_s / steps,
             # Of a split model's schedule only the end of the step is known.
-            "perf/forward_s": parts_s["forward"] / steps or None,
-            "perf/backward_s": parts_s["backward"] / steps or None,
-            "perf/update_s": parts_s["step"] / steps,
+            "perf/forward_s": self.interval.seconds_of("forward") / steps or None,
+            "perf/backward_s": self.interval.seconds_of("backward") / steps or None,
+            "perf/update_s": self.interval.seconds_of("step") / steps,
             "comm/exposed_s": exposed_s / steps,
             "mem/max_reserved_gib": memory_gib(self.world),
         }

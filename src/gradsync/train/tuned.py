@@ -123,7 +123,8 @@ def resolve_auto(config: TrainConfig, world: World, *, threads: int) -> tuple[Tu
     place, values = begun_with(config) or (None, {})
     sync, compiled = values.get("sync"), values.get("compile", "none")
     if isinstance(sync, str) and sync != AUTO:
-        choice = TunedStrategy(sync=sync, options=values["sync_options"], compile=compiled)
+        options = begun_options(place, values)
+        choice = TunedStrategy(sync=sync, options=options, compile=compiled)
         return choice, f"sync auto: {choice.text}, as in {place}"
     default = TunedStrategy()
     if world.world_size == 1:
@@ -236,19 +237,20 @@ def continued(config: TrainConfig) -> Path | None:
 
 
 def begun_with(config: TrainConfig) -> tuple[Path, dict[str, Any]] | None:
-    """The configuration file of the run that this one goes on with, and its values; of the
-    strategy's options those that are set, and that this version has."""
+    """The configuration file of the run that this one goes on with, and its values."""
     place = continued(config)
-    if place is None:
-        return None
-    values = read_file(place)
+    return None if place is None else (place, read_file(place))
+
+
+def begun_options(place: Path | None, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The strategy's options among the values of `place`: those that are set, and that this
+    version has."""
     options = values.get("sync_options") or {}
     if not isinstance(options, dict):
         raise ConfigError(f"configuration {place}: sync_options: expected keys and values")
     known = {entry.name for entry in fields(SyncConfig)}
-    given = {
+    return {
         name: typed(value, HINTS[f"sync_options.{name}"], f"{place}: sync_options.{name}")
         for name, value in options.items()
         if name in known and value is not None
     }
-    return place, values | {"sync_options": given}

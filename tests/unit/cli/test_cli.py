@@ -81,6 +81,7 @@ SMALL = (*TRAIN, "--model.block-size", "16", "--micro-batch-size", "2", "--token
         ((*TRAIN, "--lr=0.1"), "unknown options: --lr; perhaps you meant --optim.lr ("),
         ((*TRAIN, "--step", "5"), "unknown options: --step; perhaps you meant --steps ("),
         ((*TRAIN, "--qqq", "1", "--zzz", "2"), "unknown options: --qqq, --zzz ("),
+        ((*TRAIN, "of", "--batch-size", "8"), "unknown options: --batch-size; perhaps you "),
         ((*TRAIN, "of", "mine"), "unexpected argument: of mine ("),
         (("sample", "a-run", "def "), "unexpected argument: def; perhaps you meant --prompt ("),
         ((*TRAIN, "--model", "mini"), "perhaps you meant a preset or a file as the first word"),
@@ -170,13 +171,19 @@ def test_prepare_says_what_comes_next(
 
 
 @pytest.mark.parametrize(
-    ("repeats", "what"), [(4, "more text"), (99, "more text, or a larger --val-fraction")]
+    ("repeats", "fraction", "what"),
+    [
+        (4, "0.05", "more text"),
+        (99, "0.05", "more text, or a larger --val-fraction"),
+        (99, "0.9", "more text, or a smaller --val-fraction"),
+    ],
 )
 def test_prepare_says_when_there_is_too_little_text(
-    repeats: int, what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    repeats: int, fraction: str, what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "my.txt").write_text("some text " * repeats)
-    assert run("prepare", str(tmp_path / "my.txt"), "--out", str(tmp_path / "data")) == 0
+    words = [str(tmp_path / "my.txt"), "--out", str(tmp_path / "data")]
+    assert run("prepare", *words, "--val-fraction", fraction) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith(f"next      {what}: `train tiny` needs 257 tokens in each (")
 

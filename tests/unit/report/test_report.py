@@ -111,7 +111,7 @@ def test_a_page_stands_alone_and_has_the_figures_of_the_run(
     assert "INFO" not in tags.text
 
 
-FOR_ALL = "forward, backward, update"
+COMPUTING = "forward, backward, update"
 
 
 def test_points_are_those_of_the_metrics(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_points_are_those_of_the_metrics(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("left_out", "rest"),
-    [("forward backward", "forward, backward"), ("forward backward update", FOR_ALL)],
+    [("forward backward", "forward, backward"), ("forward backward update", COMPUTING)],
 )
 def test_parts_of_a_step_that_were_not_measured_are_one(
     tmp_path: Path, left_out: str, rest: str
@@ -148,7 +148,7 @@ def test_parts_of_a_step_that_were_not_measured_are_one(
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     charts = {chart.title: chart for chart in charts_of([read_run(path.parent)])}
     *_, last = charts["Where a step's time went"].lines
-    assert (last.name, last.points[0][1]) == (rest, pytest.approx(350 - 30 * (rest != FOR_ALL)))
+    assert (last.name, last.points[0][1]) == (rest, pytest.approx(350 - 30 * (rest != COMPUTING)))
 
 
 def add_start(run: Path, **fields: object) -> None:
@@ -495,6 +495,20 @@ def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
     timelines = [p.read_text() for p in (tmp_path / "charts").iterdir() if "timeline" in p.name]
     assert len(timelines) == 2
     assert all(">backward</text>" in text for text in timelines)
+
+
+def test_a_run_given_twice_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path)
+    assert main(["report", "--json", str(run), f"{run}/../first"]) == 0
+    assert list(json.loads(capsys.readouterr().out)) == [str(run)]
+
+
+def test_charts_whose_titles_are_alike_have_files_of_their_own(tmp_path: Path) -> None:
+    runs = [str(make_run(tmp_path, name=name)) for name in ("lr.1", "lr-1", "lr" * 40, "LR" * 40)]
+    assert main(["report", *runs, "--format", "svg", "--out", str(tmp_path / "charts")]) == 0
+    drawn = [path.read_text() for path in (tmp_path / "charts").glob("*lr*")]
+    assert len(drawn) == len(runs)
+    assert all(any(f", {Path(run).name} (" in text for text in drawn) for run in runs)
 
 
 def test_collectives_of_a_library_are_bars_where_nothing_else_is(tmp_path: Path) -> None:

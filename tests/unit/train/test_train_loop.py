@@ -110,6 +110,25 @@ def test_spans_of_one_name_add_up_until_reset(clock: Clock) -> None:
     assert interval.seconds_of("forward") == 0.0
 
 
+@pytest.mark.parametrize("part", ["backward", "step"])
+def test_exposed_communication_is_taken_from_the_part_in_which_it_lay(
+    clock: Clock, part: str
+) -> None:
+    interval = Interval()
+    for name in ("backward", "step"):
+        with interval.span(name):
+            clock.advance(5.0)
+            if name == part:
+                watch = exposed(clock, 2.0)
+    interval.add(watch, part)
+    watch.start()  # whoever measures again has its own readings
+    clock.advance(9.0)
+    watch.stop()
+    assert interval.seconds_of(part) == 5.0
+    assert interval.seconds_of("backward") + interval.seconds_of("step") == 10.0
+    assert interval.read() == (21.0, 2.0)
+
+
 def test_a_stopwatch_keeps_only_whole_readings(clock: Clock) -> None:
     watch = Stopwatch(on_cuda=False)
     assert watch.seconds() == 0.0

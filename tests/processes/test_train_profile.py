@@ -34,6 +34,20 @@ def test_each_rank_writes_a_trace_in_which_buckets_have_names(pool: Any, tmp_pat
     assert {span.kind for span in spans} == {"forward", "backward", "step", "sum"}
 
 
+def test_ranks_that_share_memory_show_what_they_do_in_it(pool: Any, tmp_path: Path) -> None:
+    shared, data = SyncConfig(collective="shared_memory"), make_data(tmp_path / "data")
+    config = small_config(tmp_path / "run", data, profile=2, sync_options=shared, steps=4)
+    assert [each.error for each in pool.run(train_rank, 2, config)] == ["", ""]
+    spans = read_spans(tmp_path / "run")
+    for rank in (0, 1):
+        mine = sorted((s for s in spans if s.rank == rank), key=lambda s: s.begin)
+        step, *parts = (
+            next(s for s in mine if s.kind == kind) for kind in ("step", "sum", "update", "out")
+        )
+        times = [step.begin, *(time for part in parts for time in part[-2:]), step.end]
+        assert times == sorted(times), "one after the other, in the step"
+
+
 @pytest.mark.parametrize("writable", [True, False])
 def test_steps_that_raise_are_traced_too(pool: Any, tmp_path: Path, writable: bool) -> None:
     out = tmp_path / "out"

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from gradsync.data.leaf import Step
+from gradsync.report.run import read_run
 from gradsync.runtime.environ import exported
 from gradsync.sync.registry import STRATEGIES
 from gradsync.train.audit import choose_leaf
@@ -252,6 +253,8 @@ def test_arithmetic_is_counted_in_sequences_of_the_runs_length(
     for line in (each for each in lines if "train/loss" in each):
         flops = config.model.flops_per_token(8) * line["perf/tokens_per_s"]
         assert line["perf/tflops_per_device"] == pytest.approx(flops / 1e12)
+        peak = json.loads((tmp_path / "env.json").read_text())["peak_tflops"]
+        assert line["perf/mfu"] == pytest.approx(flops / 1e12 / peak, rel=1e-3 / peak)
 
 
 @pytest.mark.parametrize("sync", ["invariant", "zero1", "naive", "ddp", "fsdp"])
@@ -272,6 +275,8 @@ def test_the_run_directory_holds_what_it_promises_and_a_finished_run_is_left_as_
     config = small_config(tmp_path, data)
     # A signal in the last step comes too late.
     first, _ = pool.run(train_rank, 2, config, FaultPlan(kind="sigterm", rank=1, step=6))
+    table = json.loads((tmp_path / "ranks.json").read_text())
+    assert [row["rank"] for row in table["ranks"]] == [0, 1]
     names = ("config.yaml", "env.json", "metrics.jsonl", "summary.json", "logs/rank_00001.log")
     assert [name for name in names if not (tmp_path / name).is_file()] == []
     start = json.loads((tmp_path / "starts.jsonl").read_text())
@@ -367,6 +372,9 @@ def test_a_flipped_bit_heals(
     changes = {"check_replicas_every": 1, "on_drift": "heal", "sync_options": given}
     results = pool.run(flip_one_bit, 3, small_config(tmp_path / "3", data, **changes), where)
     assert [result.exit_code for result in results] == [0] * 3, results[0].error
+    checks = read_run(tmp_path / "3").checks
+    assert [check.step for check in checks if check.bad] == [4]
+    assert {check.step for check in checks} == set(range(7))
     expected = undisturbed("invariant", 1).weights_sha256
     assert results[0].summary["weights_sha256"] == expected
     results = pool.run(flip_one_bit, 2, small_config(tmp_path / "2", data, **changes), where)
@@ -456,6 +464,8 @@ def test_a_step_with_a_wrong_leaf_is_done_again(
     results = pool.run(compute_wrongly, 2, config, step, False)
     assert results[0].exit_code == 0, results[0].error
     assert "rank 1 computed wrong bits" in results[0].printed
+    checks = [(check.step, check.bad) for check in read_run(tmp_path).checks]
+    assert sorted(checks) == sorted([*((n, False) for n in range(1, 7)), (step + 1, True)])
     expected = undisturbed("invariant", 1).weights_sha256
     assert results[0].summary["weights_sha256"] == expected
 

@@ -76,7 +76,8 @@ def train_rank(
     session = open_session(rank, world_size, store_path)
     try:
         with session as world:
-            outcome = train(config, world, threads=session.threads, stream=printed, fault=fault)
+            own = {"threads": session.threads, "watch": session.watch}
+            outcome = train(config, world, **own, stream=printed, fault=fault)
     except Exception as error:
         return RankResult(1, {}, printed.getvalue(), f"{type(error).__name__}: {error}")
     return RankResult(outcome.exit_code, outcome.summary, printed.getvalue())

@@ -81,7 +81,8 @@ def _carry_out(out: Path, *, quick: bool) -> tuple[bool, list[str]]:
     flags = (*_TRAIN, *(_QUICK if quick else _SIZES))
     runs = [str(out / "one-rank"), str(out / "two-ranks")]
     one = _ask(out / "one-rank.json", "train", *flags, "--out", runs[0])
-    two = _ask(out / "two-ranks.json", "train", *flags, "--nproc-per-node=2", "--out", runs[1])
+    traced = ("--profile=4", "--nproc-per-node=2", "--out", runs[1])
+    two = _ask(out / "two-ranks.json", "train", *flags, *traced)
     fault = ("--fault=kill", f"--step={3 if quick else 30}", "--expect", one["weights_sha256"])
     drill = _ask(out / "drill.json", "drill", *fault, after=("--", *flags))
     cells = ("--strategies=invariant,bucketed,zero1,ddp", "--models=mlp,gpt")

@@ -150,7 +150,13 @@ def _join_run(
                 config, note = _named_sync(config, world, threads=session.threads)
                 notes.append(note)
             outcome = train(
-                config, world, threads=session.threads, stream=stream, notes=notes, fault=fault
+                config,
+                world,
+                threads=session.threads,
+                stream=stream,
+                notes=notes,
+                fault=fault,
+                watch=session.watch,
             )
             if world.is_main:
                 note_end(config, outcome)

@@ -269,14 +269,14 @@ class SplitSync(StateMethods):
         *,
         step: int | None = None,
         heal: bool = False,
-    ) -> None:
+    ) -> bool:
         """The replicas of each part must hold the same bits, and both ends a tied embedding;
         RunError names the tensor and the ranks, see `StateMethods.check_replicas`."""
         layout, place = self._part.layout, self._part.place
         same = [replace(place, data=index) for index in range(layout.dp)]
         ranks = [layout.rank(at) for at in same]
         tensors, group = self.model.named_parameters(), self._groups.data
-        check_replicas(tensors, group, step=step, ranks=ranks, heal=heal)
+        healed = check_replicas(tensors, group, step=step, ranks=ranks, heal=heal)
         if self._part.tied_ends:
             ends = Subset(self.comm, self._part.tied_ends)
             weight = dict(self.model.named_parameters())[EMBEDDING]
@@ -290,6 +290,7 @@ class SplitSync(StateMethods):
                     f"after step {step}: ranks {self._part.tied_ends}; go back to a checkpoint "
                     "from before"
                 )
+        return not healed
 
     def close(self) -> None:
         """Take the hooks out of the model."""

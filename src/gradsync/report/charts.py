@@ -25,6 +25,7 @@ STYLE = (
     ".grid{stroke:var(--rule,#dfe3e8)}.line{fill:none;stroke-width:2;stroke-linejoin:round}"
     ".area{opacity:.85}svg text{fill:var(--soft,#667085);font-size:12px}"
     "svg .on{fill:var(--paper,#fff)}.event{stroke:var(--soft,#667085);stroke-dasharray:3 3}"
+    ".check{stroke:var(--good,#197a3d);stroke-width:2}.check.bad{stroke:var(--bad,#b42318)}"
     ".event.bad{stroke:var(--bad,#b42318)}svg text.bad{fill:var(--bad,#b42318)}"
 )
 """The parts of a chart, in a page or alone."""
@@ -65,6 +66,8 @@ class Chart:
     """Areas on top of each other; all lines have the same x."""
     from_zero: bool = False
     events: Sequence[Event] = ()
+    checks: Sequence[Event] = ()
+    """Marks on the x axis, which say their words under the pointer."""
 
 
 def svg(chart: Chart) -> str:
@@ -106,6 +109,13 @@ def svg(chart: Chart) -> str:
     for step in dict.fromkeys(e.step for e in numbered if x_low <= e.step <= x_high):
         here = [event for event in numbered if event.step == step]
         parts.append(_event(at(step, y_low)[0], here))
+    for check in _few(chart.checks):
+        if x_low <= check.step <= x_high:
+            across, low = at(check.step, y_low)
+            parts.append(
+                f'<line class="check{" bad" * check.bad}" x1="{across:.1f}" x2="{across:.1f}" '
+                f'y1="{low - 7:.1f}" y2="{low:.1f}"><title>{escape(check.words)}</title></line>'
+            )
     floor = [(x, 0.0) for x, _ in lines[0].points]
     for line, said in zip(lines, values, strict=True):
         here = [at(x, y) for x, y in line.points]
@@ -132,6 +142,12 @@ def _event(across: float, here: Sequence[Event]) -> str:
         f'y="{_TOP - 7:g}" text-anchor="middle">{",".join(str(e.number) for e in here)}'
         f"<title>{escape(words)}</title></text>"
     )
+
+
+def _few(checks: Sequence[Event]) -> list[Event]:
+    """Those that can be told apart on an axis, with all that are bad."""
+    every = -(-len(checks) // _MOST_TOLD) or 1
+    return [each for number, each in enumerate(checks) if each.bad or number % every == 0]
 
 
 def _told(line: Line, values: Sequence[Point], here: Sequence[Point], color: str) -> Iterator[str]:

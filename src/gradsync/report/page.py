@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from html import escape
 from itertools import chain, count
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gradsync.report.charts import LIGHT, STYLE, Chart, Event, Line, figure
-from gradsync.report.run import Points, Run
+from gradsync.report.run import CHECKS, RANKS_HEAD, Points, Run, read_ranks
 from gradsync.report.timeline import timeline
 
 _SAID = 40
@@ -95,7 +95,11 @@ def page(
     parts = [
         f"<h1>{escape(title)}</h1>",
         _about(runs[0]) if len(runs) == 1 else _compared(runs),
-        *(_happened(run, found) for run, found in zip(runs, _numbered(runs), strict=True)),
+        *(
+            _happened(run, found, alone=len(runs) == 1)
+            for run, found in zip(runs, _numbered(runs), strict=True)
+        ),
+        *(_ranks(run) for run in runs if not run.exit),
         "<h2>Curves</h2>",
         f'<div class="charts">{charts}</div>' if charts else "<p>No step was logged yet.</p>",
         *(timeline(run.path, run.name if len(runs) > 1 else "") for run in runs[:4]),
@@ -137,6 +141,12 @@ def charts_of(runs: Sequence[Run]) -> list[Chart]:
     ]
     hidden = [replace(ln, points=_share(r)) for ln, r in zip(lines(""), runs, strict=True)]
     loss = [*lines("train/loss", "training"), *held_out]
+    mfu = [
+        replace(line, points=[(x, 100 * y) for x, y in line.points]) for line in lines("perf/mfu")
+    ]
+    arithmetic = _from_zero("Model FLOPs utilisation", "% of the device's peak in bf16", mfu)
+    if not all(line.points for line in mfu):  # older runs
+        arithmetic = _from_zero("Arithmetic", "TFLOP/s a device", lines("perf/tflops_per_device"))
     memory = lines("mem/max_reserved_gib", "measured")
     memory += [
         Line(
@@ -149,7 +159,7 @@ def charts_of(runs: Sequence[Run]) -> list[Chart]:
         if run.planned_memory and "mem/max_reserved_gib" in run.metrics
     ]
     found = [
-        Chart(title="Loss", y="nats per token", lines=loss),
+        Chart(title="Loss", y="nats per token", lines=loss, checks=runs[0].checks if alone else ()),
         _from_zero("Tokens a second", "of all ranks", lines("perf/tokens_per_s")),
         *(
             replace(_step_parts(run, "" if alone else f", {run.name}"), events=its)
@@ -159,7 +169,7 @@ def charts_of(runs: Sequence[Run]) -> list[Chart]:
         _from_zero("Learning rate", "", lines("optim/lr")),
         _from_zero("Norm of the mean gradient", "before clipping", lines("optim/grad_norm")),
         _from_zero("Memory", "GiB, rank 0 at its peak", memory),
-        _from_zero("Arithmetic", "TFLOP/s a device", lines("perf/tflops_per_device")),
+        arithmetic,
     ]
     every = list(chain(*events))
     found = [
@@ -278,6 +288,10 @@ def figures_of(run: Run) -> list[tuple[str, str]]:
     fraction = summary.get("exposed_comm_fraction")
     if isinstance(fraction, int | float) and math.isfinite(fraction):
         shown.append(("exposed communication", f"{100 * fraction:.1f} %"))
+    if (mfu := run.last("perf/mfu")) is not None:
+        peak, source = map(run.environment.get, ("peak_tflops", "peak_source"))
+        about = "about " if str(source).startswith("estimate") else ""
+        shown.append((f"MFU, of {about}{peak} TFLOP/s a device", f"{100 * mfu:.1f} %"))
     if (memory := run.last("mem/max_reserved_gib")) is not None:
         shown.append(("GiB, peak of rank 0", _shown(memory)))
     if isinstance(summary.get("weights_sha256"), str):
@@ -309,15 +323,34 @@ def _numbered(runs: Sequence[Run]) -> list[list[Event]]:
     ]
 
 
-def _happened(run: Run, events: Sequence[Event]) -> str:
-    """The run's events, by their numbers in the charts."""
+def _happened(run: Run, events: Sequence[Event], *, alone: bool) -> str:
+    """The run's events, by their numbers in the charts, and its comparisons of bits."""
     listed = "".join(
         f"<li{' class=bad' if event.bad else ''}>{escape(event.words)}</li>" for event in events
     )
     first = events[0].number if events else 0
-    title = f"Events of {escape(run.name)}" if first else "Events"
+    title = "Events" if alone else f"Events of {escape(run.name)}"
     start = f' start="{first}"' if first > 1 else ""
-    return f"<h2>{title}</h2><ol{start}>{listed}</ol>" if listed else ""
+    told = f"<ol{start}>{listed}</ol>" if listed else ""
+    told += "".join(f"<p>{escape(words)}</p>" for words in _checked(run))
+    return f"<h2>{title}</h2>{told}" if told else ""
+
+
+def _ranks(run: Run) -> str:
+    """What each rank of a run that goes on is doing."""
+    age_s, rows = read_ranks(run.path)
+    of = f"<h2>Ranks of {escape(run.name)}</h2><p class=sub>{age_s:.0f} s ago</p>"
+    return of + _table(RANKS_HEAD, rows) if rows else ""
+
+
+def _checked(run: Run) -> Iterator[str]:
+    """A sentence for each kind of comparison that the run made of its ranks' bits."""
+    for metric, name in CHECKS.items():
+        if points := run.metrics.get(metric):
+            unequal = [f"{step:g}" for step, equal in points if not equal]
+            found = f"different bits after step {', '.join(unequal)}" if unequal else "equal bits"
+            last = f"{len(points)} times, last after step {points[-1][0]:g}"
+            yield f"{name.capitalize()} {last}: {found}"
 
 
 def _sentence(run: Run) -> str:

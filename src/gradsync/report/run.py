@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -15,6 +16,11 @@ from gradsync.report.charts import Event
 
 Points = list[tuple[float, float]]
 _LONGEST_REASON = 300
+CHECKS = {
+    "check/replicas_equal": "replicas compared",
+    "check/audit_equal": "a leaf computed again by another rank",
+}
+"""Metrics of comparisons, 1 where bits were equal: their names."""
 _STOPPED = 75  # Exit code of a run that a signal stopped, with a checkpoint written
 
 
@@ -76,6 +82,18 @@ class Run:
             words = f"after step {last:g}: {self.outcome}"
             found.append(Event(last, words, code != _STOPPED))
         return found
+
+    @property
+    def checks(self) -> list[Event]:
+        """Comparisons that the run made of its ranks' bits, in their order."""
+        found = [
+            Event(
+                step, f"{name} after step {step:g}: {'equal' if equal else 'different'}", not equal
+            )
+            for metric, name in CHECKS.items()
+            for step, equal in self.metrics.get(metric, ())
+        ]
+        return sorted(found, key=lambda check: check.step)
 
     @property
     def planned_memory(self) -> Points:
@@ -154,6 +172,46 @@ def read_verified(path: Path) -> dict[str, Any]:
     if not named:
         raise ConfigError(f"{path}: not a document of gradsync verify --json (no cells in it)")
     return found
+
+
+RANKS_HEAD = ("rank", "step", "steps/s", "phase", "waited", "lag", "where")
+_MOST_RANKS = 16
+
+
+def read_ranks(run: Path) -> tuple[float, list[tuple[str, ...]]]:
+    """What each rank was doing when `ranks.json` was written: the file's age in seconds, and rows
+    under `RANKS_HEAD`; of many ranks those that others wait for longest. (0.0, []) without it."""
+    found = read_object(run / "ranks.json")
+    written, ranks = found.get("time"), found.get("ranks")
+    if not isinstance(written, int | float) or not isinstance(ranks, list):
+        return 0.0, []
+    known = [
+        each for each in ranks if isinstance(each, Mapping) and isinstance(each.get("rank"), int)
+    ]
+    if len(known) > _MOST_RANKS:
+        known.sort(key=lambda each: (each.get("phase") != "silent", -_real(each.get("lag_s"))))
+    rows = [_rank_row(each) for each in known[:_MOST_RANKS]]
+    if (more := len(known) - len(rows)) > 0:
+        rows.append((f"and {more} more", *[""] * (len(RANKS_HEAD) - 1)))
+    return max(0.0, time.time() - written), rows
+
+
+def _rank_row(rank: Mapping[str, Any]) -> tuple[str, ...]:
+    rate, lag_s = rank.get("steps_per_s"), _real(rank.get("lag_s"))
+    return (
+        str(rank["rank"]),
+        one_line(rank.get("step", "?")),
+        "" if rate is None else f"{_real(rate):.2f}",
+        one_line(rank.get("phase", "?")),
+        f"{100 * _real(rank.get('waited')):.0f} %",
+        f"{lag_s:.1f} s" if lag_s else "",
+        one_line(rank.get("where", "")),
+    )
+
+
+def _real(value: object) -> float:
+    """0.0 where it is no number."""
+    return float(value) if isinstance(value, int | float) else 0.0
 
 
 def flat(document: Mapping[str, Any], before: str = "") -> dict[str, Any]:

@@ -17,13 +17,14 @@ _LIBRARY = re.compile(r"(?:gloo|nccl|c10d)[:_](all_?reduce|all_?gather|reduce_?s
 _COLORS = {"forward": 0, "backward": 5, "step": 4, "update": 1, "in": 2, "sum": 2, "out": 3}
 _WORDS = {
     "step": "step: the small message, norm, update",
-    "update": "weights, when first used",
+    "update": "update of weights",
     "in": "a bucket's sums to their owners",
     "out": "to all ranks",
     "sum": "a bucket's sum",
 }
+_NONE, _LIBRARY_CALL = -1, -2
 _SENDS = ("in", "out", "sum")
-_WIDTH, _LEFT, _ROW, _BAR = 1000.0, 118.0, 30.0, 20.0
+_WIDTH, _LEFT, _ROW, _BAR = 1000.0, 142.0, 30.0, 20.0
 _ABREAST = 2  # bars of a row of sends, which may overlap
 _MOST_RANKS = 4
 _LARGEST = 400 * 2**20
@@ -34,7 +35,7 @@ class Span(NamedTuple):
 
     rank: int
     kind: str
-    bucket: int  # -1: none
+    bucket: int  # `_NONE`: none; `_LIBRARY_CALL`: a collective of torch's
     begin: float
     end: float
 
@@ -51,9 +52,9 @@ def read_spans(run: Path) -> list[Span]:
             except (ValueError, KeyError, TypeError, OSError):
                 continue
             found += [span for event in events if (span := _span(rank, event)) is not None]
-    # Collectives of the library are the small messages where buckets have names of their own.
-    named = any(span.bucket >= 0 for span in found)
-    found = [s for s in found if not named or s.kind != "sum" or s.bucket >= 0]
+    # Collectives of the library are the small messages where ours have names of their own.
+    if any(span.kind in _SENDS and span.bucket != _LIBRARY_CALL for span in found):
+        found = [span for span in found if span.bucket != _LIBRARY_CALL]
     first = min((span.begin for span in found), default=0.0)
     return [s._replace(begin=s.begin - first, end=s.end - first) for s in found]
 
@@ -65,9 +66,9 @@ def _span(rank: int, event: Any) -> Span | None:
     if not isinstance(begin, int | float) or not isinstance(length, int | float):
         return None
     if (named := _NAMED.match(str(name))) and event.get("cat") == "user_annotation":
-        return Span(rank, named[1], int(named[2] or -1), begin, begin + length)
+        return Span(rank, named[1], int(named[2] or _NONE), begin, begin + length)
     if _LIBRARY.match(str(name)) and length > 0:
-        return Span(rank, "sum", -1, begin, begin + length)
+        return Span(rank, "sum", _LIBRARY_CALL, begin, begin + length)
     return None
 
 
@@ -83,7 +84,8 @@ def timeline(run: Path, name: str = "") -> str:
         f"{escape(_WORDS.get(kind, kind))}</span>"
         for kind in kinds
     )
-    numbers = "; a number is a bucket, in the order of backward" if set(kinds) & set(_SENDS) else ""
+    numbered = any(span.bucket >= 0 for span in spans)
+    numbers = "; a number is a bucket, in the order of backward" if numbered else ""
     of = f" of {escape(name)}" if name else ""
     head = f"<b>Two steps{of}</b> <small>ms{numbers}</small>"
     return f'<figure class="all"><figcaption>{head}{names}</figcaption>{_svg(spans)}</figure>'
@@ -111,7 +113,7 @@ def _svg(spans: Sequence[Span]) -> str:
     scale = (_WIDTH - _LEFT - 6) / end
     parts = [f'<svg viewBox="0 0 {_WIDTH:g} {height:g}" role="img" aria-label="Two steps">']
     for number, (rank, sends) in enumerate(rows):
-        words = f"rank {rank} {'sends' if sends else 'computes'}"
+        words = f"rank {rank} {'communicates' if sends else 'computes'}"
         parts.append(f'<text x="4" y="{_ROW * number + 18:g}">{words}</text>')
     free = [[0.0] * _ABREAST for _ in rows]  # when the last bar in each lane of a row ends
     # Updates happen inside of a forward: they are drawn over it.

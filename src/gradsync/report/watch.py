@@ -1,6 +1,6 @@
 """A live run as its directory tells it: what is new since the last look, as lines or as a panel.
 
-Nothing is sent to the run: phases and lag of single ranks lie in the job's store, not in its files.
+Nothing is sent to the run: rank 0 writes what each rank is doing to `ranks.json` every second.
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from gradsync.core.files import one_line, open_regular, read_object
-from gradsync.report.run import read_run
+from gradsync.report.run import RANKS_HEAD, read_ranks, read_run
 
 _WARNING = re.compile(r" (WARNING|ERROR|CRITICAL) ")
 _OLD_WARNINGS = 5
 """Warnings from before the first look that are still told."""
+_OLD_S = 10.0
+"""Age at which the ranks' table counts as left behind."""
 _QUIET_S = 60.0
 """A run is quiet after so long without a record, and three times as long as one takes."""
 
@@ -99,10 +101,18 @@ class Follower:
         usual_s = (self._number("perf/step_s") or 0.0) * self._log_every
         was_quiet, self._quiet = self._quiet, silent_s > max(_QUIET_S, 3 * usual_s)
         if self._quiet and not was_quiet and not self.ended:
-            found.append(f"no record for {_duration(silent_s)}: evaluating, waiting, or killed")
+            found.append(f"no record for {_duration(silent_s)}: {self._why_quiet()}")
         if self.ended:
             found.append(f"the run has ended: {read_run(self._path).outcome}")
         return found
+
+    def _why_quiet(self) -> str:
+        age_s, rows = read_ranks(self._path)
+        if not rows or age_s > _OLD_S:
+            return "evaluating, waiting, or killed"
+        ranks = [dict(zip(RANKS_HEAD, row, strict=True)) for row in rows]
+        said = [f"rank {r['rank']} {r['phase']} in {r['where']}" for r in ranks if r["where"]]
+        return "; ".join(said)
 
     def _restarts(self) -> Iterator[str]:
         for start in self._starts.objects():
@@ -117,7 +127,7 @@ class Follower:
             # A restart leaves records in a new file that were told before.
             if "val/loss" in entry and entry["step"] >= self._told and entry != self._held_out:
                 self._held_out = entry
-            elif "val/loss" not in entry and entry["step"] > self._told:
+            elif "train/loss" in entry and entry["step"] > self._told:
                 self._record, self._told = entry, entry["step"]
             else:
                 continue
@@ -167,8 +177,8 @@ class Follower:
         self._warned += len(found)
         return found if self._looked else found[-_OLD_WARNINGS:]
 
-    def panel(self) -> Table:
-        """The run in a few rows, for a terminal."""
+    def panel(self) -> Group:
+        """The run in a few rows, and a row for each rank, for a terminal."""
         held_out, record, rate = self._held_out, self._record, self._number("perf/tokens_per_s")
         age_s = max(0.0, time.time() - self._metrics.modified)
         rows = {
@@ -185,7 +195,11 @@ class Follower:
         for name, value in rows.items():
             if value:
                 table.add_row(Text(name, style="dim"), Text(value))
-        return table
+        age_s, rows = read_ranks(self._path)
+        ranks = Table(*(RANKS_HEAD if rows else ()), box=None, padding=(0, 2, 0, 0))
+        for row in rows:
+            ranks.add_row(*map(Text, row), style="dim" if age_s > _OLD_S else "")
+        return Group(table, ranks)
 
 
 def follow(follower: Follower, stream: TextIO, pause: Callable[[], None]) -> int:

@@ -54,6 +54,7 @@ _NAME = "gradsync-stack"
 _DECLARED = "declared_wait"
 _IDLE = 0.2
 """Share of a core that an idle thread uses at most."""
+_MEAN_OVER = 40
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +73,10 @@ class Activity:
     """Collectives that it has begun in the default process group."""
     since_s: float = 0.0
     """Seconds for which it has waited in this call, or has been idle since its last collective."""
+    step: int = 0
+    """Optimizer steps that it has done, where its program tells."""
+    waited: float = 0.0
+    """Share of its last heartbeats, about `_MEAN_OVER` of them, at which it waited."""
     where: str = ""
     """`FILE:LINE FUNCTION (CALL)` of the user's program and what that calls; "" when unknown."""
 
@@ -102,7 +107,9 @@ class Sampler:
 
     def __init__(self, thread: int, num_issued: Callable[[], int] = lambda: 0) -> None:
         self._thread, self._num_issued = thread, num_issued
-        self._waited = False
+        self._step = 0
+        self._last, self._held = _UNKNOWN, False
+        self._waited, self._share = False, 0.0
         self._idle_at = -1
         self._since = time.monotonic()
         has_clock = hasattr(time, "pthread_getcpuclockid")
@@ -111,6 +118,8 @@ class Sampler:
 
     def sample(self, beat: int) -> Activity:
         """Look at the thread once, for heartbeat number `beat`."""
+        if self._held:
+            return replace(self._last, beat=beat)
         frames = read_stack(self._thread)
         waiting, now, idle, issued = waiting_frame(frames), time.monotonic(), False, 0
         with suppress(RuntimeError):  # not every backend counts
@@ -127,15 +136,27 @@ class Sampler:
         if not again:
             self._since = now
         self._waited, self._idle_at = waiting is not None, idle_at
-        return Activity(
+        self._share += (self._waited - self._share) / _MEAN_OVER
+        self._last = Activity(
             beat=beat,
             waits=waiting is not None,
             idle=idle,
             excused=is_excused(frames),
             issued=issued,
             since_s=round(now - self._since, 2),
+            step=self._step,
+            waited=round(self._share, 3),
             where=place_of(frames),
         )
+        return self._last
+
+    def hold(self) -> None:
+        """Keep to the last look: an error leaves the place that others should hear of."""
+        self._held = True
+
+    def tell(self, step: int) -> None:
+        """Tell the other ranks, with the next heartbeat, that this one has done `step` steps."""
+        self._step = step
 
     def stack(self) -> str:
         """The thread's stack as text, innermost frame last."""

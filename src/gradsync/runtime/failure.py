@@ -205,7 +205,7 @@ class FailureWatch:
         self._rank = rank
         self._stacks = stacks
         self._hosted_by_agent = hosted_by_agent
-        self._peers = Peers(
+        self.peers = Peers(
             store,
             rank=rank,
             world_size=world_size,
@@ -213,9 +213,9 @@ class FailureWatch:
             hosts=hosts,
             connections=connections,
         )
-        self._sampler = Sampler(threading.get_ident(), num_issued)
+        self.sampler = Sampler(threading.get_ident(), num_issued)
         self._doing = Activity(beat=0)
-        self._waits = WaitReport(self._peers, report_s=report_s)
+        self._waits = WaitReport(self.peers, report_s=report_s)
         self._stop_seen: float | None = None
         self._grace_s = grace_s
         self._interval_s = max(_POLL_S, world_size / 1000)  # many ranks share one store
@@ -249,14 +249,14 @@ class FailureWatch:
             if trouble is None:
                 self._publish(error)
                 return None
-            with self._peers.told_of_life(self._doing, self._interval_s):
+            with self.peers.told_of_life(self._doing, self._interval_s):
                 return self._settle_trouble(error, trouble)
         except self._store_gone as gone:
             if trouble is None or self._server_left:
                 say_interrupted(error)
                 return None  # no reader is left
             # Several threads may have met the connection's end; the first to do so knows why.
-            met = filter(None, (self._store_lost, self._peers.beat_error, gone))
+            met = filter(None, (self._store_lost, self.peers.beat_error, gone))
             said = self._server_gone(min(met, key=_is_echo)) + self._keep_stacks(error=error)
             return _because(PeerError(said), error)
 
@@ -264,32 +264,32 @@ class FailureWatch:
         """The rank behind a collective that failed: one that wrote it down, is silent, has left or
         is late; None: `error` is all that is known."""
         if self._seen is None:
-            self._peers.notice(NOTICED)
+            self.peers.notice(NOTICED)
         began = time.monotonic()
         # A rank that fails writes down why before its process ends. A rank whose time is up closes
         # its connections: ranks that only see them close let it write first.
         wait_until(
             lambda: (
                 self._read() is not None
-                or (time.monotonic() - began > _WRITTEN_S and bool(self._peers.ended()))
+                or (time.monotonic() - began > _WRITTEN_S and bool(self.peers.ended()))
             ),
             began + _SILENT_S + _ECHO_S * (not _is_late(trouble)),
         )
         failure, cause = self._read(), None
         if failure is None:
-            silent = self._peers.ended() or self._peers.silent_for(3 * self._interval_s)
+            silent = self.peers.ended() or self.peers.silent_for(3 * self._interval_s)
             if silent:
-                said = self._peers.obituary(silent)
+                said = self.peers.obituary(silent)
                 seen = f"this rank ({self._rank}) saw: {trouble}{self._keep_stacks(silent, error)}"
-                lives = not self._peers.ended() and all(r in self._peers.pids for r in silent)
+                lives = not self.peers.ended() and all(r in self.peers.pids for r in silent)
                 code = LatePeerError.exit_code if lives and _is_late(trouble) else 1
                 # For ranks without a connection to the silent ones: they would only see us leave.
                 self._claim_for(said, code)
-                self._peers.settle(len(silent), time.monotonic() + _SILENT_S)
+                self.peers.settle(len(silent), time.monotonic() + _SILENT_S)
                 return _because(PeerError(f"{said}; {seen}", exit_code=code), error)
             late = _is_late(trouble) and self._waits.lateness(self._doing)
             kept = self._keep_stacks(error=error)
-            cause = _cause(trouble, self._rank, late or "", self._peers)
+            cause = _cause(trouble, self._rank, late or "", self.peers)
             cause = cause and type(cause)(f"{cause}{kept}")
             failure = self._publish(error, cause, stuck=True)
         elif failure.stuck:
@@ -310,7 +310,7 @@ class FailureWatch:
         if self._rank == 0 and not self._hosted_by_agent:
             # It serves the store: it stays until the others have heard. Its own farewell counts.
             until, failed = time.monotonic() + _SILENT_S, {failure.rank}
-            wait_until(lambda: failed.issuperset(self._peers.unheard()), until)
+            wait_until(lambda: failed.issuperset(self.peers.unheard()), until)
         return failure.as_error()
 
     def _publish(
@@ -325,8 +325,8 @@ class FailureWatch:
 
         def all_heard() -> bool:
             self._store.claim("failure", record)  # again, should a stranger have written over it
-            gone = {*self._waits.silent, *self._peers.ended()}
-            return gone.issuperset(self._peers.unheard())
+            gone = {*self._waits.silent, *self.peers.ended()}
+            return gone.issuperset(self.peers.unheard())
 
         with suppress(self._store_gone):  # rank 0 served it, and leaves once it has heard
             wait_until(all_heard, time.monotonic() + _HEARD_S)
@@ -340,12 +340,12 @@ class FailureWatch:
     def _read(self) -> Failure | None:
         if self._seen is None and (record := self._store.get("failure")) is not None:
             self._seen = read_failure(record)
-            self._peers.notice(HEARD)
+            self.peers.notice(HEARD)
         return self._seen
 
     def _keep_stacks(self, silent: Iterable[int] = (), error: BaseException | None = None) -> str:
         silent = {*silent, *self._waits.silent}
-        return self._stacks.keep(self._peers, silent, error) if self._stacks else ""
+        return self._stacks.keep(self.peers, silent, error) if self._stacks else ""
 
     def _run(self) -> None:
         signal_when_parent_ends(signal.SIGCONT)
@@ -368,22 +368,22 @@ class FailureWatch:
     def _news(self, beat: int) -> str:
         """Give a sign of life and look around; what this process should end for, if anything."""
         try:
-            self._doing = self._sampler.sample(beat)
+            self._doing = self.sampler.sample(beat)
             self._store.set(f"beat/{self._rank}", self._doing.record())
             failure = self._read()
             if failure is not None:
                 if failure.stuck:
                     self._keep_stacks()
                 return str(failure.as_error())
-            if said := self._waits.news(self._doing, time.monotonic(), self._peers.activities):
+            if said := self._waits.news(self._doing, time.monotonic(), self.peers.activities):
                 _say(f"gradsync: {said}\n")
             if late := self._late_for_a_stop():
                 self._publish(late, stuck=True)
                 self._end_process(str(late), late.exit_code)
             if not self._hosted_by_agent:
-                self._server_left = self._peers.has_left(0)
-            if lost := self._peers.dead() or (beat % _BEATS_A_LOOK == 0 and self._peers.cut_off()):
-                self._claim_for(said := self._peers.obituary(lost))
+                self._server_left = self.peers.has_left(0)
+            if lost := self.peers.dead() or (beat % _BEATS_A_LOOK == 0 and self.peers.cut_off()):
+                self._claim_for(said := self.peers.obituary(lost))
                 self._read()  # tells the others that this rank knows, while it beats no more
                 return said + self._keep_stacks(lost)
         except self._store_gone as gone:
@@ -407,7 +407,7 @@ class FailureWatch:
         )
 
     def _server_gone(self, error: BaseException) -> str:
-        return self._peers.server_obituary(server_name(self._hosted_by_agent), error)
+        return self.peers.server_obituary(server_name(self._hosted_by_agent), error)
 
     def _end_process(self, message: str, code: int) -> None:
         """The main thread hangs in a collective or computes on: end it from here."""
@@ -415,7 +415,7 @@ class FailureWatch:
         threading.Timer(_LAST_WORDS_S, os._exit, (1,)).start()
         with suppress(Exception):
             if code == LatePeerError.exit_code and not self._doing.waits:
-                message += f"\n--- rank {self._rank} was here ---\n{self._sampler.stack().rstrip()}"
+                message += f"\n--- rank {self._rank} was here ---\n{self.sampler.stack().rstrip()}"
             if code != INTERRUPTED:  # the rank that Ctrl-C hit has said it for all
                 _say(f"gradsync: error: [rank {self._rank}] {printable(message)}\n")
             sys.stdout.flush()

@@ -104,7 +104,8 @@ class Session:
         self._env = environ.snapshot() if env is None else dict(env)
         self._stack = ExitStack()
         self._meeting: Meeting | None = None
-        self._watch: FailureWatch | None = None
+        self.watch: FailureWatch | None = None
+        """Where there are other ranks, while the session is open."""
         self._put_hook_back: Callable[[], None] = lambda: None
 
     @property
@@ -123,6 +124,8 @@ class Session:
         return world
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and self.watch is not None:
+            self.watch.sampler.hold()
         self.close(error)
 
     def open(self) -> World:
@@ -164,7 +167,7 @@ class Session:
             LostPeerError: a collective failed because another rank is late or has left.
         """
         orderly = error is None or (isinstance(error, SystemExit) and error.code in _ORDERLY_EXITS)
-        watch, self._watch = self._watch, None
+        watch, self.watch = self.watch, None
         cause = None
         if orderly:
             self._put_hook_back()
@@ -301,7 +304,7 @@ class Session:
         connections.learn()
         rank = self.world.rank
         self.stacks.private_name = meeting.records.name("stacks")
-        self._watch = FailureWatch(
+        self.watch = FailureWatch(
             store,
             rank=rank,
             world_size=self.world.world_size,
@@ -313,7 +316,7 @@ class Session:
             num_issued=lambda: num_issued(group.WORLD),
             stacks=self.stacks,
         )
-        self._watch.start()
+        self.watch.start()
 
 
 def _abort_group() -> None:

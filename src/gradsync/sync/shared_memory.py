@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.autograd.profiler import record_function
 
 from gradsync.comm.base import Work
 from gradsync.comm.process_group import Done
@@ -158,7 +159,9 @@ class SharedMemoryExchange(Exchange):
             flat.ensure(self.plan.num_buffers)
         if not self.divided:
             # All ranks of the host, every bucket, each [numel] of its dtype; overlaps nothing.
-            self.comm.run(self._add_whole, "the sum of gradients that every rank sees whole").wait()
+            with record_function("sum"):
+                what = "the sum of gradients that every rank sees whole"
+                self.comm.run(self._add_whole, what).wait()
 
     def _add_whole(self) -> None:
         """Add up this rank's share, and write the sum into all ranks' buffers."""
@@ -272,7 +275,8 @@ class SharedMemoryShards(Replicas):
         if factor is not None and self._exchange.plan is not None:
             # All ranks of the host, every bucket, each [numel] of its dtype; overlaps nothing.
             share = partial(self._mean, self._exchange.plan, factor)
-            self._comm.run(share, "the mean of gradients, a share per rank").wait()
+            with record_function("sum"):
+                self._comm.run(share, "the mean of gradients, a share per rank").wait()
         watch.stop()
 
     def _mean(self, plan: SumPlan, factor: float) -> None:
@@ -343,16 +347,18 @@ class SharedMemoryShards(Replicas):
             home.bring_home()
         self._comm.barrier()  # a rank that reads weights until its own update finds the old ones
         means = self._means()
-        for update in updates:
-            update.step_pieces(means, self._used)
+        with record_function("update"):
+            for update in updates:
+                update.step_pieces(means, self._used)
         self._updated = updates
 
     def publish(self) -> Work:
         """See `Replicas.publish`: write this rank's share into the other ranks' replicas."""
         if self._updated:
-            for home in self._weights:
-                home.hand_out()
-            self._comm.barrier()  # no rank reads weights before all have written theirs
+            with record_function("out"):
+                for home in self._weights:
+                    home.hand_out()
+                self._comm.barrier()  # no rank reads weights before all have written theirs
             for home in self._weights:
                 # Autograd must see that a graph from before is stale.
                 torch.autograd.graph.increment_version(home.parameters)

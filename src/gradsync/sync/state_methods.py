@@ -117,7 +117,7 @@ class StateMethods:
         *,
         step: int | None = None,
         heal: bool = False,
-    ) -> None:
+    ) -> bool:
         """Check that all ranks hold the same bits: compares a hash per parameter and buffer.
 
         All ranks call it between two steps, after `step` and before the next step's first
@@ -129,6 +129,9 @@ class StateMethods:
             optimizer: compare its state too; not under strategies that shard it.
             step: number of the step, for the message.
             heal: copy the bits that more than half of the ranks hold to the others, with a warning.
+
+        Returns:
+            Whether they did before: False where something was healed.
 
         Raises:
             RunError: on every rank: names the first tensor that differs, the step and the ranks;
@@ -142,5 +145,7 @@ class StateMethods:
             )
         optimizers = [] if optimizer is None else each_optimizer(optimizer)
         tensors = replica_tensors(self.model, optimizers)
-        if check_replicas(tensors, self.comm, step=step, heal=heal) and self._parts.watch:
+        healed = check_replicas(tensors, self.comm, step=step, heal=heal)
+        if healed and self._parts.watch:
             self._parts.watch.remember(*optimizers)
+        return not healed

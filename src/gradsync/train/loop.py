@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -134,7 +134,11 @@ class Trainer:
     store: CheckpointStore
     progress: Progress
     profiler: StepProfiler
+    peak_flops: float
+    """Of this rank's device: dense bf16 products, floating-point operations per second."""
     interval: Interval = field(default_factory=Interval)
+    tell: Callable[[int], None]
+    """Tells the other ranks how many steps this one has done."""
 
     def run(self, done_steps: int, stop: StopRequest) -> Totals:
         """Train from `done_steps` to `config.steps`, or to the step at which ranks agree to stop.
@@ -164,6 +168,7 @@ class Trainer:
             result = self._train_step(step, lr, stop)
             totals.step += 1
             self.progress.advance(totals.step)
+            self.tell(totals.step)
             self._judge_drift(drifted, totals.step)
             stopped = result.stop and totals.step < config.steps
             last = stopped or totals.step == config.steps
@@ -195,7 +200,7 @@ class Trainer:
         and DriftError ends the run."""
         sync, heal = self.learner.sync, self.config.on_drift == "heal"
         try:
-            sync.check_replicas(self.learner.optimizer, step=step, heal=heal)
+            equal = sync.check_replicas(self.learner.optimizer, step=step, heal=heal)
         except DriftError as error:
             if self.config.parallel:
                 raise
@@ -203,6 +208,8 @@ class Trainer:
                 drift.keep(self.run_dir, step, error)
             again = "--resume auto does, and says after this step which rank was right"
             raise DriftError(f"{error} ({again})", error.hashes) from None
+        if not self.config.parallel:  # else rank 0 knows of its part of the model alone
+            self.run_dir.log_metrics({"step": step, "check/replicas_equal": int(equal)})
 
     def _judge_drift(self, drifted: Mapping[str, Any], step: int) -> None:
         """Say which rank was right, if replicas differed after this step in the run before
@@ -239,6 +246,7 @@ class Trainer:
         for attempt in range(_ATTEMPTS):
             learner.run_leaves(audit.overheard(leaves), self.interval.span)
             wrong = audit.compare()
+            self.run_dir.log_metrics({"step": step.number + 1, "check/audit_equal": int(not wrong)})
             if not wrong:
                 return
             if self.config.on_drift == "stop" or attempt == _ATTEMPTS - 1:
@@ -281,6 +289,7 @@ class Trainer:
             "optim/grad_norm": None if result.grad_norm is None else float(result.grad_norm),
             "perf/tokens_per_s": tokens_per_s,
             "perf/tflops_per_device": flops / 1e12,
+            "perf/mfu": flops / self.peak_flops,
             "perf/step_s": wall_s / steps,
             "perf/data_s": self.interval.data_s / steps,
             # Of a split model's schedule only the end of the step is known.

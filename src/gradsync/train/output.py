@@ -15,7 +15,9 @@ import os
 import platform
 import socket
 import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -33,7 +35,10 @@ from gradsync.core.files import (
     replace_text,
 )
 from gradsync.errors import ConfigError, RunError, UsageError
+from gradsync.plan.description import Device
+from gradsync.runtime.activity import Activity
 from gradsync.runtime.failure import communication_error
+from gradsync.runtime.waiting import waiting_ranks
 from gradsync.train.config import TrainConfig
 from gradsync.train.config_io import write_config
 from gradsync.train.trackers import Trackers
@@ -182,22 +187,25 @@ class RunDir:
         self.checkpoints = self.path / "checkpoints"
         self._metrics: TextIO | None = None
         self._trackers = Trackers()
+        self._ranks: RankTable | None = None
 
     def begin(
         self,
         config: TrainConfig,
         world: World,
+        device: Device,
         *,
         threads: int,
         done_steps: int,
         planned_gib: float | None = None,
+        ranks: Callable[[], Mapping[int, Activity]] | None = None,
     ) -> None:
         """Write what is known at the start; drop metrics of steps that will be done again; start
-        the trackers.
+        the trackers, and the table of `ranks`.
 
         `starts.jsonl` keeps how the run before ended and how far it had come.
         """
-        self.write_json("env.json", describe_environment(world, threads))
+        self.write_json("env.json", describe_environment(world, device, threads))
         metrics = self.path / "metrics.jsonl"
         with self._writing():
             before = read_object(self.path / "exit.json")
@@ -224,6 +232,8 @@ class RunDir:
             replace_text(metrics, "".join(kept), mode=PRIVATE)
             self._metrics = append_private(metrics)
         self._trackers.start(config.track, self.path, asdict(config), done_steps)
+        if ranks is not None:
+            self._ranks = RankTable(self.path / "ranks.json", ranks, world.world_size)
 
     def log_metrics(self, values: Metrics) -> None:
         """Append one object to `metrics.jsonl`, and give it to the trackers."""
@@ -287,6 +297,9 @@ class RunDir:
             with suppress(OSError):  # a full disk was reported when it was met
                 metrics.close()
         self._trackers.finish(failed=failed)
+        ranks, self._ranks = self._ranks, None
+        if ranks is not None:
+            ranks.close()
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -304,12 +317,80 @@ class RunDir:
             )
 
 
+class RankTable:
+    """Writes `ranks.json` every second or more rarely, from a thread: what each rank is doing, for
+    `gradsync watch`. The last one stays after the run.
+
+    Args:
+        path: of the file.
+        read: gives the ranks' activities; what it raises ends the thread.
+        world_size: ranks whose records one store is asked for.
+    """
+
+    def __init__(
+        self, path: Path, read: Callable[[], Mapping[int, Activity]], world_size: int
+    ) -> None:
+        self._path, self._read = path, read
+        self._every_s = max(1.0, world_size / 64)
+        self._over = threading.Event()
+        self._seen: dict[int, tuple[int, float]] = {}  # Number of a rank's heartbeat, since when
+        self._steps: deque[tuple[float, dict[int, int]]] = deque(maxlen=10)
+        self._thread = threading.Thread(target=self._run, name="gradsync-ranks", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                rows = self.rows(self._read(), time.monotonic())
+                document = {"time": time.time(), "ranks": rows}
+                replace_text(self._path, json.dumps(document) + "\n", mode=PRIVATE)
+                if self._over.wait(self._every_s):
+                    return
+        except Exception as error:  # the store has gone, or the disk is full: others say so
+            log.debug("ranks.json is not kept any more: %s", error)
+
+    def rows(self, found: Mapping[int, Activity], now: float) -> list[dict[str, Any]]:
+        """A row for each rank: its optimizer step and rate, its phase and where, the share of the
+        last seconds in which it waited, and the seconds for which others have waited for it."""
+        for rank, each in found.items():
+            if self._seen.get(rank, (-2, 0.0))[0] != each.beat:
+                self._seen[rank] = (each.beat, now)
+        silent = [r for r, (_, since) in self._seen.items() if now - since > 4 * self._every_s]
+        waiting = waiting_ranks(found, silent)
+        longest_s = max((found[rank].since_s for rank in waiting), default=0.0)
+        then, before = self._steps[0] if self._steps else (now, {})
+        self._steps.append((now, {rank: each.step for rank, each in found.items()}))
+
+        def phase(rank: int, each: Activity) -> str:
+            if rank in silent:
+                return "silent"
+            return "waits" if rank in waiting else "saves" if each.excused else "computes"
+
+        return [
+            {
+                "rank": rank,
+                "step": each.step,
+                "steps_per_s": (each.step - before[rank]) / (now - then) if before else None,
+                "phase": phase(rank, each),
+                "where": each.where,
+                "waited": each.waited,
+                "lag_s": 0.0 if rank in waiting or each.excused else longest_s,
+            }
+            for rank, each in found.items()
+        ]
+
+    def close(self) -> None:
+        """Write no more; a disk that does not answer is not waited for."""
+        self._over.set()
+        self._thread.join(timeout=2.0)
+
+
 def _make(folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
 
 
-def describe_environment(world: World, threads: int) -> dict[str, Any]:
+def describe_environment(world: World, device: Device, threads: int) -> dict[str, Any]:
     """Machine and software of the run; for `env.json`."""
     return {
         "host": socket.gethostname(),
@@ -322,6 +403,9 @@ def describe_environment(world: World, threads: int) -> dict[str, Any]:
         "world_size": world.world_size,
         "num_nodes": world.num_nodes,
         "device": world.device,
+        "device_name": device.name,
+        "peak_tflops": round(device.peak_flops / 1e12, 3),
+        "peak_source": device.source,
         "threads": threads,
         "cores": os.cpu_count(),
     }

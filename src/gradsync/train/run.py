@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass
 from operator import attrgetter
 from typing import Any, TextIO
 
+import torch
+
 from gradsync.checkpoint.store import CheckpointStore
 from gradsync.checkpoint.weights import weights_sha256
 from gradsync.comm.base import Communicator
@@ -21,8 +23,12 @@ from gradsync.core.files import read_object
 from gradsync.errors import ConfigError, GradsyncError, RunError, UsageError
 from gradsync.models.config import GPTConfig
 from gradsync.models.gpt import GPT, generate
+from gradsync.plan.description import Device
+from gradsync.plan.gpus import torch_devices
+from gradsync.plan.machine import cpu_devices, read_processor
 from gradsync.plan.memory import memory_need
 from gradsync.plan.workload import Split, Workload
+from gradsync.runtime.failure import FailureWatch
 from gradsync.runtime.signals import StopRequest
 from gradsync.sync.step_metadata import first_difference, refuse_difference
 from gradsync.train.check import check_size
@@ -61,6 +67,7 @@ def train(
     stream: TextIO | None = None,
     notes: Sequence[str] = (),
     fault: FaultPlan | None = None,
+    watch: FailureWatch | None = None,
 ) -> TrainOutcome:
     """Train as `config` says, as one rank of `world`; call it inside `with gs.init()`.
 
@@ -70,6 +77,7 @@ def train(
         stream: where rank 0 prints; stdout by default.
         notes: more lines for its introduction.
         fault: happens to a rank, for a drill or a test.
+        watch: of the session; rank 0 writes what it says of all ranks to `ranks.json`.
     """
     run_dir = RunDir(config.out)
     progress = Progress(
@@ -91,7 +99,7 @@ def train(
                 run_dir.refuse_overwrite()
         data = open_data(config, world, comm)
         _refuse_unlike(config, data, comm)
-        shape = model_config(config, data.vocab_size)
+        shape, device = model_config(config, data.vocab_size), _device(world)
         begin_log = stack.enter_context(run_dir.rank_log(world))
         stack.enter_context(kernels(config, world))
         trainer = Trainer(
@@ -105,7 +113,9 @@ def train(
             store=CheckpointStore(run_dir.checkpoints, config.checkpoint.keep_last),
             progress=progress,
             profiler=stack.enter_context(StepProfiler(config.profile, run_dir.path, world)),
+            peak_flops=device.peak_flops,
             interval=Interval(on_cuda=world.device.startswith("cuda")),
+            tell=watch.sampler.tell if watch else lambda _: None,
         )
         resumed = restore(trainer)
         begin_log()
@@ -116,9 +126,11 @@ def train(
             run_dir.begin(
                 config,
                 world,
+                device,
                 threads=threads,
                 done_steps=resumed.step,
                 planned_gib=_planned_gib(trainer),
+                ranks=watch.peers.everyone if watch else None,
             )
         if fault is not None:
             fault.plant(trainer)
@@ -149,6 +161,13 @@ def _learner(config: TrainConfig, world: World, shape: GPTConfig, comm: Communic
     from gradsync.train.split import build_split_learner
 
     return build_split_learner(config, layout, world, shape, comm)
+
+
+def _device(world: World) -> Device:
+    """This rank's device, with the peak of its data sheet, or an estimate."""
+    if world.device.startswith("cuda"):
+        return torch_devices(torch)[torch.device(world.device).index or 0]
+    return cpu_devices(read_processor(), world.local_world_size)[0]
 
 
 def _planned_gib(trainer: Trainer) -> float | None:

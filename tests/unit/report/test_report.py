@@ -7,6 +7,7 @@ import math
 import re
 import struct
 import subprocess
+from dataclasses import replace
 from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
@@ -16,7 +17,17 @@ from xml.etree import ElementTree
 import pytest
 
 from gradsync.cli.main import main
-from gradsync.report.charts import Chart, Line, figure, number, svg, thinned, ticks, whole_ticks
+from gradsync.report.charts import (
+    Chart,
+    Event,
+    Line,
+    figure,
+    number,
+    svg,
+    thinned,
+    ticks,
+    whole_ticks,
+)
 from gradsync.report.page import charts_of, page
 from gradsync.report.run import read_run
 from gradsync.report.timeline import read_spans, timeline_svg
@@ -43,6 +54,7 @@ def make_run(folder: Path, *, ranks: int = 2, name: str = "first", **config: obj
             "perf/update_s": 0.03,
             "comm/exposed_s": 0.1,
             "mem/max_reserved_gib": 0.25,
+            "perf/mfu": 0.125,
         }
         for step in range(1, STEPS + 1)
     ]
@@ -61,6 +73,7 @@ def make_run(folder: Path, *, ranks: int = 2, name: str = "first", **config: obj
     (path / "summary.json").write_text(json.dumps(summary))
     (path / "exit.json").write_text(json.dumps({"exit_code": 0, "reason": "done"}))
     environment = {"launcher": "torchrun", "world_size": ranks, "device": "cpu", "torch": "2.13"}
+    environment["peak_tflops"] = 312.0
     (path / "env.json").write_text(json.dumps(environment))
     log = "10:00 INFO started\n10:01 WARNING rank 1 is slow\n"
     (path / "logs" / "rank_00000.log").write_text(log)
@@ -106,11 +119,21 @@ def test_a_page_stands_alone_and_has_the_figures_of_the_run(
     tags = read_page(text)
     assert tags.loads == []
     assert not re.search(r"https?://|@import|url\(", text)
-    for said in ("0.2500", "0.1667", "2,000", "20.0 %", "abababab…", "done", "rank 1 is slow"):
+    for said in (
+        "0.2500",
+        "0.1667",
+        "2,000",
+        "20.0 %",
+        "12.5 %MFU, of 312.0",
+        "abababab…",
+        "done",
+        "rank 1 is slow",
+    ):
         assert said in tags.text
     assert "INFO" not in tags.text
 
 
+LINE = Line(name="loss", points=[(0.0, 1.0), (999.0, 0.0)])
 COMPUTING = "forward, backward, update"
 
 
@@ -131,6 +154,32 @@ def test_points_are_those_of_the_metrics(tmp_path: Path) -> None:
         }
     )
     assert charts["Exposed communication"].lines[0].points[-1] == (STEPS, 20)
+    assert charts["Model FLOPs utilisation"].lines[0].points[-1] == (STEPS, 12.5)
+    assert "Arithmetic" not in charts
+
+
+def test_comparisons_of_bits_are_on_the_time_axis(tmp_path: Path) -> None:
+    path = make_run(tmp_path)
+    with (path / "metrics.jsonl").open("a") as file:
+        for step, name, equal in ((10, "replicas", 1), (20, "replicas", 0), (15, "audit", 1)):
+            file.write(json.dumps({"step": step, f"check/{name}_equal": equal}) + "\n")
+    run = read_run(path)
+    (loss, *others) = charts_of([run])
+    marks = ElementTree.fromstring(svg(loss)).findall("*[@class='check']")
+    (wrong,) = ElementTree.fromstring(svg(loss)).findall("*[@class='check bad']")
+    places = [float(each.attrib["x1"]) for each in (*marks, wrong)]
+    assert places == sorted(places)
+    assert wrong[0].text == "replicas compared after step 20: different"
+    assert not any(chart.checks for chart in others)
+    for said in (
+        "Replicas compared 2 times, last after step 20: different bits after step 20",
+        "A leaf computed again by another rank 1 times, last after step 15: equal bits",
+    ):
+        assert said in read_page(page([run])).text
+    many = [Event(step, "equal", bad=step == 999) for step in range(1000)]
+    drawn = ElementTree.fromstring(svg(replace(loss, checks=many, lines=[LINE])))
+    assert len(drawn.findall("*[@class='check']")) == 100
+    assert len(drawn.findall("*[@class='check bad']")) == 1
 
 
 @pytest.mark.parametrize(
@@ -362,7 +411,7 @@ def test_charts_as_files(tmp_path: Path) -> None:
     assert main(["report", str(make_run(tmp_path)), "--format", "svg", "--out", str(folder)]) == 0
     files = sorted(path.name for path in folder.iterdir())
     assert "loss.svg" in files
-    assert len(files) == 7  # no arithmetic was logged
+    assert len(files) == 8
     assert "validation" in (folder / "loss.svg").read_text()
     for path in folder.iterdir():
         assert ElementTree.parse(path).getroot().tag == "{http://www.w3.org/2000/svg}svg"
@@ -475,9 +524,9 @@ def test_the_timeline_shows_what_the_traces_say(tmp_path: Path) -> None:
         ("update", 1, 19_000, 19_500),
     ]
     tags = read_page(page([read_run(run)]))
-    for said in ("rank 0 computes", "rank 0 sends", "rank 1 computes", "in 2: 5.0 ms"):
+    for said in ("rank 0 computes", "rank 0 communicates", "rank 1 computes", "in 2: 5.0 ms"):
         assert said in tags.text
-    assert "rank 1 sends" not in tags.text
+    assert "rank 1 communicates" not in tags.text
     bars = ElementTree.fromstring(timeline_svg(run)).findall("{*}rect")
     tops = {bar[0].text: float(bar.attrib["y"]) for bar in bars}
     assert tops["in 1: 2.0 ms"] < tops["in 2: 5.0 ms"], "one below the other, since both are shown"
@@ -514,7 +563,7 @@ def test_charts_whose_titles_are_alike_have_files_of_their_own(tmp_path: Path) -
 def test_collectives_of_a_library_are_bars_where_nothing_else_is(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     make_trace(run, 0, [event("forward", 0, 10), event("nccl:all_reduce", 5, 9, cat="kernel")])
-    assert [(s.kind, s.bucket) for s in read_spans(run)] == [("forward", -1), ("sum", -1)]
+    assert [(s.kind, s.bucket) for s in read_spans(run)] == [("forward", -1), ("sum", -2)]
     assert timeline_svg(make_run(tmp_path, name="none")) == ""
 
 

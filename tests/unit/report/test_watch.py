@@ -8,16 +8,19 @@ import os
 import re
 import shutil
 import socket
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from gradsync.cli import watch as command
 from gradsync.cli.main import main
 from gradsync.errors import ConfigError
+from gradsync.report.run import RANKS_HEAD, read_ranks
 from gradsync.report.serve import serving
 from gradsync.report.watch import Follower, follow
 
@@ -153,6 +156,83 @@ def test_a_terminal_has_a_panel(run: Path, monkeypatch: pytest.MonkeyPatch) -> N
     shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
     for row in ("2 of 100", "0.7500", "12,346 tokens/s by 2 rank(s)", "none yet", "0:03:16"):
         assert row in shown
+
+
+def table(run: Path, *ranks: dict[str, object], age_s: float = 0.0) -> None:
+    document = {"time": time.time() - age_s, "ranks": list(ranks)}
+    (run / "ranks.json").write_text(json.dumps(document))
+
+
+LATE = {"rank": 1, "step": 2, "steps_per_s": 0.5, "phase": "computes", "waited": 0.0625}
+LATE |= {"where": "data.py:7 \x1b[2J", "lag_s": 61.25}
+WAITS = {**LATE, "rank": 0, "phase": "waits", "waited": 0.9, "where": "train.py:1", "lag_s": 0.0}
+
+
+def test_all_ranks_are_shown_with_step_rate_phase_and_lag(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table(run, WAITS, LATE)
+    (age_s, rows) = read_ranks(run)
+    assert 0 <= age_s < 60
+    assert rows == [
+        ("0", "2", "0.50", "waits", "90 %", "", "train.py:1"),
+        ("1", "2", "0.50", "computes", "6 %", "61.2 s", "data.py:7 \\x1b[2J"),
+    ]
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    stream = io.StringIO()
+    Console(file=stream).print(Follower(run).panel())
+    for row in (RANKS_HEAD, *rows):
+        line = next(ln for ln in stream.getvalue().splitlines() if ln.startswith(row[0]))
+        assert all(word in line for word in row)
+    with serving(run, "0") as address:
+        assert "61.2 s" in get(address)[1]
+    end(run)
+    with serving(run, "0") as address:
+        assert "61.2 s" not in get(address)[1], "of a run that has ended nothing is under way"
+
+
+def test_of_many_ranks_the_latest_are_shown(run: Path) -> None:
+    ranks = [{**LATE, "rank": rank, "lag_s": float(rank)} for rank in range(40)]
+    ranks[3]["phase"] = "silent"
+    table(run, *ranks)
+    _, rows = read_ranks(run)
+    assert [row[0] for row in rows] == ["3", *map(str, range(39, 24, -1)), "and 24 more"]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"time": 1, "ranks": 3}', '{"time": "x"}', '{"a": []}']
+)
+def test_a_table_of_another_shape_is_none(run: Path, text: str) -> None:
+    (run / "ranks.json").write_text(text)
+    assert read_ranks(run) == (0.0, [])
+    (run / "ranks.json").write_text('{"time": 1, "ranks": [4, {"rank": 5, "lag_s": "x"}]}')
+    assert [row[0] for row in read_ranks(run)[1]] == ["5"]
+
+
+@pytest.mark.parametrize(
+    ("age_s", "said"),
+    [
+        (0.0, r"rank 0 waits in train\.py:1; rank 1 computes in data\.py:7"),
+        (60.0, "evaluating, waiting, or killed"),
+    ],
+)
+def test_a_quiet_run_says_where_its_ranks_are(run: Path, age_s: float, said: str) -> None:
+    os.utime(run / "metrics.jsonl", (1, 1))
+    table(run, WAITS, LATE, age_s=age_s)
+    stream = io.StringIO()
+    assert watched(run, lambda: end(run), stream=stream) == 0
+    assert re.search(f"no record for .*: {said}", stream.getvalue())
+
+
+def test_a_check_is_no_step(run: Path) -> None:
+    add(run, {"step": 3, "check/replicas_equal": 1})
+    stream = io.StringIO()
+    assert watched(run, lambda: add(run, record(3)), lambda: end(run), stream=stream) == 0
+    assert [line[:12] for line in stream.getvalue().splitlines() if "/100" in line] == [
+        "step 2/100  ",
+        "step 3/100  ",
+    ]
 
 
 def test_the_command_ends_with_the_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +225,15 @@ def test_a_backend_that_does_not_count_is_no_trouble() -> None:
         raise RuntimeError("not implemented")
 
     assert Sampler(threading.get_ident(), refuse).sample(1).issued == 0
+
+
+def test_after_an_error_the_last_look_stays() -> None:
+    with thread_in(lambda end: C10D(THREADS, end.wait)) as (sampler, _):
+        until = time.monotonic() + 20.0
+        while not (last := sampler.sample(1)).waits:
+            assert time.monotonic() < until
+        sampler.hold()
+    assert sampler.sample(2) == replace(last, beat=2), "also where its thread has gone on"
 
 
 class Seconds(float):

@@ -172,6 +172,21 @@ def test_rank_0_does_not_stay_for_ranks_that_know_why_the_run_ends(
     assert waited == [True]
 
 
+def test_ranks_are_told_how_far_each_one_is() -> None:
+    store = Store("alive")
+    watch = watch_of(store)
+    watch.sampler.tell(7)
+    watch.start()
+    try:
+        wait_until(lambda: watch.peers.everyone()[0].beat > 0, time.monotonic() + 60)
+        found = watch.peers.everyone()
+        assert [found[rank].step for rank in (0, 1)] == [7, 0]
+        assert found[1].where == "data.py:7 read"
+        assert read_activity(store.values["beat/0"]).step == 7
+    finally:
+        watch.stop()
+
+
 def test_who_looks_for_the_cause_still_gives_signs_of_life() -> None:
     """Other ranks, which look as well, must not take it for the one that died."""
     store = Store("silent")
@@ -185,7 +200,7 @@ def test_who_looks_for_the_cause_still_gives_signs_of_life() -> None:
         beats.append(read_activity(store.values["beat/0"]).beat - first)
         return [1]
 
-    watch._peers.silent_for = lambda _: looked(time.monotonic() + 60)
+    watch.peers.silent_for = lambda _: looked(time.monotonic() + 60)
     assert isinstance(watch.settle(caught(raise_compiled, CLOSED)), PeerError)
     assert beats[0] > 2
 

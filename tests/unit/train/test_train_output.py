@@ -17,10 +17,12 @@ import torch
 
 from gradsync.checkpoint.store import CheckpointStore, Snapshot
 from gradsync.errors import ConfigError, RunError
+from gradsync.plan.description import Device
+from gradsync.runtime.activity import Activity
 from gradsync.train import output
 from gradsync.train.config import recipe
 from gradsync.train.config_io import parse_config
-from gradsync.train.output import Progress, RunDir, default_out, describe_environment
+from gradsync.train.output import Progress, RankTable, RunDir, default_out, describe_environment
 from gradsync.train.run import note_failure
 from gradsync.world import World
 
@@ -163,6 +165,7 @@ def test_a_resumed_run_begins_where_it_was_and_text_is_shown_as_it_is(
 # -- the run directory ----------------------------------------------------------------------------
 
 CONFIG = recipe("tiny")
+DEVICE = Device(kind="cpu", name="ours", memory_bytes=2**30, peak_flops=250e9)
 WORLD = World(rank=0, world_size=4, local_world_size=2, num_nodes=2, launcher="srun")
 
 
@@ -173,7 +176,7 @@ def path(tmp_path: Path) -> Path:
 
 def begin(path: Path, *, done_steps: int = 0, world: World = WORLD) -> RunDir:
     run_dir = RunDir(path)
-    run_dir.begin(CONFIG, world, threads=3, done_steps=done_steps)
+    run_dir.begin(CONFIG, world, DEVICE, threads=3, done_steps=done_steps)
     return run_dir
 
 
@@ -199,11 +202,55 @@ def test_the_beginning_is_written_down(path: Path) -> None:
     assert sorted(os.listdir(path)) == ["config.yaml", "env.json", "metrics.jsonl", "starts.jsonl"]
     assert parse_config([str(path / "config.yaml")]) == CONFIG
     described = json.loads((path / "env.json").read_text())
-    assert described == describe_environment(WORLD, 3)
-    expected = {"launcher": "srun", "world_size": 4, "num_nodes": 2, "device": "cpu", "threads": 3}
+    assert described == describe_environment(WORLD, DEVICE, 3)
+    expected = {
+        "peak_tflops": 0.25,
+        "launcher": "srun",
+        "world_size": 4,
+        "num_nodes": 2,
+        "device": "cpu",
+        "threads": 3,
+    }
     assert described.items() >= expected.items()
     assert {"host", "platform", "python", "torch", "gradsync", "argv", "cores"} <= set(described)
     assert (path / "metrics.jsonl").read_text() == ""
+
+
+def test_the_table_of_ranks_is_there_at_once_and_outlasts_a_store_that_goes(path: Path) -> None:
+    path.mkdir(parents=True)
+    told = iter([{0: Activity(beat=1, step=3), 1: Activity(beat=2, step=4)}])
+    table = RankTable(path / "ranks.json", lambda: next(told), world_size=2)
+    table._every_s = 0.0
+    table._thread.join(timeout=60)  # the second look raises
+    assert not table._thread.is_alive()
+    table.close()
+    document = json.loads((path / "ranks.json").read_text())
+    assert [(row["rank"], row["step"]) for row in document["ranks"]] == [(0, 3), (1, 4)]
+    assert stat.S_IMODE((path / "ranks.json").stat().st_mode) == 0o600
+
+
+def test_the_table_tells_who_waits_for_whom(path: Path) -> None:
+    path.mkdir(parents=True)
+    table = RankTable(path / "ranks.json", dict, world_size=4)
+    table.close()
+    table._steps.clear()  # its own look, on another clock
+
+    def at(now: float, beat: int) -> list[dict[str, Any]]:
+        found = {
+            0: Activity(beat=beat, waits=True, since_s=now, step=int(now), waited=0.75, where="a"),
+            1: Activity(beat=beat, step=int(now) - 1, where="b"),
+            2: Activity(beat=beat, excused=True, step=int(now)),
+            3: Activity(beat=1, step=2),
+        }
+        return table.rows(found, now)
+
+    assert [row["steps_per_s"] for row in at(2.0, 1)] == [None] * 4
+    assert [row["phase"] for row in at(4.0, 2)] == ["waits", "computes", "saves", "computes"]
+    rows = at(8.0, 3)
+    assert [row["phase"] for row in rows] == ["waits", "computes", "saves", "silent"]
+    assert [row["lag_s"] for row in rows] == [0.0, 8.0, 0.0, 8.0]
+    assert [row["steps_per_s"] for row in rows] == [1.0, 1.0, 1.0, 0.0]
+    assert rows[0] | {"rank": 0, "step": 8, "waited": 0.75, "where": "a"} == rows[0]
 
 
 def test_metrics_are_there_at_once_and_are_json(path: Path) -> None:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import sqlite3
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
+
 from gradsync.train.config import TrainConfig
 from gradsync.train.trackers import KINDS
+from support.launchers import run_python
+from support.requirements import require
 from support.small_run import RankResult, losses, make_data, small_config, train_rank
 
 
@@ -55,6 +62,40 @@ def test_rank_0_alone_tracks_and_weights_stay(pool: Any, tmp_path: Path) -> None
         f'gradsync_train_loss{{run="outprometheus",rank="0"}} {last!r}\n'
         in (tmp_path / "outprometheus" / "metrics.prom").read_text()
     )
+
+
+READ_EVENTS = """
+import json, sys
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+events = EventAccumulator(sys.argv[1])
+events.Reload()
+print(json.dumps([[event.step, event.value] for event in events.Scalars("train/loss")]))
+"""
+
+
+def test_the_packages_themselves_take_a_run_and_the_one_that_goes_on(tmp_path: Path) -> None:
+    """TensorBoard, W&B without a network, trackio: what they keep is what metrics.jsonl has."""
+    require("trackers")
+    out = tmp_path / "run"
+    argv = ["-m", "gradsync", "train", "tiny", "--out", str(out), "--resume", "auto"]
+    argv += ["--data", str(make_data(tmp_path / "data")), "--dtype", "fp32", "--device", "cpu"]
+    argv += ["--tokens-per-update", "256", "--micro-batch-size", "1", "--log-every", "1"]
+    argv += ["--eval.every", "0", "--sample-tokens", "0", "--track", "tensorboard,wandb,trackio"]
+    for steps in ("2", "4"):
+        offline = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+        done = run_python([*argv, "--steps", steps], extra_env=offline).ok()
+        assert "tracker" not in done.stderr, done.stderr
+    kept = losses(out)
+    assert list(kept) == [1, 2, 3, 4]
+    told = run_python(["-c", READ_EVENTS, str(out / "tensorboard")]).ok().stdout
+    assert dict(json.loads(told)) == pytest.approx(kept)
+    with closing(sqlite3.connect(out / "trackio" / "gradsync.db")) as database:
+        rows = database.execute("select step, metrics from metrics").fetchall()
+    found = {step: json.loads(text)["train/loss"] for step, text in rows if b"train/loss" in text}
+    assert found == kept
+    runs = sorted((out / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert len({path.name for path in runs}) == 1 < len(runs), "two parts of one run"
+    assert all(b"train/loss" in path.read_bytes() for path in runs)
 
 
 def test_a_package_that_rank_0_lacks_ends_all_ranks(pool: Any, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from support.small_run import make_data, small_config, train_rank
 def test_each_rank_writes_a_trace_in_which_buckets_have_names(pool: Any, tmp_path: Path) -> None:
     data = make_data(tmp_path / "data")
     hashes = []
-    for name, step, late in (("0", 0, True), ("2", 2, True), ("at once", 2, "auto")):
+    for name, step, late in (("0", 0, True), ("2", 2, True), ("at once", 3, "auto")):
         out, by_messages = tmp_path / name, SyncConfig(collective="backend", overlap_publish=late)
         config = small_config(out, data, profile=step, sync_options=by_messages, steps=4)
         first, second = pool.run(train_rank, 2, config)
@@ -32,6 +32,8 @@ def test_each_rank_writes_a_trace_in_which_buckets_have_names(pool: Any, tmp_pat
     assert kinds[0] == kinds[1] == {"forward", "backward", "step", "in", "out", "update"}
     spans = read_spans(tmp_path / "at once")
     assert {span.kind for span in spans} == {"forward", "backward", "step", "sum"}
+    last = max(span.end for span in spans if span.kind == "step")
+    assert all(span.begin < last for span in spans), "what comes after the last step is none"
 
 
 def test_ranks_that_share_memory_show_what_they_do_in_it(pool: Any, tmp_path: Path) -> None:

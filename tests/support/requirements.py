@@ -22,8 +22,8 @@ def _program(*names: str) -> list[str]:
     return [name for name in names if not shutil.which(name, path=path)]
 
 
-def _module(name: str) -> list[str]:
-    return [] if importlib.util.find_spec(name) else [name]
+def _module(*names: str) -> list[str]:
+    return [name for name in names if importlib.util.find_spec(name) is None]
 
 
 def _cuda() -> list[str]:
@@ -45,6 +45,8 @@ MISSING: dict[str, Callable[[], list[str]]] = {
     "import-linter": lambda: _module("importlinter"),
     "hatchling": lambda: _module("hatchling"),
     "shtab": lambda: _module("shtab"),
+    "kubernetes": lambda: _module("kubernetes"),
+    "trackers": lambda: _module("tensorboard", "wandb", "trackio"),
     "cuda": _cuda,
 }
 """Component -> what of it is not there."""

@@ -172,6 +172,7 @@ class Trainer:
             self._judge_drift(drifted, totals.step)
             stopped = result.stop and totals.step < config.steps
             last = stopped or totals.step == config.steps
+            self.profiler.after(totals.step, last=last)
             saves = last or _due(totals.step, config.checkpoint.every)
             logs = last or _due(totals.step, config.log_every) or totals.step == done_steps + 1
             # Reading the loss costs nothing on a CPU, on CUDA a wait.
@@ -189,7 +190,6 @@ class Trainer:
             if stopped:
                 totals.stopped_by = stop.signal_name or "a signal to another rank"
             if last:
-                self.profiler.close()
                 break
         else:
             raise DataError(f"the data ended after step {totals.step} of {config.steps}")

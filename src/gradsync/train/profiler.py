@@ -49,7 +49,7 @@ class StepProfiler:
             log.warning("no trace of the steps that failed: %s", reason)
 
     def before(self, step: int) -> None:
-        """Begin or end as the coming step says."""
+        """Begin with the coming step, if it is the first one."""
         if step == self._step > 0:
             from torch.profiler import ProfilerActivity, profile
 
@@ -60,7 +60,10 @@ class StepProfiler:
                 activities=activities, experimental_config=PROFILE_ALL_THREADS()
             )
             self._profile.start()
-        elif step == self._step + STEPS:
+
+    def after(self, step: int, *, last: bool) -> None:
+        """End after the second step, or the run's last one: evaluation is none."""
+        if last or step == self._step + STEPS - 1:
             self.close()
 
     def close(self, *, failed: bool = False) -> None:

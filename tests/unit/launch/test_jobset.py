@@ -20,6 +20,7 @@ from gradsync.launch.agent import AgentRendezvous
 from gradsync.launch.jobset import JobsetPlan, jobset, jobset_text
 from gradsync.launch.request import LaunchPlan, parse_program
 from gradsync.runtime.arguments import parse
+from support.requirements import require
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -46,7 +47,8 @@ PLANS = {
 
 # -- the published schemas, as far as a manifest of ours goes --------------------------------------
 # A name with ! is required; a list has its items' schema; a pattern or a type stands for a value.
-# jobset.x-k8s.io/v1alpha2 (its CRD and webhook), batch/v1 JobSpec, core/v1 PodSpec.
+# jobset.x-k8s.io/v1alpha2 (its CRD and webhook), batch/v1 JobSpec, core/v1 PodSpec; those two are
+# also held to the models of Kubernetes' own client, below.
 
 LABEL = r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?"
 EXIT_CODES = {"containerName": LABEL, "operator!": "In|NotIn", "values!": [int]}
@@ -145,6 +147,26 @@ def test_the_text_is_a_jobset(name: str) -> None:
     mounted = {each["name"] for each in container["volumeMounts"]}
     assert mounted == {each["name"] for each in pod["volumes"]}
     assert spec["completions"] == spec["parallelism"] == PLANS[name].nodes
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_each_job_has_only_fields_that_kubernetes_publishes(name: str) -> None:
+    """By the models of its Python client, which are made from its OpenAPI document."""
+    require("kubernetes")
+    from kubernetes.client import V1JobTemplateSpec
+
+    (job,) = yaml.safe_load(jobset_text(PLANS[name]))["spec"]["replicatedJobs"]
+    (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
+    resources = container.get("resources", {})  # quantities, which may be numbers
+    resources.update({kind: {n: str(v) for n, v in of.items()} for kind, of in resources.items()})
+
+    def as_published(template: dict[str, Any]) -> dict[str, Any]:
+        model = V1JobTemplateSpec.from_dict(template)
+        return model.model_dump(by_alias=True, exclude_none=True)
+
+    assert as_published(job["template"]) == job["template"]
+    container["imagePolicy"] = "Always"
+    assert as_published(job["template"]) != job["template"], "unknown fields are left out"
 
 
 def arrived(words: list[str], index: int) -> list[str]:

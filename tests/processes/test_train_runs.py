@@ -22,7 +22,7 @@ from gradsync.sync.registry import STRATEGIES
 from gradsync.train.audit import choose_leaf
 from gradsync.train.config import EvalConfig, SyncConfig, TrainConfig
 from gradsync.train.faults import FaultPlan
-from gradsync.train.loop import Trainer
+from gradsync.train.loop import Interval, Trainer
 from support.small_run import RankResult, losses, make_data, small_config, train_rank
 
 BITWISE = [name for name, strategy in STRATEGIES.items() if strategy.promise == "bitwise"]
@@ -267,6 +267,31 @@ def test_parts_of_a_step_are_its_time(pool: Any, data: Path, tmp_path: Path, syn
         parts = [line[name] for name in names]
         assert min(parts) > 0
         assert sum(parts) + line["comm/exposed_s"] <= line["perf/step_s"]
+
+
+def waits_of(rank: int, world_size: int, store_path: str, config: TrainConfig) -> list[str]:
+    """The part of each step in which this rank's exposed communication is counted."""
+    parts: list[str] = []
+    original = Interval.add
+
+    def add(self: Interval, exposed: Any, part: str) -> None:
+        parts.append(part)
+        original(self, exposed, part)
+
+    with mock.patch.object(Interval, "add", add):
+        result = train_rank(rank, world_size, store_path, config)
+        assert result.error == "", result.error
+    return parts
+
+
+@pytest.mark.parametrize(
+    ("sync", "part"), [("ddp", "backward"), ("fsdp", "backward"), ("naive", "step")]
+)
+def test_exposed_communication_is_taken_from_the_part_it_lies_in(
+    pool: Any, data: Path, tmp_path: Path, sync: str, part: str
+) -> None:
+    config = small_config(tmp_path, data, sync=sync, steps=2)
+    assert pool.run(waits_of, 2, config) == [[part] * 2] * 2
 
 
 def test_the_run_directory_holds_what_it_promises_and_a_finished_run_is_left_as_it_is(

@@ -54,10 +54,7 @@ def run(argv: list[str]) -> int:
     if options.as_json:
         print(json.dumps({str(each.path): dict(figures_of(each)) for each in runs}))
         return 0
-    beside = runs[0].path / "verify.json"
-    verified = None
-    if options.verify or beside.is_file():
-        verified = read_verified(Path(options.verify) if options.verify else beside)
+    verified = read_verified(runs[0].path, options.verify)
     browser = find_browser() if options.format in ("png", "pdf") else ""
     if options.format in ("html", "pdf"):
         default = runs[0].path / f"report.{options.format}"

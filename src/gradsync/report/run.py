@@ -150,12 +150,16 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     ]
 
 
-def read_verified(path: Path) -> dict[str, Any]:
-    """The document that `gradsync verify --json` printed into the file `path`.
+def read_verified(run: Path, file: str = "") -> dict[str, Any] | None:
+    """The document that `gradsync verify --json` printed into `file`; by default verify.json in the
+    run's directory, None without it.
 
     Raises:
-        ConfigError: it is not there, or not that.
+        ConfigError: the file is not there, or not that.
     """
+    path = Path(file) if file else run / "verify.json"
+    if not file and not path.is_file():
+        return None
     found = read_object(path)
     cells, loaded = found.get("cells"), found.setdefault("cross_load", [])
     named = (

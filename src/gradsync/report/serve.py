@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from gradsync.errors import ConfigError, GradsyncError
 from gradsync.report.page import page
-from gradsync.report.run import read_run
+from gradsync.report.run import read_run, read_verified
 
 _AGAIN_S = 10
 _HEADERS = {
@@ -35,9 +35,10 @@ def serving(run: Path, where: str) -> Iterator[str]:
         ConfigError: no port, or it cannot be had.
     """
     host, _, port = where.rpartition(":")
-    host = host or "127.0.0.1"
+    host = host.removeprefix("[").removesuffix("]") or "127.0.0.1"
     if not port.isascii() or not port.isdigit() or int(port) > 65535:
         raise ConfigError(f"--http: [HOST:]PORT expected, such as 8000; got {where!r}")
+    version = socket.AF_INET6 if ":" in host else socket.AF_INET
     token = secrets.token_urlsafe(16)
 
     class Handler(BaseHTTPRequestHandler):
@@ -49,7 +50,7 @@ def serving(run: Path, where: str) -> Iterator[str]:
                 self.send_error(404)
                 return
             try:
-                body = page([read_run(run)], again_s=_AGAIN_S).encode()
+                body = page([read_run(run)], read_verified(run), again_s=_AGAIN_S).encode()
             except (GradsyncError, OSError) as error:
                 self.send_error(503, explain=str(error))
                 return
@@ -62,14 +63,18 @@ def serving(run: Path, where: str) -> Iterator[str]:
         def log_message(self, format: str, *args: object) -> None:  # noqa: A002
             """Nothing: the terminal is the run's."""
 
+    class Server(ThreadingHTTPServer):
+        address_family = version
+
     try:
-        server = ThreadingHTTPServer((host, int(port)), Handler)
+        server = Server((host, int(port)), Handler)
     except OSError as error:
         raise ConfigError(f"--http {where}: cannot listen there: {error.strerror}") from None
     thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True)
     thread.start()
     try:
-        reached = socket.gethostname() if host == "0.0.0.0" else host
+        reached = socket.gethostname() if host in ("0.0.0.0", "::") else host
+        reached = f"[{reached}]" if ":" in reached else reached
         yield f"http://{reached}:{server.server_address[1]}/{token}/"
     finally:
         server.shutdown()

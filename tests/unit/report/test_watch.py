@@ -316,6 +316,26 @@ def test_bound_to_all_addresses_it_names_this_host_and_still_wants_the_token(run
         assert get(here.rsplit("/", 2)[0] + "/")[0] == 404
 
 
+def test_in_ipv6_the_address_has_brackets(run: Path) -> None:
+    if not socket.has_ipv6 or not Path("/proc/net/if_inet6").read_text():
+        pytest.skip("there is no IPv6 here")
+    with serving(run, "[::1]:0") as address:
+        assert address.startswith("http://[::1]:")
+        assert get(address)[0] == 200
+    with serving(run, "[::]:0") as address:
+        assert address.startswith(f"http://{socket.gethostname()}:")
+
+
+def test_what_verify_found_is_on_the_page(run: Path) -> None:
+    cell = {"strategy": "naive", "world_size": 2, "dtype": "fp32", "status": "passed"}
+    (run / "verify.json").write_text(json.dumps({"cells": [cell]}))
+    with serving(run, "0") as address:
+        assert "Strategies against one rank" in get(address)[1]
+    (run / "verify.json").write_text("{}")
+    with serving(run, "0") as address:
+        assert get(address)[0] == 503
+
+
 def test_a_run_that_vanished_is_an_error_page(run: Path) -> None:
     with serving(run, "0") as address:
         shutil.rmtree(run)

@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import time
+import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
@@ -68,6 +69,14 @@ def test_python_runs_on_one_rank(guide: Path) -> None:
 def test_the_first_loop_is_the_example() -> None:
     page = next(path for path in GUIDES if path.name == "start-here.md").read_text()
     assert python_of(page) in (ROOT / "examples" / "minimal.py").read_text()
+
+
+def test_every_extra_says_what_it_brings() -> None:
+    page = next(path for path in GUIDES if path.name == "start-here.md").read_text()
+    rows = re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = re.findall(r"`(\w+)`", " ".join(rows))
+    assert sorted(named) == sorted(extras["optional-dependencies"])
 
 
 def test_scripts_that_people_come_from() -> None:

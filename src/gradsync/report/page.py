@@ -102,7 +102,8 @@ def page(
         *(_ranks(run) for run in runs if not run.exit),
         "<h2>Curves</h2>",
         f'<div class="charts">{charts}</div>' if charts else "<p>No step was logged yet.</p>",
-        *(timeline(run.path, run.name if len(runs) > 1 else "") for run in runs[:4]),
+        "".join(timeline(run.path, run.name if len(runs) > 1 else "") for run in runs[:4])
+        or '<p class="sub screen">For a timeline of two steps, train with --profile STEP.</p>',
         *([_differences(runs)] if len(runs) > 1 else []),
         _matrix(verified) if verified else "",
         *(_details(run, alone=len(runs) == 1) for run in runs),

@@ -6,6 +6,9 @@
     trackio       trackio/: a database
     prometheus    metrics.prom: the newest values, for node-exporter's textfile collector
 
+`Tracker` has the shape of Accelerate's `GeneralTracker` (made with the configuration, `log(values,
+step)`, `finish`), and hears at its end whether the run failed, which W&B shows.
+
 Rank 0 tracks alone, each tracker on a thread of its own: one that raises or blocks ends nothing and
 delays no rank. Its package is imported when a run asks for it. No torch here.
 """

@@ -192,11 +192,11 @@ def write_text(path: Path, text: str) -> None:
     replace_text(path, text)
 
 
-def replace_text(path: Path, text: str, *, mode: int = 0o666) -> None:
+def replace_text(path: Path, text: str, *, mode: int = 0o666, durable: bool = True) -> None:
     """Make `text` the file `path` in one step; a link of that name is replaced, not followed.
 
     It is a new file, written beside the old one under a name that cannot be foreseen, with `mode`
-    less the process's umask.
+    less the process's umask; `durable`: on the disk, too, when this returns.
     """
     temporary = path.with_name(f".tmp-{path.name}-{secrets.token_hex(8)}")
     file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
@@ -204,7 +204,8 @@ def replace_text(path: Path, text: str, *, mode: int = 0o666) -> None:
         with open(file, "w", encoding="utf-8") as stream:
             stream.write(text)
             stream.flush()
-            os.fsync(stream.fileno())
+            if durable:
+                os.fsync(stream.fileno())
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

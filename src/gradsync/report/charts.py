@@ -81,6 +81,7 @@ def svg(chart: Chart) -> str:
         lines = _on_top(lines)
     xs = [x for line in lines for x, _ in line.points]
     ys = [y for line in lines for _, y in line.points]
+    xs += [check.step for check in chart.checks if check.bad]  # after the last logged step, too
     x_low, x_high = min(xs), max(xs)
     zero = chart.from_zero or chart.stacked
     y_ticks = ticks(0.0 if zero else min(ys), max(ys))
@@ -172,6 +173,8 @@ def figure(chart: Chart) -> str:
         for line in chart.lines
         if len(chart.lines) > 1 and _finite(line.points)
     ]
+    if chart.checks:
+        names.append('<span><i class="tick"></i>ranks compared</span>')
     unit = f" <small>{escape(chart.y)}</small>" if chart.y else ""
     head = f"<figcaption><b>{escape(chart.title)}</b>{unit}{''.join(names)}</figcaption>"
     return f"<figure>{head}{drawn}</figure>"

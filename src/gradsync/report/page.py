@@ -50,6 +50,7 @@ figcaption small, figcaption span { color: var(--soft); font-size: .85rem; }
 figcaption span { overflow-wrap: anywhere; }
 figcaption i { display: inline-block; width: .9em; height: .6em; border-radius: 2px;
   margin-right: .35em; background: currentColor; }
+figcaption i.tick { width: 2px; background: var(--good); }
 figcaption i.dashed { width: 1.5em; height: 2px; vertical-align: middle; border-radius: 0;
   background: repeating-linear-gradient(90deg, currentColor 0 5px, transparent 5px 8px); }
 svg { width: 100%; height: auto; display: block; margin-top: auto; }
@@ -99,7 +100,7 @@ def page(
             _happened(run, found, alone=len(runs) == 1)
             for run, found in zip(runs, _numbered(runs), strict=True)
         ),
-        *(_ranks(run) for run in runs if not run.exit),
+        *(_ranks(run) for run in runs if again_s and not run.exit),
         "<h2>Curves</h2>",
         f'<div class="charts">{charts}</div>' if charts else "<p>No step was logged yet.</p>",
         "".join(timeline(run.path, run.name if len(runs) > 1 else "") for run in runs[:4])
@@ -289,10 +290,10 @@ def figures_of(run: Run) -> list[tuple[str, str]]:
     fraction = summary.get("exposed_comm_fraction")
     if isinstance(fraction, int | float) and math.isfinite(fraction):
         shown.append(("exposed communication", f"{100 * fraction:.1f} %"))
-    if (mfu := run.last("perf/mfu")) is not None:
-        peak, source = map(run.environment.get, ("peak_tflops", "peak_source"))
-        about = "about " if str(source).startswith("estimate") else ""
-        shown.append((f"MFU, of {about}{peak} TFLOP/s a device", f"{100 * mfu:.1f} %"))
+    mfu, rate = run.last("perf/mfu"), run.last("perf/tokens_per_s")
+    mean = summary.get("tokens_per_s", rate)  # of the whole run
+    if mfu is not None and rate and isinstance(mean, int | float):
+        shown.append(("MFU: model FLOPs utilisation", f"{100 * mfu * mean / rate:.1f} %"))
     if (memory := run.last("mem/max_reserved_gib")) is not None:
         shown.append(("GiB, peak of rank 0", _shown(memory)))
     if isinstance(summary.get("weights_sha256"), str):
@@ -339,19 +340,19 @@ def _happened(run: Run, events: Sequence[Event], *, alone: bool) -> str:
 
 def _ranks(run: Run) -> str:
     """What each rank of a run that goes on is doing."""
-    age_s, rows = read_ranks(run.path)
-    of = f"<h2>Ranks of {escape(run.name)}</h2><p class=sub>{age_s:.0f} s ago</p>"
-    return of + _table(RANKS_HEAD, rows) if rows else ""
+    found = read_ranks(run.path)
+    head = f"<h2>Ranks</h2><p class=sub>{found.age_s:.0f} s ago</p>"
+    return head + _table(RANKS_HEAD, found.rows) if found.rows else ""
 
 
 def _checked(run: Run) -> Iterator[str]:
     """A sentence for each kind of comparison that the run made of its ranks' bits."""
-    for metric, name in CHECKS.items():
+    for metric, (name, when) in CHECKS.items():
         if points := run.metrics.get(metric):
             unequal = [f"{step:g}" for step, equal in points if not equal]
-            found = f"different bits after step {', '.join(unequal)}" if unequal else "equal bits"
-            last = f"{len(points)} times, last after step {points[-1][0]:g}"
-            yield f"{name.capitalize()} {last}: {found}"
+            found = f"different bits {when} {', '.join(unequal)}" if unequal else "equal bits"
+            times = "once" if len(points) == 1 else f"{len(points)} times, last"
+            yield f"{name.capitalize()} {times} {when} {points[-1][0]:g}: {found}"
 
 
 def _sentence(run: Run) -> str:
@@ -361,6 +362,9 @@ def _sentence(run: Run) -> str:
         f"{environment.get('world_size', '?')} rank(s) by {environment.get('launcher', '?')}",
         f"{environment.get('device', '?')}, torch {environment.get('torch', '?')}",
     ]
+    if peak := environment.get("peak_tflops"):
+        about = "about " if str(environment.get("peak_source")).startswith("estimate") else ""
+        words.append(f"{about}{peak} TFLOP/s a device at best")
     kind = "good" if run.exit.get("exit_code") == 0 else "bad"
     ended = f'<span class="{kind}">{escape(run.outcome)}</span>'
     return f"{escape(' · '.join(map(str, words)))} · {ended}"
@@ -472,9 +476,9 @@ def log_lines(run: Run) -> list[str]:
 
 
 def _numbers(run: Run) -> str:
-    steps = sorted({x for points in run.metrics.values() for x, _ in points})
+    names = [name for name in run.metrics if name not in CHECKS]
+    steps = sorted({x for name in names for x, _ in run.metrics[name]})
     shown = steps[:-1][:: -(-len(steps) // 200) or 1] + steps[-1:]
-    names = list(run.metrics)
     values = {name: dict(points) for name, points in run.metrics.items()}
     rows = [
         (f"{step:.0f}", *(f"{values[n][step]:.6g}" if step in values[n] else "" for n in names))

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gradsync.core.files import one_line, open_regular, read_object
 from gradsync.errors import ConfigError
@@ -17,10 +17,10 @@ from gradsync.report.charts import Event
 Points = list[tuple[float, float]]
 _LONGEST_REASON = 300
 CHECKS = {
-    "check/replicas_equal": "replicas compared",
-    "check/audit_equal": "a leaf computed again by another rank",
+    "check/replicas_equal": ("replicas compared", "after step"),
+    "check/audit_equal": ("a leaf computed by two ranks", "in step"),
 }
-"""Metrics of comparisons, 1 where bits were equal: their names."""
+"""Metrics of comparisons, 1 where bits were equal: what was done, and when."""
 _STOPPED = 75  # Exit code of a run that a signal stopped, with a checkpoint written
 
 
@@ -55,7 +55,8 @@ class Run:
     @property
     def last_step(self) -> float | None:
         """The last step that was logged, None without one."""
-        return max((points[-1][0] for points in self.metrics.values()), default=None)
+        logged = (points for name, points in self.metrics.items() if name not in CHECKS)
+        return max((points[-1][0] for points in logged), default=None)
 
     @property
     def outcome(self) -> str:
@@ -86,11 +87,10 @@ class Run:
     @property
     def checks(self) -> list[Event]:
         """Comparisons that the run made of its ranks' bits, in their order."""
+        words = ("different bits", "equal bits")
         found = [
-            Event(
-                step, f"{name} after step {step:g}: {'equal' if equal else 'different'}", not equal
-            )
-            for metric, name in CHECKS.items()
+            Event(step, f"{name} {when} {step:g}: {words[bool(equal)]}", not equal)
+            for metric, (name, when) in CHECKS.items()
             for step, equal in self.metrics.get(metric, ())
         ]
         return sorted(found, key=lambda check: check.step)
@@ -180,24 +180,39 @@ def read_verified(run: Path, file: str = "") -> dict[str, Any] | None:
 
 RANKS_HEAD = ("rank", "step", "steps/s", "phase", "waited", "lag", "where")
 _MOST_RANKS = 16
+_OLD_S = 10.0
 
 
-def read_ranks(run: Path) -> tuple[float, list[tuple[str, ...]]]:
-    """What each rank was doing when `ranks.json` was written: the file's age in seconds, and rows
-    under `RANKS_HEAD`; of many ranks those that others wait for longest. (0.0, []) without it."""
+class RankRows(NamedTuple):
+    """What each rank was doing when `ranks.json` was written."""
+
+    rows: list[tuple[str, ...]]
+    """Under `RANKS_HEAD`; of many ranks those that others wait for longest."""
+    age_s: float
+    fresh: bool
+    """Whether another one is due by now at most."""
+
+
+def read_ranks(run: Path) -> RankRows:
+    """The run's table of ranks; without rows where it has none."""
     found = read_object(run / "ranks.json")
     written, ranks = found.get("time"), found.get("ranks")
     if not isinstance(written, int | float) or not isinstance(ranks, list):
-        return 0.0, []
-    known = [
-        each for each in ranks if isinstance(each, Mapping) and isinstance(each.get("rank"), int)
-    ]
+        return RankRows([], 0.0, False)
+    known = [r for r in ranks if isinstance(r, Mapping) and isinstance(r.get("rank"), int)]
     if len(known) > _MOST_RANKS:
-        known.sort(key=lambda each: (each.get("phase") != "silent", -_real(each.get("lag_s"))))
+        known.sort(key=_urgency)
     rows = [_rank_row(each) for each in known[:_MOST_RANKS]]
     if (more := len(known) - len(rows)) > 0:
         rows.append((f"and {more} more", *[""] * (len(RANKS_HEAD) - 1)))
-    return max(0.0, time.time() - written), rows
+    age_s = max(0.0, time.time() - written)
+    return RankRows(rows, age_s, age_s <= max(_OLD_S, 3 * _real(found.get("every_s"))))
+
+
+def _urgency(rank: Mapping[str, Any]) -> tuple[bool, float, float]:
+    """Silent ranks come first, then those that others wait for, then those that wait least."""
+    silent, lag_s = rank.get("phase") == "silent", _real(rank.get("lag_s"))
+    return not silent, -lag_s, _real(rank.get("waited"))
 
 
 def _rank_row(rank: Mapping[str, Any]) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ import hmac
 import secrets
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -50,7 +50,10 @@ def serving(run: Path, where: str) -> Iterator[str]:
                 self.send_error(404)
                 return
             try:
-                body = page([read_run(run)], read_verified(run), again_s=_AGAIN_S).encode()
+                verified = None
+                with suppress(ConfigError):  # it may be being written
+                    verified = read_verified(run)
+                body = page([read_run(run)], verified, again_s=_AGAIN_S).encode()
             except (GradsyncError, OSError) as error:
                 self.send_error(503, explain=str(error))
                 return

@@ -26,8 +26,8 @@ from gradsync.report.run import RANKS_HEAD, read_ranks, read_run
 _WARNING = re.compile(r" (WARNING|ERROR|CRITICAL) ")
 _OLD_WARNINGS = 5
 """Warnings from before the first look that are still told."""
-_OLD_S = 10.0
-"""Age at which the ranks' table counts as left behind."""
+_MOST_TOLD = 4
+"""Ranks that a line about a quiet run has room for."""
 _QUIET_S = 60.0
 """A run is quiet after so long without a record, and three times as long as one takes."""
 
@@ -107,12 +107,10 @@ class Follower:
         return found
 
     def _why_quiet(self) -> str:
-        age_s, rows = read_ranks(self._path)
-        if not rows or age_s > _OLD_S:
-            return "evaluating, waiting, or killed"
-        ranks = [dict(zip(RANKS_HEAD, row, strict=True)) for row in rows]
+        found = read_ranks(self._path)
+        ranks = [dict(zip(RANKS_HEAD, row, strict=True)) for row in found.rows if found.fresh]
         said = [f"rank {r['rank']} {r['phase']} in {r['where']}" for r in ranks if r["where"]]
-        return "; ".join(said)
+        return "; ".join(said[:_MOST_TOLD]) or "evaluating, waiting, or killed"
 
     def _restarts(self) -> Iterator[str]:
         for start in self._starts.objects():
@@ -195,10 +193,10 @@ class Follower:
         for name, value in rows.items():
             if value:
                 table.add_row(Text(name, style="dim"), Text(value))
-        age_s, rows = read_ranks(self._path)
-        ranks = Table(*(RANKS_HEAD if rows else ()), box=None, padding=(0, 2, 0, 0))
-        for row in rows:
-            ranks.add_row(*map(Text, row), style="dim" if age_s > _OLD_S else "")
+        found = read_ranks(self._path)
+        ranks = Table(*(RANKS_HEAD if found.rows else ()), box=None, padding=(0, 2, 0, 0))
+        for row in found.rows:
+            ranks.add_row(*map(Text, row), style="" if found.fresh else "dim")
         return Group(table, ranks)
 
 

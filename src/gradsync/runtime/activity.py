@@ -54,7 +54,6 @@ _NAME = "gradsync-stack"
 _DECLARED = "declared_wait"
 _IDLE = 0.2
 """Share of a core that an idle thread uses at most."""
-_MEAN_OVER = 40
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,8 +74,6 @@ class Activity:
     """Seconds for which it has waited in this call, or has been idle since its last collective."""
     step: int = 0
     """Optimizer steps that it has done, where its program tells."""
-    waited: float = 0.0
-    """Share of its last heartbeats, about `_MEAN_OVER` of them, at which it waited."""
     where: str = ""
     """`FILE:LINE FUNCTION (CALL)` of the user's program and what that calls; "" when unknown."""
 
@@ -109,7 +106,7 @@ class Sampler:
         self._thread, self._num_issued = thread, num_issued
         self._step = 0
         self._last, self._held = _UNKNOWN, False
-        self._waited, self._share = False, 0.0
+        self._waited = False
         self._idle_at = -1
         self._since = time.monotonic()
         has_clock = hasattr(time, "pthread_getcpuclockid")
@@ -118,9 +115,9 @@ class Sampler:
 
     def sample(self, beat: int) -> Activity:
         """Look at the thread once, for heartbeat number `beat`."""
-        if self._held:
-            return replace(self._last, beat=beat)
         frames = read_stack(self._thread)
+        if self._held:  # asked after the look, which may have come too late
+            return replace(self._last, beat=beat)
         waiting, now, idle, issued = waiting_frame(frames), time.monotonic(), False, 0
         with suppress(RuntimeError):  # not every backend counts
             issued = self._num_issued()
@@ -136,7 +133,6 @@ class Sampler:
         if not again:
             self._since = now
         self._waited, self._idle_at = waiting is not None, idle_at
-        self._share += (self._waited - self._share) / _MEAN_OVER
         self._last = Activity(
             beat=beat,
             waits=waiting is not None,
@@ -145,7 +141,6 @@ class Sampler:
             issued=issued,
             since_s=round(now - self._since, 2),
             step=self._step,
-            waited=round(self._share, 3),
             where=place_of(frames),
         )
         return self._last

@@ -54,7 +54,7 @@ class Peers:
         self._seen = {rank for rank, pid in self.pids.items() if process_state(pid) != "ended"}
         self._ended: dict[int, tuple[bytes, int]] = {}
         self.beat_error: Exception | None = None
-        """Why the heartbeats of `told_of_life` ended, if the store did."""
+        """Why `told_of_life` or `everyone` failed, if the store did."""
 
     def beats(self) -> dict[int, bytes]:
         """The last heartbeats; b"" for none yet. A stranger can put an old one back: it does not
@@ -73,7 +73,11 @@ class Peers:
     def everyone(self) -> dict[int, Activity]:
         """Every rank's activity, this one's too; torch's error where the store has gone."""
         ranks = sorted([self.rank, *self._others])
-        return {rank: read_activity(self._store.get(f"beat/{rank}") or b"") for rank in ranks}
+        try:
+            return {rank: read_activity(self._store.get(f"beat/{rank}") or b"") for rank in ranks}
+        except Exception as error:  # the first to meet the connection's end knows why
+            self.beat_error = self.beat_error or error
+            raise
 
     def has_noticed(self, rank: int) -> bool:
         """Whether it has noticed a failure, or leaves."""

@@ -124,8 +124,6 @@ class Session:
         return world
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None and self.watch is not None:
-            self.watch.sampler.hold()
         self.close(error)
 
     def open(self) -> World:
@@ -168,6 +166,8 @@ class Session:
         """
         orderly = error is None or (isinstance(error, SystemExit) and error.code in _ORDERLY_EXITS)
         watch, self.watch = self.watch, None
+        if error is not None and watch is not None:
+            watch.sampler.hold()
         cause = None
         if orderly:
             self._put_hook_back()

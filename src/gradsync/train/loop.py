@@ -158,7 +158,8 @@ class Trainer:
             learner.prime((config.micro_batch_size, config.sequence_length))
         self.interval.reset()
         for step in self.interval.waiting(self.data.train):
-            self.profiler.before(totals.step + 1)
+            with self.interval.paused():
+                self.profiler.before(totals.step + 1)
             if totals.step >= config.steps:
                 break
             # Before the step: where ranks divide the update, it hides what differed.
@@ -172,7 +173,8 @@ class Trainer:
             self._judge_drift(drifted, totals.step)
             stopped = result.stop and totals.step < config.steps
             last = stopped or totals.step == config.steps
-            self.profiler.after(totals.step, last=last)
+            with self.interval.paused():
+                self.profiler.after(totals.step, last=last)
             saves = last or _due(totals.step, config.checkpoint.every)
             logs = last or _due(totals.step, config.log_every) or totals.step == done_steps + 1
             # Reading the loss costs nothing on a CPU, on CUDA a wait.
@@ -190,6 +192,7 @@ class Trainer:
             if stopped:
                 totals.stopped_by = stop.signal_name or "a signal to another rank"
             if last:
+                self.profiler.close()
                 break
         else:
             raise DataError(f"the data ended after step {totals.step} of {config.steps}")
@@ -204,12 +207,18 @@ class Trainer:
         except DriftError as error:
             if self.config.parallel:
                 raise
+            self._log_check("replicas", step, equal=False)
             if self.world.is_main:
                 drift.keep(self.run_dir, step, error)
             again = "--resume auto does, and says after this step which rank was right"
             raise DriftError(f"{error} ({again})", error.hashes) from None
         if not self.config.parallel:  # else rank 0 knows of its part of the model alone
-            self.run_dir.log_metrics({"step": step, "check/replicas_equal": int(equal)})
+            self._log_check("replicas", step, equal=equal)
+
+    def _log_check(self, what: str, step: int, *, equal: bool) -> None:
+        """Record a comparison of ranks; one rank alone has nothing to compare with."""
+        if self.world.is_distributed:
+            self.run_dir.log_metrics({"step": step, f"check/{what}_equal": int(equal)})
 
     def _judge_drift(self, drifted: Mapping[str, Any], step: int) -> None:
         """Say which rank was right, if replicas differed after this step in the run before
@@ -246,10 +255,11 @@ class Trainer:
         for attempt in range(_ATTEMPTS):
             learner.run_leaves(audit.overheard(leaves), self.interval.span)
             wrong = audit.compare()
-            self.run_dir.log_metrics({"step": step.number + 1, "check/audit_equal": int(not wrong)})
             if not wrong:
+                self._log_check("audit", step.number + 1, equal=attempt == 0)
                 return
             if self.config.on_drift == "stop" or attempt == _ATTEMPTS - 1:
+                self._log_check("audit", step.number + 1, equal=False)
                 raise RunError(wrong + (f", in each of {_ATTEMPTS} attempts" if attempt else ""))
             self.progress.say(f"note: {wrong}; the step is done again")
             learner.sync.discard()

@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import platform
+import re
 import socket
 import sys
 import threading
@@ -47,6 +48,10 @@ from gradsync.world import World
 log = logging.getLogger("gradsync")
 
 _WIDTH_FOR_BAR = 88
+_LOOKS = 30
+"""Looks at the ranks over which rates and shares are means."""
+_UNEQUAL = re.compile(r'"check/\w+": 0\b')
+"""In a record of different bits, which stays also where steps are done again."""
 _SHOWN = (
     *("step", "train/loss", "optim/grad_norm", "optim/lr"),
     *("perf/tokens_per_s", "perf/step_s", "comm/exposed_s"),
@@ -209,31 +214,36 @@ class RunDir:
         metrics = self.path / "metrics.jsonl"
         with self._writing():
             before = read_object(self.path / "exit.json")
-            (self.path / "exit.json").unlink(missing_ok=True)
+            for name in ("exit.json", "ranks.json"):
+                (self.path / name).unlink(missing_ok=True)
             write_config(config, self.path / "config.yaml")
             lines: list[str] = []
             if metrics.exists():
                 with open_regular(metrics) as file:
                     lines = file.read().decode(errors="replace").splitlines(keepends=True)
             steps = [_step_of(line) for line in lines]
+            trained = [n for line, n in zip(lines, steps, strict=True) if '"check/' not in line]
             start = {
                 "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
                 "step": done_steps,
                 "world_size": world.world_size,
                 "planned_gib": planned_gib,
-                "reached": max((step for step in steps if step < sys.maxsize), default=None),
+                "reached": max((step for step in trained if step < sys.maxsize), default=None),
                 "before": before or None,
             }
             with append_private(self.path / "starts.jsonl") as file:
                 file.write(json.dumps(start) + "\n")
             kept = [
-                ln for ln, n in zip(lines, steps, strict=True) if done_steps and n <= done_steps
+                line
+                for line, step in zip(lines, steps, strict=True)
+                if done_steps and (step <= done_steps or _UNEQUAL.search(line))
             ]
             replace_text(metrics, "".join(kept), mode=PRIVATE)
             self._metrics = append_private(metrics)
         self._trackers.start(config.track, self.path, asdict(config), done_steps)
         if ranks is not None:
-            self._ranks = RankTable(self.path / "ranks.json", ranks, world.world_size)
+            path, size = self.path / "ranks.json", world.world_size
+            self._ranks = RankTable(path, ranks, size, done_steps)
 
     def log_metrics(self, values: Metrics) -> None:
         """Append one object to `metrics.jsonl`, and give it to the trackers."""
@@ -296,7 +306,11 @@ class RunDir:
         if metrics is not None:
             with suppress(OSError):  # a full disk was reported when it was met
                 metrics.close()
+        self.end_table()
         self._trackers.finish(failed=failed)
+
+    def end_table(self) -> None:
+        """Keep the table of ranks no more: they leave one by one; safe to call twice."""
         ranks, self._ranks = self._ranks, None
         if ranks is not None:
             ranks.close()
@@ -325,41 +339,51 @@ class RankTable:
         path: of the file.
         read: gives the ranks' activities; what it raises ends the thread.
         world_size: ranks whose records one store is asked for.
+        done_steps: optimizer steps of the run before its ranks tell of more.
     """
 
     def __init__(
-        self, path: Path, read: Callable[[], Mapping[int, Activity]], world_size: int
+        self,
+        path: Path,
+        read: Callable[[], Mapping[int, Activity]],
+        world_size: int,
+        done_steps: int,
     ) -> None:
-        self._path, self._read = path, read
-        self._every_s = max(1.0, world_size / 64)
+        self._path, self._read, self._done_steps = path, read, done_steps
+        self.every_s = max(1.0, world_size / 64)
         self._over = threading.Event()
-        self._seen: dict[int, tuple[int, float]] = {}  # Number of a rank's heartbeat, since when
-        self._steps: deque[tuple[float, dict[int, int]]] = deque(maxlen=10)
+        self._beats: dict[int, tuple[int, float]] = {}  # Number of a rank's heartbeat, since when
+        self._looks: deque[tuple[float, dict[int, int], list[int]]] = deque(maxlen=_LOOKS)
+        """When, the ranks' steps, and the ranks that waited."""
         self._thread = threading.Thread(target=self._run, name="gradsync-ranks", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
+        over = False
         try:
-            while True:
+            while not over:
                 rows = self.rows(self._read(), time.monotonic())
-                document = {"time": time.time(), "ranks": rows}
-                replace_text(self._path, json.dumps(document) + "\n", mode=PRIVATE)
-                if self._over.wait(self._every_s):
-                    return
-        except Exception as error:  # the store has gone, or the disk is full: others say so
+                document = {"time": time.time(), "every_s": self.every_s, "ranks": rows}
+                with suppress(OSError):  # a disk that is full now may not be later
+                    text = json.dumps(document) + "\n"
+                    replace_text(self._path, text, mode=PRIVATE, durable=False)
+                over = self._over.wait(self.every_s)
+        except Exception as error:  # the store has gone: the watch says so
             log.debug("ranks.json is not kept any more: %s", error)
 
     def rows(self, found: Mapping[int, Activity], now: float) -> list[dict[str, Any]]:
         """A row for each rank: its optimizer step and rate, its phase and where, the share of the
-        last seconds in which it waited, and the seconds for which others have waited for it."""
+        last looks at which it waited, and the seconds for which others have waited for it."""
         for rank, each in found.items():
-            if self._seen.get(rank, (-2, 0.0))[0] != each.beat:
-                self._seen[rank] = (each.beat, now)
-        silent = [r for r, (_, since) in self._seen.items() if now - since > 4 * self._every_s]
+            if self._beats.get(rank, (-2, 0.0))[0] != each.beat:
+                self._beats[rank] = (each.beat, now)
+        silent = [r for r, (_, since) in self._beats.items() if now - since > 4 * self.every_s]
         waiting = waiting_ranks(found, silent)
         longest_s = max((found[rank].since_s for rank in waiting), default=0.0)
-        then, before = self._steps[0] if self._steps else (now, {})
-        self._steps.append((now, {rank: each.step for rank, each in found.items()}))
+        steps = {rank: max(each.step, self._done_steps) for rank, each in found.items()}
+        self._looks.append((now, steps, waiting))
+        then, before, _ = self._looks[0]
+        passed = now - then
 
         def phase(rank: int, each: Activity) -> str:
             if rank in silent:
@@ -369,11 +393,11 @@ class RankTable:
         return [
             {
                 "rank": rank,
-                "step": each.step,
-                "steps_per_s": (each.step - before[rank]) / (now - then) if before else None,
+                "step": steps[rank],
+                "steps_per_s": (steps[rank] - before[rank]) / passed if passed else None,
                 "phase": phase(rank, each),
                 "where": each.where,
-                "waited": each.waited,
+                "waited": sum(rank in who for _, _, who in self._looks) / len(self._looks),
                 "lag_s": 0.0 if rank in waiting or each.excused else longest_s,
             }
             for rank, each in found.items()

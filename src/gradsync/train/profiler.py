@@ -34,6 +34,7 @@ class StepProfiler:
     def __init__(self, step: int, folder: Path, world: World) -> None:
         self._step, self._folder, self._world = step, folder, world
         self._profile: Any = None
+        self._records = False
 
     def __enter__(self) -> Self:
         return self
@@ -49,7 +50,7 @@ class StepProfiler:
             log.warning("no trace of the steps that failed: %s", reason)
 
     def before(self, step: int) -> None:
-        """Begin with the coming step, if it is the first one."""
+        """Begin with the coming step, if it is the first one; write what `after` ended."""
         if step == self._step > 0:
             from torch.profiler import ProfilerActivity, profile
 
@@ -60,21 +61,29 @@ class StepProfiler:
                 activities=activities, experimental_config=PROFILE_ALL_THREADS()
             )
             self._profile.start()
-
-    def after(self, step: int, *, last: bool) -> None:
-        """End after the second step, or the run's last one: evaluation is none."""
-        if last or step == self._step + STEPS - 1:
+            self._records = True
+        elif step == self._step + STEPS:
             self.close()
 
-    def close(self, *, failed: bool = False) -> None:
-        """End a trace that is being taken, and write it; `failed`: the loop has raised."""
-        profile, self._profile = self._profile, None
-        if profile is None:
-            return
+    def after(self, step: int, *, last: bool) -> None:
+        """End after the second step, or the run's last one: what comes then is no step."""
+        if self._records and (last or step == self._step + STEPS - 1):
+            self._stop()
+
+    def _stop(self, *, failed: bool = False) -> None:
+        self._records = False
         # After an error a collective of the device may never end.
         if self._world.device.startswith("cuda") and not failed:
             torch.cuda.synchronize()
-        profile.stop()
+        self._profile.stop()
+
+    def close(self, *, failed: bool = False) -> None:
+        """End a trace that is being taken, and write it; `failed`: the loop has raised."""
+        if self._profile is None:
+            return
+        if self._records:
+            self._stop(failed=failed)
+        profile, self._profile = self._profile, None
         folder = self._folder / FOLDER / f"iteration_{self._step}"
         folder.mkdir(parents=True, exist_ok=True)
         profile.export_chrome_trace(str(folder / f"rank{self._world.rank}_trace.json"))

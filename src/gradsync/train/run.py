@@ -135,10 +135,22 @@ def train(
         if fault is not None:
             fault.plant(trainer)
         progress.start(resumed.step)
-        totals = trainer.run(resumed.step, stop)
+        totals = _run(trainer, resumed.step, stop, watch)
         progress.stop()
         data.train.close()
         return _finish(trainer, totals)
+
+
+def _run(trainer: Trainer, step: int, stop: StopRequest, watch: FailureWatch | None) -> Totals:
+    """The loop from `step` on; after it ranks leave one by one, and where one is says no more."""
+    try:
+        return trainer.run(step, stop)
+    except BaseException:
+        if watch is not None:
+            watch.sampler.hold()
+        raise
+    finally:
+        trainer.run_dir.end_table()
 
 
 def _refuse_unlike(config: TrainConfig, data: Data, comm: Communicator) -> None:

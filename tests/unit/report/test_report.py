@@ -124,7 +124,8 @@ def test_a_page_stands_alone_and_has_the_figures_of_the_run(
         "0.1667",
         "2,000",
         "20.0 %",
-        "12.5 %MFU, of 312.0",
+        "12.5 %MFU",
+        "312.0 TFLOP/s a device at best",
         "abababab…",
         "done",
         "rank 1 is slow",
@@ -169,11 +170,11 @@ def test_comparisons_of_bits_are_on_the_time_axis(tmp_path: Path) -> None:
     (wrong,) = ElementTree.fromstring(svg(loss)).findall("*[@class='check bad']")
     places = [float(each.attrib["x1"]) for each in (*marks, wrong)]
     assert places == sorted(places)
-    assert wrong[0].text == "replicas compared after step 20: different"
+    assert wrong[0].text == "replicas compared after step 20: different bits"
     assert not any(chart.checks for chart in others)
     for said in (
         "Replicas compared 2 times, last after step 20: different bits after step 20",
-        "A leaf computed again by another rank 1 times, last after step 15: equal bits",
+        "A leaf computed by two ranks once in step 15: equal bits",
     ):
         assert said in read_page(page([run])).text
     many = [Event(step, "equal", bad=step == 999) for step in range(1000)]

@@ -219,8 +219,8 @@ def test_the_beginning_is_written_down(path: Path) -> None:
 def test_the_table_of_ranks_is_there_at_once_and_outlasts_a_store_that_goes(path: Path) -> None:
     path.mkdir(parents=True)
     told = iter([{0: Activity(beat=1, step=3), 1: Activity(beat=2, step=4)}])
-    table = RankTable(path / "ranks.json", lambda: next(told), world_size=2)
-    table._every_s = 0.0
+    table = RankTable(path / "ranks.json", lambda: next(told), world_size=2, done_steps=0)
+    table.every_s = 0.0
     table._thread.join(timeout=60)  # the second look raises
     assert not table._thread.is_alive()
     table.close()
@@ -231,16 +231,16 @@ def test_the_table_of_ranks_is_there_at_once_and_outlasts_a_store_that_goes(path
 
 def test_the_table_tells_who_waits_for_whom(path: Path) -> None:
     path.mkdir(parents=True)
-    table = RankTable(path / "ranks.json", dict, world_size=4)
+    table = RankTable(path / "ranks.json", dict, world_size=4, done_steps=2)
     table.close()
-    table._steps.clear()  # its own look, on another clock
+    table._looks.clear()  # its own look, on another clock
 
     def at(now: float, beat: int) -> list[dict[str, Any]]:
         found = {
-            0: Activity(beat=beat, waits=True, since_s=now, step=int(now), waited=0.75, where="a"),
+            0: Activity(beat=beat, waits=beat > 1, since_s=now, step=int(now), where="a"),
             1: Activity(beat=beat, step=int(now) - 1, where="b"),
             2: Activity(beat=beat, excused=True, step=int(now)),
-            3: Activity(beat=1, step=2),
+            3: Activity(beat=1),  # it has not told of a step since it went on from the second
         }
         return table.rows(found, now)
 
@@ -249,8 +249,10 @@ def test_the_table_tells_who_waits_for_whom(path: Path) -> None:
     rows = at(8.0, 3)
     assert [row["phase"] for row in rows] == ["waits", "computes", "saves", "silent"]
     assert [row["lag_s"] for row in rows] == [0.0, 8.0, 0.0, 8.0]
-    assert [row["steps_per_s"] for row in rows] == [1.0, 1.0, 1.0, 0.0]
-    assert rows[0] | {"rank": 0, "step": 8, "waited": 0.75, "where": "a"} == rows[0]
+    assert [row["steps_per_s"] for row in rows] == pytest.approx([1.0, 5 / 6, 1.0, 0.0])
+    assert [row["step"] for row in rows] == [8, 7, 8, 2]
+    assert [row["waited"] for row in rows] == pytest.approx([2 / 3, 0.0, 0.0, 0.0])
+    assert rows[0]["where"] == "a"
 
 
 def test_metrics_are_there_at_once_and_are_json(path: Path) -> None:
@@ -276,6 +278,23 @@ def test_steps_done_again_and_a_torn_line_are_dropped(path: Path, torn: str) -> 
     resumed.log_metrics({"step": 3})
     resumed.close()
     assert steps(path) == [1, 2, 2, 3]
+
+
+def test_what_a_comparison_found_stays_where_steps_are_done_again(path: Path) -> None:
+    first = begin(path)
+    for record in (
+        {"step": 2, "train/loss": 1.0},
+        {"step": 4, "check/replicas_equal": 1},
+        {"step": 5, "check/audit_equal": 0},
+    ):
+        first.log_metrics(record)
+    first.close()
+    (path / "ranks.json").write_text("{}")
+    begin(path, done_steps=2).close()
+    assert steps(path) == [2, 5]
+    last = json.loads((path / "starts.jsonl").read_text().splitlines()[-1])
+    assert last["reached"] == 2, "a comparison is no step"
+    assert not (path / "ranks.json").exists(), "of ranks that are no more"
 
 
 def test_each_start_says_how_the_run_before_ended_and_how_far_it_had_come(path: Path) -> None:

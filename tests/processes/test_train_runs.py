@@ -17,6 +17,7 @@ import torch
 
 from gradsync.data.leaf import Step
 from gradsync.report.run import read_run
+from gradsync.runtime.activity import Sampler
 from gradsync.runtime.environ import exported
 from gradsync.sync.registry import STRATEGIES
 from gradsync.train.audit import choose_leaf
@@ -270,17 +271,23 @@ def test_parts_of_a_step_are_its_time(pool: Any, data: Path, tmp_path: Path, syn
 
 
 def waits_of(rank: int, world_size: int, store_path: str, config: TrainConfig) -> list[str]:
-    """The part of each step in which this rank's exposed communication is counted."""
+    """The part of each step in which this rank's exposed communication is counted; each step is
+    told to those that watch."""
     parts: list[str] = []
+    told: list[int] = []
     original = Interval.add
 
     def add(self: Interval, exposed: Any, part: str) -> None:
         parts.append(part)
         original(self, exposed, part)
 
-    with mock.patch.object(Interval, "add", add):
+    with (
+        mock.patch.object(Interval, "add", add),
+        mock.patch.object(Sampler, "tell", lambda _, step: told.append(step)),
+    ):
         result = train_rank(rank, world_size, store_path, config)
         assert result.error == "", result.error
+    assert told == [1, 2]
     return parts
 
 

@@ -45,3 +45,5 @@ with gs.init(seed=0, threads=1) as world:
         sync.step(optimizer, clip_norm=1.0)
         if world.is_main and step.number % 60 == 0:
             print(f"step {step.number}: loss {sync.mean_loss:.4f} on {world.world_size} rank(s)")
+    if world.is_main:
+        print(f"weights {gs.weights_sha256(model.named_parameters())}")

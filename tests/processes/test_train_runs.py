@@ -151,6 +151,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(
 ) -> None:
     config = small_config(tmp_path, data, steps=4)
     assert pool.run(train_rank, 1, config)[0].exit_code == 0
+    # MFU is a share of what its one thread could do, not of the whole host.
+    assert "estimate: cores 1 x" in read_run(tmp_path).environment["peak_source"]
     victim = tmp_path / "checkpoints" / "step-00000004" / "model.safetensors"
     content = bytearray(victim.read_bytes())
     content[-1] ^= 1

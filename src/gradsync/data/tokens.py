@@ -166,7 +166,7 @@ def _count_tokens(path: Path, dtype: str, seq_len: int) -> int:
     if num_tokens < seq_len + 1:
         raise DataError(
             f"{path}: {num_tokens} tokens are too few for seq_len={seq_len}, "
-            f"which needs at least {seq_len + 1}"
+            f"which needs at least {seq_len + 1}: prepare more text, or take a shorter seq_len"
         )
     return num_tokens
 

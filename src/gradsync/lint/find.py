@@ -45,6 +45,21 @@ def forward_outside_no_sync(s: Script) -> Iterator[ast.AST]:
             yield backward[0]
 
 
+def never_synchronised(s: Script) -> Iterator[ast.AST]:
+    """The first backward of a script that steps, where all are in a `no_sync` and nothing else
+    reduces gradients."""
+    backward = [node for node in s.nodes if _is_backward(node)]
+    steps = s.wrapped and any(s.calls("step")) and not any(s.calls("all_reduce"))
+    if steps and all(any(map(_is_no_sync, s.parents(node))) for node in backward):
+        yield from backward[:1]
+
+
+def _is_no_sync(node: ast.AST) -> bool:
+    """Whether it is `with model.no_sync():`, under no condition."""
+    calls = [i.context_expr for i in node.items] if isinstance(node, ast.With) else []
+    return any(isinstance(each, ast.Call) and last(each.func) == "no_sync" for each in calls)
+
+
 def flag_after_forward(s: Script) -> Iterator[ast.AST]:
     """Settings of DDP's flag between a forward and its backward."""
     for node in s.nodes:

@@ -96,6 +96,14 @@ RULES = (
         find=find.fires_at_once,
     ),
     Rule(
+        id="GS106",
+        level="error",
+        says="every backward is inside no_sync()",
+        why="no gradient is ever averaged: each rank trains a model of its own",
+        fix="the last micro-batch of a step outside of it, forward included",
+        find=find.never_synchronised,
+    ),
+    Rule(
         id="GS201",
         level="error",
         says="DistributedSampler without set_epoch",
@@ -132,7 +140,7 @@ RULES = (
         level="error",
         says="the device is chosen by the global rank",
         why="on the second host rank 8 has no cuda:8",
-        fix="use the local rank: LOCAL_RANK under torchrun",
+        fix="use the local rank: LOCAL_RANK under torchrun, world.local_rank of gs.init()",
         find=find.device_of_global_rank,
     ),
     Rule(

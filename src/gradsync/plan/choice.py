@@ -467,7 +467,7 @@ def _beside(pick: Candidate, rival: Candidate | None) -> str:
     if ratio > 1 + ERROR:
         return f"the fastest by {percent(1 - 1 / ratio)} (next: {rival.split})"
     if ratio > 1 - _EQUAL:
-        return f"nothing is faster (next: {rival.split})"
+        return f"as fast as any (next: {rival.split})"
     return (
         f"{rival.split} is predicted to take {percent(1 - ratio)} less, within the model's "
         f"error of {ERROR:.0%}"

@@ -365,7 +365,7 @@ def _sentence(run: Run) -> str:
     if peak := environment.get("peak_tflops"):
         about = "about " if str(environment.get("peak_source")).startswith("estimate") else ""
         words.append(f"{about}{peak} TFLOP/s a device at best")
-    kind = "good" if run.exit.get("exit_code") == 0 else "bad"
+    kind = "good" if run.exit.get("exit_code") == 0 else "bad" if run.exit else ""
     ended = f'<span class="{kind}">{escape(run.outcome)}</span>'
     return f"{escape(' · '.join(map(str, words)))} · {ended}"
 
@@ -379,7 +379,21 @@ def _compared(runs: Sequence[Run]) -> str:
             column["efficiency"] = f"{scaled[run.path][2]:.1f} %"
     names = dict.fromkeys(name for column in columns for name in column)
     rows = [(name, *(column.get(name, "") for column in columns)) for name in names]
-    return _table(("", *(run.name for run in runs)), rows)
+    return _same_bits(runs) + _table(("", *(run.name for run in runs)), rows)
+
+
+def _same_bits(runs: Sequence[Run]) -> str:
+    """The runs that ended with equal weights, a sentence for each such group."""
+    groups: dict[str, list[str]] = {}
+    for run in runs:
+        if isinstance(digest := run.summary.get("weights_sha256"), str):
+            ranks = run.environment.get("world_size", "?")
+            groups.setdefault(digest, []).append(f"{run.name} (ranks: {ranks})")
+    return "".join(
+        f'<p class="good">The same weights, bit for bit: {escape(", ".join(names))}</p>'
+        for names in groups.values()
+        if len(names) > 1
+    )
 
 
 def _differences(runs: Sequence[Run]) -> str:

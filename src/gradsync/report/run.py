@@ -61,7 +61,9 @@ class Run:
     @property
     def outcome(self) -> str:
         """How it ended, in words."""
-        return _ended(self.exit) if self.exit else "still running, or killed"
+        if self.exit:
+            return _ended(self.exit)
+        return "running" if read_ranks(self.path).fresh else "still running, or killed"
 
     @property
     def events(self) -> list[Event]:

@@ -141,7 +141,7 @@ class Follower:
         parts = [
             f"step {entry['step']}" + (f"/{self._steps}" if self._steps else ""),
             f"loss {_figure(entry.get('train/loss'))}",
-            f"{rate:,.0f} tok/s" if rate is not None else "",
+            f"{rate:,.0f} tok/s in all" if rate is not None else "",
             f"eta {left}" if (left := self._left()) else "",
         ]
         return "  ".join(filter(None, parts))

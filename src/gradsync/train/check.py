@@ -81,8 +81,8 @@ def _check_prepared(data: str) -> None:
     path = Path(data)
     if not data or any((path / name).exists() for name in ("train.bin", "val.bin", "meta.json")):
         return
-    if path.is_dir() and not any(path.iterdir()):  # its missing files are named when it is opened
-        return
+    if path.is_dir() and not any(path.iterdir()):
+        raise DataError(f"{data} is empty; `gradsync prepare PATHS --out {data}` fills it")
     if not path.exists():
         cure = f"`gradsync prepare PATHS --out {data}` makes it"
         if path.suffix:  # a text's name, not a directory's

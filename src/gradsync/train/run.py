@@ -7,7 +7,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from typing import Any, TextIO
 
@@ -99,7 +99,7 @@ def train(
                 run_dir.refuse_overwrite()
         data = open_data(config, world, comm)
         _refuse_unlike(config, data, comm)
-        shape, device = model_config(config, data.vocab_size), _device(world)
+        shape, device = model_config(config, data.vocab_size), _device(world, threads)
         begin_log = stack.enter_context(run_dir.rank_log(world))
         stack.enter_context(kernels(config, world))
         trainer = Trainer(
@@ -175,11 +175,13 @@ def _learner(config: TrainConfig, world: World, shape: GPTConfig, comm: Communic
     return build_split_learner(config, layout, world, shape, comm)
 
 
-def _device(world: World) -> Device:
-    """This rank's device, with the peak of its data sheet, or an estimate."""
+def _device(world: World, threads: int) -> Device:
+    """This rank's device, with the peak of its data sheet, or an estimate for `threads` cores."""
     if world.device.startswith("cuda"):
         return torch_devices(torch)[torch.device(world.device).index or 0]
-    return cpu_devices(read_processor(), world.local_world_size)[0]
+    processor, ranks = read_processor(), world.local_world_size
+    used = replace(processor, cores=min(processor.cores, threads * ranks))
+    return cpu_devices(used, ranks)[0]
 
 
 def _planned_gib(trainer: Trainer) -> float | None:

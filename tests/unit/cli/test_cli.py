@@ -115,6 +115,7 @@ SMALL = (*TRAIN, "--model.block-size", "16", "--micro-batch-size", "2", "--token
         ((*TRAIN, "--compile", "ddp", "--sync", "naive"), "compile=ddp wraps torch DDP"),
         ((*TRAIN, "--model.n-head", "5"), "n_embd must be a multiple of n_head"),
         ((*TRAIN, "--data", "nowhere"), "`gradsync prepare PATHS --out nowhere` makes it"),
+        ((*TRAIN, "--data", "empty"), "`gradsync prepare PATHS --out empty` fills it"),
         ((*TRAIN, "--data", "no.txt"), "no.txt does not exist; --data takes a prepared directory,"),
         (("train", "a-run"), "`gradsync train a-run/config.yaml --resume auto --out a-run` goes"),
         ((*TRAIN, "--model.vocab-size", "100"), "smaller than the data's vocabulary 257"),
@@ -150,6 +151,7 @@ def test_bad_request_gets_one_clear_message(
     monkeypatch.chdir(tmp_path)
     Path("my.txt").write_text("text")
     Path("a-run").mkdir()
+    Path("empty").mkdir()
     Path("a-run/config.yaml").write_text("preset: tiny\n")
     assert run(*arguments) == 2
     printed = capsys.readouterr().err

@@ -93,7 +93,7 @@ def test_refused(changes: dict[str, Any], message: str) -> None:
 
 
 def test_launch_prints_the_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["launch", "--nproc-per-node", "2", "--nnodes", "2", "--master-addr", "10.0.0.1"]
+    argv = ["launch", "--nproc-per-node", "2", "--nodes", "2", "--master-addr", "10.0.0.1"]
     assert main([*argv, "--", "train", "xl"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == ("# node 0, which the others reach at 10.0.0.1:29500: ranks 0 to 1 of 4")

@@ -99,6 +99,24 @@ WRONG: dict[str, list[str]] = {
                 optimizer.step()
         """,
     ],
+    "GS106": [
+        """
+        ddp = DDP(model)
+        for x, y in loader:
+            with ddp.no_sync():
+                loss = criterion(ddp(x), y)
+                loss.backward()  # GS106
+            optimizer.step()
+        """,
+        """
+        ddp = DDP(model)
+        for i, (x, y) in enumerate(loader):
+            with ddp.no_sync():
+                (criterion(ddp(x), y) / ga).backward()  # GS106
+            if (i + 1) % ga == 0:
+                optimizer.step()
+        """,
+    ],
     "GS201": [
         """
         sampler = DistributedSampler(dataset, shuffle=True)  # GS201
@@ -311,6 +329,23 @@ RIGHT: dict[str, str] = {
         ddp = DDP(model)
         with ddp.no_sync():
             training_step(batch).backward()
+        """,
+    "gradients reduced by the user's own all_reduce": """
+        ddp = DDP(model)
+        for x in loader:
+            with ddp.no_sync():
+                ddp(x).mean().backward()
+            for p in model.parameters():
+                dist.all_reduce(p.grad)
+            optimizer.step()
+        """,
+    "no_sync under a condition": """
+        ddp = DDP(model)
+        for i, x in enumerate(loader):
+            with ddp.no_sync() if (i + 1) % ga else nullcontext():
+                (ddp(x).mean() / ga).backward()
+            if (i + 1) % ga == 0:
+                optimizer.step()
         """,
     "sums, divided by their number": """
         for i, x in enumerate(loader):

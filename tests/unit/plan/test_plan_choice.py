@@ -114,7 +114,7 @@ INVARIANT = {"strategies": ("invariant",)}
 SLOWER = {"invariant": 1.1, "zero1": 1.1}
 SIMPLER = {"strategies": ("bucketed", "zero2")}
 CASES = [
-    (gpus(1), MadeUp(), {}, "invariant", 64, "nothing is faster (next: bucketed)"),
+    (gpus(1), MadeUp(), {}, "invariant", 64, "as fast as any (next: bucketed)"),
     (gpus(1), MadeUp(), INVARIANT, "invariant", 64, "the only one that fits"),
     *(
         (gpus(n), MadeUp(), {}, f"invariant dp={n}", 64 / n, "one rank's bits on any number of")
@@ -142,7 +142,7 @@ CASES = [
     (gpus(4), MadeUp(exposed_s=1000), {}, "invariant", 64, "the fastest by"),
     (gpus(4, hosts=2), MadeUp(far_s=100), {}, "invariant dp=4", 16, "the fastest by"),
     # The slowest device decides: the fast one alone takes as long as both.
-    (unlike(peak_flops=5e14), MadeUp(), {}, "invariant", 64, "nothing is faster"),
+    (unlike(peak_flops=5e14), MadeUp(), {}, "invariant", 64, "as fast as any"),
 ]
 
 

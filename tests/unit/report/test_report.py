@@ -7,6 +7,7 @@ import math
 import re
 import struct
 import subprocess
+import time
 from dataclasses import replace
 from html import escape
 from html.parser import HTMLParser
@@ -395,6 +396,8 @@ def test_several_runs_stand_side_by_side(
     out = tmp_path / "all.html"
     assert main(["report", *map(str, paths), "--out", str(out)]) == 0
     tags = read_page(out.read_text("utf-8"))
+    alike = "The same weights, bit for bit: run-1 (ranks: 1), run-2 (ranks: 2), run-4 (ranks: 4)"
+    assert alike in tags.text
     for said in ("3 runs", "run-4", "Settings that differ", "seed", "Tokens a second over ranks"):
         assert said in tags.text
     assert "the built-in text" in tags.text
@@ -437,6 +440,8 @@ def test_what_is_missing_or_torn_is_said(tmp_path: Path) -> None:
     assert found.config == {"preset": "tiny", "optim.lr": 0.1}
     text = read_page(page([found])).text
     assert "still running, or killed" in text
+    (run / "ranks.json").write_text(json.dumps({"time": time.time(), "ranks": [{"rank": 0}]}))
+    assert " · running" in read_page(page([read_run(run)])).text
     assert "metrics.jsonl, line 32" in text
     assert "0.1667" in text
 

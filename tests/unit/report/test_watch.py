@@ -92,10 +92,10 @@ def test_each_record_is_a_line_on_a_pipe(run: Path) -> None:
     )
     assert code == 75
     assert stream.getvalue().splitlines() == [
-        "step 2/100  loss 2.0000  12,346 tok/s  eta 0:03:16",  # only the newest of the first look
+        "step 2/100  loss 2.0000  12,346 tok/s in all  eta 0:03:16",  # the newest of the first look
         "rank 1: 10:01 WARNING slow",
-        "step 3/100  loss 1.3333  12,346 tok/s  eta 0:03:14",
-        "step 4/100  loss 1.0000  12,346 tok/s  eta 0:03:12",
+        "step 3/100  loss 1.3333  12,346 tok/s in all  eta 0:03:14",
+        "step 4/100  loss 1.0000  12,346 tok/s in all  eta 0:03:12",
         "step 4: validation loss 0.5000",
         "checkpoint of step 4",
         "step 5/100  loss ?",

@@ -143,10 +143,11 @@ def _summary(found: Mapping[str, Document], page: str) -> tuple[bool, list[str]]
         "strategies": f"{len(passed)} of {len(cells['cells'])} comparisons with one rank passed "
         f"({names})",
         "speed": f"a step on 2 ranks: {', '.join(steps)}; in brackets: times one that sends "
-        "nothing (a few steps only: gradsync bench sync takes more)",
+        "nothing (few and small steps: gradsync bench sync takes more)",
         "loss": f"{one['val_loss']:.2f} nats on validation text after {one['steps']} steps "
         f"({one['unigram_entropy']:.2f} by counting bytes)",
         "report": page,
     }
     holds = same and not kill["broken"] and cells["passed"]
-    return holds, [f"{name:<11}{text}" for name, text in rows.items()]
+    lines = [f"{name:<11}{text}" for name, text in rows.items()]
+    return holds, [*lines[:3], "measured:", *lines[3:]]

@@ -179,8 +179,9 @@ weights    one hash on 1 and 2 ranks after 9 steps: abababababababab… abababab
 failure    a killed rank was named after 0.5 s (rank 1 vanished); resumed from step 20 to the same \
 hash
 strategies 1 of 1 comparisons with one rank passed (zero1)
+measured:
 speed      a step on 2 ranks: invariant 9.9 ms (1.10); in brackets: times one that sends nothing \
-(a few steps only: gradsync bench sync takes more)
+(few and small steps: gradsync bench sync takes more)
 loss       2.50 nats on validation text after 9 steps (3.20 by counting bytes)
 report     OUT/report.html
 """

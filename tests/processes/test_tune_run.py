@@ -16,7 +16,7 @@ from gradsync.models.config import PRESETS, GPTConfig
 from gradsync.runtime import environ
 from gradsync.train.tuned import TUNED, Tuned, TunedStrategy, conditions_of
 from support.rank_session import open_session
-from support.small_run import small_config
+from support.small_run import make_data, small_config
 
 SMALL = {"tiny": GPTConfig(n_layer=1, n_head=1, n_embd=64, vocab_size=2048, block_size=16)}
 BY_MESSAGES = TunedStrategy(options={"collective": "backend"})
@@ -84,8 +84,8 @@ def test_stage_follows_stage(pool: Any) -> None:
 
 
 def _auto(rank: int, world_size: int, store_path: str, folder: Path) -> tuple[str, Any, str]:
-    (folder / "data").mkdir(exist_ok=True)
-    config = small_config(folder / "run", folder / "data", sync="auto", threads=None)
+    data = make_data(folder / f"data{rank}")
+    config = small_config(folder / "run", data, sync="auto", threads=None)
     with (
         environ.exported({"GRADSYNC_CACHE": str(folder / f"cache{rank}")}),
         open_session(rank, world_size, store_path) as world,

@@ -203,12 +203,17 @@ _PARTS = {
 """Metrics of a step's parts: their names, and numbers of their colours."""
 
 
+_LONGEST_S = 1e9
+"""Seconds of a step that are drawn: a damaged file may say more, or nan."""
+
+
 def _step_parts(run: Run, behind: str) -> Chart:
     """Parts of a step's time, by the intervals between logged steps."""
     whole, *parts = (dict(run.metrics.get(name, [])) for name in ("perf/step_s", *_PARTS))
     names, colors = zip(*_PARTS.values(), strict=True)
     # Split models know neither forward nor backward, older runs not the update either.
-    known = [(x, [part.get(x, 0.0) for part in parts]) for x in whole if x in parts[-1]]
+    timed = [(x, [part.get(x, 0.0) for part in parts]) for x in whole if x in parts[-1]]
+    known = [(x, each) for x, each in timed if all(abs(y) < _LONGEST_S for y in (whole[x], *each))]
     rest = [(x, 1e3 * max(0.0, whole[x] - sum(values))) for x, values in known]
     lines = [
         Line(name=name, points=[(x, 1e3 * values[k]) for x, values in known], color=color)

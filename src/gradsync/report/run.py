@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -102,7 +103,7 @@ class Run:
         """GiB of a rank by `gradsync plan`'s formulas, from each start to the next."""
         ends = [start["step"] for start in self.starts[1:]] + [self.last_step or 0.0]
         return [
-            (float(x), float(start["planned_gib"]))
+            (float(x), _real(start["planned_gib"]))
             for start, end in zip(self.starts, ends, strict=False)
             if isinstance(start.get("planned_gib"), int | float)
             for x in (max(start["step"], 1), max(start["step"], end))
@@ -122,13 +123,15 @@ def read_run(path: Path) -> Run:
     for step, entry in _lines(path / "metrics.jsonl", ("step",), problems):
         for name, value in entry.items():
             if isinstance(value, int | float) and not isinstance(value, bool):
-                metrics.setdefault(name, []).append((step, float(value)))
+                metrics.setdefault(name, []).append((step, _real(value)))
     starts = []
     if (path / "starts.jsonl").is_file():
         read = _lines(path / "starts.jsonl", ("step", "world_size"), problems)
         starts = [entry | {"step": step} for step, entry in read]
     found = {name: read_object(path / f"{name}.json") for name in ("summary", "exit", "env")}
-    config = found["summary"].get("config") or _config(path / "config.yaml", problems)
+    config = found["summary"].get("config")
+    if not isinstance(config, dict) or not config:
+        config = _config(path / "config.yaml", problems)
     return Run(
         path=path.resolve(),
         metrics=metrics,
@@ -231,8 +234,11 @@ def _rank_row(rank: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _real(value: object) -> float:
-    """0.0 where it is no number."""
-    return float(value) if isinstance(value, int | float) else 0.0
+    """0.0 where it is no number, infinity where it is an integer beyond all floats."""
+    try:
+        return float(value) if isinstance(value, int | float) else 0.0
+    except OverflowError:
+        return math.inf
 
 
 def flat(document: Mapping[str, Any], before: str = "") -> dict[str, Any]:
@@ -264,7 +270,14 @@ def _lines(
                 entry = json.loads(line)
                 entry |= {name: float(entry[name]) for name in numbers}
                 step = entry.pop("step")
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            except (
+                ValueError,
+                LookupError,
+                TypeError,
+                AttributeError,
+                ArithmeticError,
+                RecursionError,
+            ):
                 problems.append(
                     f"{path.name}, line {number}: not an object with a {' and '.join(numbers)}"
                 )

@@ -428,6 +428,19 @@ def test_the_figures_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert not (run / "report.html").exists()
 
 
+@pytest.mark.parametrize("value", ["Infinity", "NaN", "1e308", "1" + "0" * 400])
+def test_numbers_that_cannot_be_leave_a_page(tmp_path: Path, value: str) -> None:
+    run = make_run(tmp_path)
+    (run / "summary.json").write_text('{"config": true}')
+    first, *lines = (run / "metrics.jsonl").read_text().splitlines()
+    broken = json.dumps(json.loads(first) | {"perf/forward_s": 7e77, "odd": 7e77})
+    (run / "metrics.jsonl").write_text("\n".join([broken.replace("7e+77", value), *lines]))
+    with (run / "starts.jsonl").open("a") as file:
+        file.write(f'{{"step": {value}, "world_size": 2}}\n')
+        file.write(f'{{"step": 3, "world_size": 2, "planned_gib": {value}}}\n')
+    assert "Where a step's time went" in read_page(page([read_run(run)])).text
+
+
 def test_what_is_missing_or_torn_is_said(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     for name in ("summary.json", "exit.json", "env.json"):

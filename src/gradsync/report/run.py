@@ -270,14 +270,7 @@ def _lines(
                 entry = json.loads(line)
                 entry |= {name: float(entry[name]) for name in numbers}
                 step = entry.pop("step")
-            except (
-                ValueError,
-                LookupError,
-                TypeError,
-                AttributeError,
-                ArithmeticError,
-                RecursionError,
-            ):
+            except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
                 problems.append(
                     f"{path.name}, line {number}: not an object with a {' and '.join(numbers)}"
                 )

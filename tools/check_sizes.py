@@ -24,7 +24,7 @@ BUDGETS = {
     **{"core": 1_040, "runtime": 4_575, "comm": 2_655, "sync": 11_077, "data": 2_530},
     **{"checkpoint": 1_495, "models": 960, "parallel": 1_275, "plan": 5_000, "train": 5_170},
     **{"launch": 1_920, "compat": 1_125, "backends": 700, "verify": 3_280, "bench": 5_470},
-    **{"cli": 4_478, "lint": 996, "report": 1_644},
+    **{"cli": 4_480, "lint": 996, "report": 1_644},
 }
 """Lines of each package, docstrings and blanks included. They only go down: raising one takes a
 commit that says why."""

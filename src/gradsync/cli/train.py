@@ -89,17 +89,19 @@ def _parse_once(flags: list[str], world: World) -> TrainConfig:
 
 def _start_ranks(config: TrainConfig, flags: list[str], as_json: bool) -> int:
     """Start the ranks on this host; they get the same arguments."""
-    from gradsync.launch.local import launch_local
+    from gradsync.launch.local import launch_ranks
     from gradsync.train.output import default_out
 
     assert config.nproc_per_node is not None
     if not config.out:
         flags = [*flags, "--out", default_out(config)]
-    return launch_local(
-        ["train", *flags, *(["--json"] if as_json else [])],
-        config.nproc_per_node,
-        log_dir=None,
-    )
+    argv = ["train", *flags, *(["--json"] if as_json else [])]
+    ended = launch_ranks(argv, config.nproc_per_node, log_dir=None)
+    # Ranks that had begun end with 75, and say so; before that a signal ends them as it does.
+    if ended.received is not None and ended.code == 128 + ended.received:
+        said = f"gradsync: error: {ended.received.name} ended the ranks before they could save"
+        print(said, file=sys.stderr, flush=True)
+    return ended.code
 
 
 def _join_run(

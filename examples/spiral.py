@@ -44,6 +44,6 @@ with gs.init(seed=0, threads=1) as world:
             sync.backward(loss_sum, leaf=leaf)
         sync.step(optimizer, clip_norm=1.0)
         if world.is_main and step.number % 60 == 0:
-            print(f"step {step.number}: loss {sync.mean_loss:.4f} on {world.world_size} rank(s)")
+            print(f"step {step.number}: loss {sync.mean_loss:.4f}, world size {world.world_size}")
     if world.is_main:
         print(f"weights {gs.weights_sha256(model.named_parameters())}")

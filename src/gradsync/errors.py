@@ -94,12 +94,20 @@ class PeerError(RunError):
         rank: the rank that failed first.
         traceback_text: that rank's traceback, as text; "" when its one line said it all.
         exit_code: what that rank's command returned.
+        host: that rank's, which shows the error itself; "" where no rank does.
     """
 
     def __init__(
-        self, message: str, *, rank: int = -1, traceback_text: str = "", exit_code: int = 1
+        self,
+        message: str,
+        *,
+        rank: int = -1,
+        traceback_text: str = "",
+        exit_code: int = 1,
+        host: str = "",
     ) -> None:
         super().__init__(message)
+        self.host = host
         self.rank = rank
         self.traceback_text = traceback_text
         self.exit_code = exit_code

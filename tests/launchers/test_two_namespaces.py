@@ -37,7 +37,7 @@ def test_two_hosts_of_two_ranks_give_the_losses_of_one(tmp_path: Path) -> None:
     assert losses(tmp_path / "hierarchical") == pytest.approx(one_rank, rel=1e-5)
 
     printed = (tmp_path / "node-0.log").read_text()
-    assert "2 rank(s) by torchrun on 2 host(s)" in printed
+    assert "2 ranks by torchrun on 2 hosts" in printed
     assert losses(tmp_path / "torchrun") == one_rank
     assert weights_of(tmp_path / "torchrun") == weights_of(tmp_path / "alone")
 

@@ -268,6 +268,33 @@ def test_the_launcher_returns_it(tmp_path: Path) -> None:
     assert re.search(r'late.py", line [89], in <module>', (folder / "rank-1.txt").read_text())
 
 
+ALIKE = """
+import torch, torch.distributed as dist
+import gradsync as gs
+with gs.init(threads=1) as world:
+    if world.rank:
+        raise KeyError("alike")
+    dist.all_reduce(torch.ones(1))
+"""
+
+
+def test_an_error_of_many_ranks_has_one_traceback(tmp_path: Path) -> None:
+    script = tmp_path / "alike.py"
+    script.write_text(ALIKE)
+    words = ["-m", "gradsync", "launch", "--nproc-per-node", "3", "--", script]
+    (done,) = run_forked(words, [{"TMPDIR": str(tmp_path)}])
+    assert done.returncode == 1, done.describe()
+    assert done.stderr.count("Traceback (most recent call last)") == 1, done.describe()
+    assert re.search(
+        r"^\[rank[12]\]:   File .*alike\.py\", line 6, in <module>", done.stderr, re.MULTILINE
+    )
+    assert re.search(
+        r"^gradsync: error: \[rank 0\] rank [12] on \S+ failed first: KeyError: 'alike'$",
+        done.stderr,
+        re.MULTILINE,
+    )
+
+
 STUCK = """
 import os, signal, sys, time
 from gradsync.runtime import session

@@ -14,7 +14,8 @@ from gradsync.comm.base import Communicator
 from gradsync.comm.groups import SingleCommunicator, Subset
 from gradsync.comm.p2p_collectives import P2PCommunicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
-from gradsync.comm.values import all_sum, broadcast_json, broadcast_tensors
+from gradsync.comm.values import all_sum, broadcast_json, broadcast_tensors, from_rank_0
+from gradsync.errors import CheckpointError
 from support.thread_ranks import run_thread_ranks
 
 
@@ -87,6 +88,20 @@ def test_values_travel_whole(world_size: int) -> None:
         for name, tensor in sent.items():
             assert received[name].dtype == tensor.dtype
             assert torch.equal(received[name], tensor)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_rank_0_answers_and_refuses_for_all(world_size: int) -> None:
+    def refuse() -> None:
+        raise CheckpointError("torn")
+
+    def work(comm: Communicator) -> tuple[Any, str]:
+        answer = from_rank_0(comm, lambda: {"rank": comm.rank})
+        with pytest.raises(CheckpointError) as refused:
+            from_rank_0(comm, refuse)
+        return answer, str(refused.value)
+
+    assert on_ranks(world_size, work) == [({"rank": 0}, "torn")] * world_size
 
 
 # -- messages -------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ from gradsync.bench.report import (
     spread,
 )
 from gradsync.bench.sync_plan import DEVICES, uses_cuda
+from gradsync.core.files import counted
 from gradsync.errors import ConfigError
 from gradsync.plan.collectives import Fit, fit_line, quality, save_fits
 
@@ -201,9 +202,9 @@ def choose_sizes(settings: CollectivesSettings, *, available_bytes: int, ranks: 
         needed = _BUFFERS * ranks * largest
         if needed > usable:
             raise ConfigError(
-                f"--sizes: {size_text(largest)} takes {needed / 2**30:.1f} "
-                f"GiB for {ranks} rank(s), and {usable / 2**30:.1f} GiB may be taken here; the "
-                f"largest size is {usable // (_BUFFERS * ranks)} bytes"
+                f"--sizes: {size_text(largest)} takes {needed / 2**30:.1f} GiB "
+                f"for {counted(ranks, 'rank')}, and {usable / 2**30:.1f} GiB may be taken here; "
+                f"the largest size is {usable // (_BUFFERS * ranks)} bytes"
             )
         return sorted(set(settings.sizes))
     sizes, size = [], _SMALLEST
@@ -401,7 +402,7 @@ def print_report(
     found = result["environment"]
     device = found["accelerator"] if found["backend"].endswith("nccl") else found["cpu"]
     print(
-        f"{found['world_size']} ranks on {result['num_nodes']} host(s), {dtype}, "
+        f"{found['world_size']} ranks on {counted(result['num_nodes'], 'host')}, {dtype}, "
         f"{found['backend']}; {device}, {found['cores']} cores, load {found['load_at_start']} "
         f"at the start, torch {found['torch']}, {found['date']}",
         file=stream,

@@ -14,7 +14,7 @@ import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -118,7 +118,7 @@ def operations_issued() -> int:
 
 
 @contextmanager
-def taking(total: Any) -> Iterator[None]:
+def taking(total: Any) -> Generator[None]:
     """Add to `total.seconds` how long the block takes, with all that an accelerator was given."""
     synchronize = torch.cuda.synchronize if torch.cuda.is_initialized() else lambda: None
     synchronize()

@@ -21,7 +21,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -199,7 +199,7 @@ class Network:
 
 
 @contextmanager
-def namespaces(hosts: int, *, delayed: bool = False) -> Iterator[Network]:
+def namespaces(hosts: int, *, delayed: bool = False) -> Generator[Network]:
     """A network of so many hosts, without limits as yet; all of it goes at the end.
 
     Args:

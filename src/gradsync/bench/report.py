@@ -12,6 +12,8 @@ from typing import IO, Any
 from rich.console import Console
 from rich.table import Table
 
+from gradsync.core.files import counted
+
 _RESAMPLES = 4000
 _WIDE = 240  # columns of a file: a table in it must not be cut
 _BAR = 24
@@ -115,7 +117,7 @@ def where(environment: Mapping[str, Any]) -> str:
     return (
         f"{environment['date']}, {device}, {environment['cores']} cores (load "
         f"{environment['load_at_start']} at the start), torch {environment['torch']}, "
-        f"{environment['threads_per_rank']} thread(s) a rank, {environment['backend']}"
+        f"{counted(environment['threads_per_rank'], 'thread')} a rank, {environment['backend']}"
     )
 
 

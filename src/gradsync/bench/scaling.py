@@ -30,6 +30,7 @@ from gradsync.bench.sync_plan import (
     room_for,
     step_seconds,
 )
+from gradsync.core.files import counted
 from gradsync.errors import ConfigError
 from gradsync.runtime.bounds import MOST_RANKS, whole_number
 from gradsync.runtime.machine import choose_threads, usable_cores
@@ -266,8 +267,8 @@ def notes_of(scaling: ScalingPlan, *, on_cpu: bool, cores: int) -> list[str]:
         )
     if on_cpu and ranks * threads > cores:
         notes.append(
-            f"WARNING: {ranks} ranks x {threads} thread(s) want more than the {cores} cores that "
-            "there are: efficiency beyond that many ranks says nothing."
+            f"WARNING: {ranks} ranks x {counted(threads, 'thread')} want more than the {cores} "
+            "cores that there are: efficiency beyond that many ranks says nothing."
         )
     return notes
 

@@ -10,7 +10,7 @@ import logging
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -421,7 +421,7 @@ def _work(plan: BenchPlan, mine: int, store: Any, *, is_first: bool) -> tuple[di
 
 
 @contextmanager
-def quiet_session(device: str, threads: int, *, keep_memory: bool) -> Iterator[tuple[World, bool]]:
+def quiet_session(device: str, threads: int, *, keep_memory: bool) -> Generator[tuple[World, bool]]:
     """A session of ranks that measure; with it, whether this process does keep freed memory."""
     # Messages of other libraries about themselves are no part of the table.
     logging.getLogger("gradsync").setLevel(logging.ERROR)

@@ -19,6 +19,7 @@ from typing import Any
 
 from gradsync.bench.contestants import ALONE, Contestant
 from gradsync.bench.experiment import Ask, check_least
+from gradsync.core.files import counted
 from gradsync.errors import ConfigError
 from gradsync.models.config import PRESETS, GPTConfig, preset
 from gradsync.parallel.layout import ParallelLayout
@@ -267,7 +268,7 @@ class Room:
         if needed > usable:
             cure = f"{largest!r} fits" if largest else "no size fits: take fewer ranks"
             raise ConfigError(
-                f"model {name}: {self.busy} rank(s) need about {needed / 1e9:.1f} GB, "
+                f"model {name}: about {needed / 1e9:.1f} GB for {counted(self.busy, 'rank')}, "
                 f"{usable / 1e9:.1f} GB can be used here ({(needed - usable) / 1e9:.1f} GB "
                 f"short); {cure}"
             )

@@ -15,7 +15,7 @@ from __future__ import annotations
 import enum
 import io
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from pathlib import Path
@@ -143,7 +143,7 @@ class _MetadataUnpickler(Unpickler):
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _quiet() -> Generator[None]:
     """Torch warns that one process does the work of all, which is meant."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)

@@ -18,7 +18,7 @@ import tyro
 
 from gradsync.cli import health
 from gradsync.cli.health import Facts, Finding, from_message
-from gradsync.core.files import printable
+from gradsync.core.files import counted, printable
 from gradsync.errors import ConfigError, GradsyncError, LaunchError, RunError
 from gradsync.plan.hardware_file import dump_hardware, hardware_document, hardware_rows
 from gradsync.plan.machine import detect_hardware, version_of
@@ -168,7 +168,9 @@ def _print(options: DoctorOptions, document: Facts, text: str, found: Sequence[F
         lines.append(printable(f"  {each.level:<7}  {each.check:<13}  {each.said}{cure}", kept=""))
     counts = Counter(each.level for each in findings)
     ready = "not ready" if counts["blocker"] else "ready"
-    lines.append(f"{ready}: {counts['blocker']} blocker(s), {counts['warning']} warning(s)")
+    lines.append(
+        f"{ready}: {counted(counts['blocker'], 'blocker')}, {counted(counts['warning'], 'warning')}"
+    )
     whole = {**document, "findings": [asdict(finding) for finding in findings]}
     print(json.dumps(whole) if options.as_json else "\n".join(lines), flush=True)
     return int(counts["blocker"] > 0)

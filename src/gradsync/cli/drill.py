@@ -13,7 +13,7 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -25,7 +25,7 @@ import tyro
 from gradsync.cli.launch import split
 from gradsync.cli.ranks import WORKER, Signals, start_ranks, until_stopped, work_folder
 from gradsync.cli.train import run as train
-from gradsync.core.files import printable, read_object
+from gradsync.core.files import counted, printable, read_object
 from gradsync.errors import ConfigError, RunError
 from gradsync.runtime import environ
 from gradsync.runtime.arguments import parse
@@ -228,7 +228,9 @@ def describe(verdict: Verdict) -> str:
     plan, went_on = verdict.plan, verdict.went_on_from
     weights = "the undisturbed run's" if verdict.same_weights else "NOT the undisturbed run's"
     if went_on is not None:
-        weights += f", going on from step {went_on} ({verdict.steps_lost} step(s) done again)"
+        weights += (
+            f", going on from step {went_on} ({counted(verdict.steps_lost, 'step')} done again)"
+        )
     rows = {
         "fault": f"{plan.kind}, rank {plan.rank} of {verdict.world_size}, step {plan.step} "
         f"({plan.moment}), sync {verdict.sync}",
@@ -268,7 +270,7 @@ def _watched(folder: Path, name: str, start: Callable[[], int]) -> Ended:
 
 
 @contextmanager
-def _captured(lines: list[Line]) -> Iterator[None]:
+def _captured(lines: list[Line]) -> Generator[None]:
     """Add to `lines` what this process and its children print."""
     reader, writer = os.pipe()
     before = {number: os.dup(number) for number in (1, 2)}

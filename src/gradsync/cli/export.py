@@ -7,7 +7,7 @@ import json
 import os
 import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -176,7 +176,7 @@ def _save(weights: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> N
 
 
 @contextmanager
-def _whole(target: Path, *, file: bool = False) -> Iterator[Path]:
+def _whole(target: Path, *, file: bool = False) -> Generator[Path]:
     """A path at which to write `target`, so that it is whole or not there."""
     if target.exists() and (file or not target.is_dir() or any(target.iterdir())):
         raise UsageError(f"{target} holds something already: name another --out, or empty it")

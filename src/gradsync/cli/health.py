@@ -28,6 +28,7 @@ from typing import Any, Literal
 import psutil
 
 from gradsync import __version__
+from gradsync.core.files import counted
 from gradsync.errors import LaunchError
 from gradsync.plan.machine import read_interfaces, version_of
 from gradsync.runtime.coordinator import given_port, run_command
@@ -255,7 +256,7 @@ def judge_limits(facts: Facts) -> list[Finding]:
     (each thread counts), and locked memory, which InfiniBand needs."""
     (soft, hard), processes, ranks = facts["files"], facts["processes"], facts["ranks"]
     needed = 32 + 2 * ranks
-    said = f"{_count(soft)} of at most {_count(hard)}; {ranks} rank(s) need some {needed}"
+    said = f"{_count(soft)} of at most {_count(hard)}; some {needed} for {counted(ranks, 'rank')}"
     cure = f"`ulimit -n {min(hard, 65_536):.0f}` where ranks start"
     if hard < 1024:
         cure = "raise `nofile` in /etc/security/limits.conf, or the container's --ulimit"
@@ -272,9 +273,9 @@ def judge_host(facts: Facts) -> list[Finding]:
     """Cores, memory, MPI, and /dev/shm, which does not bound our own shared buffers (memfds)."""
     ranks, cores, memory, free = (facts[n] for n in ("ranks_here", "cores", "memory", "free"))
     limit = ", this container's limit; the machine has "
-    said = f"{cores} for {ranks} rank(s)"
+    said = f"{cores} for {counted(ranks, 'rank')}"
     said += f"{limit}{facts['cores_machine']}" if cores < facts["cores_machine"] else ""
-    cure = f"start at most {cores} rank(s) on this host"
+    cure = f"start at most {counted(cores, 'rank')} on this host"
     found = [grade("cores", said, cure, warning=ranks > cores)]
     said, machine = f"{_gib(free)} free of {_gib(memory)}", facts["memory_machine"]
     said += f"{limit}{_gib(machine)}" if memory < machine else ""

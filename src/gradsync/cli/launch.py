@@ -13,6 +13,7 @@ from typing import Annotated
 
 import tyro
 
+from gradsync.core.files import counted
 from gradsync.errors import ConfigError, LaunchError
 from gradsync.launch.request import (
     LaunchPlan,
@@ -139,14 +140,14 @@ def _refuse_nesting(plan: LaunchPlan) -> None:
     world = resolve(environ.snapshot()).world
     if world.launcher == "env":
         raise LaunchError(
-            f"RANK and WORLD_SIZE say that {world.world_size} rank(s) were started already; unset "
+            f"RANK and WORLD_SIZE are those of a run of {counted(world.world_size, 'rank')}; unset "
             "them (env -u RANK -u WORLD_SIZE gradsync launch …), or run the program itself"
         )
     if world.launcher != "python":
         raise LaunchError(
-            f"{world.launcher} has started {world.world_size} rank(s) already, and gradsync launch "
-            f"would start {plan.nproc_per_node} more under each: give {world.launcher} the program "
-            "itself, or call gradsync launch without it"
+            f"{world.launcher} has started {counted(world.world_size, 'rank')} already, and "
+            f"gradsync launch would start {plan.nproc_per_node} more under each: give "
+            f"{world.launcher} the program itself, or call gradsync launch without it"
         )
 
 

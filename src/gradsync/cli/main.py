@@ -22,6 +22,7 @@ from gradsync.cli.examples import EXAMPLES, examples
 from gradsync.core.files import one_line, printable
 from gradsync.errors import ConfigError, DivergenceError, GradsyncError, PeerError, UsageError
 from gradsync.runtime import environ
+from gradsync.runtime.signals import SAID_BY_ANOTHER
 
 COMMANDS = {
     "train": "train a GPT on 1..N ranks, from any launcher",
@@ -126,7 +127,8 @@ def _run_command(name: str, arguments: list[str]) -> int:
 def _fail(error: GradsyncError) -> int:
     """Say it once: what all ranks found alike is rank 0's to tell, a traceback that rank's own."""
     rank = _rank()
-    if rank and isinstance(error, ConfigError | DivergenceError):
+    alike = isinstance(error, ConfigError | DivergenceError)
+    if (rank and alike) or (not alike and hasattr(error, SAID_BY_ANOTHER)):
         # Launchers end all ranks when the first one fails: leave rank 0 the time to speak.
         time.sleep(_SILENCE_S)
         return error.exit_code

@@ -10,7 +10,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,7 +108,7 @@ def start_ranks(argv: list[str], world_size: int, signals: Signals) -> LaunchOut
 
 
 @contextmanager
-def work_folder(prefix: str) -> Iterator[Path]:
+def work_folder(prefix: str) -> Generator[Path]:
     """A temporary folder for one command; folders left by killed commands are removed first.
 
     Args:

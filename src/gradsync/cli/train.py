@@ -11,6 +11,7 @@ from typing import Any
 
 from gradsync.cli.elastic import before_ranks, take_flag, with_ranks
 from gradsync.cli.train_places import settle, take_places
+from gradsync.core.files import counted
 from gradsync.data.batch_plan import BatchPlan
 from gradsync.errors import ConfigError
 from gradsync.plan.machine import fast_dtype
@@ -48,7 +49,7 @@ def run(argv: list[str], fault: FaultPlan | None = None) -> int:
     if config.nproc_per_node not in (None, world.world_size) and world.launcher != "python":
         raise ConfigError(
             f"--nproc-per-node {config.nproc_per_node}, but {world.launcher} has started "
-            f"{world.world_size} rank(s) already; drop the flag, or start with python"
+            f"{counted(world.world_size, 'rank')} already; drop the flag, or start with python"
         )
     world_size = world.world_size if world.is_distributed else config.nproc_per_node or 1
     plan = check_request(config, world_size)
@@ -137,7 +138,8 @@ def _join_run(
             cores, ranks = host_cores(), world.local_world_size
             notes = [_KEEPS_MEMORY] if session.keeps_memory else []
             if ranks > cores and world.device == "cpu":
-                notes.append(f"{ranks} ranks share {cores} core(s): no faster than {cores} rank(s)")
+                few = counted(cores, "rank")
+                notes.append(f"{ranks} ranks share {counted(cores, 'core')}: no faster than {few}")
             if config.dtype == "bf16" and elastic is None and fast_dtype(world.device) != "bf16":
                 notes.append(_EMULATED)
             if elastic is not None:

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from gradsync.core.files import counted
 from gradsync.errors import ConfigError
 from gradsync.runtime import environ
 from gradsync.runtime.bounds import MOST_NODES, whole_number
@@ -79,9 +80,9 @@ def settle(places: Places, flags: Sequence[str], world: World, env: Mapping[str,
         if (world.num_nodes, world.world_size) != (places.nodes, places.world_size):
             raise ConfigError(
                 f"--nodes {places.nodes} --gpus-per-node {places.gpus_per_node} is "
-                f"{places.world_size} rank(s), but {world.launcher} has started "
-                f"{world.world_size} on {world.num_nodes} host(s); drop these flags, or correct "
-                f"{world.launcher}'s"
+                f"{counted(places.world_size, 'rank')}, but {world.launcher} has started "
+                f"{world.world_size} on {counted(world.num_nodes, 'host')}; drop these flags, or "
+                f"correct {world.launcher}'s"
             )
         return list(flags)
     if places.nodes == 1 or "--dry-run" in flags:

@@ -30,7 +30,11 @@ if TYPE_CHECKING:
 # one tag. Not 0, the default tag of the user's `dist.send` in the same group.
 _TAG = 0x6773
 
-_OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+_OPS: dict[ReduceOp, Any] = {
+    "sum": dist.ReduceOp.SUM,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+}
 
 
 class Done:

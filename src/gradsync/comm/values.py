@@ -7,15 +7,16 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import PurePath
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gradsync import errors
 from gradsync.comm.base import Communicator
-from gradsync.errors import RunError
+from gradsync.errors import GradsyncError, RunError
 
 _MOST_CALLS = 4
 """Number of different calls that a message lists."""
@@ -37,6 +38,25 @@ def broadcast_json(comm: Communicator, value: Any = None) -> Any:
         data.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
     comm.broadcast(data).wait()
     return json.loads(bytes(data.tolist()))
+
+
+def from_rank_0(comm: Communicator, make: Callable[[], Any]) -> Any:
+    """What `make()` returns on rank 0 (anything JSON can write), on every rank; an error that
+    gradsync raises there on purpose is raised on all ranks, so that one of them says it for all.
+
+    The broadcasts of `broadcast_json`. For start-up, not for the step.
+    """
+    made: Any = None
+    if comm.rank == 0:
+        try:
+            made = {"value": make()}
+        except GradsyncError as error:
+            broadcast_json(comm, {"error": type(error).__name__, "words": str(error)})
+            raise
+    made = broadcast_json(comm, made)
+    if "error" in made:
+        raise getattr(errors, made["error"], RunError)(made["words"])
+    return made["value"]
 
 
 def all_gather_numbers(comm: Communicator, number: int) -> list[int]:

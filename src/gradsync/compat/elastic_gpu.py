@@ -30,6 +30,7 @@ from torch import nn
 
 from gradsync.compat.frozen import AnyDevice, PlacedParts, place_frozen
 from gradsync.compat.functions import log_gpu_memory
+from gradsync.core.files import counted
 from gradsync.data.batch_plan import share
 from gradsync.errors import ConfigError
 from gradsync.plan.description import Device, Hardware, Switches, speed_switches
@@ -221,8 +222,8 @@ class ElasticGPUConfig:
                     groups[-1] = tuple(range(groups[-1][0], count))
                 return tuple(groups)
         raise ConfigError(
-            f"a replica of {self.model_size_gb:g} GB does not fit on {count} device(s) with "
-            f"{sum(room) / _GB:.1f} GB to plan with: {(wanted - sum(room)) / _GB:.1f} GB are "
+            f"a replica of {self.model_size_gb:g} GB does not fit on {counted(count, 'device')} "
+            f"with {sum(room) / _GB:.1f} GB to plan with: {(wanted - sum(room)) / _GB:.1f} GB are "
             "missing"
         )
 

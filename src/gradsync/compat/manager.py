@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from inspect import signature
 from types import TracebackType
@@ -167,7 +167,7 @@ class DDPManager:
         return models[0] if len(models) == 1 else models
 
     @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> Generator[None]:
         """Only add up; enclose forward and backward of all micro-batches but the last."""
         with ExitStack() as stack:
             for handle in self._handles:

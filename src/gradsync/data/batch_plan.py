@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from gradsync.core.files import counted
 from gradsync.errors import ConfigError
 
 _MOST_SHARES_SHOWN = 16
@@ -115,7 +116,8 @@ class BatchPlan:
 
     def describe(self, sharer: str = "rank") -> str:
         """Two lines to print at the start: the arithmetic of a step, and each `sharer`'s share."""
-        factors = f"{self.num_leaves:,} leaves x {self.micro_batch_size:,} samples"
+        factors = f"{counted(self.num_leaves, 'leaf', 'leaves')} x "
+        factors += counted(self.micro_batch_size, "sample")
         if self.seq_len is None:
             total = f"{self.global_batch_size:,} samples per update = {factors}"
         else:
@@ -126,7 +128,7 @@ class BatchPlan:
             listed = ", ".join(map(str, shares))
         else:
             counts = sorted(Counter(shares).items(), reverse=True)
-            listed = ", ".join(f"{size} on {ranks} {sharer}s" for size, ranks in counts)
+            listed = ", ".join(f"{size} on {counted(ranks, sharer)}" for size, ranks in counts)
         return f"{total}\nleaves per {sharer}: {listed}"
 
 
@@ -205,9 +207,9 @@ def _too_many_ranks(plan: BatchPlan) -> str:
     else:
         remedy = f"or a global batch of at least {plan.world_size} samples"
     return (
-        f"{plan.world_size} ranks cannot share {plan.num_leaves} leaves "
+        f"{plan.world_size} ranks cannot share {counted(plan.num_leaves, 'leaf', 'leaves')} "
         f"({samples} samples per update / micro_batch_size {plan.micro_batch_size}): "
-        f"use at most {plan.num_leaves} ranks, {remedy}"
+        f"use at most {counted(plan.num_leaves, 'rank')}, {remedy}"
     )
 
 

@@ -134,7 +134,8 @@ def _from_json(raw: Mapping[str, Any]) -> Meta:
         if not re.fullmatch("[0-9a-f]{64}", entry["sha256"]):
             raise DataError(f"files: {name!r} has no SHA-256 in 64 hexadecimal digits")
         files[name] = FileMeta(num_bytes=entry["num_bytes"], sha256=entry["sha256"])
-    return Meta(**({name: raw[name] for name in kinds} | {"files": files}))
+    values: dict[str, Any] = {name: raw[name] for name in kinds} | {"files": files}
+    return Meta(**values)
 
 
 def _check(raw: Mapping[str, Any], name: str, kind: Any) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import tyro
 
+from gradsync.core.files import counted
 from gradsync.launch.request import LaunchPlan, Program
 from gradsync.launch.sbatch import JobRequest, require, seconds_of
 
@@ -106,8 +107,8 @@ def jobset_text(plan: JobsetPlan) -> str:
         return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if plain else '"')
 
     Dumper.add_representer(str, represent)
-    each = f"{plan.ranks_per_node} rank(s)" + (", one a GPU" if plan.gpus_per_node else "")
-    notes = [f"{plan.job_name}: {plan.nodes} pod(s), one a node, with {each}."]
+    each = counted(plan.ranks_per_node, "rank") + (", one a GPU" if plan.gpus_per_node else "")
+    notes = [f"{plan.job_name}: {counted(plan.nodes, 'pod')}, one a node, with {each}."]
     notes += ["Written by `gradsync submit --to k8s`; `kubectl apply -f` takes it as it is."]
     if plan.secret:
         token = "--from-literal=token=$(openssl rand -hex 32)"

@@ -8,7 +8,7 @@ import secrets
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,7 +129,7 @@ def _tell(rank: int, number: int) -> None:
 
 
 @contextmanager
-def _signals_to(agent: LocalAgent) -> Iterator[None]:
+def _signals_to(agent: LocalAgent) -> Generator[None]:
     """Hand the forwarded signals to `agent`, but for a SIGHUP that this process was started to
     ignore (nohup); only the main thread can. Interrupts are ignored by whatever a script starts
     in the background: there they are handed on."""
@@ -151,7 +151,7 @@ def _signals_to(agent: LocalAgent) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _quiet() -> Generator[None]:
     """Keep the agent's log to itself, unless `LOGLEVEL` asks for it: ranks report their errors."""
     if environ.get("LOGLEVEL"):
         yield

@@ -22,6 +22,7 @@ from importlib import resources
 
 import tyro
 
+from gradsync.core.files import counted
 from gradsync.errors import ConfigError
 from gradsync.launch.request import LAUNCHERS, Program
 
@@ -132,7 +133,8 @@ class JobRequest:
         if self.gpus_per_node and self.ranks_per_node != self.gpus_per_node:
             more = self.ranks_per_node > self.gpus_per_node
             raise ConfigError(
-                f"{self.ranks_per_node} rank(s) on the {self.gpus_per_node} GPU(s) of a node: "
+                f"{counted(self.ranks_per_node, 'rank')} on a node of "
+                f"{counted(self.gpus_per_node, 'GPU')}: "
                 + (
                     "two ranks would share a GPU"
                     if more
@@ -311,11 +313,12 @@ def directive_value(text: str) -> str:
 
 
 def _headline(plan: SbatchPlan) -> str:
-    each = f"{plan.ranks_per_node} rank(s)"
+    each = counted(plan.ranks_per_node, "rank")
     if plan.gpus_per_node:
         each += ", one a GPU"
     array = f", for each task of {plan.array}" if plan.array else ""
-    return f"{plan.job_name}: {plan.nodes} node(s) with {each}, started by {plan.launcher}{array}."
+    nodes = counted(plan.nodes, "node")
+    return f"{plan.job_name}: {nodes} with {each}, started by {plan.launcher}{array}."
 
 
 def _directives(plan: SbatchPlan) -> list[str]:

@@ -3,7 +3,7 @@ replicas of the part, and the handle, which is what `GradientSync` is for a whol
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -112,7 +112,7 @@ class SplitReducer(Reducer):
         self.inner.prime(forward_backward)
 
     @contextmanager
-    def leaf(self, *, last: bool, index: int | None = None) -> Iterator[None]:
+    def leaf(self, *, last: bool, index: int | None = None) -> Generator[None]:
         with self.inner.leaf(last=last, index=index):
             yield
 

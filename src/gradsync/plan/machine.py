@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import psutil
 
+from gradsync.core.files import counted
 from gradsync.errors import ConfigError, GradsyncError
 from gradsync.plan.catalog import NETWORKS, pcie_of
 from gradsync.plan.collectives import load_fits
@@ -346,7 +347,7 @@ def _ask_driver(
     if not visible:
         if gpus:
             notes.append(
-                f"{len(gpus)} GPU(s) are here, none may be used: "
+                f"none of {counted(len(gpus), 'GPU')} here may be used: "
                 f"CUDA_VISIBLE_DEVICES={env.get('CUDA_VISIBLE_DEVICES', '')!r}"
             )
         return [], None

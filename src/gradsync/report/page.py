@@ -12,6 +12,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
+from gradsync.core.files import counted
 from gradsync.report.charts import LIGHT, STYLE, Chart, Event, Line, figure
 from gradsync.report.run import CHECKS, RANKS_HEAD, Points, Run, read_ranks
 from gradsync.report.timeline import timeline
@@ -269,9 +270,9 @@ def _scaling(runs: Sequence[Run]) -> list[Chart]:
         ]
 
     linear = [(first, rate), (last, rate * last / first)]
-    words = f"in proportion to {first:g} rank(s)"
+    words = f"in proportion to {counted(first, 'rank')}"
     proportion = Line(name=words, points=linear, color=len(dots), dashed=True)
-    unit = f"% of a rank's tokens a second with {first:g} rank(s)"
+    unit = f"% of a rank's tokens a second with {counted(first, 'rank')}"
     charts = (
         _from_zero("Tokens a second over ranks", "of all ranks", [*lines(1), proportion]),
         _from_zero("Efficiency", unit, lines(2)),
@@ -362,9 +363,11 @@ def _checked(run: Run) -> Iterator[str]:
 
 def _sentence(run: Run) -> str:
     environment, config = run.environment, run.config
+    size = environment.get("world_size")
+    ranks = counted(size, "rank") if isinstance(size, int) else "? ranks"
     words = [
         f"{config.get('preset', 'model')}, sync {config.get('sync', '?')}",
-        f"{environment.get('world_size', '?')} rank(s) by {environment.get('launcher', '?')}",
+        f"{ranks} by {environment.get('launcher', '?')}",
         f"{environment.get('device', '?')}, torch {environment.get('torch', '?')}",
     ]
     if peak := environment.get("peak_tflops"):
@@ -454,7 +457,7 @@ def _matrix(document: Mapping[str, Any]) -> str:
     failed = [cell for cell in (*cells, *document["cross_load"]) if _failed(cell)]
     listed = "".join(f"<li class=bad>{escape(_told(cell))}</li>" for cell in failed)
     kind, words = ("bad", f"{len(failed)} failed") if failed else ("good", "all as promised")
-    head = ("strategy", "dtype", "promise", *(f"{size} rank(s)" for size in sizes))
+    head = ("strategy", "dtype", "promise", *(counted(size, "rank") for size in sizes))
     version = document["versions"].get("gradsync", "?")
     return (
         f"<h2>Strategies against one rank</h2><p class=sub>gradsync verify {escape(str(version))}: "

@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gradsync.core.files import one_line, open_regular, read_object
+from gradsync.core.files import counted, one_line, open_regular, read_object
 from gradsync.errors import ConfigError
 from gradsync.report.charts import Event
 
@@ -77,7 +77,7 @@ class Run:
             ended = ended if isinstance(ended, Mapping) else {}
             reached = start["reached"] if isinstance(start.get("reached"), int | float) else step
             words = f"after step {reached:g}: {_ended(ended) if ended else 'killed'}; went on from "
-            words += f"step {step:g} with {start['world_size']:g} rank(s)"
+            words += f"step {step:g} with {counted(start['world_size'], 'rank')}"
             if (ranks := before.get("world_size", start["world_size"])) != start["world_size"]:
                 words += f" in place of {ranks:g}"
             found.append(Event(step, words, ended.get("exit_code") not in (0, _STOPPED)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 import secrets
 import socket
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -25,7 +25,7 @@ _HEADERS = {
 
 
 @contextmanager
-def serving(run: Path, where: str) -> Iterator[str]:
+def serving(run: Path, where: str) -> Generator[str]:
     """Serve the page of `run` at `where`, [HOST:]PORT, in a thread; gives the address to open.
 
     The address has a token, also on loopback: a run's directory is its user's alone, and a port is

@@ -20,7 +20,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from gradsync.core.files import one_line, open_regular, read_object
+from gradsync.core.files import counted, one_line, open_regular, read_object
 from gradsync.report.run import RANKS_HEAD, read_ranks, read_run
 
 _WARNING = re.compile(r" (WARNING|ERROR|CRITICAL) ")
@@ -117,7 +117,7 @@ class Follower:
             if self._looked:
                 self._read_settings()
                 self._told = start["step"]
-                yield f"started again from step {self._told} with {self._ranks} rank(s)"
+                yield f"started again from step {self._told} with {counted(self._ranks, 'rank')}"
 
     def _records(self) -> list[str]:
         found = []
@@ -183,7 +183,9 @@ class Follower:
             "step": f"{record.get('step', 0)} of {self._steps or '?'}",
             "loss": _figure(record.get("train/loss")),
             "validation loss": _figure(held_out["val/loss"]) if held_out else "",
-            "speed": f"{rate:,.0f} tokens/s by {self._ranks} rank(s)" if rate is not None else "",
+            "speed": f"{rate:,.0f} tokens/s by {counted(self._ranks, 'rank')}"
+            if rate is not None
+            else "",
             "left": self._left(),
             "checkpoint": f"step {self._checkpoint}" if self._checkpoint else "none yet",
             "warnings": str(self._warned),

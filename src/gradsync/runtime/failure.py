@@ -1,6 +1,7 @@
-"""One rank's failure ends all ranks within seconds; all show that rank's traceback.
+"""One rank's failure ends all ranks within seconds; each host shows that rank's traceback.
 
     rank 1 raises            -> writes its traceback to the store, waits for answers, leaves
+    rank 2 raises the same   -> leaves the traceback to rank 1, if they share a host (signals.py)
     rank 0, in Python code   -> its watcher sees the note; after a grace the process ends
     rank 0, in a collective  -> the connection closes, the collective raises; the note says why
     rank 1 is killed (-9)    -> no note; ranks of its host look at its process in each beat, and
@@ -45,6 +46,7 @@ from gradsync.runtime.network import PeerConnections
 from gradsync.runtime.peers import Peers
 from gradsync.runtime.signals import (
     INTERRUPTED,
+    SAID_BY_ANOTHER,
     interrupted_line,
     say_interrupted,
     signal_when_parent_ends,
@@ -95,7 +97,8 @@ class Failure:
             message = f"rank {rank} on {one_line(self.host)} failed first: {message}"
         if trace:
             message += f"\n--- traceback of rank {rank} ---\n{trace.rstrip()}"
-        return PeerError(message, rank=rank, traceback_text=trace, exit_code=self.exit_code)
+        code, host = self.exit_code, self.host if rank >= 0 else ""
+        return PeerError(message, rank=rank, traceback_text=trace, exit_code=code, host=host)
 
 
 def read_failure(record: bytes) -> Failure:
@@ -247,7 +250,7 @@ class FailureWatch:
         trouble = communication_error(error)
         try:
             if trouble is None:
-                self._publish(error)
+                _leave_to_say(error, self._rank, self._publish(error))
                 return None
             with self.peers.told_of_life(self._doing, self._interval_s):
                 return self._settle_trouble(error, trouble)
@@ -420,6 +423,12 @@ class FailureWatch:
                 _say(f"gradsync: error: [rank {self._rank}] {printable(message)}\n")
             sys.stdout.flush()
         os._exit(code if code == LatePeerError.exit_code else 1)
+
+
+def _leave_to_say(error: BaseException, rank: int, first: Failure | None) -> None:
+    """Mark `error` if it is that of the rank that was `first`, on this host too."""
+    if first is not None and first == replace(describe(error, rank), rank=first.rank):
+        setattr(error, SAID_BY_ANOTHER, True)
 
 
 def _cause(trouble: BaseException, rank: int, late: str, peers: Peers) -> RunError | None:

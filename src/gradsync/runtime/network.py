@@ -18,7 +18,7 @@ import ipaddress
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 
 import psutil
@@ -151,7 +151,7 @@ def _open_sockets() -> set[Opened]:
 
 
 @contextmanager
-def _borrowed(number: int) -> Iterator[socket.socket]:
+def _borrowed(number: int) -> Generator[socket.socket]:
     """The socket behind a descriptor, left open; raises `OSError` when it was closed meanwhile."""
     blocking = os.get_blocking(number)
     with socket.socket(fileno=os.dup(number)) as copy:

@@ -6,7 +6,7 @@ import itertools
 import socket
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -103,7 +103,7 @@ class Peers:
         self._store.set(f"noticed/{self.rank}", what)
 
     @contextmanager
-    def told_of_life(self, last: Activity, interval_s: float) -> Iterator[None]:
+    def told_of_life(self, last: Activity, interval_s: float) -> Generator[None]:
         """Heartbeats go on after the `last` one, while the main thread looks for a cause: who lives
         is no culprit, and who noticed something before it died or was cut off is one."""
         over = threading.Event()

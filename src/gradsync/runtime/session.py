@@ -192,9 +192,9 @@ class Session:
             raise cause from cause.__cause__
 
     def _hook(self) -> None:
-        launched = self._env.get("ROLE_NAME") == LAUNCHED
+        launched, rank = self._env.get("ROLE_NAME") == LAUNCHED, self.world.rank
         if launched or self.world.is_distributed:
-            self._put_hook_back = end_program_as_said(leave_out_interrupts=launched)
+            self._put_hook_back = end_program_as_said(leave_out_interrupts=launched, rank=rank)
 
     def _join(self, resolution: Resolution) -> None:
         import torch.distributed as dist

@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import socket
 import sys
 import sysconfig
 import threading
@@ -21,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, TracebackType
 
+from gradsync.core.files import printable
 from gradsync.errors import LatePeerError, PeerError
 
 HANDLED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
@@ -29,9 +31,12 @@ INTERRUPTED = 130
 """Exit code of a program that Ctrl-C ended."""
 LAUNCHED = "gradsync"
 """`ROLE_NAME` of the ranks that our own launcher starts."""
+SAID_BY_ANOTHER = "said_by_another_rank"
+"""Attribute of an error that another rank on this host found alike, and shows."""
 _PR_SET_PDEATHSIG = 1
 # A terminal's Ctrl-C may arrive twice: once from the terminal, once forwarded by the launcher.
 _SAME_PRESS_S = 1.0
+_SILENCE_S = 1.0
 
 
 class StopRequest:
@@ -119,18 +124,31 @@ def say_interrupted(error: BaseException, who: str = "") -> None:
         _say(f"gradsync: {who}interrupted (Ctrl-C) in {where}\n")
 
 
-def end_program_as_said(*, leave_out_interrupts: bool) -> Callable[[], None]:
-    """Let a program that ends by an uncaught error about a late rank return that error's exit code.
+def end_program_as_said(*, leave_out_interrupts: bool, rank: int = 0) -> Callable[[], None]:
+    """Let ranks that uncaught errors end show each error once, and return a late rank's exit code.
 
+    A rank that ends by another one's error, which that one shows on this host, says so in a line.
     With `leave_out_interrupts` Python also shows no traceback of an interrupt, or of its echo from
     another rank: one rank has said it in a line. Returns what puts the former hook back.
+
+    Args:
+        leave_out_interrupts: whether our own launcher started this rank.
+        rank: this one.
     """
     # Not over the hook of an earlier session that failed and kept it.
     before = getattr(sys.excepthook, "__wrapped__", sys.excepthook)
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         code = getattr(error, "exit_code", 0)
-        if not leave_out_interrupts or (kind is not KeyboardInterrupt and code != INTERRUPTED):
+        if leave_out_interrupts and (kind is KeyboardInterrupt or code == INTERRUPTED):
+            return
+        echo = isinstance(error, PeerError) and error.host == socket.gethostname()
+        if echo:
+            _say(f"gradsync: error: [rank {rank}] {printable(str(error).partition(chr(10))[0])}\n")
+        if echo or hasattr(error, SAID_BY_ANOTHER):
+            # Launchers end all ranks when the first one ends: leave that rank the time to speak.
+            time.sleep(_SILENCE_S)
+        else:
             before(kind, error, trace)
         if code == LatePeerError.exit_code and issubclass(kind, LatePeerError | PeerError):
             raise SystemExit(code)  # Python takes it as the program's

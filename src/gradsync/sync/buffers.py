@@ -32,7 +32,7 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -105,7 +105,7 @@ class BufferSync:
         ]
 
     @contextmanager
-    def untouched(self) -> Iterator[None]:
+    def untouched(self) -> Generator[None]:
         """Restore all buffers of the model on exit: for throwaway forwards."""
         before = [(buffer, buffer.detach().clone()) for buffer in self._model.buffers()]
         try:

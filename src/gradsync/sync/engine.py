@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -100,7 +100,7 @@ class Engine(Reducer):
     # -- a leaf -----------------------------------------------------------------------------------
 
     @contextmanager
-    def leaf(self, *, last: bool, index: int | None = None) -> Iterator[None]:
+    def leaf(self, *, last: bool, index: int | None = None) -> Generator[None]:
         self.begin_leaf(last=last, index=index)
         try:
             yield

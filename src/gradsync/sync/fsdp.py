@@ -15,7 +15,7 @@ reports whether this is its last leaf, and `launch` is the answer "I have none".
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -116,7 +116,7 @@ class FsdpReducer(Reducer):
         self._divide_by(comm.world_size)
 
     @contextmanager
-    def micro_step(self, *, last: bool) -> Iterator[None]:
+    def micro_step(self, *, last: bool) -> Generator[None]:
         """Enclose one leaf: its gradients are added up locally, and reduced in the last backward.
 
         Refused on every rank, when some ranks have no leaf left.
@@ -137,7 +137,7 @@ class FsdpReducer(Reducer):
         self._seen.stopwatch.stop()
 
     @contextmanager
-    def leaf(self, *, last: bool, index: int | None = None) -> Iterator[None]:
+    def leaf(self, *, last: bool, index: int | None = None) -> Generator[None]:
         """Enclose a backward, only inside of `micro_step`, which gets `last` before the forward."""
         if not self._seen.enclosed:
             raise ConfigError(

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -117,7 +117,7 @@ class GradientSync(UserLoopMethods, StateMethods):
             self.reducer.prime(forward_backward)
 
     @contextmanager
-    def micro_step(self, *, last: bool, index: int | None = None) -> Iterator[None]:
+    def micro_step(self, *, last: bool, index: int | None = None) -> Generator[None]:
         """Enclose forward and `backward` of one leaf.
 
         Needed by strategies that must know before the forward (`ddp`, `powersgd`, `fsdp`); harmless
@@ -370,7 +370,7 @@ def to_sum(loss: Tensor, weight: float, reduction: str | None) -> Tensor:
 
 
 @contextmanager
-def counts_for_nothing(loss: Tensor) -> Iterator[None]:
+def counts_for_nothing(loss: Tensor) -> Generator[None]:
     """Enclose the backward of a mean over nothing: every gradient in its graph is zero, where
     0 / 0 would make it nan. The backward must happen all the same: torch's DDP and FSDP
     communicate in it."""

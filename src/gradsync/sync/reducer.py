@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -377,7 +377,7 @@ class Reducer(ABC):
         ]
 
     @contextmanager
-    def micro_step(self, *, last: bool) -> Iterator[None]:
+    def micro_step(self, *, last: bool) -> Generator[None]:
         """Enclose one forward and backward; `last` if it completes this rank's gradients.
 
         `last` must be True on all ranks of a step or on none.
@@ -385,7 +385,7 @@ class Reducer(ABC):
         yield
 
     @contextmanager
-    def leaf(self, *, last: bool, index: int | None = None) -> Iterator[None]:
+    def leaf(self, *, last: bool, index: int | None = None) -> Generator[None]:
         """Enclose one backward of this rank.
 
         Args:

@@ -11,7 +11,7 @@ forward and backward, the flag is ignored and replicas drift apart silently. Hen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
@@ -127,7 +127,7 @@ class TorchDdpReducer(Reducer):
             regroup_ddp_buckets(self.ddp)
 
     @contextmanager
-    def micro_step(self, *, last: bool) -> Iterator[None]:
+    def micro_step(self, *, last: bool) -> Generator[None]:
         """Synchronise in this backward, or (`no_sync`, forward included) only accumulate."""
         before = self._forwards
         self._in_micro_step = True

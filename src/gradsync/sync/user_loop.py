@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -143,7 +143,7 @@ class UserLoop:
         )
 
     @contextmanager
-    def enclosed(self, root: torch.Tensor | None = None) -> Iterator[None]:
+    def enclosed(self, root: torch.Tensor | None = None) -> Generator[None]:
         """Enclose a backward from `root`, or a step, of `GradientSync`: nothing to do here then."""
         tasks: list[int] = []
 
@@ -165,7 +165,7 @@ class UserLoop:
                 hook.remove()
 
     @contextmanager
-    def late_update(self, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    def late_update(self, parameters: Iterable[torch.Tensor]) -> Generator[None]:
         """Enclose an update of `parameters` that `GradientSync.step` left for later."""
         with self.enclosed():
             yield
@@ -346,7 +346,7 @@ class UserLoop:
 
 
 @contextmanager
-def _no_sync(user_loop: UserLoop) -> Iterator[None]:
+def _no_sync(user_loop: UserLoop) -> Generator[None]:
     before = user_loop.synchronises
     user_loop.synchronises = False
     try:

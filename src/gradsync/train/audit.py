@@ -12,7 +12,7 @@ audit meets it as the leaf's owner or as its auditor, each with probability 1 / 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
@@ -141,7 +141,7 @@ class LeafAudit:
         return hashes
 
     @contextmanager
-    def _noting(self) -> Iterator[None]:
+    def _noting(self) -> Generator[None]:
         def note(row: Tensor, gradient: Tensor) -> None:
             row.copy_(hash_bits(gradient))
 

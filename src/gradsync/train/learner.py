@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -259,7 +259,7 @@ def trainer_options(sync: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def kernels(config: TrainConfig, world: World) -> Iterator[None]:
+def kernels(config: TrainConfig, world: World) -> Generator[None]:
     """On a GPU: TF32 for fp32 matrix products as asked, and deterministic kernels under a strategy
     that promises bits, since attention and embedding add with atomics otherwise."""
     if not world.device.startswith("cuda"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -85,7 +85,7 @@ class Interval:
             yield item
 
     @contextmanager
-    def span(self, name: str) -> Iterator[None]:
+    def span(self, name: str) -> Generator[None]:
         """Time a part of a step; profilers show it under its name, too."""
         watch = Stopwatch(on_cuda=self._on_cuda)
         with record_function(name):
@@ -101,7 +101,7 @@ class Interval:
         return sum(watch.seconds() for watch in self._spans.get(name, ())) - inside
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> Generator[None]:
         """Leave out what happens in the block: evaluation, saving."""
         before = time.perf_counter()
         try:

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from importlib.metadata import version
@@ -142,7 +142,7 @@ class Progress:
                 live.stop()
 
     @contextmanager
-    def _printing(self) -> Iterator[None]:
+    def _printing(self) -> Generator[None]:
         try:
             yield
         except OSError as error:
@@ -261,7 +261,7 @@ class RunDir:
             replace_text(self.path / name, json.dumps(value, indent=2) + "\n", mode=PRIVATE)
 
     @contextmanager
-    def rank_log(self, world: World) -> Iterator[Callable[[], None]]:
+    def rank_log(self, world: World) -> Generator[Callable[[], None]]:
         """This rank's own file: when it began, what was logged, how it ended (with the traceback).
 
         Made when what this gives is called, or by this rank's own failure, not by a refused
@@ -316,7 +316,7 @@ class RunDir:
             ranks.close()
 
     @contextmanager
-    def _writing(self) -> Iterator[None]:
+    def _writing(self) -> Generator[None]:
         try:
             yield
         except OSError as error:

@@ -18,8 +18,8 @@ from gradsync.checkpoint.weights import weights_sha256
 from gradsync.comm.base import Communicator
 from gradsync.comm.groups import communicator
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
-from gradsync.comm.values import same_on_all_ranks
-from gradsync.core.files import read_object
+from gradsync.comm.values import from_rank_0, same_on_all_ranks
+from gradsync.core.files import counted, read_object
 from gradsync.errors import ConfigError, GradsyncError, RunError, UsageError
 from gradsync.models.config import GPTConfig
 from gradsync.models.gpt import GPT, generate
@@ -93,10 +93,7 @@ def train(
         stack.push(lambda kind, *_: run_dir.close(failed=kind is not None))
         stack.callback(progress.stop)
         comm = communicator(world)
-        if world.is_main:  # a refusal is told to the others
-            require_packages(config.track)
-            if config.resume == "none":
-                run_dir.refuse_overwrite()
+        from_rank_0(comm, lambda: _refuse_start(config, run_dir))
         data = open_data(config, world, comm)
         _refuse_unlike(config, data, comm)
         shape, device = model_config(config, data.vocab_size), _device(world, threads)
@@ -139,6 +136,12 @@ def train(
         progress.stop()
         data.train.close()
         return _finish(trainer, totals)
+
+
+def _refuse_start(config: TrainConfig, run_dir: RunDir) -> None:
+    require_packages(config.track)
+    if config.resume == "none":
+        run_dir.refuse_overwrite()
 
 
 def _run(trainer: Trainer, step: int, stop: StopRequest, watch: FailureWatch | None) -> Totals:
@@ -215,9 +218,9 @@ def _introduce(trainer: Trainer, resumed: Resumed, threads: int, notes: Sequence
     shares = isinstance(trainer.learner.sync.comm, SharedMemoryCommunicator)
     through = " through shared memory" if shares else ""
     say(
-        f"{world.world_size} rank(s) by {world.launcher} on {world.num_nodes} host(s), "
-        f"{world.device.partition(':')[0]}, {threads} thread(s) a rank, {config.named_dtype}, "
-        f"sync {config.sync}{through}"
+        f"{counted(world.world_size, 'rank')} by {world.launcher} on "
+        f"{counted(world.num_nodes, 'host')}, {world.device.partition(':')[0]}, "
+        f"{counted(threads, 'thread')} a rank, {config.named_dtype}, sync {config.sync}{through}"
     )
     say(
         f"model {config.preset}: {shape.n_embd} wide x {shape.n_layer} deep, "

@@ -46,7 +46,12 @@ from gradsync.checkpoint.store import CheckpointStore, Snapshot, resolve
 from gradsync.checkpoint.weights import clean_name, clean_names, match_weights, pack_weights
 from gradsync.comm.base import Communicator
 from gradsync.comm.finite import non_finite
-from gradsync.comm.values import all_gather_json, broadcast_json, broadcast_tensors
+from gradsync.comm.values import (
+    all_gather_json,
+    broadcast_json,
+    broadcast_tensors,
+    from_rank_0,
+)
 from gradsync.core.files import one_line
 from gradsync.data.batch_plan import BatchPlan
 from gradsync.errors import CheckpointError, ConfigError, DataError, DivergenceError
@@ -282,27 +287,28 @@ def restore(run: Trainer) -> Resumed:
     model, or with other numerics; DataError: of another data set or seed."""
     config, comm, learner = run.config, run.comm, run.learner
     saved: dict[str, Whole] = {}
-    header: dict[str, Any] = {"path": "", "notes": []}
-    if comm.rank == 0:
+
+    def load() -> dict[str, Any]:
         path, notes = _find_checkpoint(config.resume, run.store)
-        if path is not None:
-            found = run.store.load(path)
-            check_state(found, path)
-            if not found.state["data"]:
-                raise CheckpointError(
-                    f"{path} holds a model from elsewhere, and no run to go on with: name another "
-                    f"--out, and begin with its weights by --init {path}"
-                )
-            _check_model(asdict(learner.model.config), _ONCE_ALL | found.state["model"], path)
-            allowed = config.allow_numeric_change
-            notes += compare(found.fingerprint, run.fingerprint, allow_change=allowed)
-            remembered, left_behind = take_strategy_state(found, config.sync)
-            notes += left_behind
-            notes += changed_settings(found.state["config"], config)
-            saved = {**found.tensors, "sync": remembered}
-            header = {"path": str(path), "step": found.step, "state": found.state}
-        header["notes"] = notes
-    header = broadcast_json(comm, header)
+        if path is None:
+            return {"path": "", "notes": notes}
+        found = run.store.load(path)
+        check_state(found, path)
+        if not found.state["data"]:
+            raise CheckpointError(
+                f"{path} holds a model from elsewhere, and no run to go on with: name another "
+                f"--out, and begin with its weights by --init {path}"
+            )
+        _check_model(asdict(learner.model.config), _ONCE_ALL | found.state["model"], path)
+        allowed = config.allow_numeric_change
+        notes += compare(found.fingerprint, run.fingerprint, allow_change=allowed)
+        remembered, left_behind = take_strategy_state(found, config.sync)
+        notes += left_behind
+        notes += changed_settings(found.state["config"], config)
+        saved.update(found.tensors, sync=remembered)
+        return {"path": str(path), "step": found.step, "state": found.state, "notes": notes}
+
+    header = from_rank_0(comm, load)
     notes = tuple(header["notes"])
     if not header["path"]:
         if config.init:

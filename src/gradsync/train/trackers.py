@@ -20,7 +20,7 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, redirect_stdout, suppress
 from functools import partial
 from importlib.util import find_spec
@@ -187,7 +187,7 @@ def _wandb_id(folder: Path) -> Path:
 
 
 @contextmanager
-def _process_for(name: str, folder: Path, done_steps: int) -> Iterator[None]:
+def _process_for(name: str, folder: Path, done_steps: int) -> Generator[None]:
     """Let the process be as tracker `name` wants it at its start. It is the waiting thread that
     changes it, which puts it back also where the start never ends.
 

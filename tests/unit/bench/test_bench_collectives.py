@@ -72,7 +72,7 @@ def test_sizes_go_as_far_as_memory() -> None:
     assert choose_sizes(replace(SETTINGS, max_bytes=100), available_bytes=2**40, ranks=2)[-1] == 64
     asked = replace(SETTINGS, sizes=(2**20, 4, 4))
     assert choose_sizes(asked, available_bytes=2**30, ranks=2) == [4, 2**20]
-    with pytest.raises(ConfigError, match=r"--sizes: 1 MiB takes 0.0 GiB for 3 rank\(s\)") as found:
+    with pytest.raises(ConfigError, match=r"--sizes: 1 MiB takes 0.0 GiB for 3 ranks") as found:
         choose_sizes(asked, available_bytes=10_000_000, ranks=3)
     assert str(found.value).endswith(f"the largest size is {9_000_000 // 21} bytes")
 
@@ -182,7 +182,7 @@ def test_what_is_printed_and_written() -> None:
     assert found.command == "gradsync bench collectives --world-size 2 --sizes '4 K' --rounds 2"
     found.show(stream := io.StringIO())
     text = stream.getvalue()
-    assert text.startswith("2 ranks on 1 host(s), fp32, gloo; a [bold] cpu, 2 cores, load 0.5")
+    assert text.startswith("2 ranks on 1 host, fp32, gloo; a [bold] cpu, 2 cores, load 0.5")
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert "1000 B ring 2.00 us 18.2 us 0.5 0.5 50%" in lines
     assert "copy (reads + writes) 1.00 us 9.10 us 2" in lines

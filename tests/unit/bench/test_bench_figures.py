@@ -219,7 +219,7 @@ def test_verdicts_and_what_is_said_of_one_host() -> None:
     assert found == ["yes", "no", "cannot tell", "cannot tell"]
     same, many = notes_of(scaling_planned(), on_cpu=True, cores=2)
     assert "one host" in same
-    assert "4 ranks x 1 thread(s) want more than the 2 cores" in many
+    assert "4 ranks x 1 thread want more than the 2 cores" in many
     assert len(notes_of(scaling_planned(), on_cpu=True, cores=4)) == 1
     assert notes_of(scaling_planned(), on_cpu=False, cores=2) == []
 

@@ -130,7 +130,7 @@ REFUSALS = {
         ("--batch-size 3 --leaves-per-rank 2", "3 does not divide into 2 leaves"),
         ("--context-length 999", "'tiny' takes 1 to 256 tokens"),
         ("--data nowhere", "--data nowhere is no directory"),
-        ("2.7b --world-size 64 --batch-size 1", "error: model 2.7b: 64 rank(s) need"),
+        ("2.7b --world-size 64 --batch-size 1", "error: model 2.7b: about"),
         ("--out /dev/null/x", "--out"),
         ("--device cudax", "--device must be one of auto, cpu, cuda; got 'cudax'"),
         ("--world-size 16", "fewer ranks than 16; give --batch-size or --leaves-per-rank"),

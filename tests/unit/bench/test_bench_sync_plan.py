@@ -195,7 +195,9 @@ def test_memory_decides_which_size() -> None:
     assert room(0).needed(mini) == 2 * need.total
     assert four.fits(PRESETS["tiny"], contestants=8)
     assert room(20 * GB).choose("small") == "small"
-    with pytest.raises(ConfigError, match=r"xl: 2 rank\(s\) need .* GB short\); 'medium' fits"):
+    with pytest.raises(
+        ConfigError, match=r"xl: about .* GB for 2 ranks, .* GB short\); 'medium' fits"
+    ):
         room(22 * GB).choose("xl")
     for name in ("tiny", "auto"):
         with pytest.raises(ConfigError, match="no size fits"):

@@ -369,7 +369,7 @@ def test_ranks_already_started_by_a_launcher(
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1")):
         monkeypatch.setenv(name, value)
     assert run(*TRAIN, "--nproc-per-node", "3") == 2
-    assert "env has started 2 rank(s) already" in capsys.readouterr().err
+    assert "env has started 2 ranks already" in capsys.readouterr().err
 
 
 def test_file_below_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -136,7 +136,7 @@ def test_findings_are_printed_with_their_cure_in_one_line(capsys, monkeypatch):
     (line,) = [line for line in lines if "ib7" in line]
     assert line.startswith("  blocker  interface      GLOO_SOCKET_IFNAME names ib7")
     assert "; let GLOO_SOCKET_IFNAME name one of" in line
-    assert lines[-1].startswith("not ready: 1 blocker(s)")
+    assert lines[-1].startswith("not ready: 1 blocker,")
 
 
 def test_findings_stand_in_the_document_beside_what_was_there(capsys, tmp_path):

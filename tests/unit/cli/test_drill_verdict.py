@@ -63,7 +63,7 @@ def test_as_promised(runs: Callable[..., list[str]]) -> None:
         f"named    after 2.5 s: {GONE}",
         "ended    after 4.0 s, all ranks, exit code 1",
         "left     nothing",
-        "weights  the undisturbed run's, going on from step 2 (0 step(s) done again)",
+        "weights  the undisturbed run's, going on from step 2 (0 steps done again)",
         "verdict  as promised",
     ]
 

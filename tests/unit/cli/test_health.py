@@ -55,9 +55,9 @@ TABLE = [
     ("job token", {"one_host": False, "token": True}, "ok", "given"),
     ("open files", {"files": [math.inf, math.inf]}, "ok", "unlimited"),
     ("open files", {"files": [1023, 4096]}, "warning", "1,023 of at most 4,096"),
-    ("open files", {"files": [35, 4096]}, "blocker", "2 rank(s) need some 36"),
+    ("open files", {"files": [35, 4096]}, "blocker", "some 36 for 2 ranks"),
     ("open files", {"files": [36, 4096]}, "warning", "36 of"),
-    ("open files", {"ranks": 1000}, "blocker", "1000 rank(s) need some 2032"),
+    ("open files", {"ranks": 1000}, "blocker", "some 2032 for 1,000 ranks"),
     ("processes", {"processes": 1023}, "warning", "1,023"),
     ("locked memory", {}, "ok", "8 MiB, and no InfiniBand"),
     ("locked memory", {"infiniband": True}, "warning", "8 MiB"),
@@ -68,7 +68,7 @@ TABLE = [
         "warning",
         "container's limit; the machine has 64",
     ),
-    ("cores", {"cores": 2, "cores_machine": 64}, "ok", "2 for 2 rank(s), this container's limit"),
+    ("cores", {"cores": 2, "cores_machine": 64}, "ok", "2 for 2 ranks, this container's limit"),
     ("memory", {"free": 2 * GIB - 1}, "warning", "2 GiB free of 16 GiB"),
     ("memory", {"free": 2 * GIB, "memory": 4 * GIB}, "ok", "container's limit; the machine has 16"),
     ("shared memory", {"shm": GIB - 1}, "warning", "little for NCCL"),
@@ -202,12 +202,12 @@ def test_ranks_that_differ_are_named():
 
 def test_a_finding_of_some_ranks_names_them_and_one_of_all_does_not():
     (finding,) = found(told(cores=1), "cores")
-    assert finding.said == "rank 1: 1 for 2 rank(s), this container's limit; the machine has 8"
+    assert finding.said == "rank 1: 1 for 2 ranks, this container's limit; the machine has 8"
     ranks = told()
     for rank in ranks:
         rank["facts"] = GOOD | {"cores": 1}
     (finding,) = found(ranks, "cores")
-    assert finding.said.startswith("1 for 2 rank(s)")
+    assert finding.said.startswith("1 for 2 ranks")
     port = found(told(port=5, port_problem="in use"), "port")
     assert [(each.level, each.said) for each in port] == [
         ("blocker", "rank 1: 5 cannot be bound: in use")

@@ -101,7 +101,7 @@ def test_bad_numbers() -> None:
         ElasticGPUConfig(0)
     with pytest.raises(ConfigError, match="2 replicas cannot share 1 samples"):
         ElasticGPUConfig(1, 10.0, hardware=gpus(2, 80))
-    with pytest.raises(ConfigError, match=r"2 device\(s\) with 60.0 GB to plan with: 10.0 GB are"):
+    with pytest.raises(ConfigError, match=r"2 devices with 60.0 GB to plan with: 10.0 GB are"):
         ElasticGPUConfig(64, 70.0, hardware=gpus(2, 40))
     with pytest.raises(ConfigError, match="no room for one sample of 20"):
         ElasticGPUConfig(64, 50.0, sample_gb=20.0, hardware=gpus(1, 80))

@@ -41,8 +41,7 @@ def test_description_gives_the_arithmetic_and_the_shares() -> None:
     )
     many = BatchPlan(num_leaves=33, micro_batch_size=2, world_size=32)
     assert many.describe() == (
-        "66 samples per update = 33 leaves x 2 samples\n"
-        "leaves per rank: 2 on 1 ranks, 1 on 31 ranks"
+        "66 samples per update = 33 leaves x 2 samples\nleaves per rank: 2 on 1 rank, 1 on 31 ranks"
     )
 
 

@@ -113,13 +113,13 @@ def test_launch_prints_the_lines(capsys: pytest.CaptureFixture[str]) -> None:
         (
             ["--", "train"],
             {"RANK": "0", "WORLD_SIZE": "2"},
-            "RANK and WORLD_SIZE say that 2 rank(s) were started already",
+            "RANK and WORLD_SIZE are those of a run of 2 ranks",
         ),
         (
             ["--", "train"],
             {f"OMPI_COMM_WORLD_{n}": "1" for n in ("SIZE", "LOCAL_SIZE")}
             | {f"OMPI_COMM_WORLD_{n}": "0" for n in ("RANK", "LOCAL_RANK")},
-            "openmpi has started 1 rank(s) already",
+            "openmpi has started 1 rank already",
         ),
     ],
 )
@@ -176,7 +176,7 @@ def test_where_the_ranks_start() -> None:
         launcher="srun",
     )
     assert settle(two, ["xl"], started, {}) == ["xl"]
-    with pytest.raises(ConfigError, match=r"is 2 rank\(s\), but srun has started 4 on 2 host"):
+    with pytest.raises(ConfigError, match=r"is 2 ranks, but srun has started 4 on 2 hosts"):
         settle(one, ["xl"], started, {})
     with pytest.raises(ConfigError, match=re.escape("--nodes 2 --gpus-per-node 2 --time 24:00:00")):
         settle(two, ["xl"], ALONE, {})

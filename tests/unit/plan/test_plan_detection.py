@@ -128,7 +128,7 @@ def test_visible_devices_are_those_that_cuda_would_show(value: str | None, chose
     else:
         assert {device.kind for device in hardware.devices} == {"cpu"}
         assert hardware.notes == (
-            f"4 GPU(s) are here, none may be used: CUDA_VISIBLE_DEVICES={value!r}",
+            f"none of 4 GPUs here may be used: CUDA_VISIBLE_DEVICES={value!r}",
         )
 
 

@@ -222,12 +222,12 @@ def test_interruptions_stand_in_a_list_and_in_each_chart(tmp_path: Path) -> None
     assert [event[:3] for event in found.events] == [
         (
             10,
-            "after step 14: exit code 1: failed, rank 1 vanished; went on from step 10 with 1 "
-            "rank(s) in place of 2",
+            "after step 14: exit code 1: failed, rank 1 vanished; went on from step 10 with 1 rank "
+            "in place of 2",
             True,
         ),
-        (20, "after step 20: a stop; went on from step 20 with 1 rank(s)", False),
-        (25, "after step 27: killed; went on from step 25 with 1 rank(s)", True),
+        (20, "after step 20: a stop; went on from step 20 with 1 rank", False),
+        (25, "after step 27: killed; went on from step 25 with 1 rank", True),
         (30, "after step 30: exit code 124: too late", True),
     ]
     assert found.problems == ["starts.jsonl, line 5: not an object with a step and world_size"]
@@ -240,7 +240,7 @@ def test_interruptions_stand_in_a_list_and_in_each_chart(tmp_path: Path) -> None
     older = make_run(tmp_path, name="older")  # than the file of starts
     add_start(older, step=10, reached=12)
     (event,) = read_run(older).events
-    assert event.words == "after step 12: killed; went on from step 10 with 2 rank(s)"
+    assert event.words == "after step 12: killed; went on from step 10 with 2 ranks"
     # Several runs' events: numbered through, together where they meet, in the colour of their run.
     both = [found, read_run(older)]
     loss = svg(charts_of(both)[0])

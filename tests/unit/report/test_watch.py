@@ -131,7 +131,7 @@ def test_a_run_that_starts_again_is_told_from_there(run: Path) -> None:
     told = [line.partition("  ")[0] for line in stream.getvalue().splitlines()]
     assert told == [
         *("step 2/100", "step 2: validation loss 0.7500", "rank 1: 10:01 WARNING slow"),
-        *("step 3/100", "step 4/100", "started again from step 2 with 1 rank(s)"),
+        *("step 3/100", "step 4/100", "started again from step 2 with 1 rank"),
         *("step 3/50", "step 4/50"),
         "the run has ended: exit code 1: failed, rank 1 vanished",
     ]
@@ -154,7 +154,7 @@ def test_a_terminal_has_a_panel(run: Path, monkeypatch: pytest.MonkeyPatch) -> N
     stream = Terminal()
     assert watched(run, lambda: end(run), stream=stream) == 0
     shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
-    for row in ("2 of 100", "0.7500", "12,346 tokens/s by 2 rank(s)", "none yet", "0:03:16"):
+    for row in ("2 of 100", "0.7500", "12,346 tokens/s by 2 ranks", "none yet", "0:03:16"):
         assert row in shown
 
 

@@ -136,13 +136,17 @@ def test_only_a_second_press_ends_the_process(
         (KeyboardInterrupt(), False),
         (PeerError("rank 0 failed first: interrupted", exit_code=130), False),
         (PeerError("rank 0 failed first: ValueError"), True),
+        (PeerError("rank 0 on afar failed first: ValueError", host="afar"), True),
+        (PeerError("rank 0 on here failed first: ValueError", host="here"), False),
         (ValueError(), True),
     ],
 )
-def test_only_interrupts_of_a_session_go_without_a_traceback(
+def test_interrupts_and_errors_that_another_rank_shows_go_without_a_traceback(
     error: BaseException, shown: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[object] = []
+    monkeypatch.setattr(signals, "_SILENCE_S", 0.0)
+    monkeypatch.setattr(signals.socket, "gethostname", lambda: "here")
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: seen.append(error))
     before = sys.excepthook
     end_program_as_said(leave_out_interrupts=True)  # by a session that failed

@@ -26,7 +26,7 @@ Command = dict[str, str]
 
 _SUB_COMMAND = re.compile(r"^  ([a-z][a-z-]*)  +\S.*$", re.MULTILINE)
 _FLAG = re.compile(r"(?<![\w-])--[a-z][\w.-]*\w")
-_NO_FRAMES = str.maketrans("│╭╮╰╯─", "     -")
+_LISTS = re.compile(r"^(?:positional arguments|(?:[\w-]+ )?options|[\w-]+-options):$", re.MULTILINE)
 _DEFAULT = re.compile(r"\((?:default: .*|required)\)$")
 
 
@@ -54,11 +54,11 @@ def help_of(words: list[str]) -> str:
 
 def read_help(text: str) -> Command:
     """The flags in a help text: those in its lists, and those that stand in the words above."""
-    plain = re.split(r"^examples?:$", text.translate(_NO_FRAMES), maxsplit=1, flags=re.MULTILINE)[0]
-    usage, _, words = re.split(r"^.*\n +-{9,} *$", plain, maxsplit=1, flags=re.M)[0].partition("\n")
+    plain = re.split(r"^examples?:$", text, maxsplit=1, flags=re.MULTILINE)[0]
+    usage, _, words = _LISTS.split(plain, maxsplit=1)[0].partition("\n")
     found = {"usage": usage} | dict.fromkeys(_FLAG.findall(_SUB_COMMAND.sub("", words)), "")
     for entry in re.findall(r"^  (--?[a-z].*(?:\n    .*)*)", plain, re.MULTILINE):
-        takes, _, said = entry.partition("  ")
+        takes, _, said = entry.partition("\n")
         default = _DEFAULT.search(" ".join(said.split()))
         value = re.sub(r"(?<!\S)-[\w.-]+(, )?", "", takes).strip()
         for name in re.findall(r"(?<!\S)-[\w.-]+", takes):

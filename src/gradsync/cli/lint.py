@@ -29,7 +29,9 @@ class LintOptions:
     error or a warning was found.
     """
 
-    paths: Annotated[list[str], tyro.conf.Positional] = field(default_factory=list)
+    paths: Annotated[list[str], tyro.conf.Positional, tyro.conf.arg(metavar="PATH …")] = field(
+        default_factory=list
+    )
     """Scripts, or folders of them."""
     rules: bool = False
     """Only list the rules."""

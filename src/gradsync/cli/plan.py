@@ -53,7 +53,7 @@ class PlanOptions:
     whatever is taken. Sizes that are not given are those of `gradsync train MODEL`.
     """
 
-    model: Annotated[str, tyro.conf.Positional] = "tiny"
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[MODEL]")] = "tiny"
     """tiny, mini, small, medium, large, xl, 1.3b, 2.7b."""
     hardware: str = ""
     """Plan for this instead of this machine: a name such as h100x4 or a100-40x2, or FILE.yaml."""

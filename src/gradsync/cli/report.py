@@ -26,7 +26,9 @@ class ReportOptions:
     time went, memory, settings. It needs no network and no script, and prints.
     """
 
-    paths: Annotated[list[str], tyro.conf.Positional] = field(default_factory=list)
+    paths: Annotated[list[str], tyro.conf.Positional, tyro.conf.arg(metavar="RUN …")] = field(
+        default_factory=list
+    )
     """Run directories."""
     out: str = ""
     """File, or for svg and png a folder. Default: report.html or report.pdf in the run's directory,

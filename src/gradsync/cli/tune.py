@@ -47,7 +47,7 @@ class TuneOptions:
     measures these ranks.
     """
 
-    model: Annotated[str, tyro.conf.Positional] = "tiny"
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[MODEL]")] = "tiny"
     """tiny, mini, small, medium, large, xl, 1.3b, 2.7b."""
     world_size: int = 2  # Ranks to start on this host.
     promise: str = "bitwise"

@@ -26,7 +26,7 @@ class WatchOptions:
     with the run's exit code; Ctrl-C ends only the watching.
     """
 
-    path: Annotated[str, tyro.conf.Positional] = ""
+    path: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = ""
     """Run directory."""
     http: str = ""
     """[HOST:]PORT: serve the page of gradsync report too, while watching; without HOST only to this

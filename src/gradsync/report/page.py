@@ -404,18 +404,30 @@ def _same_bits(runs: Sequence[Run]) -> str:
     )
 
 
+_OF_A_START = ("out", "nproc_per_node", "resume")
+"""Settings that say nothing of what was computed."""
+_PATHS = ("data", "tokenizer", "init")
+
+
 def _differences(runs: Sequence[Run]) -> str:
     """Settings in which the runs differ."""
     names = dict.fromkeys(name for run in runs for name in run.config)
-    differing = [
-        name
+    rows = [
+        (name, *(_setting(name, run.config) for run in runs))
         for name in names
-        if name != "out" and len({str(run.config.get(name)) for run in runs}) > 1
+        if name not in _OF_A_START and len({_plain(name, run.config) for run in runs}) > 1
     ]
-    if not differing:
+    ranks = [str(run.environment.get("world_size", "not known")) for run in runs]
+    if len({*ranks}) > 1:
+        rows.insert(0, ("ranks", *ranks))
+    if not rows:
         return "<h2>Settings</h2><p>The runs have the same settings.</p>"
-    rows = [(name, *(_setting(name, run.config) for run in runs)) for name in differing]
     return "<h2>Settings that differ</h2>" + _table(("", *(run.name for run in runs)), rows)
+
+
+def _plain(name: str, config: Mapping[str, Any]) -> str:
+    value = str(config.get(name))
+    return str(Path(value).absolute()) if name in _PATHS and config.get(name) else value
 
 
 def _setting(name: str, config: Mapping[str, Any]) -> str:

@@ -7,6 +7,8 @@ import io
 import re
 import sys
 from collections.abc import Sequence
+from shutil import get_terminal_size
+from textwrap import TextWrapper
 from typing import Any, TypeVar
 
 import tyro
@@ -33,7 +35,8 @@ _WORDS = (
     (r"Unrecognized options: ", "unknown options: "),
 )
 """Python's and tyro's words, and ours."""
-_NONE = re.compile(r"\(default:((?:[\s│]|\x1b\[[0-9;]*m)+)None\)")
+_NO_DEFAULT = r" *\(default:(?: None| \'\'| )\)"
+_WIDEST = 100
 _ELSEWHERE = (  # flags of `gradsync train`, and other trainers' names of them
     ("--tokens-per-update (tokens of all ranks, not samples)", "--(global-|train-)?batch-size"),
     ("--micro-batch-size and --tokens-per-update", "--(per-device-.*|grad(ient)?-accum.*)"),
@@ -63,12 +66,11 @@ def parse(
         SystemExit: 0 for `--help`.
     """
     pairs = command.partition(" ")[0] in PAIRED
-    # Wide, so that no word of an error is cut in two.
-    asks_help = {"-h", "--help"} & set(argv)
-    said, shown = io.StringIO(), _Captured()
+    columns = min(get_terminal_size().columns, _WIDEST)
+    said, shown = io.StringIO(), io.TextIOWrapper(io.BytesIO(), "utf-8")
     try:
         with (
-            environ.exported({} if asks_help else {"COLUMNS": "10000"}),
+            environ.exported({"COLUMNS": "10000"}),  # no line is cut in two
             contextlib.redirect_stderr(said),
             contextlib.redirect_stdout(shown),
         ):
@@ -81,7 +83,8 @@ def parse(
             )
     except SystemExit as stop:
         if not stop.code:
-            print(_without_none(shown.getvalue()), end="")
+            shown.seek(0)
+            print(_page(shown.read(), columns), end="")
             raise
         refusal = _refusal(stop, said.getvalue(), command)
         unknown = re.match(r"unknown options: (--[\w.-]+)=.*\(", str(refusal))
@@ -93,30 +96,37 @@ def parse(
     return parsed
 
 
-class _Captured(io.StringIO):
-    """Captured output; tyro draws for the kind of standard output that it sees."""
+def _page(text: str, columns: int) -> str:
+    """tyro's help without boxes, defaults that say nothing, and the line ends of docstrings."""
+    rows: list[str] = []
+    words: list[str] = []
+    fill = TextWrapper(columns, break_on_hyphens=False)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._real = sys.stdout
+    def put(*row: str, indent: int = 0) -> None:
+        rows.extend(fill.wrap(re.sub(_NO_DEFAULT, "", " ".join(filter(None, words)))))
+        rows.extend(row)
+        words.clear()
+        fill.initial_indent = fill.subsequent_indent = " " * indent
 
-    @property
-    def encoding(self) -> str:  # pyrefly: ignore[bad-override]
-        """That of the real one."""
-        return self._real.encoding
-
-    def isatty(self) -> bool:
-        """Whether the real one is a terminal."""
-        return self._real.isatty()
-
-
-def _without_none(text: str) -> str:
-    """Help without "(default: None)": the words of those flags say what they take then."""
-    blank = _NONE.sub(lambda found: "\0" * 9 + found[1] + "\0" * 5, text)
-    rows = [
-        row for row in blank.splitlines(keepends=True) if row.strip("│ \n\0") or "\0" not in row
-    ]
-    return "".join(rows).replace("\0", " ")
+    for row in text.splitlines():
+        if title := re.match("╭─ (.*?) ─+╮$", row):
+            put(f"{title[1].replace('options options', 'options')}:", indent=2)
+        elif (boxed := re.match("│ (.*?) *│$", row)) is None:
+            if row.startswith("usage: "):
+                put(row)
+            elif not row or row[0] == "╰":
+                put("")
+            else:
+                words.append(row)
+        elif boxed[1].startswith(" "):
+            words.append(boxed[1].strip())
+        elif entry := re.match(r"(-\S.*?|\[?[A-Z]{3,}(?: …)?\]?)(?: {2,}(.*))?$", boxed[1]):
+            put("  " + re.sub(r"\{None\}\||(?<=\{)None,", "", entry[1]).rstrip(), indent=6)
+            words.append(entry[2] or "")
+        elif boxed[1].strip("─"):
+            words.append(boxed[1])
+    put()
+    return re.sub("\n{3,}", "\n\n", "\n".join(rows)).rstrip() + "\n"
 
 
 def _refusal(stop: SystemExit, box: str, command: str) -> GradsyncError:

@@ -97,6 +97,7 @@ def train(
         data = open_data(config, world, comm)
         _refuse_unlike(config, data, comm)
         shape, device = model_config(config, data.vocab_size), _device(world, threads)
+        config = replace(config, model=shape)
         begin_log = stack.enter_context(run_dir.rank_log(world))
         stack.enter_context(kernels(config, world))
         trainer = Trainer(

@@ -401,7 +401,9 @@ def test_several_runs_stand_side_by_side(
     for said in ("3 runs", "run-4", "Settings that differ", "seed", "Tokens a second over ranks"):
         assert said in tags.text
     assert "the built-in text" in tags.text
-    same = [make_run(tmp_path, name=name) for name in ("a", "b")]
+    # The same settings: the number of ranks is told as such, a text by its place.
+    texts = {"a": "texts", "b": str(Path("texts").absolute())}
+    same = [make_run(tmp_path, name=name, data=data) for name, data in texts.items()]
     assert main(["report", *map(str, same), "--out", str(out)]) == 0
     assert "The runs have the same settings." in read_page(out.read_text("utf-8")).text
     assert capsys.readouterr().out == f"written to {out}\n" * 2

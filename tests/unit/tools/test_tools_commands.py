@@ -15,22 +15,23 @@ usage: gradsync bake [CAKE] [-h] [OPTIONS]
 
 Bakes. Two more flags: --dry-run shows the recipe, --json prints it.
 
-╭─ positional arguments ─────────────────────────────╮
-│ [CAKE]          Which one. (default: '')           │
-╰────────────────────────────────────────────────────╯
-╭─ options ──────────────────────────────────────────╮
-│ -h, --help      show this help message and exit    │
-│ --heat {low,high}                                  │
-│                 As said in --recipe. (default:     │
-│                 low)                               │
-│ --sugar, --no-sugar                                │
-│                 Sweet. (default: True)             │
-╰────────────────────────────────────────────────────╯
-╭─ oven options ─────────────────────────────────────╮
-│ Where it is baked.                                 │
-│ ────────────────────────────────────────────────── │
-│ --oven.fan-s {None}|FLOAT  Seconds. (required)     │
-╰────────────────────────────────────────────────────╯
+positional arguments:
+  CAKE
+      Which one.
+
+options:
+  -h, --help
+      show this help message and exit
+  --heat {low,high}
+      As said in --recipe. (default:
+      low)
+  --sugar, --no-sugar
+      Sweet. (default: True)
+
+oven options:
+  Where it is baked.
+  --oven.fan-s FLOAT
+      Seconds. (required)
 """
 READ = {
     "usage": "usage: gradsync bake [CAKE] [-h] [OPTIONS]",
@@ -41,7 +42,7 @@ READ = {
     "--heat": "{low,high} (default: low)",
     "--sugar": "(default: True)",
     "--no-sugar": "(default: True)",
-    "--oven.fan-s": "{None}|FLOAT (required)",
+    "--oven.fan-s": "FLOAT (required)",
 }
 
 
@@ -64,7 +65,6 @@ def test_no_command_or_flag_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_help_text_is_read_with_frames_and_without() -> None:
     assert read_help(HELP) == READ
-    assert read_help(HELP.translate(str.maketrans("│╭╮╰╯─", "     -"))) == READ
 
 
 def test_sub_commands_are_no_flags() -> None:

@@ -340,7 +340,7 @@ def test_misuse_is_named(pool: Any) -> None:
     for messages in pool.run(_misuse, 2):
         mixed, outside, early, muon, never_last = messages
         assert "'first.weight' is torch.float32, 'last.weight' is torch.float16" in mixed
-        assert "`with sync.micro_step(last=leaf.is_last):`" in outside
+        assert "`with sync.micro_step(last=leaf.is_last, index=leaf.index):`" in outside
         assert "make it after gs.replicate" in early
         assert "torch.optim.Muon orthogonalises whole matrices" in muon
         assert "no micro-step of this step was `last=True`" in never_last

@@ -96,7 +96,7 @@ def _misuse_ddp(rank: int, world_size: int, store_path: str) -> list[str]:
 
 def test_misuse_of_ddp_is_named(pool: Any) -> None:
     for outside, past in pool.run(_misuse_ddp, 2):
-        assert "`with sync.micro_step(last=leaf.is_last):`" in outside
+        assert "`with sync.micro_step(last=leaf.is_last, index=leaf.index):`" in outside
         assert "the forward did not go through `sync.forward(...)`" in past
 
 

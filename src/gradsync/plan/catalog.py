@@ -281,7 +281,7 @@ def hardware_of(name: str) -> Hardware:
     check_size(num_hosts * len(host.devices), f"hardware {name!r}")
     notes = [
         f"assumed: {CORES_PER_DEVICE} cores and {MEMORY_PER_DEVICE // GB} GB of host memory per "
-        "device, as in NVIDIA's DGX A100"
+        "device"
     ]
     if num_hosts > 1:
         notes.append(f"assumed: {DEFAULT_NETWORK} between the hosts")

@@ -66,8 +66,10 @@ def _link_text(link: Link) -> str:
 
 def work_lines(name: str, work: Workload) -> list[str]:
     """The model and its batch."""
+    millions = work.model.num_params() / 1e6
+    size = f"{millions:.1f} M" if millions < 1e3 else f"{millions / 1e3:.2f} B"
     return [
-        f"GPT {name} ({work.model.num_params() / 1e6:,.1f} M parameters, vocabulary "
+        f"GPT {name} ({size} parameters, vocabulary "
         f"{work.model.vocab_size:,}), {work.dtype}, {work.step_tokens:,} tokens per update in "
         f"sequences of {work.seq_len:,}"
     ]

@@ -142,7 +142,7 @@ class FsdpReducer(Reducer):
         if not self._seen.enclosed:
             raise ConfigError(
                 "sync='fsdp': enclose forward and backward of each leaf in "
-                "`with sync.micro_step(last=leaf.is_last):`"
+                "`with sync.micro_step(last=leaf.is_last, index=leaf.index):`"
             )
         yield
 

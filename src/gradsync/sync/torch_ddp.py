@@ -100,7 +100,7 @@ class TorchDdpReducer(Reducer):
         if torch.is_grad_enabled() and not self._in_micro_step:
             raise ConfigError(
                 f"sync={self.strategy!r}: enclose forward and backward of each leaf in "
-                "`with sync.micro_step(last=leaf.is_last):`"
+                "`with sync.micro_step(last=leaf.is_last, index=leaf.index):`"
             )
         self._forwards += 1
         return self._called(*inputs, **named)

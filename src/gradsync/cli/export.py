@@ -57,6 +57,13 @@ class ExportOptions:
     """Print one JSON document."""
 
 
+_LOADED_BY = {
+    "hf": "loaded by: transformers.AutoModelForCausalLM.from_pretrained({!r})",
+    "safetensors": "loaded by: safetensors.torch.load_file({!r})",
+    "dcp": "loaded by: torch.distributed.checkpoint.load(state, checkpoint_id={!r})",
+}
+
+
 def run(argv: list[str]) -> int:
     """Carry out `gradsync export ARGV`; returns the exit code.
 
@@ -78,9 +85,14 @@ def run(argv: list[str]) -> int:
         written = convert(path, out, options.to)
     kind = "folder" if written.is_dir() else "file"
     print(json.dumps({kind: str(written)}) if options.as_json else f"written to {written}")
-    if options.source != "run" and not options.as_json:
-        run = shlex.quote(str(written))
-        print(f"next: gradsync sample {run}, gradsync train {run}/config.yaml")
+    place = str(written)
+    if options.source != "run":
+        run = shlex.quote(place)
+        following = f"next: gradsync sample {run}, gradsync train {run}/config.yaml"
+    else:
+        following = _LOADED_BY[options.to].format(place)
+    if not options.as_json:
+        print(following)
     return 0
 
 

@@ -273,6 +273,9 @@ def _scaling(runs: Sequence[Run]) -> list[Chart]:
     words = f"in proportion to {counted(first, 'rank')}"
     proportion = Line(name=words, points=linear, color=len(dots), dashed=True)
     unit = f"% of a rank's tokens a second with {counted(first, 'rank')}"
+    threads = {run.environment.get("threads") for run in runs if run.path in scaled}
+    if len(threads) == 1 and isinstance(each := threads.pop(), int):
+        unit += f", each of {counted(each, 'thread')}"
     charts = (
         _from_zero("Tokens a second over ranks", "of all ranks", [*lines(1), proportion]),
         _from_zero("Efficiency", unit, lines(2)),
@@ -473,7 +476,9 @@ def _matrix(document: Mapping[str, Any]) -> str:
     version = document["versions"].get("gradsync", "?")
     return (
         f"<h2>Strategies against one rank</h2><p class=sub>gradsync verify {escape(str(version))}: "
-        f"{len(cells)} cells, <span class={kind}>{words}</span></p>{_table(head, rows)}"
+        f"{len(cells)} cells, <span class={kind}>{words}</span>. bitwise: one rank's bits; "
+        "rounding: as near as the order of sums explains; lossy: within its own promise.</p>"
+        f"{_table(head, rows)}"
         f"<ul>{listed}</ul>"
     )
 

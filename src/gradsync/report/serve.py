@@ -47,7 +47,8 @@ def serving(run: Path, where: str) -> Generator[str]:
         def do_GET(self) -> None:
             path = urlsplit(self.path).path
             if not hmac.compare_digest(path.encode(), f"/{token}/".encode()):
-                self.send_error(404)
+                words = "the page's address has a token: gradsync watch has printed it whole"
+                self.send_error(404, explain=words)
                 return
             try:
                 verified = None

@@ -217,6 +217,12 @@ def write_csv(path: Path, results: Sequence[Result]) -> None:
 # -- a table for people ---------------------------------------------------------------------------
 
 
+_LEGEND = (
+    "loss, gradient, weights: largest relative difference from one rank's run, over all steps; of "
+    "bound: gradients' share of what rounding explains, against fp64 (docs/guide/verifying.md)"
+)
+
+
 def print_report(results: Sequence[Result], seconds: float, stream: TextIO) -> None:
     """A row per strategy and dtype, then each reason of failures once."""
     # A narrow terminal may wrap lines; words cut short could not be read. Messages of others are
@@ -226,6 +232,7 @@ def print_report(results: Sequence[Result], seconds: float, stream: TextIO) -> N
     console = Console(file=stream, soft_wrap=True, width=width, **plain)
     cells = [result for result in results if not result.loaded_from]
     console.print(_table(cells))
+    console.print(_LEGEND)
     for alike in _by_reason(results):
         first, names = alike[0], ", ".join(result.name for result in alike)
         console.print(first.status, style="bold red", end=" ")

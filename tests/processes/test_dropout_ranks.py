@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import gradsync as gs
 from gradsync.errors import ConfigError
@@ -59,6 +61,9 @@ def take_steps(rank: int, world_size: int, store_path: str, case: str) -> str:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         data = [torch.ones(1)] * (65 if case == "length" and other else 62)
         data = Named(data) if case == "method" else data
+        if case == "content":
+            numbers = torch.Generator().manual_seed(int(other))
+            data = TensorDataset(torch.randn(62, 1, generator=numbers))
         seed = np.int64(case in ("seed", "own data") and other)
         among = World() if case == "own data" else world
         batches = gs.loader(data, among, seed=seed, num_epochs=1, **sizes)
@@ -96,6 +101,13 @@ def test_ranks_that_read_other_orders_are_refused(pool: Any, case: str, said: st
         first = "rank 0 list of 62, seed 0, shuffled, 8 by 2, sample 0, step 0"
         assert told.startswith(f"gs.loader differs: {first}, {said};")
         assert "ranks share one order of one data set" in told
+
+
+def test_ranks_that_made_up_their_own_data_are_refused(pool: Any) -> None:
+    for told in pool.run(take_steps, 2, "content"):
+        contents = re.findall(r"rank \d TensorDataset of 62 \(content (\w+)\), seed 0", told)
+        assert len({*contents}) == 2
+        assert "data (of random numbers: of one seed)" in told
 
 
 @pytest.mark.parametrize("case", ["", "evaluation", "skipped", "own data", "method"])

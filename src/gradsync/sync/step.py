@@ -55,7 +55,8 @@ NOT_UPDATED = (
 )
 _OTHER_ORDER = (
     "no rank has updated its weights; ranks share one order of one data set, and take its steps "
-    "together (`next(iter(loader))` takes one): go on from one checkpoint, with equal arguments"
+    "together (`next(iter(loader))` takes one): go on from one checkpoint, with equal arguments "
+    "and data (of random numbers: of one seed)"
 )
 _NO_BACKWARD = (
     "step() came without a backward on any rank since the last step, which used up all gradients: "

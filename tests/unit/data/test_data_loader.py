@@ -16,10 +16,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import Subset, TensorDataset
 
 from gradsync.comm.groups import SingleCommunicator
 from gradsync.data.leaf import Leaf
-from gradsync.data.loader import DatasetLoader, EvalLeaves, Loader, loader
+from gradsync.data.loader import DatasetLoader, EvalLeaves, Loader, glimpse_of, loader
 from gradsync.data.streaming import StreamLoader, stream_loader
 from gradsync.data.tokens import TokenDataset
 from gradsync.errors import ConfigError, DataError
@@ -563,3 +564,39 @@ def test_senseless_arguments_are_refused(
     for micro, most in ((0, None), (1, 0)):
         with pytest.raises(ConfigError, match="must be at least 1; got 0"):
             EvalLeaves([1], World(), micro, most)
+
+
+def random_data(seed: int, kind: type = TensorDataset) -> Any:
+    numbers = torch.randn(50, 3, 2, generator=torch.Generator().manual_seed(seed))
+    if kind is np.ndarray:
+        return numbers.numpy()
+    whole = TensorDataset(numbers, torch.arange(50))
+    return Subset(whole, range(5, 45)) if kind is Subset else whole
+
+
+@pytest.mark.parametrize("kind", [TensorDataset, Subset, np.ndarray])
+def test_data_in_memory_are_told_apart_by_their_numbers(kind: type) -> None:
+    found = glimpse_of(random_data(0, kind))
+    assert found.startswith("content ")
+    assert found == glimpse_of(random_data(0, kind)) != glimpse_of(random_data(1, kind))
+
+
+def test_last_bits_of_data_do_not_count() -> None:
+    whole = torch.linspace(0.1, 0.9, 80).view(20, 4)
+    assert glimpse_of(whole) == glimpse_of(whole * (1 + 2**-23))
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        [(torch.ones(1), 2)],
+        np.array(["a", "b"], dtype=object),
+        torch.eye(3).to_sparse(),
+        torch.ones(3, device="meta"),
+        torch.ones(3, 0),
+        TensorDataset(torch.ones(2), torch.eye(2).to_sparse()),
+    ],
+    ids=["list", "objects", "sparse", "meta", "empty", "mixed"],
+)
+def test_of_other_data_nothing_is_read(dataset: Any) -> None:
+    assert glimpse_of(dataset) == ""

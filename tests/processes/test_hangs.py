@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from support.fork_server import Forked, run_forked, torch_ranks
-from support.launchers import clean_environment, run_python
+from support.launchers import Finished, clean_environment, run_python
 
 REPORT_S, TIMEOUT_S, GRACE_S = 1.0, 2.7, 0.3
 
@@ -255,11 +255,15 @@ with gs.init(timeout_s=1.5, threads=1) as world:
 """
 
 
+def launched(script: Path, text: str, ranks: int) -> Finished:
+    """`text` as `script`, by our own launcher."""
+    script.write_text(text)
+    words = ["-m", "gradsync", "launch", "--nproc-per-node", ranks, "--", script]
+    return run_forked(words, [{"TMPDIR": str(script.parent)}])[0]
+
+
 def test_the_launcher_returns_it(tmp_path: Path) -> None:
-    script = tmp_path / "late.py"
-    script.write_text(SCRIPT)
-    words = ["-m", "gradsync", "launch", "--nproc-per-node", "2", "--", script]
-    (done,) = run_forked(words, [{"TMPDIR": str(tmp_path)}])
+    done = launched(tmp_path / "late.py", SCRIPT, 2)
     assert done.returncode == 124, done.describe()
     assert "late.py:8 <module>" in done.stderr
     (folder,) = tmp_path.glob("gradsync-stacks-*")
@@ -279,10 +283,7 @@ with gs.init(threads=1) as world:
 
 
 def test_an_error_of_many_ranks_has_one_traceback(tmp_path: Path) -> None:
-    script = tmp_path / "alike.py"
-    script.write_text(ALIKE)
-    words = ["-m", "gradsync", "launch", "--nproc-per-node", "3", "--", script]
-    (done,) = run_forked(words, [{"TMPDIR": str(tmp_path)}])
+    done = launched(tmp_path / "alike.py", ALIKE, 3)
     assert done.returncode == 1, done.describe()
     assert done.stderr.count("Traceback (most recent call last)") == 1, done.describe()
     assert re.search(

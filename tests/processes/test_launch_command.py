@@ -13,6 +13,8 @@ import pytest
 
 from gradsync.cli.main import main
 from gradsync.runtime.store import wait_until
+from gradsync.train.config_io import parse_config
+from support import foreign_files
 from support.config_flags import train_arguments
 from support.fork_server import Forked, free_port, run_forked, torch_ranks
 from support.launchers import clean_environment
@@ -197,3 +199,14 @@ def test_the_note_comes_before_anybody_leaves(tmp_path: Path) -> None:
     for rank in run_forked([late, *train_arguments(config)], torch_ranks(2)):
         rank.ok()
     assert json.loads((run / "exit.json").read_text())["exit_code"] == 0
+
+
+def test_a_resume_that_is_refused_is_said_once(tmp_path: Path) -> None:
+    run = foreign_files.make_run(tmp_path)
+    assert parse_config([str(run / "config.yaml")]).model.vocab_size == 257  # that of the data
+    flags = ("--data", tmp_path / "data", "--out", run, "--steps", "2", "--nproc-per-node", "2")
+    command = ("-m", "gradsync", "train", "tiny", *foreign_files.FLAGS, *flags)
+    for change, said in (("--seed=9", "was begun with --seed"), ("--model.n-layer=2", "n_layer")):
+        (done,) = run_forked([*command, change])
+        assert done.returncode == 2, done.describe()
+        assert done.stderr.count("gradsync: error:") == done.stderr.count(said) == 1, done.stderr

@@ -170,9 +170,10 @@ def one_line(text: object) -> str:
     return shown if len(shown) <= 400 else f"{shown[:400]} …"
 
 
-def counted(number: float, noun: str, several: str = "") -> str:
-    """A number of things in words: "1 rank", "3 ranks", "2 leaves"."""
-    shown = f"{number:g}" if isinstance(number, float) else f"{number:,}"
+def counted(number: object, noun: str, several: str = "") -> str:
+    """A number of things in words: "1 rank", "3 ranks", "2 leaves"; "? ranks" of what is none."""
+    is_number = isinstance(number, int | float)
+    shown = f"{number:,g}" if isinstance(number, float) else f"{number:,}" if is_number else "?"
     return f"{shown} {noun if number == 1 else several or noun + 's'}"
 
 

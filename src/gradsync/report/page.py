@@ -273,9 +273,9 @@ def _scaling(runs: Sequence[Run]) -> list[Chart]:
     words = f"in proportion to {counted(first, 'rank')}"
     proportion = Line(name=words, points=linear, color=len(dots), dashed=True)
     unit = f"% of a rank's tokens a second with {counted(first, 'rank')}"
-    threads = {run.environment.get("threads") for run in runs if run.path in scaled}
-    if len(threads) == 1 and isinstance(each := threads.pop(), int):
-        unit += f", each of {counted(each, 'thread')}"
+    threads = [run.environment.get("threads") for run in runs if run.path in scaled]
+    if isinstance(threads[0], int) and threads.count(threads[0]) == len(threads):
+        unit += f", each of {counted(threads[0], 'thread')}"
     charts = (
         _from_zero("Tokens a second over ranks", "of all ranks", [*lines(1), proportion]),
         _from_zero("Efficiency", unit, lines(2)),
@@ -366,8 +366,7 @@ def _checked(run: Run) -> Iterator[str]:
 
 def _sentence(run: Run) -> str:
     environment, config = run.environment, run.config
-    size = environment.get("world_size")
-    ranks = counted(size, "rank") if isinstance(size, int) else "? ranks"
+    ranks = counted(environment.get("world_size"), "rank")
     words = [
         f"{config.get('preset', 'model')}, sync {config.get('sync', '?')}",
         f"{ranks} by {environment.get('launcher', '?')}",

@@ -195,6 +195,8 @@ def test_it_goes_on_and_leaves_for_transformers(
 
     assert main(["export", "runs/more"]) == 0
     hf = Path("runs/more/hf")
+    loaded = "loaded by: transformers.AutoModelForCausalLM.from_pretrained('runs/more/hf')\n"
+    assert capsys.readouterr().out.endswith(loaded)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(hf), AutoTokenizer.from_pretrained(hf)
     ids = torch.tensor([tokenizer("not to be").input_ids])
     assert ids.tolist() == [[LETTERS[letter] for letter in "not to be"]]

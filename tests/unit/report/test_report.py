@@ -423,6 +423,14 @@ def test_charts_as_files(tmp_path: Path) -> None:
         assert ElementTree.parse(path).getroot().tag == "{http://www.w3.org/2000/svg}svg"
 
 
+@pytest.mark.parametrize("threads", [[1], "many", {}, None])
+def test_threads_that_cannot_be_leave_a_page(tmp_path: Path, threads: object) -> None:
+    runs = [make_run(tmp_path, ranks=n, name=f"run-{n}") for n in (1, 2)]
+    for each in runs:
+        (each / "env.json").write_text(json.dumps({"world_size": threads, "threads": threads}))
+    assert "Efficiency" in read_page(page(list(map(read_run, runs)))).text
+
+
 def test_the_figures_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path)
     assert main(["report", "--json", str(run)]) == 0

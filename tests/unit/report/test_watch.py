@@ -158,6 +158,15 @@ def test_a_terminal_has_a_panel(run: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert row in shown
 
 
+def test_a_run_whose_environment_is_not_known(run: Path) -> None:
+    (run / "env.json").unlink(missing_ok=True)
+    with serving(run, "127.0.0.1:0") as address:
+        assert "? ranks" in get(address)[1]
+        assert "the page's address has a token" in get(address.rsplit("/", 2)[0] + "/")[1]
+    stream = io.StringIO()
+    assert watched(run, lambda: end(run), stream=stream) == 0
+
+
 def table(run: Path, *ranks: dict[str, object], age_s: float = 0.0) -> None:
     document = {"time": time.time() - age_s, "ranks": list(ranks)}
     (run / "ranks.json").write_text(json.dumps(document))

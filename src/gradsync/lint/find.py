@@ -123,6 +123,37 @@ def not_divided(s: Script) -> Iterator[ast.AST]:
         summed = any(isinstance(n, ast.Constant) and n.value == "sum" for n in ast.walk(s.tree))
         if not any(every in part or part in every for part in parts) and not summed:
             yield next(n for n in ast.walk(loop) if _is_backward(n))
+    for loop in s.nodes:  # over the leaves of a step of gs.loader
+        if not isinstance(loop, ast.For) or not isinstance(loop.iter, ast.Name):
+            continue
+        steps = [each for each in s.parents(loop) if isinstance(each, ast.For)]
+        steps = [each for each in steps if dotted(each.target) == loop.iter.id]
+        made = [v for each in steps for v in [each.iter, *s.values(dotted(each.iter))]]
+        dealt = any(isinstance(v, ast.Call) and keyword(v, "global_batch_size") for v in made)
+        nodes = list(ast.walk(loop))
+        divided = any(isinstance(getattr(n, "op", None), ast.Div | ast.Mult) for n in nodes)
+        stepped = any(isinstance(n, ast.Call) and last(n.func) == "step" for n in nodes)
+        if dealt and not divided and not stepped:
+            yield from [n for n in nodes if _is_backward(n) and not _is_of_handle(n)][:1]
+
+
+def _is_of_handle(node: ast.AST) -> bool:
+    """Whether it is `sync.backward(loss_sum, leaf=leaf)`."""
+    return isinstance(node, ast.Call) and bool(keyword(node, "leaf") or keyword(node, "weight"))
+
+
+def changed_sums(s: Script) -> Iterator[ast.AST]:
+    """Gradients clipped between `sync.backward` and `sync.step`."""
+    for clip in s.calls("clip_grad_norm_", "clip_grad_value_"):
+        handles = {
+            dotted(call.func).removesuffix(".backward")
+            for call in s.calls("backward")
+            if _is_of_handle(call) and call.lineno < clip.lineno
+        }
+        steps = (call for call in s.calls("step") if call.lineno > clip.lineno)
+        near = (each for each in steps if s.function_of(each) is s.function_of(clip))
+        if any(dotted(each.func).removesuffix(".step") in handles for each in near):
+            yield clip
 
 
 def fires_at_once(s: Script) -> Iterator[ast.AST]:

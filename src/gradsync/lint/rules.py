@@ -84,7 +84,8 @@ RULES = (
         level="error",
         says="gradients add up over micro-batches, and nothing divides the loss by their number",
         why="each backward adds a whole mean: the step is as many times too long",
-        fix="(loss / steps).backward(), or sums of losses over the number of targets",
+        fix="(loss / steps).backward(), or sums of losses over the number of targets (leaves of "
+        "gs.loader: sync.backward(loss_sum, leaf=leaf), sync.step(optimizer))",
         find=find.not_divided,
     ),
     Rule(
@@ -102,6 +103,15 @@ RULES = (
         why="no gradient is ever averaged: each rank trains a model of its own",
         fix="the last micro-batch of a step outside of it, forward included",
         find=find.never_synchronised,
+    ),
+    Rule(
+        id="GS107",
+        level="error",
+        says="gradients are clipped between sync.backward() and sync.step()",
+        why="there they are sums of this rank's leaves, under most strategies not even in .grad: "
+        "clipping does nothing, or something else on each number of ranks",
+        fix="sync.step(optimizer, clip_norm=1.0), which clips the mean over all ranks",
+        find=find.changed_sums,
     ),
     Rule(
         id="GS201",

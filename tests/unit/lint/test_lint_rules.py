@@ -69,6 +69,13 @@ WRONG: dict[str, list[str]] = {
     ],
     "GS104": [
         """
+        batches = gs.loader(data, world, global_batch_size=64, micro_batch_size=8)
+        for step in batches:
+            for leaf in step:
+                model(leaf.inputs).mean().backward()  # GS104
+            optimizer.step()
+        """,
+        """
         for i, x in enumerate(loader):
             loss = model(x).mean()
             loss.backward()  # GS104
@@ -115,6 +122,14 @@ WRONG: dict[str, list[str]] = {
                 (criterion(ddp(x), y) / ga).backward()  # GS106
             if (i + 1) % ga == 0:
                 optimizer.step()
+        """,
+    ],
+    "GS107": [
+        """
+        for leaf in step:
+            sync.backward(loss(leaf), leaf=leaf)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # GS107
+        sync.step(optimizer)
         """,
     ],
     "GS201": [
@@ -305,6 +320,19 @@ RIGHT: dict[str, str] = {
         torch.save(model.state_dict(), buffer)
         path = f"model-{rank}.pt"
         torch.save(model.state_dict(), path)
+        """,
+    "leaves by the handle, by the mean over them, and a step for each": """
+        for step in gs.loader(data, world, global_batch_size=64, micro_batch_size=8):
+            for leaf in step:
+                sync.backward(model(leaf.inputs).sum(), leaf=leaf)
+            sync.step(optimizer, clip_norm=1.0)
+            for leaf in step:
+                (model(leaf.inputs).mean() / len(step)).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            for leaf in step:
+                model(leaf.inputs).mean().backward()
+                optimizer.step()
         """,
     "accumulation as it should be": """
         ddp = DDP(model)

@@ -211,6 +211,23 @@ def test_checkpoints_gather_scatter_and_load(recipe: Recipe) -> None:
 
 
 @pytest.mark.parametrize("recipe", [ZERO1, ZERO2], ids=["zero1", "zero2"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_state_dict_without_the_state_is_refused(recipe: Recipe, world_size: int) -> None:
+    def train(_: int, group: Any) -> None:
+        sync, optimizer = make(ProcessGroupCommunicator(group), recipe)
+        optimizer.state_dict()  # nothing to leave out yet
+        do_step(sync, optimizer, 0)
+        with pytest.raises(ConfigError, match=r"would hold none of it: call sync\.gather\(opt"):
+            optimizer.state_dict()
+        sync.gather(optimizer)
+        assert optimizer.state_dict()["state"]
+        sync.scatter(optimizer)
+        sync.close()
+
+    run_thread_ranks(train, world_size)
+
+
+@pytest.mark.parametrize("recipe", [ZERO1, ZERO2], ids=["zero1", "zero2"])
 def test_a_group_that_is_added_on_the_way_is_trained(recipe: Recipe) -> None:
     def train(comm: Communicator, recipe: Recipe) -> dict[str, Tensor]:
         sync, _ = make(comm, recipe)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.errors import ConfigError, GradsyncError, RunError
-from gradsync.sync.gradient_sync import GradientSync
+from gradsync.sync.gradient_sync import HANDLE, GradientSync
 from gradsync.sync.registry import STRATEGIES
 from gradsync.sync.replicate import replicate
 from support.engine_cases import pretend_hosts
@@ -68,6 +68,9 @@ def clip(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     with torch.no_grad():
         model[0].weight.clamp_(max=0.05)
     model[1].weight.data = torch.full_like(model[1].weight, 0.25)
+    sync = getattr(model, HANDLE)
+    if sync.reducer.strategy in ("zero1", "zero2"):
+        sync.gather(optimizer)
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
 

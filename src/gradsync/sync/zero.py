@@ -16,6 +16,7 @@ of their first layout, since pieces belong to places in buckets.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -241,6 +242,11 @@ class ZeroShards(Replicas):
     ) -> None:
         self._of(optimizer).keep(states)
 
+    def held_bytes(self, optimizer: Optimizer) -> int:
+        """Bytes of the optimizer's state that this rank holds a part of."""
+        its = self._sharded.get(id(optimizer))
+        return 0 if its is None else its.state_bytes
+
     def _of(self, optimizer: Optimizer) -> ShardedOptimizer:
         """The sharded counterpart of the user's optimizer, made at first sight, and again when its
         groups hold other parameters (`add_param_group`); all ranks call it together."""
@@ -251,6 +257,22 @@ class ZeroShards(Replicas):
                 known.gather_into(optimizer)
             plans = [bucket.plan for bucket in self._buckets]
             plan = ShardLayout(self.parameters, plans, self._owners)
-            known = ShardedOptimizer.like(optimizer, comm=self._comm, plan=plan)
-            self._sharded[id(optimizer)], self._members[id(optimizer)] = known, members
+            new = ShardedOptimizer.like(optimizer, comm=self._comm, plan=plan)
+            self._sharded[id(optimizer)], self._members[id(optimizer)] = new, members
+            if known is None:
+                refuse = partial(_refuse_empty_state, weakref.ref(self))
+                optimizer.register_state_dict_pre_hook(refuse)
+            known = new
         return known
+
+
+def _refuse_empty_state(owner: weakref.ref[ZeroShards], optimizer: Optimizer) -> None:
+    """Hook before `optimizer.state_dict()`, which would leave out the state without a word."""
+    shards = owner()
+    if shards is None or any(optimizer.state.values()) or not shards.held_bytes(optimizer):
+        return
+    raise ConfigError(
+        f"sync={shards.strategy!r}: the optimizer's state is divided among the ranks, and its "
+        "state_dict() would hold none of it: call sync.gather(optimizer) on all ranks before it, "
+        "and sync.scatter(optimizer) after it"
+    )

@@ -255,6 +255,31 @@ def test_what_a_step_tells() -> None:
     assert [met for _, _, met in first] == [False, True, False, True]
 
 
+@every_kind
+def test_a_state_dict_in_mid_round_says_whose_weights_it_holds(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def work(comm: Communicator) -> None:
+        sync = handle(kind, comm, inner_steps=3)
+        sync.model.state_dict()  # ranks are equal
+        train(sync, sgd(sync.model), range(2), EVEN)
+        if comm.rank == 1:
+            sync.model.state_dict()
+            sync.model.state_dict()  # said once
+        copy.deepcopy(sync.model).state_dict()
+        sync.full_weights()
+        sync.model.state_dict()
+        sync.close()
+
+    on_ranks(work, 2)
+    found = [each for each in caplog.messages if "holds rank" in each]
+    assert len(found) == 1
+    assert found[0].startswith(
+        "model.state_dict() holds rank 1's own weights here, 2 steps after ranks last met (they "
+        "meet every 3): call sync.synchronize_replicas() on all ranks before it"
+    )
+
+
 # -- buffers, memory, half precision ---------------------------------------------------------------
 
 

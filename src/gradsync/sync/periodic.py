@@ -23,8 +23,11 @@ definition, unless checkpoints fall on multiples of `inner_steps`, where rounds 
 
 from __future__ import annotations
 
+import logging
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,14 +35,18 @@ import torch
 from gradsync.comm.base import Communicator, Work
 from gradsync.comm.process_group import Done
 from gradsync.comm.values import broadcast_json, broadcast_tensors
+from gradsync.core.files import counted
 from gradsync.core.torch_private import foreach_copy_, foreach_sub
 from gradsync.errors import CheckpointError
 from gradsync.sync.options import DilocoOptions, LocalSgdOptions
 from gradsync.sync.reducer import Reducer, Replicas, Stopwatch, trainable
+from gradsync.sync.watch import ModuleHook
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
+
+log = logging.getLogger("gradsync")
 
 _PREFIX = "outer_momentum/"
 
@@ -68,6 +75,9 @@ class PeriodicReplicas(Replicas, ABC):
         self.inner_steps = inner_steps
         self.steps_in_round = 0
         """Number of steps since the ranks last met."""
+        warn = partial(_warn_of_drift, weakref.ref(self))
+        self._hook = model.register_state_dict_pre_hook(ModuleHook(warn))
+        self._warned = comm.world_size == 1
         self._watch = self._new_watch()
         self._note_buffers()
 
@@ -96,6 +106,9 @@ class PeriodicReplicas(Replicas, ABC):
         self._watch.stop()
         self.steps_in_round = 0
 
+    def close(self) -> None:
+        self._hook.remove()
+
     @abstractmethod
     def meet(self) -> None:
         """Make the parameters equal on all ranks; called without autograd."""
@@ -122,6 +135,22 @@ class PeriodicReplicas(Replicas, ABC):
 
     def _new_watch(self) -> Stopwatch:
         return Stopwatch(on_cuda=any(parameter.is_cuda for parameter in self.parameters))
+
+
+def _warn_of_drift(owner: weakref.ref[PeriodicReplicas], *_: Any) -> None:
+    """Hook before `model.state_dict()`: in the middle of a round it holds one rank's weights."""
+    replicas = owner()
+    if replicas is None or replicas._warned or not replicas.steps_in_round:
+        return
+    replicas._warned = True
+    log.warning(
+        "model.state_dict() holds rank %d's own weights here, %s after ranks last met (they meet "
+        "every %d): call sync.synchronize_replicas() on all ranks before it, or sync.full_weights()"
+        " in its place (said once)",
+        replicas.comm.rank,
+        counted(replicas.steps_in_round, "step"),
+        replicas.inner_steps,
+    )
 
 
 class LocalSgdReplicas(PeriodicReplicas):

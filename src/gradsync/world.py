@@ -40,6 +40,8 @@ class World:
     `from_process_group`: process group, or `NO_GROUP`."""
     device: str = "cpu"
     """Torch device of this rank, such as "cpu" or "cuda:1". Set when the session starts."""
+    seed: int = 0
+    """The `seed` of `gs.init`, 0 where it had none; loaders take it where they are given none."""
 
     def __post_init__(self) -> None:
         checks = (

@@ -332,6 +332,11 @@ def test_gradients_that_no_optimizer_uses_do_not_add_up(name: str) -> None:
     sync.close()
 
 
+def test_a_loss_is_a_tensor() -> None:
+    with pytest.raises(TypeError, match=r"loss's tensor \(without \.item\(\)\), got float"):
+        alone(two_layers()).backward(1.5, weight=2)  # pyrefly: ignore
+
+
 @pytest.mark.parametrize("weight", [float("nan"), float("inf"), -3.0])
 def test_a_weight_is_a_number_of_something(weight: float) -> None:
     model = two_layers()

@@ -49,6 +49,8 @@ class Leaf:
     order: str = ""
     """The order of samples that it is part of, in words: ranks whose leaves come from others would
     share a batch of none. `sync.step` compares it; "" is not compared."""
+    num_leaves: int = 0
+    """Leaves of the step over all ranks, which `sync.step` looks for where `order` is known."""
 
     @property
     def inputs(self) -> Any:
@@ -147,6 +149,7 @@ def make_leaf(
     is_last: bool,
     device: torch.device,
     order: str = "",
+    num_leaves: int = 0,
 ) -> Leaf:
     """A `Leaf` with its targets counted and its tensors on `device`."""
     num_targets = count_targets(batch, num_samples)  # before the move, see there
@@ -158,6 +161,7 @@ def make_leaf(
         num_targets=num_targets,
         is_last=is_last,
         order=order,
+        num_leaves=num_leaves,
     )
 
 

@@ -4,6 +4,7 @@ evaluation; `DatasetLoader`."""
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import index
@@ -14,16 +15,23 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    Subset,
+    default_collate,
+)
 
 from gradsync.core.torch_private import end_workers
 from gradsync.data.batch_plan import StepSpan, cut_step, require_at_least, solve_batch_plan
 from gradsync.data.leaf import Leaf, Step, make_leaf
 from gradsync.data.order import SampleOrder, derive_key
-from gradsync.data.tokens import open_dataset
+from gradsync.data.tokens import TokenDataset, open_dataset
 from gradsync.errors import ConfigError, DataError
-from gradsync.runtime.seeds import seed_leaf
+from gradsync.runtime.seeds import seed_leaf, seeded_read
 from gradsync.world import World
+
+log = logging.getLogger("gradsync")
 
 Collate = Callable[[list[Any]], Any]
 
@@ -33,13 +41,25 @@ WORKER_OPTIONS += ("persistent_workers",)
 
 
 _GLIMPSES = 16
-"""Rows of a tensor that are looked at; up to twice as many where they do not divide."""
+"""Rows of a tensor or items of a list that are looked at; up to twice as many where they do not
+divide."""
+_SCALAR = bool | int | float | str | bytes | np.generic
+_OF_DATALOADER = {
+    "batch_size": "global_batch_size (over all ranks) and micro_batch_size (of a leaf)",
+    **dict.fromkeys(("sampler", "batch_sampler"), "shuffle= and seed=: it deals samples to ranks"),
+    "drop_last": "nothing is dropped: with num_epochs= the last step may be shorter",
+    "generator": "seed=",
+    **dict.fromkeys(("pin_memory", "pin_memory_device"), "batches come on this rank's device"),
+    **dict.fromkeys(WORKER_OPTIONS, "worker_options={...}"),
+}
+"""For arguments of torch's `DataLoader` that are others here: what to write."""
 
 
 class _LeafReader(Dataset[Any]):
-    """Reads whole leaves: index it with the indices of a leaf, get the batch.
+    """Reads whole leaves: index it with a leaf's key and indices, get the batch.
 
     The same object works in this process and in DataLoader workers, so both give the same batch.
+    The key is (seed, step, leaf) for what the data set draws, or None to leave generators alone.
     A data set may offer `read_batch(indices) -> batch` (as `TokenDataset` does) or torch's
     `__getitems__(indices) -> list of samples`; else samples are read one by one.
     """
@@ -49,10 +69,18 @@ class _LeafReader(Dataset[Any]):
         self._collate_fn = collate_fn or default_collate
         self._whole = collate_fn is None and hasattr(dataset, "read_batch")
 
-    def __getitem__(self, index: np.ndarray) -> Any:
+    def __getitem__(self, index: tuple[tuple[int, int, int] | None, np.ndarray]) -> Any:
+        key, indices = index
+        if key is None or type(self._dataset) is TokenDataset:  # it draws nothing
+            return self.read(indices)
+        with seeded_read(*key):
+            return self.read(indices)
+
+    def read(self, indices: np.ndarray) -> Any:
+        """The batch of samples `indices`, int64 [B]."""
         if self._whole:
-            return self._dataset.read_batch(index)
-        numbers = index.tolist()
+            return self._dataset.read_batch(indices)
+        numbers = indices.tolist()
         if hasattr(self._dataset, "__getitems__"):
             return self._collate_fn(self._dataset.__getitems__(numbers))
         return self._collate_fn([self._dataset[number] for number in numbers])
@@ -76,7 +104,8 @@ class Loader:
         world: who we are.
         global_batch_size: samples in a step, over all ranks; a multiple of `micro_batch_size`.
         micro_batch_size: samples in a leaf.
-        seed: names the order, and the random numbers (dropout) of each leaf.
+        seed: names the order, and the random numbers (dropout) of each leaf; None is the seed of
+            `gs.init`.
         num_workers: DataLoader worker processes that read ahead; 0 reads in this process. Workers
             hold no state, so the order and the exactness of resuming do not depend on it.
         worker_options: options of torch's `DataLoader` for these workers, of `WORKER_OPTIONS`.
@@ -84,10 +113,13 @@ class Loader:
         num_epochs: passes over the data; None never ends.
         shuffle: False keeps the order of the data set.
         seed_leaves: seed torch's generators by (seed, step, leaf) before each leaf, so dropout is
-            the leaf's and not the rank's; False leaves them alone. See [Note: Keyed streams].
+            the leaf's and not the rank's, and Python's and numpy's while it is read; False leaves
+            them alone. See [Note: Keyed streams].
         device: where batches go; None is the world's device.
+        others: nothing; names that torch's `DataLoader` takes are answered with ours.
 
     Raises:
+        TypeError: another argument.
         ConfigError: when the batch arithmetic is not exact, or ranks outnumber leaves; a worker
             option that is not taken here, or whose value torch does not take.
         DataError: when the data set is empty or not map-style.
@@ -100,7 +132,7 @@ class Loader:
         *,
         global_batch_size: int,
         micro_batch_size: int,
-        seed: int = 0,
+        seed: int | None = None,
         num_workers: int = 0,
         worker_options: Mapping[str, Any] | None = None,
         collate_fn: Collate | None = None,
@@ -108,7 +140,11 @@ class Loader:
         shuffle: bool = True,
         seed_leaves: bool = True,
         device: torch.device | str | None = None,
+        **others: Any,
     ) -> None:
+        for name in others:
+            hint = f": {_OF_DATALOADER[name]}" if name in _OF_DATALOADER else ""
+            raise TypeError(f"gs.loader() takes no argument {name!r}{hint}")
         require_at_least(0, num_workers=num_workers)
         require_at_least(1, num_epochs=num_epochs)
         self.plan = solve_batch_plan(
@@ -118,11 +154,13 @@ class Loader:
         )
         """The batch arithmetic; `plan.describe()` says it in words."""
         self._reader = _LeafReader(dataset, collate_fn)
-        seed, shuffle = index(seed), bool(shuffle)  # of NumPy too
+        seed = index(world.seed if seed is None else seed)  # of NumPy too
+        shuffle = bool(shuffle)
         self._order = SampleOrder(size_of(dataset), seed, shuffle)
         self._fingerprint = fingerprint_of(dataset)
         self._described = ""
-        if dist.is_initialized() and dist.get_world_size() == world.world_size:
+        group_size = dist.get_world_size() if dist.is_initialized() else 1
+        if group_size == world.world_size:
             # Else ranks may have data of their own. Not `_fingerprint`, of which a Hugging Face
             # data set may have another one in each process.
             own = getattr(dataset, "fingerprint", None) or glimpse_of(dataset)
@@ -137,6 +175,7 @@ class Loader:
         self._seed_leaves = seed_leaves
         self._stop = math.inf if num_epochs is None else num_epochs * self._order.num_samples
         self._samples = self._steps = 0
+        self._ended: bool | None = False  # whether an iteration came to the end; None: said
         self._batches: Iterator[Any] | None = None  # of the iteration in progress
         try:
             if not isinstance(worker_options, Mapping | None):
@@ -158,6 +197,12 @@ class Loader:
 
     def __iter__(self) -> Iterator[Step]:
         self.close()
+        if self._samples >= self._stop and self._ended and not self._rank:
+            self._ended = None
+            log.warning(
+                "gs.loader has given all that num_epochs= asks for: iterating it again gives "
+                "nothing, and all passes are one loop, which loader.epoch counts (said once)"
+            )
         batches = self._batches = self._open_batches()
         try:
             for span, stop in self._spans(self._samples):
@@ -173,6 +218,8 @@ class Loader:
                 yield step
                 self._check_current(batches)
                 step.drain()
+            if self._ended is False:
+                self._ended = True
         finally:
             if self._batches is batches:
                 self.close()
@@ -222,22 +269,28 @@ class Loader:
             start = stop
 
     def _open_batches(self) -> Iterator[Any]:
-        leaves = (leaf for span, _ in self._spans(self._samples) for leaf in span.leaves)
-        index_lists = (self._order.indices(leaf.start, leaf.count) for leaf in leaves)
+        items = (
+            (
+                (self._order.seed, step, leaf.index) if self._seed_leaves else None,
+                self._order.indices(leaf.start, leaf.count),
+            )
+            for step, (span, _) in enumerate(self._spans(self._samples), self._steps)
+            for leaf in span.leaves
+        )
         if not self._num_workers:
-            return map(self._reader.__getitem__, index_lists)
-        return iter(self._read_ahead(index_lists))
+            return map(self._reader.__getitem__, items)
+        return iter(self._read_ahead(items))
 
-    def _read_ahead(self, index_lists: Iterable[np.ndarray]) -> DataLoader[Any]:
-        """The batches of `index_lists`, read by workers, at least one."""
+    def _read_ahead(self, items: Iterable[Any]) -> DataLoader[Any]:
+        """The batches of `items`, see `_LeafReader`, read by workers, at least one."""
         # A generator of its own: DataLoader would draw from the global one, and `num_workers`
         # would change the model's dropout.
         generator = torch.Generator()
         generator.manual_seed(derive_key(self._order.seed, self._samples, self._rank) >> 1)
         return DataLoader(
             self._reader,
-            sampler=index_lists,
-            batch_size=None,  # an index list is one item: the reader makes the batch
+            sampler=items,
+            batch_size=None,  # a leaf is one item: the reader makes the batch
             collate_fn=_unchanged,
             num_workers=self._num_workers or 1,
             pin_memory=self._device.type == "cuda",
@@ -249,18 +302,19 @@ class Loader:
         self, span: StepSpan, step: int, batches: Iterator[Any], order: str
     ) -> Iterator[Leaf]:
         for place, leaf in enumerate(span.leaves, start=1):
-            # Before the read: what a data set draws in this process is keyed by the leaf, too.
+            self._check_current(batches)
+            batch = next(batches)
             if self._seed_leaves:
                 seed_leaf(self._order.seed, step, leaf.index)
-            self._check_current(batches)
             yield make_leaf(
-                next(batches),
+                batch,
                 index=leaf.index,
                 step=step,
                 num_samples=leaf.count,
                 is_last=span.everyone_has_leaves and place == len(span.leaves),
                 device=self._device,
                 order=order,
+                num_leaves=span.num_leaves,
             )
 
 
@@ -300,6 +354,17 @@ def size_of(dataset: Any) -> int:
             "a DataLoader makes batches of its own: pass its data set (dataloader.dataset); "
             "num_workers and collate_fn are arguments here, too"
         )
+    if isinstance(dataset, str | bytes | Path):
+        raise DataError(
+            f"{str(dataset)!r} names a data set: open it first, with a class of yours or "
+            "np.memmap; gradsync train --data takes folders of tokens"
+        )
+    parts: Any = dataset.values() if isinstance(dataset, Mapping) else dataset
+    if isinstance(dataset, tuple | Mapping) and all(isinstance(p, Tensor) for p in parts):
+        raise DataError(
+            f"a {type(dataset).__name__} of {len(dataset)} tensors is no data set of samples: "
+            "write torch.utils.data.TensorDataset(inputs, targets)"
+        )
     if isinstance(dataset, Mapping) and 0 not in dataset:
         names = ", ".join(map(repr, dataset))
         raise DataError(f"a dict of data sets ({names}): pass one of them, as in data['train']")
@@ -328,29 +393,46 @@ def fingerprint_of(dataset: Any) -> str:
 
 
 def glimpse_of(dataset: Any) -> str:
-    """A hash of some numbers of a data set that lies in memory (a `TensorDataset`, parts of one, a
-    tensor, an array): ranks that made up their own, each by its seed, differ in it.
+    """A hash of some of what a data set holds in memory: the items of a list, a `Subset`'s indices,
+    a tensor or array, and those among its attributes. Ranks that made up their own data, each by
+    its seed, or divided it themselves, differ in it.
 
-    "" for all others, of which reading a sample may have effects. Floating-point numbers count to
-    three digits, since hosts may compute them with other last bits.
+    "" where nothing is found; no sample is read, which may have effects. Floating-point numbers
+    count to three digits, since hosts may compute them with other last bits.
     """
-    found = hashlib.sha256()
+    found: list[str] = []
     while isinstance(dataset, Subset):
-        found.update(repr(list(dataset.indices[:_GLIMPSES])).encode())
+        found += _glimpses(list(dataset.indices))
         dataset = dataset.dataset
-    parts: Any = dataset.tensors if isinstance(dataset, TensorDataset) else (dataset,)
-    for part in parts:
-        if type(part) not in (Tensor, np.ndarray, np.memmap) or not all(part.shape):
-            return ""
-        try:
-            rows = part[:: max(1, len(part) // _GLIMPSES)]
-            rows = rows if isinstance(rows, Tensor) else torch.from_numpy(np.array(rows))
-            for number, row in enumerate(rows):
-                place = number * 7919 % row.numel()
-                found.update(f"{row.reshape(-1)[place].item():.3g} ".encode())
-        except (TypeError, RuntimeError):  # of objects, sparse, on no device
-            return ""
-    return f"content {found.hexdigest()[:8]}"
+    if isinstance(dataset, Tensor | np.ndarray | list | tuple):
+        found += _glimpses(dataset)
+    else:
+        attributes = sorted(getattr(dataset, "__dict__", {}).items())
+        held = (value for _, value in attributes if not isinstance(value, _SCALAR))
+        found += (part for value in held for part in _glimpses(value, texts=False))
+    return f"content {hashlib.sha256(repr(found).encode()).hexdigest()[:8]}" if found else ""
+
+
+def _glimpses(value: Any, *, texts: bool = True) -> list[str]:
+    """Some of the numbers and texts in a tensor, an array or a list; nothing of other things.
+    `texts` False leaves those out, as paths may be others on each host."""
+    if type(value) in (list, tuple):
+        some = value[:: max(1, len(value) // _GLIMPSES)]
+        return [part for item in some for part in _glimpses(item, texts=texts)]
+    if isinstance(value, _SCALAR):
+        if isinstance(value, str | bytes):
+            return [str(value[:1000])] if texts else []
+        return [f"{value:.3g}"] if isinstance(value, float) else [str(value)]
+    if type(value) not in (Tensor, np.ndarray, np.memmap) or not all(value.shape):
+        return []
+    try:
+        rows = value[:: max(1, len(value) // _GLIMPSES)] if value.ndim else value
+        rows = rows if isinstance(rows, Tensor) else torch.from_numpy(np.array(rows))
+        rows = rows.reshape(len(rows), -1) if rows.ndim else rows.reshape(1, 1)
+        places = (number * 7919 % rows.shape[1] for number in range(len(rows)))
+        return [f"{row[place].item():.3g}" for row, place in zip(rows, places, strict=True)]
+    except (TypeError, RuntimeError):  # of objects, sparse, on no device
+        return []
 
 
 class EvalLeaves:
@@ -393,7 +475,7 @@ class EvalLeaves:
     def __iter__(self) -> Iterator[Leaf]:
         for leaf in self._span.leaves:
             yield make_leaf(
-                self._reader[np.arange(leaf.start, leaf.start + leaf.count)],
+                self._reader.read(np.arange(leaf.start, leaf.start + leaf.count)),
                 index=leaf.index,
                 step=0,
                 num_samples=leaf.count,

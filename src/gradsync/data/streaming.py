@@ -64,7 +64,7 @@ class StreamLoader:
         comm: Communicator | None = None,
         num_epochs: int | None = 1,
         collate_fn: Callable[[list[Any]], Any] | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         seed_leaves: bool = True,
         compare: bool = True,
         device: torch.device | str | None = None,
@@ -100,7 +100,7 @@ class StreamLoader:
         self._state: dict[str, Any] = {
             **{"samples": 0, "steps": 0, "epoch": 0, "epoch_samples": 0},
             **{"last_leaf": 0, "last_samples": 0, "digest": "", "source": None},
-            "seed": seed,
+            "seed": world.seed if seed is None else seed,
             "dataset": fingerprint_of(dataset),
             "global_batch_size": global_batch_size,
         }

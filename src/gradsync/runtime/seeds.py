@@ -5,13 +5,17 @@ torch's generators right before it reads the leaf and hands it out. No stream is
 to leaf, so nothing per rank has to be saved, a resume is exact, and which rank computes a leaf
 cannot change its masks; nor do all ranks draw the same ones, as they would after one common seed.
 It holds as long as a leaf's forward comes before the next leaf is asked for. What a data set draws
-while it is read in this process is keyed likewise; worker processes have generators of their own.
+while a leaf is read, as random augmentation does, has a key of its own, in this process and in
+worker processes alike, and by Python's and numpy's global generators too; but for the read those
+two are the program's.
 A program with random streams of its own turns it off: `gs.loader(..., seed_leaves=False)`.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Generator
+from contextlib import contextmanager
 
 
 def stream_seed(seed: int, purpose: str, *counters: int) -> int:
@@ -45,3 +49,24 @@ def seed_leaf(seed: int, step: int, leaf: int) -> None:
     torch.default_generator.manual_seed(key)
     if torch.cuda.is_available():
         torch.cuda.manual_seed(key)
+
+
+@contextmanager
+def seeded_read(seed: int, step: int, leaf: int) -> Generator[None]:
+    """Enclose the read of one leaf, seeded by a key of its own: torch's CPU generator, and those
+    of Python and numpy, which go on afterwards as if nothing had been read."""
+    import random
+
+    import numpy as np
+    import torch
+
+    key = stream_seed(seed, "read", step, leaf)
+    python, numpy = random.getstate(), np.random.get_state()
+    torch.default_generator.manual_seed(key)
+    random.seed(key)
+    np.random.seed(key % 2**32)
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)

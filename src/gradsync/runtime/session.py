@@ -246,7 +246,8 @@ class Session:
             raise LaunchError(f"threads must be at least 1; got {options.threads}")
         self.threads = choose_threads(world.local_world_size, requested=options.threads)
         self._stack.callback(pin_threads, pin_threads(self.threads))
-        self._world = replace(world, device=choose_device(options.device, world.local_rank))
+        device = choose_device(options.device, world.local_rank)
+        self._world = replace(world, device=device, seed=options.seed or 0)
         if self.world.device != "cpu" and not self._env.get(_CUBLAS):
             # Read once, at the first matrix product: deterministic kernels need a fixed workspace.
             self._stack.enter_context(environ.exported({_CUBLAS: ":4096:8"}))

@@ -161,7 +161,7 @@ class GradientSync(UserLoopMethods, StateMethods):
             scale: a `torch.amp.GradScaler`, for fp16.
 
         Raises:
-            TypeError: neither weight nor leaf.
+            TypeError: neither weight nor leaf; a loss that is no tensor.
             ConfigError: a weight that is not a finite number >= 0; an unknown reduction; the last
                 backward raised, and `discard` was not called; the handle is closed.
         """
@@ -364,6 +364,10 @@ def to_sum(loss: Tensor, weight: float, reduction: str | None) -> Tensor:
     `reduction` None is "sum"."""
     if reduction not in (None, "sum", "mean"):
         raise ConfigError(f"backward(reduction=...) must be 'sum' or 'mean', got {reduction!r}")
+    if not isinstance(loss, Tensor):
+        raise TypeError(
+            f"backward() needs the loss's tensor (without .item()), got {type(loss).__name__}"
+        )
     if reduction != "mean":
         return loss
     return loss * weight if weight else loss.nan_to_num(0.0, 0.0, 0.0) * 0.0

@@ -56,12 +56,14 @@ NOT_UPDATED = (
 _OTHER_ORDER = (
     "no rank has updated its weights; ranks share one order of one data set, and take its steps "
     "together (`next(iter(loader))` takes one): go on from one checkpoint, with equal arguments "
-    "and data (of random numbers: of one seed)"
+    "and data (of random numbers: of one seed; gs.loader itself divides them among ranks), or "
+    "assign dataset.fingerprint, a text, where content differs and samples do not"
 )
 _NO_BACKWARD = (
     "step() came without a backward on any rank since the last step, which used up all gradients: "
-    "several optimizers after one backward are one call, sync.step([a, b]); several models in one "
-    "backward are one handle, gs.replicate(torch.nn.ModuleList([a, b]))"
+    "sync.backward comes on every rank, for each of its leaves; several optimizers after one "
+    "backward are one call, sync.step([a, b]); several models in one backward are one handle, "
+    "gs.replicate(torch.nn.ModuleList([a, b]))"
 )
 
 
@@ -157,6 +159,7 @@ def take_step(parts: StepParts, call: StepCall) -> StepResult:
         number=parts.number,
         digest=digest(call.settings),
         order="" if loss is None else loss.order,
+        dealt=(0, 0) if loss is None else loss.dealt,
         changed=parts.watch is not None and parts.watch.changed(),
         late=call.late,
         sample=0 if parts.watch is None else parts.watch.sample,
@@ -220,7 +223,10 @@ def _warn_of_non_finite(reducer: Reducer, call: StepCall) -> None:
 
 
 def _refuse_unlike(parts: StepParts, agreed: StepMetadata, call: StepCall) -> None:
-    """Raise on all ranks where they share no batch, no settings or no weights."""
+    """Raise on all ranks where they share no batch, no settings or no weights; rank 0 warns where
+    the batch is not what the loader dealt."""
+    if call.loss is not None and not agreed.discard and parts.comm.rank == 0:
+        call.loss.warn_of_data(agreed.missing)
     if not agreed.same_order and not agreed.discard:
         order = call.loss.order if call.loss else ""
         refuse_difference(parts.comm, {"gs.loader": order or "no leaf"}, _OTHER_ORDER)

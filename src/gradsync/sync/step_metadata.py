@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import logging
 import math
 from array import array
 from collections.abc import Mapping, Sequence
@@ -30,11 +31,14 @@ from torch import Tensor
 
 from gradsync.comm.base import Communicator
 from gradsync.comm.values import all_gather_json
+from gradsync.core.files import counted
 from gradsync.errors import ConfigError, RunError
 from gradsync.sync.check_model import group_ranks, name_ranks
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
+
+log = logging.getLogger("gradsync")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,8 @@ class StepMetadata:
     """Whether any rank saw weights change between steps, or samples of them differ."""
     late: bool
     """Whether any rank takes part in its optimizer's own step only."""
+    missing: int
+    """Number of the loader's leaves that no rank's `backward` was given; 0 where unknown."""
 
 
 def agree_on_metadata(
@@ -72,13 +78,14 @@ def agree_on_metadata(
     number: int = 0,
     digest: Sequence[int] = (0, 0),
     order: str = "",
+    dealt: tuple[int, int] = (0, 0),
     changed: bool = False,
     late: bool = False,
     sample: int = 0,
 ) -> StepMetadata:
     """Exchange the step's metadata: one all-reduce, whole group, on the CPU.
 
-    float64 [15 + loss + parameters + counts]. Never waits for the device; overlaps the buckets.
+    float64 [18 + loss + parameters + counts]. Never waits for the device; overlaps the buckets.
 
     Args:
         comm: the ranks.
@@ -90,6 +97,7 @@ def agree_on_metadata(
         number: number of the handle; all ranks must be at the same one.
         digest: two numbers below 2^20, equal on ranks that step alike; see `settings_of`.
         order: the order of samples of this rank's leaves; "" where it has none to compare.
+        dealt: from `LossSum.dealt`.
         changed: whether this rank's weights changed since the last step; see `ReplicaWatch`.
         late: whether this rank takes part in its optimizer's own step; see `user_loop.py`.
         sample: a number below 2^20, equal on ranks that hold the same weights; see `ReplicaWatch`.
@@ -101,10 +109,12 @@ def agree_on_metadata(
     marks = [power for n in (number + 1, *digest, sample) for power in (n, n**2)]
     order_mark = int(hash_text(order.encode()), 16) % 2**BITS if order else 0
     orders = [bool(order), order_mark, order_mark**2]
-    parts = ([stop, discard, changed, late], marks, orders, loss, used, counts)
+    given, expected = dealt
+    leaves = [given, expected, expected > 0]
+    parts = ([stop, discard, changed, late], marks, orders, leaves, loss, used, counts)
     message = torch.tensor([x for part in parts for x in part], dtype=torch.float64)
     comm.all_reduce(message).wait()
-    flags, agreed_marks, (count, sum_1, sum_2), losses, any_use, sums = (
+    flags, agreed_marks, (count, sum_1, sum_2), dealt_marks, losses, any_use, sums = (
         part.tolist() for part in message.split([len(part) for part in parts])
     )
     equal = [comm.world_size * mark == sum_ for mark, sum_ in zip(marks, agreed_marks, strict=True)]
@@ -119,12 +129,14 @@ def agree_on_metadata(
         )
     stops, discards, changes, lates = (number > 0 for number in flags)
     any_used = [use > 0 for use in any_use]
+    all_given, all_expected, knowing = dealt_marks  # those that know expect the same number
     return StepMetadata(
         *(losses, stops, discards, any_used, sums),
         alike=all(equal[:-2]),
         same_order=count * sum_2 == sum_1**2,
         changed=changes or not all(equal[-2:]),
         late=lates,
+        missing=round(all_expected / knowing - all_given) if knowing else 0,
     )
 
 
@@ -173,6 +185,10 @@ class LossSum:
         self._losses: list[Tensor] = []
         self._weights: list[float] = []
         self._orders: set[str] = set()
+        self._leaves: set[int] = set()  # of the loader, by their index
+        self._expected: set[int] = set()
+        self._first = ""
+        self._warned: set[str] = set()
 
     @property
     def num_leaves(self) -> int:
@@ -195,10 +211,42 @@ class LossSum:
         rank may have skipped one's leaf."""
         return "".join(self._orders) if len(self._orders) == 1 else ""
 
+    @property
+    def dealt(self) -> tuple[int, int]:
+        """Number of the loader's leaves that came here, and of those that it dealt to all ranks;
+        zeros where that is not known."""
+        known = len(self._orders) == 1 and len(self._expected) == 1
+        return (len(self._leaves), max(self._expected)) if known else (0, 0)
+
+    def warn_of_data(self, missing: int) -> None:
+        """Warn, once each, where `missing` leaves of a step were given to no rank's `backward`, and
+        where the data of the first step come again, as a second loader gives them."""
+        order = self.order
+        if missing > 0:
+            self._warn(
+                f"{counted(missing, 'leaf', 'leaves')} of this step came from gs.loader, but to "
+                "sync.backward on no rank, and nothing of them counts: it is called on every rank "
+                "for each leaf, with weight=0 where none of its targets shall count"
+            )
+        if order and order == self._first:
+            self._warn(
+                "this step has the samples of the first one again, in the same order, and with the "
+                "same random numbers: a new gs.loader begins anew; several passes are one loader "
+                "with num_epochs=, or loaders with a seed= each"
+            )
+        self._first = self._first or order
+
+    def _warn(self, text: str) -> None:
+        if text[:20] not in self._warned:
+            self._warned.add(text[:20])
+            log.warning("%s (said once)", text)
+
     def add(self, loss_sum: Tensor, weight: float, leaf: Any = None) -> None:
         """Add one leaf's summed loss, [], and weight."""
         if order := getattr(leaf, "order", ""):
             self._orders.add(f"{order}, step {leaf.step}")
+            self._leaves.add(leaf.index)
+            self._expected.add(leaf.num_leaves)
         self._losses.append(loss_sum.detach().to(self._device, torch.float64, copy=True))
         self._weights.append(weight)
 
@@ -207,6 +255,8 @@ class LossSum:
         self._losses.clear()
         self._weights.clear()
         self._orders.clear()
+        self._leaves.clear()
+        self._expected.clear()
 
     def message(self) -> list[float]:
         """This rank's part of the step's small message, [2 NUM_BINS]: the weight, and the loss

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -381,13 +382,15 @@ def random_state() -> Iterator[None]:
 
 
 class Noisy:
-    """Samples are drawn anew whenever they are read."""
+    """Samples are drawn anew whenever they are read, from all global generators."""
 
     def __len__(self) -> int:
         return 12
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        return index + torch.rand(())
+        return index + torch.stack(
+            [torch.rand(()), torch.tensor(random.random()), torch.tensor(np.random.rand())]
+        )
 
 
 def draw(steps: Any, num_steps: int = 3) -> Drawn:
@@ -432,7 +435,69 @@ def test_draws_are_keyed_by_seed_step_and_leaf(world_size: int, num_workers: int
     assert drawn == keyed(5, drawn)
     others = [*drawn.values(), *keyed(6, drawn).values()]
     assert len({tuple(numbers) for numbers in others}) == 36
-    assert over_ranks(world_size, Noisy(), of_batches) == over_ranks(1, Noisy(), of_batches)
+    batches = over_ranks(world_size, Noisy(), of_batches, num_workers=num_workers)
+    assert batches == over_ranks(1, Noisy(), of_batches)
+    noise = [number % 1 for leaf in batches.values() for sample in leaf for number in sample]
+    assert len(set(noise)) == len(noise) == 12 * 2 * 3
+
+
+@pytest.mark.usefixtures("random_state")
+def test_a_read_leaves_the_programs_generators_alone() -> None:
+    """But for torch's, which are the next leaf's."""
+    random.seed(1)
+    np.random.seed(1)
+    expected = [random.random(), np.random.rand()]
+    random.seed(1)
+    np.random.seed(1)
+    of_batches(loader(Noisy(), World(), **OPTIONS))
+    assert [random.random(), np.random.rand()] == expected
+
+
+def test_a_loader_without_a_seed_takes_that_of_init() -> None:
+    def order(world_seed: int, **options: Any) -> Drawn:
+        return of_batches(loader(range(12), World(seed=world_seed), **OPTIONS, **options))
+
+    assert order(0) == order(7, seed=0) != order(7) == order(0, seed=7)
+    assert (
+        stream_loader(
+            range(8), World(seed=7), global_batch_size=2, micro_batch_size=1
+        ).state_dict()["seed"]
+        == 7
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("batch_size", "'batch_size': global_batch_size (over all ranks) and micro_batch_size"),
+        ("sampler", "'sampler': shuffle= and seed=: it deals samples to ranks"),
+        ("drop_last", "'drop_last': nothing is dropped"),
+        ("prefetch_factor", "'prefetch_factor': worker_options={...}"),
+        ("bacth", "'bacth'$"),
+    ],
+)
+def test_arguments_of_dataloader_are_answered_with_ours(name: str, hint: str) -> None:
+    hint = hint.replace("(", r"\(").replace(")", r"\)").replace("{...}", r"\{\.\.\.\}")
+    with pytest.raises(TypeError, match=rf"gs\.loader\(\) takes no argument {hint}"):
+        loader(range(12), World(), **OPTIONS, **{name: 1})
+
+
+@pytest.mark.parametrize("mine", [True, False])
+def test_a_loader_at_its_end_says_that_it_gives_nothing(
+    mine: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = loader(range(12), World(), **OPTIONS, num_epochs=1)
+    assert len(list(first)) == 1
+    assert not caplog.messages
+    other = loader(range(12), World(), **OPTIONS, num_epochs=1)
+    other.load_state_dict(first.state_dict())  # a run that was complete already
+    for _ in range(3):
+        assert list(first if mine else other) == []
+        if not mine:
+            break
+    assert len(caplog.messages) == mine
+    if mine:
+        assert "iterating it again gives nothing" in caplog.messages[0]
 
 
 @pytest.mark.usefixtures("random_state")
@@ -570,15 +635,46 @@ def random_data(seed: int, kind: type = TensorDataset) -> Any:
     numbers = torch.randn(50, 3, 2, generator=torch.Generator().manual_seed(seed))
     if kind is np.ndarray:
         return numbers.numpy()
+    if kind is list:
+        return [(row, "text", {}) for row in numbers]
+    if kind is Attributes:
+        return Attributes(numbers)
     whole = TensorDataset(numbers, torch.arange(50))
     return Subset(whole, range(5, 45)) if kind is Subset else whole
 
 
-@pytest.mark.parametrize("kind", [TensorDataset, Subset, np.ndarray])
+class FileNames:
+    def __init__(self, paths: list[str]) -> None:
+        self.paths, self.root, self.rank = paths, paths[0], os.getpid()
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> Any:
+        raise AssertionError("read")
+
+
+class Attributes(FileNames):
+    """A class of the user's that makes its numbers up."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        super().__init__(["a"])
+        self.x = x
+
+
+@pytest.mark.parametrize("kind", [TensorDataset, Subset, np.ndarray, list, Attributes])
 def test_data_in_memory_are_told_apart_by_their_numbers(kind: type) -> None:
     found = glimpse_of(random_data(0, kind))
     assert found.startswith("content ")
     assert found == glimpse_of(random_data(0, kind)) != glimpse_of(random_data(1, kind))
+
+
+@pytest.mark.parametrize("make", [list, lambda rows: Subset(Numbers(12), rows)])
+def test_data_that_ranks_divide_themselves_are_told_apart(make: Callable[[Any], Any]) -> None:
+    """As a DistributedSampler would: gs.loader divides them a second time."""
+    first, second = (glimpse_of(make(range(rank, 12, 2))) for rank in range(2))
+    assert first.startswith("content ")
+    assert first != second
 
 
 def test_last_bits_of_data_do_not_count() -> None:
@@ -589,14 +685,14 @@ def test_last_bits_of_data_do_not_count() -> None:
 @pytest.mark.parametrize(
     "dataset",
     [
-        [(torch.ones(1), 2)],
         np.array(["a", "b"], dtype=object),
         torch.eye(3).to_sparse(),
         torch.ones(3, device="meta"),
         torch.ones(3, 0),
-        TensorDataset(torch.ones(2), torch.eye(2).to_sparse()),
+        Numbers(4),
+        FileNames([f"/scratch/{os.getpid()}/a.png"]),
     ],
-    ids=["list", "objects", "sparse", "meta", "empty", "mixed"],
+    ids=["objects", "sparse", "meta", "empty", "nothing held", "paths"],
 )
 def test_of_other_data_nothing_is_read(dataset: Any) -> None:
     assert glimpse_of(dataset) == ""

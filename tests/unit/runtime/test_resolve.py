@@ -294,8 +294,8 @@ def test_a_real_environment(text, launcher, ranks, node, kind):
 
 @pytest.mark.parametrize("text", [SALLOC_SHELL, SBATCH_SHELL])
 def test_a_plain_process_in_a_slurm_shell_is_one_rank_and_hears_of_srun(text, caplog):
-    with Session(SessionOptions(device="cpu"), env=env(text)) as world:
-        assert world.world_size == 1
+    with Session(SessionOptions(device="cpu", seed=3), env=env(text)) as world:
+        assert (world.world_size, world.seed) == (1, 3)
     assert "has 4 tasks" in caplog.text
     assert "Put `srun` before the command" in caplog.text
 

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradsync.comm.groups import SingleCommunicator
+from gradsync.data.leaf import Leaf
 from gradsync.errors import RunError
 from gradsync.sync.step_metadata import (
     NUM_BINS,
@@ -93,3 +94,51 @@ def test_a_rank_that_hears_itself_alone_says_so() -> None:
     comm.world_size = 3  # but its sum is over itself
     with pytest.raises(RunError, match=r"rank\(s\) 0 something else \(only its own numbers"):
         agree_on_metadata(comm, [True], loss=[2.0])
+
+
+def leaf_from(order: str, step: int, index: int) -> Leaf:
+    return Leaf(
+        **{"index": index, "step": step, "batch": None, "num_samples": 1, "num_targets": 1},
+        **{"is_last": False, "order": order, "num_leaves": 4},
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "missing"),
+    [
+        ((("a", 0), ("a", 1), ("a", 2), ("a", 3)), 0),
+        ((("a", 0), ("a", 1), ("a", 1), ("a", 2)), 1),  # two losses of one leaf
+        ((("a", 3),), 3),
+        ((), 0),  # nobody knows
+        ((("a", 0), ("b", 0)), 0),  # several loaders
+        ((("", 0),), 0),  # ranks that may have data of their own
+    ],
+)
+def test_leaves_that_nobody_was_given_are_counted(
+    given: tuple[tuple[str, int], ...], missing: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    sums = LossSum(torch.device("cpu"))
+    for order, index in given:
+        sums.add(torch.tensor(1.0), 1.0, leaf_from(order, 0, index))
+    agreed = agree_on_metadata(SingleCommunicator(), [True], dealt=sums.dealt)
+    assert agreed.missing == missing
+    for _ in range(2):
+        sums.warn_of_data(agreed.missing)
+    expected = {0: [], 1: ["1 leaf of this step"], 3: ["3 leaves of this step"]}[missing]
+    found = [text for text in caplog.messages if "came from gs.loader" in text]
+    assert [text.split(" came from")[0] for text in found] == expected
+    sums.clear()
+    assert sums.dealt == (0, 0)
+
+
+def test_the_first_steps_data_coming_again_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    sums = LossSum(torch.device("cpu"))
+    said = []
+    for step in (0, 1, 0, 1, 0):  # two more loaders
+        sums.add(torch.tensor(1.0), 1.0, leaf_from("a", step, 0))
+        sums.add(torch.tensor(1.0), 1.0, leaf_from("a", step, 1))  # of the same step
+        sums.warn_of_data(0)
+        sums.clear()
+        said.append(len(caplog.messages))
+    assert said == [0, 0, 1, 1, 1]
+    assert caplog.messages[0].startswith("this step has the samples of the first one again")

@@ -84,6 +84,13 @@ _FAILED = (
     "the last backward ended with an error, and other ranks may be waiting for its gradients: call "
     "sync.discard() first (then no rank uses this step's)"
 )
+_ADDED = (
+    "this backward's gradients are added to those of the one before, and both are averaged over "
+    "ranks: enclose all but a step's last in sync.no_sync(), which sends once; of micro-batches, "
+    "divide each loss by their number, or the step grows with it: with leaves of gs.loader that "
+    "differs from one number of ranks to another (sync.backward(loss_sum, leaf=leaf) and "
+    "sync.step(optimizer) divide by themselves) (said once)"
+)
 _TOO_LATE_TO_CHANGE = (
     "gradients were changed between loss.backward() and optimizer.step() (clipped?), but a rank "
     "without a backward in this step gets them in optimizer.step() only, so that weights would "
@@ -128,6 +135,7 @@ class UserLoop:
         self._others = -1  # since this model's own: the backward of another handle, seen last
         self._discarded = False  # and they were thrown away
         self._discarded_elsewhere = False  # because another rank wanted it
+        self._warned = parts.comm.world_size == 1 or parts.comm.rank > 0
         self._published: list[weakref.ref[torch.Tensor] | None] = []
         self._stepped: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that used those
         self._settings = dict(_THE_CALL)  # their settings when they did
@@ -202,7 +210,7 @@ class UserLoop:
             raise ConfigError(_PLAIN_BEFORE_STEP)
         if not self._reducer.user_loop:
             return False
-        self._backward_begins(task)
+        self._backward_begins(task, parameter)
         return not self._no_sync
 
     def _drop(self, parameter: torch.Tensor, task: int) -> None:
@@ -215,13 +223,18 @@ class UserLoop:
             self._others = task
             self._buffers.leaf_ends(counts=False)
 
-    def _backward_begins(self, task: int) -> None:
+    def _backward_begins(self, task: int, first: torch.Tensor) -> None:
         before, self._no_sync_in_forward = self._no_sync_in_forward, None
         if before not in (None, self._no_sync):
             where = "after the forward" if self._no_sync else "around the forward only"
             raise ConfigError(f"no_sync() was entered {where}: {_TOO_LATE}")
         if task < self._task:
             raise ConfigError(_REENTRANT)
+        unused = self._finished and not (self._discarded or self._stepped or self._no_sync)
+        others = (parameter for parameter in self._reducer.parameters if parameter is not first)
+        if unused and not self._warned and _any_gradient(others):
+            self._warned = True
+            log.warning(_ADDED)
         self._task = task
         self._buffers.leaf_begins(last=not self._no_sync)
         self._dirty = self._in_backward = True

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from gradsync.comm.groups import SingleCommunicator
 from gradsync.errors import ConfigError
 from gradsync.sync.gradient_sync import GradientSync
+from gradsync.sync.registry import STRATEGIES
 from gradsync.sync.replicate import replicate
 from support.engine_cases import Leaf
 from support.sync_cases import on_handles
@@ -330,6 +331,27 @@ def test_gradients_that_no_optimizer_uses_do_not_add_up(name: str) -> None:
         norms.append(float(sync.step(optimizer, clip_norm=1.0).grad_norm))
     assert norms[0] == norms[1] == norms[2]
     sync.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [
+        *((name, 1) for name, strategy in STRATEGIES.items() if strategy.needs_group),
+        *(("ddp", 2), ("powersgd", 2)),  # fsdp wants processes
+    ],
+)
+def test_a_leaf_outside_of_micro_step_is_refused_where_it_matters(
+    name: str, world_size: int
+) -> None:
+    """`ddp` and `powersgd` would sum whole gradients after backward, as `naive` does."""
+
+    def work(sync: GradientSync, _: Any) -> str:
+        with pytest.raises(ConfigError) as caught:
+            sync.backward(sync.model(X).sum(), weight=2)
+        return str(caught.value)
+
+    for said in on_handles(work, two_layers, world_size, sync=name):
+        assert said.startswith(f"sync='{name}': enclose forward and backward of each leaf in `with")
 
 
 def test_a_loss_is_a_tensor() -> None:

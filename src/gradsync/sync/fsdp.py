@@ -136,16 +136,6 @@ class FsdpReducer(Reducer):
             self._divide_by(self.comm.world_size)
         self._seen.stopwatch.stop()
 
-    @contextmanager
-    def leaf(self, *, last: bool, index: int | None = None) -> Generator[None]:
-        """Enclose a backward, only inside of `micro_step`, which gets `last` before the forward."""
-        if not self._seen.enclosed:
-            raise ConfigError(
-                "sync='fsdp': enclose forward and backward of each leaf in "
-                "`with sync.micro_step(last=leaf.is_last, index=leaf.index):`"
-            )
-        yield
-
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """This rank's rows of the sums, which backward has made already."""
         return ((name, local(grad)) for name, grad in super().named_gradients())

@@ -53,6 +53,14 @@ _CHANGED_SUMS = (
     "sync.step(): it clears them itself, so leave zero_grad() out (or call it before the first "
     "leaf), and clip by sync.step(optimizer, clip_norm=...)"
 )
+_OUTSIDE = (
+    "enclose forward and backward of each leaf in "
+    "`with sync.micro_step(last=leaf.is_last, index=leaf.index):`"
+)
+_NO_SCALER = (
+    "cannot work with a GradScaler: a gradient that is not finite would stay in what it remembers; "
+    "use bf16, or another strategy"
+)
 HANDLE = "_gradsync"
 """Attribute by which a model refers to its handle; hooks do not keep it alive."""
 
@@ -162,12 +170,15 @@ class GradientSync(UserLoopMethods, StateMethods):
 
         Raises:
             TypeError: neither weight nor leaf; a loss that is no tensor.
-            ConfigError: a weight that is not a finite number >= 0; an unknown reduction; the last
-                backward raised, and `discard` was not called; the handle is closed.
+            ConfigError: a weight that is not a finite number >= 0; an unknown reduction; no
+                `micro_step` around it, where the strategy needs it; the last backward raised, and
+                `discard` was not called; the handle is closed.
         """
         last, index = (self._last, self._index) if leaf is None else (leaf.is_last, leaf.index)
         weight = leaf_weight(weight, leaf)
         self._refuse_if_failed()
+        if self.reducer.needs_micro_step and not self._user_loop.in_micro_step:
+            raise ConfigError(f"sync={self.reducer.strategy!r}: {_OUTSIDE}")  # on one rank too
         loss_sum = to_sum(loss, weight, reduction)
         self._check_mean(loss, weight, leaf, reduction=reduction)
         nothing = reduction == "mean" and not weight
@@ -228,10 +239,7 @@ class GradientSync(UserLoopMethods, StateMethods):
                 "sync.backward(loss_sum, weight=...), which says how many targets the loss counts"
             )
         if scale is not None and not reducer.shards.takes_scaler:
-            raise ConfigError(
-                f"sync={reducer.strategy!r} cannot work with a GradScaler: a gradient that is not "
-                "finite would stay in what it remembers; use bf16, or another strategy"
-            )
+            raise ConfigError(f"sync={reducer.strategy!r} {_NO_SCALER}")
         call = StepCall(
             loss=self._loss,
             update=Update(reducer, optimizers),

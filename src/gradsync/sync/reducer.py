@@ -342,6 +342,8 @@ class Reducer(ABC):
     """True when it supports the user's training loop (`loss.backward()`, `optimizer.step()`)."""
     waits_in_backward = False
     """True when exposed communication lies in backward, not in the step's end."""
+    needs_micro_step = False
+    """True when it must know before a forward what its backward will do."""
 
     def __init__(
         self, model: nn.Module, comm: Communicator, shards: Replicas | None = None

@@ -228,6 +228,13 @@ def test_a_terminal_of_80_columns_cuts_nothing(
     assert Counter(rows.split()) == words
 
 
+def test_whose_vocabulary_it_is(ask: Ask, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    said = "vocabulary: the preset's (the built-in text has 257); --data DIR: its own"
+    assert said in ask("tiny --hardware box.yaml")
+    assert said not in ask("tiny --hardware box.yaml --data data")
+
+
 def test_simulation(ask: Ask, tmp_path: Path) -> None:
     few = "small --hardware h100x8 --strategies invariant,diloco --micro-batch-size 4"
     printed = ask(f"{few} --simulate 8,64 --network wan-1g-50ms --plot a.svg")

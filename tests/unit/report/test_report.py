@@ -412,9 +412,24 @@ def test_several_runs_stand_side_by_side(
     assert capsys.readouterr().out.startswith(written)
 
 
-def test_charts_as_files(tmp_path: Path) -> None:
-    folder = tmp_path / "charts"
-    assert main(["report", str(make_run(tmp_path)), "--format", "svg", "--out", str(folder)]) == 0
+SVG = ["--format", "svg"]
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_charts_as_files(
+    tmp_path: Path, named: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = make_run(tmp_path)
+    folder = tmp_path / "drawn" if named else run / "charts"
+    out = ["--out", str(folder)] if named else []
+    if not named:  # what an older call drew is not mixed with the new
+        assert main(["report", str(run), str(make_run(tmp_path, name="second")), *SVG]) == 0
+        told = f"9 charts in {folder}, in the first run's directory (--out names another place)"
+        assert capsys.readouterr().out.rstrip() == told
+    assert main(["report", str(run), *SVG, *out]) == 0
+    assert capsys.readouterr().out.rstrip() == f"8 charts in {folder}"
+    assert not (tmp_path / "charts").exists()
     files = sorted(path.name for path in folder.iterdir())
     assert "loss.svg" in files
     assert len(files) == 8

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,6 +58,21 @@ class Run:
         """The last step that was logged, None without one."""
         logged = (points for name, points in self.metrics.items() if name not in CHECKS)
         return max((points[-1][0] for points in logged), default=None)
+
+    @property
+    def ranks(self) -> list[float]:
+        """Numbers of ranks, in their order, with which steps were done that count."""
+        ends = [start["step"] for start in self.starts[1:]] + [math.inf]
+        began = zip(self.starts, ends, strict=False)
+        return [n for n, _ in groupby(s["world_size"] for s, end in began if end > s["step"])]
+
+    @property
+    def since(self) -> str:
+        """Words behind figures that are of the last start alone; "" where there was one."""
+        first = self.summary.get("first_step")
+        if self.summary and first is None and self.starts:  # older runs
+            first = self.starts[-1]["step"] + 1
+        return f" since step {first:g}" if isinstance(first, int | float) and first > 1 else ""
 
     @property
     def outcome(self) -> str:

@@ -29,8 +29,8 @@ from gradsync.report.charts import (
     ticks,
     whole_ticks,
 )
-from gradsync.report.page import charts_of, page
-from gradsync.report.run import read_run
+from gradsync.report.page import charts_of, figures_of, page
+from gradsync.report.run import read_run, read_runs
 from gradsync.report.timeline import read_spans, timeline_svg
 from support.requirements import require
 
@@ -338,6 +338,54 @@ def test_runs_of_as_many_ranks_are_told_apart(tmp_path: Path) -> None:
     ]
     names = [line.name for line in charts["Learning rate"].lines]
     assert names == ["a", "b (equal to a)", "c (equal to a)"]
+
+
+def test_efficiency_is_that_of_equal_work(tmp_path: Path) -> None:
+    """Runs of other work stay out, and those of which steps were done on other ranks."""
+    given: dict[str, dict[str, Any]] = {
+        "other": {"ranks": 1, "tokens_per_update": 64},
+        "one": {"ranks": 1},
+        "two": {"ranks": 2},
+        "four, then two": {"ranks": 2},
+        "wide": {"ranks": 4, "model": {"n_embd": 64}},
+    }
+    paths = [make_run(tmp_path, name=name, **settings) for name, settings in given.items()]
+    add_start(paths[2])
+    add_start(paths[2], step=10)
+    add_start(paths[3], world_size=4)
+    add_start(paths[3], step=10, before=FAILED)
+    runs = read_runs(paths)
+    charts = {chart.title: chart for chart in charts_of(runs)}
+    assert charts["Efficiency"].lines[0].points == [(1, 100), (2, 100)]
+    row = re.findall(r"<td>efficiency</td>(.*?)</tr>", page(runs))
+    assert re.findall(r"<td>(.*?)</td>", row[0]) == [
+        "other work",
+        "100.0 %",
+        "100.0 %",
+        "ranks changed",
+        "other work",
+    ]
+    assert "four, then two (ranks: 4, then 2)" in page(runs)
+    assert "Efficiency" not in {chart.title for chart in charts_of([*runs[:1], *runs[3:]])}
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_figures_of_the_last_start_say_since_when(tmp_path: Path, older: bool) -> None:
+    path = make_run(tmp_path, ranks=1)
+    summary = json.loads((path / "summary.json").read_text())
+    assert "since" not in page([read_run(path)])
+    add_start(path)
+    add_start(path, step=20, world_size=1, before={"exit_code": 75, "reason": "a stop"})
+    first = {} if older else {"first_step": 21}
+    (path / "summary.json").write_text(json.dumps(summary | first))
+    figures = dict(figures_of(read_run(path)))
+    assert figures["tokens/s, all ranks"] == "1,000 since step 21"
+    assert figures["exposed communication"] == "20.0 % since step 21"
+    assert figures["MFU: model FLOPs utilisation"] == "12.5 % since step 21"
+    assert figures["steps"] == "30"
+    text = page([read_run(path)])
+    assert "<b>1,000</b><span>tokens/s, all ranks since step 21</span>" in text
+    assert "2, then 1 rank by torchrun" in text
 
 
 def cell(strategy: str, world_size: int, **fields: object) -> dict[str, object]:

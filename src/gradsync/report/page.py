@@ -17,8 +17,8 @@ from gradsync.report.charts import LIGHT, STYLE, Chart, Event, Line, figure
 from gradsync.report.run import CHECKS, RANKS_HEAD, Points, Run, read_ranks
 from gradsync.report.timeline import timeline
 
-_SAID = 40
-"""Log lines that are shown at most."""
+_SAID, _TRACED = 40, 200
+"""Log lines that are shown at most, without tracebacks and with them."""
 
 
 _STYLE = (
@@ -465,20 +465,36 @@ def _setting(name: str, config: Mapping[str, Any]) -> str:
 
 def _details(run: Run, *, alone: bool) -> str:
     head = "" if alone else f"<h2>{escape(run.name)}</h2><p class=sub>{_sentence(run)}</p>"
-    said = [line for line in log_lines(run) if " INFO " not in line][-_SAID:]
+    every = [line for line in log_lines(run) if " INFO " not in line]
+    said = [line for line in every if _tells_more(line, str(run.exit.get("error", "")))]
     parts = [head]
     if run.problems:
         listed = "".join(f"<li>{escape(problem)}</li>" for problem in run.problems)
         parts.append(f"<h2>Could not be read</h2><ul>{listed}</ul>")
     if said:
-        parts.append(f"<h2>Warnings and errors</h2><pre>{escape(chr(10).join(said))}</pre>")
+        parts.append(f"<h2>Warnings and errors</h2>{_lines(said[-_SAID:])}")
     known = [
         _folded("Settings", _table(("", ""), _pairs(_set(run.config)))),
         _folded("Environment", _table(("", ""), _pairs(run.environment))),
     ]
     on_screen = [_folded("Numbers", _numbers(run)), *([] if alone else known)]
+    if len(said) < len(every):
+        on_screen.insert(0, _folded("With tracebacks", _lines(every[-_TRACED:])))
     parts += [f'<div class="screen">{"".join(on_screen)}</div>', *(known if alone else [])]
     return "".join(parts)
+
+
+def _lines(lines: Sequence[str]) -> str:
+    return f"<pre>{escape(chr(10).join(lines))}</pre>"
+
+
+def _tells_more(line: str, error: str) -> bool:
+    """Whether a log line is neither a traceback's nor the end of one with what `error` tells."""
+    words = line.partition("] ")[2]
+    if words.startswith(("  ", "Traceback (", "During handling", "The above exception")):
+        return False
+    told = words.partition(": ")[2]
+    return words[:1].isdigit() or not (told and told in error)
 
 
 def _matrix(document: Mapping[str, Any]) -> str:

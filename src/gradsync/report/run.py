@@ -16,7 +16,6 @@ from gradsync.errors import ConfigError
 from gradsync.report.charts import Event
 
 Points = list[tuple[float, float]]
-_LONGEST_REASON = 300
 CHECKS = {
     "check/replicas_equal": ("replicas compared", "after step"),
     "check/audit_equal": ("a leaf computed by two ranks", "in step"),
@@ -98,7 +97,7 @@ class Run:
             found.append(Event(step, words, ended.get("exit_code") not in (0, _STOPPED)))
         code, last = self.exit.get("exit_code", 0), self.last_step
         if code != 0 and last is not None:
-            words = f"after step {last:g}: {self.outcome}"
+            words = f"after step {last:g}: {_ended({**self.exit, 'error': ''})}"  # it is `outcome`
             found.append(Event(last, words, code != _STOPPED))
         return found
 
@@ -271,7 +270,7 @@ def _ended(exit_file: Mapping[str, Any]) -> str:
     code, reason = exit_file.get("exit_code"), one_line(exit_file.get("reason", ""))
     if code in (0, _STOPPED):
         return reason
-    error = one_line(str(exit_file.get("error", "")).partition("\n")[0])[:_LONGEST_REASON]
+    error = one_line(str(exit_file.get("error", "")).partition("\n")[0])
     return f"exit code {code}: {reason}" + (f", {error}" if error else "")
 
 

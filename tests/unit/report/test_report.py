@@ -256,6 +256,42 @@ def test_interruptions_stand_in_a_list_and_in_each_chart(tmp_path: Path) -> None
     assert "Events" not in page([read_run(make_run(tmp_path, name="whole"))])
 
 
+TRACEBACK = """\
+10:02 INFO still well
+10:03 WARNING late: {said}
+10:04 ERROR ended by LostPeerError
+Traceback (most recent call last):
+  File "gradsync/sync/step.py", line 172, in take_step
+    exposed = reducer.reduce()
+              ^^^^^^^^^^^^^^^^
+gradsync.errors.LostPeerError: {said}
+"""
+
+
+def test_an_error_is_told_once(tmp_path: Path) -> None:
+    """Its traceback is there to unfold; what a rank says besides stays."""
+    run = make_run(tmp_path)
+    error = f"rank(s) 1 vanished without a word; this rank (0) saw: {'very ' * 60}long"
+    (run / "exit.json").write_text(json.dumps({"exit_code": 1, "reason": "failed", "error": error}))
+    own = TRACEBACK.format(said=error.partition("saw: ")[2])
+    (run / "logs" / "rank_00000.log").write_text(own)
+    (run / "logs" / "rank_00001.log").write_text(TRACEBACK.format(said="of its own"))
+    text = page([read_run(run)])
+    before, folded = text.split("<details><summary>With tracebacks</summary>")
+    assert before.count(error) == 1
+    assert "<li class=bad>after step 30: exit code 1: failed</li>" in before
+    shown = re.findall(r"<h2>Warnings and errors</h2><pre>(.*?)</pre>", before, re.DOTALL)
+    assert [line.partition(": ")[0] for line in shown[0].splitlines()] == [
+        "[0] 10:03 WARNING late",
+        "[0] 10:04 ERROR ended by LostPeerError",
+        "[1] 10:03 WARNING late",
+        "[1] 10:04 ERROR ended by LostPeerError",
+        "[1] gradsync.errors.LostPeerError",
+    ]
+    assert folded.count("in take_step") == 2
+    assert "still well" not in text
+
+
 def test_every_number_of_the_page_is_one_of_the_metrics(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -27,7 +27,8 @@ from gradsync.train.trackers import require_packages
 from gradsync.train.tuned import apply_choice, begun_dtype, resolve_auto, resolve_dtype
 from gradsync.world import World
 
-_KEEPS_MEMORY = "memory freed by a step is kept for the next: faster (--no-keep-memory: not)"
+_KEEPS_MEMORY = "memory freed by a step is kept for the next one, which is faster; "
+_KEEPS_MEMORY += "--no-keep-memory gives it back"
 _EMULATED = "this device has no bf16 and emulates it, many times slower than --dtype fp32"
 
 

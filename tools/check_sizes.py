@@ -24,7 +24,7 @@ BUDGETS = {
     **{"core": 1_042, "runtime": 4_612, "comm": 2_680, "sync": 11_078, "data": 2_579},
     **{"checkpoint": 1_495, "models": 960, "parallel": 1_275, "plan": 5_015, "train": 5_181},
     **{"launch": 1_920, "compat": 1_125, "backends": 700, "verify": 3_286, "bench": 5_475},
-    **{"cli": 4_520, "lint": 996, "report": 1_718},
+    **{"cli": 4_518, "lint": 996, "report": 1_718},
 }
 """Lines of each package, docstrings and blanks included. They only go down: raising one takes a
 commit that says why."""

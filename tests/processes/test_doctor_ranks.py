@@ -52,7 +52,7 @@ def test_a_port_in_use_is_a_finding_and_no_traceback():
     assert rank.returncode == 1
     assert "blocker  ranks " in rank.stdout
     assert "is already in use; set MASTER_PORT" in rank.stdout
-    assert "not ready: 1 blocker," in rank.stdout
+    assert "verdict: not ready, 1 blocker," in rank.stdout
     assert alone.returncode == 1
     assert "cannot be bound: Address already in use; set MASTER_PORT" in alone.stdout
     assert "Traceback" not in rank.stderr + alone.stderr

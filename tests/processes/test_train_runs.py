@@ -102,6 +102,7 @@ def stop_and_resume(pool: Any, config: TrainConfig, *ranks: int) -> tuple[Oracle
     resumed = pool.run(train_rank, ranks[-1], config)
     assert resumed[0].exit_code == 0, resumed[0].error
     assert "continuing from" in resumed[0].printed
+    assert resumed[0].summary["first_step"] == stopped[0].summary["steps"] + 1
     outcome = Oracle(dict(losses(Path(config.out))), resumed[0].summary["weights_sha256"])
     return outcome, resumed[0].printed
 

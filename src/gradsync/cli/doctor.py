@@ -92,6 +92,7 @@ def run(argv: list[str]) -> int:
         hardware = detect_hardware(env)
         machine = describe_machine(resolution.world.local_world_size)
         rows = [(name.replace("_", " "), value) for name, value in machine.items()]
+        del rows[-1]  # memory, which the hardware has in the unit of all else
         lines = [text]
         for title, part in (("machine", rows), ("hardware", hardware_rows(hardware))):
             lines += ["", title, *(f"  {name:<16}  {value}" for name, value in part)]
@@ -167,13 +168,13 @@ def _print(options: DoctorOptions, document: Facts, text: str, found: Sequence[F
         cure = f"; {each.cure}" if each.cure else ""
         lines.append(printable(f"  {each.level:<7}  {each.check:<13}  {each.said}{cure}", kept=""))
     counts = Counter(each.level for each in findings)
-    ready = "not ready" if counts["blocker"] else "ready"
-    lines.append(
-        f"{ready}: {counted(counts['blocker'], 'blocker')}, {counted(counts['warning'], 'warning')}"
-    )
-    whole = {**document, "findings": [asdict(finding) for finding in findings]}
+    ready = not counts["blocker"]
+    numbers = ", ".join(counted(counts[each], each) for each in ("blocker", "warning"))
+    lines += ["", f"verdict: {'ready' if ready else 'not ready'}, {numbers}"]
+    listed = [asdict(finding) for finding in findings]
+    whole = {**document, "findings": listed, "ready": ready}
     print(json.dumps(whole) if options.as_json else "\n".join(lines), flush=True)
-    return int(counts["blocker"] > 0)
+    return int(not ready)
 
 
 def launcher_text(resolution: Resolution, plan: CoordinatorPlan) -> str:

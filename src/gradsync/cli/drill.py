@@ -159,7 +159,8 @@ def drill(
             if not (folder / _NOTE).exists():
                 raise RunError(f"the fault never came\n{_last_words(ended)}")
             came = read_object(folder / _NOTE)
-            lines = [(at - came["at"], line) for at, line in ended.lines]
+            gone = f"; stacks of the ranks are in {folder / 'disturbed' / 'stacks'}"
+            lines = [(at - came["at"], line.replace(gone, "")) for at, line in ended.lines]
             for each in lines:
                 show(*each)
             early = bool(ended.code) or not ended.weights

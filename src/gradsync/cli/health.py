@@ -31,6 +31,7 @@ from gradsync import __version__
 from gradsync.core.files import counted
 from gradsync.errors import LaunchError
 from gradsync.plan.machine import read_interfaces, version_of
+from gradsync.plan.placement import gb
 from gradsync.runtime.coordinator import given_port, run_command
 from gradsync.runtime.machine import available_bytes, choose_threads, host_cores, total_bytes
 from gradsync.runtime.network import interface_towards, own_address
@@ -277,12 +278,12 @@ def judge_host(facts: Facts) -> list[Finding]:
     said += f"{limit}{facts['cores_machine']}" if cores < facts["cores_machine"] else ""
     cure = f"start at most {counted(cores, 'rank')} on this host"
     found = [grade("cores", said, cure, warning=ranks > cores)]
-    said, machine = f"{_gib(free)} free of {_gib(memory)}", facts["memory_machine"]
-    said += f"{limit}{_gib(machine)}" if memory < machine else ""
+    said, machine = f"{gb(free)} free of {gb(memory)}", facts["memory_machine"]
+    said += f"{limit}{gb(machine)}" if memory < machine else ""
     cure = "end other programs, raise the container's limit, or start fewer ranks here"
     found.append(grade("memory", said, cure, warning=free < ranks * _GIB))
     small = facts["shm"] < _GIB
-    said = f"/dev/shm holds {_gib(facts['shm'])}"
+    said = f"/dev/shm holds {gb(facts['shm'])}"
     said += ", little for NCCL and loaders' workers (gradsync needs none)" if small else ""
     cure = "`docker run --shm-size 8g`, or `mount -o remount,size=8G /dev/shm`"
     blocker = facts["gpus"] and facts["shm"] < 64 * _MIB
@@ -308,7 +309,7 @@ def judge_disk(facts: Facts) -> Finding:
         said = f"{facts['folder']} cannot be written: {facts['problem']}"
         return grade("disk", said, cure, blocker=facts["asked"], warning=True)
     free, took_s = facts["free"], facts["fsync_s"]
-    said = f"{facts['folder']} has {_gib(free)} free; 4 MiB are on disk in {took_s:.2g} s"
+    said = f"{facts['folder']} has {gb(free)} free; 4 MiB are on disk in {took_s:.2g} s"
     slow = took_s > 1
     return grade("disk", said, cure, blocker=free < 64 * _MIB, warning=slow or free < _GIB)
 
@@ -376,7 +377,3 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 def _count(value: float) -> str:
     return "unlimited" if math.isinf(value) else f"{value:,.0f}"
-
-
-def _gib(size: float) -> str:
-    return f"{size / _GIB:.3g} GiB"

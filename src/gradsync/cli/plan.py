@@ -278,6 +278,11 @@ def _switch_lines(request: Request) -> list[str]:
     return [*lines, *switches.suggestion_lines()]
 
 
+def _figures(options: PlanOptions, request: Request, costs: Costs) -> list[str]:
+    size = f"vocabulary: the preset's (the built-in text has {vocabulary('')}); --data DIR: its own"
+    return [*figure_lines(costs, request.hardware), *([] if options.data else [size])]
+
+
 def _tell_submodels(options: PlanOptions, request: Request) -> int:
     """Print the places of frozen parts; the rest is replicated."""
     parts = [parse_submodel(text) for text in options.submodel]
@@ -310,7 +315,7 @@ def _tell(
             "hardware": hardware_document(request.hardware),
             **choice.to_json(),
             "commands": [line for _, line in lines],
-            "figures": figure_lines(costs, request.hardware),
+            "figures": _figures(options, request, costs),
             "simulation": None if simulation is None else simulation.to_json(),
         }
         print(json.dumps(document, indent=1, allow_nan=False), flush=True)
@@ -321,7 +326,7 @@ def _tell(
         if pick is not None:
             print("\n".join(pick_sections(pick, lines)))
             print(section("switches", _switch_lines(request)))
-            print(section("figures", figure_lines(costs, request.hardware)))
+            print(section("figures", _figures(options, request, costs)))
         if simulation is not None:
             print(f"\n{report_text(simulation)}")
     if simulation is not None and options.plot:

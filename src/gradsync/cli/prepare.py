@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from gradsync.core.files import counted
 from gradsync.data.meta import Meta
 from gradsync.data.prepare import prepare
 from gradsync.errors import ConfigError
@@ -70,14 +71,13 @@ def run(argv: list[str]) -> int:
 
 
 def _describe(meta: Meta, out: Path) -> str:
-    skipped = (
-        f", {meta.skipped_files:,} hidden or binary files skipped" if meta.skipped_files else ""
-    )
+    names = (f"hidden or binary {each}" for each in ("file or folder", "files or folders"))
+    skipped = f", {counted(meta.skipped_files, *names)} skipped" if meta.skipped_files else ""
     held_out = 100 * meta.tokens.get("val", 0) / sum(meta.tokens.values())
     how = {"documents": "whole documents, chosen by content", "tail": "the last ones"}
     splits = ", ".join(f"{name} {tokens:,}" for name, tokens in meta.tokens.items())
     return (
-        f"read      {meta.documents:,} documents, {meta.text_bytes:,} bytes{skipped}\n"
+        f"read      {counted(meta.documents, 'document')}, {meta.text_bytes:,} bytes{skipped}\n"
         f"tokens    {splits} ({meta.tokenizer}, vocabulary {meta.vocab_size:,}, {meta.dtype})\n"
         f"held out  {held_out:.1f} % of the tokens: {how.get(meta.split_by, 'no val.bin')}\n"
         f"unigrams  {meta.unigram_entropy_nats:.3f} nats: a model should get well below\n"

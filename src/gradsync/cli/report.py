@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from gradsync.core.files import write_text
+from gradsync.core.files import counted, write_text
 from gradsync.errors import ConfigError
 from gradsync.report.browser import draw, find_browser
 from gradsync.report.charts import standing_alone, svg
@@ -31,8 +31,8 @@ class ReportOptions:
     )
     """Run directories."""
     out: str = ""
-    """File, or for svg and png a folder. Default: report.html or report.pdf in the run's directory,
-    of several runs in the first one's; the folder charts where you are."""
+    """File, or for svg and png a folder. Default: report.html, report.pdf or charts (made anew) in
+    the run's directory, of several runs in the first one's."""
     format: Literal["html", "svg", "png", "pdf"] = "html"
     """html, pdf: the page. svg, png: one file for each chart. png and pdf take a chromium that is
     on PATH."""
@@ -58,6 +58,8 @@ def run(argv: list[str]) -> int:
         return 0
     verified = read_verified(runs[0].path, options.verify)
     browser = find_browser() if options.format in ("png", "pdf") else ""
+    told = len(runs) > 1 and not options.out
+    where = ", in the first run's directory (--out names another place)" if told else ""
     if options.format in ("html", "pdf"):
         default = runs[0].path / f"report.{options.format}"
         out = Path(options.out) if options.out else default
@@ -67,11 +69,12 @@ def run(argv: list[str]) -> int:
             draw(browser, text, out)
         else:
             write_text(out, text)
-        where = ", in the first run's directory (--out names another file)"
-        print(f"written to {out}{where if len(runs) > 1 and not options.out else ''}")
+        print(f"written to {out}{where}")
         return 0
-    out = Path(options.out or "charts")
+    out = Path(options.out) if options.out else runs[0].path / "charts"
     out.mkdir(parents=True, exist_ok=True)
+    for older in () if options.out else out.glob(f"*.{options.format}"):
+        older.unlink()
     drawn = {
         chart.title: standing_alone(d, chart) for chart in charts_of(runs) if (d := svg(chart))
     }
@@ -88,5 +91,5 @@ def run(argv: list[str]) -> int:
             draw(browser, text, out / f"{name}.png")
         else:
             write_text(out / f"{name}.svg", text)
-    print(f"{len(drawn)} charts in {out}")
+    print(f"{counted(len(drawn), 'chart')} in {out}{where}")
     return 0

@@ -7,6 +7,7 @@ import io
 import json
 import sys
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from gradsync.cli.elastic import before_ranks, take_flag, with_ranks
@@ -27,7 +28,8 @@ from gradsync.train.trackers import require_packages
 from gradsync.train.tuned import apply_choice, begun_dtype, resolve_auto, resolve_dtype
 from gradsync.world import World
 
-_KEEPS_MEMORY = "memory freed by a step is kept for the next: faster (--no-keep-memory: not)"
+_KEEPS_MEMORY = "memory freed by a step is kept for the next one, which is faster; "
+_KEEPS_MEMORY += "--no-keep-memory gives it back"
 _EMULATED = "this device has no bf16 and emulates it, many times slower than --dtype fp32"
 
 
@@ -83,9 +85,11 @@ def complete_flags(argv: list[str]) -> list[str]:
 
 
 def _parse_once(flags: list[str], world: World) -> TrainConfig:
-    """Parse; every rank would print the same help."""
+    """Parse; every rank would print the same help. What lies in `out` is told by its plain path."""
     with contextlib.redirect_stdout(sys.stdout if world.is_main else io.StringIO()):
-        return parse_config(flags)
+        config = parse_config(flags)
+    out = Path(config.out)
+    return replace(config, out=str(out.resolve())) if ".." in out.parts else config
 
 
 def _start_ranks(config: TrainConfig, flags: list[str], as_json: bool) -> int:

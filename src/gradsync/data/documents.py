@@ -63,7 +63,7 @@ class Documents:
     ) -> None:
         self.text_key = text_key
         self.skipped_files = 0
-        """Hidden and binary files found in folders."""
+        """Hidden and binary files found in folders; a hidden folder is one."""
         self._exclude = exclude.resolve() if exclude else None
         self.files: list[Path] = []
         for path in map(Path, paths):
@@ -78,11 +78,9 @@ class Documents:
 
     def _walk(self, folder: Path) -> Iterator[Path]:
         for parent, folders, names in os.walk(folder, onerror=_unreadable):
-            folders[:] = sorted(
-                name
-                for name in folders
-                if not name.startswith(".") and (Path(parent) / name).resolve() != self._exclude
-            )
+            seen = [name for name in sorted(folders) if not name.startswith(".")]
+            self.skipped_files += len(folders) - len(seen)
+            folders[:] = [n for n in seen if (Path(parent) / n).resolve() != self._exclude]
             for name in sorted(names):
                 path = Path(parent) / name
                 if name.startswith(".") or not path.is_file() or _is_binary(path):

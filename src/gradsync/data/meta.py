@@ -50,7 +50,7 @@ class Meta:
     unigram_entropy_nats: float
     """Entropy of the token frequencies over all splits: the loss of a model that knows no more."""
     skipped_files: int
-    """Hidden and binary files that were passed over in folders."""
+    """Hidden files, hidden folders and binary files that were passed over in folders."""
     source: str
     """Origin of the text, in words."""
     files: Mapping[str, FileMeta]

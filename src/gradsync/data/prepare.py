@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import logging
 import os
 import platform
 import shutil
@@ -20,7 +21,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from gradsync.core.files import Filesystem, StagedDirectory
+from gradsync.core.files import Filesystem, StagedDirectory, counted
 from gradsync.data import meta as meta_file
 from gradsync.data import tokenizer as tokenizer_file
 from gradsync.data.documents import Documents
@@ -28,6 +29,8 @@ from gradsync.data.meta import DTYPES, FileMeta, Meta, file_sha256, read_meta
 from gradsync.data.tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer
 from gradsync.errors import ConfigError, DataError, RunError
 from gradsync.runtime import environ
+
+log = logging.getLogger("gradsync")
 
 DEFAULT_BPE_VOCAB_SIZE = 4096
 _GROUP_BYTES = 1 << 22
@@ -82,7 +85,7 @@ def prepare(
     _check_target(target, overwrite=overwrite)
     documents = Documents(paths, text_key=text_key, exclude=target)
     try:
-        hashes, text_bytes = _scan(documents)
+        hashes, text_bytes, num_broken = _scan(documents)
         if not text_bytes:
             raise DataError(f"no text in {', '.join(map(str, paths))}")
         encoder: Tokenizer = ByteTokenizer()
@@ -105,6 +108,10 @@ def prepare(
             _publish(staged, target, overwrite=overwrite)
     except OSError as error:
         raise RunError(f"preparing {target} failed: {error}") from error
+    if num_broken:
+        what = "kept as they are" if tokenizer == "byte" else "each became U+FFFD"
+        some = counted(num_broken, "document")
+        log.warning("bytes in %s of %s are not UTF-8: %s", some, f"{len(hashes):,}", what)
     return meta
 
 
@@ -139,16 +146,26 @@ def _check_options(tokenizer: str, vocab_size: int | None, val_fraction: float) 
         raise ConfigError(f"val_fraction must be at least 0 and below 1; got {val_fraction}")
 
 
-def _scan(documents: Documents) -> tuple[np.ndarray, int]:
-    """A content hash for each document, uint64, and the bytes of text."""
-    hashes, text_bytes = array("Q"), 0
+def _scan(documents: Documents) -> tuple[np.ndarray, int, int]:
+    """A content hash for each document, uint64; the bytes of text; documents that are not UTF-8."""
+    hashes, text_bytes, num_broken = array("Q"), 0, 0
     for document in documents:
-        digest = hashlib.sha256()
+        digest, is_text = hashlib.sha256(), True
         for chunk in document:
             digest.update(chunk)
             text_bytes += len(chunk)
+            is_text = is_text and _is_utf8(chunk)
         hashes.append(int.from_bytes(digest.digest()[:8], "big"))
-    return np.array(hashes, dtype=np.uint64), text_bytes
+        num_broken += not is_text
+    return np.array(hashes, dtype=np.uint64), text_bytes, num_broken
+
+
+def _is_utf8(text: bytes) -> bool:
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def choose_validation(hashes: np.ndarray, val_fraction: float) -> np.ndarray | None:

@@ -20,6 +20,10 @@ from gradsync.plan.workload import Workload, sizes_text
 
 _WIDE = 240  # Columns where there is no terminal: a table in a file must not be cut
 _MOST_ROWS = 24
+_HEADS = ("strategy", "parallel", "micro-batch", "GB a rank", "step", "tokens/s", "efficiency")
+_HEADS += ("taken, or why not",)
+_NARROW_HEADS = ("strategy,\nparallel", "micro-\nbatch", "GB a\nrank", "step", "tokens/s")
+_NARROW_HEADS += ("effi-\nciency", "taken, or\nwhy not")
 
 
 def section(name: str, lines: Sequence[str]) -> str:
@@ -102,39 +106,47 @@ def figure_lines(costs: Costs, hardware: Hardware) -> list[str]:
 
 
 def print_table(choice: Recommendation, stream: IO[str]) -> None:
-    """A row per split: its best micro-batch, and what became of it."""
+    """A row per split: its best micro-batch, and what became of it. Where a terminal has no room
+    for one line a row, each takes several: no figure is cut."""
     console = Console(file=stream, width=None if stream.isatty() else _WIDE)
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("strategy", "parallel"):
-        table.add_column(name, no_wrap=True)
-    for name in ("micro-batch", "GB a rank", "step", "tokens/s", "efficiency"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("taken, or why not")
-    rows = choice.rows()
-    for row in rows[:_MOST_ROWS]:
-        table.add_row(*_cells(row, row is choice.pick))
+    table = _table(choice, _HEADS, " ")
+    if console.measure(table, options=console.options.update(width=_WIDE)).maximum > console.width:
+        table = _table(choice, _NARROW_HEADS, "\n")
     console.print(table)
-    if len(rows) > _MOST_ROWS:
-        console.print(f"... and {len(rows) - _MOST_ROWS} more; --json has all", style="dim")
+    if (more := len(choice.rows()) - _MOST_ROWS) > 0:
+        console.print(f"... and {more} more; --json has all", style="dim")
 
 
-def _cells(row: Candidate, taken: bool) -> list[str]:
+def _table(choice: Recommendation, heads: Sequence[str], gap: str) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1 if gap == " " else 0, 0, 1))
+    for head in heads[:-6]:
+        table.add_column(head, no_wrap=True)
+    for head in heads[-6:-1]:
+        table.add_column(head, justify="right", no_wrap=True)
+    table.add_column(heads[-1], overflow="fold")
+    for row in choice.rows()[:_MOST_ROWS]:
+        taken, cells = row is choice.pick, _cells(row, row is choice.pick, gap)
+        cells = cells if gap == " " else [gap.join(cells[:2]), *cells[2:]]
+        table.add_row(*(f"[bold]{cell}[/bold]" if taken and cell else cell for cell in cells))
+    return table
+
+
+def _cells(row: Candidate, taken: bool, gap: str) -> list[str]:
+    """Cells under `_HEADS`, with `gap` where one may be broken."""
     work, time, memory, missing = row.work, row.time, "", row.obstacle
     if row.memory is not None:
-        memory = f"{row.memory.total / 1e9:,.1f} of {row.room_bytes / 1e9:,.1f}"
+        memory = f"{row.memory.total / 1e9:,.1f}{gap}of {row.room_bytes / 1e9:,.1f}"
         missing = f"{gb(row.short_bytes)} short"
     cells = [
         row.split.strategy,
         row.split.sizes or "one rank",
-        f"{work.micro_batch_size}{' recomputed' if work.activation_checkpointing else ''}",
+        f"{work.micro_batch_size}" + f"{gap}recomputed" * work.activation_checkpointing,
         memory,
     ]
     if time is None:
-        cells += ["", "", "", missing]
-    else:
-        cells += [duration(time.total_s), f"{time.tokens_per_s:,.0f}", percent(time.efficiency)]
-        cells.append("taken" if taken else row.remark)
-    return [f"[bold]{cell}[/bold]" if taken and cell else cell for cell in cells]
+        return [*cells, "", "", "", missing]
+    cells += [duration(time.total_s), f"{time.tokens_per_s:,.0f}", percent(time.efficiency)]
+    return [*cells, "taken" if taken else row.remark]
 
 
 def pick_sections(pick: Candidate, commands: Sequence[tuple[str, str]]) -> list[str]:

@@ -17,8 +17,8 @@ from gradsync.report.charts import LIGHT, STYLE, Chart, Event, Line, figure
 from gradsync.report.run import CHECKS, RANKS_HEAD, Points, Run, read_ranks
 from gradsync.report.timeline import timeline
 
-_SAID = 40
-"""Log lines that are shown at most."""
+_SAID, _TRACED = 40, 200
+"""Log lines that are shown at most, without tracebacks and with them."""
 
 
 _STYLE = (
@@ -239,16 +239,26 @@ def _share(run: Run) -> Points:
 def _scaled(runs: Sequence[Run]) -> dict[Path, tuple[float, float, float]]:
     """(ranks, tokens a second, efficiency in %) of each run that has a summary, where they differ
     in ranks; else {}. Efficiency is a rank's tokens a second, as a share of those of the best run
-    with the fewest ranks."""
-    found = {}
+    with the fewest ranks. Runs whose ranks changed are left out; of runs that differ in their work
+    those that most share it stay."""
+    rated: dict[str, dict[Path, tuple[float, float]]] = {}
     for run in runs:
         ranks, rate = run.summary.get("world_size"), run.summary.get("tokens_per_s")
-        if isinstance(ranks, int) and isinstance(rate, int | float) and ranks > 0 < rate:
-            found[run.path] = (float(ranks), float(rate))
+        known = isinstance(ranks, int) and isinstance(rate, int | float) and ranks > 0 < rate
+        if known and len(run.ranks) < 2:
+            rated.setdefault(_work(run), {})[run.path] = (float(ranks), float(rate))
+    found = max(rated.values(), key=len, default={})
     if len({ranks for ranks, _ in found.values()}) < 2:
         return {}
     fewest, best = min(found.values(), key=lambda each: (each[0], -each[1]))
     return {path: (n, r, 100 * r / n / (best / fewest)) for path, (n, r) in found.items()}
+
+
+def _work(run: Run) -> str:
+    """The work of a step, whatever the ranks: the model, the data, tokens."""
+    names = ("preset", "data", "dtype", "seq_len", "tokens_per_update")
+    shape = (name for name in sorted(run.config) if name.startswith("model."))
+    return repr([_plain(name, run.config) for name in (*names, *shape)])
 
 
 def _scaling(runs: Sequence[Run]) -> list[Chart]:
@@ -288,23 +298,27 @@ def _scaling(runs: Sequence[Run]) -> list[Chart]:
 
 def figures_of(run: Run) -> list[tuple[str, str]]:
     """The figures at the top: words and value."""
-    summary = run.summary
+    summary, since = run.summary, run.since
     found = [
         ("validation loss", summary.get("val_loss", run.last("val/loss"))),
         ("training loss", summary.get("final_train_loss", run.last("train/loss"))),
         ("steps", summary.get("steps", run.last_step)),
         ("tokens/s, all ranks", summary.get("tokens_per_s", run.last("perf/tokens_per_s"))),
     ]
-    shown = [(name, _shown(value)) for name, value in found if isinstance(value, int | float)]
+    shown = [
+        (name, _shown(value) + since * name.startswith("tokens"))
+        for name, value in found
+        if isinstance(value, int | float)
+    ]
     fraction = summary.get("exposed_comm_fraction")
     if isinstance(fraction, int | float) and math.isfinite(fraction):
-        shown.append(("exposed communication", f"{100 * fraction:.1f} %"))
+        shown.append(("exposed communication", f"{100 * fraction:.1f} %{since}"))
     mfu, rate = run.last("perf/mfu"), run.last("perf/tokens_per_s")
-    mean = summary.get("tokens_per_s", rate)  # of the whole run
+    mean = summary.get("tokens_per_s", rate)  # of all its steps
     if mfu is not None and rate and isinstance(mean, int | float):
-        shown.append(("MFU: model FLOPs utilisation", f"{100 * mfu * mean / rate:.1f} %"))
-    if (memory := run.last("mem/max_reserved_gib")) is not None:
-        shown.append(("GiB, peak of rank 0", _shown(memory)))
+        shown.append(("MFU: model FLOPs utilisation", f"{100 * mfu * mean / rate:.1f} %{since}"))
+    if memory := run.metrics.get("mem/max_reserved_gib"):
+        shown.append(("GiB, peak of rank 0", _shown(max(value for _, value in memory))))
     if isinstance(summary.get("weights_sha256"), str):
         shown.append(("SHA-256 of the weights", f"{summary['weights_sha256'][:8]}…"))
     return shown
@@ -317,8 +331,10 @@ def _shown(value: float) -> str:
 
 
 def _about(run: Run) -> str:
+    figures = ((name, *value.partition(" since ")) for name, value in figures_of(run))
     cards = "".join(
-        f"<div><b>{escape(v)}</b><span>{escape(n)}</span></div>" for n, v in figures_of(run)
+        f"<div><b>{escape(value)}</b><span>{escape(name + since + step)}</span></div>"
+        for name, value, since, step in figures
     )
     return f'<p class="sub">{_sentence(run)}</p><div class="cards">{cards}</div>'
 
@@ -366,7 +382,7 @@ def _checked(run: Run) -> Iterator[str]:
 
 def _sentence(run: Run) -> str:
     environment, config = run.environment, run.config
-    ranks = counted(environment.get("world_size"), "rank")
+    ranks = _ranks_of(run, counted(environment.get("world_size"), "rank"))
     words = [
         f"{config.get('preset', 'model')}, sync {config.get('sync', '?')}",
         f"{ranks} by {environment.get('launcher', '?')}",
@@ -387,9 +403,16 @@ def _compared(runs: Sequence[Run]) -> str:
     for run, column in zip(runs, columns, strict=True):
         if run.path in scaled:
             column["efficiency"] = f"{scaled[run.path][2]:.1f} %"
+        elif scaled and "tokens_per_s" in run.summary:
+            column["efficiency"] = "ranks changed" if len(run.ranks) > 1 else "other work"
     names = dict.fromkeys(name for column in columns for name in column)
     rows = [(name, *(column.get(name, "") for column in columns)) for name in names]
     return _same_bits(runs) + _table(("", *(run.name for run in runs)), rows)
+
+
+def _ranks_of(run: Run, last: str = "") -> str:
+    last = last or str(run.environment.get("world_size", "not known"))
+    return ", then ".join([*(f"{n:g}" for n in run.ranks[:-1]), last])
 
 
 def _same_bits(runs: Sequence[Run]) -> str:
@@ -397,8 +420,7 @@ def _same_bits(runs: Sequence[Run]) -> str:
     groups: dict[str, list[str]] = {}
     for run in runs:
         if isinstance(digest := run.summary.get("weights_sha256"), str):
-            ranks = run.environment.get("world_size", "?")
-            groups.setdefault(digest, []).append(f"{run.name} (ranks: {ranks})")
+            groups.setdefault(digest, []).append(f"{run.name} (ranks: {_ranks_of(run)})")
     return "".join(
         f'<p class="good">The same weights, bit for bit: {escape(", ".join(names))}</p>'
         for names in groups.values()
@@ -419,7 +441,7 @@ def _differences(runs: Sequence[Run]) -> str:
         for name in names
         if name not in _OF_A_START and len({_plain(name, run.config) for run in runs}) > 1
     ]
-    ranks = [str(run.environment.get("world_size", "not known")) for run in runs]
+    ranks = list(map(_ranks_of, runs))
     if len({*ranks}) > 1:
         rows.insert(0, ("ranks", *ranks))
     if not rows:
@@ -443,20 +465,36 @@ def _setting(name: str, config: Mapping[str, Any]) -> str:
 
 def _details(run: Run, *, alone: bool) -> str:
     head = "" if alone else f"<h2>{escape(run.name)}</h2><p class=sub>{_sentence(run)}</p>"
-    said = [line for line in log_lines(run) if " INFO " not in line][-_SAID:]
+    every = [line for line in log_lines(run) if " INFO " not in line]
+    said = [line for line in every if _tells_more(line, str(run.exit.get("error", "")))]
     parts = [head]
     if run.problems:
         listed = "".join(f"<li>{escape(problem)}</li>" for problem in run.problems)
         parts.append(f"<h2>Could not be read</h2><ul>{listed}</ul>")
     if said:
-        parts.append(f"<h2>Warnings and errors</h2><pre>{escape(chr(10).join(said))}</pre>")
+        parts.append(f"<h2>Warnings and errors</h2>{_lines(said[-_SAID:])}")
     known = [
         _folded("Settings", _table(("", ""), _pairs(_set(run.config)))),
         _folded("Environment", _table(("", ""), _pairs(run.environment))),
     ]
     on_screen = [_folded("Numbers", _numbers(run)), *([] if alone else known)]
+    if len(said) < len(every):
+        on_screen.insert(0, _folded("With tracebacks", _lines(every[-_TRACED:])))
     parts += [f'<div class="screen">{"".join(on_screen)}</div>', *(known if alone else [])]
     return "".join(parts)
+
+
+def _lines(lines: Sequence[str]) -> str:
+    return f"<pre>{escape(chr(10).join(lines))}</pre>"
+
+
+def _tells_more(line: str, error: str) -> bool:
+    """Whether a log line is neither a traceback's nor the end of one with what `error` tells."""
+    words = line.partition("] ")[2]
+    if words.startswith(("  ", "Traceback (", "During handling", "The above exception")):
+        return False
+    told = words.partition(": ")[2]
+    return words[:1].isdigit() or not (told and told in error)
 
 
 def _matrix(document: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +16,6 @@ from gradsync.errors import ConfigError
 from gradsync.report.charts import Event
 
 Points = list[tuple[float, float]]
-_LONGEST_REASON = 300
 CHECKS = {
     "check/replicas_equal": ("replicas compared", "after step"),
     "check/audit_equal": ("a leaf computed by two ranks", "in step"),
@@ -60,6 +59,21 @@ class Run:
         return max((points[-1][0] for points in logged), default=None)
 
     @property
+    def ranks(self) -> list[float]:
+        """Numbers of ranks, in their order, with which steps were done that count."""
+        ends = [start["step"] for start in self.starts[1:]] + [math.inf]
+        began = zip(self.starts, ends, strict=False)
+        return [n for n, _ in groupby(s["world_size"] for s, end in began if end > s["step"])]
+
+    @property
+    def since(self) -> str:
+        """Words behind figures that are of the last start alone; "" where there was one."""
+        first = self.summary.get("first_step")
+        if self.summary and first is None and self.starts:  # older runs
+            first = self.starts[-1]["step"] + 1
+        return f" since step {first:g}" if isinstance(first, int | float) and first > 1 else ""
+
+    @property
     def outcome(self) -> str:
         """How it ended, in words."""
         if self.exit:
@@ -83,7 +97,7 @@ class Run:
             found.append(Event(step, words, ended.get("exit_code") not in (0, _STOPPED)))
         code, last = self.exit.get("exit_code", 0), self.last_step
         if code != 0 and last is not None:
-            words = f"after step {last:g}: {self.outcome}"
+            words = f"after step {last:g}: {_ended({**self.exit, 'error': ''})}"  # it is `outcome`
             found.append(Event(last, words, code != _STOPPED))
         return found
 
@@ -256,7 +270,7 @@ def _ended(exit_file: Mapping[str, Any]) -> str:
     code, reason = exit_file.get("exit_code"), one_line(exit_file.get("reason", ""))
     if code in (0, _STOPPED):
         return reason
-    error = one_line(str(exit_file.get("error", "")).partition("\n")[0])[:_LONGEST_REASON]
+    error = one_line(str(exit_file.get("error", "")).partition("\n")[0])
     return f"exit code {code}: {reason}" + (f", {error}" if error else "")
 
 

@@ -299,6 +299,7 @@ def _summarise(trainer: Trainer, totals: Totals) -> dict[str, Any]:
     tokens_timed = totals.steps_timed * config.tokens_per_update
     return {
         "steps": totals.step,
+        "first_step": totals.step - totals.steps_timed + 1,  # of this start: speed and times
         "tokens": totals.step * config.tokens_per_update,
         "final_train_loss": finite_or_none(totals.train_loss),
         "val_loss": finite_or_none(totals.val_loss),

@@ -43,6 +43,24 @@ def test_answers_without_torch() -> None:
     run_python(["-c", code]).ok()
 
 
+@pytest.mark.parametrize(
+    ("named", "told"), [("{0}/a/../b", "{0}/b"), ("link/../b", "{0}/b"), ("a/b", "a/b"), ("", "")]
+)
+def test_the_run_directory_is_told_by_its_plain_path(
+    named: str,
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    out = named.format(tmp_path)
+    assert main(["train", "tiny", "--out", out, "--dry-run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["config"]["out"] == told.format(tmp_path)
+
+
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     printed = capsys.readouterr().out

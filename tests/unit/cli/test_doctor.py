@@ -1,6 +1,7 @@
 """`gradsync doctor`, in this process and as a program."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -136,7 +137,8 @@ def test_findings_are_printed_with_their_cure_in_one_line(capsys, monkeypatch):
     (line,) = [line for line in lines if "ib7" in line]
     assert line.startswith("  blocker  interface      GLOO_SOCKET_IFNAME names ib7")
     assert "; let GLOO_SOCKET_IFNAME name one of" in line
-    assert lines[-1].startswith("not ready: 1 blocker,")
+    assert lines[-1].startswith("verdict: not ready, 1 blocker,")
+    assert not re.search(r"\bgib\b", "\n".join(lines), re.IGNORECASE)
 
 
 def test_findings_stand_in_the_document_beside_what_was_there(capsys, tmp_path):
@@ -145,6 +147,7 @@ def test_findings_stand_in_the_document_beside_what_was_there(capsys, tmp_path):
     assert {"rows", "world", "coordinator", "machine", "hardware"} < document.keys()
     assert all(each.keys() == {"check", "level", "said", "cure"} for each in document["findings"])
     assert document["findings"][-1]["said"].startswith(str(tmp_path))
+    assert document["ready"] is True
 
 
 @pytest.mark.usefixtures("under_mpirun")
@@ -152,7 +155,9 @@ def test_a_contradiction_is_a_blocker_among_the_findings(capsys, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert doctor.run(["--json"]) == 1
-    first = json.loads(capsys.readouterr().out)["findings"][0]
+    document = json.loads(capsys.readouterr().out)
+    first = document["findings"][0]
+    assert document["ready"] is False
     assert (first["check"], first["level"]) == ("launcher", "blocker")
     assert "contradict" in first["said"]
     assert first["cure"].startswith("unset the ones")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,8 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
                 return again if name == "disturbed" else DONE
             if came:
                 Path(work["fault"]["note"]).write_text('{"at": 100.0, "step": 3, "step_s": 0.4}')
-            return disturbed
+            lines = [(at, line.replace("FOLDER", str(folder))) for at, line in disturbed.lines]
+            return replace(disturbed, lines=lines)
 
         monkeypatch.setattr(module, "_watched", watched)
         monkeypatch.setattr(module, "_saved", lambda out: 2)
@@ -50,7 +52,8 @@ def ended(*lines: tuple[float, str], **changes: Any) -> Ended:
 
 
 def test_as_promised(runs: Callable[..., list[str]]) -> None:
-    names = runs(ended((99.0, "step 2/7"), (102.5, GONE)))
+    kept = "; stacks of the ranks are in FOLDER/disturbed/stacks"  # until the drill ends
+    names = runs(ended((99.0, "step 2/7"), (102.5, GONE + kept)))
     shown: list[tuple[float, str]] = []
     verdict = drill(KILL, FLAGS, show=lambda *each: shown.append(each))
     assert [name.partition(":")[0] for name in names] == ["undisturbed", "disturbed", "disturbed"]

@@ -69,10 +69,15 @@ TABLE = [
         "container's limit; the machine has 64",
     ),
     ("cores", {"cores": 2, "cores_machine": 64}, "ok", "2 for 2 ranks, this container's limit"),
-    ("memory", {"free": 2 * GIB - 1}, "warning", "2 GiB free of 16 GiB"),
-    ("memory", {"free": 2 * GIB, "memory": 4 * GIB}, "ok", "container's limit; the machine has 16"),
+    ("memory", {"free": 2 * GIB - 1}, "warning", "2.1 GB free of 17.2 GB"),
+    (
+        "memory",
+        {"free": 2 * GIB, "memory": 4 * GIB},
+        "ok",
+        "container's limit; the machine has 17",
+    ),
     ("shared memory", {"shm": GIB - 1}, "warning", "little for NCCL"),
-    ("shared memory", {"shm": 0}, "warning", "/dev/shm holds 0 GiB"),
+    ("shared memory", {"shm": 0}, "warning", "/dev/shm holds 0.0 MB"),
     ("shared memory", CUDA | {"shm": 64 * MIB - 1}, "blocker", "little for NCCL"),
     ("shared memory", CUDA | {"shm": 64 * MIB}, "warning", "little for NCCL"),
     (
@@ -118,7 +123,7 @@ def test_the_cure_of_few_open_files_is_what_can_be_set():
 @pytest.mark.parametrize(
     ("changes", "level", "said"),
     [
-        ({}, "ok", "/d has 9 GiB free; 4 MiB are on disk in 0.02 s"),
+        ({}, "ok", "/d has 9.7 GB free; 4 MiB are on disk in 0.02 s"),
         ({"fsync_s": 1.5}, "warning", "in 1.5 s"),
         ({"free": GIB - 1}, "warning", "free"),
         ({"free": 63 * MIB}, "blocker", "free"),

@@ -105,7 +105,7 @@ def test_folders_are_read_in_order_without_hidden_and_binary_files(
     out = source / "out"
     meta = prepare([source], out, val_fraction=0)
     assert bytes(t for t in tokens_of(out, "train") if t < END) == b"a.txtb/x.txtb/y.txtc/z.txt"
-    assert (meta.documents, meta.skipped_files) == (4, 2)
+    assert (meta.documents, meta.skipped_files) == (4, 3)
     again = prepare([source], out, val_fraction=0, overwrite=True)
     assert again.files == meta.files  # the output itself was not read as input
 
@@ -336,7 +336,7 @@ def test_the_command_says_what_was_read_and_written(
     text.write_text("to be or not to be " * 20)
     assert command.run([str(text), "--out", str(tmp_path / "plain")]) == 0
     printed = capsys.readouterr().out
-    assert "1 documents, 380 bytes" in printed
+    assert "1 document, 380 bytes\n" in printed
     assert "train 362, val 19 (byte, vocabulary 257, uint16)" in printed
     assert "nats" in printed
     assert str(tmp_path / "plain") in printed
@@ -355,6 +355,33 @@ def test_the_command_says_what_was_read_and_written(
     with pytest.raises(DataError, match="--overwrite"):
         command.run(arguments)
     assert command.run([*arguments, "--overwrite"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "done"), [("byte", "kept as they are"), ("bpe", "each became U+FFFD")]
+)
+def test_what_is_left_out_or_no_text_is_said(
+    tmp_path: Path,
+    tokenizer: str,
+    done: str,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if tokenizer == "bpe":
+        pytest.importorskip("tokenizers")
+    (tmp_path / "in" / ".git").mkdir(parents=True)
+    for name, content in {"a": b"caf\xe9 " * 99, "b": "café".encode(), ".git/c": b"c"}.items():
+        (tmp_path / "in" / name).write_bytes(content)
+    arguments = [str(tmp_path / "in"), "--out", str(tmp_path / "out"), "--tokenizer", tokenizer]
+    assert command.run(arguments) == 0
+    read = "read      2 documents, 500 bytes, 1 hidden or binary file or folder skipped\n"
+    assert capsys.readouterr().out.startswith(read)
+    assert caplog.messages == [f"bytes in 1 document of 2 are not UTF-8: {done}"]
+    (tmp_path / "in" / ".hidden").touch()
+    (tmp_path / "in" / "a").unlink()
+    assert command.run([*arguments, "--overwrite"]) == 0
+    assert "2 hidden or binary files or folders skipped\n" in capsys.readouterr().out
+    assert len(caplog.messages) == 1
 
 
 def test_the_command_imports_no_torch() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shlex
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -26,6 +28,7 @@ from gradsync.plan.hardware_file import load_hardware
 from gradsync.plan.memory import memory_need
 from gradsync.plan.placement import MARGIN
 from gradsync.plan.profile import StepProfile, estimate_profile
+from gradsync.plan.report import print_table
 from gradsync.plan.workload import Split, Workload, goes_with_parts
 from gradsync.sync.registry import STRATEGIES
 from gradsync.train.check import check_layout
@@ -201,6 +204,35 @@ def test_json_is_one_document(ask: Ask) -> None:
     for each in document["candidates"]:
         assert bool(each["obstacle"]) == (each["step"] is None)
         assert each["micro_batch_size"] * each["num_leaves"] == 16
+
+
+@pytest.mark.parametrize(
+    ("model", "hardware"), [("xl", "h100x4"), ("2.7b", "a100-40x8@8"), ("medium", "rtx4090")]
+)
+def test_a_terminal_of_80_columns_cuts_nothing(
+    model: str, hardware: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choice = planned(model, hardware)
+    printed = io.StringIO()
+    print_table(choice, printed)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr(narrow := io.StringIO(), "isatty", lambda: True)
+    print_table(choice, narrow)
+    text = re.sub(r"\x1b\[[\d;]*m", "", narrow.getvalue())
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= 80
+    rows = printed.getvalue().rpartition("─")[2]
+    assert rows
+    words = Counter(text.rpartition("─")[2].split())
+    assert Counter(rows.split()) == words
+
+
+def test_whose_vocabulary_it_is(ask: Ask, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    said = "vocabulary: the preset's (the built-in text has 257); --data DIR: its own"
+    assert said in ask("tiny --hardware box.yaml")
+    assert said not in ask("tiny --hardware box.yaml --data data")
 
 
 def test_simulation(ask: Ask, tmp_path: Path) -> None:

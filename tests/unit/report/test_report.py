@@ -29,8 +29,8 @@ from gradsync.report.charts import (
     ticks,
     whole_ticks,
 )
-from gradsync.report.page import charts_of, page
-from gradsync.report.run import read_run
+from gradsync.report.page import charts_of, figures_of, page
+from gradsync.report.run import read_run, read_runs
 from gradsync.report.timeline import read_spans, timeline_svg
 from support.requirements import require
 
@@ -256,6 +256,42 @@ def test_interruptions_stand_in_a_list_and_in_each_chart(tmp_path: Path) -> None
     assert "Events" not in page([read_run(make_run(tmp_path, name="whole"))])
 
 
+TRACEBACK = """\
+10:02 INFO still well
+10:03 WARNING late: {said}
+10:04 ERROR ended by LostPeerError
+Traceback (most recent call last):
+  File "gradsync/sync/step.py", line 172, in take_step
+    exposed = reducer.reduce()
+              ^^^^^^^^^^^^^^^^
+gradsync.errors.LostPeerError: {said}
+"""
+
+
+def test_an_error_is_told_once(tmp_path: Path) -> None:
+    """Its traceback is there to unfold; what a rank says besides stays."""
+    run = make_run(tmp_path)
+    error = f"rank(s) 1 vanished without a word; this rank (0) saw: {'very ' * 60}long"
+    (run / "exit.json").write_text(json.dumps({"exit_code": 1, "reason": "failed", "error": error}))
+    own = TRACEBACK.format(said=error.partition("saw: ")[2])
+    (run / "logs" / "rank_00000.log").write_text(own)
+    (run / "logs" / "rank_00001.log").write_text(TRACEBACK.format(said="of its own"))
+    text = page([read_run(run)])
+    before, folded = text.split("<details><summary>With tracebacks</summary>")
+    assert before.count(error) == 1
+    assert "<li class=bad>after step 30: exit code 1: failed</li>" in before
+    shown = re.findall(r"<h2>Warnings and errors</h2><pre>(.*?)</pre>", before, re.DOTALL)
+    assert [line.partition(": ")[0] for line in shown[0].splitlines()] == [
+        "[0] 10:03 WARNING late",
+        "[0] 10:04 ERROR ended by LostPeerError",
+        "[1] 10:03 WARNING late",
+        "[1] 10:04 ERROR ended by LostPeerError",
+        "[1] gradsync.errors.LostPeerError",
+    ]
+    assert folded.count("in take_step") == 2
+    assert "still well" not in text
+
+
 def test_every_number_of_the_page_is_one_of_the_metrics(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -340,6 +376,54 @@ def test_runs_of_as_many_ranks_are_told_apart(tmp_path: Path) -> None:
     assert names == ["a", "b (equal to a)", "c (equal to a)"]
 
 
+def test_efficiency_is_that_of_equal_work(tmp_path: Path) -> None:
+    """Runs of other work stay out, and those of which steps were done on other ranks."""
+    given: dict[str, dict[str, Any]] = {
+        "other": {"ranks": 1, "tokens_per_update": 64},
+        "one": {"ranks": 1},
+        "two": {"ranks": 2},
+        "four, then two": {"ranks": 2},
+        "wide": {"ranks": 4, "model": {"n_embd": 64}},
+    }
+    paths = [make_run(tmp_path, name=name, **settings) for name, settings in given.items()]
+    add_start(paths[2])
+    add_start(paths[2], step=10)
+    add_start(paths[3], world_size=4)
+    add_start(paths[3], step=10, before=FAILED)
+    runs = read_runs(paths)
+    charts = {chart.title: chart for chart in charts_of(runs)}
+    assert charts["Efficiency"].lines[0].points == [(1, 100), (2, 100)]
+    row = re.findall(r"<td>efficiency</td>(.*?)</tr>", page(runs))
+    assert re.findall(r"<td>(.*?)</td>", row[0]) == [
+        "other work",
+        "100.0 %",
+        "100.0 %",
+        "ranks changed",
+        "other work",
+    ]
+    assert "four, then two (ranks: 4, then 2)" in page(runs)
+    assert "Efficiency" not in {chart.title for chart in charts_of([*runs[:1], *runs[3:]])}
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_figures_of_the_last_start_say_since_when(tmp_path: Path, older: bool) -> None:
+    path = make_run(tmp_path, ranks=1)
+    summary = json.loads((path / "summary.json").read_text())
+    assert "since" not in page([read_run(path)])
+    add_start(path)
+    add_start(path, step=20, world_size=1, before={"exit_code": 75, "reason": "a stop"})
+    first = {} if older else {"first_step": 21}
+    (path / "summary.json").write_text(json.dumps(summary | first))
+    figures = dict(figures_of(read_run(path)))
+    assert figures["tokens/s, all ranks"] == "1,000 since step 21"
+    assert figures["exposed communication"] == "20.0 % since step 21"
+    assert figures["MFU: model FLOPs utilisation"] == "12.5 % since step 21"
+    assert figures["steps"] == "30"
+    text = page([read_run(path)])
+    assert "<b>1,000</b><span>tokens/s, all ranks since step 21</span>" in text
+    assert "2, then 1 rank by torchrun" in text
+
+
 def cell(strategy: str, world_size: int, **fields: object) -> dict[str, object]:
     base = {"strategy": strategy, "world_size": world_size, "dtype": "fp32", "status": "passed"}
     return {**base, "promise": "rounding", "bitwise": False, "model": "mlp", **fields}
@@ -412,9 +496,24 @@ def test_several_runs_stand_side_by_side(
     assert capsys.readouterr().out.startswith(written)
 
 
-def test_charts_as_files(tmp_path: Path) -> None:
-    folder = tmp_path / "charts"
-    assert main(["report", str(make_run(tmp_path)), "--format", "svg", "--out", str(folder)]) == 0
+SVG = ["--format", "svg"]
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_charts_as_files(
+    tmp_path: Path, named: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = make_run(tmp_path)
+    folder = tmp_path / "drawn" if named else run / "charts"
+    out = ["--out", str(folder)] if named else []
+    if not named:  # what an older call drew is not mixed with the new
+        assert main(["report", str(run), str(make_run(tmp_path, name="second")), *SVG]) == 0
+        told = f"9 charts in {folder}, in the first run's directory (--out names another place)"
+        assert capsys.readouterr().out.rstrip() == told
+    assert main(["report", str(run), *SVG, *out]) == 0
+    assert capsys.readouterr().out.rstrip() == f"8 charts in {folder}"
+    assert not (tmp_path / "charts").exists()
     files = sorted(path.name for path in folder.iterdir())
     assert "loss.svg" in files
     assert len(files) == 8

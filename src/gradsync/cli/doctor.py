@@ -91,8 +91,8 @@ def run(argv: list[str]) -> int:
     def report(findings: Sequence[Finding]) -> int:
         hardware = detect_hardware(env)
         machine = describe_machine(resolution.world.local_world_size)
-        rows = [(name.replace("_", " "), value) for name, value in machine.items()]
-        del rows[-1]  # memory, which the hardware has in the unit of all else
+        shown = machine.keys() - {"memory_gib"}  # the hardware has it in the unit of all else
+        rows = [(name.replace("_", " "), machine[name]) for name in machine if name in shown]
         lines = [text]
         for title, part in (("machine", rows), ("hardware", hardware_rows(hardware))):
             lines += ["", title, *(f"  {name:<16}  {value}" for name, value in part)]

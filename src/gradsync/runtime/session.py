@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from hashlib import sha256
 from secrets import token_hex
+from typing import NoReturn
 
 from gradsync.errors import ConfigError, LaunchError, RunError
 from gradsync.runtime import environ
@@ -117,6 +118,15 @@ class Session:
                 "write `with gs.init() as world:`"
             )
         return self._world
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Raise AttributeError, which says for names of `World` how to get one."""
+        if name in World.__dataclass_fields__ or hasattr(World, name):
+            raise AttributeError(
+                f"gs.init() gives the world, and its {name}, to a block: write "
+                "`with gs.init(...) as world:`"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __enter__(self) -> World:
         world = self.open()

@@ -93,8 +93,8 @@ class Stopwatch:
 
 _WINDOW = 10
 """Steps that are looked at together."""
-_LAG = 0.2
-"""Share of a step that the others must wait for a rank."""
+_LAG, _LEAST_LAG_S = 0.2, 0.001
+"""Share of a step that the others must wait for a rank, and seconds."""
 
 
 class StragglerWatch:
@@ -102,8 +102,8 @@ class StragglerWatch:
 
     A backward takes as long on a slow rank as on the others, since all wait in it for the last one;
     but the late one waits least. A rank is named when in nine of ten steps it has waited less
-    than all others, in the median by a fifth of a step. So a pause (a checkpoint by rank 0, an
-    evaluation) is no slowness, nor is noise that meets one rank after the other.
+    than all others, in the median by a fifth of a step and 1 ms. So a pause (a checkpoint by rank
+    0, an evaluation) is no slowness, nor is noise that meets one rank after the other.
 
     Args:
         comm: the ranks; None where they do different things in a step, as a pipeline's stages do.
@@ -157,7 +157,7 @@ def find_straggler(ranks: Tensor) -> tuple[int, str]:
     wall, data, wait = (float(part.median()) for part in ranks[slow].unbind(1))
     others = torch.cat([waits[:slow], waits[slow + 1 :]]).min(0).values
     lag = float((others - waits[slow]).median())
-    if int((least == slow).sum()) < 0.9 * len(least) or lag < _LAG * wall:
+    if int((least == slow).sum()) < 0.9 * len(least) or lag < max(_LAG * wall, _LEAST_LAG_S):
         return -1, ""
     parts = {"computing": wall - data - wait, "waiting for data": data, "for others": wait}
     shares = ", ".join(f"{100 * part / wall:.0f} % {name}" for name, part in parts.items())

@@ -300,6 +300,15 @@ def test_a_plain_process_in_a_slurm_shell_is_one_rank_and_hears_of_srun(text, ca
     assert "Put `srun` before the command" in caplog.text
 
 
+def test_a_session_is_no_world():
+    session = Session(SessionOptions(device="cpu"), env={})
+    for name in ("device", "world_size", "is_main", "seed"):
+        with pytest.raises(AttributeError, match=rf"its {name}, to a block: write `with gs\.init"):
+            getattr(session, name)
+    with pytest.raises(AttributeError, match="'Session' object has no attribute 'wrold'"):
+        _ = session.wrold
+
+
 @pytest.mark.parametrize("text", [SRUN_TASK, ONE_TASK_SHELL, SBATCH_SHELL + MPIRUN, TORCHRUN, ""])
 def test_nobody_else_is_warned(text):
     assert resolve(env(text)).warnings == ()

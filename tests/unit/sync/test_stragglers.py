@@ -47,6 +47,13 @@ def test_even_ranks_are_not_reported(world_size: int) -> None:
         assert find_straggler(steps(compute, torch.zeros_like(compute))) == (-1, "")
 
 
+@pytest.mark.parametrize(("lag_s", "slow"), [(0.0008, -1), (0.0012, 1)])
+def test_less_than_a_millisecond_is_not_worth_a_warning(lag_s: float, slow: int) -> None:
+    wall, waits = torch.full((2, 10), 0.003), torch.zeros(2, 10)
+    waits[0] = lag_s
+    assert find_straggler(torch.stack([wall, torch.zeros(2, 10), waits], 2))[0] == slow
+
+
 def test_pauses_of_one_rank_are_no_slowness() -> None:
     """It saves in every fifth step."""
     compute = noise(2, 10, seed=1) * 0.01 + 0.1

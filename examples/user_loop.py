@@ -3,8 +3,10 @@
 One line is added, `gs.replicate`; gradients are means over ranks as under torch's DDP, but the
 model is not wrapped, and a parameter that some rank does not use is no problem.
 
-torchrun --nproc-per-node 2 examples/user_loop.py
+torchrun --nproc-per-node 2 examples/user_loop.py     (python examples/user_loop.py: one rank)
 """
+
+import os
 
 import torch
 import torch.distributed as dist
@@ -12,8 +14,9 @@ import torch.nn.functional as F
 
 import gradsync as gs
 
-dist.init_process_group("gloo")
-rank, world_size = dist.get_rank(), dist.get_world_size()
+if "RANK" in os.environ:  # else it is one rank, without a launcher
+    dist.init_process_group("gloo")
+rank = dist.get_rank() if dist.is_initialized() else 0
 torch.manual_seed(rank)  # ranks may start differently: rank 0's weights are everybody's
 model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 4))
 
@@ -34,6 +37,7 @@ for number in range(200):
     optimizer.step()
     optimizer.zero_grad()
 if rank == 0:
-    print(f"loss {loss.item():.4f} on rank 0 of {world_size}")
+    print(f"loss {loss.item():.4f} on rank 0 of {sync.comm.world_size}")
 sync.close()
-dist.destroy_process_group()
+if dist.is_initialized():
+    dist.destroy_process_group()

@@ -39,6 +39,11 @@ def test_it_learns_on_two_ranks(name: str, largest_loss: float) -> None:
     assert float(loss) < largest_loss
 
 
+def test_the_loop_that_was_there_before_runs_without_a_launcher() -> None:
+    (alone,) = run_forked([EXAMPLES / "user_loop.py"])
+    assert alone.ok().stdout.endswith("on rank 0 of 1\n")
+
+
 def test_the_naive_trainer_prints_the_same_losses_on_one_rank_and_on_two() -> None:
     (alone,) = run_forked([EXAMPLES / "naive_trainer.py"])
     printed = [alone.ok().stdout, printed_on_two_ranks("naive_trainer.py")]

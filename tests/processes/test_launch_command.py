@@ -146,7 +146,10 @@ def test_ctrl_c_is_one_line_of_one_rank(where: str, tmp_path: Path) -> None:
         launcher.send_signal(signal.SIGINT)
         assert launcher.wait(60) == 130
         said = launcher.finished().stderr
-    assert re.fullmatch(r"gradsync: rank \d interrupted \(Ctrl-C\) in .*script.py:\d+\n", said)
+    first, one, *more = said.splitlines()
+    assert first == "gradsync: standard output is rank 0's; --log-dir DIR keeps the others'"
+    assert re.fullmatch(r"gradsync: rank \d interrupted \(Ctrl-C\) in .*script.py:\d+", one)
+    assert not more
 
 
 UNCLOSED = """

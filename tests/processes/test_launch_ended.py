@@ -82,6 +82,7 @@ def test_a_killed_rank_of_another_node(capfd: pytest.CaptureFixture[str]) -> Non
         assert main([*argv, "--node-rank=1", *words]) == 1
         assert other.wait(60) == 1
     assert capfd.readouterr().err == (
+        "gradsync: standard output is rank 0's; --log-dir DIR keeps the others'\n"
         "gradsync: error: rank 3 was ended by SIGKILL (killed by hand, or out of memory)\n"
         "rank 2 has noticed\n"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 EXAMPLES = {
     "": (
-        "gradsync demo                              # five minutes: what it does, proved here",
+        "gradsync demo                              # two minutes: what it does, proved here",
         "gradsync train tiny --nproc-per-node 2     # a small GPT on two ranks of this machine",
     ),
     "train": (

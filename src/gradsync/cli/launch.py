@@ -65,6 +65,11 @@ def run(argv: list[str]) -> int:
     from gradsync.launch.worker import PROGRAM
 
     own_command = bool(plan.program.command)
+    if not (own_command or plan.log_dir) and plan.nproc_per_node * plan.nnodes > 1:
+        print(
+            "gradsync: standard output is rank 0's; --log-dir DIR keeps the others'",
+            file=sys.stderr,
+        )
     command = list(plan.program.words[2:] if own_command else plan.program.argv(sys.executable))
     return launch_ranks(
         command,

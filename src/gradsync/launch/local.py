@@ -95,8 +95,12 @@ def launch_ranks(
     with ExitStack() as stack:
         stack.callback(agent.release)
         stack.enter_context(_quiet())
-        # No names: the agent must not install handlers of its own.
-        stack.enter_context(environ.exported({"TORCHELASTIC_SIGNALS_TO_HANDLE": ""}))
+        # No names: the agent must not install handlers of its own. torch's profiler writes two
+        # lines to standard error whenever a trace begins and ends.
+        quiet = {"TORCHELASTIC_SIGNALS_TO_HANDLE": "", "KINETO_LOG_LEVEL": "99"}
+        if environ.get("KINETO_LOG_LEVEL"):
+            del quiet["KINETO_LOG_LEVEL"]
+        stack.enter_context(environ.exported(quiet))
         if nodes is None:  # else all nodes need the same, which only their user can tell them
             stack.enter_context(environ.exported({TOKEN: secrets.token_hex(32)}))
         stack.enter_context(_signals_to(agent))

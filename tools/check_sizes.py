@@ -24,7 +24,7 @@ BUDGETS = {
     **{"core": 1_042, "runtime": 4_647, "comm": 2_680, "sync": 11_203, "data": 2_665},
     **{"checkpoint": 1_495, "models": 960, "parallel": 1_275, "plan": 5_015, "train": 5_187},
     **{"launch": 1_924, "compat": 1_125, "backends": 700, "verify": 3_286, "bench": 5_475},
-    **{"cli": 4_524, "lint": 1_037, "report": 1_718},
+    **{"cli": 4_523, "lint": 1_037, "report": 1_718},
 }
 """Lines of each package, docstrings and blanks included. They only go down: raising one takes a
 commit that says why."""

@@ -43,7 +43,8 @@ WORKER_OPTIONS += ("persistent_workers",)
 _GLIMPSES = 16
 """Rows of a tensor or items of a list that are looked at; up to twice as many where they do not
 divide."""
-_SCALAR = bool | int | float | str | bytes | np.generic
+_DEEPEST = 2
+"""Lists within lists that are looked into."""
 _OF_DATALOADER = {
     "batch_size": "global_batch_size (over all ranks) and micro_batch_size (of a leaf)",
     **dict.fromkeys(("sampler", "batch_sampler"), "shuffle= and seed=: it deals samples to ranks"),
@@ -408,22 +409,24 @@ def glimpse_of(dataset: Any) -> str:
         found += _glimpses(dataset)
     else:
         attributes = sorted(getattr(dataset, "__dict__", {}).items())
-        held = (value for _, value in attributes if not isinstance(value, _SCALAR))
+        held = (value for _, value in attributes if not isinstance(value, int | float | np.generic))
         found += (part for value in held for part in _glimpses(value, texts=False))
     return f"content {hashlib.sha256(repr(found).encode()).hexdigest()[:8]}" if found else ""
 
 
-def _glimpses(value: Any, *, texts: bool = True) -> list[str]:
+def _glimpses(value: Any, *, texts: bool = True, depth: int = 0) -> list[str]:
     """Some of the numbers and texts in a tensor, an array or a list; nothing of other things.
     `texts` False leaves those out, as paths may be others on each host."""
+    if depth and type(value) is dict:
+        value = list(value.values())
     if type(value) in (list, tuple):
-        some = value[:: max(1, len(value) // _GLIMPSES)]
-        return [part for item in some for part in _glimpses(item, texts=texts)]
-    if isinstance(value, _SCALAR):
-        if isinstance(value, str | bytes):
-            return [str(value[:1000])] if texts else []
-        return [f"{value:.3g}"] if isinstance(value, float) else [str(value)]
-    if type(value) not in (Tensor, np.ndarray, np.memmap) or not all(value.shape):
+        some = value[:: max(1, len(value) // _GLIMPSES)] if depth <= _DEEPEST else ()
+        return [part for item in some for part in _glimpses(item, texts=texts, depth=depth + 1)]
+    if isinstance(value, float | np.floating):
+        return [f"{value:.3g}"]
+    if isinstance(value, int | np.integer | str | bytes):
+        return [str(value)[:1000]] if texts or not isinstance(value, str | bytes) else []
+    if type(value) not in (Tensor, np.ndarray, np.memmap):
         return []
     try:
         rows = value[:: max(1, len(value) // _GLIMPSES)] if value.ndim else value
@@ -431,7 +434,7 @@ def _glimpses(value: Any, *, texts: bool = True) -> list[str]:
         rows = rows.reshape(len(rows), -1) if rows.ndim else rows.reshape(1, 1)
         places = (number * 7919 % rows.shape[1] for number in range(len(rows)))
         return [f"{row[place].item():.3g}" for row, place in zip(rows, places, strict=True)]
-    except (TypeError, RuntimeError):  # of objects, sparse, on no device
+    except (TypeError, RuntimeError, ArithmeticError):  # of objects, empty, sparse, on no device
         return []
 
 

@@ -636,7 +636,7 @@ def random_data(seed: int, kind: type = TensorDataset) -> Any:
     if kind is np.ndarray:
         return numbers.numpy()
     if kind is list:
-        return [(row, "text", {}) for row in numbers]
+        return [{"row": row, "text": "a"} for row in numbers]
     if kind is Attributes:
         return Attributes(numbers)
     whole = TensorDataset(numbers, torch.arange(50))
@@ -660,6 +660,13 @@ class Attributes(FileNames):
     def __init__(self, x: torch.Tensor) -> None:
         super().__init__(["a"])
         self.x = x
+
+
+class Endless(FileNames):
+    def __init__(self) -> None:
+        super().__init__(["a"])
+        self.within: list[Any] = []
+        self.within.append(self.within)
 
 
 @pytest.mark.parametrize("kind", [TensorDataset, Subset, np.ndarray, list, Attributes])
@@ -689,10 +696,13 @@ def test_last_bits_of_data_do_not_count() -> None:
         torch.eye(3).to_sparse(),
         torch.ones(3, device="meta"),
         torch.ones(3, 0),
+        torch.ones(0),
+        Attributes(torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)),
+        Endless(),
         Numbers(4),
         FileNames([f"/scratch/{os.getpid()}/a.png"]),
     ],
-    ids=["objects", "sparse", "meta", "empty", "nothing held", "paths"],
+    ids=["objects", "sparse", "meta", "empty", "no rows", "nested", "endless", "none", "paths"],
 )
 def test_of_other_data_nothing_is_read(dataset: Any) -> None:
     assert glimpse_of(dataset) == ""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import index
 from pathlib import Path
@@ -28,7 +29,7 @@ from gradsync.data.leaf import Leaf, Step, make_leaf
 from gradsync.data.order import SampleOrder, derive_key
 from gradsync.data.tokens import TokenDataset, open_dataset
 from gradsync.errors import ConfigError, DataError
-from gradsync.runtime.seeds import seed_leaf, seeded_read
+from gradsync.runtime.seeds import seed_after, seed_leaf, seeded_read
 from gradsync.world import World
 
 log = logging.getLogger("gradsync")
@@ -205,6 +206,7 @@ class Loader:
                 "nothing, and all passes are one loop, which loader.epoch counts (said once)"
             )
         batches = self._batches = self._open_batches()
+        finalizing = sys.is_finalizing  # then this module's own names may be gone
         try:
             for span, stop in self._spans(self._samples):
                 number = self._steps
@@ -222,8 +224,10 @@ class Loader:
             if self._ended is False:
                 self._ended = True
         finally:
-            if self._batches is batches:
+            if self._batches is batches and not finalizing():
                 self.close()
+                if self._seed_leaves:
+                    seed_after(self._order.seed, self._steps)
 
     def close(self) -> None:
         """End the iteration in progress and its worker processes, if there are any."""

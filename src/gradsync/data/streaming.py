@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -22,7 +23,7 @@ from gradsync.data.batch_plan import require_at_least, solve_batch_plan
 from gradsync.data.leaf import Leaf, Step, make_leaf
 from gradsync.data.loader import check_state, fingerprint_of
 from gradsync.errors import ConfigError, DataError
-from gradsync.runtime.seeds import seed_leaf, stream_seed
+from gradsync.runtime.seeds import seed_after, seed_leaf, stream_seed
 from gradsync.world import World
 
 
@@ -106,8 +107,13 @@ class StreamLoader:
         }
 
     def __iter__(self) -> Iterator[Step]:
-        while (step := self._next_step()) is not None:
-            yield step
+        finalizing = sys.is_finalizing  # then this module's own names may be gone
+        try:
+            while (step := self._next_step()) is not None:
+                yield step
+        finally:
+            if self._seed_leaves and not finalizing():
+                seed_after(self._state["seed"], self._state["steps"])
 
     def close(self) -> None:
         """Close what the data set has opened."""

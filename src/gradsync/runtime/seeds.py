@@ -7,7 +7,7 @@ cannot change its masks; nor do all ranks draw the same ones, as they would afte
 It holds as long as a leaf's forward comes before the next leaf is asked for. What a data set draws
 while a leaf is read, as random augmentation does, has a key of its own, in this process and in
 worker processes alike, and by Python's and numpy's global generators too; but for the read those
-two are the program's.
+two are the program's. After the loop torch's are alike on all ranks again.
 A program with random streams of its own turns it off: `gs.loader(..., seed_leaves=False)`.
 """
 
@@ -42,9 +42,18 @@ def seed_everything(seed: int) -> None:
 
 def seed_leaf(seed: int, step: int, leaf: int) -> None:
     """Seed torch's default generators (CPU and current CUDA device) for one leaf of one step."""
+    _seed_torch(stream_seed(seed, "leaf", step, leaf))
+
+
+def seed_after(seed: int, step: int) -> None:
+    """Seed them alike on all ranks for what comes after a loop of `step` steps, such as another
+    model: the last leaf, and its key, is another one on each rank."""
+    _seed_torch(stream_seed(seed, "after", step))
+
+
+def _seed_torch(key: int) -> None:
     import torch
 
-    key = stream_seed(seed, "leaf", step, leaf)
     # As `torch.manual_seed`, which formats the whole stack where CUDA is not in use: over 1 ms.
     torch.default_generator.manual_seed(key)
     if torch.cuda.is_available():

@@ -4,6 +4,8 @@ import json
 import multiprocessing
 import os
 import random
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -521,6 +523,40 @@ def stream(rank: int, **options: Any) -> StreamLoader:
         seed=5,
         **options,
     )
+
+
+@pytest.mark.usefixtures("random_state")
+@pytest.mark.parametrize("ends", [True, False])
+def test_ranks_draw_alike_after_the_loop(ends: bool) -> None:
+    """As the initial weights of another model; the last leaf is another one on each rank."""
+
+    def after(steps: Any) -> list[float]:
+        for step in steps:
+            for _ in step:
+                torch.rand(3)
+            if not ends and step.number == 0:
+                break
+        return torch.rand(2).tolist()
+
+    def of_rank(rank: int, world_size: int) -> Any:
+        world = World(rank=rank, world_size=world_size)
+        return loader(range(24), world, **OPTIONS, num_epochs=1)
+
+    found = [after(of_rank(rank, size)) for size in (1, 2, 3) for rank in range(size)]
+    assert found == found[:1] * 6
+    assert found[0] != after(stream(0))
+    assert after(stream(0)) == after(stream(1))
+
+
+def test_an_iteration_that_outlives_its_module_ends_without_a_word(tmp_path: Path) -> None:
+    lines = """
+import gradsync as gs
+steps = iter(gs.loader(range(8), gs.World(), global_batch_size=4, micro_batch_size=2))
+next(steps)
+"""
+    (tmp_path / "script.py").write_text(lines)
+    done = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, check=True)
+    assert done.stderr == b""
 
 
 @pytest.mark.usefixtures("random_state")

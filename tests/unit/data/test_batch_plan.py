@@ -25,7 +25,7 @@ def test_an_exact_plan_is_never_floored(
     tokens = leaves * micro * seq_len
     arguments = {"micro_batch_size": micro, "world_size": world_size}
     if world_size > leaves:
-        with pytest.raises(ConfigError, match=rf"{world_size} ranks cannot share {leaves} lea(f|ves) "):
+        with pytest.raises(ConfigError, match=rf"{world_size} ranks cannot share {leaves} lea"):
             solve_batch_plan(tokens_per_update=tokens, seq_len=seq_len, **arguments)
         return
     plan = solve_batch_plan(tokens_per_update=tokens, seq_len=seq_len, **arguments)

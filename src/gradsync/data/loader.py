@@ -16,12 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    Subset,
-    default_collate,
-)
+from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 
 from gradsync.core.torch_private import end_workers
 from gradsync.data.batch_plan import StepSpan, cut_step, require_at_least, solve_batch_plan

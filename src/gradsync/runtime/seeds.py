@@ -53,25 +53,25 @@ def seed_after(seed: int, step: int) -> None:
 
 def _seed_torch(key: int) -> None:
     import torch
+    from torch.utils.data import get_worker_info
 
     # As `torch.manual_seed`, which formats the whole stack where CUDA is not in use: over 1 ms.
     torch.default_generator.manual_seed(key)
-    if torch.cuda.is_available():
+    if get_worker_info() is None and torch.cuda.is_available():  # a worker has no CUDA
         torch.cuda.manual_seed(key)
 
 
 @contextmanager
 def seeded_read(seed: int, step: int, leaf: int) -> Generator[None]:
-    """Enclose the read of one leaf, seeded by a key of its own: torch's CPU generator, and those
-    of Python and numpy, which go on afterwards as if nothing had been read."""
+    """Enclose the read of one leaf, seeded by a key of its own: torch's default generators, and
+    those of Python and numpy, which go on afterwards as if nothing had been read."""
     import random
 
     import numpy as np
-    import torch
 
     key = stream_seed(seed, "read", step, leaf)
     python, numpy = random.getstate(), np.random.get_state()
-    torch.default_generator.manual_seed(key)
+    _seed_torch(key)
     random.seed(key)
     np.random.seed(key % 2**32)
     try:

@@ -70,7 +70,7 @@ class FsdpReducer(Reducer):
         ConfigError: no process group; trainable parameters of different dtypes.
     """
 
-    user_loop = waits_in_backward = True
+    user_loop = waits_in_backward = needs_micro_step = True
 
     def __init__(
         self,

@@ -178,7 +178,7 @@ class GradientSync(UserLoopMethods, StateMethods):
         weight = leaf_weight(weight, leaf)
         self._refuse_if_failed()
         if self.reducer.needs_micro_step and not self._user_loop.in_micro_step:
-            raise ConfigError(f"sync={self.reducer.strategy!r}: {_OUTSIDE}")  # on one rank too
+            raise ConfigError(f"sync={self.reducer.strategy!r}: {_OUTSIDE}")
         loss_sum = to_sum(loss, weight, reduction)
         self._check_mean(loss, weight, leaf, reduction=reduction)
         nothing = reduction == "mean" and not weight

@@ -310,7 +310,7 @@ def build_reducer(
     alone = strategy.needs_group and comm.world_size == 1
     reducer = (_naive if alone else strategy.build)(model, comm, groups, checked)
     reducer.strategy = reducer.shards.strategy = strategy.name
-    reducer.needs_micro_step = strategy.needs_group
+    reducer.needs_micro_step = strategy.needs_group  # on one rank too
     return reducer
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
 import datasets
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -129,7 +131,9 @@ KINDS: dict[str, Any] = {
         lambda rows: {"number": [n + 1 for n in rows["number"]]}, batched=True, batch_size=4
     ),
     "list": lambda: [{"number": number} for number in range(24)],
-    "random": lambda: data_set([24]).map(lambda row: {"number": row["number"] + torch.rand(())}),
+    "random": lambda: data_set([24]).map(
+        lambda row: {"number": row["number"] + torch.rand(()) + random.random() + np.random.rand()}
+    ),
 }
 
 

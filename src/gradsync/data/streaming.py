@@ -7,7 +7,7 @@ import json
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from gradsync.data.batch_plan import require_at_least, solve_batch_plan
 from gradsync.data.leaf import Leaf, Step, make_leaf
 from gradsync.data.loader import check_state, fingerprint_of
 from gradsync.errors import ConfigError, DataError
-from gradsync.runtime.seeds import seed_after, seed_leaf, stream_seed
+from gradsync.runtime.seeds import seed_after, seed_leaf, seeded_read
 from gradsync.world import World
 
 
@@ -45,7 +45,7 @@ class StreamLoader:
         comm: carries the comparison; None takes the world's own.
         num_epochs: passes over the data; None never ends.
         collate_fn, device: as in `loader`.
-        seed, seed_leaves: as in `loader`; the CPU's generator is seeded before a leaf is read, too.
+        seed, seed_leaves: as in `loader`.
         compare: refuse ranks that read different samples, and a resume that finds others than
             before; False, for samples that are random on purpose, looks at their number alone.
         leaves_per_rank: refused.
@@ -206,11 +206,8 @@ class StreamLoader:
 
     def _read_leaf(self, step: int, index: int, count: int) -> list[Any]:
         """The next samples; what a data set draws while they are read is the leaf's too."""
-        if self._seed_leaves:
-            # The CPU's generator alone, which costs a tenth of seeding all of them.
-            seed = stream_seed(self._state["seed"], "read", step, index)
-            torch.default_generator.manual_seed(seed)
-        return list(islice(self._source, count))
+        with seeded_read(self._state["seed"], step, index) if self._seed_leaves else nullcontext():
+            return list(islice(self._source, count))
 
     def _check_equal(self, step: int, count: int, digests: list[str]) -> None:
         # Whole communicator, one all-gather, int64 [1], before the step; overlaps nothing.

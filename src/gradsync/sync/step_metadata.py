@@ -246,7 +246,7 @@ class LossSum:
         if order := getattr(leaf, "order", ""):
             self._orders.add(f"{order}, step {leaf.step}")
             self._leaves.add(leaf.index)
-            self._expected.add(leaf.num_leaves)
+        self._expected.add(leaf.num_leaves if order else 0)
         self._losses.append(loss_sum.detach().to(self._device, torch.float64, copy=True))
         self._weights.append(weight)
 

@@ -112,6 +112,7 @@ def leaf_from(order: str, step: int, index: int) -> Leaf:
         ((), 0),  # nobody knows
         ((("a", 0), ("b", 0)), 0),  # several loaders
         ((("", 0),), 0),  # ranks that may have data of their own
+        ((("a", 0), ("", 1)), 0),  # some without leaf=
     ],
 )
 def test_leaves_that_nobody_was_given_are_counted(

@@ -221,6 +221,7 @@ def test_a_copy_is_a_plain_model(name: str) -> None:
     twin = copy.deepcopy(model)
     twin(X).sum().backward()
     assert torch.equal(twin.bias.grad, torch.full((6,), 2.0))
+    twin.zero_grad()
     one_step(replicate(twin, sync=name))
     one_step(sync)
 
@@ -241,6 +242,7 @@ def test_a_replicated_model_can_be_saved_whole(name: str, save: Any, load: Any) 
     assert torch.equal(back.weight, model.weight)
     back(X).sum().backward()
     assert torch.equal(back.bias.grad, torch.full((6,), 2.0))
+    back.zero_grad()
     one_step(replicate(back, sync=name))
 
 

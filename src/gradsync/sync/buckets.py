@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gradsync.core.torch_private import foreach_add_, foreach_copy_, foreach_zero_
+from gradsync.core.torch_private import foreach_add_, foreach_copy_, foreach_zero_, version
 from gradsync.errors import ConfigError, RunError
 from gradsync.sync.layout import BucketPlan
 
@@ -250,6 +250,8 @@ class Bucket:
         self.waiting: list[int] = []
         """Slots whose gradient of the present leaf is still in `.grad`."""
         self.waiting_elements = 0
+        self.kept: dict[int, Tensor] = {}
+        """Gradients, by slot, that were in `.grad` before backward: the user's own memory."""
         self._flats: list[Tensor] = []
         self._views: list[list[Tensor]] = []
 
@@ -304,16 +306,31 @@ class Bucket:
         return [views[slot] for slot in slots]
 
     def sums(self) -> list[Tensor]:
-        """The sums over all ranks, once `flat(0)` holds them: each parameter's, in its shape and
-        dtype, in memory that is overwritten by the next step's."""
-        if not self.rounded:
-            return self.views(0, range(len(self.plan.slots)))
-        if self._sums is None:
-            flat = torch.empty_like(self.flat(0), dtype=self.dtype)
-            self._sums = flat, self._views_into(flat)
-        flat, views = self._sums
-        flat.copy_(self.flat(0))
-        return views
+        """The sums over all ranks, once `flat(0)` holds them: each parameter's, in its shape, dtype
+        and strides (a fused optimizer goes through both memories alike), in memory that is
+        overwritten by the next step's."""
+        views = self.views(0, range(len(self.plan.slots)))
+        if self.rounded:
+            if self._sums is None:
+                flat = torch.empty_like(self.flat(0), dtype=self.dtype)
+                self._sums = flat, self._views_into(flat)
+            self._sums[0].copy_(self.flat(0))
+            views = self._sums[1]
+        return [
+            view if parameter.is_contiguous() else torch.empty_like(parameter).copy_(view)
+            for view, parameter in zip(views, self.parameters, strict=True)
+        ]
+
+    def gradients(self, used: Sequence[bool]) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
+        """Each parameter with what its `.grad` becomes: the sum over all ranks, in the user's own
+        memory where it was there; None where no rank has a gradient."""
+        sums = zip(self.plan.slots, self.parameters, self.sums(), strict=True)
+        for place, (slot, parameter, total) in enumerate(sums):
+            own = self.kept.get(place)
+            if not used[slot.index]:
+                yield parameter, None
+            else:
+                yield parameter, total if own is None else own.copy_(total)
 
     def span(self, number: int, slots: Sequence[int]) -> Tensor | None:
         """The part of buffer `number` that holds `slots` and nothing else but padding; None when
@@ -339,6 +356,15 @@ class Bucket:
         self.missing -= 1
         return True
 
+    def keep(self, slot: int) -> None:
+        """Note a gradient in the user's own memory, in which torch has added the new one to what
+        was there. One that was written to otherwise (two uses of a tied weight) costs a copy."""
+        grad = self.parameters[slot].grad
+        if grad is None or grad is self.view(0, slot) or grad.requires_grad:
+            return
+        if version(grad):
+            self.kept[slot] = grad
+
     def clear_untouched(self) -> None:
         """Zero the slots without a gradient, which still hold the last step's sum."""
         for slot, touched in enumerate(self.touched):
@@ -354,6 +380,7 @@ class Bucket:
     def begin_step(self) -> None:
         """Forget which slots were touched; the memory stays."""
         self.touched = [False] * len(self.plan.slots)
+        self.kept.clear()
 
     def free(self) -> None:
         """Free the memory; the next use allocates it again."""

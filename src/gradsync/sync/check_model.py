@@ -81,7 +81,7 @@ def check_same_model(
 
     Raises:
         ConfigError: on every rank, names the first difference and the ranks on each side; or a
-            parameter without values (lazy modules, the meta device).
+            parameter without values (lazy modules, the meta device), or in shared memory.
     """
     entries: list[Entry] = [(name, repr(value)) for name, value in (settings or {}).items()]
     entries += describe_model(model)
@@ -95,6 +95,12 @@ def check_same_model(
             raise ConfigError(
                 f"{name} has no values yet: run a forward first (lazy modules) or "
                 "model.to_empty(device=...) (the meta device), then replicate"
+            )
+        if comm.world_size > 1 and tensor.is_cpu and tensor.is_shared():
+            raise ConfigError(
+                f"{name} lies in memory that processes share (mp.spawn and share_memory() do that "
+                "to a model): each rank's step would change it for all. Build the model in each "
+                "process, or replicate a copy of it: copy.deepcopy(model)"
             )
 
 

@@ -141,6 +141,8 @@ class Engine(Reducer):
             return
         bucket, slot = self._places[index]
         _check_gradient(self._names[index], parameter, bucket, slot)
+        if self._user_leaf:
+            bucket.keep(slot)
         bucket.mark(slot)
         bucket.waiting.append(slot)
         bucket.waiting_elements += bucket.plan.slots[slot].numel
@@ -191,6 +193,7 @@ class Engine(Reducer):
         if not self._in_leaf and not self._begun:
             self.begin_leaf(last=False)
         for bucket, slot in waiting:
+            bucket.keep(slot)
             bucket.mark(slot)
             bucket.waiting.append(slot)
         self.end_leaf()

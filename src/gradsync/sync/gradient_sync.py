@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -52,6 +53,16 @@ _CHANGED_SUMS = (
     "gradients were cleared or replaced between sync.backward() and the end of the step, which is "
     "sync.step(): it clears them itself, so leave zero_grad() out (or call it before the first "
     "leaf), and clip by sync.step(optimizer, clip_norm=...)"
+)
+_OTHER_GRADIENTS = (
+    "a parameter of shape {} has a gradient that sync.backward() did not make: by loss.backward() "
+    "(a penalty?), by hand, or left over. It would be added once on each rank. Add a penalty to "
+    "the loss of each leaf (reduction='mean': loss + penalty); clear what is left over with "
+    "optimizer.zero_grad() before the step's first sync.backward()"
+)
+_SCALES = (
+    "give one GradScaler as scale= to each sync.backward() of a step and to its sync.step(): it "
+    "was given to only some of them, and gradients would be too large or too small"
 )
 _OUTSIDE = (
     "enclose forward and backward of each leaf in "
@@ -95,6 +106,7 @@ class GradientSync(UserLoopMethods, StateMethods):
         self._check_mean = MeanCheck(said=comm.rank == 0)
         self._last = self._failed = False
         self._index: int | None = None
+        self._scale: Any = None
         self._result: StepResult | None = None
         shards = reducer.shards
         handling = batch_norm or choose_batch_norm(model, comm, None)
@@ -183,6 +195,8 @@ class GradientSync(UserLoopMethods, StateMethods):
         self._check_mean(loss, weight, leaf, reduction=reduction)
         nothing = reduction == "mean" and not weight
         self._sums.check()
+        self._check_scale(scale)
+        self._scale = scale
         self._buffers.leaf_begins(last=last)
         root = loss_sum if scale is None else scale.scale(loss_sum)
         with (
@@ -229,7 +243,6 @@ class GradientSync(UserLoopMethods, StateMethods):
         """
         reducer, optimizers = self.reducer, each_optimizer(optimizer)
         self._refuse_if_failed()
-        self._sums.check(last=True)
         for each in optimizers:
             refuse_closure(each)
             self._user_loop.untracked.check(each, own_step=False)
@@ -238,6 +251,8 @@ class GradientSync(UserLoopMethods, StateMethods):
                 "loss.backward() is followed by optimizer.step(); sync.step(optimizer) needs "
                 "sync.backward(loss_sum, weight=...), which says how many targets the loss counts"
             )
+        self._sums.check(last=True)
+        self._check_scale(scale)
         if scale is not None and not reducer.shards.takes_scaler:
             raise ConfigError(f"sync={reducer.strategy!r} {_NO_SCALER}")
         call = StepCall(
@@ -281,6 +296,10 @@ class GradientSync(UserLoopMethods, StateMethods):
                 self._user_loop.leaves = 0
         return self._result
 
+    def _check_scale(self, scale: Any) -> None:
+        if self._user_loop.leaves and scale is not self._scale:
+            raise ConfigError(_SCALES)
+
     def _refuse_if_failed(self) -> None:
         self._refuse_if_closed()
         if self._failed:
@@ -317,30 +336,36 @@ class GradientSync(UserLoopMethods, StateMethods):
 
 
 class _Sums:
-    """Notices sums of a step's leaves that were cleared or replaced, by the first gradient there
-    is. There is none where leaves are summed elsewhere, as along the tree."""
+    """Notices gradients that `GradientSync.backward` did not make, and sums of a step's leaves that
+    were cleared or replaced. Before a step's first leaf there are no gradients, and none ever where
+    leaves are summed elsewhere, as along the tree."""
 
     def __init__(self, parameters: Sequence[Any]) -> None:
-        self._parameters, self._noted = parameters, (None, 0)
+        self._parameters = parameters
+        self.forget()
 
     def note(self) -> None:
         """Remember them as they are after a leaf."""
-        self._noted = self._first()
+        self._noted = self._now()
 
     def forget(self) -> None:
         """Begin another step."""
-        self._noted = (None, 0)
+        self._noted = [None] * len(self._parameters), []
 
     def check(self, *, last: bool = False) -> None:
         """Raise ConfigError if they changed; after the `last` leaf communication may change them,
         and only others in their place are noticed."""
-        (before, number), (now, changed) = self._noted, self._first()
-        if before is not None and (now is not before or (changed != number and not last)):
-            raise ConfigError(_CHANGED_SUMS)
+        (before, versions), (now, versions_now) = self._noted, self._now()
+        if all(map(operator.is_, before, now)) and (last or versions == versions_now):
+            return
+        for known, grad in zip(before, now, strict=True):
+            if known is None and grad is not None:
+                raise ConfigError(_OTHER_GRADIENTS.format([*grad.shape]))
+        raise ConfigError(_CHANGED_SUMS)
 
-    def _first(self) -> tuple[Any, int]:
-        grad = next((p.grad for p in self._parameters if p.grad is not None), None)
-        return grad, 0 if grad is None else version(grad)
+    def _now(self) -> tuple[list[Any], list[int]]:
+        grads = [p.grad for p in self._parameters]
+        return grads, [version(grad) for grad in grads if grad is not None]
 
 
 # -- a leaf's loss --------------------------------------------------------------------------------
@@ -376,6 +401,8 @@ def to_sum(loss: Tensor, weight: float, reduction: str | None) -> Tensor:
         raise TypeError(
             f"backward() needs the loss's tensor (without .item()), got {type(loss).__name__}"
         )
+    if loss.dim() and loss.numel() == 1:
+        loss = loss.reshape(())
     if reduction != "mean":
         return loss
     return loss * weight if weight else loss.nan_to_num(0.0, 0.0, 0.0) * 0.0

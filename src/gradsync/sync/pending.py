@@ -121,10 +121,15 @@ def can_be_marked(parameter: nn.Parameter, own: int = 1) -> bool:
     class of its own reads it."""
     if type(parameter) is not nn.Parameter:
         return False
-    storage = parameter.untyped_storage()  # this object is a use, too
+    storage = parameter.untyped_storage()
     is_shared = parameter.is_cpu and storage.is_shared()  # other processes see it
-    uses = storage_uses(storage_address(storage)) - 1
-    return uses == own and storage.resizable() and not is_shared  # resizable: torch's own memory
+    own_memory = storage.resizable()  # torch's, not an array's
+    return num_uses(parameter) == own and own_memory and not is_shared
+
+
+def num_uses(tensor: Tensor) -> int:
+    """Number of tensors and arrays that share its memory, itself among them."""
+    return storage_uses(storage_address(tensor.untyped_storage())) - 1  # that object is one, too
 
 
 def _pending(value: Any) -> Iterator[Tensor]:

@@ -224,8 +224,8 @@ class Replicas:
         """
         watch.stop()
         for bucket in buckets:
-            for slot, gradient in zip(bucket.plan.slots, bucket.sums(), strict=True):
-                self.parameters[slot.index].grad = gradient if used[slot.index] else None
+            for parameter, gradient in bucket.gradients(used):
+                parameter.grad = gradient
         self.scale(factor)
 
     def scale(self, factor: float | None) -> None:
@@ -463,6 +463,8 @@ def sum_gradients(
         if any_rank:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+            if parameter.grad.is_conj() or parameter.grad.is_neg():  # bytes are sent
+                parameter.grad = parameter.grad.resolve_conj().resolve_neg()
             # Whole group, the parameter's shape and dtype; overlaps nothing, on purpose.
             comm.all_reduce(parameter.grad).wait()
     watch.stop()

@@ -37,6 +37,7 @@ from gradsync.sync.elementwise import members_of, why_whole
 from gradsync.sync.exchange import Exchange
 from gradsync.sync.layout import BLOCK, Run
 from gradsync.sync.options import Recipe
+from gradsync.sync.pending import num_uses
 from gradsync.sync.reducer import (
     Replicas,
     Stopwatch,
@@ -210,14 +211,12 @@ class SharedMemoryShards(Replicas):
     def _move_weights(self) -> list[SharedWeights]:
         """Move weights into shared memory; [] when they cannot move (then updates are whole)."""
         one_copy = self._recipe.weights == "shared"
-        ours = {id(parameter) for parameter in self.parameters}
-        tensors = [*self.model.parameters(), *self.model.buffers()]
-        if can_move(self.parameters, [t for t in tensors if id(t) not in ours]):
+        if can_move(self.parameters):
             return [SharedWeights(f, self.parameters, one_copy=one_copy) for f in self._flats]
         if one_copy:
             raise ConfigError(
                 "weights='shared' needs parameters that are dense, contiguous and share their "
-                "memory with no other tensor; use weights='replicas'"
+                "memory with no other tensor or array; use weights='replicas'"
             )
         return []
 
@@ -245,7 +244,7 @@ class SharedMemoryShards(Replicas):
         if self._recipe.update == "whole":
             why = "update='whole'"
         elif not self._weights:
-            why = "parameters share their memory with other tensors, or are not contiguous"
+            why = "something else refers to parameters' memory, or they are not contiguous"
         else:
             now = [*map(why_not_now, optimizers), *(home.why_not_now() for home in self._weights)]
             new = [optimizer for optimizer in optimizers if optimizer not in self._updates]
@@ -382,8 +381,9 @@ class SharedMemoryShards(Replicas):
             home.remember()
 
     def close(self) -> None:
-        """Move weights and optimizer state to this rank's private memory."""
+        """Move weights and optimizer state to this rank's private memory; a replica stays where it
+        is if something else refers to its memory, too."""
         self._release()
-        if self._recipe.weights == "shared":
-            for parameter in self.parameters:
+        for parameter in self.parameters if self._weights else ():
+            if self._recipe.weights == "shared" or num_uses(parameter) == 1:
                 parameter.data = parameter.data.clone()

@@ -41,6 +41,7 @@ from gradsync.sync.layout import (
     runs_of,
     share_blocks,
 )
+from gradsync.sync.pending import can_be_marked
 from gradsync.sync.step_metadata import options
 
 if TYPE_CHECKING:
@@ -210,21 +211,12 @@ class SharedWeights:
             )
 
 
-def can_move(parameters: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """Whether parameters may get new memory: dense, contiguous, and shared with no other tensor.
-
-    Args:
-        parameters: those that would move.
-        others: all other tensors of the model (frozen parameters, buffers).
-    """
-    if any(
-        p.layout != torch.strided or not p.is_contiguous() or type(p.data) is not torch.Tensor
-        for p in parameters
-    ):
-        return False
-    storages = [p.untyped_storage().data_ptr() for p in parameters if p.numel()]
-    taken = {o.untyped_storage().data_ptr() for o in others if o.layout == torch.strided}
-    return len(set(storages)) == len(storages) and not taken & set(storages)
+def can_move(parameters: Sequence[nn.Parameter]) -> bool:
+    """Whether parameters may get new memory: dense, contiguous, and referred to by nothing else,
+    which would keep the old memory (`self.scale_now = scale.data`, an array, another process)."""
+    return all(
+        p.layout == torch.strided and p.is_contiguous() and can_be_marked(p) for p in parameters
+    )
 
 
 @dataclass(slots=True, eq=False)

@@ -30,7 +30,7 @@ import torch
 from gradsync.comm.base import Communicator
 from gradsync.errors import ConfigError, GradsyncError
 from gradsync.sync.buffers import BufferSync
-from gradsync.sync.reducer import Reducer, Stopwatch, StragglerWatch
+from gradsync.sync.reducer import Reducer, Stopwatch, StragglerWatch, trainable
 from gradsync.sync.step_metadata import (
     NO_LOSS,
     LossSum,
@@ -41,7 +41,7 @@ from gradsync.sync.step_metadata import (
     refuse_difference,
     settings_of,
 )
-from gradsync.sync.watch import ReplicaWatch, shapes
+from gradsync.sync.watch import ReplicaWatch, refuse_replaced, shapes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -230,6 +230,10 @@ def _refuse_unlike(parts: StepParts, agreed: StepMetadata, call: StepCall) -> No
     if not agreed.same_order and not agreed.discard:
         order = call.loss.order if call.loss else ""
         refuse_difference(parts.comm, {"gs.loader": order or "no leaf"}, _OTHER_ORDER)
+    model, known = parts.reducer.model, parts.reducer.parameters
+    if not (any(agreed.used) or agreed.discard) and parts.reducer.shards.whole_parameters:
+        # Rare, so the whole model may be looked at: a parameter in another's place has no hook.
+        refuse_replaced(model, {id(p) for _, p in trainable(model)} - set(map(id, known)))
     if parts.watch is not None:
         parts.watch.refuse_unlike(agreed, call.settings, call.why)
 

@@ -28,7 +28,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradsync.core.torch_private import active_ddp, at_the_end_of_backward, current_graph_task
+from gradsync.comm.values import same_on_all_ranks
+from gradsync.core.torch_private import (
+    active_ddp,
+    at_the_end_of_backward,
+    current_graph_task,
+    version,
+)
 from gradsync.errors import ConfigError, GradsyncError
 from gradsync.sync.check_model import ADVICE
 from gradsync.sync.engine import gone
@@ -96,6 +102,16 @@ _TOO_LATE_TO_CHANGE = (
     "without a backward in this step gets them in optimizer.step() only, so that weights would "
     "drift apart: call sync.finish() before it, on all ranks (after a backward it does nothing)"
 )
+_STEP_IN_BACKWARD = (
+    "optimizer.step() was called during a backward, by a hook on a parameter: this rank's "
+    "gradients are not averaged yet. Step after the backward; with an optimizer for each layer, by "
+    "sync.step([a, b, ...])"
+)
+_UNLIKE = (
+    "optimizer.step() came without a backward on any rank, and the gradients left in .grad differ "
+    "between ranks (written through .data?): write to .grad itself, which counts as this rank's "
+    "gradient, or average it with gs.all_reduce"
+)
 _FOREIGN = (
     "works through sync.backward and sync.step only (an optimizer's own step would let ranks drift "
     "apart); in a loop of your own use sync='invariant', 'bucketed', 'naive' or 'fsdp'"
@@ -136,7 +152,7 @@ class UserLoop:
         self._discarded = False  # and they were thrown away
         self._discarded_elsewhere = False  # because another rank wanted it
         self._warned = parts.comm.world_size == 1 or parts.comm.rank > 0
-        self._published: list[weakref.ref[torch.Tensor] | None] = []
+        self._published: list[tuple[weakref.ref[torch.Tensor], int] | None] = []
         self._stepped: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that used those
         self._settings = dict(_THE_CALL)  # their settings when they did
         self._hashes: Any = None  # of gradients that a rank gets late, as they came here
@@ -156,8 +172,9 @@ class UserLoop:
         tasks: list[int] = []
 
         def backward_begins(_: torch.Tensor) -> None:
-            tasks.append(current_graph_task())
-            self._optimizers.backwards.add(tasks[-1])
+            self._task = current_graph_task()
+            tasks.append(self._task)
+            self._optimizers.backwards.add(self._task)
 
         hook = None
         if root is not None and root.requires_grad:
@@ -248,9 +265,11 @@ class UserLoop:
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Take part in the step, as this rank may have had no backward; gradients are used next."""
+        if current_graph_task() >= 0 and self._is_ours(optimizer):
+            raise ConfigError(_STEP_IN_BACKWARD)
         if self._enclosed:
             return
-        self.untracked.check(optimizer, own_step=True)
+        self.untracked.check(optimizer, own_step=True, backward=self._task)
         if not self._is_ours(optimizer):
             return
         self._refuse_if_foreign()
@@ -273,6 +292,7 @@ class UserLoop:
         if self._enclosed or not self._is_ours(optimizer):
             return
         self._stepped.add(optimizer)
+        self._note_published()  # clipping has changed them since
         self._watch.remember(optimizer)
         if self.comm.world_size > 1 and not self._discarded:
             number = int(self._settings[STEPS])
@@ -315,7 +335,7 @@ class UserLoop:
         self._buffers.leaf_ends(counts=self._dirty and not discard)
         # Without a backward: copies of the last step's gradients, out of the way.
         left = [] if self._dirty else _left_over(reducer, self._published)
-        for parameter, _ in left:
+        for parameter, _, _ in left:
             parameter.grad = None
         settings, self._settings = self._settings, dict(_THE_CALL)
         call = StepCall(loss=None, settings=settings, why=_DRIFTED, discard=discard, late=late)
@@ -328,12 +348,23 @@ class UserLoop:
         self._discarded_elsewhere = result.discarded and not discard
         if result.discarded:
             self._settings = settings  # not compared yet
-        if not result.discarded and not result.had_gradients:
-            for parameter, gradient in left:  # no rank had a backward: a step with the same ones
-                parameter.grad = gradient
-        grads = [p.grad for p in reducer.parameters]
-        self._published = [None if g is None else weakref.ref(g) for g in grads]
+        for parameter, own, copy in () if result.discarded else left:
+            # Without a backward on any rank it is a step with the same gradients.
+            mean = parameter.grad if result.had_gradients else copy
+            parameter.grad = mean if mean is None or mean is own else own.copy_(mean)
+        if not (result.discarded or result.had_gradients):
+            self._refuse_unlike_gradients()
+        self._note_published()
         self._hashes = self._watch.gradients() if result.late and not late else None
+
+    def _refuse_unlike_gradients(self) -> None:
+        """Compare what was put back: by hashes, as writing through `.data` counts no version."""
+        if not same_on_all_ranks(self.comm, repr(self._watch.gradients()).encode()):
+            raise ConfigError(_UNLIKE)
+
+    def _note_published(self) -> None:
+        grads = [p.grad for p in self._reducer.parameters]
+        self._published = [None if g is None else (weakref.ref(g), version(g)) for g in grads]
 
     def step_ends(self, *, discarded: bool) -> None:
         """Note that this step's gradients are synchronised, or `discarded`."""
@@ -406,12 +437,18 @@ def refuse_ddp_around(model: nn.Module, reducer: Reducer) -> Any:
 
 
 def _left_over(
-    reducer: Reducer, published: Iterable[weakref.ref[torch.Tensor] | None]
-) -> list[tuple[nn.Parameter, torch.Tensor]]:
-    """Copies of the gradients that the last synchronisation left, with their parameters."""
-    pairs = zip(reducer.parameters, published, strict=False)
-    found = [p for p, ref in pairs if ref is not None and ref() is p.grad]
-    return [(p, p.grad.clone()) for p in found if p.grad is not None]
+    reducer: Reducer, published: Iterable[tuple[weakref.ref[torch.Tensor], int] | None]
+) -> list[tuple[nn.Parameter, torch.Tensor, torch.Tensor]]:
+    """Parameters whose gradient nothing has written to since the last synchronisation, with it and
+    a copy of it."""
+    found = []
+    for parameter, known in zip(reducer.parameters, published, strict=False):
+        grad = parameter.grad
+        if known is None or grad is None or known[0]() is not grad:
+            continue
+        if known[1] == version(grad):
+            found.append((parameter, grad, grad.clone()))
+    return found
 
 
 class UserLoopMethods:

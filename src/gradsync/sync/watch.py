@@ -35,6 +35,7 @@ from torch.optim.optimizer import (
 from gradsync.comm.base import Communicator
 from gradsync.comm.values import all_gather_numbers
 from gradsync.core.torch_private import (
+    current_graph_task,
     optimizer_post_hooks,
     optimizer_pre_hooks,
     step_hooks,
@@ -146,35 +147,68 @@ class UntrackedParameters:
         self._model = model
         self._known = known
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._reached: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        """Optimizers of other parameters, and the number of the backward that reached them last."""
 
-    def check(self, optimizer: Optimizer, *, own_step: bool) -> None:
+    def check(self, optimizer: Optimizer, *, own_step: bool, backward: int = -1) -> None:
         """Raise ConfigError when `optimizer` is about to update such parameters: in its `own_step`,
-        in which handles of other models may take part, or in this handle's."""
+        in which handles of other models may take part, or in this handle's. With an optimizer of
+        their own they are refused from its second step on, if this model's last `backward` reached
+        them too."""
         seen = optimizer in self._seen
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         ours = any(id(p) in self._known for p in parameters)
         if seen and not ours:
-            return  # of another model
+            if self._reached.get(optimizer) == backward:
+                raise ConfigError(
+                    "a backward of the replicated model also reached parameters outside of it, "
+                    f"which this optimizer updates {shapes(optimizer)}: {_ONE_MODULE}"
+                )
+            return
         untracked = {
             id(p)
             for p in parameters
             if id(p) not in self._known and p.requires_grad and (p.grad is not None or not seen)
         }
-        for name, parameter in self._model.named_parameters() if untracked else ():
-            if id(parameter) in untracked:
-                raise ConfigError(
-                    f"parameter {name!r} was replaced or became trainable after gs.replicate: it "
-                    "is not synchronised. Call close() on the handle and replicate the model again"
-                )
+        refuse_replaced(self._model, untracked)
         if untracked and own_step:
             untracked -= {i for other in optimizer_watch().present() for i in other.parameter_ids}
         if ours and untracked:
             raise ConfigError(
                 "the optimizer also holds parameters outside of the replicated model "
-                f"{shapes(optimizer, untracked)}, which ranks would update differently: replicate "
-                "one module that holds all of them, or give those an optimizer of their own"
+                f"{shapes(optimizer, untracked)}: {_ONE_MODULE}"
             )
         self._seen.add(optimizer)
+        if not ours:
+            self._watch_backwards(optimizer, [p for p in parameters if id(p) in untracked])
+
+    def _watch_backwards(self, optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
+        this, its = weakref.ref(self), weakref.ref(optimizer)
+
+        def gradient_came(_: Tensor) -> None:
+            alive, optimizer = this(), its()
+            if alive is not None and optimizer is not None:
+                alive._reached[optimizer] = current_graph_task()
+
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(gradient_came)
+
+
+_ONE_MODULE = (
+    "their gradients are not averaged, so ranks would update them differently. Replicate one "
+    "module that holds all of them, as in gs.replicate(torch.nn.ModuleList([a, b]), world)"
+)
+
+
+def refuse_replaced(model: nn.Module, untracked: Collection[int]) -> None:
+    """Raise ConfigError when `model` holds a parameter with one of these ids."""
+    for name, parameter in model.named_parameters() if untracked else ():
+        if id(parameter) in untracked:
+            raise ConfigError(
+                f"parameter {name!r} was replaced or became trainable after gs.replicate "
+                "(load_state_dict(assign=True) replaces all): it is not synchronised. Call close() "
+                "on the handle, replicate the model again, and make a new optimizer"
+            )
 
 
 def shapes(optimizer: Optimizer, ids: Collection[int] | None = None) -> str:

@@ -262,8 +262,9 @@ def test_no_sync_adds_up(name: str, overlap: bool) -> None:
 @pytest.mark.parametrize(
     ("way", "said"), [("added", 1), ("no_sync", 0), ("a step each", 0), ("cleared", 0)]
 )
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_synchronised_backwards_that_add_up_are_said_once(
-    way: str, said: int, caplog: pytest.LogCaptureFixture
+    way: str, said: int, world_size: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     def train(sync: GradientSync, optimizer: Any) -> None:
         for _ in range(2):
@@ -277,7 +278,7 @@ def test_synchronised_backwards_that_add_up_are_said_once(
             optimizer.step()
             optimizer.zero_grad()
 
-    on_handles(train, lambda: torch.nn.Linear(3, 2), sync="bucketed")
+    on_handles(train, lambda: torch.nn.Linear(3, 2), world_size, sync="bucketed")
     found = [text for text in caplog.messages if "added to those of the one before" in text]
     assert len(found) == said
 

@@ -434,3 +434,60 @@ def test_a_lazily_conjugated_gradient(name: str) -> None:
     assert plain.weight.grad.is_conj()
     want = (plain.weight - 0.1 * plain.weight.grad).tolist()
     assert on_handles(work, Complex, sync=name) == [pytest.approx(want)] * 2
+
+
+@pytest.mark.parametrize("name", [n for n in EVERY_ENGINE if n not in PERIODIC])
+def test_the_norm_of_fp64_gradients_is_fp64(name: str) -> None:
+    def work(sync: GradientSync, optimizer: Any) -> float:
+        sync.backward((sync.model(X.double()) - 1).square().sum(), weight=12)
+        result = sync.step(optimizer, clip_norm=1.0)
+        assert result.grad_norm.dtype == torch.float64
+        return float(result.grad_norm)
+
+    plain = linear().double()
+    ((plain(X.double()) - 1).square().sum() / 12).backward()
+    want = float(torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()]))
+    rtol = 1e-2 if STRATEGIES[name].promise == "lossy" else 1e-12
+    for found in on_handles(work, lambda: linear().double(), sync=name):
+        assert found == pytest.approx(want, rel=rtol)
+
+
+# -- what the model and its optimizers became ------------------------------------------------------
+
+
+@own_loop
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("own", [True, False])
+def test_nothing_trains_after_parameters_were_replaced(
+    name: str, world_size: int, own: bool
+) -> None:
+    """The optimizer still holds the old ones, which get no gradient: nothing else would say it."""
+
+    def work(sync: GradientSync, optimizer: Any) -> None:
+        sync.model.load_state_dict(copy.deepcopy(sync.model.state_dict()), assign=True)
+        loss = sync.model(X).sum()
+        loss.backward() if own else sync.backward(loss, weight=12)
+        said = r"parameter 'weight' was replaced .*assign=True"
+        with pytest.raises(ConfigError, match=said):
+            optimizer.step() if own else sync.step(optimizer)
+
+    on_handles(work, linear, world_size, sync=name)
+
+
+@own_loop
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("own", [True, False])
+def test_an_optimizer_that_steps_inside_of_backward(name: str, world_size: int, own: bool) -> None:
+    """One optimizer for each parameter, stepped by a hook: before anything was averaged."""
+
+    def work(sync: GradientSync, optimizer: Any) -> None:
+        apart = {p: torch.optim.SGD([p], lr=0.1) for p in sync.model.parameters()}
+        for parameter in apart:
+            parameter.register_post_accumulate_grad_hook(lambda p: apart[p].step())
+        loss, before = sync.model(X).sum(), weights(sync.model)
+        with pytest.raises(ConfigError, match=r"during a backward, by a hook .*sync.step\(\["):
+            loss.backward() if own else sync.backward(loss, weight=12)
+        assert torch.equal(before, weights(sync.model))
+        sync.discard()
+
+    on_handles(work, linear, world_size, sync=name)

@@ -24,7 +24,12 @@ def non_finite(named: Iterable[tuple[str, Tensor]]) -> str:
     from gradsync.core.torch_private import foreach_norm
 
     dense = [
-        (name, torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach())
+        (
+            name,
+            torch.view_as_real(tensor.detach().resolve_conj())
+            if tensor.is_complex()
+            else tensor.detach(),
+        )
         for name, tensor in named
         if (tensor.is_floating_point() or tensor.is_complex())
         and tensor.layout == torch.strided

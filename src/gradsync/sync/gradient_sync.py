@@ -64,6 +64,10 @@ _SCALES = (
     "give one GradScaler as scale= to each sync.backward() of a step and to its sync.step(): it "
     "was given to only some of them, and gradients would be too large or too small"
 )
+_NO_MEAN_LOSS = (
+    "sync.mean_loss is nan: in a loop with loss.backward() the handle does not see the loss. "
+    "Average it yourself with gs.all_reduce, or use sync.backward() and sync.step()"
+)
 _OUTSIDE = (
     "enclose forward and backward of each leaf in "
     "`with sync.micro_step(last=leaf.is_last, index=leaf.index):`"
@@ -120,7 +124,10 @@ class GradientSync(UserLoopMethods, StateMethods):
 
     @property
     def mean_loss(self) -> float:
-        """Global mean loss of the last step, nan before the first; waits for the device."""
+        """Global mean loss of the last `step`; nan before the first, and in the user's training
+        loop, whose losses are not known here. Waits for the device."""
+        if self._result is None and self._user_loop.finished:
+            log.warning(_NO_MEAN_LOSS)
         return float("nan") if self._result is None else float(self._result.mean_loss)
 
     @property

@@ -547,7 +547,9 @@ def clip_shards(
     square = gradient_norm(shards).to(device).double().square()
     # Whole group, float64 []; overlaps nothing: the factor depends on it.
     comm.all_reduce(square).wait()
-    norm = square.sqrt().float()
+    norm = square.sqrt()
+    if all(shard.dtype != torch.float64 for shard in shards):
+        norm = norm.float()
     scale_all(shards, clip_factor(norm, max_norm))
     return norm
 

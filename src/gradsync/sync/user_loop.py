@@ -147,11 +147,12 @@ class UserLoop:
         self._in_backward = False
         self._task = -1  # the backward seen last; later ones have higher numbers
         self._dirty = False  # there are gradients that have not been synchronised
-        self._finished = False  # there are gradients that have
+        self.finished = False
+        """Whether gradients of a `loss.backward()` were synchronised."""
         self._others = -1  # since this model's own: the backward of another handle, seen last
         self._discarded = False  # and they were thrown away
         self._discarded_elsewhere = False  # because another rank wanted it
-        self._warned = parts.comm.world_size == 1 or parts.comm.rank > 0
+        self._warned = parts.comm.rank > 0
         self._published: list[tuple[weakref.ref[torch.Tensor], int] | None] = []
         self._stepped: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that used those
         self._settings = dict(_THE_CALL)  # their settings when they did
@@ -247,7 +248,7 @@ class UserLoop:
             raise ConfigError(f"no_sync() was entered {where}: {_TOO_LATE}")
         if task < self._task:
             raise ConfigError(_REENTRANT)
-        unused = self._finished and not (self._discarded or self._stepped or self._no_sync)
+        unused = self.finished and not (self._discarded or self._stepped or self._no_sync)
         others = (parameter for parameter in self._reducer.parameters if parameter is not first)
         if unused and not self._warned and _any_gradient(others):
             self._warned = True
@@ -281,7 +282,7 @@ class UserLoop:
         cleared = not self._discarded and not _any_gradient(_held(optimizer, self.parameter_ids))
         used = optimizer in self._stepped or cleared
         hashes = None if self._stepped else self._hashes
-        if self._dirty or not self._finished or used:
+        if self._dirty or not self.finished or used:
             self._synchronise(late=True)
         elif hashes is not None and hashes != self._watch.gradients():
             raise ConfigError(_TOO_LATE_TO_CHANGE)
@@ -308,7 +309,7 @@ class UserLoop:
         self.refuse_if_failed()
         if self.leaves:
             raise ConfigError(_FINISH)
-        fresh = self._finished and not self._stepped
+        fresh = self.finished and not self._stepped
         fresh &= self._discarded_elsewhere or _any_gradient(self._reducer.parameters)
         if self._dirty or not fresh:
             self._synchronise()
@@ -325,7 +326,7 @@ class UserLoop:
         return self._waiting(self._reducer.parameters)
 
     def _waiting(self, parameters: Iterable[torch.Tensor]) -> bool:
-        waiting = self._dirty or (self._finished and not self._stepped)
+        waiting = self._dirty or (self.finished and not self._stepped)
         waiting = waiting or not self._reducer.user_loop  # it has no hook that would notice them
         return self._in_backward or (waiting and _any_gradient(parameters))
 
@@ -368,7 +369,7 @@ class UserLoop:
 
     def step_ends(self, *, discarded: bool) -> None:
         """Note that this step's gradients are synchronised, or `discarded`."""
-        self._dirty, self._finished, self._discarded = False, True, discarded
+        self._dirty, self.finished, self._discarded = False, True, discarded
         self._discarded_elsewhere, self._hashes = False, None
         self._stepped.clear()
 

@@ -24,13 +24,8 @@ def non_finite(named: Iterable[tuple[str, Tensor]]) -> str:
     from gradsync.core.torch_private import foreach_norm
 
     dense = [
-        (
-            name,
-            torch.view_as_real(tensor.detach().resolve_conj())
-            if tensor.is_complex()
-            else tensor.detach(),
-        )
-        for name, tensor in named
+        (name, torch.view_as_real(tensor) if tensor.is_complex() else tensor)
+        for name, tensor in ((name, each.detach().resolve_conj()) for name, each in named)
         if (tensor.is_floating_point() or tensor.is_complex())
         and tensor.layout == torch.strided
         and tensor.numel()

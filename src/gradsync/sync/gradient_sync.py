@@ -111,6 +111,7 @@ class GradientSync(UserLoopMethods, StateMethods):
         self._last = self._failed = False
         self._index: int | None = None
         self._scale: Any = None
+        self._said_no_loss = False
         self._result: StepResult | None = None
         shards = reducer.shards
         handling = batch_norm or choose_batch_norm(model, comm, None)
@@ -126,7 +127,8 @@ class GradientSync(UserLoopMethods, StateMethods):
     def mean_loss(self) -> float:
         """Global mean loss of the last `step`; nan before the first, and in the user's training
         loop, whose losses are not known here. Waits for the device."""
-        if self._result is None and self._user_loop.finished:
+        if self._result is None and self._user_loop.finished and not self._said_no_loss:
+            self._said_no_loss = True
             log.warning(_NO_MEAN_LOSS)
         return float("nan") if self._result is None else float(self._result.mean_loss)
 

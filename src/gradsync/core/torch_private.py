@@ -206,9 +206,6 @@ def set_timeout(options: Any, timeout: timedelta) -> None:
     options._timeout = timeout
 
 
-count_operations = methodcaller("_set_sequence_number_for_group")
-"""Let a new backend count what it issues; its ranks agree on where to begin."""
-
 num_issued = methodcaller("_get_sequence_number_for_group")
 """Operations that this process has given to a group."""
 
@@ -259,7 +256,9 @@ def mesh_of(group: Any, device: torch.device, owner: object) -> DeviceMesh:
 
 def renew_received(info: Any, device: torch.device) -> None:
     """Give a pipeline stage a fresh buffer for what it receives there; the model's own inputs have
-    none. Torch 2.11 says a buffer's shape by the first one only."""
+    none. Torch 2.11 says a buffer's shape by the first one only, and 2.15 gives a fresh one."""
+    if hasattr(info, "allocate_buffer"):
+        return
     if not getattr(info, "is_root_arg", not hasattr(info, "source")):
         if not hasattr(info, "tensor_meta"):
             info.tensor_meta = torch.empty_like(info.buffer, device="meta")

@@ -126,7 +126,6 @@ CANARIES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: dist.ProcessGroupGloo.Options,
         "groups of ours wait as long as the main one",
     ),
-    "_set_sequence_number_for_group": (lambda: dist.ProcessGroupGloo, "the backend shm"),
     "_get_sequence_number_for_group": (lambda: dist.ProcessGroup, "`bench` counts operations"),
     "_world": (lambda: c10d, "`bench` counts operations"),
     "_abort_process_group": (lambda: c10d, "a failed run on GPUs ends"),

@@ -1,6 +1,6 @@
 """Every private name of torch that gradsync touches: here and nowhere else (tools/check_safety.py).
 
-Names without an underscore that torch changed between the releases we support (2.11 to 2.13) are
+Names without an underscore that torch changed between the releases we support (2.11 to 2.15) are
 here too. tests/unit/core/test_torch_private.py has a canary for each.
 """
 
@@ -30,6 +30,21 @@ from torch.optim.optimizer import (
 )
 
 T = TypeVar("T", bound=type)
+
+NEWEST_TESTED = "2.15"
+"""Newest release of torch with which the whole suite was run, see docs/what-works.md."""
+
+
+def untested_release() -> str:
+    """A warning, where this torch is newer than `NEWEST_TESTED`; else ""."""
+    here, tested = ([int(n) for n in v.split(".")[:2]] for v in (torch.__version__, NEWEST_TESTED))
+    if here <= tested:
+        return ""
+    return (
+        f"torch {torch.__version__} is newer than {NEWEST_TESTED}, the newest release that this "
+        f"gradsync was tested with; if something fails, try `pip install torch=={NEWEST_TESTED}.*`"
+    )
+
 
 # -- tensors --------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.data.batch_plan import share
 from gradsync.errors import ConfigError
 from gradsync.runtime.gloo_group import wait_until_workers_sleep
-from gradsync.sync.fsdp import FsdpReducer
+from gradsync.sync.fsdp import FsdpReducer, blocks_of
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.sharded_state import gather_weights
 from support.rank_session import open_session
@@ -50,11 +50,27 @@ class Blocks(nn.Module):
         return self.last(x_BC)
 
 
-def make(model_name: str) -> nn.Module:
+def make(model_name: str) -> Any:
     torch.manual_seed(3)
     if model_name == "net":
         return SmallNet(branch=False)
-    return Blocks(tie=model_name == "tied blocks")
+    model = Blocks(tie=model_name == "tied blocks")
+    if model_name == "shared module":
+        shared = nn.Linear(7, 7)
+        model.blocks = nn.ModuleList(nn.Sequential(nn.Linear(7, 7), shared) for _ in range(2))
+        model.blocks.append(nn.Linear(7, 7))
+    if model_name == "block twice":
+        model.blocks[2] = model.blocks[0]
+    return model
+
+
+def test_what_is_gathered_as_one() -> None:
+    """A block that is called twice is one unit; a module of two blocks leaves both to the root."""
+    shared, twice, outside = make("shared module"), make("block twice"), make("blocks")
+    assert blocks_of(shared) == [shared.blocks[2]]
+    assert blocks_of(twice) == [twice.blocks[0], twice.blocks[1]]
+    outside.blocks[0] = nn.Sequential(outside.first)
+    assert blocks_of(outside) == [outside.blocks[1], outside.blocks[2]]
 
 
 def leaf_loss(sync: GradientSync, step: int, index: int) -> tuple[Tensor, int]:
@@ -167,6 +183,8 @@ def train_by_hand(
         ("blocks", 3, {}),
         ("blocks", 2, {"blocks": False}),
         ("tied blocks", 3, {}),
+        ("shared module", 2, {}),
+        ("block twice", 3, {}),
         ("net", 2, {"compute_dtype": torch.bfloat16}),
         ("blocks", 3, {"compute_dtype": torch.bfloat16}),
         ("tied blocks", 1, {"compute_dtype": torch.bfloat16}),
@@ -312,6 +330,15 @@ def test_a_loop_of_ones_own_averages_over_ranks(pool: Any, handle: bool) -> None
         torch.testing.assert_close(got, dict(model.state_dict()), rtol=0.0, atol=0.1)
 
 
+def shrink(module: Any, _: object) -> None:
+    with torch.no_grad():
+        module.weight.clamp_(-0.1, 0.1)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
 def _misuse(rank: int, world_size: int, store_path: str) -> list[str]:
     messages = []
 
@@ -324,8 +351,16 @@ def _misuse(rank: int, world_size: int, store_path: str) -> list[str]:
         mixed = make("blocks")
         mixed.last.half()
         expect(lambda: bind(mixed, world))
+        for kind in (nn.Embedding, nn.EmbeddingBag):
+            short = make("blocks")
+            short.blocks.append(kind(5, 7, max_norm=0.5))
+            expect(lambda short=short: bind(short, world))
         model = make("blocks")
-        early = torch.optim.SGD(model.parameters(), lr=0.1)
+        sync = bind(model, world)
+        model.blocks[0].register_forward_pre_hook(shrink)
+        expect(lambda sync=sync, model=model: do_step(sync, sgd(model), 0))
+        model = make("blocks")
+        early = sgd(model)
         sync = bind(model, world)
         loss, weight = leaf_loss(sync, 0, rank)
         expect(lambda: sync.backward(loss, weight=weight))
@@ -339,14 +374,17 @@ def _misuse(rank: int, world_size: int, store_path: str) -> list[str]:
         with sync.micro_step(last=False):
             loss, weight = leaf_loss(sync, 0, rank)
             sync.backward(loss, weight=weight)
-        expect(lambda: sync.step(torch.optim.SGD(model.parameters(), lr=0.1)))
+        expect(lambda: sync.step(sgd(model)))
     return messages
 
 
 def test_misuse_is_named(pool: Any) -> None:
     for messages in pool.run(_misuse, 2):
-        mixed, outside, early, muon, never_last = messages
+        mixed, *short, changed, outside, early, muon, never_last = messages
         assert "'first.weight' is torch.float32, 'last.weight' is torch.float16" in mixed
+        assert len(short) == 2
+        assert all("'blocks.3.weight'" in said and "max_norm" in said for said in short)
+        assert "a forward changes the weight 'blocks.0.weight'" in changed
         assert "`with sync.micro_step(last=leaf.is_last, index=leaf.index):`" in outside
         assert "make it after gs.replicate" in early
         assert "torch.optim.Muon orthogonalises whole matrices" in muon

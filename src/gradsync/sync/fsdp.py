@@ -87,8 +87,9 @@ class FsdpReducer(Reducer):
             raise ConfigError("sync='fsdp' needs a torch process group; use sync='naive' here")
         named = trainable(model)
         for name, module in model.named_modules():
-            if getattr(module, "max_norm", None) is not None:  # of Embedding, EmbeddingBag
-                raise _changed_by_forward(f"{name}.weight")
+            embeds = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+            if embeds and module.max_norm is not None:
+                raise _changed_by_forward(f"{name}.weight".lstrip("."))
         own_dtype = named[0][1].dtype
         for name, parameter in named:
             if parameter.dtype != own_dtype:

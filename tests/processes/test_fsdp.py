@@ -21,7 +21,7 @@ from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.data.batch_plan import share
 from gradsync.errors import ConfigError
 from gradsync.runtime.gloo_group import wait_until_workers_sleep
-from gradsync.sync.fsdp import FsdpReducer, blocks_of
+from gradsync.sync.fsdp import FsdpReducer
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.sharded_state import gather_weights
 from support.rank_session import open_session
@@ -50,11 +50,11 @@ class Blocks(nn.Module):
         return self.last(x_BC)
 
 
-def make(model_name: str) -> Any:
+def make(model_name: str) -> nn.Module:
     torch.manual_seed(3)
     if model_name == "net":
         return SmallNet(branch=False)
-    model = Blocks(tie=model_name == "tied blocks")
+    model: Any = Blocks(tie=model_name == "tied blocks")
     if model_name == "shared module":
         shared = nn.Linear(7, 7)
         model.blocks = nn.ModuleList(nn.Sequential(nn.Linear(7, 7), shared) for _ in range(2))
@@ -62,15 +62,6 @@ def make(model_name: str) -> Any:
     if model_name == "block twice":
         model.blocks[2] = model.blocks[0]
     return model
-
-
-def test_what_is_gathered_as_one() -> None:
-    """A block that is called twice is one unit; a module of two blocks leaves both to the root."""
-    shared, twice, outside = make("shared module"), make("block twice"), make("blocks")
-    assert blocks_of(shared) == [shared.blocks[2]]
-    assert blocks_of(twice) == [twice.blocks[0], twice.blocks[1]]
-    outside.blocks[0] = nn.Sequential(outside.first)
-    assert blocks_of(outside) == [outside.blocks[1], outside.blocks[2]]
 
 
 def leaf_loss(sync: GradientSync, step: int, index: int) -> tuple[Tensor, int]:
@@ -352,10 +343,10 @@ def _misuse(rank: int, world_size: int, store_path: str) -> list[str]:
         mixed.last.half()
         expect(lambda: bind(mixed, world))
         for kind in (nn.Embedding, nn.EmbeddingBag):
-            short = make("blocks")
+            short = Blocks()
             short.blocks.append(kind(5, 7, max_norm=0.5))
             expect(lambda short=short: bind(short, world))
-        model = make("blocks")
+        model = Blocks()
         sync = bind(model, world)
         model.blocks[0].register_forward_pre_hook(shrink)
         expect(lambda sync=sync, model=model: do_step(sync, sgd(model), 0))

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from gradsync.checkpoint.optimizer_state import pack_optimizer, unpack_optimizer
@@ -53,7 +54,14 @@ def make(model_name: str) -> nn.Module:
     torch.manual_seed(3)
     if model_name == "net":
         return SmallNet(branch=False)
-    return Blocks(tie=model_name == "tied blocks")
+    model: Any = Blocks(tie=model_name == "tied blocks")
+    if model_name == "shared module":
+        shared = nn.Linear(7, 7)
+        model.blocks = nn.ModuleList(nn.Sequential(nn.Linear(7, 7), shared) for _ in range(2))
+        model.blocks.append(nn.Linear(7, 7))
+    if model_name == "block twice":
+        model.blocks[2] = model.blocks[0]
+    return model
 
 
 def leaf_loss(sync: GradientSync, step: int, index: int) -> tuple[Tensor, int]:
@@ -114,12 +122,16 @@ def _train_model(
 
 
 def train_by_hand(
-    kind: str, compute_dtype: torch.dtype | None
+    kind: str, compute_dtype: torch.dtype | None, world_size: int
 ) -> tuple[dict[str, Tensor], list[float]]:
     """Written out: parameters cast for each leaf, gradients added up in fp32.
 
     A single step in a low dtype: a last bit may turn the next cast, and then much more differs.
+    The uses of a tied weight add up in the low dtype; since torch 2.15 in fp32 in the first leaf
+    of a rank that has more than one.
     """
+    wide = {share(6, rank, world_size)[0] for rank in range(world_size)}
+    can_be_wide = hasattr(FSDPParamGroup, "_set_unsharded_grad_dtypes")
     num_steps = 3 if compute_dtype is None else 1
     compute_dtype = compute_dtype or torch.float32
     model, low = make(kind), make(kind).to(compute_dtype)
@@ -137,8 +149,10 @@ def train_by_hand(
             with torch.no_grad():
                 for mine, other in zip(model.parameters(), low.parameters(), strict=True):
                     other.copy_(mine)
-            loss = ((low(inputs.to(compute_dtype)).float() - targets) ** 2).sum()
             low.zero_grad()
+            for other in low.parameters() if can_be_wide else ():
+                other.grad_dtype = torch.float32 if index in wide else None
+            loss = ((low(inputs.to(compute_dtype)).float() - targets) ** 2).sum()
             loss.backward()
             for mine, other in zip(model.parameters(), low.parameters(), strict=True):
                 if mine.grad is not None and other.grad is not None:
@@ -160,6 +174,8 @@ def train_by_hand(
         ("blocks", 3, {}),
         ("blocks", 2, {"blocks": False}),
         ("tied blocks", 3, {}),
+        ("shared module", 2, {}),
+        ("block twice", 3, {}),
         ("net", 2, {"compute_dtype": torch.bfloat16}),
         ("blocks", 3, {"compute_dtype": torch.bfloat16}),
         ("tied blocks", 1, {"compute_dtype": torch.bfloat16}),
@@ -169,7 +185,7 @@ def train_by_hand(
 def test_blocks_ties_and_compute_dtype(
     pool: Any, name: str, world_size: int, options: dict[str, Any]
 ) -> None:
-    weights, losses = train_by_hand(name, options.get("compute_dtype"))
+    weights, losses = train_by_hand(name, options.get("compute_dtype"), world_size)
     for got, got_losses, masters in pool.run(_train_model, world_size, name, options):
         assert masters
         assert list(got) == list(weights)
@@ -179,7 +195,7 @@ def test_blocks_ties_and_compute_dtype(
 
 def test_gradients_may_travel_in_bf16(pool: Any) -> None:
     """Then they are rounded: near the exact ones, but not equal to them."""
-    weights, _ = train_by_hand("blocks", torch.bfloat16)
+    weights, _ = train_by_hand("blocks", torch.bfloat16, 2)
     options = {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}
     for got, _, _ in pool.run(_train_model, 2, "blocks", options):
         torch.testing.assert_close(got, weights, rtol=0.0, atol=0.1)
@@ -305,6 +321,15 @@ def test_a_loop_of_ones_own_averages_over_ranks(pool: Any, handle: bool) -> None
         torch.testing.assert_close(got, dict(model.state_dict()), rtol=0.0, atol=0.1)
 
 
+def shrink(module: Any, _: object) -> None:
+    with torch.no_grad():
+        module.weight.clamp_(-0.1, 0.1)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
 def _misuse(rank: int, world_size: int, store_path: str) -> list[str]:
     messages = []
 
@@ -317,8 +342,16 @@ def _misuse(rank: int, world_size: int, store_path: str) -> list[str]:
         mixed = make("blocks")
         mixed.last.half()
         expect(lambda: bind(mixed, world))
+        for kind in (nn.Embedding, nn.EmbeddingBag):
+            short = Blocks()
+            short.blocks.append(kind(5, 7, max_norm=0.5))
+            expect(lambda short=short: bind(short, world))
+        model = Blocks()
+        sync = bind(model, world)
+        model.blocks[0].register_forward_pre_hook(shrink)
+        expect(lambda sync=sync, model=model: do_step(sync, sgd(model), 0))
         model = make("blocks")
-        early = torch.optim.SGD(model.parameters(), lr=0.1)
+        early = sgd(model)
         sync = bind(model, world)
         loss, weight = leaf_loss(sync, 0, rank)
         expect(lambda: sync.backward(loss, weight=weight))
@@ -332,14 +365,17 @@ def _misuse(rank: int, world_size: int, store_path: str) -> list[str]:
         with sync.micro_step(last=False):
             loss, weight = leaf_loss(sync, 0, rank)
             sync.backward(loss, weight=weight)
-        expect(lambda: sync.step(torch.optim.SGD(model.parameters(), lr=0.1)))
+        expect(lambda: sync.step(sgd(model)))
     return messages
 
 
 def test_misuse_is_named(pool: Any) -> None:
     for messages in pool.run(_misuse, 2):
-        mixed, outside, early, muon, never_last = messages
+        mixed, *short, changed, outside, early, muon, never_last = messages
         assert "'first.weight' is torch.float32, 'last.weight' is torch.float16" in mixed
+        assert len(short) == 2
+        assert all("'blocks.3.weight'" in said and "max_norm" in said for said in short)
+        assert "a forward changes the weight 'blocks.0.weight'" in changed
         assert "`with sync.micro_step(last=leaf.is_last, index=leaf.index):`" in outside
         assert "make it after gs.replicate" in early
         assert "torch.optim.Muon orthogonalises whole matrices" in muon

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradsync.comm.process_group import ProcessGroupCommunicator
-from gradsync.errors import ConfigError, GradsyncError, RunError
+from gradsync.errors import ConfigError, DriftError, GradsyncError, RunError
 from gradsync.sync.gradient_sync import HANDLE, GradientSync
 from gradsync.sync.registry import STRATEGIES
 from gradsync.sync.replicate import replicate
@@ -182,6 +182,26 @@ def assert_edits_are_refused(found: list[list[tuple[str, Tensor]]]) -> None:
     for (first, weights), (second, others) in found[len(EDITS) :]:
         assert (first, second) == ("", "")
         assert torch.equal(weights, others)
+
+
+def test_a_forward_that_changes_weights_is_named() -> None:
+    """Each rank shortens the rows of its own tokens."""
+
+    def work(rank: int, group: dist.ProcessGroup) -> str:
+        torch.manual_seed(0)
+        model = nn.Embedding(4, 3, max_norm=0.1)
+        sync = replicate(model, comm=ProcessGroupCommunicator(group))
+        sync.backward(model(torch.tensor([rank])).sum(), weight=1)
+        with pytest.raises(DriftError) as caught:
+            sync.step(torch.optim.SGD(model.parameters(), lr=0.1))
+        sync.close()
+        return str(caught.value)
+
+    for said in run_thread_ranks(work, 2):
+        assert "'weight'" in said
+        assert "ranks 0,1" in said
+        assert "forward" in said
+        assert "max_norm" in said
 
 
 def test_what_else_can_differ() -> None:

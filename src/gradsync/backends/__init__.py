@@ -17,9 +17,9 @@ Accelerate uses an existing group: call `init_process_group` before `Accelerator
 Fabric: `DDPStrategy(process_group_backend="shm")`.
 
 Sums are made in one order for all ranks, so all get the same bits; with three or more ranks gloo's
-may differ from them in the last bit. Torch refuses two things for any backend but its own:
-`torch.distributed.monitored_barrier` (`torch.distributed.group.WORLD.monitored_barrier(timeout)`
-works), and DDP's built-in hook `FP16_COMPRESS` (`default_hooks.fp16_compress_hook` works).
+may differ from them in the last bit. Torch refuses two things for any backend but its own: before
+2.15 `torch.distributed.monitored_barrier` (`dist.group.WORLD.monitored_barrier(timeout)` works),
+and DDP's built-in hook `FP16_COMPRESS` (`default_hooks.fp16_compress_hook` works).
 """
 
 from gradsync.backends.group import register

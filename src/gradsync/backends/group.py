@@ -25,7 +25,6 @@ from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
 from gradsync.comm.shared_memory.segment import SharedMemoryError
 from gradsync.core.torch_private import (
     backend_of,
-    count_operations,
     device_types,
     num_issued,
     outside_graphs,
@@ -83,7 +82,6 @@ def _gloo(asked: Any) -> Any:
     gloo = dist.ProcessGroupGloo(store, asked.group_rank, asked.group_size, asked.timeout)
     gloo.options.global_ranks_in_group = asked.global_ranks_in_group
     gloo.options.group_name = asked.group_id
-    count_operations(gloo)
     return gloo
 
 
@@ -102,7 +100,6 @@ def _plain_group(asked: Any, gloo: Any) -> dist.ProcessGroup:
         options.group_name = asked.group_id
         store = dist.PrefixStore("nccl", asked.store)
         backends["cuda"] = dist.ProcessGroupNCCL(store, asked.group_rank, asked.group_size, options)
-        count_operations(backends["cuda"])
     set_backends(group, backends)
     return group
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from gradsync.comm.base import Communicator, Messenger, ReduceOp
 from gradsync.comm.groups import Groups, SingleCommunicator, Subset, communicator, share_placement
 from gradsync.comm.p2p_collectives import (
-    combine,
     doubling_all_reduce,
     hierarchical_all_reduce,
     ring_all_reduce,
@@ -34,6 +33,8 @@ _OF_GLOO = {
     *(torch.complex128, torch.complex64, torch.complex32),
 }
 """Dtypes that Gloo's all-reduce adds. Other backends refuse by themselves, on all ranks alike."""
+_COMBINED = {*_OF_GLOO, torch.int16}
+"""Dtypes that other algorithms combine: torch 2.15 has some arithmetic for more, but no sums."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,12 +196,8 @@ def _refusal(comm: Communicator, tensor: Tensor, op: Op, algorithm: str) -> str 
     if tensor.is_complex() and op in ("min", "max"):
         return "complex numbers have no order; reduce a real tensor, such as tensor.abs()"
     if algorithm != "backend":
-        nothing = tensor.detach().new_empty(0)
-        try:
-            combine("sum" if op == "mean" else op, nothing, nothing, out=nothing)
-        except RuntimeError:
-            return f"torch has no such arithmetic on {tensor.device.type}; convert it"
-    elif tensor.dtype not in _OF_GLOO and isinstance(comm, ProcessGroupCommunicator):
+        return None if tensor.dtype in _COMBINED else "this algorithm cannot add it; convert it"
+    if tensor.dtype not in _OF_GLOO and isinstance(comm, ProcessGroupCommunicator):
         return "Gloo cannot; convert it" if comm.backend_for(tensor.device) == "gloo" else None
     return None
 

@@ -1,6 +1,6 @@
 """Every private name of torch that gradsync touches: here and nowhere else (tools/check_safety.py).
 
-Names without an underscore that torch changed between the releases we support (2.11 to 2.13) are
+Names without an underscore that torch changed between the releases we support (2.11 to 2.15) are
 here too. tests/unit/core/test_torch_private.py has a canary for each.
 """
 
@@ -30,6 +30,21 @@ from torch.optim.optimizer import (
 )
 
 T = TypeVar("T", bound=type)
+
+NEWEST_TESTED = "2.15"
+"""Newest release of torch with which the whole suite was run, see docs/what-works.md."""
+
+
+def untested_release() -> str:
+    """A warning, where this torch is newer than `NEWEST_TESTED`; else ""."""
+    here, tested = ([int(n) for n in v.split(".")[:2]] for v in (torch.__version__, NEWEST_TESTED))
+    if here <= tested:
+        return ""
+    return (
+        f"torch {torch.__version__} is newer than {NEWEST_TESTED}, the newest release that this "
+        f"gradsync was tested with; if something fails, try `pip install torch=={NEWEST_TESTED}.*`"
+    )
+
 
 # -- tensors --------------------------------------------------------------------------------------
 
@@ -206,9 +221,6 @@ def set_timeout(options: Any, timeout: timedelta) -> None:
     options._timeout = timeout
 
 
-count_operations = methodcaller("_set_sequence_number_for_group")
-"""Let a new backend count what it issues; its ranks agree on where to begin."""
-
 num_issued = methodcaller("_get_sequence_number_for_group")
 """Operations that this process has given to a group."""
 
@@ -259,7 +271,9 @@ def mesh_of(group: Any, device: torch.device, owner: object) -> DeviceMesh:
 
 def renew_received(info: Any, device: torch.device) -> None:
     """Give a pipeline stage a fresh buffer for what it receives there; the model's own inputs have
-    none. Torch 2.11 says a buffer's shape by the first one only."""
+    none. Torch 2.11 says a buffer's shape by the first one only, and 2.15 gives a fresh one."""
+    if hasattr(info, "allocate_buffer"):
+        return
     if not getattr(info, "is_root_arg", not hasattr(info, "source")):
         if not hasattr(info, "tensor_meta"):
             info.tensor_meta = torch.empty_like(info.buffer, device="meta")

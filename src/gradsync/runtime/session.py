@@ -248,9 +248,11 @@ class Session:
         self._start_watch(meeting, presences, connections)
 
     def _set_up_compute(self, world: World) -> None:
-        from gradsync.core.torch_private import leave_compiler_unloaded
+        from gradsync.core.torch_private import leave_compiler_unloaded, untested_release
 
         leave_compiler_unloaded()
+        if world.is_main and (warning := untested_release()):
+            log.warning("%s", warning)
         options = self.options
         if options.threads is not None and options.threads < 1:
             raise LaunchError(f"threads must be at least 1; got {options.threads}")

@@ -142,7 +142,8 @@ def _difference(
         return (
             f"{where}: since the last step (or gs.replicate) weights were changed on "
             f"{name_ranks(edited)}, not by the optimizer; load checkpoints, and edit weights, on "
-            "all ranks alike"
+            "all ranks alike. A forward that changes them, as max_norm of an Embedding does, "
+            "changes other rows on each rank: do it after the step"
         )
     known = range(len(by_rank)) if ranks is None else ranks
     sides = [[known[index] for index in side] for side in sides_of[differing[0]]]

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from gradsync.comm.base import Communicator
-from gradsync.core.torch_private import mesh_of, reduce_unused_params
+from gradsync.core.torch_private import mesh_of, reduce_unused_params, version
 from gradsync.errors import ConfigError
 from gradsync.sync.reducer import Reducer, Replicas, Stopwatch, clip_shards, trainable
 from gradsync.sync.sharded_state import (
@@ -67,7 +67,8 @@ class FsdpReducer(Reducer):
         blocks: gather each child of an `nn.ModuleList` separately; False: everything at once.
 
     Raises:
-        ConfigError: no process group; trainable parameters of different dtypes.
+        ConfigError: no process group; trainable parameters of different dtypes; an Embedding with
+            `max_norm`, which changes weights in its forward.
     """
 
     user_loop = waits_in_backward = needs_micro_step = True
@@ -85,6 +86,10 @@ class FsdpReducer(Reducer):
         if group is None:
             raise ConfigError("sync='fsdp' needs a torch process group; use sync='naive' here")
         named = trainable(model)
+        for name, module in model.named_modules():
+            embeds = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+            if embeds and module.max_norm is not None:
+                raise _changed_by_forward(f"{name}.weight".lstrip("."))
         own_dtype = named[0][1].dtype
         for name, parameter in named:
             if parameter.dtype != own_dtype:
@@ -304,7 +309,7 @@ class Seen:
             for attribute, parameter in module.named_parameters(recurse=False)
             if id(parameter) in index_of
         ]
-        self._count = len(named)
+        self._names = [name for name, _ in named]
         self._indices: set[int] = set()
         self._handles: list[Any] = []
         self.enclosed = False
@@ -325,7 +330,7 @@ class Seen:
 
     def take(self) -> list[bool]:
         """For each trainable parameter, whether it got a gradient since the last call."""
-        flags = [index in self._indices for index in range(self._count)]
+        flags = [index in self._indices for index in range(len(self._names))]
         self._indices.clear()
         self.outside = False
         return flags
@@ -347,10 +352,14 @@ class Seen:
             parameter = getattr(module, attribute)
             assert not isinstance(parameter, DTensor), "FSDP2 gathers before this hook"
             self._handles.append(
-                parameter.register_post_accumulate_grad_hook(partial(self._mark, index))
+                parameter.register_post_accumulate_grad_hook(
+                    partial(self._mark, index, version(parameter))
+                )
             )
 
-    def _mark(self, index: int, _: Tensor) -> None:
+    def _mark(self, index: int, before: int, parameter: Tensor) -> None:
+        if version(parameter) != before:
+            raise _changed_by_forward(self._names[index])
         self._indices.add(index)
         self.outside |= not self.enclosed
         self.stopwatch.start()
@@ -370,9 +379,10 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     """Submodules that FSDP2 gathers and frees as one; the root takes the rest.
 
     They are the outermost children of `nn.ModuleList`s, in `modules()` order, each once. A block
-    that shares a parameter with a module outside of it stays with the root: in FSDP2 a parameter
-    belongs to one unit only.
+    that shares a parameter or a module with what is outside of it stays with the root: in FSDP2 a
+    parameter belongs to one unit only.
     """
+    places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     everywhere = Counter(id(p) for p in _with_ties(model))
     blocks: list[nn.Module] = []
     inside: set[int] = set()
@@ -381,14 +391,22 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
             continue
         for child in module:
             own = Counter(id(p) for p in _with_ties(child))
-            closed = all(everywhere[key] == count for key, count in own.items())
+            times = places[id(child)]
+            closed = all(everywhere[key] == count * times for key, count in own.items())
             if own and closed and id(child) not in inside and not isinstance(child, _CONTAINERS):
                 blocks.append(child)
                 inside |= {id(part) for part in child.modules()}
     return blocks
 
 
+def _changed_by_forward(name: str) -> ConfigError:
+    return ConfigError(
+        f"sync='fsdp': a forward changes the weight {name!r} in place, as max_norm of an Embedding "
+        "does. That changes a copy, which is freed after the block: change weights after the step"
+    )
+
+
 def _with_ties(model: nn.Module) -> Iterator[nn.Parameter]:
     """Every place that holds a parameter, so tied ones as often as they are held."""
-    for module in model.modules():
+    for _, module in model.named_modules(remove_duplicate=False):
         yield from module.parameters(recurse=False)

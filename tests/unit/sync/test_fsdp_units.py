@@ -45,6 +45,18 @@ def test_blocks_that_share_a_parameter_with_others_stay_with_the_root() -> None:
     assert names(model) == ["layers.0", "layers.2"]
 
 
+def test_what_two_blocks_hold_leaves_both_to_the_root() -> None:
+    model = nn.Module()
+    shared = nn.Linear(2, 2).requires_grad_(False)
+    model.layers = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), shared) for _ in range(2))
+    model.layers.append(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    assert names(model) == ["layers.2"]
+    model.head = model.layers[2][0]
+    assert names(model) == []
+    model.head = model.layers[2]  # called from two places, it is one unit still
+    assert len(blocks_of(model)) == 1
+
+
 def test_a_tie_inside_of_a_block_is_its_own_affair() -> None:
     model = nn.Module()
     block = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))

@@ -4,11 +4,13 @@
 Torch's `ProcessGroupGloo` joins its worker threads in its destructor while it holds Python's lock
 (seen in 2.13). A worker that has just finished an operation needs that lock to let go of the
 tensor: if it was scheduled late, both wait for ever. So before the last reference can go, we wait,
-with the lock released, until all workers sleep and none wakes up in between.
+with the lock released, until all workers sleep and none wakes up in between. A forked child has no
+workers at all, and would wait for them when it exits: there the last reference never goes.
 """
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections.abc import Callable
@@ -48,6 +50,11 @@ def finish_sending() -> None:
     for thread in threading.enumerate():
         if isinstance(thread, SendingThread):
             thread.finish()
+
+
+def keep_for_ever(value: object) -> None:
+    """Keep `value` beyond the end of the interpreter; see [Note: Destroying a gloo group]."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
 
 def wait_until_workers_sleep(timeout_s: float = 2.0) -> bool:

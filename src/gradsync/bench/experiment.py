@@ -140,17 +140,6 @@ def environment(*, world_size: int, threads: int) -> dict[str, Any]:
     }
 
 
-def check_folder(option: str, folder: Path) -> None:
-    """Refuse a folder that may not be written or made, before anything is measured."""
-    there = folder
-    while not there.exists() and there != there.parent:
-        there = there.parent
-    if not there.is_dir():
-        raise ConfigError(f"{option} {folder}: {there} is no folder")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(f"{option} {folder}: {there} may not be written")
-
-
 def write_record(
     folder: Path,
     *,
@@ -164,7 +153,6 @@ def write_record(
     document = {"environment": dict(environment), "command": command, "benchmark": name, **data}
     path = folder / "record.json"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         write_text(path, json_text(document))
     except OSError as error:
         raise RunError(f"could not write {path}: {error.strerror}") from error

@@ -184,8 +184,7 @@ def _check_syntax(script: str) -> None:
 def _submit(options: SubmitOptions, plan: SbatchPlan, script: str) -> int:
     path = Path(plan.output, f"{plan.job_name}.sbatch").absolute()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)  # Slurm does not make it, and says nothing
-        write_text(path, script)
+        write_text(path, script)  # makes the folder: Slurm does not, and says nothing
     except OSError as error:
         raise RunError(f"cannot write {path}: {error.strerror}") from error
     job = slurm.submit(str(path))

@@ -48,7 +48,7 @@ def run(argv: list[str], fault: FaultPlan | None = None) -> int:
     config = _parse_once(flags, world)
     if elastic:
         config, flags = before_ranks(config, elastic, flags, world, dry_run=dry_run)
-    if config.nproc_per_node not in (None, world.world_size) and world.launcher != "python":
+    if world.is_distributed and config.nproc_per_node not in (None, world.world_size):
         raise ConfigError(
             f"--nproc-per-node {config.nproc_per_node}, but {world.launcher} has started "
             f"{counted(world.world_size, 'rank')} already; drop the flag, or start with python"

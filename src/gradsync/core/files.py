@@ -38,7 +38,7 @@ from types import TracebackType
 from typing import Any, TextIO, TypeVar
 from unicodedata import category
 
-from gradsync.errors import RunError
+from gradsync.errors import ConfigError, RunError
 
 log = logging.getLogger("gradsync")
 
@@ -180,6 +180,27 @@ def counted(number: object, noun: str, several: str = "") -> str:
 # -- one file -------------------------------------------------------------------------------------
 
 
+def check_folder(option: str, folder: Path) -> None:
+    """Refuse a folder that may not be written or made, long before there is something to write."""
+    there = folder
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    if not there.is_dir():
+        raise ConfigError(f"{option} {folder}: {there} is no folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"{option} {folder}: {there} may not be written")
+
+
+def check_file(option: str, path: Path) -> None:
+    """As `check_folder`, for a file that `write_text` will write."""
+    if path.is_dir():
+        raise ConfigError(f"{option} {path}: is a folder; name a file")
+    if not path.exists():
+        check_folder(option, path.parent)
+    elif not os.access(path, os.W_OK):
+        raise ConfigError(f"{option} {path}: may not be written")
+
+
 def json_text(document: Mapping[str, Any]) -> str:
     """Indented JSON with a line's end, in which a list of numbers takes one line."""
     text = json.dumps(document, indent=1, allow_nan=False)
@@ -188,10 +209,12 @@ def json_text(document: Mapping[str, Any]) -> str:
 
 def write_text(path: Path, text: str) -> None:
     """Put `text` into the file `path` in one step: a reader sees the old one or all of this one.
+    A folder that is missing is made.
 
     What cannot be replaced is written into: whatever a link names, a pipe, /dev/stdout, a file in a
     folder that may not be written.
     """
+    path.parent.mkdir(parents=True, exist_ok=True)
     replaceable = not path.is_symlink() and (path.is_file() or not path.exists())
     if not replaceable or not os.access(path.parent, os.W_OK):
         path.write_text(text, encoding="utf-8")
@@ -254,7 +277,6 @@ def read_entry(path: Path, build: Callable[[Any], T]) -> T | None:
 def write_entry(path: Path, document: Mapping[str, Any]) -> Path:
     """Keep `document` in a cache's file `path`, which is returned; RunError if that fails."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, json_text(document))
     except OSError as error:
         raise RunError(

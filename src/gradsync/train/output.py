@@ -7,6 +7,8 @@ keeps its mode, so a group may be let in with chmod.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import io
 import json
 import logging
@@ -190,9 +192,35 @@ class RunDir:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.checkpoints = self.path / "checkpoints"
+        self._starts: TextIO | None = None
         self._metrics: TextIO | None = None
         self._trackers = Trackers()
         self._ranks: RankTable | None = None
+
+    def hold(self, *, begin: bool = False) -> None:
+        """Keep other runs out; without `begin`, only where one has begun here before.
+
+        The system lets go when this process ends, however it ends. Not `flock`: processes that
+        workers are would hold it on.
+
+        Raises:
+            RunError: another run writes here, on this host or on one that shares the file system's
+                locks; or this one cannot.
+        """
+        path = self.path / "starts.jsonl"
+        if self._starts is None and (begin or path.exists()):
+            with self._writing():
+                _make(self.path)
+                self._starts = append_private(path)
+            try:
+                fcntl.lockf(self._starts, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno in (errno.EACCES, errno.EAGAIN):
+                    raise RunError(
+                        f"another run writes to --out {self.path}: wait for its end, or choose "
+                        "another --out"
+                    ) from None
+                # A file system without locks.
 
     def begin(
         self,
@@ -210,6 +238,7 @@ class RunDir:
 
         `starts.jsonl` keeps how the run before ended and how far it had come.
         """
+        self.hold(begin=True)
         self.write_json("env.json", describe_environment(world, device, threads))
         metrics = self.path / "metrics.jsonl"
         with self._writing():
@@ -231,8 +260,9 @@ class RunDir:
                 "reached": max((step for step in trained if step < sys.maxsize), default=None),
                 "before": before or None,
             }
-            with append_private(self.path / "starts.jsonl") as file:
-                file.write(json.dumps(start) + "\n")
+            assert self._starts is not None, "held"
+            self._starts.write(json.dumps(start) + "\n")
+            self._starts.flush()
             kept = [
                 line
                 for line, step in zip(lines, steps, strict=True)
@@ -301,11 +331,11 @@ class RunDir:
             handler.stream.close()
 
     def close(self, *, failed: bool = False) -> None:
-        """Close the metrics file, end the trackers; `failed`: the run ends with an error."""
-        metrics, self._metrics = self._metrics, None
-        if metrics is not None:
+        """Close the files, end the trackers; `failed`: the run ends with an error."""
+        for file in filter(None, (self._metrics, self._starts)):
             with suppress(OSError):  # a full disk was reported when it was met
-                metrics.close()
+                file.close()
+        self._metrics = self._starts = None
         self.end_table()
         self._trackers.finish(failed=failed)
 

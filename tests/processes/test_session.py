@@ -519,6 +519,19 @@ with gs.init(threads=1) as world:
             if act is not outlives:
                 codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
         print(codes)
+    sync = gs.replicate(model := torch.nn.Linear(4, 4), world)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = {name: tensor.clone() for name, tensor in sync.full_weights().items()}
+    start, (stepped, step) = before["weight"].clone(), os.pipe()
+    if world.is_main and (child := os.fork()) == 0:
+        os.read(stepped, 1)
+        same = torch.equal(before["weight"], start), torch.equal(model.weight, start)
+        sys.exit(10 * same[0] + same[1])
+    sync.backward(model(torch.ones(2, 4)).square().mean(), weight=2, reduction="mean")
+    sync.step(optimizer)
+    if world.is_main:
+        os.write(step, b"x")
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     for comm in (some, gs.group(range(world.world_size))):
         comm.all_reduce(total := torch.ones(1)).wait()
         sys.stdout.write(f"sum {total.item()}\\n")
@@ -530,7 +543,8 @@ def test_a_forked_child_is_no_rank(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(FORKS)
     done = run_torchrun(2, [script]).ok()
-    assert sorted(done.stdout.splitlines()) == ["[3, 1, 4, 5, 6]"] + 4 * ["sum 2.0"]
+    # Its copy of the weights is as it was; the weights themselves lie in shared memory.
+    assert sorted(done.stdout.splitlines()) == ["10", "[3, 1, 4, 5, 6]"] + 4 * ["sum 2.0"]
     assert done.stderr.count("Traceback") == 1
     assert "ValueError: the child's own" in done.stderr
 

@@ -247,6 +247,16 @@ def append_private(path: Path) -> TextIO:
     return os.fdopen(_regular(path, flags), "a", encoding="utf-8")
 
 
+def is_locked(path: Path) -> bool:
+    """Whether another process holds the file's lock (`fcntl.lockf`)."""
+    try:
+        with open_regular(path) as file:
+            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno in (errno.EACCES, errno.EAGAIN)
+    return False
+
+
 # -- a cache: what was measured, one JSON file for each kind of run and machine -------------------
 
 

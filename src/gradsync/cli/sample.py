@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,9 @@ from tyro.conf import Positional
 from gradsync.core.files import one_line
 from gradsync.errors import ConfigError, DataError
 from gradsync.runtime.arguments import parse
+
+_PARAMETERS_A_THREAD = 2**24
+"""Fewer are no work for another thread: it would mostly wait for the next operation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +70,7 @@ def sample(
     from gradsync.checkpoint.weights import load_weights
     from gradsync.models.gpt import GPT, generate
     from gradsync.runtime.device import choose_device
+    from gradsync.runtime.machine import choose_threads, pin_threads
     from gradsync.train.state import check_state, saved_model
 
     try:
@@ -84,15 +89,18 @@ def sample(
     model = GPT(shape)
     load_weights(model, snapshot.tensors["model"])
     model.to(choose_device(config.device, 0))
-    ids = generate(
-        model,
-        prompt,
-        config.tokens,
-        temperature=config.temperature,
-        top_k=config.top_k or None,
-        seed=config.seed,
-        show=(pieces := TextPieces(tokenizer.decode, write)).show,
-    )
+    threads = min(choose_threads(1), -(-shape.num_params() // _PARAMETERS_A_THREAD))
+    with ExitStack() as stack:
+        stack.callback(pin_threads, pin_threads(threads))
+        ids = generate(
+            model,
+            prompt,
+            config.tokens,
+            temperature=config.temperature,
+            top_k=config.top_k or None,
+            seed=config.seed,
+            show=(pieces := TextPieces(tokenizer.decode, write)).show,
+        )
     pieces.show(ids, end=True)
     return checkpoint, tokenizer.decode(ids)
 

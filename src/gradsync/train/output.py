@@ -462,6 +462,7 @@ def describe_environment(world: World, device: Device, threads: int) -> dict[str
         "peak_source": device.source,
         "threads": threads,
         "cores": os.cpu_count(),
+        "load_at_start": round(os.getloadavg()[0], 1),
     }
 
 

@@ -19,7 +19,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
 
-from gradsync.core.files import json_text, write_text
+from gradsync.core.files import json_text, write_result
 from gradsync.errors import ConfigError, GradsyncError, RunError
 from gradsync.runtime.machine import cpu_model, total_bytes, usable_cores
 
@@ -152,10 +152,7 @@ def write_record(
     assert not set(_HEAD) & set(data), "a key of the head in the data"
     document = {"environment": dict(environment), "command": command, "benchmark": name, **data}
     path = folder / "record.json"
-    try:
-        write_text(path, json_text(document))
-    except OSError as error:
-        raise RunError(f"could not write {path}: {error.strerror}") from error
+    write_result(path, json_text(document))
     return path
 
 

@@ -125,12 +125,9 @@ def progress_bar() -> Tell:
     """Say how far it is: a bar on a terminal, elsewhere a line for each tenth. No thread that would
     disturb."""
     if not sys.stderr.isatty():
-        told = -1
 
         def tell(place: int, count: int, what: str) -> None:
-            nonlocal told
-            told, before = 10 * place // count, told
-            if told != before and place < count:
+            if place < count and 10 * place % count < 10:
                 say(f"{place} of {count} done, next: {what}")
 
         return tell

@@ -18,8 +18,7 @@ from gradsync.bench.experiment import (
 )
 from gradsync.bench.plot import check_plot
 from gradsync.cli.ranks import WORKER, be_rank, measure_on_ranks, until_stopped
-from gradsync.core.files import check_file, check_folder, write_text
-from gradsync.errors import RunError
+from gradsync.core.files import check_file, check_folder, write_result
 from gradsync.runtime import environ
 from gradsync.runtime.arguments import parse
 from gradsync.runtime.resolve import resolve
@@ -107,10 +106,7 @@ def _deliver(options: Any, name: str, command: str, found: Findings) -> None:
         head = {"environment": found.environment, "command": command}
         print(json.dumps({**head, **found.data}, indent=1, allow_nan=False), flush=True)
     if found.csv and options.csv:
-        try:
-            write_text(Path(options.csv), found.csv())
-        except OSError as error:
-            raise RunError(f"--csv {options.csv}: {error.strerror}") from error
+        write_result(Path(options.csv), found.csv())
     if found.draw and options.plot:
         found.draw(Path(options.plot))
     if options.out:

@@ -285,9 +285,9 @@ def judge_host(facts: Facts) -> list[Finding]:
     said += f"{limit}{facts['cores_machine']}" if cores < facts["cores_machine"] else ""
     cure = f"start at most {counted(cores, 'rank')} on this host"
     found = [grade("cores", said, cure, warning=ranks > cores)]
-    said, busy = f"{facts['load']:.1f} on {counted(cores, 'core')}", is_busy(facts["load"], cores)
-    said += ": other programs compute here, and times are theirs too" if busy else ""
-    found.append(grade("load", said, "end them before you measure", warning=busy))
+    if busy := is_busy(facts["load"], cores):
+        said = f"{facts['load']:.1f}: other programs compute here, and take their share of times"
+        found.append(grade("load", said, "end them before you measure", warning=busy))
     said, machine = f"{gb(free)} free of {gb(memory)}", facts["memory_machine"]
     said += f"{limit}{gb(machine)}" if memory < machine else ""
     cure = "end other programs, raise the container's limit, or start fewer ranks here"

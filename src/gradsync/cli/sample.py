@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,9 +15,6 @@ from tyro.conf import Positional
 from gradsync.core.files import one_line
 from gradsync.errors import ConfigError, DataError
 from gradsync.runtime.arguments import parse
-
-_PARAMETERS_A_THREAD = 2**24
-"""Fewer are no work for another thread: it would mostly wait for the next operation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,18 +85,18 @@ def sample(
     model = GPT(shape)
     load_weights(model, snapshot.tensors["model"])
     model.to(choose_device(config.device, 0))
-    threads = min(choose_threads(1), -(-shape.num_params() // _PARAMETERS_A_THREAD))
-    with ExitStack() as stack:
-        stack.callback(pin_threads, pin_threads(threads))
-        ids = generate(
-            model,
-            prompt,
-            config.tokens,
-            temperature=config.temperature,
-            top_k=config.top_k or None,
-            seed=config.seed,
-            show=(pieces := TextPieces(tokenizer.decode, write)).show,
-        )
+    # Less is no work for another thread: it would mostly wait for the next operation.
+    before = pin_threads(min(choose_threads(1), -(-shape.num_params() // 2**24)))
+    ids = generate(
+        model,
+        prompt,
+        config.tokens,
+        temperature=config.temperature,
+        top_k=config.top_k or None,
+        seed=config.seed,
+        show=(pieces := TextPieces(tokenizer.decode, write)).show,
+    )
+    pin_threads(before)
     pieces.show(ids, end=True)
     return checkpoint, tokenizer.decode(ids)
 

@@ -15,7 +15,7 @@ import tyro
 
 from gradsync.cli.ranks import WORKER, Signals, Stopped, start_ranks, until_stopped, work_folder
 from gradsync.core.files import check_file
-from gradsync.errors import ConfigError, PeerError, RunError
+from gradsync.errors import ConfigError, PeerError
 from gradsync.runtime import environ
 from gradsync.runtime.arguments import parse
 from gradsync.runtime.bounds import MOST_RANKS, whole_number
@@ -256,10 +256,7 @@ def _report(options: VerifyOptions, plan: VerifyPlan, results: list[Result], sec
         made = document(plan.settings, results, seconds)
         print(json.dumps(made, indent=1, allow_nan=False), flush=True)
     if options.csv:
-        try:
-            write_csv(Path(options.csv), results)
-        except OSError as error:
-            raise RunError(f"--csv {options.csv}: {error.strerror}") from error
+        write_csv(Path(options.csv), results)
     return 0 if all(result.passed for result in results) else 1
 
 

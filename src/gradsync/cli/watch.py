@@ -17,7 +17,7 @@ from gradsync.report.watch import Follower, follow
 from gradsync.runtime.arguments import parse
 
 _LOOK_S = 1.0
-_START_LOOKS = 60
+_START_LOOKS, _END_LOOKS = 60, 10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,10 +56,12 @@ def run(argv: list[str]) -> int:
 
 
 def _begun(path: Path) -> Follower:
-    """A run that is there, or that has just been started and takes some seconds."""
+    """A run that is there; one that is being started, also after an end, takes some seconds."""
     for look in range(_START_LOOKS):
         with suppress(ConfigError):
-            return Follower(path)
+            follower = Follower(path)
+            if look >= _END_LOOKS or not (path / "exit.json").exists():
+                return follower
         if look == 0:
             print(f"waiting for a run to begin in {path}", flush=True)
         time.sleep(_LOOK_S)

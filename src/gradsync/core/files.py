@@ -35,7 +35,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO, TypeVar
+from typing import IO, Any, TextIO, TypeVar
 from unicodedata import category
 
 from gradsync.errors import ConfigError, RunError
@@ -222,6 +222,14 @@ def write_text(path: Path, text: str) -> None:
     replace_text(path, text)
 
 
+def write_result(path: Path, text: str, cure: str = "") -> None:
+    """As `write_text`, for what a user asked for: RunError where it fails."""
+    try:
+        write_text(path, text)
+    except OSError as error:
+        raise RunError(f"could not write {path}: {error.strerror}{cure}") from error
+
+
 def replace_text(path: Path, text: str, *, mode: int = 0o666, durable: bool = True) -> None:
     """Make `text` the file `path` in one step; a link of that name is replaced, not followed.
 
@@ -247,14 +255,19 @@ def append_private(path: Path) -> TextIO:
     return os.fdopen(_regular(path, flags), "a", encoding="utf-8")
 
 
-def is_locked(path: Path) -> bool:
-    """Whether another process holds the file's lock (`fcntl.lockf`)."""
+def lock(file: IO[Any]) -> bool:
+    """Lock a file, shared if it is only read; False where another process holds it. True, too, on
+    file systems without locks.
+
+    POSIX's lock: it ends with this process, however that ends, its children do not inherit it, and
+    network file systems pass it on to other hosts. It ends when this process closes the file, by
+    any descriptor.
+    """
     try:
-        with open_regular(path) as file:
-            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.lockf(file, fcntl.LOCK_NB | (fcntl.LOCK_EX if file.writable() else fcntl.LOCK_SH))
     except OSError as error:
-        return error.errno in (errno.EACCES, errno.EAGAIN)
-    return False
+        return error.errno not in (errno.EACCES, errno.EAGAIN)
+    return True
 
 
 # -- a cache: what was measured, one JSON file for each kind of run and machine -------------------
@@ -286,12 +299,7 @@ def read_entry(path: Path, build: Callable[[Any], T]) -> T | None:
 
 def write_entry(path: Path, document: Mapping[str, Any]) -> Path:
     """Keep `document` in a cache's file `path`, which is returned; RunError if that fails."""
-    try:
-        write_text(path, json_text(document))
-    except OSError as error:
-        raise RunError(
-            f"could not write {path}: {error.strerror}; GRADSYNC_CACHE can name another cache"
-        ) from error
+    write_result(path, json_text(document), "; GRADSYNC_CACHE can name another cache")
     return path
 
 

@@ -10,7 +10,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
@@ -20,7 +20,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from gradsync.core.files import counted, is_locked, one_line, open_regular, read_object
+from gradsync.core.files import counted, lock, one_line, open_regular, read_object
 from gradsync.report.run import RANKS_HEAD, read_ranks, read_run
 
 _WARNING = re.compile(r" (WARNING|ERROR|CRITICAL) ")
@@ -28,8 +28,6 @@ _OLD_WARNINGS = 5
 """Warnings from before the first look that are still told."""
 _MOST_TOLD = 4
 """Ranks that a line about a quiet run has room for."""
-_START_LOOKS = 10
-"""Looks in which a run that had ended before the first one may be started again."""
 _QUIET_S = 60.0
 """A run is quiet after so long without a record, and three times as long as one takes."""
 
@@ -96,9 +94,7 @@ class Follower:
     def news(self) -> list[str]:
         """News since the last look, a line each; the first look tells only the newest."""
         # First: a run writes its end after everything else.
-        ended, before = read_object(self._path / "exit.json"), self.ended
-        starts_again = bool(ended) and is_locked(self._path / "starts.jsonl")
-        self.ended = {} if starts_again else ended
+        self.ended = {} if self._holds() else read_object(self._path / "exit.json")
         found = [*self._restarts(), *self._records(), *self._new_checkpoint(), *self._warnings()]
         self._looked = True
         silent_s = time.time() - self._metrics.modified
@@ -106,9 +102,15 @@ class Follower:
         was_quiet, self._quiet = self._quiet, silent_s > max(_QUIET_S, 3 * usual_s)
         if self._quiet and not was_quiet and not self.ended:
             found.append(f"no record for {_duration(silent_s)}: {self._why_quiet()}")
-        if self.ended and self.ended != before:
+        if self.ended:
             found.append(f"the run has ended: {read_run(self._path).outcome}")
         return found
+
+    def _holds(self) -> bool:
+        """Whether a run holds its directory: an end that lies there is that of the one before."""
+        with suppress(OSError), open_regular(self._path / "starts.jsonl") as file:
+            return not lock(file)
+        return False
 
     def _why_quiet(self) -> str:
         found = read_ranks(self._path)
@@ -215,7 +217,6 @@ def follow(follower: Follower, stream: TextIO, pause: Callable[[], None]) -> int
         pause: called between two looks.
     """
     console = Console(file=stream, markup=False, emoji=False, highlight=False, soft_wrap=True)
-    patience = _START_LOOKS
     with ExitStack() as stack:
         live = None
         if console.is_terminal and not console.is_dumb_terminal:
@@ -227,13 +228,9 @@ def follow(follower: Follower, stream: TextIO, pause: Callable[[], None]) -> int
                 live.update(follower.panel(), refresh=True)
             else:
                 stream.flush()
-            if not follower.ended:
-                patience = 0
-            elif patience == 0:
+            if follower.ended:
                 code = follower.ended.get("exit_code")
                 return code if isinstance(code, int) else 1
-            else:
-                patience -= 1
             pause()
 
 

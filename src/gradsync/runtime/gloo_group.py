@@ -10,7 +10,6 @@ workers at all, and would wait for them when it exits: there the last reference 
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
 from collections.abc import Callable
@@ -50,11 +49,6 @@ def finish_sending() -> None:
     for thread in threading.enumerate():
         if isinstance(thread, SendingThread):
             thread.finish()
-
-
-def keep_for_ever(value: object) -> None:
-    """Keep `value` beyond the end of the interpreter; see [Note: Destroying a gloo group]."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
 
 def wait_until_workers_sleep(timeout_s: float = 2.0) -> bool:

@@ -11,6 +11,7 @@ With one process there is no process group at all.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import logging
 import os
 import socket
@@ -38,7 +39,7 @@ from gradsync.runtime.device import (
     device_identity,
 )
 from gradsync.runtime.failure import REPORT_S, FailureWatch
-from gradsync.runtime.gloo_group import finish_sending, keep_for_ever, wait_until_workers_sleep
+from gradsync.runtime.gloo_group import finish_sending, wait_until_workers_sleep
 from gradsync.runtime.machine import choose_threads, pin_threads
 from gradsync.runtime.memory import keep_freed_memory
 from gradsync.runtime.network import PeerConnections, interface_towards
@@ -348,7 +349,8 @@ def _forget(session: weakref.ref[Session]) -> None:
     from gradsync.core.torch_private import process_groups
 
     if (mine := session()) is not None:
-        keep_for_ever((mine._stack, mine._meeting, mine.watch, process_groups()))
+        kept = mine._stack, mine._meeting, mine.watch, process_groups()
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))  # [Note: Destroying a gloo group]
         if mine.watch is not None:
             atexit.unregister(mine.watch.stop)
         mine._stack, mine._meeting, mine.watch = ExitStack(), None, None

@@ -7,8 +7,6 @@ keeps its mode, so a group may be let in with chmod.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import io
 import json
 import logging
@@ -31,6 +29,7 @@ from typing import Any, TextIO
 from gradsync.core.files import (
     PRIVATE,
     append_private,
+    lock,
     open_regular,
     parse_json,
     printable,
@@ -198,29 +197,17 @@ class RunDir:
         self._ranks: RankTable | None = None
 
     def hold(self, *, begin: bool = False) -> None:
-        """Keep other runs out; without `begin`, only where one has begun here before.
-
-        The system lets go when this process ends, however it ends. Not `flock`: processes that
-        workers are would hold it on.
-
-        Raises:
-            RunError: another run writes here, on this host or on one that shares the file system's
-                locks; or this one cannot.
-        """
+        """Keep other runs out; without `begin`, only where one has begun before. RunError where
+        another one writes here."""
         path = self.path / "starts.jsonl"
         if self._starts is None and (begin or path.exists()):
             with self._writing():
                 _make(self.path)
                 self._starts = append_private(path)
-            try:
-                fcntl.lockf(self._starts, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                if error.errno in (errno.EACCES, errno.EAGAIN):
-                    raise RunError(
-                        f"another run writes to --out {self.path}: wait for its end, or choose "
-                        "another --out"
-                    ) from None
-                # A file system without locks.
+            if not lock(self._starts):
+                raise RunError(
+                    f"another run writes to --out {self.path}: wait for its end, or choose another"
+                )
 
     def begin(
         self,
@@ -312,6 +299,7 @@ class RunDir:
             handler.setStream(file)
 
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        handler.handleError = lambda record: None  # a full disk is told of where more is lost
         own = logging.Logger("gradsync.rank")  # not in the tree: nothing reaches the terminal
         own.addHandler(handler)
         log.addHandler(handler)
@@ -328,7 +316,8 @@ class RunDir:
             raise
         finally:
             log.removeHandler(handler)
-            handler.stream.close()
+            with suppress(OSError):
+                handler.stream.close()
 
     def close(self, *, failed: bool = False) -> None:
         """Close the files, end the trackers; `failed`: the run ends with an error."""

@@ -21,7 +21,7 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.table import Table
 
-from gradsync.core.files import write_text
+from gradsync.core.files import write_result
 from gradsync.verify.settings import Cell, VerifySettings, promise_of
 
 
@@ -213,7 +213,7 @@ def write_csv(path: Path, results: Sequence[Result]) -> None:
         for part, values in result.differences.items():
             row |= {f"{part}_{measure}": values[measure] for measure in _MEASURES}
         writer.writerow(_strict(row))
-    write_text(path, text.getvalue())
+    write_result(path, text.getvalue())
 
 
 # -- a table for people ---------------------------------------------------------------------------

@@ -196,7 +196,7 @@ def check_file(option: str, path: Path) -> None:
     if path.is_dir():
         raise ConfigError(f"{option} {path}: is a folder; name a file")
     if not path.exists():
-        check_folder(option, path.parent)
+        check_folder(option, path)
     elif not os.access(path, os.W_OK):
         raise ConfigError(f"{option} {path}: may not be written")
 

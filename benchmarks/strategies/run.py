@@ -49,12 +49,12 @@ def _flag(name: str) -> str:
 
 def launch(argv: list[str], world_size: int) -> int:
     """Start this file as `world_size` ranks; returns the exit code."""
-    from gradsync.launch.local import launch_local
+    from gradsync.launch.local import launch_ranks
     from gradsync.runtime import environ
 
     path = ":".join(filter(None, (str(HERE), environ.get("PYTHONPATH"))))
     with environ.exported({"PYTHONPATH": path}):
-        return launch_local(argv, world_size, log_dir=None, module="run")
+        return launch_ranks(argv, world_size, log_dir=None, module="run").code
 
 
 def command(arguments: argparse.Namespace, world_size: int) -> str:

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from gradsync.runtime.activity import expect_wait as expect_wait
     from gradsync.runtime.resolve import explain_world as explain_world
     from gradsync.runtime.session import init as init
+    from gradsync.runtime.signals import StopRequest as StopRequest
     from gradsync.sync.comm_hook import comm_hook as comm_hook
     from gradsync.sync.replicate import replicate as replicate
     from gradsync.sync.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
@@ -87,6 +88,7 @@ _HOMES = {
     "gradsync.runtime.activity": ("expect_wait",),
     "gradsync.runtime.resolve": ("explain_world",),
     "gradsync.runtime.session": ("init",),
+    "gradsync.runtime.signals": ("StopRequest",),
     "gradsync.sync.comm_hook": ("comm_hook",),
     "gradsync.sync.replicate": ("replicate",),
     "gradsync.sync.sharded_optimizer": ("ShardedOptimizer",),

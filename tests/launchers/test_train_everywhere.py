@@ -50,6 +50,16 @@ def test_srun_on_two_nodes_gives_the_same_numbers(
     one_rank.check_equal(tmp_path, "srun")
 
 
+@pytest.mark.launcher("slurm")
+def test_a_step_of_one_task_starts_ranks_itself(
+    slurm: SlurmCluster, data: Path, one_rank: OneRank, tmp_path: Path
+) -> None:
+    """As in the shell of `srun --pty bash`."""
+    config = small_config(tmp_path, data, nproc_per_node=2)
+    slurm.srun(1, [sys.executable, *MODULE, *train_arguments(config)], nodes=1).ok()
+    one_rank.check_equal(tmp_path, "torchrun")
+
+
 def test_our_launcher_gives_the_same_numbers_though_the_reader_of_its_output_goes_away(
     data: Path, one_rank: OneRank, tmp_path: Path
 ) -> None:

@@ -68,10 +68,10 @@ def test_one_round_on_two_ranks(
 def test_it_starts_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     from run import main
 
-    def launch_local(argv: list[str], nproc: int, **options: Any) -> int:
+    def launch_ranks(argv: list[str], nproc: int, **options: Any) -> local.LaunchOutcome:
         assert (argv, nproc, options) == (TINY, 2, {"log_dir": None, "module": "run"})
         assert str(FOLDER) in str(environ.get("PYTHONPATH"))
-        return 7
+        return local.LaunchOutcome(code=7, received=None, killed={})
 
-    monkeypatch.setattr(local, "launch_local", launch_local)
+    monkeypatch.setattr(local, "launch_ranks", launch_ranks)
     assert main(["--world-size", "2", *TINY]) == 7

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from gradsync.errors import ConfigError
-from gradsync.launch.local import _signals_to, launch_local
+from gradsync.launch.local import _signals_to, launch_ranks
 from gradsync.runtime.store import wait_until
 from support import processes
 from support.fork_server import Forked
@@ -49,9 +49,9 @@ sys.exit(75)
 LAUNCHER = """
 import signal, sys
 from pathlib import Path
-from gradsync.launch.local import launch_local
+from gradsync.launch.local import launch_ranks
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever the tests were started by
-sys.exit(launch_local(sys.argv[1:], 2, log_dir=None, module="rank_module"))
+sys.exit(launch_ranks(sys.argv[1:], 2, log_dir=None, module="rank_module").code)
 """
 
 
@@ -69,7 +69,7 @@ def rank_module(tmp_path, monkeypatch):
 def launch(out, *argv, nproc=2, **options):
     """The exit code of a launch in this process, to which the leak check applies."""
     options = {"log_dir": None} | options
-    return launch_local([str(out), *argv], nproc, module="rank_module", **options)
+    return launch_ranks([str(out), *argv], nproc, module="rank_module", **options).code
 
 
 def start_launcher(out, stdout="", **variables):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -22,6 +24,7 @@ from gradsync.runtime.network import own_address
 from gradsync.runtime.session import Session, SessionOptions
 from gradsync.runtime.store import LEFT, TOKEN, host_store, wait_until
 from support.fork_server import free_port
+from support.launchers import run_torchrun
 from support.rank_session import open_session
 
 EXPORTED = (
@@ -480,3 +483,93 @@ def order_of_the_end(rank: int, world_size: int, store_path: str) -> list[str]:
 def test_gloos_workers_are_at_rest_before_the_group_goes(pool: Any) -> None:
     """Its destructor joins them while it holds the lock they may want: a rare, endless hang."""
     assert pool.run(order_of_the_end, 2) == [["workers sleep", "destroy"]] * 2
+
+
+# -- what a program does to its group, and in a child ---------------------------------------------
+
+FORKS = """
+import os, sys
+import torch
+import torch.distributed as dist
+import gradsync as gs
+
+def exits(): sys.exit(3)
+def raises(): raise ValueError("the child's own")
+def leaves_at_once(): os._exit(4)
+def destroys():
+    dist.destroy_process_group()
+    sys.exit(5)
+def forks_again():
+    if (child := os.fork()) == 0:
+        sys.exit(0)
+    sys.exit(6 + os.waitpid(child, 0)[1])
+def outlives():
+    os.read(reader, 1)  # returns when the parent has ended
+    sys.exit(7)
+
+reader, writer = os.pipe()
+with gs.init(threads=1) as world:
+    some = gs.group([0, 1])
+    if world.is_main:
+        codes = []
+        for act in (exits, raises, leaves_at_once, destroys, forks_again, outlives):
+            if (child := os.fork()) == 0:
+                os.close(writer)
+                act()
+            if act is not outlives:
+                codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        print(codes)
+    sync = gs.replicate(model := torch.nn.Linear(4, 4), world)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = {name: tensor.clone() for name, tensor in sync.full_weights().items()}
+    start, (stepped, step) = before["weight"].clone(), os.pipe()
+    if world.is_main and (child := os.fork()) == 0:
+        os.read(stepped, 1)
+        same = torch.equal(before["weight"], start), torch.equal(model.weight, start)
+        sys.exit(10 * same[0] + same[1])
+    sync.backward(model(torch.ones(2, 4)).square().mean(), weight=2, reduction="mean")
+    sync.step(optimizer)
+    if world.is_main:
+        os.write(step, b"x")
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    for comm in (some, gs.group(range(world.world_size))):
+        comm.all_reduce(total := torch.ones(1)).wait()
+        sys.stdout.write(f"sum {total.item()}\\n")
+"""
+
+
+def test_a_forked_child_is_no_rank(tmp_path: Path) -> None:
+    """It ends as it wants to, its error is its own, and the ranks go on."""
+    script = tmp_path / "script.py"
+    script.write_text(FORKS)
+    done = run_torchrun(2, [script]).ok()
+    # Its copy of the weights is as it was; the weights themselves lie in shared memory.
+    assert sorted(done.stdout.splitlines()) == ["10", "[3, 1, 4, 5, 6]"] + 4 * ["sum 2.0"]
+    assert done.stderr.count("Traceback") == 1
+    assert "ValueError: the child's own" in done.stderr
+
+
+def destroy(rank: int, world_size: int, store_path: str, again: bool) -> tuple[float, bool, str]:
+    """Destroy the session's group within its block, and perhaps make another one."""
+    errors = io.StringIO()
+    session = open_session(rank, world_size, store_path)
+    with mock.patch.object(sys, "stderr", errors), session:
+        sum_of_ranks(rank)
+        dist.destroy_process_group()
+        assert session.watch is not None
+        beat = session.watch._doing.beat
+        assert wait_until(lambda: session.watch._doing.beat > beat + 1, time.monotonic() + 10)
+        if again:
+            store = dist.FileStore(f"{store_path}-again", world_size)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    total = sum_of_ranks(rank) if again else 0.0
+    left = dist.is_initialized()
+    if left:
+        wait_until_workers_sleep()
+        dist.destroy_process_group()
+    return total, left, errors.getvalue()
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_group_that_the_program_destroys(pool: Any, again: bool) -> None:
+    assert pool.run(destroy, 2, again) == 2 * [(1.0 if again else 0.0, again, "")]

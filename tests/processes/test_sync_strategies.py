@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from gradsync.comm.groups import communicator, groups
@@ -179,3 +180,38 @@ def _count_sums_after_backward(rank: int, world_size: int, store_path: str) -> i
 def test_ddp_reduces_during_backward(pool: Any) -> None:
     """The sums would be right after backward, too; then DDP would not be DDP."""
     assert pool.run(_count_sums_after_backward, 2) == [0, 0]
+
+
+def under_detail(rank: int, world_size: int, store_path: str) -> dict[str, str]:
+    """What a step of each strategy comes to where torch wraps process groups."""
+    came, level = {}, dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        with open_session(rank, world_size, store_path, timeout_s=20.0) as world:
+            for name in STRATEGIES:
+                model = nn.Linear(4, 4)
+                try:
+                    sync = replicate(model, world, sync=name, **UNSHARED.get(name, {}))
+                    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+                    with sync.micro_step(last=True):
+                        loss = sync.forward(torch.ones(2, 4)).square().sum()
+                        sync.backward(loss, weight=2)
+                    sync.step(optimizer)
+                    sync.close()
+                    came[name] = "works"
+                except ConfigError as error:
+                    came[name] = str(error)
+    finally:
+        dist.set_debug_level(level)
+    return came
+
+
+UNSHARED = {"invariant": {"collective": "backend"}}
+
+
+def test_torchs_detailed_debugging_works_or_is_refused_by_name(pool: Any) -> None:
+    for came in pool.run(under_detail, 2):
+        refused = {name for name, said in came.items() if said != "works"}
+        assert [s for s in came.values() if s != "works" and "DEBUG=DETAIL" not in s] == []
+        assert refused >= {"ring", "ddp", "powersgd", "invariant"}
+        assert not refused & {"naive", "flat", "overlap", "bucketed"}

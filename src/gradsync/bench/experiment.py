@@ -19,7 +19,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
 
-from gradsync.core.files import json_text, write_text
+from gradsync.core.files import json_text, write_result
 from gradsync.errors import ConfigError, GradsyncError, RunError
 from gradsync.runtime.machine import cpu_model, total_bytes, usable_cores
 
@@ -140,17 +140,6 @@ def environment(*, world_size: int, threads: int) -> dict[str, Any]:
     }
 
 
-def check_folder(option: str, folder: Path) -> None:
-    """Refuse a folder that may not be written or made, before anything is measured."""
-    there = folder
-    while not there.exists() and there != there.parent:
-        there = there.parent
-    if not there.is_dir():
-        raise ConfigError(f"{option} {folder}: {there} is no folder")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(f"{option} {folder}: {there} may not be written")
-
-
 def write_record(
     folder: Path,
     *,
@@ -163,11 +152,7 @@ def write_record(
     assert not set(_HEAD) & set(data), "a key of the head in the data"
     document = {"environment": dict(environment), "command": command, "benchmark": name, **data}
     path = folder / "record.json"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_text(path, json_text(document))
-    except OSError as error:
-        raise RunError(f"could not write {path}: {error.strerror}") from error
+    write_result(path, json_text(document))
     return path
 
 

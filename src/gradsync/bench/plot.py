@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradsync.bench.report import where
+from gradsync.core.files import check_file
 from gradsync.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
@@ -35,8 +36,7 @@ def check_plot(path: Path) -> None:
     """Refuse what cannot be drawn, before anything is measured for it."""
     if path.suffix not in _SUFFIXES:
         raise ConfigError(f"--plot {path}: name a file that ends in {', '.join(_SUFFIXES)}")
-    if not path.parent.is_dir():
-        raise ConfigError(f"--plot {path}: there is no folder {path.parent}")
+    check_file("--plot", path)
     if find_spec("matplotlib") is None:
         raise ConfigError("--plot needs matplotlib: pip install 'gradsync[bench]'")
 
@@ -274,6 +274,7 @@ def _save(figure: Any, path: Path, title: str, *notes: str) -> None:
     )
     figure.supxlabel("\n".join(notes), x=0.01, ha="left", fontsize=7.5, color=_SOFT)
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=150, facecolor="white")
     except OSError as error:
         raise RunError(f"--plot {path}: {error.strerror}") from error

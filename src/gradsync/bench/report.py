@@ -122,9 +122,15 @@ def where(environment: Mapping[str, Any]) -> str:
 
 
 def progress_bar() -> Tell:
-    """Draw how far it is, on a terminal: a line of text, no thread that would disturb."""
+    """Say how far it is: a bar on a terminal, elsewhere a line for each tenth. No thread that would
+    disturb."""
     if not sys.stderr.isatty():
-        return silent
+
+        def tell(place: int, count: int, what: str) -> None:
+            if place < count and 10 * place % count < 10:
+                say(f"{place} of {count} done, next: {what}")
+
+        return tell
 
     def draw(place: int, count: int, what: str) -> None:
         full = _BAR * place // count

@@ -58,7 +58,7 @@ def run(argv: list[str]) -> int:
     """
     options = parse(DemoOptions, argv, "demo")
     world = resolve(environ.snapshot()).world
-    if world.launcher != "python":
+    if world.is_distributed:
         raise ConfigError(f"{world.launcher} has started ranks: gradsync demo starts its own")
     out = Path(options.out or f"runs/demo-{time.strftime('%Y%m%d-%H%M%S')}")
     if out.exists():

@@ -111,7 +111,7 @@ def run(argv: list[str]) -> int:
     own, flags = split(argv)
     options = parse(DrillOptions, own, "drill")
     world = resolve(environ.snapshot()).world
-    if world.launcher != "python":
+    if world.is_distributed:
         raise ConfigError(f"{world.launcher} has started ranks: gradsync drill starts its own")
     plan = FaultPlan(kind=options.fault, rank=options.rank, step=options.step, phase=options.phase)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from dataclasses import asdict
 from functools import partial
@@ -14,14 +13,12 @@ from typing import TYPE_CHECKING, Any
 from gradsync.bench.experiment import (
     Experiment,
     Findings,
-    check_folder,
     command_of,
     write_record,
 )
 from gradsync.bench.plot import check_plot
 from gradsync.cli.ranks import WORKER, be_rank, measure_on_ranks, until_stopped
-from gradsync.core.files import write_text
-from gradsync.errors import ConfigError, RunError
+from gradsync.core.files import check_file, check_folder, write_result
 from gradsync.runtime import environ
 from gradsync.runtime.arguments import parse
 from gradsync.runtime.resolve import resolve
@@ -98,13 +95,7 @@ def check_places(options: Any) -> None:
     if plot := getattr(options, "plot", ""):
         check_plot(Path(plot))
     if csv := getattr(options, "csv", ""):
-        path = Path(csv)
-        if path.is_dir():
-            raise ConfigError(f"--csv {path}: is a folder; name a file")
-        if not path.parent.is_dir():
-            raise ConfigError(f"--csv {path}: there is no folder {path.parent}")
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise ConfigError(f"--csv {path}: may not be written")
+        check_file("--csv", Path(csv))
 
 
 def _deliver(options: Any, name: str, command: str, found: Findings) -> None:
@@ -115,10 +106,7 @@ def _deliver(options: Any, name: str, command: str, found: Findings) -> None:
         head = {"environment": found.environment, "command": command}
         print(json.dumps({**head, **found.data}, indent=1, allow_nan=False), flush=True)
     if found.csv and options.csv:
-        try:
-            write_text(Path(options.csv), found.csv())
-        except OSError as error:
-            raise RunError(f"--csv {options.csv}: {error.strerror}") from error
+        write_result(Path(options.csv), found.csv())
     if found.draw and options.plot:
         found.draw(Path(options.plot))
     if options.out:

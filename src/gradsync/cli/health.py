@@ -33,7 +33,13 @@ from gradsync.errors import LaunchError
 from gradsync.plan.machine import read_interfaces, version_of
 from gradsync.plan.placement import gb
 from gradsync.runtime.coordinator import given_port, run_command
-from gradsync.runtime.machine import available_bytes, choose_threads, host_cores, total_bytes
+from gradsync.runtime.machine import (
+    available_bytes,
+    choose_threads,
+    host_cores,
+    is_busy,
+    total_bytes,
+)
 from gradsync.runtime.network import interface_towards, own_address
 from gradsync.runtime.rendezvous import first_line
 from gradsync.runtime.store import TOKEN
@@ -145,6 +151,7 @@ def _host_facts(world: World) -> dict[str, Any]:
         "locked": limit(resource.RLIMIT_MEMLOCK)[0],
         "infiniband": bool(read_interfaces().infiniband_gigabits),
         **{"cores": host_cores(), "cores_machine": os.cpu_count() or 1},
+        "load": os.getloadavg()[0],
         **{"free": available_bytes(), "memory": total_bytes()},
         "memory_machine": psutil.virtual_memory().total,
         "shm": shutil.disk_usage(shm).total if shm.is_dir() else 0,
@@ -278,6 +285,9 @@ def judge_host(facts: Facts) -> list[Finding]:
     said += f"{limit}{facts['cores_machine']}" if cores < facts["cores_machine"] else ""
     cure = f"start at most {counted(cores, 'rank')} on this host"
     found = [grade("cores", said, cure, warning=ranks > cores)]
+    if busy := is_busy(facts["load"], cores):
+        said = f"{facts['load']:.1f}: other programs compute here, and take their share of times"
+        found.append(grade("load", said, "end them before you measure", warning=busy))
     said, machine = f"{gb(free)} free of {gb(memory)}", facts["memory_machine"]
     said += f"{limit}{gb(machine)}" if memory < machine else ""
     cure = "end other programs, raise the container's limit, or start fewer ranks here"

@@ -148,7 +148,7 @@ def _refuse_nesting(plan: LaunchPlan) -> None:
             f"RANK and WORLD_SIZE are those of a run of {counted(world.world_size, 'rank')}; unset "
             "them (env -u RANK -u WORLD_SIZE gradsync launch …), or run the program itself"
         )
-    if world.launcher != "python":
+    if world.is_distributed:  # a step of one task is a shell, as of `srun --pty bash`
         raise LaunchError(
             f"{world.launcher} has started {counted(world.world_size, 'rank')} already, and "
             f"gradsync launch would start {plan.nproc_per_node} more under each: give "

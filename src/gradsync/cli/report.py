@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from gradsync.core.files import counted, write_text
+from gradsync.core.files import counted, write_result
 from gradsync.errors import ConfigError
 from gradsync.report.browser import draw, find_browser
 from gradsync.report.charts import standing_alone, svg
@@ -68,7 +68,7 @@ def run(argv: list[str]) -> int:
         if browser:
             draw(browser, text, out)
         else:
-            write_text(out, text)
+            write_result(out, text)
         print(f"written to {out}{where}")
         return 0
     out = Path(options.out) if options.out else runs[0].path / "charts"
@@ -90,6 +90,6 @@ def run(argv: list[str]) -> int:
         if browser:
             draw(browser, text, out / f"{name}.png")
         else:
-            write_text(out / f"{name}.svg", text)
+            write_result(out / f"{name}.svg", text)
     print(f"{counted(len(drawn), 'chart')} in {out}{where}")
     return 0

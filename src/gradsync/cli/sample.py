@@ -66,6 +66,7 @@ def sample(
     from gradsync.checkpoint.weights import load_weights
     from gradsync.models.gpt import GPT, generate
     from gradsync.runtime.device import choose_device
+    from gradsync.runtime.machine import choose_threads, pin_threads
     from gradsync.train.state import check_state, saved_model
 
     try:
@@ -84,6 +85,8 @@ def sample(
     model = GPT(shape)
     load_weights(model, snapshot.tensors["model"])
     model.to(choose_device(config.device, 0))
+    # Less is no work for another thread: it would mostly wait for the next operation.
+    before = pin_threads(min(choose_threads(1), -(-shape.num_params() // 2**24)))
     ids = generate(
         model,
         prompt,
@@ -93,6 +96,7 @@ def sample(
         seed=config.seed,
         show=(pieces := TextPieces(tokenizer.decode, write)).show,
     )
+    pin_threads(before)
     pieces.show(ids, end=True)
     return checkpoint, tokenizer.decode(ids)
 

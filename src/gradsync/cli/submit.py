@@ -16,8 +16,8 @@ from typing import Annotated, Literal
 import tyro
 
 from gradsync.cli.launch import check_program, split
-from gradsync.core.files import write_text
-from gradsync.errors import ConfigError, RunError
+from gradsync.core.files import write_result
+from gradsync.errors import ConfigError
 from gradsync.launch import slurm
 from gradsync.launch.jobset import JobsetPlan, KubernetesRequest, jobset_text
 from gradsync.launch.request import Program, parse_program
@@ -183,11 +183,7 @@ def _check_syntax(script: str) -> None:
 
 def _submit(options: SubmitOptions, plan: SbatchPlan, script: str) -> int:
     path = Path(plan.output, f"{plan.job_name}.sbatch").absolute()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)  # Slurm does not make it, and says nothing
-        write_text(path, script)
-    except OSError as error:
-        raise RunError(f"cannot write {path}: {error.strerror}") from error
+    write_result(path, script)  # makes the folder: Slurm does not, and says nothing
     job = slurm.submit(str(path))
     numbers = f"{job}_%a" if plan.array else job
     log = path.with_name(f"{plan.job_name}-{numbers}.out")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from gradsync.data.batch_plan import BatchPlan
 from gradsync.errors import ConfigError
 from gradsync.plan.machine import fast_dtype
 from gradsync.runtime import environ
-from gradsync.runtime.machine import choose_threads, host_cores
+from gradsync.runtime.machine import choose_threads, host_cores, is_busy
 from gradsync.runtime.resolve import resolve
 from gradsync.sync.registry import find_strategy
 from gradsync.train.check import check_request, check_size
@@ -48,7 +49,7 @@ def run(argv: list[str], fault: FaultPlan | None = None) -> int:
     config = _parse_once(flags, world)
     if elastic:
         config, flags = before_ranks(config, elastic, flags, world, dry_run=dry_run)
-    if config.nproc_per_node not in (None, world.world_size) and world.launcher != "python":
+    if world.is_distributed and config.nproc_per_node not in (None, world.world_size):
         raise ConfigError(
             f"--nproc-per-node {config.nproc_per_node}, but {world.launcher} has started "
             f"{counted(world.world_size, 'rank')} already; drop the flag, or start with python"
@@ -144,6 +145,11 @@ def _join_run(
             if ranks > cores and world.device == "cpu":
                 few = counted(cores, "rank")
                 notes.append(f"{ranks} ranks share {counted(cores, 'core')}: no faster than {few}")
+            if is_busy(load := os.getloadavg()[0], cores):
+                notes.append(
+                    f"other programs compute here (load {load:.1f} on {counted(cores, 'core')}): "
+                    "the eta and all times change with theirs"
+                )
             if config.dtype == "bf16" and elastic is None and fast_dtype(world.device) != "bf16":
                 notes.append(_EMULATED)
             if elastic is not None:

@@ -76,7 +76,7 @@ def settle(places: Places, flags: Sequence[str], world: World, env: Mapping[str,
     Raises:
         ConfigError: the launcher has started another number of ranks, or none can be started.
     """
-    if world.launcher != "python":
+    if world.is_distributed or (places.nodes > 1 and world.launcher != "python"):
         if (world.num_nodes, world.world_size) != (places.nodes, places.world_size):
             raise ConfigError(
                 f"--nodes {places.nodes} --gpus-per-node {places.gpus_per_node} is "

@@ -14,7 +14,6 @@ from gradsync.bench.experiment import (
     Ask,
     Experiment,
     Findings,
-    check_folder,
     check_least,
     command_of,
     raise_failed,
@@ -23,6 +22,7 @@ from gradsync.bench.experiment import (
 from gradsync.bench.sync_plan import SyncSettings, room_for, uses_cuda
 from gradsync.bench.tune import STAGES, TuneRequest, print_report
 from gradsync.cli.experiment import run_experiment
+from gradsync.core.files import check_folder
 from gradsync.errors import ConfigError
 from gradsync.models.config import preset
 from gradsync.plan.machine import fast_dtype

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import signal
 import sys
 import time
@@ -15,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from gradsync.cli.ranks import WORKER, Signals, Stopped, start_ranks, until_stopped, work_folder
-from gradsync.errors import ConfigError, PeerError, RunError
+from gradsync.core.files import check_file
+from gradsync.errors import ConfigError, PeerError
 from gradsync.runtime import environ
 from gradsync.runtime.arguments import parse
 from gradsync.runtime.bounds import MOST_RANKS, whole_number
@@ -145,7 +145,7 @@ def plan_of(options: VerifyOptions, world: World) -> VerifyPlan:
             f"--clip-norm {options.clip_norm}: must be a finite number, at least 0 (no clipping)"
         )
     if options.csv and world.is_main:
-        _check_writable(Path(options.csv))
+        check_file("--csv", Path(options.csv))
     quick = _is_quick(options, world)
     sizes = [_number(word) for word in _split(options.world_sizes or ("1,2,3,4", "1,2,3")[quick])]
     if options.world_size is not None:
@@ -189,16 +189,6 @@ def _is_quick(options: VerifyOptions, world: World) -> bool:
     return not (
         options.thorough or any(chosen) or options.world_size is not None or world.is_distributed
     )
-
-
-def _check_writable(path: Path) -> None:
-    """Long before there is something to write."""
-    if path.is_dir():
-        raise ConfigError(f"--csv {path}: is a folder; name a file")
-    if not path.parent.is_dir():
-        raise ConfigError(f"--csv {path}: there is no folder {path.parent}")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigError(f"--csv {path}: may not be written")
 
 
 def _start(plan: VerifyPlan, folder: Path, signals: Signals) -> list[Result]:
@@ -266,10 +256,7 @@ def _report(options: VerifyOptions, plan: VerifyPlan, results: list[Result], sec
         made = document(plan.settings, results, seconds)
         print(json.dumps(made, indent=1, allow_nan=False), flush=True)
     if options.csv:
-        try:
-            write_csv(Path(options.csv), results)
-        except OSError as error:
-            raise RunError(f"--csv {options.csv}: {error.strerror}") from error
+        write_csv(Path(options.csv), results)
     return 0 if all(result.passed for result in results) else 1
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -17,6 +17,7 @@ from gradsync.report.watch import Follower, follow
 from gradsync.runtime.arguments import parse
 
 _LOOK_S = 1.0
+_START_LOOKS, _END_LOOKS = 60, 10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,13 +43,26 @@ def run(argv: list[str]) -> int:
     options = parse(WatchOptions, argv, "watch")
     if not options.path:
         raise ConfigError("watch: name a run directory: gradsync watch runs/first")
-    follower = Follower(Path(options.path))
     with ExitStack() as stack:
-        if options.http:
-            address = stack.enter_context(serving(Path(options.path), options.http))
-            print(f"page: {address}", flush=True)
         try:
+            follower = _begun(Path(options.path))
+            if options.http:
+                address = stack.enter_context(serving(Path(options.path), options.http))
+                print(f"page: {address}", flush=True)
             return follow(follower, sys.stdout, lambda: time.sleep(_LOOK_S))
         except KeyboardInterrupt:
             print("no longer watching; the run goes on", flush=True)
             return 130
+
+
+def _begun(path: Path) -> Follower:
+    """A run that is there; one that is being started, also after an end, takes some seconds."""
+    for look in range(_START_LOOKS):
+        with suppress(ConfigError):
+            follower = Follower(path)
+            if look >= _END_LOOKS or not (path / "exit.json").exists():
+                return follower
+        if look == 0:
+            print(f"waiting for a run to begin in {path}", flush=True)
+        time.sleep(_LOOK_S)
+    return Follower(path)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from gradsync.comm.base import Communicator, Messages, Messenger, ReduceOp, Work
 from gradsync.comm.values import check_same_call
 from gradsync.core import torch_private as private
-from gradsync.errors import RunError
+from gradsync.errors import ConfigError, RunError
 from gradsync.runtime.gloo_group import SendingThread
 
 if TYPE_CHECKING:
@@ -314,6 +314,7 @@ class ProcessGroupCommunicator:
         receives = [(tensor, peer) for tensor, peer in receives if tensor.numel()]
         if not sends and not receives:
             return Done()
+        refuse_detail("it counts messages as collectives, of which all ranks need equal numbers")
         device = (sends or receives)[0][0].device
         if device.type != "cpu" and private.backend_of(self.group, device).supports_coalescing:
             return private.coalesced(self.group, device, lambda: self._post(sends, receives, _TAG))
@@ -343,6 +344,12 @@ class ProcessGroupCommunicator:
         """`run(tensor)`, through a copy where needed."""
         there = self._readable(tensor)
         return run(there) if there is tensor else CopyBack(run(there), there, tensor)
+
+
+def refuse_detail(why: str) -> None:
+    """Raise ConfigError where TORCH_DISTRIBUTED_DEBUG=DETAIL wraps process groups."""
+    if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+        raise ConfigError(f"TORCH_DISTRIBUTED_DEBUG=DETAIL: {why}; take INFO, or sync='naive'")
 
 
 class Channel:

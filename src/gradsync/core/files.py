@@ -35,10 +35,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO, TypeVar
+from typing import IO, Any, TextIO, TypeVar
 from unicodedata import category
 
-from gradsync.errors import RunError
+from gradsync.errors import ConfigError, RunError
 
 log = logging.getLogger("gradsync")
 
@@ -180,6 +180,27 @@ def counted(number: object, noun: str, several: str = "") -> str:
 # -- one file -------------------------------------------------------------------------------------
 
 
+def check_folder(option: str, folder: Path) -> None:
+    """Refuse a folder that may not be written or made, long before there is something to write."""
+    there = folder
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    if not there.is_dir():
+        raise ConfigError(f"{option} {folder}: {there} is no folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"{option} {folder}: {there} may not be written")
+
+
+def check_file(option: str, path: Path) -> None:
+    """As `check_folder`, for a file that `write_text` will write."""
+    if path.is_dir():
+        raise ConfigError(f"{option} {path}: is a folder; name a file")
+    if not path.exists():
+        check_folder(option, path)
+    elif not os.access(path, os.W_OK):
+        raise ConfigError(f"{option} {path}: may not be written")
+
+
 def json_text(document: Mapping[str, Any]) -> str:
     """Indented JSON with a line's end, in which a list of numbers takes one line."""
     text = json.dumps(document, indent=1, allow_nan=False)
@@ -188,15 +209,25 @@ def json_text(document: Mapping[str, Any]) -> str:
 
 def write_text(path: Path, text: str) -> None:
     """Put `text` into the file `path` in one step: a reader sees the old one or all of this one.
+    A folder that is missing is made.
 
     What cannot be replaced is written into: whatever a link names, a pipe, /dev/stdout, a file in a
     folder that may not be written.
     """
+    path.parent.mkdir(parents=True, exist_ok=True)
     replaceable = not path.is_symlink() and (path.is_file() or not path.exists())
     if not replaceable or not os.access(path.parent, os.W_OK):
         path.write_text(text, encoding="utf-8")
         return
     replace_text(path, text)
+
+
+def write_result(path: Path, text: str, cure: str = "") -> None:
+    """As `write_text`, for what a user asked for: RunError where it fails."""
+    try:
+        write_text(path, text)
+    except OSError as error:
+        raise RunError(f"could not write {path}: {error.strerror}{cure}") from error
 
 
 def replace_text(path: Path, text: str, *, mode: int = 0o666, durable: bool = True) -> None:
@@ -222,6 +253,21 @@ def append_private(path: Path) -> TextIO:
     """Open a regular file to append to; a new one is its user's alone, and no link is followed."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     return os.fdopen(_regular(path, flags), "a", encoding="utf-8")
+
+
+def lock(file: IO[Any]) -> bool:
+    """Lock a file, shared if it is only read; False where another process holds it. True, too, on
+    file systems without locks.
+
+    POSIX's lock: it ends with this process, however that ends, its children do not inherit it, and
+    network file systems pass it on to other hosts. It ends when this process closes the file, by
+    any descriptor.
+    """
+    try:
+        fcntl.lockf(file, fcntl.LOCK_NB | (fcntl.LOCK_EX if file.writable() else fcntl.LOCK_SH))
+    except OSError as error:
+        return error.errno not in (errno.EACCES, errno.EAGAIN)
+    return True
 
 
 # -- a cache: what was measured, one JSON file for each kind of run and machine -------------------
@@ -253,13 +299,7 @@ def read_entry(path: Path, build: Callable[[Any], T]) -> T | None:
 
 def write_entry(path: Path, document: Mapping[str, Any]) -> Path:
     """Keep `document` in a cache's file `path`, which is returned; RunError if that fails."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, json_text(document))
-    except OSError as error:
-        raise RunError(
-            f"could not write {path}: {error.strerror}; GRADSYNC_CACHE can name another cache"
-        ) from error
+    write_result(path, json_text(document), "; GRADSYNC_CACHE can name another cache")
     return path
 
 

@@ -12,7 +12,7 @@ from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gradsync.errors import ConfigError
 from gradsync.launch.request import STOPPED
@@ -112,11 +112,6 @@ def launch_ranks(
         else:
             code = after_failure(agent.failures or codes)
         return LaunchOutcome(code=code, received=received, killed=dict(agent.killed))
-
-
-def launch_local(argv: list[str], nproc_per_node: int, **options: Any) -> int:
-    """`launch_ranks` for callers that want no more than its exit code."""
-    return launch_ranks(argv, nproc_per_node, **options).code
 
 
 def obituary(rank: int, number: int) -> str:

@@ -31,7 +31,7 @@ from gradsync.plan.profile import (
 )
 from gradsync.plan.step_costs import StepTime, predict_step
 from gradsync.plan.workload import Split, Workload, goes_with_parts
-from gradsync.runtime.machine import choose_threads
+from gradsync.runtime.machine import choose_threads, is_busy
 from gradsync.sync.registry import STRATEGIES, Promise
 
 USUAL = ("invariant", "bucketed", "zero1", "zero2", "fsdp", "ddp")
@@ -39,7 +39,6 @@ USUAL = ("invariant", "bucketed", "zero1", "zero2", "fsdp", "ddp")
 one of each cost."""
 ERROR = 0.15  # Times that differ by less count as equal: the time model is held to 15 %
 PROMISES: tuple[Promise, ...] = ("bitwise", "rounding", "lossy")  # The strongest first
-_BUSY = 0.5  # Processes that want to run, for each core: above this a probe measures them too
 
 
 class Costs:
@@ -67,8 +66,9 @@ class Costs:
         host, device = hardware.hosts[0], leaf.kind
         ranks = len(host.devices)
         conditions = profile_conditions(leaf, device=device, threads=choose_threads(ranks))
-        if known_profile(conditions) is None and os.getloadavg()[0] > _BUSY * host.cores:
-            self.load = os.getloadavg()[0]
+        load = os.getloadavg()[0]
+        if known_profile(conditions) is None and is_busy(load, host.cores):
+            self.load = load
         # A measurement beside other work is not kept.
         cached = self.load is None
         profile = probe_profile(leaf, device=device, ranks_per_host=ranks, cached=cached)

@@ -10,7 +10,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
@@ -20,7 +20,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from gradsync.core.files import counted, one_line, open_regular, read_object
+from gradsync.core.files import counted, lock, one_line, open_regular, read_object
 from gradsync.report.run import RANKS_HEAD, read_ranks, read_run
 
 _WARNING = re.compile(r" (WARNING|ERROR|CRITICAL) ")
@@ -94,7 +94,7 @@ class Follower:
     def news(self) -> list[str]:
         """News since the last look, a line each; the first look tells only the newest."""
         # First: a run writes its end after everything else.
-        self.ended = read_object(self._path / "exit.json")
+        self.ended = {} if self._holds() else read_object(self._path / "exit.json")
         found = [*self._restarts(), *self._records(), *self._new_checkpoint(), *self._warnings()]
         self._looked = True
         silent_s = time.time() - self._metrics.modified
@@ -105,6 +105,12 @@ class Follower:
         if self.ended:
             found.append(f"the run has ended: {read_run(self._path).outcome}")
         return found
+
+    def _holds(self) -> bool:
+        """Whether a run holds its directory: an end that lies there is that of the one before."""
+        with suppress(OSError), open_regular(self._path / "starts.jsonl") as file:
+            return not lock(file)
+        return False
 
     def _why_quiet(self) -> str:
         found = read_ranks(self._path)

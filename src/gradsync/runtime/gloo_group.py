@@ -4,7 +4,8 @@
 Torch's `ProcessGroupGloo` joins its worker threads in its destructor while it holds Python's lock
 (seen in 2.13). A worker that has just finished an operation needs that lock to let go of the
 tensor: if it was scheduled late, both wait for ever. So before the last reference can go, we wait,
-with the lock released, until all workers sleep and none wakes up in between.
+with the lock released, until all workers sleep and none wakes up in between. A forked child has no
+workers at all, and would wait for them when it exits: there the last reference never goes.
 """
 
 from __future__ import annotations

@@ -58,6 +58,11 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
+def is_busy(load: float, cores: float) -> bool:
+    """Whether so many processes, of the last minute, compete with what is started now."""
+    return load > 0.5 * cores
+
+
 def choose_threads(local_world_size: int, *, requested: int | None = None) -> int:
     """Intra-op threads for one rank: `requested`, or min(host cores // ranks here, usable cores).
 

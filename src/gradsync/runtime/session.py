@@ -10,18 +10,22 @@ With one process there is no process group at all.
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import logging
 import os
 import socket
 import sys
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from hashlib import sha256
 from secrets import token_hex
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from gradsync.errors import ConfigError, LaunchError, RunError
 from gradsync.runtime import environ
@@ -105,6 +109,7 @@ class Session:
         self._env = environ.snapshot() if env is None else dict(env)
         self._stack = ExitStack()
         self._meeting: Meeting | None = None
+        self._group: Any = None
         self.watch: FailureWatch | None = None
         """Where there are other ranks, while the session is open."""
         self._put_hook_back: Callable[[], None] = lambda: None
@@ -303,14 +308,22 @@ class Session:
             timeout=timedelta(seconds=options.timeout_s),
             device_id=torch.device(world.device) if on_cuda else None,
         )
-        self._stack.callback(dist.destroy_process_group)
+        self._group = dist.group.WORLD
+        self._stack.callback(self._destroy_group)
         self._stack.callback(wait_until_workers_sleep)
+        os.register_at_fork(after_in_child=partial(_forget, weakref.ref(self)))
+
+    def _destroy_group(self) -> None:
+        """Unless the program has done so; it may have made another one."""
+        import torch.distributed as dist
+
+        if dist.group.WORLD is self._group:
+            dist.destroy_process_group()
+        self._group = None
 
     def _start_watch(
         self, meeting: Meeting, presences: Sequence[Presence], connections: PeerConnections
     ) -> None:
-        from torch.distributed import group
-
         from gradsync.core.torch_private import num_issued
 
         store = meeting.second_connection()
@@ -326,10 +339,23 @@ class Session:
             processes={other: it for other, it in enumerate(presences) if other != rank},
             connections=connections,
             report_s=self.options.report_wait_s,
-            num_issued=lambda: num_issued(group.WORLD),
+            num_issued=lambda: num_issued(self._group),
             stacks=self.stacks,
         )
         self.watch.start()
+
+
+def _forget(session: weakref.ref[Session]) -> None:
+    """Leave the run to the parent: this process is its forked child, and no rank. To take down what
+    it has inherited would wait for threads that it lacks, and write into sockets that it shares."""
+    from gradsync.core.torch_private import process_groups
+
+    if (mine := session()) is not None:
+        kept = mine._stack, mine._meeting, mine.watch, process_groups()
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))  # [Note: Destroying a gloo group]
+        if mine.watch is not None:
+            atexit.unregister(mine.watch.stop)
+        mine._stack, mine._meeting, mine.watch = ExitStack(), None, None
 
 
 def _abort_group() -> None:

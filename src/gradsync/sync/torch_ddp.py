@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gradsync.comm.base import Communicator
+from gradsync.comm.process_group import refuse_detail
 from gradsync.core.torch_private import ddp_without_buffer_sync, regroup_ddp_buckets
 from gradsync.errors import ConfigError
 from gradsync.sync.options import DdpOptions
@@ -63,6 +64,8 @@ class TorchDdpReducer(Reducer):
             raise ConfigError(
                 f"sync={strategy!r} needs a torch process group; use sync='naive' here"
             )
+        if not any(parameter.is_cuda for parameter in model.parameters()):
+            refuse_detail("torch's DDP crashes under it on a CPU")
         super().__init__(model, comm)
         self.strategy = strategy
         self.ddp = torch.nn.parallel.DistributedDataParallel(

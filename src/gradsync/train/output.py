@@ -29,6 +29,7 @@ from typing import Any, TextIO
 from gradsync.core.files import (
     PRIVATE,
     append_private,
+    lock,
     open_regular,
     parse_json,
     printable,
@@ -190,9 +191,23 @@ class RunDir:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.checkpoints = self.path / "checkpoints"
+        self._starts: TextIO | None = None
         self._metrics: TextIO | None = None
         self._trackers = Trackers()
         self._ranks: RankTable | None = None
+
+    def hold(self, *, begin: bool = False) -> None:
+        """Keep other runs out; without `begin`, only where one has begun before. RunError where
+        another one writes here."""
+        path = self.path / "starts.jsonl"
+        if self._starts is None and (begin or path.exists()):
+            with self._writing():
+                _make(self.path)
+                self._starts = append_private(path)
+            if not lock(self._starts):
+                raise RunError(
+                    f"another run writes to --out {self.path}: wait for its end, or choose another"
+                )
 
     def begin(
         self,
@@ -210,6 +225,7 @@ class RunDir:
 
         `starts.jsonl` keeps how the run before ended and how far it had come.
         """
+        self.hold(begin=True)
         self.write_json("env.json", describe_environment(world, device, threads))
         metrics = self.path / "metrics.jsonl"
         with self._writing():
@@ -231,8 +247,9 @@ class RunDir:
                 "reached": max((step for step in trained if step < sys.maxsize), default=None),
                 "before": before or None,
             }
-            with append_private(self.path / "starts.jsonl") as file:
-                file.write(json.dumps(start) + "\n")
+            assert self._starts is not None, "held"
+            self._starts.write(json.dumps(start) + "\n")
+            self._starts.flush()
             kept = [
                 line
                 for line, step in zip(lines, steps, strict=True)
@@ -282,6 +299,7 @@ class RunDir:
             handler.setStream(file)
 
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        handler.handleError = lambda record: None  # a full disk is told of where more is lost
         own = logging.Logger("gradsync.rank")  # not in the tree: nothing reaches the terminal
         own.addHandler(handler)
         log.addHandler(handler)
@@ -298,14 +316,15 @@ class RunDir:
             raise
         finally:
             log.removeHandler(handler)
-            handler.stream.close()
+            with suppress(OSError):
+                handler.stream.close()
 
     def close(self, *, failed: bool = False) -> None:
-        """Close the metrics file, end the trackers; `failed`: the run ends with an error."""
-        metrics, self._metrics = self._metrics, None
-        if metrics is not None:
+        """Close the files, end the trackers; `failed`: the run ends with an error."""
+        for file in filter(None, (self._metrics, self._starts)):
             with suppress(OSError):  # a full disk was reported when it was met
-                metrics.close()
+                file.close()
+        self._metrics = self._starts = None
         self.end_table()
         self._trackers.finish(failed=failed)
 
@@ -432,6 +451,7 @@ def describe_environment(world: World, device: Device, threads: int) -> dict[str
         "peak_source": device.source,
         "threads": threads,
         "cores": os.cpu_count(),
+        "load_at_start": round(os.getloadavg()[0], 1),
     }
 
 

@@ -6,7 +6,7 @@ import math
 import shlex
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from typing import Any, TextIO
@@ -141,6 +141,7 @@ def train(
 
 def _refuse_start(config: TrainConfig, run_dir: RunDir) -> None:
     require_packages(config.track)
+    run_dir.hold()
     if config.resume == "none":
         run_dir.refuse_overwrite()
 
@@ -363,7 +364,8 @@ def note_failure(config: TrainConfig, error: Exception) -> None:
     if read_object(run_dir.path / "exit.json").get("exit_code") == 0:
         return  # else `RunDir.begin` had taken it away
     code = error.exit_code if isinstance(error, GradsyncError) else 1
-    with suppress(RunError):
+    with suppress(RunError), closing(run_dir):
+        run_dir.hold()
         run_dir.write_json(
             "exit.json", {"exit_code": code, "reason": "failed", "error": str(error)}
         )

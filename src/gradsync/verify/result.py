@@ -6,6 +6,7 @@ No torch here.
 from __future__ import annotations
 
 import csv
+import io
 import math
 import platform
 import re
@@ -20,6 +21,7 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.table import Table
 
+from gradsync.core.files import write_result
 from gradsync.verify.settings import Cell, VerifySettings, promise_of
 
 
@@ -204,14 +206,14 @@ def _strict(value: Any) -> Any:
 def write_csv(path: Path, results: Sequence[Result]) -> None:
     """One row per result; differences as `gradient_max_abs` and so on, empty for no number."""
     names = [f"{part}_{measure}" for part in _PARTS for measure in _MEASURES]
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*_COLUMNS, *names])
-        writer.writeheader()
-        for result in results:
-            row = {name: getattr(result, name) for name in _COLUMNS}
-            for part, values in result.differences.items():
-                row |= {f"{part}_{measure}": values[measure] for measure in _MEASURES}
-            writer.writerow(_strict(row))
+    writer = csv.DictWriter(text := io.StringIO(), [*_COLUMNS, *names])
+    writer.writeheader()
+    for result in results:
+        row = {name: getattr(result, name) for name in _COLUMNS}
+        for part, values in result.differences.items():
+            row |= {f"{part}_{measure}": values[measure] for measure in _MEASURES}
+        writer.writerow(_strict(row))
+    write_result(path, text.getvalue())
 
 
 # -- a table for people ---------------------------------------------------------------------------

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from gradsync.bench.experiment import check_folder, environment, write_record
-from gradsync.core.files import json_text, write_text
+from gradsync.bench.experiment import environment, write_record
+from gradsync.core.files import check_file, check_folder, json_text, write_result, write_text
 from gradsync.errors import ConfigError, RunError
 
 
@@ -81,6 +81,18 @@ def test_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"--out .*file/below: .*file is no folder"):
         check_folder("--out", tmp_path / "file" / "below")
+    with pytest.raises(ConfigError, match=r"--csv .*file/below"):
+        check_file("--csv", tmp_path / "file" / "below" / "x.csv")
+
+
+def test_a_result_makes_its_folder(tmp_path: Path) -> None:
+    path = tmp_path / "to" / "be" / "x.csv"
+    check_file("--csv", path)
+    assert not path.parent.exists()
+    write_result(path, "text")
+    assert path.read_text() == "text"
+    with pytest.raises(RunError, match=str(tmp_path)):
+        write_result(path / "below.csv", "text")
 
 
 def test_the_environment_is_json_and_names_nobody() -> None:

@@ -40,7 +40,7 @@ REFUSALS = {
         ("--burst 0", "--burst must be at least 1; got 0"),
         ("--threads 0", "--threads must be at least 1; got 0"),
         ("--seconds-per-point nan", "--seconds-per-point must be a finite number"),
-        ("--csv nowhere/x.csv", "--csv nowhere/x.csv: there is no folder nowhere"),
+        ("--csv /dev/null/x.csv", "--csv /dev/null/x.csv: /dev/null is no folder"),
         ("--csv .", "--csv .: is a folder"),
         ("--out file/x", "--out file/x: file is no folder"),
     ],
@@ -119,7 +119,7 @@ REFUSALS = {
         ("--device cuda", "torch finds no CUDA device here"),
         ("--threads 0", "--threads must be at least 1"),
         ("--plot x.jpg", "ends in .png, .svg, .pdf"),
-        ("--csv /no/such/x.csv", "there is no folder /no/such"),
+        ("--csv /dev/null/x.csv", "/dev/null is no folder"),
     ],
     "tune": [
         ("tny", "did you mean tiny?"),

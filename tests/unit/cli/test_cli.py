@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shlex
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -384,6 +386,44 @@ def test_a_start_that_fails_leaves_its_log(tmp_path: Path) -> None:
     assert json.loads((out / "exit.json").read_text())["exit_code"] == 1
     log = (out / "logs" / "rank_00000.log").read_text()
     assert log.index("started") < log.index("ended by CheckpointError") < log.index("Traceback")
+
+
+HOLDER = """
+import os, sys
+from pathlib import Path
+from gradsync.train.output import RunDir
+run_dir = RunDir(Path(sys.argv[1]))
+run_dir.hold(begin=True)
+if os.fork() == 0:  # as a data loader's worker, which may outlive its rank
+    os.close(1)
+    sys.stdin.read()
+    os._exit(0)
+print("holds", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_second_run_in_one_directory_is_refused_and_changes_nothing_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, out = make_data(tmp_path / "data"), tmp_path / "run"
+    words = (*SMALL, "--steps", "2", "--data", str(data), "--out", str(out), "--resume")
+    # Its worker lives on until the pipe closes.
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, out], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"holds\n"
+        before = sorted(out.rglob("*"))
+        assert run(*words) == 1
+        said = capsys.readouterr().err
+        assert f"another run writes to --out {out}" in said
+        assert "Traceback" not in said
+        assert sorted(out.rglob("*")) == before
+        other.kill()
+        other.wait()
+        assert run(*words) == 0
+    assert json.loads((out / "exit.json").read_text())["exit_code"] == 0
 
 
 def test_ranks_already_started_by_a_launcher(

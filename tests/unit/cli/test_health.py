@@ -22,6 +22,7 @@ GOOD: dict[str, Any] = {
     **{"one_host": True, "token": False},
     **{"port": 0, "port_problem": "", "ranks": 2, "ranks_here": 2, "files": [1024, 4096]},
     **{"processes": 4096, "locked": 8 * MIB, "infiniband": False, "cores": 8, "cores_machine": 8},
+    "load": 4.0,
     **{"free": 8 * GIB, "memory": 16 * GIB, "memory_machine": 16 * GIB, "shm": 2 * GIB},
     **{"mpi": None, "alike": {"torch": "2.13.0", "python": "3.12.1", "open files": 1024}},
 }
@@ -69,6 +70,7 @@ TABLE = [
         "container's limit; the machine has 64",
     ),
     ("cores", {"cores": 2, "cores_machine": 64}, "ok", "2 for 2 ranks, this container's limit"),
+    ("load", {"load": 4.1}, "warning", "4.1: other programs compute here"),
     ("memory", {"free": 2 * GIB - 1}, "warning", "2.1 GB free of 17.2 GB"),
     (
         "memory",

@@ -15,6 +15,8 @@ from gradsync.cli.launch import split
 from gradsync.cli.main import main
 from gradsync.cli.train_places import Places, settle, take_places
 from gradsync.errors import ConfigError
+from gradsync.launch import local
+from gradsync.launch.local import LaunchOutcome
 from gradsync.launch.request import LaunchPlan, Program, parse_program
 from gradsync.world import World
 
@@ -117,9 +119,9 @@ def test_launch_prints_the_lines(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (
             ["--", "train"],
-            {f"OMPI_COMM_WORLD_{n}": "1" for n in ("SIZE", "LOCAL_SIZE")}
+            {f"OMPI_COMM_WORLD_{n}": "2" for n in ("SIZE", "LOCAL_SIZE")}
             | {f"OMPI_COMM_WORLD_{n}": "0" for n in ("RANK", "LOCAL_RANK")},
-            "openmpi has started 1 rank already",
+            "openmpi has started 2 ranks already",
         ),
     ],
 )
@@ -134,6 +136,37 @@ def test_launch_refuses(
         monkeypatch.setenv(name, value)
     assert main(["launch", "--nproc-per-node", "2", *argv]) == 2
     assert message in capsys.readouterr().err
+
+
+STEP_OF_ONE = {
+    **{"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"},
+    **{"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_NTASKS": "1"},
+}
+"""As in the shell of `srun --pty bash`."""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["launch", "--nproc-per-node", "2", "--", "train", "tiny"],
+        ["train", "tiny", "--device", "cpu", "--nproc-per-node", "2"],
+        ["train", "tiny", "--device", "cpu", "--gpus-per-node", "2"],
+    ],
+)
+def test_a_step_of_one_task_may_start_ranks(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[int] = []
+
+    def launch_ranks(argv: list[str], nproc_per_node: int, **options: Any) -> LaunchOutcome:
+        started.append(nproc_per_node)
+        return LaunchOutcome(code=0, received=None, killed={})
+
+    monkeypatch.setattr(local, "launch_ranks", launch_ranks)
+    for name, value in STEP_OF_ONE.items():
+        monkeypatch.setenv(name, value)
+    assert main(words) == 0
+    assert started == [2]
 
 
 # -- train --ddp --gpus-per-node --nodes --------------------------------------------------------

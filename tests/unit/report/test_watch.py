@@ -8,10 +8,13 @@ import os
 import re
 import shutil
 import socket
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -246,10 +249,59 @@ def test_a_check_is_no_step(run: Path) -> None:
     ]
 
 
-def test_the_command_ends_with_the_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_ends_with_the_run(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     end(run, 124, reason="too late")
+    monkeypatch.setattr(command.time, "sleep", lambda _: None)
     assert main(["watch", str(run)]) == 124
     assert capsys.readouterr().out.endswith("the run has ended: exit code 124: too late\n")
+
+
+def test_a_run_that_is_being_started_is_waited_for(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    elsewhere, looks = run.with_name("elsewhere"), []
+
+    def sleep(_: float) -> None:
+        looks.append(_)
+        if len(looks) == 3:
+            run.rename(elsewhere)
+        elif len(looks) == 5:
+            end(elsewhere)
+
+    monkeypatch.setattr(command.time, "sleep", sleep)
+    assert main(["watch", str(elsewhere)]) == 0
+    assert len(looks) == 5
+    said = capsys.readouterr().out.splitlines()
+    assert str(elsewhere) in said[0]
+    assert said[1].startswith("step 2/100")
+    assert said[-1] == "the run has ended: done"
+
+
+LOCK = "import fcntl, sys; file = open(sys.argv[1], 'a'); fcntl.lockf(file, fcntl.LOCK_EX); "
+LOCK += "print(flush=True); sys.stdin.read()"
+
+
+def test_the_end_of_a_run_that_starts_again_does_not_count(run: Path) -> None:
+    end(run, 75, reason="stopped by SIGTERM")
+    words = [sys.executable, "-c", LOCK, str(run / "starts.jsonl")]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    stream = io.StringIO()
+
+    def go_on() -> None:
+        (run / "exit.json").unlink()
+        stack.close()
+
+    happenings = (lambda: None, go_on, lambda: add(run, record(3)), lambda: end(run))
+    with ExitStack() as stack:
+        starting = stack.enter_context(subprocess.Popen(words, **pipes))
+        assert starting.stdout is not None
+        starting.stdout.readline()  # it reads its checkpoint
+        assert watched(run, *happenings, stream=stream) == 0
+    said = [line.partition("  ")[0] for line in stream.getvalue().splitlines()]
+    assert said[-2:] == ["step 3/100", "the run has ended: done"]
+    assert len([line for line in said if "ended" in line]) == 1
 
 
 def test_ctrl_c_leaves_the_run_alone(
@@ -277,8 +329,13 @@ def test_ctrl_c_leaves_the_run_alone(
     ],
 )
 def test_bad_arguments(
-    run: Path, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    run: Path,
+    arguments: list[str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setattr(command.time, "sleep", lambda _: None)
     assert main(["watch", *(str(run) if a == "RUN" else a for a in arguments)]) == 2
     assert said in capsys.readouterr().err
 

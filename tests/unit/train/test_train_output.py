@@ -404,3 +404,13 @@ def test_a_refused_start_leaves_a_run_that_is_done_as_it_was(
     note_failure(config, ConfigError("another seed"))
     note = json.loads((tmp_path / "exit.json").read_text())
     assert note["reason"] == ("its own" if before == 0 else "failed")  # a job must not go on by 75
+
+
+def test_a_full_disk_is_no_pages_of_logging(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(output, "append_private", lambda _: Path("/dev/full").open("a"))  # noqa: SIM115
+    with RunDir(path).rank_log(WORLD) as begin_log:
+        begin_log()
+        output.log.warning("not to be written")
+    assert capsys.readouterr().err == ""

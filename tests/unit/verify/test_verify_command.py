@@ -64,7 +64,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, then: Callable[[], None], **ended: 
         (["--clip-norm", "-1"], "--clip-norm -1.0: must be a finite number, at least 0"),
         (["--clip-norm", "nan"], "--clip-norm must be a finite number"),
         (["--clip-norm", "inf"], "--clip-norm must be a finite number"),
-        (["--csv", "nowhere/x.csv"], "--csv nowhere/x.csv: there is no folder nowhere"),
+        (["--csv", "/dev/null/x.csv"], "--csv /dev/null/x.csv: /dev/null is no folder"),
         (["--csv", "."], "--csv .: is a folder"),
         (["--target", "verify_command_target:factory"], "loss_sum must be a function, got int"),
         (["--target", "json:nothing"], "has no 'nothing'"),
@@ -149,13 +149,13 @@ def test_rows_that_cannot_be_written_do_not_cost_the_document(
 ) -> None:
     folder = tmp_path / "rows"
     folder.mkdir()
-    pretend(monkeypatch, folder.rmdir)
+    pretend(monkeypatch, lambda: folder.rename(tmp_path / "moved").with_name("rows").touch())
     rows = folder / "cells.csv"
     assert main(["verify", *SMALL, "--world-size", "1", "--json", "--csv", str(rows)]) == 1
     printed = capsys.readouterr()
     assert json.loads(printed.out)["passed"]
     last = printed.err.splitlines()[-1]
-    assert last == f"gradsync: error: --csv {rows}: No such file or directory"
+    assert last == f"gradsync: error: could not write {rows}: File exists"
 
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]

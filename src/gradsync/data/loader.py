@@ -8,6 +8,7 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from operator import index
 from pathlib import Path, PurePath
 from typing import Any
@@ -23,6 +24,7 @@ from gradsync.data.batch_plan import StepSpan, cut_step, require_at_least, solve
 from gradsync.data.leaf import Leaf, Step, make_leaf
 from gradsync.data.order import SampleOrder, derive_key
 from gradsync.data.tokens import TokenDataset, open_dataset
+from gradsync.data.workers import begin_reading, begin_worker, next_batch, start_method
 from gradsync.errors import ConfigError, DataError
 from gradsync.runtime.seeds import seed_after, seed_read
 from gradsync.world import World
@@ -289,7 +291,7 @@ class Loader:
         )
         if not self._num_workers:
             return map(self._reader.__getitem__, items)
-        return iter(self._read_ahead(items))
+        return begin_reading(self._read_ahead(items))
 
     def _read_ahead(self, items: Iterable[Any]) -> DataLoader[Any]:
         """The batches of `items`, see `_LeafReader`, read by workers, at least one."""
@@ -297,6 +299,9 @@ class Loader:
         # would change the model's dropout.
         generator = torch.Generator()
         generator.manual_seed(derive_key(self._order.seed, self._samples, self._rank) >> 1)
+        options = dict(self._worker_options)
+        options["worker_init_fn"] = partial(begin_worker, options.get("worker_init_fn"))
+        context = start_method(options.pop("multiprocessing_context", None))
         return DataLoader(
             self._reader,
             sampler=items,
@@ -305,7 +310,8 @@ class Loader:
             num_workers=self._num_workers or 1,
             pin_memory=self._device.type == "cuda",
             generator=generator,
-            **self._worker_options,
+            multiprocessing_context=context,
+            **options,
         )
 
     def _leaves(
@@ -314,7 +320,7 @@ class Loader:
         for place, leaf in enumerate(span.leaves, start=1):
             self._check_current(batches)
             yield make_leaf(
-                next(batches),
+                next_batch(batches),
                 index=leaf.index,
                 step=step,
                 num_samples=leaf.count,

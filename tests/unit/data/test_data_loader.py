@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import random
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -26,7 +27,8 @@ from gradsync.data.leaf import Leaf
 from gradsync.data.loader import DatasetLoader, EvalLeaves, Loader, glimpse_of, loader
 from gradsync.data.streaming import StreamLoader, stream_loader
 from gradsync.data.tokens import TokenDataset
-from gradsync.errors import ConfigError, DataError
+from gradsync.data.workers import next_batch
+from gradsync.errors import ConfigError, DataError, RunError
 from gradsync.runtime.seeds import seed_leaf
 from gradsync.world import World
 
@@ -235,12 +237,19 @@ class Deadly(Numbers):
         os._exit(3)
 
 
+class Killed(Numbers):
+    def __getitem__(self, index: int) -> int:
+        os.kill(os.getpid(), signal.SIGKILL)  # as the system does where memory ends
+        return index
+
+
 @pytest.mark.parametrize(
     ("data", "num_workers", "error", "message"),
     [
         (Broken(8), 0, KeyError, "no sample"),
         (Broken(8), 1, KeyError, "no sample"),
         (Deadly(8), 1, RuntimeError, "exited unexpectedly"),
+        (Killed(8), 1, RunError, r"process \d+\) was killed by SIGKILL.* memory"),
     ],
 )
 def test_an_error_while_reading_comes_through_and_is_no_hang(
@@ -250,6 +259,52 @@ def test_an_error_while_reading_comes_through_and_is_no_hang(
     with pytest.raises(error, match=message):
         read(loader(data, World(), **options), 1)
     assert multiprocessing.active_children() == []
+
+
+def test_a_connection_that_a_killed_worker_reset_is_not_the_news() -> None:
+    worker = multiprocessing.get_context("fork").Process(target=signal.pause)
+    worker.start()
+    worker.kill()
+
+    class Batches:
+        _workers = (worker,)
+
+        def __iter__(self) -> Any:
+            return self
+
+        def __next__(self) -> None:
+            raise ConnectionResetError("[Errno 104] Connection reset by peer")
+
+    with pytest.raises(RunError, match=rf"process {worker.pid}\) was killed by SIGKILL"):
+        next_batch(Batches())
+    Batches._workers = ()  # type: ignore[assignment]
+    with pytest.raises(ConnectionResetError):
+        next_batch(Batches())
+    worker.join()
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])  # that becomes spawn
+def test_workers_leave_stop_signals_to_their_rank(method: str) -> None:
+    options = {"worker_options": {"multiprocessing_context": method}, "num_epochs": 1}
+    one = loader(Numbers(24), World(), **OPTIONS, num_workers=1, **options)
+    steps = iter(one)
+    found = numbers(list(next(steps)))
+    workers = multiprocessing.active_children()
+    for name in ("TERM", "TERM", "USR1", "INT", "HUP"):  # to the group, say; by another process
+        subprocess.run(["kill", f"-{name}", *(str(each.pid) for each in workers)], check=True)
+    found += [number for step in steps for number in numbers(list(step))]
+    assert sorted(found) == list(range(24))
+    assert [worker.exitcode for worker in workers] == [0]
+
+
+def test_a_worker_ends_when_its_rank_says_so() -> None:
+    one = loader(Numbers(24), World(), **OPTIONS, num_workers=1)
+    next(iter_ := iter(one))
+    (worker,) = multiprocessing.active_children()
+    worker.terminate()
+    worker.join(timeout=20)
+    assert worker.exitcode == 0
+    iter_.close()
 
 
 # -- what is refused -------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import islice
 from typing import Any
 
@@ -389,11 +390,54 @@ def test_a_stream_that_fails_has_not_ended_but_an_empty_one_has() -> None:
     assert one.state_dict()["samples"] == 6
 
 
+class FailsOnce:
+    """Loses its connection at the 20th sample, and once more while it is read again."""
+
+    def __init__(self) -> None:
+        self.fails_at = [20, 3]
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(30):
+            if self.fails_at and number == self.fails_at[0]:
+                del self.fails_at[0]
+                raise OSError("connection reset by storage server")
+            yield number
+
+
+def test_what_failed_is_read_again_from_where_it_was() -> None:
+    one = stream(FailsOnce())
+    found: list[int] = []
+    for fails in (True, True, False):
+        with pytest.raises(OSError, match="storage server") if fails else nullcontext():
+            for step in one:
+                found += [number for leaf in step for number in leaf.batch.tolist()]
+    assert found == [*range(30)]
+
+
+def test_a_state_of_another_batch_size_goes_on_and_can_be_saved_again() -> None:
+    one = stream([*range(60)])
+    read(one, 3)
+    for size in (2, 12):
+        other = stream([*range(60)], global_batch_size=size)
+        other.load_state_dict(one.state_dict())
+        again = stream([*range(60)], global_batch_size=size)
+        again.load_state_dict(other.state_dict())
+        batches = [leaf.batch.tolist() for step in read(again) for leaf in step]
+        assert batches == [[number, number + 1] for number in range(18, 60, 2)]
+
+
+@pytest.mark.parametrize("damage", [{"first": 3}, {"recent": {}}, {"first": None}, {"recent": []}])
+def test_places_that_are_none_are_passed_over(damage: dict[str, Any]) -> None:
+    one = stream([*range(60)])
+    read(one, 3)
+    other = stream([*range(60)])
+    other.load_state_dict(one.state_dict() | damage)
+    assert next(iter(next(iter(other)))).batch.tolist() == [18, 19]
+
+
 @pytest.mark.parametrize(
     ("data", "options", "message"),
     [
-        ([1], {"leaves_per_rank": 3}, r"takes global_batch_size= .*; leaves_per_rank= made it"),
-        ([1], {"global_batch_size": None}, "takes global_batch_size="),
         ([1], {"global_batch_size": 7}, "global_batch_size=7 is not a multiple"),
         ([1], {"num_epochs": 0}, "num_epochs must be at least 1; got 0"),
         (iter([1]), {"num_epochs": 2}, "list_iterator can be read once and num_epochs is 2"),

@@ -30,22 +30,6 @@ IGNORED_TARGET = -100
 """Targets with this value count for nothing; torch's `cross_entropy` has the same default."""
 
 
-@dataclass(slots=True)
-class Draws:
-    """The random numbers of a leaf: seeded when it is handed out, and when its batch is first read,
-    if more of its step was asked for in between."""
-
-    key: tuple[int, int, int]
-    is_current: bool = True
-    is_unread: bool = True
-
-    def batch_is_read(self) -> None:
-        """Seed them again if that is due."""
-        if self.is_unread and not self.is_current:
-            seed_leaf(*self.key)
-        self.is_unread = False
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Leaf:
     """One micro-batch, collated and on the device."""
@@ -69,12 +53,16 @@ class Leaf:
     share a batch of none. `sync.step` compares it; "" is not compared."""
     num_leaves: int = 0
     """Leaves of the step over all ranks, which `sync.step` looks for where `order` is known."""
-    draws: Draws | None = field(default=None, repr=False, compare=False)
-    """Seeds the leaf's random numbers, see [Note: Keyed streams]; None leaves generators alone."""
+    key: tuple[int, int, int] | None = field(default=None, repr=False, compare=False)
+    """Seeds its random numbers, see [Note: Keyed streams]; None where it does not, or has."""
+    is_passed: bool = field(default=False, repr=False, compare=False)
+    """Whether more of the step was asked for, so that something else was seeded."""
 
     def __getattribute__(self, name: str) -> Any:
-        if name == "batch" and (draws := object.__getattribute__(self, "draws")) is not None:
-            draws.batch_is_read()
+        if name == "batch" and self.key is not None:
+            if self.is_passed:
+                seed_leaf(*self.key)
+            object.__setattr__(self, "key", None)
         return object.__getattribute__(self, name)
 
     @property
@@ -131,12 +119,10 @@ class Step:
     def _all(self) -> Iterator[Leaf]:
         given = 0
         for given, leaf in enumerate(self._leaves, start=1):  # noqa: B007  counted to the end
-            if leaf.draws is None:
-                yield leaf
-                continue
-            seed_leaf(*leaf.draws.key)
+            if leaf.key is not None:
+                seed_leaf(*leaf.key)
             yield leaf
-            leaf.draws.is_current = False
+            object.__setattr__(leaf, "is_passed", True)
         if self._seed is not None:
             seed_step(self._seed, self.number, "behind")
         if given < len(self):  # sums without order would hide that
@@ -204,7 +190,7 @@ def make_leaf(
         is_last=is_last,
         order=order,
         num_leaves=num_leaves,
-        draws=None if seed is None else Draws((seed, step, index)),
+        key=None if seed is None else (seed, step, index),
     )
 
 

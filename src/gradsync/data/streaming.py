@@ -32,10 +32,7 @@ Place = Mapping[str, Any]
 """A place between two samples of a stream, the same on every rank: steps and samples before it,
 passes that are complete, samples taken of the one in progress, a digest of all samples before it,
 and the data set's own state there (None where it has none that can be used)."""
-_START: Place = {
-    **{"steps": 0, "samples": 0, "epoch": 0, "taken": 0},
-    **{"digest": "", "source": None},
-}
+_START: Place = dict(steps=0, samples=0, epoch=0, taken=0, digest="", source=None)  # noqa: C408
 _COMPARED = 8
 """Steps that are read again, and compared, where a data set goes on from its own state."""
 
@@ -61,7 +58,6 @@ class StreamLoader:
         seed, seed_leaves: as in `loader`.
         compare: refuse ranks that read different samples, and a resume that finds others than
             before; False, for samples that are random on purpose, looks at their number alone.
-        leaves_per_rank: refused.
 
     Raises:
         ConfigError: inexact batch arithmetic; a data set split for ranks, or readable only once.
@@ -74,7 +70,7 @@ class StreamLoader:
         world: World,
         *,
         micro_batch_size: int,
-        global_batch_size: int | None = None,
+        global_batch_size: int,
         comm: Communicator | None = None,
         num_epochs: int | None = 1,
         collate_fn: Callable[[list[Any]], Any] | None = None,
@@ -82,14 +78,8 @@ class StreamLoader:
         seed_leaves: bool = True,
         compare: bool = True,
         device: torch.device | str | None = None,
-        leaves_per_rank: int | None = None,
     ) -> None:
         require_at_least(1, num_epochs=num_epochs)
-        if leaves_per_rank is not None or global_batch_size is None:
-            raise ConfigError(
-                "stream_loader takes global_batch_size= (samples of a step over all ranks); "
-                "leaves_per_rank= made it grow with the number of ranks"
-            )
         _check_whole(dataset, num_epochs)
         self.plan = solve_batch_plan(
             global_batch_size=global_batch_size,
@@ -153,15 +143,20 @@ class StreamLoader:
         """
         counters = ("samples", "steps", "global_batch_size", "micro_batch_size")
         check_state(state, self._state, counters, ("dataset", "seed"))
-        places = [state.get("recent"), state.get("first"), _START]
+        state = {"digest": "", "first": _START, **state}
         self._is_lost = True
-        for place in [each for each in places if isinstance(each, Mapping)]:
+        for place in (state.get("recent"), state["first"], _START):
+            if not isinstance(place, Mapping) or place.keys() < _START.keys():
+                continue
             check_state(place, {}, ("steps", "samples", "epoch", "taken"), ())
-            # Whatever a data set says to a state that it cannot take.
-            with suppress(Exception) if place.get("source") else nullcontext():
-                if self._read_again(place, state):
-                    self._is_lost = False
-                    return
+            try:
+                # Whatever a data set says to a state that it cannot take.
+                with suppress(Exception) if place["source"] else nullcontext():
+                    self._is_lost = not self._read_again(place, state)
+            finally:
+                self._state |= {name: state[name] for name in ("samples", "steps", "digest")}
+            if not self._is_lost:
+                return
         raise DataError(
             f"the stream has other samples before step {state['steps']} than when the state was "
             f"saved: {self.remedy}"
@@ -174,12 +169,13 @@ class StreamLoader:
         self._recent.clear()
         self._first = place if place["source"] is None else state["first"]
         self._state |= {name: place[name] for name in ("steps", "samples", "digest")}
-        while self._state["steps"] < state["steps"]:
-            left = state["samples"] - self._state["samples"]
-            whole, size = state["global_batch_size"], state["micro_batch_size"]
-            self._count(self._place(), *self._read_step(min(whole, left), size, ())[1:])
-        same = not (self._compare and state["digest"]) or state["digest"] == self._state["digest"]
-        return same and state["samples"] == self._state["samples"]
+        while left := state["samples"] - self._state["samples"]:
+            start, count = self._place(), min(state["global_batch_size"], left)
+            _, digests, count = self._read_step(count, state["micro_batch_size"], ())
+            if not count:
+                return False
+            self._count(start, digests, count)
+        return not (self._compare and state["digest"]) or state["digest"] == self._state["digest"]
 
     def _place(self) -> Place:
         here = {name: self._state[name] for name in ("steps", "samples")}

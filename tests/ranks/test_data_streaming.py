@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import islice
 from typing import Any
 
@@ -179,15 +180,154 @@ class Stateful:
         self.start = state["at"] + (self.drift if state["at"] else 0)
 
 
-@pytest.mark.parametrize(("drift", "reads"), [(0, 30 - 16), (1, 2 + 30)])
+@pytest.mark.parametrize(("drift", "reads"), [(0, 30 - 4), (1, 16 + 30)])
 def test_the_data_sets_own_state_is_taken_if_it_is_exact(drift: int, reads: int) -> None:
-    one = stream(Stateful())
-    read(one, 3)  # 18 samples; the last leaf begins at 16
+    one = stream(Stateful(), global_batch_size=2)
+    read(one, 10)  # 20 samples; the last eight steps begin at 4
     data = Stateful(drift)
-    other = stream(data)
+    other = stream(data, global_batch_size=2)
     other.load_state_dict(one.state_dict())
-    assert numbers(read(other))[0][0] == [18, 19]
+    assert numbers(read(other))[0][0] == [20, 21]
     assert data.reads[0] == reads
+
+
+class Packed:
+    """Packs documents of five tokens into rows of four; its state holds its live buffer."""
+
+    def __init__(self) -> None:
+        self.document, self.buffer = 0, list[int]()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        while self.document < 60:
+            self.buffer.extend(range(5 * self.document, 5 * self.document + 5))
+            self.document += 1
+            while len(self.buffer) >= 4:
+                row = self.buffer[:4]
+                del self.buffer[:4]
+                yield row
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"document": self.document, "buffer": self.buffer}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.document, self.buffer = state["document"], state["buffer"]
+
+
+def order_of(epoch: int) -> list[int]:
+    return torch.randperm(60, generator=torch.Generator().manual_seed(epoch)).tolist()
+
+
+class Shuffled:
+    """Has the number of the pass in its state; without `told` it counts passes itself."""
+
+    def __init__(self, *, told: bool) -> None:
+        self.epoch = self.place = 0
+        if told:
+            self.set_epoch = lambda epoch: vars(self).update(epoch=epoch)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        while self.place < 60:
+            self.place += 1
+            yield [order_of(self.epoch)[self.place - 1]]
+        self.place, self.epoch = 0, self.epoch + 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.place = state["epoch"], state["place"]
+
+
+class Asks(Shuffled):
+    """Wants arguments for its state, as those of MosaicML and litData."""
+
+    def state_dict(self, num_samples: int, *, from_beginning: bool) -> dict[str, int]:  # type: ignore
+        raise AssertionError(num_samples, from_beginning)
+
+
+class Stateless:
+    """Counts passes itself, in another order each, and says nothing about it."""
+
+    def __init__(self) -> None:
+        self.epoch = -1
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.epoch += 1
+        return ([number] for number in order_of(self.epoch))
+
+
+class Draws:
+    """Takes its order from the global generator."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return ([number] for number in torch.randperm(60).tolist())
+
+
+class RarelyDraws:
+    """Has a generator that its state lacks, and asks it for one of seven samples."""
+
+    def __init__(self) -> None:
+        self.place, self.rng = 0, random.Random(0)
+
+    def __iter__(self) -> Iterator[list[float]]:
+        while self.place < 90:
+            self.place += 1
+            yield [self.place + (self.rng.random() if self.place % 7 == 0 else 0)]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+@pytest.mark.parametrize(
+    ("make", "passes"),
+    [
+        (Packed, 1),
+        (lambda: Shuffled(told=True), 3),
+        (lambda: Shuffled(told=False), 3),
+        (lambda: Asks(told=True), 3),
+        (lambda: Asks(told=False), 3),
+        (Stateless, 3),
+        (Draws, 3),
+    ],
+)
+def test_whatever_a_data_set_keeps_all_that_follows_a_resume_is_the_same(
+    make: Any, passes: int
+) -> None:
+    def one() -> StreamLoader:
+        return stream(make(), num_epochs=passes, collate_fn=list)
+
+    def rows(steps: Any, count: int | None = None) -> list[Any]:
+        return [leaf.batch for step in read(steps, count) for leaf in step]
+
+    whole = rows(one())
+    for stop in (1, 5, 9, 11, 19, 25):
+        begun, resumed = one(), one()
+        first = rows(begun, stop)
+        resumed.load_state_dict(json.loads(json.dumps(begun.state_dict())))
+        assert first + rows(resumed, 2) + rows(resumed) == whole
+        again = one()
+        state = resumed.state_dict()  # of a run that was resumed, at its end
+        again.load_state_dict(state)
+        assert rows(again) == []
+
+
+def test_a_state_that_lacks_a_generator_is_found_out() -> None:
+    """The last samples alone would not show it."""
+    one = stream(RarelyDraws(), collate_fn=list)
+    read(one, 12)
+    with pytest.raises(DataError, match="other samples before step 12"):
+        stream(RarelyDraws(), collate_fn=list).load_state_dict(one.state_dict())
+
+
+def test_all_that_came_before_is_compared() -> None:
+    one = stream(data_set([20]))
+    read(one, 3)
+    other = data_set([20]).map(lambda row: {"number": row["number"] + (row["number"] == 1)})
+    with pytest.raises(DataError, match="other samples before step 3"):
+        stream(other).load_state_dict(one.state_dict())
 
 
 def test_another_stream_is_not_resumed() -> None:
@@ -250,11 +390,54 @@ def test_a_stream_that_fails_has_not_ended_but_an_empty_one_has() -> None:
     assert one.state_dict()["samples"] == 6
 
 
+class FailsOnce:
+    """Loses its connection at the 20th sample, and once more while it is read again."""
+
+    def __init__(self) -> None:
+        self.fails_at = [20, 3]
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(30):
+            if self.fails_at and number == self.fails_at[0]:
+                del self.fails_at[0]
+                raise OSError("connection reset by storage server")
+            yield number
+
+
+def test_what_failed_is_read_again_from_where_it_was() -> None:
+    one = stream(FailsOnce())
+    found: list[int] = []
+    for fails in (True, True, False):
+        with pytest.raises(OSError, match="storage server") if fails else nullcontext():
+            for step in one:
+                found += [number for leaf in step for number in leaf.batch.tolist()]
+    assert found == [*range(30)]
+
+
+def test_a_state_of_another_batch_size_goes_on_and_can_be_saved_again() -> None:
+    one = stream([*range(60)])
+    read(one, 3)
+    for size in (2, 12):
+        other = stream([*range(60)], global_batch_size=size)
+        other.load_state_dict(one.state_dict())
+        again = stream([*range(60)], global_batch_size=size)
+        again.load_state_dict(other.state_dict())
+        batches = [leaf.batch.tolist() for step in read(again) for leaf in step]
+        assert batches == [[number, number + 1] for number in range(18, 60, 2)]
+
+
+@pytest.mark.parametrize("damage", [{"first": 3}, {"recent": {}}, {"first": None}, {"recent": []}])
+def test_places_that_are_none_are_passed_over(damage: dict[str, Any]) -> None:
+    one = stream([*range(60)])
+    read(one, 3)
+    other = stream([*range(60)])
+    other.load_state_dict(one.state_dict() | damage)
+    assert next(iter(next(iter(other)))).batch.tolist() == [18, 19]
+
+
 @pytest.mark.parametrize(
     ("data", "options", "message"),
     [
-        ([1], {"leaves_per_rank": 3}, r"takes global_batch_size= .*; leaves_per_rank= made it"),
-        ([1], {"global_batch_size": None}, "takes global_batch_size="),
         ([1], {"global_batch_size": 7}, "global_batch_size=7 is not a multiple"),
         ([1], {"num_epochs": 0}, "num_epochs must be at least 1; got 0"),
         (iter([1]), {"num_epochs": 2}, "list_iterator can be read once and num_epochs is 2"),

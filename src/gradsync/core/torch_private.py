@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial, wraps
+from multiprocessing.connection import wait
 from operator import attrgetter, methodcaller
 from types import FunctionType
 from typing import Any, TypeVar
@@ -140,6 +141,13 @@ def end_workers(batches: object) -> None:
     shut_down = getattr(batches, "_shutdown_workers", None)
     if shut_down is not None:
         shut_down()
+
+
+def killed_workers(batches: object) -> list[tuple[int, int]]:
+    """Process and signal of the workers that one has killed; waits a moment for one that ends."""
+    workers = getattr(batches, "_workers", ())
+    wait([worker.sentinel for worker in workers], timeout=1.0)
+    return [(worker.pid, -worker.exitcode) for worker in workers if (worker.exitcode or 0) < 0]
 
 
 # -- torch's DDP ----------------------------------------------------------------------------------

@@ -10,19 +10,21 @@
     a dict with integer "labels"             each label that is not -100
     everything else                          samples: a tensor, three or more parts, other dicts
 
+Samples are rows of the batch, where a collate function has left some out and its tensors show it.
 Where the loss is over another number of things, say it: `sync.backward(..., weight=...)`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradsync.errors import DataError
+from gradsync.runtime.seeds import seed_leaf, seed_step
 
 IGNORED_TARGET = -100
 """Targets with this value count for nothing; torch's `cross_entropy` has the same default."""
@@ -39,7 +41,7 @@ class Leaf:
     batch: Any
     """Output of the collate function for the samples."""
     num_samples: int
-    """Samples in this leaf."""
+    """Samples in this leaf: those that the collate function has left, where it shows."""
     num_targets: int
     """Weight of this leaf in the mean loss: targets other than -100, or samples; see
     [Note: What counts as a target]."""
@@ -51,6 +53,17 @@ class Leaf:
     share a batch of none. `sync.step` compares it; "" is not compared."""
     num_leaves: int = 0
     """Leaves of the step over all ranks, which `sync.step` looks for where `order` is known."""
+    key: tuple[int, int, int] | None = field(default=None, repr=False, compare=False)
+    """Seeds its random numbers, see [Note: Keyed streams]; None where it does not, or has."""
+    is_passed: bool = field(default=False, repr=False, compare=False)
+    """Whether more of the step was asked for, so that something else was seeded."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "batch" and self.key is not None:
+            if self.is_passed:
+                seed_leaf(*self.key)
+            object.__setattr__(self, "key", None)
+        return object.__getattribute__(self, name)
 
     @property
     def inputs(self) -> Any:
@@ -75,10 +88,18 @@ class Step:
     """
 
     def __init__(
-        self, leaves: Iterator[Leaf], *, number: int, num_leaves: int, num_local_leaves: int
+        self,
+        leaves: Iterator[Leaf],
+        *,
+        number: int,
+        num_leaves: int,
+        num_local_leaves: int,
+        seed: int | None = None,
     ) -> None:
-        self._leaves, self._num_local_leaves = leaves, num_local_leaves
+        self._leaves, self._num_local_leaves, self._seed = leaves, num_local_leaves, seed
         self._taken = False
+        if seed is not None:
+            seed_step(seed, number, "before")
         self.number = number
         """Number of the step in the stream, from 0."""
         self.num_leaves = num_leaves
@@ -98,7 +119,12 @@ class Step:
     def _all(self) -> Iterator[Leaf]:
         given = 0
         for given, leaf in enumerate(self._leaves, start=1):  # noqa: B007  counted to the end
+            if leaf.key is not None:
+                seed_leaf(*leaf.key)
             yield leaf
+            object.__setattr__(leaf, "is_passed", True)
+        if self._seed is not None:
+            seed_step(self._seed, self.number, "behind")
         if given < len(self):  # sums without order would hide that
             raise DataError(
                 f"step {self.number + 1} brought {given} of its {len(self)} leaves on this rank: "
@@ -148,10 +174,12 @@ def make_leaf(
     num_samples: int,
     is_last: bool,
     device: torch.device,
+    seed: int | None = None,
     order: str = "",
     num_leaves: int = 0,
 ) -> Leaf:
-    """A `Leaf` with its targets counted and its tensors on `device`."""
+    """A `Leaf` with its rows and targets counted and its tensors on `device`."""
+    num_samples = count_rows(batch, num_samples)
     num_targets = count_targets(batch, num_samples)  # before the move, see there
     return Leaf(
         index=index,
@@ -162,7 +190,21 @@ def make_leaf(
         is_last=is_last,
         order=order,
         num_leaves=num_leaves,
+        key=None if seed is None else (seed, step, index),
     )
+
+
+def count_rows(batch: Any, num_samples: int) -> int:
+    """Samples that a collate function has left of `num_samples`: the rows on which the tensors of
+    `batch` agree. More rows are padding, and other batches are not counted."""
+    parts = list(batch.values()) if isinstance(batch, Mapping) else batch
+    parts = parts if isinstance(parts, list | tuple) else [parts]
+    tensors = [part for part in parts if isinstance(part, Tensor) and part.ndim]
+    rows = {len(tensor) for tensor in tensors}
+    is_list_of_samples = parts is batch and len(parts) == num_samples > 2
+    if len(rows) != 1 or (is_list_of_samples and len({t.shape for t in tensors}) == 1):
+        return num_samples
+    return min(num_samples, *rows)
 
 
 def count_targets(batch: Any, num_samples: int) -> int:

@@ -8,23 +8,25 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from operator import index
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Subset, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from gradsync.core.torch_private import end_workers
 from gradsync.data.batch_plan import StepSpan, cut_step, require_at_least, solve_batch_plan
 from gradsync.data.leaf import Leaf, Step, make_leaf
 from gradsync.data.order import SampleOrder, derive_key
 from gradsync.data.tokens import TokenDataset, open_dataset
+from gradsync.data.workers import begin_reading, begin_worker, next_batch, start_method
 from gradsync.errors import ConfigError, DataError
-from gradsync.runtime.seeds import seed_after, seed_leaf, seeded_read
+from gradsync.runtime.seeds import seed_after, seed_read
 from gradsync.world import World
 
 log = logging.getLogger("gradsync")
@@ -52,6 +54,12 @@ _OF_DATALOADER = {
 """For arguments of torch's `DataLoader` that are others here: what to write."""
 
 
+_OTHER_CONTENT = (
+    " (give a split that is drawn anew, as by random_split, a generator with a seed; or assign "
+    "dataset.fingerprint, a text)"
+)
+
+
 class _LeafReader(Dataset[Any]):
     """Reads whole leaves: index it with a leaf's key and indices, get the batch.
 
@@ -68,10 +76,9 @@ class _LeafReader(Dataset[Any]):
 
     def __getitem__(self, index: tuple[tuple[int, int, int] | None, np.ndarray]) -> Any:
         key, indices = index
-        if key is None or type(self._dataset) is TokenDataset:  # it draws nothing
-            return self.read(indices)
-        with seeded_read(*key):
-            return self.read(indices)
+        if key is not None and type(self._dataset) is not TokenDataset:  # that draws nothing
+            seed_read(*key)
+        return self.read(indices)
 
     def read(self, indices: np.ndarray) -> Any:
         """The batch of samples `indices`, int64 [B]."""
@@ -109,9 +116,9 @@ class Loader:
         collate_fn: list of samples to batch; None is torch's `default_collate`.
         num_epochs: passes over the data; None never ends.
         shuffle: False keeps the order of the data set.
-        seed_leaves: seed torch's generators by (seed, step, leaf) before each leaf, so dropout is
-            the leaf's and not the rank's, and Python's and numpy's while it is read; False leaves
-            them alone. See [Note: Keyed streams].
+        seed_leaves: seed torch's, numpy's and Python's global generators by (seed, step) before and
+            behind a step's leaves and by (seed, step, leaf) at each, so dropout is the leaf's and
+            not the rank's; False leaves them alone. See [Note: Keyed streams].
         device: where batches go; None is the world's device.
         others: nothing; names that torch's `DataLoader` takes are answered with ours.
 
@@ -155,13 +162,14 @@ class Loader:
         shuffle = bool(shuffle)
         self._order = SampleOrder(size_of(dataset), seed, shuffle)
         self._fingerprint = fingerprint_of(dataset)
-        self._described = ""
+        self._described = self._content = ""
         group_size = dist.get_world_size() if dist.is_initialized() else 1
         if group_size == world.world_size:
             # Else ranks may have data of their own. Not `_fingerprint`, of which a Hugging Face
             # data set may have another one in each process.
             own = getattr(dataset, "fingerprint", None) or glimpse_of(dataset)
-            named = f" ({own})" if own and isinstance(own, str) else ""
+            self._content = own if isinstance(own, str) else ""
+            named = f" ({self._content})" if self._content else ""
             self._described = (
                 f"{type(dataset).__name__} of {self._order.num_samples}{named}, seed {seed}"
                 f"{', shuffled' * shuffle}, {global_batch_size} by {micro_batch_size}"
@@ -169,7 +177,7 @@ class Loader:
         self._rank = world.rank
         self._device = torch.device(world.device if device is None else device)
         self._num_workers = num_workers
-        self._seed_leaves = seed_leaves
+        self._seed = seed if seed_leaves else None
         self._stop = math.inf if num_epochs is None else num_epochs * self._order.num_samples
         self._samples = self._steps = 0
         self._ended: bool | None = False  # whether an iteration came to the end; None: said
@@ -212,6 +220,7 @@ class Loader:
                     number=number,
                     num_leaves=span.num_leaves,
                     num_local_leaves=len(span.leaves),
+                    seed=self._seed,
                 )
                 yield step
                 self._check_current(batches)
@@ -221,8 +230,8 @@ class Loader:
         finally:
             if self._batches is batches and not finalizing():
                 self.close()
-                if self._seed_leaves:
-                    seed_after(self._order.seed, self._steps)
+                if self._seed is not None:
+                    seed_after(self._seed, self._steps)
 
     def close(self) -> None:
         """End the iteration in progress and its worker processes, if there are any."""
@@ -244,13 +253,16 @@ class Loader:
             "seed": self._order.seed,
             "shuffle": self._order.shuffle,
             "dataset": self._fingerprint,
+            "content": self._content,
             "global_batch_size": self.plan.global_batch_size,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`, whatever the world size that saved it; an iteration in progress ends.
         DataError when the state is malformed, or of another data set, seed or order."""
-        check_state(state, self.state_dict(), ("samples", "steps"), ("dataset", "seed", "shuffle"))
+        known = ("content",) if state.get("content") and self._content else ()
+        fixed = ("dataset", *known, "seed", "shuffle")
+        check_state(state, self.state_dict(), ("samples", "steps"), fixed)
         self.close()
         self._samples, self._steps = state["samples"], state["steps"]
 
@@ -271,7 +283,7 @@ class Loader:
     def _open_batches(self) -> Iterator[Any]:
         items = (
             (
-                (self._order.seed, step, leaf.index) if self._seed_leaves else None,
+                None if self._seed is None else (self._seed, step, leaf.index),
                 self._order.indices(leaf.start, leaf.count),
             )
             for step, (span, _) in enumerate(self._spans(self._samples), self._steps)
@@ -279,7 +291,7 @@ class Loader:
         )
         if not self._num_workers:
             return map(self._reader.__getitem__, items)
-        return iter(self._read_ahead(items))
+        return begin_reading(self._read_ahead(items))
 
     def _read_ahead(self, items: Iterable[Any]) -> DataLoader[Any]:
         """The batches of `items`, see `_LeafReader`, read by workers, at least one."""
@@ -287,6 +299,9 @@ class Loader:
         # would change the model's dropout.
         generator = torch.Generator()
         generator.manual_seed(derive_key(self._order.seed, self._samples, self._rank) >> 1)
+        options = dict(self._worker_options)
+        options["worker_init_fn"] = partial(begin_worker, options.get("worker_init_fn"))
+        context = start_method(options.pop("multiprocessing_context", None))
         return DataLoader(
             self._reader,
             sampler=items,
@@ -295,7 +310,8 @@ class Loader:
             num_workers=self._num_workers or 1,
             pin_memory=self._device.type == "cuda",
             generator=generator,
-            **self._worker_options,
+            multiprocessing_context=context,
+            **options,
         )
 
     def _leaves(
@@ -303,16 +319,14 @@ class Loader:
     ) -> Iterator[Leaf]:
         for place, leaf in enumerate(span.leaves, start=1):
             self._check_current(batches)
-            batch = next(batches)
-            if self._seed_leaves:
-                seed_leaf(self._order.seed, step, leaf.index)
             yield make_leaf(
-                batch,
+                next_batch(batches),
                 index=leaf.index,
                 step=step,
                 num_samples=leaf.count,
                 is_last=span.everyone_has_leaves and place == len(span.leaves),
                 device=self._device,
+                seed=self._seed,
                 order=order,
                 num_leaves=span.num_leaves,
             )
@@ -336,10 +350,12 @@ def check_state(
     numbers of at least 0, what is `fixed` must be equal. A DataError names the key."""
     for name in fixed:
         if state.get(name) != mine[name]:
-            what = "data set" if name == "dataset" else name
+            what = {"dataset": "data set", "content": "samples"}.get(name, name)
             raise DataError(
                 f"the data state was saved with {what} {state.get(name)!r}, "
                 f"this loader has {mine[name]!r}; a run can only go on with the same"
+                + _OTHER_CONTENT
+                * (name == "content")
             )
     for name in counters:
         value = state.get(name)
@@ -394,39 +410,39 @@ def fingerprint_of(dataset: Any) -> str:
 
 def glimpse_of(dataset: Any) -> str:
     """A hash of some of what a data set holds in memory: the items of a list, a `Subset`'s indices,
-    a tensor or array, and those among its attributes. Ranks that made up their own data, each by
-    its seed, or divided it themselves, differ in it.
+    a tensor or array, and those among its attributes, also of data sets in them. Ranks that made up
+    their own data, each by its seed, or divided it themselves, differ in it.
 
     "" where nothing is found; no sample is read, which may have effects. Floating-point numbers
     count to three digits, since hosts may compute them with other last bits.
     """
-    found: list[str] = []
-    while isinstance(dataset, Subset):
-        found += _glimpses(list(dataset.indices))
-        dataset = dataset.dataset
-    if isinstance(dataset, Tensor | np.ndarray | list | tuple):
-        found += _glimpses(dataset)
-    else:
-        attributes = sorted(getattr(dataset, "__dict__", {}).items())
-        held = (value for _, value in attributes if not isinstance(value, int | float | np.generic))
-        found += (part for value in held for part in _glimpses(value, texts=False))
+    in_memory = isinstance(dataset, Tensor | np.ndarray | list | tuple)
+    found = _glimpses(dataset) if in_memory else _of_attributes(dataset, 0)
     return f"content {hashlib.sha256(repr(found).encode()).hexdigest()[:8]}" if found else ""
 
 
-def _glimpses(value: Any, *, texts: bool = True, depth: int = 0) -> list[str]:
-    """Some of the numbers and texts in a tensor, an array or a list; nothing of other things.
-    `texts` False leaves those out, as paths may be others on each host."""
+def _of_attributes(dataset: Any, depth: int) -> list[str]:
+    plain = int | float | np.generic | str | bytes | PurePath
+    held = (value for _, value in sorted(getattr(dataset, "__dict__", {}).items()))
+    some = (value for value in held if not isinstance(value, plain))
+    return [part for value in some for part in _glimpses(value, paths=True, depth=depth)]
+
+
+def _glimpses(value: Any, *, paths: bool = False, depth: int = 0) -> list[str]:
+    """Some of the numbers and texts in a tensor, an array, a list or a data set; nothing of other
+    things. With `paths` texts may be such, of which folders may be others on each host."""
     if depth and type(value) is dict:
         value = list(value.values())
-    if type(value) in (list, tuple):
+    if type(value) in (list, tuple, range):
         some = value[:: max(1, len(value) // _GLIMPSES)] if depth <= _DEEPEST else ()
-        return [part for item in some for part in _glimpses(item, texts=texts, depth=depth + 1)]
+        return [part for item in some for part in _glimpses(item, paths=paths, depth=depth + 1)]
     if isinstance(value, float | np.floating):
         return [f"{value:.3g}"]
-    if isinstance(value, int | np.integer | str | bytes):
-        return [str(value)[:1000]] if texts or not isinstance(value, str | bytes) else []
+    if isinstance(value, int | np.integer | str | bytes | PurePath):
+        return [(PurePath(str(value)).name if paths else str(value))[:1000]]
     if type(value) not in (Tensor, np.ndarray, np.memmap):
-        return []
+        is_data = hasattr(value, "__getitem__") and not isinstance(value, Tensor)
+        return _of_attributes(value, depth + 1) if is_data and depth <= _DEEPEST else []
     try:
         rows = value[:: max(1, len(value) // _GLIMPSES)] if value.ndim else value
         rows = rows if isinstance(rows, Tensor) else torch.from_numpy(np.array(rows))

@@ -108,6 +108,13 @@ def prepare(
             _publish(staged, target, overwrite=overwrite)
     except OSError as error:
         raise RunError(f"preparing {target} failed: {error}") from error
+    share = meta.tokens.get("val", 0) / sum(meta.tokens.values())
+    if meta.split_by == "documents" and abs(share - val_fraction) > val_fraction / 2:
+        log.warning(
+            "%.2g %% of the tokens are held out for validation, not %.2g %%: whole documents are, "
+            "and equal ones together",
+            *(100 * share, 100 * val_fraction),
+        )
     if num_broken:
         what = "kept as they are" if tokenizer == "byte" else "each became U+FFFD"
         some = counted(num_broken, "document")
@@ -172,14 +179,23 @@ def choose_validation(hashes: np.ndarray, val_fraction: float) -> np.ndarray | N
     """Mark the documents with the smallest content hashes, `val_fraction` of them and at least one.
 
     The choice does not change with the order of the documents, and equal documents go the same
-    way, so none is both trained on and validated with. None when documents cannot be split (too
-    few, or all the same).
+    way, so none is both trained on and validated with: those that would be more than asked for stay
+    in training, unless there are no others. None when documents cannot be split (too few, or all
+    the same).
     """
-    if len(hashes) < _FEWEST_DOCUMENTS:
+    texts, places, copies = np.unique(hashes, return_inverse=True, return_counts=True)
+    if len(hashes) < _FEWEST_DOCUMENTS or len(texts) < 2:
         return None
-    count = max(1, round(len(hashes) * val_fraction))
-    held_out = hashes <= np.partition(hashes, count - 1)[count - 1]
-    return None if held_out.all() else held_out
+    left = max(1, round(len(hashes) * val_fraction))
+    chosen = np.zeros(len(texts), dtype=bool)
+    for index, count in enumerate(copies.tolist()):
+        chosen[index] = count <= left
+        left -= count * chosen[index]
+        if not left:
+            break
+    if not chosen.any():
+        chosen[copies.argmin()] = True
+    return None if chosen.all() else chosen[places]
 
 
 def _write(

@@ -6,10 +6,12 @@ import hashlib
 import json
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import nullcontext, suppress
+from copy import deepcopy
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,8 +25,16 @@ from gradsync.data.batch_plan import require_at_least, solve_batch_plan
 from gradsync.data.leaf import Leaf, Step, make_leaf
 from gradsync.data.loader import check_state, fingerprint_of
 from gradsync.errors import ConfigError, DataError
-from gradsync.runtime.seeds import seed_after, seed_leaf, seeded_read
+from gradsync.runtime.seeds import seed_after, seed_read
 from gradsync.world import World
+
+Place = Mapping[str, Any]
+"""A place between two samples of a stream, the same on every rank: steps and samples before it,
+passes that are complete, samples taken of the one in progress, a digest of all samples before it,
+and the data set's own state there (None where it has none that can be used)."""
+_START: Place = dict(steps=0, samples=0, epoch=0, taken=0, digest="", source=None)  # noqa: C408
+_COMPARED = 8
+"""Steps that are read again, and compared, where a data set goes on from its own state."""
 
 
 class StreamLoader:
@@ -48,7 +58,6 @@ class StreamLoader:
         seed, seed_leaves: as in `loader`.
         compare: refuse ranks that read different samples, and a resume that finds others than
             before; False, for samples that are random on purpose, looks at their number alone.
-        leaves_per_rank: refused.
 
     Raises:
         ConfigError: inexact batch arithmetic; a data set split for ranks, or readable only once.
@@ -61,7 +70,7 @@ class StreamLoader:
         world: World,
         *,
         micro_batch_size: int,
-        global_batch_size: int | None = None,
+        global_batch_size: int,
         comm: Communicator | None = None,
         num_epochs: int | None = 1,
         collate_fn: Callable[[list[Any]], Any] | None = None,
@@ -69,14 +78,8 @@ class StreamLoader:
         seed_leaves: bool = True,
         compare: bool = True,
         device: torch.device | str | None = None,
-        leaves_per_rank: int | None = None,
     ) -> None:
         require_at_least(1, num_epochs=num_epochs)
-        if leaves_per_rank is not None or global_batch_size is None:
-            raise ConfigError(
-                "stream_loader takes global_batch_size= (samples of a step over all ranks); "
-                "leaves_per_rank= made it grow with the number of ranks"
-            )
         _check_whole(dataset, num_epochs)
         self.plan = solve_batch_plan(
             global_batch_size=global_batch_size,
@@ -90,21 +93,23 @@ class StreamLoader:
             "samples are random on purpose)"
         )
         """Advice about samples that are not the same, for errors."""
-        self._source = _Source(dataset, num_epochs)
+        self._source = _Source(dataset, num_epochs, compare=compare)
         self._rank = world.rank
         self._comm = comm or communicator(world)
         self._collate_fn = collate_fn or default_collate
         self._device = torch.device(world.device if device is None else device)
-        self._seed_leaves, self._compare = seed_leaves, compare
-        # `epoch` and `epoch_samples` (of that pass) are where the last leaf began, `source` is the
-        # data set's own state there, `last_leaf` its number in its step, `digest` its content.
+        self._compare = compare
         self._state: dict[str, Any] = {
-            **{"samples": 0, "steps": 0, "epoch": 0, "epoch_samples": 0},
-            **{"last_leaf": 0, "last_samples": 0, "digest": "", "source": None},
+            **{"samples": 0, "steps": 0, "digest": ""},
             "seed": world.seed if seed is None else seed,
             "dataset": fingerprint_of(dataset),
             "global_batch_size": global_batch_size,
+            "micro_batch_size": micro_batch_size,
         }
+        self._seed = self._state["seed"] if seed_leaves else None
+        self._first = _START  # where the first step of this pass began
+        self._recent: deque[Place] = deque(maxlen=_COMPARED)  # where the last ones did
+        self._is_lost = False  # whether the data set may stand elsewhere, as after an error
 
     def __iter__(self) -> Iterator[Step]:
         finalizing = sys.is_finalizing  # then this module's own names may be gone
@@ -112,102 +117,123 @@ class StreamLoader:
             while (step := self._next_step()) is not None:
                 yield step
         finally:
-            if self._seed_leaves and not finalizing():
-                seed_after(self._state["seed"], self._state["steps"])
+            if self._seed is not None and not finalizing():
+                seed_after(self._seed, self._state["steps"])
 
     def close(self) -> None:
         """Close what the data set has opened."""
         self._source.close()
+        self._is_lost = True
 
     def state_dict(self) -> dict[str, Any]:
         """Position of the loader, after the last step that was handed out: the same on all ranks,
-        valid for any world size. Loading it reads the last leaf again, to see that the stream
-        is still the same."""
-        return self._state.copy()
+        valid for any world size. Loading it reads samples again, to see that the stream is still
+        the same."""
+        recent = self._recent[0] if self._recent else _START
+        return deepcopy(self._state | {"recent": recent, "first": self._first})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`, whatever the world size that saved it.
 
-        A data set with a state of its own continues from that; any other one, and a shuffle
-        buffer of `datasets`, is read from the beginning of the pass and dropped up to there.
-        DataError when the state is malformed, of another data set or seed, or when the stream has
-        other samples at that place than it had.
+        A data set with a state of its own continues from that, where the last steps are found the
+        same; if passes follow, it needs `set_epoch` too. Any other one is read from the beginning
+        of the pass, or, without `set_epoch`, of the stream, and all of it is compared. DataError
+        when the state is malformed, of another data set or seed, or when the stream has other
+        samples than it had.
         """
-        counters = ("samples", "steps", "epoch", "epoch_samples", "last_leaf", "last_samples")
+        counters = ("samples", "steps", "global_batch_size", "micro_batch_size")
         check_state(state, self._state, counters, ("dataset", "seed"))
-        self._state |= {name: state[name] for name in counters}
-        self._state |= {"digest": str(state.get("digest", "")), "source": state.get("source")}
-        place = _Place(state["epoch"], state["epoch_samples"], state.get("source"))
-        if place.state is not None:
-            with suppress(Exception):  # whatever a data set says to a state that it cannot take
-                if self._same_leaf(place):
-                    return
-        if self._same_leaf(place._replace(state=None)):
-            return
+        state = {"digest": "", "first": _START, **state}
+        self._is_lost = True
+        for place in (state.get("recent"), state["first"], _START):
+            if not isinstance(place, Mapping) or place.keys() < _START.keys():
+                continue
+            check_state(place, {}, ("steps", "samples", "epoch", "taken"), ())
+            try:
+                # Whatever a data set says to a state that it cannot take.
+                with suppress(Exception) if place["source"] else nullcontext():
+                    self._is_lost = not self._read_again(place, state)
+            finally:
+                self._state |= {name: state[name] for name in ("samples", "steps", "digest")}
+            if not self._is_lost:
+                return
         raise DataError(
             f"the stream has other samples before step {state['steps']} than when the state was "
             f"saved: {self.remedy}"
         )
 
-    def _same_leaf(self, place: _Place) -> bool:
-        """Go to the last leaf's `place` and read it once more."""
+    def _read_again(self, place: Place, state: Mapping[str, Any]) -> bool:
+        """Go to `place`, read on to where `state` was saved, and see whether all is as it was."""
         if not self._source.seek(place):
             return False
-        last = self._state
-        group = self._read_leaf(last["steps"] - 1, last["last_leaf"], last["last_samples"])
-        same = not (self._compare and last["digest"]) or digest_of(group) == last["digest"]
-        return same and len(group) == last["last_samples"]
+        self._recent.clear()
+        self._first = place if place["source"] is None else state["first"]
+        self._state |= {name: place[name] for name in ("steps", "samples", "digest")}
+        while left := state["samples"] - self._state["samples"]:
+            start, count = self._place(), min(state["global_batch_size"], left)
+            _, digests, count = self._read_step(count, state["micro_batch_size"], ())
+            if not count:
+                return False
+            self._count(start, digests, count)
+        return not (self._compare and state["digest"]) or state["digest"] == self._state["digest"]
+
+    def _place(self) -> Place:
+        here = {name: self._state[name] for name in ("steps", "samples")}
+        return {**here, **self._source.place()}
 
     def _next_step(self) -> Step | None:
         """Read the next global batch, keep what is this rank's, and see that all read the same."""
-        start, number = self._source.place(), self._state["steps"]
-        try:
-            own, places, digests, count = self._read_step(number)
-            self._check_equal(number, count, digests)
-        except BaseException:
-            self._source.rewind(start)  # iterating again begins this step again
-            raise
+        if self._is_lost:
+            self.load_state_dict(self.state_dict())
+        start, number = self._place(), self._state["steps"]
+        mine = self.plan.leaves_of(self._rank)
+        self._is_lost = True  # an error in here: iterating again begins this step again
+        own, digests, count = self._read_step(
+            self.plan.global_batch_size, self.plan.micro_batch_size, mine
+        )
+        self._check_equal(number, count, digests)
+        self._is_lost = False
         if not count:
             return None
-        last_leaf = len(digests) - 1
-        self._state |= {
-            "samples": self._state["samples"] + count,
-            "steps": number + 1,
-            "epoch": places[-1].epoch,
-            "epoch_samples": places[-1].taken,
-            "last_leaf": last_leaf,
-            "last_samples": count - last_leaf * self.plan.micro_batch_size,
-            "digest": digests[-1],
-            "source": places[-1].state,
-        }
+        self._count(start, digests, count)
         last_rank = self.plan.leaves_of(self.plan.world_size - 1)
         return Step(
             self._leaves(own, number, everyone_has_leaves=last_rank[0] < len(digests)),
             number=number,
             num_leaves=len(digests),
             num_local_leaves=len(own),
+            seed=self._seed,
         )
 
-    def _read_step(self, step: int) -> tuple[dict[int, list[Any]], list[_Place], list[str], int]:
-        """This rank's leaves as samples; where each leaf began, its digest; samples in all."""
-        own, mine = {}, self.plan.leaves_of(self._rank)
-        places, digests, count = [], [], 0
-        for index in range(self.plan.num_leaves):
-            place = self._source.place()
-            group = self._read_leaf(step, index, self.plan.micro_batch_size)
+    def _read_step(
+        self, count: int, size: int, mine: Container[int]
+    ) -> tuple[dict[int, tuple[Any, int]], list[str], int]:
+        """Read up to `count` samples as leaves of `size`: the batches of those that are `mine`,
+        with their samples; the digest behind each leaf; samples in all.
+
+        What a data set and the collate function draw belongs to the leaf.
+        """
+        own, digests, total = {}, [], 0
+        for index, begin in enumerate(range(0, count, size)):
+            if self._seed is not None:
+                seed_read(self._seed, self._state["steps"], index)
+            group = list(islice(self._source, min(size, count - begin)))
             if not group:
                 break
+            digests.append(self._source.digest)
+            total += len(group)
             if index in mine:
-                own[index] = group
-            places.append(place)
-            digests.append(digest_of(group) if self._compare else "")
-            count += len(group)
-        return own, places, digests, count
+                own[index] = (self._collate_fn(group), len(group))
+        return own, digests, total
 
-    def _read_leaf(self, step: int, index: int, count: int) -> list[Any]:
-        """The next samples; what a data set draws while they are read is the leaf's too."""
-        with seeded_read(self._state["seed"], step, index) if self._seed_leaves else nullcontext():
-            return list(islice(self._source, count))
+    def _count(self, start: Place, digests: list[str], count: int) -> None:
+        """Take in a step that began at `start`."""
+        if start["epoch"] != self._first["epoch"]:
+            self._first = {**start, "source": None}
+        self._recent.append(start)
+        self._state["steps"] += 1
+        self._state["samples"] += count
+        self._state["digest"] = digests[-1] if digests else ""
 
     def _check_equal(self, step: int, count: int, digests: list[str]) -> None:
         # Whole communicator, one all-gather, int64 [1], before the step; overlaps nothing.
@@ -225,18 +251,17 @@ class StreamLoader:
         raise DataError(f"the ranks read different streams at step {step}: {what}; {self.remedy}")
 
     def _leaves(
-        self, own: dict[int, list[Any]], step: int, *, everyone_has_leaves: bool
+        self, own: dict[int, tuple[Any, int]], step: int, *, everyone_has_leaves: bool
     ) -> Iterator[Leaf]:
-        for index, group in own.items():
-            if self._seed_leaves:
-                seed_leaf(self._state["seed"], step, index)
+        for index, (batch, count) in own.items():
             yield make_leaf(
-                self._collate_fn(group),
+                batch,
                 index=index,
                 step=step,
-                num_samples=len(group),
+                num_samples=count,
                 is_last=everyone_has_leaves and index == max(own),
                 device=self._device,
+                seed=self._seed,
             )
 
 
@@ -260,42 +285,34 @@ def _check_whole(dataset: Any, num_epochs: int | None) -> None:
         )
 
 
-class _Place(NamedTuple):
-    """A place between two samples of a stream, the same on every rank: passes that are complete,
-    samples taken of the one in progress, and the data set's own state there, in JSON's types (None
-    where it has none that can be used)."""
-
-    epoch: int
-    taken: int
-    state: Any = None
-
-
 class _Source:
     """The samples of an iterable data set, pass after pass, and how to come back to one of them.
 
     A pass without a sample is the last one, whatever `num_epochs` says.
     """
 
-    def __init__(self, dataset: Any, num_epochs: int | None) -> None:
-        self._dataset = dataset
-        self._beginning = dataset.state_dict() if hasattr(dataset, "state_dict") else None
-        self._begins = True
-        """Whether iterating the data set starts a pass, not where a state left off."""
-        self._num_epochs = num_epochs
+    def __init__(self, dataset: Any, num_epochs: int | None, *, compare: bool) -> None:
+        self._dataset, self._num_epochs, self._compare = dataset, num_epochs, compare
+        self._beginning = self._own_state()
+        self._from_state = False
+        """Whether iterating the data set again may start where a state left off."""
         self._samples: Iterator[Any] | None = None
         self._epoch = self._taken = 0
+        self.digest = ""
+        """A name for all samples so far."""
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
         while self._num_epochs is None or self._epoch < self._num_epochs:
-            if self._samples is None and not self.seek(self._here()):
-                raise DataError(f"pass {self._epoch} has fewer than {self._here().taken} samples")
+            if self._samples is None:
+                self._begin_pass()
             assert self._samples is not None
             try:
                 for sample in self._samples:
                     self._taken += 1
+                    self.digest = digest_of(sample, self.digest) if self._compare else ""
                     return sample
             except BaseException:
                 self.close()  # a generator that has raised would look as if it had ended
@@ -306,34 +323,28 @@ class _Source:
             self._epoch, self._taken = self._epoch + 1, 0
         raise StopIteration
 
-    def place(self) -> _Place:
+    def place(self) -> Place:
         """Place of the next sample."""
-        save = getattr(self._dataset, "state_dict", None)
-        if self._samples is None or save is None or _holds_samples_back(self._dataset):
-            return self._here()
-        return self._here()._replace(state=save())
+        # Only what is compared: a state may lack samples, as those of a shuffle buffer.
+        within = self._samples is not None and self._compare
+        here = {"epoch": self._epoch, "taken": self._taken, "digest": self.digest}
+        return here | {"source": self._own_state() if within else None}
 
-    def seek(self, place: _Place) -> bool:
-        """Go to `place`, by the data set's own state where there is one, else by reading up to it;
-        False when the pass has fewer samples."""
-        self.rewind(place)
-        dataset = self._dataset
-        if hasattr(dataset, "set_epoch"):
-            dataset.set_epoch(place.epoch)
-        if place.state is not None:
-            dataset.load_state_dict(place.state)
-        elif not self._begins:
-            dataset.load_state_dict(self._beginning)
-        self._begins = place.state is None
-        self._samples = iter(dataset)
-        if place.state is None:
-            self._taken = sum(1 for _ in islice(self._samples, place.taken))
-        return self._taken == place.taken
-
-    def rewind(self, place: _Place) -> None:
-        """Let the next sample be the one at `place`; it is looked for when it is asked for."""
+    def seek(self, place: Place) -> bool:
+        """Go to `place`, by the data set's own state where there is one, else by reading up to it
+        in its pass. False when the pass has fewer samples, or when it takes a `set_epoch`, which
+        the data set lacks, to find that pass or the next one."""
         self.close()
-        self._epoch, self._taken = place.epoch, place.taken
+        own = place["source"]
+        self._epoch, self._taken, self.digest = (place[n] for n in ("epoch", "taken", "digest"))
+        is_alone = not self._epoch if own is None else self._epoch + 1 == self._num_epochs
+        if not is_alone and not hasattr(self._dataset, "set_epoch"):
+            return False
+        self._from_state = True  # of whatever it has done before
+        if own is not None or self._taken:  # else it begins with the leaf, whose draws may count
+            self._begin_pass(own)
+        skipped = 0 if own is not None else self._taken
+        return sum(1 for _ in islice(self._samples or (), skipped)) == skipped
 
     def close(self) -> None:
         """End the pass in progress, and with it what the data set has opened."""
@@ -342,17 +353,33 @@ class _Source:
         if close is not None:
             close()
 
-    def _here(self) -> _Place:
-        return _Place(self._epoch, self._taken)
+    def _begin_pass(self, own: Any = None) -> None:
+        dataset = self._dataset
+        if self._from_state and own is None and self._beginning is not None:
+            dataset.load_state_dict(deepcopy(self._beginning))
+        if hasattr(dataset, "set_epoch"):  # after a state, which may hold another number
+            dataset.set_epoch(self._epoch)
+        if own is not None:
+            dataset.load_state_dict(deepcopy(own))
+        self._from_state = own is not None
+        self._samples = iter(dataset)
+
+    def _own_state(self) -> Any:
+        """A copy, since a state may hold a buffer that lives on; None where the data set has none,
+        or one that takes arguments, cannot be copied or cannot be loaded."""
+        if hasattr(self._dataset, "load_state_dict"):
+            with suppress(Exception):
+                return deepcopy(self._dataset.state_dict())
+        return None
 
 
-def digest_of(samples: Sequence[Any]) -> str:
-    """A name for the content of samples: equal for equal ones in every process.
+def digest_of(sample: Any, before: str = "") -> str:
+    """A name for a sample and all `before` it: equal for equal ones in every process.
 
     Numbers, text, lists and mappings count as JSON writes them; tensors, arrays and images by type,
     shape and CRC-32 of their bytes; other objects by their type alone.
     """
-    text = json.dumps(samples, default=_content, skipkeys=True)
+    text = before + json.dumps(sample, default=_content, skipkeys=True)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
@@ -369,16 +396,3 @@ def _content(value: Any) -> Any:
     if hasattr(value, "isoformat"):
         return value.isoformat()
     return type(value).__name__
-
-
-def _holds_samples_back(dataset: Any) -> bool:
-    """Whether a shuffle buffer of `datasets` is in it: its state does not say what the buffer
-    holds, so going on from there would lose samples."""
-    links = [getattr(dataset, "_ex_iterable", None)]
-    while links:
-        link = links.pop()
-        if hasattr(link, "buffer_size"):
-            return True
-        links += [getattr(link, "ex_iterable", None), *getattr(link, "ex_iterables", ())]
-        links = [link for link in links if link is not None]
-    return False

@@ -143,6 +143,9 @@ class TextStream:
             return np.empty(0, dtype=np.uint32)
         return np.append(self._tokenizer.encode(text), np.uint32(self._tokenizer.end_of_text_id))
 
+    def set_epoch(self, epoch: int) -> None:
+        """Do nothing: all passes are alike, which `StreamLoader` could not know otherwise."""
+
     def state_dict(self) -> dict[str, int]:
         """Beginning of the next sample: the number of its document, and of its token there."""
         return dict(self._at)

@@ -18,6 +18,7 @@ from gradsync.data.meta import DTYPES, FileMeta, Meta, file_sha256, read_meta
 from gradsync.errors import DataError
 
 _LARGEST_HASHED_BYTES = 1 << 30
+_LOOKED_AT = 1 << 16
 _SAMPLED_BLOCKS = 64
 _BLOCK_BYTES = 1 << 16
 
@@ -55,10 +56,28 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
         self.vocab_size = vocab_size or (meta.vocab_size if meta else None)
         self.num_tokens = _count_tokens(self.path, self.dtype, seq_len)
         self._windows = self._open()
+        if meta is None and (dtype is None or self.dtype == "uint32"):  # as far as was not said
+            self._refuse_wider()
         content = content or sample_content(self.path)
         text = f"{content} {self.dtype} {seq_len}"
         self.fingerprint: str = hashlib.sha256(text.encode()).hexdigest()[:16]
         """Names content, token type and sample length: equal for equal files opened alike."""
+
+    def _refuse_wider(self) -> None:
+        """Refuse what looks like tokens of a wider type, or cannot hold the vocabulary."""
+        some = np.memmap(self.path, DTYPES[self.dtype], mode="r")[:_LOOKED_AT]
+        low, high = some[::2], some[1::2]
+        if self.vocab_size is not None and self.vocab_size - 1 > np.iinfo(some.dtype).max:
+            what = f"a vocabulary of {self.vocab_size:,} does not fit into {self.dtype}"
+        elif len(high) >= 16 and high.max() < 4 <= low.max():  # halves of tokens below 2**18
+            what = f"every second token is below 4, as where wider ones are read as {self.dtype}"
+        else:
+            return
+        raise DataError(
+            f"{self.path}: {what}, and no meta.json beside it names the type. Give --token-dtype "
+            "(TokenDataset(dtype=...)): uint32, or uint16 if that is right. Convert int64: "
+            "numpy.fromfile(path, '<i8').astype('<u4').tofile(path)"
+        )
 
     def _open(self) -> np.ndarray:
         """The file as overlapping rows, shape [len, T+1]; no copy, T tokens from row to row."""
@@ -102,12 +121,13 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
         self._windows = self._open()
 
 
-def open_dataset(directory: Path | str, split: str, seq_len: int) -> TokenDataset:
+def open_dataset(directory: Path | str, split: str, seq_len: int, **otherwise: Any) -> TokenDataset:
     """Open one split ("train" or "val") of a data directory, checked against its `meta.json`.
 
-    nanoGPT's own directories, without `meta.json`, are taken as uint16 with an unknown vocabulary
-    (their `meta.pkl` is never loaded: unpickling runs code). Anything that is missing or not what
-    `meta.json` says is a DataError; the SHA-256 is compared for files up to 1 GiB, the size always.
+    nanoGPT's own directories, without `meta.json`, are opened with `otherwise` (`dtype`, or uint16;
+    `vocab_size`, or any; their `meta.pkl` is never loaded: unpickling runs code). Anything that is
+    missing or not what `meta.json` says is a DataError; the SHA-256 is compared for files up to
+    1 GiB, the size always.
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -115,7 +135,7 @@ def open_dataset(directory: Path | str, split: str, seq_len: int) -> TokenDatase
     meta = read_meta(directory)
     path = directory / f"{split}.bin"
     if meta is None:
-        return TokenDataset(path, seq_len, dtype="uint16")
+        return TokenDataset(path, seq_len, **otherwise)
     if split not in meta.tokens:
         raise DataError(f"{directory} was prepared without a {split!r} split")
     file = meta.files[path.name]

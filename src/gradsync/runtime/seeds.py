@@ -1,21 +1,21 @@
 """Counter-based seeds: every random stream is keyed by what it is for, never by a rank.
 
 [Note: Keyed streams] Dropout of leaf i in step s is seeded by (seed, s, i): the loader seeds
-torch's generators right before it reads the leaf and hands it out. No stream is carried from leaf
-to leaf, so nothing per rank has to be saved, a resume is exact, and which rank computes a leaf
-cannot change its masks; nor do all ranks draw the same ones, as they would after one common seed.
-It holds as long as a leaf's forward comes before the next leaf is asked for. What a data set draws
-while a leaf is read, as random augmentation does, has a key of its own, in this process and in
-worker processes alike, and by Python's and numpy's global generators too; but for the read those
-two are the program's. After the loop torch's are alike on all ranks again.
+torch's, numpy's and Python's global generators right before it hands the leaf out. No stream is
+carried from leaf to leaf, so nothing per rank has to be saved, a resume is exact, and which rank
+computes a leaf cannot change its masks; nor do all ranks draw the same ones, as they would after
+one common seed. Where all leaves of a step are taken before the first is computed (`list(step)`), a
+leaf is seeded again when its batch is first read.
+What is drawn before a step's leaves (mixup's lambda), after the last of them and after the loop has
+keys of the step, so it is alike on all ranks. Reading a leaf, as random augmentation does, has a
+key of its own, in this process and in worker processes alike.
 A program with random streams of its own turns it off: `gs.loader(..., seed_leaves=False)`.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator
-from contextlib import contextmanager
+from typing import Literal
 
 
 def stream_seed(seed: int, purpose: str, *counters: int) -> int:
@@ -41,41 +41,36 @@ def seed_everything(seed: int) -> None:
 
 
 def seed_leaf(seed: int, step: int, leaf: int) -> None:
-    """Seed torch's default generators (CPU and current CUDA device) for one leaf of one step."""
-    _seed_torch(stream_seed(seed, "leaf", step, leaf))
+    """Seed the global generators (of torch: CPU and current CUDA device) for one leaf of a step."""
+    _seed_all(stream_seed(seed, "leaf", step, leaf))
+
+
+def seed_read(seed: int, step: int, leaf: int) -> None:
+    """Seed them for what is drawn while that leaf is read."""
+    _seed_all(stream_seed(seed, "read", step, leaf))
+
+
+def seed_step(seed: int, step: int, when: Literal["before", "behind"]) -> None:
+    """Seed them alike on all ranks for what a program draws before or behind a step's leaves."""
+    _seed_all(stream_seed(seed, when, step))
 
 
 def seed_after(seed: int, step: int) -> None:
     """Seed them alike on all ranks for what comes after a loop of `step` steps, such as another
-    model: the last leaf, and its key, is another one on each rank."""
-    _seed_torch(stream_seed(seed, "after", step))
+    model."""
+    _seed_all(stream_seed(seed, "after", step))
 
 
-def _seed_torch(key: int) -> None:
+def _seed_all(key: int) -> None:
+    import random
+
+    import numpy as np
     import torch
     from torch.utils.data import get_worker_info
 
+    random.seed(key)
+    np.random.seed(key % 2**32)
     # As `torch.manual_seed`, which formats the whole stack where CUDA is not in use: over 1 ms.
     torch.default_generator.manual_seed(key)
     if get_worker_info() is None and torch.cuda.is_available():  # a worker has no CUDA
         torch.cuda.manual_seed(key)
-
-
-@contextmanager
-def seeded_read(seed: int, step: int, leaf: int) -> Generator[None]:
-    """Enclose the read of one leaf, seeded by a key of its own: torch's default generators, and
-    those of Python and numpy, which go on afterwards as if nothing had been read."""
-    import random
-
-    import numpy as np
-
-    key = stream_seed(seed, "read", step, leaf)
-    python, numpy = random.getstate(), np.random.get_state()
-    _seed_torch(key)
-    random.seed(key)
-    np.random.seed(key % 2**32)
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)

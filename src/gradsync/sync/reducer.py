@@ -111,7 +111,7 @@ class StragglerWatch:
 
     def __init__(self, comm: Communicator | None) -> None:
         self._comm = comm if comm is not None and comm.world_size > 1 else None
-        self._steps: list[tuple[float, float, float, Stopwatch]] = []
+        self._steps: list[tuple[float, float, float, int, Stopwatch]] = []
         self._ended, self._outside, self._data_s = 0.0, 0.0, 0.0
         self._said = -1
 
@@ -123,18 +123,18 @@ class StragglerWatch:
         """Count from here: a leaf, or the step, is over."""
         self._outside = time.perf_counter()
 
-    def step_ends(self, exposed: Stopwatch, met_s: float) -> None:
-        """Take in a step in which this rank has waited for `exposed`, or for `met_s` seconds until
-        all had come (strategies differ in where they wait). Every tenth time one all-gather: whole
-        group, float64 [30], on the CPU; overlaps nothing."""
+    def step_ends(self, exposed: Stopwatch, met_s: float, leaves: int = 0) -> None:
+        """Take in a step of so many `leaves` (0: not known) in which this rank has waited for
+        `exposed`, or for `met_s` seconds until all had come (strategies differ in where they wait).
+        Every tenth time one all-gather: whole group, float64 [40], on the CPU; overlaps nothing."""
         now = time.perf_counter()
         if self._comm is not None and self._ended:
-            self._steps.append((now - self._ended, self._data_s, met_s, exposed))
+            self._steps.append((now - self._ended, self._data_s, met_s, leaves, exposed))
         self._ended, self._data_s = now, 0.0
         # One more, so that a GPU need not be waited for.
         if self._comm is not None and len(self._steps) > _WINDOW:
             steps = self._steps[:_WINDOW]
-            rows = [(wall, data, max(met, watch.seconds())) for wall, data, met, watch in steps]
+            rows = [(*times, max(met, watch.seconds()), n) for *times, met, n, watch in steps]
             mine = torch.tensor(rows, dtype=torch.float64)
             everyone = torch.zeros(self._comm.world_size * mine.numel(), dtype=torch.float64)
             self._comm.all_gather(everyone, mine.flatten()).wait()
@@ -149,16 +149,25 @@ def find_straggler(ranks: Tensor) -> tuple[int, str]:
     """The rank that all others wait for, and what to say of it; (-1, "") for none.
 
     Args:
-        ranks: seconds of a step, those of waiting for data and for others, [W, steps, 3].
+        ranks: seconds of a step, those of waiting for data and for others, and micro-batches,
+            [W, steps, 4].
     """
     waits = ranks[:, :, 2]
     least = waits.argmin(0)
     slow = int(least.mode().values)
-    wall, data, wait = (float(part.median()) for part in ranks[slow].unbind(1))
+    wall, data, wait, leaves = (float(part.median()) for part in ranks[slow].unbind(1))
     others = torch.cat([waits[:slow], waits[slow + 1 :]]).min(0).values
     lag = float((others - waits[slow]).median())
     if int((least == slow).sum()) < 0.9 * len(least) or lag < max(_LAG * wall, _LEAST_LAG_S):
         return -1, ""
+    dealt = ranks[:, :, 3].median(1).values
+    own = ((ranks[:, :, 0] - waits) / ranks[:, :, 3].clamp(min=1)).median(1).values
+    if leaves > dealt.min() and own[slow] < (1 + _LAG) * own[dealt > 0].median():
+        return slow, (
+            f"rank {slow} has {leaves:.0f} of a step's {float(dealt.sum()):.0f} micro-batches: the "
+            f"others wait for it, {100 * lag / wall:.0f} % of each step ({wall:.2g} s), which a "
+            f"number of micro-batches that {len(ranks)} ranks share evenly would save"
+        )
     parts = {"computing": wall - data - wait, "waiting for data": data, "for others": wait}
     shares = ", ".join(f"{100 * part / wall:.0f} % {name}" for name, part in parts.items())
     return slow, (

@@ -173,7 +173,8 @@ def take_step(parts: StepParts, call: StepCall) -> StepResult:
 
     # reduce: the sums are divided in here, once
     exposed = reducer.reduce(agreed.used, None if skip else weight)
-    parts.stragglers.step_ends(exposed, met_s)  # here, where no rank can have raised alone
+    # Here, where no rank can have raised alone.
+    parts.stragglers.step_ends(exposed, met_s, 0 if loss is None else loss.num_leaves)
     for index in unheld:  # they do not count in the norm
         reducer.parameters[index].grad = None
     norm = None

@@ -194,6 +194,7 @@ class TrainConfig:
     """Directory with train.bin and val.bin; or a stream, whose first documents are for validation:
     FILE.jsonl, a folder or pattern of such files, hf:NAME[:CONFIG], hf:json:FILES (or csv, parquet,
     text); empty takes the Python standard library's source."""
+    token_dtype: str = ""  # Type of tokens without a meta.json: uint16 (taken if empty), uint32.
     text_key: str = "text"  # Streams: field of the text.
     tokenizer: str = ""
     """Streams: a prepared data directory whose tokenizer to take; empty takes bytes."""

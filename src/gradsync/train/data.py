@@ -76,12 +76,11 @@ def open_data(config: TrainConfig, world: World, comm: Communicator) -> Data:
     from gradsync.data.tokens import open_dataset
 
     directory = Path(config.data) if config.data else _default_directory(world, comm)
-    train = open_dataset(directory, "train", config.sequence_length)
-    val = open_dataset(directory, "val", config.sequence_length)
-    for dataset in (train, val):
-        # Data that gradsync did not prepare may not say its vocabulary: then each batch is checked
-        # against the model's, since on a GPU a token too large is an assertion without a place.
-        dataset.vocab_size = dataset.vocab_size or config.model.vocab_size
+    # Data that gradsync did not prepare may not say its vocabulary: then each batch is checked
+    # against the model's, since on a GPU a token too large is an assertion without a place.
+    known = {"dtype": config.token_dtype or None, "vocab_size": config.model.vocab_size}
+    train = open_dataset(directory, "train", config.sequence_length, **known)
+    val = open_dataset(directory, "val", config.sequence_length, **known)
     meta = read_meta(directory)
     return Data(
         source=str(directory),

@@ -156,6 +156,7 @@ CANARIES: dict[str, tuple[Callable[[], object], str]] = {
 }
 
 OTHERWISE_TESTED = {
+    "_workers",  # tests/unit/data/test_data_loader.py kills one
     "_torchdynamo_disable",  # tests/ranks/test_shm_backend_waiting.py compiles
     *("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"),  # below
 }

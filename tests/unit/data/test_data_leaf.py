@@ -139,3 +139,40 @@ def test_every_tensor_of_a_batch_moves_and_the_shape_of_the_batch_stays() -> Non
     assert moved["a"][1][1] == "text"
     assert type(moved["p"]) is Point
     assert moved["p"][0].device.type == "meta"
+
+
+@pytest.mark.parametrize(
+    ("batch", "planned", "rows"),
+    [
+        (X, 4, 3),
+        ([X, torch.ones(3)], 4, 3),  # float targets
+        ((X, torch.ones(3, 1)), 8, 3),
+        ({"x": X, "y": torch.ones(3), "names": ["a"], "scale": torch.tensor(2.0)}, 4, 3),
+        ([X, torch.ones(3, dtype=torch.float64), torch.ones(3)], 4, 3),
+        ([X[:0], torch.ones(0)], 4, 0),
+        ([X[:1], torch.ones(1, 2)], 2, 1),
+        # padded, or with a row more for each: not told apart
+        ([X, torch.ones(3)], 2, 2),
+        # not counted
+        ({"tokens": torch.ones(7), "offsets": torch.ones(3)}, 4, 4),
+        ([X, torch.ones(2, 3)], 4, 4),
+        ([X, X, X, X], 4, 4),  # a list of samples
+        ([(X, X), (X, X)], 4, 4),
+        ("text", 4, 4),
+        (None, 4, 4),
+        (Batch(X), 4, 4),
+    ],
+)
+def test_rows_that_a_collate_function_left_out_do_not_count(
+    batch: Any, planned: int, rows: int
+) -> None:
+    leaf = make_leaf(batch, index=0, step=0, num_samples=planned, is_last=True, device=CPU)
+    assert leaf.num_samples == rows
+    assert leaf.num_targets == rows
+
+
+def test_ignored_targets_of_the_rows_that_are_left_do_not_count_either() -> None:
+    targets = torch.tensor([1, -100, 2])
+    for batch in ([X, targets], {"x": X, "labels": targets}):
+        leaf = make_leaf(batch, index=0, step=0, num_samples=4, is_last=True, device=CPU)
+        assert (leaf.num_samples, leaf.num_targets) == (3, 2)

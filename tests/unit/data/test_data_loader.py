@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import random
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -19,14 +20,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from gradsync.comm.groups import SingleCommunicator
 from gradsync.data.leaf import Leaf
 from gradsync.data.loader import DatasetLoader, EvalLeaves, Loader, glimpse_of, loader
 from gradsync.data.streaming import StreamLoader, stream_loader
 from gradsync.data.tokens import TokenDataset
-from gradsync.errors import ConfigError, DataError
+from gradsync.data.workers import next_batch
+from gradsync.errors import ConfigError, DataError, RunError
 from gradsync.runtime.seeds import seed_leaf
 from gradsync.world import World
 
@@ -235,12 +237,19 @@ class Deadly(Numbers):
         os._exit(3)
 
 
+class Killed(Numbers):
+    def __getitem__(self, index: int) -> int:
+        os.kill(os.getpid(), signal.SIGKILL)  # as the system does where memory ends
+        return index
+
+
 @pytest.mark.parametrize(
     ("data", "num_workers", "error", "message"),
     [
         (Broken(8), 0, KeyError, "no sample"),
         (Broken(8), 1, KeyError, "no sample"),
         (Deadly(8), 1, RuntimeError, "exited unexpectedly"),
+        (Killed(8), 1, RunError, r"process \d+\) was killed by SIGKILL.* memory"),
     ],
 )
 def test_an_error_while_reading_comes_through_and_is_no_hang(
@@ -250,6 +259,52 @@ def test_an_error_while_reading_comes_through_and_is_no_hang(
     with pytest.raises(error, match=message):
         read(loader(data, World(), **options), 1)
     assert multiprocessing.active_children() == []
+
+
+def test_a_connection_that_a_killed_worker_reset_is_not_the_news() -> None:
+    worker = multiprocessing.get_context("fork").Process(target=signal.pause)
+    worker.start()
+    worker.kill()
+
+    class Batches:
+        _workers = (worker,)
+
+        def __iter__(self) -> Any:
+            return self
+
+        def __next__(self) -> None:
+            raise ConnectionResetError("[Errno 104] Connection reset by peer")
+
+    with pytest.raises(RunError, match=rf"process {worker.pid}\) was killed by SIGKILL"):
+        next_batch(Batches())
+    Batches._workers = ()  # type: ignore[assignment]
+    with pytest.raises(ConnectionResetError):
+        next_batch(Batches())
+    worker.join()
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])  # that becomes spawn
+def test_workers_leave_stop_signals_to_their_rank(method: str) -> None:
+    options = {"worker_options": {"multiprocessing_context": method}, "num_epochs": 1}
+    one = loader(Numbers(24), World(), **OPTIONS, num_workers=1, **options)
+    steps = iter(one)
+    found = numbers(list(next(steps)))
+    workers = multiprocessing.active_children()
+    for name in ("TERM", "TERM", "USR1", "INT", "HUP"):  # to the group, say; by another process
+        subprocess.run(["kill", f"-{name}", *(str(each.pid) for each in workers)], check=True)
+    found += [number for step in steps for number in numbers(list(step))]
+    assert sorted(found) == list(range(24))
+    assert [worker.exitcode for worker in workers] == [0]
+
+
+def test_a_worker_ends_when_its_rank_says_so() -> None:
+    one = loader(Numbers(24), World(), **OPTIONS, num_workers=1)
+    next(iter_ := iter(one))
+    (worker,) = multiprocessing.active_children()
+    worker.terminate()
+    worker.join(timeout=20)
+    assert worker.exitcode == 0
+    iter_.close()
 
 
 # -- what is refused -------------------------------------------------------------------------------
@@ -390,9 +445,15 @@ class Noisy:
         return 12
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        return index + torch.stack(
-            [torch.rand(()), torch.tensor(random.random()), torch.tensor(np.random.rand())]
-        )
+        return index + torch.tensor(draw_from_all())
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return map(self.__getitem__, range(len(self)))
+
+
+def draw_from_all() -> list[float]:
+    """One number of each global generator."""
+    return [torch.rand(()).item(), random.random(), np.random.rand()]
 
 
 def draw(steps: Any, num_steps: int = 3) -> Drawn:
@@ -444,15 +505,14 @@ def test_draws_are_keyed_by_seed_step_and_leaf(world_size: int, num_workers: int
 
 
 @pytest.mark.usefixtures("random_state")
-def test_a_read_leaves_the_programs_generators_alone() -> None:
-    """But for torch's, which are the next leaf's."""
-    random.seed(1)
-    np.random.seed(1)
-    expected = [random.random(), np.random.rand()]
-    random.seed(1)
-    np.random.seed(1)
-    of_batches(loader(Noisy(), World(), **OPTIONS))
-    assert [random.random(), np.random.rand()] == expected
+@pytest.mark.parametrize("make", [loader, stream_loader])
+def test_what_a_read_draws_does_not_shift_what_the_program_draws(make: Any) -> None:
+    def drawn(data: Any) -> list[float]:
+        steps = make(data, World(), **OPTIONS, num_epochs=2)
+        return [each for step in steps for _ in step for each in draw_from_all()]
+
+    assert drawn(Noisy()) == drawn([torch.zeros(3)] * 12)
+    assert len(set(drawn(Noisy()))) == 2 * 6 * 3
 
 
 def test_a_loader_without_a_seed_takes_that_of_init() -> None:
@@ -523,6 +583,112 @@ def stream(rank: int, **options: Any) -> StreamLoader:
         seed=5,
         **options,
     )
+
+
+ByPlace = dict[str, list[list[float]]]
+"""Numbers drawn before and behind the leaves of each step."""
+
+
+def around_leaves(steps: Any) -> ByPlace:
+    """Draw in a loop over steps, where dropout would draw at the leaves too."""
+    drawn: ByPlace = {"before": [], "behind": []}
+    for step in steps:
+        drawn["before"].append(draw_from_all())
+        for leaf in step:
+            len(leaf.batch)
+            torch.rand(leaf.index)
+        drawn["behind"].append(draw_from_all())
+    return drawn
+
+
+def make_any(kind: str, rank: int = 0, world_size: int = 1) -> Any:
+    world = World(rank=rank, world_size=world_size, seed=5)
+    if kind == "stream":
+        alone = SingleCommunicator()
+        return stream_loader([*range(36)], world, **OPTIONS, comm=alone, num_epochs=1)
+    return loader(range(36), world, **OPTIONS, num_epochs=1, num_workers=int(kind == "workers"))
+
+
+@pytest.mark.usefixtures("random_state")
+@pytest.mark.parametrize("kind", ["loader", "workers", "stream"])
+def test_what_is_drawn_once_a_step_is_the_steps(kind: str) -> None:
+    whole = around_leaves(make_any(kind))
+    numbers = [number for place in whole.values() for step in place for number in step]
+    assert len(set(numbers)) == 2 * 3 * 3
+    for rank in range(3):
+        assert around_leaves(make_any(kind, rank, 3)) == whole
+    one, other = make_any(kind), make_any(kind)
+    around_leaves(islice(one, 1))
+    other.load_state_dict(one.state_dict())
+    assert around_leaves(other) == {place: drawn[1:] for place, drawn in whole.items()}
+
+
+@pytest.mark.usefixtures("random_state")
+@pytest.mark.parametrize("kind", ["loader", "stream"])
+@pytest.mark.parametrize("take", [list, tuple, lambda step: [leaf for leaf in step]])  # noqa: C416
+def test_leaves_that_are_taken_at_once_draw_what_they_draw_in_a_loop(kind: str, take: Any) -> None:
+    """As dropout does, behind the first look at the batch."""
+    expected = {
+        (leaf.step, leaf.index): draw_from_all() for step in make_any(kind) for leaf in step
+    }
+    found, lambdas = {}, []
+    for step in make_any(kind):
+        leaves = take(step)
+        lambdas.append(draw_from_all())
+        for leaf in leaves:
+            assert len(leaf.batch) == 2
+            found[leaf.step, leaf.index] = draw_from_all()
+            assert len(leaf.inputs) == 2  # is no first look
+            assert draw_from_all() != found[leaf.step, leaf.index]
+    assert found == expected
+    assert lambdas == around_leaves(make_any(kind))["behind"]
+
+
+@pytest.mark.usefixtures("random_state")
+def test_the_only_leaf_of_a_rank_can_be_unpacked() -> None:
+    expected = keyed(5, [(step, leaf) for step in range(3) for leaf in range(6)])
+    drawn = {}
+    for rank in range(6):
+        for (leaf,) in make_any("loader", rank, 6):
+            assert len(leaf.inputs) == 2
+            drawn[leaf.step, leaf.index] = torch.rand(3).tolist()
+    assert drawn == expected
+
+
+@pytest.mark.usefixtures("random_state")
+@pytest.mark.parametrize("make", [loader, stream_loader])
+def test_what_a_collate_function_draws_is_the_leafs(make: Any) -> None:
+    def masked(rows: list[Any]) -> list[float]:
+        return [row * random.random() + np.random.rand() for row in rows]
+
+    def batches(rank: int, world_size: int, skip: int = 0) -> Drawn:
+        random.seed(rank)
+        np.random.seed(rank)
+        options = {"collate_fn": masked, "num_epochs": 1, "seed": 5, **OPTIONS}
+        options |= {"comm": SingleCommunicator()} if make is stream_loader else {"shuffle": False}
+
+        def one() -> Any:
+            return make([*range(1, 37)], World(rank=rank, world_size=world_size), **options)
+
+        first, second = one(), one()
+        list(islice(first, skip))
+        second.load_state_dict(first.state_dict())
+        return {(leaf.step, leaf.index): leaf.batch for step in second for leaf in step}
+
+    whole = batches(0, 1)
+    assert {key: whole[key] for key in whole if key[0]} == batches(0, 1, skip=1)
+    assert whole == {key: b for rank in range(3) for key, b in batches(rank, 3).items()}
+    if make is stream_loader:
+        alike = loader(
+            [*range(1, 37)],
+            World(),
+            **OPTIONS,
+            collate_fn=masked,
+            num_epochs=1,
+            seed=5,
+            shuffle=False,
+        )
+        assert whole == {(leaf.step, leaf.index): leaf.batch for step in alike for leaf in step}
 
 
 @pytest.mark.usefixtures("random_state")
@@ -695,13 +861,13 @@ class Attributes(FileNames):
 
     def __init__(self, x: torch.Tensor) -> None:
         super().__init__(["a"])
-        self.x = x
+        self.paths, self.x = [], x
 
 
 class Endless(FileNames):
     def __init__(self) -> None:
         super().__init__(["a"])
-        self.within: list[Any] = []
+        self.paths, self.within = [], list[Any]()
         self.within.append(self.within)
 
 
@@ -720,6 +886,52 @@ def test_data_that_ranks_divide_themselves_are_told_apart(make: Callable[[Any], 
     assert first != second
 
 
+def test_files_are_told_apart_by_their_names_and_not_by_their_folders() -> None:
+    def found(*names: str, folder: int = 0) -> str:
+        return glimpse_of(FileNames([f"/scratch/{folder}/{name}" for name in names]))
+
+    assert found("a.png", "b.png") == found("a.png", "b.png", folder=1) != found("b.png", "a.png")
+
+
+class Transformed(FileNames):
+    """Wraps a data set, as programs do to augment one side of a split."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(["a"])
+        self.inner = inner
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+
+WHOLE = TensorDataset(torch.arange(20.0)[:, None])
+SPLITS: dict[str, Callable[[list[int]], Any]] = {
+    "subset": lambda rows: Subset(WHOLE, rows),
+    "of a subset": lambda rows: Subset(Subset(WHOLE, rows), range(10)),
+    "wrapped": lambda rows: Transformed(Subset(WHOLE, rows)),
+    "joined": lambda rows: ConcatDataset([Subset(WHOLE, rows[:6]), Subset(WHOLE, rows[6:])]),
+    "tensor": lambda rows: TensorDataset(torch.arange(20)[rows]),
+    "files": lambda rows: FileNames([f"{row}.png" for row in rows]),
+    "list": lambda rows: rows,
+}
+
+
+@pytest.mark.parametrize("kind", SPLITS)
+def test_a_state_of_another_split_of_one_data_set_is_refused(kind: str) -> None:
+    def of(rows: list[int]) -> Loader:
+        return loader(SPLITS[kind](rows), World(), **OPTIONS)
+
+    rows = [*range(12)]
+    state = of(rows).state_dict()
+    of([*range(12)]).load_state_dict(state)
+    with pytest.raises(DataError, match=r"saved with samples 'content .*random_split"):
+        of(rows[::-1]).load_state_dict(state)
+    with pytest.raises(DataError, match="saved with samples"):
+        of([*range(8, 20)]).load_state_dict(state)
+    del state["content"]  # as of an earlier version
+    of(rows[::-1]).load_state_dict(state)
+
+
 def test_last_bits_of_data_do_not_count() -> None:
     whole = torch.linspace(0.1, 0.9, 80).view(20, 4)
     assert glimpse_of(whole) == glimpse_of(whole * (1 + 2**-23))
@@ -736,9 +948,8 @@ def test_last_bits_of_data_do_not_count() -> None:
         Attributes(torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)),
         Endless(),
         Numbers(4),
-        FileNames([f"/scratch/{os.getpid()}/a.png"]),
     ],
-    ids=["objects", "sparse", "meta", "empty", "no rows", "nested", "endless", "none", "paths"],
+    ids=["objects", "sparse", "meta", "empty", "no rows", "nested", "endless", "none"],
 )
 def test_of_other_data_nothing_is_read(dataset: Any) -> None:
     assert glimpse_of(dataset) == ""

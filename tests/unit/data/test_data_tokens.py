@@ -167,3 +167,33 @@ def test_a_description_that_is_no_json_object_is_refused(prepared: Path, text: s
     (prepared / "meta.json").write_text(text)
     with pytest.raises(DataError, match=r"meta.json: (cannot be read as JSON|must hold)"):
         read_meta(prepared)
+
+
+@pytest.mark.parametrize(
+    ("written", "vocab_size", "read_as", "words"),
+    [
+        ("uint32", None, None, "every second token is below 4"),
+        ("int64", None, None, "every second token is below 4"),
+        ("int64", None, "uint32", "every second token is below 4, as where .* as uint32"),
+        ("uint16", 65_537, None, "a vocabulary of 65,537 does not fit into uint16"),
+        ("uint16", 65_536, None, ""),
+        ("uint16", None, "uint16", ""),
+        ("uint32", 200_000, "uint32", ""),
+    ],
+)
+def test_tokens_of_a_type_that_nothing_names_are_not_taken_for_narrower_ones(
+    tmp_path: Path, written: str, vocab_size: int | None, read_as: str | None, words: str
+) -> None:
+    tokens = np.random.default_rng(0).integers(0, 50_000 if written != "uint32" else 200_000, 999)
+    write_tokens(tmp_path / "train.bin", tokens, written)
+    if words:
+        with pytest.raises(DataError, match=rf"train.bin: {words}.*--token-dtype.*uint32"):
+            open_dataset(tmp_path, "train", 8, dtype=read_as, vocab_size=vocab_size)
+        return
+    data = open_dataset(tmp_path, "train", 8, dtype=read_as, vocab_size=vocab_size)
+    assert data[0][0].tolist() == tokens[:8].tolist()
+
+
+def test_few_different_tokens_are_no_halves_of_wider_ones(tmp_path: Path) -> None:
+    write_tokens(tmp_path / "train.bin", np.arange(999) % 3)
+    assert len(open_dataset(tmp_path, "train", 8)) == 124

@@ -11,11 +11,12 @@ from gradsync.sync.reducer import StragglerWatch, find_straggler
 from support.thread_ranks import run_thread_ranks
 
 
-def steps(compute: Tensor, data: Tensor) -> Tensor:
-    """Ten steps of ranks that take so long by themselves, and wait for the last one, [W, 10, 3]."""
+def steps(compute: Tensor, data: Tensor, leaves: Tensor | None = None) -> Tensor:
+    """Ten steps of ranks that take so long by themselves, and wait for the last one, [W, 10, 4]."""
     own = compute + data
     wall = own.max(0).values.expand_as(own) + 0.01
-    return torch.stack([wall, data, wall - own], dim=2)
+    leaves = torch.ones_like(own) if leaves is None else leaves[:, None].expand_as(own)
+    return torch.stack([wall, data, wall - own, leaves], dim=2)
 
 
 def noise(*shape: int, seed: int) -> Tensor:
@@ -51,7 +52,33 @@ def test_even_ranks_are_not_reported(world_size: int) -> None:
 def test_less_than_a_millisecond_is_not_worth_a_warning(lag_s: float, slow: int) -> None:
     wall, waits = torch.full((2, 10), 0.003), torch.zeros(2, 10)
     waits[0] = lag_s
-    assert find_straggler(torch.stack([wall, torch.zeros(2, 10), waits], 2))[0] == slow
+    columns = [wall, torch.zeros(2, 10), waits, torch.ones(2, 10)]
+    assert find_straggler(torch.stack(columns, 2))[0] == slow
+
+
+@pytest.mark.parametrize(
+    ("leaves", "pace", "said"),
+    [
+        (
+            [1.0, 2.0],
+            [1.0, 1.0],
+            "rank 1 has 2 of a step's 3 micro-batches: the others wait for it",
+        ),
+        ([0.0, 1.0], [1.0, 1.0], "rank 1 has 1 of a step's 1 micro-batches"),
+        ([1.0, 1.0, 2.0], [1.0, 1.1, 1.0], "rank 2 has 2 of a step's 4 micro-batches"),
+        ([1.0, 2.0], [1.0, 2.0], "rank 1 is slow"),  # at each of them
+        ([2.0, 1.0], [1.0, 3.0], "rank 1 is slow"),  # although it has fewer
+        ([2.0, 2.0], [1.0, 2.0], "rank 1 is slow"),
+    ],
+)
+def test_a_rank_that_was_dealt_more_is_not_called_slow(
+    leaves: list[float], pace: list[float], said: str
+) -> None:
+    for seed in range(20):
+        dealt = torch.tensor(leaves)
+        compute = (dealt * torch.tensor(pace))[:, None] * noise(len(leaves), 10, seed=seed) / 5
+        found = find_straggler(steps(compute, torch.zeros_like(compute), dealt))[1]
+        assert found.startswith(said)
 
 
 def test_pauses_of_one_rank_are_no_slowness() -> None:

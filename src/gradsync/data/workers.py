@@ -1,0 +1,72 @@
+"""The processes that read ahead for a loader: torch's, but for stop signals and their ends."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from gradsync.core.torch_private import killed_workers
+from gradsync.errors import RunError
+from gradsync.runtime.signals import HANDLED
+
+_HELD = HANDLED if hasattr(signal, "sigwaitinfo") else ()
+
+
+def start_method(asked: Any) -> Any:
+    """What DataLoader takes as `multiprocessing_context` for `asked`. A fork server would get a
+    stop signal too, end, and take its workers along: spawn does the same without one."""
+    default = multiprocessing.get_start_method(allow_none=True)
+    name = getattr(asked, "get_start_method", lambda: asked or default)()
+    # The first one is the system's default, which the user may still change.
+    method = name or multiprocessing.get_all_start_methods()[0]
+    return "spawn" if method == "forkserver" else asked
+
+
+def begin_reading(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Start the workers, with stop signals held back from their first moment on."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD)
+    try:
+        if getattr(loader.multiprocessing_context, "get_start_method", str)() == "spawn":
+            resource_tracker.ensure_running()  # its start lets some through again
+            signal.pthread_sigmask(signal.SIG_BLOCK, _HELD)
+        return iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def begin_worker(then: Callable[[int], None] | None, number: int) -> None:
+    """Leave stop signals to the rank, in a worker: it still needs batches, to end its step."""
+    if _HELD:
+        signal.pthread_sigmask(signal.SIG_BLOCK, _HELD)
+        threading.Thread(target=_end_when_told, daemon=True).start()
+    if then is not None:
+        then(number)
+
+
+def _end_when_told() -> None:
+    rank = multiprocessing.parent_process()
+    told = signal.sigwaitinfo(_HELD)
+    while rank is None or (told.si_signo, told.si_pid) != (signal.SIGTERM, rank.pid):
+        told = signal.sigwaitinfo(_HELD)
+    os._exit(0)
+
+
+def next_batch(batches: Iterator[Any]) -> Any:
+    """The next batch; RunError where the system has ended a worker."""
+    try:
+        return next(batches)
+    except (RuntimeError, OSError, EOFError) as error:  # whatever broke off just then
+        for pid, number in killed_workers(batches):
+            raise RunError(
+                f"a loader worker (process {pid}) was killed by {signal.Signals(number).name}. The "
+                "likely cause is memory: the host's, or /dev/shm, through which batches come. Give "
+                "it more (docker: --shm-size), or take fewer workers or smaller micro-batches"
+            ) from error
+        raise

@@ -412,7 +412,7 @@ def test_one_rank_needs_nothing_else() -> None:
     session = manager._session
     with manager:
         assert manager._session is session  # joined only once
-        assert manager.world == World(device=str(manager.device))
+        assert manager.world == World(device_name=str(manager.device))
         assert not dist.is_initialized()
         model = nn.Linear(2, 2)
         assert manager.wrap_model(model) is model

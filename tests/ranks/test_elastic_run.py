@@ -77,7 +77,7 @@ def test_ranks_agree_on_a_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     def agreed(slow: int, out: Path) -> set[tuple[str, str]]:
         def one(rank: int, group: dist.ProcessGroup) -> tuple[str, str]:
-            world = World(rank=rank, world_size=3, device="cpu" if rank == slow else "cuda:0")
+            world = World(rank=rank, world_size=3, device_name="cpu" if rank == slow else "cuda:0")
             config = TrainConfig(out=str(out if rank == 0 else tmp_path / "elsewhere"))
             found, line = resolve_dtype(config, world, ProcessGroupCommunicator(group))
             return found.named_dtype, line

@@ -82,7 +82,7 @@ class NaiveDDPTrainer:
         self.device = torch.device(device)
         self.model = model.to(self.device)
         self.optimizer = optimizer
-        comm = communicator(World(rank=rank, world_size=world_size, device=str(device)))
+        comm = communicator(World(rank=rank, world_size=world_size, device_name=str(device)))
         if (comm.rank, comm.world_size) != (rank, world_size):
             raise ConfigError(
                 f"NaiveDDPTrainer was told rank {rank} of {world_size}, but the process group says "

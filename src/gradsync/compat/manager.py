@@ -89,7 +89,7 @@ class DDPManager:
     @property
     def device(self) -> torch.device:
         """This rank's device."""
-        return torch.device(self.world.device)
+        return self.world.device
 
     @property
     def rank(self) -> int:

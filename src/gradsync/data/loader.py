@@ -469,7 +469,7 @@ class EvalLeaves:
         """Leaves of the rank that has most of them."""
         self.fingerprint = fingerprint_of(dataset)
         self._reader = _LeafReader(dataset, None)
-        self._device = torch.device(world.device)
+        self._device = world.device
 
     def __len__(self) -> int:
         return len(self._span.leaves)

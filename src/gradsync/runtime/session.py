@@ -194,7 +194,7 @@ class Session:
                 cause = watch.peer_failure()
             else:
                 cause = watch.settle(error)
-                if self.world.device.startswith("cuda"):
+                if self.world.device_name != "cpu":
                     _abort_group()
         finally:
             self._stack.close()
@@ -226,7 +226,9 @@ class Session:
         self._stack.callback(stack.close)
         presences = check_in(
             meeting.records,
-            Presence(host, device_identity(self.world.device), os.getpid(), stack.fd, token_hex()),
+            Presence(
+                host, device_identity(self.world.device_name), os.getpid(), stack.fd, token_hex()
+            ),
             rank=world.rank,
             world_size=world.world_size,
             deadline_s=deadline_s,
@@ -257,14 +259,16 @@ class Session:
         self.threads = choose_threads(world.local_world_size, requested=options.threads)
         self._stack.callback(pin_threads, pin_threads(self.threads))
         device = choose_device(options.device, world.local_rank)
-        self._world = replace(world, device=device, seed=options.seed or 0)
-        if self.world.device != "cpu" and not self._env.get(_CUBLAS):
+        self._world = replace(world, device_name=device, seed=options.seed or 0)
+        if self.world.device_name != "cpu" and not self._env.get(_CUBLAS):
             # Read once, at the first matrix product: deterministic kernels need a fixed workspace.
             self._stack.enter_context(environ.exported({_CUBLAS: ":4096:8"}))
         if options.seed is not None:
             seed_everything(options.seed)
         if world.is_main:
-            log.info("%d intra-op thread(s) a rank, device %s", self.threads, self.world.device)
+            log.info(
+                "%d intra-op thread(s) a rank, device %s", self.threads, self.world.device_name
+            )
 
     def _interface(self, meeting: Meeting) -> str:
         """Interface for gloo; left alone, it listens on whatever the host's name resolves to."""
@@ -275,15 +279,13 @@ class Session:
         return interface_towards(meeting.address)
 
     def _make_group(self, meeting: Meeting, interface: str) -> None:
-        import torch
         import torch.distributed as dist
 
         # Its functions take the default group as a default argument, bound at import: imported
         # later (the first optimizer does), it would keep a destroyed group and its sockets alive.
-        import torch.distributed.nn.functional
 
         world, options = self.world, self.options
-        on_cuda = world.device.startswith("cuda")
+        on_cuda = world.device_name != "cpu"
         variables = {
             "RANK": str(world.rank),
             "WORLD_SIZE": str(world.world_size),
@@ -299,7 +301,7 @@ class Session:
             rank=world.rank,
             world_size=world.world_size,
             timeout=timedelta(seconds=options.timeout_s),
-            device_id=torch.device(world.device) if on_cuda else None,
+            device_id=world.device if on_cuda else None,
         )
         self._stack.callback(dist.destroy_process_group)
         self._stack.callback(wait_until_workers_sleep)

@@ -1,6 +1,7 @@
 """Which row wins, and which rows may stand beside it."""
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -8,6 +9,7 @@ from gradsync.errors import LaunchError
 from gradsync.runtime.coordinator import System, plan_coordinator
 from gradsync.runtime.resolve import explain_world, resolve
 from gradsync.runtime.session import Session, SessionOptions
+from gradsync.world import World
 
 
 def by_hand(rank, size):
@@ -312,3 +314,9 @@ def test_a_session_is_no_world():
 @pytest.mark.parametrize("text", [SRUN_TASK, ONE_TASK_SHELL, SBATCH_SHELL + MPIRUN, TORCHRUN, ""])
 def test_nobody_else_is_warned(text):
     assert resolve(env(text)).warnings == ()
+
+
+def test_the_device_is_torchs_and_its_name_a_text() -> None:
+    world = World(device_name="cuda:1")
+    assert world.device == torch.device("cuda:1")
+    assert f"{world.device}" == world.device_name

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from gradsync.comm.base import Communicator
+from gradsync.core.files import counted
 from gradsync.errors import ConfigError
 from gradsync.sync.buffers import BufferSync
 from gradsync.sync.check_replicas import check_replicas, replica_tensors
@@ -26,6 +27,11 @@ class StateMethods:
     reducer: Reducer
     _buffers: BufferSync
     _parts: StepParts
+
+    def __repr__(self) -> str:
+        of = f"{type(self.model).__name__}, {counted(len(self.reducer.parameters), 'parameter')}"
+        ranks = f"rank {self.comm.rank} of {self.comm.world_size}"
+        return f"<{type(self).__name__} {self.reducer.strategy} of {of}, {ranks}>"
 
     @property
     def whole_parameters(self) -> bool:

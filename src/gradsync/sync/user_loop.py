@@ -27,6 +27,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn import ModuleList
 
 from gradsync.core.torch_private import active_ddp, at_the_end_of_backward, current_graph_task
 from gradsync.errors import ConfigError, GradsyncError
@@ -101,6 +102,7 @@ _FOREIGN = (
     "apart); in a loop of your own use sync='invariant', 'bucketed', 'naive' or 'fsdp'"
 )
 
+_FLAG = "require_backward_grad_sync"  # as torch's DDP calls it, set on the model
 _THE_CALL = {"the call": "loss.backward() or optimizer.step()", STEPS: "0"}
 _DRIFTED = (
     "so their last steps differed, and their weights do: go back to a checkpoint from before, and "
@@ -125,7 +127,9 @@ class UserLoop:
         """Number of `GradientSync.backward`s since the last step."""
         self.in_micro_step = False
         """Whether inside `GradientSync.micro_step`, which encloses `GradientSync.backward`."""
-        self.closed = self._no_sync = False
+        self._models = [model, *model.children()] if type(model) is ModuleList else [model]
+        self.closed = self.off = False
+        """Whether the handle, not the model, says that no backward synchronises."""
         self._no_sync_in_forward: bool | None = None
         self._enclosed = False  # in `GradientSync.backward`, which is not the user's training loop
         self._in_backward = False
@@ -180,6 +184,10 @@ class UserLoop:
         self._watch.remember_late(parameters)
 
     @property
+    def _no_sync(self) -> bool:
+        return self.off or not all(vars(m).get(_FLAG, True) for m in self._models)
+
+    @property
     def synchronises(self) -> bool:
         """See `UserLoopMethods.require_backward_grad_sync`."""
         return not self._no_sync
@@ -188,7 +196,7 @@ class UserLoop:
     def synchronises(self, wanted: bool) -> None:
         """Set it between two micro-batches."""
         self._refuse_if_foreign()
-        self._no_sync = not wanted
+        self.off = not wanted
 
     def gradient_came(self, parameter: torch.Tensor) -> bool:
         """Note a gradient from a backward other than `GradientSync.backward`; returns whether that
@@ -360,12 +368,12 @@ class UserLoop:
 
 @contextmanager
 def _no_sync(user_loop: UserLoop) -> Generator[None]:
-    before = user_loop.synchronises
+    before = user_loop.off
     user_loop.synchronises = False
     try:
         yield
     finally:
-        user_loop.synchronises = before
+        user_loop.off = before
 
 
 def _hooks(user_loop: UserLoop, model: nn.Module, reducer: Reducer) -> list[Any]:
@@ -433,8 +441,9 @@ class UserLoopMethods:
         """Whether a backward averages over ranks, in the user's training loop, as in torch's DDP.
 
         False is `no_sync` without the `with`: set it before the forward, and True again before the
-        forward of the last micro-batch. `GradientSync.backward` only adds up, whatever it is;
-        `step` synchronises.
+        forward of the last micro-batch. Set on the model itself (`model.require_backward_grad_sync
+        = False`) it means the same. `sync.backward` only adds up, whatever it is; `sync.step`
+        synchronises.
 
         Raises:
             ConfigError: on setting, under strategies that do not support the user's training loop.

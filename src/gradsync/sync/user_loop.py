@@ -184,13 +184,9 @@ class UserLoop:
         self._watch.remember_late(parameters)
 
     @property
-    def _no_sync(self) -> bool:
-        return self.off or not all(vars(m).get(_FLAG, True) for m in self._models)
-
-    @property
     def synchronises(self) -> bool:
         """See `UserLoopMethods.require_backward_grad_sync`."""
-        return not self._no_sync
+        return not self.off and all(vars(m).get(_FLAG, True) for m in self._models)
 
     @synchronises.setter
     def synchronises(self, wanted: bool) -> None:
@@ -208,7 +204,7 @@ class UserLoop:
         """
         task = current_graph_task()
         if self._in_backward and task >= self._task:  # the same, or one inside of it
-            return not self._no_sync
+            return self.synchronises
         if task in self._optimizers.backwards:
             self._drop(parameter, task)
             return False
@@ -219,7 +215,7 @@ class UserLoop:
         if not self._reducer.user_loop:
             return False
         self._backward_begins(task, parameter)
-        return not self._no_sync
+        return self.synchronises
 
     def _drop(self, parameter: torch.Tensor, task: int) -> None:
         """Discard a gradient from another handle's backward."""
@@ -233,25 +229,25 @@ class UserLoop:
 
     def _backward_begins(self, task: int, first: torch.Tensor) -> None:
         before, self._no_sync_in_forward = self._no_sync_in_forward, None
-        if before not in (None, self._no_sync):
-            where = "after the forward" if self._no_sync else "around the forward only"
+        if before is self.synchronises:
+            where = "around the forward only" if before else "after the forward"
             raise ConfigError(f"no_sync() was entered {where}: {_TOO_LATE}")
         if task < self._task:
             raise ConfigError(_REENTRANT)
-        unused = self._finished and not (self._discarded or self._stepped or self._no_sync)
+        unused = self._finished and self.synchronises and not (self._discarded or self._stepped)
         others = (parameter for parameter in self._reducer.parameters if parameter is not first)
         if unused and not self._warned and _any_gradient(others):
             self._warned = True
             log.warning(_ADDED)
         self._task = task
-        self._buffers.leaf_begins(last=not self._no_sync)
+        self._buffers.leaf_begins(last=self.synchronises)
         self._dirty = self._in_backward = True
         self._others = -1
         at_the_end_of_backward(self._backward_ended)
 
     def _backward_ended(self) -> None:
         self._in_backward = False
-        if not self._no_sync:
+        if self.synchronises:
             self.finish()
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -386,7 +382,7 @@ def _hooks(user_loop: UserLoop, model: nn.Module, reducer: Reducer) -> list[Any]
         if alive is None or not torch.is_grad_enabled() or current_graph_task() >= 0:
             return
         alive.refuse_if_failed()
-        alive._no_sync_in_forward = alive._no_sync
+        alive._no_sync_in_forward = not alive.synchronises
 
     def gradient_is_ready(parameter: torch.Tensor) -> bool:
         alive = _alive(loop)

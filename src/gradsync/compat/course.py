@@ -20,6 +20,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, TypedDict
 
 import torch
@@ -215,11 +216,15 @@ class SynchronisedModule(nn.Module):
     def __init__(self, module: nn.Module, *, sync: str, **options: Any) -> None:
         super().__init__()
         self.module = module
-        self._sync = replicate(module, sync=sync, **options)
+        self._sync = replicate(self, sync=sync, **options)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """The module's own."""
         return self.module(*inputs, **named)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Only add up; enclose forward and backward of all micro-batches but the last."""
+        return self._sync.no_sync()
 
     def finish_gradient_synchronization(self) -> None:
         """Wait until every gradient is the mean over ranks; call it before the optimizer's step."""

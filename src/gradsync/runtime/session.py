@@ -90,6 +90,13 @@ def name_warnings(stack: ExitStack) -> None:
     stack.callback(log.removeHandler, handler)
 
 
+_OF_WRAPPER = {
+    "module": "gradsync wraps nothing: write model in place of model.module",
+    "no_sync": "gradsync wraps nothing: write sync.no_sync(), or no_sync() of DDPManager",
+}
+"""Names that torch's DDP has and a replicated model has not: what to write."""
+
+
 class Session:
     """See `gradsync.init`. `world`, `threads` and `keeps_memory` hold from `open` on."""
 
@@ -174,6 +181,9 @@ class Session:
             PeerError: `error` is only the echo of another rank's failure.
             LostPeerError: a collective failed because another rank is late or has left.
         """
+        if isinstance(error, AttributeError) and "_modules" in getattr(error.obj, "__dict__", ()):
+            for name in _OF_WRAPPER.keys() & {error.name}:
+                error.add_note(_OF_WRAPPER[name])
         orderly = error is None or (isinstance(error, SystemExit) and error.code in _ORDERLY_EXITS)
         watch, self.watch = self.watch, None
         if error is not None and watch is not None:

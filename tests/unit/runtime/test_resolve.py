@@ -204,6 +204,27 @@ def test_a_generation_that_is_no_number_is_refused():
         resolve({"SLURM_RESTART_COUNT": "often"})
 
 
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"NUM_GPUS": "2"}, ("NUM_GPUS=2", "--nproc-per-node 2")),
+        ({"NPROC_PER_NODE": "4"}, ("NPROC_PER_NODE=4", "--nproc-per-node 4")),
+        ({"SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "1"}, ("2 tasks", "`srun`")),
+        ({"SLURM_NPROCS": "2"}, ("2 tasks", "`srun`")),
+    ],
+)
+def test_what_was_asked_for_and_is_not_read_is_said(variables, words):
+    """One rank runs: as other projects' scripts, and some guides, would start several."""
+    (warning,) = resolve(variables).warnings
+    assert all(word in warning for word in (*words, "one rank"))
+    assert resolve(variables | torchrun(0, 2)).warnings == ()
+
+
+@pytest.mark.parametrize("value", ["1", "01", "", "all", "-2"])
+def test_a_number_that_asks_for_no_more_than_one_rank_is_not_told_of(value):
+    assert resolve({"NUM_GPUS": value}).warnings == ()
+
+
 def test_explain_world_shows_rows_world_and_warnings():
     text = explain_world({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8"})
     assert "launcher=python" in text

@@ -118,7 +118,7 @@ def with_ranks(
             begins=lambda: _say(world, ["trying micro-batches; the answer is kept"]),
         )
         config = replace(config, micro_batch_size=size)
-        notes.append(note)
+        notes.append(f"{note}; --micro-batch-size {size} gives the same bits again")
     return config, [f"elastic: {note}" for note in notes]
 
 

@@ -106,24 +106,7 @@ class ElasticGPUConfig:
     @property
     def gpu_count(self) -> int:
         """Number of GPUs; 0 on a CPU."""
-        return len(self.gpu_specs)
-
-    @property
-    def gpu_specs(self) -> list[dict[str, Any]]:
-        """Properties of each GPU: id, name, memory_gb, free_gb, compute_capability, mig, shared."""
-        return [
-            {
-                "id": index,
-                "name": device.name,
-                "memory_gb": device.memory_bytes / _GB,
-                "free_gb": device.usable_bytes / _GB,
-                "compute_capability": device.compute_capability,
-                "mig": device.mig,
-                "shared": device.shared,
-            }
-            for index, device in enumerate(self.devices)
-            if device.kind == "cuda"
-        ]
+        return sum(device.kind == "cuda" for device in self.devices)
 
     @property
     def strategy(self) -> str:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from inspect import signature
-from itertools import islice
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -18,14 +16,13 @@ from gradsync.comm.groups import SingleCommunicator, communicator
 from gradsync.comm.reductions import all_reduce
 from gradsync.compat.functions import backend_here
 from gradsync.core.files import counted
-from gradsync.core.torch_options import drop_torchs
 from gradsync.data.batch_plan import LeafSpan, StepSpan, share
 from gradsync.data.loader import WORKER_OPTIONS, Loader
 from gradsync.errors import ConfigError
 from gradsync.runtime.session import Session, SessionOptions
 from gradsync.sync.gradient_sync import GradientSync
-from gradsync.sync.options import check_value
-from gradsync.sync.replicate import replicate, translate_ddp
+from gradsync.sync.options import check_value, take_torchs
+from gradsync.sync.replicate import replicate
 from gradsync.world import World
 
 if TYPE_CHECKING:
@@ -66,25 +63,11 @@ class DDPManager:
         self._comm = communicator(self.world)
         return self.world
 
-    @property
-    def device(self) -> torch.device:
-        """This rank's device."""
-        return self.world.device
-
-    @property
-    def rank(self) -> int:
-        """Index of this process among all."""
-        return self.world.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes."""
-        return self.world.world_size
-
-    @property
-    def local_rank(self) -> int:
-        """Index of this process on its host."""
-        return self.world.local_rank
+    def __getattr__(self, name: str) -> Any:
+        """`rank`, `world_size`, `local_rank`, `device`: those of `world`."""
+        if name not in ("rank", "world_size", "local_rank", "device"):
+            raise AttributeError(f"DDPManager has no attribute {name!r}")
+        return getattr(self.world, name)
 
     @property
     def is_main_process(self) -> bool:
@@ -121,7 +104,8 @@ class DDPManager:
         trains = any(p.requires_grad for model in models for p in model.parameters())
         if sync == "ddp":
             ddp = nn.parallel.DistributedDataParallel
-            translate_ddp(sync, options, sorted(signature(ddp).parameters.keys() - _SET_BY_US))
+            known = sorted(signature(ddp).parameters.keys() - _SET_BY_US)
+            take_torchs("sync='ddp'", options, known, ddp)
             if len(models) > 1:
                 raise ConfigError(
                     f"sync='ddp' wraps one model, got {len(models)}: several torch DDP wrappers "
@@ -172,18 +156,12 @@ class DDPManager:
         except TypeError as error:
             raise ConfigError(f"get_dataloader: {error}") from error
         del options["dataset"], options["batch_size"]
-        drop_last = options.pop("drop_last", False)
+        drop_last = bool(options.pop("drop_last", False))
         known = sorted({*WORKER_OPTIONS, *signature(Loader).parameters} - _SET_BY_US)
-        drop_torchs("get_dataloader", options, known, DataLoader)
+        take_torchs("get_dataloader", options, known, DataLoader)
         for_workers = {name: options.pop(name) for name in WORKER_OPTIONS if name in options}
-        return BatchLoader(
-            dataset,
-            self.world,
-            batch_size,
-            drop_last=drop_last,
-            worker_options=for_workers,
-            **options,
-        )
+        options |= {"drop_last": drop_last, "worker_options": for_workers}
+        return BatchLoader(dataset, self.world, batch_size, **options)
 
     def all_reduce(
         self,
@@ -247,80 +225,78 @@ class BatchLoader(Loader):
     def __init__(
         self, dataset: Any, world: World, batch_size: int, *, drop_last: bool, **options: Any
     ) -> None:
-        size = batch_size * world.world_size
-        super().__init__(
-            dataset, world, global_batch_size=size, micro_batch_size=batch_size, **options
-        )
-        self.dataset, self.batch_size, self.drop_last = dataset, batch_size, bool(drop_last)
+        sizes = {
+            "global_batch_size": batch_size * world.world_size,
+            "micro_batch_size": batch_size,
+        }
+        super().__init__(dataset, world, **sizes, **options)
+        self.dataset, self.batch_size, self.drop_last = dataset, batch_size, drop_last
+        self._size = self._order.num_samples
         self._goes_on = False  # in the middle of a pass, where a state was loaded
-        self._check(self._order.num_samples)
-
-    @property
-    def sampler(self) -> _Sampler:
+        self.sampler = _Sampler(self.set_epoch, [self._share(n) for n in self._cut(self._size)])
         """Has `set_epoch`, and as its length the number of this rank's samples in a pass."""
-        return _Sampler(self)
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next pass have the order of `epoch`; the rest of it where a state was loaded."""
-        if not self._goes_on or epoch != self._samples // self._order.num_samples:
+        if not self._goes_on or epoch != self._samples // self._size:
             self.close()
             self._goes_on = False
-            self._samples, self._steps = epoch * self._order.num_samples, epoch * len(self)
+            self._samples, self._steps = epoch * self._size, epoch * len(self)
 
     def __len__(self) -> int:
-        return self._check(self._order.num_samples)
+        return len(self._cut(self._size))
 
     def __iter__(self) -> Iterator[Any]:
-        size = self._order.num_samples
         if not self._goes_on:  # a pass that was left early is over
-            self.set_epoch(-(-self._samples // size))
+            self.set_epoch(-(-self._samples // self._size))
         self._goes_on = False
-        batches = self._check(size - self._samples % size)
-        for count, step in enumerate(super().__iter__(), start=1):
+        for _, step in zip(self._cut(self._left), super().__iter__(), strict=False):
             for leaf in step:
                 yield leaf.batch
-            if count == batches:
-                break
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there, also on another number of ranks."""
         super().load_state_dict(state)
-        self._goes_on = True
+        self._goes_on = not self.drop_last or self._left >= self.plan.global_batch_size
 
-    def _check(self, left: int) -> int:
-        """Number of batches that the `left` last samples of a pass give each rank."""
+    @property
+    def _left(self) -> int:
+        return self._size - self._samples % self._size
+
+    def _cut(self, left: int) -> list[int]:
+        """Sizes of the batches, over all ranks, of the `left` last samples of a pass."""
         size, ranks = self.plan.global_batch_size, self.plan.world_size
-        batches = left // size if self.drop_last else -(-left // size)
-        if not batches * ranks <= left or not batches:
+        sizes = [size] * (left // size)
+        if rest := 0 if self.drop_last else left % size:
+            few = sizes and rest < ranks  # then the batch before leaves one for each rank
+            sizes[-1:] = [size + rest - ranks, ranks] if few else [*sizes[-1:], rest]
+        if min(sizes, default=0) < ranks:
             raise ConfigError(
                 f"{counted(left, 'sample')} cannot be dealt to {counted(ranks, 'rank')} in batches "
-                f"of {self.batch_size} so that each has as many, and none is empty; take a "
-                "batch_size of at least 2, fewer ranks, or drop_last=True"
+                f"of {self.batch_size} so that each has as many and none is empty: take fewer ranks"
+                ", a larger batch_size, or (for samples that are left over) drop_last=True"
             )
-        return batches
+        return sizes
+
+    def _share(self, count: int) -> range:
+        return share(count, self._rank, self.plan.world_size)
 
     def _spans(self, start: int) -> Iterator[tuple[StepSpan, int]]:
-        plan, samples = self.plan, self._order.num_samples
         while start < self._stop:
-            left = samples - start % samples
-            count = min(plan.global_batch_size, left)
-            if self.drop_last and count < plan.global_batch_size:
-                start += left
-                continue
-            if 0 < left - count < plan.world_size and not self.drop_last:
-                count = left - plan.world_size  # a sample for each rank is left
-            part = share(count, self._rank, plan.world_size)
-            leaf = LeafSpan(self._rank, start + part.start, len(part))
-            start += count
-            yield StepSpan(plan.world_size, [leaf], everyone_has_leaves=True), start
+            end = start + self._size - start % self._size
+            for count in self._cut(end - start):
+                part = self._share(count)
+                leaf = LeafSpan(self._rank, start + part.start, len(part))
+                start += count
+                yield StepSpan(self.plan.world_size, [leaf], everyone_has_leaves=True), start
+            start = end
 
 
 class _Sampler:
     """What scripts take for a `DistributedSampler`."""
 
-    def __init__(self, batches: BatchLoader) -> None:
-        self.set_epoch, self._batches = batches.set_epoch, batches
+    def __init__(self, set_epoch: Callable[[int], None], shares: Sequence[range]) -> None:
+        self.set_epoch, self._num_samples = set_epoch, sum(map(len, shares))
 
     def __len__(self) -> int:
-        spans = islice(self._batches._spans(0), len(self._batches))
-        return sum(span.leaves[0].count for span, _ in spans)
+        return self._num_samples

@@ -90,11 +90,8 @@ def name_warnings(stack: ExitStack) -> None:
     stack.callback(log.removeHandler, handler)
 
 
-_OF_WRAPPER = {
-    "module": "gradsync wraps nothing: write model in place of model.module",
-    "no_sync": "gradsync wraps nothing: write sync.no_sync(), or no_sync() of DDPManager",
-}
-"""Names that torch's DDP has and a replicated model has not: what to write."""
+_OF_WRAPPER = {"module": "the model itself", "no_sync": "no_sync() of the handle or DDPManager"}
+"""Names that torch's DDP has and a replicated model has not: what there is here."""
 
 
 class Session:
@@ -183,7 +180,7 @@ class Session:
         """
         if isinstance(error, AttributeError) and "_modules" in getattr(error.obj, "__dict__", ()):
             for name in _OF_WRAPPER.keys() & {error.name}:
-                error.add_note(_OF_WRAPPER[name])
+                error.add_note(f"gradsync wraps nothing: take {_OF_WRAPPER[name]}")
         orderly = error is None or (isinstance(error, SystemExit) and error.code in _ORDERLY_EXITS)
         watch, self.watch = self.watch, None
         if error is not None and watch is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -15,14 +14,13 @@ from gradsync.comm.base import Communicator
 from gradsync.comm.groups import communicator, share_placement
 from gradsync.comm.shared_memory.choose import fastest, share_memory
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
-from gradsync.core.torch_options import drop_torchs
 from gradsync.errors import ConfigError, RunError
 from gradsync.runtime import environ
 from gradsync.runtime.resolve import resolve
 from gradsync.sync.batch_norm import NOT_INVARIANT, choose_batch_norm
 from gradsync.sync.check_model import broadcast_model, check_same_model, refuse_synchronised
 from gradsync.sync.gradient_sync import HANDLE, GradientSync
-from gradsync.sync.options import check_value
+from gradsync.sync.options import take_torchs
 from gradsync.sync.reducer import trainable
 from gradsync.sync.registry import (
     Strategy,
@@ -92,7 +90,8 @@ def replicate(
             no trainable parameter.
     """
     strategy = find_strategy(sync)
-    translate_ddp(sync, options, strategy.options)
+    ddp = torch.nn.parallel.DistributedDataParallel
+    take_torchs(f"sync={sync!r}", options, strategy.options, ddp)
     for name, parameter in trainable(model):
         if optimizer_watch().owns(parameter):
             said = f"parameter {name!r} of this model is replicated already"
@@ -122,22 +121,6 @@ def replicate(
         if part is model or any(parameter.requires_grad for parameter in own):
             part.__dict__[HANDLE] = handle
     return handle
-
-
-def translate_ddp(sync: str, options: dict[str, Any], known: Collection[str]) -> None:
-    """Give those `options` that are torch's DDP's their names here, of `known` ones, in place.
-
-    Raises:
-        ConfigError: one that is not known, or that would change results.
-    """
-    if (size := options.get("bucket_cap_mb")) is not None:
-        check_value("bucket_cap_mb", size, "size")
-        if "bucket_mb" in options:
-            raise ConfigError("bucket_cap_mb and bucket_mb are one option: give one of them")
-        if "bucket_mb" in known:
-            options["bucket_mb"] = options.pop("bucket_cap_mb")
-    ddp = torch.nn.parallel.DistributedDataParallel
-    drop_torchs(f"sync={sync!r}", options, known, ddp)
 
 
 def _world_here() -> World:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
-
-from torch.nn import Module
+from typing import TYPE_CHECKING, Any
 
 from gradsync.comm.base import Communicator
 from gradsync.core.files import counted
@@ -29,12 +27,6 @@ class StateMethods:
     reducer: Reducer
     _buffers: BufferSync
     _parts: StepParts
-
-    def __getattr__(self, name: str) -> NoReturn:
-        """Raise AttributeError, which names the model where a wrapper is expected."""
-        of_model = ": gs.replicate wraps nothing, it is the model's own (`sync.model`)"
-        hint = of_model if name == "module" or hasattr(Module, name) else ""
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
     def __repr__(self) -> str:
         of = f"{type(self.model).__name__}, {counted(len(self.reducer.parameters), 'parameter')}"

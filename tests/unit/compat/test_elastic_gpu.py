@@ -149,7 +149,6 @@ def test_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     config = gs.ElasticGPUConfig(base_batch_size=64)
     assert config.strategy in ("single", "ddp")
     assert str(config).startswith(f"{len(config.devices)} x ")
-    assert len(config.gpu_specs) == config.gpu_count
     assert config.config["device"] == ("cuda:0" if config.gpu_count else "cpu")
     config.log_gpu_memory("now")
     assert capsys.readouterr().out.startswith("now: ")

@@ -1,5 +1,7 @@
 """Names that courses on distributed training ask for, over `gs.replicate`.
 
+    from gradsync.compat.course import NaiveDDPTrainer, setup_distributed, shard_batch
+
     setup_distributed(rank, world_size)
     trainer = NaiveDDPTrainer(model, optimizer, rank, world_size, device)
     for global_batch in loader:                                # the same batch on all ranks
@@ -29,6 +31,7 @@ from torch.nn import functional as F
 
 from gradsync.comm.groups import communicator
 from gradsync.compat.frozen import map_tensors, tensors_in
+from gradsync.compat.functions import setup_distributed as setup_distributed  # noqa: PLC0414  a re-export
 from gradsync.data.batch_plan import share
 from gradsync.data.leaf import count_targets
 from gradsync.errors import ConfigError, DataError

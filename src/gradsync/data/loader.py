@@ -105,13 +105,13 @@ class Loader:
             `gs.init`.
         num_workers: DataLoader worker processes that read ahead; 0 reads in this process. Workers
             hold no state, so the order and the exactness of resuming do not depend on it.
-        worker_options: options of torch's `DataLoader` for these workers, of `WORKER_OPTIONS`.
+        worker_options: options of torch's `DataLoader` for these workers, such as `timeout`.
         collate_fn: list of samples to batch; None is torch's `default_collate`.
         num_epochs: passes over the data; None never ends.
         shuffle: False keeps the order of the data set.
         seed_leaves: seed torch's generators by (seed, step, leaf) before each leaf, so dropout is
             the leaf's and not the rank's, and Python's and numpy's while it is read; False leaves
-            them alone. See [Note: Keyed streams].
+            them alone.
         device: where batches go; None is the world's device.
         others: nothing; names that torch's `DataLoader` takes are answered with ours.
 
@@ -496,7 +496,7 @@ class DatasetLoader:
         seq_len: T, tokens in a sample.
         process_rank: this process, 0 .. num_processes-1.
         num_processes: processes that share the data.
-        dataset_dir: a data directory, see `open_dataset`.
+        dataset_dir: a data directory, as `gradsync prepare` writes it.
         device: where batches go.
         split: "train" or "val".
         seed, seed_leaves: as for `Loader`; a leaf is a process's batch.

@@ -85,7 +85,7 @@ def explain_world(env: Mapping[str, str] | None = None) -> str:
         env: environment to explain; by default this process's own.
 
     Raises:
-        LaunchError: as `resolve`.
+        LaunchError: variables that are no numbers, partly set, or contradict each other.
     """
     resolution = resolve(environ.snapshot() if env is None else env)
     lines = [resolution.explain(), f"world: {resolution.world.describe()}"]

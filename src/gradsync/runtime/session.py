@@ -378,7 +378,7 @@ def init(
             leaves them as they are.
         keep_memory: what is freed stays in this process for the next step (Linux with glibc).
             Faster steps on a CPU where they use big temporaries; the process stays at its peak
-            size, and the setting outlives the session. See [Note: Keeping freed memory].
+            size, and the setting outlives the session. See docs/guide/verifying.md.
         report_wait_s: a wait for another rank of so many seconds is reported, with the line where
             that rank is (docs/guide/when-it-hangs.md).
         stacks_dir: folder in which each rank writes down its stacks when a rank is late or has
@@ -389,7 +389,8 @@ def init(
 
     Raises:
         ConfigError: a number that no run could use, such as a time beyond 32 years; when entered,
-            whatever `Session.open` raises.
+            also a backend that is unknown or cannot be used here.
+        LaunchError, RendezvousError: when entered, see docs/guide/launching.md.
     """
     return Session(
         SessionOptions(

@@ -72,7 +72,7 @@ class StateMethods:
             self.reducer.shards.scatter(each)
 
     def sharded_state_dict(self, optimizer: Optimizers) -> HeldState | None:
-        """This rank's part, see `Replicas.sharded_state_dict`; None where the state is whole."""
+        """This rank's part of the state, sharing its memory; None where the state is whole."""
         found: HeldState = {}
         for each in each_optimizer(optimizer):
             held = self.reducer.shards.sharded_state_dict(each)
@@ -129,7 +129,7 @@ class StateMethods:
         All ranks call it between two steps, after `step` and before the next step's first
         `backward`: an update that ranks divide among themselves (on one host, `zero1`, `zero2`)
         makes one mixture of weights that differed before it, and then all are equal. It finds the
-        changes that a step does not notice by itself, see [Note: Signs of an edit].
+        changes that a step does not notice by itself, such as `p.data[0] = 0`.
 
         Args:
             optimizer: compare its state too; not under strategies that shard it.

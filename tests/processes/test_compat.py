@@ -23,9 +23,19 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from gradsync import DDPManager, get_device, init_distributed, is_main_process, setup_distributed
-from gradsync.compat.functions import backend_here
+from gradsync.compat.functions import (
+    backend_here,
+    barrier,
+    broadcast,
+    cleanup_distributed,
+    get_local_rank,
+    get_rank,
+    get_world_size,
+    is_distributed,
+    per_process_batch,
+)
 from gradsync.compat.manager import BatchLoader
-from gradsync.errors import ConfigError, PeerError, RunError
+from gradsync.errors import ConfigError, LaunchError, PeerError, RunError
 from gradsync.runtime.store import wait_until
 from gradsync.sync.replicate import replicate
 from gradsync.world import World
@@ -586,6 +596,42 @@ def test_joining_by_a_function(pool: Any, join: Callable[[int, int, int], object
         assert not seen["group after"]
 
 
+def use_the_getters(rank: int, world_size: int, store_path: str) -> list[Any]:
+    """Before the group, and in it."""
+    with started_by_mpirun(rank, world_size, store_path):
+        seen: list[Any] = [get_rank(), get_world_size(), get_local_rank(), is_distributed()]
+        with DDPManager():
+            seen += [get_rank(), get_world_size(), get_local_rank(), is_distributed()]
+            barrier()
+            tensor = torch.tensor([float(rank)])
+            assert broadcast(tensor, src=world_size - 1) is tensor
+            return [*seen, tensor.item()]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_getters_barrier_and_broadcast(pool: Any, ranks: int) -> None:
+    place = [[rank, ranks, rank, ranks > 1] for rank in range(ranks)]
+    assert pool.run(use_the_getters, ranks) == [[*each, *each, ranks - 1.0] for each in place]
+
+
+@pytest.mark.parametrize("micro", range(1, 9))
+@pytest.mark.parametrize("accumulation", [1, 2, 3, 8])
+@pytest.mark.parametrize("ranks", range(1, 9))
+def test_the_batch_of_a_process_is_exact(micro: int, accumulation: int, ranks: int) -> None:
+    total = micro * accumulation
+    if total % ranks:
+        with pytest.raises(ConfigError, match=f"{total} samples .* {ranks} processes"):
+            per_process_batch(micro, accumulation, ranks)
+        return
+    size, steps = per_process_batch(micro, accumulation, ranks)
+    assert size * steps * ranks == total
+    assert 1 <= size <= max(micro // ranks, 1)
+    if micro % ranks == 0:  # the published formula is exact there
+        assert (size, steps) == (micro // ranks, accumulation)
+    if micro < ranks:
+        assert (size, steps) == (1, total // ranks)
+
+
 def test_the_device_needs_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
     assert get_device() == torch.device("cpu" if not torch.cuda.is_available() else "cuda:0")
     variables = {"RANK": "6", "WORLD_SIZE": "8", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4"}
@@ -603,8 +649,13 @@ def with_a_group_of_ones_own(rank: int, world_size: int, store_path: str) -> boo
         "gloo", init_method=f"file://{store_path}", rank=rank, world_size=world_size
     )
     main = is_main_process()
-    dist.barrier()  # the first to leave would close a connection that the other one is still making
-    dist.destroy_process_group()
+    assert (get_rank(), get_world_size()) == (rank, world_size)
+    with pytest.raises(LaunchError, match=f"rank {rank}: .*LOCAL_RANK"):  # not 0 on all of them
+        get_local_rank()
+    barrier()  # the first to leave would close a connection that the other one is still making
+    cleanup_distributed()
+    assert not dist.is_initialized()
+    cleanup_distributed()
     return main
 
 

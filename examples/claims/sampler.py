@@ -19,7 +19,7 @@ def dealt(num_samples: int, ranks: int, epoch: int = -1) -> list[list[int]]:
 
 def ours(ranks: int) -> list[list[int]]:
     """The same from gs.loader, in batches of five samples."""
-    worlds = [gs.World(rank=rank, world_size=ranks, device="cpu") for rank in range(ranks)]
+    worlds = [gs.World(rank=rank, world_size=ranks) for rank in range(ranks)]
     sizes = {"global_batch_size": 5, "micro_batch_size": 1, "num_epochs": 1}
     loaders = [gs.loader(range(10), world, **sizes) for world in worlds]
     return [[int(leaf.batch) for step in made for leaf in step] for made in loaders]

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from gradsync.errors import LaunchError
+
+if TYPE_CHECKING:
+    import torch
 
 _MOST = 2**20
 """Ranks of a run. Their number comes from the environment, and lists of that length are made."""
@@ -38,8 +42,8 @@ class World:
     launcher: str = "python"
     """python, torchrun, env (by hand), openmpi, pals, flux, mvapich2, hydra or srun; from
     `from_process_group`: process group, or `NO_GROUP`."""
-    device: str = "cpu"
-    """Torch device of this rank, such as "cpu" or "cuda:1". Set when the session starts."""
+    device_name: str = "cpu"
+    """Name of `device`, such as "cpu" or "cuda:1". Set when the session starts."""
     seed: int = 0
     """The `seed` of `gs.init`, 0 where it had none; loaders take it where they are given none."""
 
@@ -61,6 +65,13 @@ class World:
         for holds, rule in checks:
             if not holds:
                 raise LaunchError(f"{rule}; got {self.describe()}")
+
+    @property
+    def device(self) -> torch.device:
+        """Torch device of this rank."""
+        import torch
+
+        return torch.device(self.device_name)
 
     @property
     def is_main(self) -> bool:
@@ -94,7 +105,7 @@ class World:
         return (
             f"rank={self.rank}({self.world_size}) local_rank={self.local_rank}"
             f"({self.local_world_size}) node_rank={self.node_rank}({self.num_nodes}) "
-            f"launcher={self.launcher} device={self.device}"
+            f"launcher={self.launcher} device={self.device_name}"
         )
 
 
@@ -136,5 +147,5 @@ def _ask_process_group() -> World:
     hosts = [bytes(told.tolist()).decode().strip() for told in names]
     if torch.cuda.is_available() and "nccl" in dist.get_backend_config():
         device = f"cuda:{torch.cuda.current_device()}"
-    world = World(rank=rank, world_size=world_size, launcher="process group", device=device)
+    world = World(rank=rank, world_size=world_size, launcher="process group", device_name=device)
     return place(world, hosts, trust_local=False)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 def run(config: TrainConfig) -> TrainOutcome:
     session = Session(SessionOptions(device="cuda", threads=1), env={})
     with session as world:
-        assert world.device == "cuda:0"
+        assert str(world.device) == "cuda:0"
         return train(config, world, threads=session.threads)
 
 

@@ -23,9 +23,21 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from gradsync import DDPManager, get_device, init_distributed, is_main_process, setup_distributed
-from gradsync.compat.functions import backend_here
-from gradsync.errors import ConfigError, PeerError, RunError
+from gradsync.compat.functions import (
+    backend_here,
+    barrier,
+    broadcast,
+    cleanup_distributed,
+    get_local_rank,
+    get_rank,
+    get_world_size,
+    is_distributed,
+    per_process_batch,
+)
+from gradsync.compat.manager import BatchLoader
+from gradsync.errors import ConfigError, LaunchError, PeerError, RunError
 from gradsync.runtime.store import wait_until
+from gradsync.sync.replicate import replicate
 from gradsync.world import World
 from support.launchers import run_python, run_torchrun
 from support.rank_session import open_session
@@ -90,7 +102,7 @@ def test_every_method_on_two_ranks(pool: Any) -> None:
             "numbers": (rank, 2, rank),
             "main": rank == 0,
             **{"sum": [3.0, 10.0], "mean": [1.5, 5.0], "min": [1.0, 0.0], "max": [2.0, 10.0]},
-            **{"SUM": 3.0, "AVG": 1.5, "MIN": 1.0, "MAX": 2.0, "default": 0.5},
+            **{"SUM": 3.0, "AVG": 1.5, "MIN": 1.0, "MAX": 2.0, "default": 1.0},
             "passed the barrier": True,
             "group after": False,
         }
@@ -133,6 +145,38 @@ DDP_OPTIONS: dict[str, Any] = {
 }
 
 
+def use_the_wrapper(rank: int, world_size: int, store_path: str) -> list[Any]:
+    """What scripts do with torch's DDP; one micro-batch that is not synchronised, then one."""
+    with started_by_mpirun(rank, world_size, store_path), DDPManager() as manager:
+        wrapped = manager.wrap_model(nn.Linear(2, 1, bias=False), sync="ddp")
+        with wrapped.no_sync():
+            wrapped(torch.full((1, 2), 1.0 + rank)).sum().backward()
+        early = wrapped.module.weight.grad.tolist()
+        wrapped.require_backward_grad_sync = True
+        wrapped(torch.ones(1, 2)).sum().backward()
+        names = [*wrapped.state_dict(), *wrapped.module.state_dict()]
+        return [early, wrapped.module.weight.grad.tolist(), names]
+
+
+def test_the_wrapper_is_the_same_on_one_rank(pool: Any) -> None:
+    names = ["module.weight", "weight"]
+    assert pool.run(use_the_wrapper, 1) == [[[[1.0, 1.0]], [[2.0, 2.0]], names]]
+    assert [seen[1:] for seen in pool.run(use_the_wrapper, 2)] == [[[[2.5, 2.5]], names]] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("module", "the model itself"), ("no_sync", "DDPManager")]
+)
+def test_what_a_wrapper_would_have_is_answered_with_ours(name: str, hint: str) -> None:
+    with pytest.raises(AttributeError, match=name) as caught, DDPManager() as manager:
+        getattr(manager.wrap_model(nn.Linear(1, 1)), name)
+    (note,) = caught.value.__notes__
+    assert hint in note
+    with pytest.raises(AttributeError, match="weird") as caught, DDPManager() as manager:
+        manager.wrap_model(nn.Linear(1, 1)).weird()
+    assert not hasattr(caught.value, "__notes__")
+
+
 def wrap_in_place(rank: int, world_size: int, store_path: str) -> dict[str, Any]:
     with started_by_mpirun(rank, world_size, store_path), DDPManager() as manager:
         torch.manual_seed(rank)
@@ -172,29 +216,93 @@ def take_passes(
         return {"len": len(batches), "taken": taken, "state": batches.state_dict()}
 
 
-@pytest.mark.parametrize(("size", "batches"), [(11, 2), (8, 2), (3, 1), (4, 1)])
-def test_ranks_get_equal_numbers_of_batches(pool: Any, size: int, batches: int) -> None:
-    """With 4 samples a step: 11 is not divisible, 3 is less than a step."""
-    results = pool.run(take_passes, 2, size, size, {})
-    for seen in results:
-        assert seen["len"] == batches
-        assert [[len(batch) for batch in one_pass] for one_pass in seen["taken"]] == [
-            [2] * batches
-        ] * size
-        assert seen["state"]["samples"] == 4 * batches * size
-    # Whole epochs have gone by: every sample came equally often, on one rank or the other.
-    taken = [seen["taken"] for seen in results]
-    assert sorted(torch.tensor(taken).flatten().tolist()) == sorted([*range(size)] * 4 * batches)
+def dealt(pool: Any, ranks: int, size: int, passes: int, **options: Any) -> list[list[list[int]]]:
+    """Per rank and pass the batches, as one list: rank 0's samples come first in each batch."""
+    seen = pool.run(take_passes, ranks, size, passes, options)
+    assert len({rank["len"] for rank in seen}) == 1
+    assert len({str(rank["state"]) for rank in seen}) == 1
+    for rank in seen:
+        assert [len(one_pass) for one_pass in rank["taken"]] == [rank["len"]] * passes
+    return [rank["taken"] for rank in seen]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("batch_size", [2, 3, 4])
+@pytest.mark.parametrize("size", [3, 4, 7, 10, 13, 24])
+def test_a_pass_is_each_sample_once(size: int, batch_size: int, ranks: int) -> None:
+    """Every rank has as many batches, none of them empty or longer than `batch_size`."""
+    worlds = [World(rank=r, world_size=ranks, local_world_size=ranks) for r in range(ranks)]
+    made = [BatchLoader(Numbers(size), w, batch_size, drop_last=False) for w in worlds]
+    for _ in range(2):
+        taken = [list(batches) for batches in made]
+        assert {len(mine) for mine in taken} == {len(made[0])}
+        lengths = [[len(batch) for batch in mine] for mine in taken]
+        assert all(0 < length <= batch_size for mine in lengths for length in mine)
+        samples = [x for mine in taken for batch in mine for x in batch.tolist()]
+        assert sorted(samples) == list(range(size))
+        assert [sum(mine) for mine in lengths] == [len(batches.sampler) for batches in made]
 
 
 def test_orders(pool: Any) -> None:
-    first, second = pool.run(take_passes, 2, 10, 2, {"shuffle": False})
-    # The data set's own; what is left over (8, 9) begins the second pass.
-    assert first["taken"] == [[[0, 1], [4, 5]], [[8, 9], [2, 3]]]
-    assert second["taken"] == [[[2, 3], [6, 7]], [[0, 1], [4, 5]]]
-    orders = [pool.run(take_passes, 1, 12, 2, {"seed": seed})[0]["taken"] for seed in (0, 0, 1)]
+    """Ten samples, four a step: each pass is all ten, in the data set's own order."""
+    first, second = dealt(pool, 2, 10, 2, shuffle=False)
+    assert first == [[[0, 1], [4, 5], [8]]] * 2
+    assert second == [[[2, 3], [6, 7], [9]]] * 2
+    first, second, third = dealt(pool, 3, 13, 1, shuffle=False)  # 6, then 4 of 7: none is empty
+    assert first == [[[0, 1], [6], [10]]]
+    assert second == [[[2, 3], [7], [11]]]
+    assert third == [[[4, 5], [8, 9], [12]]]
+    orders = [dealt(pool, 1, 12, 2, seed=seed)[0] for seed in (0, 0, 1)]
     assert orders[0] == orders[1] != orders[2]
-    assert orders[0][0] != orders[0][1]  # another order in each epoch, by itself
+    assert orders[0][0] != orders[0][1]  # another order in each pass, by itself
+
+
+def test_passes_as_torchs_loader_has_them() -> None:
+    """A look at the first batch costs a pass no sample; `set_epoch` names the order."""
+    with DDPManager() as manager:
+        data = Numbers(5)
+        batches = manager.get_dataloader(data, 2)
+        assert (batches.dataset, batches.batch_size, len(batches.sampler)) == (data, 2, 5)
+        epochs = [torch.cat(list(batches)).tolist() for _ in range(3)]
+        batches.sampler.set_epoch(1)
+        assert torch.cat(list(batches)).tolist() == epochs[1]
+        assert torch.cat(list(batches)).tolist() == epochs[2]
+        next(iter(batches))
+        assert sorted(torch.cat(list(batches)).tolist()) == [0, 1, 2, 3, 4]
+        whole = manager.get_dataloader(data, 2, drop_last=True)
+        passes = [[len(batch) for batch in whole] for _ in range(2)]
+        assert passes == [[2, 2], [2, 2]]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_pass_goes_on_where_its_state_was_saved(ranks: int) -> None:
+    """Also on another number of ranks, and where the script names the epoch again."""
+    saved = BatchLoader(Numbers(11), World(), 2, drop_last=False)
+    list(saved)
+    second = iter(saved)
+    taken = [next(second).tolist(), next(second).tolist()]
+    state = saved.state_dict()
+    rest = []
+    for rank in range(ranks):
+        world = World(rank=rank, world_size=ranks, local_world_size=ranks)
+        batches = BatchLoader(Numbers(11), world, 2, drop_last=False)
+        batches.load_state_dict(state)
+        batches.set_epoch(1)
+        rest += [x for batch in batches for x in batch.tolist()]
+        assert len(list(batches)) == len(batches)  # the third pass is whole
+    assert sorted([*rest, *taken[0], *taken[1]]) == list(range(11))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "size", "options"),
+    [(3, 10, {"batch_size": 1}), (3, 2, {"batch_size": 4}), (2, 7, {"batch_size": 4})],
+)
+def test_samples_that_cannot_be_dealt_are_refused(
+    ranks: int, size: int, options: dict[str, Any]
+) -> None:
+    world = World(world_size=ranks, local_world_size=ranks)
+    with pytest.raises(ConfigError, match=f"{size} samples .* {ranks} ranks"):
+        BatchLoader(Numbers(size), world, drop_last=size == 7, **options)
 
 
 def double(batch: list[int]) -> Tensor:
@@ -213,29 +321,42 @@ def test_options_of_torch_are_taken_or_named(caplog: pytest.LogCaptureFixture) -
         in_order = (False, None, None, 0, double, True)  # as torch's DataLoader takes them
         batches = manager.get_dataloader(Numbers(4), 2, *in_order)
         assert [batch.tolist() for batch in batches] == [[0, 2], [4, 6]]
-    assert "pin_memory=True is ignored: batches come on this rank's device" in caplog.text
+    assert "pin_memory=True of DataLoader is ignored" in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("sync", "name", "value", "why"),
+    ("sync", "name", "value"),
     [
-        ("naive", "bucket_cap_mb", 25, "this strategy has no buckets"),
-        ("diloco", "bucket_cap_mb", 1.5, "this strategy has no buckets"),
-        ("invariant", "bucket_cap_mb", None, "this strategy has no buckets"),
-        ("naive", "static_graph", True, "no step is planned from the first one"),
-        ("invariant", "init_sync", True, "it is DistributedDataParallel's default"),
-        ("bucketed", "check_reduction", False, "it is DistributedDataParallel's default"),
-        ("naive", "device_mesh", None, "it is DistributedDataParallel's default"),
-        ("invariant", "dim", 1, "all is on this rank's device"),
+        ("naive", "bucket_cap_mb", 25),
+        ("diloco", "bucket_cap_mb", 1.5),
+        ("invariant", "bucket_cap_mb", None),
+        ("naive", "static_graph", True),
+        ("invariant", "init_sync", True),  # DDP's default
+        ("bucketed", "check_reduction", False),
+        ("naive", "device_mesh", None),
+        ("invariant", "dim", 1),
     ],
 )
 def test_options_of_ddp_that_change_no_result_are_ignored(
-    sync: str, name: str, value: object, why: str, caplog: pytest.LogCaptureFixture
+    sync: str, name: str, value: object, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.DEBUG, "gradsync"), DDPManager() as manager:
         manager.wrap_model(nn.Linear(1, 1), sync=sync, **{name: value})
         assert len(manager._handles) == 1
-    assert f"{name}={value!r} is ignored: {why}" in caplog.text
+    assert f"{name}={value!r} of DistributedDataParallel is ignored" in caplog.text
+
+
+@pytest.mark.parametrize("sync", ["invariant", "naive", "ddp", "fsdp"])
+def test_replicate_takes_the_options_of_ddp(sync: str) -> None:
+    """As `wrap_model` does: a script may keep its arguments."""
+    handle = replicate(nn.Linear(1, 1), World(), sync=sync, **DDP_OPTIONS)
+    handle.close()
+    recipe = getattr(handle.reducer, "recipe", None)
+    assert recipe is None or recipe.bucket_mb == 1.0
+    with pytest.raises(ConfigError, match="init_sync= of torch is True always"):
+        replicate(nn.Linear(1, 1), World(), sync=sync, init_sync=False)
+    with pytest.raises(ConfigError, match="has no option 'bogus'"):
+        replicate(nn.Linear(1, 1), World(), sync=sync, bogus=False)
 
 
 @pytest.mark.parametrize(
@@ -372,10 +493,11 @@ def test_nccl_without_a_gpu_is_gloo(
 def go_on(rank: int, world_size: int, store_path: str) -> tuple[list[Any], list[Any]]:
     with started_by_mpirun(rank, world_size, store_path), DDPManager() as manager:
         first = manager.get_dataloader(Numbers(11), batch_size=2, seed=3)
-        next(iter(first))  # a pass that is left in the middle
+        undisturbed = iter(first)
+        next(undisturbed)
         state = first.state_dict()
         assert state["samples"] == 4
-        rest = [batch.tolist() for batch in first]
+        rest = [batch.tolist() for batch in undisturbed]
         resumed = manager.get_dataloader(Numbers(11), batch_size=2, seed=3)
         resumed.load_state_dict(state)
         return rest, [batch.tolist() for batch in resumed]
@@ -412,7 +534,7 @@ def test_one_rank_needs_nothing_else() -> None:
     session = manager._session
     with manager:
         assert manager._session is session  # joined only once
-        assert manager.world == World(device=str(manager.device))
+        assert manager.world == World(device_name=str(manager.device))
         assert not dist.is_initialized()
         model = nn.Linear(2, 2)
         assert manager.wrap_model(model) is model
@@ -423,7 +545,7 @@ def test_one_rank_needs_nothing_else() -> None:
     manager.world = World(world_size=2, local_world_size=2)  # as it was before `cleanup`
     assert manager.all_reduce(torch.tensor(4.0)).item() == 4.0
     with pytest.raises(ConfigError, match=r"the mean of torch.int64 would be cut off"):
-        manager.all_reduce(torch.tensor(4))
+        manager.all_reduce(torch.tensor(4), "mean")
 
 
 # -- functions ------------------------------------------------------------------------------------
@@ -474,6 +596,42 @@ def test_joining_by_a_function(pool: Any, join: Callable[[int, int, int], object
         assert not seen["group after"]
 
 
+def use_the_getters(rank: int, world_size: int, store_path: str) -> list[Any]:
+    """Before the group, and in it."""
+    with started_by_mpirun(rank, world_size, store_path):
+        seen: list[Any] = [get_rank(), get_world_size(), get_local_rank(), is_distributed()]
+        with DDPManager():
+            seen += [get_rank(), get_world_size(), get_local_rank(), is_distributed()]
+            barrier()
+            tensor = torch.tensor([float(rank)])
+            assert broadcast(tensor, src=world_size - 1) is tensor
+            return [*seen, tensor.item()]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_getters_barrier_and_broadcast(pool: Any, ranks: int) -> None:
+    place = [[rank, ranks, rank, ranks > 1] for rank in range(ranks)]
+    assert pool.run(use_the_getters, ranks) == [[*each, *each, ranks - 1.0] for each in place]
+
+
+@pytest.mark.parametrize("micro", range(1, 9))
+@pytest.mark.parametrize("accumulation", [1, 2, 3, 8])
+@pytest.mark.parametrize("ranks", range(1, 9))
+def test_the_batch_of_a_process_is_exact(micro: int, accumulation: int, ranks: int) -> None:
+    total = micro * accumulation
+    if total % ranks:
+        with pytest.raises(ConfigError, match=f"{total} samples .* {ranks} processes"):
+            per_process_batch(micro, accumulation, ranks)
+        return
+    size, steps = per_process_batch(micro, accumulation, ranks)
+    assert size * steps * ranks == total
+    assert 1 <= size <= max(micro // ranks, 1)
+    if micro % ranks == 0:  # the published formula is exact there
+        assert (size, steps) == (micro // ranks, accumulation)
+    if micro < ranks:
+        assert (size, steps) == (1, total // ranks)
+
+
 def test_the_device_needs_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
     assert get_device() == torch.device("cpu" if not torch.cuda.is_available() else "cuda:0")
     variables = {"RANK": "6", "WORLD_SIZE": "8", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4"}
@@ -491,8 +649,13 @@ def with_a_group_of_ones_own(rank: int, world_size: int, store_path: str) -> boo
         "gloo", init_method=f"file://{store_path}", rank=rank, world_size=world_size
     )
     main = is_main_process()
-    dist.barrier()  # the first to leave would close a connection that the other one is still making
-    dist.destroy_process_group()
+    assert (get_rank(), get_world_size()) == (rank, world_size)
+    with pytest.raises(LaunchError, match=f"rank {rank}: .*LOCAL_RANK"):  # not 0 on all of them
+        get_local_rank()
+    barrier()  # the first to leave would close a connection that the other one is still making
+    cleanup_distributed()
+    assert not dist.is_initialized()
+    cleanup_distributed()
     return main
 
 

@@ -93,7 +93,7 @@ def test_inside_and_after(pool: Any) -> None:
         }
         assert seen["others"] == set(EXPORTED)
         assert (seen["world"].rank, seen["world"].world_size) == (rank, 2)
-        assert seen["world"].device == "cpu"
+        assert seen["world"].device == torch.device("cpu")
         assert seen["threads"] == (2, 2)
         assert seen["group"]
         assert seen["sum"] == 1.0

@@ -43,9 +43,11 @@ def test_a_run_writes_down_what_was_found(
     line = ["train", str(config_file), "--elastic", "--nproc-per-node", "1"]
     monkeypatch.setattr("gradsync.cli.train.host_cores", lambda: 0)
     assert main(line) == 0
-    assert "\n1 ranks share 0 cores: no faster than 0 ranks\n" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "\n1 ranks share 0 cores: no faster than 0 ranks\n" in said
     run = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     found = run["micro_batch_size"]
+    assert f"--micro-batch-size {found} " in said  # how to have the bits of this choice again
     (kept,) = (tmp_path / "cache" / "micro-batch").iterdir()
     assert json.loads(kept.read_text())["size"] == found
     assert (run["sync"], run["dtype"]) == ("invariant", "fp32")
@@ -77,7 +79,7 @@ def test_ranks_agree_on_a_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     def agreed(slow: int, out: Path) -> set[tuple[str, str]]:
         def one(rank: int, group: dist.ProcessGroup) -> tuple[str, str]:
-            world = World(rank=rank, world_size=3, device="cpu" if rank == slow else "cuda:0")
+            world = World(rank=rank, world_size=3, device_name="cpu" if rank == slow else "cuda:0")
             config = TrainConfig(out=str(out if rank == 0 else tmp_path / "elsewhere"))
             found, line = resolve_dtype(config, world, ProcessGroupCommunicator(group))
             return found.named_dtype, line

@@ -72,6 +72,13 @@ def mean_gradients(*turns: int, users: tuple[int, ...] = (0, 1, 2)) -> Gradients
     return gradients(model)
 
 
+def own_gradients(rank: int) -> Gradients:
+    """One rank's gradients of turn 0, not averaged."""
+    model = start()
+    loss_of(model, rank).backward()
+    return gradients(model)
+
+
 def assert_gradients(found: Gradients, expected: Gradients) -> None:
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
@@ -167,6 +174,19 @@ def sets_the_flag_of_ddp(rank: int, sync: GradientSync, _: Any) -> None:
     assert not sync.require_backward_grad_sync
     sync.require_backward_grad_sync = True
     loss_of(sync.model, rank, 2).backward()
+
+
+@finds(0, 1)
+def sets_the_flag_on_the_model(rank: int, sync: GradientSync, _: Any) -> None:
+    """As scripts do that wrap in torch's DDP: gradients are this rank's own until it is True."""
+    sync.model.require_backward_grad_sync = False
+    loss_of(sync.model, rank, 0).backward()
+    assert not sync.require_backward_grad_sync
+    assert_gradients(gradients(sync.model), own_gradients(rank))
+    with sync.no_sync():
+        sync.model.require_backward_grad_sync = True
+    assert sync.require_backward_grad_sync
+    loss_of(sync.model, rank, 1).backward()
 
 
 @finds(0)
@@ -283,6 +303,22 @@ def test_synchronised_backwards_that_add_up_are_said_once(
     assert len(found) == said
 
 
+def test_the_flag_of_one_model_in_a_list_counts() -> None:
+    def train(sync: GradientSync, _: Any) -> list[float]:
+        first, second = sync.model
+        first.require_backward_grad_sync = False
+        (second(first(torch.ones(1, 1))) * (1.0 + sync.comm.rank)).sum().backward()
+        early = second.bias.grad.item()
+        first.require_backward_grad_sync = True
+        second(first(torch.ones(1, 1))).sum().backward()
+        return [early, second.bias.grad.item()]
+
+    def pair() -> nn.Module:
+        return nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
+
+    assert on_handles(train, pair, sync="bucketed") == [[1.0, 2.5], [2.0, 2.5]]
+
+
 @every_strategy
 def test_no_sync_must_be_entered_before_the_forward(name: str) -> None:
     def loop(rank: int, sync: GradientSync, _: Any) -> list[str]:
@@ -302,9 +338,14 @@ def test_no_sync_must_be_entered_before_the_forward(name: str) -> None:
         loss = loss_of(sync.model, rank)
         sync.require_backward_grad_sync = False
         refused(loss)
+        sync.require_backward_grad_sync = True
+        loss = loss_of(sync.model, rank)
+        sync.model.require_backward_grad_sync = False  # the same, set on the model
+        refused(loss)
         return messages
 
-    for late, early, flag in on_ranks(name, loop):
+    for late, early, flag, of_model in on_ranks(name, loop):
+        assert of_model == flag
         assert late.startswith("no_sync() was entered after the forward: enclose forward and back")
         assert early.startswith("no_sync() was entered around the forward only: enclose forward ")
         assert "set require_backward_grad_sync before the forward" in flag

@@ -17,6 +17,7 @@ from pathlib import Path
 import claims
 import pytest
 
+import gradsync
 from gradsync.comm.reductions import ALGORITHMS
 from gradsync.data.batch_plan import solve_batch_plan
 from gradsync.errors import GradsyncError
@@ -32,6 +33,7 @@ from gradsync.runtime.store import host_store
 from gradsync.sync.options import Recipe
 from gradsync.sync.registry import STRATEGIES
 from gradsync.train.check import check_size
+from gradsync.train.config_io import parse_config
 from support.launchers import run_python
 
 ROOT = Path(__file__).parents[2]
@@ -64,6 +66,42 @@ def test_python_runs_on_one_rank(guide: Path) -> None:
     program = PROCESS_GROUP + python_of(guide.read_text()) + EPILOGUE
     done = run_python(["-W", "error", "-c", program]).ok()
     assert len(done.stdout.splitlines()) == program.count("print(")
+
+
+FIVE = (ROOT / "docs" / "guide" / "from-five-documents.md").read_text()
+OF_THE_DOCUMENTS = """
+DDPManager initialize wrap_model get_dataloader all_reduce barrier cleanup ElasticGPUConfig
+log_gpu_memory init_distributed split_dataset_by_node create_data_loader ddp_enabled ddp_backend
+ddp_find_unused_parameters DatasetLoader require_backward_grad_sync tokens_per_update setup
+DistributedSampler set_epoch bucket_cap_mb gradient_as_bucket_view find_unused_parameters new_group
+NaiveDDPTrainer train_step setup_distributed shard_batch benchmark_results.csv test_ddp.py
+launch_ddp_training.sh submit_ddp_training.slurm verify_correctness.py benchmark_naive_ddp.py
+run_verification.sh run_benchmark.sh naive_ddp_trainer.py NUM_GPUS MASTER_PORT NCCL_DEBUG FP8 WSL2
+--elastic_gpu --gpus_per_node torch.distributed.launch compile_model is_main_process get_device
+"""
+
+
+def test_the_page_of_five_documents_has_every_name_of_theirs() -> None:
+    missing = [
+        name for name in OF_THE_DOCUMENTS if not re.search(rf"(?<!\w){re.escape(name)}", FIVE)
+    ]
+    assert missing == []
+    readme = (ROOT / "README.md").read_text()
+    assert "from-five-documents.md" in readme.partition("## ")[0]
+
+
+def test_names_of_ours_on_that_page_are_there() -> None:
+    for name in re.findall(r"\bgs\.(\w+)", FIVE):
+        assert hasattr(gradsync, name), name
+    for name in re.findall(r"\bmanager\.(\w+)", FIVE):
+        assert hasattr(gradsync.DDPManager(), name), name
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda p: p.name)
+def test_example_files_are_configurations(path: Path) -> None:
+    config = parse_config([str(path)])
+    assert config.batch_plan(2).num_leaves == 8
+    assert config.sync in path.read_text()
 
 
 def test_the_first_loop_is_the_example() -> None:

@@ -147,3 +147,40 @@ def explained():
 def test_the_tree_was_found() -> None:
     assert len(MODULES) > 60
     assert ROOT / "runtime" / "session.py" in MODULES
+
+
+# -- words that lead to others --------------------------------------------------------------------
+
+
+def described() -> Iterator[tuple[str, Any, str]]:
+    """What the reference shows: each name, its owner, its docstring."""
+    page = (ROOT.parents[1] / "docs" / "reference.md").read_text()
+    for module, name in re.findall(r"^\.\. auto\w+:: ([\w.]+)\.(\w+)$", page, re.MULTILINE):
+        value = getattr(import_module(module), name)
+        yield name, value, inspect.getdoc(value) or ""
+        if isinstance(value, type):
+            for member, part in inspect.getmembers(value):
+                if not member.startswith("_") and (callable(part) or isinstance(part, property)):
+                    yield f"{name}.{member}", value, inspect.getdoc(part) or ""
+
+
+def can_be_opened(name: str, owner: Any, text: str) -> bool:
+    """Whether a reader finds it: a public name, a member or argument of the owner, torch's."""
+    first, *rest = name.removeprefix("gs.").split(".")
+    arguments = re.findall(r"^ {4}(\w+): ", text, re.MULTILINE)
+    own = dir(owner) if isinstance(owner, type) else list(inspect.signature(owner).parameters)
+    if first in ("gradsync", "torch", "nn", "dist"):
+        return True
+    if rest and hasattr(gradsync, first):
+        return hasattr(getattr(gradsync, first), rest[0])
+    return hasattr(gradsync, first) or (not rest and first in [*own, *arguments])
+
+
+def test_docstrings_lead_to_names_that_a_user_can_open() -> None:
+    wrong = []
+    for where, owner, text in described():
+        wrong += [f"{where}: {note}" for note in re.findall(r"\[Note: [^]]+\]", text)]
+        names = re.findall(r"\b[Ss]ee `([\w.]+)`", text)
+        names += re.findall(r"`([A-Z_]{4,}|[A-Z]\w+\.\w+)`", text)
+        wrong += [f"{where}: {name}" for name in names if not can_be_opened(name, owner, text)]
+    assert sorted(set(wrong)) == []

@@ -298,7 +298,7 @@ def measure(settings_json: dict[str, Any]) -> dict[str, Any]:
         return {
             "environment": before,
             "num_nodes": world.num_nodes,
-            "one_memory": world.one_host and world.device == "cpu",
+            "one_memory": world.one_host and world.device_name == "cpu",
             "samples": [asdict(entry) for entry in samples],
             "skipped": bench.skipped,
             "wrong": bench.wrong,
@@ -313,7 +313,7 @@ class Bench:
         self._tell = tell if world.is_main else silent
         self._comm, self._groups = communicator(world), groups(world)
         self._shared: SharedMemoryCommunicator | None = None
-        self._device = torch.device(world.device)
+        self._device = world.device
         dtype: torch.dtype = getattr(torch, DTYPES[settings.dtype][0])
         self._like = torch.zeros(1, dtype=dtype, device=self._device)
         self._patterns = Patterns(world.rank, world.world_size, dtype, self._device)

@@ -59,7 +59,7 @@ class BenchSite:
     @property
     def device(self) -> torch.device:
         """The rank's device."""
-        return torch.device(self.world.device)
+        return self.world.device
 
     @property
     def on_cuda(self) -> bool:
@@ -98,7 +98,7 @@ class BenchSite:
 
 def leaves_of(batches: Sequence[tuple[Tensor, ...]], world: World) -> list[Leaf]:
     """A rank's micro-batches of a step, in order."""
-    place: Any = {"step": 0, "device": torch.device(world.device)}
+    place: Any = {"step": 0, "device": world.device}
     first, last = world.rank * len(batches), len(batches) - 1
     return [
         make_leaf(each, index=first + n, num_samples=len(each[0]), is_last=n == last, **place)

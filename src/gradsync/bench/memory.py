@@ -200,7 +200,7 @@ def measure(run_json: dict[str, Any]) -> dict[str, Any]:
 
     run = from_json(MemoryRun, run_json)
     with quiet_session(run.device, run.threads, keep_memory=True) as (world, keeps):
-        on_cuda = world.device.startswith("cuda")
+        on_cuda = world.device.type == "cuda"
         found = {
             "environment": environment(world_size=world.world_size, threads=run.threads),
             "kind": "cuda" if on_cuda else "cpu",

@@ -282,7 +282,7 @@ class Runner:
         by_rank = all_gather_json(self._site.comm, mine) if world.is_distributed else [mine]
         return {
             "environment": before,
-            "device": world.device,
+            "device": world.device_name,
             "contestants": {label: [rank[label] for rank in by_rank] for label in mine},
         }
 

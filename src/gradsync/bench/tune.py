@@ -127,7 +127,7 @@ def strategy_stage(request: TuneRequest, world: World) -> TuneStage:
     """The first question."""
     equal = world.local_world_size * world.num_nodes == world.world_size
     hosts = world.num_nodes if equal or world.num_nodes == 1 else 0
-    candidates = strategies(request.promise, on_cpu=world.device == "cpu", hosts=hosts)
+    candidates = strategies(request.promise, on_cpu=world.device_name == "cpu", hosts=hosts)
     return TuneStage(name=STAGES[0], candidates=tuple(candidates))
 
 
@@ -331,7 +331,7 @@ class Tuner:
             )
             choice = self._ask(stage, choice)
         choice = self._ask(compile_stage(choice, wanted=request.compile), choice)
-        world = {"device": self._world.device, "num_nodes": self._world.num_nodes}
+        world = {"device": self._world.device_name, "num_nodes": self._world.num_nodes}
         found = {"environment": self._environment, "samples": self._samples}
         return {"choice": asdict(choice), "stages": self._stages, **world, **found}
 

@@ -124,8 +124,8 @@ def _diagnose(env: dict[str, str], world: World, towards: str, report: Report) -
 
             comm = ProcessGroupCommunicator(dist.group.WORLD)
             sums = {"gloo": _try_sum("cpu")}
-            if here.device != "cpu":
-                sums["nccl"] = _try_sum(here.device)
+            if here.device_name != "cpu":
+                sums["nccl"] = _try_sum(here.device_name)
             all_gather_numbers(comm, 0)  # the clocks are read together
             told = {"facts": facts, "sums": sums, "time_s": time.time()}
             findings = health.judge_ranks(all_gather_json(comm, told))

@@ -105,7 +105,7 @@ def with_ranks(
         config = decision.applied_to(config)
         notes += decision.notes
         settled |= decision.changes.keys()
-        if "sync" in decision.changes and config.threads is None and world.device == "cpu":
+        if "sync" in decision.changes and config.threads is None and world.device_name == "cpu":
             config = replace(config, threads=threads)  # as under --sync auto
         config = _legal(config, settled, world.world_size)
     if _to_probe(config, settled, world.world_size):
@@ -118,7 +118,7 @@ def with_ranks(
             begins=lambda: _say(world, ["trying micro-batches; the answer is kept"]),
         )
         config = replace(config, micro_batch_size=size)
-        notes.append(note)
+        notes.append(f"{note}; --micro-batch-size {size} gives the same bits again")
     return config, [f"elastic: {note}" for note in notes]
 
 
@@ -163,7 +163,7 @@ def _probed_alone(config: TrainConfig, hardware: Hardware, world: World) -> Trai
     from gradsync.train.micro_batch import find_micro_batch
 
     wanted = config.device if hardware.devices[0].kind == "cuda" else "cpu"
-    world = replace(world, device=choose_device(wanted, world.local_rank))
+    world = replace(world, device_name=choose_device(wanted, world.local_rank))
     threads = choose_threads(world.local_world_size, requested=config.threads)
     comm = SingleCommunicator()
     shape = shape_before(config)

@@ -142,7 +142,7 @@ def _join_run(
             stream = sys.stderr if as_json else sys.stdout
             cores, ranks = host_cores(), world.local_world_size
             notes = [_KEEPS_MEMORY] if session.keeps_memory else []
-            if ranks > cores and world.device == "cpu":
+            if ranks > cores and world.device_name == "cpu":
                 few = counted(cores, "rank")
                 notes.append(f"{ranks} ranks share {counted(cores, 'core')}: no faster than {few}")
             if is_busy(load := os.getloadavg()[0], cores):
@@ -150,7 +150,11 @@ def _join_run(
                     f"other programs compute here (load {load:.1f} on {counted(cores, 'core')}): "
                     "the eta and all times change with theirs"
                 )
-            if config.dtype == "bf16" and elastic is None and fast_dtype(world.device) != "bf16":
+            if (
+                config.dtype == "bf16"
+                and elastic is None
+                and fast_dtype(world.device_name) != "bf16"
+            ):
                 notes.append(_EMULATED)
             if elastic is not None:
                 config, lines = with_ranks(
@@ -194,7 +198,7 @@ def _would_be(config: TrainConfig, world: World, world_size: int) -> TrainConfig
     on_cpu = _on_cpu(config)
     threads = choose_threads(world.local_world_size, requested=_threads(config))
     device = "cpu" if on_cpu else "cuda"
-    choice, note = resolve_auto(config, replace(world, device=device), threads=threads)
+    choice, note = resolve_auto(config, replace(world, device_name=device), threads=threads)
     print(note, file=sys.stderr)
     return apply_choice(config, choice, threads=threads if on_cpu else None)
 

@@ -200,7 +200,7 @@ def measured_conditions(
         world_size=request.world_size,
         local_world_size=request.world_size if nodes == 1 else 1,
         num_nodes=nodes,
-        device=result["device"],
+        device_name=result["device"],
     )
     return conditions_of(run, world, threads=settings.threads)
 

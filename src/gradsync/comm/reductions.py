@@ -129,7 +129,7 @@ def all_reduce(
         tensor: dense, same shape and dtype on all ranks; copied if not contiguous.
         op: sum, mean (the sum, then divided by the number of ranks), min or max; or torch's
             `ReduceOp` SUM, AVG, MIN or MAX.
-        algorithm: backend, ring, recursive_doubling or hierarchical (see `ALGORITHMS`).
+        algorithm: backend, ring, recursive_doubling or hierarchical.
         name: the same on all ranks for one reduction. None uses file, line and function of the
             call, so give a name where ranks call it from different lines, or for several
             tensors of one shape from one line (a loop whose order may differ).

@@ -1,5 +1,7 @@
 """Names that courses on distributed training ask for, over `gs.replicate`.
 
+    from gradsync.compat.course import NaiveDDPTrainer, setup_distributed, shard_batch
+
     setup_distributed(rank, world_size)
     trainer = NaiveDDPTrainer(model, optimizer, rank, world_size, device)
     for global_batch in loader:                                # the same batch on all ranks
@@ -20,6 +22,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, TypedDict
 
 import torch
@@ -28,6 +31,7 @@ from torch.nn import functional as F
 
 from gradsync.comm.groups import communicator
 from gradsync.compat.frozen import map_tensors, tensors_in
+from gradsync.compat.functions import setup_distributed as setup_distributed  # noqa: PLC0414  a re-export
 from gradsync.data.batch_plan import share
 from gradsync.data.leaf import count_targets
 from gradsync.errors import ConfigError, DataError
@@ -82,7 +86,7 @@ class NaiveDDPTrainer:
         self.device = torch.device(device)
         self.model = model.to(self.device)
         self.optimizer = optimizer
-        comm = communicator(World(rank=rank, world_size=world_size, device=str(device)))
+        comm = communicator(World(rank=rank, world_size=world_size, device_name=str(device)))
         if (comm.rank, comm.world_size) != (rank, world_size):
             raise ConfigError(
                 f"NaiveDDPTrainer was told rank {rank} of {world_size}, but the process group says "
@@ -215,11 +219,15 @@ class SynchronisedModule(nn.Module):
     def __init__(self, module: nn.Module, *, sync: str, **options: Any) -> None:
         super().__init__()
         self.module = module
-        self._sync = replicate(module, sync=sync, **options)
+        self._sync = replicate(self, sync=sync, **options)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """The module's own."""
         return self.module(*inputs, **named)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Only add up; enclose forward and backward of all micro-batches but the last."""
+        return self._sync.no_sync()
 
     def finish_gradient_synchronization(self) -> None:
         """Wait until every gradient is the mean over ranks; call it before the optimizer's step."""

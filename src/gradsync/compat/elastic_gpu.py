@@ -22,7 +22,6 @@ shares it out: `gs.replicate(model, sync="fsdp")`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,7 +30,6 @@ from torch import nn
 from gradsync.compat.frozen import AnyDevice, PlacedParts, place_frozen
 from gradsync.compat.functions import log_gpu_memory
 from gradsync.core.files import counted
-from gradsync.data.batch_plan import share
 from gradsync.errors import ConfigError
 from gradsync.plan.description import Device, Hardware, Switches, speed_switches
 from gradsync.plan.hardware_file import load_hardware
@@ -47,8 +45,8 @@ class ElasticGPUConfig:
     """Looks at the machine when it is made; nothing is set or started.
 
     Args:
-        base_batch_size: samples of an optimizer step, over all devices; it stays the same on any
-            number of them.
+        base_batch_size: samples of an optimizer step, over all replicas; `configure` says how many
+            each takes.
         model_size_gb: memory of one replica while it trains, GB (10**9 bytes), `frozen` included;
             None: not known, only `frozen` is counted.
         target_util: share of a device's free memory that may be planned with.
@@ -87,11 +85,14 @@ class ElasticGPUConfig:
         env = environ.snapshot()
         if isinstance(hardware, str):
             hardware = load_hardware(hardware)
-        self.hardware = detect_hardware(env) if hardware is None else hardware
+        world = resolve(env).world
+        self.hardware = hardware or detect_hardware(env, ranks_per_host=world.local_world_size)
         self.switches: Switches = speed_switches(self.hardware, env)
         self._room = [int(target_util * device.usable_bytes) for device in self.devices]
         self.groups = self._groups()
         """Devices of each replica."""
+        self.replicas = len(self.groups) if hardware else world.world_size
+        """How many share a step: the ranks of this run, or what fits on `hardware`."""
         self.placement: FrozenPlacement | None = self._placement()
         """Placement of the frozen parts over one replica's devices; None without frozen parts."""
         self.config = self.configure()
@@ -105,24 +106,7 @@ class ElasticGPUConfig:
     @property
     def gpu_count(self) -> int:
         """Number of GPUs; 0 on a CPU."""
-        return len(self.gpu_specs)
-
-    @property
-    def gpu_specs(self) -> list[dict[str, Any]]:
-        """Properties of each GPU: id, name, memory_gb, free_gb, compute_capability, mig, shared."""
-        return [
-            {
-                "id": index,
-                "name": device.name,
-                "memory_gb": device.memory_bytes / _GB,
-                "free_gb": device.usable_bytes / _GB,
-                "compute_capability": device.compute_capability,
-                "mig": device.mig,
-                "shared": device.shared,
-            }
-            for index, device in enumerate(self.devices)
-            if device.kind == "cuda"
-        ]
+        return sum(device.kind == "cuda" for device in self.devices)
 
     @property
     def strategy(self) -> str:
@@ -138,23 +122,22 @@ class ElasticGPUConfig:
         """Batch sizes and strategy.
 
         Returns:
-            strategy; batch_size: samples of one forward and backward of a replica, at most;
-            grad_accum_steps: of the replica with the most; effective_batch_size: always
-            `base_batch_size`; samples_per_replica: shares that differ by at most one sample, as
-            `gs.shard_batch` cuts a batch (where they are equal, `batch_size` divides them); device:
-            the first of this process's replica, "cpu" without GPUs.
+            strategy; batch_size: samples of one forward and backward on each replica;
+            grad_accum_steps: how many of these make a step; effective_batch_size: batch_size x
+            grad_accum_steps x replicas, which is `base_batch_size` or, where that does not divide,
+            the nearest that does; device: the first of this process's replica, "cpu" without GPUs.
         """
-        replicas = len(self.groups)
-        if replicas > self.base_batch_size:
-            raise ConfigError(f"{replicas} replicas cannot share {self.base_batch_size} samples")
-        shares = [len(share(self.base_batch_size, r, replicas)) for r in range(replicas)]
-        batch_size = self._batch_size(shares)
+        base, replicas = self.base_batch_size, self.replicas
+        if replicas > base:
+            raise ConfigError(f"{replicas} replicas cannot share {base} samples")
+        sizes = range(1, min(self._most_samples(), -(-base // replicas)) + 1)
+        cuts = [(size, max(round(base / replicas / size), 1)) for size in sizes]
+        size, steps = min(cuts, key=lambda cut: (abs(cut[0] * cut[1] * replicas - base), cut[1]))
         return {
             "strategy": self.strategy,
-            "batch_size": batch_size,
-            "grad_accum_steps": math.ceil(max(shares) / batch_size),
-            "effective_batch_size": self.base_batch_size,
-            "samples_per_replica": shares,
+            "batch_size": size,
+            "grad_accum_steps": steps,
+            "effective_batch_size": size * steps * replicas,
             "device": self._replica_devices()[0],
         }
 
@@ -190,13 +173,13 @@ class ElasticGPUConfig:
         names = ", ".join(dict.fromkeys(device.name for device in self.devices))
         takes = f", a replica takes {self.model_size_gb:g} GB" if self.model_size_gb else ""
         groups = ", ".join("+".join(map(str, group)) for group in self.groups)
-        shares = " + ".join(map(str, config["samples_per_replica"]))
         lines = [
             f"{len(self.devices)} x {names}: {self._room[0] / _GB:.1f} GB each may be planned with"
             + takes,
             f"strategy {config['strategy']}: replicas on devices {groups}",
-            f"batch {config['effective_batch_size']} = {shares}, "
-            f"up to {config['batch_size']} in one forward",
+            f"batch {config['effective_batch_size']} (of {self.base_batch_size} asked for) = "
+            f"{counted(self.replicas, 'replica')} x {config['batch_size']} samples x "
+            f"{counted(config['grad_accum_steps'], 'forward')}",
             *self.switches.reasons,
         ]
         if self.placement is not None:
@@ -236,18 +219,15 @@ class ElasticGPUConfig:
             raise ConfigError("frozen parts are larger than model_size_gb says of all")
         return place_parts(self.frozen, room, replicated_bytes=trains)
 
-    def _batch_size(self, shares: Sequence[int]) -> int:
-        """Micro-batch that has room: a divisor of equal shares, an even cut of unequal ones."""
-        largest = most = max(shares)
-        if self.sample_gb is not None:
-            rooms = [sum(self._room[index] for index in group) for group in self.groups]
-            free = min(rooms) / _GB - self.model_size_gb
-            most = min(most, int(free / self.sample_gb))
+    def _most_samples(self) -> int:
+        """Samples of one forward that have room."""
+        if self.sample_gb is None:
+            return self.base_batch_size
+        rooms = [sum(self._room[index] for index in group) for group in self.groups]
+        most = int((min(rooms) / _GB - self.model_size_gb) / self.sample_gb)
         if most < 1:
             raise ConfigError(
                 f"no room for one sample of {self.sample_gb} GB beside a replica of "
                 f"{self.model_size_gb:g} GB"
             )
-        if min(shares) < largest:
-            return math.ceil(largest / math.ceil(largest / most))
-        return max(size for size in range(1, most + 1) if largest % size == 0)
+        return most

@@ -1,4 +1,4 @@
-"""Functions for scripts that do not want a `with` block."""
+"""Functions for scripts that do not want a `with` block; names of other projects' utilities."""
 
 from __future__ import annotations
 
@@ -7,15 +7,20 @@ import logging
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradsync.errors import ConfigError, LaunchError
 from gradsync.runtime import environ
 from gradsync.runtime.device import choose_device
+from gradsync.runtime.machine import available_bytes
+from gradsync.runtime.memory import resident_bytes
 from gradsync.runtime.resolve import resolve
 from gradsync.runtime.session import Session, SessionOptions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    import torch
 
 log = logging.getLogger("gradsync")
 
@@ -24,8 +29,6 @@ def backend_here(backend: str | None) -> str | None:
     """`backend`, or None for "nccl": chosen by the device then, and said where that is a CPU."""
     if backend != "nccl":
         return backend
-    import torch
-
     if not torch.cuda.is_available() and is_main_process():
         log.warning("backend 'nccl' needs a GPU, and there is none: gloo is used instead")
     return None
@@ -79,18 +82,77 @@ def _join(backend: str | None, timeout: timedelta, env: Mapping[str, str] | None
 
 def get_device() -> torch.device:
     """This rank's device: `cuda:(local_rank % visible devices)`, or the CPU. No group is needed."""
-    import torch
-
     return torch.device(choose_device("auto", resolve(environ.snapshot()).world.local_rank))
+
+
+def _place() -> tuple[int, int]:
+    """Rank and number of processes: the process group's if there is one, else the launcher's."""
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    world = resolve(environ.snapshot()).world
+    return world.rank, world.world_size
+
+
+def get_rank() -> int:
+    """Rank of this process; 0 without a launcher."""
+    return _place()[0]
+
+
+def get_world_size() -> int:
+    """Number of processes; 1 without a launcher."""
+    return _place()[1]
+
+
+def get_local_rank() -> int:
+    """Rank of this process on its host, as the launcher says."""
+    world = resolve(environ.snapshot()).world
+    if world.world_size != get_world_size():
+        raise LaunchError(f"rank {get_rank()}: no launcher tells the local rank; set LOCAL_RANK")
+    return world.local_rank
 
 
 def is_main_process() -> bool:
     """True on rank 0; asks the process group if there is one, else the launcher's variables."""
-    import torch.distributed as dist
+    return get_rank() == 0
 
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank() == 0
-    return resolve(environ.snapshot()).world.is_main
+
+def is_distributed() -> bool:
+    """True when there is more than one process."""
+    return get_world_size() > 1
+
+
+def barrier() -> None:
+    """Return once every process has called it."""
+    if is_distributed():
+        dist.barrier()
+
+
+def broadcast(tensor: Tensor, src: int = 0) -> Tensor:
+    """`tensor`, overwritten with that of rank `src`; every process calls it."""
+    if is_distributed():
+        dist.broadcast(tensor, src)
+    return tensor
+
+
+def cleanup_distributed() -> None:
+    """Leave the process group, if there is one; the end of the process does so by itself."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def per_process_batch(micro: int, accumulation: int, world_size: int) -> tuple[int, int]:
+    """Samples of a forward and forwards of a step on each process, at most `micro // world_size`
+    and at least 1 sample: over all processes exactly `micro * accumulation` samples a step.
+
+    Raises:
+        ConfigError: the samples of a step do not divide by `world_size`.
+    """
+    total = micro * accumulation
+    sizes = range(1, max(micro // world_size, 1) + 1)
+    fits = [size for size in sizes if total % (size * world_size) == 0]
+    if not fits:
+        raise ConfigError(f"{total} samples of a step do not divide among {world_size} processes")
+    return fits[-1], total // (fits[-1] * world_size)
 
 
 def log_gpu_memory(label: str = "") -> None:
@@ -99,11 +161,6 @@ def log_gpu_memory(label: str = "") -> None:
     GB are 10**9 bytes. It prints on whatever rank calls it; `if gs.is_main_process():` in front of
     it keeps to one. `label` is put in front of each line, such as "after step 100".
     """
-    import torch
-
-    from gradsync.runtime.machine import available_bytes
-    from gradsync.runtime.memory import resident_bytes
-
     lines = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         free, total = torch.cuda.mem_get_info(index)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Collection, Generator, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from inspect import signature
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -17,12 +15,13 @@ from gradsync.comm.base import Communicator
 from gradsync.comm.groups import SingleCommunicator, communicator
 from gradsync.comm.reductions import all_reduce
 from gradsync.compat.functions import backend_here
-from gradsync.data.loader import WORKER_OPTIONS, Loader, loader
+from gradsync.core.files import counted
+from gradsync.data.batch_plan import LeafSpan, StepSpan, share
+from gradsync.data.loader import WORKER_OPTIONS, Loader
 from gradsync.errors import ConfigError
 from gradsync.runtime.session import Session, SessionOptions
 from gradsync.sync.gradient_sync import GradientSync
-from gradsync.sync.options import check_value
-from gradsync.sync.registry import find_strategy
+from gradsync.sync.options import check_value, take_torchs
 from gradsync.sync.replicate import replicate
 from gradsync.world import World
 
@@ -31,28 +30,6 @@ if TYPE_CHECKING:
 
     from gradsync.comm.reductions import Op
 
-log = logging.getLogger("gradsync")
-
-_BUFFERS = "buffers are averaged over the step, BatchNorm's as batch_norm= says"
-_HAS_NO_MEANING = {
-    "find_unused_parameters": "parameters without a gradient are found in every step",
-    "gradient_as_bucket_view": "gradients lie in their buckets already",
-    "static_graph": "no step is planned from the first one",
-    "bucket_cap_mb": "this strategy has no buckets",
-    **dict.fromkeys(("device_ids", "output_device", "dim"), "all is on this rank's device"),
-    **dict.fromkeys(("broadcast_buffers", "forward_sync_buffers"), _BUFFERS),
-    **dict.fromkeys(("pin_memory", "pin_memory_device"), "batches come on this rank's device"),
-    "drop_last": "a pass has whole batches only, and the next one begins with the rest",
-    "in_order": "batches always come in order",
-}
-_IS_CALLED = {
-    **dict.fromkeys(("process_group", "device_mesh"), "gs.replicate(model, comm=gs.group(ranks))"),
-    "init_sync": "True always: ranks start with rank 0's weights",
-    "mixed_precision": "torch.autocast around the forward",
-    "bucket_cap_mb_list": "bucket_mb=, one size for all",
-    **dict.fromkeys(("sampler", "batch_sampler"), "shuffle= and seed=: samples are dealt to ranks"),
-    "generator": "seed=",
-}
 _SET_BY_US = {"module", "process_group", "device_mesh", "worker_options", "world"}
 _SET_BY_US |= {"dataset", "global_batch_size", "micro_batch_size"}
 
@@ -86,25 +63,11 @@ class DDPManager:
         self._comm = communicator(self.world)
         return self.world
 
-    @property
-    def device(self) -> torch.device:
-        """This rank's device."""
-        return torch.device(self.world.device)
-
-    @property
-    def rank(self) -> int:
-        """Index of this process among all."""
-        return self.world.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes."""
-        return self.world.world_size
-
-    @property
-    def local_rank(self) -> int:
-        """Index of this process on its host."""
-        return self.world.local_rank
+    def __getattr__(self, name: str) -> Any:
+        """`rank`, `world_size`, `local_rank`, `device`: those of `world`."""
+        if name not in ("rank", "world_size", "local_rank", "device"):
+            raise AttributeError(f"DDPManager has no attribute {name!r}")
+        return getattr(self.world, name)
 
     @property
     def is_main_process(self) -> bool:
@@ -114,18 +77,18 @@ class DDPManager:
     def wrap_model(self, *models: nn.Module, sync: str = "invariant", **options: Any) -> Any:
         """Move models to the device and synchronise what trains in them; returns the one, or all.
 
-        Nothing is wrapped (no `.module`), except under `sync="ddp"`, which returns torch's
-        DistributedDataParallel around one model. After that `loss.backward()` averages gradients
-        over ranks, as DDP does. Frozen parts are left alone; a model without trainable parameters
-        is only moved. Several models (an encoder, adapters, heads) share one engine, so that their
-        gradients travel in the same order on all ranks.
+        Nothing is wrapped: `model` is what scripts call `model.module`, and `manager.no_sync()`
+        their `model.no_sync()`. Under `sync="ddp"` one model is wrapped in torch's
+        DistributedDataParallel (on one rank in a stand-in with these two). After that
+        `loss.backward()` averages gradients over ranks, as DDP does. Frozen parts are left alone; a
+        model without trainable parameters is only moved. Several models (an encoder, adapters,
+        heads) share one engine, so that their gradients travel in the same order on all ranks.
 
         Args:
             models: one or more modules.
             sync: a strategy; `invariant`, `bucketed` … or `ddp`.
-            options: of `gs.replicate`, or of DistributedDataParallel. The latter's are taken under
-                `ddp`; elsewhere `bucket_cap_mb` is `bucket_mb`, and what is DDP's default or has no
-                effect on results is ignored.
+            options: of `gs.replicate`, which takes DistributedDataParallel's too; under `ddp` those
+                are torch's.
 
         Raises:
             ConfigError: no model; several under `ddp`; unknown strategy or option, with what to use
@@ -136,15 +99,13 @@ class DDPManager:
             raise ConfigError(f"wrap_model takes modules, one by one; got {wrong or 'none'}")
         for model in models:
             model.to(self.device)
+        if "world" in options:
+            raise ConfigError(f"sync={sync!r} has no option 'world': it is the manager's own")
         trains = any(p.requires_grad for model in models for p in model.parameters())
-        ddp = nn.parallel.DistributedDataParallel
-        if (size := options.get("bucket_cap_mb")) is not None:
-            check_value("bucket_cap_mb", size, "size")
-            if "bucket_mb" in options:
-                raise ConfigError("bucket_cap_mb and bucket_mb are one option: give one of them")
         if sync == "ddp":
-            known = signature(ddp).parameters.keys() - _SET_BY_US
-            _drop_torchs("sync='ddp'", options, known, ddp)
+            ddp = nn.parallel.DistributedDataParallel
+            known = sorted(signature(ddp).parameters.keys() - _SET_BY_US)
+            take_torchs("sync='ddp'", options, known, ddp)
             if len(models) > 1:
                 raise ConfigError(
                     f"sync='ddp' wraps one model, got {len(models)}: several torch DDP wrappers "
@@ -152,16 +113,12 @@ class DDPManager:
                 )
             group = getattr(self._comm, "group", None)
             if group is None or not trains:
-                return models[0]
+                return _Alone(models[0]) if trains else models[0]
             options.setdefault("gradient_as_bucket_view", True)
             if self.device.type == "cpu":  # where DDP refuses any
                 options |= {"device_ids": None, "output_device": None}
             return ddp(models[0], process_group=group, **options)
         if trains:
-            known = {*find_strategy(sync).options, "batch_norm", "comm", "groups"}
-            if size is not None and "bucket_mb" in known:
-                options["bucket_mb"] = options.pop("bucket_cap_mb")
-            _drop_torchs(f"sync={sync!r}", options, known, ddp)
             whole = models[0] if len(models) == 1 else nn.ModuleList(models)
             self._handles.append(replicate(whole, self.world, sync=sync, **options))
         return models[0] if len(models) == 1 else models
@@ -177,18 +134,19 @@ class DDPManager:
     def get_dataloader(
         self, dataset: Any, batch_size: int, *more: Any, **options: Any
     ) -> BatchLoader:
-        """Batches of `batch_size` samples for this rank; in an epoch each sample comes once.
+        """Batches of `batch_size` samples for this rank; in a pass each sample comes once.
 
         Args:
             dataset: map-style.
             batch_size: samples per rank and step (the global batch is `batch_size * world_size`).
             more: options without their names (`shuffle`, …), in the order of torch's `DataLoader`.
             options: of `gs.loader`, such as `seed`, `shuffle` (True: a new order each epoch, by
-                itself), `num_workers` or `collate_fn`; of torch's `DataLoader` those for workers,
-                as `timeout`. What has no meaning here (`pin_memory`, `drop_last`) is ignored.
+                itself), `num_workers` or `collate_fn`; of torch's `DataLoader` `drop_last` and
+                those for workers, as `timeout`. What has no meaning here (`pin_memory`) is ignored.
 
         Raises:
-            ConfigError: an option that is unknown, given twice, or has another name here.
+            ConfigError: an option that is unknown, given twice, or has another name here; fewer
+                samples than ranks.
         """
         check_value("batch_size", batch_size, "count")
         theirs = signature(DataLoader)
@@ -198,24 +156,17 @@ class DDPManager:
         except TypeError as error:
             raise ConfigError(f"get_dataloader: {error}") from error
         del options["dataset"], options["batch_size"]
-        known = {*WORKER_OPTIONS, *signature(loader).parameters} - _SET_BY_US
-        _drop_torchs("get_dataloader", options, known, DataLoader)
+        drop_last = bool(options.pop("drop_last", False))
+        known = sorted({*WORKER_OPTIONS, *signature(Loader).parameters} - _SET_BY_US)
+        take_torchs("get_dataloader", options, known, DataLoader)
         for_workers = {name: options.pop(name) for name in WORKER_OPTIONS if name in options}
-        steps = loader(
-            dataset,
-            self.world,
-            global_batch_size=batch_size * self.world.world_size,
-            micro_batch_size=batch_size,
-            worker_options=for_workers,
-            **options,
-        )
-        passes = max(len(dataset) // steps.plan.global_batch_size, 1)
-        return BatchLoader(steps, passes)
+        options |= {"drop_last": drop_last, "worker_options": for_workers}
+        return BatchLoader(dataset, self.world, batch_size, **options)
 
     def all_reduce(
         self,
         tensor: Tensor,
-        op: Op | dist.ReduceOp | dist.ReduceOp.RedOpType = "mean",
+        op: Op | dist.ReduceOp | dist.ReduceOp.RedOpType = "sum",
         *,
         name: str | None = None,
     ) -> Tensor:
@@ -250,49 +201,102 @@ class DDPManager:
         self.cleanup(error)
 
 
-def _drop_torchs(who: str, options: dict[str, Any], known: Collection[str], torchs: type) -> None:
-    """Drop those `options` of torch's class that are its defaults or change nothing here.
+class _Alone(nn.Module):
+    """Stands for torch's DDP on one rank, so that a script is the same on several."""
 
-    Raises:
-        ConfigError: one that is neither `known` nor such, with its name here if it has one.
-    """
-    theirs = signature(torchs).parameters
-    for name in [name for name in options if name not in known]:
-        value = options.pop(name)
-        if name in theirs and (value is theirs[name].default or name in _HAS_NO_MEANING):
-            why = _HAS_NO_MEANING.get(name, f"it is {torchs.__name__}'s default")
-            log.debug("%s=%r is ignored: %s", name, value, why)
-        elif name in _IS_CALLED:
-            raise ConfigError(f"{name}= of torch is {_IS_CALLED[name]} here; got {value!r}")
-        else:
-            raise ConfigError(f"{who} has no option {name!r} (it has: {', '.join(sorted(known))})")
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module, self.require_backward_grad_sync = module, True
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        return self.module(*inputs, **named)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
-class BatchLoader:
+class BatchLoader(Loader):
     """One pass gives `len(self)` batches, the same number on every rank, so that DDP cannot hang.
 
-    A pass is as many whole global batches as the data set holds. What is left over is not dropped:
-    the next pass begins with it, and the order changes by itself from epoch to epoch.
+    In a pass each sample comes once, on one rank. Its last batches are shorter: shares of ranks
+    differ by at most one sample, and none is empty. The order changes by itself from pass to pass.
     """
 
-    def __init__(self, steps: Loader, batches_per_pass: int) -> None:
-        self._steps = steps
-        self._batches = batches_per_pass
+    def __init__(
+        self, dataset: Any, world: World, batch_size: int, *, drop_last: bool, **options: Any
+    ) -> None:
+        sizes = {
+            "global_batch_size": batch_size * world.world_size,
+            "micro_batch_size": batch_size,
+        }
+        super().__init__(dataset, world, **sizes, **options)
+        self.dataset, self.batch_size, self.drop_last = dataset, batch_size, drop_last
+        self._size = self._order.num_samples
+        self._goes_on = False  # in the middle of a pass, where a state was loaded
+        self.sampler = _Sampler(self.set_epoch, [self._share(n) for n in self._cut(self._size)])
+        """Has `set_epoch`, and as its length the number of this rank's samples in a pass."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next pass have the order of `epoch`; the rest of it where a state was loaded."""
+        if not self._goes_on or epoch != self._samples // self._size:
+            self.close()
+            self._goes_on = False
+            self._samples, self._steps = epoch * self._size, epoch * len(self)
 
     def __len__(self) -> int:
-        return self._batches
+        return len(self._cut(self._size))
 
     def __iter__(self) -> Iterator[Any]:
-        for count, step in enumerate(self._steps, start=1):
+        if not self._goes_on:  # a pass that was left early is over
+            self.set_epoch(-(-self._samples // self._size))
+        self._goes_on = False
+        for _, step in zip(self._cut(self._left), super().__iter__(), strict=False):
             for leaf in step:
                 yield leaf.batch
-            if count == self._batches:
-                break
 
-    def state_dict(self) -> dict[str, Any]:
-        """Position in the data: integers that are the same on all ranks."""
-        return dict(self._steps.state_dict())
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there, also on another number of ranks."""
-        self._steps.load_state_dict(state)
+        super().load_state_dict(state)
+        self._goes_on = not self.drop_last or self._left >= self.plan.global_batch_size
+
+    @property
+    def _left(self) -> int:
+        return self._size - self._samples % self._size
+
+    def _cut(self, left: int) -> list[int]:
+        """Sizes of the batches, over all ranks, of the `left` last samples of a pass."""
+        size, ranks = self.plan.global_batch_size, self.plan.world_size
+        sizes = [size] * (left // size)
+        if rest := 0 if self.drop_last else left % size:
+            few = sizes and rest < ranks  # then the batch before leaves one for each rank
+            sizes[-1:] = [size + rest - ranks, ranks] if few else [*sizes[-1:], rest]
+        if min(sizes, default=0) < ranks:
+            raise ConfigError(
+                f"{counted(left, 'sample')} cannot be dealt to {counted(ranks, 'rank')} in batches "
+                f"of {self.batch_size} so that each has as many and none is empty: take fewer ranks"
+                ", a larger batch_size, or (for samples that are left over) drop_last=True"
+            )
+        return sizes
+
+    def _share(self, count: int) -> range:
+        return share(count, self._rank, self.plan.world_size)
+
+    def _spans(self, start: int) -> Iterator[tuple[StepSpan, int]]:
+        while start < self._stop:
+            end = start + self._size - start % self._size
+            for count in self._cut(end - start):
+                part = self._share(count)
+                leaf = LeafSpan(self._rank, start + part.start, len(part))
+                start += count
+                yield StepSpan(self.plan.world_size, [leaf], everyone_has_leaves=True), start
+            start = end
+
+
+class _Sampler:
+    """What scripts take for a `DistributedSampler`."""
+
+    def __init__(self, set_epoch: Callable[[int], None], shares: Sequence[range]) -> None:
+        self.set_epoch, self._num_samples = set_epoch, sum(map(len, shares))
+
+    def __len__(self) -> int:
+        return self._num_samples

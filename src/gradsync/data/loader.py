@@ -112,7 +112,7 @@ class Loader:
             `gs.init`.
         num_workers: DataLoader worker processes that read ahead; 0 reads in this process. Workers
             hold no state, so the order and the exactness of resuming do not depend on it.
-        worker_options: options of torch's `DataLoader` for these workers, of `WORKER_OPTIONS`.
+        worker_options: options of torch's `DataLoader` for these workers, such as `timeout`.
         collate_fn: list of samples to batch; None is torch's `default_collate`.
         num_epochs: passes over the data; None never ends.
         shuffle: False keeps the order of the data set.
@@ -485,7 +485,7 @@ class EvalLeaves:
         """Leaves of the rank that has most of them."""
         self.fingerprint = fingerprint_of(dataset)
         self._reader = _LeafReader(dataset, None)
-        self._device = torch.device(world.device)
+        self._device = world.device
 
     def __len__(self) -> int:
         return len(self._span.leaves)
@@ -512,7 +512,7 @@ class DatasetLoader:
         seq_len: T, tokens in a sample.
         process_rank: this process, 0 .. num_processes-1.
         num_processes: processes that share the data.
-        dataset_dir: a data directory, see `open_dataset`.
+        dataset_dir: a data directory, as `gradsync prepare` writes it.
         device: where batches go.
         split: "train" or "val".
         seed, seed_leaves: as for `Loader`; a leaf is a process's batch.

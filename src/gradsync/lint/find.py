@@ -226,15 +226,32 @@ def floored_batch(s: Script) -> Iterator[ast.AST]:
         if (
             isinstance(node, ast.BinOp)
             and isinstance(node.op, ast.FloorDiv)
-            and s.is_world_size(node.right)
-            and not _is_checked(s, node)
+            and (s.is_world_size(node.right) or _is_of_batch(s, node))
+            and not _is_checked(s, node.right)
         ):
             yield node
 
 
-def _is_checked(s: Script, node: ast.BinOp) -> bool:
+def _is_of_batch(s: Script, node: ast.BinOp) -> bool:
+    """Whether it divides a batch by a product that has the number of ranks in it; the number of
+    steps in `len(dataset)` is not one."""
+    sized = any(word in ast.unparse(node.left).lower() for word in ("batch", "tokens_per"))
+    product = isinstance(node.right, ast.BinOp) and isinstance(node.right.op, ast.Mult)
+    return sized and product and any(map(s.is_world_size, ast.walk(node.right)))
+
+
+def padded_evaluation(s: Script) -> Iterator[ast.AST]:
+    """Samplers in the data's own order that repeat samples where shares would be unequal."""
+    for call in s.calls("DistributedSampler"):
+        shuffle, whole = keyword(call, "shuffle"), is_true(keyword(call, "drop_last"))
+        ordered = isinstance(shuffle, ast.Constant) and shuffle.value is False
+        if ordered and not whole and "gather_for_metrics" not in s.text:
+            yield call
+
+
+def _is_checked(s: Script, divisor: ast.expr) -> bool:
     """Whether the script looks at the remainder somewhere."""
-    size = ast.unparse(node.right)
+    size = ast.unparse(divisor)
     return any(
         isinstance(each, ast.BinOp)
         and isinstance(each.op, ast.Mod)

@@ -146,6 +146,14 @@ RULES = (
         find=find.floored_batch,
     ),
     Rule(
+        id="GS205",
+        level="warning",
+        says="a DistributedSampler in the data's own order repeats samples to make shares equal",
+        why="of 10 samples 4 ranks evaluate 12: a metric counts two of them twice",
+        fix="each rank takes range(rank, len(dataset), world_size), and ranks sum counts",
+        find=find.padded_evaluation,
+    ),
+    Rule(
         id="GS301",
         level="error",
         says="the device is chosen by the global rank",

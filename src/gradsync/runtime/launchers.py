@@ -246,11 +246,9 @@ PARSERS: tuple[Callable[[Mapping[str, str]], Reading], ...] = (
 
 
 def tasks_without_step(env: Mapping[str, str]) -> int:
-    """How many tasks the surrounding Slurm job asked for; 0 outside a job."""
-    names = _found(env, ("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_NPROCS"))
-    if "SLURM_JOB_ID" not in names or len(names) == 1:
-        return 0
-    return integer(env, list(names)[1])
+    """How many tasks Slurm's variables say were asked for; 0 without them."""
+    names = _found(env, ("SLURM_NTASKS", "SLURM_NPROCS"))
+    return integer(env, next(iter(names))) if names else 0
 
 
 def integer(env: Mapping[str, str], name: str) -> int:

@@ -17,6 +17,8 @@ from gradsync.runtime.launchers import PARSERS, Reading, integer, tasks_without_
 from gradsync.world import World
 
 _MANAGERS = ("flux", "srun")
+_IGNORED = ("NUM_GPUS", "NPROC_PER_NODE")
+"""Numbers of ranks for scripts of other projects."""
 _RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 
@@ -83,7 +85,7 @@ def explain_world(env: Mapping[str, str] | None = None) -> str:
         env: environment to explain; by default this process's own.
 
     Raises:
-        LaunchError: as `resolve`.
+        LaunchError: variables that are no numbers, partly set, or contradict each other.
     """
     resolution = resolve(environ.snapshot() if env is None else env)
     lines = [resolution.explain(), f"world: {resolution.world.describe()}"]
@@ -160,10 +162,20 @@ def _contradiction(reading: Reading, winner: Reading, readings: tuple[Reading, .
 
 
 def _warnings(env: Mapping[str, str], winner: Reading) -> tuple[str, ...]:
-    tasks = tasks_without_step(env) if winner.name == "python" else 0
-    if tasks <= 1:
+    if winner.name != "python":
         return ()
-    return (
-        f"this Slurm job has {tasks} tasks, but this process was not started by srun: running as "
-        f"one rank. Put `srun` before the command to use all {tasks}",
-    )
+    found = []
+    if (tasks := tasks_without_step(env)) > 1:
+        who = "this Slurm job has" if env.get("SLURM_JOB_ID") else "Slurm's variables name"
+        found.append(
+            f"{who} {tasks} tasks, but this process was not started by srun: running as "
+            f"one rank. Put `srun` before the command to use all {tasks}"
+        )
+    for name in _IGNORED:
+        wanted = env.get(name, "").strip()[:6]
+        if wanted.isdecimal() and wanted.strip("0") not in ("", "1"):
+            found.append(
+                f"{name}={wanted} is not read: running as one rank. `gradsync train "
+                f"--nproc-per-node {wanted} …` starts as many, and so do torchrun and mpirun"
+            )
+    return tuple(found)

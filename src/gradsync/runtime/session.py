@@ -94,6 +94,10 @@ def name_warnings(stack: ExitStack) -> None:
     stack.callback(log.removeHandler, handler)
 
 
+_OF_WRAPPER = {"module": "the model itself", "no_sync": "no_sync() of the handle or DDPManager"}
+"""Names that torch's DDP has and a replicated model has not: what there is here."""
+
+
 class Session:
     """See `gradsync.init`. `world`, `threads` and `keeps_memory` hold from `open` on."""
 
@@ -179,6 +183,9 @@ class Session:
             PeerError: `error` is only the echo of another rank's failure.
             LostPeerError: a collective failed because another rank is late or has left.
         """
+        if isinstance(error, AttributeError) and "_modules" in getattr(error.obj, "__dict__", ()):
+            for name in _OF_WRAPPER.keys() & {error.name}:
+                error.add_note(f"gradsync wraps nothing: take {_OF_WRAPPER[name]}")
         orderly = error is None or (isinstance(error, SystemExit) and error.code in _ORDERLY_EXITS)
         watch, self.watch = self.watch, None
         if error is not None and watch is not None:
@@ -199,7 +206,7 @@ class Session:
                 cause = watch.peer_failure()
             else:
                 cause = watch.settle(error)
-                if self.world.device.startswith("cuda"):
+                if self.world.device_name != "cpu":
                     _abort_group()
         finally:
             self._stack.close()
@@ -231,7 +238,9 @@ class Session:
         self._stack.callback(stack.close)
         presences = check_in(
             meeting.records,
-            Presence(host, device_identity(self.world.device), os.getpid(), stack.fd, token_hex()),
+            Presence(
+                host, device_identity(self.world.device_name), os.getpid(), stack.fd, token_hex()
+            ),
             rank=world.rank,
             world_size=world.world_size,
             deadline_s=deadline_s,
@@ -264,14 +273,16 @@ class Session:
         self.threads = choose_threads(world.local_world_size, requested=options.threads)
         self._stack.callback(pin_threads, pin_threads(self.threads))
         device = choose_device(options.device, world.local_rank)
-        self._world = replace(world, device=device, seed=options.seed or 0)
-        if self.world.device != "cpu" and not self._env.get(_CUBLAS):
+        self._world = replace(world, device_name=device, seed=options.seed or 0)
+        if self.world.device_name != "cpu" and not self._env.get(_CUBLAS):
             # Read once, at the first matrix product: deterministic kernels need a fixed workspace.
             self._stack.enter_context(environ.exported({_CUBLAS: ":4096:8"}))
         if options.seed is not None:
             seed_everything(options.seed)
         if world.is_main:
-            log.info("%d intra-op thread(s) a rank, device %s", self.threads, self.world.device)
+            log.info(
+                "%d intra-op thread(s) a rank, device %s", self.threads, self.world.device_name
+            )
 
     def _interface(self, meeting: Meeting) -> str:
         """Interface for gloo; left alone, it listens on whatever the host's name resolves to."""
@@ -282,15 +293,13 @@ class Session:
         return interface_towards(meeting.address)
 
     def _make_group(self, meeting: Meeting, interface: str) -> None:
-        import torch
         import torch.distributed as dist
 
         # Its functions take the default group as a default argument, bound at import: imported
         # later (the first optimizer does), it would keep a destroyed group and its sockets alive.
-        import torch.distributed.nn.functional
 
         world, options = self.world, self.options
-        on_cuda = world.device.startswith("cuda")
+        on_cuda = world.device_name != "cpu"
         variables = {
             "RANK": str(world.rank),
             "WORLD_SIZE": str(world.world_size),
@@ -306,7 +315,7 @@ class Session:
             rank=world.rank,
             world_size=world.world_size,
             timeout=timedelta(seconds=options.timeout_s),
-            device_id=torch.device(world.device) if on_cuda else None,
+            device_id=world.device if on_cuda else None,
         )
         self._group = dist.group.WORLD
         self._stack.callback(self._destroy_group)
@@ -397,7 +406,7 @@ def init(
             leaves them as they are.
         keep_memory: what is freed stays in this process for the next step (Linux with glibc).
             Faster steps on a CPU where they use big temporaries; the process stays at its peak
-            size, and the setting outlives the session. See [Note: Keeping freed memory].
+            size, and the setting outlives the session. See docs/guide/verifying.md.
         report_wait_s: a wait for another rank of so many seconds is reported, with the line where
             that rank is (docs/guide/when-it-hangs.md).
         stacks_dir: folder in which each rank writes down its stacks when a rank is late or has
@@ -408,7 +417,8 @@ def init(
 
     Raises:
         ConfigError: a number that no run could use, such as a time beyond 32 years; when entered,
-            whatever `Session.open` raises.
+            also a backend that is unknown or cannot be used here.
+        LaunchError, RendezvousError: when entered, see docs/guide/launching.md.
     """
     return Session(
         SessionOptions(

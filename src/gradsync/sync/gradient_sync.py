@@ -141,7 +141,8 @@ class GradientSync(UserLoopMethods, StateMethods):
         return self.reducer.forward
 
     def prime(self, forward_backward: Callable[[], None]) -> None:
-        """See `Reducer.prime`; call it before the first step when a resume must keep its bits."""
+        """Run a throwaway backward before the first step, as some strategies group sums by the
+        first one: else a resumed run would have other bits."""
         with self._buffers.untouched():
             self.reducer.prime(forward_backward)
 
@@ -186,7 +187,7 @@ class GradientSync(UserLoopMethods, StateMethods):
                 `index` lets `invariant` add up leaves at once instead of keeping each.
             reduction: "sum", or "mean" when `loss` is the mean over the `weight` targets (over no
                 targets it counts for nothing). None is "sum", and warns once if the loss looks like
-                a mean. See [Note: Mean or sum].
+                a mean (docs/guide/training-loop.md).
             scale: a `torch.amp.GradScaler`, for fp16.
 
         Raises:

@@ -20,6 +20,7 @@ from gradsync.runtime.resolve import resolve
 from gradsync.sync.batch_norm import NOT_INVARIANT, choose_batch_norm
 from gradsync.sync.check_model import broadcast_model, check_same_model, refuse_synchronised
 from gradsync.sync.gradient_sync import HANDLE, GradientSync
+from gradsync.sync.options import take_torchs
 from gradsync.sync.reducer import trainable
 from gradsync.sync.registry import (
     Strategy,
@@ -79,7 +80,8 @@ def replicate(
         comm: a communicator to use instead of the world's own.
         groups: from `gs.groups(world)`, for `sync="hierarchical"`; None makes them from `world`.
             Sums along the tree follow the hosts without them, by where `world` says ranks sit.
-        options: of the strategy, such as `bucket_mb=25.0`.
+        options: of the strategy, such as `bucket_mb=25.0`. Of torch's DistributedDataParallel,
+            `bucket_cap_mb` is `bucket_mb`; what is its default or changes no result is ignored.
 
     Raises:
         ConfigError: unknown strategy or option; the model or a part of it is replicated (also by
@@ -88,6 +90,8 @@ def replicate(
             no trainable parameter.
     """
     strategy = find_strategy(sync)
+    ddp = torch.nn.parallel.DistributedDataParallel
+    take_torchs(f"sync={sync!r}", options, strategy.options, ddp)
     for name, parameter in trainable(model):
         if optimizer_watch().owns(parameter):
             said = f"parameter {name!r} of this model is replicated already"

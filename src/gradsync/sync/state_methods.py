@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from gradsync.comm.base import Communicator
+from gradsync.core.files import counted
 from gradsync.errors import ConfigError
 from gradsync.sync.buffers import BufferSync
 from gradsync.sync.check_replicas import check_replicas, replica_tensors
@@ -26,6 +27,11 @@ class StateMethods:
     reducer: Reducer
     _buffers: BufferSync
     _parts: StepParts
+
+    def __repr__(self) -> str:
+        of = f"{type(self.model).__name__}, {counted(len(self.reducer.parameters), 'parameter')}"
+        ranks = f"rank {self.comm.rank} of {self.comm.world_size}"
+        return f"<{type(self).__name__} {self.reducer.strategy} of {of}, {ranks}>"
 
     @property
     def whole_parameters(self) -> bool:
@@ -66,7 +72,7 @@ class StateMethods:
             self.reducer.shards.scatter(each)
 
     def sharded_state_dict(self, optimizer: Optimizers) -> HeldState | None:
-        """This rank's part, see `Replicas.sharded_state_dict`; None where the state is whole."""
+        """This rank's part of the state, sharing its memory; None where the state is whole."""
         found: HeldState = {}
         for each in each_optimizer(optimizer):
             held = self.reducer.shards.sharded_state_dict(each)
@@ -123,7 +129,7 @@ class StateMethods:
         All ranks call it between two steps, after `step` and before the next step's first
         `backward`: an update that ranks divide among themselves (on one host, `zero1`, `zero2`)
         makes one mixture of weights that differed before it, and then all are equal. It finds the
-        changes that a step does not notice by itself, see [Note: Signs of an edit].
+        changes that a step does not notice by itself, such as `p.data[0] = 0`.
 
         Args:
             optimizer: compare its state too; not under strategies that shard it.

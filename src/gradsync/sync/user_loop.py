@@ -27,6 +27,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn import ModuleList
 
 from gradsync.comm.values import same_on_all_ranks
 from gradsync.core.torch_private import (
@@ -117,6 +118,7 @@ _FOREIGN = (
     "apart); in a loop of your own use sync='invariant', 'bucketed', 'naive' or 'fsdp'"
 )
 
+_FLAG = "require_backward_grad_sync"  # as torch's DDP calls it, set on the model
 _THE_CALL = {"the call": "loss.backward() or optimizer.step()", STEPS: "0"}
 _DRIFTED = (
     "so their last steps differed, and their weights do: go back to a checkpoint from before, and "
@@ -141,7 +143,9 @@ class UserLoop:
         """Number of `GradientSync.backward`s since the last step."""
         self.in_micro_step = False
         """Whether inside `GradientSync.micro_step`, which encloses `GradientSync.backward`."""
-        self.closed = self._no_sync = False
+        self._models = [model, *model.children()] if type(model) is ModuleList else [model]
+        self.closed = self.off = False
+        """Whether the handle, not the model, says that no backward synchronises."""
         self._no_sync_in_forward: bool | None = None
         self._enclosed = False  # in `GradientSync.backward`, which is not the user's training loop
         self._in_backward = False
@@ -200,13 +204,13 @@ class UserLoop:
     @property
     def synchronises(self) -> bool:
         """See `UserLoopMethods.require_backward_grad_sync`."""
-        return not self._no_sync
+        return not self.off and all(vars(m).get(_FLAG, True) for m in self._models)
 
     @synchronises.setter
     def synchronises(self, wanted: bool) -> None:
         """Set it between two micro-batches."""
         self._refuse_if_foreign()
-        self._no_sync = not wanted
+        self.off = not wanted
 
     def gradient_came(self, parameter: torch.Tensor) -> bool:
         """Note a gradient from a backward other than `GradientSync.backward`; returns whether that
@@ -218,7 +222,7 @@ class UserLoop:
         """
         task = current_graph_task()
         if self._in_backward and task >= self._task:  # the same, or one inside of it
-            return not self._no_sync
+            return self.synchronises
         if task in self._optimizers.backwards:
             self._drop(parameter, task)
             return False
@@ -229,7 +233,7 @@ class UserLoop:
         if not self._reducer.user_loop:
             return False
         self._backward_begins(task, parameter)
-        return not self._no_sync
+        return self.synchronises
 
     def _drop(self, parameter: torch.Tensor, task: int) -> None:
         """Discard a gradient from another handle's backward."""
@@ -243,25 +247,25 @@ class UserLoop:
 
     def _backward_begins(self, task: int, first: torch.Tensor) -> None:
         before, self._no_sync_in_forward = self._no_sync_in_forward, None
-        if before not in (None, self._no_sync):
-            where = "after the forward" if self._no_sync else "around the forward only"
+        if before is self.synchronises:
+            where = "around the forward only" if before else "after the forward"
             raise ConfigError(f"no_sync() was entered {where}: {_TOO_LATE}")
         if task < self._task:
             raise ConfigError(_REENTRANT)
-        unused = self.finished and not (self._discarded or self._stepped or self._no_sync)
+        unused = self.finished and self.synchronises and not (self._discarded or self._stepped)
         others = (parameter for parameter in self._reducer.parameters if parameter is not first)
         if unused and not self._warned and _any_gradient(others):
             self._warned = True
             log.warning(_ADDED)
         self._task = task
-        self._buffers.leaf_begins(last=not self._no_sync)
+        self._buffers.leaf_begins(last=self.synchronises)
         self._dirty = self._in_backward = True
         self._others = -1
         at_the_end_of_backward(self._backward_ended)
 
     def _backward_ended(self) -> None:
         self._in_backward = False
-        if not self._no_sync:
+        if self.synchronises:
             self.finish()
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -392,12 +396,12 @@ class UserLoop:
 
 @contextmanager
 def _no_sync(user_loop: UserLoop) -> Generator[None]:
-    before = user_loop.synchronises
+    before = user_loop.off
     user_loop.synchronises = False
     try:
         yield
     finally:
-        user_loop.synchronises = before
+        user_loop.off = before
 
 
 def _hooks(user_loop: UserLoop, model: nn.Module, reducer: Reducer) -> list[Any]:
@@ -410,7 +414,7 @@ def _hooks(user_loop: UserLoop, model: nn.Module, reducer: Reducer) -> list[Any]
         if alive is None or not torch.is_grad_enabled() or current_graph_task() >= 0:
             return
         alive.refuse_if_failed()
-        alive._no_sync_in_forward = alive._no_sync
+        alive._no_sync_in_forward = not alive.synchronises
 
     def gradient_is_ready(parameter: torch.Tensor) -> bool:
         alive = _alive(loop)
@@ -471,8 +475,9 @@ class UserLoopMethods:
         """Whether a backward averages over ranks, in the user's training loop, as in torch's DDP.
 
         False is `no_sync` without the `with`: set it before the forward, and True again before the
-        forward of the last micro-batch. `GradientSync.backward` only adds up, whatever it is;
-        `step` synchronises.
+        forward of the last micro-batch. Set on the model itself (`model.require_backward_grad_sync
+        = False`) it means the same. `sync.backward` only adds up, whatever it is; `sync.step`
+        synchronises.
 
         Raises:
             ConfigError: on setting, under strategies that do not support the user's training loop.

@@ -28,6 +28,14 @@ _SUFFIXES = (".yaml", ".yml", ".toml")
 _OPTIONAL = frozenset(f.name for f in fields(SyncConfig) if f.default is None)
 
 
+_OTHERS = {
+    "ddp_enabled": "leave it out; --nproc-per-node or a launcher says how many ranks there are",
+    "ddp_backend": "backend: gloo, nccl, … (left out: chosen by the device)",
+    "ddp_find_unused_parameters": "leave it out; unused parameters are found in every step",
+}
+"""Keys of other projects' files: what there is here."""
+
+
 def parse_config(argv: Sequence[str]) -> TrainConfig:
     """Configuration from `[PRESET|FILE] [--flag value …]`."""
     arguments = list(argv)
@@ -133,6 +141,7 @@ def _leaves(
         if name not in known and not below:
             near = get_close_matches(name, known, n=1)
             hint = f"; perhaps you meant {near[0]}" if near else ""
+            hint = f": {_OTHERS[name]}" if name in _OTHERS else hint
             raise ConfigError(f"{document.at(way)}: unknown key {way[:80]!r}{hint}")
         if not below:
             yield way, name, value

@@ -115,7 +115,7 @@ def _replicas(config: TrainConfig, world: World) -> World:
         local_rank=place.data,
         local_world_size=layout.dp,
         launcher=world.launcher,
-        device=world.device,
+        device_name=world.device_name,
     )
 
 

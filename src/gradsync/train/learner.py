@@ -213,7 +213,7 @@ def build_learner(
     config: TrainConfig, world: World, shape: GPTConfig, comm: Communicator
 ) -> Learner:
     """Model, optimizer and synchronisation on this rank's device."""
-    device = torch.device(world.device)
+    device = world.device
     if config.dtype == "fp16" and device.type != "cuda":
         raise ConfigError("dtype fp16 needs CUDA; use bf16 or fp32 on a CPU")
     model = GPT(
@@ -262,7 +262,7 @@ def trainer_options(sync: str, given: Mapping[str, Any]) -> dict[str, Any]:
 def kernels(config: TrainConfig, world: World) -> Generator[None]:
     """On a GPU: TF32 for fp32 matrix products as asked, and deterministic kernels under a strategy
     that promises bits, since attention and embedding add with atomics otherwise."""
-    if not world.device.startswith("cuda"):
+    if world.device.type != "cuda":
         yield
         return
     promised = STRATEGIES[config.sync].same_on_any_ranks
@@ -288,4 +288,4 @@ def autocast(config: TrainConfig, world: World) -> Autocast:
     if config.dtype == "fp32":
         return nullcontext()
     dtype = torch.bfloat16 if config.named_dtype == "bf16" else torch.float16
-    return torch.autocast(torch.device(world.device).type, dtype=dtype)
+    return torch.autocast(world.device.type, dtype=dtype)

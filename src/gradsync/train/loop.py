@@ -178,7 +178,7 @@ class Trainer:
             saves = last or _due(totals.step, config.checkpoint.every)
             logs = last or _due(totals.step, config.log_every) or totals.step == done_steps + 1
             # Reading the loss costs nothing on a CPU, on CUDA a wait.
-            looks = saves or logs or not self.world.device.startswith("cuda")
+            looks = saves or logs or self.world.device.type != "cuda"
             diverged = self._why_diverged(result) if looks else ""
             if logs or diverged:
                 self._log(totals, result, lr)
@@ -335,7 +335,7 @@ class Trainer:
 
 def memory_gib(world: World) -> float:
     """Largest memory so far: reserved by the allocator on CUDA, resident in RAM on a CPU."""
-    if world.device.startswith("cuda"):
+    if world.device.type == "cuda":
         return torch.cuda.max_memory_reserved() / 2**30
     import resource
 

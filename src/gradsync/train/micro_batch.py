@@ -351,7 +351,7 @@ def find_micro_batch(
         return probe.run(rehearsal.of(size))
 
     begins()
-    careful = torch.device(world.device).type == "cpu"
+    careful = world.device.type == "cpu"
     trials = try_sizes(comm, attempt, sizes, limit_bytes=limit, careful=careful)
     rehearsal.close()
     probe.clear()
@@ -432,7 +432,7 @@ class Rehearsal:
             seq_len=self._config.sequence_length,
             num_leaves=self._config.sequences_per_update,
             dtype=self._config.named_dtype,
-            kind="cuda" if self._world.device.startswith("cuda") else "cpu",
+            kind="cuda" if self._world.device.type == "cuda" else "cpu",
         )
         name = "invariant" if self._config.sync == AUTO else self._config.sync
         split = Split(strategy=name, layout=ParallelLayout(dp=self._world.world_size))
@@ -509,6 +509,6 @@ class Rehearsal:
         return min(taken)
 
     def _now(self) -> float:
-        if self._world.device.startswith("cuda"):
+        if self._world.device.type == "cuda":
             torch.cuda.synchronize(self._world.device)
         return time.perf_counter()

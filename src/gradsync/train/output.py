@@ -445,7 +445,7 @@ def describe_environment(world: World, device: Device, threads: int) -> dict[str
         "launcher": world.launcher,
         "world_size": world.world_size,
         "num_nodes": world.num_nodes,
-        "device": world.device,
+        "device": world.device_name,
         "device_name": device.name,
         "peak_tflops": round(device.peak_flops / 1e12, 3),
         "peak_source": device.source,

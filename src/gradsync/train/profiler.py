@@ -55,7 +55,7 @@ class StepProfiler:
             from torch.profiler import ProfilerActivity, profile
 
             activities = [ProfilerActivity.CPU]
-            if self._world.device.startswith("cuda"):
+            if self._world.device.type == "cuda":
                 activities.append(ProfilerActivity.CUDA)
             self._profile = profile(
                 activities=activities, experimental_config=PROFILE_ALL_THREADS()
@@ -73,7 +73,7 @@ class StepProfiler:
     def _stop(self, *, failed: bool = False) -> None:
         self._records = False
         # After an error a collective of the device may never end.
-        if self._world.device.startswith("cuda") and not failed:
+        if self._world.device.type == "cuda" and not failed:
             torch.cuda.synchronize()
         self._profile.stop()
 

@@ -112,7 +112,7 @@ def train(
             progress=progress,
             profiler=stack.enter_context(StepProfiler(config.profile, run_dir.path, world)),
             peak_flops=device.peak_flops,
-            interval=Interval(on_cuda=world.device.startswith("cuda")),
+            interval=Interval(on_cuda=world.device.type == "cuda"),
             tell=watch.sampler.tell if watch else lambda _: None,
         )
         resumed = restore(trainer)
@@ -170,7 +170,7 @@ def _refuse_unlike(config: TrainConfig, data: Data, comm: Communicator) -> None:
 
 def _learner(config: TrainConfig, world: World, shape: GPTConfig, comm: Communicator) -> Learner:
     """For a whole model, or for this rank's part of one."""
-    check_size(shape, device=world.device, num_nodes=world.num_nodes)
+    check_size(shape, device=world.device_name, num_nodes=world.num_nodes)
     layout = config.layout(world.world_size)
     if layout.model_ranks == 1:
         return build_learner(config, world, shape, comm)
@@ -182,8 +182,8 @@ def _learner(config: TrainConfig, world: World, shape: GPTConfig, comm: Communic
 
 def _device(world: World, threads: int) -> Device:
     """This rank's device, with the peak of its data sheet, or an estimate for `threads` cores."""
-    if world.device.startswith("cuda"):
-        return torch_devices(torch)[torch.device(world.device).index or 0]
+    if world.device.type == "cuda":
+        return torch_devices(torch)[world.device.index or 0]
     processor, ranks = read_processor(), world.local_world_size
     used = replace(processor, cores=min(processor.cores, threads * ranks))
     return cpu_devices(used, ranks)[0]
@@ -200,7 +200,7 @@ def _planned_gib(trainer: Trainer) -> float | None:
         dtype=config.named_dtype,
         activation_checkpointing=config.activation_checkpointing,
         loss_rows=config.loss_rows,
-        kind="cuda" if world.device.startswith("cuda") else "cpu",
+        kind="cuda" if world.device.type == "cuda" else "cpu",
     )
     split = Split(
         strategy=config.sync,
@@ -221,7 +221,7 @@ def _introduce(trainer: Trainer, resumed: Resumed, threads: int, notes: Sequence
     through = " through shared memory" if shares else ""
     say(
         f"{counted(world.world_size, 'rank')} by {world.launcher} on "
-        f"{counted(world.num_nodes, 'host')}, {world.device.partition(':')[0]}, "
+        f"{counted(world.num_nodes, 'host')}, {world.device.type}, "
         f"{counted(threads, 'thread')} a rank, {config.named_dtype}, sync {config.sync}{through}"
     )
     say(
@@ -249,7 +249,7 @@ def _introduce(trainer: Trainer, resumed: Resumed, threads: int, notes: Sequence
 def _unlike_machines(trainer: Trainer) -> list[str]:
     """A note where ranks compute with other bits. One all-reduce, int64 [2]."""
     told = {name: repr(value) for name, value in trainer.fingerprint.items()}
-    if trainer.world.device.startswith("cuda"):
+    if trainer.world.device.type == "cuda":
         for name in ("threads", "cpu_capability", "math_env"):  # they decide nothing there
             del told[name]
     if same_on_all_ranks(trainer.comm, repr(told).encode()):

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-import torch
 from torch.autograd.profiler import record_function
 
 from gradsync.checkpoint.optimizer_state import pack_optimizer, unpack_optimizer
@@ -126,7 +125,7 @@ def build_split_learner(
     All ranks call it at the same point: it makes process groups. Start values are those of the
     whole model with this seed, drawn on every rank, so nothing is sent.
     """
-    device = torch.device(world.device)
+    device = world.device
     part = ModelPart(config=shape, layout=layout, place=layout.coordinates(world.rank))
     groups = split_groups(layout, part.place, comm)
     model = GPTStage(

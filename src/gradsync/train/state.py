@@ -105,7 +105,7 @@ def numeric_fingerprint(
         chosen = check_options(strategy, config.sync_options.given())
         if isinstance(chosen, Recipe) and chosen.rounding == "stochastic":
             tree += f", stochastic, seed {chosen.rounding_seed}"
-    on_cuda = world.device.startswith("cuda")
+    on_cuda = world.device.type == "cuda"
     settings = [f"{name}={value}" for name in _MATH_VARIABLES if (value := environ.get(name))]
     layout = config.layout(world.world_size)
     split = {} if layout.model_ranks == 1 else {_SPLIT: str(layout)}

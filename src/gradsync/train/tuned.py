@@ -71,7 +71,7 @@ class Tuned:
 
 def run_conditions(config: TrainConfig, shape: GPTConfig, world: World, threads: int) -> Conditions:
     """The conditions of every measurement of a training step; `threads` are those of a rank."""
-    return machine_conditions(world.device, threads) | {
+    return machine_conditions(world.device_name, threads) | {
         "model": _sizes(shape),
         "dtype": config.dtype,
         "seq_len": config.sequence_length,
@@ -202,7 +202,7 @@ def resolve_dtype(config: TrainConfig, world: World, comm: Communicator) -> tupl
     if config.dtype != AUTO:
         return config, ""
     # Only rank 0's host need have the run directory. Whole group, one small message of each.
-    mine = [fast_dtype(world.device), *(begun_dtype(config) if world.is_main else ("", ""))]
+    mine = [fast_dtype(world.device_name), *(begun_dtype(config) if world.is_main else ("", ""))]
     told = all_gather_json(comm, mine)
     kept, place = told[0][1:]
     if kept:

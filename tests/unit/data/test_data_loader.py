@@ -378,10 +378,10 @@ class Pairs(Numbers):
 def test_batches_go_to_the_device_after_their_targets_were_counted(num_workers: int) -> None:
     """The device `meta` holds no data: counting there could only fail."""
     options = {"global_batch_size": 2, "micro_batch_size": 2, "num_workers": num_workers}
-    (leaf,) = read(loader(Pairs(4), World(device="meta"), **options), 1)[0]
+    (leaf,) = read(loader(Pairs(4), World(device_name="meta"), **options), 1)[0]
     assert leaf.inputs.device.type == leaf.targets.device.type == "meta"
     assert (leaf.num_samples, leaf.num_targets) == (2, 4)
-    (leaf,) = read(loader(Pairs(4), World(device="meta"), device="cpu", **options), 1)[0]
+    (leaf,) = read(loader(Pairs(4), World(device_name="meta"), device="cpu", **options), 1)[0]
     assert leaf.inputs.shape == leaf.targets.shape == (2, 3)
     one = make(4, collate_fn=sorted, shuffle=False, **options)  # makes the batch
     assert read(one, 1)[0][0].batch == [0, 1]

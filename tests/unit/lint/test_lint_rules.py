@@ -164,6 +164,16 @@ WRONG: dict[str, list[str]] = {
         """
         per_rank = args.batch_size // dist.get_world_size()  # GS204
         """,
+        """
+        accumulation = global_batch // (micro_batch * world_size)  # GS204
+        steps = tokens_per_update // (micro * world_size * 128)  # GS204
+        """,
+    ],
+    "GS205": [
+        """
+        sampler = DistributedSampler(held_out, shuffle=False)  # GS205
+        loader = DataLoader(held_out, 8, sampler=sampler)
+        """,
     ],
     "GS301": [
         """
@@ -402,7 +412,7 @@ RIGHT: dict[str, str] = {
         loader = DataLoader(dataset, 8, sampler=sampler)
         for epoch in range(3):
             sampler.set_epoch(epoch)
-        held_out = DistributedSampler(validation, shuffle=False)
+        held_out = DistributedSampler(validation, shuffle=False, drop_last=True)
         """,
     "a loader that is chosen": """
         ddp = DDP(model)
@@ -472,6 +482,16 @@ RIGHT: dict[str, str] = {
         torch.manual_seed(1337)
         model = DDP(nn.Sequential(model, nn.Dropout(0.1)))
         torch.manual_seed(1337 + rank)
+        """,
+    "products of ranks": """
+        assert global_batch % (micro_batch * world_size) == 0
+        accumulation = global_batch // (micro_batch * world_size)
+        steps_per_epoch = len(dataset) // (batch_size * world_size)
+        """,
+    "an evaluation that leaves out the rest": """
+        loader = DataLoader(
+            held_out, 8, sampler=DistributedSampler(held_out, shuffle=False, drop_last=True)
+        )
         """,
     "quiet on purpose": """
         batch_size = 512 // world_size  # gradsync: ignore[GS204]

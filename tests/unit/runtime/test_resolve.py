@@ -1,6 +1,7 @@
 """Which row wins, and which rows may stand beside it."""
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -8,6 +9,7 @@ from gradsync.errors import LaunchError
 from gradsync.runtime.coordinator import System, plan_coordinator
 from gradsync.runtime.resolve import explain_world, resolve
 from gradsync.runtime.session import Session, SessionOptions
+from gradsync.world import World
 
 
 def by_hand(rank, size):
@@ -202,6 +204,27 @@ def test_a_generation_that_is_no_number_is_refused():
         resolve({"SLURM_RESTART_COUNT": "often"})
 
 
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"NUM_GPUS": "2"}, ("NUM_GPUS=2", "--nproc-per-node 2")),
+        ({"NPROC_PER_NODE": "4"}, ("NPROC_PER_NODE=4", "--nproc-per-node 4")),
+        ({"SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "1"}, ("2 tasks", "`srun`")),
+        ({"SLURM_NPROCS": "2"}, ("2 tasks", "`srun`")),
+    ],
+)
+def test_what_was_asked_for_and_is_not_read_is_said(variables, words):
+    """One rank runs: as other projects' scripts, and some guides, would start several."""
+    (warning,) = resolve(variables).warnings
+    assert all(word in warning for word in (*words, "one rank"))
+    assert resolve(variables | torchrun(0, 2)).warnings == ()
+
+
+@pytest.mark.parametrize("value", ["1", "01", "", "all", "-2"])
+def test_a_number_that_asks_for_no_more_than_one_rank_is_not_told_of(value):
+    assert resolve({"NUM_GPUS": value}).warnings == ()
+
+
 def test_explain_world_shows_rows_world_and_warnings():
     text = explain_world({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8"})
     assert "launcher=python" in text
@@ -312,3 +335,9 @@ def test_a_session_is_no_world():
 @pytest.mark.parametrize("text", [SRUN_TASK, ONE_TASK_SHELL, SBATCH_SHELL + MPIRUN, TORCHRUN, ""])
 def test_nobody_else_is_warned(text):
     assert resolve(env(text)).warnings == ()
+
+
+def test_the_device_is_torchs_and_its_name_a_text() -> None:
+    world = World(device_name="cuda:1")
+    assert world.device == torch.device("cuda:1")
+    assert f"{world.device}" == world.device_name

@@ -68,10 +68,12 @@ def test_what_is_written_down(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "")
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
     assert fingerprint()["math_env"] == "MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=default"
-    monkeypatch.setattr(torch.cuda, "get_device_name", {"cuda:1": "a big one"}.__getitem__)
-    on_gpu = fingerprint(device="cuda:1")
+    monkeypatch.setattr(
+        torch.cuda, "get_device_name", {torch.device("cuda:1"): "a big one"}.__getitem__
+    )
+    on_gpu = fingerprint(device_name="cuda:1")
     assert (on_gpu["device"], on_gpu["tf32"]) == ("a big one", True)
-    assert fingerprint(replace(CONFIG, tf32=False), device="cuda:1")["tf32"] is False
+    assert fingerprint(replace(CONFIG, tf32=False), device_name="cuda:1")["tf32"] is False
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from torch.optim.optimizer import (
 )
 
 T = TypeVar("T", bound=type)
+F = TypeVar("F", bound=Any)
 
 # -- tensors --------------------------------------------------------------------------------------
 
@@ -52,6 +53,15 @@ storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
 """Number of tensors, arrays and `UntypedStorage` objects that share a storage, by its address."""
 
 storage_address: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
+
+
+def in_graph(tensor: Tensor) -> bool:
+    """Whether a graph keeps this tensor for its backward, or a view does."""
+    return tensor._use_count() > 1
+
+
+in_transform = torch._C._functorch.maybe_current_level
+"""Level of the `torch.func` transform (`grad`, `vmap` …) that runs now; None without one."""
 
 
 def wait_before_swap(cls: Any, wait: Callable[[Any], object]) -> None:
@@ -318,15 +328,30 @@ def outside_graphs(cls: T) -> T:
 
 def _skip(method: Any) -> bool:
     """Mark it where this torch has marks; whether that is done."""
-    frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
-    action = getattr(frames, "_FrameAction", None)
-    if action is None:
-        return False
-    method._torchdynamo_disable = True  # a graph that calls it ends there
-    # When it runs, the compiler looks neither at it nor at what it calls.
-    both = frames._FrameExecStrategy(action.SKIP, action.SKIP)
-    frames.set_code_exec_strategy(method.__code__, both)
-    return True
+    marked = never_traced(method) and _MARKS is not None
+    if marked:
+        method._torchdynamo_disable = True  # a graph that calls it ends there
+    return marked
+
+
+_FRAMES: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+_MARKS: Any = getattr(_FRAMES, "_FrameAction", None)
+
+
+def never_traced(function: F) -> F:
+    """Decorator: when the function runs, the compiler looks neither at it nor at what it calls.
+    A graph that calls it contains it all the same."""
+    if _MARKS is not None:
+        both = _FRAMES._FrameExecStrategy(_MARKS.SKIP, _MARKS.SKIP)
+        _FRAMES.set_code_exec_strategy(function.__code__, both)
+    return function
+
+
+def called_when_traced(function: F) -> F:
+    """Decorator: while the compiler traces a call of the function, it calls it; the graph does not.
+    What `torch.compiler.assume_constant_result` does, without importing the compiler."""
+    function._dynamo_marked_constant = True
+    return function
 
 
 _COMPILER = "torch._dynamo"

@@ -12,10 +12,26 @@ BatchNorm's `num_batches_tracked` counts *steps*, not forwards, and its running 
 the variances *within* leaves, without the variance between them; larger leaves include more of it.)
 
 Ranks do not appear in this rule, and the mean is exact ([Note: Sums without an order]): any number
-of ranks, with any distribution of leaves, ends with the same bits. Neither a forward in training
-mode without a backward nor a step that is refused or discarded leaves a trace. A buffer that no
-forward changes is not touched, read or sent, and may be changed by hand between steps, on all ranks
-alike. In the user's training loop, where a leaf's end is unknown, a rank's forwards are one leaf.
+of ranks, with any distribution of leaves, ends with the same bits. A step that is refused or
+discarded leaves no trace. A buffer that no forward changes is neither copied nor sent. In the
+user's training loop, where a leaf's end is unknown, a rank's forwards are one leaf.
+
+[Note: Whose change] Hooks on the root and on all modules with buffers tell where a change happens:
+
+    between two steps         the new start, which ranks compare before they update
+    in a leaf, up to its      the leaf's, by forwards or by hand; also by hand since the leaf before
+    backward
+    under no_grad, or in      no leaf's, and undone: before that module trains, when the leaf ends,
+    eval mode                 or the step. A leaf's, where the module does not train in it
+    without a backward        no leaf's, undone at the step's end
+
+Where no hook runs (compiled functions that call the model, methods other than forward), changes are
+the leaf's, but a first leaf's to buffers that no leaf has changed before are made between steps.
+
+[Note: Tensors come back] After a leaf a module gets back the tensor that it had. One that a forward
+assigned is not written: it may be the user's, or saved in a graph. The module's own is written in
+place, which its version tells to autograd. Where a graph has it, and nothing else, a new one takes
+its place. (BatchNorm's is written past the version: its backward does not read what it saves.)
 
 A step costs one message of 8 bytes per buffer and, if any changed, two of 8 bytes per element; one
 copy of all buffers is kept. Checkpoints need only the buffers themselves, taken between steps.
@@ -29,8 +45,11 @@ nan. (The bins of a step's message, [Note: Fixed bins], would be much to send fo
 
 from __future__ import annotations
 
+import functools
+import json
 import logging
 import math
+import sys
 import weakref
 from collections.abc import Collection, Generator, Sequence
 from contextlib import contextmanager
@@ -38,23 +57,40 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from gradsync.comm.base import Communicator
-from gradsync.core.torch_private import version
+from gradsync.core.torch_private import (
+    BatchNorm,
+    called_when_traced,
+    in_graph,
+    in_transform,
+    never_traced,
+    storage_address,
+    storage_uses,
+    version,
+)
 from gradsync.errors import ConfigError
+from gradsync.sync.check_replicas import hash_bits
+from gradsync.sync.step_metadata import BITS, first_difference, hash_text
 from gradsync.sync.watch import ModuleHook
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from gradsync.sync.batch_norm import BatchNormHandling
+
+_EDITED = (
+    "no rank has updated its weights; change buffers between steps, on all ranks alike (what "
+    "differs from leaf to leaf is an argument of the forward)"
+)
 
 
 class BufferSync:
     """Keeps the buffers of equal replicas equal, by the rule of [Note: Buffers].
 
-    Per leaf: forward, `leaf_begins`, backward, `leaf_ends`. Per step: `step_begins`, `step_ends`,
-    on all ranks, including those without leaves.
+    Per leaf: forward, `leaf_begins`, backward, `leaf_ends`. Per step: `step_begins`,
+    `refuse_unlike`, `step_ends`, on all ranks, including those without leaves.
 
     Args:
         model, comm: buffers are equal on all ranks.
@@ -72,37 +108,138 @@ class BufferSync:
         equal_replicas: bool = True,
     ) -> None:
         self._model, self._comm, self._batch_norm = model, comm, batch_norm
-        self._buffers: list[_Buffer] = []
+        skip = batch_norm.own_buffers if batch_norm else ()
+        self._buffers = _find_buffers(model, skip) if equal_replicas else []
         self._leaves: list[dict[int, Tensor]] = []  # of this step: changed buffers after each
         self._ending = self._leaves  # of the step that ends
-        self._leaf_is_open = False
-        self._hooks: list[Any] = []
+        self._changed: set[int] = set()  # by this leaf, or a weightless one
+        self._strays: dict[int, Tensor] = {}  # values before forwards that belong to no leaf
+        self._edited: set[int] = set()  # between steps, and not compared yet
+        self._moving: set[int] = set()  # changed by leaves so far
+        self._trained: set[nn.Module] = set()  # outermost modules of this leaf's forwards
+        self._in_step = self._in_forward = False
+        self._num_leaves = 0
+        self._hooks = self._watch() if self._buffers else []
         # Steps that look for buffers that came later:
         self._looks = 2 if equal_replicas and comm.world_size > 1 > comm.rank else 0
-        if not equal_replicas:
-            return
-        self._buffers = _find_buffers(model, batch_norm.own_buffers if batch_norm else ())
+
+    def _watch(self) -> list[Any]:
         # Hooks must not keep this object, which holds the model's buffers, alive.
-        this, root = weakref.ref(self), weakref.ref(model)
+        this, root = weakref.ref(self), weakref.ref(self._model)
+        modules = {self._model, *(buffer.owner for buffer in self._buffers)}
+        known = weakref.WeakSet(m for m in modules if not isinstance(m, torch.jit.ScriptModule))
+
+        @called_when_traced
+        def traced() -> None:
+            if (alive := this()) is not None:
+                alive._look()
 
         def before_forward(module: nn.Module, _: Any) -> None:
-            if torch.compiler.is_compiling() or module is not root():  # a copy has this hook too
+            if torch.compiler.is_compiling():
+                traced()
                 return
-            alive = this()
-            if alive is not None and module.training and torch.is_grad_enabled():
-                if not alive._leaf_is_open and not alive._leaves:
-                    alive.refresh()
-                alive._leaf_is_open = True
+            alive = this()  # a copy has this hook too
+            if alive and not alive._in_forward and module in known and not in_transform():
+                alive._forward_begins(module)
 
         def after_loading(module: nn.Module, _: Any) -> None:
             alive = this()
             if alive is not None and module is root():
                 alive.refresh()
 
-        self._hooks += [
-            model.register_forward_pre_hook(ModuleHook(before_forward)),
-            model.register_load_state_dict_post_hook(ModuleHook(after_loading)),
-        ]
+        # Before other hooks: torch's older spectral_norm is one, and changes buffers.
+        before = _EagerHook(before_forward)
+        hooks: list[Any] = [m.register_forward_pre_hook(before, prepend=True) for m in known]
+        loading = ModuleHook(after_loading)
+        return [*hooks, self._model.register_load_state_dict_post_hook(loading)]
+
+    def _forward_begins(self, module: nn.Module) -> None:
+        """Begin a forward that is inside of no other."""
+        self._look()
+        if not (self._trained or self._in_step):  # what was written past versions between steps
+            first = range(len(self._buffers)) if self._num_leaves < 2 else self._moving
+            for index in set(first) - self._strays.keys():
+                self._buffers[index].start.copy_(self._buffers[index].value)
+        values: dict[int, Tensor] | None = None
+        if module.training and torch.is_grad_enabled():
+            self._undo_strays(module)
+            self._trained.add(module)
+        else:
+            values = {index: self._buffers[index].value.clone() for index in self._changed}
+        self._in_forward, this = True, weakref.ref(self)
+
+        def after_forward(*_: Any) -> None:
+            handle.remove()
+            if (alive := this()) is not None and alive._in_forward:
+                alive._in_forward = False
+                alive._forward_ended(module, values)
+
+        handle = module.register_forward_hook(_EagerHook(after_forward), always_call=True)
+
+    def _forward_ended(self, module: nn.Module, values: dict[int, Tensor] | None) -> None:
+        """End a forward; `values` of what had changed before it, where it is no leaf's."""
+        written = self._written()
+        before = dict.fromkeys(self._changed) if values is None else values
+        if self._num_leaves < 2 or any(buffer.is_silent for buffer in self._buffers):
+            for index in self._part(module) - written:
+                buffer = self._buffers[index]
+                value = before.get(index, buffer.start)
+                if (
+                    value is not None
+                    and (buffer.is_silent or self._num_leaves < 2)
+                    and not buffer.holds(value)
+                ):
+                    buffer.is_silent = True
+                    written.add(index)
+        if values is None:
+            self._changed |= written
+        for index in written - self._strays.keys() if values is not None else ():
+            self._strays[index] = values.get(index, self._buffers[index].start)
+
+    def _undo_strays(self, *modules: nn.Module) -> None:
+        if self._strays:
+            for index in set().union(*map(self._part, modules)) & self._strays.keys():
+                self._buffers[index].put(self._strays.pop(index))
+
+    def _part(self, module: nn.Module) -> set[int]:
+        """The buffers of a module and of those in it."""
+        inside = set(module.modules())
+        return {index for index, buffer in enumerate(self._buffers) if buffer.owner in inside}
+
+    def _written(self) -> set[int]:
+        """Buffers of modules that have written to any of theirs since this was last asked.
+
+        Judged by module: torch's batch_norm does not report that it wrote to running_mean, but
+        BatchNorm's counter does (and for InstanceNorm it is the other way round).
+        """
+        written = [buffer for buffer in self._buffers if buffer.was_written()]
+        for buffer in written:
+            buffer.note()
+        owners = {id(buffer.owner) for buffer in written}
+        return (
+            {i for i, b in enumerate(self._buffers) if id(b.owner) in owners} if owners else set()
+        )
+
+    def _look(self) -> None:
+        """Note what was changed outside of forwards."""
+        if self._trained or self._in_step:
+            self._changed |= self._written()
+        else:
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Take buffers that were changed between steps as they are: the new start.
+
+        `load_state_dict` does it, and the first forward of a step.
+        """
+        for index, buffer in enumerate(self._buffers):
+            if buffer.was_written():
+                self._take_start(index)
+
+    def _take_start(self, index: int) -> None:
+        self._buffers[index].take_start()
+        self._edited.add(index)
+        self._strays.pop(index, None)
 
     @contextmanager
     def untouched(self) -> Generator[None]:
@@ -115,15 +252,6 @@ class BufferSync:
                 buffer.data.copy_(value)
         self.leaf_ends(counts=False)
 
-    def refresh(self) -> None:
-        """Read the start values again, after buffers were changed between steps.
-
-        `load_state_dict` does it, and the root module's forward; call it only where neither runs
-        (tensors copied in by hand, and a compiled model or one whose root is not called).
-        """
-        for index in self._changed():
-            self._buffers[index].take_start()
-
     def leaf_begins(self, *, last: bool) -> None:
         """Begin a backward (`last`: communication begins in it)."""
         if self._batch_norm is not None and self._batch_norm.choice == "sync":
@@ -131,31 +259,68 @@ class BufferSync:
 
     def leaf_ends(self, *, counts: bool = True) -> None:
         """Keep the changes to buffers, unless the leaf has weight 0 (`counts=False`); reset."""
-        changed = self._changed()
-        if counts and changed:
-            self._leaves.append({i: self._buffers[i].value.clone() for i in changed})
-        for index in changed:
-            self._buffers[index].set_back()
-        self._leaf_is_open = False
+        if not (self._trained or self._in_step) and self._num_leaves:  # no hook saw its forward
+            for index, buffer in enumerate(self._buffers):
+                if index not in self._moving and buffer.was_written():
+                    self._take_start(index)
+        self._changed |= self._written()
+        self._undo_strays(*self._trained)
+        self._changed |= self._strays.keys()  # its module has no other part in this leaf
+        self._strays.clear()
+        if counts and self._changed:
+            self._leaves.append({i: self._buffers[i].value.clone() for i in sorted(self._changed)})
+        for index in self._changed:
+            self._buffers[index].put()
+        self._moving |= self._changed
+        self._changed.clear()
+        self._trained.clear()
+        self._in_forward = False
+        self._in_step |= counts
+        self._num_leaves += 1
 
     def step_begins(self) -> list[int]:
-        """For each buffer, the number of this rank's leaves that changed it in this step.
+        """For each buffer, the number of this rank's leaves that changed it in this step; then two
+        numbers by which ranks compare what was changed between steps.
 
         The caller sums them over all ranks, in a message it sends anyway, for `step_ends`.
         """
         if self._batch_norm is not None and self._batch_norm.choice == "sync":
             self._batch_norm.meet("the step's end")
-        if self._leaf_is_open:  # a forward without backward
+        if self._trained:  # a forward without backward
             self.leaf_ends(counts=False)
+        self._look()
+        self._undo_strays(self._model)
+        for index in self._changed:  # by hand, after the last leaf
+            if not any(index in leaf for leaf in self._leaves):
+                self._take_start(index)
+        self._changed.clear()
+        self._in_step = False
         self._ending, self._leaves = self._leaves, []  # a step that is refused ends with this
-        return [sum(i in leaf for leaf in self._ending) for i in range(len(self._buffers))]
+        counts = [sum(i in leaf for leaf in self._ending) for i in range(len(self._buffers))]
+        return [*counts, self._mark, self._mark**2] if counts else []
+
+    @property
+    def _mark(self) -> int:
+        """A number below 2^20, equal on ranks that changed buffers alike between steps."""
+        new = [(i, hash_bits(self._buffers[i].start).tolist()) for i in sorted(self._edited)]
+        return int(hash_text(json.dumps(new).encode()), 16) % 2**BITS if new else 0
+
+    def refuse_unlike(self, counts: Sequence[float]) -> None:
+        """Raise ConfigError on all ranks where buffers were changed between steps and differ;
+        `counts` as in `step_ends`. Two all-gathers where they were not changed alike."""
+        size, mark = self._comm.world_size, self._mark
+        if self._buffers and tuple(counts[-2:]) != (size * mark, size * mark**2):
+            starts = {f"buffer {b.name!r}": _text(b.start) for b in self._buffers}
+            if found := first_difference(self._comm, starts):
+                raise ConfigError(f"{found[1]}; {_EDITED}")
+        self._edited.clear()
 
     @torch.no_grad()
     def step_ends(self, counts: Sequence[float]) -> None:
         """Set the buffers' new values, equal on all ranks; `counts` are `step_begins` summed."""
-        if self._leaf_is_open:  # a forward in the update
+        if self._trained:  # a forward in the update
             self.leaf_ends(counts=False)
-        changed = [index for index, count in enumerate(counts) if count]
+        changed = [index for index, count in enumerate(counts[:-2]) if count]
         if changed:
             self._combine(changed, counts)
         self._ending = []
@@ -178,15 +343,6 @@ class BufferSync:
         for hook in self._hooks:
             hook.remove()
 
-    def _changed(self) -> list[int]:
-        """Buffers whose module has changed any of its own since their start was taken.
-
-        Judged by module: torch's batch_norm does not report that it wrote to running_mean, but
-        BatchNorm's counter does (and for InstanceNorm it is the other way round).
-        """
-        owners = {id(buffer.owner) for buffer in self._buffers if buffer.was_written()}
-        return [i for i, buffer in enumerate(self._buffers) if id(buffer.owner) in owners]
-
     def _combine(self, changed: list[int], counts: Sequence[float]) -> None:
         """Set new values for `changed`, from all leaves of all ranks."""
         moving = [i for i in changed if self._buffers[i].is_floating]
@@ -195,9 +351,11 @@ class BufferSync:
         leaves = self._ending or [{}]
         moves = [self._flat_changes(leaf, moving, torch.float64, device) for leaf in leaves]
         jumps = [self._flat_changes(leaf, counting, torch.int64, device) for leaf in leaves]
-        sums = exact_sum(torch.stack(moves), torch.stack(jumps), self._comm, most=int(max(counts)))
+        sums = exact_sum(
+            torch.stack(moves), torch.stack(jumps), self._comm, most=int(max(counts[:-2]))
+        )
         for indices, flat in zip((moving, counting), sums, strict=True):
-            sizes = [self._buffers[index].start.numel() for index in indices]
+            sizes = [_flat(self._buffers[index].start).numel() for index in indices]
             for index, change in zip(indices, flat.split(sizes), strict=True):
                 buffer = self._buffers[index]
                 buffer.move(change / counts[index] if buffer.is_floating else change)
@@ -209,9 +367,9 @@ class BufferSync:
         nothing = 0.0 if dtype == torch.float64 else torch.iinfo(torch.int64).min
         parts = [torch.zeros(0, dtype=dtype, device=device)]
         for index in indices:
-            start = self._buffers[index].start.reshape(-1).to(device, dtype)
+            start = _flat(self._buffers[index].start).to(device, dtype)
             if index in leaf:
-                parts.append(leaf[index].reshape(-1).to(device, dtype) - start)
+                parts.append(_flat(leaf[index]).to(device, dtype) - start)
             else:
                 parts.append(torch.full_like(start, nothing))
         return torch.cat(parts)
@@ -225,67 +383,127 @@ class _Buffer:
     owner: nn.Module
     key: str
     start: Tensor
-    seen: Tensor
-    """The tensor that was the buffer when `start` was taken, and its version then."""
+    home: Tensor
+    """The tensor that is the buffer between steps, and its version when it last held `start`."""
+    seen: Tensor | None
+    """The tensor that was the buffer when last looked at, and its version then."""
+    home_version: int = -1
     version: int = -1
+    is_silent: bool = False
+    """Whether forwards write past its version."""
 
     @property
     def is_floating(self) -> bool:
-        return self.start.is_floating_point()  # complex ones are viewed as pairs
-
-    @property
-    def current(self) -> Tensor:
-        """The buffer as it is now; it must keep its shape and dtype."""
-        now = self.owner._buffers.get(self.key)
-        if now is None or now.shape != self.seen.shape or now.dtype != self.seen.dtype:
-            what = "was removed" if now is None else f"became {list(now.shape)} {now.dtype}"
-            raise ConfigError(
-                f"buffer {self.name!r} {what}; replicas can only share buffers that keep their "
-                f"shape and dtype ({list(self.seen.shape)} {self.seen.dtype})"
-            )
-        return now
+        return self.start.is_floating_point() or self.start.is_complex()
 
     @property
     def value(self) -> Tensor:
-        """Its values, writable past autograd: torch's batch_norm saves running_mean for backward,
-        does not use it there, and would report a change as an error."""
-        data = self.current.data
-        return torch.view_as_real(data) if data.is_complex() else data
+        """The buffer as it is now; it must keep its shape and dtype."""
+        now = self.owner._buffers.get(self.key)
+        if now is None or now.shape != self.start.shape or now.dtype != self.start.dtype:
+            what = "was removed" if now is None else f"became {list(now.shape)} {now.dtype}"
+            raise ConfigError(
+                f"buffer {self.name!r} {what}; replicas can only share buffers that keep their "
+                f"shape and dtype ({list(self.start.shape)} {self.start.dtype})"
+            )
+        return now.detach()
 
     def was_written(self) -> bool:
-        now = self.current
-        return now is not self.seen or version(now) != self.version
+        now = self.owner._buffers.get(self.key)
+        return now is not self.seen or _version(now) != self.version
+
+    def note(self) -> None:
+        self.seen = self.owner._buffers.get(self.key)
+        self.version = _version(self.seen)
+
+    def holds(self, values: Tensor) -> bool:
+        """Whether its bits are those of `values`."""
+        return torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (self.value, values)))
 
     def take_start(self) -> None:
-        self.start = self.value.clone()
-        self._note()
+        """Start from what the buffer is now."""
+        with torch.inference_mode(False):
+            self.start = self.value.clone()
+        self.note()
+        self.home, self.home_version = self.owner._buffers[self.key], self.version
 
-    def set_back(self) -> None:
-        self.value.copy_(self.start)
-        self._note()
+    def put(self, values: Tensor | None = None) -> None:
+        """Make the buffer `values`, or the start; see [Note: Tensors come back]."""
+        self.owner._buffers[self.key] = self.seen = self.home
+        batch_norm = isinstance(self.owner, BatchNorm)
+        if (
+            self.is_silent
+            or batch_norm
+            or values is not None
+            or self.home_version != _version(self.home)
+        ):
+            values = self.start if values is None else values
+            if batch_norm:
+                self.home.data.copy_(values)
+            elif self.home.is_inference() or self._only_graphs_hold():
+                self.owner._buffers[self.key] = self.home = values.clone()
+            else:
+                with torch.no_grad():
+                    self.home.copy_(values)
+        self.note()
+        if values is None or values is self.start:
+            self.home_version = self.version
 
     def move(self, change: Tensor) -> None:
         """Set to start + change, shape [numel], float64 or int64."""
-        start = self.start.reshape(-1)
-        moved = start.to(change.device, change.dtype) + change
-        self.start = moved.to(start.device, start.dtype).reshape(self.start.shape)
-        self.set_back()
+        start = _flat(self.start)
+        moved = (start.to(change.device, change.dtype) + change).to(start.device, start.dtype)
+        if self.start.is_complex():
+            moved = torch.view_as_complex(moved.reshape(-1, 2))
+        self.start = moved.reshape(self.start.shape)
+        self.put(self.start)
 
-    def _note(self) -> None:
-        self.seen = self.current
-        self.version = version(self.seen)
+    def _only_graphs_hold(self) -> bool:
+        """Whether graphs refer to `home`, and beside its module nothing else does."""
+        storage = self.home.untyped_storage()
+        held = storage_uses(storage_address(storage)) > 2
+        return in_graph(self.home) and not held and sys.getrefcount(self.home) <= _references()
+
+
+@functools.cache
+@torch.enable_grad()
+def _references() -> int:
+    """References to `home` that are the module's, its `_Buffer`'s and a graph's."""
+    (buffer,) = _find_buffers(nn.BatchNorm1d(1, affine=False), ())[:1]
+    graph = torch.ones(1, requires_grad=True) * buffer.home
+    return sys.getrefcount(buffer.home) * graph.ndim
+
+
+def _version(tensor: Tensor | None) -> int:
+    return -1 if tensor is None or tensor.is_inference() else version(tensor)
+
+
+def _flat(values: Tensor) -> Tensor:
+    """In one dimension, complex numbers as pairs."""
+    return (torch.view_as_real(values) if values.is_complex() else values).reshape(-1)
+
+
+def _text(values: Tensor) -> str:
+    few = values.numel() <= 4
+    return str(values.tolist()) if few else hash_text(repr(hash_bits(values)).encode())
+
+
+class _EagerHook(ModuleHook):
+    """A hook that the compiler leaves as it is, unless it is inside of what is compiled."""
+
+    @never_traced
+    def __call__(self, *arguments: Any) -> Any:
+        return self._function(*arguments)
 
 
 def _find_buffers(model: nn.Module, skip: Collection[nn.Module]) -> list[_Buffer]:
-    """All buffers outside of `skip`, tied ones once, in `named_buffers` order."""
+    """All buffers outside of `skip`, tied ones under each name, in `named_buffers` order."""
     found: list[_Buffer] = []
-    ids: set[int] = set()
     for prefix, module in model.named_modules():
-        for key, tensor in () if module in skip else module.named_buffers(recurse=False):
-            if tensor.numel() and id(tensor) not in ids:
-                ids.add(id(tensor))
+        for key, tensor in () if module in skip else module._buffers.items():
+            if tensor is not None and tensor.numel():
                 name = f"{prefix}.{key}" if prefix else key
-                found.append(_Buffer(name, module, key, start=tensor, seen=tensor))
+                found.append(_Buffer(name, module, key, start=tensor, home=tensor, seen=tensor))
                 found[-1].take_start()
     return found
 

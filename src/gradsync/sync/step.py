@@ -179,6 +179,8 @@ def take_step(parts: StepParts, call: StepCall) -> StepResult:
     norm = None
     try:
         _refuse_unlike(parts, agreed, call)
+        if not agreed.discard:
+            parts.buffers.refuse_unlike(agreed.counts)
         if parts.watch is not None and not skip:
             parts.watch.accept_states(*optimizers)  # compared; a hook may end the update
         mean_loss = _mean_loss(parts, call, agreed, total_weight)

@@ -30,7 +30,6 @@ from torch.optim.optimizer import (
 )
 
 T = TypeVar("T", bound=type)
-F = TypeVar("F", bound=Any)
 
 # -- tensors --------------------------------------------------------------------------------------
 
@@ -54,11 +53,8 @@ storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
 
 storage_address: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 
-
-def in_graph(tensor: Tensor) -> bool:
-    """Whether a graph keeps this tensor for its backward, or a view does."""
-    return tensor._use_count() > 1
-
+uses: Callable[[Tensor], int] = methodcaller("_use_count")
+"""1, and one more for each graph that keeps the tensor for its backward, and each view of it."""
 
 in_transform = torch._C._functorch.maybe_current_level
 """Level of the `torch.func` transform (`grad`, `vmap` …) that runs now; None without one."""
@@ -328,30 +324,26 @@ def outside_graphs(cls: T) -> T:
 
 def _skip(method: Any) -> bool:
     """Mark it where this torch has marks; whether that is done."""
-    marked = never_traced(method) and _MARKS is not None
-    if marked:
-        method._torchdynamo_disable = True  # a graph that calls it ends there
-    return marked
+    if not run_uncompiled(method):
+        return False
+    method._torchdynamo_disable = True  # a graph that calls it ends there
+    return True
 
 
-_FRAMES: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
-_MARKS: Any = getattr(_FRAMES, "_FrameAction", None)
+def run_uncompiled(function: Any) -> bool:
+    """Let the compiler look neither at it nor at what it calls, where it is not called inside of a
+    graph already; whether this torch can."""
+    frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+    action = getattr(frames, "_FrameAction", None)
+    if action is not None:
+        both = frames._FrameExecStrategy(action.SKIP, action.SKIP)
+        frames.set_code_exec_strategy(function.__code__, both)
+    return action is not None
 
 
-def never_traced(function: F) -> F:
-    """Decorator: when the function runs, the compiler looks neither at it nor at what it calls.
-    A graph that calls it contains it all the same."""
-    if _MARKS is not None:
-        both = _FRAMES._FrameExecStrategy(_MARKS.SKIP, _MARKS.SKIP)
-        _FRAMES.set_code_exec_strategy(function.__code__, both)
-    return function
-
-
-def called_when_traced(function: F) -> F:
-    """Decorator: while the compiler traces a call of the function, it calls it; the graph does not.
-    What `torch.compiler.assume_constant_result` does, without importing the compiler."""
+def run_when_traced(function: Any) -> None:
+    """Let the compiler call it once, while it traces a call of it; the graph does not."""
     function._dynamo_marked_constant = True
-    return function
 
 
 _COMPILER = "torch._dynamo"

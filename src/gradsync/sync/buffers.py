@@ -16,22 +16,22 @@ of ranks, with any distribution of leaves, ends with the same bits. A step that 
 discarded leaves no trace. A buffer that no forward changes is neither copied nor sent. In the
 user's training loop, where a leaf's end is unknown, a rank's forwards are one leaf.
 
-[Note: Whose change] Hooks on the root and on all modules with buffers tell where a change happens:
+[Note: Whose change] Hooks on the root and on modules with buffers tell by whom one is changed:
 
-    between two steps         the new start, which ranks compare before they update
-    in a leaf, up to its      the leaf's, by forwards or by hand; also by hand since the leaf before
-    backward
-    under no_grad, or in      no leaf's, and undone: before that module trains, when the leaf ends,
-    eval mode                 or the step. A leaf's, where the module does not train in it
-    without a backward        no leaf's, undone at the step's end
+    between two steps          a new start, which ranks compare before they update
+    in a leaf, or by hand      the leaf's, whose forward alone sees it
+    between two leaves
+    under no_grad, in eval     no leaf's, and undone before or after that module's part in a leaf,
+                               or at the step's end; a leaf's where the module has no other part
+    without a backward         no leaf's, undone at the step's end
 
-Where no hook runs (compiled functions that call the model, methods other than forward), changes are
-the leaf's, but a first leaf's to buffers that no leaf has changed before are made between steps.
+Where no hook runs (a compiled function calls the model), a first leaf's changes count as made
+between steps for buffers that no leaf has changed before.
 
-[Note: Tensors come back] After a leaf a module gets back the tensor that it had. One that a forward
-assigned is not written: it may be the user's, or saved in a graph. The module's own is written in
-place, which its version tells to autograd. Where a graph has it, and nothing else, a new one takes
-its place. (BatchNorm's is written past the version: its backward does not read what it saves.)
+[Note: Tensors come back] After a leaf a module gets back the tensor it had. One that the forward
+assigned is not written, as the user or a graph may have it. The one that comes back is written in
+place, if at all, and autograd knows; unless only a graph has it: then a new one comes. BatchNorm's
+are written past the counter: backward does not use what it saved.
 
 A step costs one message of 8 bytes per buffer and, if any changed, two of 8 bytes per element; one
 copy of all buffers is kept. Checkpoints need only the buffers themselves, taken between steps.
@@ -46,7 +46,6 @@ nan. (The bins of a step's message, [Note: Fixed bins], would be much to send fo
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import math
 import sys
@@ -62,12 +61,11 @@ from torch import nn
 from gradsync.comm.base import Communicator
 from gradsync.core.torch_private import (
     BatchNorm,
-    called_when_traced,
-    in_graph,
     in_transform,
-    never_traced,
+    run_when_traced,
     storage_address,
     storage_uses,
+    uses,
     version,
 )
 from gradsync.errors import ConfigError
@@ -80,10 +78,7 @@ if TYPE_CHECKING:
 
     from gradsync.sync.batch_norm import BatchNormHandling
 
-_EDITED = (
-    "no rank has updated its weights; change buffers between steps, on all ranks alike (what "
-    "differs from leaf to leaf is an argument of the forward)"
-)
+_EDITED = "change buffers between steps, alike on all ranks; what leaves differ in goes to forward"
 
 
 class BufferSync:
@@ -112,11 +107,11 @@ class BufferSync:
         self._buffers = _find_buffers(model, skip) if equal_replicas else []
         self._leaves: list[dict[int, Tensor]] = []  # of this step: changed buffers after each
         self._ending = self._leaves  # of the step that ends
-        self._changed: set[int] = set()  # by this leaf, or a weightless one
-        self._strays: dict[int, Tensor] = {}  # values before forwards that belong to no leaf
-        self._edited: set[int] = set()  # between steps, and not compared yet
+        self._changed: set[int] = set()  # in the open leaf
+        self._strays: dict[int, Tensor] = {}  # values before forwards that are no leaf's
+        self._edited: set[int] = set()  # between steps, not compared yet
         self._moving: set[int] = set()  # changed by leaves so far
-        self._trained: set[nn.Module] = set()  # outermost modules of this leaf's forwards
+        self._trained: set[nn.Module] = set()  # called in the open leaf
         self._in_step = self._in_forward = False
         self._num_leaves = 0
         self._hooks = self._watch() if self._buffers else []
@@ -124,77 +119,67 @@ class BufferSync:
         self._looks = 2 if equal_replicas and comm.world_size > 1 > comm.rank else 0
 
     def _watch(self) -> list[Any]:
-        # Hooks must not keep this object, which holds the model's buffers, alive.
-        this, root = weakref.ref(self), weakref.ref(self._model)
+        this = weakref.ref(self)  # hooks must not keep the model's buffers alive
         modules = {self._model, *(buffer.owner for buffer in self._buffers)}
         known = weakref.WeakSet(m for m in modules if not isinstance(m, torch.jit.ScriptModule))
 
-        @called_when_traced
-        def traced() -> None:
+        def loaded_or_traced(*_: Any) -> None:
             if (alive := this()) is not None:
                 alive._look()
 
+        run_when_traced(loaded_or_traced)
+
         def before_forward(module: nn.Module, _: Any) -> None:
             if torch.compiler.is_compiling():
-                traced()
+                loaded_or_traced()
                 return
             alive = this()  # a copy has this hook too
             if alive and not alive._in_forward and module in known and not in_transform():
                 alive._forward_begins(module)
 
-        def after_loading(module: nn.Module, _: Any) -> None:
-            alive = this()
-            if alive is not None and module is root():
-                alive.refresh()
-
-        # Before other hooks: torch's older spectral_norm is one, and changes buffers.
-        before = _EagerHook(before_forward)
-        hooks: list[Any] = [m.register_forward_pre_hook(before, prepend=True) for m in known]
-        loading = ModuleHook(after_loading)
+        # In front: a hook of torch's older spectral_norm changes buffers.
+        hook, loading = ModuleHook(before_forward), ModuleHook(loaded_or_traced)
+        hooks: list[Any] = [m.register_forward_pre_hook(hook, prepend=True) for m in known]
         return [*hooks, self._model.register_load_state_dict_post_hook(loading)]
 
     def _forward_begins(self, module: nn.Module) -> None:
         """Begin a forward that is inside of no other."""
         self._look()
-        if not (self._trained or self._in_step):  # what was written past versions between steps
+        if not (self._trained or self._in_step):  # `.data` is written past the version
             first = range(len(self._buffers)) if self._num_leaves < 2 else self._moving
             for index in set(first) - self._strays.keys():
                 self._buffers[index].start.copy_(self._buffers[index].value)
-        values: dict[int, Tensor] | None = None
+        before: dict[int, Tensor] | None = None
         if module.training and torch.is_grad_enabled():
             self._undo_strays(module)
             self._trained.add(module)
         else:
-            values = {index: self._buffers[index].value.clone() for index in self._changed}
+            before = {index: self._buffers[index].value.clone() for index in self._changed}
         self._in_forward, this = True, weakref.ref(self)
 
         def after_forward(*_: Any) -> None:
             handle.remove()
             if (alive := this()) is not None and alive._in_forward:
                 alive._in_forward = False
-                alive._forward_ended(module, values)
+                alive._forward_ended(module, before)
 
-        handle = module.register_forward_hook(_EagerHook(after_forward), always_call=True)
+        handle = module.register_forward_hook(ModuleHook(after_forward), always_call=True)
 
-    def _forward_ended(self, module: nn.Module, values: dict[int, Tensor] | None) -> None:
-        """End a forward; `values` of what had changed before it, where it is no leaf's."""
+    def _forward_ended(self, module: nn.Module, before: dict[int, Tensor] | None) -> None:
+        """End a forward; where it is no leaf's, `before` holds what was changed already."""
         written = self._written()
-        before = dict.fromkeys(self._changed) if values is None else values
-        if self._num_leaves < 2 or any(buffer.is_silent for buffer in self._buffers):
-            for index in self._part(module) - written:
-                buffer = self._buffers[index]
-                value = before.get(index, buffer.start)
-                if (
-                    value is not None
-                    and (buffer.is_silent or self._num_leaves < 2)
-                    and not buffer.holds(value)
-                ):
-                    buffer.is_silent = True
-                    written.add(index)
-        if values is None:
+        silent = {i for i, b in enumerate(self._buffers) if b.is_silent or self._num_leaves < 2}
+        silent -= written if before is not None else written | self._changed
+        for index in silent & self._part(module) if silent else ():
+            buffer = self._buffers[index]
+            if not buffer.holds((before or {}).get(index, buffer.start)):
+                buffer.is_silent = True
+                written.add(index)
+        if before is None:
             self._changed |= written
-        for index in written - self._strays.keys() if values is not None else ():
-            self._strays[index] = values.get(index, self._buffers[index].start)
+        else:
+            starts = {index: self._buffers[index].start for index in written}
+            self._strays = starts | {i: before[i] for i in written & before.keys()} | self._strays
 
     def _undo_strays(self, *modules: nn.Module) -> None:
         if self._strays:
@@ -207,7 +192,7 @@ class BufferSync:
         return {index for index, buffer in enumerate(self._buffers) if buffer.owner in inside}
 
     def _written(self) -> set[int]:
-        """Buffers of modules that have written to any of theirs since this was last asked.
+        """Buffers of modules that have written to any of theirs since this was last called.
 
         Judged by module: torch's batch_norm does not report that it wrote to running_mean, but
         BatchNorm's counter does (and for InstanceNorm it is the other way round).
@@ -216,24 +201,19 @@ class BufferSync:
         for buffer in written:
             buffer.note()
         owners = {id(buffer.owner) for buffer in written}
-        return (
-            {i for i, b in enumerate(self._buffers) if id(b.owner) in owners} if owners else set()
-        )
+        return {i for i, buffer in enumerate(self._buffers) if id(buffer.owner) in owners}
 
     def _look(self) -> None:
-        """Note what was changed outside of forwards."""
         if self._trained or self._in_step:
             self._changed |= self._written()
         else:
             self.refresh()
 
-    def refresh(self) -> None:
-        """Take buffers that were changed between steps as they are: the new start.
-
-        `load_state_dict` does it, and the first forward of a step.
-        """
+    def refresh(self, but: Collection[int] = ()) -> None:
+        """Take what was written between steps, except for some, as the new start; `load_state_dict`
+        does it, and the first forward of a step."""
         for index, buffer in enumerate(self._buffers):
-            if buffer.was_written():
+            if index not in but and buffer.was_written():
                 self._take_start(index)
 
     def _take_start(self, index: int) -> None:
@@ -259,13 +239,11 @@ class BufferSync:
 
     def leaf_ends(self, *, counts: bool = True) -> None:
         """Keep the changes to buffers, unless the leaf has weight 0 (`counts=False`); reset."""
-        if not (self._trained or self._in_step) and self._num_leaves:  # no hook saw its forward
-            for index, buffer in enumerate(self._buffers):
-                if index not in self._moving and buffer.was_written():
-                    self._take_start(index)
+        if not (self._trained or self._in_step) and self._num_leaves:  # no hook saw a forward
+            self.refresh(but=self._moving)
         self._changed |= self._written()
         self._undo_strays(*self._trained)
-        self._changed |= self._strays.keys()  # its module has no other part in this leaf
+        self._changed |= self._strays.keys()
         self._strays.clear()
         if counts and self._changed:
             self._leaves.append({i: self._buffers[i].value.clone() for i in sorted(self._changed)})
@@ -302,16 +280,16 @@ class BufferSync:
     @property
     def _mark(self) -> int:
         """A number below 2^20, equal on ranks that changed buffers alike between steps."""
-        new = [(i, hash_bits(self._buffers[i].start).tolist()) for i in sorted(self._edited)]
-        return int(hash_text(json.dumps(new).encode()), 16) % 2**BITS if new else 0
+        edited = repr([(i, self._buffers[i].text()) for i in sorted(self._edited)])
+        return int(hash_text(edited.encode()), 16) % 2**BITS if self._edited else 0
 
     def refuse_unlike(self, counts: Sequence[float]) -> None:
         """Raise ConfigError on all ranks where buffers were changed between steps and differ;
-        `counts` as in `step_ends`. Two all-gathers where they were not changed alike."""
+        `counts` as for `step_ends`. Two all-gathers where they were not changed alike."""
         size, mark = self._comm.world_size, self._mark
-        if self._buffers and tuple(counts[-2:]) != (size * mark, size * mark**2):
-            starts = {f"buffer {b.name!r}": _text(b.start) for b in self._buffers}
-            if found := first_difference(self._comm, starts):
+        if self._buffers and [*counts[-2:]] != [size * mark, size * mark**2]:
+            texts = {f"buffer {buffer.name!r}": buffer.text() for buffer in self._buffers}
+            if found := first_difference(self._comm, texts):
                 raise ConfigError(f"{found[1]}; {_EDITED}")
         self._edited.clear()
 
@@ -325,11 +303,11 @@ class BufferSync:
             self._combine(changed, counts)
         self._ending = []
         if self._looks:
+            self._looks -= 1
             known = {(buffer.owner, buffer.key) for buffer in self._buffers}
             found = _find_buffers(self._model, getattr(self._batch_norm, "own_buffers", ()))
-            new = [buffer.name for buffer in found if (buffer.owner, buffer.key) not in known]
-            self._looks = 0 if new else self._looks - 1
-            if new:
+            if new := [b.name for b in found if (b.owner, b.key) not in known]:
+                self._looks = 0
                 logging.getLogger("gradsync").warning(
                     "buffer %r was registered after gs.replicate and is not synchronised: register "
                     "it in __init__ if its values may differ between ranks",
@@ -396,6 +374,12 @@ class _Buffer:
     def is_floating(self) -> bool:
         return self.start.is_floating_point() or self.start.is_complex()
 
+    def text(self) -> str:
+        """Its start, or a hash of it, for messages."""
+        values = self.start
+        few = values.numel() <= 4
+        return str(values.tolist()) if few else hash_text(repr(hash_bits(values)).encode())
+
     @property
     def value(self) -> Tensor:
         """The buffer as it is now; it must keep its shape and dtype."""
@@ -430,17 +414,12 @@ class _Buffer:
     def put(self, values: Tensor | None = None) -> None:
         """Make the buffer `values`, or the start; see [Note: Tensors come back]."""
         self.owner._buffers[self.key] = self.seen = self.home
-        batch_norm = isinstance(self.owner, BatchNorm)
-        if (
-            self.is_silent
-            or batch_norm
-            or values is not None
-            or self.home_version != _version(self.home)
-        ):
+        past = isinstance(self.owner, BatchNorm)
+        if past or self.is_silent or values is not None or self.home_version != version(self.home):
             values = self.start if values is None else values
-            if batch_norm:
+            if past:
                 self.home.data.copy_(values)
-            elif self.home.is_inference() or self._only_graphs_hold():
+            elif self._only_graphs_hold():
                 self.owner._buffers[self.key] = self.home = values.clone()
             else:
                 with torch.no_grad():
@@ -459,10 +438,9 @@ class _Buffer:
         self.put(self.start)
 
     def _only_graphs_hold(self) -> bool:
-        """Whether graphs refer to `home`, and beside its module nothing else does."""
-        storage = self.home.untyped_storage()
-        held = storage_uses(storage_address(storage)) > 2
-        return in_graph(self.home) and not held and sys.getrefcount(self.home) <= _references()
+        """Whether graphs refer to `home`, and nothing else but its module."""
+        shared = storage_uses(storage_address(self.home.untyped_storage())) > 2
+        return uses(self.home) > 1 and not shared and sys.getrefcount(self.home) <= _references()
 
 
 @functools.cache
@@ -481,19 +459,6 @@ def _version(tensor: Tensor | None) -> int:
 def _flat(values: Tensor) -> Tensor:
     """In one dimension, complex numbers as pairs."""
     return (torch.view_as_real(values) if values.is_complex() else values).reshape(-1)
-
-
-def _text(values: Tensor) -> str:
-    few = values.numel() <= 4
-    return str(values.tolist()) if few else hash_text(repr(hash_bits(values)).encode())
-
-
-class _EagerHook(ModuleHook):
-    """A hook that the compiler leaves as it is, unless it is inside of what is compiled."""
-
-    @never_traced
-    def __call__(self, *arguments: Any) -> Any:
-        return self._function(*arguments)
 
 
 def _find_buffers(model: nn.Module, skip: Collection[nn.Module]) -> list[_Buffer]:

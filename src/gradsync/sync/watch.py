@@ -37,6 +37,7 @@ from gradsync.comm.values import all_gather_numbers
 from gradsync.core.torch_private import (
     optimizer_post_hooks,
     optimizer_pre_hooks,
+    run_uncompiled,
     step_hooks,
     version,
 )
@@ -338,6 +339,9 @@ class ModuleHook:
 
     def __reduce__(self) -> tuple[type[NoHook], tuple[()]]:
         return (NoHook, ())
+
+
+run_uncompiled(ModuleHook.__call__)
 
 
 class NoHook:

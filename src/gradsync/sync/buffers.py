@@ -45,7 +45,6 @@ nan. (The bins of a step's message, [Note: Fixed bins], would be much to send fo
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import sys
@@ -56,7 +55,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from gradsync.comm.base import Communicator
 from gradsync.core.torch_private import (
@@ -74,7 +72,7 @@ from gradsync.sync.step_metadata import BITS, first_difference, hash_text
 from gradsync.sync.watch import ModuleHook
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from gradsync.sync.batch_norm import BatchNormHandling
 
@@ -172,7 +170,8 @@ class BufferSync:
         silent -= written if before is not None else written | self._changed
         for index in silent & self._part(module) if silent else ():
             buffer = self._buffers[index]
-            if not buffer.holds((before or {}).get(index, buffer.start)):
+            known = (before or {}).get(index, buffer.start)
+            if not torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (buffer.value, known))):
                 buffer.is_silent = True
                 written.add(index)
         if before is None:
@@ -197,10 +196,7 @@ class BufferSync:
         Judged by module: torch's batch_norm does not report that it wrote to running_mean, but
         BatchNorm's counter does (and for InstanceNorm it is the other way round).
         """
-        written = [buffer for buffer in self._buffers if buffer.was_written()]
-        for buffer in written:
-            buffer.note()
-        owners = {id(buffer.owner) for buffer in written}
+        owners = {id(buffer.owner) for buffer in self._buffers if buffer.was_written()}
         return {i for i, buffer in enumerate(self._buffers) if id(buffer.owner) in owners}
 
     def _look(self) -> None:
@@ -268,9 +264,8 @@ class BufferSync:
             self.leaf_ends(counts=False)
         self._look()
         self._undo_strays(self._model)
-        for index in self._changed:  # by hand, after the last leaf
-            if not any(index in leaf for leaf in self._leaves):
-                self._take_start(index)
+        for index in self._changed.difference(*self._leaves):  # by hand, after the last leaf
+            self._take_start(index)
         self._changed.clear()
         self._in_step = False
         self._ending, self._leaves = self._leaves, []  # a step that is refused ends with this
@@ -300,7 +295,8 @@ class BufferSync:
             self.leaf_ends(counts=False)
         changed = [index for index, count in enumerate(counts[:-2]) if count]
         if changed:
-            self._combine(changed, counts)
+            _combine(self._buffers, changed, self._ending or [{}], counts, self._comm)
+            self._strays = {i: was for i, was in self._strays.items() if i not in changed}
         self._ending = []
         if self._looks:
             self._looks -= 1
@@ -320,37 +316,6 @@ class BufferSync:
             self._batch_norm.close()
         for hook in self._hooks:
             hook.remove()
-
-    def _combine(self, changed: list[int], counts: Sequence[float]) -> None:
-        """Set new values for `changed`, from all leaves of all ranks."""
-        moving = [i for i in changed if self._buffers[i].is_floating]
-        counting = [i for i in changed if not self._buffers[i].is_floating]
-        device = self._buffers[changed[0]].start.device
-        leaves = self._ending or [{}]
-        moves = [self._flat_changes(leaf, moving, torch.float64, device) for leaf in leaves]
-        jumps = [self._flat_changes(leaf, counting, torch.int64, device) for leaf in leaves]
-        sums = exact_sum(
-            torch.stack(moves), torch.stack(jumps), self._comm, most=int(max(counts[:-2]))
-        )
-        for indices, flat in zip((moving, counting), sums, strict=True):
-            sizes = [_flat(self._buffers[index].start).numel() for index in indices]
-            for index, change in zip(indices, flat.split(sizes), strict=True):
-                buffer = self._buffers[index]
-                buffer.move(change / counts[index] if buffer.is_floating else change)
-
-    def _flat_changes(
-        self, leaf: dict[int, Tensor], indices: list[int], dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        """One leaf's changes of some buffers, concatenated; 0.0 or least int64 if it has none."""
-        nothing = 0.0 if dtype == torch.float64 else torch.iinfo(torch.int64).min
-        parts = [torch.zeros(0, dtype=dtype, device=device)]
-        for index in indices:
-            start = _flat(self._buffers[index].start).to(device, dtype)
-            if index in leaf:
-                parts.append(_flat(leaf[index]).to(device, dtype) - start)
-            else:
-                parts.append(torch.full_like(start, nothing))
-        return torch.cat(parts)
 
 
 @dataclass(slots=True)
@@ -393,23 +358,19 @@ class _Buffer:
         return now.detach()
 
     def was_written(self) -> bool:
-        now = self.owner._buffers.get(self.key)
-        return now is not self.seen or _version(now) != self.version
-
-    def note(self) -> None:
+        """Whether it was assigned or written since the last call, as far as torch tells."""
+        before = self.seen, self.version
         self.seen = self.owner._buffers.get(self.key)
-        self.version = _version(self.seen)
-
-    def holds(self, values: Tensor) -> bool:
-        """Whether its bits are those of `values`."""
-        return torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (self.value, values)))
+        self.version = -1 if self.seen is None or self.seen.is_inference() else version(self.seen)
+        return self.seen is not before[0] or self.version != before[1]
 
     def take_start(self) -> None:
         """Start from what the buffer is now."""
         with torch.inference_mode(False):
             self.start = self.value.clone()
-        self.note()
-        self.home, self.home_version = self.owner._buffers[self.key], self.version
+        self.was_written()
+        assert self.seen is not None
+        self.home, self.home_version = self.seen, self.version
 
     def put(self, values: Tensor | None = None) -> None:
         """Make the buffer `values`, or the start; see [Note: Tensors come back]."""
@@ -424,7 +385,7 @@ class _Buffer:
             else:
                 with torch.no_grad():
                     self.home.copy_(values)
-        self.note()
+        self.was_written()
         if values is None or values is self.start:
             self.home_version = self.version
 
@@ -439,21 +400,9 @@ class _Buffer:
 
     def _only_graphs_hold(self) -> bool:
         """Whether graphs refer to `home`, and nothing else but its module."""
+        ours = 5  # references: the module, `home`, `seen`, all graphs, this call
         shared = storage_uses(storage_address(self.home.untyped_storage())) > 2
-        return uses(self.home) > 1 and not shared and sys.getrefcount(self.home) <= _references()
-
-
-@functools.cache
-@torch.enable_grad()
-def _references() -> int:
-    """References to `home` that are the module's, its `_Buffer`'s and a graph's."""
-    (buffer,) = _find_buffers(nn.BatchNorm1d(1, affine=False), ())[:1]
-    graph = torch.ones(1, requires_grad=True) * buffer.home
-    return sys.getrefcount(buffer.home) * graph.ndim
-
-
-def _version(tensor: Tensor | None) -> int:
-    return -1 if tensor is None or tensor.is_inference() else version(tensor)
+        return uses(self.home) > 1 and not shared and sys.getrefcount(self.home) <= ours
 
 
 def _flat(values: Tensor) -> Tensor:
@@ -471,6 +420,41 @@ def _find_buffers(model: nn.Module, skip: Collection[nn.Module]) -> list[_Buffer
                 found.append(_Buffer(name, module, key, start=tensor, home=tensor, seen=tensor))
                 found[-1].take_start()
     return found
+
+
+def _combine(
+    buffers: Sequence[_Buffer],
+    changed: Sequence[int],
+    leaves: Sequence[dict[int, Tensor]],
+    counts: Sequence[float],
+    comm: Communicator,
+) -> None:
+    """Set new values of those `changed`, from all leaves of all ranks."""
+    device = buffers[changed[0]].start.device
+    moving = [i for i in changed if buffers[i].is_floating]
+    counting = [i for i in changed if not buffers[i].is_floating]
+
+    def changes(indices: list[int], nothing: Tensor) -> Tensor:
+        """A row for each leaf; `nothing` where it has not changed a buffer."""
+        starts = {index: _flat(buffers[index].start).to(nothing) for index in indices}
+        rows = [
+            [
+                _flat(leaf[i]).to(x) - x if i in leaf else nothing.expand_as(x)
+                for i, x in starts.items()
+            ]
+            for leaf in leaves
+        ]
+        return torch.stack([torch.cat([nothing.new_zeros(0), *row]) for row in rows])
+
+    moves = changes(moving, torch.zeros((), dtype=torch.float64, device=device))
+    least = torch.iinfo(torch.int64).min
+    jumps = changes(counting, torch.full((), least, device=device))
+    sums = exact_sum(moves, jumps, comm, most=int(max(counts[i] for i in changed)))
+    for indices, flat in zip((moving, counting), sums, strict=True):
+        sizes = [_flat(buffers[index].start).numel() for index in indices]
+        for index, change in zip(indices, flat.split(sizes), strict=True):
+            buffer = buffers[index]
+            buffer.move(change / counts[index] if buffer.is_floating else change)
 
 
 _NOTHING = -2000

@@ -179,8 +179,6 @@ def take_step(parts: StepParts, call: StepCall) -> StepResult:
     norm = None
     try:
         _refuse_unlike(parts, agreed, call)
-        if not agreed.discard:
-            parts.buffers.refuse_unlike(agreed.counts)
         if parts.watch is not None and not skip:
             parts.watch.accept_states(*optimizers)  # compared; a hook may end the update
         mean_loss = _mean_loss(parts, call, agreed, total_weight)
@@ -234,6 +232,8 @@ def _refuse_unlike(parts: StepParts, agreed: StepMetadata, call: StepCall) -> No
         refuse_difference(parts.comm, {"gs.loader": order or "no leaf"}, _OTHER_ORDER)
     if parts.watch is not None:
         parts.watch.refuse_unlike(agreed, call.settings, call.why)
+    if not agreed.discard:
+        parts.buffers.refuse_unlike(agreed.counts)
 
 
 def _weight_over_ranks(parts: StepParts, call: StepCall, agreed: StepMetadata) -> float:

@@ -115,22 +115,24 @@ def test_all_leaves_see_what_was_set_between_steps(how: str, change: Any) -> Non
     """Factor, and a running mean that forwards change too."""
     if change is fill_data and how in ("compiled sequence", "function"):
         pytest.skip("seen by no hook")
-    kind = nn.ModuleList if how == "list" else nn.Sequential
-    build = seeded(lambda: kind([Factor(), nn.Linear(4, 1)]) if how == "list" else kind(Factor(), nn.Linear(4, 1)))
+
+    def layers() -> nn.Module:
+        parts = [Factor(), nn.Linear(4, 1)]
+        return nn.ModuleList(parts) if how == "list" else nn.Sequential(*parts)
+
+    build = seeded(layers)
 
     def loop(model: Any, sync: GradientSync, comm: Communicator) -> dict[str, Tensor]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        forward = {
-            "list": lambda x: model[1](model[0](x)),
-            "parts": lambda x: model[1](model[0](x)),
-        }.get(how)
-        if how == "compiled":
-            inner = torch.compile(model[0], backend="eager", fullgraph=True)
-            forward = lambda x: model[1](inner(x))
+        first = torch.compile(model[0], backend="eager") if how == "compiled" else model[0]
+
+        def forward(x: Tensor) -> Tensor:
+            return model(x) if how == "function" else model[1](first(x))
+
+        if how == "function":
+            forward = torch.compile(forward, backend="eager")
         elif how == "compiled sequence":
             forward = torch.compile(model, backend="eager")
-        elif how == "function":
-            forward = torch.compile(lambda x: model(x), backend="eager")
         for number in range(3):
             change(model[0].factor, 2.0 + number)
             for x in leaves(sync):
@@ -204,17 +206,6 @@ def test_a_change_on_one_rank_alone_is_refused(world_size: int, leafless: bool) 
     on_ranks(seeded(Factor), loop, world_size)
 
 
-def test_a_change_for_each_leaf_is_refused_on_several_ranks() -> None:
-    def loop(model: Any, sync: GradientSync, comm: Communicator) -> None:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        model.factor.fill_(1.0 + comm.rank)
-        sync.backward(model(X).square().sum(), weight=12, reduction="sum")
-        with pytest.raises(ConfigError, match=r"'factor'.* rank 0 1.0, rank 1 2.0"):
-            sync.step(optimizer)
-
-    on_ranks(seeded(Factor), loop, 2)
-
-
 # -- no leaf's -----------------------------------------------------------------------------------
 
 
@@ -240,9 +231,9 @@ def test_forwards_without_gradients_leave_no_trace(where: str, mode: str) -> Non
                     sync.backward(loss, weight=len(x), reduction="sum")
                     look("after leaves")
                 sync.step(optimizer)
+                want = state(model)
                 look("after steps")
-            sync.step(optimizer) if False else None
-            return state(model)
+            return want
 
         return loop
 
@@ -250,12 +241,7 @@ def test_forwards_without_gradients_leave_no_trace(where: str, mode: str) -> Non
     want = same_on_all(build, loop_with(False))
     for world_size in (1, 2, 3):
         for found in on_ranks(build, loop_with(True), world_size):
-            last = where == "after steps"
-            for name in want:
-                if not last or "1.1" not in name:
-                    pass
-            if not last:
-                assert_same(want, found)
+            assert_same(want, found)
 
 
 class Codebook(nn.Module):
@@ -291,7 +277,7 @@ def test_a_part_that_never_trains_is_moved_by_its_forwards() -> None:
         return state(model)
 
     build = seeded(lambda: nn.ModuleList([normed(), normed(), normed()]))
-    same_on_all(build, loop, sync="bucketed") if False else same_on_all(build, loop)
+    same_on_all(build, loop)
 
 
 class Cache(nn.Module):

@@ -5,8 +5,6 @@
     local      of each leaf alone                mean over leaves (buffers.py)   the same bits
     freeze     the running ones, as in eval      do not change                   the same bits
 
-`local` moves the running statistics once a step, where torch's DDP does once a micro-batch: with k
-micro-batches a step on each rank, momentum 1 - (1 - m) ** k keeps the pace of DDP's momentum m.
 `sync` at W ranks is BatchNorm over the W micro-batches put together: the more ranks, the larger the
 batch that is normalised as one, so it depends on the world size by definition. Its forward moves
 the running statistics at once, also in a step that is refused or discarded. The choice is required

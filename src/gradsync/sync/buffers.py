@@ -76,7 +76,10 @@ if TYPE_CHECKING:
 
     from gradsync.sync.batch_norm import BatchNormHandling
 
-_EDITED = "change buffers between steps, alike on all ranks; what leaves differ in goes to forward"
+_EDITED = (
+    "no rank has updated its weights; set buffers between steps on all ranks alike, and give what "
+    "differs from leaf to leaf to the forward"
+)
 
 
 class BufferSync:
@@ -343,7 +346,7 @@ class _Buffer:
         """Its start, or a hash of it, for messages."""
         values = self.start
         few = values.numel() <= 4
-        return str(values.tolist()) if few else hash_text(repr(hash_bits(values)).encode())
+        return str(values.tolist()) if few else hash_text(repr(hash_bits(values).tolist()).encode())
 
     @property
     def value(self) -> Tensor:
@@ -376,11 +379,13 @@ class _Buffer:
         """Make the buffer `values`, or the start; see [Note: Tensors come back]."""
         self.owner._buffers[self.key] = self.seen = self.home
         past = isinstance(self.owner, BatchNorm)
-        if past or self.is_silent or values is not None or self.home_version != version(self.home):
+        fixed = self.home.is_inference() or 0 in self.home.stride()  # cannot be written
+        dirty = past or self.is_silent or fixed or self.home_version != version(self.home)
+        if dirty or values is not None:
             values = self.start if values is None else values
             if past:
                 self.home.data.copy_(values)
-            elif self._only_graphs_hold():
+            elif fixed or self._only_graphs_hold():
                 self.owner._buffers[self.key] = self.home = values.clone()
             else:
                 with torch.no_grad():

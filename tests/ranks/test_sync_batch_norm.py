@@ -274,3 +274,38 @@ def test_a_loaded_model_can_be_handled_again() -> None:
     handling.close()
     assert loaded.train()[0].training
     assert not model.train()[0].training
+
+
+def test_layers_of_torchs_own_synchronisation_do_what_was_chosen() -> None:
+    """Under `local` none of them meets the other ranks, in training or in evaluation."""
+    x = torch.randn(6, 2, 5, 5, generator=torch.Generator().manual_seed(0))
+    plain = net()
+    converted = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(plain))
+
+    def work(rank: int, group: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        model = copy.deepcopy(converted)
+        comm = ProcessGroupCommunicator(group)
+        sync = replicate(model, comm=comm, batch_norm="local", sync="bucketed")
+        sync.backward(model(x).square().sum(), weight=6, reduction="sum")
+        sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
+        out = model.eval()(x).detach()
+        sync.close()
+        assert "forward" not in model[1].__dict__
+        return out, {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+    plain(x)
+    for out, buffers in run_thread_ranks(work, 2):
+        torch.testing.assert_close(out, plain.eval()(x))
+        torch.testing.assert_close(buffers, dict(plain.train().named_buffers()))
+    assert choose_batch_norm(converted, ALONE, "local").undo
+    assert not choose_batch_norm(plain, ALONE, "local").undo
+
+
+def test_a_second_derivative_under_sync_is_refused_by_name() -> None:
+    """As a gradient penalty takes it; the first one is not."""
+    layer = nn.BatchNorm1d(3)
+    choose_batch_norm(layer, ALONE, "sync")
+    x = torch.randn(4, 3, requires_grad=True)
+    torch.autograd.grad(layer(x).square().sum(), x)
+    with pytest.raises(ConfigError, match=r"'sync'.*twice.*'local'"):
+        torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)

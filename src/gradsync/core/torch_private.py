@@ -69,6 +69,12 @@ storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
 
 storage_address: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 
+uses: Callable[[Tensor], int] = methodcaller("_use_count")
+"""1, and one more for each graph that keeps the tensor for its backward, and each view of it."""
+
+in_transform = torch._C._functorch.maybe_current_level
+"""Level of the `torch.func` transform (`grad`, `vmap` …) that runs now; None without one."""
+
 
 def wait_before_swap(cls: Any, wait: Callable[[Any], object]) -> None:
     """Let `torch.utils.swap_tensors` call `wait` with a tensor of `cls` before it changes anything:
@@ -340,15 +346,26 @@ def outside_graphs(cls: T) -> T:
 
 def _skip(method: Any) -> bool:
     """Mark it where this torch has marks; whether that is done."""
-    frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
-    action = getattr(frames, "_FrameAction", None)
-    if action is None:
+    if not run_uncompiled(method):
         return False
     method._torchdynamo_disable = True  # a graph that calls it ends there
-    # When it runs, the compiler looks neither at it nor at what it calls.
-    both = frames._FrameExecStrategy(action.SKIP, action.SKIP)
-    frames.set_code_exec_strategy(method.__code__, both)
     return True
+
+
+def run_uncompiled(function: Any) -> bool:
+    """Let the compiler look neither at it nor at what it calls, where it is not called inside of a
+    graph already; whether this torch can."""
+    frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+    action = getattr(frames, "_FrameAction", None)
+    if action is not None:
+        both = frames._FrameExecStrategy(action.SKIP, action.SKIP)
+        frames.set_code_exec_strategy(function.__code__, both)
+    return action is not None
+
+
+def run_when_traced(function: Any) -> None:
+    """Let the compiler call it once, while it traces a call of it; the graph does not."""
+    function._dynamo_marked_constant = True
 
 
 _COMPILER = "torch._dynamo"

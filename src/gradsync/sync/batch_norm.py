@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from gradsync.comm.base import Communicator
 from gradsync.comm.values import all_gather_numbers
@@ -42,6 +41,10 @@ NOT_INVARIANT = {
     "world sizes give other bits; use 'local' or 'freeze'",
 }
 """Choices that the invariant order must refuse, and why."""
+_TWICE = (
+    "batch_norm='sync' cannot be differentiated twice (create_graph=True, as for a gradient "
+    "penalty): say 'local' or 'freeze', or use GroupNorm"
+)
 
 Turn = Literal["a forward", "a backward", "the backward of the last leaf", "the step's end"]
 """Next action of a rank."""
@@ -112,6 +115,9 @@ def choose_batch_norm(
                 "(track_running_stats=False); say 'sync' or 'local'"
             )
         handling.undo += [_freeze(layer) for layer in layers.values()]
+    elif choice == "local":
+        alone = [layer for layer in layers.values() if isinstance(layer, nn.SyncBatchNorm)]
+        handling.undo += [_replace(layer, BatchNorm.forward) for layer in alone]
     elif choice == "sync" and layers:
         forward = _synced_forward(comm)
         handling.own_buffers += layers.values()
@@ -245,10 +251,11 @@ class _SyncedNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         """grad_outputs[0] as y; the others belong to outputs that are not differentiable."""
+        if torch.is_grad_enabled():
+            raise ConfigError(_TWICE)
         return _gradients(ctx, grad_outputs[0])
 
 
-@once_differentiable
 def _gradients(ctx: Any, grad_y: Tensor) -> Any:
     """Gradient of x; and this rank's share of those of weight and bias, as for any parameter."""
     x, weight, mean, inv_std, count = ctx.saved_tensors

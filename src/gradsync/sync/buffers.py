@@ -12,10 +12,26 @@ BatchNorm's `num_batches_tracked` counts *steps*, not forwards, and its running 
 the variances *within* leaves, without the variance between them; larger leaves include more of it.)
 
 Ranks do not appear in this rule, and the mean is exact ([Note: Sums without an order]): any number
-of ranks, with any distribution of leaves, ends with the same bits. Neither a forward in training
-mode without a backward nor a step that is refused or discarded leaves a trace. A buffer that no
-forward changes is not touched, read or sent, and may be changed by hand between steps, on all ranks
-alike. In the user's training loop, where a leaf's end is unknown, a rank's forwards are one leaf.
+of ranks, with any distribution of leaves, ends with the same bits. A step that is refused or
+discarded leaves no trace. A buffer that no forward changes is neither copied nor sent. In the
+user's training loop, where a leaf's end is unknown, a rank's forwards are one leaf.
+
+[Note: Whose change] Hooks on the root and on modules with buffers tell by whom one is changed:
+
+    between two steps          a new start, which ranks compare before they update
+    in a leaf, or by hand      the leaf's, whose forward alone sees it
+    between two leaves
+    under no_grad, in eval     no leaf's, and undone before or after that module's part in a leaf,
+                               or at the step's end; a leaf's where the module has no other part
+    without a backward         no leaf's, undone at the step's end
+
+Where no hook runs (a compiled function calls the model), a first leaf's changes count as made
+between steps for buffers that no leaf has changed before.
+
+[Note: Tensors come back] After a leaf a module gets back the tensor it had. One that the forward
+assigned is not written, as the user or a graph may have it. The one that comes back is written in
+place, if at all, and autograd knows; unless only a graph has it: then a new one comes. BatchNorm's
+are written past the counter: backward does not use what it saved.
 
 A step costs one message of 8 bytes per buffer and, if any changed, two of 8 bytes per element; one
 copy of all buffers is kept. Checkpoints need only the buffers themselves, taken between steps.
@@ -31,6 +47,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import weakref
 from collections.abc import Collection, Generator, Sequence
 from contextlib import contextmanager
@@ -40,8 +57,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gradsync.comm.base import Communicator
-from gradsync.core.torch_private import version
+from gradsync.core.torch_private import (
+    BatchNorm,
+    in_transform,
+    run_when_traced,
+    storage_address,
+    storage_uses,
+    uses,
+    version,
+)
 from gradsync.errors import ConfigError
+from gradsync.sync.check_replicas import hash_bits
+from gradsync.sync.step_metadata import BITS, first_difference, hash_text
 from gradsync.sync.watch import ModuleHook
 
 if TYPE_CHECKING:
@@ -49,12 +76,17 @@ if TYPE_CHECKING:
 
     from gradsync.sync.batch_norm import BatchNormHandling
 
+_EDITED = (
+    "no rank has updated its weights; set buffers between steps on all ranks alike, and give what "
+    "differs from leaf to leaf to the forward"
+)
+
 
 class BufferSync:
     """Keeps the buffers of equal replicas equal, by the rule of [Note: Buffers].
 
-    Per leaf: forward, `leaf_begins`, backward, `leaf_ends`. Per step: `step_begins`, `step_ends`,
-    on all ranks, including those without leaves.
+    Per leaf: forward, `leaf_begins`, backward, `leaf_ends`. Per step: `step_begins`,
+    `refuse_unlike`, `step_ends`, on all ranks, including those without leaves.
 
     Args:
         model, comm: buffers are equal on all ranks.
@@ -72,37 +104,121 @@ class BufferSync:
         equal_replicas: bool = True,
     ) -> None:
         self._model, self._comm, self._batch_norm = model, comm, batch_norm
-        self._buffers: list[_Buffer] = []
+        skip = batch_norm.own_buffers if batch_norm else ()
+        self._buffers = _find_buffers(model, skip) if equal_replicas else []
         self._leaves: list[dict[int, Tensor]] = []  # of this step: changed buffers after each
         self._ending = self._leaves  # of the step that ends
-        self._leaf_is_open = False
-        self._hooks: list[Any] = []
+        self._changed: set[int] = set()  # in the open leaf
+        self._strays: dict[int, Tensor] = {}  # values before forwards that are no leaf's
+        self._edited: set[int] = set()  # between steps, not compared yet
+        self._moving: set[int] = set()  # changed by leaves so far
+        self._trained: set[nn.Module] = set()  # called in the open leaf
+        self._in_step = self._in_forward = False
+        self._num_leaves = 0
+        self._hooks = self._watch() if self._buffers else []
         # Steps that look for buffers that came later:
         self._looks = 2 if equal_replicas and comm.world_size > 1 > comm.rank else 0
-        if not equal_replicas:
-            return
-        self._buffers = _find_buffers(model, batch_norm.own_buffers if batch_norm else ())
-        # Hooks must not keep this object, which holds the model's buffers, alive.
-        this, root = weakref.ref(self), weakref.ref(model)
+
+    def _watch(self) -> list[Any]:
+        this = weakref.ref(self)  # hooks must not keep the model's buffers alive
+        modules = {self._model, *(buffer.owner for buffer in self._buffers)}
+        known = weakref.WeakSet(m for m in modules if not isinstance(m, torch.jit.ScriptModule))
+
+        def loaded_or_traced(*_: Any) -> None:
+            if (alive := this()) is not None:
+                alive._look()
+
+        run_when_traced(loaded_or_traced)
 
         def before_forward(module: nn.Module, _: Any) -> None:
-            if torch.compiler.is_compiling() or module is not root():  # a copy has this hook too
+            if torch.compiler.is_compiling():
+                loaded_or_traced()
                 return
-            alive = this()
-            if alive is not None and module.training and torch.is_grad_enabled():
-                if not alive._leaf_is_open and not alive._leaves:
-                    alive.refresh()
-                alive._leaf_is_open = True
+            alive = this()  # a copy has this hook too
+            if alive and not alive._in_forward and module in known and not in_transform():
+                alive._forward_begins(module)
 
-        def after_loading(module: nn.Module, _: Any) -> None:
-            alive = this()
-            if alive is not None and module is root():
-                alive.refresh()
+        # In front: a hook of torch's older spectral_norm changes buffers.
+        hook, loading = ModuleHook(before_forward), ModuleHook(loaded_or_traced)
+        hooks: list[Any] = [m.register_forward_pre_hook(hook, prepend=True) for m in known]
+        return [*hooks, self._model.register_load_state_dict_post_hook(loading)]
 
-        self._hooks += [
-            model.register_forward_pre_hook(ModuleHook(before_forward)),
-            model.register_load_state_dict_post_hook(ModuleHook(after_loading)),
-        ]
+    def _forward_begins(self, module: nn.Module) -> None:
+        """Begin a forward that is inside of no other."""
+        self._look()
+        if not (self._trained or self._in_step):  # `.data` is written past the version
+            first = range(len(self._buffers)) if self._num_leaves < 2 else self._moving
+            for index in set(first) - self._strays.keys():
+                self._buffers[index].start.copy_(self._buffers[index].value)
+        before: dict[int, Tensor] | None = None
+        if module.training and torch.is_grad_enabled():
+            self._undo_strays(module)
+            self._trained.add(module)
+        else:
+            before = {index: self._buffers[index].value.clone() for index in self._changed}
+        self._in_forward, this = True, weakref.ref(self)
+
+        def after_forward(*_: Any) -> None:
+            handle.remove()
+            if (alive := this()) is not None and alive._in_forward:
+                alive._in_forward = False
+                alive._forward_ended(module, before)
+
+        handle = module.register_forward_hook(ModuleHook(after_forward), always_call=True)
+
+    def _forward_ended(self, module: nn.Module, before: dict[int, Tensor] | None) -> None:
+        """End a forward; where it is no leaf's, `before` holds what was changed already."""
+        written = self._written()
+        silent = {i for i, b in enumerate(self._buffers) if b.is_silent or self._num_leaves < 2}
+        silent -= written if before is not None else written | self._changed
+        for index in silent & self._part(module) if silent else ():
+            buffer = self._buffers[index]
+            known = (before or {}).get(index, buffer.start)
+            if not torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (buffer.value, known))):
+                buffer.is_silent = True
+                written.add(index)
+        if before is None:
+            self._changed |= written
+        else:
+            starts = {index: self._buffers[index].start for index in written}
+            self._strays = starts | {i: before[i] for i in written & before.keys()} | self._strays
+
+    def _undo_strays(self, *modules: nn.Module) -> None:
+        if self._strays:
+            for index in set().union(*map(self._part, modules)) & self._strays.keys():
+                self._buffers[index].put(self._strays.pop(index))
+
+    def _part(self, module: nn.Module) -> set[int]:
+        """The buffers of a module and of those in it."""
+        inside = set(module.modules())
+        return {index for index, buffer in enumerate(self._buffers) if buffer.owner in inside}
+
+    def _written(self) -> set[int]:
+        """Buffers of modules that have written to any of theirs since this was last called.
+
+        Judged by module: torch's batch_norm does not report that it wrote to running_mean, but
+        BatchNorm's counter does (and for InstanceNorm it is the other way round).
+        """
+        owners = {id(buffer.owner) for buffer in self._buffers if buffer.was_written()}
+        return {i for i, buffer in enumerate(self._buffers) if id(buffer.owner) in owners}
+
+    def _look(self) -> None:
+        if self._trained or self._in_step:
+            self._changed |= self._written()
+        else:
+            self.refresh()
+
+    def refresh(self, but: Collection[int] = ()) -> None:
+        """Take what was written between steps, except for some, as the new start; `load_state_dict`
+        does it, and the first forward of a step."""
+        for index, buffer in enumerate(self._buffers):
+            if index not in but and buffer.was_written():
+                self._take_start(index)
+
+    def _take_start(self, index: int) -> None:
+        self._buffers[index].take_start()
+        self._edited.add(index)
+        self._strays.pop(index, None)
 
     @contextmanager
     def untouched(self) -> Generator[None]:
@@ -115,15 +231,6 @@ class BufferSync:
                 buffer.data.copy_(value)
         self.leaf_ends(counts=False)
 
-    def refresh(self) -> None:
-        """Read the start values again, after buffers were changed between steps.
-
-        `load_state_dict` does it, and the root module's forward; call it only where neither runs
-        (tensors copied in by hand, and a compiled model or one whose root is not called).
-        """
-        for index in self._changed():
-            self._buffers[index].take_start()
-
     def leaf_begins(self, *, last: bool) -> None:
         """Begin a backward (`last`: communication begins in it)."""
         if self._batch_norm is not None and self._batch_norm.choice == "sync":
@@ -131,40 +238,75 @@ class BufferSync:
 
     def leaf_ends(self, *, counts: bool = True) -> None:
         """Keep the changes to buffers, unless the leaf has weight 0 (`counts=False`); reset."""
-        changed = self._changed()
-        if counts and changed:
-            self._leaves.append({i: self._buffers[i].value.clone() for i in changed})
-        for index in changed:
-            self._buffers[index].set_back()
-        self._leaf_is_open = False
+        if not (self._trained or self._in_step) and self._num_leaves:  # no hook saw a forward
+            self.refresh(but=self._moving)
+        self._changed |= self._written()
+        self._undo_strays(*self._trained)
+        self._changed |= self._strays.keys()
+        self._strays.clear()
+        if counts and self._changed:
+            self._leaves.append({i: self._buffers[i].value.clone() for i in sorted(self._changed)})
+        for index in self._changed:
+            self._buffers[index].put()
+        self._moving |= self._changed
+        self._changed.clear()
+        self._trained.clear()
+        self._in_forward = False
+        self._in_step |= counts
+        self._num_leaves += 1
 
     def step_begins(self) -> list[int]:
-        """For each buffer, the number of this rank's leaves that changed it in this step.
+        """For each buffer, the number of this rank's leaves that changed it in this step; then two
+        numbers by which ranks compare what was changed between steps.
 
         The caller sums them over all ranks, in a message it sends anyway, for `step_ends`.
         """
         if self._batch_norm is not None and self._batch_norm.choice == "sync":
             self._batch_norm.meet("the step's end")
-        if self._leaf_is_open:  # a forward without backward
+        if self._trained:  # a forward without backward
             self.leaf_ends(counts=False)
+        self._look()
+        self._undo_strays(self._model)
+        for index in self._changed.difference(*self._leaves):  # by hand, after the last leaf
+            self._take_start(index)
+        self._changed.clear()
+        self._in_step = False
         self._ending, self._leaves = self._leaves, []  # a step that is refused ends with this
-        return [sum(i in leaf for leaf in self._ending) for i in range(len(self._buffers))]
+        counts = [sum(i in leaf for leaf in self._ending) for i in range(len(self._buffers))]
+        return [*counts, self._mark, self._mark**2] if counts else []
+
+    @property
+    def _mark(self) -> int:
+        """A number below 2^20, equal on ranks that changed buffers alike between steps."""
+        edited = repr([(i, self._buffers[i].text()) for i in sorted(self._edited)])
+        return int(hash_text(edited.encode()), 16) % 2**BITS if self._edited else 0
+
+    def refuse_unlike(self, counts: Sequence[float]) -> None:
+        """Raise ConfigError on all ranks where buffers were changed between steps and differ;
+        `counts` as for `step_ends`. Two all-gathers where they were not changed alike."""
+        size, mark = self._comm.world_size, self._mark
+        if self._buffers and [*counts[-2:]] != [size * mark, size * mark**2]:
+            texts = {f"buffer {buffer.name!r}": buffer.text() for buffer in self._buffers}
+            if found := first_difference(self._comm, texts):
+                raise ConfigError(f"{found[1]}; {_EDITED}")
+        self._edited.clear()
 
     @torch.no_grad()
     def step_ends(self, counts: Sequence[float]) -> None:
         """Set the buffers' new values, equal on all ranks; `counts` are `step_begins` summed."""
-        if self._leaf_is_open:  # a forward in the update
+        if self._trained:  # a forward in the update
             self.leaf_ends(counts=False)
-        changed = [index for index, count in enumerate(counts) if count]
+        changed = [index for index, count in enumerate(counts[:-2]) if count]
         if changed:
-            self._combine(changed, counts)
+            _combine(self._buffers, changed, self._ending or [{}], counts, self._comm)
+            self._strays = {i: was for i, was in self._strays.items() if i not in changed}
         self._ending = []
         if self._looks:
+            self._looks -= 1
             known = {(buffer.owner, buffer.key) for buffer in self._buffers}
             found = _find_buffers(self._model, getattr(self._batch_norm, "own_buffers", ()))
-            new = [buffer.name for buffer in found if (buffer.owner, buffer.key) not in known]
-            self._looks = 0 if new else self._looks - 1
-            if new:
+            if new := [b.name for b in found if (b.owner, b.key) not in known]:
+                self._looks = 0
                 logging.getLogger("gradsync").warning(
                     "buffer %r was registered after gs.replicate and is not synchronised: register "
                     "it in __init__ if its values may differ between ranks",
@@ -178,44 +320,6 @@ class BufferSync:
         for hook in self._hooks:
             hook.remove()
 
-    def _changed(self) -> list[int]:
-        """Buffers whose module has changed any of its own since their start was taken.
-
-        Judged by module: torch's batch_norm does not report that it wrote to running_mean, but
-        BatchNorm's counter does (and for InstanceNorm it is the other way round).
-        """
-        owners = {id(buffer.owner) for buffer in self._buffers if buffer.was_written()}
-        return [i for i, buffer in enumerate(self._buffers) if id(buffer.owner) in owners]
-
-    def _combine(self, changed: list[int], counts: Sequence[float]) -> None:
-        """Set new values for `changed`, from all leaves of all ranks."""
-        moving = [i for i in changed if self._buffers[i].is_floating]
-        counting = [i for i in changed if not self._buffers[i].is_floating]
-        device = self._buffers[changed[0]].start.device
-        leaves = self._ending or [{}]
-        moves = [self._flat_changes(leaf, moving, torch.float64, device) for leaf in leaves]
-        jumps = [self._flat_changes(leaf, counting, torch.int64, device) for leaf in leaves]
-        sums = exact_sum(torch.stack(moves), torch.stack(jumps), self._comm, most=int(max(counts)))
-        for indices, flat in zip((moving, counting), sums, strict=True):
-            sizes = [self._buffers[index].start.numel() for index in indices]
-            for index, change in zip(indices, flat.split(sizes), strict=True):
-                buffer = self._buffers[index]
-                buffer.move(change / counts[index] if buffer.is_floating else change)
-
-    def _flat_changes(
-        self, leaf: dict[int, Tensor], indices: list[int], dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        """One leaf's changes of some buffers, concatenated; 0.0 or least int64 if it has none."""
-        nothing = 0.0 if dtype == torch.float64 else torch.iinfo(torch.int64).min
-        parts = [torch.zeros(0, dtype=dtype, device=device)]
-        for index in indices:
-            start = self._buffers[index].start.reshape(-1).to(device, dtype)
-            if index in leaf:
-                parts.append(leaf[index].reshape(-1).to(device, dtype) - start)
-            else:
-                parts.append(torch.full_like(start, nothing))
-        return torch.cat(parts)
-
 
 @dataclass(slots=True)
 class _Buffer:
@@ -225,69 +329,137 @@ class _Buffer:
     owner: nn.Module
     key: str
     start: Tensor
-    seen: Tensor
-    """The tensor that was the buffer when `start` was taken, and its version then."""
+    home: Tensor
+    """The tensor that is the buffer between steps, and its version when it last held `start`."""
+    seen: Tensor | None
+    """The tensor that was the buffer when last looked at, and its version then."""
+    home_version: int = -1
     version: int = -1
+    is_silent: bool = False
+    """Whether forwards write past its version."""
 
     @property
     def is_floating(self) -> bool:
-        return self.start.is_floating_point()  # complex ones are viewed as pairs
+        return self.start.is_floating_point() or self.start.is_complex()
 
-    @property
-    def current(self) -> Tensor:
-        """The buffer as it is now; it must keep its shape and dtype."""
-        now = self.owner._buffers.get(self.key)
-        if now is None or now.shape != self.seen.shape or now.dtype != self.seen.dtype:
-            what = "was removed" if now is None else f"became {list(now.shape)} {now.dtype}"
-            raise ConfigError(
-                f"buffer {self.name!r} {what}; replicas can only share buffers that keep their "
-                f"shape and dtype ({list(self.seen.shape)} {self.seen.dtype})"
-            )
-        return now
+    def text(self) -> str:
+        """Its start, or a hash of it, for messages."""
+        values = self.start
+        few = values.numel() <= 4
+        return str(values.tolist()) if few else hash_text(repr(hash_bits(values).tolist()).encode())
 
     @property
     def value(self) -> Tensor:
-        """Its values, writable past autograd: torch's batch_norm saves running_mean for backward,
-        does not use it there, and would report a change as an error."""
-        data = self.current.data
-        return torch.view_as_real(data) if data.is_complex() else data
+        """The buffer as it is now; it must keep its shape and dtype."""
+        now = self.owner._buffers.get(self.key)
+        if now is None or now.shape != self.start.shape or now.dtype != self.start.dtype:
+            what = "was removed" if now is None else f"became {list(now.shape)} {now.dtype}"
+            raise ConfigError(
+                f"buffer {self.name!r} {what}; replicas can only share buffers that keep their "
+                f"shape and dtype ({list(self.start.shape)} {self.start.dtype})"
+            )
+        return now.detach()
 
     def was_written(self) -> bool:
-        now = self.current
-        return now is not self.seen or version(now) != self.version
+        """Whether it was assigned or written since the last call, as far as torch tells."""
+        before = self.seen, self.version
+        self.seen = self.owner._buffers.get(self.key)
+        self.version = -1 if self.seen is None or self.seen.is_inference() else version(self.seen)
+        return self.seen is not before[0] or self.version != before[1]
 
     def take_start(self) -> None:
-        self.start = self.value.clone()
-        self._note()
+        """Start from what the buffer is now."""
+        with torch.inference_mode(False):
+            self.start = self.value.clone()
+        self.was_written()
+        assert self.seen is not None
+        self.home, self.home_version = self.seen, self.version
 
-    def set_back(self) -> None:
-        self.value.copy_(self.start)
-        self._note()
+    def put(self, values: Tensor | None = None) -> None:
+        """Make the buffer `values`, or the start; see [Note: Tensors come back]."""
+        self.owner._buffers[self.key] = self.seen = self.home
+        past = isinstance(self.owner, BatchNorm)
+        fixed = self.home.is_inference() or 0 in self.home.stride()  # cannot be written
+        dirty = past or self.is_silent or fixed or self.home_version != version(self.home)
+        if dirty or values is not None:
+            values = self.start if values is None else values
+            if past:
+                self.home.data.copy_(values)
+            elif fixed or self._only_graphs_hold():
+                self.owner._buffers[self.key] = self.home = values.clone()
+            else:
+                with torch.no_grad():
+                    self.home.copy_(values)
+        self.was_written()
+        if values is None or values is self.start:
+            self.home_version = self.version
 
     def move(self, change: Tensor) -> None:
         """Set to start + change, shape [numel], float64 or int64."""
-        start = self.start.reshape(-1)
-        moved = start.to(change.device, change.dtype) + change
-        self.start = moved.to(start.device, start.dtype).reshape(self.start.shape)
-        self.set_back()
+        start = _flat(self.start)
+        moved = (start.to(change.device, change.dtype) + change).to(start.device, start.dtype)
+        if self.start.is_complex():
+            moved = torch.view_as_complex(moved.reshape(-1, 2))
+        self.start = moved.reshape(self.start.shape)
+        self.put(self.start)
 
-    def _note(self) -> None:
-        self.seen = self.current
-        self.version = version(self.seen)
+    def _only_graphs_hold(self) -> bool:
+        """Whether graphs refer to `home`, and nothing else but its module."""
+        ours = 5  # references: the module, `home`, `seen`, all graphs, this call
+        shared = storage_uses(storage_address(self.home.untyped_storage())) > 2
+        return uses(self.home) > 1 and not shared and sys.getrefcount(self.home) <= ours
+
+
+def _flat(values: Tensor) -> Tensor:
+    """In one dimension, complex numbers as pairs."""
+    return (torch.view_as_real(values) if values.is_complex() else values).reshape(-1)
 
 
 def _find_buffers(model: nn.Module, skip: Collection[nn.Module]) -> list[_Buffer]:
-    """All buffers outside of `skip`, tied ones once, in `named_buffers` order."""
+    """All buffers outside of `skip`, tied ones under each name, in `named_buffers` order."""
     found: list[_Buffer] = []
-    ids: set[int] = set()
     for prefix, module in model.named_modules():
-        for key, tensor in () if module in skip else module.named_buffers(recurse=False):
-            if tensor.numel() and id(tensor) not in ids:
-                ids.add(id(tensor))
+        for key, tensor in () if module in skip else module._buffers.items():
+            if tensor is not None and tensor.numel():
                 name = f"{prefix}.{key}" if prefix else key
-                found.append(_Buffer(name, module, key, start=tensor, seen=tensor))
+                found.append(_Buffer(name, module, key, start=tensor, home=tensor, seen=tensor))
                 found[-1].take_start()
     return found
+
+
+def _combine(
+    buffers: Sequence[_Buffer],
+    changed: Sequence[int],
+    leaves: Sequence[dict[int, Tensor]],
+    counts: Sequence[float],
+    comm: Communicator,
+) -> None:
+    """Set new values of those `changed`, from all leaves of all ranks."""
+    device = buffers[changed[0]].start.device
+    moving = [i for i in changed if buffers[i].is_floating]
+    counting = [i for i in changed if not buffers[i].is_floating]
+
+    def changes(indices: list[int], nothing: Tensor) -> Tensor:
+        """A row for each leaf; `nothing` where it has not changed a buffer."""
+        starts = {index: _flat(buffers[index].start).to(nothing) for index in indices}
+        rows = [
+            [
+                _flat(leaf[i]).to(x) - x if i in leaf else nothing.expand_as(x)
+                for i, x in starts.items()
+            ]
+            for leaf in leaves
+        ]
+        return torch.stack([torch.cat([nothing.new_zeros(0), *row]) for row in rows])
+
+    moves = changes(moving, torch.zeros((), dtype=torch.float64, device=device))
+    least = torch.iinfo(torch.int64).min
+    jumps = changes(counting, torch.full((), least, device=device))
+    sums = exact_sum(moves, jumps, comm, most=int(max(counts[i] for i in changed)))
+    for indices, flat in zip((moving, counting), sums, strict=True):
+        sizes = [_flat(buffers[index].start).numel() for index in indices]
+        for index, change in zip(indices, flat.split(sizes), strict=True):
+            buffer = buffers[index]
+            buffer.move(change / counts[index] if buffer.is_floating else change)
 
 
 _NOTHING = -2000

@@ -76,7 +76,8 @@ def replicate(
             torch's default process group is there, else one rank.
         sync: a strategy of `gradsync.sync.registry.STRATEGIES`.
         batch_norm: "sync", "local" or "freeze": required when the model has BatchNorm, see
-            `gradsync.sync.batch_norm`.
+            `gradsync.sync.batch_norm`. Under "local" running statistics move once a step, in DDP
+            once a micro-batch: `momentum=1 - (1 - m) ** k` keeps its pace for k of them.
         comm: a communicator to use instead of the world's own.
         groups: from `gs.groups(world)`, for `sync="hierarchical"`; None makes them from `world`.
             Sums along the tree follow the hosts without them, by where `world` says ranks sit.

@@ -242,6 +242,8 @@ def _refuse_unlike(parts: StepParts, agreed: StepMetadata, call: StepCall) -> No
         refuse_replaced(model, {id(p) for _, p in trainable(model)} - set(map(id, known)))
     if parts.watch is not None:
         parts.watch.refuse_unlike(agreed, call.settings, call.why)
+    if not agreed.discard:
+        parts.buffers.refuse_unlike(agreed.counts)
 
 
 def _weight_over_ranks(parts: StepParts, call: StepCall, agreed: StepMetadata) -> float:

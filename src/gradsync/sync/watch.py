@@ -38,6 +38,7 @@ from gradsync.core.torch_private import (
     current_graph_task,
     optimizer_post_hooks,
     optimizer_pre_hooks,
+    run_uncompiled,
     step_hooks,
     version,
 )
@@ -372,6 +373,9 @@ class ModuleHook:
 
     def __reduce__(self) -> tuple[type[NoHook], tuple[()]]:
         return (NoHook, ())
+
+
+run_uncompiled(ModuleHook.__call__)
 
 
 class NoHook:

@@ -148,6 +148,7 @@ CANARIES: dict[str, tuple[Callable[[], object], str]] = {
     "_stdout": (lambda: made_with("_stdout", SubprocessHandler), "log files stay open"),
     "_stderr": (lambda: made_with("_stderr", SubprocessHandler), "log files stay open"),
     "_dynamo": (lambda: torch._C, "shm leaves graphs at the price of torch's wrapper"),
+    "_functorch": (lambda: torch._C, "buffers are looked at inside of vmap"),
     "_FrameAction": (eval_frame, "shm leaves graphs at the price of torch's wrapper"),
     "_FrameExecStrategy": (
         eval_frame,
@@ -157,6 +158,7 @@ CANARIES: dict[str, tuple[Callable[[], object], str]] = {
 
 OTHERWISE_TESTED = {
     "_workers",  # tests/unit/data/test_data_loader.py kills one
+    "_dynamo_marked_constant",  # tests/ranks/test_buffer_changes.py compiles a sequence
     "_torchdynamo_disable",  # tests/ranks/test_shm_backend_waiting.py compiles
     *("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"),  # below
 }

@@ -858,7 +858,7 @@ def test_a_run_that_began_beside_other_programs_says_so(tmp_path: Path) -> None:
         environment = json.loads((path / "env.json").read_text())
         loaded = environment | {"cores": 2, "load_at_start": load}
         (path / "env.json").write_text(json.dumps(loaded))
-    (row,) = re.findall(r"<td>other programs</td>(.*?)</tr>", page(read_runs(paths)))
+    (row,) = re.findall(r"<td>at the start</td>(.*?)</tr>", page(read_runs(paths)))
     first, second = re.findall(r"<td>(.*?)</td>", row)
     assert "load 5.2 on 2 cores" in first
     assert second == ""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradsync.bench.report import where
-from gradsync.core.files import check_file
+from gradsync.core.files import check_place
 from gradsync.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def check_plot(path: Path) -> None:
     """Refuse what cannot be drawn, before anything is measured for it."""
     if path.suffix not in _SUFFIXES:
         raise ConfigError(f"--plot {path}: name a file that ends in {', '.join(_SUFFIXES)}")
-    check_file("--plot", path)
+    check_place("--plot", path)
     if find_spec("matplotlib") is None:
         raise ConfigError("--plot needs matplotlib: pip install 'gradsync[bench]'")
 

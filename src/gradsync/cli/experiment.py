@@ -18,7 +18,7 @@ from gradsync.bench.experiment import (
 )
 from gradsync.bench.plot import check_plot
 from gradsync.cli.ranks import WORKER, be_rank, measure_on_ranks, until_stopped
-from gradsync.core.files import check_file, check_folder, write_result
+from gradsync.core.files import check_place, write_result
 from gradsync.runtime import environ
 from gradsync.runtime.arguments import parse
 from gradsync.runtime.resolve import resolve
@@ -91,11 +91,11 @@ def check_places(options: Any) -> None:
         ConfigError: naming the option.
     """
     if out := getattr(options, "out", ""):
-        check_folder("--out", Path(out))
+        check_place("--out", Path(out), folder=True)
     if plot := getattr(options, "plot", ""):
         check_plot(Path(plot))
     if csv := getattr(options, "csv", ""):
-        check_file("--csv", Path(csv))
+        check_place("--csv", Path(csv))
 
 
 def _deliver(options: Any, name: str, command: str, found: Findings) -> None:

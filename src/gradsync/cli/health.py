@@ -33,13 +33,7 @@ from gradsync.errors import LaunchError
 from gradsync.plan.machine import read_interfaces, version_of
 from gradsync.plan.placement import gb
 from gradsync.runtime.coordinator import given_port, run_command
-from gradsync.runtime.machine import (
-    available_bytes,
-    choose_threads,
-    host_cores,
-    is_busy,
-    total_bytes,
-)
+from gradsync.runtime.machine import available_bytes, busy, choose_threads, host_cores, total_bytes
 from gradsync.runtime.network import interface_towards, own_address
 from gradsync.runtime.rendezvous import first_line
 from gradsync.runtime.store import TOKEN
@@ -285,9 +279,8 @@ def judge_host(facts: Facts) -> list[Finding]:
     said += f"{limit}{facts['cores_machine']}" if cores < facts["cores_machine"] else ""
     cure = f"start at most {counted(cores, 'rank')} on this host"
     found = [grade("cores", said, cure, warning=ranks > cores)]
-    if busy := is_busy(facts["load"], cores):
-        said = f"{facts['load']:.1f}: other programs compute here, and take their share of times"
-        found.append(grade("load", said, "end them before you measure", warning=busy))
+    if said := busy(facts["load"], cores):
+        found.append(Finding("load", "warning", said, "end them before you measure"))
     said, machine = f"{gb(free)} free of {gb(memory)}", facts["memory_machine"]
     said += f"{limit}{gb(machine)}" if memory < machine else ""
     cure = "end other programs, raise the container's limit, or start fewer ranks here"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -86,17 +87,18 @@ def sample(
     load_weights(model, snapshot.tensors["model"])
     model.to(choose_device(config.device, 0))
     # Less is no work for another thread: it would mostly wait for the next operation.
-    before = pin_threads(min(choose_threads(1), -(-shape.num_params() // 2**24)))
-    ids = generate(
-        model,
-        prompt,
-        config.tokens,
-        temperature=config.temperature,
-        top_k=config.top_k or None,
-        seed=config.seed,
-        show=(pieces := TextPieces(tokenizer.decode, write)).show,
-    )
-    pin_threads(before)
+    with ExitStack() as stack:
+        threads = min(choose_threads(1), -(-shape.num_params() // 2**24))
+        stack.callback(pin_threads, pin_threads(threads))
+        ids = generate(
+            model,
+            prompt,
+            config.tokens,
+            temperature=config.temperature,
+            top_k=config.top_k or None,
+            seed=config.seed,
+            show=(pieces := TextPieces(tokenizer.decode, write)).show,
+        )
     pieces.show(ids, end=True)
     return checkpoint, tokenizer.decode(ids)
 

@@ -18,7 +18,7 @@ from gradsync.data.batch_plan import BatchPlan
 from gradsync.errors import ConfigError
 from gradsync.plan.machine import fast_dtype
 from gradsync.runtime import environ
-from gradsync.runtime.machine import choose_threads, host_cores, is_busy
+from gradsync.runtime.machine import busy, choose_threads, host_cores
 from gradsync.runtime.resolve import resolve
 from gradsync.sync.registry import find_strategy
 from gradsync.train.check import check_request, check_size
@@ -145,11 +145,8 @@ def _join_run(
             if ranks > cores and world.device_name == "cpu":
                 few = counted(cores, "rank")
                 notes.append(f"{ranks} ranks share {counted(cores, 'core')}: no faster than {few}")
-            if is_busy(load := os.getloadavg()[0], cores):
-                notes.append(
-                    f"other programs compute here (load {load:.1f} on {counted(cores, 'core')}): "
-                    "the eta and all times change with theirs"
-                )
+            if said := busy(os.getloadavg()[0], cores):
+                notes.append(f"{said}; the eta and all times change with theirs")
             if (
                 config.dtype == "bf16"
                 and elastic is None

@@ -22,7 +22,7 @@ from gradsync.bench.experiment import (
 from gradsync.bench.sync_plan import SyncSettings, room_for, uses_cuda
 from gradsync.bench.tune import STAGES, TuneRequest, print_report
 from gradsync.cli.experiment import run_experiment
-from gradsync.core.files import check_folder
+from gradsync.core.files import check_place
 from gradsync.errors import ConfigError
 from gradsync.models.config import preset
 from gradsync.plan.machine import fast_dtype
@@ -134,7 +134,7 @@ def batch_of(options: TuneOptions, start: TrainConfig, world_size: int) -> tuple
 
 def _collect(options: TuneOptions, request: TuneRequest, world: World, ask: Ask) -> dict[str, Any]:
     if world.is_main:
-        check_folder("GRADSYNC_CACHE", TUNED.folder())
+        check_place("GRADSYNC_CACHE", TUNED.folder(), folder=True)
     result = ask(request, request.world_size)
     raise_failed(result)
     return result

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from gradsync.cli.ranks import WORKER, Signals, Stopped, start_ranks, until_stopped, work_folder
-from gradsync.core.files import check_file
+from gradsync.core.files import check_place
 from gradsync.errors import ConfigError, PeerError
 from gradsync.runtime import environ
 from gradsync.runtime.arguments import parse
@@ -145,7 +145,7 @@ def plan_of(options: VerifyOptions, world: World) -> VerifyPlan:
             f"--clip-norm {options.clip_norm}: must be a finite number, at least 0 (no clipping)"
         )
     if options.csv and world.is_main:
-        check_file("--csv", Path(options.csv))
+        check_place("--csv", Path(options.csv))
     quick = _is_quick(options, world)
     sizes = [_number(word) for word in _split(options.world_sizes or ("1,2,3,4", "1,2,3")[quick])]
     if options.world_size is not None:

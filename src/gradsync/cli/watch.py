@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -58,10 +58,9 @@ def run(argv: list[str]) -> int:
 def _begun(path: Path) -> Follower:
     """A run that is there; one that is being started, also after an end, takes some seconds."""
     for look in range(_START_LOOKS):
-        with suppress(ConfigError):
-            follower = Follower(path)
-            if look >= _END_LOOKS or not (path / "exit.json").exists():
-                return follower
+        ended = (path / "exit.json").exists() and look < _END_LOOKS
+        if not ended and (path / "metrics.jsonl").exists():
+            break
         if look == 0:
             print(f"waiting for a run to begin in {path}", flush=True)
         time.sleep(_LOOK_S)

@@ -180,25 +180,16 @@ def counted(number: object, noun: str, several: str = "") -> str:
 # -- one file -------------------------------------------------------------------------------------
 
 
-def check_folder(option: str, folder: Path) -> None:
-    """Refuse a folder that may not be written or made, long before there is something to write."""
-    there = folder
+def check_place(option: str, path: Path, *, folder: bool = False) -> None:
+    """Refuse a file, or a `folder`, that may not be written or made, long before there is something
+    to write."""
+    there = path
     while not there.exists() and there != there.parent:
         there = there.parent
-    if not there.is_dir():
-        raise ConfigError(f"{option} {folder}: {there} is no folder")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(f"{option} {folder}: {there} may not be written")
-
-
-def check_file(option: str, path: Path) -> None:
-    """As `check_folder`, for a file that `write_text` will write."""
-    if path.is_dir():
-        raise ConfigError(f"{option} {path}: is a folder; name a file")
-    if not path.exists():
-        check_folder(option, path)
-    elif not os.access(path, os.W_OK):
-        raise ConfigError(f"{option} {path}: may not be written")
+    if there.is_dir() == (there == path and not folder):
+        raise ConfigError(f"{option} {path}: {there} is {'a' if there.is_dir() else 'no'} folder")
+    if not os.access(there, os.W_OK):
+        raise ConfigError(f"{option} {path}: {there} may not be written")
 
 
 def json_text(document: Mapping[str, Any]) -> str:
@@ -259,9 +250,8 @@ def lock(file: IO[Any]) -> bool:
     """Lock a file, shared if it is only read; False where another process holds it. True, too, on
     file systems without locks.
 
-    POSIX's lock: it ends with this process, however that ends, its children do not inherit it, and
-    network file systems pass it on to other hosts. It ends when this process closes the file, by
-    any descriptor.
+    POSIX's lock: children do not inherit it, network file systems pass it on to others. It ends
+    with this process, or when it closes the file by any descriptor.
     """
     try:
         fcntl.lockf(file, fcntl.LOCK_NB | (fcntl.LOCK_EX if file.writable() else fcntl.LOCK_SH))

@@ -31,7 +31,7 @@ from gradsync.plan.profile import (
 )
 from gradsync.plan.step_costs import StepTime, predict_step
 from gradsync.plan.workload import Split, Workload, goes_with_parts
-from gradsync.runtime.machine import choose_threads, is_busy
+from gradsync.runtime.machine import busy, choose_threads
 from gradsync.sync.registry import STRATEGIES, Promise
 
 USUAL = ("invariant", "bucketed", "zero1", "zero2", "fsdp", "ddp")
@@ -67,7 +67,7 @@ class Costs:
         ranks = len(host.devices)
         conditions = profile_conditions(leaf, device=device, threads=choose_threads(ranks))
         load = os.getloadavg()[0]
-        if known_profile(conditions) is None and is_busy(load, host.cores):
+        if known_profile(conditions) is None and busy(load, host.cores):
             self.load = load
         # A measurement beside other work is not kept.
         cached = self.load is None

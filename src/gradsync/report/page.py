@@ -16,7 +16,7 @@ from gradsync.core.files import counted
 from gradsync.report.charts import LIGHT, STYLE, Chart, Event, Line, figure
 from gradsync.report.run import CHECKS, RANKS_HEAD, Points, Run, read_ranks
 from gradsync.report.timeline import timeline
-from gradsync.runtime.machine import is_busy
+from gradsync.runtime.machine import busy
 
 _SAID, _TRACED = 40, 200
 """Log lines that are shown at most, without tracebacks and with them."""
@@ -403,8 +403,8 @@ def _compared(runs: Sequence[Run]) -> str:
     columns = [{"ended": run.outcome} | dict(figures_of(run)) for run in runs]
     for run, column in zip(runs, columns, strict=True):
         load, cores = (run.environment.get(name) for name in ("load_at_start", "cores"))
-        if isinstance(load, int | float) and isinstance(cores, int) and is_busy(load, cores):
-            column["other programs"] = f"load {load:g} on {counted(cores, 'core')} at the start"
+        if isinstance(load, int | float) and isinstance(cores, int) and busy(load, cores):
+            column["at the start"] = busy(load, cores)
         if run.path in scaled:
             column["efficiency"] = f"{scaled[run.path][2]:.1f} %"
         elif scaled and "tokens_per_s" in run.summary:

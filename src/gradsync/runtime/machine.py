@@ -12,6 +12,8 @@ from pathlib import Path
 
 import psutil
 
+from gradsync.core.files import counted
+
 _CPU_INFO = Path("/proc/cpuinfo")
 _GROUPS = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
@@ -58,9 +60,10 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def is_busy(load: float, cores: float) -> bool:
-    """Whether so many processes, of the last minute, compete with what is started now."""
-    return load > 0.5 * cores
+def busy(load: float, cores: int) -> str:
+    """Words for a load of the last minute that leaves too little for what starts now, else ""."""
+    said = f"other programs compute here: load {load:.1f} on {counted(cores, 'core')}"
+    return said if load > 0.5 * cores else ""
 
 
 def choose_threads(local_world_size: int, *, requested: int | None = None) -> int:

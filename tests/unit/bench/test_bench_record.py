@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gradsync.bench.experiment import environment, write_record
-from gradsync.core.files import check_file, check_folder, json_text, write_result, write_text
+from gradsync.core.files import check_place, json_text, write_result, write_text
 from gradsync.errors import ConfigError, RunError
 
 
@@ -77,17 +77,17 @@ def test_what_is_no_plain_file_is_written_into(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
-    check_folder("--out", tmp_path / "to" / "be" / "made")
+    check_place("--out", tmp_path / "to" / "be" / "made", folder=True)
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"--out .*file/below: .*file is no folder"):
-        check_folder("--out", tmp_path / "file" / "below")
+        check_place("--out", tmp_path / "file" / "below", folder=True)
     with pytest.raises(ConfigError, match=r"--csv .*file/below"):
-        check_file("--csv", tmp_path / "file" / "below" / "x.csv")
+        check_place("--csv", tmp_path / "file" / "below" / "x.csv")
 
 
 def test_a_result_makes_its_folder(tmp_path: Path) -> None:
     path = tmp_path / "to" / "be" / "x.csv"
-    check_file("--csv", path)
+    check_place("--csv", path)
     assert not path.parent.exists()
     write_result(path, "text")
     assert path.read_text() == "text"

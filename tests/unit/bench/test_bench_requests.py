@@ -41,7 +41,7 @@ REFUSALS = {
         ("--threads 0", "--threads must be at least 1; got 0"),
         ("--seconds-per-point nan", "--seconds-per-point must be a finite number"),
         ("--csv /dev/null/x.csv", "--csv /dev/null/x.csv: /dev/null is no folder"),
-        ("--csv .", "--csv .: is a folder"),
+        ("--csv .", "--csv .: . is a folder"),
         ("--out file/x", "--out file/x: file is no folder"),
     ],
     "bench memory": [

@@ -12,6 +12,7 @@ import pytest
 from bench_tables import PAGES, ROOT, TABLE
 from benchmark_table import PAGE, SECTION
 
+from gradsync.bench.report import progress_bar
 from gradsync.sync.registry import STRATEGIES
 
 
@@ -94,3 +95,14 @@ def test_a_page_without_its_section_or_with_an_unknown_strategy_is_refused() -> 
         benchmark_table.render(page, ROOT)
     with pytest.raises(ValueError, match="one benchmark section, it has 0"):
         benchmark_table.render("no section", ROOT)
+
+
+def test_without_a_terminal_each_tenth_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    tell = progress_bar()
+    for place in range(70):
+        tell(place, 70, f"times {place}")
+    tell(70, 70, "")
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 10
+    assert "0 of 70" in told[0]
+    assert "63 of 70" in told[-1]

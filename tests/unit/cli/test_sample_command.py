@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from gradsync.cli.main import main
 from gradsync.cli.sample import TextPieces
@@ -39,6 +40,16 @@ def test_the_same_seed_gives_the_same_text(run: Path, capsys: pytest.CaptureFixt
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] != texts[2]
     assert texts[0].startswith("the ")
+
+
+def test_a_small_model_takes_one_thread(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+    monkeypatch.setattr("builtins.print", lambda *_, **__: threads.append(torch.get_num_threads()))
+    monkeypatch.setattr("gradsync.runtime.machine.choose_threads", lambda _: 7)
+    torch.set_num_threads(2)
+    assert main(["sample", str(run), "--prompt", "the ", "--tokens", "3"]) == 0
+    assert set(threads[:-1]) == {1}
+    assert torch.get_num_threads() == 2
 
 
 def test_text_comes_piece_by_piece(

@@ -850,3 +850,15 @@ def test_the_page_as_pdf_and_a_chart_as_png(tmp_path: Path) -> None:
     head = chart.read_bytes()[:24]
     assert head.startswith(b"\x89PNG")
     assert struct.unpack(">II", head[16:])[0] == 960
+
+
+def test_a_run_that_began_beside_other_programs_says_so(tmp_path: Path) -> None:
+    paths = [make_run(tmp_path, name=f"of {ranks}", ranks=ranks) for ranks in (1, 2)]
+    for path, load in zip(paths, (5.2, 0.1), strict=True):
+        environment = json.loads((path / "env.json").read_text())
+        loaded = environment | {"cores": 2, "load_at_start": load}
+        (path / "env.json").write_text(json.dumps(loaded))
+    (row,) = re.findall(r"<td>at the start</td>(.*?)</tr>", page(read_runs(paths)))
+    first, second = re.findall(r"<td>(.*?)</td>", row)
+    assert "load 5.2 on 2 cores" in first
+    assert second == ""

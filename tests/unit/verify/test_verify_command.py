@@ -65,7 +65,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, then: Callable[[], None], **ended: 
         (["--clip-norm", "nan"], "--clip-norm must be a finite number"),
         (["--clip-norm", "inf"], "--clip-norm must be a finite number"),
         (["--csv", "/dev/null/x.csv"], "--csv /dev/null/x.csv: /dev/null is no folder"),
-        (["--csv", "."], "--csv .: is a folder"),
+        (["--csv", "."], "--csv .: . is a folder"),
         (["--target", "verify_command_target:factory"], "loss_sum must be a function, got int"),
         (["--target", "json:nothing"], "has no 'nothing'"),
         (["--strategies", "nave"], "perhaps you meant 'naive'"),

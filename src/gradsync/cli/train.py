@@ -144,11 +144,8 @@ def _join_run(
             if ranks > cores and world.device_name == "cpu":
                 few = counted(cores, "rank")
                 notes.append(f"{ranks} ranks share {counted(cores, 'core')}: no faster than {few}")
-            if (
-                config.dtype == "bf16"
-                and elastic is None
-                and fast_dtype(world.device_name) != "bf16"
-            ):
+            given = config.dtype == "bf16" and elastic is None
+            if given and fast_dtype(world.device_name) != "bf16":
                 notes.append(_EMULATED)
             if elastic is not None:
                 config, lines = with_ranks(

@@ -147,11 +147,8 @@ def _join_run(
                 notes.append(f"{ranks} ranks share {counted(cores, 'core')}: no faster than {few}")
             if said := busy(os.getloadavg()[0], cores):
                 notes.append(f"{said}; the eta and all times change with theirs")
-            if (
-                config.dtype == "bf16"
-                and elastic is None
-                and fast_dtype(world.device_name) != "bf16"
-            ):
+            given = config.dtype == "bf16" and elastic is None
+            if given and fast_dtype(world.device_name) != "bf16":
                 notes.append(_EMULATED)
             if elastic is not None:
                 config, lines = with_ranks(

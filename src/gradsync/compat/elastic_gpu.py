@@ -4,7 +4,7 @@
     print(config)
     batch = config.config["batch_size"]
     config.place(model)
-    config.log_gpu_memory()
+    gs.log_gpu_memory()
 
 Memory is what the driver says of these devices now. No name of a GPU stands for a size: an A100 has
 40 or 80 GB, a slice of one less.
@@ -28,7 +28,6 @@ from typing import Any
 from torch import nn
 
 from gradsync.compat.frozen import AnyDevice, PlacedParts, place_frozen
-from gradsync.compat.functions import log_gpu_memory
 from gradsync.core.files import counted
 from gradsync.errors import ConfigError
 from gradsync.plan.description import Device, Hardware, Switches, speed_switches
@@ -163,10 +162,6 @@ class ElasticGPUConfig:
         homes = self._replica_devices() if devices is None else devices
         placement = self.placement or FrozenPlacement(places={}, left=())
         return place_frozen(model, placement, homes, rest=homes[0])
-
-    def log_gpu_memory(self, label: str = "") -> None:
-        """Print how much memory is in use; see `gs.log_gpu_memory`."""
-        log_gpu_memory(label)
 
     def __str__(self) -> str:
         config = self.config

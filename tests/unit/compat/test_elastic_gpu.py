@@ -150,5 +150,5 @@ def test_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert config.strategy in ("single", "ddp")
     assert str(config).startswith(f"{len(config.devices)} x ")
     assert config.config["device"] == ("cuda:0" if config.gpu_count else "cpu")
-    config.log_gpu_memory("now")
+    gs.log_gpu_memory("now")
     assert capsys.readouterr().out.startswith("now: ")

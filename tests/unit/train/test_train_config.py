@@ -213,9 +213,9 @@ def test_a_file_that_is_none(name: str, text: str, message: str, tmp_path: Path)
     ("text", "words"),
     [
         ("help: 1", ":1: unknown key 'help'"),
-        ("ddp_enabled: true", ":1: unknown key 'ddp_enabled': .*--nproc-per-node"),
+        ("ddp_enabled: true", ":1: unknown key 'ddp_enabled': leave it out; --nproc-per-node"),
         ("ddp-backend: nccl", ":1: unknown key 'ddp-backend': backend"),
-        ("ddp_find_unused_parameters: true", "'ddp_find_unused_parameters': leave it out"),
+        ("\nddp_find_unused_parameters: on", ":2: unknown key 'ddp_find_unused_parameters': leave"),
         ("steps: 1\nstepz: 2", ":2: unknown key 'stepz'; perhaps you meant steps"),
         ("optim:\n  lrr: 1", ":2: unknown key 'optim.lrr'; perhaps you meant optim.lr"),
         ("optim:\n  lr: abc", ":2: optim.lr: got 'abc', expected a number"),

@@ -11,6 +11,7 @@ import pytest
 
 from gradsync.comm.base import Communicator
 from gradsync.comm.groups import communicator
+from gradsync.sync.buffers import BufferSync
 from gradsync.sync.watch import ReplicaWatch
 from gradsync.verify.cell import Setting, run_cell
 from gradsync.verify.record import State
@@ -44,6 +45,7 @@ def _verify(
                 mock.patch("gradsync.verify.cell.promise_of", lambda _, promise=promise: promise),
                 # Verify must find a fault also where the step itself would refuse it.
                 mock.patch.object(ReplicaWatch, "refuse_unlike"),
+                mock.patch.object(BufferSync, "refuse_unlike"),
             ):
                 results.append(asdict(run_cell(cell, setting)[0]))
     return results

@@ -22,11 +22,11 @@ _HELD = HANDLED if hasattr(signal, "sigwaitinfo") else ()
 def start_method(asked: Any) -> Any:
     """What DataLoader takes as `multiprocessing_context` for `asked`. A fork server would get a
     stop signal too, end, and take its workers along: spawn does the same without one."""
+    # The first of all is the system's default, which the user may still change.
     default = multiprocessing.get_start_method(allow_none=True)
-    name = getattr(asked, "get_start_method", lambda: asked or default)()
-    # The first one is the system's default, which the user may still change.
-    method = name or multiprocessing.get_all_start_methods()[0]
-    return "spawn" if method == "forkserver" else asked
+    method = asked or default or multiprocessing.get_all_start_methods()[0]
+    name = getattr(method, "get_start_method", lambda: method)()
+    return "spawn" if name == "forkserver" else asked
 
 
 def begin_reading(loader: DataLoader[Any]) -> Iterator[Any]:

@@ -160,20 +160,17 @@ def find_straggler(ranks: Tensor) -> tuple[int, str]:
     lag = float((others - waits[slow]).median())
     if int((least == slow).sum()) < 0.9 * len(least) or lag < max(_LAG * wall, _LEAST_LAG_S):
         return -1, ""
+    waited = f"the others wait for it, {100 * lag / wall:.0f} % of each step ({wall:.2g} s)"
     dealt = ranks[:, :, 3].median(1).values
-    own = ((ranks[:, :, 0] - waits) / ranks[:, :, 3].clamp(min=1)).median(1).values
+    own = (ranks[:, :, 0].median(1).values - waits.median(1).values) / dealt.clamp(min=1)
     if leaves > dealt.min() and own[slow] < (1 + _LAG) * own[dealt > 0].median():
         return slow, (
-            f"rank {slow} has {leaves:.0f} of a step's {float(dealt.sum()):.0f} micro-batches: the "
-            f"others wait for it, {100 * lag / wall:.0f} % of each step ({wall:.2g} s), which a "
-            f"number of micro-batches that {len(ranks)} ranks share evenly would save"
+            f"rank {slow} has {leaves:.0f} of a step's {int(dealt.sum())} micro-batches: {waited}; "
+            f"a number that divides evenly among {len(ranks)} ranks would save that"
         )
     parts = {"computing": wall - data - wait, "waiting for data": data, "for others": wait}
     shares = ", ".join(f"{100 * part / wall:.0f} % {name}" for name, part in parts.items())
-    return slow, (
-        f"rank {slow} is slow: the others wait for it, {100 * lag / wall:.0f} % of each step "
-        f"({wall:.2g} s), of which it spends {shares}"
-    )
+    return slow, f"rank {slow} is slow: {waited}, of which it spends {shares}"
 
 
 class Replicas:

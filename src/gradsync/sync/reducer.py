@@ -469,8 +469,7 @@ def sum_gradients(
         if any_rank:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            if parameter.grad.is_conj() or parameter.grad.is_neg():  # bytes are sent
-                parameter.grad = parameter.grad.resolve_conj().resolve_neg()
+            parameter.grad = parameter.grad.resolve_conj().resolve_neg()  # bytes are sent
             # Whole group, the parameter's shape and dtype; overlaps nothing, on purpose.
             comm.all_reduce(parameter.grad).wait()
     watch.stop()
@@ -553,9 +552,8 @@ def clip_shards(
     square = gradient_norm(shards).to(device).double().square()
     # Whole group, float64 []; overlaps nothing: the factor depends on it.
     comm.all_reduce(square).wait()
-    norm = square.sqrt()
-    if all(shard.dtype != torch.float64 for shard in shards):
-        norm = norm.float()
+    double = any(shard.dtype == torch.float64 for shard in shards)
+    norm = square.sqrt() if double else square.sqrt().float()
     scale_all(shards, clip_factor(norm, max_norm))
     return norm
 

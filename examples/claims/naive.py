@@ -32,11 +32,9 @@ with gs.init(seed=0, threads=1) as world:
         state = [t for s in optimizer.state.values() for t in s.values()]
         weights = list(model.parameters())  # and as many gradients
         held = sum(t.nbytes for t in [*weights, *weights, *state])
-        print(
-            f"total {total:,.0f} ms: compute {compute / total:.0%}, all-reduce {comm / total:.0%}"
-        )
+        shares = f"compute {compute / total:.0%}, all-reduce {comm / total:.0%}"
+        print(f"total {total:,.0f} ms: {shares}")
         count = steps[0]["num_comm_ops"]
-        # Without attention itself, which torch counts on CPUs since 2.15 only.
-        each = counter.get_flop_counts()["Global"].items()
-        flops = sum(number for operation, number in each if "attention" not in str(operation))
+        each = counter.get_flop_counts()["Global"].items()  # attention: torch counts it since 2.15
+        flops = sum(number for name, number in each if "attention" not in str(name))
         print(f"a rank: {flops:,} FLOPs, {held:,} bytes, {count} all-reduces")

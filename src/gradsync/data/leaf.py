@@ -197,14 +197,12 @@ def make_leaf(
 def count_rows(batch: Any, num_samples: int) -> int:
     """Samples that a collate function has left of `num_samples`: the rows on which the tensors of
     `batch` agree. More rows are padding, and other batches are not counted."""
-    parts = list(batch.values()) if isinstance(batch, Mapping) else batch
-    parts = parts if isinstance(parts, list | tuple) else [parts]
+    nested = list(batch.values()) if isinstance(batch, Mapping) else batch
+    parts = nested if isinstance(nested, list | tuple) else [batch]
     tensors = [part for part in parts if isinstance(part, Tensor) and part.ndim]
     rows = {len(tensor) for tensor in tensors}
-    is_list_of_samples = parts is batch and len(parts) == num_samples > 2
-    if len(rows) != 1 or (is_list_of_samples and len({t.shape for t in tensors}) == 1):
-        return num_samples
-    return min(num_samples, *rows)
+    is_samples = len(parts) == num_samples > 2 and len({t.shape for t in tensors}) == 1  # a list
+    return min(num_samples, *rows) if len(rows) == 1 and not is_samples else num_samples
 
 
 def count_targets(batch: Any, num_samples: int) -> int:

@@ -54,12 +54,6 @@ _OF_DATALOADER = {
 """For arguments of torch's `DataLoader` that are others here: what to write."""
 
 
-_OTHER_CONTENT = (
-    " (give a split that is drawn anew, as by random_split, a generator with a seed; or assign "
-    "dataset.fingerprint, a text)"
-)
-
-
 class _LeafReader(Dataset[Any]):
     """Reads whole leaves: index it with a leaf's key and indices, get the batch.
 
@@ -351,11 +345,10 @@ def check_state(
     for name in fixed:
         if state.get(name) != mine[name]:
             what = {"dataset": "data set", "content": "samples"}.get(name, name)
+            hint = " (data drawn anew, as by random_split, need a seed; or set dataset.fingerprint)"
             raise DataError(
-                f"the data state was saved with {what} {state.get(name)!r}, "
-                f"this loader has {mine[name]!r}; a run can only go on with the same"
-                + _OTHER_CONTENT
-                * (name == "content")
+                f"the data state was saved with {what} {state.get(name)!r}, this loader has "
+                f"{mine[name]!r}; a run can only go on with the same{hint * (name == 'content')}"
             )
     for name in counters:
         value = state.get(name)

@@ -67,11 +67,10 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
         """Refuse what looks like tokens of a wider type, or cannot hold the vocabulary."""
         some = np.memmap(self.path, DTYPES[self.dtype], mode="r")[:_LOOKED_AT]
         low, high = some[::2], some[1::2]
-        if self.vocab_size is not None and self.vocab_size - 1 > np.iinfo(some.dtype).max:
+        what = f"every second token is below 4, as where wider ones are read as {self.dtype}"
+        if (self.vocab_size or 0) > 1 << 8 * some.itemsize:
             what = f"a vocabulary of {self.vocab_size:,} does not fit into {self.dtype}"
-        elif len(high) >= 16 and high.max() < 4 <= low.max():  # halves of tokens below 2**18
-            what = f"every second token is below 4, as where wider ones are read as {self.dtype}"
-        else:
+        elif len(high) < 16 or not high.max() < 4 <= low.max():  # halves of tokens below 2**18
             return
         raise DataError(
             f"{self.path}: {what}, and no meta.json beside it names the type. Give --token-dtype "

@@ -52,10 +52,9 @@ def begin_worker(then: Callable[[int], None] | None, number: int) -> None:
 
 def _end_when_told() -> None:
     rank = multiprocessing.parent_process()
-    told = signal.sigwaitinfo(_HELD)
-    while rank is None or (told.si_signo, told.si_pid) != (signal.SIGTERM, rank.pid):
-        told = signal.sigwaitinfo(_HELD)
-    os._exit(0)
+    while told := signal.sigwaitinfo(_HELD):
+        if told.si_signo == signal.SIGTERM and rank is not None and told.si_pid == rank.pid:
+            os._exit(0)
 
 
 def next_batch(batches: Iterator[Any]) -> Any:

@@ -265,6 +265,7 @@ def test_a_connection_that_a_killed_worker_reset_is_not_the_news() -> None:
     worker = multiprocessing.get_context("fork").Process(target=signal.pause)
     worker.start()
     worker.kill()
+    worker.join()
 
     class Batches:
         _workers = (worker,)

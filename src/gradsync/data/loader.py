@@ -112,7 +112,7 @@ class Loader:
         shuffle: False keeps the order of the data set.
         seed_leaves: seed torch's, numpy's and Python's global generators by (seed, step) before and
             behind a step's leaves and by (seed, step, leaf) at each, so dropout is the leaf's and
-            not the rank's; False leaves them alone. See [Note: Keyed streams].
+            not the rank's; False leaves them alone.
         device: where batches go; None is the world's device.
         others: nothing; names that torch's `DataLoader` takes are answered with ours.
 

@@ -30,8 +30,6 @@ def lines(count: int) -> str:
         ("\ndef long():\n" + lines(80), ["sample.py:2 long 81 > 80"]),
         ("async def long():\n" + lines(80), ["sample.py:1 long 81 > 80"]),
         ("def fits():\n" + lines(79), []),
-        ("class Long:\n" + lines(250), ["sample.py:1 Long 251 > 250"]),
-        ("class Fits:\n" + lines(249), []),
     ],
 )
 def test_each_size_limit(text: str, expected: list[str]) -> None:

@@ -204,7 +204,9 @@ def test_a_whole_run(tmp_path: Path) -> None:
     assert rows["none"]["final_loss"] == pytest.approx(rows["torch_ddp"]["final_loss"], rel=1e-6)
     assert rows["naive"]["ratio"]["count"] == 2
     assert "none (default malloc)" in done.stderr
-    assert done.stderr.startswith("gradsync: all of it takes about ")
+    progress, estimate, *_ = done.stderr.splitlines()
+    assert progress.startswith("gradsync: 0 of 12 done, next: ")
+    assert estimate.startswith("gradsync: all of it takes about ")
     with (tmp_path / "rows.csv").open() as file:
         assert [line["contestant"] for line in csv.DictReader(file)] == list(rows)
     record = json.loads((tmp_path / "record.json").read_text())

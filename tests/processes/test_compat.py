@@ -439,7 +439,9 @@ def test_workers_take_the_options_of_torchs(num_workers: int) -> None:
             Numbers(4), 2, shuffle=False, num_workers=num_workers, **options
         )
         assert [batch.tolist() for batch in batches] == [[0, 1], [2, 3]]
-    del options["persistent_workers"]
+    init = made.call_args.kwargs["worker_init_fn"]  # ours, which calls it
+    assert greet in getattr(init, "args", (init,))
+    del options["persistent_workers"], options["worker_init_fn"]
     assert options.items() <= made.call_args.kwargs.items()
     assert made.call_count == 1 + num_workers  # as a check, and where there are workers
 

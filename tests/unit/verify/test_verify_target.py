@@ -210,7 +210,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         "samples cannot be collated: RuntimeError: ",
     ),
     "augmented": (
-        lambda: made(lambda i: (INPUTS[i] + np.random.rand(), TARGETS[i])),
+        lambda: made(lambda i: (INPUTS[i] + np.random.default_rng().random(), TARGETS[i])),
         "gives another sample each time it is read; seed the augmentation by index",
     ),
     "unreadable": (

@@ -32,6 +32,7 @@ def commands() -> list[list[str]]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)  # eleven commands, a minute where nothing else computes
 def test_its_commands_run_and_its_two_hashes_are_one(tmp_path: Path) -> None:
     (tmp_path / "docs").symlink_to(ROOT / "docs")
     ran = []

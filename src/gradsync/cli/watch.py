@@ -17,7 +17,7 @@ from gradsync.report.watch import Follower, follow
 from gradsync.runtime.arguments import parse
 
 _LOOK_S = 1.0
-_START_LOOKS, _END_LOOKS = 60, 10
+_START_LOOKS, _END_LOOKS = 60, 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -110,12 +111,15 @@ def fill_data(buffer: Tensor, value: float) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler reads it
-@pytest.mark.parametrize("change", [fill, fill_data])
-@pytest.mark.parametrize("how", ["list", "parts", "compiled", "compiled sequence", "function"])
+@pytest.mark.parametrize(
+    ("how", "change"),
+    [
+        *product(["list", "parts", "compiled"], [fill, fill_data]),
+        *product(["compiled sequence", "function"], [fill]),  # no hook sees writes past the version
+    ],
+)
 def test_all_leaves_see_what_was_set_between_steps(how: str, change: Any) -> None:
     """Factor, and a running mean that forwards change too."""
-    if change is fill_data and how in ("compiled sequence", "function"):
-        pytest.skip("seen by no hook")
 
     def layers() -> nn.Module:
         parts = [Factor(), nn.Linear(4, 1)]

@@ -41,7 +41,7 @@ class Leaf:
     batch: Any
     """Output of the collate function for the samples."""
     num_samples: int
-    """Samples in this leaf: those that the collate function has left, where it shows."""
+    """Samples in this leaf: the rows that the collate function kept, where tensors show it."""
     num_targets: int
     """Weight of this leaf in the mean loss: targets other than -100, or samples; see
     [Note: What counts as a target]."""

@@ -21,7 +21,7 @@ from gradsync.checkpoint.weights import pack_weights
 from gradsync.comm.base import Communicator
 from gradsync.comm.values import all_gather_json
 from gradsync.data.leaf import Leaf
-from gradsync.runtime.seeds import seed_everything, seed_leaf, stream_seed
+from gradsync.runtime.seeds import seed_leaf
 from gradsync.verify.problem import freeze
 from gradsync.verify.record import (
     LeafTrace,
@@ -96,24 +96,20 @@ class Reference:
         self._cache[step] = (weights, results)
         return results
 
-    def leaf_numbers(self, number: int, *, all_generators: bool) -> tuple[list[float], list[float]]:
-        """Loss and norms of the gradients of a step's heaviest leaf, twice with the same buffers;
-        `all_generators` also seeds numpy's and Python's, which a run does not."""
+    def leaf_numbers(self, number: int) -> tuple[list[float], list[float]]:
+        """Loss and norms of the gradients of a step's heaviest leaf, twice with the same buffers
+        and the same random numbers."""
         leaf = max(self.leaves[number], key=lambda leaf: leaf.num_targets)
         buffers = {name: tensor.clone() for name, tensor in self._buffers.items()}
 
         def numbers() -> list[float]:
-            result = self._leaf_result(leaf, buffers, all_generators=all_generators)
+            result = self._leaf_result(leaf, buffers)
             return [result.loss_sum, *(float(g.double().norm()) for g in result.gradient.values())]
 
         return numbers(), numbers()
 
-    def _leaf_result(
-        self, leaf: Leaf, buffers: Tensors, *, all_generators: bool = False
-    ) -> LeafResult:
+    def _leaf_result(self, leaf: Leaf, buffers: Tensors) -> LeafResult:
         self._load({}, buffers)
-        if all_generators:
-            seed_everything(stream_seed(self.settings.seed, "leaf", leaf.step, leaf.index))
         seed_leaf(self.settings.seed, leaf.step, leaf.index)
         loss = self._loss_sum(leaf)
         loss.backward()
@@ -213,11 +209,10 @@ class Reference:
 
 _SAME = 1e-6  # relative difference of a repetition on one rank
 _ALIKE = 1e-3  # between ranks, whose machines may round otherwise
-_AGAIN = "the same leaf gives something else when it is run again"
-_WHY = {
-    Cause.RANDOM: f"{_AGAIN}, unless numpy's or Python's random generator is seeded before it",
-    Cause.UNKNOWN: f"{_AGAIN}, with all generators seeded: something is kept between forwards",
-}
+_WHY = (
+    "the same leaf gives something else when it is run again, with all generators seeded: "
+    "something is kept between forwards"
+)
 
 
 def check_forward(
@@ -228,15 +223,11 @@ def check_forward(
     with kept_randomness():
         # Each time a fresh model, which keeps whatever it keeps from forward to forward.
         fresh = Reference(task, comm.world_size, saved)
-        numbers, again = fresh.leaf_numbers(number, all_generators=False)
-        repeats = seeded = _alike(numbers, again, _SAME)
-        if not repeats:
-            fresh = Reference(task, comm.world_size, saved)
-            seeded = _alike(*fresh.leaf_numbers(number, all_generators=True), _SAME)
-    everyone = all_gather_json(comm, {"repeats": repeats, "seeded": seeded, "numbers": numbers})
+        numbers, again = fresh.leaf_numbers(number)
+    repeats = _alike(numbers, again, _SAME)
+    everyone = all_gather_json(comm, {"repeats": repeats, "numbers": numbers})
     ranks = [rank for rank, each in enumerate(everyone) if not each["repeats"]]
-    cause = Cause.RANDOM if ranks and all(each["seeded"] for each in everyone) else Cause.UNKNOWN
-    detail = _WHY[cause]
+    detail = _WHY
     if not ranks:
         detail = "the same leaf gives something else on another rank: it depends on the rank"
         first = everyone[0]["numbers"]
@@ -244,7 +235,7 @@ def check_forward(
     if not ranks:
         return None
     where = () if len(ranks) == comm.world_size else tuple(ranks)
-    return cause, Finding(kind=Kind.FORWARD, step=number, ranks=where, detail=detail)
+    return Cause.UNKNOWN, Finding(kind=Kind.FORWARD, step=number, ranks=where, detail=detail)
 
 
 def _alike(a: list[float], b: list[float], tolerance: float) -> bool:

@@ -20,10 +20,10 @@ FILE_LIMIT = 600
 FUNCTION_LIMIT = 80
 PACKAGES = REPOSITORY / "src" / "gradsync"
 BUDGETS = {
-    **{"core": 1_110, "runtime": 4_708, "comm": 2_683, "sync": 11_629, "data": 2_842},
+    **{"core": 1_081, "runtime": 4_705, "comm": 2_683, "sync": 11_629, "data": 2_842},
     **{"checkpoint": 1_495, "models": 960, "parallel": 1_275, "plan": 5_015, "train": 5_217},
-    **{"launch": 1_924, "compat": 1_167, "backends": 700, "verify": 3_278, "bench": 5_475},
-    **{"cli": 4_523, "lint": 1_062, "report": 1_728},
+    **{"launch": 1_919, "compat": 1_167, "verify": 3_278, "bench": 5_455},
+    **{"cli": 4_518, "lint": 1_062, "report": 1_728},
 }
 """Lines of each package, docstrings and blanks included. They only go down: raising one takes a
 commit that says why."""

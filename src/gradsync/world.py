@@ -138,7 +138,7 @@ def _ask_process_group() -> World:
     import torch.distributed as dist
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    on_cpu = any(name in dist.get_backend_config() for name in ("gloo", "mpi", "shm"))
+    on_cpu = any(name in dist.get_backend_config() for name in ("gloo", "mpi"))
     device = "cpu" if on_cpu else f"cuda:{torch.cuda.current_device()}"
     name = socket.gethostname().encode()[:256].ljust(256)
     mine = torch.tensor(list(name), dtype=torch.uint8, device=device)

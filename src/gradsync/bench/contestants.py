@@ -30,7 +30,6 @@ OTHERS: dict[str, dict[str, Kind]] = {
         "bucket_cap_mb": "size",
         "static_graph": "flag",
         "gradient_as_bucket_view": "flag",
-        "backend": ("gloo", "nccl", "shm", "mpi", "ucc"),
     },
     "accelerate": {},
     "fabric": {},

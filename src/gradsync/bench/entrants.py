@@ -10,7 +10,6 @@ import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -220,10 +219,8 @@ class Alone(Entrant):
 
 
 class TorchDdp(Entrant):
-    """torch's DistributedDataParallel, as its tutorial writes it; options go to it, `backend` makes
-    a process group of that backend for it. On one rank it is the loop alone, as users run it."""
-
-    _group: Any = None
+    """torch's DistributedDataParallel, as its tutorial writes it; options go to it. On one rank it
+    is the loop alone, as users run it."""
 
     def set_up(self) -> None:
         super().set_up()
@@ -231,9 +228,6 @@ class TorchDdp(Entrant):
         if not site.world.is_distributed:
             return
         options = dict(self.contestant.options)
-        if backend := options.pop("backend", None):
-            import_module("gradsync.backends")  # registers ours
-            options["process_group"] = self._group = dist.new_group(backend=backend)
         if site.settings.bucket_mb is not None:
             options.setdefault("bucket_cap_mb", site.settings.bucket_mb)
         ids = [site.device.index] if site.on_cuda else None
@@ -244,10 +238,6 @@ class TorchDdp(Entrant):
     def accumulating(self, *, last: bool) -> AbstractContextManager[Any]:
         skip = not last and isinstance(self.called, DistributedDataParallel)
         return self.called.no_sync() if skip else nullcontext()
-
-    def close(self) -> None:
-        if self._group is not None:
-            dist.destroy_process_group(self._group)
 
 
 class Accelerated(Entrant):

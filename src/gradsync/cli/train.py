@@ -120,8 +120,6 @@ def _join_run(
     from gradsync.train.output import default_out
     from gradsync.train.run import note_end, note_failure, train
 
-    if "shm" in config.backend:
-        import gradsync.backends  # noqa: F401  registers it
     session = Session(
         SessionOptions(
             device=config.device,

@@ -9,13 +9,12 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial, wraps
 from multiprocessing.connection import wait
 from operator import attrgetter, methodcaller
-from types import FunctionType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,8 +28,6 @@ from torch.optim.optimizer import (
     _global_optimizer_pre_hooks,
     _use_grad_for_differentiable,
 )
-
-T = TypeVar("T", bound=type)
 
 NEWEST_TESTED = "2.15"
 """Newest release of torch with which the whole suite was run, see docs/what-works.md."""
@@ -204,8 +201,6 @@ def reduce_unused_params(unit: Any) -> None:
 
 # -- process groups -------------------------------------------------------------------------------
 
-_KINDS = {"cpu": dist.ProcessGroup.BackendType.GLOO, "cuda": dist.ProcessGroup.BackendType.NCCL}
-
 
 def device_types(group: Any) -> list[str]:
     """Kinds of devices whose tensors `group` takes."""
@@ -217,22 +212,10 @@ def backend_of(group: Any, device: torch.device | str) -> Any:
     return group._get_backend(torch.device(device))
 
 
-def set_backends(group: Any, backends: Mapping[str, Any]) -> None:
-    """Give a new group its backends, by kind of device; the one for the CPU is its default."""
-    for kind, backend in backends.items():
-        group._register_backend(torch.device(kind), _KINDS[kind], backend)
-    group._set_default_backend(_KINDS["cpu"])
-
-
 def timeout_of(group: Any, device: torch.device | str = "cpu") -> timedelta:
     """Longest that a collective of `device` may take; `group` may be a backend too."""
     backend = group if hasattr(group, "options") else backend_of(group, device)
     return backend.options._timeout
-
-
-def set_timeout(options: Any, timeout: timedelta) -> None:
-    """Put into a backend's options, before it is made, how long a collective may take."""
-    options._timeout = timeout
 
 
 num_issued = methodcaller("_get_sequence_number_for_group")
@@ -330,18 +313,6 @@ def forbid_restarts(agent: Any) -> None:
 
 
 # -- the compiler ---------------------------------------------------------------------------------
-
-
-def outside_graphs(cls: T) -> T:
-    """Class decorator: its methods, and all they call, are never part of a compiled graph.
-
-    What `torch.compiler.disable` does for a function, but without importing the compiler, which
-    takes a second, and without its wrapper, which takes most of a microsecond per call.
-    """
-    for name, method in list(vars(cls).items()):
-        if isinstance(method, FunctionType) and not _skip(method):
-            setattr(cls, name, torch.compiler.disable(method))
-    return cls
 
 
 def _skip(method: Any) -> bool:

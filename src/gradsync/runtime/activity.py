@@ -40,7 +40,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
-_WAITS = tuple(_PACKAGE + name + os.sep for name in ("comm", "sync", "backends"))
+_WAITS = tuple(_PACKAGE + name + os.sep for name in ("comm", "sync"))
 _SAVES = (_PACKAGE + "checkpoint" + os.sep, os.sep + os.path.join("torch", "serialization.py"))
 _COMMANDS = _PACKAGE + "cli" + os.sep
 _LIBRARIES = tuple({sysconfig.get_path(n) for n in ("stdlib", "platstdlib", "purelib", "platlib")})

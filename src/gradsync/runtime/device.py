@@ -14,7 +14,6 @@ NEEDS = {
     "mpi": "a torch built from source with MPI",
     "ucc": "a torch built with UCC",
     "xccl": "Intel GPUs, and a torch built for them",
-    "shm": "`import gradsync.backends`; ranks on one host",
 }
 """The backends' names, and what each needs."""
 
@@ -140,8 +139,6 @@ def choose_backend(requested: str | None, device: str) -> str:
     if whole in carries and kind in carries[whole]:
         names = {each: whole for each in ("cpu", "cuda") if each in carries[whole]}
         names.setdefault("cpu", "gloo")
-    elif whole == "shm" and whole in carries:
-        names = {"cpu": whole, "cuda": "nccl"}
     for each, name in names.items():
         if name not in carries:
             near = get_close_matches(name, NEEDS, n=1)

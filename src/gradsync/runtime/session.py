@@ -253,7 +253,7 @@ class Session:
             self._set_up_compute(place(world, hosts, trust_local=resolution.reading.trust_local))
         check_not_shared(hosts, [presence.device_identity for presence in presences])
         interface = self._interface(meeting)
-        if "gloo" in self._backend or "shm" in self._backend:
+        if "gloo" in self._backend:
             check_reach(
                 meeting.records, self.world, hosts, interface=interface, deadline_s=deadline_s
             )
@@ -395,8 +395,8 @@ def init(
 
     Args:
         device: auto, cpu, cuda (index = local rank modulo visible devices), or cuda:N.
-        backend: gloo, nccl, mpi, shm (after `import gradsync.backends`) or one for each device,
-            `cpu:gloo,cuda:nccl`; None or "auto" takes gloo on CPU and gloo + nccl on CUDA.
+        backend: gloo, nccl, mpi or one for each device, `cpu:gloo,cuda:nccl`; None or "auto" takes
+            gloo on CPU and gloo + nccl on CUDA.
         timeout_s: longest a collective may take, seconds.
         rendezvous_timeout_s: longest to wait for the other ranks at the start, seconds.
         silence_s: longest that another rank's host may be silent, seconds, at least 1: then its

@@ -207,7 +207,7 @@ class TrainConfig:
     multiplies it in hardware, else fp32; a run that goes on keeps what it began with."""
     device: str = "auto"  # auto, cpu, cuda or cuda:N.
     backend: str = "auto"
-    """Carrier of messages between ranks: gloo, nccl, mpi, shm, or one for each device such as
+    """Carrier of messages between ranks: gloo, nccl, mpi, or one for each device such as
     cpu:gloo,cuda:nccl; auto takes gloo, and nccl beside it on CUDA."""
     tf32: bool = True  # CUDA: allow TF32 in fp32 matrix products.
     threads: int | None = None

@@ -85,7 +85,7 @@ REFUSALS = {
     ],
     "bench simulation": [
         ("--strategies accelerate", "nobody predicts accelerate"),
-        ("--strategies torch_ddp:backend=shm", "predicted without options only"),
+        ("--strategies torch_ddp:static_graph=true", "predicted without options only"),
         ("--strategies none", "name at least one to predict"),
         ("--strategies invarant", "perhaps you meant 'invariant'"),
         ("--world-sizes 1", "name a number above 1"),

@@ -94,7 +94,7 @@ def test_each_setting_of_the_allocator_has_its_ideal() -> None:
         ("local_sgd:inner_steps=0", "inner_steps must be a whole number, at least 1; got 0"),
         ("fsdp:compute_dtype=foo", "compute_dtype must be one of bf16, fp16, fp32; got 'foo'"),
         ("torch_ddp:bucket_cap_mb=abc", "bucket_cap_mb must be a positive, finite number"),
-        ("torch_ddp:backend=foo", "backend must be one of gloo, nccl, shm, mpi, ucc; got 'foo'"),
+        ("torch_ddp:static_graph=foo", "static_graph must be true or false; got 'foo'"),
         ("none:keep_memory=false,flat", "none always takes part, and has no options"),
         ("naive:keep_memory=3", "must be true or false"),
         ("naive,flat,naive", "naive is named twice"),

@@ -24,7 +24,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.nn.parallel import DistributedDataParallel
 
-from gradsync.backends.group import SharedMemoryGroup
 from gradsync.core import torch_private
 from gradsync.launch.agent import LocalAgent, build_agent
 from gradsync.parallel import stage_model
@@ -120,8 +119,6 @@ CANARIES: dict[str, tuple[Callable[[], object], str]] = {
     "_unsharded_param": (lambda: SimpleNamespace(**FSDPParam.__annotations__), "the same"),
     "_device_types": (lambda: dist.ProcessGroup, "tensors that a group does not take"),
     "_get_backend": (lambda: dist.ProcessGroup, "names and timeouts of backends"),
-    "_register_backend": (lambda: dist.ProcessGroup, "the backend shm"),
-    "_set_default_backend": (lambda: dist.ProcessGroup, "the backend shm"),
     "_timeout": (
         lambda: dist.ProcessGroupGloo.Options,
         "groups of ours wait as long as the main one",
@@ -147,19 +144,16 @@ CANARIES: dict[str, tuple[Callable[[], object], str]] = {
     "_remaining_restarts": (agent, "`gradsync launch` starts ranks again that were stopped"),
     "_stdout": (lambda: made_with("_stdout", SubprocessHandler), "log files stay open"),
     "_stderr": (lambda: made_with("_stderr", SubprocessHandler), "log files stay open"),
-    "_dynamo": (lambda: torch._C, "shm leaves graphs at the price of torch's wrapper"),
+    "_dynamo": (lambda: torch._C, "optimizers import the compiler"),
     "_functorch": (lambda: torch._C, "buffers are looked at inside of vmap"),
-    "_FrameAction": (eval_frame, "shm leaves graphs at the price of torch's wrapper"),
-    "_FrameExecStrategy": (
-        eval_frame,
-        "shm leaves compiled graphs at the price of torch's wrapper",
-    ),
+    "_FrameAction": (eval_frame, "optimizers import the compiler"),
+    "_FrameExecStrategy": (eval_frame, "the same"),
 }
 
 OTHERWISE_TESTED = {
     "_workers",  # tests/unit/data/test_data_loader.py kills one
     "_dynamo_marked_constant",  # tests/ranks/test_buffer_changes.py compiles a sequence
-    "_torchdynamo_disable",  # tests/ranks/test_shm_backend_waiting.py compiles
+    "_torchdynamo_disable",  # below: an optimizer leaves the compiler unloaded
     *("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"),  # below
 }
 
@@ -187,9 +181,6 @@ def test_every_name_has_a_canary() -> None:
     [
         (LocalAgent, "_start_workers", "log files of ranks that are started again"),
         (LocalAgent, "_monitor_workers", "signals and exit codes of `gradsync launch`"),
-        (SharedMemoryGroup, "_allgather_base", "torch's all-gathers go by gloo"),
-        (SharedMemoryGroup, "_reduce_scatter_base", "torch's reduce-scatters go by gloo"),
-        (SharedMemoryGroup, "_get_sequence_number_for_group", "`bench` counts operations"),
         (stage_model._Cut, "_apply", "heads and columns are not divided"),
         (stage_model._Enter, "_apply", "heads and columns are not divided"),
     ],
@@ -272,16 +263,15 @@ def test_a_backward_has_a_number_and_an_end() -> None:
     assert torch_private.current_graph_task() == -1
 
 
-def test_a_group_made_of_backends() -> None:
-    def look(_: int, plain: dist.ProcessGroup) -> tuple[object, ...]:
-        made = dist.ProcessGroup(dist.HashStore(), 0, 1)
-        gloo = torch_private.backend_of(plain, "cpu")
-        torch_private.set_backends(made, {"cpu": gloo})
-        times = torch_private.timeout_of(made), torch_private.timeout_of(gloo)
+def test_a_group_and_its_backend() -> None:
+    def look(_: int, group: dist.ProcessGroup) -> tuple[object, ...]:
+        gloo = torch_private.backend_of(group, "cpu")
+        times = torch_private.timeout_of(group), torch_private.timeout_of(gloo)
         whole, part = torch.zeros(2), torch.ones(2)
-        torch_private.all_gather_flat(made, whole, part).wait()
-        torch_private.reduce_scatter_flat(made, part, whole + 1, dist.ReduceScatterOptions()).wait()
-        kinds = torch_private.device_types(made)
+        torch_private.all_gather_flat(group, whole, part).wait()
+        options = dist.ReduceScatterOptions()
+        torch_private.reduce_scatter_flat(group, part, whole + 1, options).wait()
+        kinds = torch_private.device_types(group)
         return kinds, times[0] == times[1], whole.tolist(), part.tolist()
 
     assert run_thread_ranks(look, 1) == [(["cpu"], True, [1.0, 1.0], [2.0, 2.0])]

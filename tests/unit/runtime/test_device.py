@@ -114,14 +114,10 @@ def test_ranks_with_a_device_each(hosts: list[str], identities: list[str]) -> No
 
 @pytest.fixture
 def cuda_build(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A torch that has NCCL, and `shm` registered, whatever runs here."""
-    monkeypatch.setattr(dist, "is_backend_available", lambda name: name in ("gloo", "nccl", "shm"))
-    known = [
-        *dist.Backend.backend_list,
-        *(["shm"] if "shm" not in dist.Backend.backend_list else []),
-    ]
-    monkeypatch.setattr(dist.Backend, "backend_list", known)
-    carries = dist.Backend.backend_capability | {"shm": ["cpu"]}
+    """A torch that has NCCL, and `mine` of another package, whatever runs here."""
+    monkeypatch.setattr(dist, "is_backend_available", lambda name: name in ("gloo", "nccl", "mine"))
+    monkeypatch.setattr(dist.Backend, "backend_list", [*dist.Backend.backend_list, "mine"])
+    carries = dist.Backend.backend_capability | {"mine": ["cpu"]}
     monkeypatch.setattr(dist.Backend, "backend_capability", carries)
 
 
@@ -133,10 +129,9 @@ def cuda_build(monkeypatch: pytest.MonkeyPatch) -> None:
         ("gloo", "cpu", "gloo"),
         ("Gloo", "cuda:0", "gloo"),
         ("nccl", "cuda:0", "cuda:nccl,cpu:gloo"),
-        ("shm", "cpu", "shm"),
-        ("shm", "cuda:0", "cpu:shm,cuda:nccl"),
+        ("mine", "cpu", "mine"),
         ("cpu:gloo,cuda:nccl", "cpu", "cpu:gloo,cuda:nccl"),
-        ("cpu:shm, cuda:nccl", "cuda:0", "cpu:shm,cuda:nccl"),
+        ("cpu:mine, cuda:nccl", "cuda:0", "cpu:mine,cuda:nccl"),
     ],
 )
 @pytest.mark.usefixtures("cuda_build")
@@ -157,7 +152,7 @@ def test_chosen(requested: str | None, device: str, chosen: str) -> None:
         ("cpu:gloo", "cuda:0", "names none for cuda"),
         ("", "cpu", "expected auto, a name such as gloo"),
         ("gloo,nccl", "cpu", "expected auto, a name such as gloo"),
-        ("cpu:gloo,cpu:shm", "cpu", "expected auto, a name such as gloo"),
+        ("cpu:gloo,cpu:mine", "cpu", "expected auto, a name such as gloo"),
         ("fake", "cpu", "is unknown"),
     ],
 )
@@ -186,4 +181,4 @@ def test_what_this_torch_has_not_is_refused_on_one_rank_too(name: str) -> None:
 
 def test_train_names_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "tiny", "--backend", "foo", "--dry-run"]) == 2
-    assert "gloo, nccl, mpi, ucc, xccl, shm" in " ".join(capsys.readouterr().err.split())
+    assert "gloo, nccl, mpi, ucc, xccl" in " ".join(capsys.readouterr().err.split())

@@ -254,7 +254,7 @@ def _wrong_leaves(
             sync.close()
         return None
 
-    return run_thread_ranks(work, world_size, timeout_s=10)
+    return run_thread_ranks(work, world_size)
 
 
 @pytest.mark.parametrize("last", [True, False])

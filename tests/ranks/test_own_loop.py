@@ -52,7 +52,7 @@ def on_ranks(name: str, loop: Loop, *, lr: float = 0.1, **options: Any) -> list[
         finally:
             sync.close()
 
-    return run_thread_ranks(work, WORLD_SIZE, timeout_s=10.0)
+    return run_thread_ranks(work, WORLD_SIZE)
 
 
 def gradients(model: nn.Module) -> Gradients:

@@ -474,6 +474,25 @@ def test_nothing_trains_after_parameters_were_replaced(
     on_handles(work, linear, world_size, sync=name)
 
 
+@pytest.mark.parametrize("name", EVERY_ENGINE)
+def test_full_weights_do_not_change_with_the_next_step(name: str) -> None:
+    def tied() -> nn.Module:
+        first, last = nn.Linear(4, 4), nn.Linear(4, 4)
+        last.weight = first.weight
+        return drawn(nn.Sequential(first, last))
+
+    def work(sync: GradientSync, optimizer: Any) -> None:
+        kept, before = sync.full_weights(), weights(sync.model)
+        assert kept["0.weight"] is kept["1.weight"]
+        sync.backward(sync.model(X).sum(), weight=12)
+        sync.step(optimizer)
+        after = torch.cat([kept[n].flatten() for n, _ in sync.model.named_parameters()])
+        assert torch.equal(before, after)
+        assert not torch.equal(before, weights(sync.model))
+
+    on_handles(work, tied, 2, sync=name)
+
+
 @own_loop
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("own", [True, False])

@@ -125,7 +125,7 @@ def on_handles(
         finally:
             sync.close()
 
-    return run_thread_ranks(on_rank, world_size, timeout_s=10.0)
+    return run_thread_ranks(on_rank, world_size)
 
 
 def options_for(name: str, *, unused: bool = False) -> dict[str, Any]:

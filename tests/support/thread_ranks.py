@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 def run_thread_ranks(
-    fn: Callable[[int, dist.ProcessGroup], T], world_size: int, timeout_s: float = 30.0
+    fn: Callable[[int, dist.ProcessGroup], T], world_size: int, timeout_s: float = 60.0
 ) -> list[T]:
     """Run `fn(rank, group)` in `world_size` threads; returns the results in rank order.
 

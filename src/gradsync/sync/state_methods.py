@@ -100,9 +100,19 @@ class StateMethods:
         self.reducer.shards.load_sharded_weights(weights)
         self._buffers.refresh()
 
-    def full_weights(self) -> dict[str, Tensor]:
-        """Whole parameters and buffers by name, as `model.state_dict()`; all ranks call it."""
-        return self.reducer.shards.full_weights()
+    def full_weights(self, *, copy: bool = True) -> dict[str, Tensor]:
+        """Whole parameters and buffers by name, as `model.state_dict()`; all ranks call it.
+
+        Args:
+            copy: False returns the model's own tensors, which the next step changes, unless a rank
+                has only a part of each.
+        """
+        weights, copies = self.reducer.shards.full_weights(), dict[object, Any]()
+        for name, tensor in weights.items() if copy else ():
+            if hasattr(tensor, "data_ptr"):  # else a module's extra state
+                key = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+                weights[name] = copies.setdefault(key, tensor.clone())  # tied ones stay tied
+        return weights
 
     def state_tensors(self) -> dict[str, Tensor]:
         """The strategy's own state from step to step, for a checkpoint; after `gather`."""

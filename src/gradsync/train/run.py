@@ -276,7 +276,7 @@ def _finish(trainer: Trainer, totals: Totals) -> TrainOutcome:
     learner, world = trainer.learner, trainer.world
     figures = learner.closing_figures(memory_gib(world))
     exit_code = EXIT_REQUEUE if totals.stopped_by else 0
-    weights = learner.sync.full_weights()  # all ranks, where parameters are spread over them
+    weights = learner.sync.full_weights(copy=False)  # all ranks: some may hold only a part
     if not world.is_main:
         return TrainOutcome(exit_code=exit_code, summary={})
     summary = _summarise(trainer, totals) | figures

@@ -192,7 +192,7 @@ def save_replica(learner: Learner, step: int, keep: Keep) -> None:
     """Whole tensors, from rank 0."""
     comm, sync = learner.comm, learner.sync
     sync.gather(learner.optimizer)
-    weights = sync.full_weights()
+    weights = sync.full_weights(copy=False)
     kept, state = pack_optimizer(learner.optimizer, learner.model.named_parameters())
     remembered = sync.state_tensors()
     check_finite(comm, step, chain(weights.items(), kept.items(), remembered.items()))
@@ -210,7 +210,9 @@ def save_shares(learner: Learner, held: HeldState, step: int, keep: Keep) -> Non
     named = list(learner.model.named_parameters())
     clean = clean_names(name for name, _ in named)
     names = {parameter: clean[name] for name, parameter in named}
-    whole: dict[str, Whole] = {} if weights is not None else {"model": sync.full_weights()}
+    whole: dict[str, Whole] = {}
+    if weights is None:
+        whole["model"] = sync.full_weights(copy=False)
     remembered = sync.state_tensors()
     placed = dict(chain(_placed_weights(weights or {}), _placed_state(held, names)))
     tensors = {name: tensor for name, (_, tensor) in placed.items()}

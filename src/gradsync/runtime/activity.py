@@ -24,7 +24,6 @@ import json
 import os
 import re
 import signal
-import sysconfig
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -34,16 +33,14 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from gradsync.core.files import one_line
-from gradsync.runtime.frames import Frame, mark_call, read_stack, stack_lines
+from gradsync.runtime.frames import PACKAGE, Frame, is_library, mark_call, read_stack, stack_lines
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_PACKAGE = str(Path(__file__).parents[1]) + os.sep
-_WAITS = tuple(_PACKAGE + name + os.sep for name in ("comm", "sync"))
-_SAVES = (_PACKAGE + "checkpoint" + os.sep, os.sep + os.path.join("torch", "serialization.py"))
-_COMMANDS = _PACKAGE + "cli" + os.sep
-_LIBRARIES = tuple({sysconfig.get_path(n) for n in ("stdlib", "platstdlib", "purelib", "platlib")})
+_WAITS = tuple(PACKAGE + name + os.sep for name in ("comm", "sync"))
+_SAVES = (PACKAGE + "checkpoint" + os.sep, os.sep + os.path.join("torch", "serialization.py"))
+_COMMANDS = PACKAGE + "cli" + os.sep
 _LONGEST = 300  # characters of a place
 _RECORD_LIMIT = 4_096  # bytes
 _PASSES_ON = ("wrapper", "_run_code", "_GeneratorContextManager", "Module._")
@@ -166,7 +163,7 @@ def waiting_frame(frames: Sequence[Frame]) -> Frame | None:
             return list(takewhile(_communicates, frames[number:]))[-1]
         file, module = frame.code.co_filename, frame.module
         computes = module.partition(".")[0] == "torch" and module != "torch._ops"  # any operator's
-        if computes or not (_is_library(file) or file.startswith(_PACKAGE)):
+        if computes or not (is_library(file) or file.startswith(PACKAGE)):
             return None
     return None
 
@@ -207,12 +204,12 @@ def place_of(frames: Sequence[Frame]) -> str:
     called, ours = "", ""
     for frame in frames:
         file = frame.code.co_filename
-        if file.startswith(_PACKAGE):
+        if file.startswith(PACKAGE):
             if not _communicates(frame):
                 ours = ours or _said(frame, called)
             if file.startswith(_COMMANDS):
                 return ours  # what called it is the `gradsync` command itself
-        elif not _is_library(file):
+        elif not is_library(file):
             return _said(frame, called)
         name = frame.code.co_qualname
         if not name.startswith(_PASSES_ON) and "<" not in name:
@@ -222,8 +219,8 @@ def place_of(frames: Sequence[Frame]) -> str:
 
 def _said(frame: Frame, called: str) -> str:
     file = frame.code.co_filename
-    if file.startswith(_PACKAGE):
-        file = os.path.join("gradsync", file.removeprefix(_PACKAGE))
+    if file.startswith(PACKAGE):
+        file = os.path.join("gradsync", file.removeprefix(PACKAGE))
     else:
         with suppress(OSError):  # the folder may be gone
             file = file.removeprefix(os.getcwd() + os.sep)
@@ -234,11 +231,6 @@ def _said(frame: Frame, called: str) -> str:
 def _communicates(frame: Frame) -> bool:
     in_torch = frame.module.startswith("torch.distributed")
     return in_torch or frame.code.co_filename.startswith(_WAITS)
-
-
-def _is_library(file: str) -> bool:
-    """Whether it is of Python, an installed package or an extension; gradsync is none."""
-    return file.startswith((*_LIBRARIES, "<frozen")) and not file.startswith(_PACKAGE)
 
 
 class StackOnSignal:
@@ -270,7 +262,7 @@ def ask_for_stack(pid: int, fd: int) -> str:
     """`FILE:LINE FUNCTION` of the innermost frame of the user's program in process `pid`; see
     `ask_for_frames`."""
     frames = re.findall(_FRAME, ask_for_frames(pid, fd))
-    own = [each for each in frames if not _is_library(each[0])]
+    own = [each for each in frames if not is_library(each[0])]
     for file, line, function in (own or frames)[:1]:
         return one_line(f"{file}:{line} {function}")
     return ""

@@ -15,14 +15,29 @@ off and on. What comes out holds no frame.
 from __future__ import annotations
 
 import gc
+import os
+import re
 import sys
+import sysconfig
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate, chain, compress, repeat, starmap, takewhile, tee
 from operator import attrgetter, is_, is_not, methodcaller
+from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple
+
+PACKAGE = str(Path(__file__).parents[1]) + os.sep
+_KINDS = ("stdlib", "platstdlib", "purelib", "platlib")
+_PYTHON = ("<frozen", *map(sysconfig.get_path, _KINDS))
+_PACKAGES = re.compile(r"[/\\](?:site|dist)-packages[/\\]")  # of another prefix too
+
+
+def is_library(file: str) -> bool:
+    """Whether it is of Python, an installed package or an extension; gradsync is none."""
+    installed = file.startswith(_PYTHON) or _PACKAGES.search(file)
+    return bool(installed) and not file.startswith(PACKAGE)
 
 
 class Frame(NamedTuple):

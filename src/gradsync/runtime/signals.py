@@ -15,15 +15,14 @@ import os
 import signal
 import socket
 import sys
-import sysconfig
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import FrameType, TracebackType
 
 from gradsync.core.files import printable
 from gradsync.errors import LatePeerError, PeerError
+from gradsync.runtime.frames import PACKAGE, is_library
 
 HANDLED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
@@ -172,14 +171,12 @@ def interrupted_line(error: KeyboardInterrupt) -> str:
         frame = frame.f_back
     if frame is None:
         return ""
-    names = ("stdlib", "platstdlib", "purelib", "platlib")
-    libraries = (*map(sysconfig.get_path, names), str(Path(__file__).parents[1]), "<frozen")
-    if hasattr(sys.modules["__main__"], "__file__"):  # not `python -c`
-        libraries += ("<string>",)  # a dataclass's methods, a namedtuple
+    # In a script a "<string>" is a dataclass's method, or a namedtuple; in `python -c` the program.
+    made = ("<string>",) if hasattr(sys.modules["__main__"], "__file__") else ()
     where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
-        if trace.tb_frame is frame or not file.startswith(libraries):
+        if trace.tb_frame is frame or not (is_library(file) or file.startswith((PACKAGE, *made))):
             where = f"{file}:{trace.tb_lineno}"
         trace = trace.tb_next
     return where

@@ -57,6 +57,8 @@ MAIN = function("main", f"{PACKAGE}/cli/main.py", "gradsync.cli.main")
 LOOP = function("_train_step", f"{PACKAGE}/train/loop.py", "gradsync.train.loop")
 SAVE = function("write", f"{PACKAGE}/checkpoint/store.py", "gradsync.checkpoint.store")
 C10D = function("barrier", f"{TORCH}/distributed/distributed_c10d.py", "torch.distributed.c10d")
+ELSEWHERE = "/opt/modules/lib/python3.12/dist-packages/torch/distributed/distributed_c10d.py"
+OTHER_C10D = function("barrier", ELSEWHERE, "torch.distributed.c10d")
 WRAPPER = function(
     "wrapper", f"{TORCH}/distributed/c10d_logger.py", "torch.distributed.c10d_logger"
 )
@@ -88,6 +90,7 @@ def stack(*calls: Callable[..., Any]) -> list[Frame]:
         ([USER, STEP, SEND, CORE], "step"),
         ([USER, WRAPPER, C10D], "wrapper"),
         ([USER, C10D, OPS], "barrier"),
+        ([USER, OTHER_C10D], "barrier"),
         ([USER, SEND, THREADS], "all_reduce"),
         ([USER, BACKWARD, STEP, SEND], "step"),  # in a hook of ours
         ([USER], None),
@@ -112,6 +115,7 @@ def test_who_waits(calls: list[Callable[..., Any]], waits: str | None) -> None:
         ([USER], "/home/me/train.py:2 loop"),
         ([USER, STEP, SEND], "/home/me/train.py:2 loop (step)"),
         ([USER, WRAPPER, C10D], "/home/me/train.py:2 loop (barrier)"),
+        ([USER, OTHER_C10D], "/home/me/train.py:2 loop (barrier)"),
         ([USER, STEP, HOOK], "/home/me/hooks.py:2 my_hook"),
         ([SCRIPT, MAIN, LOOP, STEP, SEND], "gradsync/train/loop.py:2 _train_step (step)"),
         ([SCRIPT, MAIN, LOOP, SAVE], "gradsync/checkpoint/store.py:2 write"),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gradsync.comm.base import Communicator, Messages, Messenger, ReduceOp, Work
 from gradsync.comm.process_group import Done, ProcessGroupCommunicator
-from gradsync.core.torch_private import device_types, timeout_of
+from gradsync.core.torch_private import device_types, set_timeout, timeout_of
 from gradsync.errors import ConfigError, RunError
 from gradsync.world import World
 
@@ -233,21 +233,41 @@ def for_background(comm: Communicator, device: torch.device) -> Communicator:
     """The communicator that a second thread may use beside `comm`'s collectives; all ranks call it.
 
     On a CPU that is `comm` itself: messages never match collectives there. NCCL runs everything of
-    a group in the order in which a rank issues it, so there the thread gets a separate group.
+    a group in the order in which a rank issues it, so there the thread gets a separate group, which
+    takes the CPU's tensors too. Its owner closes it.
     """
     group = getattr(comm, "group", None)
     if device.type != "cuda" or group is None:
         return comm
-    return ProcessGroupCommunicator(_torch_group(dist.get_process_group_ranks(group)))
+    torch.cuda.synchronize(device)  # the new group is split from one that may have work to do
+    made = _torch_group(dist.get_process_group_ranks(group), "cpu:gloo,cuda:nccl")
+    set_timeout(made, device, timeout_of(group, device))
+    return ProcessGroupCommunicator(made, made=[made])
 
 
-def group_of_pair(comm: Communicator) -> Communicator | None:
-    """Where `comm` is the default group of two ranks, make one for a thread; both ranks call it."""
-    is_default = comm.world_size == 2 and getattr(comm, "group", dist) is dist.group.WORLD
-    return ProcessGroupCommunicator(_torch_group([0, 1])) if is_default else None
+def with_cpu_group(comm: Communicator) -> Communicator:
+    """`comm`, or where it takes tensors on GPUs only (a script's own NCCL group) one with a Gloo
+    group beside it for small messages, so that they need not wait for the device; all ranks call
+    it, and close it."""
+    group = getattr(comm, "group", None)
+    if group is None or "cpu" in device_types(group):
+        return comm
+    made = _torch_group(dist.get_process_group_ranks(group), "gloo")
+    return ProcessGroupCommunicator(group, on_cpu=made, made=[made])
 
 
-def _torch_group(ranks: Sequence[int]) -> object:
+def group_of_pair(comm: Communicator) -> ProcessGroupCommunicator | None:
+    """Where `comm` is the default group of two ranks, make one for a thread; both ranks call it,
+    and close it."""
+    if comm.world_size != 2 or getattr(comm, "group", dist) is not dist.group.WORLD:
+        return None
+    made = _torch_group([0, 1])
+    return ProcessGroupCommunicator(made, made=[made])
+
+
+def _torch_group(ranks: Sequence[int], backend: str | None = None) -> object:
     """A new group with the default group's timeout, in place of torch's built-in one."""
     main = dist.group.WORLD
-    return dist.new_group(list(ranks), timeout=timeout_of(main, device_types(main)[0]))
+    kinds = device_types(main)
+    timeout = timeout_of(main, "cpu" if "cpu" in kinds else kinds[0])
+    return dist.new_group(list(ranks), timeout=timeout, backend=backend)

@@ -21,7 +21,7 @@ from gradsync.comm.base import Communicator, Messages, Messenger, ReduceOp, Work
 from gradsync.comm.values import check_same_call
 from gradsync.core import torch_private as private
 from gradsync.errors import ConfigError, RunError
-from gradsync.runtime.gloo_group import SendingThread
+from gradsync.runtime.gloo_group import SendingThread, wait_until_workers_sleep
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -211,6 +211,8 @@ class _Worker:
         The thread must not live on with the error, whose traceback holds everything the job held,
         and so perhaps the owner, whose end would end the thread.
         """
+        if self.stream is not None:  # else torch opens a context on GPU 0 here
+            torch.cuda.set_device(self.stream.device)
         while (job := self.jobs.get()) is not None:
             error = job.run()
             if error is not None:
@@ -242,16 +244,24 @@ class ProcessGroupCommunicator:
         group: a `torch.distributed.ProcessGroup` or a backend such as `ProcessGroupGloo`.
         checked: before each collective, compare the call over ranks (`check_same_call`); for calls
             by the user. Gradient synchronisation compares models once, at the start.
+        on_cpu: the same ranks' group for tensors on the CPU, where `group` takes none (NCCL alone).
+            None copies them to the GPU and back, behind all that it has to do.
+        made: groups to destroy at `close`, which nothing else uses.
     """
 
-    def __init__(self, group: Any, *, checked: bool = False) -> None:
+    def __init__(
+        self, group: Any, *, checked: bool = False, on_cpu: Any = None, made: Sequence[Any] = ()
+    ) -> None:
         self.group = group
         self.checked = checked
+        self._on_cpu, self._made = on_cpu, made
 
     @property
     def unchecked(self) -> ProcessGroupCommunicator:
         """A communicator over the same ranks that does not compare calls."""
-        return ProcessGroupCommunicator(self.group) if self.checked else self
+        if not self.checked:
+            return self
+        return ProcessGroupCommunicator(self.group, on_cpu=self._on_cpu)
 
     @property
     def rank(self) -> int:
@@ -272,27 +282,28 @@ class ProcessGroupCommunicator:
         self._check(f"all_reduce ({op})", tensor)
         options = dist.AllreduceOptions()
         options.reduceOp = _OPS[op]
-        return self._in_place(tensor, lambda there: self.group.allreduce([there], options))
+        return self._in_place(tensor, lambda there, group: group.allreduce([there], options))
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Work:
         """See `Communicator.broadcast`."""
         self._check(f"broadcast (from rank {src})", tensor)
         options = dist.BroadcastOptions()
         options.rootRank = src
-        return self._in_place(tensor, lambda there: self.group.broadcast([there], options))
+        return self._in_place(tensor, lambda there, group: group.broadcast([there], options))
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
         """See `Communicator.all_gather`."""
         self._check("all_gather", tensor)
         mine = self._readable(tensor)
-        return self._in_place(output, lambda out: private.all_gather_flat(self.group, out, mine))
+        return self._in_place(output, lambda out, group: private.all_gather_flat(group, out, mine))
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         """See `Communicator.reduce_scatter`."""
         self._check(f"reduce_scatter ({op})", tensor)
         options = dist.ReduceScatterOptions()
         options.reduceOp = _OPS[op]
-        return private.reduce_scatter_flat(self.group, output, self._readable(tensor), options)
+        group = self._group_for(tensor)
+        return private.reduce_scatter_flat(group, output, self._readable(tensor), options)
 
     def barrier(self) -> None:
         """See `Communicator.barrier`; one all-reduce, float32 [1] on the CPU.
@@ -300,6 +311,12 @@ class ProcessGroupCommunicator:
         Torch's own barrier picks a GPU by itself, and may pick the wrong one (pytorch #124714).
         """
         self.all_reduce(torch.zeros(1)).wait()
+
+    def close(self) -> None:
+        """Destroy the groups that were made for this communicator, unless the session has."""
+        for group in {*self._made}.intersection(private.process_groups()):
+            wait_until_workers_sleep()
+            dist.destroy_process_group(group)
 
     def exchange(self, sends: Messages, receives: Messages, channel: int = 0, /) -> Work:
         """See `Messenger.exchange`. Empty tensors are not sent.
@@ -322,28 +339,34 @@ class ProcessGroupCommunicator:
 
     def _post(self, sends: Messages, receives: Messages, tag: int) -> list[Work]:
         """Post receives, then sends: an expected message goes straight into its tensor."""
-        works = [self.group.recv([tensor], peer, tag) for tensor, peer in receives]
-        return works + [self.group.send([tensor], peer, tag) for tensor, peer in sends]
+        group = self._group_for((sends or receives)[0][0])
+        works = [group.recv([tensor], peer, tag) for tensor, peer in receives]
+        return works + [group.send([tensor], peer, tag) for tensor, peer in sends]
 
     def _check(self, what: str, tensor: Tensor) -> None:
         if self.checked:
             check_same_call(self.unchecked, what, tensor)
 
+    def _group_for(self, tensor: Tensor) -> Any:
+        return self.group if self._on_cpu is None or tensor.is_cuda else self._on_cpu
+
     def _readable(self, tensor: Tensor) -> Tensor:
         """`tensor`, or a copy where the group cannot read it.
 
-        Small CPU values travel over a GPU when the process group has NCCL alone. Conjugation and
-        negation are carried out: torch keeps them as a flag beside the memory, backends read the
-        memory, and ranks may differ in the flag.
+        Small CPU values travel over a GPU when the ranks have NCCL alone. Conjugation and negation
+        are carried out: torch keeps them as a flag beside the memory, backends read the memory, and
+        ranks may differ in the flag.
         """
-        if tensor.device.type == "cpu" and "cpu" not in private.device_types(self.group):
+        takes = private.device_types(self._group_for(tensor))
+        if tensor.device.type == "cpu" and "cpu" not in takes:
             tensor = tensor.to(torch.device("cuda", torch.cuda.current_device()))
         return tensor.resolve_conj().resolve_neg()
 
-    def _in_place(self, tensor: Tensor, run: Callable[[Tensor], Work]) -> Work:
-        """`run(tensor)`, through a copy where needed."""
-        there = self._readable(tensor)
-        return run(there) if there is tensor else CopyBack(run(there), there, tensor)
+    def _in_place(self, tensor: Tensor, run: Callable[[Tensor, Any], Work]) -> Work:
+        """`run(tensor, group)`, through a copy where needed."""
+        there, group = self._readable(tensor), self._group_for(tensor)
+        work = run(there, group)
+        return work if there is tensor else CopyBack(work, there, tensor)
 
 
 def refuse_detail(why: str) -> None:

@@ -218,6 +218,11 @@ def timeout_of(group: Any, device: torch.device | str = "cpu") -> timedelta:
     return backend.options._timeout
 
 
+def set_timeout(group: Any, device: torch.device | str, timeout: timedelta) -> None:
+    """Let collectives of `device` that begin from now on take as long as `timeout`."""
+    backend_of(group, device)._set_default_timeout(timeout)
+
+
 num_issued = methodcaller("_get_sequence_number_for_group")
 """Operations that this process has given to a group."""
 

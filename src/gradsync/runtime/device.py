@@ -74,13 +74,17 @@ def choose_device(requested: str, local_rank: int) -> str:
     return name
 
 
-def device_identity(device: str) -> str:
-    """A name for the physical device, equal on two ranks only when they share it; "" for CPU."""
+def device_identity(device: str, host_id: str = "") -> str:
+    """A name for the physical device, equal on two ranks only when they share it; "" for CPU.
+
+    `host_id` is what NCCL_HOSTID says: ranks that say different ones may share a GPU on purpose.
+    """
     if not device.startswith("cuda"):
         return ""
     import torch
 
-    return str(torch.cuda.get_device_properties(device).uuid)
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    return f"{uuid} of {host_id}" if host_id else uuid
 
 
 def check_not_shared(hosts: list[str], identities: list[str]) -> None:

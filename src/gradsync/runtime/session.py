@@ -54,6 +54,9 @@ from gradsync.world import World, place
 log = logging.getLogger("gradsync")
 
 _FAREWELL_S = 10.0
+_NCCL_LATER_S = 60.0
+"""By how much NCCL's own limit is later: it ends the process before anyone can say why, and counts
+from the launch of a sum in backward, gloo from the step's end."""
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 # Exit codes of an orderly end: done, and stopped by a signal with the checkpoint written.
 _ORDERLY_EXITS = (None, 0, 75)
@@ -239,7 +242,11 @@ class Session:
         presences = check_in(
             meeting.records,
             Presence(
-                host, device_identity(self.world.device_name), os.getpid(), stack.fd, token_hex()
+                host,
+                device_identity(self.world.device_name, self._env.get("NCCL_HOSTID", "")),
+                os.getpid(),
+                stack.fd,
+                token_hex(),
             ),
             rank=world.rank,
             world_size=world.world_size,
@@ -318,6 +325,11 @@ class Session:
             device_id=world.device if on_cuda else None,
         )
         self._group = dist.group.WORLD
+        if on_cuda and "nccl" in self._backend:
+            from gradsync.core.torch_private import set_timeout
+
+            longest = timedelta(seconds=options.timeout_s + _NCCL_LATER_S)
+            set_timeout(self._group, world.device, longest)
         self._stack.callback(self._destroy_group)
         self._stack.callback(wait_until_workers_sleep)
         os.register_at_fork(after_in_child=partial(_forget, weakref.ref(self)))

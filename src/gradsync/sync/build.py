@@ -16,7 +16,7 @@ from gradsync.comm.p2p_collectives import (
     hierarchical_all_reduce,
     ring_all_reduce,
 )
-from gradsync.comm.process_group import Channel, draw_channel
+from gradsync.comm.process_group import Channel, ProcessGroupCommunicator, draw_channel
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
 from gradsync.comm.shared_memory.hierarchy import all_reduce_over_hosts, share_hosts
 from gradsync.comm.shared_memory.segment import SharedMemoryError
@@ -86,18 +86,18 @@ def build_engine(
             if comm.rank == 0:
                 log.warning("buckets by messages: %s", str(error))
     in_memory = isinstance(comm, SharedMemoryCommunicator)
-    later = recipe.overlap_publish and comm.world_size > 1 and not in_memory
-    by_messages = exchange is None
+    by_messages, device = exchange is None, parameters[0].device
+    later = comm.world_size > 1 and not in_memory and publishes_later(recipe, device)
     late = later and recipe.overlap and recipe.shard == "none"
     if exchange is None:
-        exchange = _exchange(comm, recipe, groups, parameters[0].device, by_halves=late)
+        exchange = _exchange(comm, recipe, groups, device, by_halves=late)
     tree = exchange if isinstance(exchange, TreeExchange) and comm.world_size > 1 else None
     if recipe.shard != "none":
         in_shards = recipe.shard == "gradients"
         how = {"gradients": in_shards, "exchange": tree, "late": later}
         shards = ZeroShards(model, parameters, comm, buckets, **how)
     elif late and tree is not None:
-        measures = recipe.overlap_publish == "auto" and parameters[0].device.type == "cpu"
+        measures = recipe.overlap_publish == "auto"
         shards = LateReplicas(model, parameters, comm, tree, measures=measures)
     engine = Engine(
         *(model, comm, buckets),
@@ -111,6 +111,12 @@ def build_engine(
     )
     engine.user_loop, engine.shards.rounding = user_loop, rounding
     return engine
+
+
+def publishes_later(recipe: Recipe, device: torch.device) -> bool:
+    """Whether sums may be handed out beside the next forward: on GPUs if asked for by name alone,
+    since it costs the host two waits and an optimizer call a bucket, and their links are fast."""
+    return recipe.overlap_publish is True or bool(recipe.overlap_publish and device.type == "cpu")
 
 
 def _exchange(
@@ -129,9 +135,9 @@ def _exchange(
         over_leaves = recipe.order == "invariant"
         adds = device.type == "cpu" and (recipe.shard, recipe.node_dtype) == ("none", None)
         pair = group_of_pair(comm) if adds else None
-        return TreeExchange(
-            Channel(own, channel), levels, device, over_leaves=over_leaves, pair=pair
-        )
+        made = _made_for(comm, own, pair)
+        how = {"over_leaves": over_leaves, "pair": pair, "made": made}
+        return TreeExchange(Channel(own, channel), levels, device, **how)
     if recipe.shard == "gradients":
         return ReduceScatter(comm)
     if recipe.wire != "same":
@@ -142,7 +148,13 @@ def _exchange(
         exchange = _over_hosts(comm, recipe, _known(groups))
         if exchange is not None:
             return exchange
-    return Algorithm(_algorithm(for_background(comm, device), recipe, groups), device)
+    own = for_background(comm, device)
+    return Algorithm(_algorithm(own, recipe, groups), device, _made_for(comm, own))
+
+
+def _made_for(comm: Communicator, *used: Communicator | None) -> list[ProcessGroupCommunicator]:
+    """Those in `used` that are not `comm`."""
+    return [c for c in used if isinstance(c, ProcessGroupCommunicator) and c is not comm]
 
 
 def _over_hosts(comm: Communicator, recipe: Recipe, groups: Groups) -> OverHosts | None:
@@ -201,10 +213,12 @@ def _algorithm(
         return lambda flat: ring_all_reduce(everyone, flat, "sum")
     if recipe.reduction == "recursive_doubling":
         return lambda flat: doubling_all_reduce(everyone, flat, "sum")
-    known = _known(groups)
-    intra, inter = Channel(known.intra, channel), Channel(known.inter, channel)
+    # By messages of `comm`, which is this thread's: `intra` on one host is the default group.
+    placement = _known(groups).placement
+    intra = Subset(everyone, placement.node_of(comm.rank))
+    inter = Subset(everyone, placement.column_of(comm.rank))
     return lambda flat: hierarchical_all_reduce(
-        intra, inter, flat, "sum", equal_nodes=known.equal_nodes
+        intra, inter, flat, "sum", equal_nodes=placement.equal_nodes
     )
 
 

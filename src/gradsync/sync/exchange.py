@@ -7,13 +7,13 @@ in tree_exchange.py, sums in memory that ranks share in shared_memory.py.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from gradsync.comm.base import Communicator, Work
-from gradsync.comm.process_group import Background, Done
+from gradsync.comm.process_group import Background, Done, ProcessGroupCommunicator
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
 from gradsync.comm.shared_memory.segment import SharedMemoryError
 from gradsync.sync.buckets import Bucket, Sums
@@ -58,8 +58,13 @@ class AllReduce(Exchange):
 class Algorithm(Exchange):
     """One of gradsync's all-reduces, by messages in rounds, on a thread beside backward."""
 
-    def __init__(self, all_reduce: Callable[[Tensor], None], device: torch.device) -> None:
-        self._all_reduce = all_reduce
+    def __init__(
+        self,
+        all_reduce: Callable[[Tensor], None],
+        device: torch.device,
+        made: Sequence[ProcessGroupCommunicator] = (),
+    ) -> None:
+        self._all_reduce, self._made = all_reduce, made
         self._background = Background(device)
 
     def launch(self, bucket: Bucket) -> Work:
@@ -67,8 +72,9 @@ class Algorithm(Exchange):
         return self._background.submit(lambda: self._all_reduce(flat))
 
     def close(self) -> None:
-        """End the thread."""
-        self._background.close()
+        """End the thread, then the groups it used."""
+        for each in (self._background, *self._made):
+            each.close()
 
 
 class ReduceScatter(Exchange):
@@ -95,7 +101,8 @@ class HalfWire(Exchange):
     [Note: fp16 on the wire] Gradients here are sums over targets and would exceed 65,504, fp16's
     largest number. So a bucket is first multiplied by the power of two that brings ranks x largest
     magnitude just below it; a power of two rounds nothing. That magnitude is agreed on by one
-    all-reduce (max, fp32 [1]), which backward waits for. bf16 has fp32's range.
+    all-reduce (max, fp32 [1]), which backward waits for on a CPU; on CUDA a stream of its own does.
+    bf16 has fp32's range.
 
     Complex numbers are sent as pairs of real ones: there is no complex bf16.
     """
@@ -103,8 +110,20 @@ class HalfWire(Exchange):
     def __init__(self, comm: Communicator, dtype: torch.dtype) -> None:
         self._comm = comm
         self._dtype = dtype
+        self._stream: Any = None
 
     def launch(self, bucket: Bucket) -> Work:
+        device = bucket.flat(0).device
+        if device.type != "cuda":
+            return self._launch(bucket)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        # Behind this bucket's gradients, and behind the last use of what this stream has allocated.
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
+            return self._launch(bucket)
+
+    def _launch(self, bucket: Bucket) -> Work:
         flat = bucket.flat(0)
         if self._comm.world_size == 1:
             return Done()  # nothing is sent, nothing is rounded

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from gradsync.comm.base import Communicator
+from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
 from gradsync.core.torch_private import saved, version
 from gradsync.errors import ConfigError, RunError
@@ -332,7 +333,8 @@ class GradientSync(UserLoopMethods, StateMethods):
             if part.__dict__.get(HANDLE) is self:
                 del part.__dict__[HANDLE]
         others = [listener.comm for listener in optimizer_watch().present()]
-        if isinstance(self.comm, SharedMemoryCommunicator) and self.comm not in others:
+        own = isinstance(self.comm, (SharedMemoryCommunicator, ProcessGroupCommunicator))
+        if own and self.comm not in others:
             self.comm.close()
         if self.comm.world_size > 1:
             wait_until_workers_sleep()

@@ -499,8 +499,7 @@ _CUDA_STEPS = 100
 
 
 def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """L2 norm over all `gradients` (any shapes), fp32 [] (fp64 if any of them is), see
-    [Note: Fixed blocks]; on CUDA it stays on the device."""
+    """L2 norm of all `gradients`, fp32 [] (fp64 if one of them is), see [Note: Fixed blocks]."""
     if not gradients:
         return torch.zeros(())
     double = any(gradient.dtype == torch.float64 for gradient in gradients)
@@ -518,8 +517,9 @@ def norms_of_blocks(blocks: Sequence[Tensor]) -> Tensor:
 
 def norm_from_blocks(norms: Tensor, *, double: bool) -> Tensor:
     """The total norm, fp32 (fp64 if `double`) [], from those of all blocks in order."""
-    # cumsum adds one after the other, whatever the vector width; sum() would not.
-    return norms.square().cumsum(0)[-1].sqrt().to(torch.float64 if double else torch.float32)
+    # In one order: cumsum's on a CPU, whatever the vector width; on a GPU it varies, not sum()'s.
+    total = norms.square().sum() if norms.is_cuda else norms.square().cumsum(0)[-1]
+    return total.sqrt().to(torch.float64 if double else torch.float32)
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:

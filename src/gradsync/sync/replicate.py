@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from gradsync.comm.base import Communicator
-from gradsync.comm.groups import communicator, share_placement
+from gradsync.comm.groups import communicator, share_placement, with_cpu_group
 from gradsync.comm.shared_memory.choose import fastest, share_memory
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
 from gradsync.errors import ConfigError, RunError
@@ -170,6 +170,7 @@ def _bind(
     order = options.get("order", strategy.recipe.order if strategy.recipe else "any")
     if order == "invariant" and batch_norm in NOT_INVARIANT:
         raise ConfigError(f"sync={strategy.name!r}: {NOT_INVARIANT[batch_norm]}")
+    comm = with_cpu_group(comm)
     handling = choose_batch_norm(model, comm, batch_norm)
     if order == "invariant" and comm.rank == 0:
         device, threads = trainable(model)[0][1].device.type, torch.get_num_threads()

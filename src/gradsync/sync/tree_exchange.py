@@ -45,7 +45,7 @@ import torch
 from torch.autograd.profiler import record_function
 
 from gradsync.comm.base import Communicator, Messenger, Work
-from gradsync.comm.process_group import AllOf, Background, Done
+from gradsync.comm.process_group import AllOf, Background, Done, ProcessGroupCommunicator
 from gradsync.sync.buckets import (
     FORGOTTEN,
     UNKNOWN,
@@ -112,6 +112,7 @@ class TreeExchange(Exchange):
         device: device of the gradients.
         over_leaves: the tree of all ranks' leaves; False: of ranks, whose sums are in any order.
         pair: two ranks' group for whole sums alone: its all-reduce adds in the cache.
+        made: communicators that are closed with this.
     """
 
     def __init__(
@@ -122,8 +123,10 @@ class TreeExchange(Exchange):
         *,
         over_leaves: bool = True,
         pair: Communicator | None = None,
+        made: Sequence[ProcessGroupCommunicator] = (),
     ) -> None:
         self.messenger, self._over_leaves, self._pair = comm, over_leaves, pair
+        self._made = made
         self._levels = levels
         self._device = device
         # NCCL runs a group's messages one after the other, in one order on all ranks.
@@ -208,18 +211,16 @@ class TreeExchange(Exchange):
         return span
 
     def close(self) -> None:
-        """End the threads."""
-        for lane in self._lanes:
-            lane.close()
+        """End the threads, then the groups they used."""
+        for each in (*self._lanes, *self._made):
+            each.close()
 
     def _share(self, mine: tuple[int, int], lane: int) -> list[tuple[int, int]]:
-        """Every rank's (number of leaves, first leaf): int64 [2] from each rank to each.
-
-        On the gradients' device, which every group takes; on CUDA only this thread waits for it.
-        """
-        own = torch.tensor(mine, device=self._device)
+        """Every rank's (number of leaves, first leaf): int64 [2] from each rank to each, on the
+        CPU: on a GPU the numbers would come behind the last forward."""
+        own = torch.tensor(mine)
         others = [rank for rank in range(self.messenger.world_size) if rank != self.messenger.rank]
-        told = {rank: torch.empty_like(own) for rank in others}
+        told = {rank: torch.zeros_like(own) for rank in others}  # no leaves, if it is aborted
         told[self.messenger.rank] = own
         self.messenger.exchange(
             [(own, rank) for rank in others], [(told[rank], rank) for rank in others], lane

@@ -123,6 +123,10 @@ CANARIES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: dist.ProcessGroupGloo.Options,
         "groups of ours wait as long as the main one",
     ),
+    "_set_default_timeout": (
+        lambda: dist.ProcessGroupGloo,
+        "NCCL ends a process before we say why",
+    ),
     "_get_sequence_number_for_group": (lambda: dist.ProcessGroup, "`bench` counts operations"),
     "_world": (lambda: c10d, "`bench` counts operations"),
     "_abort_process_group": (lambda: c10d, "a failed run on GPUs ends"),

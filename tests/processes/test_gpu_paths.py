@@ -1,0 +1,189 @@
+"""What only GPUs reach, as far as a CPU shows it: groups, messages and limits of time.
+
+`tests/gpu/` runs the same paths over NCCL.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import gradsync as gs
+from gradsync.comm import process_group
+from gradsync.comm.groups import Groups, RankPlacement, with_cpu_group
+from gradsync.comm.process_group import ProcessGroupCommunicator
+from gradsync.core import torch_private
+from gradsync.runtime.device import check_not_shared, device_identity
+from gradsync.sync.build import publishes_later
+from gradsync.sync.options import Recipe
+from gradsync.sync.tree_exchange import TreeExchange
+from support.fork_server import run_forked, torch_ranks
+from support.rank_session import open_session
+from support.thread_ranks import run_thread_ranks
+
+
+def test_a_background_thread_takes_its_streams_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new thread is on GPU 0, and torch opens a context there when a stream is left."""
+    taken: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    worker = process_group._Worker(SimpleNamespace(device=torch.device("cuda", 1)))
+    worker.jobs.put(None)
+    worker.run()
+    assert taken == [torch.device("cuda", 1)]
+
+
+def test_the_step_begins_without_the_device() -> None:
+    """Ranks tell their numbers of leaves on the CPU, whatever device gradients are on."""
+
+    class Recorded:
+        rank, world_size = 0, 2
+
+        def exchange(self, sends: Any, receives: Any, channel: int = 0, /) -> Any:
+            seen.extend(tensor.device.type for tensor, _ in (*sends, *receives))
+            return process_group.Done()
+
+    seen: list[str] = []
+    comm: Any = Recorded()
+    exchange = TreeExchange(comm, [comm], torch.device("meta"))
+    # What was not received is no leaf: a group that was aborted leaves its tensors as they were.
+    assert exchange._share((3, 5), 0) == [(3, 5), (0, 0)]
+    assert seen == ["cpu", "cpu"]
+
+
+def test_hierarchical_sends_over_one_group() -> None:
+    """Its groups inside hosts may be the default one, on which the script's collectives are."""
+    used = SimpleNamespace(rank=0, world_size=2)  # without any method
+
+    def work(rank: int, group: Any) -> Any:
+        model = nn.Linear(3, 2)
+        nn.init.constant_(model.weight, rank)
+        placement = RankPlacement(((0, 0), (0, 1), (1, 0), (1, 1)))
+        hosts: Any = Groups(used, used, placement)  # pyrefly: ignore
+        comm = ProcessGroupCommunicator(group)
+        options = {"groups": hosts, "collective": "backend"}
+        sync = gs.replicate(model, comm=comm, sync="hierarchical", **options)
+        sync.backward(model(torch.full((2, 3), rank + 1.0)).sum(), weight=2)
+        sync.step(torch.optim.SGD(model.parameters(), lr=1.0))
+        sync.close()
+        return model.weight.tolist()
+
+    mean = (1 + 2 + 3 + 4) * 2 / 8
+    assert run_thread_ranks(work, 4) == [[[-mean] * 3] * 2] * 4
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "later"),
+    [
+        *((True, "cuda", True), (True, "cpu", True), ("auto", "cpu", True)),
+        *(("auto", "cuda", False), (False, "cpu", False), (False, "cuda", False)),
+    ],
+)
+def test_sums_are_handed_out_late_on_gpus_if_asked_for(
+    asked: Any, device: str, later: bool
+) -> None:
+    recipe = replace(Recipe(), overlap_publish=asked)
+    assert publishes_later(recipe, torch.device(device)) is later
+
+
+def test_ranks_may_share_a_gpu_where_nccl_lets_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL refuses two ranks where host and GPU are equal, and takes NCCL_HOSTID for the host."""
+    properties = SimpleNamespace(uuid="GPU-a")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    each = [device_identity("cuda:0", host_id) for host_id in ("gs-0", "gs-1", "gs-1")]
+    check_not_shared(["h0"] * 2, each[:2])
+    with pytest.raises(gs.LaunchError, match=r"ranks 1 and 2 share one GPU \(GPU-a of gs-1\)"):
+        check_not_shared(["h0"] * 3, each)
+
+
+def test_a_limit_of_one_backend() -> None:
+    def work(_: int, group: Any) -> timedelta:
+        torch_private.set_timeout(group, "cpu", timedelta(seconds=77))
+        return torch_private.timeout_of(group)
+
+    assert run_thread_ranks(work, 1) == [timedelta(seconds=77)]
+
+
+def groups_of_handles(rank: int, world_size: int, store_path: str) -> list[int]:
+    """Process groups before, with and after handles, and after one that outlives its session."""
+    with open_session(rank, world_size, store_path) as world:
+        counts = [len(torch_private.process_groups())]
+        for sync in 2 * ["invariant", "bucketed", "hierarchical"]:
+            options = {"sync": sync, "collective": "backend", "overlap_publish": "auto"}
+            handle = gs.replicate(nn.Linear(3, 2), world, **options)
+            counts.append(len(torch_private.process_groups()))
+            handle.close()
+            counts.append(len(torch_private.process_groups()))
+        last = gs.replicate(nn.Linear(3, 2), world, collective="backend")
+    last.close()
+    return counts
+
+
+def test_a_closed_handle_leaves_no_group(pool: Any) -> None:
+    counts, others = pool.run(groups_of_handles, 2)
+    assert counts == others
+    assert counts[1] == counts[0] + 1  # the two ranks' own
+    assert counts[::2] == counts[:1] * len(counts[::2])
+
+
+def small_messages(rank: int, world_size: int, store_path: str) -> tuple[int, float, int]:
+    """Groups with a handle, and a sum of two ranks on it, where the default group takes GPUs'
+    tensors alone."""
+    with open_session(rank, world_size, store_path) as world:
+        main, kinds = dist.group.WORLD, torch_private.device_types
+        alone = {"device_types": lambda group: ["cuda"] if group is main else kinds(group)}
+        with (
+            patch.multiple("gradsync.comm.groups", **alone),
+            patch.multiple(torch_private, **alone),
+        ):
+            comm = with_cpu_group(ProcessGroupCommunicator(main))
+            made = len(torch_private.process_groups())
+            comm.all_reduce(total := torch.ones(1)).wait()
+            comm.broadcast(total).wait()
+            comm.all_gather(torch.zeros(2), total).wait()
+            comm.reduce_scatter(torch.zeros(1), torch.ones(2)).wait()
+            other = torch.zeros(1)
+            comm.exchange([(total, 1 - rank)], [(other, 1 - rank)]).wait()
+            assert torch.equal(total, other)
+            comm.close()
+        comm = ProcessGroupCommunicator(main)
+        assert with_cpu_group(comm) is comm
+        assert world.world_size == 2
+        return made, total.item(), len(torch_private.process_groups())
+
+
+def test_small_messages_do_not_go_by_the_gpu(pool: Any) -> None:
+    """They would wait for all that the device has to do."""
+    assert pool.run(small_messages, 2) == [(2, 2.0, 1)] * 2
+
+
+FAILS = """
+from dataclasses import replace
+import torch
+import gradsync as gs
+
+session = gs.init(device="cpu", threads=1)
+with session as world:
+    session._world = replace(world, device_name="cuda:0")  # whose groups are aborted
+    torch.distributed.barrier()
+    if world.rank == 1:
+        raise ValueError("mine")
+    torch.distributed.barrier()
+"""
+
+
+def test_a_failure_is_said_after_the_groups_were_aborted(tmp_path: Path) -> None:
+    (script := tmp_path / "script.py").write_text(FAILS)
+    first, second = run_forked([script], torch_ranks(2))
+    assert "AssertionError" not in first.stderr + second.stderr
+    assert "PeerError" in first.stderr
+    assert "ValueError: mine" in second.stderr
+    assert first.returncode != 0 != second.returncode

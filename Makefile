@@ -16,10 +16,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help train test check lint types layers sizes docs format clean
+.PHONY: help train test test-gpu check lint types layers sizes docs format clean
 
 help: ## Show this list
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's|^([a-z-]+):.*## (.*)|  make \1\t\2|' | expand -t 18
 
 train: $(VENV)/.ready-train ## Train a small GPT on real text with two ranks
 	$(BIN)/gradsync train $(TRAIN_ARGS)
@@ -27,6 +27,9 @@ train: $(VENV)/.ready-train ## Train a small GPT on real text with two ranks
 # Three at a time: much of a test is waiting for messages. -n 0 shows output as it comes (-s, --pdb).
 test: $(VENV)/.ready-test ## Run the whole test suite
 	$(BIN)/python -m pytest -n 3 $(PYTEST_ARGS)
+
+test-gpu: $(VENV)/.ready-test ## Several ranks over NCCL on one GPU; without one it says so and ends
+	$(BIN)/python tests/gpu/run.py
 
 check: lint types layers sizes ## Lint, types, layers and sizes
 

@@ -84,7 +84,9 @@ def free_port() -> int:
 def run_ranks(world_size: int, a_host: int, words: list[str], device: str, limit_s: float) -> Job:
     """Start ranks as torchrun would, wait for all, end those that are late."""
     port, began = free_port(), time.monotonic()
-    outputs, ranks = [], []
+    folder = tempfile.TemporaryDirectory()
+    outputs = [Path(folder.name, str(rank)) for rank in range(world_size)]
+    ranks = []
     for rank in range(world_size):
         place = {
             "RANK": rank,
@@ -98,22 +100,17 @@ def run_ranks(world_size: int, a_host: int, words: list[str], device: str, limit
             "GPU_CHECKS_DEVICE": device,
         }
         env = os.environ | NCCL | {name: str(value) for name, value in place.items()}
-        output = tempfile.TemporaryFile("w+")
         argv = [sys.executable, str(RANKS), *words]
-        ranks.append(subprocess.Popen(argv, env=env, stdout=output, stderr=subprocess.STDOUT))
-        outputs.append(output)
+        with outputs[rank].open("w") as output:
+            ranks.append(subprocess.Popen(argv, env=env, stdout=output, stderr=subprocess.STDOUT))
     for process in ranks:
         try:
             process.wait(max(0.1, began + limit_s - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
-    seconds, texts = time.monotonic() - began, []
-    for process, output in zip(ranks, outputs, strict=True):
-        process.wait()
-        output.seek(0)
-        texts.append(output.read())
-        output.close()
-    return Job([process.returncode for process in ranks], texts, seconds)
+    seconds, codes = time.monotonic() - began, [process.wait() for process in ranks]
+    with folder:
+        return Job(codes, [path.read_text(errors="replace") for path in outputs], seconds)
 
 
 def rows_of(job: Job, checks: list[str], ranks: str) -> list[Row]:

@@ -333,8 +333,8 @@ class GradientSync(UserLoopMethods, StateMethods):
             if part.__dict__.get(HANDLE) is self:
                 del part.__dict__[HANDLE]
         others = [listener.comm for listener in optimizer_watch().present()]
-        own = isinstance(self.comm, (SharedMemoryCommunicator, ProcessGroupCommunicator))
-        if own and self.comm not in others:
+        own = (SharedMemoryCommunicator, ProcessGroupCommunicator)
+        if isinstance(self.comm, own) and self.comm not in others:
             self.comm.close()
         if self.comm.world_size > 1:
             wait_until_workers_sleep()

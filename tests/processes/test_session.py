@@ -24,7 +24,7 @@ from gradsync.runtime.network import own_address
 from gradsync.runtime.session import Session, SessionOptions
 from gradsync.runtime.store import LEFT, TOKEN, host_store, wait_until
 from support.fork_server import free_port
-from support.launchers import run_torchrun
+from support.launchers import run_python, run_torchrun
 from support.rank_session import open_session
 
 EXPORTED = (
@@ -569,3 +569,24 @@ def destroy(rank: int, world_size: int, store_path: str, again: bool) -> tuple[f
 @pytest.mark.parametrize("again", [False, True])
 def test_a_group_that_the_program_destroys(pool: Any, again: bool) -> None:
     assert pool.run(destroy, 2, again) == 2 * [(1.0 if again else 0.0, again, "")]
+
+
+LATE_IMPORT = """
+import gc, weakref
+import torch
+import torch.distributed as dist
+import gradsync as gs
+
+with gs.init(threads=1) as world:
+    group = weakref.ref(dist.group.WORLD)
+    import torch.distributed.nn.functional  # as torch's compiler does, or FSDP2
+gc.collect()
+print("alive" if group() is not None else "ended")
+"""
+
+
+def test_what_is_imported_in_a_session_does_not_keep_its_group(tmp_path: Path) -> None:
+    """Its functions take the default group as a default argument."""
+    (script := tmp_path / "script.py").write_text(LATE_IMPORT)
+    ranks = ["-m", "gradsync", "launch", "--nproc-per-node", "2", script]
+    assert run_python(ranks).ok().stdout == "ended\n"  # not forked: nothing is imported yet

@@ -276,6 +276,8 @@ def test_an_optimizer_of_their_own_is_refused(
         for step in range(2):
             loss = (sync.model(X) * factor).square().sum()
             loss.backward() if own else sync.backward(loss, weight=12)
+            if not own:  # in the loss of the first leaf alone
+                sync.backward(sync.model(X).sum(), weight=12)
             optimizer.step() if own else sync.step(optimizer)
             if step:
                 said = r"outside of it.*\(group 0: \[2\]\).*ModuleList"
@@ -356,6 +358,32 @@ def test_a_handle_that_is_closed_leaves_memory_that_can_move_again() -> None:
             assert model.weight.untyped_storage().resizable()
 
     run_thread_ranks(on_rank, 2)
+
+
+@pytest.mark.parametrize("name", ["invariant", "bucketed"])
+def test_memory_that_parameters_got_later_follows_them(name: str) -> None:
+    """As `vector_to_parameters` makes it, or a script that keeps one flat tensor."""
+
+    def trained(group: dist.ProcessGroup | None) -> tuple[list[float], list[float]]:
+        model, options = linear(), {"sync": name}
+        if group is not None:
+            options |= {"comm": share_memory(ProcessGroupCommunicator(group))}
+            options |= {"collective": "shared_memory"}
+        sync = replicate(model, **options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        flat = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+        for step in range(4):
+            if step == 1:
+                torch.nn.utils.vector_to_parameters(flat, model.parameters())
+            flat.mul_(0.5)
+            sync.backward(model(X).square().sum(), weight=12)
+            sync.step(optimizer)
+        sync.close()
+        return weights(model).tolist(), flat.tolist()
+
+    alone = trained(None)
+    assert alone[0] == alone[1]
+    assert run_thread_ranks(lambda _, group: trained(group), 2) == [alone] * 2
 
 
 @world_sizes

@@ -149,7 +149,8 @@ def end_workers(batches: object) -> None:
 def killed_workers(batches: object) -> list[tuple[int, int]]:
     """Process and signal of the workers that one has killed; waits a moment for one that ends."""
     workers = getattr(batches, "_workers", ())
-    wait([worker.sentinel for worker in workers], timeout=1.0)
+    if workers:
+        wait([worker.sentinel for worker in workers], timeout=1.0)
     return [(worker.pid, -worker.exitcode) for worker in workers if (worker.exitcode or 0) < 0]
 
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from gradsync.errors import DataError
-from gradsync.runtime.seeds import seed_leaf, seed_step
+from gradsync.runtime.seeds import seed_leaf, seed_step, stream_seed
 
 IGNORED_TARGET = -100
 """Targets with this value count for nothing; torch's `cross_entropy` has the same default."""
@@ -54,16 +54,26 @@ class Leaf:
     num_leaves: int = 0
     """Leaves of the step over all ranks, which `sync.step` looks for where `order` is known."""
     key: tuple[int, int, int] | None = field(default=None, repr=False, compare=False)
-    """Seeds its random numbers, see [Note: Keyed streams]; None where it does not, or has."""
+    """Seeds its random numbers, see [Note: Keyed streams]; None where it does not."""
     is_passed: bool = field(default=False, repr=False, compare=False)
     """Whether more of the step was asked for, so that something else was seeded."""
+    is_read: bool = field(default=False, repr=False, compare=False)
+    """Whether its batch was read since its last backward."""
 
     def __getattribute__(self, name: str) -> Any:
-        if name == "batch" and self.key is not None:
+        if name == "batch" and self.key is not None and not self.is_read:
+            object.__setattr__(self, "is_read", True)
             if self.is_passed:
                 seed_leaf(*self.key)
-            object.__setattr__(self, "key", None)
         return object.__getattribute__(self, name)
+
+    def backward_ended(self) -> None:
+        """Let the next time that its batch is read, as in a second pass over `list(step)`, begin
+        with random numbers of its own."""
+        if self.key is not None:
+            seed, step, index = self.key
+            object.__setattr__(self, "key", (stream_seed(seed, "again"), step, index))
+            object.__setattr__(self, "is_read", False)
 
     @property
     def inputs(self) -> Any:
@@ -196,13 +206,19 @@ def make_leaf(
 
 def count_rows(batch: Any, num_samples: int) -> int:
     """Samples that a collate function has left of `num_samples`: the rows on which the tensors of
-    `batch` agree. More rows are padding, and other batches are not counted."""
+    `batch` agree. More rows are padding, and other batches are not counted: lists of samples, and
+    those whose second dimension is the samples' (`pad_sequence`, `nn.LSTM`)."""
     nested = list(batch.values()) if isinstance(batch, Mapping) else batch
     parts = nested if isinstance(nested, list | tuple) else [batch]
     tensors = [part for part in parts if isinstance(part, Tensor) and part.ndim]
     rows = {len(tensor) for tensor in tensors}
-    is_samples = len(parts) == num_samples > 2 and len({t.shape for t in tensors}) == 1  # a list
-    return min(num_samples, *rows) if len(rows) == 1 and not is_samples else num_samples
+    alike = len({(t.ndim, t.dtype) for t in tensors}) == 1
+    is_samples = len(parts) == num_samples > 2 and alike
+    time_first = all(t.ndim > 1 and t.shape[1] == num_samples for t in tensors)
+    time_first &= any(t.ndim > 2 for t in tensors)  # [T, B, C]: of [n, 8] nothing is known
+    if len(rows) != 1 or is_samples or time_first:
+        return num_samples
+    return min(num_samples, *rows)
 
 
 def count_targets(batch: Any, num_samples: int) -> int:

@@ -62,7 +62,7 @@ def usable_cores() -> int:
 
 def busy(load: float, cores: int) -> str:
     """Words for a load of the last minute that leaves too little for what starts now, else ""."""
-    said = f"other programs compute here: load {load:.1f} on {counted(cores, 'core')}"
+    said = f"this machine was busy in the last minute: load {load:.1f} on {counted(cores, 'core')}"
     return said if load > 0.5 * cores else ""
 
 

@@ -4,8 +4,8 @@
 torch's, numpy's and Python's global generators right before it hands the leaf out. No stream is
 carried from leaf to leaf, so nothing per rank has to be saved, a resume is exact, and which rank
 computes a leaf cannot change its masks; nor do all ranks draw the same ones, as they would after
-one common seed. Where all leaves of a step are taken before the first is computed (`list(step)`), a
-leaf is seeded again when its batch is first read.
+one common seed. Its forward must come before another leaf's batch is read. Where leaves are taken
+first (`list(step)`), each is seeded where its batch is read, in a second pass with another key.
 What is drawn before a step's leaves (mixup's lambda), after the last of them and after the loop has
 keys of the step, so it is alike on all ranks. Reading a leaf, as random augmentation does, has a
 key of its own, in this process and in worker processes alike.

@@ -301,6 +301,7 @@ class Session:
 
     def _make_group(self, meeting: Meeting, interface: str) -> None:
         import torch.distributed as dist
+        import torch.distributed.nn.functional  # pyrefly: ignore  # noqa: F401
 
         # Its functions take the default group as a default argument, bound at import: imported
         # later (the first optimizer does), it would keep a destroyed group and its sockets alive.

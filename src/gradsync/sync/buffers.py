@@ -18,12 +18,13 @@ user's training loop, where a leaf's end is unknown, a rank's forwards are one l
 
 [Note: Whose change] Hooks on the root and on modules with buffers tell by whom one is changed:
 
-    between two steps          a new start, which ranks compare before they update
-    in a leaf, or by hand      the leaf's, whose forward alone sees it
-    between two leaves
-    under no_grad, in eval     no leaf's, and undone before or after that module's part in a leaf,
-                               or at the step's end; a leaf's where the module has no other part
-    without a backward         no leaf's, undone at the step's end
+    between two steps          a new start, which ranks compare before they update (not what was
+                               written past autograd, by `.data` or NumPy)
+    in a leaf                  the leaf's, whose forward alone sees it
+    by hand between leaves     the next leaf's
+    under no_grad, in eval     undone before that module's next training forward, or at the step's
+                               end; the leaf's, if the module has no training forward in it
+    without a backward         the next leaf's, or undone at the step's end
 
 Where no hook runs (a compiled function calls the model), a first leaf's changes count as made
 between steps for buffers that no leaf has changed before.

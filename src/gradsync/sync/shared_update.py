@@ -41,7 +41,7 @@ from gradsync.sync.layout import (
     runs_of,
     share_blocks,
 )
-from gradsync.sync.pending import can_be_marked
+from gradsync.sync.pending import can_be_marked, num_uses
 from gradsync.sync.step_metadata import options
 
 if TYPE_CHECKING:
@@ -166,6 +166,8 @@ class SharedWeights:
                 return "a parameter has become discontiguous"
             if self._bytes[number]() is not None:
                 return "a parameter's data was exchanged, and something still holds what it was"
+            if num_uses(self.parameters[number]) != 1:
+                return "a parameter's data was exchanged for memory that something else refers to"
         return ""
 
     def _away(self) -> list[int]:

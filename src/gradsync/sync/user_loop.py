@@ -150,6 +150,7 @@ class UserLoop:
         self._enclosed = False  # in `GradientSync.backward`, which is not the user's training loop
         self._in_backward = False
         self._task = -1  # the backward seen last; later ones have higher numbers
+        self._tasks: set[int] = set()  # those of the step
         self._dirty = False  # there are gradients that have not been synchronised
         self.finished = False
         """Whether gradients of a `loss.backward()` were synchronised."""
@@ -178,6 +179,7 @@ class UserLoop:
 
         def backward_begins(_: torch.Tensor) -> None:
             self._task = current_graph_task()
+            self._tasks = {self._task, *(self._tasks if self.leaves > 1 else ())}
             tasks.append(self._task)
             self._optimizers.backwards.add(self._task)
 
@@ -258,6 +260,7 @@ class UserLoop:
             self._warned = True
             log.warning(_ADDED)
         self._task = task
+        self._tasks = {task, *(self._tasks if self._dirty else ())}
         self._buffers.leaf_begins(last=self.synchronises)
         self._dirty = self._in_backward = True
         self._others = -1
@@ -274,7 +277,7 @@ class UserLoop:
             raise ConfigError(_STEP_IN_BACKWARD)
         if self._enclosed:
             return
-        self.untracked.check(optimizer, own_step=True, backward=self._task)
+        self.untracked.check(optimizer, own_step=True, backwards=self._tasks)
         if not self._is_ours(optimizer):
             return
         self._refuse_if_foreign()

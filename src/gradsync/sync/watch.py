@@ -151,16 +151,18 @@ class UntrackedParameters:
         self._reached: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         """Optimizers of other parameters, and the number of the backward that reached them last."""
 
-    def check(self, optimizer: Optimizer, *, own_step: bool, backward: int = -1) -> None:
+    def check(
+        self, optimizer: Optimizer, *, own_step: bool, backwards: Collection[int] = ()
+    ) -> None:
         """Raise ConfigError when `optimizer` is about to update such parameters: in its `own_step`,
         in which handles of other models may take part, or in this handle's. With an optimizer of
-        their own they are refused from its second step on, if this model's last `backward` reached
-        them too."""
+        their own they are refused from its second step on, if one of this model's last
+        `backwards` reached them too."""
         seen = optimizer in self._seen
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         ours = any(id(p) in self._known for p in parameters)
         if seen and not ours:
-            if self._reached.get(optimizer) == backward:
+            if self._reached.get(optimizer) in backwards:
                 raise ConfigError(
                     "a backward of the replicated model also reached parameters outside of it, "
                     f"which this optimizer updates {shapes(optimizer)}: {_ONE_MODULE}"

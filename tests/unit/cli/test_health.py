@@ -70,7 +70,12 @@ TABLE = [
         "container's limit; the machine has 64",
     ),
     ("cores", {"cores": 2, "cores_machine": 64}, "ok", "2 for 2 ranks, this container's limit"),
-    ("load", {"load": 4.1}, "warning", "other programs compute here: load 4.1 on 8 cores"),
+    (
+        "load",
+        {"load": 4.1},
+        "warning",
+        "this machine was busy in the last minute: load 4.1 on 8 cores",
+    ),
     ("memory", {"free": 2 * GIB - 1}, "warning", "2.1 GB free of 17.2 GB"),
     (
         "memory",

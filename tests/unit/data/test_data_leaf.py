@@ -176,3 +176,42 @@ def test_ignored_targets_of_the_rows_that_are_left_do_not_count_either() -> None
     for batch in ([X, targets], {"x": X, "labels": targets}):
         leaf = make_leaf(batch, index=0, step=0, num_samples=4, is_last=True, device=CPU)
         assert (leaf.num_samples, leaf.num_targets) == (3, 2)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        torch.zeros(6, 8, 5),  # time first, as `pad_sequence` makes it
+        (torch.zeros(6, 8, 5), torch.zeros(6, 8)),
+        {"inputs": torch.zeros(6, 8, 5), "targets": torch.zeros(6, 8, 1)},
+        [torch.zeros(3, size, size) for size in range(2, 10)],  # collate_fn=list
+    ],
+)
+def test_what_has_fewer_rows_and_all_samples(batch: object) -> None:
+    leaf = make_leaf(batch, index=0, step=0, num_samples=8, is_last=True, device=CPU)
+    assert leaf.num_samples == 8
+
+
+def test_a_second_pass_draws_for_each_leaf_on_its_own() -> None:
+    """Whichever leaves the rank has, and not again what the first pass drew."""
+
+    def drawn(indices: list[int]) -> list[list[float]]:
+        leaves = (
+            make_leaf(
+                torch.zeros(2), index=i, step=0, num_samples=2, is_last=False, device=CPU, seed=7
+            )
+            for i in indices
+        )
+        step = Step(leaves, number=0, num_leaves=2, num_local_leaves=len(indices), seed=7)
+        taken, found = list(step), []
+        for _ in range(3):
+            for leaf in taken:
+                found.append([leaf.index, float(torch.rand(()) + leaf.batch.sum())])
+                found[-1][1] = float(torch.rand(()))
+                leaf.backward_ended()
+        return found
+
+    with torch.random.fork_rng():
+        both, first, second = drawn([0, 1]), drawn([0]), drawn([1])
+    assert sorted(both) == sorted(first + second)
+    assert len({value for _, value in both}) == 6

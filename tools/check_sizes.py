@@ -23,7 +23,7 @@ BUDGETS = {
     **{"core": 1_087, "runtime": 4_726, "comm": 2_726, "sync": 11_686, "data": 2_858},
     **{"checkpoint": 1_495, "models": 960, "parallel": 1_275, "plan": 5_015, "train": 5_219},
     **{"launch": 1_919, "compat": 1_167, "verify": 3_278, "bench": 5_455},
-    **{"cli": 4_518, "lint": 1_062, "report": 1_728},
+    **{"cli": 4_523, "lint": 1_063, "report": 1_728},
 }
 """Lines of each package, docstrings and blanks included. They only go down: raising one takes a
 commit that says why."""

@@ -17,7 +17,7 @@ import tyro
 from tyro.conf import Positional
 
 from gradsync.cli.sample import tokenizer_of
-from gradsync.errors import CheckpointError, UsageError
+from gradsync.errors import CheckpointError, RunError, UsageError
 from gradsync.runtime.arguments import parse
 
 if TYPE_CHECKING:
@@ -193,10 +193,15 @@ def _whole(target: Path, *, file: bool = False) -> Generator[Path]:
     if target.exists() and (file or not target.is_dir() or any(target.iterdir())):
         raise UsageError(f"{target} holds something already: name another --out, or empty it")
     target.parent.mkdir(parents=True, exist_ok=True)
+    from safetensors import SafetensorError
+
     part = target.with_name(f".{target.name}-{os.getpid()}")
     try:
         yield part
         part.replace(target)
+    except (OSError, SafetensorError) as error:
+        said = getattr(error, "strerror", None) or error
+        raise RunError(f"cannot write to {target}: {said}") from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
         if part.exists():

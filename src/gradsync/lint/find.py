@@ -237,7 +237,8 @@ def _is_of_batch(s: Script, node: ast.BinOp) -> bool:
     steps in `len(dataset)` is not one."""
     sized = any(word in ast.unparse(node.left).lower() for word in ("batch", "tokens_per"))
     product = isinstance(node.right, ast.BinOp) and isinstance(node.right.op, ast.Mult)
-    return sized and product and any(map(s.is_world_size, ast.walk(node.right)))
+    ranks = (s.is_world_size(n) or dotted(n) == "world_size" for n in ast.walk(node.right))
+    return sized and product and any(ranks)  # or a function's argument of that name
 
 
 def padded_evaluation(s: Script) -> Iterator[ast.AST]:

@@ -3,17 +3,19 @@ the checkpoint's very bits."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
@@ -301,3 +303,25 @@ def test_nothing_strange_is_unpickled(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["export", str(folder), "--to", "safetensors"]) == 1
     assert "which no checkpoint needs" in capsys.readouterr().err
     assert sorted(os.listdir(tmp_path)) == ["x.dcp"]
+
+
+@pytest.mark.parametrize("to", ["hf", "safetensors"])
+def test_a_full_disk_is_one_line_and_leaves_nothing(
+    run: Path,
+    to: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out, no_space = tmp_path / "out", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    if to == "hf":
+        monkeypatch.setattr(Path, "write_text", Mock(side_effect=no_space))
+    else:
+        said = SafetensorError(f"I/O error: {no_space.strerror}")
+        monkeypatch.setattr("safetensors.torch.save_file", Mock(side_effect=said))
+    assert main(["export", str(run), "--to", to, "--out", str(out)]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert [f"cannot write to {out}: " in line and "No space left" in line for line in lines] == [
+        True
+    ]
+    assert list(tmp_path.iterdir()) == []

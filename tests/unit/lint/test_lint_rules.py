@@ -168,6 +168,10 @@ WRONG: dict[str, list[str]] = {
         accumulation = global_batch // (micro_batch * world_size)  # GS204
         steps = tokens_per_update // (micro * world_size * 128)  # GS204
         """,
+        """
+        def main(batch, micro, world_size):
+            accumulation = batch // (micro * world_size)  # GS204
+        """,
     ],
     "GS205": [
         """

@@ -177,6 +177,22 @@ def test_what_a_wrapper_would_have_is_answered_with_ours(name: str, hint: str) -
     assert not hasattr(caught.value, "__notes__")
 
 
+@pytest.mark.parametrize(
+    "joins",
+    [
+        "gs.init_distributed(); model = net; gs.replicate(net)",
+        "m = gs.DDPManager(); m.initialize(); model = m.wrap_model(net)",
+        "m = gs.DDPManager().__enter__(); model = m.wrap_model(net)",
+    ],
+)
+def test_without_a_with_it_is_answered_too(joins: str, tmp_path: Path) -> None:
+    begins = "import torch; import gradsync as gs; net = torch.nn.Linear(1, 1)"
+    (script := tmp_path / "script.py").write_text(f"{begins}\n{joins}\nmodel.module\n")
+    done = run_python([script])
+    assert done.stderr.count("gradsync wraps nothing: take the model itself") == 1, done.stderr
+    assert done.returncode == 1
+
+
 def wrap_in_place(rank: int, world_size: int, store_path: str) -> dict[str, Any]:
     with started_by_mpirun(rank, world_size, store_path), DDPManager() as manager:
         torch.manual_seed(rank)

@@ -25,6 +25,7 @@ from datetime import timedelta
 from functools import partial
 from hashlib import sha256
 from secrets import token_hex
+from types import TracebackType
 from typing import Any, NoReturn
 
 from gradsync.errors import ConfigError, LaunchError, RunError
@@ -186,9 +187,7 @@ class Session:
             PeerError: `error` is only the echo of another rank's failure.
             LostPeerError: a collective failed because another rank is late or has left.
         """
-        if isinstance(error, AttributeError) and "_modules" in getattr(error.obj, "__dict__", ()):
-            for name in _OF_WRAPPER.keys() & {error.name}:
-                error.add_note(f"gradsync wraps nothing: take {_OF_WRAPPER[name]}")
+        _note_replacement(error)
         orderly = error is None or (isinstance(error, SystemExit) and error.code in _ORDERLY_EXITS)
         watch, self.watch = self.watch, None
         if error is not None and watch is not None:
@@ -365,6 +364,31 @@ class Session:
             stacks=self.stacks,
         )
         self.watch.start()
+
+
+def note_replacements(session: Session) -> None:
+    """Let Python's own report of an error name the replacement too, until the session closes: for
+    one without a `with`."""
+    before = sys.excepthook
+
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        _note_replacement(error)
+        before(kind, error, trace)
+
+    def put_back() -> None:
+        if sys.excepthook is show:
+            sys.excepthook = before
+
+    sys.excepthook = show
+    session._stack.callback(put_back)
+
+
+def _note_replacement(error: BaseException | None) -> None:
+    if isinstance(error, AttributeError) and "_modules" in getattr(error.obj, "__dict__", ()):
+        name = error.name or ""
+        note = f"gradsync wraps nothing: take {_OF_WRAPPER.get(name, '')}"
+        if name in _OF_WRAPPER and note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
 
 
 def _forget(session: weakref.ref[Session]) -> None:

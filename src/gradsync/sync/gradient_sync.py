@@ -222,8 +222,8 @@ class GradientSync(UserLoopMethods, StateMethods):
         self._buffers.leaf_ends(counts=weight > 0)
         self._loss.add(loss_sum, weight, leaf)
         self._sums.note()
-        if leaf is not None:
-            leaf.backward_ended()
+        if (ended := getattr(leaf, "backward_ended", None)) is not None:
+            ended()
 
     def step(
         self,

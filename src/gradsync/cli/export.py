@@ -190,11 +190,11 @@ def _save(weights: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> N
 @contextmanager
 def _whole(target: Path, *, file: bool = False) -> Generator[Path]:
     """A path at which to write `target`, so that it is whole or not there."""
+    from safetensors import SafetensorError
+
     if target.exists() and (file or not target.is_dir() or any(target.iterdir())):
         raise UsageError(f"{target} holds something already: name another --out, or empty it")
     target.parent.mkdir(parents=True, exist_ok=True)
-    from safetensors import SafetensorError
-
     part = target.with_name(f".{target.name}-{os.getpid()}")
     try:
         yield part

@@ -128,7 +128,6 @@ class TreeExchange(Exchange):
         self.messenger, self._over_leaves, self._pair = comm, over_leaves, pair
         self._made = made
         self._levels = levels
-        self._device = device
         # NCCL runs a group's messages one after the other, in one order on all ranks.
         self._lanes = [Background(device) for _ in range(1 if device.type == "cuda" else LANES)]
         self._planned: Work = Done()

@@ -216,3 +216,18 @@ def test_a_whole_run(tmp_path: Path) -> None:
         ["none", "naive"],
         ["none (default malloc)", "torch_ddp"],
     ]
+
+
+def test_what_a_step_costs_the_host(tmp_path: Path) -> None:
+    """Synchronising dispatches no more operations than DDP's, in both loops."""
+    contestants = "torch_ddp,bucketed,bucketed:loop=user,invariant,invariant:loop=user"
+    words = ["--host", "--model-size", "tiny", "--threads", "1", "--csv", tmp_path / "rows.csv"]
+    size = ["--rounds", "1", "--num-steps", "1", "--num-warmup", "0", "--json"]
+    (done,) = run_forked(["-m", "gradsync", "bench", "sync", *words, *size])
+    rows = {row["contestant"]: row for row in json.loads(done.ok().stdout)["rows"]}
+    assert list(rows) == ["none", *contestants.split(",")]
+    dispatched = {name: int(row["dispatched"].replace(",", "")) for name, row in rows.items()}
+    assert 0 < dispatched.pop("none") < max(dispatched.values()) == dispatched["torch_ddp"]
+    assert "invariant: a step of rank 0 with 38 tensors, by the profiler" in done.stderr
+    with (tmp_path / "rows.csv").open() as file:
+        assert [line["contestant"] for line in csv.DictReader(file)] == list(rows)

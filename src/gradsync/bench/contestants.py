@@ -6,7 +6,8 @@
     accelerate    Hugging Face Accelerate, in its own idiom
     fabric        Lightning Fabric, in its own idiom
 
-A name may carry options: `bucketed:bucket_mb=1,collective=gloo`.
+A name may carry options: `bucketed:bucket_mb=1,collective=gloo`. With `loop=user` a strategy is
+used in a plain loop, with `loss.backward()` and `optimizer.step()`, in place of `sync.step`.
 
 [Note: Two allocator settings] `gradsync train` keeps freed memory in the process (glibc), others do
 not. That alone makes steps on a CPU much faster, and cannot be taken back: hence a set of processes
@@ -40,7 +41,7 @@ _SEVERAL = {
     "default": ("naive", "flat", "overlap", "bucketed", "invariant", *OTHERS),
     "all": (*STRATEGIES, *OTHERS),
 }
-_KEEP = "keep_memory"
+_KEEP, _LOOP = "keep_memory", "loop"
 _OVERLAPPING = ("ddp", "powersgd", "fsdp")  # strategies outside the engine that overlap
 
 
@@ -53,6 +54,7 @@ class Contestant:
     options: Mapping[str, Any] = field(default_factory=dict)
     keep_memory: bool = True  # see [Note: Two allocator settings]
     compile: str = "none"  # for our strategies: as in `gradsync train --compile`
+    own_loop: bool = False  # for our strategies: whether in the user's training loop
 
     @property
     def chose_memory(self) -> bool:
@@ -142,6 +144,9 @@ def _contestant(word: str) -> Contestant:
     keep = options.pop(_KEEP, name in STRATEGIES)
     if not isinstance(keep, bool):
         raise ConfigError(f"{name}: {_KEEP} must be true or false, got {keep!r}")
+    loop = options.pop(_LOOP, "sync.step") if name in STRATEGIES else "sync.step"
+    if loop not in ("user", "sync.step"):
+        raise ConfigError(f"{name}: {_LOOP} must be user or sync.step, got {loop!r}")
     if name in STRATEGIES:
         check_options(STRATEGIES[name], options)
     else:
@@ -150,4 +155,5 @@ def _contestant(word: str) -> Contestant:
                 known_options = ", ".join((*OTHERS[name], _KEEP))
                 raise ConfigError(f"{name} has no option {option!r} (it has: {known_options})")
             check_value(option, value, OTHERS[name][option])
-    return Contestant(label=word, name=name, options=options, keep_memory=keep)
+    how = {"keep_memory": keep, "own_loop": loop == "user"}
+    return Contestant(label=word, name=name, options=options, **how)

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gradsync.bench.contestants import ALONE, Contestant, few_steps
+from gradsync.bench.host import OPTIONS
 from gradsync.bench.meter import StepClock, Watched, taking
 from gradsync.bench.sync_plan import SyncSettings
 from gradsync.comm.base import Communicator
@@ -402,6 +403,27 @@ class Synchronised(Entrant):
         self.sync.close()
 
 
+class InTheirLoop(Entrant):
+    """A strategy of the registry in a plain loop: two lines in place of DDP's."""
+
+    knows_communication = False
+
+    def set_up(self) -> None:
+        super().set_up()
+        site, name = self.site, self.contestant.name
+        own = given_options(self.contestant, site)
+        self.sync = replicate(self.model, site.world, sync=name, groups=site.groups, **own)
+
+    def accumulating(self, *, last: bool) -> AbstractContextManager[Any]:
+        return nullcontext() if last else self.sync.no_sync()
+
+    def communicators(self) -> list[Communicator]:
+        return [self.sync.comm]
+
+    def close(self) -> None:
+        self.sync.close()
+
+
 _OTHERS: dict[str, type[Entrant]] = {
     ALONE: Alone,
     "torch_ddp": TorchDdp,
@@ -414,7 +436,8 @@ def enter(
     contestant: Contestant, site: BenchSite, clock: StepClock, *, blocking: Blocking | None = None
 ) -> Entrant:
     """Build it, see `Entrant`; all ranks of the set call this together."""
-    entrant = _OTHERS.get(contestant.name, Synchronised)(contestant, site, clock, blocking)
+    ours = InTheirLoop if contestant.own_loop else Synchronised
+    entrant = _OTHERS.get(contestant.name, ours)(contestant, site, clock, blocking)
     pin_threads(site.settings.threads)  # Accelerate sets a number of its own
     return entrant
 
@@ -433,4 +456,5 @@ def given_options(contestant: Contestant, site: BenchSite) -> dict[str, Any]:
     has_buckets = strategy.recipe is None or strategy.recipe.grouping == "buckets"
     if settings.bucket_mb is not None and "bucket_mb" in strategy.options and has_buckets:
         options = {**options, "bucket_mb": settings.bucket_mb}
-    return trainer_options(contestant.name, {**options, **contestant.options})
+    options = {**options, **(OPTIONS if settings.host else {}), **contestant.options}
+    return options if contestant.own_loop else trainer_options(contestant.name, options)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from gradsync.bench.entrants import (
     mean_loss,
 )
 from gradsync.bench.experiment import environment, failed, from_json, raise_failed
+from gradsync.bench.host import count
 from gradsync.bench.meter import StepClock, Wire
 from gradsync.bench.report import Tell, progress_bar, say, silent
 from gradsync.bench.sync_plan import (
@@ -77,6 +79,7 @@ class Checked:
     sent_bytes: float  # by this rank in a step
     memory_bytes: int | None  # at the peak, above what there was before; None: cannot be told
     comm_s: float | None  # in collectives, in a step that hides nothing; None: cannot be seen
+    host: dict[str, Any] | None  # see host.count
 
 
 def reference_losses(site: BenchSite, leaves: Leaves) -> tuple[list[float], float]:
@@ -122,6 +125,10 @@ def check(
     memory = peak.read()
     losses += [_mean(site, loss) for loss in raw[:settled]]
     drift = _drift(entrant.weights(), site)
+    host = None
+    if site.settings.host:
+        tensors = len(list(entrant.model.parameters()))
+        host = {"tensors": tensors, **count(partial(entrant.step, leaves))}
     entrant.close()
     del entrant, wire  # before the next one is built: there may be room for one only
     give_back()
@@ -131,7 +138,8 @@ def check(
         operations=operations / counted,
         sent_bytes=sent / counted,
         memory_bytes=memory,
-        comm_s=_communication(contestant, site, leaves),
+        comm_s=None if site.settings.host else _communication(contestant, site, leaves),
+        host=host,
     )
 
 

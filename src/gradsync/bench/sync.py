@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Annotated
+from typing import IO, TYPE_CHECKING, Annotated
 
 import tyro
 
+from gradsync.bench import host
 from gradsync.bench.contestants import left_out, parse_contestants, with_ideals
 from gradsync.bench.experiment import Ask, Experiment, Findings, check_least, command_of, taken
 from gradsync.bench.report import Spread, csv_text, print_table, ratios, spread, where
@@ -31,7 +32,7 @@ from gradsync.bench.sync_plan import (
     uses_cuda,
 )
 from gradsync.errors import ConfigError
-from gradsync.models.config import PRESETS
+from gradsync.models.config import PRESETS, preset
 from gradsync.plan.machine import fast_dtype
 from gradsync.runtime.machine import choose_threads
 
@@ -73,6 +74,10 @@ class SyncOptions:
     """Size of buckets, of whoever has some; default: each contestant's own. MiB."""
     threads: int | None = None  # Intra-op threads of a rank; default: cores / ranks.
     device: str = "auto"  # auto, cpu or cuda.
+    host: bool = False
+    """Measure what a step costs the host: the model's tensors and buckets, 8 wide, so that
+    computing is nothing; counts operations and calls, and says where they are. `default` stands
+    for torch_ddp, bucketed and invariant, in both loops, and auto for small."""
     same_allocator: bool = False
     """All keep freed memory in the process, as gradsync does; default: torch_ddp, accelerate and
     fabric run with the system's own setting, beside a `none` that does so too."""
@@ -87,6 +92,8 @@ class SyncOptions:
 
 def plan_of(options: SyncOptions, world: World) -> BenchPlan:
     """Check the request; under a launcher, at its number of ranks."""
+    if options.host:
+        options = _for_host(options)
     chosen = parse_contestants(options.strategies)
     world_size = world.world_size if world.is_distributed else options.world_size
     check_least(options, world_size=1, batch_size=1, leaves_per_rank=1, context_length=1)
@@ -107,7 +114,7 @@ def plan_of(options: SyncOptions, world: World) -> BenchPlan:
         SyncSettings,
         options,
         dtype=_dtype_of(options),
-        model_size=room.choose(options.model_size),
+        model_size=options.model_size if options.host else room.choose(options.model_size),
         threads=choose_threads(local, requested=options.threads),
     )
     plan = bench_plan(settings, [(each, world_size, options.batch_size) for each in contestants])
@@ -116,6 +123,23 @@ def plan_of(options: SyncOptions, world: World) -> BenchPlan:
     most = max(sum(e.worker_set == n for e in plan.entries) for n in range(len(plan.sets)))
     # The one under way is there twice.
     return plan.fitting(room, contestants=most + 1)
+
+
+def _for_host(options: SyncOptions) -> SyncOptions:
+    """The request, as it is measured with `--host`."""
+    if options.plot:
+        raise ConfigError("--host counts, and draws no picture: leave --plot out")
+    size = "small" if options.model_size == "auto" else options.model_size
+    mine = options.strategies == "default"
+    return replace(
+        options,
+        model_size=size,
+        strategies=host.CONTESTANTS if mine else options.strategies,
+        context_length=options.context_length or host.TOKENS,
+        dtype="fp32" if options.dtype == "auto" else options.dtype,
+        bucket_mb=options.bucket_mb or host.bucket_mb(preset(size)),
+        same_allocator=True,
+    )
 
 
 def _dtype_of(options: SyncOptions) -> str:
@@ -144,6 +168,8 @@ def _decided(options: SyncOptions, plan: BenchPlan, world: World) -> list[str]:
         f"{name} is left out: its package is not installed (pip install 'gradsync[bench]')"
         for name in left_out(options.strategies)
     ]
+    if options.host:
+        return []
     if options.dtype == "auto" and plan.settings.dtype == "fp32":
         lines.append(
             "dtype fp32: this processor emulates bf16; --dtype bf16 measures it all the same"
@@ -319,6 +345,8 @@ def _findings(options: SyncOptions, plan: BenchPlan, results: Results, world: Wo
     environment, rows = results[0]["environment"], rows_of(plan, results)
     words, notes = ("keeps memory",), (_LEGEND, where(environment))
     cells = [_cells(row) for row in rows]
+    if options.host:
+        return _host_findings(options, plan, results, world)
     return Findings(
         environment=environment,
         command=command_of(as_measured(options, world), _COMMAND),
@@ -327,6 +355,31 @@ def _findings(options: SyncOptions, plan: BenchPlan, results: Results, world: Wo
         show=lambda file: print_table(file, title(plan), _COLUMNS, cells, notes, words=words),
         csv=partial(rows_csv, plan, rows),
         draw=lambda path: plot_sync(path, plan, rows, title(plan), environment),
+    )
+
+
+def _host_findings(
+    options: SyncOptions, plan: BenchPlan, results: Results, world: World
+) -> Findings:
+    environment = results[0]["environment"]
+    ranks = {entry.label: plan.ranks(results, entry) for entry in plan.entries}
+    seconds = {label: step_seconds(found) for label, found in ranks.items()}
+    first = {label: found[0] for label, found in ranks.items()}
+    cells = host.cells(list(ranks), seconds, first)
+    rows = [dict(zip(host.COLUMNS, row, strict=True)) for row in cells]
+
+    def show(file: IO[str]) -> None:
+        notes = (host.LEGEND, where(environment))
+        print_table(file, title(plan), host.COLUMNS, cells, notes)
+        host.show_profiles(file, first)
+
+    return Findings(
+        environment=environment,
+        command=command_of(as_measured(options, world), _COMMAND),
+        data={"plan": asdict(plan), "rows": rows},
+        samples=[result["contestants"] for result in results],
+        show=show,
+        csv=partial(csv_text, rows),
     )
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from gradsync.bench.contestants import ALONE, Contestant
 from gradsync.bench.experiment import Ask, check_least
+from gradsync.bench.host import shrunk
 from gradsync.core.files import counted
 from gradsync.errors import ConfigError
 from gradsync.models.config import PRESETS, GPTConfig, preset
@@ -61,6 +62,7 @@ class SyncSettings:
     device: str = "auto"  # auto, cpu or cuda
     seed: int = 0  # of tokens and weights
     side_by_side: bool = True  # models stay from turn to turn; else each turn builds its own
+    host: bool = False  # the model shrunk until computing is nothing, see host.py
 
     def __post_init__(self) -> None:
         preset(self.model_size)
@@ -74,7 +76,7 @@ class SyncSettings:
             raise ConfigError(f"--bucket-mb must be positive and finite; got {self.bucket_mb}")
         if abs(self.seed) > _LARGEST_SEED:
             raise ConfigError(f"--seed must be within +-{_LARGEST_SEED}; got {self.seed}")
-        longest = PRESETS[self.model_size].block_size
+        longest = self.config.block_size
         if not 1 <= self.tokens <= longest:
             raise ConfigError(
                 f"--context-length {self.context_length}: {self.model_size!r} takes 1 to {longest} "
@@ -85,19 +87,21 @@ class SyncSettings:
     def config(self) -> GPTConfig:
         """The model's shape."""
         shape = PRESETS[self.model_size]
-        return shape if self.vocab_size is None else replace(shape, vocab_size=self.vocab_size)
+        shape = shape if self.vocab_size is None else replace(shape, vocab_size=self.vocab_size)
+        return shrunk(shape) if self.host else shape
 
     @property
     def tokens(self) -> int:
         """Tokens of a sequence."""
-        usual = min(USUAL_TOKENS, PRESETS[self.model_size].block_size)
+        usual = min(USUAL_TOKENS, self.config.block_size)
         return usual if self.context_length is None else self.context_length
 
     @property
     def model_text(self) -> str:
         """Model and precision, for titles."""
         millions = self.config.num_params() / 1e6
-        return f"GPT {self.model_size} ({millions:.1f} M parameters), {self.dtype}"
+        how = ", 8 wide" if self.host else f" ({millions:.1f} M parameters)"
+        return f"GPT {self.model_size}{how}, {self.dtype}"
 
     @property
     def turns_text(self) -> str:

@@ -17,18 +17,9 @@ from gradsync.parallel.layout import EMBEDDING, Coordinates, ModelPart, Parallel
 from gradsync.parallel.transfer import join_weights
 from gradsync.sync.buffers import BufferSync
 from gradsync.sync.check_replicas import check_replicas, hash_bits
-from gradsync.sync.reducer import (
-    BLOCK,
-    Reducer,
-    Replicas,
-    Stopwatch,
-    StragglerWatch,
-    clip_factor,
-    norm_from_blocks,
-    norms_of_blocks,
-    scale_all,
-    trainable,
-)
+from gradsync.sync.layout import BLOCK
+from gradsync.sync.norms import clip_factor, norm_from_blocks, norms_of_blocks, scale_all
+from gradsync.sync.reducer import Reducer, Replicas, Stopwatch, StragglerWatch, trainable
 from gradsync.sync.registry import build_reducer, find_strategy
 from gradsync.sync.state_methods import StateMethods
 from gradsync.sync.step import (

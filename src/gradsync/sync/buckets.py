@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, count, groupby, pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -254,6 +254,7 @@ class Bucket:
         """Gradients, by slot, that were in `.grad` before backward: the user's own memory."""
         self._flats: list[Tensor] = []
         self._views: list[list[Tensor]] = []
+        self._parts: dict[tuple[int, int], list[Tensor]] = {}
 
     def flat(self, number: int) -> Tensor:
         """Buffer `number`, shape [plan.numel]; made when first asked for, padding zero."""
@@ -277,6 +278,7 @@ class Bucket:
             self._views.append([])
         self._flats[number] = memory
         self._views[number] = self._views_into(memory)
+        self._parts.clear()
 
     def add(self, left: Tensor, right: Tensor, start: int, at: Node) -> None:
         """Add `right` to `left`, [n]: what two nodes below node `at` have of the elements from
@@ -320,6 +322,29 @@ class Bucket:
             view if parameter.is_contiguous() else torch.empty_like(parameter).copy_(view)
             for view, parameter in zip(views, self.parameters, strict=True)
         ]
+
+    def fits(self, gradient: Tensor) -> bool:
+        """Whether it is dense, and of the dtype that the parameters had."""
+        return gradient.dtype is self.dtype and gradient.layout is torch.strided
+
+    def memory(self) -> list[Tensor]:
+        """Memory of what `gradients` hands out: all of it at once, where every gradient is a part
+        of the bucket's."""
+        if not self.kept and all(parameter.is_contiguous() for parameter in self.parameters):
+            return [self.flat(0) if self._sums is None else self._sums[0]]
+        return [p.grad for p in self.parameters if p.grad is not None]
+
+    def parts(self, number: int, most: int | None = None) -> list[Tensor]:
+        """Memory of buffer `number`, flat: all of it, or of parameters of `most` elements each."""
+        if most is None:
+            return [self.flat(number)]
+        key = number, most
+        if key not in self._parts:
+            small = [place for place, slot in enumerate(self.plan.slots) if slot.numel <= most]
+            turn = count()
+            runs = [list(run) for _, run in groupby(small, lambda place: place - next(turn))]
+            self._parts[key] = [part for r in runs if (part := self.span(number, r)) is not None]
+        return self._parts[key]
 
     def gradients(self, used: Sequence[bool]) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
         """Each parameter with what its `.grad` becomes: the sum over all ranks, in the user's own
@@ -386,6 +411,7 @@ class Bucket:
         """Free the memory; the next use allocates it again."""
         self._flats.clear()
         self._views.clear()
+        self._parts.clear()
 
 
 class PlainSums:

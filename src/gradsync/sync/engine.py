@@ -16,6 +16,7 @@ import logging
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ from gradsync.sync.buckets import Bucket, Sums
 from gradsync.sync.exchange import Exchange
 from gradsync.sync.layout import Item, plan_buckets
 from gradsync.sync.options import Recipe
-from gradsync.sync.reducer import Reducer, Replicas, Stopwatch, trainable
+from gradsync.sync.reducer import SMALL, Reducer, Replicas, Stopwatch, trainable
 from gradsync.sync.stochastic_rounding import StochasticRounding
 
 if TYPE_CHECKING:
@@ -140,7 +141,9 @@ class Engine(Reducer):
         if not self._in_leaf and not self._user_leaf_begins(parameter):
             return
         bucket, slot = self._places[index]
-        _check_gradient(self._names[index], parameter, bucket, slot)
+        gradient = parameter.grad
+        if bucket.fired[slot] or (gradient is not None and not bucket.fits(gradient)):
+            raise _unfit(self._names[index], gradient, bucket, slot)
         if self._user_leaf:
             bucket.keep(slot)
         bucket.mark(slot)
@@ -209,8 +212,9 @@ class Engine(Reducer):
         """Launch in bucket order, up to the first one that is not full."""
         while len(self._works) < len(self.buckets) and not self.buckets[len(self._works)].missing:
             bucket = self.buckets[len(self._works)]
-            own, on_cuda = self._own_sums(bucket), bucket.flat(0).is_cuda
-            self.non_finite.look(own, on_cuda=on_cuda, large=self._user_leaf)
+            parts = self._memory_of(bucket, large=self._user_leaf)
+            how = {"on_cuda": bucket.flat(0).is_cuda, "large": self._user_leaf}
+            self.non_finite.look(parts, partial(self._own_sums, bucket), **how)
             self._works.append(self._launched(bucket))
 
     def _launched(self, bucket: Bucket) -> Work:
@@ -221,8 +225,16 @@ class Engine(Reducer):
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         return chain.from_iterable(map(self._own_sums, self.buckets[len(self._works) :]))
 
+    def gradient_memory(self, *, large: bool) -> list[Tensor]:
+        left = self.buckets[len(self._works) :]
+        return [part for bucket in left for part in self._memory_of(bucket, large=large)]
+
     def _own_sums(self, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
         return bucket.named_sums(self._names, self._sums.num_buffers)
+
+    def _memory_of(self, bucket: Bucket, *, large: bool) -> list[Tensor]:
+        numbers = range(self._sums.num_buffers)
+        return [part for n in numbers for part in bucket.parts(n, None if large else SMALL)]
 
     def launch(self) -> list[bool]:
         self._watch.start()
@@ -332,24 +344,22 @@ def lay_out_buckets(
     ]
 
 
-def _check_gradient(name: str, parameter: nn.Parameter, bucket: Bucket, slot: int) -> None:
-    """Raise ConfigError for a gradient that does not fit its slot in the bucket."""
-    gradient = parameter.grad
-    if bucket.fired[slot]:
-        raise ConfigError(
+def _unfit(name: str, gradient: Tensor | None, bucket: Bucket, slot: int) -> ConfigError:
+    """The error for a gradient that does not fit its slot in the bucket."""
+    if bucket.fired[slot] or gradient is None:
+        return ConfigError(
             f"parameter {name!r} got a gradient twice in one backward (activation checkpointing "
             "with use_reentrant=True does that: use use_reentrant=False; so does a second backward "
             "after one that raised: call sync.discard() in between)"
         )
-    if gradient is not None and gradient.layout != torch.strided:
-        raise ConfigError(
+    if gradient.layout != torch.strided:
+        return ConfigError(
             f"parameter {name!r} has a sparse gradient; build its layer with sparse=False"
         )
-    if gradient is not None and gradient.dtype != bucket.dtype:
-        raise ConfigError(
-            f"parameter {name!r} was {bucket.dtype} when the model was replicated and is "
-            f"{gradient.dtype} now: convert the model first, then call gs.replicate"
-        )
+    return ConfigError(
+        f"parameter {name!r} was {bucket.dtype} when the model was replicated and is "
+        f"{gradient.dtype} now: convert the model first, then call gs.replicate"
+    )
 
 
 def gone() -> ConfigError:

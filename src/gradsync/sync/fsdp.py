@@ -28,7 +28,8 @@ from torch.distributed.tensor import DTensor
 from gradsync.comm.base import Communicator
 from gradsync.core.torch_private import mesh_of, reduce_unused_params, version
 from gradsync.errors import ConfigError
-from gradsync.sync.reducer import Reducer, Replicas, Stopwatch, clip_shards, trainable
+from gradsync.sync.norms import clip_shards
+from gradsync.sync.reducer import Reducer, Replicas, Stopwatch, trainable
 from gradsync.sync.sharded_state import (
     HeldState,
     Share,

@@ -45,8 +45,9 @@ from gradsync.sync.elementwise import (
     group_numbers,
     members_of,
 )
+from gradsync.sync.norms import clip_factor, scale_all
 from gradsync.sync.pending import WaitingState, WaitingWeights, can_be_marked
-from gradsync.sync.reducer import Replicas, Stopwatch, clip_factor, scale_all
+from gradsync.sync.reducer import Replicas, Stopwatch
 from gradsync.sync.step_metadata import options
 from gradsync.sync.tree_exchange import ShardedNorm, TreeExchange
 from gradsync.sync.watch import why_not_now

@@ -13,7 +13,7 @@ length is a multiple of 64 x ranks, so that it can be cut into equal shards:
     shards     [ p3[0:512] | p3[512:700] . p1[0:320] | p1[320:325] .. ]      one per rank
 
 Ranks that share memory are given whole blocks instead, which are those of the clipping norm
-([Note: Fixed blocks] in reducer.py), and process them run by run, since a run fits into the cache:
+([Note: Fixed blocks] in norms.py), and process them run by run, since a run fits into the cache:
 
     parameters [ p2 ................................ | . p0 ....... | . p1 .. ]
     blocks     [ 65,536 | 65,536 | rest              | p0           | p1      ]   never span two
@@ -30,7 +30,7 @@ ALIGNMENT = 64
 """Elements; parameters and shards start at multiples of it."""
 
 BLOCK = 65_536
-"""Elements of a block; equal to `clip.BLOCK`."""
+"""Elements of a block of the norm; a block never spans two parameters."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

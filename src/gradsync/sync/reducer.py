@@ -9,11 +9,6 @@
 A `Reducer` collects and sums; its `shards` say what a rank owns of the result. `Replicas` owns
 everything, and is the base of what owns less: shards (ZeRO-1 and 2, FSDP2), a share of memory that
 a host's ranks have in common, or a replica that drifts between rounds.
-
-[Note: Fixed blocks] A norm is a sum, and a sum's bits depend on how it is grouped: per parameter,
-flat and sharded norms of the same gradient gave four different values. So the grouping is fixed:
-each parameter is cut into blocks of 65,536 elements, each block's norm is taken alone (fp32), and
-the squares are added in float64 in parameter order. Buckets, shards and ranks do not appear.
 """
 
 from __future__ import annotations
@@ -23,6 +18,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,8 +26,9 @@ import torch
 from gradsync.comm.base import Communicator, Work
 from gradsync.comm.finite import non_finite
 from gradsync.comm.process_group import Done
-from gradsync.core.torch_private import foreach_mul_, foreach_norm
+from gradsync.core.torch_private import foreach_norm
 from gradsync.errors import RunError
+from gradsync.sync.norms import clip_gradients, scale_all
 from gradsync.sync.stochastic_rounding import STEP, StochasticRounding
 
 if TYPE_CHECKING:
@@ -199,6 +196,9 @@ class Replicas:
         """Rounds nodes of the tree; the number of its steps is kept from run to run."""
         self.updates: Callable[[Sequence[Tensor]], AbstractContextManager[Any]] = nullcontext
         """Encloses an update after `publish`, of these parameters."""
+        self._given: list[Tensor] = []
+        self._memory: list[Tensor] = []
+        """Gradients as `take` handed them out, and the memory in which all of them lie."""
 
     # -- a step, in the order of its calls --------------------------------------------------------
 
@@ -232,12 +232,19 @@ class Replicas:
         for bucket in buckets:
             for parameter, gradient in bucket.gradients(used):
                 parameter.grad = gradient
+        self._memory = [memory for bucket in buckets for memory in bucket.memory()]
+        self._given = Replicas.owned(self)
         self.scale(factor)
 
     def scale(self, factor: float | None) -> None:
         """Multiply `owned()` by `factor`: from sums to the mean."""
         if factor is not None:
-            scale_all(self.owned(), factor)
+            scale_all(self._memory_of(self.owned()), factor)
+
+    def _memory_of(self, gradients: list[Tensor]) -> list[Tensor]:
+        """Few large tensors in place of many small ones, where they are as `take` made them."""
+        same = len(gradients) == len(self._given) and all(map(is_, gradients, self._given))
+        return self._memory if same else gradients
 
     def owned(self) -> list[Tensor]:
         """The gradient slices that this rank owns."""
@@ -252,7 +259,8 @@ class Replicas:
 
     def clip(self, max_norm: float) -> Tensor:
         """Scale the mean gradient to an L2 norm of at most `max_norm`; returns the old norm, []."""
-        return clip_gradients(self.owned(), max_norm)
+        gradients = self.owned()
+        return clip_gradients(gradients, max_norm, self._memory_of(gradients))
 
     def update(self, optimizers: Sequence[Optimizer]) -> None:
         """Do one step of each optimizer on owned slices; they hold different parameters."""
@@ -414,6 +422,11 @@ class Reducer(ABC):
         """This rank's contribution to the sums, as far as it has not been sent."""
         return ((name, p.grad) for name, p in trainable(self.model) if p.grad is not None)
 
+    def gradient_memory(self, *, large: bool) -> list[Tensor]:
+        """Memory of `named_gradients`; unless `large`, of those of at most `SMALL` elements."""
+        own = (gradient.detach() for _, gradient in self.named_gradients())
+        return [gradient for gradient in own if large or gradient.numel() <= SMALL]
+
     def launch(self) -> list[bool]:
         """Start the remaining communication; returns which parameters have gradients here."""
         return [parameter.grad is not None for parameter in self.parameters]
@@ -488,74 +501,10 @@ def _as_hook(on_gradient: Callable[[nn.Parameter], bool]) -> Callable[[Any], Non
     return gradient_is_ready
 
 
-# -- norms ----------------------------------------------------------------------------------------
-
-BLOCK = 65_536
-"""Elements of a block; a block never spans two parameters."""
-_SMALL = 16_384
+SMALL = 16_384
 """Elements of a gradient that is looked at in every step: a norm's, a bias's."""
 _CUDA_STEPS = 100
 """Steps between two looks at the gradients on CUDA, where each waits for the device."""
-
-
-def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """L2 norm of all `gradients`, fp32 [] (fp64 if one of them is), see [Note: Fixed blocks]."""
-    if not gradients:
-        return torch.zeros(())
-    double = any(gradient.dtype == torch.float64 for gradient in gradients)
-    # Contiguous: a sum over strided memory is grouped differently.
-    blocks = [block for g in gradients for block in g.contiguous().view(-1).split(BLOCK)]
-    return norm_from_blocks(norms_of_blocks(blocks), double=double)
-
-
-def norms_of_blocks(blocks: Sequence[Tensor]) -> Tensor:
-    """L2 norm of each of `blocks`, contiguous; fp64 [len(blocks)]."""
-    # 16-bit blocks are widened first, or their norms would be rounded to 16 bits.
-    blocks = [block.float() if block.element_size() == 2 else block for block in blocks]
-    return torch.stack(foreach_norm(blocks)).double()
-
-
-def norm_from_blocks(norms: Tensor, *, double: bool) -> Tensor:
-    """The total norm, fp32 (fp64 if `double`) [], from those of all blocks in order."""
-    # In one order: cumsum's on a CPU, whatever the vector width; on a GPU it varies, not sum()'s.
-    total = norms.square().sum() if norms.is_cuda else norms.square().cumsum(0)[-1]
-    return total.sqrt().to(torch.float64 if double else torch.float32)
-
-
-def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """Factor, at most 1, that scales a gradient of norm `norm` to at most `max_norm`."""
-    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
-
-
-def scale_all(tensors: list[Tensor], factor: Any) -> None:
-    """Multiply in place, by a number or a tensor []; not by 1.0, the factor of gradients that need
-    no clipping, where it is known without waiting for a device."""
-    is_known = isinstance(factor, float) or factor.device.type == "cpu"
-    if tensors and not (is_known and float(factor) == 1.0):
-        foreach_mul_(tensors, factor)
-
-
-def clip_gradients(gradients: Sequence[Tensor], max_norm: float) -> Tensor:
-    """Scale `gradients` in place so that their norm is at most `max_norm` (Pascanu et al. 2013,
-    arXiv 1211.5063); returns the norm before, []."""
-    norm = gradient_norm(gradients)
-    # Between tensors [] torch promotes dtypes; between [1] and [], as in shards, not.
-    scale_all([g if g.dim() else g.view(1) for g in gradients], clip_factor(norm, max_norm))
-    return norm
-
-
-def clip_shards(
-    shards: list[Tensor], max_norm: float, comm: Communicator, device: torch.device
-) -> Tensor:
-    """Do what `clip_gradients` does for gradients of which each rank holds some, or none: the norm
-    is that of all, and its last bits depend on where they are cut."""
-    square = gradient_norm(shards).to(device).double().square()
-    # Whole group, float64 []; overlaps nothing: the factor depends on it.
-    comm.all_reduce(square).wait()
-    double = any(shard.dtype == torch.float64 for shard in shards)
-    norm = square.sqrt() if double else square.sqrt().float()
-    scale_all(shards, clip_factor(norm, max_norm))
-    return norm
 
 
 class NonFinite:
@@ -572,20 +521,30 @@ class NonFinite:
         self._found: list[str] = []
 
     def look(
-        self, named: Iterable[tuple[str, Tensor]], *, on_cuda: bool, large: bool = True
+        self,
+        parts: Sequence[Tensor],
+        named: Callable[[], Iterable[tuple[str, Tensor]]],
+        *,
+        on_cuda: bool,
+        large: bool = True,
     ) -> None:
-        """Note the names of gradients that are not finite: reads their memory once. Without
-        `large`, of small ones, and none on CUDA."""
+        """Note the names of gradients that are not finite; looks at none that are not `large` on
+        CUDA, where it would wait in each step.
+
+        Args:
+            parts: memory of gradients; read once. Names are asked for where it is not finite.
+            named: the gradients.
+            on_cuda: where they are.
+            large: whether `parts` hold large ones too.
+        """
         if on_cuda and (self._step % _CUDA_STEPS or not large):
             return
-        looked_at = [(n, g.detach()) for n, g in named if large or g.numel() <= _SMALL]
-        plain = [g for _, g in looked_at if g.is_floating_point() and g.layout == torch.strided]
-        # One look at all norms first: names are for the step in which something is wrong.
-        if len(plain) == len(looked_at) and (
+        plain = [p for p in parts if p.is_floating_point() and p.layout == torch.strided]
+        if len(plain) == len(parts) and (
             not plain or torch.stack(foreach_norm(plain)).isfinite().all()
         ):
             return
-        if found := non_finite(looked_at):
+        if found := non_finite((n, g) for n, g in named() if large or g.numel() <= SMALL):
             self._found.append(found)
 
     def step_ends(self, rank: int) -> None:

@@ -36,15 +36,10 @@ from gradsync.sync.buckets import FORGOTTEN, UNKNOWN, Bucket, SumPlan, Sums, pla
 from gradsync.sync.elementwise import members_of, why_whole
 from gradsync.sync.exchange import Exchange
 from gradsync.sync.layout import BLOCK, Run
+from gradsync.sync.norms import clip_factor, norm_from_blocks, norms_of_blocks
 from gradsync.sync.options import Recipe
 from gradsync.sync.pending import num_uses
-from gradsync.sync.reducer import (
-    Replicas,
-    Stopwatch,
-    clip_factor,
-    norm_from_blocks,
-    norms_of_blocks,
-)
+from gradsync.sync.reducer import Replicas, Stopwatch
 from gradsync.sync.shared_update import Flat, SharedUpdate, SharedWeights, can_move, flats_of
 from gradsync.sync.watch import why_not_now
 
@@ -56,7 +51,7 @@ log = logging.getLogger("gradsync")
 
 
 class BlockNorms:
-    """Shared norms of a host's ranks, see [Note: Fixed blocks] in reducer.py.
+    """Shared norms of a host's ranks, see [Note: Fixed blocks] in norms.py.
 
     Args:
         comm: the ranks of the host.

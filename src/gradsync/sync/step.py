@@ -223,8 +223,9 @@ def _warn_of_non_finite(reducer: Reducer, call: StepCall) -> None:
     or not known."""
     large = call.loss is None or not call.loss.is_finite
     if not call.discard and call.scale is None and (large or reducer.own_gradients):
-        on_cuda = reducer.parameters[0].is_cuda
-        reducer.non_finite.look(reducer.named_gradients(), on_cuda=on_cuda, large=large)
+        parts, on_cuda = reducer.gradient_memory(large=large), reducer.parameters[0].is_cuda
+        named = reducer.named_gradients
+        reducer.non_finite.look(parts, named, on_cuda=on_cuda, large=large)
     reducer.non_finite.step_ends(reducer.comm.rank)
 
 

@@ -60,7 +60,7 @@ from gradsync.sync.buckets import (
 )
 from gradsync.sync.exchange import Exchange
 from gradsync.sync.layout import BLOCK, ParameterBlock, blocks_of
-from gradsync.sync.reducer import norm_from_blocks, norms_of_blocks
+from gradsync.sync.norms import norm_from_blocks, norms_of_blocks
 from gradsync.sync.sharded_state import Owners
 
 if TYPE_CHECKING:
@@ -437,7 +437,7 @@ def pieces_of_rank(blocks: Sequence[ParameterBlock], spans: Sequence[range], ran
 
 class ShardedNorm:
     """The norm of gradients in shards, with the bits of whole ones: see [Note: Fixed blocks] in
-    reducer.py. Each rank takes the norms of the blocks that begin in its shards.
+    norms.py. Each rank takes the norms of the blocks that begin in its shards.
 
     Args:
         parameters: in the order in which their norms are added.
@@ -452,6 +452,7 @@ class ShardedNorm:
         self._counts = torch.tensor([-(-p.numel() // BLOCK) for p in parameters])
         self._firsts = [0, *self._counts.cumsum(0).tolist()]
         self._pieces: WeakKeyDictionary[Bucket, Pieces] = WeakKeyDictionary()
+        self._places: tuple[list[int], Tensor] | None = None
 
     def of(
         self,
@@ -476,7 +477,8 @@ class ShardedNorm:
             "norm", lambda lane: self._take_own(buckets, shards, norms, factor, lane)
         ).wait()
         self._comm.all_reduce(norms).wait()
-        norms = norms.where(torch.tensor(used).repeat_interleave(self._counts).to(device), 0.0)
+        if not all(used):
+            norms = norms.where(torch.tensor(used).repeat_interleave(self._counts).to(device), 0.0)
         pairs = zip(self._parameters, used, strict=True)
         return norm_from_blocks(
             norms, double=any(p.dtype == torch.float64 for p, here in pairs if here)
@@ -527,7 +529,9 @@ class ShardedNorm:
             norms_of_blocks([mean(*each) for each in wholes[first : first + size]])
             for first in range(0, len(wholes), size)
         ]
-        norms[torch.tensor(places, device=norms.device)] = torch.cat(found)
+        if self._places is None or self._places[0] != places:
+            self._places = places, torch.tensor(places, device=norms.device)  # it waits: once
+        norms[self._places[1]] = torch.cat(found)
 
     def _pieces_of(self, bucket: Bucket) -> Pieces:
         """See `pieces_of_rank`."""

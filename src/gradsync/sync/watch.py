@@ -10,7 +10,7 @@ and all compare once one has found some; `check_replicas` finds the edits that t
 
     version counters       any in-place operation of autograd, `load_state_dict`
     addresses              `parameter.data = other`
-    samples, on a CPU      `parameter.data.mul_`, a NumPy array over the memory: some elements of
+    samples, on a CPU      `parameter.data.mul_`, a NumPy array over the memory: some bytes of
                            each of `_SAMPLED` parameters, others after every step
 
 The samples taken after a step are compared over ranks in the next one's message: an edit within an
@@ -23,6 +23,7 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable
+from ctypes import c_char
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -236,8 +237,8 @@ def refuse_closure(optimizer: Optimizer) -> None:
 
 _SAMPLED = 64
 """Parameters that are sampled after a step, and before the next; about 3 us each."""
-_ELEMENTS = 8
-"""Elements sampled of each parameter."""
+_BYTES = 16
+"""Sampled of each parameter at its begin, and as many at a place that moves from step to step."""
 
 
 class ReplicaWatch:
@@ -323,17 +324,11 @@ class ReplicaWatch:
         """Versions and addresses of `weights` by their ids, and the bits of a few elements of some.
 
         Different ones in every step, so that all have their turn."""
-        seen = list(weights)
-        sampled = [id(w) in self._sampled and _readable(w) for w in seen]
-        parts = [_few(w.detach()) if here else None for w, here in zip(seen, sampled, strict=True)]
-        bits = memoryview(b"")
-        if any(part is not None for part in parts):
-            given = [part.contiguous().view(torch.uint8) for part in parts if part is not None]
-            bits = memoryview(torch.cat(given).numpy().tobytes())
-        signs, end = {}, 0
-        for weight, part in zip(seen, parts, strict=True):
-            begin, end = end, end + (0 if part is None else part.numel() * part.element_size())
-            signs[id(weight)] = version(weight), weight.data_ptr(), bytes(bits[begin:end])
+        sampled, signs = self._sampled, {}
+        for weight in weights:
+            key = id(weight)
+            bits = _few(weight, self._turn) if key in sampled and _readable(weight) else b""
+            signs[key] = version(weight), weight.data_ptr(), bits
         return signs
 
 
@@ -348,20 +343,27 @@ def _is_plain(weight: Tensor) -> bool:
     return is_dense and not weight.is_inference()
 
 
+_Sample = c_char * _BYTES
+_STRIDE = 40_503
+"""Bytes between the places of two steps: odd, so that all have their turn."""
+_FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
+
+
 def _readable(weight: Tensor) -> bool:
     """Whether it can be read without waiting for a device."""
     return (
-        weight.device.type == "cpu"
-        and weight.dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-        and weight.is_contiguous()
-        and weight.numel() > 0
+        weight.is_cpu and weight.dtype in _FLOATS and weight.is_contiguous() and weight.numel() > 0
     )
 
 
-def _few(weight: Tensor) -> Tensor:
-    """Up to `_ELEMENTS` elements at equal distances, the first one among them."""
-    count = min(_ELEMENTS, weight.numel())
-    return weight.as_strided((count,), ((weight.numel() - 1) // max(count - 1, 1) or 1,))
+def _few(weight: Tensor, turn: int) -> bytes:
+    """Bytes at its begin and at a place that depends on `turn`; read by address, as a view of torch
+    takes five times as long, and a NumPy array would forbid to resize the memory."""
+    begin, size = weight.data_ptr(), weight.numel() * weight.element_size()
+    if size <= 2 * _BYTES:
+        return (c_char * size).from_address(begin).raw
+    place = begin + _BYTES + turn * _STRIDE % (size - 2 * _BYTES + 1)
+    return _Sample.from_address(begin).raw + _Sample.from_address(place).raw
 
 
 class ModuleHook:

@@ -34,8 +34,9 @@ from gradsync.sync import pending
 from gradsync.sync.buckets import Bucket
 from gradsync.sync.elementwise import check_elementwise, members_of
 from gradsync.sync.exchange import Then
+from gradsync.sync.norms import clip_factor, clip_shards, scale_all
 from gradsync.sync.pending import WaitingWeights, can_be_marked
-from gradsync.sync.reducer import Replicas, Stopwatch, clip_factor, clip_shards, scale_all
+from gradsync.sync.reducer import Replicas, Stopwatch
 from gradsync.sync.sharded_optimizer import (
     ShardedOptimizer,
     ShardLayout,

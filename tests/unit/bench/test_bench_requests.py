@@ -99,6 +99,11 @@ REFUSALS = {
     "bench sync": [
         ("--model-size tinny", "did you mean tiny"),
         ("--model-size 2.7b --world-size 64", "GB short"),
+        ("--host --plot x.png", "--host counts, and draws no picture"),
+        (
+            "--host --strategies naive:loop=mine",
+            "naive: loop must be user or sync.step, got 'mine'",
+        ),
         (
             "--same-allocator --strategies torch_ddp:keep_memory=false",
             "torch_ddp:keep_memory=false",

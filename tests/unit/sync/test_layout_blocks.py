@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from gradsync.sync.buckets import UNKNOWN, plan_sum
 from gradsync.sync.layout import BLOCK, Slot, blocks_of, runs_of, share_blocks
-from gradsync.sync.reducer import BLOCK as NORM_BLOCK
 
 sizes = st.lists(st.integers(0, 3 * BLOCK), max_size=12)
 
@@ -19,10 +18,6 @@ def slots_of(numels: list[int]) -> list[Slot]:
         slots.append(Slot(index=index, offset=offset, numel=numel))
         offset += -(-numel // 64) * 64
     return slots
-
-
-def test_blocks_are_those_of_the_norm() -> None:
-    assert BLOCK == NORM_BLOCK
 
 
 @given(sizes, st.integers(1, 9))

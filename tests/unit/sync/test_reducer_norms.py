@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradsync.sync.reducer import BLOCK, clip_gradients, gradient_norm, scale_all
+from gradsync.sync.layout import BLOCK
+from gradsync.sync.norms import (
+    clip_gradients,
+    gradient_norm,
+    norms_in_rows,
+    norms_of_blocks,
+    scale_all,
+)
 
 SHAPES = [(3,), (70, 9), (BLOCK,), (BLOCK + 1,), (4, 5, 6, 7), (2 * BLOCK + 77,), ()]
 
@@ -145,3 +152,16 @@ def test_a_number_is_scaled_as_an_element_of_a_shard_is() -> None:
         clip_gradients([number, wide.clone()], 0.3)
         clip_gradients([row, wide.clone()], 0.3)
         assert number == row[0]
+
+
+def test_norms_in_rows_are_those_of_the_blocks() -> None:
+    """As a GPU takes them: whole blocks together, in rooms of 256, and the rest; order is kept."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = [3, BLOCK, 0, BLOCK, BLOCK - 1, *[BLOCK] * 256, 1]
+    kinds = [torch.float32, torch.bfloat16, torch.float32, torch.float64]
+    blocks = [
+        torch.randn(size, generator=generator).to(kinds[place % 4])
+        for place, size in enumerate(sizes)
+    ]
+    torch.testing.assert_close(norms_in_rows(blocks), norms_of_blocks(blocks))
+    assert torch.equal(norms_in_rows(blocks[1:2]), norms_in_rows(blocks)[1:2])

@@ -1,0 +1,120 @@
+"""Norms of gradients, and clipping by them.
+
+[Note: Fixed blocks] A norm is a sum, and a sum's bits depend on how it is grouped: per parameter,
+flat and sharded norms of the same gradient gave four different values. So the grouping is fixed:
+each parameter is cut into blocks of 65,536 elements, each block's norm is taken alone (fp32), and
+the squares are added in float64 in parameter order. Buckets, shards and ranks do not appear.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gradsync.comm.base import Communicator
+from gradsync.core.torch_private import foreach_copy_, foreach_mul_, foreach_norm
+from gradsync.sync.layout import BLOCK
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_ROWS = 256
+"""Blocks that a GPU takes the norms of at once."""
+
+
+def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """L2 norm of all `gradients`, fp32 [] (fp64 if one of them is), see [Note: Fixed blocks]."""
+    if not gradients:
+        return torch.zeros(())
+    double = any(gradient.dtype == torch.float64 for gradient in gradients)
+    # Contiguous: a sum over strided memory is grouped differently.
+    in_blocks = (
+        (g,) if g.numel() <= BLOCK else g.view(-1).split(BLOCK)
+        for g in (gradient.contiguous() for gradient in gradients)
+    )
+    return norm_from_blocks(norms_of_blocks([*chain(*in_blocks)]), double=double)
+
+
+def norms_of_blocks(blocks: Sequence[Tensor]) -> Tensor:
+    """L2 norm of each of `blocks`, contiguous; fp64 [len(blocks)]."""
+    if blocks and blocks[0].is_cuda:
+        return norms_in_rows(blocks)
+    # 16-bit blocks are widened first, or their norms would be rounded to 16 bits.
+    blocks = [block.float() if block.element_size() == 2 else block for block in blocks]
+    return torch.stack(foreach_norm(blocks)).double()
+
+
+def norms_in_rows(blocks: Sequence[Tensor]) -> Tensor:
+    """`norms_of_blocks` with few launches: whole blocks are stacked to rows, always as many, since
+    on a GPU a sum's grouping depends on the shape; the rest one by one, in one call."""
+    rows = [block.numel() == BLOCK and block.element_size() <= 4 for block in blocks]
+    whole = [block for block, in_row in zip(blocks, rows, strict=True) if in_row]
+    rest = [block for block, in_row in zip(blocks, rows, strict=True) if not in_row]
+    found = []
+    room = blocks[0].new_zeros((_ROWS if whole else 0, BLOCK), dtype=torch.float32)
+    for first in range(0, len(whole), _ROWS):
+        taken = whole[first : first + _ROWS]
+        foreach_copy_(list(room[: len(taken)].unbind()), taken)
+        found.append(torch.linalg.vector_norm(room, dim=1)[: len(taken)].double())
+    if rest:
+        wide = [block.float() if block.element_size() == 2 else block for block in rest]
+        found.append(torch.stack(foreach_norm(wide)).double())
+    return torch.cat(found)[_in_order(tuple(rows), blocks[0].device)]
+
+
+@functools.lru_cache(maxsize=8)
+def _in_order(rows: tuple[bool, ...], device: torch.device) -> Tensor:
+    """Places of the blocks, where those in rows come first; copied to `device` once, since a copy
+    waits for all that it has to do."""
+    order = sorted(range(len(rows)), key=lambda number: not rows[number])
+    return torch.tensor(order).argsort().to(device)
+
+
+def norm_from_blocks(norms: Tensor, *, double: bool) -> Tensor:
+    """The total norm, fp32 (fp64 if `double`) [], from those of all blocks in order."""
+    # In one order: cumsum's on a CPU, whatever the vector width; on a GPU it varies, not sum()'s.
+    total = norms.square().sum() if norms.is_cuda else norms.square().cumsum(0)[-1]
+    return total.sqrt().to(torch.float64 if double else torch.float32)
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """Factor, at most 1, that scales a gradient of norm `norm` to at most `max_norm`."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+def scale_all(tensors: list[Tensor], factor: Any) -> None:
+    """Multiply in place, by a number or a tensor []; not by 1.0, the factor of gradients that need
+    no clipping, where it is known without waiting for a device."""
+    is_known = isinstance(factor, float) or factor.device.type == "cpu"
+    if tensors and not (is_known and float(factor) == 1.0):
+        foreach_mul_(tensors, factor)
+
+
+def clip_gradients(
+    gradients: Sequence[Tensor], max_norm: float, memory: Sequence[Tensor] | None = None
+) -> Tensor:
+    """Scale `gradients` in place so that their norm is at most `max_norm` (Pascanu et al. 2013,
+    arXiv 1211.5063); returns the norm before, []. All of them lie in `memory`, if it is given."""
+    norm = gradient_norm(gradients)
+    held = gradients if memory is None else memory
+    # Between tensors [] torch promotes dtypes; between [1] and [], as in shards, not.
+    scale_all([m if m.dim() else m.view(1) for m in held], clip_factor(norm, max_norm))
+    return norm
+
+
+def clip_shards(
+    shards: list[Tensor], max_norm: float, comm: Communicator, device: torch.device
+) -> Tensor:
+    """Do what `clip_gradients` does for gradients of which each rank holds some, or none: the norm
+    is that of all, and its last bits depend on where they are cut."""
+    square = gradient_norm(shards).to(device).double().square()
+    # Whole group, float64 []; overlaps nothing: the factor depends on it.
+    comm.all_reduce(square).wait()
+    double = any(shard.dtype == torch.float64 for shard in shards)
+    norm = square.sqrt() if double else square.sqrt().float()
+    scale_all(shards, clip_factor(norm, max_norm))
+    return norm

@@ -15,6 +15,8 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import gradsync as gs
@@ -23,6 +25,7 @@ from gradsync.comm.groups import Groups, RankPlacement, with_cpu_group
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.core import torch_private
 from gradsync.runtime.device import check_not_shared, device_identity
+from gradsync.sync.buckets import at_once, largest_nodes, merges_of, root, shares
 from gradsync.sync.build import publishes_later
 from gradsync.sync.options import Recipe
 from gradsync.sync.tree_exchange import TreeExchange
@@ -187,3 +190,74 @@ def test_a_failure_is_said_after_the_groups_were_aborted(tmp_path: Path) -> None
     assert "PeerError" in first.stderr
     assert "ValueError: mine" in second.stderr
     assert first.returncode != 0 != second.returncode
+
+
+def own_group(comm: Any, _: torch.device) -> ProcessGroupCommunicator:
+    """A lane's group, as on GPUs."""
+    made = dist.new_group(dist.get_process_group_ranks(comm.group))
+    return ProcessGroupCommunicator(made, made=[made])
+
+
+def gathered(rank: int, world_size: int, store_path: str) -> list[tuple[Any, list[str]]]:
+    """Weights by halves and rounds, and by one exchange and one all-gather; and what was sent."""
+    found, sent = [], []
+
+    class Counting(ProcessGroupCommunicator):
+        def exchange(self, *given: Any) -> Any:
+            sent.append(("exchange", (*given[0], *given[1])[0][0].dtype))
+            return super().exchange(*given)
+
+        def all_gather(self, output: Any, tensor: Any) -> Any:
+            sent.append(("all_gather", output.dtype))
+            return super().all_gather(output, tensor)
+
+    with open_session(rank, world_size, store_path) as world:
+        for sync, late in (("invariant", False), ("invariant", True), ("zero1", False)):
+            for as_on_gpus in (False, True):
+                torch.manual_seed(0)
+                model = nn.Sequential(nn.Linear(5, 300), nn.Tanh(), nn.Linear(300, 2))
+                how = {"gathers": lambda _, here=as_on_gpus: here}
+                if as_on_gpus:
+                    how["for_background"] = lambda comm, device: Counting(
+                        (own := own_group(comm, device)).group, made=own._made
+                    )
+                options = {"collective": "backend", "bucket_mb": 0.001, "overlap_publish": late}
+                with patch.multiple("gradsync.sync.build", **how):
+                    handle = gs.replicate(model, world, sync=sync, **options)
+                optimizer = torch.optim.AdamW(model.parameters())
+                for step in range(3):
+                    for leaf in range(2 * rank, 2 * rank + 2 - rank % 2):
+                        torch.manual_seed(100 * step + leaf)
+                        handle.backward(model(torch.randn(3, 5)).square().sum(), weight=3)
+                    handle.step(optimizer, clip_norm=0.1)
+                weights = handle.full_weights()
+                handle.close()
+                kinds = [kind for kind, dtype in sent if dtype == torch.float32]
+                sent.clear()
+                found.append(([weights[name].tolist() for name in sorted(weights)], kinds))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_two_calls_a_bucket_have_the_bits_of_many(pool: Any, world_size: int) -> None:
+    """Inside a host of GPUs: one exchange, and one all-gather in place of rounds."""
+    for found in pool.run(gathered, world_size):
+        for (by_rounds, _), (by_two, sent) in zip(found[::2], found[1::2], strict=True):
+            assert by_rounds == by_two
+        assert found[1][1] == ["exchange", "all_gather"] * (len(found[1][1]) // 2) != []
+
+
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=5))
+def test_additions_at_once_are_those_of_the_tree(counts: list[int]) -> None:
+    nodes = [node for leaves in shares(counts) for node in largest_nodes(leaves)]
+    merges, (end,) = merges_of(nodes, [root(sum(counts))])
+    values = torch.randn(len(nodes), generator=torch.Generator().manual_seed(0)).tolist()
+    together = list(values)
+    for left, right in merges:
+        values[left] += values[right]
+    for pairs in at_once(merges):
+        assert len({place for pair in pairs for place in pair}) == 2 * len(pairs)
+        for left, right in pairs:
+            together[left] += together[right]
+    assert sum(map(len, at_once(merges))) == len(merges)
+    assert end < 0 or together[end] == values[end]

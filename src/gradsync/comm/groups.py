@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from gradsync.comm.base import Communicator, Messages, Messenger, ReduceOp, Work
 from gradsync.comm.process_group import Done, ProcessGroupCommunicator
-from gradsync.core.torch_private import device_types, set_timeout, timeout_of
+from gradsync.core.torch_private import device_types, high_priority, set_timeout, timeout_of
 from gradsync.errors import ConfigError, RunError
 from gradsync.world import World
 
@@ -240,7 +241,8 @@ def for_background(comm: Communicator, device: torch.device) -> Communicator:
     if device.type != "cuda" or group is None:
         return comm
     torch.cuda.synchronize(device)  # the new group is split from one that may have work to do
-    made = _torch_group(dist.get_process_group_ranks(group), "cpu:gloo,cuda:nccl")
+    fast = high_priority(timeout_of(group, device))
+    made = _torch_group(dist.get_process_group_ranks(group), "cpu:gloo,cuda:nccl", fast)
     set_timeout(made, device, timeout_of(group, device))
     return ProcessGroupCommunicator(made, made=[made])
 
@@ -265,9 +267,9 @@ def group_of_pair(comm: Communicator) -> ProcessGroupCommunicator | None:
     return ProcessGroupCommunicator(made, made=[made])
 
 
-def _torch_group(ranks: Sequence[int], backend: str | None = None) -> object:
+def _torch_group(ranks: Sequence[int], backend: str | None = None, options: Any = None) -> object:
     """A new group with the default group's timeout, in place of torch's built-in one."""
     main = dist.group.WORLD
     kinds = device_types(main)
     timeout = timeout_of(main, "cpu" if "cpu" in kinds else kinds[0])
-    return dist.new_group(list(ranks), timeout=timeout, backend=backend)
+    return dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=options)

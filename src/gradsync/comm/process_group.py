@@ -91,7 +91,8 @@ class Background:
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         device = torch.device(device)
-        stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # Of high priority: a sum that waits for a place among a layer's kernels is late.
+        stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self._worker = _Worker(stream)
         self._thread: threading.Thread | None = None
         self._closed = False

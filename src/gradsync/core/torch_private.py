@@ -224,6 +224,13 @@ def set_timeout(group: Any, device: torch.device | str, timeout: timedelta) -> N
     backend_of(group, device)._set_default_timeout(timeout)
 
 
+def high_priority(timeout: timedelta) -> Any:
+    """Options of an NCCL group whose kernels go before those of layers."""
+    options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout
+    return options
+
+
 num_issued = methodcaller("_get_sequence_number_for_group")
 """Operations that this process has given to a group."""
 

@@ -152,6 +152,18 @@ def merges_of(nodes: Sequence[Node], wanted: Sequence[Node]) -> tuple[list[Pair]
     return merges, slots
 
 
+def at_once(pairs: Sequence[Pair]) -> list[list[Pair]]:
+    """`pairs` in rounds: those of a round meet no buffer twice, and need only earlier rounds."""
+    rounds: list[list[Pair]] = []
+    ready: dict[int, int] = {}
+    for left, right in pairs:
+        turn = max(ready.get(left, 0), ready.get(right, 0))
+        rounds += [[]] * (turn + 1 - len(rounds))
+        rounds[turn] = [*rounds[turn], (left, right)]
+        ready[left] = ready[right] = turn + 1
+    return rounds
+
+
 def meeting(left: Node, right: Node) -> Node:
     """The node in which two nodes, neither inside of the other, are added."""
     level = (_start(left) ^ _start(right)).bit_length()

@@ -119,6 +119,11 @@ def publishes_later(recipe: Recipe, device: torch.device) -> bool:
     return recipe.overlap_publish is True or bool(recipe.overlap_publish and device.type == "cpu")
 
 
+def gathers(device: torch.device) -> bool:
+    """Whether sums go down by an all-gather, in the lane's own group: it needs few launches."""
+    return device.type == "cuda"
+
+
 def _exchange(
     comm: Communicator,
     recipe: Recipe,
@@ -136,7 +141,8 @@ def _exchange(
         adds = device.type == "cpu" and (recipe.shard, recipe.node_dtype) == ("none", None)
         pair = group_of_pair(comm) if adds else None
         made = _made_for(comm, own, pair)
-        how = {"over_leaves": over_leaves, "pair": pair, "made": made}
+        gather = own if gathers(device) and len(levels) == 1 else None
+        how = {"over_leaves": over_leaves, "pair": pair, "gather": gather, "made": made}
         return TreeExchange(Channel(own, channel), levels, device, **how)
     if recipe.shard == "gradients":
         return ReduceScatter(comm)

@@ -24,6 +24,10 @@ left and add them (recursive halving). The way down is the same for any n ranks 
 two. The same bytes in log2(n) messages instead of n - 1. (Thakur et al. 2005, "Optimization of
 collective communication operations in MPICH", with the distances in the tree's order.)
 
+On the GPUs of one host a launch costs more than a byte, so there the way up is one batch of slices
+from each rank to each, whose additions are made in few calls, and the way down is one all-gather;
+shards lie in rank order for it. The additions are the same.
+
 Buckets take `LANES` threads in turn, so that the cable does not wait while one is added up, or for
 the other rank's word that it is ready to receive. A thread has a channel for its messages.
 
@@ -46,12 +50,14 @@ from torch.autograd.profiler import record_function
 
 from gradsync.comm.base import Communicator, Messenger, Work
 from gradsync.comm.process_group import AllOf, Background, Done, ProcessGroupCommunicator
+from gradsync.core.torch_private import foreach_add_
 from gradsync.sync.buckets import (
     FORGOTTEN,
     UNKNOWN,
     Bucket,
     Node,
     Sums,
+    at_once,
     checked_shares,
     largest_nodes,
     meeting,
@@ -86,11 +92,13 @@ class TreeStage:
     """Whether `are_siblings(nodes)`: then sums go up the tree itself."""
 
 
-def shard_of(region: range, rank: int, ranks: int) -> range:
+def shard_of(region: range, rank: int, ranks: int, *, in_order: bool = False) -> range:
     """The part of `region` of which `rank` gets the sum, len(region) / ranks: where they are a
-    power of two, the half of a half ... that is left after each round of a way up."""
+    power of two, the half of a half ... that is left after each round of a way up, unless the
+    shards lie `in_order` of ranks."""
     bits = ranks.bit_length() - 1
-    place = int(f"{rank:0{bits}b}"[::-1], 2) if ranks == 1 << bits else rank
+    halves = ranks == 1 << bits and not in_order
+    place = int(f"{rank:0{bits}b}"[::-1], 2) if halves else rank
     size = len(region) // ranks
     return region[place * size : (place + 1) * size]
 
@@ -112,6 +120,8 @@ class TreeExchange(Exchange):
         device: device of the gradients.
         over_leaves: the tree of all ranks' leaves; False: of ranks, whose sums are in any order.
         pair: two ranks' group for whole sums alone: its all-reduce adds in the cache.
+        gather: the ranks of the only level, in a group that is the lane's alone: sums go down by
+            its all-gather.
         made: communicators that are closed with this.
     """
 
@@ -123,13 +133,15 @@ class TreeExchange(Exchange):
         *,
         over_leaves: bool = True,
         pair: Communicator | None = None,
+        gather: Communicator | None = None,
         made: Sequence[ProcessGroupCommunicator] = (),
     ) -> None:
         self.messenger, self._over_leaves, self._pair = comm, over_leaves, pair
-        self._made = made
+        self._made, self._gather = made, gather
         self._levels = levels
         # NCCL runs a group's messages one after the other, in one order on all ranks.
-        self._lanes = [Background(device) for _ in range(1 if device.type == "cuda" else LANES)]
+        one = device.type == "cuda" or gather is not None
+        self._lanes = [Background(device) for _ in range(1 if one else LANES)]
         self._planned: Work = Done()
         self._num_buffers = 0
         self._indexed = False
@@ -206,7 +218,7 @@ class TreeExchange(Exchange):
         """Elements of a bucket of `numel` of which `rank` gets the sum by a first half alone."""
         span, size = range(numel), self._levels[0].world_size
         for level, place in zip(self._levels, (rank % size, rank // size), strict=False):
-            span = shard_of(span, place, level.world_size)
+            span = shard_of(span, place, level.world_size, in_order=self._gather is not None)
         return span
 
     def close(self) -> None:
@@ -237,7 +249,8 @@ class TreeExchange(Exchange):
         total = root(ranges[-1].stop)
         nodes = [largest_nodes(leaves) for leaves in ranges]
         if len(self._levels) == 1:
-            self._stages = [TreeStage(self._levels[0], nodes, [total], are_siblings(nodes))]
+            siblings = are_siblings(nodes) and self._gather is None
+            self._stages = [TreeStage(self._levels[0], nodes, [total], siblings)]
             return
         intra, inter = self._levels
         size = intra.world_size
@@ -285,14 +298,19 @@ class TreeExchange(Exchange):
         for stage in self._stages:
             climb = self._halve_add if stage.siblings else self._scatter_add
             values = climb(stage, bucket, values, parts[-1], lane)
-            parts.append(_shard(stage.comm, parts[-1], stage.comm.rank))
+            parts.append(self._shard(stage.comm, parts[-1], stage.comm.rank))
         _put(values, parts[-1])
 
     def _send_down(self, result: Tensor, lane: int) -> None:
         """Give all ranks all shards of `result`, in place."""
+        if self._gather is not None:
+            # Whole group, [n / ranks] to [n], the bucket's dtype; overlaps backward.
+            own = self._shard(self._gather, result, self._gather.rank)
+            self._gather.all_gather(result, own).wait()
+            return
         regions = [result]
         for level in self._levels[:-1]:
-            regions.append(_shard(level, regions[-1], level.rank))
+            regions.append(self._shard(level, regions[-1], level.rank))
         for level, region in zip(reversed(self._levels), reversed(regions), strict=True):
             _down(level, region, lane)
 
@@ -312,15 +330,15 @@ class TreeExchange(Exchange):
             lane: the channel.
         """
         comm, mine = stage.comm, stage.comm.rank
-        own_part = _shard(comm, region, mine)
+        own_part = self._shard(comm, region, mine)
         sends, receives, arrived = [], [], []
         others = sum(len(nodes) for rank, nodes in enumerate(stage.nodes) if rank != mine)
         rooms = iter(self._rooms(stage, own_part, others, lane))
         for rank, nodes in enumerate(stage.nodes):
             if rank == mine:
-                arrived += [_shard(comm, value, mine) for value in values]
+                arrived += [self._shard(comm, value, mine) for value in values]
                 continue
-            sends += [(_shard(comm, value, rank), rank) for value in values]
+            sends += [(self._shard(comm, value, rank), rank) for value in values]
             slices = [next(rooms) for _ in nodes]
             receives += [(piece, rank) for piece in slices]
             arrived += slices
@@ -344,6 +362,12 @@ class TreeExchange(Exchange):
             bucket.add(kept, got, _start(bucket, place), (level, index))
         return [kept]
 
+    def _shard(self, comm: Messenger, region: Tensor, rank: int) -> Tensor:
+        """The shard of `region`, [n], of one rank of a level."""
+        in_order = self._gather is not None
+        span = shard_of(range(region.numel()), rank, comm.world_size, in_order=in_order)
+        return region[span.start : span.stop]
+
     def _rooms(self, stage: TreeStage, like: Tensor, count: int, lane: int) -> list[Tensor]:
         """`count` tensors of the shape [n] of `like`, for messages of a stage: the same memory for
         each bucket of a lane, since new memory costs a page fault for each 4 KiB."""
@@ -364,6 +388,10 @@ def _add(
     """Add in tree order, in place, what nodes have of a bucket's elements from `start` on; returns
     the values of the wanted nodes that exist."""
     merges, ends = merges_of(nodes, wanted)
+    if bucket.rounding is None and values and values[0].is_cuda:
+        for pairs in at_once(merges):
+            foreach_add_([values[left] for left, _ in pairs], [values[right] for _, right in pairs])
+        merges = []
     for left, right in merges:
         bucket.add(values[left], values[right], start, meeting(nodes[left], nodes[right]))
     return [values[end] for end in ends if end >= 0]
@@ -381,10 +409,10 @@ def _down(comm: Messenger, region: Tensor, lane: int) -> None:
     """Give all ranks of a level all shards of `region`, [n], in place: the messages of `_halve_add`
     in reverse, or [n / ranks] from each rank to each, its dtype."""
     if comm.world_size & (comm.world_size - 1):
+        shards = region.chunk(comm.world_size)
         others = [rank for rank in range(comm.world_size) if rank != comm.rank]
-        own = _shard(comm, region, comm.rank)
-        receives = [(_shard(comm, region, rank), rank) for rank in others]
-        comm.exchange([(own, rank) for rank in others], receives, lane).wait()
+        sends = [(shards[comm.rank], rank) for rank in others]
+        comm.exchange(sends, [(shards[rank], rank) for rank in others], lane).wait()
         return
     for partner, kept, other in reversed(_rounds(comm, region)):
         comm.exchange([(kept, partner)], [(other, partner)], lane).wait()
@@ -399,12 +427,6 @@ def _rounds(comm: Messenger, region: Tensor) -> list[tuple[int, Tensor, Tensor]]
         region, other = (high, low) if comm.rank >> power & 1 else (low, high)
         found.append((comm.rank ^ 1 << power, region, other))
     return found
-
-
-def _shard(comm: Messenger, region: Tensor, rank: int) -> Tensor:
-    """The shard of `region`, [n], of one rank of a level."""
-    span = shard_of(range(region.numel()), rank, comm.world_size)
-    return region[span.start : span.stop]
 
 
 def _start(bucket: Bucket, part: Tensor) -> int:

@@ -242,7 +242,7 @@ def gathered(rank: int, world_size: int, store_path: str) -> list[tuple[Any, lis
 def test_two_calls_a_bucket_have_the_bits_of_many(pool: Any, world_size: int) -> None:
     """Inside a host of GPUs: one exchange, and one all-gather in place of rounds."""
     for found in pool.run(gathered, world_size):
-        for (by_rounds, _), (by_two, sent) in zip(found[::2], found[1::2], strict=True):
+        for (by_rounds, _), (by_two, _) in zip(found[::2], found[1::2], strict=True):
             assert by_rounds == by_two
         assert found[1][1] == ["exchange", "all_gather"] * (len(found[1][1]) // 2) != []
 

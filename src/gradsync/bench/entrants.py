@@ -34,7 +34,7 @@ from gradsync.sync.registry import STRATEGIES
 from gradsync.sync.replicate import replicate
 from gradsync.sync.torch_ddp import TorchDdpReducer
 from gradsync.train.config import OptimConfig
-from gradsync.train.learner import Learner, build_optimizer, trainer_options
+from gradsync.train.learner import Learner, build_optimizer, compile_blocks, trainer_options
 from gradsync.world import World
 
 if TYPE_CHECKING:
@@ -344,7 +344,7 @@ class Synchronised(Entrant):
         if contestant.compile == "ddp":
             options["compile_wrapper"] = True
         if contestant.compile == "model":
-            self.model.compile()
+            compile_blocks(self.model)
         self.period = options.get("inner_steps", 1)
         self.knows_communication = contestant.name not in _UNSEEN
         self.sync = replicate(

@@ -48,22 +48,25 @@ def rope_tables(config: GPTConfig) -> tuple[Tensor, Tensor]:
     """Cosine and sine of every position's angles, always computed in fp32 on the CPU.
 
     Half the frequencies are written twice, side by side, for the rotate-half convention
-    (arXiv 2104.09864, in the layout of Llama): cos_TK, sin_TK, T is `block_size`.
+    (arXiv 2104.09864, in the layout of Llama): cos_TK, sin_TK, T is `block_size`. The first half
+    of the sines is negated, see `rotate`.
     """
     # Named device and dtype: neither a default device nor a default dtype may reach these values.
     exponent = torch.arange(0, config.head_dim, 2, dtype=torch.int64, device="cpu").float()
     frequency = 1.0 / (config.rope_theta ** (exponent / config.head_dim))
     position = torch.arange(config.block_size, dtype=torch.float32, device="cpu")
-    angle_TK = torch.outer(position, frequency).repeat(1, 2)
-    return angle_TK.cos(), angle_TK.sin()
+    angle_TL = torch.outer(position, frequency)
+    cos_TL, sin_TL = angle_TL.cos(), angle_TL.sin()
+    return torch.cat((cos_TL, cos_TL), dim=1), torch.cat((-sin_TL, sin_TL), dim=1)
 
 
-def rotate(x_BHTK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
+def rotate(x_BTHK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
     """Turn each pair (k, k + K/2) by its position's angle; the result has x's dtype."""
-    low, high = x_BHTK.chunk(2, dim=-1)
-    # The tables are fp32, so the products are: in bf16, with 8 bits, far positions would blur.
-    turned = x_BHTK * cos_TK + torch.cat((-high, low), dim=-1) * sin_TK
-    return turned.to(x_BHTK.dtype)
+    low, high = x_BTHK.chunk(2, dim=-1)
+    # The tables are fp32, so the products are: in bf16, with 8 bits, far positions would blur. The
+    # first half of sin_TK is negative, which saves negating `high`.
+    turned = x_BTHK * cos_TK[:, None] + torch.cat((high, low), dim=-1) * sin_TK[:, None]
+    return turned.to(x_BTHK.dtype)
 
 
 def initial_weight(
@@ -122,12 +125,13 @@ class Attention(nn.Module):
         self, x_BTC: Tensor, cos_TK: Tensor, sin_TK: Tensor, cache: KeyValueCache | None = None
     ) -> Tensor:
         """(B, T, C) -> (B, T, C); where `cache` holds positions already, T is 1."""
-        q_BHTK = self.q(x_BTC).unflatten(-1, (self.n_head, -1)).transpose(1, 2)
-        k_BGTK = self.k(x_BTC).unflatten(-1, (self.n_kv_head, -1)).transpose(1, 2)
+        q_BTHK = self.q(x_BTC).unflatten(-1, (self.n_head, -1))
+        k_BTGK = self.k(x_BTC).unflatten(-1, (self.n_kv_head, -1))
         v_BGTK = self.v(x_BTC).unflatten(-1, (self.n_kv_head, -1)).transpose(1, 2)
-        if self.is_rotary:
-            q_BHTK = rotate(q_BHTK, cos_TK, sin_TK)
-            k_BGTK = rotate(k_BGTK, cos_TK, sin_TK)
+        if self.is_rotary:  # both at once: each operation is a launch
+            both = rotate(torch.cat((q_BTHK, k_BTGK), dim=2), cos_TK, sin_TK)
+            q_BTHK, k_BTGK = both.split((self.n_head, self.n_kv_head), dim=2)
+        q_BHTK, k_BGTK = q_BTHK.transpose(1, 2), k_BTGK.transpose(1, 2)
         is_causal = True
         if cache is not None:
             is_causal = cache.length == 0  # a single new position may look at all others
@@ -192,9 +196,15 @@ class Block(nn.Module):
         self, x_BTC: Tensor, cos_TK: Tensor, sin_TK: Tensor, cache: KeyValueCache | None = None
     ) -> Tensor:
         """(B, T, C) -> (B, T, C)."""
-        attended_BTC = self.attention(self.attention_norm(x_BTC), cos_TK, sin_TK, cache)
-        x_BTC = x_BTC + self.dropout(attended_BTC)
-        return x_BTC + self.dropout(self.mlp(self.mlp_norm(x_BTC)))
+        normed_BTC = narrowed(self.attention_norm(x_BTC))
+        x_BTC = x_BTC + self.dropout(self.attention(normed_BTC, cos_TK, sin_TK, cache))
+        return x_BTC + self.dropout(self.mlp(narrowed(self.mlp_norm(x_BTC))))
+
+
+def narrowed(x: Tensor) -> Tensor:
+    """`x` in autocast's dtype, once for all layers that read it: each would cast it for itself."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
 class _Undrawn(TorchFunctionMode):

@@ -227,8 +227,8 @@ class TrainConfig:
     allow_numeric_change: bool = False
     """Resume although bits may differ: another torch, CPU, dtype, thread count …"""
     compile: CompileOrder = "none"
-    """torch.compile: none, model (before the strategy wraps it; --compile alone means it) or ddp
-    (around torch DDP)."""
+    """torch.compile: none, model (each of its blocks, so that communication overlaps; --compile
+    alone means it) or ddp (around torch DDP)."""
     activation_checkpointing: bool = False
     """Recompute activations in backward: less memory, about a third more compute."""
     loss_rows: int | None = None

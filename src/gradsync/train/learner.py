@@ -101,14 +101,17 @@ class Learner:
 
     def run_leaves(self, leaves: Iterable[Leaf], span: Span = record_function) -> None:
         """Forward and backward of this rank's leaves of a step, each inside of a `span`."""
-        sync = self.sync
-        for leaf in leaves:
-            # Before the forward, all ranks know whether this backward synchronises.
-            with sync.micro_step(last=leaf.is_last, index=leaf.index):
-                with span("forward"), self.autocast:
-                    loss = summed_loss(sync.forward, self.model, leaf.inputs, leaf.targets)
-                with span("backward"):
-                    sync.backward(loss, weight=leaf.num_targets, scale=self.scaler)
+        sync, kind = self.sync, self.model.embed.weight.device.type
+        # Autocast keeps its casts of weights until the outermost context ends: one cast a step.
+        whole = sync.whole_parameters
+        with torch.autocast(kind, enabled=False) if whole else nullcontext():
+            for leaf in leaves:
+                # Before the forward, all ranks know whether this backward synchronises.
+                with sync.micro_step(last=leaf.is_last, index=leaf.index):
+                    with span("forward"), self.autocast:
+                        loss = summed_loss(sync.forward, self.model, leaf.inputs, leaf.targets)
+                    with span("backward"):
+                        sync.backward(loss, weight=leaf.num_targets, scale=self.scaler)
 
     def prime(self, leaf_shape: tuple[int, int]) -> None:
         """Settle what a strategy learns from its first backward; see `GradientSync.prime`."""
@@ -226,7 +229,7 @@ def build_learner(
     if config.compile == "ddp":
         options["compile_wrapper"] = True
     if config.compile == "model":
-        model.compile()  # in place: names stay clean
+        compile_blocks(model)
     sync = replicate(model, world, sync=config.sync, comm=comm, **options)
     # After replication: parameters that are spread over ranks are other objects than before.
     optimizer = build_optimizer(model, config.optim)
@@ -243,6 +246,14 @@ def build_learner(
         comm=comm,
         autocast=autocast(config, world),
     )
+
+
+def compile_blocks(model: GPT) -> None:
+    """Compile each block, in place: names stay clean. A graph of the whole model has one backward,
+    whose gradients all come at its end, when nothing is left to hide communication; so it is on
+    one rank too, or bits would differ from those on two."""
+    for block in model.blocks:
+        block.compile()
 
 
 def trainer_options(sync: str, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -12,10 +13,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import gradsync as gs
+from gradsync.bench.entrants import leaves_of
+from gradsync.comm.groups import SingleCommunicator
 from gradsync.errors import ConfigError
+from gradsync.models.config import GPTConfig
+from gradsync.models.gpt import GPT
 from gradsync.train.config import OptimConfig
-from gradsync.train.learner import build_optimizer, learning_rate, set_learning_rate
+from gradsync.train.learner import (
+    Learner,
+    build_optimizer,
+    compile_blocks,
+    learning_rate,
+    set_learning_rate,
+)
+from gradsync.world import World
 
 CONFIG = OptimConfig(lr=0.01, weight_decay=0.25, beta1=0.8, beta2=0.9, eps=1e-6)
 
@@ -170,3 +184,52 @@ def test_nothing_is_scaled_unless_asked_for() -> None:
 def test_half_a_scaling_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         OptimConfig(**options)
+
+
+class Casts(TorchDispatchMode):
+    """Counts casts of `weights`, and of anything."""
+
+    def __init__(self, weights: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self._addresses = {weight.data_ptr() for weight in weights}
+        self.of_weights = self.all = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._to_copy.default:
+            self.all += 1
+            self.of_weights += args[0].data_ptr() in self._addresses
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_weight_is_cast_once_a_step_and_an_activation_once_for_its_layers() -> None:
+    shape = GPTConfig(n_layer=1, n_head=1, n_embd=64, vocab_size=32, block_size=8)
+    model = GPT(shape)
+    matrices = [p for name, p in model.named_parameters() if p.dim() == 2]  # the embedding: head
+    sync = gs.replicate(model, World())
+    learner = Learner(
+        model=model,
+        optimizer=build_optimizer(model, OptimConfig()),
+        sync=sync,
+        scaler=None,
+        comm=SingleCommunicator(),
+        autocast=torch.autocast("cpu", dtype=torch.bfloat16),
+    )
+    batch = (torch.zeros(1, 8, dtype=torch.int64),) * 2
+    for _ in range(2):
+        with Casts(matrices) as casts:
+            learner.run_leaves(leaves_of([batch] * 3, World()))
+        assert casts.of_weights == len(matrices) == 8
+        sync.step(learner.optimizer)
+    sync.close()
+    with Casts(()) as casts, torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        model.blocks[0](torch.randn(1, 8, 64), model.rope_cos[:8], model.rope_sin[:8])
+    # Seven matrices, two norms' results, q and k turned.
+    assert casts.all == 7 + 2 + 1
+
+
+def test_blocks_are_compiled_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = GPT(GPTConfig(n_layer=2, n_head=1, n_embd=64, vocab_size=32, block_size=8))
+    compiled: list[nn.Module] = []
+    monkeypatch.setattr(nn.Module, "compile", compiled.append)
+    compile_blocks(model)
+    assert compiled == list(model.blocks)

@@ -76,6 +76,12 @@ def test_what_is_written_down(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fingerprint(replace(CONFIG, tf32=False), device_name="cuda:1")["tf32"] is False
 
 
+def test_the_bits_of_this_release_show() -> None:
+    """Activations are cast once in bf16, and blocks are compiled: other bits than before."""
+    changed = fingerprint(replace(CONFIG, dtype="bf16", compile="model"))
+    assert (changed["dtype"], changed["compile"]) == ("bf16, one cast", "blocks")
+
+
 @pytest.mark.parametrize(
     ("changes", "name"),
     [

@@ -230,6 +230,10 @@ def test_a_weight_is_cast_once_a_step_and_an_activation_once_for_its_layers() ->
 def test_blocks_are_compiled_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     model = GPT(GPTConfig(n_layer=2, n_head=1, n_embd=64, vocab_size=32, block_size=8))
     compiled: list[nn.Module] = []
-    monkeypatch.setattr(nn.Module, "compile", lambda module: compiled.append(module))
+
+    def compiles(module: nn.Module) -> None:
+        compiled.append(module)
+
+    monkeypatch.setattr(nn.Module, "compile", compiles)
     compile_blocks(model)
     assert compiled == list(model.blocks)

@@ -170,7 +170,7 @@ def test_resuming_something_else_is_refused_by_name(pool: Any, data: Path, tmp_p
     refusals: list[tuple[dict[str, Any], str]] = [
         ({"seed": 2}, "was begun with --seed 1337, this is 2: leave"),
         ({"tokens_per_update": 128}, "num_leaves: 8 then, 4 now"),
-        ({"dtype": "bf16"}, "dtype: 'fp32' then, 'bf16' now"),
+        ({"dtype": "bf16"}, "dtype: 'fp32' then, 'bf16, one cast' now"),
         ({"model": replace(config.model, n_embd=48)}, "model.n_embd is 32 there, 48 here"),
         ({"data": str(make_data(tmp_path / "other", seed=1))}, f"was trained on {data}, not on"),
         ({"resume": "none"}, "already holds a run"),
@@ -241,7 +241,7 @@ def test_numeric_change_can_be_allowed(pool: Any, data: Path, tmp_path: Path) ->
     changed = replace(config, steps=4, dtype="bf16", allow_numeric_change=True, optim=optim)
     (result,) = pool.run(train_rank, 1, changed)
     assert result.exit_code == 0
-    assert "note: dtype: 'fp32' then, 'bf16' now" in result.printed
+    assert "note: dtype: 'fp32' then, 'bf16, one cast' now" in result.printed
     assert "note: resuming with changed settings: optim.weight_decay 0.1 -> 0.5" in result.printed
     state = json.loads((tmp_path / "checkpoints" / "step-00000004" / "state.json").read_text())
     assert state["optimizer"]["groups"][0]["weight_decay"] == 0.5

@@ -456,5 +456,6 @@ def given_options(contestant: Contestant, site: BenchSite) -> dict[str, Any]:
     has_buckets = strategy.recipe is None or strategy.recipe.grouping == "buckets"
     if settings.bucket_mb is not None and "bucket_mb" in strategy.options and has_buckets:
         options = {**options, "bucket_mb": settings.bucket_mb}
-    options = {**options, **(OPTIONS if settings.host else {}), **contestant.options}
+    by_host = {n: v for n, v in OPTIONS.items() if settings.host and n in strategy.options}
+    options = {**options, **by_host, **contestant.options}
     return options if contestant.own_loop else trainer_options(contestant.name, options)

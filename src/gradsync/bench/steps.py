@@ -79,7 +79,7 @@ class Checked:
     sent_bytes: float  # by this rank in a step
     memory_bytes: int | None  # at the peak, above what there was before; None: cannot be told
     comm_s: float | None  # in collectives, in a step that hides nothing; None: cannot be seen
-    host: dict[str, Any] | None  # see host.count
+    host: dict[str, Any] | None = None  # see host.count
 
 
 def reference_losses(site: BenchSite, leaves: Leaves) -> tuple[list[float], float]:

@@ -160,7 +160,7 @@ def activations(work: Workload, blocks: int, tp: int = 1) -> Activations:
     matrices = 2 * width * width + 2 * width * kv_width
     matrices += (gates + 1) * width * model.mlp_dim
     copies = 0 if is_fp32 else _HALF * matrices // tp
-    whole = 2 * norm + (2 * FP32 if is_fp32 else (3 + gates) * size) * width
+    whole = 2 * (norm + size * width)
     parts = size * (2 * width + 2 * kv_width) + FP32 * model.n_head
     parts += 2 * gates * size * model.mlp_dim
     block = tokens * (whole + parts // tp + 2 * mask(size)) + copies
@@ -535,11 +535,11 @@ def _head(case: Case) -> list[tuple[int, int]]:
             (0, 2 * table + 2 * leaf.stream),
         ]
     logits = work.leaf_tokens * vocab
-    # Autocast keeps its copies of weights until forward is over, whether blocks keep them or not.
+    # Autocast keeps its copies of weights for the step, whether blocks keep them or not.
     cached = shape.blocks * leaf.weight_copies if work.activation_checkpointing else 0
     forward = 2 * FP32 + (size if copy else 0)
     return [
         (forward * logits, copy + cached),
-        (3 * FP32 * logits, copy),
-        (size * logits, 2 * copy + table),
+        (3 * FP32 * logits, copy + cached),
+        (size * logits, 2 * copy + table + cached),
     ]

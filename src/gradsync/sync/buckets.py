@@ -339,12 +339,11 @@ class Bucket:
         """Whether it is dense, and of the dtype that the parameters had."""
         return gradient.dtype is self.dtype and gradient.layout is torch.strided
 
-    def memory(self) -> list[Tensor]:
-        """Memory of what `gradients` hands out: all of it at once, where every gradient is a part
-        of the bucket's."""
-        if not self.kept and all(parameter.is_contiguous() for parameter in self.parameters):
-            return [self.flat(0) if self._sums is None else self._sums[0]]
-        return [p.grad for p in self.parameters if p.grad is not None]
+    def memory(self) -> Tensor | None:
+        """Memory of what `gradients` hands out, flat; None where a gradient lies elsewhere."""
+        if self.kept or not all(parameter.is_contiguous() for parameter in self.parameters):
+            return None
+        return self.flat(0) if self._sums is None else self._sums[0]
 
     def parts(self, number: int, most: int | None = None) -> list[Tensor]:
         """Memory of buffer `number`, flat: all of it, or of parameters of `most` elements each."""

@@ -39,13 +39,13 @@ def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
     return norm_from_blocks(norms_of_blocks([*chain(*in_blocks)]), double=double)
 
 
-def norms_of_blocks(blocks: Sequence[Tensor]) -> Tensor:
+def norms_of_blocks(blocks: Sequence[Tensor], *, alone: bool = False) -> Tensor:
     """L2 norm of each of `blocks`, contiguous; fp64 [len(blocks)]."""
-    if blocks and blocks[0].is_cuda:
+    if blocks and blocks[0].is_cuda and not alone:
         return norms_in_rows(blocks)
     # 16-bit blocks are widened first, or their norms would be rounded to 16 bits.
-    blocks = [block.float() if block.element_size() == 2 else block for block in blocks]
-    return torch.stack(foreach_norm(blocks)).double()
+    wide = [block.float() if block.element_size() == 2 else block for block in blocks]
+    return torch.stack(foreach_norm(wide)).double()
 
 
 def norms_in_rows(blocks: Sequence[Tensor]) -> Tensor:
@@ -61,8 +61,7 @@ def norms_in_rows(blocks: Sequence[Tensor]) -> Tensor:
         foreach_copy_(list(room[: len(taken)].unbind()), taken)
         found.append(torch.linalg.vector_norm(room, dim=1)[: len(taken)].double())
     if rest:
-        wide = [block.float() if block.element_size() == 2 else block for block in rest]
-        found.append(torch.stack(foreach_norm(wide)).double())
+        found.append(norms_of_blocks(rest, alone=True))
     return torch.cat(found)[_in_order(tuple(rows), blocks[0].device)]
 
 

@@ -232,8 +232,9 @@ class Replicas:
         for bucket in buckets:
             for parameter, gradient in bucket.gradients(used):
                 parameter.grad = gradient
-        self._memory = [memory for bucket in buckets for memory in bucket.memory()]
-        self._given = Replicas.owned(self)
+        found = [bucket.memory() for bucket in buckets]
+        self._memory = [memory for memory in found if memory is not None]
+        self._given = Replicas.owned(self) if len(self._memory) == len(found) else []
         self.scale(factor)
 
     def scale(self, factor: float | None) -> None:

@@ -263,15 +263,15 @@ def test_a_leaf_keeps_what_is_counted(model: GPTConfig, dtype: Any, checkpointin
 
 
 def test_one_block_by_hand() -> None:
-    # C = 64, F = 192, H = 4: 2 norms (8 C + 4), 5 casts (2 C), q k v and result (2 C), logsumexp,
+    # C = 64, F = 192, H = 4: 2 norms (8 C + 4), 2 casts (2 C), q k v and result (2 C), logsumexp,
     # 4 widths of the SwiGLU (2 F); and 2 bytes of each matrix.
     work = leaf_work(PLAIN, seq_len=10)
-    token = 2 * (8 * 64 + 4) + 5 * 128 + 4 * 128 + 4 * 4 + 4 * 2 * 192
+    token = 2 * (8 * 64 + 4) + 2 * 128 + 4 * 128 + 4 * 4 + 4 * 2 * 192
     matrices = 4 * 64 * 64 + 3 * 64 * 192
     assert activations(work, blocks=1).block == 10 * token + 2 * matrices
     assert activations(work, blocks=0).recomputed == 0
     # An activation of the whole stream is whole on each of two shards.
-    whole = 2 * (8 * 64 + 4) + 5 * 128
+    whole = 2 * (8 * 64 + 4) + 2 * 128
     halves = 10 * (whole + (token - whole) // 2) + matrices
     assert activations(work, blocks=1, tp=2).block == halves
 

@@ -535,11 +535,11 @@ def _head(case: Case) -> list[tuple[int, int]]:
             (0, 2 * table + 2 * leaf.stream),
         ]
     logits = work.leaf_tokens * vocab
-    # Autocast keeps its copies of weights for the step, whether blocks keep them or not.
+    # Autocast keeps its copies of weights until forward is over, whether blocks keep them or not.
     cached = shape.blocks * leaf.weight_copies if work.activation_checkpointing else 0
     forward = 2 * FP32 + (size if copy else 0)
     return [
         (forward * logits, copy + cached),
-        (3 * FP32 * logits, copy + cached),
-        (size * logits, 2 * copy + table + cached),
+        (3 * FP32 * logits, copy),
+        (size * logits, 2 * copy + table),
     ]

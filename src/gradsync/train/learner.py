@@ -102,9 +102,10 @@ class Learner:
     def run_leaves(self, leaves: Iterable[Leaf], span: Span = record_function) -> None:
         """Forward and backward of this rank's leaves of a step, each inside of a `span`."""
         sync, kind = self.sync, self.model.embed.weight.device.type
-        # Autocast keeps its casts of weights until the outermost context ends: one cast a step.
-        whole = sync.whole_parameters
-        with torch.autocast(kind, enabled=False) if whole else nullcontext():
+        # Autocast keeps its casts of weights until the outermost context ends: one cast a step,
+        # unless memory counts more.
+        once = sync.whole_parameters and not self.model.activation_checkpointing
+        with torch.autocast(kind, enabled=False) if once else nullcontext():
             for leaf in leaves:
                 # Before the forward, all ranks know whether this backward synchronises.
                 with sync.micro_step(last=leaf.is_last, index=leaf.index):

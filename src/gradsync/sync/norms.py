@@ -39,10 +39,12 @@ def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
     return norm_from_blocks(norms_of_blocks([*chain(*in_blocks)]), double=double)
 
 
-def norms_of_blocks(blocks: Sequence[Tensor], *, alone: bool = False) -> Tensor:
+def norms_of_blocks(blocks: Sequence[Tensor]) -> Tensor:
     """L2 norm of each of `blocks`, contiguous; fp64 [len(blocks)]."""
-    if blocks and blocks[0].is_cuda and not alone:
-        return norms_in_rows(blocks)
+    return norms_in_rows(blocks) if blocks and blocks[0].is_cuda else _norms_alone(blocks)
+
+
+def _norms_alone(blocks: Sequence[Tensor]) -> Tensor:
     # 16-bit blocks are widened first, or their norms would be rounded to 16 bits.
     wide = [block.float() if block.element_size() == 2 else block for block in blocks]
     return torch.stack(foreach_norm(wide)).double()
@@ -61,7 +63,7 @@ def norms_in_rows(blocks: Sequence[Tensor]) -> Tensor:
         foreach_copy_(list(room[: len(taken)].unbind()), taken)
         found.append(torch.linalg.vector_norm(room, dim=1)[: len(taken)].double())
     if rest:
-        found.append(norms_of_blocks(rest, alone=True))
+        found.append(_norms_alone(rest))
     return torch.cat(found)[_in_order(tuple(rows), blocks[0].device)]
 
 
@@ -99,8 +101,8 @@ def clip_gradients(
     """Scale `gradients` in place so that their norm is at most `max_norm` (Pascanu et al. 2013,
     arXiv 1211.5063); returns the norm before, []. All of them lie in `memory`, if it is given."""
     norm = gradient_norm(gradients)
-    held = gradients if memory is None else memory
     # Between tensors [] torch promotes dtypes; between [1] and [], as in shards, not.
+    held = memory or gradients
     scale_all([m if m.dim() else m.view(1) for m in held], clip_factor(norm, max_norm))
     return norm
 

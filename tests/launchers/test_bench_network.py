@@ -94,7 +94,7 @@ def receive(end: socket.socket, left: int) -> None:
 
 @pytest.mark.launcher("namespaces")
 def test_a_delay_is_kept_and_little_more_and_a_host_receives_at_the_rate() -> None:
-    asked_s, rate_mbit, size = 0.02, 400, 3_000_000
+    asked_s, rate_mbit, size = 0.02, 400, 12_000_000
     trips = []
     with ExitStack() as stack:
         network = stack.enter_context(namespaces(3, delayed=True))

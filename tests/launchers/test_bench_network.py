@@ -83,6 +83,8 @@ def to_first(hosts: list[str]) -> list[tuple[socket.socket, socket.socket]]:
                 near = other.submit(away, host, server.getsockname()[1]).result()
             far, _ = server.accept()
             far.settimeout(10)
+            for end in (near, far):  # a congestion control that every kernel has
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
             found.append((near, far))
     return found
 
@@ -118,7 +120,7 @@ def test_a_delay_is_kept_and_little_more_and_a_host_receives_at_the_rate() -> No
                 pool.submit(receive, far, size)
         took_s = time.perf_counter() - began
     least_s = (2 * size - 500_000) * 8 / (rate_mbit * 1e6)
-    assert least_s < took_s < 8 * least_s
+    assert least_s < took_s < 4 * least_s
     assert left_over() == []
 
 

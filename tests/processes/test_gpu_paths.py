@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -28,6 +29,7 @@ from gradsync.runtime.device import check_not_shared, device_identity
 from gradsync.sync.buckets import at_once, largest_nodes, merges_of, root, shares
 from gradsync.sync.build import publishes_later
 from gradsync.sync.options import Recipe
+from gradsync.sync.registry import STRATEGIES
 from gradsync.sync.tree_exchange import TreeExchange
 from support.fork_server import run_forked, torch_ranks
 from support.rank_session import open_session
@@ -261,3 +263,93 @@ def test_additions_at_once_are_those_of_the_tree(counts: list[int]) -> None:
             together[left] += together[right]
     assert sum(map(len, at_once(merges))) == len(merges)
     assert end < 0 or together[end] == values[end]
+
+
+OURS = [name for name, strategy in STRATEGIES.items() if not strategy.needs_group]
+"""Strategies whose collectives are gradsync's own; torch issues those of the others."""
+LATE = [(name, True) for name in ("invariant", "zero1")]
+
+
+def issued(
+    rank: int, world_size: int, store_path: str, name: str, late: bool
+) -> list[tuple[Any, ...]]:
+    """Group, thread, operation and shapes of all that a rank issues in eight steps, in order."""
+    found: list[tuple[Any, ...]] = []
+
+    def noting(operation: str, run: Any) -> Any:
+        def noted(self: Any, first: Any, *rest: Any) -> Any:
+            group = self.group.group_name
+            thread = threading.current_thread().name.partition("_")[0]
+            if operation == "exchange":
+                both = (first, rest[0])
+                told = [[(t.numel(), str(t.dtype), peer) for t, peer in m] for m in both]
+            else:
+                told = (first.numel(), str(first.dtype), str(rest[1:]))
+            found.append((group, thread, operation, told))
+            return run(self, first, *rest)
+
+        return noted
+
+    kinds = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "exchange")
+    noted = {kind: noting(kind, getattr(ProcessGroupCommunicator, kind)) for kind in kinds}
+    as_on_gpus = {"for_background": own_group, "gathers": lambda _: True}
+    as_on_gpus["group_of_pair"] = lambda _: None
+    with (
+        open_session(rank, world_size, store_path) as world,
+        patch.multiple("gradsync.sync.build", **as_on_gpus),
+        patch.multiple(ProcessGroupCommunicator, **noted),
+    ):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 30), nn.BatchNorm1d(30), nn.Tanh(), nn.Linear(30, 2))
+        recipe = STRATEGIES[name].defaults
+        options = {"collective": "backend"} if isinstance(recipe, Recipe) else {}
+        options |= {"bucket_mb": 0.0002} if options and recipe.grouping == "buckets" else {}
+        options |= {"overlap_publish": True} if late else {}
+        handle = gs.replicate(model, world, sync=name, batch_norm="local", **options)
+        optimizer = torch.optim.AdamW(model.parameters())
+        found.clear()
+        for step in range(8):
+            for leaf in range(2 * rank, 2 * rank + 2 - (rank + step) % 2):
+                torch.manual_seed(100 * step + leaf)
+                handle.backward(model(torch.randn(3, 5)).square().sum(), weight=3)
+            handle.step(optimizer, clip_norm=0.1)
+        handle.close()
+    return found
+
+
+@pytest.mark.parametrize(("name", "late"), [*((name, False) for name in OURS), *LATE])
+def test_a_group_is_one_threads_and_ranks_issue_the_same_on_it(
+    pool: Any, name: str, late: bool
+) -> None:
+    """NCCL runs a group's collectives in the order in which each rank issues them."""
+    by_rank = pool.run(issued, 2, name, late)
+    for rank, calls in enumerate(by_rank):
+        groups = {group for group, *_ in calls}
+        assert len({(group, thread) for group, thread, *_ in calls}) == len(groups) > 0
+        for _, _, operation, told in calls:
+            if operation == "exchange":
+                assert {peer for messages in told for *_, peer in messages} <= {1 - rank}
+    first, second = ([(g, *rest) for g, _, *rest in calls] for calls in by_rank)
+    for group in {group for group, *_ in first}:
+        ours = [rest for g, *rest in first if g == group]
+        theirs = [rest for g, *rest in second if g == group]
+        for (operation, told), (its_operation, its_told) in zip(ours, theirs, strict=True):
+            assert operation == its_operation
+            if operation == "exchange":
+                sent, received = ([m[:-1] for m in messages] for messages in told)
+                its_sent, its_received = ([m[:-1] for m in messages] for messages in its_told)
+                assert (sent, received) == (its_received, its_sent)
+            else:
+                assert told == its_told
+
+
+def test_buffers_wait_for_sums_on_their_way_down(pool: Any) -> None:
+    """Where these have a group of their own: NCCL wants one order of the kernels of both."""
+    for calls in pool.run(issued, 2, "invariant", True):
+        downs, steps = 0, 0
+        for _, thread, operation, told in calls:
+            downs += operation == "all_gather"
+            if told[:2] == (60, "torch.int64"):  # what 30 means and variances have moved by
+                steps += 1
+                assert (thread, downs) == ("MainThread", 2 * steps)  # of two buckets
+        assert steps == 8

@@ -32,6 +32,7 @@ from gradsync.bench.report import (
 from gradsync.bench.sync import STEP_LEGEND, ContestantRow, rows_of
 from gradsync.bench.sync_plan import SyncSettings, bench_plan, step_seconds
 from gradsync.errors import ConfigError
+from gradsync.sync.options import Recipe
 from gradsync.sync.registry import STRATEGIES
 from gradsync.train.config import CompileOrder
 from gradsync.train.tuned import TunedStrategy
@@ -132,13 +133,18 @@ def strategy_stage(request: TuneRequest, world: World) -> TuneStage:
 
 
 def bucket_stage(
-    winner: TunedStrategy, *, first: bool, has_messages: bool, gradient_bytes: int
+    winner: TunedStrategy,
+    *,
+    first: bool,
+    has_messages: bool,
+    gradient_bytes: int,
+    device: str = "cpu",
 ) -> TuneStage:
     """Sizes of buckets, or of the first one, that cut the gradients otherwise than the winner."""
     name, option = (STAGES[2], "first_bucket_mb") if first else (STAGES[1], "bucket_mb")
     known = STRATEGIES[winner.sync]
     recipe = None if known.recipe is None else replace(known.recipe, **winner.options)
-    usual, whole = 25.0 if recipe is None else recipe.bucket_mb, gradient_bytes / _MIB
+    usual, whole = (recipe or Recipe()).bucket_size_mb(device), gradient_bytes / _MIB
     most = min(usual, whole)
     if first:
         sizes = [size for size in _FIRST_MB if size < most]
@@ -327,7 +333,11 @@ class Tuner:
         choice = self._ask(strategy_stage(request, self._world), TunedStrategy())
         for first in (False, True):
             stage = bucket_stage(
-                choice, first=first, has_messages=self._has_messages, gradient_bytes=size
+                choice,
+                first=first,
+                has_messages=self._has_messages,
+                gradient_bytes=size,
+                device=self._world.device.type,
             )
             choice = self._ask(stage, choice)
         choice = self._ask(compile_stage(choice, wanted=request.compile), choice)

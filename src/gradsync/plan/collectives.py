@@ -37,7 +37,7 @@ from typing import Any, Literal
 
 from gradsync.core.files import cache_entry, read_entry, write_entry
 from gradsync.errors import ConfigError
-from gradsync.plan.description import Link
+from gradsync.plan.description import Kind, Link
 from gradsync.runtime import environ
 from gradsync.sync.options import Grouping, Recipe
 from gradsync.sync.registry import check_options, find_strategy
@@ -318,15 +318,18 @@ class Traffic:
     low_rank: int | None = None  # PowerSGD's rank; matrices travel as their factors
 
 
-def traffic_of(strategy: str, options: Mapping[str, Any] | None = None) -> Traffic:
+def traffic_of(
+    strategy: str, options: Mapping[str, Any] | None = None, device: Kind = "cpu"
+) -> Traffic:
     """The messages of a strategy with options as `gradsync train` takes them (ConfigError where
-    either is unknown); `torch_ddp` stands for `ddp` as torch's users run it."""
+    either is unknown); `torch_ddp` stands for `ddp` as torch's users run it. Buckets have the sizes
+    of such devices."""
     found = find_strategy("ddp" if strategy == "torch_ddp" else strategy)
     given = dict(options or {})
     check_options(found, given)
     if found.recipe is not None:
         given.setdefault("overlap_publish", "auto")  # as the trainer has it
-        return _of_recipe(replace(found.recipe, **given))
+        return _of_recipe(replace(found.recipe, **given), device)
     traffic = _of_other(found.name, given)
     if strategy == "torch_ddp":  # as torch's users run it: gradients are not views into buckets
         return replace(traffic, copies=2, agrees=False)
@@ -339,7 +342,7 @@ def shares_memory(recipe: Recipe) -> bool:
     return (recipe.grouping, recipe.shard, recipe.reduction, recipe.wire) == plain
 
 
-def _of_recipe(recipe: Recipe) -> Traffic:
+def _of_recipe(recipe: Recipe, device: Kind) -> Traffic:
     own = {"ring": "ring", "recursive_doubling": "doubling", "hierarchical": "hierarchical"}
     algorithm = own.get(recipe.reduction, "best")
     if recipe.order == "invariant":
@@ -350,7 +353,7 @@ def _of_recipe(recipe: Recipe) -> Traffic:
     in_halves = recipe.overlap and (algorithm == "tree" or by_halves)
     return Traffic(
         grouping=recipe.grouping,
-        bucket_mb=recipe.bucket_mb,
+        bucket_mb=recipe.bucket_size_mb(device),
         first_bucket_mb=recipe.first_bucket_mb,
         overlap=recipe.overlap,
         late=bool(recipe.overlap_publish) and (recipe.shard != "none" or in_halves),

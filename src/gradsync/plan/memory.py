@@ -230,17 +230,17 @@ class Case:
     @property
     def buckets(self) -> tuple[int, ...]:
         """Bytes of each, by the recipe's own sizes; DDP's are like them."""
-        return _buckets(self.shape.sizes, self.replicas)
+        recipe = find_strategy(self.split.strategy).recipe or Recipe()
+        return _buckets(self.shape.sizes, self.replicas, recipe.bucket_size_mb(self.work.kind))
 
 
 @cache
-def _buckets(sizes: tuple[int, ...], world_size: int) -> tuple[int, ...]:
-    recipe = Recipe()
+def _buckets(sizes: tuple[int, ...], world_size: int, size_mb: float) -> tuple[int, ...]:
     plans = plan_buckets(
         [Item(numel=size, itemsize=FP32, kind=None) for size in sizes],
         range(len(sizes))[::-1],
-        bucket_bytes=recipe.bucket_mb * MIB,
-        first_bucket_bytes=recipe.first_bucket_mb * MIB,
+        bucket_bytes=size_mb * MIB,
+        first_bucket_bytes=Recipe().first_bucket_mb * MIB,
         world_size=world_size,
     )
     return tuple(FP32 * plan.numel for plan in plans)

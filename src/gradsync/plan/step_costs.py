@@ -175,7 +175,8 @@ def step_costs(
         options: of the strategy.
         fits: lines measured here for as many ranks on one host; they take the place of formulas.
     """
-    layout, traffic = split.layout, traffic_of(split.strategy, options)
+    kind = hardware.hosts[0].devices[0].kind
+    layout, traffic = split.layout, traffic_of(split.strategy, options, kind)
     if work.num_leaves < layout.dp:
         raise ConfigError(
             f"{work.num_leaves} leaves for {layout.dp} replicas: each needs at least one"

@@ -9,7 +9,10 @@ SO_KEEPALIVE); gloo waits for the whole timeout of the collective. `PeerConnecti
 probe idle connections and end unanswered ones after a bound; a rank that waits on one then sees
 "Connection timed out". It is the other host's kernel that answers: a rank that computes for long,
 holds Python's lock or was stopped in a debugger is not silent, with one exception: a message larger
-than the buffers, to a rank that is stopped while it arrives, counts as unanswered.
+than the buffers, to a rank that is stopped while it arrives, counts as unanswered. NCCL's
+connections carry such messages, and its ranks wait in kernels that nobody reads to them: they are
+left alone, and gloo's between the same hosts tell of a cut. The two differ in one thing: gloo gives
+its sockets the timeout of the group, NCCL none.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+import struct
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
@@ -82,9 +86,9 @@ def source_towards(address: str) -> str:
 class PeerConnections:
     """Bounds the silence of other ranks' hosts; counts the connections that have ended.
 
-    Made before the first connection. The connections belong to gloo, NCCL and torch's store, which
-    offer no such option, so they are found among this process's open files. Those within a host are
-    only counted. Linux only; elsewhere nothing is bounded or counted. See [Note: Silent hosts].
+    Made before the first connection. The connections belong to gloo and torch's store, which offer
+    no such option, so they are found among this process's open files. Those within a host are only
+    counted. Linux only; elsewhere nothing is bounded or counted. See [Note: Silent hosts].
 
     Args:
         silence_s: longest silence, seconds; at least 1.
@@ -97,42 +101,39 @@ class PeerConnections:
         self._known = _open_sockets()
 
     def learn(self) -> None:
-        """Learn other ranks' hosts from connections made since the last look, and bound them."""
-        self._look(learn=True)
+        """Learn other ranks' hosts from connections made since the last look, and bound them: those
+        of the rendezvous store, while there is no process group."""
+        self._look(learn=True, gloo=False)
 
-    def learn_pairs(self, world_size: int, store_port: int) -> None:
-        """As `learn`, right after gloo has connected each rank with each other one.
-
-        The connections of the rendezvous store, at `store_port`, come and go: they do not count.
-        """
-        made = self._look(learn=True)
-        pairs = {opened for opened, ports in made.items() if store_port not in ports}
-        # More of them: NCCL has connected too, and they cannot be told apart.
-        self._pairs = pairs if len(pairs) == world_size - 1 else set()
+    def learn_pairs(self) -> None:
+        """As `learn`, right after gloo has connected each rank with each other one, and for gloo's
+        alone: the store's come and go, NCCL's are not bounded."""
+        self._pairs = self._look(learn=True, gloo=True)
 
     def keep_up(self) -> None:
-        """Bound new connections to the hosts that are known: process groups may be made later."""
+        """Bound gloo's new connections to hosts that are known: groups may be made later."""
         if self._hosts:
-            self._look(learn=False)
+            self._look(learn=False, gloo=True)
 
     def num_ended(self) -> int:
         """How many ranks' connections to this one have ended, on either side."""
         return len(self._pairs - _open_sockets()) if self._pairs else 0
 
-    def _look(self, *, learn: bool) -> dict[Opened, tuple[int, int]]:
-        """Bound what is new; returns the ports of each new connection."""
+    def _look(self, *, learn: bool, gloo: bool) -> set[Opened]:
+        """Bound what is new, or what is new and gloo's; returns it."""
         now = _open_sockets()
-        made = {}
+        made = set()
         for opened in now - self._known:
             with suppress(OSError), _borrowed(opened[0]) as one:
                 if one.family in (socket.AF_INET, socket.AF_INET6):
-                    here, there = one.getsockname()[:2], one.getpeername()[:2]
-                    made[opened] = (here[1], there[1])
-                    if here[0] != there[0] and not _is_loopback(there[0]):
-                        if learn:
-                            self._hosts.add(there[0])
-                        if there[0] in self._hosts:
-                            _bound(one, self._silence_s)
+                    here, there = one.getsockname()[0], one.getpeername()[0]
+                    if not gloo or _has_timeout(one):
+                        made.add(opened)
+                        if here != there and not _is_loopback(there):
+                            if learn:
+                                self._hosts.add(there)
+                            if there in self._hosts:
+                                _bound(one, self._silence_s)
                 self._known.add(opened)
         self._known &= now
         return made
@@ -159,6 +160,10 @@ def _borrowed(number: int) -> Generator[socket.socket]:
         if os.get_blocking(number) != blocking:
             os.set_blocking(number, blocking)
         yield copy
+
+
+def _has_timeout(connection: socket.socket) -> bool:
+    return any(connection.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.calcsize("ll")))
 
 
 def _is_loopback(address: str) -> bool:

@@ -264,7 +264,7 @@ class Session:
                 meeting.records, self.world, hosts, interface=interface, deadline_s=deadline_s
             )
         self._make_group(meeting, interface)
-        connections.learn_pairs(world.world_size, meeting.port)
+        connections.learn_pairs()
         self._start_watch(meeting, presences, connections)
 
     def _set_up_compute(self, world: World) -> None:

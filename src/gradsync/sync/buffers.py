@@ -50,7 +50,7 @@ import logging
 import math
 import sys
 import weakref
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -293,12 +293,14 @@ class BufferSync:
         self._edited.clear()
 
     @torch.no_grad()
-    def step_ends(self, counts: Sequence[float]) -> None:
-        """Set the buffers' new values, equal on all ranks; `counts` are `step_begins` summed."""
+    def step_ends(self, counts: Sequence[float], settle: Callable[[], None]) -> None:
+        """Set the buffers' new values, equal on all ranks; `counts` are `step_begins` summed, and
+        `settle` comes before messages."""
         if self._trained:  # a forward in the update
             self.leaf_ends(counts=False)
         changed = [index for index, count in enumerate(counts[:-2]) if count]
         if changed:
+            settle()
             _combine(self._buffers, changed, self._ending or [{}], counts, self._comm)
             self._strays = {i: was for i, was in self._strays.items() if i not in changed}
         self._ending = []

@@ -325,7 +325,8 @@ def lay_out_buckets(
     """
     in_buckets = recipe.grouping == "buckets"
     whole = 0.0 if recipe.grouping == "parameter" else float("inf")
-    limit = recipe.bucket_mb * MIB if in_buckets else whole
+    size = recipe.bucket_size_mb(parameters[0].device.type) * MIB
+    limit = size if in_buckets else whole
     items = [
         Item(numel=p.numel(), itemsize=p.element_size(), kind=(p.dtype, p.device))
         for p in parameters

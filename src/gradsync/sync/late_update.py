@@ -285,6 +285,11 @@ class LateReplicas(Replicas):
             known = self._parts[optimizer] = (members, buckets, parts)
         return known[2]
 
+    def settle(self) -> None:
+        """See `Replicas.settle`: whole sums have come."""
+        if self._step is not None and self._exchange.in_one_order:
+            AllOf(self._step.gathers).wait()
+
     def publish(self) -> Work:
         """See `Replicas.publish`: from here on a use of a weight waits for its bucket."""
         if (step := self._step) is None or not step.updates:

@@ -10,7 +10,8 @@ import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from inspect import signature
-from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+from types import NoneType
+from typing import Any, ClassVar, Literal, get_args, get_type_hints
 
 from gradsync.errors import ConfigError
 
@@ -68,7 +69,11 @@ class Recipe(Options):
         "buckets",
         "One message per parameter, one for everything, or buckets.",
     )
-    bucket_mb: float = option(25.0, "Size at which a bucket of gradients is closed, MiB.")
+    bucket_mb: float | None = option(
+        None,
+        "Size at which a bucket of gradients is closed, MiB; default: 25, and 100 for sums along "
+        "the tree on GPUs.",
+    )
     first_bucket_mb: float = option(
         1.0,
         "The same for the first bucket, so that communication begins early (the next ones double "
@@ -156,6 +161,12 @@ class Recipe(Options):
                 "order='invariant' rounds each node of its tree, to bf16: fp16 would need a scale, "
                 "which depends on how leaves are shared out; use wire='bf16' or 'same'"
             )
+
+    def bucket_size_mb(self, device: str) -> float:
+        """`bucket_mb`, or its default on a "cpu" or "cuda": on a GPU a bucket costs the tree's
+        exchange some launches, however small it is."""
+        on_gpus = device == "cuda" and self.order == "invariant"
+        return self.bucket_mb or (100.0 if on_gpus else 25.0)
 
     @property
     def node_dtype(self) -> Dtype | None:
@@ -286,15 +297,15 @@ def kinds_of(options: type[Options]) -> dict[str, Kind]:
 
 
 def _kind(name: str, hint: Any, options: type[Options]) -> Kind:
-    if get_origin(hint) is Literal:
-        return get_args(hint)
+    if NoneType in get_args(hint):  # `None` stands for a default that depends on something
+        hint = next(each for each in get_args(hint) if each is not NoneType)
     if hint is bool:
         return "flag"
     if hint is int:
         return "count"
     if hint is float:
         return "size" if name in options.POSITIVE else "number"
-    return get_args(get_args(hint)[0])  # a Literal or None
+    return get_args(hint)  # of a Literal
 
 
 def check_value(name: str, value: Any, kind: Kind) -> None:

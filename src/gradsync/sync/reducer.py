@@ -268,6 +268,10 @@ class Replicas:
         for optimizer in optimizers:
             optimizer.step()
 
+    def settle(self) -> None:
+        """Begin nothing more before collectives of the main thread's group, if the lane's is
+        another: NCCL wants the kernels of both in one order on all ranks."""
+
     def publish(self) -> Work:
         """Make whole weights available on every rank, at the end of every step, gradients cleared.
 

@@ -199,7 +199,7 @@ def take_step(parts: StepParts, call: StepCall) -> StepResult:
             loss.clear()
         if loss is not None or agreed.discard:
             _clear_gradients(reducer)
-    parts.buffers.step_ends(() if agreed.discard else agreed.counts)
+    parts.buffers.step_ends(() if agreed.discard else agreed.counts, shards.settle)
 
     # publish: waited for here, since code between two steps may read weights
     if loss is not None:

@@ -139,9 +139,9 @@ class TreeExchange(Exchange):
         self.messenger, self._over_leaves, self._pair = comm, over_leaves, pair
         self._made, self._gather = made, gather
         self._levels = levels
-        # NCCL runs a group's messages one after the other, in one order on all ranks.
-        one = device.type == "cuda" or gather is not None
-        self._lanes = [Background(device) for _ in range(1 if one else LANES)]
+        self.in_one_order = device.type == "cuda" or gather is not None
+        """Whether the lane has a group of its own, which runs message after message (NCCL)."""
+        self._lanes = [Background(device) for _ in range(1 if self.in_one_order else LANES)]
         self._planned: Work = Done()
         self._num_buffers = 0
         self._indexed = False

@@ -83,7 +83,7 @@ def test_each_setting_of_the_allocator_has_its_ideal() -> None:
         ("bucketed:bucket_mb", "is not key=value"),
         ("bucketed:bucket_mb=-1", "bucket_mb must be positive"),
         ("bucketed:bucket_mb=abc", "bucket_mb must be a positive, finite number; got 'abc'"),
-        ("bucketed:bucket_mb=none", "bucket_mb must be a positive, finite number; got None"),
+        ("bucketed:first_bucket_mb=none", "bucket_mb must be a positive, finite number; got None"),
         ("bucketed:bucket_mb=1" + 400 * "0", "bucket_mb must be a positive, finite number"),
         ("bucketed:first_bucket_mb=inf", "first_bucket_mb must be a positive, finite number"),
         ("bucketed:overlap=maybe", "overlap must be true or false; got 'maybe'"),

@@ -227,6 +227,8 @@ def test_more_ranks_than_cores_compute_longer() -> None:
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "torch_ddp"])
 def test_every_strategy_has_its_traffic(strategy: str) -> None:
     assert traffic_of(strategy).bucket_mb == 25
+    along_the_tree = strategy in ("invariant", "invariant_bf16", "zero1")
+    assert traffic_of(strategy, device="cuda").bucket_mb == (100 if along_the_tree else 25)
     found = predict_step(work(4), split(strategy, dp=4), hardware(4), profile())
     assert math.isfinite(found.total_s)
     assert found.total_s >= found.compute_s > 0

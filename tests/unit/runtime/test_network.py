@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
-from contextlib import closing
+import struct
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from types import SimpleNamespace
 
 import psutil
@@ -38,6 +40,12 @@ def pair_over_the_network() -> tuple[socket.socket, socket.socket]:
         return near, server.accept()[0]
 
 
+def of_gloo(*ends: socket.socket) -> None:
+    """Mark them as gloo's are: with the timeout of their group."""
+    for one in ends:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 60, 0))
+
+
 def bound_of(one: socket.socket) -> tuple[int, int]:
     return (
         one.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE),
@@ -59,8 +67,40 @@ def test_what_leads_to_another_host_is_bounded(peers: PeerConnections) -> None:
         assert bound_of(near) == bound_of(there) == (1, BOUND_MS)
         later, other_end = pair_over_the_network()
         with later, other_end:
+            of_gloo(later)
             peers.keep_up()
             assert bound_of(later) == (1, BOUND_MS)
+            assert bound_of(other_end) == (0, 0)
+
+
+@pytest.mark.usefixtures("far")
+def test_nccls_connections_are_neither_bounded_nor_counted(peers: PeerConnections) -> None:
+    near, there = pair_over_the_network()
+    data, its_end = pair_over_the_network()
+    with near, there, its_end:
+        of_gloo(near, there)
+        peers.learn_pairs()
+        peers.learn()
+        peers.keep_up()
+        assert bound_of(near) == bound_of(there) == (1, BOUND_MS)
+        assert bound_of(data) == bound_of(its_end) == (0, 0)
+        data.close()
+        assert peers.num_ended() == 0
+        near.close()
+        assert peers.num_ended() == 1
+
+
+def test_gloos_connections_are_told_by_their_timeout(peers: PeerConnections) -> None:
+    store = dist.HashStore()
+    with ThreadPoolExecutor(3) as ranks:
+        made = [
+            ranks.submit(dist.ProcessGroupGloo, store, rank, 3, timedelta(seconds=60))
+            for rank in range(3)
+        ]
+        groups = [each.result() for each in made]
+    peers.learn_pairs()
+    del made, groups  # and with them each rank's connections to two others
+    assert peers.num_ended() == 6
 
 
 @pytest.mark.usefixtures("far")
@@ -87,9 +127,8 @@ def test_within_a_host_nothing_is_bounded(peers: PeerConnections) -> None:
 def test_ended_connections_are_counted(peers: PeerConnections) -> None:
     store, its_end = connected()
     pairs = [connected() for _ in range(2)]
-    store_port = its_end.getsockname()[1]
-    # Both ends of each pair of sockets are ours: four connections of five ranks.
-    peers.learn_pairs(5, store_port)
+    of_gloo(*pairs[0], *pairs[1])
+    peers.learn_pairs()
     assert peers.num_ended() == 0
     store.close()
     its_end.close()
@@ -100,13 +139,6 @@ def test_ended_connections_are_counted(peers: PeerConnections) -> None:
         for one in pair:
             one.close()
     assert peers.num_ended() == 4
-
-
-def test_connections_that_cannot_be_told_apart_are_not_counted(peers: PeerConnections) -> None:
-    near, there = connected()
-    with closing(near), closing(there):
-        peers.learn_pairs(2, 1)
-    assert peers.num_ended() == 0
 
 
 def test_a_default_timeout_changes_nobodys_socket(peers: PeerConnections) -> None:

@@ -135,6 +135,8 @@ def _other(value: Any, hint: Any) -> Any:
     words += [word for part in get_args(hint) for word in get_args(part)]
     if words:
         return next(word for word in words if word != value)
+    if value is None:  # a number's default that depends on something
+        return 12.5
     return not value if isinstance(value, bool) else value / 2 if hint is float else value + 2
 
 

@@ -18,7 +18,7 @@ SHORTER = {
     "sample": "--tokens 8",
     "verify": "--models mlp",
 }
-ELSEWHERE = ("doctor", "demo")
+ELSEWHERE = ("doctor",)
 """Commands that other tests run, in this form."""
 
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 EXAMPLES = {
-    "": (
-        "gradsync demo                              # two minutes: what it does, proved here",
-        "gradsync train tiny --nproc-per-node 2     # a small GPT on two ranks of this machine",
-    ),
+    "": ("gradsync train tiny --nproc-per-node 2     # a small GPT on two ranks of this machine",),
     "train": (
         "gradsync train tiny --nproc-per-node 2 --out runs/first",
         "torchrun --nproc-per-node 2 -m gradsync train tiny",
@@ -35,7 +32,6 @@ EXAMPLES = {
     "bench network": ("sudo gradsync bench network --rates 1000,10000 --hosts 2",),
     "bench simulation": ("gradsync bench simulation --world-sizes 2 --strategies invariant",),
     "drill": ("gradsync drill --fault stop --rank 0 --step 5 -- tiny --sync bucketed",),
-    "demo": ("gradsync demo", "gradsync demo --quick --out runs/demo"),
     "tune": ("gradsync tune mini --world-size 2",),
     "plan": ("gradsync plan", "gradsync plan xl --hardware h100x4"),
     "lint": ("gradsync lint train.py", "gradsync lint --rules"),

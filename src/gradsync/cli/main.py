@@ -34,7 +34,6 @@ COMMANDS = {
     "verify": "prove every strategy right against one rank, or say why it is not",
     "bench": "measure strategies and collectives beside their limits and their peers",
     "drill": "break one rank on purpose: who is named, when, and what is lost",
-    "demo": "train, verify, bench and report in a few minutes, and say what that proved",
     "tune": "measure which way to synchronise is fastest here, for train --sync auto",
     "plan": "say which strategy, batch and split fit a machine, here or anywhere",
     "lint": "find known mistakes in a training script, without running it",
@@ -56,8 +55,7 @@ Data-parallel training for PyTorch: the same script on 1..N ranks.
 commands:
 {commands}
 
-`gradsync COMMAND --help` says more; `gradsync --version` names torch, devices and launchers too;
-`gradsync --print-completion bash` (zsh, tcsh) prints a script that completes all of this.
+`gradsync COMMAND --help` says more; `gradsync --version` names torch, devices and launchers too.
 
 {examples}
 """
@@ -96,12 +94,6 @@ def _main(argv: Sequence[str] | None) -> int:
 
 def _run_command(name: str, arguments: list[str]) -> int:
     try:
-        if name.partition("=")[0] == "--print-completion":
-            from gradsync.cli.completion import completion
-
-            shell = name.partition("=")[2] or "".join(arguments[:1])
-            print(completion(shell, COMMANDS))
-            return 0
         if name not in COMMANDS:
             near = get_close_matches(name, COMMANDS, n=1)
             hint = f"; perhaps you meant {near[0]!r}" if near else ""

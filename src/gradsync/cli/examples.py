@@ -19,7 +19,7 @@ EXAMPLES = {
         "gradsync report runs/first",
         "gradsync report runs/first runs/second --out compared.html",
     ),
-    "watch": ("gradsync watch runs/first", "gradsync watch runs/first --http 8000"),
+    "watch": ("gradsync watch runs/first",),
     "verify": (
         "gradsync verify --strategies invariant,bucketed --world-size 2",
         "mpirun -np 4 gradsync verify --strategies all",

@@ -30,7 +30,7 @@ COMMANDS = {
     "sample": "generate text from a checkpoint",
     "export": "write a trained model for transformers, as safetensors or as torch's DCP",
     "report": "write a page about a run, or several: curves, times, settings",
-    "watch": "follow a run that is going on, in the terminal or a browser",
+    "watch": "follow a run that is going on, in the terminal",
     "verify": "prove every strategy right against one rank, or say why it is not",
     "bench": "measure strategies and collectives beside their limits and their peers",
     "drill": "break one rank on purpose: who is named, when, and what is lost",

@@ -12,7 +12,6 @@ import tyro
 
 from gradsync.core.files import counted, write_result
 from gradsync.errors import ConfigError
-from gradsync.report.browser import draw, find_browser
 from gradsync.report.charts import standing_alone, svg
 from gradsync.report.page import charts_of, figures_of, page
 from gradsync.report.run import read_runs, read_verified
@@ -31,11 +30,10 @@ class ReportOptions:
     )
     """Run directories."""
     out: str = ""
-    """File, or for svg and png a folder. Default: report.html, report.pdf or charts (made anew) in
-    the run's directory, of several runs in the first one's."""
-    format: Literal["html", "svg", "png", "pdf"] = "html"
-    """html, pdf: the page. svg, png: one file for each chart. png and pdf take a chromium that is
-    on PATH."""
+    """File, or for svg a folder. Default: report.html or charts (made anew) in the run's directory,
+    of several runs in the first one's."""
+    format: Literal["html", "svg"] = "html"
+    """html: the page. svg: one file for each chart."""
     verify: str = ""
     """Output of `gradsync verify --json`, to be shown as a table; default: verify.json in the
     first run's directory, if there."""
@@ -57,23 +55,17 @@ def run(argv: list[str]) -> int:
         print(json.dumps({str(each.path): dict(figures_of(each)) for each in runs}))
         return 0
     verified = read_verified(runs[0].path, options.verify)
-    browser = find_browser() if options.format in ("png", "pdf") else ""
     told = len(runs) > 1 and not options.out
     where = ", in the first run's directory (--out names another place)" if told else ""
-    if options.format in ("html", "pdf"):
-        default = runs[0].path / f"report.{options.format}"
-        out = Path(options.out) if options.out else default
-        text = page(runs, verified)
+    if options.format == "html":
+        out = Path(options.out) if options.out else runs[0].path / "report.html"
         out.parent.mkdir(parents=True, exist_ok=True)
-        if browser:
-            draw(browser, text, out)
-        else:
-            write_result(out, text)
+        write_result(out, page(runs, verified))
         print(f"written to {out}{where}")
         return 0
     out = Path(options.out) if options.out else runs[0].path / "charts"
     out.mkdir(parents=True, exist_ok=True)
-    for older in () if options.out else out.glob(f"*.{options.format}"):
+    for older in () if options.out else out.glob("*.svg"):
         older.unlink()
     drawn = {
         chart.title: standing_alone(d, chart) for chart in charts_of(runs) if (d := svg(chart))
@@ -87,9 +79,6 @@ def run(argv: list[str]) -> int:
         name = "".join(c if c.isalnum() else "-" for c in title.lower()).strip("-")[:60]
         taken[name] += 1
         name += f"-{taken[name]}" * (taken[name] > 1)
-        if browser:
-            draw(browser, text, out / f"{name}.png")
-        else:
-            write_result(out / f"{name}.svg", text)
+        write_result(out / f"{name}.svg", text)
     print(f"{counted(len(drawn), 'chart')} in {out}{where}")
     return 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +11,6 @@ from typing import Annotated
 import tyro
 
 from gradsync.errors import ConfigError
-from gradsync.report.serve import serving
 from gradsync.report.watch import Follower, follow
 from gradsync.runtime.arguments import parse
 
@@ -29,9 +27,6 @@ class WatchOptions:
 
     path: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = ""
     """Run directory."""
-    http: str = ""
-    """[HOST:]PORT: serve the page of gradsync report too, while watching; without HOST only to this
-    machine. 0 takes any free port."""
 
 
 def run(argv: list[str]) -> int:
@@ -43,16 +38,11 @@ def run(argv: list[str]) -> int:
     options = parse(WatchOptions, argv, "watch")
     if not options.path:
         raise ConfigError("watch: name a run directory: gradsync watch runs/first")
-    with ExitStack() as stack:
-        try:
-            follower = _begun(Path(options.path))
-            if options.http:
-                address = stack.enter_context(serving(Path(options.path), options.http))
-                print(f"page: {address}", flush=True)
-            return follow(follower, sys.stdout, lambda: time.sleep(_LOOK_S))
-        except KeyboardInterrupt:
-            print("no longer watching; the run goes on", flush=True)
-            return 130
+    try:
+        return follow(_begun(Path(options.path)), sys.stdout, lambda: time.sleep(_LOOK_S))
+    except KeyboardInterrupt:
+        print("no longer watching; the run goes on", flush=True)
+        return 130
 
 
 def _begun(path: Path) -> Follower:

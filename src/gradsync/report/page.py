@@ -14,7 +14,7 @@ from typing import Any
 
 from gradsync.core.files import counted
 from gradsync.report.charts import LIGHT, STYLE, Chart, Event, Line, figure
-from gradsync.report.run import CHECKS, RANKS_HEAD, Points, Run, read_ranks
+from gradsync.report.run import CHECKS, Points, Run
 from gradsync.report.timeline import timeline
 from gradsync.runtime.machine import busy
 
@@ -82,19 +82,15 @@ details { margin: .5rem 0; } summary { cursor: pointer; color: var(--soft); }
 )
 
 
-def page(
-    runs: Sequence[Run], verified: Mapping[str, Any] | None = None, *, again_s: int = 0
-) -> str:
+def page(runs: Sequence[Run], verified: Mapping[str, Any] | None = None) -> str:
     """The whole document.
 
     Args:
         runs: one, or several side by side.
         verified: what `gradsync verify --json` printed.
-        again_s: seconds after which a browser asks for the page anew; 0: never.
     """
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     charts = "".join(figure(chart) for chart in charts_of(runs))
-    again = f'<meta http-equiv="refresh" content="{again_s}">' if again_s else ""
     parts = [
         f"<h1>{escape(title)}</h1>",
         _about(runs[0]) if len(runs) == 1 else _compared(runs),
@@ -102,7 +98,6 @@ def page(
             _happened(run, found, alone=len(runs) == 1)
             for run, found in zip(runs, _numbered(runs), strict=True)
         ),
-        *(_ranks(run) for run in runs if again_s and not run.exit),
         "<h2>Curves</h2>",
         f'<div class="charts">{charts}</div>' if charts else "<p>No step was logged yet.</p>",
         "".join(timeline(run.path, run.name if len(runs) > 1 else "") for run in runs[:4])
@@ -114,7 +109,7 @@ def page(
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"{again}<title>{escape(title)} · gradsync</title><style>{_STYLE}</style></head><body>"
+        f"<title>{escape(title)} · gradsync</title><style>{_STYLE}</style></head><body>"
         f"{''.join(parts)}</body></html>\n"
     )
 
@@ -362,13 +357,6 @@ def _happened(run: Run, events: Sequence[Event], *, alone: bool) -> str:
     told = f"<ol{start}>{listed}</ol>" if listed else ""
     told += "".join(f"<p>{escape(words)}</p>" for words in _checked(run))
     return f"<h2>{title}</h2>{told}" if told else ""
-
-
-def _ranks(run: Run) -> str:
-    """What each rank of a run that goes on is doing."""
-    found = read_ranks(run.path)
-    head = f"<h2>Ranks</h2><p class=sub>{found.age_s:.0f} s ago</p>"
-    return head + _table(RANKS_HEAD, found.rows) if found.rows else ""
 
 
 def _checked(run: Run) -> Iterator[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import struct
 import subprocess
 import time
 from dataclasses import replace
@@ -591,22 +590,6 @@ def test_bad_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str])
     assert "run directory" in capsys.readouterr().err
 
 
-def test_pictures_take_a_browser(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    run = make_run(tmp_path)
-    for kind in ("png", "pdf"):
-        assert main(["report", str(run), "--format", kind, "--out", str(tmp_path / "out")]) == 1
-        assert "no browser on PATH" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-    broken = tmp_path / "chromium"
-    broken.write_text("#!/bin/sh\necho no display >&2\nexit 3\n")
-    broken.chmod(0o755)
-    assert main(["report", str(run), "--format", "pdf"]) == 1
-    assert capsys.readouterr().err.endswith("chromium exited with 3: no display\n")
-
-
 # -- timeline --------------------------------------------------------------------------------------
 
 
@@ -836,20 +819,6 @@ def test_a_page_that_loads_or_overflows_would_be_noticed(tmp_path: Path) -> None
     assert seen["wide"] > 390
     assert seen["loads"] == ["http://example.invalid/x.png"]
     assert len(complaints) == 1
-
-
-def test_the_page_as_pdf_and_a_chart_as_png(tmp_path: Path) -> None:
-    require("chromium")
-    run = make_run(tmp_path)
-    with (run / "metrics.jsonl").open("w") as file:
-        file.writelines(f'{{"step": {n}, "optim/lr": {n}}}\n' for n in (1, 2))
-    assert main(["report", str(run), "--format", "pdf"]) == 0
-    assert (run / "report.pdf").read_bytes().startswith(b"%PDF-")
-    assert main(["report", str(run), "--format", "png", "--out", str(tmp_path / "charts")]) == 0
-    (chart,) = (tmp_path / "charts").iterdir()
-    head = chart.read_bytes()[:24]
-    assert head.startswith(b"\x89PNG")
-    assert struct.unpack(">II", head[16:])[0] == 960
 
 
 def test_a_run_that_began_beside_other_programs_says_so(tmp_path: Path) -> None:

@@ -6,13 +6,9 @@ import io
 import json
 import os
 import re
-import shutil
-import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,9 +18,8 @@ from rich.console import Console
 
 from gradsync.cli import watch as command
 from gradsync.cli.main import main
-from gradsync.errors import ConfigError
-from gradsync.report.run import RANKS_HEAD, read_ranks
-from gradsync.report.serve import serving
+from gradsync.report.page import page
+from gradsync.report.run import RANKS_HEAD, read_ranks, read_run
 from gradsync.report.watch import Follower, follow
 
 FAILED = {"exit_code": 1, "reason": "failed", "error": "rank 1 vanished"}
@@ -163,9 +158,7 @@ def test_a_terminal_has_a_panel(run: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_run_whose_environment_is_not_known(run: Path) -> None:
     (run / "env.json").unlink(missing_ok=True)
-    with serving(run, "127.0.0.1:0") as address:
-        assert "? ranks" in get(address)[1]
-        assert "the page's address has a token" in get(address.rsplit("/", 2)[0] + "/")[1]
+    assert "? ranks" in page([read_run(run)])
     stream = io.StringIO()
     assert watched(run, lambda: end(run), stream=stream) == 0
 
@@ -198,11 +191,6 @@ def test_all_ranks_are_shown_with_step_rate_phase_and_lag(
     for row in (RANKS_HEAD, *rows):
         line = next(ln for ln in stream.getvalue().splitlines() if ln.startswith(row[0]))
         assert all(word in line for word in row)
-    with serving(run, "0") as address:
-        assert "61.2 s" in get(address)[1]
-    end(run)
-    with serving(run, "0") as address:
-        assert "61.2 s" not in get(address)[1], "of a run that has ended nothing is under way"
 
 
 def test_of_many_ranks_the_latest_are_shown(run: Path) -> None:
@@ -313,7 +301,7 @@ def test_ctrl_c_leaves_the_run_alone(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(command.time, "sleep", interrupted)
-    assert main(["watch", str(run), "--http", "0"]) == 130
+    assert main(["watch", str(run)]) == 130
     assert capsys.readouterr().out.endswith("no longer watching; the run goes on\n")
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
@@ -323,9 +311,6 @@ def test_ctrl_c_leaves_the_run_alone(
     [
         ([], "name a run directory"),
         (["nowhere"], "no run directory"),
-        (["RUN", "--http", "x"], "PORT expected"),
-        (["RUN", "--http", "70000"], "PORT expected"),
-        (["RUN", "--http", "192.0.2.1:0"], "cannot listen there"),
     ],
 )
 def test_bad_arguments(
@@ -338,82 +323,3 @@ def test_bad_arguments(
     monkeypatch.setattr(command.time, "sleep", lambda _: None)
     assert main(["watch", *(str(run) if a == "RUN" else a for a in arguments)]) == 2
     assert said in capsys.readouterr().err
-
-
-# -- over HTTP ------------------------------------------------------------------------------------
-
-
-def get(address: str, method: str = "GET") -> tuple[int, str]:
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    request = urllib.request.Request(address, method=method)
-    try:
-        with opener.open(request, timeout=10) as answer:
-            assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read().decode()
-
-
-def test_the_page_is_the_current_one_and_asks_for_itself_again(run: Path) -> None:
-    with serving(run, "0") as address:
-        assert re.fullmatch(r"http://127\.0\.0\.1:\d+/[\w-]{20,}/", address)
-        status, text = get(address)
-        assert status == 200
-        assert '<meta http-equiv="refresh" content="10">' in text
-        assert "9.8750" not in text
-        add(run, record(3, **{"train/loss": 9.875}))
-        assert "9.8750" in get(address)[1]
-
-
-@pytest.mark.parametrize("path", ["", "x/", "../", "TOKEN/../", "TOKEN/exit.json", "TOKEN"])
-def test_nothing_else_is_served(run: Path, path: str) -> None:
-    with serving(run, "127.0.0.1:0") as address:
-        root, token = address[:-1].rsplit("/", 1)
-        status, text = get(f"{root}/{path.replace('TOKEN', token)}")
-        assert status == 404
-        assert token not in text or "TOKEN" in path
-        assert get(address, "POST")[0] == 501
-
-
-def test_bound_to_all_addresses_it_names_this_host_and_still_wants_the_token(run: Path) -> None:
-    with serving(run, "0.0.0.0:0") as address:
-        assert address.startswith(f"http://{socket.gethostname()}:")
-        here = address.replace(socket.gethostname(), "127.0.0.1")
-        assert get(here)[0] == 200
-        assert get(here.rsplit("/", 2)[0] + "/")[0] == 404
-
-
-def test_in_ipv6_the_address_has_brackets(run: Path) -> None:
-    try:
-        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
-    except OSError:
-        pytest.skip("there is no IPv6 here")
-    with serving(run, "[::1]:0") as address:
-        assert address.startswith("http://[::1]:")
-        assert get(address)[0] == 200
-    with serving(run, "[::]:0") as address:
-        assert address.startswith(f"http://{socket.gethostname()}:")
-
-
-def test_what_verify_found_is_on_the_page(run: Path) -> None:
-    cell = {"strategy": "naive", "world_size": 2, "dtype": "fp32", "status": "passed"}
-    (run / "verify.json").write_text(json.dumps({"cells": [cell]}))
-    with serving(run, "0") as address:
-        assert "Strategies against one rank" in get(address)[1]
-    (run / "verify.json").write_text("")  # as while verify runs
-    with serving(run, "0") as address:
-        assert get(address)[0] == 200
-
-
-def test_a_run_that_vanished_is_an_error_page(run: Path) -> None:
-    with serving(run, "0") as address:
-        shutil.rmtree(run)
-        assert get(address)[0] == 503
-
-
-def test_a_port_that_is_taken_is_refused(run: Path) -> None:
-    with serving(run, "0") as address:
-        port = address.split(":")[2].partition("/")[0]
-        with pytest.raises(ConfigError, match="in use"), serving(run, port):
-            pass

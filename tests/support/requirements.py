@@ -44,7 +44,6 @@ MISSING: dict[str, Callable[[], list[str]]] = {
     "chromium": lambda: _program("chromium"),
     "import-linter": lambda: _module("importlinter"),
     "hatchling": lambda: _module("hatchling"),
-    "kubernetes": lambda: _module("kubernetes"),
     "trackers": lambda: _module("tensorboard", "wandb", "trackio"),
     "cuda": _cuda,
 }

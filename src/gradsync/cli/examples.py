@@ -41,7 +41,6 @@ EXAMPLES = {
     ),
     "submit": (
         "gradsync submit --nodes 2 --gpus-per-node 4 --time 72:00:00 -- train mini",
-        "gradsync submit --to k8s --image my/image --nodes 2 --gpus-per-node 8 -- train mini",
         "gradsync submit --status",
     ),
     "doctor": ("gradsync doctor", "mpirun -np 2 gradsync doctor"),

@@ -38,7 +38,7 @@ COMMANDS = {
     "plan": "say which strategy, batch and split fit a machine, here or anywhere",
     "lint": "find known mistakes in a training script, without running it",
     "launch": "start ranks on this host, or say what to start on each of several",
-    "submit": "write, check and submit a Slurm job, or write one for Kubernetes",
+    "submit": "write, check and submit a Slurm job",
     "doctor": "say whether this machine is ready, and what gradsync sees",
 }
 

@@ -1,4 +1,4 @@
-"""`gradsync submit`: write, check and submit a Slurm job; or write a Kubernetes one."""
+"""`gradsync submit`: write, check and submit a Slurm job."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import time
 from dataclasses import asdict, dataclass, fields
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 
@@ -19,7 +19,6 @@ from gradsync.cli.launch import check_program, split
 from gradsync.core.files import write_result
 from gradsync.errors import ConfigError
 from gradsync.launch import slurm
-from gradsync.launch.jobset import JobsetPlan, KubernetesRequest, jobset_text
 from gradsync.launch.request import Program, parse_program
 from gradsync.launch.sbatch import TASK, JobRequest, SbatchPlan, sbatch_script
 from gradsync.launch.slurm import Submitted, remember, remembered
@@ -30,17 +29,14 @@ _SHOWN = 10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SubmitOptions(KubernetesRequest):
+class SubmitOptions(JobRequest):
     """Submit a Slurm job: gradsync submit --time 72:00:00 [options] -- PROGRAM ARGS.
 
     PROGRAM is train (or verify, bench, tune), a script that ends in .py, -m MODULE, or any program.
     The job is warned before its time is over, saves, and is requeued until it is done. What can be
-    checked is checked before it is submitted. For Kubernetes, the job is printed as a JobSet:
-    gradsync submit --to k8s --image IMAGE [options] -- PROGRAM ARGS | kubectl apply -f -
+    checked is checked before it is submitted.
     """
 
-    to: Literal["slurm", "k8s"] = "slurm"
-    """slurm, or k8s: print the manifest of a JobSet, for kubectl."""
     wait: bool = False
     """Follow the job: its states, its log, its exit code. Ctrl-C leaves it running."""
     status: tuple[str, ...] | None = None
@@ -66,10 +62,6 @@ def run(argv: list[str]) -> int:
     options = parse(SubmitOptions, own, "submit")
     if options.status is not None:
         return _show_status(options.status, as_json=options.as_json)
-    if options.to == "k8s":
-        script = jobset_text(jobset_of(options, words))
-        print(json.dumps({"script": script}, indent=1) if options.as_json else script, end="")
-        return 0
     plan = plan_of(options, words)
     script = sbatch_script(plan)
     _check_syntax(script)
@@ -82,9 +74,6 @@ def run(argv: list[str]) -> int:
 def plan_of(options: SubmitOptions, words: list[str]) -> SbatchPlan:
     """The request as a plan, checked as far as this machine can."""
     program = parse_program(words)
-    for field in fields(KubernetesRequest)[len(fields(JobRequest)) :]:
-        if getattr(options, field.name) != field.default:
-            raise ConfigError(f"--{field.name.replace('_', '-')} needs --to k8s; drop it for Slurm")
     if not options.time:
         raise ConfigError("--time is missing: the longest turn of the job, for example 24:00:00")
     if options.launcher == "torchrun" and not options.python:
@@ -100,23 +89,6 @@ def plan_of(options: SubmitOptions, words: list[str]) -> SbatchPlan:
     request["job_name"] = options.job_name or re.sub(r"[^A-Za-z0-9._-]", "-", name)[:64]
     request |= {"run_dir": run_dir, "python": options.python or sys.executable}
     return SbatchPlan(program=program, **request)
-
-
-def jobset_of(options: SubmitOptions, words: list[str]) -> JobsetPlan:
-    """The request for Kubernetes as a plan; scripts and programs are looked for in the image."""
-    if options.wait:
-        raise ConfigError("--wait follows a Slurm job; kubectl follows one of Kubernetes")
-    program = parse_program(words)
-    out, name = "", program.name
-    if program.command == "train":
-        ranks = options.nodes * options.ranks_per_node
-        program, out, name = _checked_train(program, ranks, "")
-    name = options.job_name or re.sub(r"[^a-z0-9-]+", "-", name.lower()).strip("-")
-    if program.command == "train":  # a restart must find what the run wrote
-        program = Program(words=(*program.words, "--out", out or f"runs/{name}"))
-    request = {field.name: getattr(options, field.name) for field in fields(KubernetesRequest)}
-    request |= {"job_name": name, "python": options.python or "python"}
-    return JobsetPlan(program=program, **request)
 
 
 def check_torchrun(version: str) -> None:

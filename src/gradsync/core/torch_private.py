@@ -57,10 +57,6 @@ foreach_zero_ = torch._foreach_zero_
 version: Callable[[Tensor], int] = attrgetter("_version")
 """How often a tensor was written in place, as autograd counts."""
 
-as_plain_tensors = torch._C.DisableTorchFunctionSubclass
-"""Context in which subclasses of Tensor are not asked about functions that get them."""
-
-
 storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
 """Number of tensors, arrays and `UntypedStorage` objects that share a storage, by its address."""
 
@@ -72,16 +68,6 @@ uses: Callable[[Tensor], int] = methodcaller("_use_count")
 in_transform = torch._C._functorch.maybe_current_level
 """Level of the `torch.func` transform (`grad`, `vmap` …) that runs now; None without one."""
 
-
-def wait_before_swap(cls: Any, wait: Callable[[Any], object]) -> None:
-    """Let `torch.utils.swap_tensors` call `wait` with a tensor of `cls` before it changes anything:
-    it counts uses first, in C++, so `__torch_function__` is not asked."""
-    count = cls._use_count
-    cls._use_count = lambda tensor: (wait(tensor), count(tensor))[1]
-
-
-without_dispatch_modes = torch.utils._python_dispatch._disable_current_modes
-"""Context in which tensors are real: no FakeTensorMode, no tracing."""
 
 viewed: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
 """The tensor that a view keeps; None of what is none."""

@@ -27,8 +27,8 @@ number of ranks, as the rows are cut from a leaf.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -236,6 +236,8 @@ class GPT(nn.Module):
             computes it at once.
     """
 
+    read_after: ClassVar[Mapping[str, str]] = {"head": "norm", "positions": "embed"}
+    """Modules whose weights this one's forward reads, each with the one that is called before."""
     rope_cos: Tensor
     rope_sin: Tensor
 

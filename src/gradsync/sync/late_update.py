@@ -37,7 +37,6 @@ from torch.autograd.profiler import record_function
 from gradsync.comm.base import Communicator, Work
 from gradsync.comm.process_group import AllOf, Done
 from gradsync.errors import ConfigError
-from gradsync.sync import pending
 from gradsync.sync.buckets import Bucket
 from gradsync.sync.elementwise import (
     PieceOptimizer,
@@ -46,10 +45,10 @@ from gradsync.sync.elementwise import (
     members_of,
 )
 from gradsync.sync.norms import clip_factor, scale_all
-from gradsync.sync.pending import WaitingState, WaitingWeights, can_be_marked
 from gradsync.sync.reducer import Replicas, Stopwatch
 from gradsync.sync.step_metadata import options
 from gradsync.sync.tree_exchange import ShardedNorm, TreeExchange
+from gradsync.sync.waiting_weights import WaitingWeights, has_compiled
 from gradsync.sync.watch import why_not_now
 
 if TYPE_CHECKING:
@@ -257,7 +256,7 @@ class LateReplicas(Replicas):
             super().update(optimizers)
             return
         for optimizer in optimizers:
-            state = getattr(optimizer.state, "own", optimizer.state)
+            state = optimizer.state
             groups = [
                 {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in options(g).items()}
                 for g in optimizer.param_groups
@@ -291,19 +290,15 @@ class LateReplicas(Replicas):
             AllOf(self._step.gathers).wait()
 
     def publish(self) -> Work:
-        """See `Replicas.publish`: from here on a use of a weight waits for its bucket."""
+        """See `Replicas.publish`: from here on a forward waits for its weights' buckets."""
         if (step := self._step) is None or not step.updates:
             return Done()
         for update in step.updates:
             if "step" in update.optimizer.__dict__:  # a scheduler wraps it, to count
                 update.optimizer.step()  # without gradients it changes nothing
-        late = all(map(can_be_marked, self.parameters))
-        if late:
-            for update in step.updates:
-                vars(update.optimizer)["state"] = WaitingState(update.state, self.wait)
         buckets = [bucket.parameters for bucket in step.buckets]
         self._weights.expect(
-            *(buckets, step.gathers, self._update_bucket), late=late, ended=self._end
+            *(buckets, step.gathers, self._update_bucket), late=True, ended=self._end
         )
         return Done()
 
@@ -330,8 +325,6 @@ class LateReplicas(Replicas):
         for update in step.updates:
             for parameter in [p for p, entry in update.state.items() if not entry]:
                 del update.state[parameter]  # of an optimizer that keeps nothing
-            if isinstance(update.optimizer.state, WaitingState):  # else: loaded since
-                update.optimizer.state = update.state
 
     def close(self) -> None:
         self._weights.close()
@@ -342,7 +335,7 @@ class LateReplicas(Replicas):
 def _why_at_once(optimizer: Optimizer, known: dict[type[Optimizer], str]) -> str:
     """Reason why the update cannot wait until weights are used, "" if it can; `known` are those of
     classes."""
-    if pending.has_compiled():
+    if has_compiled():
         return "code would be compiled once more, for weights that wait"
     kind = type(optimizer)
     if kind not in known:

@@ -161,6 +161,11 @@ def _bind(
     if not trainable(model):
         raise RunError("the model has no trainable parameter: nothing to synchronise")
     check_options(strategy, options)
+    if options.get("overlap_publish") and not hasattr(model, "read_after"):
+        raise ConfigError(
+            "overlap_publish updates weights in the next forward, and a script may read them "
+            "before: only `gradsync train` takes it; drop it"
+        )
     if batch_norm == "sync" and strategy.recipe is not None:
         # Its sums are sent in backward too, on the same group: buckets would come between them, at
         # different places on ranks that use other parameters.

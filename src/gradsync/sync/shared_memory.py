@@ -38,9 +38,15 @@ from gradsync.sync.exchange import Exchange
 from gradsync.sync.layout import BLOCK, Run
 from gradsync.sync.norms import clip_factor, norm_from_blocks, norms_of_blocks
 from gradsync.sync.options import Recipe
-from gradsync.sync.pending import num_uses
 from gradsync.sync.reducer import Replicas, Stopwatch
-from gradsync.sync.shared_update import Flat, SharedUpdate, SharedWeights, can_move, flats_of
+from gradsync.sync.shared_update import (
+    Flat,
+    SharedUpdate,
+    SharedWeights,
+    can_move,
+    flats_of,
+    num_uses,
+)
 from gradsync.sync.watch import why_not_now
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
-from gradsync.core.torch_private import version
+from gradsync.core.torch_private import storage_address, storage_uses, version
 from gradsync.errors import ConfigError
 from gradsync.sync.buckets import Bucket
 from gradsync.sync.elementwise import (
@@ -41,7 +41,6 @@ from gradsync.sync.layout import (
     runs_of,
     share_blocks,
 )
-from gradsync.sync.pending import can_be_marked, num_uses
 from gradsync.sync.step_metadata import options
 
 if TYPE_CHECKING:
@@ -216,9 +215,22 @@ class SharedWeights:
 def can_move(parameters: Sequence[nn.Parameter]) -> bool:
     """Whether parameters may get new memory: dense, contiguous, and referred to by nothing else,
     which would keep the old memory (`self.scale_now = scale.data`, an array, another process)."""
-    return all(
-        p.layout == torch.strided and p.is_contiguous() and can_be_marked(p) for p in parameters
-    )
+    return all(map(_can_move, parameters))
+
+
+def _can_move(parameter: nn.Parameter) -> bool:
+    if type(parameter) is not nn.Parameter or parameter.layout != torch.strided:
+        return False
+    storage = parameter.untyped_storage()
+    is_shared = parameter.is_cpu and storage.is_shared()  # other processes see it
+    own_memory = storage.resizable()  # torch's, not an array's
+    alone = num_uses(parameter) == 1 and own_memory and not is_shared
+    return alone and parameter.is_contiguous()
+
+
+def num_uses(tensor: Tensor) -> int:
+    """Number of tensors and arrays that share its memory, itself among them."""
+    return storage_uses(storage_address(tensor.untyped_storage())) - 1  # that object is one, too
 
 
 @dataclass(slots=True, eq=False)

@@ -46,9 +46,9 @@ class StateMethods:
     def wait(self) -> None:
         """Return when this rank's weights are those of the last step.
 
-        With `overlap_publish` a weight is updated when it is first used, and whatever touches
-        a parameter waits, so this is for what torch does not tell of: see the limits in
-        docs/guide/between-hosts.md. Without it there is nothing to wait for.
+        With `overlap_publish` a weight is updated when the next forward needs it: call this before
+        reading weights or the optimizer's state in another way, as the methods below do. Without it
+        there is nothing to wait for.
         """
         self.reducer.shards.wait()
 
@@ -63,6 +63,7 @@ class StateMethods:
         Args:
             optimizer: one, or the list that `step` takes; likewise below.
         """
+        self.wait()
         for each in each_optimizer(optimizer):
             self.reducer.shards.gather(each)
 
@@ -73,6 +74,7 @@ class StateMethods:
 
     def sharded_state_dict(self, optimizer: Optimizers) -> HeldState | None:
         """This rank's part of the state, sharing its memory; None where the state is whole."""
+        self.wait()
         found: HeldState = {}
         for each in each_optimizer(optimizer):
             held = self.reducer.shards.sharded_state_dict(each)
@@ -93,10 +95,12 @@ class StateMethods:
 
     def sharded_weights(self) -> dict[str, tuple[Share, Tensor]] | None:
         """This rank's part of parameters and buffers; None where they are whole."""
+        self.wait()
         return self.reducer.shards.sharded_weights()
 
     def load_sharded_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Overwrite this rank's part with one from `sharded_weights`."""
+        self.wait()
         self.reducer.shards.load_sharded_weights(weights)
         self._buffers.refresh()
 
@@ -107,6 +111,7 @@ class StateMethods:
             copy: False returns the model's own tensors, which the next step changes, unless a rank
                 has only a part of each.
         """
+        self.wait()
         weights, copies = self.reducer.shards.full_weights(), dict[object, Any]()
         for name, tensor in weights.items() if copy else ():
             if hasattr(tensor, "data_ptr"):  # else a module's extra state
@@ -124,6 +129,7 @@ class StateMethods:
 
     def load_full_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Overwrite parameters and buffers with whole ones, by the names of `full_weights`."""
+        self.wait()
         self.reducer.shards.load_full_weights(weights)
         self._buffers.refresh()
 
@@ -159,6 +165,7 @@ class StateMethods:
                 f"sync={self.reducer.strategy!r} lets ranks hold different values on purpose: "
                 "there is nothing to check"
             )
+        self.wait()
         optimizers = [] if optimizer is None else each_optimizer(optimizer)
         tensors = replica_tensors(self.model, optimizers)
         healed = check_replicas(tensors, self.comm, step=step, heal=heal)

@@ -258,13 +258,13 @@ class ReplicaWatch:
         self.remember()
 
     def remember(self, *optimizers: Optimizer) -> None:
-        """Accept weights, and the state of `optimizers`, as they are on this rank. Weights whose
-        update is still to come are accepted by `remember_late`."""
+        """Accept weights, and the state of `optimizers`, as they are on this rank;
+        `remember_late` does it again for weights whose update comes later."""
         self._turn += 1
         count = len(self._weights)
         first = self._turn * _SAMPLED % count if count > _SAMPLED else 0
         self._sampled = frozenset(map(id, self._weights[first : first + _SAMPLED]))
-        self._signs = self._signs_now(w for w in self._weights if type(w) is torch.nn.Parameter)
+        self._signs = self._signs_now(self._weights)
         self.accept_states(*optimizers)
 
     def remember_late(self, weights: Iterable[Tensor]) -> None:
@@ -274,7 +274,7 @@ class ReplicaWatch:
     def accept_states(self, *optimizers: Optimizer) -> None:
         """Take the state of `optimizers` for the one that steps: ranks have just compared it."""
         for optimizer in optimizers:
-            self._states[optimizer] = _own(optimizer.state)
+            self._states[optimizer] = optimizer.state
 
     def state_of(self, optimizer: Optimizer) -> str:
         """Origin of its state, the same on ranks that load alike."""
@@ -282,7 +282,7 @@ class ReplicaWatch:
             # Merely reading `state[parameter]` makes an empty entry.
             loaded = any(optimizer.state.values())
             return "loaded before the first step" if loaded else "empty"
-        kept = self._states[optimizer] is _own(optimizer.state)
+        kept = self._states[optimizer] is optimizer.state
         return "kept from the last step" if kept else "loaded since the last step"
 
     def changed(self, *optimizers: Optimizer) -> bool:
@@ -330,11 +330,6 @@ class ReplicaWatch:
             bits = _few(weight, self._turn) if key in sampled and _readable(weight) else b""
             signs[key] = version(weight), weight.data_ptr(), bits
         return signs
-
-
-def _own(state: Any) -> Any:
-    """An optimizer's state without what stands for it, see `late_update.WaitingState`."""
-    return getattr(state, "own", state)
 
 
 def _is_plain(weight: Tensor) -> bool:

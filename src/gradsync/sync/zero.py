@@ -15,12 +15,9 @@ of their first layout, since pieces belong to places in buckets.
 
 from __future__ import annotations
 
-import logging
 import weakref
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,14 +25,11 @@ from torch.autograd.profiler import record_function
 
 from gradsync.comm.base import Communicator, Work
 from gradsync.comm.process_group import Done
-from gradsync.core.torch_private import storage_address
 from gradsync.errors import ConfigError
-from gradsync.sync import pending
 from gradsync.sync.buckets import Bucket
 from gradsync.sync.elementwise import check_elementwise, members_of
 from gradsync.sync.exchange import Then
 from gradsync.sync.norms import clip_factor, clip_shards, scale_all
-from gradsync.sync.pending import WaitingWeights, can_be_marked
 from gradsync.sync.reducer import Replicas, Stopwatch
 from gradsync.sync.sharded_optimizer import (
     ShardedOptimizer,
@@ -46,13 +40,12 @@ from gradsync.sync.sharded_optimizer import (
 )
 from gradsync.sync.sharded_state import HeldState
 from gradsync.sync.tree_exchange import ShardedNorm, TreeExchange
+from gradsync.sync.waiting_weights import WaitingWeights, has_compiled
 from gradsync.sync.watch import why_not_now
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
-
-log = logging.getLogger("gradsync")
 
 
 class ZeroShards(Replicas):
@@ -94,7 +87,6 @@ class ZeroShards(Replicas):
         self._used: Sequence[bool] = ()
         self._gathers: Work = Done()
         self._late: list[Then] = []
-        self._said = ""
 
     def prepare(self, optimizers: Sequence[Optimizer], *, scaled: bool) -> None:
         for optimizer in optimizers:
@@ -199,23 +191,8 @@ class ZeroShards(Replicas):
                     late.pop(number).wait()  # and lets go of the gathered copy
 
             sent = [gather.work for gather in late.values()]
-            self._weights.expect(buckets, sent, copy_in, late=self._can_wait())
+            self._weights.expect(buckets, sent, copy_in, late=not has_compiled())
         return told  # after the marks: a hook of the optimizer's that reads weights waits
-
-    def _can_wait(self) -> bool:
-        """Whether whatever reads a weight can be made to wait; each rank decides for itself."""
-        views = chain.from_iterable(its.views() for its in self._sharded.values())
-        ours = Counter(storage_address(view.untyped_storage()) for view in views)
-        why = "code would be compiled once more" if pending.has_compiled() else ""
-        if not why and not all(
-            can_be_marked(p, 1 + ours[storage_address(p.untyped_storage())])
-            for p in self.parameters
-        ):
-            why = "another tensor shares a parameter's memory"
-        if why and not self._said and self._comm.rank == 0:
-            log.info("weights are gathered before the next forward: %s", why)
-        self._said = why
-        return not why
 
     def wait(self) -> None:
         """See `Replicas.wait`."""

@@ -224,6 +224,7 @@ class Trainer:
         """Say which rank was right, if replicas differed after this step in the run before
         (`drift.read`)."""
         if drifted and drifted["step"] == step:
+            self.learner.sync.wait()
             tensors = replica_tensors(self.learner.model, [self.learner.optimizer])
             self.progress.say(f"note: {drift.verdict(drifted, replica_hashes(tensors))}")
 

@@ -70,17 +70,23 @@ def options_of(name: str) -> Found:
     """Options with which a strategy runs everywhere, and by messages."""
     if name in ("local_sgd", "diloco"):
         return {"inner_steps": 1}
-    return {"collective": "backend"} if "collective" in STRATEGIES[name].options else {}
+    own: Found = {"collective": "backend"} if "collective" in STRATEGIES[name].options else {}
+    in_buckets = getattr(STRATEGIES[name].recipe, "grouping", "") == "buckets"
+    return own | ({"bucket_mb": 0.05, "first_bucket_mb": 0.01} if in_buckets else {})
 
 
-def trained(world: gs.World, name: str, *, bf16: bool, shake: bool = False) -> dict[str, Tensor]:
-    """Whole weights, on the CPU, after some steps with dropout and clipping."""
-    shape = GPTConfig(n_layer=2, n_head=2, n_embd=64, vocab_size=64, block_size=TOKENS, dropout=0.1)
+def trained(
+    world: gs.World, name: str, *, bf16: bool, shake: bool = False, **more: Any
+) -> dict[str, Tensor]:
+    """Whole weights, on the CPU, after some steps with dropout and clipping; in several buckets,
+    with an embedding of more than one block of the norm."""
+    sizes: Found = {"n_layer": 2, "n_head": 2, "n_embd": 64, "vocab_size": 2048}
+    shape = GPTConfig(**sizes, block_size=TOKENS, dropout=0.1)
     model = GPT(shape, seed=0).to(world.device)
     shaken = Shaken(world.rank, on=shake)
     for block in model.blocks:
         block.register_forward_hook(shaken)
-    sync = gs.replicate(model, world, sync=name, **options_of(name))
+    sync = gs.replicate(model, world, sync=name, **options_of(name) | more)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loader = gs.loader(Data(), world, **SIZES)
     for step in loader:
@@ -161,7 +167,31 @@ def exchanges(world: gs.World, _: Path) -> Found:
 def one_hash(world: gs.World, _: Path) -> Found:
     """Weights in bf16, for run.py to compare between numbers of ranks."""
     names = [n for n in ("invariant", "zero1") if world.one_host or n == "invariant"]
-    return {n: gs.weights_sha256(trained(world, n, bf16=True).items())[:16] for n in names}
+    ways: list[tuple[str, str, Found]] = [(name, name, {}) for name in names]
+    ways += [(f"late {name}", name, {"overlap_publish": True}) for name in names]
+    return {
+        said: gs.weights_sha256(trained(world, name, bf16=True, **more).items())[:16]
+        for said, name, more in ways
+    }
+
+
+def some_ranks(world: gs.World, _: Path) -> Found:
+    """Handles on groups of the first two ranks and of the others, one after the other."""
+    ranks = range(world.world_size)
+    for parts in ([[0, 1], [*ranks[2:]]], [[0, 1]]):
+        groups = [gs.group(part) for part in parts]
+        comm = next((each for each in groups if each is not None), None)
+        if comm is None:
+            continue
+        model = nn.Linear(64, 64).to(world.device)
+        nn.init.constant_(model.weight, 0.1)
+        sync = gs.replicate(model, comm=comm, collective="backend")
+        rank, size = comm.rank, comm.world_size
+        sync.backward(model(torch.full((1, 64), rank + 1.0, device=world.device)).sum(), weight=1)
+        sync.step(torch.optim.SGD(model.parameters(), lr=1.0))
+        assert (model.weight - 0.1 + (size + 1) / 2).abs().max().item() < 1e-5
+        sync.close()
+    return {"groups": 3}
 
 
 def shaken(world: gs.World, _: Path) -> Found:
@@ -259,7 +289,9 @@ def fails(world: gs.World, folder: Path) -> Found:
 
 CHECKS = {
     check.__name__: check
-    for check in (plain, exchanges, one_hash, strategies, own_loop, shaken, closes, fails)
+    for check in (
+        *(plain, exchanges, one_hash, strategies, own_loop, shaken, some_ranks, closes, fails),
+    )
 }
 
 

@@ -47,7 +47,7 @@ PLAN: list[tuple[int, int, list[str]]] = [
     (1, 1, ["one_hash", "strategies"]),
     (2, 2, ["one_hash", "strategies", "shaken"]),
     (3, 3, ["one_hash"]),
-    (4, 4, ["one_hash"]),
+    (4, 4, ["one_hash", "some_ranks"]),
     (4, 2, ["one_hash"]),
 ]
 """Ranks, ranks of a host, checks in their order."""
@@ -140,7 +140,7 @@ def equal_hashes(rows: list[Row]) -> Row:
         if row.check in ("one_hash", "shaken") and row.held:
             for each in row.found.split(", "):
                 name, _, value = each.rpartition(" ")
-                if name in ("invariant", "zero1"):
+                if name.endswith(("invariant", "zero1")):
                     hashes.setdefault("any", set()).add(value)
     found = sorted(hashes.get("any", set()))
     return Row("one hash for all", "1 .. 4", len(found) == 1, 0.0, " ".join(found))
@@ -151,12 +151,13 @@ def failure(how: str, folder: Path, device: str) -> Row:
     if how == "device stands" and device == "cpu":
         return Row(how, "2", None, found="needs a GPU")
     (place := folder / how).mkdir()
-    job = run_ranks(2, 2, [str(place), "fails"], device, 60.0)
+    on_device = how == "device stands"  # nobody can be named, and ranks end at ranks.py's own limit
+    job = run_ranks(2, 2, [str(place), "fails"], device, 140.0 if on_device else 60.0)
     first = job.said[0]
     held = 0 not in job.codes and -9 not in job.codes[:1] and "AssertionError" not in first
     named = re.compile(r"\brank(\(s\))? 1\b")
     lines = [line for line in first.strip().splitlines() if named.search(line)]
-    held = held and bool(lines)
+    held = held and (on_device or bool(lines))
     return Row(how, "2", held, job.seconds, f"exit {job.codes}: {[first, *lines][-1][:200]}")
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -207,14 +206,15 @@ def group(ranks: Sequence[int]) -> Communicator | None:
     Raises:
         ConfigError: no ranks, a rank listed twice, or one that does not exist.
     """
-    made = new_group(ranks)
+    made = new_group(ranks, for_handle=True)
     if isinstance(made, ProcessGroupCommunicator):
         made.checked = True
     return made
 
 
-def new_group(ranks: Sequence[int]) -> Communicator | None:
-    """Make a `group` for gradient synchronisation, which does not compare calls."""
+def new_group(ranks: Sequence[int], *, for_handle: bool = False) -> Communicator | None:
+    """Make a `group` for gradient synchronisation, which does not compare calls; `for_handle`: with
+    what `for_background` needs, which all ranks of the run have to make together."""
     on = dist.is_initialized()
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if on else (0, 1)
     if not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(world_size)):
@@ -227,7 +227,9 @@ def new_group(ranks: Sequence[int]) -> Communicator | None:
     if len(ranks) == world_size:
         return ProcessGroupCommunicator(dist.group.WORLD)
     made = _torch_group(ranks)
-    return ProcessGroupCommunicator(made) if rank in ranks else None
+    on_gpus = for_handle and "cuda" in device_types(dist.group.WORLD)
+    spare = [_group_of_thread(ranks)] if on_gpus else []
+    return ProcessGroupCommunicator(made, spare=spare) if rank in ranks else None
 
 
 def for_background(comm: Communicator, device: torch.device) -> Communicator:
@@ -236,15 +238,29 @@ def for_background(comm: Communicator, device: torch.device) -> Communicator:
     On a CPU that is `comm` itself: messages never match collectives there. NCCL runs everything of
     a group in the order in which a rank issues it, so there the thread gets a separate group, which
     takes the CPU's tensors too. Its owner closes it.
+
+    Raises:
+        ConfigError: GPUs without NCCL, or a second thread over some ranks of the run: torch makes
+            groups of all ranks together.
     """
-    group = getattr(comm, "group", None)
-    if device.type != "cuda" or group is None:
+    if device.type != "cuda" or not isinstance(comm, ProcessGroupCommunicator):
         return comm
+    if (backend := comm.backend_for(device)) != "nccl":
+        raise ConfigError(f"sums beside backward need NCCL on GPUs, got {backend}; sync='bucketed'")
     torch.cuda.synchronize(device)  # the new group is split from one that may have work to do
-    fast = high_priority(timeout_of(group, device))
-    made = _torch_group(dist.get_process_group_ranks(group), "cpu:gloo,cuda:nccl", fast)
-    set_timeout(made, device, timeout_of(group, device))
+    ranks = dist.get_process_group_ranks(comm.group)
+    if len(ranks) < dist.get_world_size() and not comm.spare:
+        raise ConfigError(
+            f"on GPUs the group of ranks {ranks} serves one handle that sends beside backward, if "
+            "gs.group made it; make another group by gs.group, or take sync='bucketed'"
+        )
+    whole = len(ranks) == dist.get_world_size()
+    made = _group_of_thread(ranks) if whole else comm.spare.pop()
     return ProcessGroupCommunicator(made, made=[made])
+
+
+def _group_of_thread(ranks: Sequence[int]) -> object:
+    return _torch_group(ranks, "cpu:gloo,cuda:nccl", is_high_priority=True)
 
 
 def with_cpu_group(comm: Communicator) -> Communicator:
@@ -267,9 +283,15 @@ def group_of_pair(comm: Communicator) -> ProcessGroupCommunicator | None:
     return ProcessGroupCommunicator(made, made=[made])
 
 
-def _torch_group(ranks: Sequence[int], backend: str | None = None, options: Any = None) -> object:
-    """A new group with the default group's timeout, in place of torch's built-in one."""
+def _torch_group(
+    ranks: Sequence[int], backend: str | None = None, *, is_high_priority: bool = False
+) -> object:
+    """A new group with the default group's timeouts, in place of torch's built-in one."""
     main = dist.group.WORLD
     kinds = device_types(main)
     timeout = timeout_of(main, "cpu" if "cpu" in kinds else kinds[0])
-    return dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=options)
+    options = high_priority(timeout) if is_high_priority else None
+    made = dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=options)
+    if dist.get_rank() in ranks and "cuda" in kinds and "cuda" in device_types(made):
+        set_timeout(made, "cuda", timeout_of(main, "cuda"))  # NCCL's comes later than Gloo's
+    return made

@@ -248,13 +248,21 @@ class ProcessGroupCommunicator:
         on_cpu: the same ranks' group for tensors on the CPU, where `group` takes none (NCCL alone).
             None copies them to the GPU and back, behind all that it has to do.
         made: groups to destroy at `close`, which nothing else uses.
+        spare: groups of the same ranks that nobody uses yet, for a thread (`for_background`).
     """
 
     def __init__(
-        self, group: Any, *, checked: bool = False, on_cpu: Any = None, made: Sequence[Any] = ()
+        self,
+        group: Any,
+        *,
+        checked: bool = False,
+        on_cpu: Any = None,
+        made: Sequence[Any] = (),
+        spare: list[Any] | None = None,
     ) -> None:
         self.group = group
         self.checked = checked
+        self.spare = [] if spare is None else spare
         self._on_cpu, self._made = on_cpu, made
 
     @property
@@ -262,7 +270,7 @@ class ProcessGroupCommunicator:
         """A communicator over the same ranks that does not compare calls."""
         if not self.checked:
             return self
-        return ProcessGroupCommunicator(self.group, on_cpu=self._on_cpu)
+        return ProcessGroupCommunicator(self.group, on_cpu=self._on_cpu, spare=self.spare)
 
     @property
     def rank(self) -> int:

@@ -58,21 +58,21 @@ def split_groups(layout: ParallelLayout, place: Coordinates, everyone: Communica
     """
     known: dict[tuple[int, ...], Communicator | None] = {}
 
-    def mine(key: Callable[[Coordinates], Any]) -> Communicator:
+    def mine(key: Callable[[Coordinates], Any], *, for_handle: bool = False) -> Communicator:
         """The group of the ranks with the same `key` as this one; all ranks make all groups."""
         members: dict[Any, list[int]] = {}
         for rank in range(layout.world_size):
             members.setdefault(key(layout.coordinates(rank)), []).append(rank)
         for ranks in members.values():
             if tuple(ranks) not in known:
-                known[tuple(ranks)] = new_group(ranks)
+                known[tuple(ranks)] = new_group(ranks, for_handle=for_handle)
         found = known[tuple(members[key(place)])]
         assert found is not None, "this rank is a member"
         return found
 
     return SplitGroups(
         everyone=everyone,
-        data=mine(lambda at: (at.stage, at.shard)),
+        data=mine(lambda at: (at.stage, at.shard), for_handle=True),
         model=mine(lambda at: at.data),
         stages=mine(lambda at: (at.data, at.shard)),
         shards=mine(lambda at: (at.data, at.stage)),

@@ -212,9 +212,11 @@ class Engine(Reducer):
         """Launch in bucket order, up to the first one that is not full."""
         while len(self._works) < len(self.buckets) and not self.buckets[len(self._works)].missing:
             bucket = self.buckets[len(self._works)]
-            parts = self._memory_of(bucket, large=self._user_leaf)
-            how = {"on_cuda": bucket.flat(0).is_cuda, "large": self._user_leaf}
-            self.non_finite.look(parts, partial(self._own_sums, bucket), **how)
+            on_cuda = bucket.flat(0).is_cuda
+            if self.non_finite.is_due(on_cuda=on_cuda):
+                large = self._user_leaf or on_cuda  # there nothing tells whether the loss is finite
+                parts = self._memory_of(bucket, large=large)
+                self.non_finite.look(parts, partial(self._own_sums, bucket), large=large)
             self._works.append(self._launched(bucket))
 
     def _launched(self, bucket: Bucket) -> Work:

@@ -47,7 +47,16 @@ def norms_of_blocks(blocks: Sequence[Tensor]) -> Tensor:
 def _norms_alone(blocks: Sequence[Tensor]) -> Tensor:
     # 16-bit blocks are widened first, or their norms would be rounded to 16 bits.
     wide = [block.float() if block.element_size() == 2 else block for block in blocks]
-    return torch.stack(foreach_norm(wide)).double()
+    dtypes = {block.dtype for block in wide}
+    if len(dtypes) == 1:
+        return torch.stack(foreach_norm(wide)).double()
+    # A call for each dtype: on a GPU a call of several takes another kernel, with other bits.
+    found: dict[int, Tensor] = {}
+    for dtype in dtypes:
+        places = [place for place, block in enumerate(wide) if block.dtype == dtype]
+        norms = foreach_norm([wide[place] for place in places])
+        found.update(zip(places, norms, strict=True))
+    return torch.stack([found[place].double() for place in range(len(wide))])
 
 
 def norms_in_rows(blocks: Sequence[Tensor]) -> Tensor:
@@ -67,7 +76,7 @@ def norms_in_rows(blocks: Sequence[Tensor]) -> Tensor:
     return torch.cat(found)[_in_order(tuple(rows), blocks[0].device)]
 
 
-@functools.lru_cache(maxsize=8)
+@functools.cache
 def _in_order(rows: tuple[bool, ...], device: torch.device) -> Tensor:
     """Places of the blocks, where those in rows come first; copied to `device` once, since a copy
     waits for all that it has to do."""

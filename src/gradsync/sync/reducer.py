@@ -525,25 +525,24 @@ class NonFinite:
         self._said = False
         self._found: list[str] = []
 
+    def is_due(self, *, on_cuda: bool) -> bool:
+        """Whether to look in this step."""
+        return not on_cuda or self._step % _CUDA_STEPS == 0
+
     def look(
         self,
         parts: Sequence[Tensor],
         named: Callable[[], Iterable[tuple[str, Tensor]]],
         *,
-        on_cuda: bool,
         large: bool = True,
     ) -> None:
-        """Note the names of gradients that are not finite; looks at none that are not `large` on
-        CUDA, where it would wait in each step.
+        """Note the names of gradients that are not finite.
 
         Args:
             parts: memory of gradients; read once. Names are asked for where it is not finite.
             named: the gradients.
-            on_cuda: where they are.
             large: whether `parts` hold large ones too.
         """
-        if on_cuda and (self._step % _CUDA_STEPS or not large):
-            return
         plain = [p for p in parts if p.is_floating_point() and p.layout == torch.strided]
         if len(plain) == len(parts) and (
             not plain or torch.stack(foreach_norm(plain)).isfinite().all()

@@ -221,12 +221,13 @@ def take_step(parts: StepParts, call: StepCall) -> StepResult:
 def _warn_of_non_finite(reducer: Reducer, call: StepCall) -> None:
     """Warn about nan or inf in this rank's gradients; in large ones where the loss is not finite,
     or not known."""
-    large = call.loss is None or not call.loss.is_finite
-    if not call.discard and call.scale is None and (large or reducer.own_gradients):
-        parts, on_cuda = reducer.gradient_memory(large=large), reducer.parameters[0].is_cuda
-        named = reducer.named_gradients
-        reducer.non_finite.look(parts, named, on_cuda=on_cuda, large=large)
-    reducer.non_finite.step_ends(reducer.comm.rank)
+    non_finite, on_cuda = reducer.non_finite, reducer.parameters[0].is_cuda
+    large = on_cuda or call.loss is None or not call.loss.is_finite
+    due = non_finite.is_due(on_cuda=on_cuda) and not call.discard and call.scale is None
+    if due and (large or reducer.own_gradients):
+        parts = reducer.gradient_memory(large=large)
+        non_finite.look(parts, reducer.named_gradients, large=large)
+    non_finite.step_ends(reducer.comm.rank)
 
 
 def _refuse_unlike(parts: StepParts, agreed: StepMetadata, call: StepCall) -> None:

@@ -80,6 +80,7 @@ class ZeroShards(Replicas):
         self._in_shards = gradients or self.by_halves
         self._owners = comm if exchange is None else exchange.owners()
         self._norm = None if exchange is None else ShardedNorm(self.parameters, comm, exchange)
+        self._settles = exchange is not None and exchange.in_one_order
         self._sharded: dict[int, ShardedOptimizer] = {}  # by the id of the user's optimizer
         self._members: dict[int, list[list[int]]] = {}
         self._states: dict[int, Any] = {}  # the users' own, empty between steps
@@ -178,6 +179,11 @@ class ZeroShards(Replicas):
             self._late = list(launched)[::-1]
             self._gathers = Then(Done(), partial(tell_sources, sharded))
         self._shards = []
+
+    def settle(self) -> None:
+        """See `Replicas.settle`: all gathers have ended."""
+        for gather in (self._late or [self._gathers]) if self._settles else ():
+            (gather.work if isinstance(gather, Then) else gather).wait()
 
     def publish(self) -> Work:
         """See `Replicas.publish`: this step's last gathers, or nothing where weights wait."""

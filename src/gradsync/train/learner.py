@@ -102,11 +102,14 @@ class Learner:
     def run_leaves(self, leaves: Iterable[Leaf], span: Span = record_function) -> None:
         """Forward and backward of this rank's leaves of a step, each inside of a `span`."""
         sync, kind = self.sync, self.model.embed.weight.device.type
-        # Autocast keeps its casts of weights until the outermost context ends: one cast a step,
-        # unless memory counts more.
+        # Autocast keeps its casts of weights until the outermost context ends: one cast for all
+        # leaves but the last, whose gradients leave as backward makes them; unless memory counts
+        # more.
         once = sync.whole_parameters and not self.model.activation_checkpointing
         with torch.autocast(kind, enabled=False) if once else nullcontext():
             for leaf in leaves:
+                if leaf.is_last:  # autograd runs what an older forward made behind the rest
+                    torch.clear_autocast_cache()
                 # Before the forward, all ranks know whether this backward synchronises.
                 with sync.micro_step(last=leaf.is_last, index=leaf.index):
                     with span("forward"), self.autocast:

@@ -201,30 +201,51 @@ class Casts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_weight_is_cast_once_a_step_and_an_activation_once_for_its_layers() -> None:
-    shape = GPTConfig(n_layer=1, n_head=1, n_embd=64, vocab_size=32, block_size=8)
-    model = GPT(shape)
-    matrices = [p for name, p in model.named_parameters() if p.dim() == 2]  # the embedding: head
-    sync = gs.replicate(model, World())
-    learner = Learner(
+def narrow_learner(model: GPT) -> Learner:
+    return Learner(
         model=model,
         optimizer=build_optimizer(model, OptimConfig()),
-        sync=sync,
+        sync=gs.replicate(model, World()),
         scaler=None,
         comm=SingleCommunicator(),
         autocast=torch.autocast("cpu", dtype=torch.bfloat16),
     )
-    batch = (torch.zeros(1, 8, dtype=torch.int64),) * 2
+
+
+BATCH = (torch.zeros(1, 8, dtype=torch.int64),) * 2
+
+
+def test_weights_are_cast_once_but_for_the_last_leaf_and_activations_once_for_their_layers() -> (
+    None
+):
+    shape = GPTConfig(n_layer=1, n_head=1, n_embd=64, vocab_size=32, block_size=8)
+    model = GPT(shape)
+    matrices = [p for name, p in model.named_parameters() if p.dim() == 2]  # the embedding: head
+    learner = narrow_learner(model)
     for _ in range(2):
         with Casts(matrices) as casts:
-            learner.run_leaves(leaves_of([batch] * 3, World()))
-        assert casts.of_weights == len(matrices) == 8
-        sync.step(learner.optimizer)
-    sync.close()
+            learner.run_leaves(leaves_of([BATCH] * 4, World()))
+        assert casts.of_weights == 2 * len(matrices) == 16
+        learner.sync.step(learner.optimizer)
+    learner.sync.close()
     with Casts(()) as casts, torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
         model.blocks[0](torch.randn(1, 8, 64), model.rope_cos[:8], model.rope_sin[:8])
     # Seven matrices, two norms' results, q and k turned.
     assert casts.all == 7 + 2 + 1
+
+
+def test_the_last_leafs_gradients_come_in_the_order_of_its_backward() -> None:
+    """Autograd runs an older forward's casts behind the rest: no bucket would leave before."""
+    shape = GPTConfig(n_layer=2, n_head=1, n_embd=64, vocab_size=32, block_size=8)
+    model, order = GPT(shape), []
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
+    learner = narrow_learner(model)
+    learner.run_leaves(leaves_of([BATCH] * 2, World()))
+    last = order[len(order) // 2 :]
+    assert last.index("blocks.1.mlp.down.weight") < last.index("blocks.0.mlp_norm.weight")
+    learner.sync.step(learner.optimizer)
+    learner.sync.close()
 
 
 def test_blocks_are_compiled_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,8 @@ class WaitingWeights:
 
     def __init__(self, model: nn.Module) -> None:
         own = {m: [*m.parameters(recurse=False)] for m in model.modules()}
-        for name, before in getattr(model, "read_after", {}).items():
+        reads: Any = getattr(model, "read_after", {})
+        for name, before in reads.items():
             if (module := getattr(model, name)) is not None:
                 own[getattr(model, before)] += own[module]
         self._modules = [(m, held) for m, held in own.items() if any(p.requires_grad for p in held)]

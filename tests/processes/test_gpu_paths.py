@@ -31,6 +31,7 @@ from gradsync.sync.build import publishes_later
 from gradsync.sync.options import Recipe
 from gradsync.sync.registry import STRATEGIES
 from gradsync.sync.tree_exchange import TreeExchange
+from gradsync.verify.problem import Layers
 from support.fork_server import run_forked, torch_ranks
 from support.rank_session import open_session
 from support.thread_ranks import run_thread_ranks
@@ -122,7 +123,7 @@ def groups_of_handles(rank: int, world_size: int, store_path: str) -> list[int]:
     with open_session(rank, world_size, store_path) as world:
         counts = [len(torch_private.process_groups())]
         for sync in 2 * ["invariant", "bucketed", "hierarchical"]:
-            options = {"sync": sync, "collective": "backend", "overlap_publish": "auto"}
+            options = {"sync": sync, "collective": "backend"}
             handle = gs.replicate(nn.Linear(3, 2), world, **options)
             counts.append(len(torch_private.process_groups()))
             handle.close()
@@ -217,7 +218,7 @@ def gathered(rank: int, world_size: int, store_path: str) -> list[tuple[Any, lis
         for sync, late in (("invariant", False), ("invariant", True), ("zero1", False)):
             for as_on_gpus in (False, True):
                 torch.manual_seed(0)
-                model = nn.Sequential(nn.Linear(5, 300), nn.Tanh(), nn.Linear(300, 2))
+                model = Layers(nn.Linear(5, 300), nn.Tanh(), nn.Linear(300, 2))
                 how = {"gathers": lambda _, here=as_on_gpus: here}
                 if as_on_gpus:
                     how["for_background"] = lambda comm, device: Counting(
@@ -300,7 +301,7 @@ def issued(
         patch.multiple(ProcessGroupCommunicator, **noted),
     ):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(5, 30), nn.BatchNorm1d(30), nn.Tanh(), nn.Linear(30, 2))
+        model = Layers(nn.Linear(5, 30), nn.BatchNorm1d(30), nn.Tanh(), nn.Linear(30, 2))
         recipe = STRATEGIES[name].defaults
         options = {"collective": "backend"} if isinstance(recipe, Recipe) else {}
         options |= {"bucket_mb": 0.0002} if options and recipe.grouping == "buckets" else {}

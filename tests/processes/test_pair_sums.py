@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import pytest
@@ -28,6 +28,8 @@ CASES: dict[str, tuple[str, tuple[int, ...], torch.dtype, bool]] = {
 
 
 class Net(nn.Module):
+    read_after: ClassVar[dict[str, str]] = {}
+
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(6, 300), nn.Linear(300, 6)

@@ -383,7 +383,7 @@ def test_a_group_that_is_added_does_not_end_the_overlap() -> None:
                 trained.optimizer.add_param_group({"params": [first]})
             trained.step(number, range(rank, rank + 1))
             pending.append(trained.waits)
-            trained.sync.close()
+        trained.sync.close()
         return pending
 
     assert run_thread_ranks(work, 2) == [[True] * 4] * 2
@@ -431,6 +431,7 @@ def test_an_optimizer_that_keeps_nothing_has_no_entries() -> None:
         trained = Trained(group)
         trained.optimizer = torch.optim.SGD(trained.model.parameters(), lr=0.1)
         trained.step(0, range(rank, rank + 1))
+        trained.sync.wait()
         found = len(trained.optimizer.state)
         trained.sync.close()
         return found

@@ -26,6 +26,7 @@ from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.options import Recipe
 from gradsync.sync.replicate import replicate
 from gradsync.sync.zero import ZeroShards
+from gradsync.verify.problem import Layers
 from support.engine_cases import pretend_hosts
 from support.recording import RecordingCommunicator
 from support.sync_cases import (
@@ -109,7 +110,7 @@ def sent_in_a_step(
 
     def work(rank: int, group: Any) -> tuple[int, int, float]:
         comm = RecordingCommunicator(ProcessGroupCommunicator(group))
-        model = torch.nn.Sequential(*(torch.nn.Linear(64, 48, bias=False) for _ in range(3)))
+        model = Layers(*(torch.nn.Linear(64, 48, bias=False) for _ in range(3)))
         for layer in model:
             layer.forward = lambda x, weight=layer.weight: (x @ weight.T).repeat(1, 2)[:, :64]
         handle = replicate(

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import pytest
 import torch
@@ -42,6 +42,8 @@ _GLOBAL_RANDOM_STATE = threading.Lock()
 
 class SmallNet(nn.Module):
     """Tied weights, a frozen part, a buffer, and a branch that only some leaves use."""
+
+    read_after: ClassVar[dict[str, str]] = {}
 
     def __init__(self, *, branch: bool, wide_branch: bool = False) -> None:
         super().__init__()

@@ -219,7 +219,7 @@ def can_move(parameters: Sequence[nn.Parameter]) -> bool:
 
 
 def _can_move(parameter: nn.Parameter) -> bool:
-    if type(parameter) is not nn.Parameter or parameter.layout != torch.strided:
+    if type(parameter) is not torch.nn.Parameter or parameter.layout != torch.strided:
         return False
     storage = parameter.untyped_storage()
     is_shared = parameter.is_cpu and storage.is_shared()  # other processes see it

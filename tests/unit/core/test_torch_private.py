@@ -84,8 +84,6 @@ CANARIES: dict[str, tuple[Callable[[], object], str]] = {
         "a weight that waits can be swapped for another, and both lost",
     ),
     "_base": (lambda: torch.Tensor, "zero1 takes its own views for a stranger's, and waits"),
-    "_python_dispatch": (lambda: torch.utils, "between hosts every step waits for its weights"),
-    "_disable_current_modes": (lambda: torch.utils._python_dispatch, "the same"),
     "_profiler": (lambda: torch._C, "`gradsync train --profile`"),
     "_ExperimentalConfig": (lambda: torch._C._profiler, "the same"),
     "_C": (lambda: torch, "the end of a backward, compiled code"),

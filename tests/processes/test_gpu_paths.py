@@ -31,9 +31,9 @@ from gradsync.sync.build import publishes_later
 from gradsync.sync.options import Recipe
 from gradsync.sync.registry import STRATEGIES
 from gradsync.sync.tree_exchange import TreeExchange
-from gradsync.verify.problem import Layers
 from support.fork_server import run_forked, torch_ranks
 from support.rank_session import open_session
+from support.sync_cases import Layers
 from support.thread_ranks import run_thread_ranks
 
 

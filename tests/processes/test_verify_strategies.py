@@ -15,13 +15,7 @@ from gradsync.verify.settings import Cell, VerifySettings, promise_of
 from gradsync.world import World
 from support.rank_session import open_session
 
-BETWEEN_HOSTS = "collective=backend,overlap_publish=true"
-LATE = [
-    f"{name}:{BETWEEN_HOSTS}"
-    for name in ("invariant", "invariant_bf16", "bucketed", "zero1", "zero2")
-]
-"""Weights are whole when they are next used, as between hosts."""
-NAMES = [*STRATEGIES, *LATE]
+NAMES = [*STRATEGIES]
 BITWISE = [name for name in NAMES if chosen_strategy(name)[0].same_on_any_ranks]
 SETTINGS = VerifySettings()
 DOUBLE = Cell(strategy="invariant", world_size=2, model="mlp", dtype="fp64")

@@ -26,13 +26,13 @@ from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.options import Recipe
 from gradsync.sync.replicate import replicate
 from gradsync.sync.zero import ZeroShards
-from gradsync.verify.problem import Layers
 from support.engine_cases import pretend_hosts
 from support.recording import RecordingCommunicator
 from support.sync_cases import (
     CASES,
     MORE_CASES,
     Case,
+    Layers,
     SmallNet,
     assert_equal_to_one_rank,
     leaf_of,

@@ -62,6 +62,12 @@ class SmallNet(nn.Module):
         return y_BC
 
 
+class Layers(nn.Sequential):
+    """Layers, each of which alone reads its weights."""
+
+    read_after: ClassVar[dict[str, str]] = {}
+
+
 @dataclass(frozen=True)
 class Case:
     """A problem, by what varies between problems."""

@@ -48,7 +48,7 @@ class VerifyOptions:
     """Everything there is, instead of the quick check: also 4 ranks, bf16, and a fourth step."""
     strategies: str = ""
     """Names with commas between them, each with options if need be:
-    zero1,invariant:collective=backend,overlap_publish=true; or all (the default)."""
+    zero1,invariant:collective=backend; or all (the default)."""
     world_sizes: str = ""
     """Numbers of ranks, started on this host one after the other (default: 1,2,3,4)."""
     world_size: int | None = None

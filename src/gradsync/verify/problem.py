@@ -13,9 +13,9 @@ The user's own is loaded and tried by `target.py`.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -88,8 +88,6 @@ class MLP(nn.Module):
     """[B, 12] -> [B, 10]; tied weights, a frozen layer, a branch that some leaves use, and one that
     only a leaf of a single sample uses: in most steps no leaf does."""
 
-    read_after: ClassVar[Mapping[str, str]] = {}  # each weight is its module's, whose forward runs
-
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(12, 16)
@@ -126,12 +124,6 @@ def _gpt_loss_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     return token_loss_sum(logits_BTV, targets_BT)
 
 
-class Layers(nn.Sequential):
-    """Layers, each of which alone reads its weights."""
-
-    read_after: ClassVar[Mapping[str, str]] = {}
-
-
 def _mlp(settings: VerifySettings) -> Problem:
     inputs = torch.randn(settings.dataset_size, 12)
     targets = _drop_targets((inputs @ torch.randn(12, _CLASSES)).argmax(1))
@@ -156,7 +148,7 @@ def _conv(settings: VerifySettings) -> Problem:
         head=nn.Linear(8 * 16, _CLASSES),
     )
     return Problem(
-        model=Layers(layers),
+        model=nn.Sequential(layers),
         dataset=TensorDataset(images, _drop_targets(classes)),
         loss_sum=class_loss_sum,
     )

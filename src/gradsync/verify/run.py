@@ -133,7 +133,6 @@ def train_traced(
                     parts.sync.backward(loss, leaf=leaf)
             result = parts.sync.step(parts.optimizer, clip_norm=settings.clip_norm)
             norm = None if result.grad_norm is None else float(result.grad_norm)
-            parts.sync.wait()  # the observer reads weights
             observer.end(float(result.mean_loss), result.weight, norm)
             trace.steps[-1].after.data = dict(parts.loader.state_dict())
     finally:

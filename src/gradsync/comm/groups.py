@@ -16,7 +16,13 @@ from torch import Tensor
 
 from gradsync.comm.base import Communicator, Messages, Messenger, ReduceOp, Work
 from gradsync.comm.process_group import Done, ProcessGroupCommunicator
-from gradsync.core.torch_private import device_types, high_priority, set_timeout, timeout_of
+from gradsync.core.torch_private import (
+    backend_of,
+    device_types,
+    high_priority,
+    set_timeout,
+    timeout_of,
+)
 from gradsync.errors import ConfigError, RunError
 from gradsync.world import World
 
@@ -227,8 +233,7 @@ def new_group(ranks: Sequence[int], *, for_handle: bool = False) -> Communicator
     if len(ranks) == world_size:
         return ProcessGroupCommunicator(dist.group.WORLD)
     made = _torch_group(ranks)
-    on_gpus = for_handle and "cuda" in device_types(dist.group.WORLD)
-    spare = [_group_of_thread(ranks)] if on_gpus else []
+    spare = [_group_of_thread(ranks)] if for_handle and _has_nccl(dist.group.WORLD) else []
     return ProcessGroupCommunicator(made, spare=spare) if rank in ranks else None
 
 
@@ -283,6 +288,10 @@ def group_of_pair(comm: Communicator) -> ProcessGroupCommunicator | None:
     return ProcessGroupCommunicator(made, made=[made])
 
 
+def _has_nccl(group: object) -> bool:
+    return "cuda" in device_types(group) and backend_of(group, "cuda").name() == "nccl"
+
+
 def _torch_group(
     ranks: Sequence[int], backend: str | None = None, *, is_high_priority: bool = False
 ) -> object:
@@ -292,6 +301,6 @@ def _torch_group(
     timeout = timeout_of(main, "cpu" if "cpu" in kinds else kinds[0])
     options = high_priority(timeout) if is_high_priority else None
     made = dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=options)
-    if dist.get_rank() in ranks and "cuda" in kinds and "cuda" in device_types(made):
+    if dist.get_rank() in ranks and _has_nccl(main) and _has_nccl(made):
         set_timeout(made, "cuda", timeout_of(main, "cuda"))  # NCCL's comes later than Gloo's
     return made

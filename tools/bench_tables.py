@@ -141,7 +141,9 @@ def network_table(record: Mapping[str, Any]) -> str:
             lines.append(_row([f"`{name}`", *ratios, sent]))
     floors = [f"{record['floors'][rate]:.2f}" for rate in rates]
     lines.append(_row(["floor: max(compute, fp32 bytes / rate)", *floors, ""]))
-    said = f"`{record['command']}`: medians (quartiles) over rounds."
+    # Records of before it became a script name `gradsync bench network`, with the same flags.
+    command = record["command"].replace("gradsync bench network", "python benchmarks/network.py")
+    said = f"`{command}`: medians (quartiles) over rounds."
     return "\n".join([*lines, "", f"{said} {_machine(record)}"])
 
 

@@ -13,7 +13,6 @@ from gradsync.core.files import check_place
 from gradsync.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
-    from gradsync.bench.network import NetworkPoint
     from gradsync.bench.scaling import ScalingPlan, ScalingPoint
     from gradsync.bench.sync import ContestantRow
     from gradsync.bench.sync_plan import BenchPlan
@@ -193,45 +192,6 @@ def plot_simulation(path: Path, found: Simulation) -> None:
     highest = max(point.efficiency for point in found.points)
     _over_ranks(axes, found.world_sizes, highest, HALF, f"{HALF:.0%}")
     _save(figure, path, "Simulated training steps", *notes(found))
-
-
-def plot_network(
-    path: Path,
-    points: Sequence[NetworkPoint],
-    floors: Mapping[int, float],
-    title: str,
-    notes: Sequence[str],
-) -> None:
-    """Draw steps over the network's rate, per contestant, and the floor."""
-    figure, axes = _new_figure(9.5, 5.6)
-    names = [name for name in dict.fromkeys(p.contestant for p in points) if name != "none"]
-    for number, name in enumerate(names):
-        chosen = [point for point in points if point.contestant == name]
-        middle = [point.ratio.median for point in chosen]
-        below = [point.ratio.median - point.ratio.low for point in chosen]
-        above = [point.ratio.high - point.ratio.median for point in chosen]
-        axes.errorbar(
-            [point.rate_mbit for point in chosen],
-            middle,
-            yerr=[below, above],
-            color=_COLORS[number % len(_COLORS)],
-            marker=_MARKERS[number % len(_MARKERS)],
-            capsize=3,
-            linewidth=1.8,
-            label=name,
-        )
-    floor = "floor: max(compute, bytes / rate)"
-    axes.plot(list(floors), list(floors.values()), color=_SOFT, ls=_DASHED, label=floor)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xticks(list(floors), [f"{rate:g}" for rate in floors])
-    ticks = [tick for tick in (1, 1.5, 2, 3, 5, 10, 20, 50) if tick <= 1.3 * axes.get_ylim()[1]]
-    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes.minorticks_off()
-    axes.set_xlabel("Mbit/s", color=_INK)
-    axes.set_ylabel("step, in units of one without communication", color=_INK)
-    axes.grid(axis="y", color=_GRID, linewidth=0.8)
-    _save(figure, path, title, *notes)
 
 
 def _new_figure(width: float, height: float) -> tuple[Any, Any]:

@@ -20,7 +20,7 @@ from typing import Any
 from gradsync.bench.experiment import from_json
 from gradsync.bench.memory import shape_text
 from gradsync.bench.sync import title
-from gradsync.bench.sync_plan import BenchPlan, SyncSettings
+from gradsync.bench.sync_plan import BenchPlan
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (
@@ -84,29 +84,6 @@ def collectives_table(record: Mapping[str, Any]) -> str:
         limit = (found.get(("shared", size)) or {}).get("of_limit")
         lines.append(_row([_size(size), *times, f"{limit['median']:.0%}" if limit else ""]))
     return "\n".join([*lines, "", f"`{record['command']}`: medians. {_machine(record)}"])
-
-
-def simulation_table(record: Mapping[str, Any]) -> str:
-    """A line per strategy and number of ranks: predicted, measured, and how far apart."""
-    lines = [
-        _row(["", "ranks", "predicted, ms", "measured, ms", "error", "error from one rank"]),
-        _row(["---", *["---:"] * 5]),
-    ]
-    for row in record["predictions"]:
-        digits = 0 if row["measured_ms"]["median"] >= 500 else 1
-        error = row["error"]
-        cells = [
-            f"`{row['strategy']}`",
-            str(row["world_size"]),
-            _spread(row["predicted_ms"], digits),
-            _spread(row["measured_ms"], digits),
-            f"{error['median']:+.1%} ({error['low']:+.1%} to {error['high']:+.1%})",
-            f"{row['error_from_one']:+.1%}",
-        ]
-        lines.append(_row(cells))
-    settings = from_json(SyncSettings, record["plan"]["settings"])
-    said = f"`{record['command']}`: {settings.text}"
-    return "\n".join([*lines, "", f"{said}; medians (quartiles). {_machine(record)}"])
 
 
 def memory_table(record: Mapping[str, Any]) -> str:
@@ -179,7 +156,6 @@ def _row(cells: Sequence[str]) -> str:
 _TABLES = {
     "sync": sync_table,
     "collectives": collectives_table,
-    "simulation": simulation_table,
     "memory": memory_table,
     "network": network_table,
 }

@@ -13,7 +13,6 @@ BENCHMARKS = {
     "collectives": "all-reduce and its kin by every algorithm, beside the memory's own bandwidth",
     "memory": "what a rank takes under every strategy, beside what the formulas say",
     "scaling": "strong and weak scaling from one rank on, with a verdict",
-    "simulation": "predicted steps on 2, 4 ... ranks beside measured ones",
 }
 
 _HELP = """\

@@ -32,7 +32,6 @@ EXAMPLES = {
     "bench collectives": ("gradsync bench collectives --operations all_reduce --max-bytes 64M",),
     "bench memory": ("gradsync bench memory --strategies invariant,zero1",),
     "bench scaling": ("gradsync bench scaling --world-sizes 1,2 --mode weak",),
-    "bench simulation": ("gradsync bench simulation --world-sizes 2 --strategies invariant",),
     "drill": ("gradsync drill --fault stop --rank 0 --step 5 -- tiny --sync bucketed",),
     "demo": ("gradsync demo", "gradsync demo --quick --out runs/demo"),
     "tune": ("gradsync tune mini --world-size 2",),

@@ -69,19 +69,6 @@ REFUSALS = {
         ("--device cudax", "--device must be one of auto, cpu, cuda"),
         ("--world-sizes 2,3 --mode strong", "does not divide among 2 ranks"),
     ],
-    "bench simulation": [
-        ("--strategies accelerate", "nobody predicts accelerate"),
-        ("--strategies torch_ddp:static_graph=true", "predicted without options only"),
-        ("--strategies none", "name at least one to predict"),
-        ("--strategies invarant", "perhaps you meant 'invariant'"),
-        ("--world-sizes 1", "name a number above 1"),
-        ("--model-size huge", "unknown model preset 'huge'"),
-        ("--batch-size 3 --leaves-per-rank 2", "does not divide into 2 leaves"),
-        ("--leaves-per-rank 0", "--leaves-per-rank must be at least 1"),
-        ("--seconds-per-point -1", "--seconds-per-point -1.0: must be"),
-        ("--rounds 0", "--rounds must be at least 1"),
-        ("--out /dev/null/x", "is no folder"),
-    ],
     "bench sync": [
         ("--model-size tinny", "did you mean tiny"),
         ("--model-size 2.7b --world-size 64", "GB short"),
@@ -152,7 +139,7 @@ def test_what_cannot_be_is_refused_in_one_line_before_any_rank_starts(
     assert printed.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("command", ["memory", "scaling", "simulation"])
+@pytest.mark.parametrize("command", ["memory", "scaling"])
 def test_what_starts_its_own_ranks_refuses_those_of_a_launcher(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -179,9 +166,9 @@ def test_dry_run_says_what_would_be_measured(
     assert len(plan.sets) == 2
     assert not plan.settings.side_by_side  # all at once would need more
     assert (plan.settings.tokens, plan.entries[0].batch_size) == (512, 2)
-    found = said("bench", "simulation", "--world-sizes", "2", "--strategies", "bucketed")
+    found = said("bench", "scaling", "--world-sizes", "2", "--mode", "weak")
     assert [entry["contestant"]["label"] for entry in found["entries"]] == [
-        *("none, 1 rank", "bucketed, 1 rank", "none, 2 ranks", "bucketed, 2 ranks"),
+        *("1 rank, 1 a rank", "2 ranks, 1 a rank"),
     ]
     found = said("tune", "mini", "--batch-size", "1", "--world-size", "2")
     assert found["request"]["settings"]["model_size"] == "mini"

@@ -44,7 +44,7 @@ def test_bash_completes(tmp_path: Path) -> None:
     expected = {
         "gradsync ": " ".join(COMMANDS),
         "gradsync do": "doctor",
-        "gradsync bench s": "sync scaling simulation",
+        "gradsync bench s": "sync scaling",
         "gradsync train --optim.warm": "--optim.warmup-steps",
         "gradsync train --sync dil": "diloco",
         "gradsync train tin": "tiny",

@@ -18,15 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from gradsync.bench.experiment import from_json
-from gradsync.bench.memory import shape_text
 from gradsync.bench.sync import title
 from gradsync.bench.sync_plan import BenchPlan
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = (
-    *("docs/figures.md", "docs/guide/strategies.md", "docs/guide/planning.md"),
-    "docs/guide/between-hosts.md",
-)
+PAGES = ("docs/figures.md", "docs/guide/strategies.md", "docs/guide/between-hosts.md")
 TABLE = re.compile(r"<!-- bench: (\S+\.json) -->\n.*?<!-- bench: end -->", re.DOTALL)
 KIB, MIB = 2**10, 2**20
 
@@ -86,22 +82,6 @@ def collectives_table(record: Mapping[str, Any]) -> str:
     return "\n".join([*lines, "", f"`{record['command']}`: medians. {_machine(record)}"])
 
 
-def memory_table(record: Mapping[str, Any]) -> str:
-    """A line per case: the formulas' bytes beside the measured ones."""
-    head = ["", "predicted, MiB", "measured, MiB", "predicted / measured"]
-    lines = [_row(head), _row(["---", *["---:"] * 3])]
-    for row in record["rows"]:
-        predicted, measured = row["predicted_bytes"], row["measured_bytes"]
-        name, *rest = row["case"].split(", ")
-        cells = [f"{predicted / MIB:,.0f}", f"{measured / MIB:,.0f}", f"{predicted / measured:.2f}"]
-        lines.append(_row([", ".join([f"`{name}`", *rest]), *cells]))
-    shapes = "; ".join(
-        shape_text(name) for name in dict.fromkeys(r["shape"] for r in record["rows"])
-    )
-    said = f"`{record['command']}`: largest size of a rank of {record['environment']['world_size']}"
-    return "\n".join([*lines, "", f"{said}; {shapes}. {_machine(record)}"])
-
-
 def network_table(record: Mapping[str, Any]) -> str:
     """A line per contestant, a column per rate."""
     rates = [str(rate) for rate in record["plan"]["rates"]]
@@ -156,7 +136,6 @@ def _row(cells: Sequence[str]) -> str:
 _TABLES = {
     "sync": sync_table,
     "collectives": collectives_table,
-    "memory": memory_table,
     "network": network_table,
 }
 

@@ -11,7 +11,6 @@ from gradsync.cli.experiment import run_experiment
 BENCHMARKS = {
     "sync": "training steps of every strategy, beside DDP, Accelerate, Fabric and no communication",
     "collectives": "all-reduce and its kin by every algorithm, beside the memory's own bandwidth",
-    "memory": "what a rank takes under every strategy, beside what the formulas say",
     "scaling": "strong and weak scaling from one rank on, with a verdict",
 }
 

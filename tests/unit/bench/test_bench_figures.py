@@ -1,11 +1,9 @@
-"""From samples of `bench sync`, `memory` and `scaling` to figures, by hand."""
+"""From samples of `bench sync` and `scaling` to figures, by hand."""
 
 from __future__ import annotations
 
 import csv
 import io
-import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradsync.bench import memory, scaling
+from gradsync.bench import scaling
 from gradsync.bench.contestants import parse_contestants, with_ideals
-from gradsync.bench.experiment import from_json
-from gradsync.bench.memory import MemoryCase, MemoryRun, memory_cases
 from gradsync.bench.plot import bars_of, plot_sync
 from gradsync.bench.report import Spread, interval, percentile, ratios, spread
 from gradsync.bench.scaling import ScalingOptions, ScalingPlan, judge, notes_of, usual_sizes
 from gradsync.bench.sync import rows_csv, rows_of
 from gradsync.bench.sync_plan import BenchPlan, SyncSettings, bench_plan, turns
-from gradsync.plan.memory import memory_need
-from gradsync.sync.registry import STRATEGIES
 from gradsync.world import World
 from support.bench_results import ENVIRONMENT
 
@@ -213,48 +207,3 @@ def test_verdicts_and_what_is_said_of_one_host() -> None:
     assert "4 ranks x 1 thread want more than the 2 cores" in many
     assert len(notes_of(scaling_planned(), on_cpu=True, cores=4)) == 1
     assert notes_of(scaling_planned(), on_cpu=False, cores=2) == []
-
-
-CASE = MemoryCase(shape="long", strategy="zero1", checkpointing=True, leaves=3)
-
-
-def test_every_strategy_is_a_case_of_memory() -> None:
-    cases = list(memory_cases(["long", "wide"], list(STRATEGIES)))
-    for shape in ("long", "wide"):
-        plain = [c.strategy for c in cases if c == MemoryCase(shape=shape, strategy=c.strategy)]
-        assert plain == list(STRATEGIES)
-    assert len(set(cases)) == len(cases)
-    assert [str(case) for case in memory_cases(["long"], ["fsdp"])] == [
-        *("fsdp", "fsdp, checkpointing", "fsdp, 3 leaves")
-    ]
-    run = MemoryRun(case=CASE, device="cpu", steps=3)
-    assert from_json(MemoryRun, json.loads(json.dumps(asdict(run)))) == run
-
-
-def test_a_case_is_divided_as_the_trainer_does_it() -> None:
-    assert str(CASE) == "zero1, checkpointing, 3 leaves"
-    work = CASE.workload(2, "cpu")
-    assert (work.num_leaves, work.leaf_tokens, work.activation_checkpointing) == (6, 512, True)
-    invariant = MemoryCase(shape="wide", strategy="invariant", tokens=64)
-    shared = [c.split(2, "cpu").shared_weights for c in (CASE, invariant)]
-    assert shared == [False, True]
-    assert not invariant.split(2, "cuda").shared_weights
-    assert not invariant.split(1, "cpu").shared_weights
-    assert invariant.workload(2, "cpu").seq_len == 64
-    need = memory_need(invariant.workload(2, "cpu"), invariant.split(2, "cpu"))
-    assert invariant.need(2, "cpu") == need
-
-
-def test_memory_predicted_and_measured() -> None:
-    need = CASE.need(2, "cpu")
-    result = {"kind": "cpu", "keeps_memory": True, "peak_bytes": [need.total // 4, need.total // 2]}
-    bare = memory.row_of(CASE, {**result, "keeps_memory": False})
-    assert bare["predicted_bytes"] == need.total - need.slack
-    measured = [{**result, "environment": ENVIRONMENT}]
-    found = memory.EXPERIMENT.metrics(memory.MemoryOptions(), (CASE,), measured, World())
-    [row] = found.data["rows"]
-    assert (row["predicted_bytes"], row["measured_bytes"]) == (need.total, need.total // 2)
-    assert sum(row["parts"].values()) == need.total
-    found.show(stream := io.StringIO())
-    for said in (f"{need.total / 2**20:,.0f}", "2.00", "13.8 M parameters"):
-        assert said in stream.getvalue()

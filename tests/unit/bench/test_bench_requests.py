@@ -14,7 +14,6 @@ import pytest
 from gradsync.bench import sync_plan as bench_plan
 from gradsync.bench.collectives import CollectivesSettings
 from gradsync.bench.experiment import command_of, from_json
-from gradsync.bench.memory import MemoryOptions
 from gradsync.bench.sync import SyncOptions, as_measured
 from gradsync.bench.sync_plan import BenchPlan
 from gradsync.cli import experiment
@@ -43,15 +42,6 @@ REFUSALS = {
         ("--csv /dev/null/x.csv", "--csv /dev/null/x.csv: /dev/null is no folder"),
         ("--csv .", "--csv .: . is a folder"),
         ("--out file/x", "--out file/x: file is no folder"),
-    ],
-    "bench memory": [
-        ("--shapes long,wid", "unknown shape 'wid'"),
-        ("--strategies ddb", "perhaps you meant 'ddp'"),
-        ("--strategies ,", "name at least one of each"),
-        ("--steps 1", "--steps must be at least 2; got 1"),
-        ("--world-size 0", "--world-size must be at least 1; got 0"),
-        ("--device cudax", "--device must be one of auto, cpu, cuda"),
-        ("--out /dev/null/x", "is no folder"),
     ],
     "bench scaling": [
         ("--world-sizes 1", "name a number above 1"),
@@ -139,14 +129,13 @@ def test_what_cannot_be_is_refused_in_one_line_before_any_rank_starts(
     assert printed.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("command", ["memory", "scaling"])
 def test_what_starts_its_own_ranks_refuses_those_of_a_launcher(
-    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     world = World(world_size=2, local_world_size=2, launcher="torchrun")
     monkeypatch.setattr(experiment, "resolve", lambda _: SimpleNamespace(world=world))
-    assert main(["bench", command]) == 2
-    assert f"bench {command} starts " in (said := capsys.readouterr().err)
+    assert main(["bench", "scaling"]) == 2
+    assert "bench scaling starts " in (said := capsys.readouterr().err)
     assert "without" in said
 
 
@@ -197,9 +186,9 @@ def test_the_command_line_of_a_record() -> None:
     found = command_of(as_measured(asked, world), ("bench", "sync"))
     assert found == "gradsync bench sync --model-size tiny --world-size 4 --same-allocator"
     assert as_measured(asked, World()) == asked
-    options = MemoryOptions(shapes="long", exact=True, out="somewhere", steps=3)
-    expected = "gradsync bench memory --shapes long --steps 3 --exact"
-    assert command_of(options, ("bench", "memory")) == expected
+    options = SyncOptions(strategies="naive", host=True, out="somewhere", rounds=3)
+    expected = "gradsync bench sync --strategies naive --rounds 3 --host"
+    assert command_of(options, ("bench", "sync")) == expected
 
 
 def pretend(

@@ -181,7 +181,7 @@ def _replica_s(costs: StepCosts, stragglers: Stragglers) -> float:
     return max(free)
 
 
-HALF = 0.5
+_HALF = 0.5
 _CLEAR = 1.02  # An advantage of less than 2 % is none
 _WORTH = 0.1  # Below that efficiency it does not matter which of two is ahead
 DEFAULT_STRATEGIES = (
@@ -347,7 +347,7 @@ def crossovers(
     falling: dict[int, list[str]] = {}
     alive = []
     for name in names:
-        above = [efficiency(name, n) >= HALF for n in sizes]
+        above = [efficiency(name, n) >= _HALF for n in sizes]
         if above[-1]:
             alive.append(name)
         elif any(above):
@@ -406,10 +406,10 @@ def report_text(found: Simulation) -> str:
         ).rstrip()
         for title, *cells in rows
     ]
-    return "\n".join([*table, "", *(f"- {line}" for line in found.crossovers), *notes(found)])
+    return "\n".join([*table, "", *(f"- {line}" for line in found.crossovers), *_notes(found)])
 
 
-def notes(found: Simulation) -> list[str]:
+def _notes(found: Simulation) -> list[str]:
     """The assumptions behind the figures, a line each."""
     host = found.host
     network = [] if found.network is None else [f"between hosts {_link(found.network)}"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
-from pathlib import Path
 from statistics import fmean
 
 import pytest
@@ -191,16 +190,6 @@ def test_for_readers() -> None:
     document = json.loads(json.dumps(found.to_json(), allow_nan=False))
     assert [p["world_size"] for p in document["points"][:3]] == [4, 16, 4096]
     assert document["network"]["name"] == "far"
-
-
-def test_a_picture(tmp_path: Path) -> None:
-    from gradsync.bench.plot import plot_simulation
-
-    path = tmp_path / "efficiency.svg"
-    plot_simulation(path, simulated(steps=1))
-    text = path.read_text()
-    assert text.count("<!-- ring pp=8 -->") == 1
-    assert "<!-- diloco -->" in text
 
 
 def test_refusals() -> None:

@@ -18,15 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from gradsync.bench.experiment import from_json
-from gradsync.bench.memory import shape_text
 from gradsync.bench.sync import title
-from gradsync.bench.sync_plan import BenchPlan, SyncSettings
+from gradsync.bench.sync_plan import BenchPlan
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = (
-    *("docs/figures.md", "docs/guide/strategies.md", "docs/guide/planning.md"),
-    "docs/guide/between-hosts.md",
-)
+PAGES = ("docs/figures.md", "docs/guide/strategies.md", "docs/guide/between-hosts.md")
 TABLE = re.compile(r"<!-- bench: (\S+\.json) -->\n.*?<!-- bench: end -->", re.DOTALL)
 KIB, MIB = 2**10, 2**20
 
@@ -86,45 +82,6 @@ def collectives_table(record: Mapping[str, Any]) -> str:
     return "\n".join([*lines, "", f"`{record['command']}`: medians. {_machine(record)}"])
 
 
-def simulation_table(record: Mapping[str, Any]) -> str:
-    """A line per strategy and number of ranks: predicted, measured, and how far apart."""
-    lines = [
-        _row(["", "ranks", "predicted, ms", "measured, ms", "error", "error from one rank"]),
-        _row(["---", *["---:"] * 5]),
-    ]
-    for row in record["predictions"]:
-        digits = 0 if row["measured_ms"]["median"] >= 500 else 1
-        error = row["error"]
-        cells = [
-            f"`{row['strategy']}`",
-            str(row["world_size"]),
-            _spread(row["predicted_ms"], digits),
-            _spread(row["measured_ms"], digits),
-            f"{error['median']:+.1%} ({error['low']:+.1%} to {error['high']:+.1%})",
-            f"{row['error_from_one']:+.1%}",
-        ]
-        lines.append(_row(cells))
-    settings = from_json(SyncSettings, record["plan"]["settings"])
-    said = f"`{record['command']}`: {settings.text}"
-    return "\n".join([*lines, "", f"{said}; medians (quartiles). {_machine(record)}"])
-
-
-def memory_table(record: Mapping[str, Any]) -> str:
-    """A line per case: the formulas' bytes beside the measured ones."""
-    head = ["", "predicted, MiB", "measured, MiB", "predicted / measured"]
-    lines = [_row(head), _row(["---", *["---:"] * 3])]
-    for row in record["rows"]:
-        predicted, measured = row["predicted_bytes"], row["measured_bytes"]
-        name, *rest = row["case"].split(", ")
-        cells = [f"{predicted / MIB:,.0f}", f"{measured / MIB:,.0f}", f"{predicted / measured:.2f}"]
-        lines.append(_row([", ".join([f"`{name}`", *rest]), *cells]))
-    shapes = "; ".join(
-        shape_text(name) for name in dict.fromkeys(r["shape"] for r in record["rows"])
-    )
-    said = f"`{record['command']}`: largest size of a rank of {record['environment']['world_size']}"
-    return "\n".join([*lines, "", f"{said}; {shapes}. {_machine(record)}"])
-
-
 def network_table(record: Mapping[str, Any]) -> str:
     """A line per contestant, a column per rate."""
     rates = [str(rate) for rate in record["plan"]["rates"]]
@@ -141,7 +98,9 @@ def network_table(record: Mapping[str, Any]) -> str:
             lines.append(_row([f"`{name}`", *ratios, sent]))
     floors = [f"{record['floors'][rate]:.2f}" for rate in rates]
     lines.append(_row(["floor: max(compute, fp32 bytes / rate)", *floors, ""]))
-    said = f"`{record['command']}`: medians (quartiles) over rounds."
+    # Records of before it became a script name `gradsync bench network`, with the same flags.
+    command = record["command"].replace("gradsync bench network", "python benchmarks/network.py")
+    said = f"`{command}`: medians (quartiles) over rounds."
     return "\n".join([*lines, "", f"{said} {_machine(record)}"])
 
 
@@ -177,8 +136,6 @@ def _row(cells: Sequence[str]) -> str:
 _TABLES = {
     "sync": sync_table,
     "collectives": collectives_table,
-    "simulation": simulation_table,
-    "memory": memory_table,
     "network": network_table,
 }
 

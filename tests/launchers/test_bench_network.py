@@ -1,9 +1,10 @@
-"""`gradsync bench network` between two namespaces, which are gone afterwards."""
+"""benchmarks/network.py between two namespaces, which are gone afterwards."""
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import socket
 import statistics
@@ -13,10 +14,12 @@ from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
 
+import network
 import pytest
+from network import namespaces
 
-from gradsync.bench.network import namespaces
 from gradsync.errors import RunError
+from gradsync.models.config import PRESETS
 from support.fork_server import run_forked
 from support.launchers import run_python
 from support.namespaces import enter
@@ -38,10 +41,7 @@ def test_steps_at_a_rate(tmp_path: Path) -> None:
     size = ["--model-size", "tiny", "--context-length", "16", "--dtype", "fp32", "--rounds", "1"]
     words = ["--rates", "1000", "--strategies", "naive", "--num-steps", "1", "--num-warmup", "0"]
     words += ["--delay-ms", "20"]
-    picture = tmp_path / "picture.svg"
-    (done,) = run_forked(
-        ["-m", "gradsync", "bench", "network", *size, *words, "--json", "--plot", picture]
-    )
+    (done,) = run_forked([network.__file__, *size, *words, "--json", "--out", tmp_path])
     document = json.loads(done.ok().stdout)
     none, naive = document["rows"]
     assert (none["contestant"], naive["contestant"]) == ("none", "naive")
@@ -51,7 +51,11 @@ def test_steps_at_a_rate(tmp_path: Path) -> None:
     assert naive["step_ms"]["median"] > 8 * naive["sent_mb"] + 10 * 20, document
     assert document["floors"]["1000"] >= 1.0
     assert document["environment"]["tcp_congestion"] in _CONTROLS.read_text().split()
-    assert "</svg>" in picture.read_text()
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert record["rows"] == document["rows"]
+    own, options, command = network.parsed(shlex.split(record["command"])[2:])
+    assert command == record["command"]
+    assert (own.delay_ms, options.model_size, options.world_size) == (20.0, "tiny", 2)
     assert left_over() == []
 
 
@@ -126,7 +130,7 @@ def test_a_delay_is_kept_and_little_more_and_a_host_receives_at_the_rate() -> No
 
 KILLED = """
 import os, signal, sys
-from gradsync.bench.network import namespaces
+from network import namespaces
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
 with namespaces(1, delayed=len(sys.argv) > 2):
     os.kill(os.getpid(), int(sys.argv[1]))
@@ -136,6 +140,41 @@ with namespaces(1, delayed=len(sys.argv) > 2):
 @pytest.mark.launcher("namespaces")
 @pytest.mark.parametrize(("number", "how"), [(signal.SIGTERM, ["delayed"]), (signal.SIGHUP, [])])
 def test_a_signal_leaves_nothing(number: signal.Signals, how: list[str]) -> None:
-    done = run_python(["-c", KILLED, str(int(number)), *how])
+    path = os.pathsep.join([str(Path(network.__file__).parent), os.environ.get("PYTHONPATH", "")])
+    done = run_python(["-c", KILLED, str(int(number)), *how], extra_env={"PYTHONPATH": path})
     assert done.returncode == 128 + number
     assert left_over() == []
+
+
+@pytest.mark.parametrize("hosts", [2, 4])
+def test_the_floor_is_what_the_cable_or_the_processor_takes(hosts: int) -> None:
+    size = PRESETS["tiny"].num_params()
+    bits = 32 * size * 2 * (hosts - 1) / hosts
+    assert network.floor(size, hosts, 1, 0.1) == pytest.approx(bits / 1e6 / 0.1)
+    assert network.floor(size, hosts, 10**6, 0.1) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--rates 0", "--rates '0': name whole numbers of Mbit/s"),
+        ("--rates fast", "name whole numbers of Mbit/s, 1 to 400000"),
+        ("--rates ,", "name whole numbers"),
+        ("--hosts 1", "--hosts must be at least 2; got 1"),
+        ("--hosts 251", "--hosts must be at most 250"),
+        ("--ranks-per-host 0", "--ranks-per-host must be at least 1"),
+        ("--delay-ms -1", "--delay-ms must be finite and not negative"),
+        ("--model-size tinny", "did you mean tiny"),
+        ("--strategies invarant", "perhaps you meant 'invariant'"),
+        ("--rounds 0", "--rounds must be at least 1"),
+        ("--out /dev/null/x", "is no folder"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    words: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert network.main(words.split()) == 2
+    assert message in capsys.readouterr().err
+    assert network.main(["--model-size", "tiny"]) == 1
+    assert "take root, Linux and iproute2 (ip, tc)" in capsys.readouterr().err

@@ -104,8 +104,8 @@ def _ip(*words: str, check: bool = True) -> None:
 
 
 def _remove_those_of_dead_processes() -> None:
-    """Remove what killed ones left. (Another run may be doing the same.) `gradsync bench` removes
-    its own, gradsync-bench-PID-*."""
+    """Remove what killed ones left. (Another run may be doing the same.) benchmarks/network.py
+    removes its own, gradsync-bench-PID-*."""
     for path in _FOLDER.glob(f"{_PREFIX}-[0-9]*-*"):
         pid = path.name.split("-")[1]
         if not Path("/proc", pid).exists():

@@ -58,7 +58,6 @@ def test_no_field_takes_a_number_that_nothing_could_use(options: Any) -> None:
         "verify --world-size=1000000000",
         "bench sync --world-size=1000000000",
         "bench collectives --threads=1000000000",
-        "bench memory --world-size=1000000000",
         "bench scaling --threshold=inf",
         "tune --seed=1" + "0" * 30,
         "sample somewhere --temperature=nan",

@@ -31,9 +31,9 @@ _PLACES = ("csv", "plot", "out", "save", "as_json", "dry_run")
 """Options that do not change what is measured."""
 
 T = TypeVar("T")
-Ask = Callable[..., dict[str, Any]]
+Ask = Callable[[Any, int], dict[str, Any]]
 """`ask(work, ranks)`: what rank 0 measured of `work`, a dataclass, on a launcher's ranks or on new
-ones; with `of` by another experiment."""
+ones."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

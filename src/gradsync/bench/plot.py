@@ -13,17 +13,13 @@ from gradsync.core.files import check_place
 from gradsync.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
-    from gradsync.bench.network import NetworkPoint
     from gradsync.bench.scaling import ScalingPlan, ScalingPoint
     from gradsync.bench.sync import ContestantRow
     from gradsync.bench.sync_plan import BenchPlan
-    from gradsync.plan.simulation import Simulation
 
 _SUFFIXES = (".png", ".svg", ".pdf")
 _INK, _SOFT, _GRID = "#1b1f24", "#6b7480", "#e3e7eb"
 _COMPUTE, _EXPOSED, _HIDDEN = "#4f7cac", "#e4863b", "#e9b184"
-_COLORS = (_COMPUTE, _EXPOSED, "#5a9367", "#8d6a9f", _HIDDEN, "#b5485d", _SOFT, _INK)
-_MARKERS = "osD^vPX*"
 _DASHED = (0, (4, 2))
 _BAR = 0.62
 _ROW_INCHES, _FRAME_INCHES = 0.42, 2.0
@@ -168,70 +164,18 @@ def plot_scaling(
             )
     sizes, highest = scaling.plan.world_sizes, max(point.high for point in points)
     axes.axhline(1.0, color=_INK, linewidth=1.2, label="perfect: one rank without any wrapper")
-    axes.set_xlim(sizes[0] * 0.85, sizes[-1] * 1.35)
-    axes.set_ylabel("efficiency: speed-up per rank", color=_INK)
-    _over_ranks(axes, sizes, highest, threshold, f"threshold, {threshold:.0%}")
-    _save(figure, path, scaling.title, *notes)
-
-
-def plot_simulation(path: Path, found: Simulation) -> None:
-    """Draw simulated efficiency over the number of ranks, per strategy."""
-    from gradsync.plan.simulation import HALF, notes
-
-    figure, axes = _new_figure(9.5, 5.6)
-    for number, name in enumerate(found.names):
-        points = [point for point in found.points if point.name == name]
-        axes.plot(
-            [point.world_size for point in points],
-            [point.efficiency for point in points],
-            color=_COLORS[number % len(_COLORS)],
-            marker=_MARKERS[number % len(_MARKERS)],
-            linewidth=1.8,
-            label=name,
-        )
-    axes.set_ylabel("efficiency", color=_INK)
-    highest = max(point.efficiency for point in found.points)
-    _over_ranks(axes, found.world_sizes, highest, HALF, f"{HALF:.0%}")
-    _save(figure, path, "Simulated training steps", *notes(found))
-
-
-def plot_network(
-    path: Path,
-    points: Sequence[NetworkPoint],
-    floors: Mapping[int, float],
-    title: str,
-    notes: Sequence[str],
-) -> None:
-    """Draw steps over the network's rate, per contestant, and the floor."""
-    figure, axes = _new_figure(9.5, 5.6)
-    names = [name for name in dict.fromkeys(p.contestant for p in points) if name != "none"]
-    for number, name in enumerate(names):
-        chosen = [point for point in points if point.contestant == name]
-        middle = [point.ratio.median for point in chosen]
-        below = [point.ratio.median - point.ratio.low for point in chosen]
-        above = [point.ratio.high - point.ratio.median for point in chosen]
-        axes.errorbar(
-            [point.rate_mbit for point in chosen],
-            middle,
-            yerr=[below, above],
-            color=_COLORS[number % len(_COLORS)],
-            marker=_MARKERS[number % len(_MARKERS)],
-            capsize=3,
-            linewidth=1.8,
-            label=name,
-        )
-    floor = "floor: max(compute, bytes / rate)"
-    axes.plot(list(floors), list(floors.values()), color=_SOFT, ls=_DASHED, label=floor)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xticks(list(floors), [f"{rate:g}" for rate in floors])
-    ticks = [tick for tick in (1, 1.5, 2, 3, 5, 10, 20, 50) if tick <= 1.3 * axes.get_ylim()[1]]
-    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    label = f"threshold, {threshold:.0%}"
+    axes.axhline(threshold, color=_SOFT, linewidth=1.2, ls=_DASHED, label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.minorticks_off()
-    axes.set_xlabel("Mbit/s", color=_INK)
-    axes.set_ylabel("step, in units of one without communication", color=_INK)
+    axes.set_xlim(sizes[0] * 0.85, sizes[-1] * 1.35)
+    axes.set_ylim(0, max(1.1, 1.05 * highest))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axes.set_xlabel("ranks", color=_INK)
+    axes.set_ylabel("efficiency: speed-up per rank", color=_INK)
     axes.grid(axis="y", color=_GRID, linewidth=0.8)
-    _save(figure, path, title, *notes)
+    _save(figure, path, scaling.title, *notes)
 
 
 def _new_figure(width: float, height: float) -> tuple[Any, Any]:
@@ -245,20 +189,6 @@ def _new_figure(width: float, height: float) -> tuple[Any, Any]:
     axes.tick_params(colors=_INK, labelsize=10)
     axes.set_axisbelow(True)
     return figure, axes
-
-
-def _over_ranks(
-    axes: Any, world_sizes: Sequence[int], highest: float, line: float, label: str
-) -> None:
-    """Efficiency upwards, ranks to the right, and a dashed line."""
-    axes.axhline(line, color=_SOFT, linewidth=1.2, ls=_DASHED, label=label)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(world_sizes, [str(size) for size in world_sizes])
-    axes.minorticks_off()
-    axes.set_ylim(0, max(1.1, 1.05 * highest))
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    axes.set_xlabel("ranks", color=_INK)
-    axes.grid(axis="y", color=_GRID, linewidth=0.8)
 
 
 def _save(figure: Any, path: Path, title: str, *notes: str) -> None:

@@ -113,13 +113,13 @@ class SyncSettings:
         """The measurement, for titles."""
         return f"{self.model_text}, sequences of {self.tokens}; {self.turns_text}"
 
-    def workload(self, batch_size: int, kind: Kind, *, ranks: int = 1) -> Workload:
-        """A step of `ranks` ranks of `batch_size` sequences each, as the formulas take it."""
+    def workload(self, batch_size: int, kind: Kind) -> Workload:
+        """A step of one rank of `batch_size` sequences, as the formulas take it."""
         return Workload(
             model=self.config,
             micro_batch_size=batch_size // self.leaves_per_rank,
             seq_len=self.tokens,
-            num_leaves=self.leaves_per_rank * ranks,
+            num_leaves=self.leaves_per_rank,
             dtype="bf16" if self.dtype == "bf16" else "fp32",
             kind=kind,
         )

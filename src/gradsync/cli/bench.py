@@ -11,10 +11,7 @@ from gradsync.cli.experiment import run_experiment
 BENCHMARKS = {
     "sync": "training steps of every strategy, beside DDP, Accelerate, Fabric and no communication",
     "collectives": "all-reduce and its kin by every algorithm, beside the memory's own bandwidth",
-    "memory": "what a rank takes under every strategy, beside what the formulas say",
     "scaling": "strong and weak scaling from one rank on, with a verdict",
-    "network": "steps between hosts made of network namespaces, at several rates (root)",
-    "simulation": "predicted steps on 2, 4 ... ranks beside measured ones",
 }
 
 _HELP = """\

@@ -61,9 +61,10 @@ def run_experiment(experiment: Experiment, argv: list[str]) -> int:
 
 
 def _work(experiment: Experiment, options: Any, variants: Any, world: World) -> int:
-    def ask(work: Any, ranks: int, *, of: Experiment = experiment) -> dict[str, Any]:
+    def ask(work: Any, ranks: int) -> dict[str, Any]:
+        measure = partial(_measure, experiment)
         outcome = measure_on_ranks(
-            of.command, asdict(work), partial(_measure, of), world=world, world_size=ranks
+            experiment.command, asdict(work), measure, world=world, world_size=ranks
         )
         if outcome.result is None:  # nothing to say here, or the ranks have said what was wrong
             raise _RanksEndedError(outcome.code)

@@ -12,7 +12,6 @@ from typing import Annotated, Literal
 
 import tyro
 
-from gradsync.bench.plot import check_plot
 from gradsync.errors import ConfigError, RunError
 from gradsync.plan.catalog import DEFAULT_NETWORK, NETWORKS, check_size
 from gradsync.plan.choice import USUAL, Costs, Recommendation, Search, choose, remedy
@@ -83,8 +82,6 @@ class PlanOptions:
     is which device holds which."""
     simulate: str = ""
     """Also simulate the step on so many devices of this kind: 8,64,512."""
-    plot: str = ""
-    """Draw the simulated efficiency: FILE.png, FILE.svg or FILE.pdf."""
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print one JSON document on standard output, and nothing else there."""
 
@@ -192,7 +189,7 @@ def hardware_of(options: PlanOptions) -> Hardware:
 
 
 def sizes_of(options: PlanOptions) -> list[int]:
-    """Numbers of ranks to simulate; checks the picture of them too."""
+    """Numbers of ranks to simulate."""
     words = [word.strip() for word in options.simulate.split(",") if word.strip()]
     sizes = [number for word in words if (number := whole_number(word, MOST_NODES))]
     if len(sizes) < len(words) or (options.simulate and not words):
@@ -200,10 +197,6 @@ def sizes_of(options: PlanOptions) -> list[int]:
             f"--simulate takes numbers of ranks such as 8,64,512, at most {MOST_NODES}; got "
             f"{options.simulate[:80]!r}"
         )
-    if options.plot:
-        if not words:
-            raise ConfigError("--plot draws what --simulate finds; give it numbers of ranks")
-        check_plot(Path(options.plot))
     return sizes
 
 
@@ -329,10 +322,5 @@ def _tell(
             print(section("figures", _figures(options, request, costs)))
         if simulation is not None:
             print(f"\n{report_text(simulation)}")
-    if simulation is not None and options.plot:
-        from gradsync.bench.plot import plot_simulation
-
-        plot_simulation(Path(options.plot), simulation)
-        print(f"wrote {options.plot}", file=sys.stderr)
     if pick is None:
         raise RunError(remedy(name, choice, request.work, request.hardware, costs))

@@ -37,7 +37,7 @@ from gradsync.sync.registry import STRATEGIES, Promise
 USUAL = ("invariant", "bucketed", "zero1", "zero2", "fsdp", "ddp")
 """Tried unless names are given, the simplest first: none that loses something on purpose, and only
 one of each cost."""
-ERROR = 0.15  # Times that differ by less count as equal: the time model is held to 15 %
+ERROR = 0.15  # Times that differ by less count as equal: the time model is no better
 PROMISES: tuple[Promise, ...] = ("bitwise", "rounding", "lossy")  # The strongest first
 
 

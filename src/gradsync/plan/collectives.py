@@ -1,10 +1,10 @@
-"""The messages of each strategy in a step, and the cost of a collective: by formula, or by a line
-through measured times; no torch.
+"""The messages of each strategy in a step, the cost of a collective by formula, and lines through
+measured times; no torch.
 
 By formula latency and bandwidth of each message count, nothing else: n ranks, S bytes of the whole
 tensor, a the latency of a message (s), b its seconds per byte (Hockney 1994, "The communication
 challenge for MPP"). Additions are not counted: on a GPU they run at the memory's rate, far above
-any link; on a CPU, measured lines take the place of these formulas.
+any link; on a CPU, a measured line is made into the link (`machine.cpu_link`).
 
     reduce_scatter, all_gather   ring        (n-1) a + (n-1)/n S b
     all_reduce                   ring        2 (n-1) a + 2 (n-1)/n S b
@@ -59,10 +59,6 @@ class Fit:
     """Median of |predicted / measured - 1|: 0.1 means that half of the sizes lie within 10 %."""
     worst: float  # Largest factor between predicted and measured, whichever is more; at least 1
     num_sizes: int  # How many sizes it goes through
-
-    def seconds(self, num_bytes: float) -> float:
-        """Predicted time for a tensor of `num_bytes`."""
-        return self.alpha_s + self.beta_s_per_byte * num_bytes
 
     def to_json(self) -> dict[str, Any]:
         """As a dictionary of its fields."""
@@ -274,11 +270,7 @@ def half_s(place: GroupPlace, num_bytes: float) -> float:
     return min(ring_pass(place, num_bytes), hierarchical(place, num_bytes) / 2)
 
 
-COPY = "copy"  # Operation and algorithm of the line through a plain copy's times
-OWN_ALGORITHMS = {"ring": "ring", "doubling": "recursive_doubling", "hierarchical": "hierarchical"}
-"""Algorithms that are made of messages on one host too: in `ALL_REDUCE`, and in lines."""
-
-INNER_STEPS = {"local_sgd": 8, "diloco": 100}
+_INNER_STEPS = {"local_sgd": 8, "diloco": 100}
 """Steps between two meetings, where no option says it; as their reducers have it."""
 _POWERSGD_RANK = 1  # Torch's default
 
@@ -312,7 +304,6 @@ class Traffic:
     through_host: bool = False
     """Whether ranks of one host may share memory instead, and divide the update among them."""
     copies: int = 1  # Copies of all gradients in a rank's memory: into buckets, and out of them
-    agrees: bool = True  # Whether a small message ends the step
     by_library: bool = False
     """Whether the process group's own collectives are called (gloo, NCCL), whatever is there."""
     low_rank: int | None = None  # PowerSGD's rank; matrices travel as their factors
@@ -322,18 +313,14 @@ def traffic_of(
     strategy: str, options: Mapping[str, Any] | None = None, device: Kind = "cpu"
 ) -> Traffic:
     """The messages of a strategy with options as `gradsync train` takes them (ConfigError where
-    either is unknown); `torch_ddp` stands for `ddp` as torch's users run it. Buckets have the sizes
-    of such devices."""
-    found = find_strategy("ddp" if strategy == "torch_ddp" else strategy)
+    either is unknown). Buckets have the sizes of such devices."""
+    found = find_strategy(strategy)
     given = dict(options or {})
     check_options(found, given)
     if found.recipe is not None:
         given.setdefault("overlap_publish", "auto")  # as the trainer has it
         return _of_recipe(replace(found.recipe, **given), device)
-    traffic = _of_other(found.name, given)
-    if strategy == "torch_ddp":  # as torch's users run it: gradients are not views into buckets
-        return replace(traffic, copies=2, agrees=False)
-    return traffic
+    return _of_other(found.name, given)
 
 
 def shares_memory(recipe: Recipe) -> bool:
@@ -382,7 +369,7 @@ def _of_other(name: str, options: Mapping[str, Any]) -> Traffic:
     apart = replace(library, overlap=False, copies=0)
     if name == "naive":
         return replace(apart, grouping="parameter")
-    if name in INNER_STEPS:
-        steps = options.get("inner_steps", INNER_STEPS[name])
+    if name in _INNER_STEPS:
+        steps = options.get("inner_steps", _INNER_STEPS[name])
         return replace(apart, grouping="flat", every=steps)
     raise ConfigError(f"no traffic is known of strategy {name!r}")

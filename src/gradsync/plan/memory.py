@@ -51,11 +51,11 @@ memory of the process leaves some of its place unused:
     RENEW_SLACK      of buckets, copies and gathered weights that a step makes anew
     MOVE_SLACK       of what was built here and then moved into shared memory
 
-Measured with `gradsync bench memory`: peaks with `keep_freed_memory` less what the formulas count
-(which is what --exact measures, where every block is mapped by itself), over 16 strategies at two
-sizes (benchmarks/memory); one number each, chosen there for all cases together. And the heap never
-shrinks below the model as it was built. On CUDA, what torch's caching allocator reserves beyond
-what is allocated (CUDA_SLACK): a default, not measured here.
+Measured: peaks with `keep_freed_memory` less what the formulas count (which is what is measured
+where every block is mapped by itself), over 16 strategies at two sizes (benchmarks/memory of commit
+8ff7521); one number each, chosen there for all cases together. And the heap never shrinks below the
+model as it was built. On CUDA, what torch's caching allocator reserves beyond what is allocated
+(CUDA_SLACK): a default, not measured here.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The training step on machines beyond the one here (`gradsync plan --simulate`): steps that are
-played with ranks that are not equally fast, failures, and where strategies cross; no torch.
+played with ranks that are not equally fast, and where strategies cross; no torch.
 
     rank r     leaf ... leaf │ backward: bucket 0 full, bucket 1 full, ...
     channel                  │      [bucket 0][bucket 1]  ...          one at a time, in order
@@ -15,16 +15,6 @@ count, which are few. A pipeline's stages wait for their neighbours' messages:
                                           (arXiv 1806.03377, 2104.04473)
 
 Every replica keeps its leaves, so that the global batch grows with the ranks (weak scaling).
-
-[Note: Failures] M mean time between failures of the whole job (that of a device over their number),
-d seconds to save, R seconds to begin again, t seconds of work between two saves. Failures come at
-any moment, also while saving and while beginning again, independently of each other (exponential
-times). Young 1974, "A first order approximation to the optimum checkpoint interval", and Daly 2006,
-"A higher order estimate of the optimum checkpoint interval for restart dumps":
-
-    t = sqrt(2 d M)                                               (Young)
-    t = sqrt(2 d M) (1 + sqrt(d / 2M) / 3 + (d / 2M) / 9) - d     for d < 2 M, else M (Daly)
-    useful part = t / (M e^(R/M) (e^((t+d)/M) - 1))               (Daly)
 """
 
 from __future__ import annotations
@@ -191,45 +181,7 @@ def _replica_s(costs: StepCosts, stragglers: Stragglers) -> float:
     return max(free)
 
 
-_LLAMA_MTBF_S = 16_384 * 54 * 86_400 / 419
-"""Per GPU: 419 interruptions of 16,384 H100 in 54 days (arXiv 2407.21783, section 3.3.4)."""
-_HOPELESS = 500.0  # Interval over time between failures from which on no work gets done
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Failures:
-    """How often devices fail and what that costs; see [Note: Failures]."""
-
-    device_mtbf_s: float = _LLAMA_MTBF_S  # Mean time between failures of one device, seconds
-    checkpoint_s: float = 60.0
-    """Time of a save, during which training stands still, seconds. An assumption."""
-    restart_s: float = 300.0
-    """From a failure until training goes on: noticing, starting, loading. An assumption."""
-
-    def mtbf_s(self, ranks: int) -> float:
-        """Mean time between failures of a job on so many devices, any of which ends it."""
-        return self.device_mtbf_s / ranks
-
-
-def daly_interval_s(checkpoint_s: float, mtbf_s: float) -> float:
-    """Seconds of work between two saves (Daly 2006, equation 37)."""
-    if checkpoint_s >= 2 * mtbf_s:
-        return mtbf_s
-    part = checkpoint_s / (2 * mtbf_s)
-    series = 1 + math.sqrt(part) / 3 + part / 9
-    return math.sqrt(2 * checkpoint_s * mtbf_s) * series - checkpoint_s
-
-
-def goodput(interval_s: float, failures: Failures, ranks: int) -> float:
-    """The useful part of the time, `interval_s` of work between saves (Daly 2006, equation 20)."""
-    mtbf = failures.mtbf_s(ranks)
-    whole = (interval_s + failures.checkpoint_s) / mtbf
-    if whole + failures.restart_s / mtbf > _HOPELESS:
-        return 0.0
-    return interval_s / (mtbf * math.exp(failures.restart_s / mtbf) * math.expm1(whole))
-
-
-HALF = 0.5
+_HALF = 0.5
 _CLEAR = 1.02  # An advantage of less than 2 % is none
 _WORTH = 0.1  # Below that efficiency it does not matter which of two is ahead
 DEFAULT_STRATEGIES = (
@@ -252,12 +204,6 @@ class SplitPoint:
     tokens_per_s: float  # All ranks together
     efficiency: float
     """Tokens per second and rank, over those of one rank alone."""
-    goodput: float  # Useful part of the time with failures
-    checkpoint_interval_s: float  # Work between two saves (Daly 2006)
-
-    def to_json(self) -> dict[str, Any]:
-        """As JSON can hold it; overall: efficiency with failures."""
-        return {**asdict(self), "overall": self.efficiency * self.goodput}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -269,7 +215,6 @@ class Simulation:
     world_sizes: tuple[int, ...]
     host: Host
     network: Link | None
-    failures: Failures
 
     @property
     def names(self) -> list[str]:
@@ -288,8 +233,7 @@ class Simulation:
             "device": self.host.devices[0].name,
             "link": asdict(self.host.link),
             "network": None if self.network is None else asdict(self.network),
-            "failures": asdict(self.failures),
-            "points": [point.to_json() for point in self.points],
+            "points": [asdict(point) for point in self.points],
             "crossovers": list(self.crossovers),
         }
 
@@ -319,7 +263,7 @@ def simulate(
         ConfigError: an unknown strategy, several hosts without a network, a split that divides
             none of the sizes.
     """
-    sizes, failures = tuple(sorted(set(world_sizes))), Failures()
+    sizes = tuple(sorted(set(world_sizes)))
     chosen = {
         str(replace(split, layout=replace(split.layout, dp=1))): split
         for split in splits or [Split(strategy=name) for name in DEFAULT_STRATEGIES]
@@ -349,7 +293,6 @@ def simulate(
             costs = step_costs(*case(split, size))
             mean_s = _played_s(costs, profile, case(split, size)[1], steps, seed)
             tokens_per_s = work.step_tokens * (size // parts) / mean_s
-            interval = daly_interval_s(failures.checkpoint_s, failures.mtbf_s(size))
             point = SplitPoint(
                 name=name,
                 world_size=size,
@@ -357,8 +300,6 @@ def simulate(
                 even_step_s=even(name, size).total_s,
                 tokens_per_s=tokens_per_s,
                 efficiency=tokens_per_s / size / alone,
-                goodput=goodput(interval, failures, size),
-                checkpoint_interval_s=interval,
             )
             points.append(point)
     lossy = [name for name, s in chosen.items() if find_strategy(s.strategy).promise == "lossy"]
@@ -371,7 +312,6 @@ def simulate(
         world_sizes=sizes,
         host=host,
         network=network,
-        failures=failures,
     )
 
 
@@ -407,7 +347,7 @@ def crossovers(
     falling: dict[int, list[str]] = {}
     alive = []
     for name in names:
-        above = [efficiency(name, n) >= HALF for n in sizes]
+        above = [efficiency(name, n) >= _HALF for n in sizes]
         if above[-1]:
             alive.append(name)
         elif any(above):
@@ -448,22 +388,16 @@ def _list(names: Sequence[str]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
-_HOUR = 3600.0
-
-
 def report_text(found: Simulation) -> str:
     """Efficiency of every split on every number of ranks, then the rest; several lines."""
 
-    def row(title: str, name: str, text: Callable[[SplitPoint], str]) -> list[str]:
+    def row(name: str) -> list[str]:
         points = [found.point(name, size) for size in found.world_sizes]
-        return [title, *("" if point is None else text(point) for point in points)]
+        return [name, *("" if point is None else f"{point.efficiency:.1%}" for point in points)]
 
-    first = found.names[0]
     rows = [
         ["efficiency", *(f"{size} ranks" for size in found.world_sizes)],
-        *(row(name, name, lambda point: f"{point.efficiency:.1%}") for name in found.names),
-        row("useful with failures", first, lambda point: f"{point.goodput:.1%}"),
-        row("saving every", first, lambda point: _span(point.checkpoint_interval_s)),
+        *(row(name) for name in found.names),
     ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     table = [
@@ -472,29 +406,20 @@ def report_text(found: Simulation) -> str:
         ).rstrip()
         for title, *cells in rows
     ]
-    return "\n".join([*table, "", *(f"- {line}" for line in found.crossovers), *notes(found)])
+    return "\n".join([*table, "", *(f"- {line}" for line in found.crossovers), *_notes(found)])
 
 
-def notes(found: Simulation) -> list[str]:
+def _notes(found: Simulation) -> list[str]:
     """The assumptions behind the figures, a line each."""
-    host, failures = found.host, found.failures
+    host = found.host
     network = [] if found.network is None else [f"between hosts {_link(found.network)}"]
     return [
         f"{len(host.devices)} x {host.devices[0].name} a host, {_link(host.link)}",
         *network,
         "efficiency: tokens per second and rank over one rank alone; each replica keeps its leaves",
-        f"failures: a device every {failures.device_mtbf_s / _HOUR:,.0f} h, "
-        f"{failures.checkpoint_s:g} s to save, {failures.restart_s:g} s to begin again; saving as "
-        "often as Daly 2006 says",
     ]
 
 
 def _link(link: Link) -> str:
     port = " a host" if link.per_host else " a rank"
     return f"{link.name}: {link.bytes_per_s / 1e9:.3g} GB/s{port}, {link.alpha_s * 1e6:.3g} us"
-
-
-def _span(seconds: float) -> str:
-    if seconds >= _HOUR:
-        return f"{seconds / _HOUR:.1f} h"
-    return f"{seconds / 60:.0f} min" if seconds >= 60 else f"{seconds:.0f} s"

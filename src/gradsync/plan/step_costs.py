@@ -20,16 +20,7 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from gradsync.errors import ConfigError
-from gradsync.plan.collectives import (
-    COPY,
-    OWN_ALGORITHMS,
-    Fit,
-    GroupPlace,
-    Traffic,
-    all_reduce_s,
-    half_s,
-    traffic_of,
-)
+from gradsync.plan.collectives import GroupPlace, Traffic, all_reduce_s, half_s, traffic_of
 from gradsync.plan.description import Hardware
 from gradsync.plan.profile import GRADIENT_BYTES, Parameter, StepProfile, bucket_plan, parameters_of
 from gradsync.plan.workload import Split, Workload
@@ -43,11 +34,9 @@ _TENSOR_PARALLEL_SUMS = 4
 
 class Prices:
     """Seconds of one split's messages on exactly the devices that are used; ranks fill hosts in
-    order. `fits`: measured here for as many ranks as there are replicas, on one host."""
+    order."""
 
-    def __init__(
-        self, hardware: Hardware, split: Split, traffic: Traffic, fits: Sequence[Fit] = ()
-    ) -> None:
+    def __init__(self, hardware: Hardware, split: Split, traffic: Traffic) -> None:
         layout, host, network = split.layout, hardware.hosts[0], hardware.network
         on_host, on_cpu = len(hardware.hosts) == 1, host.devices[0].kind == "cpu"
         local = min(len(host.devices), layout.world_size)
@@ -77,24 +66,19 @@ class Prices:
         # Gloo's all_reduce is a ring, whatever the size; NCCL chooses.
         gloo = on_cpu and traffic.algorithm == "best"
         self._algorithm = "ring" if gloo else traffic.algorithm
-        self._fits = {(f.operation, f.algorithm): f for f in fits if on_host and layout.dp > 1}
 
     def all_reduce_s(self, num_bytes: float) -> float:
         """Among replicas."""
-        fit = self._measured("all_reduce")
-        if fit is not None:
-            return fit.seconds(num_bytes)
         return all_reduce_s(self.data, num_bytes, self._algorithm)
 
-    def half_s(self, operation: str, num_bytes: float) -> float:
+    def half_s(self, num_bytes: float) -> float:
         """reduce_scatter or all_gather among replicas, over so many bytes of the whole tensor."""
-        fit = self._measured(operation)
-        return half_s(self.data, num_bytes) if fit is None else fit.seconds(num_bytes)
+        return half_s(self.data, num_bytes)
 
     def bucket_s(self, num_bytes: float) -> float:
         """The strategy's collective of a bucket."""
         if self._traffic.shard in ("gradients", "weights"):
-            return self.half_s("reduce_scatter", num_bytes)
+            return self.half_s(num_bytes)
         return self.all_reduce_s(num_bytes)
 
     def hop_s(self, num_bytes: float) -> float:
@@ -103,19 +87,8 @@ class Prices:
 
     def copy_s(self, num_bytes: float) -> float:
         """From memory to memory of one rank, while all do so; 0 where it is not known."""
-        fit = self._fits.get((COPY, COPY))
-        if fit is not None:
-            return fit.seconds(num_bytes)
         rate = self._memory_bytes_per_s
         return 0.0 if rate is None else 2 * num_bytes / rate  # read, and written
-
-    def _measured(self, operation: str) -> Fit | None:
-        """The line of whatever carries this strategy's messages on a host."""
-        ways = (OWN_ALGORITHMS.get(self._traffic.algorithm, "shared"), "shared_copies", "backend")
-        if self._traffic.by_library:
-            ways = ("backend",)
-        found = (self._fits.get((operation, way)) for way in ways)
-        return next((fit for fit in found if fit is not None), None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,7 +136,6 @@ def step_costs(
     profile: StepProfile,
     *,
     options: Mapping[str, Any] | None = None,
-    fits: Sequence[Fit] = (),
 ) -> StepCosts:
     """Take a step apart; ranks fill hosts in order.
 
@@ -173,7 +145,6 @@ def step_costs(
         hardware: at least as many devices as the split has ranks, or ConfigError.
         profile: of the whole model on one of the devices.
         options: of the strategy.
-        fits: lines measured here for as many ranks on one host; they take the place of formulas.
     """
     kind = hardware.hosts[0].devices[0].kind
     layout, traffic = split.layout, traffic_of(split.strategy, options, kind)
@@ -182,7 +153,7 @@ def step_costs(
             f"{work.num_leaves} leaves for {layout.dp} replicas: each needs at least one"
         )
     used = hardware.with_devices(split.world_size)
-    prices = Prices(used, split, traffic, fits)
+    prices = Prices(used, split, traffic)
     host, parts, alone = used.hosts[0], layout.model_ranks, layout.dp == 1
     # CPU ranks compute longer where a host has more of them than cores.
     on_cpu = host.devices[0].kind == "cpu"
@@ -197,19 +168,16 @@ def step_costs(
         tensor = sums * all_reduce_s(prices.shards, activation_bytes)
     waits, last_waits = 0.0, 0.0
     if in_blocks := traffic.shard == "weights" and not alone:
-        gathers = [
-            prices.half_s("all_gather", _bytes(b) * traffic.gathered / parts)
-            for b in _blocks(parameters)
-        ]
+        gathers = [prices.half_s(_bytes(b) * traffic.gathered / parts) for b in _blocks(parameters)]
         waits, last_waits = _gather_waits(gathers, forward_s, backward_s, hides=prices.hides)
     in_shares = traffic.shard != "none" or prices.divided
     gathers = traffic.shard in ("optimizer", "gradients")
     # Weights that all ranks of a host read are written between two more meetings.
-    meetings = 3 if prices.divided else int(traffic.agrees)
+    meetings = 3 if prices.divided else 1
     sendings: tuple[Sending, ...] = ()
     if not alone:
         sendings = _sendings(parameters, traffic, prices, profile, scale=scale, parts=parts)
-    late_s = after_s = prices.half_s("all_gather", whole_bytes) if gathers else 0.0
+    late_s = after_s = prices.half_s(whole_bytes) if gathers else 0.0
     late = traffic.late and not (in_shares and on_cpu and len(used.hosts) == 1)
     if prices.to_owners or (late and not gathers and (on_cpu or traffic.algorithm == "tree")):
         sendings = tuple(replace(each, cost_s=each.cost_s / 2) for each in sendings)
@@ -251,7 +219,7 @@ def _sendings(
     ready_s = _timeline(profile)
     whole_bytes = _bytes(parameters)
     if prices.divided:  # one pass over all buckets, after backward
-        cost_s = prices.half_s("reduce_scatter", whole_bytes / parts)
+        cost_s = prices.half_s(whole_bytes / parts)
         return (Sending(ready_s=ready_s(math.inf) * scale, cost_s=cost_s),)
     in_blocks = traffic.shard == "weights"
     if in_blocks:
@@ -268,7 +236,7 @@ def _sendings(
         seconds = prices.bucket_s(sent / parts)
         if in_blocks and prices.hides:
             # Backward gathers the next block's weights over the same channel.
-            seconds += prices.half_s("all_gather", _bytes(block) * traffic.gathered / parts)
+            seconds += prices.half_s(_bytes(block) * traffic.gathered / parts)
         found.append(Sending(ready_s=ready_s(done) * scale, cost_s=seconds))
     return tuple(found)
 
@@ -370,7 +338,6 @@ def predict_step(
     profile: StepProfile,
     *,
     options: Mapping[str, Any] | None = None,
-    fits: Sequence[Fit] = (),
 ) -> StepTime:
     """How long a step takes.
 
@@ -382,7 +349,7 @@ def predict_step(
 
     The arguments are those of `step_costs`.
     """
-    costs = step_costs(work, split, hardware, profile, options=options, fits=fits)
+    costs = step_costs(work, split, hardware, profile, options=options)
     compute = costs.leaves * costs.leaf_s
     waits = (costs.leaves - 1) * costs.leaf_wait_s + costs.last_leaf_wait_s
     # A pipeline's messages on the longest way: in while it fills, and out while it empties.

@@ -1,11 +1,9 @@
-"""From samples of `bench sync`, `memory`, `scaling` and `simulation` to figures, by hand."""
+"""From samples of `bench sync` and `scaling` to figures, by hand."""
 
 from __future__ import annotations
 
 import csv
 import io
-import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,28 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradsync.bench import memory, scaling, simulation
+from gradsync.bench import scaling
 from gradsync.bench.contestants import parse_contestants, with_ideals
-from gradsync.bench.experiment import from_json
-from gradsync.bench.memory import MemoryCase, MemoryRun, memory_cases
 from gradsync.bench.plot import bars_of, plot_sync
 from gradsync.bench.report import Spread, interval, percentile, ratios, spread
 from gradsync.bench.scaling import ScalingOptions, ScalingPlan, judge, notes_of, usual_sizes
-from gradsync.bench.simulation import (
-    Prediction,
-    SimulationOptions,
-    SimulationPlan,
-    collectives_settings,
-    fits_from,
-    predictions_of,
-)
 from gradsync.bench.sync import rows_csv, rows_of
-from gradsync.bench.sync_plan import BenchPlan, Entry, SyncSettings, bench_plan, turns
-from gradsync.plan.memory import memory_need
-from gradsync.sync.registry import STRATEGIES
+from gradsync.bench.sync_plan import BenchPlan, SyncSettings, bench_plan, turns
 from gradsync.world import World
-from support.bench_results import ENVIRONMENT, collective
-from support.planned_machines import line
+from support.bench_results import ENVIRONMENT
 
 
 @pytest.mark.parametrize(
@@ -222,171 +207,3 @@ def test_verdicts_and_what_is_said_of_one_host() -> None:
     assert "4 ranks x 1 thread want more than the 2 cores" in many
     assert len(notes_of(scaling_planned(), on_cpu=True, cores=4)) == 1
     assert notes_of(scaling_planned(), on_cpu=False, cores=2) == []
-
-
-FITS = [
-    line("reduce_scatter", "shared", 0.004),
-    line("all_reduce", "shared", 0.001),
-    line("all_reduce", "backend", 0.010),
-    line("copy", "copy", 0.002),
-]
-
-
-def planned(strategies: str = "invariant,torch_ddp") -> SimulationPlan:
-    options = SimulationOptions(strategies=strategies, num_steps=2, rounds=3)
-    return simulation.plan_of(options, World())
-
-
-def samples(found: SimulationPlan) -> list[Any]:
-    """Every step of every rank takes (compute, whole) by strategy, on 1, 2, 4 ranks."""
-    times = {
-        "none": ((0.1, 0.12), (0.2, 0.24), (0.4, 0.48)),
-        "invariant": ((0.101, 0.125), (0.2, 0.237), (0.4, 0.447)),
-        "torch_ddp": ((0.1, 0.1), (0.2, 0.3), (0.4, 0.6)),
-    }
-
-    def ranks(entry: Entry) -> list[dict[str, Any]]:
-        compute, step = times[entry.label.partition(",")[0]][entry.worker_set]
-        one = {"compute_s": [[compute] * 2 for _ in range(3)], "step_s": [[step] * 2] * 3}
-        return [dict(one) for _ in range((1, 2, 4)[entry.worker_set])]
-
-    return [
-        {"contestants": {e.label: ranks(e) for e in found.plan.entries if e.worker_set == number}}
-        for number in range(3)
-    ]
-
-
-def predictions(found: SimulationPlan, measured: list[Any]) -> list[Prediction]:
-    return predictions_of(found, measured, {2: FITS, 4: FITS}, cores=2)
-
-
-def test_what_is_simulated_takes_turns_with_what_is_measured() -> None:
-    found = planned()
-    assert [(entry.label, entry.worker_set) for entry in found.plan.entries] == [
-        *(("none, 1 rank", 0), ("invariant, 1 rank", 0)),
-        *(("none, 2 ranks", 1), ("invariant, 2 ranks", 1), ("torch_ddp, 2 ranks", 1)),
-        *(("none, 4 ranks", 2), ("invariant, 4 ranks", 2), ("torch_ddp, 4 ranks", 2)),
-    ]
-    assert all(entry.contestant.keep_memory for entry in found.plan.entries)
-    gradients = found.plan.settings.config.num_params() * 4
-    collectives = collectives_settings(found, 0.2)
-    assert collectives.algorithms == ("backend", "shared", "shared_copies")
-    assert collectives.sizes == (2**14, 2**17, 2**20, gradients)
-    own = collectives_settings(planned("ring,bucketed"), 0.2)
-    assert own.algorithms == ("backend", "shared", "shared_copies", "ring")
-
-
-def test_predictions_by_hand() -> None:
-    """Two ranks of `invariant`: 0.2 of leaf, half of 0.04 of update, what it costs alone (0.005)
-    twice as slowly, a reduce_scatter and three meetings. Jitter there is none."""
-    found = predictions(planned(), samples(planned()))
-    by_name = {(each.strategy, each.world_size): each for each in found}
-    assert list(by_name) == [
-        *(("invariant", 2), ("torch_ddp", 2), ("invariant", 4), ("torch_ddp", 4)),
-    ]
-    two = by_name["invariant", 2]
-    assert two.predicted_ms.median == pytest.approx(200 + 20 + 10 + 4 + 3)
-    assert two.measured_ms.median == pytest.approx(237)
-    assert two.error.median == pytest.approx(0, abs=1e-9)
-    assert two.within
-    assert (two.compute_ms, two.update_ms) == pytest.approx((200, 20))
-    assert two.communication_ms == pytest.approx(17)
-    # From one rank: 100 of leaf, half of 20, 5, and the same collectives.
-    assert two.error_from_one == pytest.approx(122 / 237 - 1)
-    ddp = by_name["torch_ddp", 2]  # 7.3 MB: two buckets, two copies
-    assert ddp.predicted_ms.median == pytest.approx(240 + 2 * 10 + 2 * 2)
-    four = by_name["invariant", 4]
-    assert four.predicted_ms.median == pytest.approx(400 + 20 + 20 + 4 + 3)
-    assert four.error_from_one == pytest.approx((200 + 10 + 10 + 4 + 3) / 447 - 1)
-
-
-def test_a_prediction_does_not_see_what_it_predicts() -> None:
-    measured = samples(planned())
-    before = predictions(planned(), measured)
-    for number in (1, 2):
-        for rank in measured[number]["contestants"][f"invariant, {2 * number} ranks"]:
-            rank.update(dict.fromkeys(("step_s", "compute_s"), [[9.0, 9.0]] * 3))
-    after = predictions(planned(), measured)
-    assert [p.predicted_ms for p in before] == [p.predicted_ms for p in after]
-    assert not after[0].within
-
-
-def test_the_slowest_rank_counts_only_where_each_has_a_core() -> None:
-    measured = samples(planned("invariant"))
-    for number, base in ((1, 0.2), (2, 0.4)):
-        for rank in measured[number]["contestants"][f"none, {2 * number} ranks"]:
-            rank["compute_s"] = [[0.5 * base, 1.5 * base] for _ in rank["compute_s"]]
-    two, four = predictions(planned("invariant"), measured)
-    # The greater of two draws from (0.5, 1.5) is 1.25 in the mean.
-    assert two.predicted_ms.median == pytest.approx(37 + 200 * 1.25, rel=0.05)
-    assert four.predicted_ms.median == pytest.approx(447)
-
-
-def test_the_copy_has_a_line_too() -> None:
-    entries = [
-        collective(name, cost + rate * size, size=size)
-        for size in (1000, 100_000)
-        for name, cost, rate in (("backend", 1e-3, 1e-9), ("copy", 1e-6, 1e-10))
-    ]
-    reduce, copy = fits_from({"environment": {"world_size": 2}, "samples": entries})
-    assert (reduce.operation, reduce.algorithm) == ("all_reduce", "backend")
-    assert (copy.operation, copy.algorithm) == ("copy", "copy")
-    assert (copy.alpha_s, copy.beta_s_per_byte) == pytest.approx((1e-6, 1e-10))
-
-
-def test_predictions_for_readers() -> None:
-    measured = samples(planned())
-    measured[-1]["environment"] = ENVIRONMENT
-    collected = ({2: FITS, 4: FITS}, measured)
-    found = simulation.EXPERIMENT.metrics(SimulationOptions(), planned(), collected, World())
-    found.show(stream := io.StringIO())
-    assert "237.0 (237.0-237.0)" in stream.getvalue()
-    assert "+0.0% (+0.0% to +0.0%)" in stream.getvalue()
-    first = json.loads(json.dumps(found.data, allow_nan=False))["predictions"][0]
-    assert first["within_limit"] is True
-    assert set(first) == {*Prediction.__dataclass_fields__, "within_limit"}
-
-
-CASE = MemoryCase(shape="long", strategy="zero1", checkpointing=True, leaves=3)
-
-
-def test_every_strategy_is_a_case_of_memory() -> None:
-    cases = list(memory_cases(["long", "wide"], list(STRATEGIES)))
-    for shape in ("long", "wide"):
-        plain = [c.strategy for c in cases if c == MemoryCase(shape=shape, strategy=c.strategy)]
-        assert plain == list(STRATEGIES)
-    assert len(set(cases)) == len(cases)
-    assert [str(case) for case in memory_cases(["long"], ["fsdp"])] == [
-        *("fsdp", "fsdp, checkpointing", "fsdp, 3 leaves")
-    ]
-    run = MemoryRun(case=CASE, device="cpu", steps=3)
-    assert from_json(MemoryRun, json.loads(json.dumps(asdict(run)))) == run
-
-
-def test_a_case_is_divided_as_the_trainer_does_it() -> None:
-    assert str(CASE) == "zero1, checkpointing, 3 leaves"
-    work = CASE.workload(2, "cpu")
-    assert (work.num_leaves, work.leaf_tokens, work.activation_checkpointing) == (6, 512, True)
-    invariant = MemoryCase(shape="wide", strategy="invariant", tokens=64)
-    shared = [c.split(2, "cpu").shared_weights for c in (CASE, invariant)]
-    assert shared == [False, True]
-    assert not invariant.split(2, "cuda").shared_weights
-    assert not invariant.split(1, "cpu").shared_weights
-    assert invariant.workload(2, "cpu").seq_len == 64
-    need = memory_need(invariant.workload(2, "cpu"), invariant.split(2, "cpu"))
-    assert invariant.need(2, "cpu") == need
-
-
-def test_memory_predicted_and_measured() -> None:
-    need = CASE.need(2, "cpu")
-    result = {"kind": "cpu", "keeps_memory": True, "peak_bytes": [need.total // 4, need.total // 2]}
-    bare = memory.row_of(CASE, {**result, "keeps_memory": False})
-    assert bare["predicted_bytes"] == need.total - need.slack
-    measured = [{**result, "environment": ENVIRONMENT}]
-    found = memory.EXPERIMENT.metrics(memory.MemoryOptions(), (CASE,), measured, World())
-    [row] = found.data["rows"]
-    assert (row["predicted_bytes"], row["measured_bytes"]) == (need.total, need.total // 2)
-    assert sum(row["parts"].values()) == need.total
-    found.show(stream := io.StringIO())
-    for said in (f"{need.total / 2**20:,.0f}", "2.00", "13.8 M parameters"):
-        assert said in stream.getvalue()

@@ -14,7 +14,6 @@ import pytest
 from gradsync.bench import sync_plan as bench_plan
 from gradsync.bench.collectives import CollectivesSettings
 from gradsync.bench.experiment import command_of, from_json
-from gradsync.bench.memory import MemoryOptions
 from gradsync.bench.sync import SyncOptions, as_measured
 from gradsync.bench.sync_plan import BenchPlan
 from gradsync.cli import experiment
@@ -44,29 +43,6 @@ REFUSALS = {
         ("--csv .", "--csv .: . is a folder"),
         ("--out file/x", "--out file/x: file is no folder"),
     ],
-    "bench memory": [
-        ("--shapes long,wid", "unknown shape 'wid'"),
-        ("--strategies ddb", "perhaps you meant 'ddp'"),
-        ("--strategies ,", "name at least one of each"),
-        ("--steps 1", "--steps must be at least 2; got 1"),
-        ("--world-size 0", "--world-size must be at least 1; got 0"),
-        ("--device cudax", "--device must be one of auto, cpu, cuda"),
-        ("--out /dev/null/x", "is no folder"),
-    ],
-    "bench network": [
-        ("--rates 0", "--rates '0': name whole numbers of Mbit/s"),
-        ("--rates fast", "name whole numbers of Mbit/s, 1 to 400000"),
-        ("--rates ,", "name whole numbers"),
-        ("--hosts 1", "--hosts must be at least 2; got 1"),
-        ("--hosts 251", "--hosts must be at most 250"),
-        ("--ranks-per-host 0", "--ranks-per-host must be at least 1"),
-        ("--delay-ms -1", "--delay-ms must not be negative"),
-        ("--model-size auto", "here name one, such as mini"),
-        ("--model-size tinny", "did you mean tiny"),
-        ("--strategies invarant", "perhaps you meant 'invariant'"),
-        ("--rounds 0", "--rounds must be at least 1"),
-        ("--out /dev/null/x", "is no folder"),
-    ],
     "bench scaling": [
         ("--world-sizes 1", "name a number above 1"),
         ("--world-sizes two", "'two' is not a number"),
@@ -82,19 +58,6 @@ REFUSALS = {
         ("--threshold inf", "--threshold must be a finite number"),
         ("--device cudax", "--device must be one of auto, cpu, cuda"),
         ("--world-sizes 2,3 --mode strong", "does not divide among 2 ranks"),
-    ],
-    "bench simulation": [
-        ("--strategies accelerate", "nobody predicts accelerate"),
-        ("--strategies torch_ddp:static_graph=true", "predicted without options only"),
-        ("--strategies none", "name at least one to predict"),
-        ("--strategies invarant", "perhaps you meant 'invariant'"),
-        ("--world-sizes 1", "name a number above 1"),
-        ("--model-size huge", "unknown model preset 'huge'"),
-        ("--batch-size 3 --leaves-per-rank 2", "does not divide into 2 leaves"),
-        ("--leaves-per-rank 0", "--leaves-per-rank must be at least 1"),
-        ("--seconds-per-point -1", "--seconds-per-point -1.0: must be"),
-        ("--rounds 0", "--rounds must be at least 1"),
-        ("--out /dev/null/x", "is no folder"),
     ],
     "bench sync": [
         ("--model-size tinny", "did you mean tiny"),
@@ -166,14 +129,13 @@ def test_what_cannot_be_is_refused_in_one_line_before_any_rank_starts(
     assert printed.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("command", ["memory", "scaling", "simulation"])
 def test_what_starts_its_own_ranks_refuses_those_of_a_launcher(
-    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     world = World(world_size=2, local_world_size=2, launcher="torchrun")
     monkeypatch.setattr(experiment, "resolve", lambda _: SimpleNamespace(world=world))
-    assert main(["bench", command]) == 2
-    assert f"bench {command} starts " in (said := capsys.readouterr().err)
+    assert main(["bench", "scaling"]) == 2
+    assert "bench scaling starts " in (said := capsys.readouterr().err)
     assert "without" in said
 
 
@@ -193,9 +155,9 @@ def test_dry_run_says_what_would_be_measured(
     assert len(plan.sets) == 2
     assert not plan.settings.side_by_side  # all at once would need more
     assert (plan.settings.tokens, plan.entries[0].batch_size) == (512, 2)
-    found = said("bench", "simulation", "--world-sizes", "2", "--strategies", "bucketed")
+    found = said("bench", "scaling", "--world-sizes", "2", "--mode", "weak")
     assert [entry["contestant"]["label"] for entry in found["entries"]] == [
-        *("none, 1 rank", "bucketed, 1 rank", "none, 2 ranks", "bucketed, 2 ranks"),
+        *("1 rank, 1 a rank", "2 ranks, 1 a rank"),
     ]
     found = said("tune", "mini", "--batch-size", "1", "--world-size", "2")
     assert found["request"]["settings"]["model_size"] == "mini"
@@ -224,9 +186,9 @@ def test_the_command_line_of_a_record() -> None:
     found = command_of(as_measured(asked, world), ("bench", "sync"))
     assert found == "gradsync bench sync --model-size tiny --world-size 4 --same-allocator"
     assert as_measured(asked, World()) == asked
-    options = MemoryOptions(shapes="long", exact=True, out="somewhere", steps=3)
-    expected = "gradsync bench memory --shapes long --steps 3 --exact"
-    assert command_of(options, ("bench", "memory")) == expected
+    options = SyncOptions(strategies="naive", host=True, out="somewhere", rounds=3)
+    expected = "gradsync bench sync --strategies naive --rounds 3 --host"
+    assert command_of(options, ("bench", "sync")) == expected
 
 
 def pretend(

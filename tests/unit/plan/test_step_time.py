@@ -12,7 +12,7 @@ from gradsync.errors import ConfigError
 from gradsync.models.config import GPTConfig, preset
 from gradsync.models.gpt import GPT
 from gradsync.plan.collectives import GroupPlace, Traffic, all_reduce_s, half_s, traffic_of
-from gradsync.plan.description import Device
+from gradsync.plan.description import Device, Hardware
 from gradsync.plan.profile import (
     UPDATE_BYTES,
     UTILISATION,
@@ -26,7 +26,7 @@ from gradsync.plan.profile import (
 from gradsync.plan.step_costs import Sending, channel_end, predict_step, step_costs
 from gradsync.plan.workload import Split, Workload
 from gradsync.sync.registry import STRATEGIES
-from support.planned_machines import FAR, MODEL, NEAR, hardware, line, profile, split, work
+from support.planned_machines import FAR, MODEL, NEAR, hardware, profile, split, work
 
 TOTAL = MODEL.num_params() * 4
 SMALL = 64
@@ -195,28 +195,24 @@ def test_tensor_shards_add_activations_up() -> None:
 
 
 def test_cores_of_one_host_hide_nothing_and_divide_the_update() -> None:
-    """One reduce_scatter by its measured line, three meetings, a copy, half of the update."""
-    fits = [
-        line("reduce_scatter", "shared", 0.5),
-        line("all_reduce", "shared", 0.25),
-        line("all_reduce", "backend", 4.0),
-        line("copy", "copy", 0.125),
-    ]
-    cpu = hardware(2, kind="cpu")
-    found = predict_step(work(2), split("invariant", dp=2), cpu, profile(), fits=fits)
-    assert found.exposed_comm_s == pytest.approx(0.5 + 3 * 0.25 + 0.125)
+    """One reduce_scatter, three meetings, a copy, half of the update."""
+    (host,) = hardware(2, kind="cpu").hosts
+    devices = tuple(replace(each, memory_bytes_per_s=1e6) for each in host.devices)
+    cpu = Hardware(hosts=(replace(host, devices=devices),))
+    place, copy = GroupPlace(ranks=2, per_host=2, link=NEAR), 2 * TOTAL / 1e6
+    found = predict_step(work(2), split("invariant", dp=2), cpu, profile())
+    meetings = 3 * all_reduce_s(place, SMALL, "tree")
+    assert found.exposed_comm_s == pytest.approx(half_s(place, TOTAL) + meetings + copy)
     assert found.update_s == pytest.approx(0.015)
-    ddp = predict_step(work(2), split("torch_ddp", dp=2), cpu, profile(), fits=fits)
-    assert ddp.exposed_comm_s == pytest.approx(4.0 + 2 * 0.125)
-    assert ddp.update_s == pytest.approx(0.03)
+    whole, small = (all_reduce_s(place, size, "ring") for size in (TOTAL, SMALL))
+    for name in ("ddp", "ring"):
+        found = predict_step(work(2), split(name, dp=2), cpu, profile())
+        assert found.exposed_comm_s == pytest.approx(whole + small + copy)
+        assert found.update_s == pytest.approx(0.03)
     buckets = {"bucket_mb": 1e-9, "first_bucket_mb": 1e-9, "collective": "backend"}
-    found = predict_step(
-        work(2), split("bucketed", dp=2), cpu, profile(), options=buckets, fits=fits
-    )
-    assert found.exposed_comm_s == pytest.approx(len(parameters_of(MODEL, 8)) * 4.0 + 4.0 + 0.125)
-    ring = [*fits, line("all_reduce", "ring", 8.0)]
-    found = predict_step(work(2), split("ring", dp=2), cpu, profile(), fits=ring)
-    assert found.exposed_comm_s == pytest.approx(8.0 + 8.0 + 0.125)
+    found = predict_step(work(2), split("bucketed", dp=2), cpu, profile(), options=buckets)
+    sums = [all_reduce_s(place, p.numel * 4, "ring") for p in parameters_of(MODEL, 8)]
+    assert found.exposed_comm_s == pytest.approx(sum(sums) + small + copy)
 
 
 def test_more_ranks_than_cores_compute_longer() -> None:
@@ -224,7 +220,7 @@ def test_more_ranks_than_cores_compute_longer() -> None:
     assert step_costs(work(4), split("bucketed", dp=4), cpu, profile()).leaf_s == pytest.approx(0.6)
 
 
-@pytest.mark.parametrize("strategy", [*STRATEGIES, "torch_ddp"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_strategy_has_its_traffic(strategy: str) -> None:
     assert traffic_of(strategy).bucket_mb == 25
     along_the_tree = strategy in ("invariant", "invariant_bf16", "zero1")

@@ -1,8 +1,8 @@
 """The picture of a step between two hosts in docs/guide/between-hosts.md.
 
-    python tools/step_timeline.py        (root; a minute)
+    python benchmarks/step_timeline.py        (root; a minute)
 
-Two ranks train `mini` in network namespaces at 1 Gbit/s, as `gradsync bench network` does, with
+Two ranks train `mini` in network namespaces at 1 Gbit/s, as network.py does, with
 `gradsync train --profile`; the picture is the one of `gradsync report`.
 """
 
@@ -15,7 +15,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from gradsync.bench.network import namespaces
+from network import namespaces
+
 from gradsync.report.timeline import timeline_svg
 
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "guide" / "timeline.svg"

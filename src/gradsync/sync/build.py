@@ -35,7 +35,6 @@ from gradsync.sync.late_update import LateReplicas
 from gradsync.sync.options import Recipe
 from gradsync.sync.reducer import Replicas, trainable
 from gradsync.sync.shared_memory import SharedMemoryExchange, SharedMemoryShards
-from gradsync.sync.stochastic_rounding import StochasticRounding
 from gradsync.sync.tree_exchange import TreeExchange
 from gradsync.sync.zero import ZeroShards
 
@@ -64,8 +63,7 @@ def build_engine(
         ConfigError: a hierarchical recipe without groups.
     """
     parameters = [parameter for _, parameter in trainable(model)]
-    rounding = StochasticRounding(recipe.rounding_seed) if recipe.rounding != "nearest" else None
-    buckets = lay_out_buckets(parameters, recipe, comm.world_size, rounding=rounding)
+    buckets = lay_out_buckets(parameters, recipe, comm.world_size)
     invariant = recipe.order == "invariant"
     exchange: Exchange | None = None
     # Work of shared memory for the recipe beyond carrying messages.
@@ -103,13 +101,13 @@ def build_engine(
         *(model, comm, buckets),
         # The core that would add beside backward computes.
         recipe=recipe if by_messages else replace(recipe, overlap=False),
-        sums=TreeSums(indexed=rounding is not None) if invariant else PlainSums(),
+        sums=TreeSums() if invariant else PlainSums(),
         exchange=exchange,
         shards=shards,
         # Shards of optimizer state belong to places in buckets: then places must not change.
         learns=recipe.grouping == "buckets" and recipe.shard == "none" and by_messages,
     )
-    engine.user_loop, engine.shards.rounding = user_loop, rounding
+    engine.user_loop = user_loop
     return engine
 
 

@@ -145,10 +145,7 @@ def collectives_settings(
         size *= _FACTOR
     return CollectivesSettings(
         operations=_OPERATIONS,
-        algorithms=(
-            *_ALGORITHMS,
-            *(OWN_ALGORITHMS[name] for name in OWN_ALGORITHMS if name in own),
-        ),
+        algorithms=(*_ALGORITHMS, *(name for name in OWN_ALGORITHMS if name in own)),
         sizes=tuple(sorted(sizes)),
         max_bytes=gradients,
         dtype="fp32",

@@ -275,7 +275,7 @@ def half_s(place: GroupPlace, num_bytes: float) -> float:
 
 
 COPY = "copy"  # Operation and algorithm of the line through a plain copy's times
-OWN_ALGORITHMS = {"ring": "ring", "doubling": "recursive_doubling", "hierarchical": "hierarchical"}
+OWN_ALGORITHMS = ("ring", "hierarchical")
 """Algorithms that are made of messages on one host too: in `ALL_REDUCE`, and in lines."""
 
 INNER_STEPS = {"local_sgd": 8, "diloco": 100}
@@ -343,8 +343,7 @@ def shares_memory(recipe: Recipe) -> bool:
 
 
 def _of_recipe(recipe: Recipe, device: Kind) -> Traffic:
-    own = {"ring": "ring", "recursive_doubling": "doubling", "hierarchical": "hierarchical"}
-    algorithm = own.get(recipe.reduction, "best")
+    algorithm = "best" if recipe.reduction == "backend" else recipe.reduction
     if recipe.order == "invariant":
         algorithm = "tree"
     through_host = recipe.collective != "backend" and recipe.update == "auto"

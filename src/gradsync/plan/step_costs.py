@@ -111,7 +111,8 @@ class Prices:
 
     def _measured(self, operation: str) -> Fit | None:
         """The line of whatever carries this strategy's messages on a host."""
-        ways = (OWN_ALGORITHMS.get(self._traffic.algorithm, "shared"), "shared_copies", "backend")
+        own = self._traffic.algorithm
+        ways = (own if own in OWN_ALGORITHMS else "shared", "shared_copies", "backend")
         if self._traffic.by_library:
             ways = ("backend",)
         found = (self._fits.get((operation, way)) for way in ways)

@@ -11,11 +11,7 @@ import torch
 
 from gradsync.comm.base import Communicator, Messenger
 from gradsync.comm.groups import Groups, Hosts, RankPlacement, Subset, for_background, group_of_pair
-from gradsync.comm.p2p_collectives import (
-    doubling_all_reduce,
-    hierarchical_all_reduce,
-    ring_all_reduce,
-)
+from gradsync.comm.p2p_collectives import hierarchical_all_reduce, ring_all_reduce
 from gradsync.comm.process_group import Channel, ProcessGroupCommunicator, draw_channel
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
 from gradsync.comm.shared_memory.hierarchy import all_reduce_over_hosts, share_hosts
@@ -215,8 +211,6 @@ def _algorithm(
     everyone = Channel(comm, channel)
     if recipe.reduction == "ring":
         return lambda flat: ring_all_reduce(everyone, flat, "sum")
-    if recipe.reduction == "recursive_doubling":
-        return lambda flat: doubling_all_reduce(everyone, flat, "sum")
     # By messages of `comm`, which is this thread's: `intra` on one host is the default group.
     placement = _known(groups).placement
     intra = Subset(everyone, placement.node_of(comm.rank))

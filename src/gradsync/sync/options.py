@@ -19,7 +19,7 @@ log = logging.getLogger("gradsync")
 
 Grouping = Literal["parameter", "flat", "buckets"]
 Order = Literal["any", "invariant"]
-ReductionName = Literal["backend", "ring", "recursive_doubling", "hierarchical"]
+ReductionName = Literal["backend", "ring", "hierarchical"]
 Wire = Literal["same", "bf16", "fp16"]
 Shard = Literal["none", "optimizer", "gradients"]
 Collective = Literal["auto", "shared_memory", "backend"]

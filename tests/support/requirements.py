@@ -46,7 +46,7 @@ MISSING: dict[str, Callable[[], list[str]]] = {
     "hatchling": lambda: _module("hatchling"),
     "shtab": lambda: _module("shtab"),
     "kubernetes": lambda: _module("kubernetes"),
-    "trackers": lambda: _module("tensorboard", "wandb", "trackio"),
+    "trackers": lambda: _module("tensorboard", "wandb"),
     "cuda": _cuda,
 }
 """Component -> what of it is not there."""

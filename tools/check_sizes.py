@@ -21,7 +21,7 @@ FUNCTION_LIMIT = 80
 PACKAGES = REPOSITORY / "src" / "gradsync"
 BUDGETS = {
     **{"core": 1_094, "runtime": 4_686, "comm": 2_684, "sync": 11_648, "data": 2_858},
-    **{"checkpoint": 1_365, "models": 968, "parallel": 1_263, "plan": 5_019, "train": 5_166},
+    **{"checkpoint": 1_365, "models": 968, "parallel": 1_263, "plan": 4_892, "train": 5_166},
     **{"launch": 1_919, "compat": 1_169, "verify": 3_276, "bench": 5_669},
     **{"cli": 4_498, "lint": 1_063, "report": 1_728},
 }

@@ -19,9 +19,9 @@ from source_tree import run
 ENVIRONMENT_MODULE = "runtime/environ.py"
 ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.putenv", "os.unsetenv"}
 PRIVATE_MODULE = "core/torch_private.py"
-UNPICKLER_MODULE = "checkpoint/dcp.py"
+UNPICKLER_MODULE = "checkpoint/plain_pickle.py"
 UNPICKLER = {"import pickle.Unpickler", "import pickle.UnpicklingError"}
-"""To derive one that builds the classes of one format, and no others."""
+"""To derive one that builds no class."""
 _NAMED_TUPLE = ("_asdict", "_fields", "_make", "_replace")
 """Public, with an underscore so that no field can have such a name."""
 NOT_OF_TORCH = {

@@ -20,10 +20,10 @@ FILE_LIMIT = 600
 FUNCTION_LIMIT = 80
 PACKAGES = REPOSITORY / "src" / "gradsync"
 BUDGETS = {
-    **{"core": 1_003, "runtime": 4_755, "comm": 2_768, "sync": 11_717, "data": 2_858},
-    **{"checkpoint": 1_491, "models": 970, "parallel": 1_263, "plan": 4_898, "train": 5_235},
-    **{"launch": 1_714, "compat": 1_169, "verify": 3_278, "bench": 4_331},
-    **{"cli": 4_174, "lint": 1_063, "report": 1_565},
+    **{"core": 1_003, "runtime": 4_686, "comm": 2_723, "sync": 11_496, "data": 2_858},
+    **{"checkpoint": 1_365, "models": 970, "parallel": 1_263, "plan": 4_770, "train": 5_170},
+    **{"launch": 1_714, "compat": 1_169, "verify": 3_276, "bench": 4_327},
+    **{"cli": 4_149, "lint": 1_063, "report": 1_565},
 }
 """Lines of each package, docstrings and blanks included. They only go down: raising one takes a
 commit that says why."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 import sys
-from contextlib import closing
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -19,14 +19,21 @@ from support.requirements import require
 from support.small_run import RankResult, losses, make_data, small_config, train_rank
 
 
-class Made(KINDS["prometheus"]):
-    """Counts those that this process made."""
+class Made:
+    """A tracker that keeps losses in a file, and counts those that this process made."""
 
     count = 0
 
-    def __init__(self, *given: Any) -> None:
+    def __init__(self, folder: Path, *_: Any) -> None:
         type(self).count += 1
-        super().__init__(*given)
+        self._kept, self._path = {}, folder / "tracked.json"
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        if "train/loss" in values:
+            self._kept[step] = values["train/loss"]
+
+    def finish(self, *, failed: bool) -> None:
+        self._path.write_text(json.dumps([failed, list(self._kept.items())]))
 
 
 def counted_rank(
@@ -34,7 +41,10 @@ def counted_rank(
 ) -> tuple[RankResult, int]:
     """This rank's run, and how many trackers it made."""
     Made.count = 0
-    with mock.patch.dict(KINDS, prometheus=Made):
+    package = ModuleType("tensorboard")
+    package.__spec__ = ModuleSpec("tensorboard", None, origin="a test")
+    modules = mock.patch.dict(sys.modules, tensorboard=package)
+    with modules, mock.patch.dict(KINDS, tensorboard=Made):
         return train_rank(rank, world_size, store_path, config), Made.count
 
 
@@ -49,19 +59,17 @@ def rank_without_wandb(
 def test_rank_0_alone_tracks_and_weights_stay(pool: Any, tmp_path: Path) -> None:
     data = make_data(tmp_path / "data")
     hashes = []
-    for track, made in (("", [0, 0]), ("prometheus", [1, 0])):
+    for track, made in (("", [0, 0]), ("tensorboard", [1, 0])):
         config = small_config(tmp_path / f"out{track}", data, track=track)
         ranks = pool.run(counted_rank, 2, config)
         assert [count for _, count in ranks] == made
         assert [result.exit_code for result, _ in ranks] == [0, 0], ranks
         hashes.append(ranks[0][0].summary["weights_sha256"])
     assert hashes[0] == hashes[1]
-    assert losses(tmp_path / "out") == losses(tmp_path / "outprometheus")
-    last = losses(tmp_path / "outprometheus")[6]
-    assert (
-        f'gradsync_train_loss{{run="outprometheus",rank="0"}} {last!r}\n'
-        in (tmp_path / "outprometheus" / "metrics.prom").read_text()
-    )
+    tracked = tmp_path / "outtensorboard"
+    assert losses(tmp_path / "out") == losses(tracked)
+    failed, kept = json.loads((tracked / "tracked.json").read_text())
+    assert (failed, dict(kept)) == (False, losses(tracked))
 
 
 READ_EVENTS = """
@@ -74,13 +82,13 @@ print(json.dumps([[event.step, event.value] for event in events.Scalars("train/l
 
 
 def test_the_packages_themselves_take_a_run_and_the_one_that_goes_on(tmp_path: Path) -> None:
-    """TensorBoard, W&B without a network, trackio: what they keep is what metrics.jsonl has."""
+    """TensorBoard, and W&B without a network: what they keep is what metrics.jsonl has."""
     require("trackers")
     out = tmp_path / "run"
     argv = ["-m", "gradsync", "train", "tiny", "--out", str(out), "--resume", "auto"]
     argv += ["--data", str(make_data(tmp_path / "data")), "--dtype", "fp32", "--device", "cpu"]
     argv += ["--tokens-per-update", "256", "--micro-batch-size", "1", "--log-every", "1"]
-    argv += ["--eval.every", "0", "--sample-tokens", "0", "--track", "tensorboard,wandb,trackio"]
+    argv += ["--eval.every", "0", "--sample-tokens", "0", "--track", "tensorboard,wandb"]
     for steps in ("2", "4"):
         offline = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
         done = run_python([*argv, "--steps", steps], extra_env=offline).ok()
@@ -89,10 +97,6 @@ def test_the_packages_themselves_take_a_run_and_the_one_that_goes_on(tmp_path: P
     assert list(kept) == [1, 2, 3, 4]
     told = run_python(["-c", READ_EVENTS, str(out / "tensorboard")]).ok().stdout
     assert dict(json.loads(told)) == pytest.approx(kept)
-    with closing(sqlite3.connect(out / "trackio" / "gradsync.db")) as database:
-        rows = database.execute("select step, metrics from metrics").fetchall()
-    found = {step: json.loads(text)["train/loss"] for step, text in rows if b"train/loss" in text}
-    assert found == kept
     runs = sorted((out / "wandb").glob("offline-run-*/run-*.wandb"))
     assert len({path.name for path in runs}) == 1 < len(runs), "two parts of one run"
     assert all(b"train/loss" in path.read_bytes() for path in runs)

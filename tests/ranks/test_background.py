@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradsync.comm.p2p_collectives import doubling_all_reduce, ring_all_reduce
+from gradsync.comm.p2p_collectives import ring_all_reduce, tree_all_reduce
 from gradsync.comm.process_group import Background, ProcessGroupCommunicator
 from gradsync.errors import RunError
 from support.comm_cases import check_all, rank_input
@@ -168,7 +168,7 @@ def test_algorithms_behind_collectives_in_front() -> None:
         tensors = [rank_input(rank, length, torch.float32) for length in lengths]
         works = []
         for i, tensor in enumerate(tensors):
-            run = (ring_all_reduce, doubling_all_reduce)[i % 2]
+            run = (ring_all_reduce, tree_all_reduce)[i % 2]
             works.append(background.submit(lambda run=run, tensor=tensor: run(comm, tensor)))
         for i in range(30):
             count = torch.full((i + 1,), float(rank))

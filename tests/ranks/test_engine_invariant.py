@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -26,7 +23,6 @@ from support.engine_cases import (
     raw,
     train,
 )
-from support.rounding import plainly_rounded
 from support.thread_ranks import run_thread_ranks
 
 KIB = 2**-10
@@ -117,56 +113,11 @@ def test_nodes_in_bf16(world_size: int) -> None:
             assert found == [one_rank(name, sync)] * len(ways)
 
 
-@pytest.mark.parametrize(
-    ("name", "world_size"),
-    [*(("branches", n) for n in (2, 3, 4)), ("minus zero", 2), ("mixed dtypes", 3)],
-)
-def test_nodes_rounded_by_chance(name: str, world_size: int) -> None:
-    """Random bits belong to nodes and elements: not to ranks, buckets, shards or hosts."""
-    sync, chance = "invariant_bf16", {"rounding": "stochastic"}
-    small = chance | {"bucket_mb": 0.3 * KIB}
-    ways = (
-        Way(sync=sync, told="micro_step", options=chance | {"grouping": "flat"}),
-        Way(sync=sync, ranks_a_host=2 if world_size == 4 else None, options=small),
-    )
-    alone = one_rank(name, sync, "stochastic")
-    assert (alone != one_rank(name, sync)) is (name != "minus zero")  # bf16 has its numbers
-    for found in hashes(PROBLEMS[name], ways, world_size):
-        assert found == [alone] * len(ways)
-
-
-def test_random_bits_go_on_after_a_resume() -> None:
-    def train_from(saved: dict[str, Tensor], steps: range, weights: Tensor) -> tuple[Tensor, Any]:
-        model = nn.ParameterList([weights.clone()])
-        sync = replicate(model, sync="invariant_bf16", rounding="stochastic")
-        sync.load_state_tensors(saved)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in steps:
-            sync.backward((model[0] / 3).square().sum(), leaf=Leaf(0, True, 1))
-            sync.step(optimizer)
-        return model[0].detach(), sync.state_tensors()
-
-    start = torch.rand(64)
-    whole, _ = train_from({}, range(4), start)
-    half, saved = train_from({}, range(2), start)
-    assert torch.equal(train_from(saved, range(2), half)[0], whole)
-    assert not torch.equal(train_from({}, range(2), half)[0], whole)
-
-
-def test_random_bits_need_the_index_of_a_leaf() -> None:
-    sync = replicate(nn.Linear(2, 2), sync="invariant_bf16", rounding="stochastic")
-    with pytest.raises(ConfigError, match=r"give sync\.backward the leaf"):
-        sync.backward(sync.model(torch.ones(1, 2)).sum(), weight=1)
-    with pytest.raises(ConfigError, match=r"give sync\.backward the leaf"):
-        sync.model(torch.ones(1, 2)).sum().backward()
-
-
 @pytest.mark.parametrize("sizes", [(1,), (1, 1)])
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-def test_what_rounds_to_minus_zero_is_zero(rounding: str, sizes: tuple[int, ...]) -> None:
+def test_what_rounds_to_minus_zero_is_zero(sizes: tuple[int, ...]) -> None:
     """Else a node with such a leaf would differ from one with zeros in its place."""
     model = nn.ParameterList(torch.ones(size) for size in sizes)
-    sync = replicate(model, sync="invariant_bf16", rounding=rounding)
+    sync = replicate(model, sync="invariant_bf16")
     optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.1), []
     optimizer.register_step_pre_hook(lambda *_: seen.extend(p.grad.clone() for p in model))
     sync.backward(sum((p * -1e-45).sum() for p in model), leaf=Leaf(0, True, 1))
@@ -181,31 +132,20 @@ def test_another_order_would_show() -> None:
     assert first != [one_rank("branches")]
 
 
-Round = Callable[[Tensor, tuple[int, int]], Tensor]
-"""The value of a node, rounded; from its level and index."""
-
-
-def _tree_sum(gradients: list[Tensor], rounded: Round, first: int = 0) -> Tensor:
+def _tree_sum(gradients: list[Tensor], nodes: torch.dtype) -> Tensor:
+    """The sum along the tree, each node rounded to the dtype `nodes`."""
     if len(gradients) == 1:
-        return rounded(gradients[0], (0, first))
-    level = (len(gradients) - 1).bit_length()
-    half = 1 << (level - 1)
-    left = _tree_sum(gradients[:half], rounded, first)
-    right = _tree_sum(gradients[half:], rounded, first + half)
-    return rounded(left.float() + right.float(), (level, first >> level))
-
-
-def _rounding(name: str, parameter: int) -> Round:
-    if name == "invariant":
-        return lambda value, _: value
-    if name == "invariant_bf16":
-        return lambda value, _: value.bfloat16()
-    return lambda value, node: plainly_rounded(value, 1, 0, node, parameter)
+        return gradients[0].to(nodes)
+    half = 1 << ((len(gradients) - 1).bit_length() - 1)
+    left, right = (_tree_sum(part, nodes) for part in (gradients[:half], gradients[half:]))
+    return (left.float() + right.float()).to(nodes)
 
 
 @pytest.mark.parametrize("num_leaves", [1, 3, 6, 8])
-@pytest.mark.parametrize("name", ["invariant", "invariant_bf16", "invariant_bf16:stochastic"])
-def test_is_what_the_definition_says(name: str, num_leaves: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "nodes"), [("invariant", torch.float32), ("invariant_bf16", torch.bfloat16)]
+)
+def test_is_what_the_definition_says(name: str, nodes: torch.dtype, num_leaves: int) -> None:
     """Leaf by leaf in plain torch, added along the tree by hand, multiplied once by 1/weight."""
     torch.manual_seed(0)
     model = nn.Linear(6, 6)
@@ -216,11 +156,10 @@ def test_is_what_the_definition_says(name: str, num_leaves: int) -> None:
         loss = (model(x) - y).square().sum()
         by_leaf.append(torch.autograd.grad(loss, list(model.parameters())))
     expected = [
-        _tree_sum(list(of_parameter), _rounding(name, number)).float() * (1 / weight)
-        for number, of_parameter in enumerate(zip(*by_leaf, strict=True))
+        _tree_sum(list(of_parameter), nodes).float() * (1 / weight)
+        for of_parameter in zip(*by_leaf, strict=True)
     ]
-    sync_name, _, rounding = name.partition(":")
-    sync = replicate(model, sync=sync_name, rounding=rounding or "nearest")
+    sync = replicate(model, sync=name)
     seen: list[Tensor] = []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.register_step_pre_hook(

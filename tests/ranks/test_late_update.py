@@ -169,19 +169,7 @@ def test_bits_are_those_of_one_rank(
     sync: str, counts: tuple[int, ...], hosts: int, clip: float | None
 ) -> None:
     """Weights, optimizer state and norms; late and not; blocks of the norm that shards cut."""
-    check_bits({"sync": sync}, counts, hosts, clip)
-
-
-@pytest.mark.parametrize(("counts", "hosts"), [((2, 1, 1), 0), ((1, 1, 1, 1), 2)])
-def test_bits_are_those_of_one_rank_with_stochastic_rounding(
-    counts: tuple[int, ...], hosts: int
-) -> None:
-    check_bits({"sync": "invariant_bf16", "rounding": "stochastic"}, counts, hosts, 0.5)
-
-
-def check_bits(
-    options: dict[str, Any], counts: tuple[int, ...], hosts: int, clip: float | None
-) -> None:
+    options = {"sync": sync}
     (alone,) = trained_weights(shares_of(sum(counts)), options=options, clip_norm=clip)
     late = trained_weights(shares_of(*counts), options=options, hosts=hosts, clip_norm=clip)
     for found in late:

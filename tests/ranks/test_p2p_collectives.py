@@ -15,11 +15,11 @@ import torch.distributed as dist
 from gradsync.comm.base import Communicator
 from gradsync.comm.groups import SingleCommunicator, Subset
 from gradsync.comm.p2p_collectives import (
-    doubling_all_reduce,
     hierarchical_all_reduce,
     ring_all_gather,
     ring_all_reduce,
     ring_reduce_scatter,
+    tree_all_reduce,
     tree_broadcast,
     tree_reduce,
 )
@@ -31,7 +31,7 @@ from support.thread_ranks import run_thread_ranks
 
 ALGORITHMS = {
     "ring": partial(ring_all_reduce, chunk_bytes=4096),
-    "doubling": doubling_all_reduce,
+    "tree": tree_all_reduce,
 }
 SIZES = (2, 3, 4, 6, 7, 8)
 DTYPES = (torch.float32, torch.bfloat16)
@@ -60,12 +60,12 @@ def test_any_layout(layout: str, leaders: bool) -> None:
 
 
 def test_the_order_is_the_documented_one() -> None:
-    """Share r of the ring is x[r+1] + x[r+2] + ... + x[r], from the left; doubling is a tree."""
+    """Share r of the ring is x[r+1] + x[r+2] + ... + x[r], from the left; the tree adds pairs."""
 
     def work(rank: int, group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
         ring, tree = (rank_input(rank, 4, torch.float32) for _ in range(2))
         ring_all_reduce(ProcessGroupCommunicator(group), ring)
-        doubling_all_reduce(ProcessGroupCommunicator(group), tree)
+        tree_all_reduce(ProcessGroupCommunicator(group), tree)
         return ring, tree
 
     inputs = [rank_input(rank, 4, torch.float32) for rank in range(4)]
@@ -104,7 +104,7 @@ def test_signed_zeros_are_alike_on_all_ranks(world_size: int) -> None:
         signs = {}
         for op in OPS:
             tensor = torch.tensor([0.0 if rank % 2 else -0.0, -0.0 if rank % 2 else 0.0])
-            doubling_all_reduce(ProcessGroupCommunicator(group), tensor, op)
+            tree_all_reduce(ProcessGroupCommunicator(group), tensor, op)
             signs[op] = [math.copysign(1.0, value) for value in tensor.tolist()]
         return signs
 
@@ -183,24 +183,6 @@ def test_bytes_of_a_ring(world_size: int) -> None:
             shards = torch.empty(length).tensor_split(world_size)
             left_out = len(shards[rank]) + len(shards[(rank + 1) % world_size])
             assert sent_bytes == 4 * (2 * length - left_out)
-
-
-@pytest.mark.parametrize("world_size", SIZES)
-def test_bytes_of_doubling(world_size: int) -> None:
-    """log2(N) times the tensor; where ranks fold, even ones once and odd ones once more."""
-
-    def work(rank: int, group: dist.ProcessGroup) -> tuple[int, int]:
-        comm = RecordingCommunicator(ProcessGroupCommunicator(group))
-        doubling_all_reduce(comm, torch.ones(1000))
-        return comm.sent_bytes, comm.sent_messages
-
-    rounds = {2: 1, 3: 1, 4: 2, 6: 2, 7: 2, 8: 3}[world_size]
-    folded = {3: 2, 6: 4, 7: 6}.get(world_size, 0)
-    for rank, found in enumerate(run_thread_ranks(work, world_size)):
-        times = rounds
-        if rank < folded:
-            times = rounds + 1 if rank % 2 else 1
-        assert found == (4000 * times, times)
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,6 @@ def test_keeps_its_promise(name: str, world_size: int, collective: str | None) -
 @pytest.mark.parametrize(
     ("world_size", "options"),
     [
-        (3, {"reduction": "recursive_doubling"}),
         (4, {"reduction": "hierarchical", "grouping": "flat"}),
         (3, {"reduction": "ring", "overlap": False}),
         (4, {"order": "invariant", "reduction": "hierarchical", "overlap": False}),

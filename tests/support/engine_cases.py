@@ -261,7 +261,6 @@ def raw(tensor: Tensor) -> bytes:
 
 
 @cache
-def one_rank(name: str, sync: str = "invariant", rounding: str = "nearest") -> str:
+def one_rank(name: str, sync: str = "invariant") -> str:
     """The hash of one rank for a problem, in the plainest way."""
-    options = {} if rounding == "nearest" else {"rounding": rounding}
-    return train(PROBLEMS[name], Way(sync=sync, options=options), SingleCommunicator())
+    return train(PROBLEMS[name], Way(sync=sync), SingleCommunicator())

@@ -13,19 +13,6 @@ class NVMLError(Exception):
 
 
 @dataclass(kw_only=True, eq=False)
-class FakeSlice:
-    """A MIG device."""
-
-    uuid: str
-    total: int
-    sms: int
-    compute_slices: int
-    free: int | None = None
-    pids: tuple[int, ...] = ()
-    name: str = ""
-
-
-@dataclass(kw_only=True, eq=False)
 class FakeGpu:
     """The answers of one GPU."""
 
@@ -42,7 +29,6 @@ class FakeGpu:
     sms: int = 132
     megahertz: int = 1980
     mig: bool = False
-    slices: tuple[FakeSlice | None, ...] = ()
     broken: str = ""
     """Why it does not answer."""
 
@@ -109,18 +95,6 @@ class FakeNvml:
 
     def nvmlDeviceGetMigMode(self, handle):
         return [int(handle.mig), int(handle.mig)]
-
-    def nvmlDeviceGetMaxMigDeviceCount(self, handle):
-        return max(len(handle.slices), 7)
-
-    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle, index):
-        found = handle.slices[index] if index < len(handle.slices) else None
-        return found or _refuse("Not Found")
-
-    def nvmlDeviceGetAttributes(self, handle):
-        return SimpleNamespace(
-            multiprocessorCount=handle.sms, computeInstanceSliceCount=handle.compute_slices
-        )
 
     def nvmlDeviceGetPciInfo(self, handle):
         return SimpleNamespace(busId=handle.bus.encode())

@@ -44,7 +44,7 @@ MISSING: dict[str, Callable[[], list[str]]] = {
     "chromium": lambda: _program("chromium"),
     "import-linter": lambda: _module("importlinter"),
     "hatchling": lambda: _module("hatchling"),
-    "trackers": lambda: _module("tensorboard", "wandb", "trackio"),
+    "trackers": lambda: _module("tensorboard", "wandb"),
     "cuda": _cuda,
 }
 """Component -> what of it is not there."""

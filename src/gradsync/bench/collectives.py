@@ -44,10 +44,7 @@ if TYPE_CHECKING:
     from gradsync.world import World
 
 OPERATIONS = {
-    "all_reduce": (
-        *("backend", "ring", "recursive_doubling", "hierarchical", "tree"),
-        *("shared", "shared_copies"),
-    ),
+    "all_reduce": ("backend", "ring", "hierarchical", "tree", "shared", "shared_copies"),
     "reduce_scatter": ("backend", "ring", "shared", "shared_copies"),
     "all_gather": ("backend", "ring", "shared", "shared_copies"),
     "broadcast": ("backend", "tree", "shared", "shared_copies"),
@@ -83,8 +80,8 @@ class CollectivesOptions:
     operations: str = "all"
     """all_reduce, reduce_scatter, all_gather, broadcast, with commas between them; or all."""
     algorithms: str = "all"
-    """backend (gloo or nccl), ring, recursive_doubling, hierarchical, tree, shared (in place, over
-    shared memory), shared_copies; or all."""
+    """backend (gloo or nccl), ring, hierarchical, tree, shared (in place, over shared memory),
+    shared_copies; or all."""
     sizes: str = ""
     """Sizes of the tensor, with commas: 4K,25M (K, M, G are powers of 1024; KB, MB, GB of 1000).
     Default: 4 B, 16 B, 64 B, ... as far as memory goes."""

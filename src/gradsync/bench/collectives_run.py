@@ -271,7 +271,6 @@ def build(
     }
     by_messages = {
         ("all_reduce", "ring"): lambda: p2p.ring_all_reduce(comm, whole),
-        ("all_reduce", "recursive_doubling"): lambda: p2p.doubling_all_reduce(comm, whole),
         ("all_reduce", "hierarchical"): lambda: p2p.hierarchical_all_reduce(
             levels.intra, levels.inter, whole, equal_nodes=levels.equal_nodes
         ),

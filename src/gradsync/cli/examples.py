@@ -12,7 +12,7 @@ EXAMPLES = {
     "sample": ("gradsync sample runs/first --prompt 'def ' --tokens 100",),
     "export": (
         "gradsync export runs/first --out first-hf",
-        "gradsync export runs/first --to dcp",
+        "gradsync export runs/first --to safetensors",
         "gradsync export ckpt.pt --from nanogpt --out runs/from-nanogpt",
     ),
     "report": (

@@ -1,5 +1,5 @@
-"""`gradsync export`: a trained model for other programs (transformers, safetensors, torch's DCP),
-and from them (transformers, nanoGPT)."""
+"""`gradsync export`: a trained model for other programs (transformers, safetensors), and from them
+(transformers, nanoGPT)."""
 
 from __future__ import annotations
 
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from gradsync.checkpoint.store import Snapshot
 
-_SUFFIX = ".safetensors"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportOptions:
@@ -36,20 +34,16 @@ class ExportOptions:
     """
 
     path: Annotated[Positional[str], tyro.conf.arg(metavar="PATH")]
-    """Run directory or checkpoint; for --to safetensors also a DCP folder, for --to dcp also a
-    .safetensors file; with --from, what the other program saved."""
-    to: Literal["hf", "safetensors", "dcp"] = "hf"
+    """Run directory or checkpoint; with --from, what the other program saved."""
+    to: Literal["hf", "safetensors"] = "hf"
     """hf: a folder for transformers: config.json, model.safetensors, tokenizer; its logits are the
-    same up to the last bits. safetensors: one file of weights. dcp: a folder for
-    torch.distributed.checkpoint.load, with weights under model, the optimizer's state under
-    optimizer."""
+    same up to the last bits. safetensors: one file of weights."""
     source: Annotated[Literal["run", "hf", "nanogpt"], tyro.conf.arg(name="from")] = "run"
     """The maker of PATH. run: gradsync. hf: transformers, a folder of a Llama or a GPT-2. nanogpt:
     its ckpt.pt; nothing that is pickled in it is built or called."""
     out: str = ""
-    """Folder or file to make, which must not hold anything yet; default: hf, model.safetensors or
-    dcp in the run directory; beside PATH where that is no run; with --from: PATH's name and -run.
-    """
+    """Folder or file to make, which must not hold anything yet; default: hf or model.safetensors in
+    the run directory; with --from: PATH's name and -run."""
     data: str = ""
     """Data directory for its tokenizer; empty takes the one the run was trained on. With --from, to
     be noted in the new run: nanoGPT's, with its meta.pkl, or a folder with a tokenizer.json."""
@@ -60,7 +54,6 @@ class ExportOptions:
 _LOADED_BY = {
     "hf": "loaded by: transformers.AutoModelForCausalLM.from_pretrained({!r})",
     "safetensors": "loaded by: safetensors.torch.load_file({!r})",
-    "dcp": "loaded by: torch.distributed.checkpoint.load(state, checkpoint_id={!r})",
 }
 
 
@@ -82,7 +75,7 @@ def run(argv: list[str]) -> int:
     elif options.to == "hf":
         written = export(path, out, options.data)
     else:
-        written = convert(path, out, options.to)
+        written = write_weights(path, out)
     kind = "folder" if written.is_dir() else "file"
     print(json.dumps({kind: str(written)}) if options.as_json else f"written to {written}")
     place = str(written)
@@ -117,7 +110,7 @@ def export(path: Path, out: Path | None, data: str = "") -> Path:
         for name, document in documents.items():
             text = json.dumps(document, indent=2, ensure_ascii=False)
             (part / name).write_text(f"{text}\n", encoding="utf-8")
-        _save(weights, part / "model.safetensors", {})
+        _save(weights, {}, part / "model.safetensors")
     return folder
 
 
@@ -140,33 +133,15 @@ def bring(path: Path, out: Path | None, source: str, data: str = "") -> Path:
     return folder
 
 
-def convert(path: Path, out: Path | None, to: str) -> Path:
-    """Write the weights under `path` as one file, or with the optimizer's state for DCP."""
-    from gradsync.checkpoint.dcp import is_dcp, optimizer_of, read_dcp, write_dcp
-    from gradsync.checkpoint.optimizer_state import check_packed
-    from gradsync.checkpoint.tensor_file import read_tensors, split_aliases
+def write_weights(path: Path, out: Path | None) -> Path:
+    """Write the weights under `path` as one file, tied tensors once, their other names as
+    safetensors' own `save_model` notes them; returns the file."""
+    from gradsync.checkpoint.tensor_file import split_aliases
 
-    state: dict[str, Any] = {}
-    target = path.with_name(path.stem + (_SUFFIX if to == "safetensors" else "-dcp"))
-    if to == "safetensors" and is_dcp(path):
-        weights = read_dcp(path)
-    elif to == "dcp" and path.suffix == _SUFFIX:
-        weights = read_tensors(path, {})
-    else:
-        checkpoint, snapshot = _load(path)
-        target = checkpoint.parent.parent / (f"model{_SUFFIX}" if to == "safetensors" else "dcp")
-        weights = dict(snapshot.tensors["model"])
-        if "optimizer" in snapshot.state:
-            check_packed(snapshot.state["optimizer"])
-            kept = snapshot.tensors.get("optimizer", {})
-            state["optimizer"] = optimizer_of(kept, snapshot.state["optimizer"])
-    target = out or target
-    with _whole(target, file=to == "safetensors") as part:
-        if to == "dcp":
-            write_dcp(part, {"model": weights, **state})
-        else:  # tied tensors once, their other names as safetensors' own `save_model` notes them
-            once, aliases = split_aliases(weights)
-            _save(once, part, aliases)
+    checkpoint, snapshot = _load(path)
+    target = out or checkpoint.parent.parent / "model.safetensors"
+    with _whole(target, file=True) as part:
+        _save(*split_aliases(snapshot.tensors["model"]), part)
     return target
 
 
@@ -177,7 +152,7 @@ def _load(path: Path) -> tuple[Path, Snapshot]:
     return checkpoint, CheckpointStore(checkpoint.parent).load(checkpoint)
 
 
-def _save(weights: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+def _save(weights: dict[str, Tensor], metadata: dict[str, str], path: Path) -> None:
     """Write a file of safetensors with the permissions of the user's other new files."""
     from safetensors.torch import save_file
 

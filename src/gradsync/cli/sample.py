@@ -160,7 +160,7 @@ def tokenizer_of(state: Mapping[str, Any], data: str) -> Any:
 def _bare_tokenizer(path: Path) -> Any:
     """The tokenizer of a folder that gradsync did not prepare: a `tokenizer.json`, or the
     characters in nanoGPT's `meta.pkl`; None without either."""
-    from gradsync.checkpoint.dcp import read_plain
+    from gradsync.checkpoint.plain_pickle import read_plain
     from gradsync.data.tokenizer import FILE_NAME, BpeTokenizer
 
     if (path / FILE_NAME).is_file():

@@ -1,4 +1,4 @@
-"""Collectives made of messages alone: a ring, recursive doubling, two levels.
+"""Collectives made of messages alone: a ring, a tree, two levels.
 
 The ring cuts the tensor into N shards. First N-1 steps of *reduce-scatter*: each rank sends a shard
 to its right neighbour and combines the one from its left. Then N-1 steps of *all-gather*: the
@@ -134,51 +134,6 @@ def _finisher(work: Work, op: ReduceOp, buffer: Tensor, target: Tensor) -> Calla
     return finish
 
 
-# -- recursive doubling ---------------------------------------------------------------------------
-
-
-def doubling_all_reduce(comm: Messenger, tensor: Tensor, op: ReduceOp = "sum") -> None:
-    """Combine `tensor` (contiguous, any shape and length) over all ranks, in place, blocking.
-
-    Ranks swap the whole tensor in pairs, log2(N) times: fewer messages than the ring and more
-    bytes, so for short tensors.
-
-        N = 4       rank 0      rank 1      rank 2      rank 3
-        round 1     0 <──────────> 1        2 <──────────> 3
-        round 2     01 <─────────────────────> 23                 rank 0 with 2
-                                01 <─────────────────────> 23     rank 1 with 3
-
-    When N is not a power of two, the first 2(N - 2^k) ranks fold in pairs: the even one hands its
-    tensor to the odd one, which takes part, and gets the result in the end (Thakur, Rabenseifner &
-    Gropp 2005, "Optimization of collective communication operations in MPICH"). The even ones then
-    send 1 tensor, the odd ones k+1, others k. Extra memory: one copy of the tensor. The lower
-    rank's part is always the left operand, so both sides of a swap compute the same bits.
-    """
-    mine = flat_view(tensor)
-    rank, world_size = comm.rank, comm.world_size
-    power = 1 << (world_size.bit_length() - 1)
-    folded = 2 * (world_size - power)
-    if rank < folded and rank % 2 == 0:
-        comm.exchange([(mine, rank + 1)], []).wait()
-        comm.exchange([], [(mine, rank + 1)]).wait()
-        return
-    other = torch.empty_like(mine)
-    if rank < folded:
-        comm.exchange([], [(other, rank - 1)]).wait()
-        combine(op, other, mine, out=mine)
-    place = rank // 2 if rank < folded else rank - folded // 2
-    distance = 1
-    while distance < power:
-        peer_place = place ^ distance
-        peer = 2 * peer_place + 1 if peer_place < folded // 2 else peer_place + folded // 2
-        comm.exchange([(mine, peer)], [(other, peer)]).wait()
-        left, right = (mine, other) if rank < peer else (other, mine)
-        combine(op, left, right, out=mine)
-        distance *= 2
-    if rank < folded:
-        comm.exchange([(mine, rank - 1)], []).wait()
-
-
 # -- two levels -----------------------------------------------------------------------------------
 
 
@@ -221,6 +176,15 @@ def hierarchical_all_reduce(
     if intra.rank == 0:
         ring_all_reduce(inter, flat, op)
     tree_broadcast(intra, flat)
+
+
+def tree_all_reduce(comm: Messenger, tensor: Tensor, op: ReduceOp = "sum") -> None:
+    """Combine contiguous `tensor` on all ranks, in place, blocking: up a binomial tree and down.
+
+    2 log2(N) messages one after the other, each the whole tensor: for short ones.
+    """
+    tree_reduce(comm, tensor, op)
+    tree_broadcast(comm, tensor)
 
 
 def tree_reduce(comm: Messenger, tensor: Tensor, op: ReduceOp = "sum") -> None:
@@ -273,7 +237,7 @@ class P2PCommunicator:
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         """See `Communicator.all_reduce`."""
         flat = tensor.detach().contiguous()
-        doubling_all_reduce(self.messenger, flat, op)
+        tree_all_reduce(self.messenger, flat, op)
         if flat.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(flat)
         return Done()

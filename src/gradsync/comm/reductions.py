@@ -13,11 +13,7 @@ from torch import Tensor
 
 from gradsync.comm.base import Communicator, Messenger, ReduceOp
 from gradsync.comm.groups import Groups, SingleCommunicator, Subset, communicator, share_placement
-from gradsync.comm.p2p_collectives import (
-    doubling_all_reduce,
-    hierarchical_all_reduce,
-    ring_all_reduce,
-)
+from gradsync.comm.p2p_collectives import hierarchical_all_reduce, ring_all_reduce
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
 from gradsync.comm.shared_memory.hierarchy import all_reduce_over_hosts
@@ -75,10 +71,6 @@ def _ring(site: ReductionSite, tensor: Tensor, op: ReduceOp) -> None:
     ring_all_reduce(site.comm, tensor, op)
 
 
-def _doubling(site: ReductionSite, tensor: Tensor, op: ReduceOp) -> None:
-    doubling_all_reduce(site.comm, tensor, op)
-
-
 def _hierarchical(site: ReductionSite, tensor: Tensor, op: ReduceOp) -> None:
     intra, inter, equal_nodes = site.levels(tensor.device)
     if isinstance(intra, SharedMemoryCommunicator) and tensor.device.type == "cpu":
@@ -92,7 +84,6 @@ def _hierarchical(site: ReductionSite, tensor: Tensor, op: ReduceOp) -> None:
 ALGORITHMS: dict[str, Callable[[ReductionSite, Tensor, ReduceOp], None]] = {
     "backend": _backend,  # the process group's; 2(N-1)/N S on its rings
     "ring": _ring,  # 2(N-1)/N S in 2(N-1) steps: fewest bytes
-    "recursive_doubling": _doubling,  # log2(N) S in log2(N) steps, for short tensors
     "hierarchical": _hierarchical,  # 2(n-1)/n S inside the node, 2(M-1)/M S/n between nodes
 }
 
@@ -129,7 +120,7 @@ def all_reduce(
         tensor: dense, same shape and dtype on all ranks; copied if not contiguous.
         op: sum, mean (the sum, then divided by the number of ranks), min or max; or torch's
             `ReduceOp` SUM, AVG, MIN or MAX.
-        algorithm: backend, ring, recursive_doubling or hierarchical.
+        algorithm: backend, ring or hierarchical.
         name: the same on all ranks for one reduction. None uses file, line and function of the
             call, so give a name where ranks call it from different lines, or for several
             tensors of one shape from one line (a loop whose order may differ).

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
@@ -105,7 +104,6 @@ NETWORKS: dict[str, Link] = {
         _tcp("ethernet-10g", 10),
         _tcp("ethernet-25g", 25),
         _tcp("ethernet-100g", 100),
-        _tcp("wan-10g-20ms", 10, 0.020),
         _tcp("wan-1g-50ms", 1, 0.050),
         _tcp("wan-100m-100ms", 0.1, 0.100),
     )
@@ -124,7 +122,6 @@ class Model(NamedTuple):
     sheets that state the doubled rate for sparse matrices are halved."""
     gb_per_s: float  # Bandwidth of its memory; 1e9 bytes per second
     capability: tuple[int, int]
-    num_sms: int  # Streaming multiprocessors, of which a MIG slice gets some
     link: str
     """In `LINKS`, to the usual host's others; PCIe where NVLink is a bridge that one may buy."""
     source: str
@@ -147,31 +144,17 @@ _PAPER = "NVIDIA architecture white paper"
 _FP16 = f"{_SHEET}; fp16, it has no bf16 units"
 
 MODELS = {
-    "b200": Model("NVIDIA B200", 180, 2250, 7700, (10, 0), 148, "nvlink5", _SHEET),
-    "h200": Model("NVIDIA H200", 141, 989.5, 4800, (9, 0), 132, "nvlink4", _SHEET),
-    "h200-nvl": Model("NVIDIA H200 NVL", 141, 835.5, 4800, (9, 0), 132, "pcie5", _SHEET),
-    "h100": Model("NVIDIA H100 80GB HBM3", 80, 989.5, 3350, (9, 0), 132, "nvlink4", _SHEET),
-    "h100-nvl": Model("NVIDIA H100 NVL", 94, 835.5, 3900, (9, 0), 132, "pcie5", _SHEET),
-    "h100-pcie": Model("NVIDIA H100 PCIe", 80, 756.5, 2000, (9, 0), 114, "pcie5", _SHEET),
-    "a100-80": Model("NVIDIA A100-SXM4-80GB", 80, 312, 2039, (8, 0), 108, "nvlink3", _SHEET),
-    "a100-40": Model("NVIDIA A100-SXM4-40GB", 40, 312, 1555, (8, 0), 108, "nvlink3", _SHEET),
-    "a100-80-pcie": Model("NVIDIA A100 80GB PCIe", 80, 312, 1935, (8, 0), 108, "pcie4", _SHEET),
-    "a100-40-pcie": Model("NVIDIA A100-PCIE-40GB", 40, 312, 1555, (8, 0), 108, "pcie4", _SHEET),
-    "a30": Model("NVIDIA A30", 24, 165, 933, (8, 0), 56, "pcie4", _SHEET),
-    "a40": Model("NVIDIA A40", 48, 149.7, 696, (8, 6), 84, "pcie4", _SHEET),
-    "a10": Model("NVIDIA A10", 24, 125, 600, (8, 6), 72, "pcie4", _SHEET),
-    "a6000": Model("NVIDIA RTX A6000", 48, 154.8, 768, (8, 6), 84, "pcie4", _PAPER),
-    "l40s": Model("NVIDIA L40S", 48, 362, 864, (8, 9), 142, "pcie4", _SHEET),
-    "l40": Model("NVIDIA L40", 48, 181, 864, (8, 9), 142, "pcie4", _SHEET),
-    "l4": Model("NVIDIA L4", 24, 121, 300, (8, 9), 58, "pcie4", _SHEET),
-    "t4": Model("Tesla T4", 16, 65, 300, (7, 5), 40, "pcie3", _FP16),
-    "v100-32": Model("Tesla V100-SXM2-32GB", 32, 125, 900, (7, 0), 80, "nvlink2", _FP16),
-    "v100-16": Model("Tesla V100-SXM2-16GB", 16, 125, 900, (7, 0), 80, "nvlink2", _FP16),
-    "v100-32-pcie": Model("Tesla V100-PCIE-32GB", 32, 112, 900, (7, 0), 80, "pcie3", _FP16),
-    "v100-16-pcie": Model("Tesla V100-PCIE-16GB", 16, 112, 900, (7, 0), 80, "pcie3", _FP16),
-    "rtx5090": Model("NVIDIA GeForce RTX 5090", 32, 209.5, 1792, (12, 0), 170, "pcie5", _PAPER),
-    "rtx4090": Model("NVIDIA GeForce RTX 4090", 24, 165.2, 1008, (8, 9), 128, "pcie4", _PAPER),
-    "rtx3090": Model("NVIDIA GeForce RTX 3090", 24, 71, 936, (8, 6), 82, "pcie4", _PAPER),
+    "b200": Model("NVIDIA B200", 180, 2250, 7700, (10, 0), "nvlink5", _SHEET),
+    "h200": Model("NVIDIA H200", 141, 989.5, 4800, (9, 0), "nvlink4", _SHEET),
+    "h100": Model("NVIDIA H100 80GB HBM3", 80, 989.5, 3350, (9, 0), "nvlink4", _SHEET),
+    "a100-80": Model("NVIDIA A100-SXM4-80GB", 80, 312, 2039, (8, 0), "nvlink3", _SHEET),
+    "a100-40": Model("NVIDIA A100-SXM4-40GB", 40, 312, 1555, (8, 0), "nvlink3", _SHEET),
+    "a10": Model("NVIDIA A10", 24, 125, 600, (8, 6), "pcie4", _SHEET),
+    "l40s": Model("NVIDIA L40S", 48, 362, 864, (8, 9), "pcie4", _SHEET),
+    "l4": Model("NVIDIA L4", 24, 121, 300, (8, 9), "pcie4", _SHEET),
+    "t4": Model("Tesla T4", 16, 65, 300, (7, 5), "pcie3", _FP16),
+    "v100-16": Model("Tesla V100-SXM2-16GB", 16, 125, 900, (7, 0), "nvlink2", _FP16),
+    "rtx4090": Model("NVIDIA GeForce RTX 4090", 24, 165.2, 1008, (8, 9), "pcie4", _PAPER),
 }
 """By the name that users type."""
 
@@ -183,8 +166,6 @@ DEFAULT_NETWORK = "infiniband-hdr"
 """Between hosts that are only named; DGX A100 has it, a port per device."""
 
 _PART = re.compile(r"(.+)x(\d{1,9})", re.ASCII)
-_SLICE = re.compile(r"(.+)-(\d{1,3})g\.(\d{1,9})gb", re.ASCII)
-COMPUTE_SLICES = 7  # Slices of a whole GPU's arithmetic
 _FLOP_PER_CYCLE = {
     **{(7, 0): 1024, (7, 2): 1024, (7, 5): 1024, (8, 0): 2048, (8, 6): 512, (8, 7): 1024},
     **{(8, 9): 512, (9, 0): 4096, (10, 0): 8192, (10, 3): 8192, (12, 0): 512, (12, 1): 512},
@@ -206,41 +187,14 @@ def by_driver_name(name: str) -> Model | None:
 
 
 def device_of(key: str) -> Device:
-    """A catalogued device, or a MIG slice of one: `h100`, `a100-40`, `a100-80-3g.40gb`.
-
-    A slice's name is its profile's: sevenths of the arithmetic, and decimal GB of memory with the
-    share of the bandwidth that goes with them.
-    """
+    """A catalogued device: `h100`, `a100-40`."""
     if key in MODELS:
         return MODELS[key].device()
-    found = _SLICE.fullmatch(key)
-    if found is None or found[1] not in MODELS:
-        wanted = found[1] if found else key
-        family = [name for name in MODELS if name.startswith(f"{wanted}-")]
-        near = family or get_close_matches(wanted, MODELS, n=2)
-        hint = f"; perhaps {' or '.join(near)}" if near else ""
-        raise ConfigError(f"unknown device {key!r}{hint} (there are: {', '.join(MODELS)})")
-    whole, slices, memory = MODELS[found[1]].device(), int(found[2]), int(found[3]) * GB
-    if not 1 <= slices <= COMPUTE_SLICES or not 0 < memory <= whole.memory_bytes:
-        raise ConfigError(
-            f"device {key!r}: a slice of {found[1]} has 1 to {COMPUTE_SLICES} compute slices and "
-            f"at most {whole.memory_bytes // GB} GB"
-        )
-    part = slice_of(whole, arithmetic=slices / COMPUTE_SLICES, memory_bytes=memory)
-    return replace(part, name=f"{whole.name} MIG {slices}g.{memory // GB}gb")
-
-
-def slice_of(whole: Device, *, arithmetic: float, memory_bytes: int) -> Device:
-    """A part of a GPU with a share of its arithmetic, and of its bandwidth as of its memory."""
-    rate = whole.memory_bytes_per_s
-    share = memory_bytes / whole.memory_bytes
-    return replace(
-        whole,
-        memory_bytes=memory_bytes,
-        free_bytes=None,
-        peak_flops=whole.peak_flops * arithmetic,
-        memory_bytes_per_s=None if rate is None else rate * share,
-        mig=True,
+    family = [name for name in MODELS if name.startswith(f"{key}-")]
+    near = family or get_close_matches(key, MODELS, n=2)
+    hint = f"; perhaps {' or '.join(near)}" if near else ""
+    raise ConfigError(
+        f"unknown device {key!r}{hint} (there are: {', '.join(MODELS)}; a file describes others)"
     )
 
 
@@ -312,7 +266,7 @@ def usual_host(devices: Sequence[tuple[str, Device]]) -> Host:
     keys = {key for key, _ in devices}
     if len(keys) == 1 and keys < MODELS.keys():
         link = LINKS[MODELS[keys.pop()].link]
-    else:  # NVLink joins only whole ones of a kind
+    else:  # NVLink joins only those of a kind
         link = pcie_of(device for _, device in devices)
     return Host(
         devices=tuple(device for _, device in devices),

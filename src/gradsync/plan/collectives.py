@@ -330,8 +330,7 @@ def shares_memory(recipe: Recipe) -> bool:
 
 
 def _of_recipe(recipe: Recipe, device: Kind) -> Traffic:
-    own = {"ring": "ring", "recursive_doubling": "doubling", "hierarchical": "hierarchical"}
-    algorithm = own.get(recipe.reduction, "best")
+    algorithm = "best" if recipe.reduction == "backend" else recipe.reduction
     if recipe.order == "invariant":
         algorithm = "tree"
     through_host = recipe.collective != "backend" and recipe.update == "auto"

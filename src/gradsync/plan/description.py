@@ -32,7 +32,7 @@ Kind = Literal["cuda", "cpu"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
-    """A device that one rank trains on: a GPU, a slice of one, or a share of a host's cores."""
+    """A device that one rank trains on: a GPU, or a share of a host's cores."""
 
     kind: Kind
     name: str  # As its maker calls it, such as "NVIDIA H100 80GB HBM3"
@@ -41,7 +41,6 @@ class Device:
     free_bytes: int | None = None  # The part that is not taken now; None: not known, all of it
     compute_capability: tuple[int, int] | None = None
     memory_bytes_per_s: float | None = None
-    mig: bool = False  # A slice of a GPU
     shared: bool = False  # Other processes were using it when it was looked at
     source: str = ""  # Origin of `peak_flops` and `memory_bytes_per_s`
 
@@ -144,13 +143,9 @@ def speed_switches(hardware: Hardware, env: Mapping[str, str]) -> Switches:
         dtype, said = "bf16", ": bf16, TF32, flash attention"
     elif oldest >= _VOLTA:
         dtype, said = "fp16", " has no bf16 (8.0 has): fp16"
-    reasons = [f"{capability}{said}, fused AdamW"]
-    if any(device.mig for device in hardware.devices):
-        reasons.append(
-            "MIG slices: NCCL has no direct path between them, messages go through the host"
-        )
+    reason = f"{capability}{said}, fused AdamW"
     return Switches(
-        dtype=dtype, tf32=new, reasons=tuple(reasons), suggestions=_suggestions(hardware, env)
+        dtype=dtype, tf32=new, reasons=(reason,), suggestions=_suggestions(hardware, env)
     )
 
 

@@ -9,19 +9,12 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
-from gradsync.plan.catalog import (
-    COMPUTE_SLICES,
-    by_driver_name,
-    detected_device,
-    nvlink,
-    pcie,
-    slice_of,
-)
+from gradsync.plan.catalog import detected_device, nvlink, pcie
 from gradsync.plan.description import Device, Link
 from gradsync.runtime.bounds import whole_number
 
@@ -41,37 +34,29 @@ class Gpu:
     device: Device
     uuid: str
     handle: Any
-    mig: bool = False  # It is divided, and can only be used in slices
     bus: str  # PCI bus id
     wires: Sequence[str]  # Bus id of what each NVLink that is up leads to; "": it is not told
     pcie: tuple[int, int]
     """Generation and lanes that GPU and slot can do at most, as they slow down to save power."""
-    slices: Mapping[str, Device] = field(default_factory=dict)  # MIG devices by UUID
-
-    @property
-    def parts(self) -> list[Visible]:
-        """The parts that a process can use: the whole, or its slices."""
-        devices = self.slices.values() if self.mig else [self.device]
-        return [(device, self) for device in devices]
-
-
-Visible = tuple[Device, Gpu]  # A device that may be used, and the GPU that it is, or is a slice of
 
 
 def read_gpus(nvml: Any) -> tuple[list[Gpu], list[str]]:
-    """Every GPU that the driver shows, and a line for each that cannot be asked; raises NVMLError
-    where the driver does not answer at all."""
+    """Every GPU that the driver shows, and a line for each that cannot be asked or is divided;
+    raises NVMLError where the driver does not answer at all."""
     gpus, notes = [], []
     for index in range(nvml.nvmlDeviceGetCount()):
         try:
-            gpus.append(_read_gpu(nvml, index))
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            if ask(nvml, (0, 0), nvml.nvmlDeviceGetMigMode, handle)[0]:
+                notes.append(f"GPU {index} is left out: it is divided into slices (MIG)")
+            else:
+                gpus.append(_read_gpu(nvml, index, handle))
         except nvml.NVMLError as error:
             notes.append(f"GPU {index} is left out: {error}")
     return gpus, notes
 
 
-def _read_gpu(nvml: Any, index: int) -> Gpu:
-    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+def _read_gpu(nvml: Any, index: int, handle: Any) -> Gpu:
     name = _text(nvml.nvmlDeviceGetName(handle))
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
@@ -85,7 +70,7 @@ def _read_gpu(nvml: Any, index: int) -> Gpu:
         shared=_is_shared(nvml, handle),
     )
     bus = ask(nvml, None, nvml.nvmlDeviceGetPciInfo, handle)
-    gpu = Gpu(
+    return Gpu(
         index=index,
         uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
         handle=handle,
@@ -95,41 +80,6 @@ def _read_gpu(nvml: Any, index: int) -> Gpu:
         pcie=(
             ask(nvml, _USUAL_GENERATION, nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle),
             ask(nvml, _USUAL_LANES, nvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
-        ),
-    )
-    if not ask(nvml, (0, 0), nvml.nvmlDeviceGetMigMode, handle)[0]:
-        return gpu
-    return replace(gpu, mig=True, slices=dict(_slices(nvml, gpu)))
-
-
-def _slices(nvml: Any, gpu: Gpu) -> Iterator[tuple[str, Device]]:
-    """The MIG devices of a GPU; places that are not taken answer with an error."""
-    for place in range(ask(nvml, 0, nvml.nvmlDeviceGetMaxMigDeviceCount, gpu.handle)):
-        try:
-            handle = nvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu.handle, place)
-            yield _text(nvml.nvmlDeviceGetUUID(handle)), _read_slice(nvml, gpu.device, handle)
-        except nvml.NVMLError:
-            continue
-
-
-def _read_slice(nvml: Any, whole: Device, handle: Any) -> Device:
-    memory, parts = nvml.nvmlDeviceGetMemoryInfo(handle), nvml.nvmlDeviceGetAttributes(handle)
-    model = by_driver_name(whole.name)
-    share = parts.computeInstanceSliceCount / COMPUTE_SLICES
-    if model is not None:
-        share = parts.multiprocessorCount / model.num_sms
-    name = _text(nvml.nvmlDeviceGetName(handle))
-    if "MIG" not in name:  # as older drivers answer
-        gib = round(memory.total / 2**30)
-        name = f"{whole.name} MIG {parts.computeInstanceSliceCount}g.{gib}gb"
-    return replace(
-        slice_of(whole, arithmetic=min(share, 1.0), memory_bytes=int(memory.total)),
-        name=name,
-        free_bytes=int(memory.free),
-        shared=_is_shared(nvml, handle),
-        source=(
-            f"{share:.3g} of the arithmetic and {memory.total / whole.memory_bytes:.3g} of the "
-            f"{whole.memory_bytes / 1e9:.1f} GB of {whole.name}; {whole.source}"
         ),
     )
 
@@ -161,22 +111,18 @@ def torch_devices(torch: Any) -> list[Device]:
         detected_device(
             *(told.name, (told.major, told.minor), told.multi_processor_count, None),
             memory_bytes=told.total_memory,
-            mig="MIG" in told.name,
         )
         for told in map(torch.cuda.get_device_properties, range(count))
     ]
 
 
-def visible_devices(env: Mapping[str, str], gpus: Sequence[Gpu]) -> list[Visible]:
-    """Devices in the order in which CUDA counts them; of a divided GPU, its slices.
+def visible_devices(env: Mapping[str, str], gpus: Sequence[Gpu]) -> list[Gpu]:
+    """GPUs in the order in which CUDA counts them.
 
     `CUDA_VISIBLE_DEVICES` is read as CUDA reads it (CUDA C++ Programming Guide, "CUDA Environment
     Variables"). Identifiers are indices or names, of which a beginning is enough when only one
     device has it. The first that is no device ends the list; one that occurs twice empties it.
     Unset means all, empty means none.
-
-    CUDA itself shows a process one slice at most. As a description of the host all are listed:
-    each rank can be given its own.
     """
     ordered = list(gpus)
     if env.get("CUDA_DEVICE_ORDER", "").strip().upper() != "PCI_BUS_ID":
@@ -184,38 +130,24 @@ def visible_devices(env: Mapping[str, str], gpus: Sequence[Gpu]) -> list[Visible
         ordered.sort(key=lambda gpu: -gpu.device.peak_flops)
     value = env.get("CUDA_VISIBLE_DEVICES")
     if value is None:
-        return [entry for gpu in ordered for entry in gpu.parts]
-    chosen: list[Visible] = []
-    seen: set[str] = set()
+        return ordered
+    chosen: list[Gpu] = []
     for word in value.split(","):
         found = _find(word.strip(), ordered)
         if found is None:
             break
-        key, entries = found
-        if key in seen:
+        if found in chosen:
             return []
-        seen.add(key)
-        chosen += entries
+        chosen.append(found)
     return chosen
 
 
-def _find(word: str, gpus: Sequence[Gpu]) -> tuple[str, list[Visible]] | None:
-    """The devices that an identifier stands for, and a name that is equal for equal things."""
+def _find(word: str, gpus: Sequence[Gpu]) -> Gpu | None:
+    """The GPU that an identifier stands for."""
     if word.isascii() and word.isdecimal():
         number = whole_number(word)
-        if number is None or number >= len(gpus):
-            return None
-        return gpus[number].uuid, gpus[number].parts
-    found: list[tuple[str, list[Visible]]] = []
-    if word.startswith("GPU-"):
-        found = [(gpu.uuid, gpu.parts) for gpu in gpus if gpu.uuid.startswith(word)]
-    elif word.startswith("MIG-"):
-        found = [
-            (uuid, [(device, gpu)])
-            for gpu in gpus
-            for uuid, device in gpu.slices.items()
-            if uuid.startswith(word)
-        ]
+        return None if number is None or number >= len(gpus) else gpus[number]
+    found = [gpu for gpu in gpus if word.startswith("GPU-") and gpu.uuid.startswith(word)]
     return found[0] if len(found) == 1 else None
 
 
@@ -241,17 +173,16 @@ def host_link(nvml: Any, used: Sequence[Gpu], gpus: Sequence[Gpu]) -> tuple[Link
 
 
 def _between(nvml: Any, one: Gpu, other: Gpu, gpus: Sequence[Gpu]) -> Link:
-    """The link of two GPUs. Slices, also of one GPU, have neither NVLink nor direct access."""
-    if not (one.mig or other.mig or one.index == other.index):
-        links = one.wires.count(other.bus)
-        if not links and _joined(nvml, one, other):
-            known = {gpu.bus for gpu in gpus}
-            links = min(sum(end not in known for end in gpu.wires) for gpu in (one, other))
-        if links and one.device.compute_capability is not None:
-            return nvlink(one.device.compute_capability, links)
+    """The link of two GPUs."""
+    links = one.wires.count(other.bus)
+    if not links and _joined(nvml, one, other):
+        known = {gpu.bus for gpu in gpus}
+        links = min(sum(end not in known for end in gpu.wires) for gpu in (one, other))
+    if links and one.device.compute_capability is not None:
+        return nvlink(one.device.compute_capability, links)
     link = _pcie(one, other)
     level = ask(nvml, 0, nvml.nvmlDeviceGetTopologyCommonAncestor, one.handle, other.handle)
-    if one.index != other.index and level >= nvml.NVML_TOPOLOGY_SYSTEM:
+    if level >= nvml.NVML_TOPOLOGY_SYSTEM:
         return replace(
             link,
             name=f"{link.name} across sockets",

@@ -173,7 +173,6 @@ _DEVICE: Fields = {
     "flops": ("peak_flops", FLOP_RATE),
     "bandwidth": ("memory_bytes_per_s", RATE),
     "compute_capability": ("compute_capability", CAPABILITY),
-    "mig": ("mig", FLAG),
     "shared": ("shared", FLAG),
     "source": ("source", TEXT),
 }

@@ -351,18 +351,12 @@ def _ask_driver(
                 f"CUDA_VISIBLE_DEVICES={env.get('CUDA_VISIBLE_DEVICES', '')!r}"
             )
         return [], None
-    slices = sum(device.mig for device, _ in visible)
-    if slices > 1:
-        notes.append(
-            f"{slices} MIG slices: CUDA shows a process one; give each rank its own "
-            "CUDA_VISIBLE_DEVICES"
-        )
-    shared = [str(i) for i, (device, _) in enumerate(visible) if device.shared]
+    shared = [str(i) for i, gpu in enumerate(visible) if gpu.device.shared]
     if shared:
         notes.append(f"other processes use device {', '.join(shared)}")
     torch = version_of("torch")
     if torch.endswith("+cpu"):
         notes.append(f"torch {torch} is built for the CPU and cannot use the GPUs")
-    link, between = host_link(nvml, [gpu for _, gpu in visible], gpus)
+    link, between = host_link(nvml, visible, gpus)
     notes += [between] if between else []
-    return [device for device, _ in visible], link
+    return [gpu.device for gpu in visible], link

@@ -5,8 +5,8 @@
     given   address and port are known        rank 0 serves there (or the launching agent does)
     file    one host, nothing given           rank 0 binds a free port of the loopback and
                                               publishes it in a private file
-    port    several hosts under srun, PALS    rank 0's host from the host list, a port worked out
-            or Flux                           from the job id
+    port    several hosts under srun          rank 0's host from the host list, a port worked out
+                                              from the job id
     mpi     several hosts under an MPI        rank 0 binds, mpi4py broadcasts where
 
 `file` and `mpi` bind first and publish then, so that no other takes the port. `port`
@@ -28,10 +28,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from gradsync.core.files import open_regular
 from gradsync.errors import LaunchError
 from gradsync.runtime.bounds import whole_number
-from gradsync.runtime.hostlist import check_host, expand_hosts
+from gradsync.runtime.hostlist import expand_hosts
 from gradsync.runtime.launchers import integer
 from gradsync.runtime.resolve import Resolution
 
@@ -44,13 +43,11 @@ _JOB_VARIABLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
         ("PMIX_SERVER_TMPDIR", "OMPI_MCA_orte_precondition_transports"),
     ),
-    "pals": (("PALS_APID",), ("PBS_JOBID",)),
-    "flux": (("FLUX_JOB_ID",), ("FLUX_URI",)),
+    "pals": (("PALS_APID",), ()),
+    "flux": (("FLUX_JOB_ID",), ()),
     "srun": (("SLURM_JOB_ID",), ("SLURM_CLUSTER_NAME", "SLURM_STEP_ID")),
 }
 """Variables that make a job unique on its host, each one by itself; then others that help."""
-
-_JOB_NUMBERS = {"srun": "SLURM_JOB_ID", "pals": "PBS_JOBID", "flux": "FLUX_JOB_ID"}
 
 _LAUNCHERS = (
     *("hydra_pmi_proxy", "mpiexec", "mpirun", "mpirun_rsh", "mpispawn", "orted"),
@@ -113,16 +110,8 @@ class System:
     resolve_host: Callable[[str], object] = socket.gethostbyname
     """Raises `OSError` for a name that the system does not know."""
     run: Callable[[Sequence[str]], str] = run_command  # output of a command
-    read_text: Callable[[str], str] = lambda path: _read_text(Path(path))
-    """Content of a file."""
     ancestor: Callable[[], str] = launcher_ancestor
     """Names the launching process on this host, equal on all its ranks."""
-
-
-def _read_text(path: Path) -> str:
-    """At most a megabyte of a regular file."""
-    with open_regular(path) as file:
-        return file.read(2**20).decode("utf-8")
 
 
 def plan_coordinator(
@@ -160,10 +149,10 @@ def plan_coordinator(
     # Without the local size, ranks may differ in whether they see several hosts: no broadcast.
     if world.launcher in ("openmpi", "mvapich2", "hydra") and resolution.reading.trust_local:
         return CoordinatorPlan(kind="mpi", port=port, why="rank 0 tells all through mpi4py")
-    host, source = _first_host(env, world.launcher, system)
+    host, source = _first_host(env, world.launcher)
     return CoordinatorPlan(
         kind="port",
-        address=_reachable(host, world.launcher, system),
+        address=_reachable(host, system),
         port=port or _fallback_port(env, world.launcher),
         why=f"first host of {source}, port from " + ("MASTER_PORT" if port else "the job id"),
     )
@@ -203,62 +192,36 @@ def given_port(env: Mapping[str, str]) -> int:
 
 def _fallback_port(env: Mapping[str, str], launcher: str) -> int:
     """A port that all ranks work out alone; see the head of this module."""
-    job = env.get(_JOB_NUMBERS.get(launcher, ""), "").strip()
+    job = env.get("SLURM_JOB_ID", "").strip() if launcher == "srun" else ""
     if not job:
         return HAND_PORT
-    number = whole_number(job)
-    step = env.get("SLURM_STEP_ID", "").strip() if launcher == "srun" else ""
+    number, step = whole_number(job), whole_number(env.get("SLURM_STEP_ID", "").strip())
     job_number = zlib.crc32(job.encode()) if number is None else number
-    return 15_000 + (job_number + 97 * (whole_number(step) or 0)) % 10_000
+    return 15_000 + (job_number + 97 * (step or 0)) % 10_000
 
 
-def _first_host(env: Mapping[str, str], launcher: str, system: System) -> tuple[str, str]:
-    """Name of the first host of the job, and the variable or command that told it."""
+def _first_host(env: Mapping[str, str], launcher: str) -> tuple[str, str]:
+    """Name of the first host of the job, and the variable that told it."""
     if launcher == "srun":
         for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"):
             if env.get(name):
                 return expand_hosts(env[name])[0], name
-    if launcher == "pals" and env.get("PBS_NODEFILE"):
-        try:
-            lines = system.read_text(env["PBS_NODEFILE"]).split()
-        except (OSError, UnicodeDecodeError) as error:
-            raise LaunchError(f"PBS_NODEFILE cannot be read ({error}); set MASTER_ADDR") from error
-        if lines:
-            return check_host(lines[0]), "PBS_NODEFILE"
-    if launcher == "flux" and env.get("FLUX_JOB_ID"):
-        return _flux_host(env["FLUX_JOB_ID"].strip(), system), "flux job info"
     raise LaunchError(
         f"{launcher}: ranks run on several hosts and none says where rank 0 is; "
         "set MASTER_ADDR to its host name and MASTER_PORT to a free port there"
     )
 
 
-def _flux_host(job: str, system: System) -> str:
-    """First host of a Flux job, from its resource set (Flux RFC 20)."""
-    if job.startswith("-"):
-        raise LaunchError(f"FLUX_JOB_ID={job[:80]!r} is not a job id")
-    try:
-        resources = json.loads(system.run(["flux", "job", "info", job, "R"]))
-        return expand_hosts(",".join(resources["execution"]["nodelist"]))[0]
-    except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError) as error:
-        raise LaunchError(
-            f"flux cannot tell the hosts of job {job[:80]!r} ({error}); set MASTER_ADDR"
-        ) from error
-
-
-def _reachable(host: str, launcher: str, system: System) -> str:
+def _reachable(host: str, system: System) -> str:
     """`host` if the system knows the name, else the address that Slurm has for that node."""
     try:
         system.resolve_host(host)
     except OSError as unknown:
-        asked = ""
-        if launcher == "srun":
-            if address := _slurm_address(host, system):
-                return address
-            asked = ", and scontrol gives no address for it"
+        if address := _slurm_address(host, system):
+            return address
         raise LaunchError(
-            f"rank 0's host {host!r} does not resolve ({unknown}){asked}; "
-            "set MASTER_ADDR to an address of that host"
+            f"rank 0's host {host!r} does not resolve ({unknown}), and scontrol gives no address "
+            "for it; set MASTER_ADDR to an address of that host"
         ) from unknown
     return host
 

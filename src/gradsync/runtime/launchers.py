@@ -17,6 +17,7 @@ import ipaddress
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from gradsync.errors import LaunchError
 from gradsync.runtime.bounds import whole_number
@@ -29,8 +30,12 @@ _INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
 _TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _GROUP = ("GROUP_RANK", "GROUP_WORLD_SIZE")
 _COMM_WORLD = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
-_PALS = ("PALS_RANKID", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE")
-_FLUX = ("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID")
+_ROWS = {
+    "pals": ("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
+    "flux": ("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID"),
+    "mvapich2": tuple(f"MV2_COMM_WORLD_{part}" for part in _COMM_WORLD),
+}
+"""Families that are known from these variables alone."""
 _PMI = ("PMI_RANK", "PMI_SIZE")
 _HYDRA_LOCAL = ("MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 _CRAY_LOCAL = ("PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")
@@ -113,13 +118,15 @@ def read_openmpi(env: Mapping[str, str]) -> Reading:
     return _read("openmpi", env, [f"OMPI_COMM_WORLD_{part}" for part in _COMM_WORLD])
 
 
-def read_mvapich2(env: Mapping[str, str]) -> Reading:
-    """`MV2_COMM_WORLD_{RANK,SIZE,LOCAL_RANK,LOCAL_SIZE}`; the last may be missing, as by hand."""
-    names = [f"MV2_COMM_WORLD_{part}" for part in _COMM_WORLD]
+def read_row(name: str, env: Mapping[str, str]) -> Reading:
+    """A family of `_ROWS`; the local size may be missing, as by hand."""
+    names = _ROWS[name]
     seen = _found(env, names)
-    if list(seen) == names[:3]:
-        return _without_local("mvapich2", env, seen, names)
-    return _read("mvapich2", env, names)
+    if seen.keys() <= {"PMI_SIZE"}:  # alone it is Hydra's
+        return Reading(name=name)
+    if tuple(seen) == names[:3]:
+        return _without_local(name, env, seen, names)
+    return _read(name, env, names)
 
 
 def read_hydra(env: Mapping[str, str]) -> Reading:
@@ -141,44 +148,6 @@ def read_hydra(env: Mapping[str, str]) -> Reading:
             return Reading(name="hydra", note=f"PMI_RANK and PMI_SIZE are {owner}'s")
     return _read(
         "hydra", env, [*_PMI, *(_CRAY_LOCAL if _found(env, _CRAY_LOCAL) else _HYDRA_LOCAL)]
-    )
-
-
-def read_pals(env: Mapping[str, str]) -> Reading:
-    """`PALS_RANKID PMI_SIZE PALS_LOCAL_RANKID PALS_LOCAL_SIZE` (`PALS_SIZE` if PMI is off).
-
-    Only these decide: srun on a Cray sets other `PALS_*` variables (`PALS_APID`, …).
-    """
-    if not _found(env, _PALS):
-        return Reading(name="pals")
-    size = next(iter(_found(env, ("PMI_SIZE", "PALS_SIZE"))), "PMI_SIZE")
-    return _read("pals", env, (_PALS[0], size, *_PALS[1:]))
-
-
-def read_flux(env: Mapping[str, str]) -> Reading:
-    """`FLUX_TASK_RANK FLUX_JOB_SIZE FLUX_TASK_LOCAL_ID`, and `FLUX_JOB_NNODES` for the hosts.
-
-    Flux does not tell the local size: it is the job's on one host, otherwise an even share that
-    must be completed from the host names.
-    """
-    seen = _found(env, _FLUX)
-    if 0 < len(seen) < len(_FLUX):
-        return _partly("flux", seen, _FLUX)
-    if not seen:
-        return Reading(name="flux")
-    seen |= _found(env, ("FLUX_JOB_NNODES",))
-    num_nodes = integer(seen, "FLUX_JOB_NNODES") if "FLUX_JOB_NNODES" in seen else 1
-    if num_nodes < 1:
-        raise LaunchError(f"FLUX_JOB_NNODES={num_nodes} must be at least 1")
-    rank, world_size, local_rank = (integer(seen, name) for name in _FLUX)
-    share = max(-(-world_size // num_nodes), local_rank + 1)
-    return _complete(
-        "flux",
-        seen,
-        (rank, world_size, local_rank, share),
-        node=(min(rank // max(share, 1), num_nodes - 1), num_nodes),
-        trust_local=num_nodes == 1,
-        needs_hosts=num_nodes > 1,
     )
 
 
@@ -236,9 +205,7 @@ def read_srun(env: Mapping[str, str]) -> Reading:
 PARSERS: tuple[Callable[[Mapping[str, str]], Reading], ...] = (
     read_torchrun,
     read_openmpi,
-    read_pals,
-    read_flux,
-    read_mvapich2,
+    *(partial(read_row, name) for name in _ROWS),
     read_hydra,
     read_srun,
 )
@@ -306,7 +273,8 @@ def _without_local(
     """
     rank, world_size = integer(seen, names[0]), integer(seen, names[1])
     local_rank = integer(seen, names[2]) if names[2] in seen else rank
-    local_world_size = integer(seen, names[3]) if names[3] in seen else world_size
+    local_size = [integer(seen, name) for name in names[3:] if name in seen]
+    local_world_size = local_size[0] if local_size else world_size
     here = is_loopback(env.get("MASTER_ADDR", "").strip())
     if here and (local_rank, local_world_size) == (rank, world_size):
         return _complete(name, seen, (rank, world_size, rank, world_size))

@@ -22,9 +22,7 @@ largest such nodes, at most 2 log2(leaves) of them.
 [Note: Rounded nodes] With nodes in bf16 every node, leaves and root included, is rounded to bf16
 (to nearest, ties to even) when it is formed: by whichever rank, and whether or not it travels. So
 rounding belongs to (node, element), never to a rank, and bits do not depend on ranks. -0.0 is made
-0.0 after a leaf is rounded; a sum of two bf16 numbers is never rounded to zero. Rounding may be
-stochastic, see stochastic_rounding.py: then zeros are neutral as well, since x + 0.0 is a bf16
-number, which is not rounded.
+0.0 after a leaf is rounded; a sum of two bf16 numbers is never rounded to zero.
 """
 
 from __future__ import annotations
@@ -42,8 +40,6 @@ from gradsync.sync.layout import BucketPlan
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-
-    from gradsync.sync.stochastic_rounding import StochasticRounding
 
 
 TREE_VERSION = 1
@@ -164,12 +160,6 @@ def at_once(pairs: Sequence[Pair]) -> list[list[Pair]]:
     return rounds
 
 
-def meeting(left: Node, right: Node) -> Node:
-    """The node in which two nodes, neither inside of the other, are added."""
-    level = (_start(left) ^ _start(right)).bit_length()
-    return level, _start(left) >> level
-
-
 def root(num_leaves: int) -> Node:
     """The node above all leaves."""
     return (max(num_leaves - 1, 0).bit_length(), 0)
@@ -230,7 +220,6 @@ class Bucket:
         node_dtype: of the buffers, see [Note: Rounded nodes]; None is the gradients' own, as for
             complex ones always. `.grad` points into a buffer of its own then.
         number: place in the order of launching, for profilers.
-        rounding: rounds nodes in bf16; None is to nearest.
     """
 
     def __init__(
@@ -240,7 +229,6 @@ class Bucket:
         node_dtype: torch.dtype | None = None,
         *,
         number: int = 0,
-        rounding: StochasticRounding | None = None,
     ) -> None:
         self.plan, self.number = plan, number
         self.parameters = [parameters[slot.index] for slot in plan.slots]
@@ -250,8 +238,6 @@ class Bucket:
         self._node_dtype = node_dtype if node_dtype is not None and real else self.dtype
         self.rounded = self._node_dtype != self.dtype
         """Whether buffers have another dtype than the gradients."""
-        self.rounding = rounding if self._node_dtype == torch.bfloat16 else None
-        """Rounds leaves and sums; None where they are rounded to nearest, or not at all."""
         self._sums: tuple[Tensor, list[Tensor]] | None = None
         self.touched = [False] * len(plan.slots)
         """Slots that got a gradient in this step."""
@@ -291,14 +277,6 @@ class Bucket:
         self._flats[number] = memory
         self._views[number] = self._views_into(memory)
         self._parts.clear()
-
-    def add(self, left: Tensor, right: Tensor, start: int, at: Node) -> None:
-        """Add `right` to `left`, [n]: what two nodes below node `at` have of the elements from
-        `start` on."""
-        if self.rounding is None:
-            left.add_(right)
-        else:
-            self.rounding.add(left, right, self.plan.slots, start, at)
 
     def _views_into(self, flat: Tensor) -> list[Tensor]:
         return [
@@ -473,15 +451,11 @@ class TreeSums:
 
     Without a leaf's global index, its nodes are known only once all ranks have exchanged their
     numbers of leaves: until then every leaf keeps its own buffer.
-
-    Args:
-        indexed: refuse leaves without an index, by which nodes are rounded.
     """
 
-    def __init__(self, *, indexed: bool = False) -> None:
-        self._indexed = indexed
+    def __init__(self) -> None:
         self.begin_step()
-        self._top = self._target = self._leaf = 0
+        self._top = self._target = 0
 
     def begin_step(self) -> None:
         """Start over with no leaves."""
@@ -498,13 +472,8 @@ class TreeSums:
         """Begin a leaf; indices of a rank are consecutive.
 
         Raises:
-            ConfigError: they are not, or there is none and it is needed.
+            ConfigError: they are not.
         """
-        if index is None and self._indexed:
-            raise ConfigError(
-                "rounding='stochastic' takes its random bits by the index of a leaf: give "
-                "sync.backward the leaf of gs.loader (leaf=leaf), or its index to sync.micro_step"
-            )
         if self.num_leaves == 0:
             self.first_leaf = index
         expected = None if self.first_leaf is None else self.first_leaf + self.num_leaves
@@ -516,24 +485,19 @@ class TreeSums:
             )
         self._top = self.num_buffers
         self._target = self._top if index is None else self._stack.push(index)
-        self._leaf = 0 if index is None else index
         self.num_leaves += 1
 
     def fold(self, bucket: Bucket, slots: Sequence[int]) -> None:
         """Push new gradients down the stack; `.grad` is empty afterwards."""
         parameters = [bucket.parameters[slot] for slot in slots]
         gradients = _gradients(parameters)
-        if bucket.rounding is not None:
-            indices = [bucket.plan.slots[slot].index for slot in slots]
-            pairs = zip(gradients, indices, strict=True)
-            gradients = [bucket.rounding.leaf(g, index, self._leaf) for g, index in pairs]
         if self._target == self._top:
             self._lay_down(bucket, slots, gradients)
         else:
             left = bucket.views(self._top - 1, slots)
             if left[0].dtype != gradients[0].dtype:  # see [Note: Rounded nodes]
                 gradients = [gradient.to(left[0].dtype) for gradient in gradients]
-            self._add(bucket, slots, gradients, 1)
+            foreach_add_(left, gradients)
             self._carry(bucket, slots)
         for parameter in parameters:
             parameter.grad = None
@@ -560,20 +524,7 @@ class TreeSums:
 
     def _carry(self, bucket: Bucket, slots: Sequence[int]) -> None:
         for number in range(self._top - 1, self._target, -1):
-            level = self._top - number + 1
-            self._add(bucket, slots, bucket.views(number, slots), level)
-
-    def _add(self, bucket: Bucket, slots: Sequence[int], right: list[Tensor], level: int) -> None:
-        """Add `right` to the buffer that is `level` below the top; the sum is the node of that
-        level above the present leaf."""
-        number = self._top - level
-        if bucket.rounding is None:
-            foreach_add_(bucket.views(number, slots), right)
-            return
-        for place, tensor in zip(slots, right, strict=True):
-            slot = bucket.plan.slots[place]
-            left = bucket.view(number, place).view(-1)
-            bucket.add(left, tensor.reshape(-1), slot.offset, (level, self._leaf >> level))
+            foreach_add_(bucket.views(number - 1, slots), bucket.views(number, slots))
 
     def forget(self) -> None:
         """Discard this rank's leaves; the other ranks learn of it in place of the first index."""

@@ -11,11 +11,7 @@ import torch
 
 from gradsync.comm.base import Communicator, Messenger
 from gradsync.comm.groups import Groups, Hosts, RankPlacement, Subset, for_background, group_of_pair
-from gradsync.comm.p2p_collectives import (
-    doubling_all_reduce,
-    hierarchical_all_reduce,
-    ring_all_reduce,
-)
+from gradsync.comm.p2p_collectives import hierarchical_all_reduce, ring_all_reduce
 from gradsync.comm.process_group import Channel, ProcessGroupCommunicator, draw_channel
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
 from gradsync.comm.shared_memory.hierarchy import all_reduce_over_hosts, share_hosts
@@ -35,7 +31,6 @@ from gradsync.sync.late_update import LateReplicas
 from gradsync.sync.options import Recipe
 from gradsync.sync.reducer import Replicas, trainable
 from gradsync.sync.shared_memory import SharedMemoryExchange, SharedMemoryShards
-from gradsync.sync.stochastic_rounding import StochasticRounding
 from gradsync.sync.tree_exchange import TreeExchange
 from gradsync.sync.zero import ZeroShards
 
@@ -64,8 +59,7 @@ def build_engine(
         ConfigError: a hierarchical recipe without groups.
     """
     parameters = [parameter for _, parameter in trainable(model)]
-    rounding = StochasticRounding(recipe.rounding_seed) if recipe.rounding != "nearest" else None
-    buckets = lay_out_buckets(parameters, recipe, comm.world_size, rounding=rounding)
+    buckets = lay_out_buckets(parameters, recipe, comm.world_size)
     invariant = recipe.order == "invariant"
     exchange: Exchange | None = None
     # Work of shared memory for the recipe beyond carrying messages.
@@ -103,13 +97,13 @@ def build_engine(
         *(model, comm, buckets),
         # The core that would add beside backward computes.
         recipe=recipe if by_messages else replace(recipe, overlap=False),
-        sums=TreeSums(indexed=rounding is not None) if invariant else PlainSums(),
+        sums=TreeSums() if invariant else PlainSums(),
         exchange=exchange,
         shards=shards,
         # Shards of optimizer state belong to places in buckets: then places must not change.
         learns=recipe.grouping == "buckets" and recipe.shard == "none" and by_messages,
     )
-    engine.user_loop, engine.shards.rounding = user_loop, rounding
+    engine.user_loop = user_loop
     return engine
 
 
@@ -217,8 +211,6 @@ def _algorithm(
     everyone = Channel(comm, channel)
     if recipe.reduction == "ring":
         return lambda flat: ring_all_reduce(everyone, flat, "sum")
-    if recipe.reduction == "recursive_doubling":
-        return lambda flat: doubling_all_reduce(everyone, flat, "sum")
     # By messages of `comm`, which is this thread's: `intra` on one host is the default group.
     placement = _known(groups).placement
     intra = Subset(everyone, placement.node_of(comm.rank))

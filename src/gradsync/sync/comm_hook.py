@@ -38,7 +38,7 @@ from gradsync.core.torch_private import timeout_of
 from gradsync.errors import ConfigError
 from gradsync.world import World
 
-STRATEGIES = ("ring", "recursive_doubling", "hierarchical", "bf16", "fp16", "powersgd")
+STRATEGIES = ("ring", "hierarchical", "bf16", "fp16", "powersgd")
 """Strategies available as a DDP hook."""
 Average = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]
 """`average(group, bucket)`: a future of the bucket's buffer, averaged over the group in place."""
@@ -91,8 +91,8 @@ def comm_hook(
     """Make a communication hook for `DistributedDataParallel`; one for each DDP model.
 
     Args:
-        strategy: ring, recursive_doubling, hierarchical (see `gs.all_reduce`); bf16, fp16 (torch's
-            hooks); powersgd (torch's hook).
+        strategy: ring, hierarchical (see `gs.all_reduce`); bf16, fp16 (torch's hooks); powersgd
+            (torch's hook).
         group: process group to average over; None is the model's own when registered by `register`,
             but torch's default one when by DDP's `register_comm_hook(*hook)`.
         groups: from `gs.groups(world)`, for hierarchical; None exchanges the ranks' hosts when the

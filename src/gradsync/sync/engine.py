@@ -29,7 +29,6 @@ from gradsync.sync.exchange import Exchange
 from gradsync.sync.layout import Item, plan_buckets
 from gradsync.sync.options import Recipe
 from gradsync.sync.reducer import SMALL, Reducer, Replicas, Stopwatch, trainable
-from gradsync.sync.stochastic_rounding import StochasticRounding
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -265,8 +264,6 @@ class Engine(Reducer):
         for bucket in self.buckets:
             bucket.begin_step()
         self._sums.begin_step()
-        if self.shards.rounding is not None:
-            self.shards.rounding.step += 1
         if self._learning:
             self._learn()
 
@@ -298,7 +295,7 @@ class Engine(Reducer):
         self._ready_order, self._learning = [], not known
         if known and agreed != present:
             how = self.parameters, self.recipe, self.comm.world_size, agreed
-            self._use(lay_out_buckets(*how, rounding=self.shards.rounding))
+            self._use(lay_out_buckets(*how))
 
     def close(self) -> None:
         """Remove the hooks and end the transport's thread."""
@@ -313,8 +310,6 @@ def lay_out_buckets(
     recipe: Recipe,
     world_size: int,
     order: Sequence[int] | None = None,
-    *,
-    rounding: StochasticRounding | None = None,
 ) -> list[Bucket]:
     """Group `parameters` by the recipe, taken in `order`.
 
@@ -323,7 +318,6 @@ def lay_out_buckets(
         recipe: how large a bucket is.
         world_size: number of ranks.
         order: indices of all parameters; None: the last first, as backward finishes them.
-        rounding: of nodes in bf16; None is to nearest.
     """
     in_buckets = recipe.grouping == "buckets"
     whole = 0.0 if recipe.grouping == "parameter" else float("inf")
@@ -341,10 +335,7 @@ def lay_out_buckets(
         world_size=world_size,
     )
     node_dtype = None if recipe.node_dtype is None else torch.bfloat16
-    return [
-        Bucket(plan, parameters, node_dtype, number=n, rounding=rounding)
-        for n, plan in enumerate(plans)
-    ]
+    return [Bucket(plan, parameters, node_dtype, number=n) for n, plan in enumerate(plans)]
 
 
 def _unfit(name: str, gradient: Tensor | None, bucket: Bucket, slot: int) -> ConfigError:

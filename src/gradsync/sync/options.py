@@ -19,9 +19,8 @@ log = logging.getLogger("gradsync")
 
 Grouping = Literal["parameter", "flat", "buckets"]
 Order = Literal["any", "invariant"]
-ReductionName = Literal["backend", "ring", "recursive_doubling", "hierarchical"]
+ReductionName = Literal["backend", "ring", "hierarchical"]
 Wire = Literal["same", "bf16", "fp16"]
-Rounding = Literal["nearest", "stochastic"]
 Shard = Literal["none", "optimizer", "gradients"]
 Collective = Literal["auto", "shared_memory", "backend"]
 Dtype = Literal["bf16", "fp16", "fp32"]
@@ -95,15 +94,6 @@ class Recipe(Options):
         "The adder: the process group's all_reduce, or one of gradsync's algorithms.",
     )
     wire: Wire = option("same", "Dtype of gradients on the wire: their own, or 16 bits.")
-    rounding: Rounding = option(
-        "nearest",
-        "invariant_bf16: round nodes of the tree to the nearest number, or up or down by chance, "
-        "so that errors have the mean 0; the same bits on any number of ranks, too.",
-    )
-    rounding_seed: int = option(
-        1,
-        "Names the random bits of rounding=stochastic.",
-    )
     shard: Shard = option(
         "none",
         "Memory divided among the ranks: none, the optimizer's, or the gradients' too.",
@@ -141,12 +131,6 @@ class Recipe(Options):
                 "(the clipping norm is summed shard by shard); got "
                 f"order={self.order!r}, reduction={self.reduction!r}, wire={self.wire!r}; "
                 "shard='optimizer' goes with all of them"
-            )
-
-        if self.rounding == "stochastic" and self.node_dtype is None:
-            raise ConfigError(
-                "rounding='stochastic' rounds the nodes of a tree: it goes with order='invariant' "
-                f"and wire='bf16'; got order={self.order!r}, wire={self.wire!r}"
             )
 
     def _check_invariant(self) -> None:

@@ -29,7 +29,6 @@ from gradsync.comm.process_group import Done
 from gradsync.core.torch_private import foreach_norm
 from gradsync.errors import RunError
 from gradsync.sync.norms import clip_gradients, scale_all
-from gradsync.sync.stochastic_rounding import STEP, StochasticRounding
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -192,8 +191,6 @@ class Replicas:
 
     def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
         self.model, self.parameters = model, list(parameters)
-        self.rounding: StochasticRounding | None = None
-        """Rounds nodes of the tree; the number of its steps is kept from run to run."""
         self.updates: Callable[[Sequence[Tensor]], AbstractContextManager[Any]] = nullcontext
         """Encloses an update after `publish`, of these parameters."""
         self._given: list[Tensor] = []
@@ -330,7 +327,7 @@ class Replicas:
 
     def state_tensors(self) -> dict[str, Tensor]:
         """The strategy's own state from step to step, equal on all ranks after `gather`."""
-        return {} if self.rounding is None else {STEP: torch.tensor(self.rounding.step)}
+        return {}
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore tensors from `state_tensors`.
@@ -338,10 +335,8 @@ class Replicas:
         Raises:
             RunError: tensors of another strategy.
         """
-        if self.rounding is not None:
-            self.rounding.step = int(tensors.get(STEP, 0))
-        if others := tensors.keys() - {STEP}:  # another rounding begins at 0, or needs no number
-            raise RunError(f"this strategy remembers nothing, got {', '.join(others)}")
+        if tensors:
+            raise RunError(f"this strategy remembers nothing, got {', '.join(tensors)}")
 
 
 class Reducer(ABC):

@@ -60,7 +60,6 @@ from gradsync.sync.buckets import (
     at_once,
     checked_shares,
     largest_nodes,
-    meeting,
     merges_of,
     root,
 )
@@ -76,7 +75,7 @@ if TYPE_CHECKING:
 LANES = 2
 """Buckets on their way at once, on CPUs."""
 _PLAIN = (torch.float32, torch.float64)
-"""Dtypes in which an all-reduce of two ranks adds a + b, rounded once, as `Bucket.add` does."""
+"""Dtypes in which an all-reduce of two ranks adds a + b, rounded once, as the tree does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,19 +166,19 @@ class TreeExchange(Exchange):
         self.whole = True
         buffers, number = self._buffers(bucket), bucket.number
         if self.messenger.world_size == 1:
-            self._reduce(bucket, buffers, 0)
+            self._reduce(buffers, 0)
             return Done()
         works: list[Work] = []
         pair = self._pair is not None  # whose collectives have one order on both ranks
-        fn = partial(self._as_pair, works) if pair else self._both
+        fn = partial(self._as_pair, works, bucket) if pair else self._both
         name, lane = ("start", 0) if pair else ("sum", number)
-        works.append(self.submit(f"{name} {number}", partial(fn, bucket, buffers), lane))
+        works.append(self.submit(f"{name} {number}", partial(fn, buffers), lane))
         return AllOf(works)
 
     def launch_half(self, bucket: Bucket) -> Work:
         self.whole = False
         buffers, number = self._buffers(bucket), bucket.number
-        return self.submit(f"in {number}", lambda lane: self._reduce(bucket, buffers, lane), number)
+        return self.submit(f"in {number}", lambda lane: self._reduce(buffers, lane), number)
 
     def gather(self, bucket: Bucket) -> Work:
         """Start the other half."""
@@ -271,33 +270,33 @@ class TreeExchange(Exchange):
         siblings = bool(self._stages) and all(stage.siblings for stage in self._stages)
         if self._pair is None or not siblings or bucket.rounded or bucket.dtype not in _PLAIN:
             with record_function(f"sum {bucket.number}"):
-                self._both(bucket, buffers, 0)
+                self._both(buffers, 0)
         else:
-            _put(self._own_nodes(bucket, buffers), buffers[0])
+            _put(self._own_nodes(buffers), buffers[0])
             # Both ranks, the bucket's [numel] and dtype, overlapping backward.
             works.append(self._pair.all_reduce(buffers[0]))
 
-    def _own_nodes(self, bucket: Bucket, buffers: list[Tensor]) -> list[Tensor]:
+    def _own_nodes(self, buffers: list[Tensor]) -> list[Tensor]:
         """Values of this rank's nodes; unless indexed, every leaf still has a buffer."""
         values, own = buffers[: self._num_buffers], self._own
         leaves = [(0, leaf) for leaf in own]
-        return values if self._indexed else _add(bucket, 0, values, leaves, largest_nodes(own))
+        return values if self._indexed else _add(values, leaves, largest_nodes(own))
 
-    def _both(self, bucket: Bucket, buffers: list[Tensor], lane: int) -> None:
-        self._reduce(bucket, buffers, lane)
+    def _both(self, buffers: list[Tensor], lane: int) -> None:
+        self._reduce(buffers, lane)
         if self._stages:  # else the step is discarded
             self._send_down(buffers[0], lane)
 
-    def _reduce(self, bucket: Bucket, buffers: list[Tensor], lane: int) -> None:
+    def _reduce(self, buffers: list[Tensor], lane: int) -> None:
         """Add up; this rank's shard of the sum ends in `buffers[0]`, at its place."""
         self._planned.wait()  # on another lane
         if not self._stages:
             return  # the step is discarded
-        result, values = buffers[0], self._own_nodes(bucket, buffers)
+        result, values = buffers[0], self._own_nodes(buffers)
         parts = [result]
         for stage in self._stages:
             climb = self._halve_add if stage.siblings else self._scatter_add
-            values = climb(stage, bucket, values, parts[-1], lane)
+            values = climb(stage, values, parts[-1], lane)
             parts.append(self._shard(stage.comm, parts[-1], stage.comm.rank))
         _put(values, parts[-1])
 
@@ -315,7 +314,7 @@ class TreeExchange(Exchange):
             _down(level, region, lane)
 
     def _scatter_add(
-        self, stage: TreeStage, bucket: Bucket, values: list[Tensor], region: Tensor, lane: int
+        self, stage: TreeStage, values: list[Tensor], region: Tensor, lane: int
     ) -> list[Tensor]:
         """Send every rank its shard of this rank's values, add up the slices of this rank's shard.
 
@@ -324,7 +323,6 @@ class TreeExchange(Exchange):
 
         Args:
             stage: nodes of each rank.
-            bucket: adds.
             values: of this rank's nodes, each [n]; may be empty.
             region: the result's region, [n]; for its place, shape and dtype only.
             lane: the channel.
@@ -344,22 +342,18 @@ class TreeExchange(Exchange):
             arrived += slices
         comm.exchange(sends, receives, lane).wait()
         nodes = [node for nodes_of_rank in stage.nodes for node in nodes_of_rank]
-        return _add(bucket, _start(bucket, own_part), arrived, nodes, stage.wanted)
+        return _add(arrived, nodes, stage.wanted)
 
     def _halve_add(
-        self, stage: TreeStage, bucket: Bucket, values: list[Tensor], region: Tensor, lane: int
+        self, stage: TreeStage, values: list[Tensor], _: Tensor, lane: int
     ) -> list[Tensor]:
         """As `_scatter_add` between siblings: messages of [n / 2], [n / 4] ... to one rank
         each, the bucket's dtype; beside backward."""
         comm, kept = stage.comm, values[0]
-        level, index = stage.nodes[comm.rank][0]
-        rounds = zip(_rounds(comm, kept), _rounds(comm, region), strict=True)
-        for (partner, kept, other), (_, place, _) in rounds:
+        for partner, kept, other in _rounds(comm, values[0]):
             (got,) = self._rooms(stage, kept, 1, lane)
             comm.exchange([(other, partner)], [(got, partner)], lane).wait()
-            level, index = level + 1, index // 2
-            # Left + right or right + left: one sum.
-            bucket.add(kept, got, _start(bucket, place), (level, index))
+            kept.add_(got)  # Left + right or right + left: one sum.
         return [kept]
 
     def _shard(self, comm: Messenger, region: Tensor, rank: int) -> Tensor:
@@ -378,22 +372,16 @@ class TreeExchange(Exchange):
         return list(self._room[key][:numel].view(count, like.numel()))
 
 
-def _add(
-    bucket: Bucket,
-    start: int,
-    values: list[Tensor],
-    nodes: Sequence[Node],
-    wanted: Sequence[Node],
-) -> list[Tensor]:
-    """Add in tree order, in place, what nodes have of a bucket's elements from `start` on; returns
-    the values of the wanted nodes that exist."""
+def _add(values: list[Tensor], nodes: Sequence[Node], wanted: Sequence[Node]) -> list[Tensor]:
+    """Add in tree order, in place, the values of nodes; returns those of the wanted nodes that
+    exist."""
     merges, ends = merges_of(nodes, wanted)
-    if bucket.rounding is None and values and values[0].is_cuda:
+    if values and values[0].is_cuda:
         for pairs in at_once(merges):
             foreach_add_([values[left] for left, _ in pairs], [values[right] for _, right in pairs])
         merges = []
     for left, right in merges:
-        bucket.add(values[left], values[right], start, meeting(nodes[left], nodes[right]))
+        values[left].add_(values[right])
     return [values[end] for end in ends if end >= 0]
 
 
@@ -427,11 +415,6 @@ def _rounds(comm: Messenger, region: Tensor) -> list[tuple[int, Tensor, Tensor]]
         region, other = (high, low) if comm.rank >> power & 1 else (low, high)
         found.append((comm.rank ^ 1 << power, region, other))
     return found
-
-
-def _start(bucket: Bucket, part: Tensor) -> int:
-    """Index in the bucket of the first element of `part`, a view of its buffer 0."""
-    return int(part.storage_offset()) - int(bucket.flat(0).storage_offset())
 
 
 # -- the norm of shards ---------------------------------------------------------------------------

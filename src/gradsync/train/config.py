@@ -238,8 +238,8 @@ class TrainConfig:
     log_every: int = 10
     """Optimizer steps between logged ones: a printed line, an object in metrics.jsonl."""
     track: str = ""
-    """Trackers that get every record of metrics.jsonl too: tensorboard, wandb, trackio, prometheus,
-    or several with commas between them; empty for none."""
+    """Trackers that get every record of metrics.jsonl too: tensorboard, wandb, or both with a comma
+    between them; empty for none."""
     profile: int = 0
     """Trace this optimizer step and the next one: profile_trace/iteration_N/rankR_trace.json, for
     Perfetto (ui.perfetto.dev) and `gradsync report`; 0 for none."""

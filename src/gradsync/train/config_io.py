@@ -139,6 +139,8 @@ def _leaves(
         name = way.replace("-", "_")
         below = [each for each in known if each.startswith(f"{name}.")]
         if name not in known and not below:
+            if value is None and name.startswith("sync_options."):
+                continue  # an option that an older version had, unset in its run's file
             near = get_close_matches(name, known, n=1)
             hint = f"; perhaps you meant {near[0]}" if near else ""
             hint = f": {_OTHERS[name]}" if name in _OTHERS else hint

@@ -59,8 +59,8 @@ from gradsync.models.config import GPTConfig
 from gradsync.parallel.transfer import collect, describe, hand_out, layout_of
 from gradsync.runtime import environ
 from gradsync.sync.buckets import TREE_VERSION
-from gradsync.sync.options import DilocoOptions, LocalSgdOptions, Recipe
-from gradsync.sync.registry import check_options, find_strategy
+from gradsync.sync.options import DilocoOptions, LocalSgdOptions
+from gradsync.sync.registry import find_strategy
 from gradsync.sync.sharded_state import HeldState, Share
 from gradsync.train.config import TrainConfig
 from gradsync.train.foreign import read_hf
@@ -101,10 +101,6 @@ def numeric_fingerprint(
     strategy = find_strategy(config.sync)
     invariant = strategy.same_on_any_ranks
     tree = f"invariant tree {TREE_VERSION}{', bf16' if strategy.promise == 'lossy' else ''}"
-    if invariant:
-        chosen = check_options(strategy, config.sync_options.given())
-        if isinstance(chosen, Recipe) and chosen.rounding == "stochastic":
-            tree += f", stochastic, seed {chosen.rounding_seed}"
     on_cuda = world.device.type == "cuda"
     settings = [f"{name}={value}" for name in _MATH_VARIABLES if (value := environ.get(name))]
     layout = config.layout(world.world_size)

@@ -3,8 +3,6 @@
     name          what it leaves in the run directory
     tensorboard   tensorboard/: event files
     wandb         wandb/, and wandb.json with the run's id
-    trackio       trackio/: a database
-    prometheus    metrics.prom: the newest values, for node-exporter's textfile collector
 
 `Tracker` has the shape of Accelerate's `GeneralTracker` (made with the configuration, `log(values,
 step)`, `finish`), and hears at its end whether the run failed, which W&B shows.
@@ -17,11 +15,9 @@ from __future__ import annotations
 
 import json
 import logging
-import re
-import sys
 import time
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -38,7 +34,7 @@ log = logging.getLogger("gradsync")
 
 _PROJECT = "gradsync"
 _UPLOAD_S = "30"
-"""Seconds that W&B may take to upload what is left at the end, as trackio does: others wait."""
+"""Seconds that W&B may take to upload what is left at the end: others wait."""
 _START_S = 100
 """Longest to wait for a tracker's start; W&B gives up after 90 seconds, and says why."""
 _FINISH_S = 45
@@ -101,67 +97,12 @@ class _WeightsAndBiases:
         self._run.finish(exit_code=int(failed))
 
 
-class _Trackio:
-    """A run of trackio."""
-
-    def __init__(self, folder: Path, config: Mapping[str, Any], done_steps: int) -> None:
-        import trackio
-
-        self._run = trackio.init(
-            project=_PROJECT,
-            name=folder.absolute().name,
-            config=dict(config),
-            resume="allow" if done_steps else "never",
-            embed=False,
-        )
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        self._run.log(dict(values), step=step)
-
-    def finish(self, *, failed: bool) -> None:
-        import trackio
-
-        trackio.finish()  # the run's own would come, and speak, once more at the process's end
-
-
-class _Prometheus:
-    """A text file of gauges, whole at any moment; each has its newest value."""
-
-    def __init__(self, folder: Path, config: Mapping[str, Any], done_steps: int) -> None:
-        self._path = folder / "metrics.prom"
-        name = folder.absolute().name.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-        self._labels = f'{{run="{name}",rank="0"}}'
-        self._newest: dict[str, float] = {}
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        self._newest |= {"step": step, **values}
-        lines = []
-        for name, value in self._newest.items():
-            gauge = f"gradsync_{re.sub('[^a-zA-Z0-9_]', '_', name)}"
-            lines += [
-                f"# HELP {gauge} {name} in metrics.jsonl, its newest value",
-                f"# TYPE {gauge} gauge",
-                f"{gauge}{self._labels} {value!r}",
-            ]
-        # The exporter is another user; the directory says who may come in.
-        replace_text(self._path, "\n".join(lines) + "\n")
-
-    def finish(self, *, failed: bool) -> None:
-        """The file stays."""
-
-
-KINDS: Mapping[str, type[Tracker]] = {
-    "tensorboard": _TensorBoard,
-    "wandb": _WeightsAndBiases,
-    "trackio": _Trackio,
-    "prometheus": _Prometheus,
-}
-_PACKAGES = ("tensorboard", "wandb", "trackio")
-"""Trackers that need the package of their name, which the extra of that name installs."""
+KINDS: Mapping[str, type[Tracker]] = {"tensorboard": _TensorBoard, "wandb": _WeightsAndBiases}
+"""Each needs the package of its name, which the extra of that name installs."""
 
 
 def tracker_names(track: str) -> list[str]:
-    """The names in a list such as `tensorboard,prometheus`, each once."""
+    """The names in a list such as `tensorboard,wandb`, each once."""
     names = list(dict.fromkeys(filter(None, map(str.strip, track.split(",")))))
     for name in names:
         if name not in KINDS:
@@ -176,7 +117,7 @@ def require_packages(track: str) -> None:
     """Raise ConfigError where a tracker's package is not installed."""
     for name in tracker_names(track):
         # A mere folder, such as the ./wandb that W&B makes where a script runs, has no origin.
-        if name in _PACKAGES and getattr(find_spec(name), "origin", None) is None:
+        if getattr(find_spec(name), "origin", None) is None:
             raise ConfigError(
                 f"track={name} needs the package {name}: pip install 'gradsync[{name}]'"
             )
@@ -191,10 +132,9 @@ def _process_for(name: str, folder: Path, done_steps: int) -> Generator[None]:
     """Let the process be as tracker `name` wants it at its start. It is the waiting thread that
     changes it, which puts it back also where the start never ends.
 
-    The user's own variables (WANDB_MODE, WANDB_PROJECT, TRACKIO_DIR …) come first. trackio's words
-    go to standard error, since standard output may be one JSON document.
+    The user's own variables (WANDB_MODE, WANDB_PROJECT …) come first.
     """
-    defaults, words = {}, sys.stdout
+    defaults = {}
     if name == "wandb":
         defaults = {
             "WANDB_PROJECT": _PROJECT,
@@ -203,10 +143,8 @@ def _process_for(name: str, folder: Path, done_steps: int) -> Generator[None]:
         }
         if done_steps and (run_id := read_object(_wandb_id(folder)).get("id")):
             defaults |= {"WANDB_RUN_ID": str(run_id), "WANDB_RESUME": "allow"}
-    elif name == "trackio":
-        defaults, words = {"TRACKIO_DIR": str(folder.absolute() / "trackio")}, sys.stderr
     variables = {name: environ.get(name, value) for name, value in defaults.items()}
-    with environ.exported(variables), redirect_stdout(words):
+    with environ.exported(variables):
         yield
 
 
@@ -298,14 +236,13 @@ class Trackers:
         """End them; a second call does nothing."""
         ending, self._fed = self._fed, []
         deadline = time.monotonic() + _FINISH_S
-        with redirect_stdout(sys.stderr):  # see `_process_for`
-            for fed in ending:
-                fed.end(failed=failed)
-            for fed in ending:
-                fed.join(max(0.0, deadline - time.monotonic()))
-                if fed.is_alive():
-                    log.warning(
-                        "tracker %s did not finish within %s s and is left alone; metrics.jsonl "
-                        "has all records",
-                        *(fed.tracker, _FINISH_S),
-                    )
+        for fed in ending:
+            fed.end(failed=failed)
+        for fed in ending:
+            fed.join(max(0.0, deadline - time.monotonic()))
+            if fed.is_alive():
+                log.warning(
+                    "tracker %s did not finish within %s s and is left alone; metrics.jsonl has "
+                    "all records",
+                    *(fed.tracker, _FINISH_S),
+                )

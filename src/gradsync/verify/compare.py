@@ -179,7 +179,7 @@ def gradient_bounds(
         roundings = max(exact.terms[name] - 1, 0) + _DIVISION + _CLIPPING * clipped
         if promise.wire and promise.same_bits:  # as a leaf, and on each level of the tree
             levels = (exact.terms[name] - 1).bit_length() + 1
-            on_wire = gamma(levels * (1 + promise.stochastic), promise.wire)
+            on_wire = gamma(levels, promise.wire)
         factor = gamma(roundings, dtype) + on_wire
         bounds[name] = (factor * size + underflow) / exact.weight + SMALLEST_NORMAL[dtype]
     return bounds

@@ -94,7 +94,6 @@ class Promise:
     kind: Kind = "rounding"  # the kind that its entry in the registry says
     same_bits: bool = False  # True when its run on one rank has them, whatever they are worth
     wire: str = ""  # bf16 or fp16 when gradients travel in it, whose rounding is allowed per sum
-    stochastic: bool = False  # True when that rounding is off by up to twice the nearest's
     bounded: bool = True  # False when no bound on the gradient follows from arithmetic (low rank)
     local: bool = False  # True when gradients stay each rank's own and weights are averaged instead
     zeros_when_unused: bool = False
@@ -123,8 +122,7 @@ def promise_of(strategy: str) -> Promise:
     rounded = f"nodes of the tree in {wire}" if same_bits else f"{wire} on the wire"
     details = _DETAILS.get(entry.name, {"says": rounded if wire else ""})
     kind = "lossy" if wire else entry.promise
-    by_chance = recipe.rounding == "stochastic"
-    return Promise(kind=kind, same_bits=same_bits, wire=wire, stochastic=by_chance, **details)
+    return Promise(kind=kind, same_bits=same_bits, wire=wire, **details)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,12 +1,11 @@
-"""`gradsync export`: transformers opens the folder, and computes the same; safetensors and DCP hold
-the checkpoint's very bits."""
+"""`gradsync export`: transformers opens the folder, and computes the same; safetensors hold the
+checkpoint's very bits."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
-import pickle
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -14,18 +13,11 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-import torch.distributed.checkpoint as torch_dcp
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import (
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from gradsync.checkpoint.dcp import read_dcp, write_dcp
-from gradsync.checkpoint.optimizer_state import pack_optimizer, unpack_optimizer
 from gradsync.checkpoint.pieces import FlatPiece, part_stem, piece_of_run, places_of, whole_piece
 from gradsync.checkpoint.store import CheckpointStore, Snapshot, resolve
 from gradsync.checkpoint.weights import load_weights
@@ -33,11 +25,10 @@ from gradsync.cli.main import main
 from gradsync.data.meta import read_meta
 from gradsync.data.prepare import prepare
 from gradsync.data.tokenizer import load_tokenizer
-from gradsync.errors import CheckpointError, ConfigError
+from gradsync.errors import ConfigError
 from gradsync.models.config import GPTConfig
 from gradsync.models.gpt import GPT
 from gradsync.models.llama import from_llama, llama_config, shape_of, to_llama
-from support.foreign_files import Stranger
 
 TEXT = "the quick brown fox, Größe 3 µm \u200b🦊\n\tdef f(x): return x  # <|endoftext|>\n"
 FLAGS = (
@@ -185,7 +176,7 @@ def test_a_folder_that_holds_something_is_left_alone(
     assert "no checkpoint there" in capsys.readouterr().err
 
 
-# -- safetensors and torch's distributed checkpoints -----------------------------------------------
+# -- safetensors ----------------------------------------------------------------------------------
 
 
 def snapshot_of(run: Path) -> Snapshot:
@@ -227,82 +218,25 @@ def in_shares(whole: Snapshot, directory: Path, kinds: tuple[str, ...]) -> Path:
 
 
 @pytest.mark.parametrize("kinds", [(), ("optimizer",), ("model", "optimizer")])
-def test_the_bits_go_to_safetensors_and_dcp_and_back(
-    run: Path, tmp_path: Path, kinds: tuple[str, ...]
-) -> None:
+def test_the_bits_go_to_safetensors(run: Path, tmp_path: Path, kinds: tuple[str, ...]) -> None:
     whole = snapshot_of(run)
     source = in_shares(whole, tmp_path / "run" / "checkpoints", kinds) if kinds else run
     weights = dict(whole.tensors["model"])
-    file, folder = tmp_path / "w.safetensors", tmp_path / "w.dcp"
-    assert main(["export", str(source), "--to", "safetensors", "--out", str(file)]) == 0
+    file = tmp_path / "w.safetensors"
+    command = ["export", str(source), "--to", "safetensors", "--out", str(file)]
+    assert main(command) == 0
     assert same_bits(load_file(file), weights)
-    assert main(["export", str(source), "--to", "dcp", "--out", str(folder)]) == 0
-    back = tmp_path / "back.safetensors"
-    assert main(["export", str(folder), "--to", "safetensors", "--out", str(back)]) == 0
-    assert same_bits(load_file(back), weights)
-    assert main(["export", str(back), "--to", "dcp"]) == 0
-    assert same_bits(read_dcp(tmp_path / "back-dcp"), weights)
-    assert main(["export", str(back), "--to", "dcp"]) == 2  # there is something by now
+    assert main(command) == 2  # there is something by now
 
 
 def test_tied_weights_of_any_model(tmp_path: Path) -> None:
     tied = torch.ones(2, 3)
     snapshot = Snapshot(step=1, tensors={"model": {"a.w": tied, "b.w": tied}}, state={})
     CheckpointStore(tmp_path / "checkpoints").save(snapshot)
-    for kind in ("safetensors", "dcp"):
-        assert main(["export", str(tmp_path), "--to", kind]) == 0
+    assert main(["export", str(tmp_path), "--to", "safetensors"]) == 0
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         assert (list(file.keys()), file.metadata()) == (["a.w"], {"format": "pt", "b.w": "a.w"})
-    assert same_bits(read_dcp(tmp_path / "dcp"), {"a.w": tied, "b.w": tied})
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_torch_loads_model_and_optimizer(run: Path) -> None:
-    """Load into an optimizer as a user makes it, whose next step has the bits of the run's own."""
-    assert main(["export", str(run), "--to", "dcp"]) == 0
-    found = snapshot_of(run)
-    state = found.state["optimizer"]
-
-    def trained(by_torch: bool) -> dict[str, Tensor]:
-        model = GPT(GPTConfig(**found.state["model"]))
-        names = dict(model.named_parameters())
-        groups = [{"params": [names[n] for n in group["params"]]} for group in state["groups"]]
-        optimizer = torch.optim.AdamW(groups, lr=7.0)
-        if by_torch:
-            wanted = {"model": model.state_dict()}
-            wanted["optimizer"] = get_optimizer_state_dict(model, optimizer)
-            torch_dcp.load(wanted, checkpoint_id=run / "dcp", no_dist=True)
-            model.load_state_dict(wanted["model"])
-            set_optimizer_state_dict(model, optimizer, wanted["optimizer"])
-        else:
-            load_weights(model, found.tensors["model"])
-            unpack_optimizer(optimizer, names.items(), found.tensors["optimizer"], state)
-        kept, packed = pack_optimizer(optimizer, names.items())
-        assert packed == state
-        for parameter in model.parameters():
-            parameter.grad = torch.full_like(parameter, 0.01)
-        optimizer.step()
-        return model.state_dict() | kept
-
-    assert same_bits(trained(by_torch=True), trained(by_torch=False))
-    shutil.rmtree(run / "dcp")
-
-
-def test_nothing_strange_is_unpickled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder, made = tmp_path / "x.dcp", tmp_path / "made"
-    write_dcp(folder, {"a": torch.ones(2), "n": 5, "b": {"c": torch.zeros(1, 0)}})
-    assert {name: tuple(t.shape) for name, t in read_dcp(folder).items()} == {
-        "a": (2,),
-        "b.c": (1, 0),
-    }
-    for strange in (Stranger(made), ["a list"], os.system, torch.load):
-        (folder / ".metadata").write_bytes(pickle.dumps(strange))
-        with pytest.raises(CheckpointError, match="not readable as DCP"):
-            read_dcp(folder)
-    assert not made.exists()
-    assert main(["export", str(folder), "--to", "safetensors"]) == 1
-    assert "which no checkpoint needs" in capsys.readouterr().err
-    assert sorted(os.listdir(tmp_path)) == ["x.dcp"]
+        assert torch.equal(file.get_tensor("a.w"), tied)
 
 
 @pytest.mark.parametrize("to", ["hf", "safetensors"])

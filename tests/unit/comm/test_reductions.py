@@ -31,7 +31,7 @@ def test_one_rank_without_a_process_group(algorithm: str, op: Any) -> None:
     ("options", "message"),
     [
         ({"algorithm": "rign"}, "unknown algorithm 'rign'; perhaps you meant 'ring'"),
-        ({"algorithm": "nccl"}, "unknown algorithm 'nccl' .there are: backend, ring, recursive_"),
+        ({"algorithm": "nccl"}, "unknown algorithm 'nccl' .there are: backend, ring, hierarchical"),
         ({"op": "men"}, "unknown op 'men'; perhaps you meant 'mean' .there are: sum, mean, min,"),
     ],
 )

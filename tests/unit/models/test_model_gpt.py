@@ -311,7 +311,7 @@ from gradsync.models.gpt import GPT
 import gradsync.train.run
 GPT(GPTConfig(n_layer=1, n_embd=32, n_head=2, vocab_size=64, block_size=16, tie_head=False))
 slow = ["torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy"]
-slow += ["torch.utils.tensorboard", "wandb", "trackio"]
+slow += ["torch.utils.tensorboard", "wandb"]
 print(*(name for name in slow if name in sys.modules))
 """
 

@@ -45,8 +45,11 @@ from gradsync.plan.hardware_file import (
     write_bytes,
 )
 
-BOOST_HZ = {"h100": 1.83e9, "a100-40": 1.41e9, "t4": 1.59e9, "v100-16": 1.53e9, "rtx4090": 2.52e9}
-"""From the architectures' white papers."""
+BOOST = {
+    **{"h100": (132, 1.83e9), "a100-40": (108, 1.41e9), "t4": (40, 1.59e9)},
+    **{"v100-16": (80, 1.53e9), "rtx4090": (128, 2.52e9)},
+}
+"""Multiprocessors and their clock, from the architectures' white papers."""
 
 
 @pytest.mark.parametrize("key", MODELS)
@@ -54,15 +57,11 @@ def test_every_model_is_found_by_the_name_its_driver_gives(key: str) -> None:
     model, device = MODELS[key], device_of(key)
     for name in (model.name, model.name.lower(), model.name.removeprefix("NVIDIA ")):
         assert by_driver_name(name) is model
-    assert (device.memory_bytes, device.free_bytes, device.mig) == (
-        model.memory_gb * GB,
-        None,
-        False,
-    )
+    assert (device.memory_bytes, device.free_bytes) == (model.memory_gb * GB, None)
     assert model.link in LINKS
     assert device.source
-    if key in BOOST_HZ:
-        estimate = estimated_flops(model.capability, model.num_sms, BOOST_HZ[key])
+    if key in BOOST:
+        estimate = estimated_flops(model.capability, *BOOST[key])
         assert estimate == pytest.approx(model.tflops * 1e12, rel=0.01)
 
 
@@ -83,7 +82,6 @@ def test_names_and_generations_that_are_not_known() -> None:
         ("rtx4090", [24], "pcie4"),  # its x does not count
         ("rtx4090x2", [24] * 2, "pcie4"),
         ("a100-40x2+h100", [40, 40, 80], "pcie4"),  # the older PCIe joins several kinds
-        ("a100-80-3g.40gbx2", [40] * 2, "pcie4"),  # slices have no NVLink
     ],
 )
 def test_hosts_by_name(name: str, memories_gb: list[int], link: str) -> None:
@@ -91,14 +89,6 @@ def test_hosts_by_name(name: str, memories_gb: list[int], link: str) -> None:
     assert [device.memory_bytes for device in hardware.devices] == [n * GB for n in memories_gb]
     assert hardware.hosts[0].link == LINKS[link]
     assert (len(hardware.hosts), hardware.network) == (1, None)
-
-
-def test_a_mig_slice_has_its_share() -> None:
-    whole, part = device_of("a100-80"), device_of("a100-80-3g.40gb")
-    assert part.mig
-    assert part.peak_flops == pytest.approx(whole.peak_flops * 3 / 7)
-    assert part.memory_bytes_per_s == pytest.approx((whole.memory_bytes_per_s or 0) / 2)
-    assert "MIG 3g.40gb" in part.name
 
 
 def test_several_hosts_get_a_network_and_say_that_it_is_assumed() -> None:
@@ -116,8 +106,6 @@ NO_NAMES = {
     "h100x8@": "got '' after @, expected a number of hosts",
     "h100x8@0": "got '0' after @",
     "h100@two": "got 'two' after @",
-    "h100-9g.10gb": "1 to 7 compute slices and at most 80 GB",
-    "h100-1g.90gb": "at most 80 GB",
     "": "unknown device ''",
     "h100x4+": "unknown device ''",
     f"h100x{MAX_DEVICES + 1}": f"at most {MAX_DEVICES}",
@@ -173,7 +161,6 @@ DEVICE = st.builds(
     free_bytes=st.none() | st.integers(0, 2**40),
     compute_capability=st.none() | st.tuples(st.integers(0, 99), st.integers(0, 99)),
     memory_bytes_per_s=st.none() | SPEED,
-    mig=st.booleans(),
     shared=st.booleans(),
     source=WORDS,
 )
@@ -290,10 +277,10 @@ def test_listed_devices(tmp_path: Path) -> None:
     assert mixed.hosts[0].link == LINKS["pcie4"]
     over = load(tmp_path, "hosts: [{devices: [{type: h100, flops: 400TFLOP/s}]}]").devices[0]
     assert (over.peak_flops, over.source) == (400e12, "given")
-    own = "{name: X1, memory: 24GiB, flops: 50TFLOP/s, compute_capability: 8.9, mig: true, free: 0}"
+    own = "{name: X1, memory: 24GiB, flops: 50TFLOP/s, compute_capability: 8.9, free: 0}"
     device = load(tmp_path, f"hosts: [{{devices: [{own}]}}]").devices[0]
     assert (device.memory_bytes, device.usable_bytes) == (24 * 2**30, 0)
-    assert (device.compute_capability, device.kind, device.mig) == ((8, 9), "cuda", True)
+    assert (device.compute_capability, device.kind) == ((8, 9), "cuda")
 
 
 ERRORS = """
@@ -322,7 +309,7 @@ DEVICE type: h100, memroy: 3GB          hosts[0].devices[0]: unknown key 'memroy
 DEVICE type: h100, memory: 80 Gb        .memory: got '80 Gb', expected a size such as 80GB or 80GiB
 DEVICE type: h100, free: 81GB           .free: got '81GB', expected at most
 DEVICE type: h100, kind: gpu            .kind: got 'gpu', expected cuda or cpu
-DEVICE type: h100, mig: 1               .mig: got 1, expected true or false
+DEVICE type: h100, shared: 1            .shared: got 1, expected true or false
 DEVICE type: h100, count: 99999999999   : 99999999999 devices; at most
 DEVICE type: h100, compute_capability: new        .compute_capability: got 'new', expected two num
 DEVICE type: h100, compute_capability: [9, 0, 1]  .compute_capability: got [9, 0, 1]

@@ -93,7 +93,6 @@ def picked(model: str, hardware: str, **options: Any) -> Candidate:
     [
         *((f"h100x{count}", ParallelLayout(dp=count)) for count in (1, 2, 3, 4)),
         ("a100-80x2", ParallelLayout(dp=2)),  # 80 GB are no 40 GB, whatever the name
-        ("a100-80-3g.40gbx2", ParallelLayout(tp=2)),  # and half of them are
         ("a100-40x2", ParallelLayout(tp=2)),
         ("a100-40x3", ParallelLayout(pp=3)),
         ("a100-40x4", ParallelLayout(dp=2, tp=2)),

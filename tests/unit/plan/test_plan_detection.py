@@ -26,7 +26,7 @@ from gradsync.plan.machine import (
     read_processor,
 )
 from support.fake_machine import EPYC, WIRED, found
-from support.fake_nvml import FakeGpu, FakeNvml, FakeSlice, h100
+from support.fake_nvml import FakeGpu, FakeNvml, h100
 from support.planned_machines import line
 
 GB = 10**9
@@ -42,20 +42,6 @@ def a100(index: int, **values: Any) -> FakeGpu:
         "pcie": (4, 16),
     }
     return h100(index, **given | values)
-
-
-def divided(index: int = 0) -> FakeGpu:
-    """An A100 in two slices, with a free place between them."""
-    letter = "abc"[index]
-    one = FakeSlice(uuid=f"MIG-{letter}aa1", total=19968 * 2**20, sms=42, compute_slices=3)
-    two = FakeSlice(
-        uuid=f"MIG-{letter}ab2",
-        total=4864 * 2**20,
-        sms=14,
-        compute_slices=1,
-        pids=(77,),
-    )
-    return a100(index, mig=True, slices=(one, None, two))
 
 
 def test_memory_is_the_drivers_and_arithmetic_the_data_sheets() -> None:
@@ -147,50 +133,14 @@ def test_cuda_counts_the_fastest_first_unless_told_otherwise(
     assert [device.name.split()[1][:4] for device in devices] == names
 
 
-def test_a_divided_gpu_is_its_slices() -> None:
-    hardware = found(FakeNvml(gpus=[divided()]))
-    large, small = hardware.devices
-    assert large.mig
-    assert small.mig
-    assert large.memory_bytes == 19968 * 2**20
-    assert large.peak_flops == pytest.approx(312e12 * 42 / 108)
-    assert large.memory_bytes_per_s == pytest.approx(1555e9 * 19968 / 40536)
-    assert large.name == "NVIDIA A100-SXM4-40GB MIG 3g.20gb"
-    assert small.name == "NVIDIA A100-SXM4-40GB MIG 1g.5gb"
-    assert "of the 42.5 GB of NVIDIA A100-SXM4-40GB" in small.source
-    assert (large.shared, small.shared) == (False, True)
-    assert hardware.hosts[0].link.name == "pcie4"
-    assert any("2 MIG slices" in note for note in hardware.notes)
-
-
-def test_slices_have_no_nvlink_and_count_in_sevenths() -> None:
-    parts = [replace(divided(i), wires=GPUS[i].wires) for i in (0, 1)]
-    env = {"CUDA_VISIBLE_DEVICES": "MIG-aaa1,MIG-baa1"}
-    assert found(FakeNvml(gpus=parts), env).hosts[0].link.name == "pcie4"
-    gpu = replace(divided(), name="NVIDIA X9")  # has no data sheet
-    whole = found(FakeNvml(gpus=[replace(gpu, mig=False)])).devices[0]
-    large = found(FakeNvml(gpus=[gpu])).devices[0]
-    assert large.peak_flops == pytest.approx(whole.peak_flops * 3 / 7)
-
-
-@pytest.mark.parametrize(
-    ("value", "memory"),
-    [
-        ("MIG-aab2", [4864]),
-        ("MIG-aab2,MIG-aaa1", [4864, 19968]),
-        ("MIG-aa", []),
-        ("0", [19968, 4864]),
-    ],
-)
-def test_slices_are_chosen_by_name(value: str, memory: list[int]) -> None:
-    devices = found(FakeNvml(gpus=[divided()]), {"CUDA_VISIBLE_DEVICES": value}).devices
-    assert [d.memory_bytes // 2**20 for d in devices if d.kind == "cuda"] == memory
-
-
-def test_a_divided_gpu_without_slices_cannot_be_used() -> None:
-    assert found(FakeNvml(gpus=[a100(0, mig=True)])).devices[0].kind == "cpu"
+def test_a_divided_gpu_is_left_out() -> None:
+    """Torch tells what a process has of it."""
+    left_out = "GPU 0 is left out: it is divided into slices (MIG)"
     mixed = found(FakeNvml(gpus=[a100(0, mig=True), a100(1)]))
     assert [device.kind for device in mixed.devices] == ["cuda"]
+    assert mixed.notes == (left_out,)
+    alone = found(FakeNvml(gpus=[a100(0, mig=True)]))
+    assert (alone.devices[0].kind, alone.notes) == ("cpu", (left_out,))
 
 
 NO_PCIE = frozenset({"nvmlDeviceGetMaxPcieLinkGeneration", "nvmlDeviceGetMaxPcieLinkWidth"})

@@ -18,14 +18,13 @@ from gradsync.plan.machine import fast_dtype
 LINK = Link(name="nvlink4", alpha_s=1e-6, bytes_per_s=1e11)
 
 
-def gpu(capability: tuple[int, int], *, mig: bool = False) -> Device:
+def gpu(capability: tuple[int, int]) -> Device:
     return Device(
         kind="cuda",
         name="a GPU",
         memory_bytes=10**10,
         peak_flops=1e14,
         compute_capability=capability,
-        mig=mig,
     )
 
 
@@ -106,8 +105,3 @@ def test_variables_are_suggested_and_the_users_own_left() -> None:
     assert "NCCL_SOCKET_IFNAME" not in speed_switches(two, env).suggestions
     lines = speed_switches(hardware(gpu((9, 0))), {}).suggestion_lines()
     assert lines == ["export PYTORCH_ALLOC_CONF=expandable_segments:True"]
-
-
-def test_slices_are_mentioned() -> None:
-    one = gpu((9, 0), mig=True)
-    assert "MIG" in speed_switches(hardware(one, replace(one)), {}).reasons[1]

@@ -1,6 +1,5 @@
 """How ranks find each other, as a plan."""
 
-import json
 import os
 import subprocess
 
@@ -30,13 +29,7 @@ ONE_HOST_SRUN = env(
 SRUN = ONE_HOST_SRUN | env(
     "SLURM_LOCALID=0 SLURM_NODEID=1 SLURM_STEP_TASKS_PER_NODE=1(x2) SLURM_STEP_NODELIST=n[03-04]"
 )
-PALS = env(
-    "PALS_RANKID=1 PMI_SIZE=2 PALS_LOCAL_RANKID=0 PALS_LOCAL_SIZE=1 PBS_JOBID=17.server "
-    "PBS_NODEFILE=/var/spool/nodes"
-)
-FLUX = env(
-    "FLUX_TASK_RANK=1 FLUX_JOB_SIZE=2 FLUX_TASK_LOCAL_ID=0 FLUX_JOB_NNODES=2 FLUX_JOB_ID=f2ABc"
-)
+FLUX = env("FLUX_TASK_RANK=1 FLUX_JOB_SIZE=2 FLUX_TASK_LOCAL_ID=0")
 BY_HAND = env("RANK=1 WORLD_SIZE=2")
 TORCHRUN = BY_HAND | env(
     "LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 TORCHELASTIC_RUN_ID=x MASTER_ADDR=localhost MASTER_PORT=40000"
@@ -48,7 +41,7 @@ def never(*_):
 
 
 def plan(env, **functions):
-    asked = {"resolve_host": never, "run": never, "read_text": never, "ancestor": never}
+    asked = {"resolve_host": never, "run": never, "ancestor": never}
     return plan_coordinator(env, resolve(env), System(**(asked | functions)))
 
 
@@ -69,7 +62,7 @@ def test_one_rank_needs_none():
     assert plan({"MASTER_ADDR": "head"}).kind == "none"
 
 
-@pytest.mark.parametrize("env", [ONE_HOST_MPI, TWO_HOST_MPI, HYDRA, SRUN, PALS, FLUX, BY_HAND])
+@pytest.mark.parametrize("env", [ONE_HOST_MPI, TWO_HOST_MPI, HYDRA, SRUN, FLUX, BY_HAND])
 def test_what_is_given_is_taken(env):
     found = plan(env | {"MASTER_ADDR": "head", "MASTER_PORT": "4711"})
     assert (found.kind, found.address, found.port) == ("given", "head", 4711)
@@ -147,16 +140,11 @@ def test_over_several_hosts_mpi_broadcasts():
 
 
 def test_without_the_local_size_several_hosts_need_an_address():
-    three = {
-        "MV2_COMM_WORLD_RANK": "2",
-        "MV2_COMM_WORLD_SIZE": "4",
-        "MV2_COMM_WORLD_LOCAL_RANK": "0",
-    }
     with pytest.raises(LaunchError, match="none says where rank 0 is; set MASTER_ADDR"):
-        plan(three)
-    here = plan(three | {"MV2_COMM_WORLD_LOCAL_RANK": "2"}, ancestor=lambda: "mpirun")
+        plan(FLUX)
+    here = plan(FLUX | {"FLUX_TASK_LOCAL_ID": "1", "FLUX_JOB_ID": "f2"})
     assert here.kind == "file"
-    given = plan(three | {"MASTER_ADDR": "head"})
+    given = plan(FLUX | {"MASTER_ADDR": "head"})
     assert (given.kind, given.address, given.port) == ("given", "head", 29_500)
 
 
@@ -205,41 +193,6 @@ def test_without_an_address_the_error_names_the_host(answer):
 def test_a_node_list_is_not_trusted(nodes):
     with pytest.raises(LaunchError):
         plan(SRUN | {"SLURM_STEP_NODELIST": nodes}, resolve_host=str)
-
-
-def test_pals_takes_the_first_line_of_the_node_file():
-    found = plan(PALS, resolve_host=str, read_text={"/var/spool/nodes": "x1\nx1\nx2\n"}.get)
-    assert (found.kind, found.address) == ("port", "x1")
-    assert 15000 <= found.port < 25000
-
-
-@pytest.mark.parametrize("content", [OSError("gone"), "", "x1;reboot"], ids=str)
-def test_a_node_file_that_does_not_help(content):
-    with pytest.raises(LaunchError):
-        plan(PALS, resolve_host=str, read_text=answer_or_raise(content))
-
-
-def test_a_node_file_that_never_ends_is_not_read(tmp_path):
-    os.mkfifo(tmp_path / "nodes")
-    variables = PALS | {"PBS_NODEFILE": str(tmp_path / "nodes")}
-    with pytest.raises(LaunchError, match="PBS_NODEFILE cannot be read"):
-        plan_coordinator(variables, resolve(variables), System(resolve_host=str))
-
-
-def test_flux_is_asked_for_the_jobs_hosts():
-    answer = json.dumps({"version": 1, "execution": {"nodelist": ["n[5-6]", "m1"]}})
-    asked = []
-    found = plan(FLUX, resolve_host=str, run=lambda argv: asked.append(argv) or answer)
-    assert (found.kind, found.address) == ("port", "n5")
-    assert asked == [["flux", "job", "info", "f2ABc", "R"]]
-
-
-@pytest.mark.parametrize("answer", ["", "{}", '{"execution": {"nodelist": []}}', "[]"])
-def test_a_flux_that_does_not_help(answer):
-    with pytest.raises(LaunchError, match="MASTER_ADDR"):
-        plan(FLUX, resolve_host=str, run=lambda argv: answer)
-    with pytest.raises(LaunchError):
-        plan(FLUX | {"FLUX_JOB_ID": "--help"}, resolve_host=str)
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,9 @@ from gradsync.errors import LaunchError
 from gradsync.runtime.launchers import (
     PARSERS,
     is_loopback,
-    read_flux,
     read_hydra,
-    read_mvapich2,
     read_openmpi,
-    read_pals,
+    read_row,
     read_srun,
     read_torchrun,
 )
@@ -31,45 +29,45 @@ MVAPICH2 = OPENMPI.replace("OMPI_", "MV2_")
 HYDRA = "PMI_RANK=5 PMI_SIZE=8 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=4"
 CRAY = "PMI_RANK=5 PMI_SIZE=8 PMI_LOCAL_RANK=1 PMI_LOCAL_SIZE=4"
 PALS = "PALS_RANKID=5 PMI_SIZE=8 PALS_LOCAL_RANKID=1 PALS_LOCAL_SIZE=4"
-FLUX = "FLUX_TASK_RANK=5 FLUX_JOB_SIZE=8 FLUX_TASK_LOCAL_ID=1 FLUX_JOB_NNODES=2"
+FLUX = "FLUX_TASK_RANK=5 FLUX_JOB_SIZE=8 FLUX_TASK_LOCAL_ID=1"
 SRUN = (
     "SLURM_STEP_ID=0 SLURM_PROCID=5 SLURM_STEP_NUM_TASKS=8 SLURM_LOCALID=1 SLURM_NODEID=1 "
     "SLURM_STEP_TASKS_PER_NODE=4(x2) SLURM_STEP_NUM_NODES=2"
 )
 
-# parser, variables, name, are the nodes a guess?, is the local rank the launcher's own?
+READ_PALS, _, READ_MVAPICH2 = PARSERS[2:5]
+
+# parser, variables, name, are the nodes a guess?
 COMPLETE = [
-    (read_torchrun, TORCHRUN + " GROUP_RANK=1 GROUP_WORLD_SIZE=2", "torchrun", False, True),
-    (read_torchrun, TORCHRUN, "torchrun", True, True),
-    (read_torchrun, TORCHRUN.replace("TORCHELASTIC_RUN_ID=x", ""), "env", True, True),
-    (read_openmpi, OPENMPI, "openmpi", True, True),
-    (read_mvapich2, MVAPICH2, "mvapich2", True, True),
-    (read_hydra, HYDRA, "hydra", True, True),
-    (read_hydra, CRAY, "hydra", True, True),
-    (read_pals, PALS, "pals", True, True),
-    (read_pals, PALS.replace("PMI_SIZE", "PALS_SIZE"), "pals", True, True),
-    (read_flux, FLUX, "flux", True, False),
-    (read_srun, SRUN, "srun", False, True),
+    (read_torchrun, TORCHRUN + " GROUP_RANK=1 GROUP_WORLD_SIZE=2", "torchrun", False),
+    (read_torchrun, TORCHRUN, "torchrun", True),
+    (read_torchrun, TORCHRUN.replace("TORCHELASTIC_RUN_ID=x", ""), "env", True),
+    (read_openmpi, OPENMPI, "openmpi", True),
+    (READ_MVAPICH2, MVAPICH2, "mvapich2", True),
+    (read_hydra, HYDRA, "hydra", True),
+    (read_hydra, CRAY, "hydra", True),
+    (READ_PALS, PALS, "pals", True),
+    (read_srun, SRUN, "srun", False),
 ]
 
 
-@pytest.mark.parametrize(("parser", "text", "name", "guessed", "own"), COMPLETE)
-def test_a_complete_row_on_two_hosts(parser, text, name, guessed, own):
+@pytest.mark.parametrize(("parser", "text", "name", "guessed"), COMPLETE)
+def test_a_complete_row_on_two_hosts(parser, text, name, guessed):
     reading = parser(env(text))
     world = reading.world
     assert (world.rank, world.world_size) == (5, 8)
     assert (world.local_rank, world.local_world_size) == (1, 4)
     assert (world.node_rank, world.num_nodes) == (1, 2)
     assert reading.name == world.launcher == name
-    assert (reading.needs_hosts, reading.trust_local) == (guessed, own)
+    assert (reading.needs_hosts, reading.trust_local) == (guessed, True)
 
 
-@pytest.mark.parametrize(("parser", "text", "name", "guessed", "own"), COMPLETE)
-def test_a_complete_row_reads_no_other_variable_and_no_blank_one(parser, text, name, guessed, own):
+@pytest.mark.parametrize(("parser", "text", "name", "guessed"), COMPLETE)
+def test_a_complete_row_reads_no_other_variable_and_no_blank_one(parser, text, name, guessed):
     blank = {"RANK": " ", "OMPI_COMM_WORLD_RANK": "", "PALS_RANKID": "", "MV2_COMM_WORLD_SIZE": ""}
     for other in PARSERS:
-        if other is not parser and not (other is read_hydra and parser is read_pals):
-            reading = other(blank | env(text) if parser is not read_pals else env(text))
+        if other is not parser and not (other is read_hydra and parser is READ_PALS):
+            reading = other(blank | env(text) if parser is not READ_PALS else env(text))
             assert not reading.complete
             assert not reading.partly_set
 
@@ -82,9 +80,7 @@ ONE_HOST = [
     (read_torchrun, "RANK=1 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500"),
     (read_openmpi, OPENMPI.replace("=5", "=1").replace("=8", "=2").replace("=4", "=2")),
     (read_hydra, HYDRA.replace("=5", "=1").replace("=8", "=2").replace("=4", "=2")),
-    (read_pals, PALS.replace("=5", "=1").replace("=8", "=2").replace("=4", "=2")),
-    (read_flux, "FLUX_TASK_RANK=1 FLUX_JOB_SIZE=2 FLUX_TASK_LOCAL_ID=1 FLUX_JOB_NNODES=1"),
-    (read_flux, "FLUX_TASK_RANK=1 FLUX_JOB_SIZE=2 FLUX_TASK_LOCAL_ID=1"),
+    (READ_PALS, PALS.replace("=5", "=1").replace("=8", "=2").replace("=4", "=2")),
     (
         read_srun,
         "SLURM_STEP_ID=3 SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=2 SLURM_LOCALID=1 "
@@ -118,18 +114,25 @@ def test_by_hand_with_several_hosts_the_local_rank_must_be_derived(text):
     assert not reading.trust_local
 
 
-def test_mvapich2_may_leave_out_the_local_size():
-    three = "MV2_COMM_WORLD_RANK=2 MV2_COMM_WORLD_SIZE=4 MV2_COMM_WORLD_LOCAL_RANK="
-    alone = read_mvapich2(env(three + "2"))
-    assert alone.world == World(
-        rank=2, world_size=4, local_rank=2, local_world_size=4, launcher="mvapich2"
+ROWS = [
+    ("mvapich2", MVAPICH2.replace("MV2_COMM_WORLD_LOCAL_SIZE=4", "")),
+    ("pals", PALS.replace("PALS_LOCAL_SIZE=4", "")),
+    ("flux", FLUX),
+]
+
+
+@pytest.mark.parametrize(("name", "text"), ROWS)
+def test_a_row_of_the_table_may_leave_out_the_local_size(name, text):
+    here = read_row(name, env(text.replace("=1", "=5")))  # the local rank is the rank
+    assert here.world == World(
+        rank=5, world_size=8, local_rank=5, local_world_size=8, launcher=name
     )
-    assert not alone.needs_hosts
-    for text in (three + "0", three + "2 MASTER_ADDR=head.example.org"):
-        reading = read_mvapich2(env(text))
-        assert (reading.world.rank, reading.world.world_size) == (2, 4)
+    assert not here.needs_hosts
+    for more in ("", " MASTER_ADDR=head.example.org"):
+        reading = read_row(name, env(text + more))
+        assert (reading.world.rank, reading.world.world_size) == (5, 8)
         assert (reading.needs_hosts, reading.trust_local) == (True, False)
-    assert read_mvapich2(env("MV2_COMM_WORLD_RANK=2 MV2_COMM_WORLD_SIZE=4")).partly_set
+    assert read_row(name, dict(list(env(text).items())[:2])).partly_set
 
 
 @pytest.mark.parametrize(
@@ -138,8 +141,6 @@ def test_mvapich2_may_leave_out_the_local_size():
         (read_torchrun, TORCHRUN),
         (read_openmpi, OPENMPI.replace("OMPI_COMM_WORLD_NODE_RANK=3", "")),
         (read_hydra, HYDRA),
-        (read_pals, PALS),
-        (read_flux, FLUX.replace("FLUX_JOB_NNODES=2", "")),
         (read_srun, SRUN.replace("SLURM_STEP_NUM_NODES=2", "")),
     ],
 )
@@ -165,9 +166,7 @@ def test_by_hand_the_local_variables_alone_are_partly_set():
     [
         (read_torchrun, TORCHRUN),
         (read_openmpi, OPENMPI),
-        (read_pals, PALS),
-        (read_flux, FLUX),
-        (read_mvapich2, MVAPICH2),
+        (READ_MVAPICH2, MVAPICH2),
         (read_hydra, HYDRA),
         (read_srun, SRUN),
     ],
@@ -190,7 +189,6 @@ def test_a_value_that_is_no_integer_is_named(parser, text, bad):
         (read_torchrun, "RANK=0 WORLD_SIZE=0"),
         (read_openmpi, OPENMPI.replace("LOCAL_SIZE=4", "LOCAL_SIZE=0")),
         (read_hydra, HYDRA.replace("MPI_LOCALRANKID=1", "MPI_LOCALRANKID=4")),
-        (read_flux, FLUX.replace("NNODES=2", "NNODES=0")),
         (read_srun, SRUN.replace("NODEID=1", "NODEID=2")),
         (read_srun, SRUN.replace("4(x2)", "4(x3)")),
         (read_srun, SRUN.replace("4(x2)", "3,4")),

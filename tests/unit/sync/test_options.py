@@ -26,7 +26,7 @@ REFUSALS = [
     ({"order": "tree"}, "order must be one of any, invariant; got 'tree'"),
     (
         {"reduction": "tree"},
-        "reduction must be one of backend, ring, recursive_doubling, hierarchical; got 'tree'",
+        "reduction must be one of backend, ring, hierarchical; got 'tree'",
     ),
     ({"wire": "fp8"}, "wire must be one of same, bf16, fp16; got 'fp8'"),
     ({"shard": "all"}, "shard must be one of none, optimizer, gradients; got 'all'"),
@@ -36,10 +36,6 @@ REFUSALS = [
     (
         {"order": "invariant", "reduction": "ring"},
         "adds along its own tree, which reduction='ring' cannot follow",
-    ),
-    (
-        {"order": "invariant", "reduction": "recursive_doubling"},
-        "which reduction='recursive_doubling' cannot follow",
     ),
     (
         {"order": "invariant", "wire": "fp16"},

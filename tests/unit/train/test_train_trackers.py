@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import sys
 import threading
 from collections.abc import Mapping
@@ -21,7 +20,7 @@ from gradsync.cli.main import main
 from gradsync.errors import ConfigError
 from gradsync.train import trackers
 from gradsync.train.faults import FaultPlan
-from gradsync.train.trackers import KINDS, Trackers, require_packages, tracker_names
+from gradsync.train.trackers import Trackers, require_packages, tracker_names
 from support.small_run import make_data, summary_of
 
 FLAGS = (
@@ -31,38 +30,38 @@ FLAGS = (
     *("--checkpoint.every", "2", "--sample-tokens", "0", "--optim.warmup-steps", "2"),
     *("--optim.schedule", "constant"),
 )
-ALL = "tensorboard,wandb,trackio,prometheus"
+ALL = "tensorboard,wandb"
 Record = tuple[int, str, float]
 
 
 class Fake:
-    """Stands for all three packages: keeps what it was told, raises in the call `fails`, and in the
-    call `blocks` returns when `go_on` is set."""
+    """Stands for both packages: keeps what it was told. That of W&B raises in the call `fails`, and
+    in the call `blocks` returns when `go_on` is set."""
 
     def __init__(self) -> None:
         self.begun: list[dict[str, Any]] = []
-        self.got: dict[str, list[Record]] = {"tensorboard": [], "wandb": [], "trackio": []}
+        self.got: dict[str, list[Record]] = {"tensorboard": [], "wandb": []}
         self.ended: list[tuple[str, int]] = []
         self.fails = self.blocks = ""
         self.go_on = threading.Event()
 
     def begin(self, tracker: str, /, **given: Any) -> None:
-        self._may_fail("begin")
+        self._may_fail(tracker, "begin")
         variables = {key: os.environ[key] for key in os.environ if key.startswith(tracker.upper())}
         self.begun.append({**variables, **given})
 
     def take(self, name: str, values: Mapping[str, float], step: int) -> None:
-        self._may_fail("take")
+        self._may_fail(name, "take")
         self.got[name] += [(step, key, value) for key, value in values.items()]
 
     def end(self, name: str, exit_code: int = 0) -> None:
-        self._may_fail("end")
+        self._may_fail(name, "end")
         self.ended.append((name, exit_code))
 
-    def _may_fail(self, call: str) -> None:
-        if self.blocks == call:
+    def _may_fail(self, name: str, call: str) -> None:
+        if name == "wandb" and self.blocks == call:
             assert self.go_on.wait(30)
-        if self.fails == call:
+        if name == "wandb" and self.fails == call:
             raise OSError(28, f"no room\nto {call}")
 
 
@@ -94,22 +93,16 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
             finish=lambda exit_code: kept.end("wandb", exit_code),
         )
 
-    def trackio_init(**given: Any) -> Any:
-        kept.begin("trackio", **given)
-        print("* Created new run")  # as the real one does
-        return SimpleNamespace(log=lambda values, step: kept.take("trackio", values, step))
-
     for name, parts in {
         "tensorboard": {},
         "torch.utils.tensorboard": {"SummaryWriter": SummaryWriter},
         "wandb": {"init": wandb_init},
-        "trackio": {"init": trackio_init, "finish": lambda: kept.end("trackio")},
     }.items():
         module = ModuleType(name)
         vars(module).update(parts, __spec__=ModuleSpec(name, None, origin="a test"))
         monkeypatch.setitem(sys.modules, name, module)
     for variable in [*os.environ]:
-        if variable.startswith(("WANDB", "TRACKIO")):
+        if variable.startswith("WANDB"):
             monkeypatch.delenv(variable)
     return kept
 
@@ -134,20 +127,6 @@ def written(out: Path) -> list[Record]:
     ]
 
 
-def read_gauges(text: str) -> dict[str, tuple[str, float]]:
-    """Labels and value of each gauge, by the rules of the text format."""
-    found = {}
-    lines = iter(text.splitlines())
-    for about, kind, sample in zip(lines, lines, lines, strict=True):
-        name = re.fullmatch(r"# HELP ([a-zA-Z_:][\w:]*) [^\n]+", about)[1]  # type: ignore[index]
-        assert kind == f"# TYPE {name} gauge"
-        labels, value = re.fullmatch(rf"{name}\{{(.*)\}} (\S+)", sample).groups()  # type: ignore[union-attr]
-        assert name not in found
-        found[name] = (labels, float(value))
-    assert text.endswith("\n")
-    return found
-
-
 def test_every_record_reaches_every_tracker_also_after_a_resume(
     fake: Fake, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -159,17 +138,10 @@ def test_every_record_reaches_every_tracker_also_after_a_resume(
     assert [step for step, name, _ in records if name == "val/loss"] == [3, 4, 6, 7]
     assert fake.got == dict.fromkeys(fake.got, records)
     assert sorted(fake.ended) == sorted([(name, 0) for name in fake.got] * 2)
-    gauges = read_gauges((out / "metrics.prom").read_text())
-    newest = {name: value for step, name, value in records if step > 4} | {"step": 7}
-    labels = 'run="first",rank="0"'
-    assert gauges == {
-        "gradsync_" + name.replace("/", "_"): (labels, value) for name, value in newest.items()
-    }
 
     assert train(data, plain, "--steps", "7") == 0
     assert summary_of(plain)["weights_sha256"] == summary_of(out)["weights_sha256"]
-    assert not (plain / "metrics.prom").exists()
-    assert len(fake.begun) == 6
+    assert len(fake.begun) == 4
 
 
 def test_what_a_tracker_is_told_at_the_start(
@@ -182,18 +154,16 @@ def test_what_a_tracker_is_told_at_the_start(
     assert train(data, out, "--steps", "4", "--track", ALL) == 0
     assert dict(os.environ) == before
     configs = [each.pop("config") for each in fake.begun]
-    assert [each["steps"] for each in configs] == [2] * 3 + [4] * 3
+    assert [each["steps"] for each in configs] == [2] * 2 + [4] * 2
     assert configs[0]["optim"]["warmup_steps"] == 2
     board = {"folder": str(out / "tensorboard")}
     wandb = {"dir": str(out), "WANDB_PROJECT": "mine", "WANDB_NAME": "first"}
     wandb["WANDB_FINISH_TIMEOUT"] = "30"
-    trackio = {"project": "gradsync", "name": "first", "embed": False}
-    trackio["TRACKIO_DIR"] = str(out / "trackio")
-    assert fake.begun[:3] == [board | {"purge_step": 1}, wandb, trackio | {"resume": "never"}]
-    assert fake.begun[3:] == [
+    assert fake.begun == [
+        board | {"purge_step": 1},
+        wandb,
         board | {"purge_step": 3},
         wandb | {"WANDB_RUN_ID": "id2", "WANDB_RESUME": "allow"},
-        trackio | {"resume": "allow"},
     ]
 
 
@@ -202,22 +172,22 @@ def test_a_tracker_that_raises_is_warned_of_once_and_left_alone(
     fake: Fake, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, call: str
 ) -> None:
     fake.fails = call
-    assert train(data, tmp_path, "--steps", "4", "--track", "prometheus,wandb") == 0
+    assert train(data, tmp_path, "--steps", "4", "--track", ALL) == 0
     (said,) = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
     assert said.startswith("tracker wandb failed and is left alone, the run goes on: OSError: ")
     assert "no room" in said
     assert "\n" not in said
-    assert fake.ended == []
     assert bool(fake.got["wandb"]) == (call == "end")
-    assert read_gauges((tmp_path / "metrics.prom").read_text())["gradsync_step"][1] == 4
+    assert fake.ended == [("tensorboard", 0)]
+    assert fake.got["tensorboard"] == written(tmp_path)
 
 
-STARTS_LATE = ["tracker trackio did not start within 0.2 s; going on without it"]
+STARTS_LATE = ["tracker wandb did not start within 0.2 s; going on without it"]
 ENDS_LATE = (
-    "tracker trackio did not finish within 0.2 s and is left alone; metrics.jsonl has all records"
+    "tracker wandb did not finish within 0.2 s and is left alone; metrics.jsonl has all records"
 )
 BEHIND = (
-    "tracker trackio is 3 records behind: the oldest that it has not got are dropped from now on; "
+    "tracker wandb is 3 records behind: the oldest that it has not got are dropped from now on; "
     "metrics.jsonl has them all"
 )
 
@@ -244,21 +214,21 @@ def test_a_tracker_that_blocks_holds_up_nobody(
     for name, value in {"_START_S": 0.2, "_FINISH_S": 0.2, "_KEPT": 3}.items():
         monkeypatch.setattr(trackers, name, value)
     fake.blocks, before = call, dict(os.environ)
-    flags = ("--steps", "4", "--log-every", "1", "--track", "prometheus,trackio", "--json")
+    flags = ("--steps", "4", "--log-every", "1", "--track", ALL, "--json")
     assert train(data, tmp_path, *flags) == 0
     assert [each.getMessage() for each in caplog.records if each.levelname == "WARNING"] == says
     json.loads(capsys.readouterr().out)
     assert dict(os.environ) == before
     assert {step for step, _, _ in written(tmp_path)} == {1, 2, 3, 4}
-    assert read_gauges((tmp_path / "metrics.prom").read_text())["gradsync_step"][1] == 4
+    assert fake.got["tensorboard"] == written(tmp_path)
 
     fake.go_on.set()
     for thread in threading.enumerate():
-        if thread.name == "tracker trackio":
+        if thread.name == "tracker wandb":
             thread.join(10)
-    assert fake.ended == [("trackio", 0)]
+    assert fake.ended == [("tensorboard", 0), ("wandb", int(call == "begin"))]
     # Whether it was given the first one depends on how soon its thread looked.
-    assert {step for step, _, _ in fake.got["trackio"]} - {1} == steps
+    assert {step for step, _, _ in fake.got["wandb"]} - {1} == steps
     assert len(caplog.records) == len(says)
 
 
@@ -273,11 +243,11 @@ def test_trackers_end_with_a_run_that_fails_or_is_stopped(
     except ValueError:
         ended = 1
     assert ended == code
-    assert sorted(fake.ended) == [("tensorboard", 0), ("trackio", 0), ("wandb", failed)]
-    assert fake.got["trackio"] == written(tmp_path)
+    assert sorted(fake.ended) == [("tensorboard", 0), ("wandb", failed)]
+    assert fake.got["wandb"] == written(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio"])
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
 def test_a_missing_package_is_said_before_anything_starts(
     name: str,
     data: Path,
@@ -287,7 +257,7 @@ def test_a_missing_package_is_said_before_anything_starts(
 ) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     ranks = ("--nproc-per-node", "2")
-    assert train(data, tmp_path / "out", "--track", f"prometheus,{name}", *ranks) == 2
+    assert train(data, tmp_path / "out", "--track", name, *ranks) == 2
     assert capsys.readouterr().err == (
         f"gradsync: error: track={name} needs the package {name}: pip install 'gradsync[{name}]'\n"
     )
@@ -304,23 +274,14 @@ def test_a_folder_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_names_of_trackers() -> None:
     assert tracker_names("") == []
-    assert tracker_names("wandb, prometheus,wandb,") == ["wandb", "prometheus"]
+    assert tracker_names("wandb, tensorboard,wandb,") == ["wandb", "tensorboard"]
     with pytest.raises(ConfigError, match="no tracker 'mlflow'; there are tensorboard, wandb, "):
         tracker_names("wandb,mlflow")
 
 
-def test_a_name_with_quotes_is_one_label(tmp_path: Path) -> None:
-    folder = tmp_path / 'a"b\\c\nd'
-    folder.mkdir()
-    KINDS["prometheus"](folder, {}, 0).log({"train/loss": 1e-7}, 3)
-    gauges = read_gauges((folder / "metrics.prom").read_text())
-    assert gauges["gradsync_train_loss"] == (r'run="a\"b\\c\nd",rank="0"', 1e-7)
-
-
-def test_a_value_that_is_null_is_no_value(tmp_path: Path) -> None:
+def test_a_value_that_is_null_is_no_value(fake: Fake, tmp_path: Path) -> None:
     started = Trackers()
-    started.start("prometheus", tmp_path, {}, 0)
+    started.start("wandb", tmp_path, {}, 0)
     started.log({"step": 1, "train/loss": 2.0, "optim/grad_norm": None})
     started.finish(failed=False)
-    gauges = read_gauges((tmp_path / "metrics.prom").read_text())
-    assert set(gauges) == {"gradsync_step", "gradsync_train_loss"}
+    assert fake.got["wandb"] == [(1, "train/loss", 2.0)]

@@ -24,9 +24,9 @@ from torch import Tensor
 from gradsync.comm.base import Communicator, Messenger, ReduceOp
 from gradsync.comm.p2p_collectives import (
     P2PCommunicator,
-    doubling_all_reduce,
     flat_view,
     ring_all_reduce,
+    tree_all_reduce,
 )
 from gradsync.comm.process_group import Channel
 from gradsync.comm.shared_memory.choose import share_memory
@@ -37,7 +37,7 @@ from gradsync.errors import LostPeerError
 
 _SHORT_BYTES = 2**14
 """Up to this size one rank of each host sends all of it: shards would be too short for messages."""
-_DOUBLING_BYTES = 2**18
+_TREE_BYTES = 2**18
 """Up to this size fewer messages between hosts are worth more bytes."""
 
 
@@ -146,7 +146,7 @@ def _in_shares(
 
 def _between(inter: Messenger, share: Tensor, op: ReduceOp) -> None:
     """Combine one shard over all hosts, by messages: [n], between ranks at one position."""
-    if share.numel() * share.element_size() <= _DOUBLING_BYTES:
-        doubling_all_reduce(inter, share, op)
+    if share.numel() * share.element_size() <= _TREE_BYTES:
+        tree_all_reduce(inter, share, op)
     else:
         ring_all_reduce(inter, share, op)

@@ -15,6 +15,7 @@ import tyro
 from gradsync.bench import host
 from gradsync.bench.contestants import left_out, parse_contestants, with_ideals
 from gradsync.bench.experiment import Ask, Experiment, Findings, check_least, command_of, taken
+from gradsync.bench.plot import Bar, plot_sync
 from gradsync.bench.report import Spread, csv_text, print_table, ratios, spread, where
 from gradsync.bench.sync_plan import (
     BUDGET_S,
@@ -296,6 +297,30 @@ def title(plan: BenchPlan) -> str:
     )
 
 
+def bars_of(plan: BenchPlan, rows: Sequence[ContestantRow]) -> list[Bar]:
+    """Lengths to draw: ratios to `none` of the same round, times `none`'s median. What else the
+    machine did in a round met both."""
+    known = {row.contestant: row for row in rows}
+    found = []
+    for entry, row in zip(plan.entries, rows, strict=True):
+        ideal = known[plan.ideal_of(entry).label].total_ms.median
+        step = row.ratio.median * ideal
+        exposed = max(step - ideal, 0.0)
+        timed = (row.comm_ms or 0.0) if entry.contestant.overlaps else 0.0
+        found.append(
+            Bar(
+                name=row.contestant,
+                ideal=ideal,
+                computing=step - exposed,
+                exposed=exposed,
+                hidden=max(timed - exposed, 0.0),
+                low=row.ratio.low * ideal,
+                high=row.ratio.high * ideal,
+            )
+        )
+    return found
+
+
 def rows_csv(plan: BenchPlan, rows: Sequence[ContestantRow]) -> str:
     """A header and a line for each row; what could not be measured is empty. The first eight
     columns are those that other benchmarks have."""
@@ -340,7 +365,6 @@ def _digits(value: float | None) -> str:
 
 
 def _findings(options: SyncOptions, plan: BenchPlan, results: Results, world: World) -> Findings:
-    from gradsync.bench.plot import plot_sync
 
     environment, rows = results[0]["environment"], rows_of(plan, results)
     words, notes = ("keeps memory",), (_LEGEND, where(environment))
@@ -354,7 +378,7 @@ def _findings(options: SyncOptions, plan: BenchPlan, results: Results, world: Wo
         samples=[result["contestants"] for result in results],
         show=lambda file: print_table(file, title(plan), _COLUMNS, cells, notes, words=words),
         csv=partial(rows_csv, plan, rows),
-        draw=lambda path: plot_sync(path, plan, rows, title(plan), environment),
+        draw=lambda path: plot_sync(path, bars_of(plan, rows), title(plan), environment),
     )
 
 

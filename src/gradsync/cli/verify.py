@@ -175,7 +175,7 @@ def plan_of(options: VerifyOptions, world: World) -> VerifyPlan:
     )
     if options.target and world.is_main:  # before any rank is started
         from gradsync.verify.run import Task
-        from gradsync.verify.target import check_target
+        from gradsync.verify.target_check import check_target
 
         dtype, settings = plan.launches[0][0].dtype, plan.settings
         check_target(Task(strategy="naive", model="target", dtype=dtype, settings=settings))

@@ -22,7 +22,8 @@ from gradsync.verify.problem import build_problem
 from gradsync.verify.record import digest
 from gradsync.verify.run import Task, train_traced
 from gradsync.verify.settings import VerifySettings
-from gradsync.verify.target import check_target, find_factory
+from gradsync.verify.target import find_factory
+from gradsync.verify.target_check import check_target
 
 SETTINGS = VerifySettings(num_steps=2)
 INPUTS = torch.arange(320.0).reshape(40, 8).sin()

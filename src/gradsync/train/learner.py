@@ -24,7 +24,7 @@ from gradsync.sync.registry import STRATEGIES
 from gradsync.sync.replicate import replicate
 from gradsync.sync.step_metadata import LossSum
 from gradsync.train.config import OptimConfig, TrainConfig
-from gradsync.train.state import Keep, Whole, load_learnt, save_replica, save_shares
+from gradsync.train.learnt import Keep, Whole, load_learnt, save_replica, save_shares
 from gradsync.world import World
 
 Autocast = AbstractContextManager[Any]

@@ -6,13 +6,14 @@ import math
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch.autograd.profiler import record_function
 
-from gradsync.checkpoint.store import CheckpointStore
+from gradsync.checkpoint.store import CheckpointStore, Snapshot
 from gradsync.comm.base import Communicator
 from gradsync.data.leaf import Leaf, Step
 from gradsync.errors import DataError, DivergenceError, DriftError, RunError
@@ -25,9 +26,9 @@ from gradsync.train.audit import LeafAudit, require_equal_models
 from gradsync.train.config import TrainConfig
 from gradsync.train.data import Data
 from gradsync.train.learner import Learner, learning_rate, set_learning_rate
+from gradsync.train.learnt import ADVICE, RANDOM_STREAMS, Fingerprint, Whole
 from gradsync.train.output import Progress, RunDir
 from gradsync.train.profiler import StepProfiler
-from gradsync.train.state import ADVICE, Fingerprint, save_run
 from gradsync.world import World
 
 T = TypeVar("T")
@@ -331,7 +332,29 @@ class Trainer:
         with self.interval.paused():
             if self.config.check_replicas_every:
                 self._check_replicas(step)
-            save_run(self, step)
+            self.learner.save(step, partial(self._keep, step))
+
+    def _keep(
+        self,
+        step: int,
+        tensors: Mapping[str, Whole],
+        optimizer: dict[str, Any],
+        places: dict[str, Any],
+    ) -> None:
+        scaler = self.learner.scaler
+        state = {
+            "optimizer": optimizer,
+            "data": dict(self.data.train.state_dict()),
+            "tokenizer": self.data.tokenizer,
+            "scaler": None if scaler is None else scaler.state_dict(),
+            "random": {"streams": RANDOM_STREAMS, "seed": self.config.seed},
+            "model": asdict(self.learner.model.config),
+            "config": asdict(self.config),
+        }
+        numerics = self.fingerprint
+        self.store.save(
+            Snapshot(step=step, tensors=tensors, state=state, fingerprint=numerics, places=places)
+        )
 
 
 def memory_gib(world: World) -> float:

@@ -37,7 +37,7 @@ from gradsync.sync.registry import find_strategy
 from gradsync.train.check import BY_MESSAGES
 from gradsync.train.config import TrainConfig
 from gradsync.train.learner import Learner, Span, autocast, build_optimizer
-from gradsync.train.state import Keep, Whole, check_finite
+from gradsync.train.learnt import Keep, Whole, check_finite
 from gradsync.world import World
 
 

@@ -20,8 +20,8 @@ from gradsync.train.config import (
     SyncConfig,
     TrainConfig,
 )
+from gradsync.train.learnt import Fingerprint
 from gradsync.train.state import (
-    Fingerprint,
     _find_checkpoint,
     changed_settings,
     compare,

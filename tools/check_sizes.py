@@ -20,10 +20,10 @@ FILE_LIMIT = 600
 FUNCTION_LIMIT = 80
 PACKAGES = REPOSITORY / "src" / "gradsync"
 BUDGETS = {
-    **{"core": 1_003, "runtime": 4_686, "comm": 2_723, "sync": 11_496, "data": 2_858},
-    **{"checkpoint": 1_365, "models": 970, "parallel": 1_263, "plan": 4_770, "train": 5_203},
-    **{"launch": 1_714, "compat": 1_169, "verify": 3_284, "bench": 4_317},
-    **{"cli": 4_149, "lint": 1_063, "report": 1_565},
+    **{"core": 1_002, "runtime": 4_686, "comm": 2_721, "sync": 11_495, "data": 2_854},
+    **{"checkpoint": 1_365, "models": 970, "parallel": 1_262, "plan": 4_765, "train": 5_201},
+    **{"launch": 1_713, "compat": 1_167, "verify": 3_284, "bench": 4_315},
+    **{"cli": 4_148, "lint": 1_063, "report": 1_565},
 }
 """Lines of each package, docstrings and blanks included. They only go down: raising one takes a
 commit that says why."""

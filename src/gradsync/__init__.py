@@ -7,7 +7,7 @@
         for step in gs.loader(dataset, world, global_batch_size=64, micro_batch_size=8):
             ...
 
-Names are loaded when they are first used: importing gradsync imports no torch and changes nothing.
+Names are loaded on first use: importing gradsync imports no torch and has no side effects.
 """
 
 from __future__ import annotations

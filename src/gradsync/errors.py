@@ -10,11 +10,11 @@
         ├── CheckpointError              a checkpoint is corrupt or of another run
         ├── DivergenceError              loss, gradients or weights became nan or inf
         ├── DriftError                   replicas hold different bits; carries their hashes
-        ├── LostPeerError                another rank's process has gone, or does not answer
-        │   └── LatePeerError              exit code 124: it lives, and did not come in time
+        ├── LostPeerError                another rank's process is dead, or does not answer
+        │   └── LatePeerError              exit code 124: it lives, but did not arrive in time
         └── PeerError                    another rank failed; carries that rank's traceback
 
-A message says what happened, which rank, what was got and expected, and what to do.
+A message states what happened, on which rank, the actual and expected values, and what to do.
 Catch broadly (`GradsyncError`), recover narrowly.
 """
 
@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 
 
 class GradsyncError(Exception):
-    """Base of every error gradsync raises on purpose. `exit_code` is what the command returns."""
+    """Base of every error gradsync raises on purpose. `exit_code` is the command's exit code."""
 
     exit_code = 1
 
@@ -56,11 +56,11 @@ class RendezvousError(RunError):
 
 
 class CheckpointError(RunError):
-    """A checkpoint cannot be read, or not be loaded into this run."""
+    """A checkpoint cannot be read, or cannot be loaded into this run."""
 
 
 class DivergenceError(RunError):
-    """The loss, the gradients or the weights became nan or inf; all ranks find it alike."""
+    """The loss, the gradients or the weights became nan or inf; raised on all ranks."""
 
 
 class DriftError(RunError):
@@ -81,7 +81,7 @@ class LostPeerError(RunError):
 
 
 class LatePeerError(LostPeerError):
-    """Another rank lives and did not come to a collective in time."""
+    """Another rank lives but did not reach a collective in time."""
 
     exit_code = 124
 
@@ -92,9 +92,9 @@ class PeerError(RunError):
     Args:
         message: one line naming the rank.
         rank: the rank that failed first.
-        traceback_text: that rank's traceback, as text; "" when its one line said it all.
-        exit_code: what that rank's command returned.
-        host: that rank's, which shows the error itself; "" where no rank does.
+        traceback_text: that rank's traceback, as text; "" if its one line suffices.
+        exit_code: that rank's exit code.
+        host: that rank's host, which shows the error itself; "" if none does.
     """
 
     def __init__(

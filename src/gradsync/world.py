@@ -1,4 +1,4 @@
-"""This process's place among the ranks, a frozen value checked when it is made. No torch here."""
+"""This process's place among the ranks, a frozen value checked at creation. No torch here."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ if TYPE_CHECKING:
     import torch
 
 _MOST = 2**20
-"""Ranks of a run. Their number comes from the environment, and lists of that length are made."""
+"""Most ranks of a run. The number comes from the environment, and lists have that length."""
 NO_GROUP = "no process group"
-"""Launcher of a world of one rank because there is no group, not because the caller wants one."""
+"""Launcher of a one-rank world that has one rank only because there is no group."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class World:
     """The place of this process among all processes of a run.
 
-    Rank 0 is the *main process*. A `World` never changes; `replace` makes another one.
+    Rank 0 is the *main process*. A `World` never changes; `replace` creates another one.
 
     Raises:
         LaunchError: when the numbers cannot describe a run (for example `rank >= world_size`).
@@ -45,7 +45,7 @@ class World:
     device_name: str = "cpu"
     """Name of `device`, such as "cpu" or "cuda:1". Set when the session starts."""
     seed: int = 0
-    """The `seed` of `gs.init`, 0 where it had none; loaders take it where they are given none."""
+    """The `seed` of `gs.init`, 0 without one; the default seed of loaders."""
 
     def __post_init__(self) -> None:
         checks = (
@@ -90,7 +90,7 @@ class World:
 
     @classmethod
     def from_process_group(cls) -> World:
-        """The world of torch's default process group, however made; one rank without one.
+        """The world of torch's default process group; one rank without a group.
 
         All ranks call it at the same point: they tell each other their host names.
         """
@@ -112,11 +112,11 @@ class World:
 def place(world: World, hosts: Sequence[str], *, trust_local: bool = True) -> World:
     """Complete `world` from the host name of every rank.
 
-    Launchers such as Open MPI do not say which host is which, and variables set by hand may lack
-    the local rank. Hosts are numbered in order of their lowest rank.
+    Launchers such as Open MPI do not identify the hosts, and variables set by hand may lack the
+    local rank. Hosts are numbered in order of their lowest rank.
 
     Args:
-        world: what the launcher said.
+        world: the launcher's values.
         hosts: host name of each rank, in rank order; length `world_size`.
         trust_local: keep the launcher's local rank and size; False derives them from `hosts`.
     """

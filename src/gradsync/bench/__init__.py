@@ -1,1 +1,1 @@
-"""Measurements: what synchronisation costs beside its limits and its peers, in rounds."""
+"""Benchmarks of synchronisation against hardware limits and other libraries, run in rounds."""

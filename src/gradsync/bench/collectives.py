@@ -1,8 +1,8 @@
-"""`gradsync bench collectives`: what collectives cost here, beside the memory's own bandwidth.
+"""`gradsync bench collectives`: the cost of collectives, compared with memory bandwidth.
 
-Sizes, `algbw` and `busbw` are nccl-tests'. For ranks that share a host's memory there is a
-yardstick: the least bytes that an operation must move, at the rate of a plain copy that all ranks
-make at once beside it. Both are explained in docs/guide/verifying.md."""
+Sizes, `algbw` and `busbw` are those of nccl-tests. For ranks that share a host's memory there is a
+reference: the fewest bytes that an operation must move, at the rate of a plain copy that all ranks
+run at the same time. docs/guide/verifying.md explains both."""
 
 from __future__ import annotations
 
@@ -49,19 +49,19 @@ OPERATIONS = {
     "all_gather": ("backend", "ring", "shared", "shared_copies"),
     "broadcast": ("backend", "tree", "shared", "shared_copies"),
 }
-"""`backend` is the process group's own, `shared` goes through shared memory over buffers that lie
-there, `shared_copies` over ordinary ones."""
+"""`backend` is the process group's collective, `shared` works in place on buffers in shared memory,
+`shared_copies` copies ordinary buffers through shared memory."""
 ALGORITHMS = tuple(dict.fromkeys(name for names in OPERATIONS.values() for name in names))
-COPY = "copy"  # the yardstick that runs beside the algorithms: each rank copies on its own
+COPY = "copy"  # the reference: each rank copies its own buffer
 DTYPES = {
     **{"fp64": ("float64", 8), "fp32": ("float32", 4), "bf16": ("bfloat16", 2)},
     **{"fp16": ("float16", 2), "int64": ("int64", 8), "int32": ("int32", 4), "int8": ("int8", 1)},
 }
-"""By the name for users: torch's, and bytes."""
+"""By the name that users type: torch's dtype, and bytes."""
 GB = 1e9
 _SMALLEST = 4
-_BUFFERS = 7  # of a rank: two ordinary, two shared, one to receive in, two inside a backend
-_SPARE = 0.9  # part of the free memory that may be taken
+_BUFFERS = 7  # per rank: two ordinary, two shared, one to receive in, two in a backend
+_SPARE = 0.9  # fraction of the free memory to use at most
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _COMMAND = ("bench", "collectives")
 
@@ -71,30 +71,30 @@ class CollectivesOptions:
     """Time all_reduce, reduce_scatter, all_gather and broadcast by every algorithm, from 4 B to
     1 GiB: p50, p95, algbw and busbw as nccl-tests define them.
 
-    Beside them runs a plain copy, all ranks at once. For ranks of one host, "of limit" is an
-    operation's rate relative to that copy's; in place it can exceed 100 %, because a copy reads its
-    destination's lines before it writes them. Each algorithm's result is checked at each size.
-    Started by torchrun, mpirun or srun, it measures these ranks.
+    A plain copy runs as a reference, on all ranks at once. For ranks of one host, "of limit" is an
+    operation's rate relative to that copy. In place it can exceed 100 %, because a copy reads the
+    destination's cache lines before it writes them. Each algorithm's result is checked at each
+    size. Under torchrun, mpirun or srun, it measures the launched ranks.
     """
 
     operations: str = "all"
-    """all_reduce, reduce_scatter, all_gather, broadcast, with commas between them; or all."""
+    """all_reduce, reduce_scatter, all_gather, broadcast, separated by commas; or all."""
     algorithms: str = "all"
     """backend (gloo or nccl), ring, hierarchical, tree, shared (in place, over shared memory),
     shared_copies; or all."""
     sizes: str = ""
-    """Sizes of the tensor, with commas: 4K,25M (K, M, G are powers of 1024; KB, MB, GB of 1000).
-    Default: 4 B, 16 B, 64 B, ... as far as memory goes."""
+    """Sizes of the tensor, separated by commas: 4K,25M (K, M, G are powers of 1024; KB, MB, GB of
+    1000). Default: 4 B, 16 B, 64 B, ... up to what fits in memory."""
     max_bytes: str = "1G"  # Largest of the default sizes.
     world_size: int = 2  # Ranks to start on this host.
     dtype: str = "fp32"  # fp64, fp32, bf16, fp16, int64, int32 or int8.
-    device: str = "auto"  # cpu, cuda, or auto: GPUs where there is one for each rank of a host.
+    device: str = "auto"  # cpu, cuda, or auto: GPUs if each rank of a host has one.
     threads: int | None = None  # Intra-op threads of a rank; default: cores / ranks.
     rounds: int = 7  # Turns of each algorithm at each size; slow ones get fewer, at least 3.
     burst: int = 1
-    """Operations that follow each other in one repetition, which counts as their mean. With 1 each
-    one comes after a pause, as in training; nccl-tests have 20."""
-    seconds_per_point: float = 0.3  # Time for one algorithm at one size, about, seconds.
+    """Back-to-back operations per repetition, which counts as their mean. 1 pauses before each
+    operation, as training does; nccl-tests use 20."""
+    seconds_per_point: float = 0.3  # Approximate time for one algorithm at one size, seconds.
     save: bool = False  # Keep the fitted costs in the user's cache, for planning.
     csv: str = ""  # Write one row per operation, size and algorithm to this file.
     out: str = ""  # Write record.json, with every sample, into this folder.
@@ -104,11 +104,11 @@ class CollectivesOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CollectivesSettings:
-    """The request, as every rank is told it; see `CollectivesOptions`."""
+    """The checked request that every rank receives; see `CollectivesOptions`."""
 
     operations: tuple[str, ...]
     algorithms: tuple[str, ...]
-    sizes: tuple[int, ...]  # bytes; none for the default ones
+    sizes: tuple[int, ...]  # bytes; empty for the default ones
     max_bytes: int
     dtype: str
     device: str
@@ -139,7 +139,7 @@ class CollectivesSettings:
             raise ConfigError(f"--seconds-per-point {seconds}: must be a finite number, at least 0")
 
     def algorithms_of(self, operation: str) -> list[str]:
-        """The algorithms asked for that the operation has."""
+        """The requested algorithms that implement the operation."""
         return [name for name in OPERATIONS[operation] if name in self.algorithms]
 
 
@@ -159,7 +159,7 @@ def plan_of(options: CollectivesOptions, world: World) -> CollectivesSettings:
         sizes=tuple(parse_size("--sizes", word) for word in names_in(options.sizes)),
         max_bytes=parse_size("--max-bytes", options.max_bytes),
     )
-    uses_cuda(options.device)  # refuses it where there is none
+    uses_cuda(options.device)  # raises if there is no GPU
     return settings
 
 
@@ -182,7 +182,7 @@ def parse_size(option: str, text: str) -> int:
 
 
 def size_text(size_bytes: int) -> str:
-    """Short, exact: `4 B`, `64 KiB`, `25 MiB`; plain bytes where that does not come out even."""
+    """Short and exact: `4 B`, `64 KiB`, `25 MiB`; plain bytes if no unit divides the size."""
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if size_bytes >= factor:
             even = size_bytes % (factor // 4) == 0
@@ -191,8 +191,8 @@ def size_text(size_bytes: int) -> str:
 
 
 def choose_sizes(settings: CollectivesSettings, *, available_bytes: int, ranks: int) -> list[int]:
-    """Bytes in ascending order, where `ranks` ranks share `available_bytes`: those asked for, or
-    4 B, 16 B, 64 B, ... as far as memory goes."""
+    """Sizes in bytes, ascending, for `ranks` ranks that share `available_bytes`: the requested
+    ones, or 4 B, 16 B, 64 B, ... up to what fits in memory."""
     usable = int(_SPARE * available_bytes)
     if settings.sizes:
         largest = max(settings.sizes)
@@ -214,8 +214,8 @@ def choose_sizes(settings: CollectivesSettings, *, available_bytes: int, ranks: 
 
 
 def counts_of(operation: str, sizes: Sequence[int], dtype: str, world_size: int) -> list[int]:
-    """Elements of the whole tensor for each size: rounded down to whole ones, and up to whole parts
-    where each rank has a part of its own."""
+    """Elements of the whole tensor for each size: rounded down to whole elements. If each rank owns
+    a part, rounded up to a multiple of `world_size`."""
     counts = [max(size // DTYPES[dtype][1], 1) for size in sizes]
     if operation in ("reduce_scatter", "all_gather"):
         counts = [math.ceil(count / world_size) * world_size for count in counts]
@@ -229,8 +229,8 @@ def repetitions_of(seconds: float, settings: CollectivesSettings, overhead_s: fl
 
 
 def rounds_of(seconds: Sequence[float], settings: CollectivesSettings) -> int:
-    """Rounds for algorithms that take `seconds` each: fewer where they are slow, but at least three
-    (unless fewer were asked for)."""
+    """Rounds for algorithms that take `seconds` each: fewer for slow ones, but at least three
+    (unless fewer were requested)."""
     affordable = int(settings.seconds_per_point * len(seconds) / sum(seconds))
     return max(min(3, settings.rounds), min(affordable, settings.rounds))
 
@@ -253,7 +253,7 @@ class Samples:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AlgorithmRow:
-    """A table's line: one algorithm at one size."""
+    """One row of the table: one algorithm at one size."""
 
     operation: str
     algorithm: str  # one of the operation's, or `COPY`
@@ -264,7 +264,7 @@ class AlgorithmRow:
     p95_s: float
     algbw_gbs: float  # 1e9 bytes per second
     busbw_gbs: float | None  # None for the copy
-    limit_s: float | None  # of the least bytes at a copy's rate; None for it, and between hosts
+    limit_s: float | None  # the fewest bytes at a copy's rate; None for the copy, and between hosts
     of_limit: Spread | None  # the rate relative to a copy's, by rounds
 
 
@@ -275,16 +275,16 @@ def bus_factor(operation: str, world_size: int) -> float:
 
 
 def rows_of(found: Sequence[Samples], world_size: int, *, one_memory: bool) -> list[AlgorithmRow]:
-    """A row for each entry, with the copy's samples among them; where ranks share `one_memory`, the
-    copy is a yardstick."""
+    """A row for each entry of `found`, which includes the copy's samples. The copy is the reference
+    if ranks share `one_memory`."""
     copies = {(s.operation, s.count): s.medians_s for s in found if s.algorithm == COPY}
     rows = []
     for samples in found:
         times, size = list(chain.from_iterable(samples.rounds_s)), samples.size_bytes
         p50_s, is_copy = median(times), samples.algorithm == COPY
-        # The bytes of a copy are read once and written once; an algorithm's size counts once.
+        # A copy reads and writes each byte once; an algorithm's size counts once.
         algbw = (2 * size if is_copy else size) / p50_s / GB
-        # The least bytes of the operation, over the 2 S that a copy moves.
+        # The fewest bytes that the operation moves, over the 2 S that a copy moves.
         part = (1 + 1 / world_size) / 2 if samples.operation == "reduce_scatter" else 1
         limits = [part * copy_s for copy_s in copies[samples.operation, samples.count]]
         limited = one_memory and not is_copy
@@ -339,7 +339,7 @@ def _findings(
     rows = rows_of(samples, found["world_size"], one_memory=result["one_memory"])
     fits = fits_of(rows)
     about = {"dtype": settings.dtype, "world_size": found["world_size"], "num_nodes": num_nodes}
-    # The command at the number of ranks that there were.
+    # The command with the number of ranks that ran.
     words = (*_COMMAND, "--world-size", str(found["world_size"]))
     flags = replace(options, world_size=CollectivesOptions().world_size)
     save = options.save and fits
@@ -364,7 +364,7 @@ def _findings(
 
 
 def _csv_row(row: AlgorithmRow, about: Mapping[str, Any]) -> dict[str, Any]:
-    """Times in microseconds; empty for no number."""
+    """Times in microseconds; empty for None."""
     return {
         "operation": row.operation,
         "algorithm": row.algorithm,
@@ -395,7 +395,7 @@ def print_report(
     dtype: str,
     stream: IO[str],
 ) -> None:
-    """A table per operation, the fits, what was skipped and what was wrong."""
+    """A table per operation, the fits, what was skipped and what failed."""
     found = result["environment"]
     device = found["accelerator"] if found["backend"].endswith("nccl") else found["cpu"]
     print(
@@ -457,7 +457,7 @@ def time_text(seconds: float) -> str:
 
 
 def rate_text(gbs: float) -> str:
-    """Three digits, more where it is little."""
+    """Three significant digits, more for small rates."""
     return f"{gbs:.3g}" if gbs < 100 else f"{gbs:.0f}"
 
 

@@ -1,11 +1,11 @@
-"""The measurement of `bench collectives`, on every rank: sizes upward, algorithms in turns.
+"""The measurement of `bench collectives`, on every rank: sizes in ascending order.
 
-At each size every algorithm's result is checked once; then come rounds in which each algorithm,
-and the copy, has a turn of several repetitions. The next round begins with the next algorithm.
+At each size every algorithm's result is checked once. Then come rounds, in which each algorithm and
+the copy have a turn of several repetitions. Each round starts with the next algorithm.
 
-[Note: A common begin] A rank that leaves a barrier early measures waiting. Ranks of one host have
-one clock: they agree on a moment a little ahead, and wait for it in a loop. A repetition for which
-a rank came late is dropped, unless there are more ranks than cores, which cannot be in time."""
+[Note: A common begin] A rank that leaves a barrier early measures its waiting. Ranks of one host
+share a clock: they agree on a start time slightly ahead and spin until then. A repetition in which
+a rank arrives late is dropped, unless there are more ranks than cores."""
 
 from __future__ import annotations
 
@@ -52,20 +52,19 @@ if TYPE_CHECKING:
 
 _WARM_UP = 2
 _SHARED = ("shared", "shared_copies")
-_LENGTH = 65_521  # numbers of a rank before they repeat: the largest prime below 2**16
-_MOST = 127  # no sum of them may exceed it: int8 ends there, and bfloat16 is exact up to 256
+_LENGTH = 65_521  # values per rank before they repeat: the largest prime below 2**16
+_MOST = 127  # limit for their sums: int8's maximum; bfloat16 is exact up to 256
 _TRIALS = 30
 _SHORTEST_NS, _LONGEST_NS = 50_000, 2_000_000
 _LATE_S, _LATE_PART = 5e-6, 0.02
-"""A rank may be as late as the longer of these: seconds, part of the operation's time."""
+"""A rank may be late by at most the larger of these: seconds, fraction of the operation's time."""
 
 
 class Patterns:
-    """The numbers that ranks bring, and the results that they should get.
+    """The values that ranks contribute, and the expected results.
 
-    Each rank has its own sequence of small integers, of prime length, repeated over the tensor: a
-    part in a wrong place, a rank that is missing or counted twice shows. Sums are exact up to 127
-    ranks.
+    Each rank repeats its sequence of small integers, of prime length, over the tensor. This detects
+    a misplaced part and a rank that is missing or counted twice. Sums are exact up to 127 ranks.
     """
 
     def __init__(
@@ -81,8 +80,8 @@ class Patterns:
         self._sum = torch.stack(tiles).sum(0).to(device, dtype)
 
     def fill(self, source: Tensor, result: Tensor) -> None:
-        """This rank's numbers into `source`, [n], and before that nonsense into `result`, [n], so
-        that an operation that does nothing is found out."""
+        """Write this rank's values into `source`, [n]. First fill `result`, [n], with wrong values
+        to detect an operation that does nothing."""
         result.fill_(-1)
         for piece in source.split(_LENGTH):
             piece.copy_(self._tiles[self._rank][: len(piece)])
@@ -103,7 +102,7 @@ class Patterns:
 
 
 def _first_difference(tile: Tensor, found: Tensor, start: int) -> int:
-    """First index where [n] differs from the repeated tile from `start` on; -1 for none."""
+    """First index at which [n] differs from the repeated tile, from `start`; -1 for none."""
     turned = tile.roll(-(start % len(tile)))
     for number, piece in enumerate(found.split(len(tile))):
         expected = turned[: len(piece)]
@@ -116,12 +115,12 @@ def _first_difference(tile: Tensor, found: Tensor, start: int) -> int:
 class Lap:
     """One repetition."""
 
-    seconds: float  # from the common begin to the end
-    late_s: float = 0.0  # from the common begin to the real one
+    seconds: float  # from the common start to the end
+    late_s: float = 0.0  # from the common start to the actual one
 
 
 def slowest(comm: Communicator, laps: list[Lap]) -> list[Lap]:
-    """The longest time of each repetition and its latest begin, over all ranks."""
+    """The longest time and the latest start of each repetition, over all ranks."""
     found = torch.tensor([[lap.seconds, lap.late_s] for lap in laps], dtype=torch.float64)
     # All ranks, float64 [n, 2], on the CPU.
     comm.all_reduce(found, "max").wait()
@@ -129,14 +128,14 @@ def slowest(comm: Communicator, laps: list[Lap]) -> list[Lap]:
 
 
 def in_time(laps: list[Lap]) -> list[float]:
-    """Seconds of the repetitions that began together; of the least late one when none did."""
+    """Seconds of the repetitions that started on time; if there are none, of the least late one."""
     kept = [lap.seconds for lap in laps if lap.late_s <= max(_LATE_S, _LATE_PART * lap.seconds)]
     return kept or [min(laps, key=lambda lap: lap.late_s).seconds]
 
 
 class Clock:
     """Times an operation on all ranks at once, from the end of a barrier: for CPU ranks of several
-    hosts. `overhead_s` is about what a repetition costs besides, alike on all ranks."""
+    hosts. `overhead_s` is about the cost of an empty repetition, equal on all ranks."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
@@ -178,7 +177,7 @@ class MomentClock(Clock):
         return Lap((time.perf_counter_ns() - begin) * 1e-9, late * 1e-9)
 
     def _agree(self) -> int:
-        """When the last rank came, nanoseconds: one all-reduce, int64 [1], on the CPU."""
+        """When the last rank arrived, nanoseconds: one all-reduce, int64 [1], on the CPU."""
         now = torch.tensor([time.perf_counter_ns()])
         self._comm.all_reduce(now, "max").wait()
         return int(now)
@@ -193,7 +192,7 @@ class EventClock(Clock):
 
     def lap(self, run: Callable[[], None]) -> Lap:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        # All ranks, float32 [1]: behind it on the stream, all begin together.
+        # All ranks, float32 [1]: later work on the stream starts together on all ranks.
         self._comm.all_reduce(self._small).wait()
         begin.record()
         run()
@@ -204,24 +203,24 @@ class EventClock(Clock):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimedOperation:
-    """One operation by one algorithm over its buffers, which are zeros while it is timed: a sum in
-    place would grow with each repetition."""
+    """One operation by one algorithm over its buffers. They hold zeros during timing, since a sum
+    in place would grow with each repetition."""
 
     algorithm: str
-    source: Tensor  # the numbers that this rank brings; overwritten by what works in place
+    source: Tensor  # the values that this rank contributes; overwritten by in-place algorithms
     result: Tensor  # may share memory with `source`
     run: Callable[[], object]  # once, blocking (on CUDA: until the stream may use the result)
 
 
 class Buffers:
-    """Ordinary tensors like `like`, and shared ones where there is `shared`, of [count] and of
-    [count / ranks]; `SharedMemoryError` on all ranks where that does not suffice."""
+    """Ordinary tensors like `like`, and shared ones if `shared` is set, of [count] and of [count /
+    ranks]. Raises `SharedMemoryError` on all ranks if shared memory is too small."""
 
     def __init__(
         self, count: int, ranks: int, like: Tensor, shared: SharedMemoryCommunicator | None
     ) -> None:
         part = max(count // ranks, 1)
-        # Filled, so that the system gives the memory now.
+        # Filled, so that the system allocates the pages now.
         self.whole, self.other, self.part = (
             like.new_empty(size).zero_() for size in (count, count, part)
         )
@@ -232,12 +231,12 @@ class Buffers:
             self.shared_part = shared.allocate(part, like.dtype)
 
     def clear(self) -> None:
-        """Zeros everywhere."""
+        """Fill with zeros."""
         for tensor in (self.whole, self.other, self.part, self.shared_whole, self.shared_part):
             tensor.zero_()
 
     def release(self) -> None:
-        """Give the shared memory back."""
+        """Free the shared memory."""
         if self._shared is not None:
             self._shared.release(self.shared_whole)
             self._shared.release(self.shared_part)
@@ -253,7 +252,7 @@ def build(
     source = part if operation == "all_gather" else whole
     result = part if operation == "reduce_scatter" else whole
     if algorithm == "ring" and operation != "all_reduce":
-        # It works in the whole tensor; this rank's part of that is what it brings or gets.
+        # It works on the whole tensor; this rank's part of it is its input or result.
         own = whole.view(comm.world_size, -1)[comm.rank]
         source, result = (whole, own) if operation == "reduce_scatter" else (own, whole)
 
@@ -261,8 +260,8 @@ def build(
         p2p.tree_reduce(comm, whole)
         p2p.tree_broadcast(comm, whole)
 
-    # All over all ranks, whole [n], part [n / ranks]; none overlaps anything. First a
-    # communicator's own, then those made of messages.
+    # All over all ranks, whole [n], part [n / ranks]; none overlaps anything. First the
+    # communicator's collectives, then those composed of messages.
     by_backend = {
         "all_reduce": lambda: comm.all_reduce(whole).wait(),
         "reduce_scatter": lambda: comm.reduce_scatter(part, whole).wait(),
@@ -284,8 +283,8 @@ def build(
 
 
 def measure(settings_json: dict[str, Any]) -> dict[str, Any]:
-    """Open a session, measure everything; returns what `--json` and the record are made of, with
-    samples as `Samples` has them."""
+    """Open a session, measure everything; returns the data for `--json` and the record, with
+    samples as `Samples` holds them."""
     settings = from_json(CollectivesSettings, settings_json)
     session = Session(SessionOptions(device=_device(settings.device), threads=settings.threads))
     with session as world:
@@ -319,11 +318,11 @@ class Bench:
         clock = MomentClock if world.one_host else Clock
         on_cuda = self._device.type == "cuda"
         self._clock = EventClock(self._comm, self._device) if on_cuda else clock(self._comm)
-        self.skipped: list[str] = []  # what could not be measured, and why: a line each
-        self.wrong: list[str] = []  # results that were not right; these are not timed
+        self.skipped: list[str] = []  # one line for each skipped measurement: what, and why
+        self.wrong: list[str] = []  # incorrect results; these are not timed
 
     def run(self) -> list[Samples]:
-        """By operation, size and algorithm, the copy one of these; the same on all ranks."""
+        """By operation, size and algorithm, including the copy; the same on all ranks."""
         settings, samples = self._settings, list[Samples]()
         if set(settings.operations) & {"all_reduce", "reduce_scatter"}:
             check_supported(self._comm, self._like, "sum", "backend")
@@ -336,7 +335,7 @@ class Bench:
         )
         self._share_memory()
         was_on = gc.isenabled()
-        gc.disable()  # Python collects garbage now and then, for milliseconds: not meanwhile
+        gc.disable()  # a garbage collection takes milliseconds
         try:
             work = [
                 (operation, count)
@@ -400,9 +399,9 @@ class Bench:
         return build(operation, algorithm, comm, self._groups, buffers)
 
     def _is_right(self, operation: str, contestant: TimedOperation) -> bool:
-        """Run it once on numbers with a known result. All ranks get the same answer."""
+        """Run it once on values with a known result. All ranks get the same answer."""
         self._patterns.fill(contestant.source, contestant.result)
-        self._comm.barrier()  # shared buffers are written by peers, too
+        self._comm.barrier()  # peers also write shared buffers
         contestant.run()
         wrong = self._patterns.first_wrong(operation, contestant.result)
         for rank, index in enumerate(all_gather_numbers(self._comm, wrong)):
@@ -438,7 +437,7 @@ class Bench:
         ]
 
     def _turn(self, contestant: TimedOperation, repetitions: int) -> list[float]:
-        """Seconds of an operation in each repetition, to the nanosecond; alike on all ranks."""
+        """Seconds per operation in each repetition, to the nanosecond; the same on all ranks."""
         burst = self._settings.burst
 
         def run() -> None:
@@ -450,7 +449,7 @@ class Bench:
 
 
 def _device(asked: str) -> str:
-    """`auto` takes GPUs where there is one for each rank of this host."""
+    """`auto` selects GPUs if each rank of this host has one."""
     if asked != "auto":
         return asked
     ranks = resolve(environ.snapshot()).world.local_world_size

@@ -1,17 +1,17 @@
 """Contestants of a measurement: names, options, allocator settings. No torch here.
 
-    none          plain torch that sends nothing: the ideal
+    none          plain torch without communication: the ideal
     NAME          a strategy of the registry, used as its documentation says
     torch_ddp     torch's DistributedDataParallel, as torch's own tutorial writes the loop
     accelerate    Hugging Face Accelerate, in its own idiom
     fabric        Lightning Fabric, in its own idiom
 
-A name may carry options: `bucketed:bucket_mb=1,collective=gloo`. With `loop=user` a strategy is
-used in a plain loop, with `loss.backward()` and `optimizer.step()`, in place of `sync.step`.
+A name may carry options: `bucketed:bucket_mb=1,collective=gloo`. With `loop=user` a strategy runs
+in a plain loop that calls `loss.backward()` and `optimizer.step()` instead of `sync.step`.
 
-[Note: Two allocator settings] `gradsync train` keeps freed memory in the process (glibc), others do
-not. That alone makes steps on a CPU much faster, and cannot be taken back: hence a set of processes
-for each setting, and each contestant is compared with the `none` of its own."""
+[Note: Two allocator settings] `gradsync train` keeps freed memory in the process (glibc); others do
+not. That alone makes steps on a CPU much faster, and cannot be undone in a process. Each setting
+therefore has a set of processes, and each contestant is compared with the `none` of its set."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OTHERS: dict[str, dict[str, Kind]] = {
     "accelerate": {},
     "fabric": {},
 }
-"""Not ours, with the options they take."""
+"""Other libraries, with the options they take."""
 _PACKAGES = {"accelerate": "accelerate", "fabric": "lightning_fabric"}  # extra `bench`
 _SEVERAL = {
     "default": ("naive", "flat", "overlap", "bucketed", "invariant", *OTHERS),
@@ -49,12 +49,12 @@ _OVERLAPPING = ("ddp", "powersgd", "fsdp")  # strategies outside the engine that
 class Contestant:
     """One row of the table."""
 
-    label: str  # its name in the table; no two are called alike
+    label: str  # its name in the table; unique
     name: str  # a strategy of the registry, `none`, or one of `OTHERS`
     options: Mapping[str, Any] = field(default_factory=dict)
     keep_memory: bool = True  # see [Note: Two allocator settings]
     compile: str = "none"  # for our strategies: as in `gradsync train --compile`
-    own_loop: bool = False  # for our strategies: whether in the user's training loop
+    own_loop: bool = False  # for our strategies: whether to use the `loop=user` loop
 
     @property
     def chose_memory(self) -> bool:
@@ -68,7 +68,7 @@ class Contestant:
 
     @property
     def overlaps(self) -> bool:
-        """Whether some of its communication may run beside its backward, or forward."""
+        """Whether some of its communication may run while backward or forward runs."""
         if not self.is_ours:
             return True
         recipe = STRATEGIES[self.name].recipe
@@ -78,8 +78,8 @@ class Contestant:
 
 
 def parse_contestants(text: str) -> list[Contestant]:
-    """The contestants of `--strategies`, checked; `none` is not in it, see `with_ideals`. Of those
-    that `default` and `all` stand for, the ones whose package is missing are left out."""
+    """The checked contestants of `--strategies`, without `none` (see `with_ideals`). `default` and
+    `all` skip contestants whose package is missing."""
     chosen: list[Contestant] = []
     for word in listed(text):
         if word in _SEVERAL:
@@ -103,7 +103,7 @@ def parse_contestants(text: str) -> list[Contestant]:
 
 
 def few_steps(name: str, inner_steps: int) -> dict[str, Any]:
-    """Options with which a few steps of a strategy show what many would."""
+    """Options with which a few steps of a strategy represent many."""
     return {
         "local_sgd": {"inner_steps": inner_steps},
         "diloco": {"inner_steps": inner_steps},
@@ -112,19 +112,19 @@ def few_steps(name: str, inner_steps: int) -> dict[str, Any]:
 
 
 def left_out(text: str) -> list[str]:
-    """Contestants that `default` or `all` in `text` stand for, but whose package is missing."""
+    """Contestants that `default` or `all` in `text` include, but whose package is missing."""
     several = set(_SEVERAL) & set(listed(text))
     return [name for name in OTHERS if _missing(name)] if several else []
 
 
 def _missing(name: str) -> str:
-    """The package that contestant `name` needs and that is not installed; "" when all is there."""
+    """The package that contestant `name` needs and that is not installed; "" if none is missing."""
     package = _PACKAGES.get(name, "")
     return package if package and find_spec(package) is None else ""
 
 
 def with_ideals(chosen: Sequence[Contestant], *, same_allocator: bool) -> list[Contestant]:
-    """`chosen` behind the `none` of each allocator setting that occurs; with `same_allocator` all
+    """`chosen`, preceded by `none` for each allocator setting in use; with `same_allocator` all
     keep freed memory."""
     if same_allocator:
         chosen = [replace(each, keep_memory=True) for each in chosen]

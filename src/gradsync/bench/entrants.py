@@ -1,7 +1,7 @@
-"""Contestants at work: all train the same model on the same leaves, each in its own idiom.
+"""Contestants: all train the same model on the same leaves, each in its library's idiom.
 
-A step is cut in two so that one may look at the clock in between; a contestant decides by itself
-what belongs to `update`.
+A step has two parts, so that the clock can be read in between. Each contestant decides what belongs
+to `update`.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ if TYPE_CHECKING:
 
 CLIP_NORM = 1.0  # largest norm of the gradient, as `gradsync train` has it
 _UNSEEN = ("fsdp", "powersgd")
-"""Torch's own, with messages that cannot be made to block from outside."""
-_DRIFTING = ("local_sgd", "diloco")  # ranks differ between meetings
+"""Torch's own, whose messages cannot be made to block from outside."""
+_DRIFTING = ("local_sgd", "diloco")  # ranks differ between synchronisations
 
 Leaves = Sequence[Leaf]  # a rank's: tokens and targets, each [sequences, tokens], int64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchSite:
-    """Site of the contestants: what is the same for all of them."""
+    """What all contestants share: world, settings, groups."""
 
     settings: SyncSettings
     world: World
-    groups: Groups | None = None  # inside and between hosts, where a strategy asks for them
+    groups: Groups | None = None  # within and between hosts, for strategies that need them
 
     @property
     def device(self) -> torch.device:
@@ -63,12 +63,12 @@ class BenchSite:
 
     @property
     def on_cuda(self) -> bool:
-        """Whether an accelerator computes."""
+        """Whether the rank computes on CUDA."""
         return self.device.type == "cuda"
 
     @property
     def comm(self) -> Communicator:
-        """Over the ranks of the set, for what is not measured."""
+        """Over the ranks of the set, for work that is not measured."""
         return communicator(self.world)
 
     def model(self) -> GPT:
@@ -85,7 +85,7 @@ class BenchSite:
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=enabled)
 
     def leaves(self, batch_size: int) -> Leaves:
-        """Random tokens of this rank, the same in every step; others on each rank and leaf."""
+        """Random tokens of this rank, the same in every step; they differ by rank and leaf."""
         settings, batches = self.settings, []
         shape = (2, batch_size // settings.leaves_per_rank, settings.tokens)
         for leaf in range(settings.leaves_per_rank):
@@ -107,14 +107,14 @@ def leaves_of(batches: Sequence[tuple[Tensor, ...]], world: World) -> list[Leaf]
 
 
 class Blocking:
-    """Adds up what collectives take when nothing hides them and all ranks begin them together."""
+    """Total time of collectives when nothing overlaps and all ranks start them together."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self.seconds = 0.0
 
     def register(self, ddp: DistributedDataParallel) -> None:
-        """Be the communication hook of `ddp`, on its process group."""
+        """Register as the communication hook of `ddp`, on its process group."""
         comm = ProcessGroupCommunicator(ddp.process_group)
 
         def hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -133,14 +133,14 @@ class Blocking:
 
 
 class Entrant:
-    """A contestant at work on this rank: the loop of plain torch, of which each one replaces what
-    its own documentation writes otherwise. `clock` is told when the last gradient of a step is
-    there; with `blocking`, which takes the time of communication, nothing may be hidden.
+    """A contestant on this rank: the plain torch loop. Subclasses override what their library's
+    documentation writes differently. `clock` is called when a step's last gradient is ready; with
+    `blocking`, which times communication, nothing may overlap.
     """
 
     knows_communication = True  # whether `blocking` can see all of it
-    period = 1  # steps after which what a step sends repeats itself
-    own_precision = False  # whether the wrapped model enters its mixed precision by itself
+    period = 1  # steps after which the communication pattern repeats
+    own_precision = False  # whether the wrapped model enters mixed precision itself
 
     def __init__(
         self, contestant: Contestant, site: BenchSite, clock: StepClock, blocking: Blocking | None
@@ -154,7 +154,7 @@ class Entrant:
         self.set_up()
 
     def set_up(self) -> None:
-        """Wrap the model, make the optimizer."""
+        """Wrap the model, create the optimizer."""
         self.optimizer = self.site.optimizer(self.model)
 
     def step(self, leaves: Leaves) -> Tensor:
@@ -174,7 +174,7 @@ class Entrant:
         self.mean_loss = total / len(leaves)
 
     def accumulating(self, *, last: bool) -> AbstractContextManager[Any]:
-        """Around a leaf; gradients are synchronised in the last one only."""
+        """Context of a leaf; gradients are synchronised in the last one only."""
         return nullcontext()
 
     def loss(self, leaf: Leaf) -> Tensor:
@@ -183,7 +183,7 @@ class Entrant:
             return mean_loss(self.called(leaf.inputs), leaf.targets)
 
     def differentiate(self, loss: Tensor, leaves: int) -> None:
-        """Add the gradients of a leaf's loss, a part of the mean over `leaves`."""
+        """Add the gradients of a leaf's loss, divided by `leaves`."""
         (loss / leaves).backward()
 
     def update(self) -> None:
@@ -193,35 +193,35 @@ class Entrant:
         self.optimizer.zero_grad()
 
     def clip(self) -> None:
-        """To `CLIP_NORM`."""
+        """Clip gradients to `CLIP_NORM`."""
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM)
 
     def communicators(self) -> list[Communicator]:
-        """Communicators to count in; see `Wire`."""
+        """Communicators to count; see `Wire`."""
         return []
 
     def wait(self) -> None:
-        """Return when nothing of the last step is under way."""
+        """Return when the last step has no pending work."""
 
     def weights(self) -> list[Tensor] | None:
-        """This rank's copy of the weights; None where a rank has no whole one, or where ranks may
+        """This rank's copy of the weights; None if no rank holds a whole copy, or if ranks may
         differ."""
         return [parameter.detach() for parameter in self.model.parameters()]
 
     def close(self) -> None:
-        """Give back hooks and threads."""
+        """Remove hooks and stop threads."""
 
 
 class Alone(Entrant):
     """The ideal: a training loop on this rank's leaves, nothing else."""
 
     def weights(self) -> list[Tensor] | None:
-        return None  # every rank goes its own way
+        return None  # ranks diverge
 
 
 class TorchDdp(Entrant):
-    """torch's DistributedDataParallel, as its tutorial writes it; options go to it. On one rank it
-    is the loop alone, as users run it."""
+    """torch's DistributedDataParallel, as its tutorial writes it, with the given options. On one
+    rank it is the loop alone, as users run it."""
 
     def set_up(self) -> None:
         super().set_up()
@@ -243,10 +243,10 @@ class TorchDdp(Entrant):
 
 class Accelerated(Entrant):
     """Hugging Face Accelerate, as its users write a loop: `Accelerator.prepare`, `accumulate`,
-    `backward`; it finds the process group that is there.
+    `backward`; it uses the existing process group.
 
-    It divides by the number of leaves itself, and its optimizer only steps when gradients are
-    whole, so calling it after the last leaf will do.
+    It divides by the number of leaves itself. Its optimizer steps only when gradients are complete,
+    so calling it after the last leaf is enough.
     """
 
     own_precision = True
@@ -256,7 +256,7 @@ class Accelerated(Entrant):
 
         site, size = self.site, self.site.settings.bucket_mb
         handlers = [] if size is None else [DistributedDataParallelKwargs(bucket_cap_mb=size)]
-        # One rank is a script without a launcher: by these it would take itself for one of many.
+        # One rank runs without a launcher; these variables would make it distributed.
         alone = {} if site.world.is_distributed else {"LOCAL_RANK": "-1", "WORLD_SIZE": "1"}
         with environ.exported(alone):
             self.accelerator = Accelerator(
@@ -286,7 +286,7 @@ class Accelerated(Entrant):
 
 class Fabricated(Entrant):
     """Lightning Fabric, as its users write a loop: `Fabric.setup`, `backward`, `clip_gradients`; it
-    finds the process group that is there."""
+    uses the existing process group."""
 
     own_precision = True
 
@@ -295,10 +295,10 @@ class Fabricated(Entrant):
         from lightning_fabric.plugins.environments import TorchElasticEnvironment
         from lightning_fabric.strategies import DDPStrategy
 
-        # Its messages on import are no part of a table.
+        # Its import messages do not belong in a table.
         logging.getLogger("lightning_fabric").setLevel(logging.ERROR)
         site, strategy = self.site, "auto"
-        if site.world.is_distributed:  # over the ranks that are there, however started
+        if site.world.is_distributed:  # over the existing ranks, however started
             size = site.settings.bucket_mb
             options = {} if size is None else {"bucket_cap_mb": size}
             strategy = DDPStrategy(cluster_environment=TorchElasticEnvironment(), **options)
@@ -329,8 +329,8 @@ class Fabricated(Entrant):
 class Synchronised(Entrant):
     """A strategy of the registry, used as `gradsync train` uses it.
 
-    To take the time of its communication, nothing may overlap: strategies of the engine get
-    `overlap=False` and tell by their own stopwatch, others are waited for at each collective.
+    To time communication, nothing may overlap. Strategies of the engine get `overlap=False` and
+    report their stopwatch; others wait at each collective.
     """
 
     _watched: Watched | None = None
@@ -368,7 +368,7 @@ class Synchronised(Entrant):
             timed = ("all_gather",) if by_engine else ("all_reduce", "broadcast", "all_gather")
             barrier = site.comm.barrier
             self._watched = Watched(self.sync.comm, timed=timed, before=barrier, total=blocking)
-        self._stopwatch = blocking if by_engine else None  # the engine's own is added to it
+        self._stopwatch = blocking if by_engine else None  # the engine's time is added to it
 
     def backward(self, leaves: Leaves) -> None:
         self._learner.run_leaves(leaves)
@@ -404,7 +404,7 @@ class Synchronised(Entrant):
 
 
 class InTheirLoop(Entrant):
-    """A strategy of the registry in a plain loop: two lines in place of DDP's."""
+    """A strategy of the registry in a plain loop: two lines replace DDP's."""
 
     knows_communication = False
 
@@ -435,10 +435,10 @@ _OTHERS: dict[str, type[Entrant]] = {
 def enter(
     contestant: Contestant, site: BenchSite, clock: StepClock, *, blocking: Blocking | None = None
 ) -> Entrant:
-    """Build it, see `Entrant`; all ranks of the set call this together."""
+    """Build the contestant, see `Entrant`; all ranks of the set call this together."""
     ours = InTheirLoop if contestant.own_loop else Synchronised
     entrant = _OTHERS.get(contestant.name, ours)(contestant, site, clock, blocking)
-    pin_threads(site.settings.threads)  # Accelerate sets a number of its own
+    pin_threads(site.settings.threads)  # Accelerate changes the number
     return entrant
 
 
@@ -448,10 +448,10 @@ def mean_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
 
 
 def given_options(contestant: Contestant, site: BenchSite) -> dict[str, Any]:
-    """Options of the contestant and of the trainer; `inner_steps` is shortened unless it is given,
-    so that ranks meet within a turn."""
+    """Options of the contestant and of the trainer. `inner_steps` is shortened unless it is given,
+    so that ranks synchronise within a turn."""
     settings = site.settings
-    options = few_steps(contestant.name, settings.num_steps)  # one meeting in each turn
+    options = few_steps(contestant.name, settings.num_steps)  # one synchronisation in each turn
     strategy = STRATEGIES[contestant.name]
     has_buckets = strategy.recipe is None or strategy.recipe.grouping == "buckets"
     if settings.bucket_mb is not None and "bucket_mb" in strategy.options and has_buckets:

@@ -1,10 +1,10 @@
-"""A measurement from request to record, as values; `gradsync.cli.experiment` carries it out.
+"""A measurement from request to record, as values; `gradsync.cli.experiment` runs it.
 
 Experiment(options, variants, measure, metrics)
 
-variants   from the command's options: what to measure, or why not
-measure    a rank's part, from JSON to JSON, on ranks of a launcher or on new ones
-metrics    what came out, for people, as JSON, CSV, picture and `record.json`
+variants   from the command's options: what to measure, or an error
+measure    a rank's part, from JSON to JSON, on a launcher's ranks or on new ones
+metrics    the results as text, JSON, CSV, picture and `record.json`
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ _PLACES = ("csv", "plot", "out", "save", "as_json", "dry_run")
 
 T = TypeVar("T")
 Ask = Callable[[Any, int], dict[str, Any]]
-"""`ask(work, ranks)`: what rank 0 measured of `work`, a dataclass, on a launcher's ranks or on new
+"""`ask(work, ranks)`: what rank 0 measured for `work`, a dataclass, on a launcher's ranks or on new
 ones."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Findings:
-    """Results, for every place that they may go to."""
+    """Results, in the form that each output needs."""
 
     environment: Mapping[str, Any]  # see `environment`
     data: Mapping[str, Any]  # for `--json` and the record
     show: Callable[[IO[str]], None]  # prints it for people
-    command: str = ""  # for the same measurement; usually as it was typed, without the places
+    command: str = ""  # for the same measurement; usually as typed, without output flags
     samples: Any = None  # for the record alone
     csv: Callable[[], str] | None = None
     draw: Callable[[Path], None] | None = None
-    keep: Callable[[], str] | None = None  # keeps what other commands use, last; says where
+    keep: Callable[[], str] | None = None  # saves what other commands use, last; returns where
     code: int = 0  # exit code
 
 
@@ -59,15 +59,15 @@ class Experiment:
     options: type  # its flags: a dataclass
     measure: str  # `module:function`; imported by ranks only
     variants: Callable[[Any, World], Any]  # from options and world; raises `ConfigError`
-    metrics: Callable[[Any, Any, Any, World], Findings]  # the third is what was collected
+    metrics: Callable[[Any, Any, Any, World], Findings]  # the third is what `measure` returned
     collect: Callable[[Any, Any, World, Ask], Any] = lambda options, variants, _, ask: ask(
         variants, options.world_size
     )  # what ranks measured, on rank 0
-    dry: Callable[[Any], Any] = asdict  # what `--dry-run` prints of the variants, as JSON has it
+    dry: Callable[[Any], Any] = asdict  # what `--dry-run` prints of the variants, as JSON
 
 
 def command_of(options: Any, command: Sequence[str]) -> str:
-    """The command line for the same measurement, without the places for its results."""
+    """The command line for the same measurement, without its output flags."""
     words = ["gradsync", *command]
     for entry in fields(options):
         value = getattr(options, entry.name)
@@ -82,14 +82,14 @@ def flag_of(name: str) -> str:
 
 
 def check_least(options: Any, **least: int) -> None:
-    """Refuse options that are below the least they may be; None may always be."""
+    """Refuse options that are below their minimum; None is always allowed."""
     for name, number in least.items():
         if (value := getattr(options, name)) is not None and value < number:
             raise ConfigError(f"{flag_of(name)} must be at least {number}; got {value}")
 
 
 def check_alone(world: World, command: str) -> None:
-    """Refuse a launcher's ranks where a measurement starts its own."""
+    """Refuse a launcher's ranks if a measurement starts its own."""
     if world.is_distributed:
         raise ConfigError(
             f"{command} starts ranks itself: run it as one process, without {world.launcher}; "
@@ -98,7 +98,7 @@ def check_alone(world: World, command: str) -> None:
 
 
 def check_name(what: str, name: str, known: Collection[str]) -> None:
-    """Refuse a name that is not `known`, with the nearest one."""
+    """Refuse a name that is not `known`, and suggest the nearest one."""
     if name not in known:
         near = get_close_matches(name, known, n=1)
         hint = f"; perhaps you meant {near[0]!r}" if near else ""
@@ -106,18 +106,18 @@ def check_name(what: str, name: str, known: Collection[str]) -> None:
 
 
 def taken(kind: type[T], options: Any, **others: Any) -> T:
-    """A `kind` of the options that have the names of its fields, with `others` in their place."""
+    """A `kind` built from the options that match its fields, overridden by `others`."""
     names = [entry.name for entry in fields(kind) if hasattr(options, entry.name)]  # type: ignore[arg-type]
     return kind(**{name: getattr(options, name) for name in names} | others)
 
 
 def names_in(text: str) -> tuple[str, ...]:
-    """Words with commas between them, each once."""
+    """Words separated by commas, without duplicates."""
     return tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
 
 
 def environment(*, world_size: int, threads: int) -> dict[str, Any]:
-    """Facts that a reader needs to judge the figures; taken before anything is measured."""
+    """Facts that a reader needs to judge the figures; read before anything is measured."""
     import torch
     import torch.distributed as dist
 
@@ -148,7 +148,7 @@ def write_record(
     environment: Mapping[str, Any],
     data: Mapping[str, Any],
 ) -> Path:
-    """Write `folder/record.json`, complete or not at all; returns its path."""
+    """Write `folder/record.json` atomically; returns its path."""
     assert not set(_HEAD) & set(data), "a key of the head in the data"
     document = {"environment": dict(environment), "command": command, "benchmark": name, **data}
     path = folder / "record.json"
@@ -157,7 +157,7 @@ def write_record(
 
 
 def failed(error: GradsyncError) -> dict[str, Any]:
-    """An error that all ranks found alike, as their result: one process speaks for all."""
+    """A result that carries an error which all ranks found: one process reports it."""
     return {"failed": str(error), "exit_code": error.exit_code}
 
 
@@ -169,7 +169,7 @@ def raise_failed(result: Mapping[str, Any]) -> None:
 
 
 def from_json(kind: type[T], data: Mapping[str, Any]) -> T:
-    """The dataclass `kind` out of what `dataclasses.asdict` and JSON made of it; fields may be
+    """The dataclass `kind` from what `dataclasses.asdict` and JSON made of it. Fields may be
     dataclasses, and tuples of one type."""
     hints = get_type_hints(kind)
     return kind(**{name: _value(hints[name], value) for name, value in data.items()})

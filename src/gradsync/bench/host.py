@@ -1,7 +1,7 @@
-"""`gradsync bench sync --host`: what a step costs the host, seen where computing is nothing.
+"""`gradsync bench sync --host`: what a step costs the host when computing costs nothing.
 
-The model keeps its number of tensors and buckets and shrinks to a width of 8. So a step is what
-torch and Python do for it, which is what a GPU waits for where a model is small.
+The model keeps its number of tensors and buckets and shrinks to a width of 8. A step is then the
+work that torch and Python do for it. With a small model, a GPU waits for that work.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ OPTIONS: Mapping[str, Any] = {"collective": "backend", "overlap_publish": False}
 TOKENS = 4
 """Of a sequence."""
 _SHOWN = 12
-"""Functions in a profile."""
+"""Number of functions in a profile."""
 
 
 def shrunk(shape: GPTConfig) -> GPTConfig:
-    """A model with as many tensors, each next to nothing."""
+    """A model with as many tensors, each almost empty."""
     small = {"n_head": 1, "n_kv_head": None, "n_embd": 8, "hidden_dim": 8}
     return replace(shape, **small, vocab_size=64, block_size=16)
 
 
 def bucket_mb(shape: GPTConfig) -> float:
-    """Size at which the shrunk model has as many buckets as the whole one has by 25 MiB."""
+    """The size at which the shrunk model has as many buckets as the whole one has at 25 MiB."""
     return 25.0 * shrunk(shape).num_params() / shape.num_params()
 
 
 def count(step: Callable[[], object]) -> dict[str, Any]:
     """What two steps do on this thread: operations that torch dispatches, Python's function calls,
-    and the functions that take longest, as (name, calls, milliseconds in it alone)."""
+    and the slowest functions, as (name, calls, milliseconds excluding callees)."""
     import torch
 
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as operations:
@@ -77,12 +77,12 @@ def cells(
     seconds: Mapping[str, Sequence[float]],
     ranks: Mapping[str, Mapping[str, Any]],
 ) -> list[tuple[str, ...]]:
-    """A row for each of `labels`, of which the first is `none`.
+    """A row for each of `labels`; the first is `none`.
 
     Args:
         labels: of contestants.
         seconds: each one's step, by round.
-        ranks: what rank 0 found of each.
+        ranks: what rank 0 found for each.
     """
     rows, none = [], ranks[labels[0]]["host"]
     for label in labels:

@@ -1,9 +1,9 @@
-"""When a step began and ended, what a rank sent in it, and how long that takes if nothing hides it.
+"""When a step begins and ends, what a rank sends in it, and how long that takes without overlap.
 
-On a CPU that is the clock, on an accelerator events in the stream. Torch's own contestants are seen
-from outside: process groups count operations, the kernel counts bytes. Of ours the communicator's
-methods are watched: what goes through shared memory passes no group, and a batch of messages is one
-operation."""
+On a CPU the clock is read, on an accelerator events in the stream. Torch's own contestants are
+measured from outside: process groups count operations, the kernel counts bytes. For our strategies
+the communicator's methods are watched: shared memory bypasses the process group, and a batch of
+messages is one operation."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from gradsync.comm.process_group import Done
 from gradsync.core.torch_private import num_issued, process_groups
 
 _BYTES_SENT = 200
-"""Place in `struct tcp_info` of `tcpi_bytes_sent`, then `tcpi_bytes_retrans` (Linux 4.19): without
-headers, and what is late is sent twice, on a busy host even to itself."""
+"""Offset in `struct tcp_info` of `tcpi_bytes_sent`, then `tcpi_bytes_retrans` (Linux 4.19), without
+headers. A late packet is sent twice, on a busy host even to itself."""
 _COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "reduce_scatter")
 
 
 class StepClock:
     """Called by a turn in this order: `begin`, then `backward_done` and `step_done` for each step.
 
-    Torch's DDP waits for its messages at the end of backward. What a rank computes by itself ends
-    earlier, with the gradient of the embedding, which is first in forward: there a hook looks at
-    the clock.
+    Torch's DDP waits for its messages at the end of backward. A rank's own computation ends
+    earlier, with the gradient of the embedding, which is first in forward. A hook reads the clock
+    there.
     """
 
     def __init__(self, *, on_cuda: bool) -> None:
@@ -62,7 +62,7 @@ class StepClock:
     def backward_done(self) -> None:
         """The last backward of a step has returned."""
         ready, self._last_gradient = self._last_gradient, None
-        # Sharded parameters are others than those that were watched: there this has to do.
+        # The hook does not see sharded parameters; this time replaces it.
         self._marks.append(self._now() if ready is None else ready)
 
     def step_done(self) -> None:
@@ -70,8 +70,8 @@ class StepClock:
         self._marks.append(self._now())
 
     def read(self) -> tuple[list[float], list[float]]:
-        """Seconds of all steps since `begin`, and of their forward and backward until the rank's
-        last gradient was there; waits for the device."""
+        """Seconds of all steps since `begin`, and of their forward and backward up to the rank's
+        last gradient; waits for the device."""
         if self._on_cuda:
             torch.cuda.synchronize()
         begins, readies, ends = self._marks[:-1:2], self._marks[1::2], self._marks[2::2]
@@ -92,15 +92,15 @@ class StepClock:
 
 
 def bytes_sent() -> int:
-    """Bytes that this process has given to all its open TCP sockets so far; 0 where the system
-    does not count."""
+    """Bytes that this process has sent on all its open TCP sockets so far; 0 if the system does not
+    count them."""
     total, folder = 0, "/proc/self/fd"
     for name in os.listdir(folder) if os.path.isdir(folder) else ():
         try:
             if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 continue
             handle = socket.socket(fileno=os.dup(int(name)))
-        except OSError:  # closed meanwhile: listing the folder opens one itself
+        except OSError:  # closed since: listing the folder opens one itself
             continue
         with handle:
             is_tcp = handle.family in (socket.AF_INET, socket.AF_INET6)
@@ -113,13 +113,13 @@ def bytes_sent() -> int:
 
 
 def operations_issued() -> int:
-    """Collectives, sends and receives that this process has given to all its process groups."""
+    """Collectives, sends and receives issued by this process on all its process groups."""
     return sum(map(num_issued, process_groups())) if dist.is_initialized() else 0
 
 
 @contextmanager
 def taking(total: Any) -> Generator[None]:
-    """Add to `total.seconds` how long the block takes, with all that an accelerator was given."""
+    """Add the block's duration, including its work on an accelerator, to `total.seconds`."""
     synchronize = torch.cuda.synchronize if torch.cuda.is_initialized() else lambda: None
     synchronize()
     begin = time.perf_counter()
@@ -129,15 +129,15 @@ def taking(total: Any) -> Generator[None]:
 
 
 class Wire:
-    """Counts from its making on; `comms` are those of a strategy of ours."""
+    """Counts from its creation on; `comms` are those of a strategy of ours."""
 
     def __init__(self, comms: Sequence[Communicator] = ()) -> None:
         self._watched = [Watched(comm) for comm in comms]
         self._begin = operations_issued(), bytes_sent()
 
     def read(self) -> tuple[int, int]:
-        """(operations, bytes sent) of this rank; a batch of messages is one operation. Through
-        shared memory nothing is sent."""
+        """(operations, bytes sent) of this rank; a batch of messages is one operation. Shared
+        memory sends no bytes."""
         operations = operations_issued() - self._begin[0]
         sent = bytes_sent() - self._begin[1]
         for watched in self._watched:
@@ -150,9 +150,9 @@ class Wire:
 
 
 class Watched:
-    """Shadows the methods of one communicator object: each call is counted and passed on. Methods
-    in `timed` are waited for at once, after `before` has made ranks begin together, and how long
-    that takes is added to `total.seconds`."""
+    """Shadows the methods of one communicator object: it counts each call and forwards it. It waits
+    for methods in `timed` at once, after `before` has made ranks start together, and adds their
+    duration to `total.seconds`."""
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class Watched:
             setattr(comm, name, partial(self._call, name, getattr(comm, name)))
 
     def stop(self) -> None:
-        """The communicator's own methods again."""
+        """Restore the communicator's own methods."""
         for name in self._shadows:
             delattr(self._comm, name)
         self._shadows = []
@@ -184,7 +184,7 @@ class Watched:
             if name == "exchange":
                 messages = sum(t.numel() > 0 for t, _ in (*arguments[0], *arguments[1]))
                 self.messages += messages
-            self.calls[name] += messages > 0  # an empty batch is nothing
+            self.calls[name] += messages > 0  # an empty batch does not count
         if name not in self._timed:
             return method(*arguments, **named)
         self._before()

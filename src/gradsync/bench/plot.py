@@ -18,11 +18,11 @@ COMPUTE, EXPOSED, _HIDDEN = "#4f7cac", "#e4863b", "#e9b184"
 DASHED = (0, (4, 2))
 _BAR = 0.62
 _ROW_INCHES, _FRAME_INCHES = 0.42, 2.0
-_ROOM = 1.22  # width over the longest bar's, so that its figures stand beside it
+_ROOM = 1.22  # width over the longest bar's, leaves room for its figures
 
 
 def check_plot(path: Path) -> None:
-    """Refuse what cannot be drawn, before anything is measured for it."""
+    """Refuse what cannot be drawn, before anything is measured."""
     if path.suffix not in _SUFFIXES:
         raise ConfigError(f"--plot {path}: name a file that ends in {', '.join(_SUFFIXES)}")
     check_place("--plot", path)
@@ -38,7 +38,7 @@ class Bar:
     ideal: float  # `none` in its allocator setting
     computing: float
     exposed: float
-    hidden: float  # what communication would add if nothing hid it; 0 where nothing can
+    hidden: float  # what communication would add without overlap; 0 if nothing can overlap
     low: float  # quartiles of the whole
     high: float
 
@@ -54,7 +54,7 @@ class Bar:
 
 
 def plot_sync(path: Path, bars: Sequence[Bar], title: str, environment: Mapping[str, Any]) -> None:
-    """Draw where each contestant's step goes: a bar each, in the table's order, beside the ideal.
+    """Draw the parts of each contestant's step: a bar each, in the table's order, with the ideal.
 
     name      [ computation         ┆ exposed ][ hidden ]  ratio, ms
                                   ideal

@@ -18,7 +18,7 @@ _RESAMPLES = 4000
 _WIDE = 240  # columns of a file: a table in it must not be cut
 _BAR = 24
 
-Tell = Callable[[int, int, str], None]  # `tell(pieces of work done, pieces in all, what comes now)`
+Tell = Callable[[int, int, str], None]  # `tell(items of work done, items in all, what comes now)`
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Spread:
     count: int
 
     def text(self, digits: int) -> str:
-        """`median (first quartile-third quartile)`; a single value is alone."""
+        """`median (first quartile-third quartile)`; for a single value, the value."""
         middle = f"{self.median:.{digits}f}"
         if self.count == 1:
             return middle
@@ -39,7 +39,7 @@ class Spread:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The value that `percent` of 100 are at most; between two of them on the straight line."""
+    """The value that `percent` of 100 do not exceed; interpolated linearly between two of them."""
     import numpy as np
 
     return float(np.percentile(values, percent))
@@ -52,7 +52,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def ratios(values: Sequence[float], ideal: Sequence[float]) -> list[float]:
-    """`values` over `ideal`, each round by the same round: what disturbed it disturbed both."""
+    """`values` over `ideal`, each round by the same round: disturbances affect both."""
     return [value / best for value, best in zip(values, ideal, strict=True)]
 
 
@@ -77,8 +77,8 @@ def print_table(
     words: Collection[str] = (),
     framed: bool = True,
 ) -> None:
-    """A table, and notes under it, a paragraph each; in a file no line is cut. `words` are the
-    columns that do not hold numbers; the first one of a framed table does not."""
+    """A table, then notes, one paragraph each; lines in a file are not cut. `words` are the columns
+    without numbers; a framed table's first column has no numbers either."""
     table = Table(title=title, title_justify="left")
     if not framed:
         table.box, table.pad_edge = None, False
@@ -103,7 +103,7 @@ def _console(stream: IO[str]) -> Console:
 
 
 def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A header and a line for each row, of which there is one at least; None is empty."""
+    """A header and one line per row (at least one row); None is empty."""
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
     writer.writeheader()
@@ -122,8 +122,8 @@ def where(environment: Mapping[str, Any]) -> str:
 
 
 def progress_bar() -> Tell:
-    """Say how far it is: a bar on a terminal, elsewhere a line for each tenth. No thread that would
-    disturb."""
+    """Show progress: a bar on a terminal, elsewhere a line for each tenth. It starts no thread,
+    which would disturb the measurement."""
     if not sys.stderr.isatty():
 
         def tell(place: int, count: int, what: str) -> None:
@@ -142,10 +142,10 @@ def progress_bar() -> Tell:
 
 
 def say(text: str) -> None:
-    """A line above the bar."""
+    """Print a line above the bar."""
     clear = "\r\x1b[K" if sys.stderr.isatty() else ""
     print(f"{clear}gradsync: {text}", file=sys.stderr, flush=True)
 
 
 def silent(*_: object) -> None:
-    """For ranks and places that show no progress."""
+    """For ranks and outputs that show no progress."""

@@ -1,9 +1,9 @@
 """`gradsync bench scaling`: the same training on 1 .. N ranks, in two modes. No torch.
 
-    weak     a rank's batch stays, the global batch grows with the ranks: a step should take as long
-    strong   the global batch stays, a rank's shrinks: a step should take a W-th of the time
+    weak     a rank's batch stays, the global batch grows with the ranks: a step takes as long
+    strong   the global batch stays, a rank's shrinks: a step takes 1/W of the time
 
-The baseline is one rank with no wrapper at all. All world sizes are alive at once and take turns.
+The baseline is one rank without any wrapper. All world sizes stay alive and take turns.
 """
 
 from __future__ import annotations
@@ -43,24 +43,24 @@ if TYPE_CHECKING:
 Verdict = Literal["yes", "no", "cannot tell"]
 MODES = ("weak", "strong")
 FEWEST_ROUNDS = 6
-"""The bootstrap's interval lies within its values: all of n lie on one side of the median once in
-2**(n-1) times, so from fewer no interval holds for 95 %."""
+"""The bootstrap's interval lies within its values. All n lie on one side of the median once in
+2**(n-1) times, so fewer rounds give no interval of 95 %."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScalingOptions:
-    """Train the same GPT on 1, 2, 4 … ranks of this host and say how well that scales.
+    """Train the same GPT on 1, 2, 4 … ranks of this host and report how well it scales.
 
     Weak: each rank keeps its batch. Strong: the global batch stays. The baseline is one rank
     without any wrapper; every round measures all world sizes.
     """
 
     world_sizes: str = ""
-    """Numbers of ranks with commas between them; 1 is always measured. Default: 1, 2, 4 … as far
-    as the cores go."""
+    """Numbers of ranks, separated by commas; 1 is always measured. Default: 1, 2, 4 … up to the
+    number of cores."""
     mode: str = "both"  # weak, strong or both.
     strategy: str = "invariant"
-    """How gradients are synchronised, with options if need be: bucketed:bucket_mb=1."""
+    """How gradients are synchronised, optionally with options: bucketed:bucket_mb=1."""
     threshold: float = 0.85  # Efficiency to reach.
     model_size: str = "tiny"
     """tiny, mini, small, medium, large, xl, 1.3b, 2.7b; auto takes the largest that fits."""
@@ -68,8 +68,8 @@ class ScalingOptions:
     """Sequences per rank and step at the largest world size; weak: at every one."""
     context_length: int | None = None
     """Tokens of a sequence; default: what the model takes, at most 512."""
-    num_steps: int = 10  # Optimizer steps of a turn that count.
-    num_warmup: int = 2  # Optimizer steps of a turn before those.
+    num_steps: int = 10  # Measured optimizer steps per turn.
+    num_warmup: int = 2  # Optimizer steps before those, not measured.
     rounds: int = 10  # Turns of each world size; the interval comes from these.
     dtype: str = "bf16"  # fp32, or bf16 (autocast over fp32 weights).
     bucket_mb: float | None = None  # Size of buckets, MiB; default: the strategy's.
@@ -91,11 +91,11 @@ class ScalingPlan:
     plan: BenchPlan
     modes: tuple[str, ...]
     batch_size: int
-    """Sequences of a rank and step in weak mode; in strong mode those of a rank when there are as
-    many ranks as ever."""
+    """Sequences of a rank and step in weak mode; in strong mode, those of a rank at the largest
+    world size."""
 
     def entry(self, mode: str, world_size: int) -> Entry:
-        """The entry that measures it; both modes may share one."""
+        """The entry that measures this point; both modes may share one."""
         batch = _batch_of(mode, world_size, self.plan.world_sizes, self.batch_size)
         return self.plan.entry(_label(world_size, batch))
 
@@ -147,7 +147,7 @@ def plan_of(options: ScalingOptions, world: World) -> ScalingPlan:
 
 
 def usual_sizes(cores: int) -> str:
-    """1, 2, 4 … as far as the cores go, and 2 at least."""
+    """1, 2, 4 … up to the number of cores, and at least 2."""
     sizes = [1, 2]
     while 2 * sizes[-1] <= cores:
         sizes.append(2 * sizes[-1])
@@ -211,7 +211,7 @@ def points_of(scaling: ScalingPlan, results: Results, threshold: float) -> list[
         for size in plan.world_sizes:
             entry = scaling.entry(mode, size)
             steps = step_seconds(plan.ranks(results, entry))
-            # Weak: W times the work in the same time. Strong: the same work in a W-th of the time.
+            # Weak: W times the work in the same time. Strong: the same work in 1/W of the time.
             ranks = 1 if mode == "weak" else size
             rounds = [one / (ranks * many) for one, many in zip(baseline, steps, strict=True)]
             low, high = interval(rounds)
@@ -235,7 +235,7 @@ def points_of(scaling: ScalingPlan, results: Results, threshold: float) -> list[
 
 
 def judge(low: float, high: float, threshold: float) -> Verdict:
-    """Place of the threshold beside the interval."""
+    """Where the threshold lies relative to the interval."""
     return "yes" if low >= threshold else "no" if high < threshold else "cannot tell"
 
 
@@ -259,7 +259,7 @@ def _cells(point: ScalingPoint) -> tuple[str, ...]:
 
 
 def notes_of(scaling: ScalingPlan, *, on_cpu: bool, cores: int) -> list[str]:
-    """Facts that a reader has to know to judge the figures."""
+    """Facts that a reader needs to judge the figures."""
     notes, ranks = [], scaling.plan.world_sizes[-1]
     threads = scaling.plan.settings.threads
     if on_cpu:
@@ -278,7 +278,7 @@ def notes_of(scaling: ScalingPlan, *, on_cpu: bool, cores: int) -> list[str]:
 def _findings(
     options: ScalingOptions, scaling: ScalingPlan, results: Results, world: World
 ) -> Findings:
-    environment = results[-1]["environment"]  # of the most ranks
+    environment = results[-1]["environment"]  # of the largest world size
     on_cpu, threshold = results[-1]["device"] == "cpu", options.threshold
     points = points_of(scaling, results, threshold)
     notes, place = notes_of(scaling, on_cpu=on_cpu, cores=environment["cores"]), where(environment)
@@ -311,7 +311,7 @@ EXPERIMENT = Experiment(
 
 
 _MODES = {"weak": (COMPUTE, 0.99, (8, 6)), "strong": (EXPOSED, 1.01, (8, -14))}
-"""Each mode's color, and where its intervals and figures stand beside the other's."""
+"""Each mode's color, and the offsets of its intervals and figures."""
 
 
 def _draw(

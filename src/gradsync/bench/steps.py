@@ -1,7 +1,7 @@
 """One rank's part in timing steps: its set, its session, checks, turns.
 
-Started by one launcher of ours, ranks of several sets share that launcher's store: by it they pass
-on the baton and their results. Started by torchrun, mpirun or srun, all ranks are one set."""
+If one launcher of ours starts several sets, their ranks share its store: they use it to take turns
+and to collect results. Under torchrun, mpirun or srun, all ranks are one set."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ from gradsync.world import World
 TOLERANCE = 2e-3  # largest relative difference of a loss, for an exact strategy
 _LOSSY_TOLERANCE = 2e-2  # for a strategy that rounds on the wire
 _WEIGHTS_TOLERANCE = 1e-6
-_FREE = (ALONE, "local_sgd", "diloco", "powersgd")  # losses are their own; they must fall
-_SET_PATIENCE = timedelta(days=7)  # sets work as long as they need; a dead one ends all
+_FREE = (ALONE, "local_sgd", "diloco", "powersgd")  # no reference losses; they must fall
+_SET_PATIENCE = timedelta(days=7)  # sets work as long as they need; if one dies, all end
 _RESULT_PATIENCE = timedelta(days=1)
 _JOIN_S = 60.0
 _FIRST_GENERATION = 1000
@@ -67,28 +67,28 @@ _DONE = "done"
 
 
 class NotTrainingError(RunError):
-    """A contestant does not do what it is timed for; said on all ranks of its set."""
+    """A contestant does not train correctly; raised on all ranks of its set."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checked:
-    """Findings of the check; on each rank its own."""
+    """Results of the check, per rank."""
 
     losses: list[float]  # each step's mean over ranks
     operations: float  # collectives (a batch of messages is one) in a step
     sent_bytes: float  # by this rank in a step
-    memory_bytes: int | None  # at the peak, above what there was before; None: cannot be told
-    comm_s: float | None  # in collectives, in a step that hides nothing; None: cannot be seen
+    memory_bytes: int | None  # peak above the value at the start; None: unknown
+    comm_s: float | None  # in collectives, in a step without overlap; None: not visible
     host: dict[str, Any] | None = None  # see host.count
 
 
 def reference_losses(site: BenchSite, leaves: Leaves) -> tuple[list[float], float]:
-    """Losses that every contestant should see, and seconds of the last step; all ranks call it."""
+    """Losses that every contestant should see, and the last step's seconds; all ranks call it."""
     model = site.model()
     optimizer = site.optimizer(model)
     comm, losses, began = site.comm, [], 0.0
     for _ in range(CHECK_STEPS):
-        began = time.perf_counter()  # the first one pays for what is done once
+        began = time.perf_counter()  # the first step includes one-time work
         total = torch.zeros((), device=site.device)
         for leaf in leaves:
             with site.autocast():
@@ -110,9 +110,9 @@ def reference_losses(site: BenchSite, leaves: Leaves) -> tuple[list[float], floa
 def check(
     contestant: Contestant, site: BenchSite, leaves: Leaves, expected: list[float]
 ) -> Checked:
-    """Let `contestant` take a few steps, twice: as it is, when it must train as the reference does
-    (one that does not synchronise is fast, and would win), and with its communication laid bare.
-    Raises `NotTrainingError` on all ranks of the set."""
+    """Run a few steps of `contestant` twice: as it is, when its losses must match the reference
+    (without synchronisation it would be fast, and win), and with its communication exposed. Raises
+    `NotTrainingError` on all ranks of the set."""
     peak = PeakMemory(on_cuda=site.on_cuda)
     entrant = enter(contestant, site, StepClock(on_cuda=site.on_cuda))
     losses = [_mean(site, entrant.step(leaves)) for _ in range(SETTLING)]
@@ -130,7 +130,7 @@ def check(
         tensors = len(list(entrant.model.parameters()))
         host = {"tensors": tensors, **count(partial(entrant.step, leaves))}
     entrant.close()
-    del entrant, wire  # before the next one is built: there may be room for one only
+    del entrant, wire  # memory may hold only one of them
     give_back()
     judge(contestant, losses, expected, drift)
     return Checked(
@@ -144,13 +144,13 @@ def check(
 
 
 def whole_periods(steps: int, period: int) -> int:
-    """At least `steps`, and as many as repeat themselves."""
+    """The smallest multiple of `period` that is at least `steps`."""
     return -(-steps // period) * period
 
 
 def judge(contestant: Contestant, losses: list[float], expected: list[float], drift: float) -> None:
-    """Refuse losses of steps, beside the reference's, and a largest relative difference of weights
-    between ranks (`drift`) that are not those of a contestant that trains."""
+    """Refuse a contestant that does not train: by its losses, compared with `expected`, and by
+    `drift`, the largest relative difference of weights between ranks."""
     label = contestant.label
     if not all(torch.isfinite(torch.tensor(losses))) or not losses[-1] < losses[0]:
         raise NotTrainingError(f"contestant {label} does not train: losses {_shown(losses)}")
@@ -172,7 +172,7 @@ def judge(contestant: Contestant, losses: list[float], expected: list[float], dr
 
 
 def _communication(contestant: Contestant, site: BenchSite, leaves: Leaves) -> float | None:
-    """Time in collectives in a step that hides nothing, on this rank, seconds."""
+    """Time in collectives in a step without overlap, on this rank, seconds."""
     if contestant.name == ALONE or not site.world.is_distributed:
         return 0.0
     blocking = Blocking(site.comm)
@@ -191,13 +191,13 @@ def _communication(contestant: Contestant, site: BenchSite, leaves: Leaves) -> f
 
 
 def _mean(site: BenchSite, loss: Tensor) -> float:
-    """Over all ranks, which have equally many targets."""
+    """Mean over all ranks, which have equally many targets."""
     (total,) = all_sum(site.comm, float(loss))
     return total / site.world.world_size
 
 
 def _drift(weights: list[Tensor] | None, site: BenchSite) -> float:
-    """Largest relative difference of any parameter's checksum to its mean over ranks."""
+    """Largest relative difference between any parameter's checksum and its mean over ranks."""
     if weights is None:
         return 0.0
     sums = torch.stack([weight.double().abs().sum() for weight in weights]).cpu()
@@ -227,8 +227,8 @@ class _Bench:
 
 
 class Runner:
-    """This rank's part in a plan of all sets, of which `mine` is this rank's; `store` is what they
-    share, None for one. Told before each piece of work, and once how long all will take."""
+    """This rank's part in a plan of all sets; `mine` is this rank's set. All sets share `store`,
+    None for one set. `tell` is called before each piece of work, `say` for other progress."""
 
     def __init__(
         self,
@@ -247,7 +247,7 @@ class Runner:
         self._order = [(entry, True) for entry in checks]
         self._order += [(entry, False) for entry in plan.turns()]
         self._baton = Baton(store, mine, [entry.worker_set for entry, _ in self._order])
-        self._place = 0  # of the work at hand, in the order of all sets
+        self._place = 0  # index of the current work, in the order of all sets
         contestants = [e.contestant for e in plan.entries if e.worker_set == mine]
         levels = any(
             each.is_ours and wants_groups(STRATEGIES[each.name], each.options)
@@ -260,8 +260,8 @@ class Runner:
         self._expected: dict[int, list[float]] = {}
 
     def run(self) -> dict[str, Any]:
-        """All work of this set; the same result on each of its ranks, nothing when another set gave
-        up. Raises `NotTrainingError` or `ConfigError` on all ranks of the set."""
+        """Do all work of this set. Returns the same result on each of its ranks, nothing if another
+        set gave up. Raises `NotTrainingError` or `ConfigError` on all ranks of the set."""
         world = self._world
         before = environment(world_size=world.world_size, threads=self._plan.settings.threads)
         for place, (entry, is_check) in enumerate(self._order):
@@ -295,12 +295,12 @@ class Runner:
         }
 
     def give_up(self) -> None:
-        """This set cannot go on: the others shall not wait for it."""
+        """This set cannot go on: make the others stop waiting."""
         if self._world.is_main:
             self._baton.give_up(self._place)
 
     def _check(self, entry: Entry) -> None:
-        """Whether it trains."""
+        """Check that the contestant trains."""
         site = self._site
         bench = _Bench(site.leaves(entry.batch_size), StepClock(on_cuda=site.on_cuda))
         self._benches[entry.label] = bench
@@ -313,7 +313,7 @@ class Runner:
         give_back()
 
     def _built(self, entry: Entry) -> Entrant:
-        """The contestant, with all that it makes and decides in its first steps."""
+        """The contestant, after the first steps in which it allocates and decides."""
         bench = self._benches[entry.label]
         entrant = enter(entry.contestant, self._site, bench.clock)
         for _ in range(DECIDING):
@@ -324,9 +324,9 @@ class Runner:
     def _turn(self, entry: Entry) -> None:
         """Run the warm-up steps, then the measured steps."""
         settings, bench = self._plan.settings, self._benches[entry.label]
-        entrant = bench.entrant or self._built(entry)  # at the rate that counts
+        entrant = bench.entrant or self._built(entry)  # in the steady state
         bench.entrant = entrant if settings.side_by_side else None
-        self._site.comm.barrier()  # not later: it would wait for what the warm-up leaves to send
+        self._site.comm.barrier()  # not later: it would wait for pending sends of the warm-up
         for _ in range(settings.num_warmup):
             entrant.step(bench.leaves)
         bench.clock.begin()
@@ -336,7 +336,7 @@ class Runner:
             entrant.update()
             bench.clock.step_done()
         step_s, compute_s = bench.clock.read()
-        entrant.wait()  # the first step has done what the warm-up left for it
+        entrant.wait()  # the first step has done the pending work of the warm-up
         bench.step_s.append(step_s)
         bench.compute_s.append(compute_s)
         if bench.entrant is None:
@@ -346,7 +346,7 @@ class Runner:
 
 
 def my_set(env: Mapping[str, str], sizes: Sequence[int]) -> tuple[int, dict[str, str]]:
-    """This rank's set of `sizes`, by torchrun's variables, and the variables that say so."""
+    """This rank's set of `sizes`, by torchrun's variables, and the variables that describe it."""
     rank = int(env["RANK"])
     index = 0
     while rank >= sizes[index]:
@@ -354,42 +354,41 @@ def my_set(env: Mapping[str, str], sizes: Sequence[int]) -> tuple[int, dict[str,
         index += 1
     ranks = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
     world = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE")
-    # The rendezvous store is one for all: keys begin with the restart count.
+    # All use one rendezvous store: its keys begin with the restart count.
     generation = {"TORCHELASTIC_RESTART_COUNT": str(_FIRST_GENERATION + index)}
     return index, ranks | dict.fromkeys(world, str(sizes[index])) | generation
 
 
 class Baton:
-    """Lets one set work at a time; the others sleep in a read from a socket, of a
-    store that all share. `owners` are, for each piece of work in order, the set
-    that does it."""
+    """Lets one set work at a time, by a store that all sets share. The others block in a socket
+    read. `owners` lists, for each piece of work in order, the set that does it."""
 
     def __init__(self, store: SignedStore | None, mine: int, owners: Sequence[int]) -> None:
         self._store, self._mine, self._owners = store, mine, owners
 
     def take(self, place: int) -> bool:
-        """Wait until the work at `place`, this set's, may begin; False: another set gave up."""
+        """Wait until this set's work at `place` may begin; False: another set gave up."""
         if self._store is None or place == 0 or self._owners[place - 1] == self._mine:
             return True
         key = f"bench/turn/{place - 1}"
         return self._store.wait(key, _SET_PATIENCE) == _DONE.encode()
 
     def hand_on(self, place: int) -> None:
-        """The work at `place` is done on all of the set; one rank says so."""
+        """The work at `place` is done on the whole set; one rank calls this."""
         more = place + 1 < len(self._owners)
         if self._store is not None and more and self._owners[place + 1] != self._mine:
             self._store.set(f"bench/turn/{place}", _DONE)
 
     def give_up(self, place: int) -> None:
-        """Nothing shall follow, from `place` on; one rank tells the sets that wait."""
+        """No work may follow from `place` on; one rank tells the waiting sets."""
         for later in range(place, len(self._owners)):
             if self._store is not None and self._owners[later] == self._mine:
                 self._store.set(f"bench/turn/{later}", "gave up")
 
 
 def measure(plan_json: dict[str, Any]) -> dict[str, Any]:
-    """This rank's part of a plan. Rank 0 of all returns the sets' `results`, or raises what stopped
-    any of them; other ranks return nothing that counts."""
+    """This rank's part of a plan. Rank 0 of all returns the sets' `results`, or raises the error
+    that stopped any of them; ignore what other ranks return."""
     plan = from_json(BenchPlan, plan_json)
     env = environ.snapshot()
     mine, variables = 0, dict[str, str]()
@@ -430,8 +429,8 @@ def _work(plan: BenchPlan, mine: int, store: Any, *, is_first: bool) -> tuple[di
 
 @contextmanager
 def quiet_session(device: str, threads: int, *, keep_memory: bool) -> Generator[tuple[World, bool]]:
-    """A session of ranks that measure; with it, whether this process does keep freed memory."""
-    # Messages of other libraries about themselves are no part of the table.
+    """A session for measuring ranks; also yields whether this process does keep freed memory."""
+    # Messages of other libraries do not belong in the table.
     logging.getLogger("gradsync").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     keeps = keep_memory and keep_freed_memory()
@@ -451,8 +450,8 @@ def _shared_store(env: Mapping[str, str]) -> SignedStore:
 
 
 def _forget_accelerate() -> None:
-    """Accelerate keeps its view of the process group for the life of the process; the group must
-    be able to go."""
+    """Accelerate keeps its view of the process group for the life of the process; clear it so that
+    the group can be destroyed."""
     state = sys.modules.get("accelerate.state")
     if state is not None:
         state.AcceleratorState._reset_state(reset_partial_state=True)

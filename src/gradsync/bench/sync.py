@@ -1,5 +1,5 @@
-"""`gradsync bench sync`: a training step of every strategy, beside its peers and the ideal; what
-the figures mean is in docs/guide/verifying.md."""
+"""`gradsync bench sync`: a training step of every strategy, compared with other libraries and with
+the ideal; docs/guide/verifying.md explains the figures."""
 
 from __future__ import annotations
 
@@ -46,24 +46,24 @@ _COMMAND = ("bench", "sync")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SyncOptions:
     """Time training steps of a GPT on random tokens: strategies of gradsync, torch DDP, Accelerate
-    and Fabric as their users run them, and `none`, which sends nothing.
+    and Fabric as their users run them, and `none`, which does not communicate.
 
-    All ranks hold all contestants, which take turns; each one's step is compared with `none` of the
-    same round. Before that, each is checked: it must train, and give the losses that it should.
-    Started by torchrun, mpirun or srun, it measures these ranks.
+    All ranks hold all contestants, which take turns. Each step is compared with `none` of the same
+    round. A check comes first: each contestant must train and give the expected losses. Under
+    torchrun, mpirun or srun, it measures the launched ranks.
     """
 
     model_size: str = "auto"
-    """tiny, mini, small, medium, large, xl, 1.3b, 2.7b; auto takes the largest that fits into
-    memory and takes less than three minutes here, as a few timed steps say (under a launcher, into
-    memory). Where even the smallest takes more, it takes fewer turns."""
+    """tiny, mini, small, medium, large, xl, 1.3b, 2.7b. auto takes the largest that fits into
+    memory and takes less than three minutes here, estimated from a few timed steps (under a
+    launcher, only memory counts). If even the smallest takes longer, it takes fewer turns."""
     world_size: int = 2  # Ranks to start on this host.
     strategies: str = "default"
-    """Names with commas between them, each with options if need be: naive,bucketed:bucket_mb=1.
-    Beside the strategies there are torch_ddp, accelerate and fabric; `default` and `all` stand for
-    several. none is always there."""
-    num_steps: int = 10  # Optimizer steps of a turn that count.
-    num_warmup: int = 2  # Optimizer steps of a turn before those.
+    """Names separated by commas, each optionally with options: naive,bucketed:bucket_mb=1. Besides
+    the strategies: torch_ddp, accelerate and fabric; `default` and `all` stand for several. none is
+    always included."""
+    num_steps: int = 10  # Measured optimizer steps per turn.
+    num_warmup: int = 2  # Optimizer steps before those, not measured.
     rounds: int = 5  # Turns of each contestant.
     context_length: int | None = None
     """Tokens of a sequence; default: what the model takes, at most 512."""
@@ -72,16 +72,16 @@ class SyncOptions:
     dtype: str = "auto"
     """fp32, bf16 (autocast over fp32 weights), or auto: bf16, except where a CPU emulates it."""
     bucket_mb: float | None = None
-    """Size of buckets, of whoever has some; default: each contestant's own. MiB."""
+    """Size of buckets, for contestants that have some; default: each contestant's own. MiB."""
     threads: int | None = None  # Intra-op threads of a rank; default: cores / ranks.
     device: str = "auto"  # auto, cpu or cuda.
     host: bool = False
     """Measure what a step costs the host: the model's tensors and buckets, 8 wide, so that
-    computing is nothing; counts operations and calls, and says where they are. `default` stands
-    for torch_ddp, bucketed and invariant, in both loops, and auto for small."""
+    computing costs nothing. Counts operations and calls, and lists the slowest functions. `default`
+    stands for torch_ddp, bucketed and invariant, in both loops, and auto for small."""
     same_allocator: bool = False
-    """All keep freed memory in the process, as gradsync does; default: torch_ddp, accelerate and
-    fabric run with the system's own setting, beside a `none` that does so too."""
+    """All keep freed memory in the process, as gradsync does. Default: torch_ddp, accelerate and
+    fabric use the system's setting, and are compared with a `none` that does so too."""
     seed: int = 0  # Names tokens and weights.
     csv: str = ""  # Write one row per contestant to this file.
     plot: str = ""  # Draw a picture: FILE.png, FILE.svg or FILE.pdf.
@@ -101,7 +101,7 @@ def plan_of(options: SyncOptions, world: World) -> BenchPlan:
     for each in chosen:
         if options.same_allocator and each.chose_memory and not each.keep_memory:
             raise ConfigError(f"--same-allocator: all keep freed memory, and {each.label} does not")
-    # Only ranks of our own can be started twice, once for each setting of the allocator.
+    # Only ranks that we start can run twice, once for each allocator setting.
     one_set = options.same_allocator or world.is_distributed or uses_cuda(options.device)
     contestants = with_ideals(chosen, same_allocator=one_set)
     local = world.local_world_size if world.is_distributed else world_size
@@ -122,12 +122,12 @@ def plan_of(options: SyncOptions, world: World) -> BenchPlan:
     if options.model_size == "auto" and not world.is_distributed:
         plan = in_time(plan, room.kind, partial(trial_step, ranks_per_host=local))
     most = max(sum(e.worker_set == n for e in plan.entries) for n in range(len(plan.sets)))
-    # The one under way is there twice.
+    # The contestant that runs exists twice.
     return plan.fitting(room, contestants=most + 1)
 
 
 def _for_host(options: SyncOptions) -> SyncOptions:
-    """The request, as it is measured with `--host`."""
+    """The request as `--host` measures it."""
     if options.plot:
         raise ConfigError("--host counts, and draws no picture: leave --plot out")
     size = "small" if options.model_size == "auto" else options.model_size
@@ -150,7 +150,7 @@ def _dtype_of(options: SyncOptions) -> str:
 
 
 def as_measured(options: SyncOptions, world: World) -> SyncOptions:
-    """The options that measure the same again, without a launcher."""
+    """The options that repeat the measurement without a launcher."""
     if not world.is_distributed:
         return options
     return replace(options, world_size=world.world_size, same_allocator=True)
@@ -207,14 +207,14 @@ class ContestantRow:
     """One contestant."""
 
     contestant: str
-    keep_memory: bool  # whether its processes did keep freed memory: not possible everywhere
+    keep_memory: bool  # whether its processes did keep freed memory; not every system allows it
     total_ms: Spread  # a step, on the slowest rank (see `turns`); over rounds
-    compute_ms: float  # forward and backward of it, until the last gradient
-    comm_ms: float | None  # in collectives, if nothing hides them; None: cannot be seen
+    compute_ms: float  # forward and backward of it, up to the last gradient
+    comm_ms: float | None  # in collectives, without overlap; None: not visible
     exposed_ms: float  # what the step takes beyond `none`'s of the same round
     ratio: Spread  # the step over `none`'s, over rounds
     num_comm_ops: float  # operations of a rank in a step; a batch of messages is one
-    comm_bytes: float  # given to sockets by a rank in a step; none through shared memory
+    comm_bytes: float  # sent on sockets by a rank in a step; shared memory does not count
     tokens_per_s: float  # tokens of all ranks
     memory_bytes: int | None  # peak above the process's start, of the rank with the most
     final_loss: float  # after the check's steps
@@ -298,8 +298,8 @@ def title(plan: BenchPlan) -> str:
 
 
 def bars_of(plan: BenchPlan, rows: Sequence[ContestantRow]) -> list[Bar]:
-    """Lengths to draw: ratios to `none` of the same round, times `none`'s median. What else the
-    machine did in a round met both."""
+    """Lengths to draw: ratios to `none` of the same round, times `none`'s median. Disturbances of a
+    round affect both."""
     known = {row.contestant: row for row in rows}
     found = []
     for entry, row in zip(plan.entries, rows, strict=True):
@@ -322,8 +322,8 @@ def bars_of(plan: BenchPlan, rows: Sequence[ContestantRow]) -> list[Bar]:
 
 
 def rows_csv(plan: BenchPlan, rows: Sequence[ContestantRow]) -> str:
-    """A header and a line for each row; what could not be measured is empty. The first eight
-    columns are those that other benchmarks have."""
+    """A header and a line for each row; unmeasured values are empty. The first eight columns are
+    the same as in other benchmarks."""
     settings = plan.settings
     return csv_text(
         [
@@ -360,7 +360,7 @@ def rows_csv(plan: BenchPlan, rows: Sequence[ContestantRow]) -> str:
 
 
 def _digits(value: float | None) -> str:
-    """Five that count, without an exponent where it can be."""
+    """Five significant digits, without an exponent if possible."""
     return "" if value is None else f"{value:.5g}" if abs(value) < 1e5 else f"{value:.0f}"
 
 

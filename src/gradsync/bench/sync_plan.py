@@ -4,8 +4,8 @@
     round 1    naive  flat  …  none                the next round begins with the next contestant
     round 2    flat  …  none  naive
 
-A *set* is a number of ranks with one process group and one allocator setting. All sets are alive
-all the time; one of them works, the others sleep. No torch here.
+A *set* is a number of ranks with one process group and one allocator setting. All sets stay alive;
+one works at a time, the others sleep. No torch here.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from gradsync.runtime.machine import available_bytes
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("fp32", "bf16")
-CHECKED = "all contestants train as they should; measuring"  # said between checks and turns
-CHECK_STEPS = 4  # optimizer steps by which each contestant is checked
-SETTLING = 2  # steps in which contestants still build things: DDP its buckets, late updates state
-DECIDING = 5  # and until they have chosen: overlap_publish=auto, and then one more
+CHECKED = "all contestants train as they should; measuring"  # printed between checks and turns
+CHECK_STEPS = 4  # optimizer steps of each contestant's check
+SETTLING = 2  # first steps, which build buckets (DDP) or state (late updates)
+DECIDING = 5  # steps until overlap_publish=auto has chosen, plus one
 USUAL_TOKENS = 512
-_SHARE = 0.9  # the part of the free memory that may be taken
-_LARGEST_SEED = 2**32  # each leaf's is a multiple of it, and generators take 64 bits
+_SHARE = 0.9  # fraction of the free memory to use at most
+_LARGEST_SEED = 2**32  # each leaf's seed is a multiple of it; generators take 64 bits
 
 
-Ranks = Sequence[Mapping[str, Any]]  # of each rank what `Runner.run` found of a contestant
-Results = Sequence[Mapping[str, Any]]  # of each set what `Runner.run` returned
+Ranks = Sequence[Mapping[str, Any]]  # per rank: what `Runner.run` found for a contestant
+Results = Sequence[Mapping[str, Any]]  # per set: what `Runner.run` returned
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SyncSettings:
-    """How each contestant is measured; numbers that cannot be are refused."""
+    """How each contestant is measured; invalid numbers are refused."""
 
     model_size: str  # a preset of `gradsync.models.presets`
     vocab_size: int | None = None  # number of token ids; None takes the preset's
@@ -57,12 +57,12 @@ class SyncSettings:
     rounds: int = 5  # turns of each contestant
     leaves_per_rank: int = 1  # micro-batches of a rank and step
     dtype: str = "bf16"  # fp32, or bf16 (autocast over fp32 weights)
-    bucket_mb: float | None = None  # MiB, where there are any; None: each contestant's own
+    bucket_mb: float | None = None  # MiB; None: each contestant's default
     threads: int = 1  # intra-op threads of a rank
     device: str = "auto"  # auto, cpu or cuda
     seed: int = 0  # of tokens and weights
     side_by_side: bool = True  # models stay from turn to turn; else each turn builds its own
-    host: bool = False  # the model shrunk until computing is nothing, see host.py
+    host: bool = False  # shrink the model until computing costs nothing, see host.py
 
     def __post_init__(self) -> None:
         preset(self.model_size)
@@ -154,7 +154,7 @@ class BenchPlan:
     settings: SyncSettings
     sets: tuple[WorkerSet, ...]
     entries: tuple[Entry, ...]
-    takes_s: float = 0.0  # all steps together, as a few timed ones say; 0: none were timed
+    takes_s: float = 0.0  # all steps together, estimated from a few timed ones; 0: not timed
 
     def __post_init__(self) -> None:
         leaves = self.settings.leaves_per_rank
@@ -178,8 +178,8 @@ class BenchPlan:
         return ask(self, sum(self.world_sizes))["results"]
 
     def turns(self) -> list[Entry]:
-        """Entries in the order of turns: each round begins with the next contestant, and every
-        other one goes backwards, so that none always follows the same one."""
+        """Entries in the order of turns: each round begins with the next contestant. Every other
+        round is reversed, so that a contestant does not always follow the same one."""
         order = []
         for first in range(self.settings.rounds):
             places = (first - n if first % 2 else first + n for n in range(len(self.entries)))
@@ -187,11 +187,11 @@ class BenchPlan:
         return order
 
     def entry(self, label: str) -> Entry:
-        """The one that is called so."""
+        """The entry with this label."""
         return next(entry for entry in self.entries if entry.label == label)
 
     def ideal_of(self, entry: Entry) -> Entry:
-        """The `none` of the same set, which does not communicate and holds equal batches."""
+        """The `none` of the same set with the same batch; it does not communicate."""
         same_set = (each for each in self.entries if each.worker_set == entry.worker_set)
         return next(each for each in same_set if each.contestant.name == ALONE)
 
@@ -200,14 +200,14 @@ class BenchPlan:
         return results[entry.worker_set]["contestants"][entry.label]
 
     def fitting(self, room: Room, *, contestants: int) -> BenchPlan:
-        """With models that stay from turn to turn if so many `contestants` fit."""
+        """Keep models from turn to turn if `contestants` of them fit."""
         stays = room.fits(self.settings.config, contestants=contestants)
         return replace(self, settings=replace(self.settings, side_by_side=stays))
 
 
 def bench_plan(settings: SyncSettings, entries: Iterable[tuple[Contestant, int, int]]) -> BenchPlan:
-    """Plan of contestants, each with ranks and batch size: a set for each number of ranks and
-    allocator setting that occurs, in this order."""
+    """Plan of contestants, each with ranks and batch size: a set for each combination of rank count
+    and allocator setting, in this order."""
     work = [(WorkerSet(world_size=w, keep_memory=c.keep_memory), c, b) for c, w, b in entries]
     sets = tuple(dict.fromkeys(each for each, _, _ in work))
     made = (
@@ -225,8 +225,8 @@ def ranks_text(world_size: int) -> str:
 def turns(by_rank: Sequence[Sequence[Sequence[float]]]) -> list[float]:
     """For each round the mean over its steps, of the rank whose mean is the greatest.
 
-    Ranks that never meet must not be compared step by step: the slowest one is another in each, and
-    no rank waits for it. Ranks that meet end their steps together, and have nearly equal means.
+    Ranks that never synchronise must not be compared step by step: the slowest one changes, and no
+    rank waits for it. Ranks that synchronise end their steps together, with nearly equal means.
     `by_rank` is [rank][round][step].
     """
     return [max(map(fmean, ranks)) for ranks in zip(*by_rank, strict=True)]
@@ -243,13 +243,13 @@ class Room:
 
     available: int  # bytes
     leaf_tokens: int  # tokens of one micro-batch
-    ranks: int  # processes in all, idle ones included
+    ranks: int  # all processes, idle ones included
     busy: int  # processes that train at the same time
     kind: Kind = "cpu"  # of a rank's device
 
     def needed(self, config: GPTConfig, *, contestants: int = 1) -> int:
-        """Bytes of all ranks, each counted as one of `ddp`, with so many models side by side."""
-        ranks = max(self.busy, 2)  # one rank alone needs no buckets: that others do, counts
+        """Bytes of all ranks, each counted as `ddp`, if each holds `contestants` models."""
+        ranks = max(self.busy, 2)  # one rank alone needs no buckets, but the others do
         leaf = {"seq_len": self.leaf_tokens, "num_leaves": ranks, "kind": self.kind}
         work = Workload(model=config, micro_batch_size=1, **leaf)
         need = memory_need(work, Split(strategy="ddp", layout=ParallelLayout(dp=ranks)))
@@ -259,12 +259,12 @@ class Room:
         return self.ranks * need.process + models * held + self.busy * rest
 
     def fits(self, config: GPTConfig, *, contestants: int = 1) -> bool:
-        """Whether so many models side by side leave some memory free."""
+        """Whether `contestants` models per rank leave some memory free."""
         return self.needed(config, contestants=contestants) <= _SHARE * self.available
 
     def choose(self, name: str) -> str:
-        """The preset `name`, or for "auto" the largest that fits; one that does not fit is refused
-        with what does."""
+        """The preset `name`, or for "auto" the largest that fits. One that does not fit is refused,
+        with one that does."""
         names = [each for each, config in PRESETS.items() if self.fits(config)]
         largest = max(names, key=lambda each: PRESETS[each].num_params(), default="")
         name = largest or "tiny" if name == "auto" else name
@@ -280,7 +280,7 @@ class Room:
 
 
 def uses_cuda(device: str) -> bool:
-    """Whether accelerators will compute; one that is not there is refused."""
+    """Whether accelerators will compute; a missing one is refused."""
     if device not in DEVICES:
         raise ConfigError(f"--device must be one of {', '.join(DEVICES)}; got {device!r}")
     has_driver = any(Path(name).exists() for name in ("/proc/driver/nvidia", "/dev/kfd"))
@@ -295,7 +295,7 @@ def uses_cuda(device: str) -> bool:
 
 
 def room_for(device: str, leaf_tokens: int, *, ranks: int, busy: int) -> Room:
-    """All ranks have to fit into the host, or one into its device."""
+    """Memory for models: on a CPU all ranks share the host's, on GPUs each has its device's."""
     if not uses_cuda(device):
         free = available_bytes()
         return Room(available=free, leaf_tokens=leaf_tokens, ranks=ranks, busy=busy)
@@ -306,18 +306,18 @@ def room_for(device: str, leaf_tokens: int, *, ranks: int, busy: int) -> Room:
 
 
 BUDGET_S = 140.0
-"""Limit for a measurement without a chosen model: with its ranks' start, under three minutes."""
+"""Limit for a measurement without a chosen model: including the start, under three minutes."""
 _SHORTER = ({"num_steps": 5}, {"rounds": 3, "num_warmup": 1}, {"num_steps": 3})
 """Ways to shorten a measurement on a slow machine, tried in order; a value given by flag stays."""
 _COMPANY = 1.5
-"""A step with other ranks beside it, and with their gradients, over that of a rank alone: from 1.0
+"""Step time with other ranks and their gradients, over that of one rank alone: from 1.0
 (`invariant`) to 2 (default malloc) in `benchmarks/sync/mini-512/record.json`."""
 
 
 def seconds_of(plan: BenchPlan, step_s: float) -> float:
-    """How long all of it takes when a step takes `step_s`: checks and turns, one after another."""
+    """Total time if a step takes `step_s`: checks and turns, one after another."""
     settings = plan.settings
-    # A check: as it is, and laid bare after a step more; and once for each set the reference.
+    # A check runs twice, the exposed one after one more step; the reference once per set.
     each = 2 * CHECK_STEPS + 1 + settings.rounds * (settings.num_warmup + settings.num_steps)
     each += DECIDING * (1 if settings.side_by_side else settings.rounds)
     return (len(plan.entries) * each + len(plan.sets) * CHECK_STEPS) * step_s
@@ -332,7 +332,7 @@ def duration(seconds: float) -> str:
 
 
 def trial_step(work: Workload, *, ranks_per_host: int) -> float:
-    """Seconds of a step in company: timed here alone, or a smaller leaf of the model, scaled."""
+    """Seconds of a step among other ranks: timed here alone (or a smaller leaf), then scaled."""
     from gradsync.plan.probe import probe_profile
 
     small = probe_work(work)
@@ -345,9 +345,9 @@ def trial_step(work: Workload, *, ranks_per_host: int) -> float:
 
 
 def in_time(plan: BenchPlan, kind: Kind, trial: Callable[[Workload], float]) -> BenchPlan:
-    """`plan`, whose model is the largest that fits into memory, with the largest one that takes at
-    most `BUDGET_S`, or the smallest, `shortened`; `trial` times a step of a rank, seconds. From the
-    smallest upwards: a larger one is timed only when by its operations it may do."""
+    """`plan`, which holds the largest model that fits into memory, with the largest model that
+    takes at most `BUDGET_S`, or the smallest, `shortened`. `trial` times a step of a rank, seconds.
+    Goes from the smallest up: a larger one is timed only if its operation count allows it."""
     largest = PRESETS[plan.settings.model_size].num_params()
     length = plan.settings.context_length or 1
     found: list[tuple[BenchPlan, float]] = []
@@ -358,7 +358,7 @@ def in_time(plan: BenchPlan, kind: Kind, trial: Callable[[Workload], float]) -> 
         one = replace(plan, settings=replace(plan.settings, model_size=name))
         work = one.settings.workload(plan.entries[0].batch_size, kind)
         if found and seconds_of(one, rate * leaf_operations(work)) > 2 * BUDGET_S:
-            break  # larger models use a machine better, but not that much
+            break  # larger models use a machine better, but not by that much
         step_s = trial(work)
         rate = step_s / leaf_operations(work)
         if found and seconds_of(one, step_s) > BUDGET_S:
@@ -368,8 +368,8 @@ def in_time(plan: BenchPlan, kind: Kind, trial: Callable[[Workload], float]) -> 
 
 
 def shortened(plan: BenchPlan, step_s: float) -> BenchPlan:
-    """`plan` and how long it takes when a step takes `step_s`; above `BUDGET_S` with fewer rounds
-    and steps, in place of the usual ones."""
+    """`plan` and its duration if a step takes `step_s`; above `BUDGET_S`, with fewer rounds and
+    steps than usual."""
     asked, usual = plan.settings, SyncSettings(model_size=plan.settings.model_size)
     for shorter in ({}, *_SHORTER):
         free: dict[str, Any] = {

@@ -1,12 +1,12 @@
-"""`gradsync tune`: stage after stage, each with the winner of the one before.
+"""`gradsync tune`: one stage after another, each with the previous stage's winner.
 
-    strategy      the default, itself once more, and whatever promises as much
-    bucket size   of the winner, if buckets of it travel as messages
+    strategy      the default, the default again, and all that promise as much
+    bucket size   of the winner, if its buckets travel as messages
     first bucket  likewise
     compilation   on request
 
-Every rank has every rank's samples, and so comes to the same decisions by itself. What counts as
-faster: docs/guide/verifying.md. No torch here before ranks measure."""
+Every rank has all samples and makes the same decisions by itself. docs/guide/verifying.md says what
+counts as faster. No torch here before ranks measure."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ STAGES = ("strategy", "bucket size", "first bucket", "compilation")
 _BUCKETS_MB = (2.0, 5.0, 10.0, 50.0, 100.0)
 _FIRST_MB = (0.25, 4.0, 10.0)
 _MIB = 2**20
-_DOUBT = 0.05  # how often noise may win a stage, on both sides together
-_SOME_MESSAGES = 0.01  # part of the bytes of the contestant that sends most
+_DOUBT = 0.05  # probability that noise wins a stage, both sides together
+_SOME_MESSAGES = 0.01  # fraction of the bytes of the contestant that sends most
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +54,7 @@ class TuneRequest:
     settings: SyncSettings  # how each contestant is measured
     batch_size: int  # sequences of a rank and step
     world_size: int
-    promise: str = "bitwise"  # the least that a strategy must promise: bitwise, or rounding
+    promise: str = "bitwise"  # the weakest promise to accept: bitwise, or rounding
     keep_memory: bool = True  # whether freed memory stays in the process
     compile: bool = False  # whether to try `torch.compile`
 
@@ -80,14 +80,14 @@ class TuneRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TuneStage:
-    """One question. The first candidate is the one that stays unless another is faster."""
+    """One question. The first candidate stays unless another is faster."""
 
     name: str
     candidates: tuple[TunedStrategy, ...] = ()
     skipped: str = ""  # why there is nothing to measure
 
     def contestants(self, *, keep_memory: bool) -> list[Contestant]:
-        """The first candidate twice, which shows what noise looks like, and the others."""
+        """The first candidate twice, which measures the noise, and the others."""
         twice = [self.candidates[0], *self.candidates]
         made = [
             Contestant(
@@ -108,8 +108,8 @@ def again(label: str) -> str:
 
 
 def strategies(promise: str, *, on_cpu: bool, hosts: int) -> list[TunedStrategy]:
-    """The default, and what promises as much as was asked for; with `hosts` above 1 there are two
-    levels to add in, 0 stands for hosts with unequal numbers of ranks."""
+    """The default, and the strategies with at least the requested promise. With `hosts` above 1
+    there are two levels of sums; 0 stands for hosts with unequal numbers of ranks."""
     names = ["invariant", "zero1"]
     names += ["bucketed", "flat", "zero2", "ddp"] if promise == "rounding" else []
     found = [TunedStrategy(sync=name) for name in names]
@@ -140,7 +140,7 @@ def bucket_stage(
     gradient_bytes: int,
     device: str = "cpu",
 ) -> TuneStage:
-    """Sizes of buckets, or of the first one, that cut the gradients otherwise than the winner."""
+    """Sizes of buckets, or of the first one, that split the gradients unlike the winner."""
     name, option = (STAGES[2], "first_bucket_mb") if first else (STAGES[1], "bucket_mb")
     known = STRATEGIES[winner.sync]
     recipe = None if known.recipe is None else replace(known.recipe, **winner.options)
@@ -174,13 +174,13 @@ def compile_stage(winner: TunedStrategy, *, wanted: bool) -> TuneStage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Judged:
-    """A candidate beside the default; a ratio is its time over the default's."""
+    """A candidate compared with the default; a ratio is its time over the default's."""
 
     label: str
     ratio: float  # median over rounds
     low: float  # the interval's ends
     high: float
-    faster: bool  # beyond chance, and beyond what copies of the default differ by
+    faster: bool  # beyond chance, and beyond the difference of the default's two copies
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,9 +188,9 @@ class StageOutcome:
     """A stage's outcome."""
 
     winner: str  # label of the fastest candidate, or of the default
-    noise: float  # by how much the default's second copy differs from the first, as a fraction
+    noise: float  # relative difference of the default's two copies
     judged: tuple[Judged, ...]  # every candidate but the default, in order
-    words: str  # in one line
+    words: str  # a one-line summary
 
 
 def decide(
@@ -200,8 +200,8 @@ def decide(
     *,
     name: str,
 ) -> StageOutcome:
-    """Choose between the default, called `name`, and the candidates, by step times in each
-    round: the default's, its second copy's, each candidate's by label."""
+    """Choose between the default, called `name`, and the candidates, by step times per round: the
+    default's, its second copy's, each candidate's by label."""
     copies = [pair[n % 2] for n, pair in enumerate(zip(default, again, strict=True))]
     noise = abs(median(ratios(again, default)) - 1)
     judged = []
@@ -221,7 +221,7 @@ def decide(
 
 
 def fewest_rounds(candidates: int) -> int:
-    """Rounds that it takes for chance alone not to look like a winner."""
+    """Rounds needed so that chance alone does not look like a winner."""
     return 1 + math.ceil(math.log2(candidates / _DOUBT))
 
 
@@ -252,7 +252,7 @@ def print_report(
     environment: Mapping[str, Any],
     stream: IO[str],
 ) -> None:
-    """Tables, verdicts, what the columns mean, where it was measured."""
+    """Tables, verdicts, what the columns mean, and the machine."""
     settings = request.settings
     print(
         f"{settings.model_text}, {request.world_size} ranks x {settings.leaves_per_rank} leaves x "
@@ -297,8 +297,8 @@ def _cells(row: Mapping[str, Any], judged: Sequence[Mapping[str, Any]]) -> tuple
 
 
 def measure(request_json: dict[str, Any]) -> dict[str, Any]:
-    """This rank's part; the same on all ranks, `failed` when a candidate does not train, or its
-    options do not go together."""
+    """This rank's part; the same on all ranks. Returns `failed` if a candidate does not train, or
+    if its options conflict."""
     from gradsync.bench.steps import NotTrainingError, quiet_session
 
     request = from_json(TuneRequest, request_json)
@@ -313,7 +313,7 @@ def measure(request_json: dict[str, Any]) -> dict[str, Any]:
 
 
 class Tuner:
-    """The stages, one after the other; `keeps_memory`: whether this process does keep freed
+    """The stages, one after another; `keeps_memory`: whether this process does keep freed
     memory."""
 
     def __init__(
@@ -371,7 +371,7 @@ class Tuner:
 
 
 def decision_of(stage: TuneStage, found: Mapping[str, Any]) -> StageOutcome:
-    """The decision that the samples of a stage (by label, each rank's) lead to."""
+    """The decision from a stage's samples (by label, each rank's)."""
     name, *others = (choice.text for choice in stage.candidates)
     seconds = {label: step_seconds(ranks) for label, ranks in found.items()}
     return decide(
@@ -380,6 +380,6 @@ def decision_of(stage: TuneStage, found: Mapping[str, Any]) -> StageOutcome:
 
 
 def has_messages(rows: list[ContestantRow], label: str) -> bool:
-    """Whether the gradients of `label` travel; where the system counts no bytes they may."""
+    """Whether the gradients of `label` travel; assumed if the system counts no bytes."""
     sent = {row.contestant: row.comm_bytes for row in rows if row.contestant != ALONE}
     return sent[label] >= _SOME_MESSAGES * max(sent.values())

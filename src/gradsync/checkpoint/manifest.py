@@ -1,10 +1,10 @@
-"""The manifest: expected contents of a checkpoint, so that damage is visible. No torch here.
+"""The manifest: expected contents of a checkpoint, to detect damage. No torch here.
 
     manifest.json   {"manifest": {format_version, step, sequence, created, files, aliases,
                                   fingerprint[, places]}, "sha256": …}
 
-The outer hash covers the manifest's canonical text, and the file must be exactly that text: no bit
-of it, not even a blank, can change unnoticed.
+The outer hash covers the manifest's canonical text, and the file must be exactly that text. So no
+bit of it, not even a blank, can change unnoticed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Manifest:
     step: int
     """Number of optimizer steps done."""
     sequence: int
-    """Position in the order of saves; the highest is the latest, whatever its step."""
+    """Position in the order of saves; the highest is the latest, regardless of its step."""
     created: str
     """Time of writing, ISO 8601, UTC."""
     files: dict[str, FileRecord]
@@ -49,7 +49,7 @@ class Manifest:
     """Settings that the numbers depend on (torch, threads, dtype, leaf shape, data set …)."""
     places: dict[str, Any] = field(default_factory=dict)
     """For each file that holds pieces of tensors: the place of each in its whole tensor, see
-    `pieces.py`. Empty, and not written, where all tensors are whole."""
+    `pieces.py`. Empty, and not written, if all tensors are whole."""
 
     def to_bytes(self) -> bytes:
         """The text of `manifest.json`."""
@@ -60,7 +60,7 @@ class Manifest:
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
-        """Read the manifest of a checkpoint directory; CheckpointError where it is missing,
+        """Read the manifest of a checkpoint directory; CheckpointError if it is missing,
         unreadable, changed, or of a newer format."""
         path = directory / MANIFEST_NAME
         try:
@@ -116,8 +116,8 @@ class Manifest:
 
 
 def _largest(directory: Path) -> int:
-    """Largest plausible size of a manifest, in bytes: its text about a tensor takes less than twice
-    the space of the header of the tensor's own file."""
+    """Largest plausible size of a manifest, in bytes: its text per tensor is less than twice the
+    size of the tensor's entry in the header of its file."""
     beside = (e.stat().st_size for e in directory.glob(f"*{TENSORS_SUFFIX}") if e.is_file())
     return min(2 * sum(beside) + _SMALL_BYTES, _LARGE_BYTES)
 
@@ -176,7 +176,7 @@ def check_file_name(name: str) -> str:
 
 
 def json_bytes(value: object, what: str) -> bytes:
-    """Encode `value` as JSON text that reads back equal; `what` is its name in errors.
+    """Encode `value` as JSON text that reads back equal; `what` names it in errors.
 
     CheckpointError for a value that JSON would change (a tuple, a key that is a number) or cannot
     hold, named by its path.
@@ -202,7 +202,7 @@ def _check_json(value: object, path: str) -> None:
 
 
 def seal(body: Mapping[str, Any]) -> bytes:
-    """Make the text of a manifest file: its canonical content and the SHA-256 of that."""
+    """The text of a manifest file: its canonical content and the SHA-256 of that."""
     text = json.dumps(body, indent=1, sort_keys=True).encode() + b"\n"
     inner = text[:-1].replace(b"\n", b"\n ")  # one level deeper
     digest = hashlib.sha256(text).hexdigest().encode()

@@ -5,8 +5,8 @@
                "groups": [{"params": [names], "lr": 0.001, "betas": [0.9, 0.95], …}],
                "params": {name: {"shape": […], "slots": ["exp_avg", …], "values": {other: number}}}}
 
-Torch's own `load_state_dict` is not used: it goes by position, and casts state to the parameter's
-dtype.
+Torch's own `load_state_dict` is not used: it matches by position, and casts state to the
+parameter's dtype.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gradsync.checkpoint.weights import clean_names
 from gradsync.core.files import one_line
 from gradsync.errors import CheckpointError
 
-# Options of how a step is computed, not of its result: the loading run keeps its own.
+# Options that do not change the result of a step: the loading run keeps its own.
 _IMPLEMENTATION = frozenset({"params", "fused", "foreach", "capturable", "differentiable"})
 
 NamedParams = Iterable[tuple[str, Tensor]]
@@ -35,7 +35,7 @@ def pack_optimizer(
     """The state of any torch optimizer with dense tensors, numbers or None as state: the tensors
     (its own, not copies), and a dict fit for JSON.
 
-    Names are cleaned of wrappers; CheckpointError for a parameter that is not in `named_params`.
+    Names are without wrappers; CheckpointError for a parameter that is not in `named_params`.
     """
     tensors: dict[str, Tensor] = {}
     params: dict[str, Any] = {}
@@ -63,7 +63,7 @@ def unpack_optimizer(
     tensors: Mapping[str, Tensor],
     state: Mapping[str, Any],
 ) -> None:
-    """Restore what `pack_optimizer` gave; the next step then has the bits it would have had.
+    """Restore the state from `pack_optimizer`; the next step is then bitwise the same.
 
     Everything is checked before anything changes. Tensors are copied to their parameter's device;
     `step` stays on the CPU unless the group is fused or capturable, as torch expects.
@@ -88,8 +88,8 @@ def unpack_settings(
     names: Collection[str],
     state: Mapping[str, Any],
 ) -> dict[str, tuple[Tensor, dict[str, Any]]]:
-    """Restore the settings, everything but the parameters' state, once all is checked as by
-    `unpack_optimizer`; `names` are those of the packed tensors. Returns each parameter and its
+    """Restore the settings, everything but the parameters' state, after the checks of
+    `unpack_optimizer`. `names` are the names of the packed tensors. Returns each parameter and its
     group, by clean name."""
     by_group = _by_group(optimizer, named_params)
     _check(optimizer, by_group, names, state)
@@ -105,8 +105,8 @@ def unpack_settings(
 
 
 def check_packed(state: Any) -> None:
-    """Check that a value read from a file has the form of packed state; CheckpointError names the
-    part that has not."""
+    """Check that a value from a file has the form of packed state; CheckpointError names the
+    malformed part."""
     is_object = isinstance(state, dict)
     groups, params = (state.get("groups"), state.get("params")) if is_object else (None, None)
     if not isinstance(groups, list) or not isinstance(params, dict) or "class" not in state:
@@ -221,8 +221,8 @@ def _to_json(value: Any) -> Any:
 
 
 def _kind(value: Any) -> Any:
-    """The property that two interchangeable settings share: both finite numbers, or lists of one
-    length; for a switch (`amsgrad`), which decides what state there is, its value."""
+    """The kind of a setting, equal for interchangeable ones: a finite number, or a list by its
+    length; for a switch (`amsgrad`), which determines the state's slots, its value."""
     if isinstance(value, list):
         return [_kind(item) for item in value]
     is_number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -3,10 +3,10 @@
     part-00000-of-00002   model/embed.weight           optimizer/exp_avg/embed.weight  …
     part-00001-of-00002   model/blocks.1.mlp.up.weight …
 
-Such a file holds the pieces that one rank has of every kind; the manifest records the place of each
-piece in its whole tensor: a box of a split model's tensor, or a run of elements of sharded state,
-cut anywhere within rows. Joined, they equal the contents of a whole model's checkpoint, from which
-any number of ranks, cut in any way, takes its own. No torch before tensors are joined.
+A part file holds one rank's pieces of every kind; the manifest records the place of each piece in
+its whole tensor: a box of a split model's tensor, or a run of elements of sharded state, cut
+anywhere within rows. Joined, they equal the contents of a whole model's checkpoint. Any number of
+ranks, cut in any way, takes its part from that. No torch before tensors are joined.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ a box in each dimension}, or "flat": [begin, end) in place of "start", a run of 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedPiece:
-    """A box of a whole tensor; CheckpointError where it does not lie inside."""
+    """A box of a whole tensor; CheckpointError if it exceeds the tensor."""
 
     whole: tuple[int, ...]
     """Shape of the whole tensor; () for a single number."""
@@ -59,8 +59,8 @@ class SavedPiece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlatPiece:
-    """Elements `begin .. end-1` of a whole tensor, row after row; CheckpointError where they do not
-    lie inside."""
+    """Elements `begin .. end-1` of a whole tensor in row-major order; CheckpointError if they
+    exceed it."""
 
     whole: tuple[int, ...]
     begin: int
@@ -72,7 +72,7 @@ class FlatPiece:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the tensor that holds it."""
+        """Shape of the saved tensor."""
         return (self.end - self.begin,)
 
 
@@ -85,8 +85,8 @@ def whole_piece(shape: Sequence[int]) -> SavedPiece:
 
 
 def nth_piece(shape: Sequence[int], dim: int | None, index: int, count: int) -> SavedPiece:
-    """Part `index` of `count` equal parts of a tensor along `dim`, or all of it where that is None;
-    CheckpointError where `count` does not divide the dimension."""
+    """Part `index` of `count` equal parts of a tensor along `dim`, or all of it if `dim` is None;
+    CheckpointError if `count` does not divide the dimension."""
     if dim is None:
         return whole_piece(shape)
     length, rest = divmod(shape[dim], count)
@@ -109,9 +109,9 @@ def piece_of_run(shape: Sequence[int], begin: int, end: int) -> AnyPiece:
 
 
 def join(name: str, pieces: Sequence[tuple[AnyPiece, Tensor]]) -> Tensor:
-    """The whole tensor on the CPU; a piece that covers all of it is returned as it is.
+    """The whole tensor on the CPU; a piece that covers all of it is returned unchanged.
 
-    CheckpointError where pieces are of tensors of several shapes, overlap, or leave something out.
+    CheckpointError if pieces are of tensors of several shapes, overlap, or leave a gap.
     """
     import torch
 
@@ -151,7 +151,7 @@ def is_part(stem: str) -> bool:
 
 
 class PartFiles(Mapping[str, Mapping[str, "Tensor"]]):
-    """Files by name (`stems`), which are produced in this order, read once, and then forgotten.
+    """Files by name (`stems`), produced in this order, read once, and then dropped.
 
     Their tensors may be `ArrivingTensors`.
     """
@@ -185,8 +185,8 @@ def places_of(pieces: Mapping[str, AnyPiece]) -> dict[str, dict[str, list[int]]]
 def join_files(
     files: Mapping[str, Mapping[str, Tensor]], places: Mapping[str, Places]
 ) -> dict[str, dict[str, Tensor]]:
-    """Whole tensors by kind ("model", "optimizer") and name, on the CPU; CheckpointError where
-    pieces are missing, unplaced, or do not fill their tensors."""
+    """Whole tensors by kind ("model", "optimizer") and name, on the CPU; CheckpointError if pieces
+    are missing, unplaced, or do not fill their tensors."""
     found: dict[str, list[tuple[AnyPiece, Tensor]]] = {}
     for stem, tensors in files.items():
         for name, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""Small pickles of other programs, such as nanoGPT's `meta.pkl`: read without building anything."""
+"""Small pickles of other programs, such as nanoGPT's `meta.pkl`: read without running code."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _LARGEST = 1 << 28
 
 
 def read_plain(path: Path) -> Any:
-    """The dicts, lists, texts and numbers in a pickle, in which nothing is built or called;
-    UnpicklingError and whatever else is wrong with it."""
+    """The dicts, lists, texts and numbers in a pickle; no class is instantiated or called. Raises
+    UnpicklingError, or another error for a malformed pickle."""
     return _PlainUnpickler(io.BytesIO(read_bytes(path, _LARGEST))).load()
 
 
 class _PlainUnpickler(Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """No class and no function is needed, so none is looked up."""
+        """Refuse every class and function."""
         raise UnpicklingError(f"it names {module}.{name}, which no list of characters needs")

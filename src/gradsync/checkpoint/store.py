@@ -1,26 +1,26 @@
-"""Checkpoints of one run: `step-00000100/` directories, of which the newest good one counts.
+"""Checkpoints of one run: `step-00000100/` directories; a run resumes from the newest good one.
 
     checkpoints/
       step-00000100/            model.safetensors  optimizer.safetensors  state.json  manifest.json
       step-00000200/
       .tmp-step-00000300-…/     being written, or left by a killed writer
 
-A split model, or state sharded over ranks, has one file for each rank that holds another part of
-it, see `pieces.py`.
+A split model, or state sharded over ranks, has one file for each rank with a distinct part, see
+`pieces.py`.
 
-There is no pointer to the latest one, which could be wrong: it is found by checking the manifests,
-newest first. Nothing is ever unpickled.
+There is no pointer to the latest one, because it could be wrong: the store finds it by checking the
+manifests, newest first. Nothing is ever unpickled.
 
 [Note: newest means saved last]
 A run may return to step 100 and continue from there with another learning rate, while step 300 of
 the first attempt still exists. The checkpoint to resume from is then the new step 200, not step
-300. So each manifest has a sequence number, one more than all before it, and the order of saves
-counts, not the step, nor a clock.
+300. So each manifest has a sequence number, one more than all before it. The order of saves counts,
+not the step or a clock.
 
 [Note: replacing a step]
-Saving a step that exists already replaces it: the old directory is renamed to `step-….old`, the new
-one takes the name, and the old one is removed. Readers know `.old`, so that one good checkpoint of
-that step exists at every moment.
+Saving a step that already exists replaces it: the old directory is renamed to `step-….old`, the new
+one takes the name, and the old one is removed. Readers also read `.old`, so one good checkpoint of
+that step exists at all times.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ from gradsync.errors import CheckpointError, ConfigError
 _STATE_NAME = "state.json"
 _OLD = ".old"
 _LEARNT = frozenset({"model", "optimizer", "sync"})
-"""Kinds of tensors from which the next step is computed."""
+"""Kinds of tensors that the next step depends on."""
 _STEP_NAME = re.compile(r"step-(\d{8,})(\.old)?")
 
 Problems = list[str]
@@ -85,7 +85,7 @@ class Snapshot:
     tensors: Mapping[str, Mapping[str, Tensor]]
     """File stem ("model", "optimizer") -> name -> tensor, on any device."""
     state: dict[str, Any]
-    """Everything else, as JSON types: schedule, data position, random state, configuration."""
+    """Other state, as JSON types: schedule, data position, random state, configuration."""
     fingerprint: Fingerprint = field(default_factory=dict)
     """Settings that the numbers depend on; compared at resume."""
     places: Mapping[str, Places] = field(default_factory=dict)
@@ -109,8 +109,8 @@ class CheckpointInfo:
 class CheckpointStore:
     """Saves, finds and loads the checkpoints of one run. One process writes; any may read.
 
-    `directory` contains the `step-…` directories, and is made at the first save; the last
-    `keep_last` good ones are kept. `fs` are the file operations of a save, replaced in tests.
+    `directory` contains the `step-…` directories, and is created at the first save; the last
+    `keep_last` good ones are kept. `fs` has the file operations of a save, replaced in tests.
     """
 
     def __init__(
@@ -127,13 +127,13 @@ class CheckpointStore:
         """Write a checkpoint and remove the oldest ones beyond `keep_last`.
 
         Tensor names are cleaned of wrappers, tied tensors are written once. On return the
-        checkpoint, whose directory is returned, is on the device. See [Note: replacing a step] for
-        a step that exists.
+        checkpoint is on the device; its directory is returned. See [Note: replacing a step] for a
+        step that exists.
 
-        CheckpointError where it could not be written (disk full, I/O error): the message names the
-        last good one, which is untouched, and nothing half-written stays. Or where the model, the
-        optimizer's state or the strategy's has nan or inf: such a checkpoint would push out one
-        from which a run can resume.
+        CheckpointError if it cannot be written (disk full, I/O error): the message names the last
+        good one, which is untouched, and nothing half-written stays. Also if the model, the
+        optimizer's state or the strategy's has nan or inf: that checkpoint would push out one from
+        which a run can resume.
         """
         if snapshot.step < 0:
             raise ConfigError(f"step: got {snapshot.step}, expected 0 or more")
@@ -153,8 +153,8 @@ class CheckpointStore:
         return target
 
     def latest(self) -> tuple[CheckpointInfo | None, Problems]:
-        """The newest good checkpoint, every byte of it checked, or None; and a line for each newer
-        one that is unusable. One with nan or inf is not good; earlier versions wrote such ones."""
+        """The newest good checkpoint, with every byte checked, or None; and a line for each newer
+        unusable one. A checkpoint with nan or inf is not good; earlier versions wrote them."""
         problems = []
         for path in self._newest_first():
             found = self._examine(path, contents=True)
@@ -213,7 +213,7 @@ class CheckpointStore:
         if not target.exists():
             return
         old = target.with_name(target.name + _OLD)
-        if old.exists():  # a replacement was interrupted: one good one of the two must stay
+        if old.exists():  # a replacement was interrupted: a good one of the two must stay
             if isinstance(self._examine(target, contents=True), CheckpointError):
                 discard(self._fs, target)
                 return
@@ -221,9 +221,9 @@ class CheckpointStore:
         self._fs.rename(target, old)
 
     def _clean_up(self) -> None:
-        """Keep the last k good ones; a failure here is logged, since the checkpoint itself is safe.
+        """Keep the last k good ones; a failure here is only logged, since the checkpoint is safe.
 
-        A checkpoint that this object has written or checked before is not hashed again.
+        Checkpoints that this object has written or checked are not hashed again.
         """
         try:
             remove_leftovers(self._fs, self.directory)
@@ -252,7 +252,7 @@ class CheckpointStore:
     def _ordered(self) -> Sequence[tuple[int, Path]]:
         """Sequence numbers and checkpoint directories, oldest first.
 
-        One with an unreadable manifest stands right after the step before it.
+        One with an unreadable manifest comes right after the preceding step.
         """
         found = []
         for path in self.directory.iterdir() if self.directory.is_dir() else ():
@@ -276,7 +276,7 @@ class CheckpointStore:
                 _read_files(path, manifest)
         except CheckpointError as error:
             return error
-        except ConfigError as error:  # a name in it that no file can have
+        except ConfigError as error:  # an invalid file name in it
             return CheckpointError(f"{path / MANIFEST_NAME}: {error}")
         return CheckpointInfo(path=path, manifest=manifest)
 
@@ -299,7 +299,7 @@ def _each_once(tensors: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], dic
 
 
 def _read_files(path: Path, manifest: Manifest) -> dict[str, dict[str, Tensor]]:
-    """Read the tensors of each file, backed by it; CheckpointError where a learnt one is not
+    """Read the tensors of each file, backed by it; CheckpointError if a learnt one is not
     finite."""
     found = {}
     for stem, aliases in manifest.aliases.items():
@@ -312,7 +312,7 @@ def _read_files(path: Path, manifest: Manifest) -> dict[str, dict[str, Tensor]]:
 
 
 def _is_learnt(stem: str, name: str) -> bool:
-    """Whether nan or inf in this tensor of a file prevents a run from resuming."""
+    """Whether nan or inf in this tensor prevents a resume."""
     return (name.partition("/")[0] if is_part(stem) else stem) in _LEARNT
 
 
@@ -333,10 +333,10 @@ def _plain(path: Path) -> str:
 
 
 def resolve(path: Path) -> tuple[Path, Problems]:
-    """The checkpoint that `path` means (a `step-…` directory, or else the latest good one of a run
-    directory or its `checkpoints`), and one line for each newer one that is damaged.
+    """The checkpoint at `path` (a `step-…` directory, or else the latest good one of a run
+    directory or its `checkpoints`), and one line for each newer damaged one.
 
-    ConfigError where no checkpoint is there, CheckpointError where no good one is.
+    ConfigError if there is no checkpoint, CheckpointError if there is no good one.
     """
     path = Path(path)
     if (path / MANIFEST_NAME).exists() or _STEP_NAME.fullmatch(path.name):

@@ -4,9 +4,9 @@
     header   JSON: name -> dtype, shape, [begin, end) of its bytes; blanks up to a multiple of 8
     data     the tensors' bytes, without gaps
 
-Writing it here takes thirty lines, and allows the bytes to be hashed on their way, without a second
-copy of the model in memory, and a full disk to be an `OSError`.
-Format: github.com/huggingface/safetensors, section "Format".
+Writing it here takes thirty lines, hashes the bytes during the write, needs no second copy of the
+model in memory, and makes a full disk an `OSError`. Format: github.com/huggingface/safetensors,
+section "Format".
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ def file_order(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 class ArrivingTensors(Mapping[str, Tensor]):
-    """Tensors produced elsewhere, one after the other, when they are requested.
+    """Tensors produced elsewhere, one after the other, on request.
 
-    Each is handed out once, in `file_order`, and then forgotten: `take` produces the next one, like
-    the tensor without data of `layout` that it is given.
+    Each is handed out once, in `file_order`, and then dropped. `take` produces the next one; its
+    argument is the tensor's entry in `layout`, without data.
     """
 
     def __init__(self, layout: Mapping[str, Tensor], take: Callable[[Tensor], Tensor]) -> None:
@@ -83,7 +83,7 @@ class ArrivingTensors(Mapping[str, Tensor]):
 
 
 def split_aliases(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Separate tied tensors from their aliases: the tensors, each under the first of its names, and
+    """Separate tensors from their aliases. Returns the tensors, each under its first name, and
     {other name: first name}."""
     first: dict[tuple[object, ...], str] = {}
     once: dict[str, Tensor] = {}
@@ -109,7 +109,7 @@ def encode_tensors(
     `ArrivingTensors` are in memory at once.
 
     CheckpointError for a tensor without data (meta), sparse, of a dtype that the format lacks, or
-    with nan or inf where `finite(name)` says that it must not hold them.
+    with nan or inf if `finite(name)` is true.
     """
     arriving = isinstance(tensors, ArrivingTensors)
     layout = tensors.layout if isinstance(tensors, ArrivingTensors) else tensors
@@ -147,7 +147,7 @@ def encode_tensors(
 
 def read_tensors(path: Path, aliases: Mapping[str, str]) -> dict[str, Tensor]:
     """Read the CPU tensors of a file, every alias restored as the same tensor; CheckpointError
-    where it is no safetensors file, or lacks the tensor of an alias."""
+    if it is no safetensors file, or lacks the tensor of an alias."""
     try:
         _check_header(path)
         tensors = load_file(path)
@@ -165,8 +165,8 @@ def read_tensors(path: Path, aliases: Mapping[str, str]) -> dict[str, Tensor]:
 def _check_header(path: Path) -> None:
     """Raise ValueError unless the file has exactly the tensors that its header describes.
 
-    The library checks most of it, but takes seconds for a long header, and passes on what torch
-    cannot hold.
+    The library checks most of this, but takes seconds for a long header, and accepts tensors that
+    torch cannot hold.
     """
     with open_regular(path) as file:
         size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
@@ -192,7 +192,7 @@ def _check_header(path: Path) -> None:
 
 
 def _span(*, dtype: str, shape: list[int], data_offsets: list[int]) -> tuple[int, int]:
-    """First and last byte offset of a tensor; raises some error where they are impossible."""
+    """First and last byte offset of a tensor; raises an error if they are impossible."""
     begin, end = data_offsets
     if len(shape) > _MOST_DIMENSIONS or any(type(n) is not int for n in (begin, end, *shape)):
         raise ValueError

@@ -1,4 +1,4 @@
-"""Export, import and hash of a module's tensors, under names without the traces of wrappers."""
+"""Export, import and hash a module's tensors, under names without wrappers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def clean_name(name: str) -> str:
 
 
 def clean_names(names: Iterable[str]) -> dict[str, str]:
-    """Map each name to its clean form; CheckpointError where two have the same, so that one tensor
+    """Map each name to its clean form; CheckpointError if two have the same one, since one tensor
     would be lost."""
     cleaned: dict[str, str] = {}
     owner: dict[str, str] = {}
@@ -53,7 +53,7 @@ def pack_weights(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy `tensors` into `model`, whichever wrappers either side's names come from; everything is
+    """Copy `tensors` into `model`, regardless of wrappers in either side's names; everything is
     checked first, see `match_weights`."""
     own = model.state_dict(keep_vars=True)
     for name, tensor in match_weights(model, tensors).items():
@@ -70,7 +70,7 @@ def match_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, 
 
 
 def match_tensors(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`match_weights` with the tensors that there should be, on any device."""
+    """`match_weights` for the expected tensors `own`, on any device."""
     saved = {clean: tensors[name] for name, clean in clean_names(tensors).items()}
     targets: dict[str, Tensor] = {}
     first: dict[int, str] = {}

@@ -1,4 +1,4 @@
-"""`gradsync bench NAME`: pick a benchmark. Each one is an experiment in `gradsync.bench.NAME`."""
+"""`gradsync bench NAME`: run a benchmark, an experiment in `gradsync.bench.NAME`."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ benchmarks:
 
 
 def run(argv: list[str]) -> int:
-    """Carry out `gradsync bench ARGV`; returns the exit code.
+    """Run `gradsync bench ARGV`; returns the exit code.
 
     Raises:
         ConfigError: unknown benchmark.
-        GradsyncError: whatever the benchmark raises.
+        GradsyncError: any error of the benchmark.
     """
     if not argv or argv[0] in ("-h", "--help", "help"):
         width = max(map(len, BENCHMARKS))

@@ -1,6 +1,6 @@
-"""`gradsync doctor`: what this process sees of its launcher and machine, and whether that will do.
+"""`gradsync doctor`: what this process sees of its launcher and machine, and whether it is enough.
 
---launcher and --hardware describe, without torch; else the findings of `cli/health.py` follow.
+--launcher and --hardware only describe, without torch; else the findings of `cli/health.py` follow.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ _MEET_S, _ANSWER_S, _SILENCE_S = 20.0, 60.0, 2.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DoctorOptions:
-    """Say whether this machine is ready: which launcher was found and why, what the machine offers,
-    and findings with their cures. Under a launcher the ranks meet, measure and are compared.
+    """Check whether this machine is ready: the launcher found and why, what the machine offers, and
+    findings with their cures. Under a launcher the ranks meet, measure and are compared.
 
-    Start it as you start training: `mpirun -np 2 gradsync doctor`. Exit code 1: not ready.
+    Start it like training: `mpirun -np 2 gradsync doctor`. Exit code 1: not ready.
     """
 
     launcher: bool = False
     """Show the launcher part only."""
     hardware: bool = False
-    """Show the hardware only, as a file that `gradsync plan --hardware FILE.yaml` takes."""
+    """Show the hardware only, in the format of `gradsync plan --hardware FILE.yaml`."""
     out: str = ""
     """Folder that a run would write to; default: the working folder."""
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
@@ -53,12 +53,12 @@ class DoctorOptions:
 
 
 def run(argv: list[str]) -> int:
-    """Carry out `gradsync doctor ARGV`; returns the exit code.
+    """Run `gradsync doctor ARGV`; returns the exit code.
 
     Raises:
-        LaunchError: with --launcher or --hardware, launcher variables make no sense.
-        ConfigError: one part only was asked for, but two were named.
-        RunError: a rank that is not the main one could not meet the others.
+        LaunchError: with --launcher or --hardware, launcher variables are invalid.
+        ConfigError: two parts were requested; only one can be.
+        RunError: a rank other than the main one could not meet the others.
     """
     options = parse(DoctorOptions, argv, "doctor")
     if options.launcher and options.hardware:
@@ -91,7 +91,7 @@ def run(argv: list[str]) -> int:
     def report(findings: Sequence[Finding]) -> int:
         hardware = detect_hardware(env)
         machine = describe_machine(resolution.world.local_world_size)
-        shown = machine.keys() - {"memory_gib"}  # the hardware has it in the unit of all else
+        shown = machine.keys() - {"memory_gib"}  # the hardware shows it already
         rows = [(name.replace("_", " "), machine[name]) for name in machine if name in shown]
         lines = [text]
         for title, part in (("machine", rows), ("hardware", hardware_rows(hardware))):
@@ -107,7 +107,7 @@ def run(argv: list[str]) -> int:
 
 
 def _diagnose(env: dict[str, str], world: World, towards: str, report: Report) -> int:
-    """Have findings about this rank or, where there are several, about all reported by rank 0."""
+    """Make rank 0 report findings about this rank or, with several ranks, about all of them."""
     facts = health.gather(env, world, towards)
     if not world.is_distributed:
         return report([*health.judge(facts), Finding("ranks", "ok", "one, nothing to compare")])
@@ -126,11 +126,11 @@ def _diagnose(env: dict[str, str], world: World, towards: str, report: Report) -
             sums = {"gloo": _try_sum("cpu")}
             if here.device_name != "cpu":
                 sums["nccl"] = _try_sum(here.device_name)
-            all_gather_numbers(comm, 0)  # the clocks are read together
+            all_gather_numbers(comm, 0)  # synchronises, so that all clocks are read together
             told = {"facts": facts, "sums": sums, "time_s": time.time()}
             findings = health.judge_ranks(all_gather_json(comm, told))
             code = report(findings) if world.is_main else 0
-            # A launcher ends all ranks when one has failed: rank 0 speaks first, here and below.
+            # A launcher ends all ranks after a failure: rank 0 prints first, here and below.
             return max(all_gather_numbers(comm, code))
     except (GradsyncError, RuntimeError, OSError) as error:
         problem = from_message("ranks", "blocker", error)
@@ -141,7 +141,7 @@ def _diagnose(env: dict[str, str], world: World, towards: str, report: Report) -
 
 
 def _try_sum(device: str) -> tuple[bool, float, float]:
-    """All-reduce known numbers: whether it is right, seconds of 8 bytes, bytes per second."""
+    """All-reduce known values: whether it is right, seconds of 8 bytes, bytes per second."""
     import torch
     import torch.distributed as dist
 
@@ -150,7 +150,7 @@ def _try_sum(device: str) -> tuple[bool, float, float]:
         times = []
         for _ in range(count):
             data = torch.full((length,), dist.get_rank() + 1.0, dtype=torch.float64, device=device)
-            right &= data[0].item() == dist.get_rank() + 1  # the device is done
+            right &= data[0].item() == dist.get_rank() + 1  # waits for the device
             started = time.perf_counter()
             dist.all_reduce(data)
             right &= data[0].item() == size * (size + 1) / 2

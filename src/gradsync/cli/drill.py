@@ -1,8 +1,8 @@
-"""`gradsync drill`: break one rank of a run on purpose, and say whether what is promised came true.
+"""`gradsync drill`: break one rank of a run on purpose, and check what gradsync promises.
 
 undisturbed run      hash of its weights
 disturbed run        who is named, in which line, after how many seconds; exit code; what is left
-the same once more   goes on from the last checkpoint, if the disturbed run ended early: one hash?
+resumed run          continues from the last checkpoint if the disturbed run ended early: one hash?
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from gradsync.train.config_io import parse_config
 from gradsync.train.faults import FAULTS, FaultPlan, named
 
 _MARK = "GRADSYNC_DRILL"
-"""Variable by which all that a run has started is found, wherever it has gone."""
+"""Variable that identifies all processes which a run has started."""
 _NOTE, _WORK = "fault.json", "work.json"
 _SETTLE_S = 1.0
-_CACHE = "torchinductor_"  # of torch, which means to keep it
+_CACHE = "torchinductor_"  # torch's cache, which stays on purpose
 Line = tuple[float, str]
-"""When it was printed, and the text."""
+"""Time of printing, and the text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,20 +49,20 @@ class DrillOptions:
     """Break one rank of a run on purpose: gradsync drill --fault KIND [options] -- TRAIN ARGUMENTS.
 
     The run is `gradsync train` with these arguments, on ranks of this host: once undisturbed, once
-    disturbed, and once more where that one ended early, from its last checkpoint. Unless the
-    arguments say otherwise: 2 ranks, 4 steps more than --step, a checkpoint every other step, 15 s
-    for a collective. Exit code 0 when all came as promised, else 1.
+    disturbed, and again from its last checkpoint if that run ended early. Defaults for what the
+    arguments leave open: 2 ranks, 4 steps more than --step, a checkpoint every other step, 15 s for
+    a collective. Exit code 0 if all promises hold, else 1.
     """
 
     fault: Annotated[str, tyro.conf.arg(help=f"What happens: {', '.join(FAULTS)}.")]
     rank: int = 1
-    """The rank that it happens to."""
+    """The rank that gets the fault."""
     step: int = 3
     """The optimizer step, from 1 on."""
     phase: str = ""
-    """The moment in it: data, backward, reduce or save; empty takes the fault's usual one."""
+    """The moment in the step: data, backward, reduce or save; empty: the fault's usual one."""
     expect: str = ""
-    """weights_sha256 of the undisturbed run, which is left out then."""
+    """weights_sha256 of the undisturbed run, which is then skipped."""
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print the verdict as one JSON document."""
 
@@ -74,8 +74,8 @@ class Ended:
     code: int
     lines: list[Line]  # of launcher and ranks
     at: float  # when all ranks had ended
-    weights: str  # weights_sha256; "" when it did not come to its end
-    left: list[str]  # processes, ports, shared memory and files that outlived it
+    weights: str  # weights_sha256; "" if it ended early
+    left: list[str]  # processes, ports, shared memory and files that it left
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,23 +87,23 @@ class Verdict:
     sync: str
     line: str  # the first that names the fault's rank, or else the fault; "" for none
     named_s: float
-    named_right: bool  # of two ranks that differ both may be named
+    named_right: bool  # if two ranks differ, either may be named
     ended_s: float
     exit_code: int
     left: list[str]
     weights: str  # weights_sha256 of the undisturbed run, for --expect
-    same_weights: bool  # as undisturbed, of itself or by going on
-    went_on_from: int | None  # step of the checkpoint; None where it came to the end of itself
-    steps_lost: int  # finished ones that were done again
+    same_weights: bool  # as undisturbed, without help or after resuming
+    went_on_from: int | None  # step of the checkpoint; None if it did not end early
+    steps_lost: int  # finished steps that were repeated
     broken: list[str]  # promises
 
 
 def run(argv: list[str]) -> int:
-    """Carry out `gradsync drill ARGV`: 0 when all came as promised, else 1.
+    """Run `gradsync drill ARGV`: 0 if all promises hold, else 1.
 
     Raises:
-        ConfigError: no such fault, rank or moment; started by a launcher.
-        RunError: a run failed without the fault, or the fault never came.
+        ConfigError: unknown fault, rank or moment; started by a launcher.
+        RunError: a run failed without the fault, or the fault never happened.
     """
     if argv[:1] == [WORKER]:
         work = read_object(Path(argv[1]))
@@ -131,13 +131,13 @@ def drill(
     resume_on: int | None = None,
     show: Callable[[float, str], None] = lambda seconds, line: None,
 ) -> Verdict:
-    """Carry out one drill.
+    """Run one drill.
 
     Args:
         plan: the fault.
         flags: arguments of `gradsync train`.
-        expect: weights_sha256 of the undisturbed run, which is left out then.
-        resume_on: ranks of the run that goes on; None for as many as there were.
+        expect: weights_sha256 of the undisturbed run, which is then skipped.
+        resume_on: ranks of the resumed run; None for the same number.
         show: gets each line of the disturbed run with its time, seconds after the fault.
     """
     flags, config = _complete(plan, list(flags))
@@ -200,7 +200,7 @@ def drill(
 
 
 def _complete(plan: FaultPlan, flags: list[str]) -> tuple[list[str], TrainConfig]:
-    """The arguments, the drill's own before the user's, and what they mean."""
+    """The arguments, the drill's before the user's, and the configuration that they give."""
     first = [flags.pop(0)] if flags and not flags[0].startswith("-") else []
     own = ["--nproc-per-node=2", f"--steps={plan.step + 4}", "--checkpoint.every=2"]
     own += ["--timeout-s=15", "--sample-tokens=0", "--log-every=1"]
@@ -218,7 +218,7 @@ def _named(plan: FaultPlan, world_size: int, lines: Sequence[Line]) -> tuple[flo
         (*each, who) for each in lines if (who := named(FAULTS[plan.kind], each[1])) is not None
     ]
     right = [each for each in found if not each[2] or each[2] == {plan.rank}]
-    if world_size == 2:  # each of two that differ may say it of the other
+    if world_size == 2:  # if two ranks differ, each may blame the other
         right = right or [each for each in found if plan.rank in each[2]]
     seconds, line, _ = next(iter(right or found), (0.0, "", set()))
     return seconds, line, bool(right)
@@ -264,7 +264,7 @@ def _watched(folder: Path, name: str, start: Callable[[], int]) -> Ended:
     at = time.monotonic()
     left = [*_processes(mark), *sorted((_ports() | _shared_memory()) - before)]
     left += [each.name for each in temporary.iterdir() if not each.name.startswith(_CACHE)]
-    if not code:  # a save that a death cut off is removed by the next one
+    if not code:  # the next save removes an incomplete one
         left += [each.name for each in out.glob("checkpoints/.tmp-*")]
     weights = read_object(summary)["weights_sha256"] if summary.exists() else ""
     return Ended(code=code, lines=lines, at=at, weights=weights, left=left)
@@ -294,11 +294,11 @@ def _captured(lines: list[Line]) -> Generator[None]:
         for number, was in before.items():
             os.dup2(was, number)
             os.close(was)
-        thread.join(_SETTLE_S)  # a process that is left may hold the other end
+        thread.join(_SETTLE_S)  # a remaining process may hold the other end
 
 
 def _weights(ended: Ended) -> str:
-    """Hash of the weights of a run that nothing disturbed."""
+    """Hash of the weights of an undisturbed run."""
     if ended.code or not ended.weights:
         raise RunError(f"without the fault: exit code {ended.code}\n{_last_words(ended)}")
     return ended.weights
@@ -320,7 +320,7 @@ def _saved(out: Path) -> int:
 
 
 def _processes(mark: str) -> list[str]:
-    """Processes with the mark, after a moment; they are killed."""
+    """Processes with the mark, after a short wait; they are killed."""
     entry, until, found = f"{_MARK}={mark}".encode(), time.monotonic() + _SETTLE_S, [""]
     while found and time.monotonic() < until:
         paths = Path("/proc").glob("[0-9]*/environ")
@@ -333,7 +333,7 @@ def _processes(mark: str) -> list[str]:
 
 
 def _ports() -> set[str]:
-    """Ports at which this process, the launcher, listens; its ranks' end with them."""
+    """Ports on which this process, the launcher, listens; its ranks' end with them."""
     import psutil
 
     found = psutil.Process().net_connections("tcp")
@@ -348,6 +348,6 @@ def _shared_memory() -> set[str]:
 
 
 def _read(path: Path) -> bytes:
-    with suppress(OSError):  # it ended meanwhile, or belongs to another user
+    with suppress(OSError):  # the process ended, or belongs to another user
         return path.read_bytes()
     return b""

@@ -1,6 +1,6 @@
-"""`gradsync train --elastic`: ranks, strategy, dtype and micro-batch by what the machine has.
+"""`gradsync train --elastic`: choose ranks, strategy, dtype and micro-batch for the machine.
 
-started by us        `before_ranks` decides in this process and hands the ranks flags by name
+started by us        `before_ranks` decides in this process and gives the ranks explicit flags
 by a launcher        rank 0 decides in `with_ranks`, and tells the others
 both                 the micro-batch is probed by all ranks, in `with_ranks`
 """
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 _SPELLINGS = ("--elastic", "--elastic-gpu", "--elastic_gpu")
 _DECIDED = "--elastic=decided"
-"""Flags for ranks that gradsync starts: only the micro-batch is left to them."""
+"""Flag for ranks that gradsync starts: they decide only the micro-batch."""
 
 
 def take_flag(argv: Sequence[str]) -> tuple[list[str] | None, list[str]]:
-    """The words that ask for it, None without any, and all other arguments."""
+    """The arguments that request it, None if absent, and all other arguments."""
     words = [word for word in argv if word in (*_SPELLINGS, _DECIDED)]
     return words or None, [word for word in argv if word not in words]
 
@@ -57,10 +57,10 @@ def before_ranks(
     *,
     dry_run: bool = False,
 ) -> tuple[TrainConfig, list[str]]:
-    """The configuration as far as it is known before ranks meet, and the arguments that say it.
+    """The configuration as far as it is known before ranks meet, and the matching arguments.
 
-    What it decides is printed on standard error. With `dry_run` also the micro-batch, as this
-    process alone finds it. Raises `RunError` for a model that fits nowhere.
+    Prints its decisions on standard error. With `dry_run` it also decides the micro-batch, in this
+    process alone. Raises `RunError` for a model that fits nowhere.
     """
     from gradsync.train.elastic import decide
 
@@ -93,7 +93,7 @@ def with_ranks(
 ) -> tuple[TrainConfig, list[str]]:
     """The configuration of the run, the same on all ranks, and lines about it; all ranks call it.
 
-    `flags` come from `before_ranks`. Raises `ConfigError` when not even the smallest micro-batch
+    `flags` come from `before_ranks`. Raises `ConfigError` if not even the smallest micro-batch
     runs.
     """
     from gradsync.train.micro_batch import find_micro_batch
@@ -140,12 +140,12 @@ def _decision_of_rank_0(
 
 
 def _to_probe(config: TrainConfig, settled: frozenset[str], ranks: int) -> bool:
-    """Whether the micro-batch is ours to find; that of a split model is chosen by formula."""
+    """Whether to probe the micro-batch here; that of a split model is chosen by formula."""
     return "micro_batch_size" not in settled and config.layout(ranks).model_ranks == 1
 
 
 def _legal(config: TrainConfig, settled: frozenset[str], ranks: int) -> TrainConfig:
-    """With a micro-batch that `ranks` ranks can share, where it is still to be found."""
+    """With a micro-batch that `ranks` ranks can share, if it is not chosen yet."""
     from gradsync.train.micro_batch import sizes_of
 
     if "micro_batch_size" in settled:
@@ -156,7 +156,7 @@ def _legal(config: TrainConfig, settled: frozenset[str], ranks: int) -> TrainCon
 
 
 def _probed_alone(config: TrainConfig, hardware: Hardware, world: World) -> TrainConfig:
-    """The micro-batch as one rank of `world` finds it, without the others."""
+    """The micro-batch that one rank of `world` finds without the others."""
     from gradsync.comm.groups import SingleCommunicator
     from gradsync.runtime.device import choose_device
     from gradsync.runtime.machine import choose_threads
@@ -173,7 +173,7 @@ def _probed_alone(config: TrainConfig, hardware: Hardware, world: World) -> Trai
 
 
 def _hardware(config: TrainConfig, env: dict[str, str], world: World) -> Hardware:
-    """Hardware that the ranks run on: this host's devices, on each of the launcher's hosts."""
+    """Hardware of the ranks: this host's devices, on each of the launcher's hosts."""
     import torch
 
     if config.device == "cpu" or not torch.cuda.is_available():
@@ -184,7 +184,7 @@ def _hardware(config: TrainConfig, env: dict[str, str], world: World) -> Hardwar
     if config.device.startswith("cuda:") and not world.is_distributed:
         local = 1
     if local is not None and host.devices[0].kind == "cuda":
-        # A scheduler may show each rank only its own GPU.
+        # A scheduler may show each rank only its GPU.
         devices = (host.devices * local)[:local]
         found = replace(found, hosts=(replace(host, devices=devices),) * world.num_nodes)
     return found

@@ -1,4 +1,4 @@
-"""Carry out an `Experiment`: options, plan, ranks, and every place that results go to."""
+"""Runs an `Experiment`: options, plan, ranks, and all outputs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class _RanksEndedError(Exception):
-    """Without a result for this process, which may end with `code`."""
+    """The ranks ended without a result for this process, which may exit with `code`."""
 
     def __init__(self, code: int) -> None:
         super().__init__(code)
@@ -36,15 +36,15 @@ class _RanksEndedError(Exception):
 
 
 def run_experiment(experiment: Experiment, argv: list[str]) -> int:
-    """Carry out the command.
+    """Run the command.
 
     Returns:
-        0 when all was measured (or `Findings.code`), the ranks' code when they failed;
-        128 + signal after one.
+        0 if all was measured (or `Findings.code`), the ranks' code if they failed; 128 + signal
+            after one.
 
     Raises:
-        ConfigError: something that cannot be measured, a place that cannot be written.
-        RunError: ranks could not begin, results could not be written.
+        ConfigError: a measurement that is not possible, an output that cannot be written.
+        RunError: ranks could not start, results could not be written.
     """
     if argv[:1] == [WORKER]:
         return be_rank(Path(argv[1]), partial(_measure, experiment))
@@ -66,7 +66,7 @@ def _work(experiment: Experiment, options: Any, variants: Any, world: World) -> 
         outcome = measure_on_ranks(
             experiment.command, asdict(work), measure, world=world, world_size=ranks
         )
-        if outcome.result is None:  # nothing to say here, or the ranks have said what was wrong
+        if outcome.result is None:  # nothing to print here, or the ranks have printed the error
             raise _RanksEndedError(outcome.code)
         return outcome.result
 
@@ -86,10 +86,10 @@ def _measure(experiment: Experiment, work: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_places(options: Any) -> None:
-    """Refuse a place that cannot be written, long before there is something to write.
+    """Refuse an output that cannot be written, before the measurement.
 
     Raises:
-        ConfigError: naming the option.
+        ConfigError: names the option.
     """
     if out := getattr(options, "out", ""):
         check_place("--out", Path(out), folder=True)
@@ -100,7 +100,7 @@ def check_places(options: Any) -> None:
 
 
 def _deliver(options: Any, name: str, command: str, found: Findings) -> None:
-    """To every place that was asked for."""
+    """Write the results to every requested output."""
     human = sys.stderr if options.as_json else sys.stdout
     found.show(human)
     if options.as_json:

@@ -1,5 +1,5 @@
-"""`gradsync export`: a trained model for other programs (transformers, safetensors), and from them
-(transformers, nanoGPT)."""
+"""`gradsync export`: convert a trained model for other programs (transformers, safetensors), or
+from them (transformers, nanoGPT)."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportOptions:
-    """Write a trained model for other programs. Weights are the checkpoint's, bit for bit, whatever
-    strategy saved it. With --from, make a run of another program's model: for `gradsync sample`,
-    for `gradsync export`, and for `gradsync train RUN/config.yaml`, which goes on with its weights.
+    """Write a trained model for other programs. Weights are the checkpoint's, bit for bit, under
+    any strategy. With --from, make a run of another program's model: for `gradsync sample`, for
+    `gradsync export`, and for `gradsync train RUN/config.yaml`, which continues with its weights.
     """
 
     path: Annotated[Positional[str], tyro.conf.arg(metavar="PATH")]
     """Run directory or checkpoint; with --from, what the other program saved."""
     to: Literal["hf", "safetensors"] = "hf"
-    """hf: a folder for transformers: config.json, model.safetensors, tokenizer; its logits are the
-    same up to the last bits. safetensors: one file of weights."""
+    """hf: a folder for transformers: config.json, model.safetensors, tokenizer; its logits are
+    equal except for the last bits. safetensors: one file of weights."""
     source: Annotated[Literal["run", "hf", "nanogpt"], tyro.conf.arg(name="from")] = "run"
-    """The maker of PATH. run: gradsync. hf: transformers, a folder of a Llama or a GPT-2. nanogpt:
-    its ckpt.pt; nothing that is pickled in it is built or called."""
+    """The program that wrote PATH. run: gradsync. hf: transformers, a folder of a Llama or a GPT-2.
+    nanogpt: its ckpt.pt; no pickled code is executed."""
     out: str = ""
-    """Folder or file to make, which must not hold anything yet; default: hf or model.safetensors in
+    """Folder or file to create, which must be missing or empty; default: hf or model.safetensors in
     the run directory; with --from: PATH's name and -run."""
     data: str = ""
-    """Data directory for its tokenizer; empty takes the one the run was trained on. With --from, to
-    be noted in the new run: nanoGPT's, with its meta.pkl, or a folder with a tokenizer.json."""
+    """Data directory for its tokenizer; empty: the run's. With --from, the directory to record in
+    the new run: nanoGPT's, with its meta.pkl, or a folder with a tokenizer.json."""
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print one JSON document."""
 
@@ -58,11 +58,11 @@ _LOADED_BY = {
 
 
 def run(argv: list[str]) -> int:
-    """Carry out `gradsync export ARGV`; returns the exit code.
+    """Run `gradsync export ARGV`; returns the exit code.
 
     Raises:
-        UsageError: the folder holds something already.
-        CheckpointError, DataError: nothing there that could be exported.
+        UsageError: the folder is not empty.
+        CheckpointError, DataError: nothing to export.
     """
     options = parse(ExportOptions, argv, "export")
     path, out = Path(options.path), Path(options.out) if options.out else None
@@ -115,10 +115,10 @@ def export(path: Path, out: Path | None, data: str = "") -> Path:
 
 
 def bring(path: Path, out: Path | None, source: str, data: str = "") -> Path:
-    """Make a run of the model that another program saved; returns its directory.
+    """Make a run of another program's model; returns its directory.
 
     Raises:
-        UsageError: it cannot be read, or is of a model that the decoder cannot be.
+        UsageError: it cannot be read, or the decoder does not support the model.
     """
     from gradsync.train.foreign import read_hf, read_nanogpt, write_start
 
@@ -134,8 +134,8 @@ def bring(path: Path, out: Path | None, source: str, data: str = "") -> Path:
 
 
 def write_weights(path: Path, out: Path | None) -> Path:
-    """Write the weights under `path` as one file, tied tensors once, their other names as
-    safetensors' own `save_model` notes them; returns the file."""
+    """Write the weights under `path` as one file, tied tensors once, with their other names as in
+    safetensors' own `save_model`; returns the file."""
     from gradsync.checkpoint.tensor_file import split_aliases
 
     checkpoint, snapshot = _load(path)
@@ -153,7 +153,7 @@ def _load(path: Path) -> tuple[Path, Snapshot]:
 
 
 def _save(weights: dict[str, Tensor], metadata: dict[str, str], path: Path) -> None:
-    """Write a file of safetensors with the permissions of the user's other new files."""
+    """Write a safetensors file with the usual permissions for new files."""
     from safetensors.torch import save_file
 
     path.touch()
@@ -164,7 +164,7 @@ def _save(weights: dict[str, Tensor], metadata: dict[str, str], path: Path) -> N
 
 @contextmanager
 def _whole(target: Path, *, file: bool = False) -> Generator[Path]:
-    """A path at which to write `target`, so that it is whole or not there."""
+    """A path for writing `target`, which then appears complete or not at all."""
     from safetensors import SafetensorError
 
     if target.exists() and (file or not target.is_dir() or any(target.iterdir())):

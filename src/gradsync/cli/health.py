@@ -1,7 +1,7 @@
-"""Findings of `gradsync doctor`: what this machine offers, and whether a run can do with it.
+"""Findings of `gradsync doctor`: what this machine offers, and whether it is enough for a run.
 
-`gather` asks the system and returns plain values by name; `judge` and all it calls know only them.
-Torch is imported by `gather` alone.
+`gather` queries the system and returns plain values by name; `judge` and its helpers use only
+these. Only `gather` imports torch.
 """
 
 from __future__ import annotations
@@ -51,24 +51,24 @@ _ASK_MPI4PY = (
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One check's outcome, for people: what was seen, and what to do about it."""
+    """One check's result, for people: what was seen, and what to do about it."""
 
     check: str
     level: Level
     said: str
-    cure: str = ""  # "" where there is nothing to do
+    cure: str = ""  # "" if there is nothing to do
 
 
 def grade(
     check: str, said: str, cure: str = "", *, blocker: object = False, warning: object = False
 ) -> Finding:
-    """A finding of the gravest level that holds; one that is ok needs no cure."""
+    """A finding of the most severe level that applies; a finding that is ok needs no cure."""
     level: Level = "blocker" if blocker else "warning" if warning else "ok"
     return Finding(check, level, said, "" if level == "ok" else cure)
 
 
 def from_message(check: str, level: Level, message: object) -> Finding:
-    """A finding from an error or a warning of ours, which says what happened, then what to do."""
+    """A finding from our error or warning, which says what happened, then what to do."""
     line = first_line(message).removesuffix(" What each launcher family says:")
     cut = min((line.find(end) for end in ("; ", ". ") if end in line), default=len(line))
     cure = line[cut + 2 :].removesuffix(".")
@@ -77,7 +77,7 @@ def from_message(check: str, level: Level, message: object) -> Finding:
 
 def gather(env: Mapping[str, str], world: World, towards: str) -> dict[str, Any]:
     """Plain values about this machine for `judge`, as this rank sees it; `towards` is the address
-    where ranks of several hosts meet, or ""."""
+    at which ranks of several hosts meet, or ""."""
     facts = _torch_facts(env) | _network_facts(env, world, towards) | _host_facts(world)
     alike = {
         **{"torch": facts["torch"], "gradsync": __version__, "python": platform.python_version()},
@@ -116,8 +116,8 @@ def _network_facts(env: Mapping[str, str], world: World, towards: str) -> dict[s
     interface = "lo" if sys.platform == "linux" else "lo0"
     if not (world.is_distributed and world.one_host):
         interface = interface_towards(towards or own)
-    with suppress(LaunchError):  # that is the launcher's finding
-        port = 0 if world.is_distributed else given_port(env)  # ranks that meet take it themselves
+    with suppress(LaunchError):  # the launcher check reports it
+        port = 0 if world.is_distributed else given_port(env)  # ranks that meet bind it themselves
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -154,8 +154,8 @@ def _host_facts(world: World) -> dict[str, Any]:
 
 
 def _mpi_facts(launcher: str) -> list[str] | None:
-    """Launchers found, what mpi4py loads, and why it loads nothing; None where no MPI is used.
-    Asked in processes of their own: MPI may end the one that loads it."""
+    """Launchers found, what mpi4py loads, and why it loads nothing; None without MPI. Uses separate
+    processes: MPI may end the process that loads it."""
     if not version_of("mpi4py") or launcher not in ("python", "openmpi", "mvapich2", "hydra"):
         return None
     with suppress(OSError, subprocess.SubprocessError):
@@ -170,7 +170,7 @@ def _mpi_facts(launcher: str) -> list[str] | None:
 
 
 def gather_disk(out: str) -> dict[str, Any]:
-    """Write 4 MiB where `out` is or will be ("": here), and remove them; facts for `judge_disk`."""
+    """Write and remove 4 MiB in `out` ("": here) or its nearest parent; facts for `judge_disk`."""
     folder = Path(out or ".").absolute()
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
@@ -193,7 +193,7 @@ def judge(facts: Facts) -> list[Finding]:
 
 
 def judge_torch(facts: Facts) -> list[Finding]:
-    """Whether torch can be imported and has the backends that are needed; its GPUs."""
+    """Whether torch can be imported and has the required backends; its GPUs."""
     cure = "install torch again, a build for this machine (pytorch.org)"
     if facts["torch_problem"]:
         said = f"{facts['torch'] or 'torch'} cannot be imported: {facts['torch_problem']}"
@@ -229,7 +229,7 @@ def _judge_gpus(facts: Facts) -> Finding:
 
 
 def judge_network(facts: Facts) -> list[Finding]:
-    """The host's name, the interface for gloo, the port, who may write into the rendezvous."""
+    """The host's name, the interface for gloo, the port, write access to the rendezvous."""
     host, address, there = facts["host"], facts["address"], facts["interfaces"]
     said = f"{host} is {address}" if address else f"{host} does not resolve, as MPI and torch need"
     cure = f"add `{facts['own_address']} {host}` to /etc/hosts"
@@ -254,7 +254,7 @@ def judge_network(facts: Facts) -> list[Finding]:
 
 
 def judge_limits(facts: Facts) -> list[Finding]:
-    """Open files (a rank has a dozen, and a connection to each other one in each group), processes
+    """Open files (a rank has a dozen, and a connection to each other rank in each group), processes
     (each thread counts), and locked memory, which InfiniBand needs."""
     (soft, hard), processes, ranks = facts["files"], facts["processes"], facts["ranks"]
     needed = 32 + 2 * ranks
@@ -272,7 +272,7 @@ def judge_limits(facts: Facts) -> list[Finding]:
 
 
 def judge_host(facts: Facts) -> list[Finding]:
-    """Cores, memory, MPI, and /dev/shm, which does not bound our own shared buffers (memfds)."""
+    """Cores, memory, MPI, and /dev/shm, which does not limit our shared buffers (memfds)."""
     ranks, cores, memory, free = (facts[n] for n in ("ranks_here", "cores", "memory", "free"))
     limit = ", this container's limit; the machine has "
     said = f"{cores} for {counted(ranks, 'rank')}"
@@ -301,12 +301,12 @@ def judge_host(facts: Facts) -> list[Finding]:
 
 
 def mpi_family(said: str) -> str:
-    """Open MPI, or MPICH for it and those made from it; else `said`."""
+    """Open MPI, or MPICH for MPICH and its derivatives; else `said`."""
     return next((f for f in _FAMILIES if re.search(_FAMILIES[f], said.lower())), said)
 
 
 def judge_disk(facts: Facts) -> Finding:
-    """The folder a run would write to: checkpoints are on disk before training goes on."""
+    """The folder that a run would write to: training waits until checkpoints are on disk."""
     cure = "name another folder by --out, here and for train"
     if facts["problem"]:
         said = f"{facts['folder']} cannot be written: {facts['problem']}"
@@ -318,8 +318,8 @@ def judge_disk(facts: Facts) -> Finding:
 
 
 def judge_ranks(ranks: Sequence[Facts]) -> list[Finding]:
-    """Findings about all ranks from what each told: its `facts`, `time_s` (by all clocks
-    at once), and for each backend its sum: right, seconds of 8 bytes, bytes per second."""
+    """Findings about all ranks from what each reported: its `facts`, `time_s` (all clocks at the
+    same time), and each backend's sum: right, seconds of 8 bytes, bytes per second."""
     findings = _merge([judge(rank["facts"]) for rank in ranks])
     findings += judge_alike([rank["facts"]["alike"] for rank in ranks])
     first = {rank["facts"]["host"]: rank["time_s"] for rank in reversed(ranks)}
@@ -358,7 +358,7 @@ def judge_alike(values: Sequence[Facts]) -> list[Finding]:
 
 
 def _merge(found: Sequence[Sequence[Finding]]) -> list[Finding]:
-    """All ranks' findings as one list: what only some have to say about a check names them."""
+    """All ranks' findings as one list; a finding that only some ranks have names these."""
     merged: dict[tuple[str, Level, str], dict[int, str]] = {}
     troubled = {each.check for findings in found for each in findings if each.level != "ok"}
     for rank, findings in enumerate(found):

@@ -1,4 +1,4 @@
-"""`gradsync launch`: ranks on this host, or the line to type on each of several."""
+"""`gradsync launch`: start ranks on this host, or print the line for each of several."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class LaunchOptions(LaunchRequest):
     """Start ranks by hand: gradsync launch --nproc-per-node N [options] -- PROGRAM ARGS.
 
     PROGRAM is train (or verify, bench, tune), a script that ends in .py, -m MODULE, or any program.
-    On several nodes: --nnodes M prints the line for each node; typed there, it starts that node's
+    On several nodes, --nnodes M prints the line for each node; typed there, it starts that node's
     ranks. The exit code is the ranks': 75 means stopped with a checkpoint.
     """
 
@@ -45,12 +45,12 @@ class LaunchOptions(LaunchRequest):
 
 
 def run(argv: list[str]) -> int:
-    """Carry out `gradsync launch ARGV`; returns the ranks' exit code.
+    """Run `gradsync launch ARGV`; returns the ranks' exit code.
 
     Raises:
-        ConfigError: numbers that cannot be, nothing to run, no such script.
-        LaunchError: started by a launcher already.
-        RendezvousError: another node did not come.
+        ConfigError: invalid numbers, nothing to run, no such script.
+        LaunchError: already started by a launcher.
+        RendezvousError: another node is missing.
     """
     own, words = split(argv)
     options = parse(LaunchOptions, own, "launch")
@@ -85,11 +85,11 @@ _JOINS = re.compile(
     "gradsync|distributed|DataParallel|accelerat|lightning|deepspeed|horovod|fsdp|mpi4py|RANK|"
     r"Trainer|jax|\bray\b"
 )
-"""Words of scripts whose ranks may well meet."""
+"""Words in scripts whose ranks probably meet."""
 
 
 def _warn_of_lonely_ranks(plan: LaunchPlan) -> None:
-    """Say so where ranks of a plain torch script would each train the whole of it, alone."""
+    """Warn if each rank of a plain torch script would train the whole model alone."""
     script = next((Path(word) for word in plan.program.words if word.endswith(".py")), None)
     if plan.nproc_per_node * plan.nnodes < 2 or script is None or not script.is_file():
         return
@@ -106,9 +106,9 @@ def _warn_of_lonely_ranks(plan: LaunchPlan) -> None:
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The command's own arguments, and those after the first `--`, or from a script on."""
+    """The command's own arguments, and the program's: after the first `--`, or from a script on."""
     arguments = list(argv)
-    if "--" not in arguments:  # as torchrun takes it
+    if "--" not in arguments:  # like torchrun
         script = next((i for i, word in enumerate(arguments) if word.endswith(".py")), None)
         return arguments[:script], [] if script is None else arguments[script:]
     place = arguments.index("--")
@@ -128,10 +128,10 @@ def plan_of(options: LaunchOptions, program: Program) -> LaunchPlan:
 
 
 def check_program(program: Program, *, on_this_host: bool = True) -> None:
-    """Raise ConfigError for a script or a program that is not there.
+    """Raise ConfigError if a script or a program is missing.
 
     Args:
-        on_this_host: a program must be on the PATH; elsewhere, modules may bring it.
+        on_this_host: a program must be on the PATH; elsewhere, modules may provide it.
     """
     first = program.words[0]
     if program.by_python:

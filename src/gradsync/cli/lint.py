@@ -1,4 +1,4 @@
-"""`gradsync lint`: known mistakes in data-parallel training scripts, found without running them."""
+"""`gradsync lint`: finds known mistakes in data-parallel training scripts without running them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from gradsync.lint.script import Script
 from gradsync.runtime.arguments import parse
 
 _LARGEST = 2 * 2**20
-"""Bytes of a script; larger ones are no scripts."""
+"""Bytes of a script; larger files are no scripts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LintOptions:
-    """Find known mistakes in training scripts: no_sync around half of a step, a sampler without
+    """Find known mistakes in training scripts: no_sync around a part of a step, a sampler without
     set_epoch, cuda:RANK, collectives on one rank, and others. Nothing is imported or run.
 
-    `# gradsync: ignore[GS204]` at the end of a line keeps that rule quiet there. Exit code 1: an
+    `# gradsync: ignore[GS204]` at the end of a line suppresses that rule there. Exit code 1: an
     error or a warning was found.
     """
 
@@ -40,10 +40,10 @@ class LintOptions:
 
 
 def run(argv: list[str]) -> int:
-    """Carry out `gradsync lint ARGV`; returns the exit code.
+    """Run `gradsync lint ARGV`; returns the exit code.
 
     Raises:
-        ConfigError: no path, one that is not there, or a file that is not Python.
+        ConfigError: no path, a missing path, or a file that is not Python.
     """
     options = parse(LintOptions, argv, "lint")
     if options.rules:

@@ -1,10 +1,10 @@
-"""The `gradsync` command: pick a sub-command, run it, turn errors into one line and an exit code.
+"""The `gradsync` command: run a sub-command, turn errors into one line and an exit code.
 
-Each command is a module of this package with `run(argv) -> exit code`, imported only when it is
-asked for: `gradsync --help` answers without torch.
+Each command is a module of this package with `run(argv) -> exit code`. It is imported only on use,
+so `gradsync --help` works without torch.
 
 Exit codes: 0 done · 1 failed · 2 usage or configuration · 75 stopped cleanly after a signal,
-checkpoint written · 124 a rank did not come in time · 130 interrupted twice.
+checkpoint written · 124 a rank was late · 130 interrupted twice.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ COMMANDS = {
 _SILENCE_S = 2.0
 
 _BAD_PATH = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ELOOP)
-"""A path given by the user is behind these, wherever it is first looked at."""
+"""Errors that a path given by the user causes, wherever it is first used."""
 
 _HELP = """\
 usage: gradsync COMMAND [options]
@@ -70,8 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         sys.stdout.flush()
     except OSError:
-        # The reader of our output has gone (`| head`, a closed terminal). Python would flush once
-        # more at its end, and complain.
+        # The reader of our output is closed (`| head`, a terminal). Python would flush again at
+        # exit, and complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return code
 
@@ -117,11 +117,11 @@ def _run_command(name: str, arguments: list[str]) -> int:
 
 
 def _fail(error: GradsyncError) -> int:
-    """Say it once: what all ranks found alike is rank 0's to tell, a traceback that rank's own."""
+    """Print an error once: rank 0 one that all ranks found alike, a rank its own traceback."""
     rank = _rank()
     alike = isinstance(error, ConfigError | DivergenceError)
     if (rank and alike) or (not alike and hasattr(error, SAID_BY_ANOTHER)):
-        # Launchers end all ranks when the first one fails: leave rank 0 the time to speak.
+        # Launchers end all ranks when the first one fails: give rank 0 time to print.
         time.sleep(_SILENCE_S)
         return error.exit_code
     message = str(error)
@@ -133,7 +133,7 @@ def _fail(error: GradsyncError) -> int:
 
 
 class _PrintableFormatter(logging.Formatter):
-    """Writes log records without what would steer the terminal."""
+    """Formats log records without terminal control characters."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
@@ -146,7 +146,7 @@ def _help() -> str:
 
 
 def _rank() -> int:
-    """Rank for error lines only; 0 when the environment makes no sense."""
+    """Rank for error lines only; 0 if the environment is invalid."""
     from gradsync.runtime.resolve import resolve
 
     try:

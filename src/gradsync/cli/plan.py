@@ -1,4 +1,4 @@
-"""`gradsync plan`: which strategy, split and micro-batch fit a machine, here or anywhere."""
+"""`gradsync plan`: find the strategy, split and micro-batch that fit this or another machine."""
 
 from __future__ import annotations
 
@@ -38,28 +38,28 @@ from gradsync.sync.registry import STRATEGIES, find_strategy
 from gradsync.train.config import AUTO, TrainConfig, recipe
 from gradsync.train.data import vocabulary
 
-_BETWEEN_HOSTS = "hierarchical"  # Joins them where there are several hosts
+_BETWEEN_HOSTS = "hierarchical"  # Also tried on several hosts
 _LARGEST_MICRO_BATCH = 32
 _SIZES = ("tokens_per_update", "micro_batch_size", "seq_len", "dtype")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanOptions:
-    """Say which strategy, split and micro-batch to train a model with, and what they will take.
+    """Choose a strategy, split and micro-batch for training a model, and predict memory and time.
 
-    Every combination is held against the memory of the devices, and timed by a model: of this
-    machine after a short probe, of others from data sheets. The global batch stays the same,
-    whatever is taken. Sizes that are not given are those of `gradsync train MODEL`.
+    Every combination is checked against the memory of the devices. Its time comes from a model: of
+    this machine after a short probe, of others from data sheets. The global batch always stays the
+    same. Sizes default to those of `gradsync train MODEL`.
     """
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[MODEL]")] = "tiny"
     """tiny, mini, small, medium, large, xl, 1.3b, 2.7b."""
     hardware: str = ""
-    """Plan for this instead of this machine: a name such as h100x4 or a100-40x2, or FILE.yaml."""
+    """Plan for other hardware: a name such as h100x4 or a100-40x2, or FILE.yaml."""
     nodes: int | None = None
-    """Number of such hosts; default: the one, or those of the launcher or the file."""
+    """Number of these hosts; default: one, or the number of the launcher or the file."""
     nproc_per_node: int | None = None
-    """CPU: ranks per host; default: what suits its cores."""
+    """CPU: ranks per host; default: depends on its cores."""
     network: str = ""
     """Between hosts: a name such as infiniband-ndr or ethernet-10g, or FILE.yaml."""
     tokens_per_update: int | None = None
@@ -69,19 +69,19 @@ class PlanOptions:
     seq_len: int | None = None
     """Tokens of a sequence; default: the model's."""
     dtype: Literal["bf16", "fp16", "fp32"] | None = None
-    """bf16 and fp16 are autocast over fp32 weights; default: as `gradsync train` has it there."""
+    """bf16 and fp16 are autocast over fp32 weights; default: that of `gradsync train` there."""
     data: str = ""
     """Directory with train.bin, for its vocabulary; default: the model's own."""
     strategies: str = ""
-    """Names with commas between them, or all; default: those that keep one rank's numbers."""
+    """Names separated by commas, or all; default: all that keep one rank's numbers."""
     probe: bool = True
     """Measure a few leaves here; --no-probe estimates."""
     submodel: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """A frozen model beside the one that trains, as NAME:SIZE: llama:16GB, or llama:8e9params (of
-    16 bits); llama:16GB/32 may be cut between 32 blocks. Several times for several. Then the answer
-    is which device holds which."""
+    """A frozen model next to the trained one, as NAME:SIZE: llama:16GB, or llama:8e9params (of 16
+    bits); llama:16GB/32 may be cut between 32 blocks. Repeat the flag for several. The answer is
+    then which device holds which."""
     simulate: str = ""
-    """Also simulate the step on so many devices of this kind: 8,64,512."""
+    """Also simulate the step on these numbers of devices: 8,64,512."""
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print one JSON document on standard output, and nothing else there."""
 
@@ -94,17 +94,16 @@ class Request:
     here: bool  # Whether the hardware is this machine's
     work: Workload
     search: Search
-    flags: tuple[str, ...]  # For `gradsync train`, for values other than the model's own
+    flags: tuple[str, ...]  # For `gradsync train`, for values that differ from the model's
 
 
 def run(argv: list[str]) -> int:
-    """Carry out `gradsync plan ARGV`.
+    """Run `gradsync plan ARGV`.
 
     Raises:
-        ConfigError: an unknown model, strategy or network, a file that cannot be used, numbers
-            that cannot be.
+        ConfigError: an unknown model, strategy or network, an invalid file or number.
         DataError: the data's description cannot be read.
-        RunError: the model fits nowhere; said after the table.
+        RunError: the model fits nowhere; raised after the table.
     """
     options = parse(PlanOptions, argv, "plan")
     request = request_of(options)
@@ -201,7 +200,7 @@ def sizes_of(options: PlanOptions) -> list[int]:
 
 
 def _repeated(hardware: Hardware, nodes: int | None, name: str) -> Hardware:
-    """As many hosts like the one described."""
+    """Repeat the described host."""
     if nodes is None or nodes == len(hardware.hosts):
         return hardware
     if len(hardware.hosts) > 1:
@@ -222,8 +221,8 @@ def _strategies(text: str) -> tuple[str, ...]:
 
 
 def _config(options: PlanOptions) -> TrainConfig:
-    """The model's own configuration with what was asked for; a micro-batch that was not asked for
-    is one that divides the batch."""
+    """The model's configuration with the requested values; a micro-batch that was not requested is
+    one that divides the batch."""
     given = {name: getattr(options, name) for name in _SIZES}
     config = replace(recipe(options.model), **{k: v for k, v in given.items() if v is not None})
     if options.micro_batch_size is None:
@@ -235,7 +234,7 @@ def _config(options: PlanOptions) -> TrainConfig:
 
 
 def _train_flags(options: PlanOptions) -> Iterator[str]:
-    """Flags of `gradsync train` for given values that differ from the model's own configuration."""
+    """Flags of `gradsync train` for given values that differ from the model's configuration."""
     for name in ("tokens_per_update", "seq_len", "dtype"):
         value = getattr(options, name)
         if value is not None and value != getattr(recipe(options.model), name):
@@ -263,7 +262,7 @@ def _simulated(
 
 
 def _switch_lines(request: Request) -> list[str]:
-    """Lines on what the devices can do and what may help; nothing is set."""
+    """Lines on the devices' capabilities and what may help; nothing is set."""
     switches = speed_switches(request.hardware, environ.snapshot() if request.here else {})
     lines = list(switches.reasons)
     if switches.dtype != (dtype := request.work.dtype):
@@ -299,7 +298,7 @@ def _tell(
     choice: Recommendation,
     simulation: Simulation | None,
 ) -> None:
-    """Print it; raises RunError where nothing fits."""
+    """Print it; raises RunError if nothing fits."""
     name, pick = options.model, choice.pick
     lines = [] if pick is None else commands(pick, request.hardware, name, request.flags)
     if options.as_json:

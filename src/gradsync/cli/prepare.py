@@ -1,4 +1,4 @@
-"""`gradsync prepare`: text files to token files."""
+"""`gradsync prepare`: convert text files to token files."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ class PrepareOptions:
     ]
     """Files, folders (read recursively) and .jsonl files."""
     out: Annotated[str, tyro.conf.arg(metavar="DIR", help_behavior_hint="(required)")] = ""
-    """The directory to make."""
+    """The directory to create."""
     tokenizer: Literal["byte", "bpe"] = "byte"
-    """byte: 257 tokens, needs nothing. bpe: trained on this text (extra gradsync[tokenizers])."""
+    """byte: 257 tokens, no dependency. bpe: trained on this text (extra gradsync[tokenizers])."""
     vocab_size: int | None = None
     """Tokens of the bpe vocabulary; default: 4096."""
     val_fraction: float = 0.05
-    """Share of the documents to hold out for validation, whole and chosen by content; of fewer than
-    20 documents, share of the tokens: the last ones. 0 writes no val.bin."""
+    """Share of the documents to hold out for validation, whole and chosen by content; with fewer
+    than 20 documents, share of the tokens: the last ones. 0 writes no val.bin."""
     text_key: str = "text"
     """Key of the text in .jsonl files."""
     overwrite: bool = False
-    """Replace --out when it already holds prepared data."""
+    """Replace --out if it already holds prepared data."""
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print meta.json instead of a summary."""
 
@@ -87,7 +87,7 @@ def _describe(meta: Meta, out: Path) -> str:
 
 
 def _next(meta: Meta, out: Path) -> str:
-    """The command to go on with, or what is missing for it."""
+    """The next command, or what is missing for it."""
     need = preset("tiny").block_size + 1
     short = [f"{name} has {tokens:,}" for name, tokens in meta.tokens.items() if tokens < need]
     if not short:

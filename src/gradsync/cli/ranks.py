@@ -1,4 +1,4 @@
-"""For commands that run as several ranks: those a launcher started, or N started on this host."""
+"""Runs commands as several ranks: a launcher's, or N started on this host."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from gradsync.world import World
 
 WORKER = "--worker"
-"""First argument of a command that is to be one rank; the second one is the folder of its work."""
+"""First argument of a command that must run as one rank; the second is its work folder."""
 
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _WORK, _RESULT = "work.json", "result.json"
 _IN_USE = ".gradsync-in-use"
-"""In each `work_folder`; locked as long as its command lives, however that ends."""
+"""In each `work_folder`; locked until its command ends in any way."""
 
 
 class Stopped(KeyboardInterrupt):
@@ -43,8 +43,8 @@ class Stopped(KeyboardInterrupt):
 
 
 class Signals:
-    """SIGINT, SIGTERM and SIGHUP raise `Stopped`, so that nothing is left behind; while ranks run
-    here, the launcher takes them instead."""
+    """SIGINT, SIGTERM and SIGHUP raise `Stopped`, so that nothing is left over. While ranks run
+    here, the launcher handles the signals instead."""
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
@@ -65,12 +65,12 @@ class Signals:
             signal.signal(number, handler)  # pyrefly: ignore[bad-argument-type]
 
     def hold(self) -> None:
-        """From now on only note signals: it is ending as it is."""
+        """From now on only record signals: the command is ending anyway."""
         self._held = True
 
     def check(self) -> None:
-        """Raise `Stopped` once more: where it was raised first (a callback of the garbage
-        collector, say), it may have gone unseen."""
+        """Raise `Stopped` again: the first one may have been lost, for example in a callback of the
+        garbage collector."""
         if self.received is not None:
             raise Stopped(self.received)
 
@@ -81,7 +81,7 @@ class Signals:
 
 
 def until_stopped(world: World, body: Callable[[], int]) -> int:
-    """`body()`, or 128 + signal with one line when a signal ended it; SIGINT goes on as itself."""
+    """`body()`, or 128 + signal with one line if a signal ended it; SIGINT is raised again."""
     try:
         return body()
     except Stopped as stopped:
@@ -96,7 +96,7 @@ def start_ranks(argv: list[str], world_size: int, signals: Signals) -> LaunchOut
     """Run `gradsync ARGV` as ranks on this host and wait for them; see `launch.local`.
 
     Raises:
-        Stopped: a signal came, before or meanwhile.
+        Stopped: a signal came, before or during the run.
     """
     from gradsync.launch import local
 
@@ -109,7 +109,7 @@ def start_ranks(argv: list[str], world_size: int, signals: Signals) -> LaunchOut
 
 @contextmanager
 def work_folder(prefix: str) -> Generator[Path]:
-    """A temporary folder for one command; folders left by killed commands are removed first.
+    """A temporary folder for one command; first removes folders that killed commands left.
 
     Args:
         prefix: of its name, such as `gradsync-verify-`.
@@ -120,9 +120,9 @@ def work_folder(prefix: str) -> Generator[Path]:
     with tempfile.TemporaryDirectory(prefix=prefix) as name:
         mark = Path(name, _IN_USE)
         with mark.with_suffix(".new").open("w") as file:
-            with suppress(OSError):  # a file system without locks: left there when killed
+            with suppress(OSError):  # a file system without locks: the folder stays if killed
                 fcntl.flock(file, fcntl.LOCK_EX)
-                Path(file.name).rename(mark)  # only now do others see it, locked already
+                Path(file.name).rename(mark)  # other commands see the file only when it is locked
             yield Path(name)
 
 
@@ -140,13 +140,13 @@ def _remove_if_left(mark: Path) -> None:
 class RanksOutcome:
     """How a measurement on several ranks ended."""
 
-    code: int  # 0, or the exit code of the ranks, which have said why
+    code: int  # 0, or the exit code of the ranks, which have printed why
     result: dict[str, Any] | None = None
     """Measurements of rank 0; None above rank 0, and after a failure."""
 
 
 Measure = Callable[[dict[str, Any]], dict[str, Any]]
-"""From settings to result, both as JSON has them; every rank calls it, rank 0's result counts."""
+"""From settings to result, both in JSON types; every rank calls it, rank 0's result counts."""
 
 
 def measure_on_ranks(
@@ -157,24 +157,24 @@ def measure_on_ranks(
     world: World,
     world_size: int,
 ) -> RanksOutcome:
-    """`measure(settings)` on all ranks: a launcher's, where this process is one of them, else
-    `world_size` that are started here as `gradsync COMMAND --worker FOLDER` (see `be_rank`).
+    """`measure(settings)` on all ranks: a launcher's, if this process is one of them, else on
+    `world_size` ranks started here as `gradsync COMMAND --worker FOLDER` (see `be_rank`).
 
     Args:
         command: names of command and sub-command, such as `["bench", "sync"]`.
-        settings: what JSON can write.
+        settings: JSON-serialisable values.
         measure: opens its own session.
-        world: as the launcher says.
+        world: from the launcher.
 
     Raises:
         Stopped: a signal ended it.
-        RunError: the ranks ended well without a result.
+        RunError: the ranks succeeded without a result.
     """
     with Signals() as signals:
         if world.is_distributed:
             result = measure(dict(settings))
             return RanksOutcome(code=0, result=result if world.is_main else None)
-        # Torch's own warnings about its sockets repeat, with stacks, what our errors say in a line.
+        # Torch's warnings about its sockets repeat our one-line errors, with stacks.
         quiet = {"TORCH_CPP_LOG_LEVEL": environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
         prefix = "-".join(("gradsync", *command, ""))
         with environ.exported(quiet), work_folder(prefix) as folder:

@@ -21,8 +21,8 @@ from gradsync.runtime.arguments import parse
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportOptions:
-    """Write one HTML page about a run, or several side by side: losses, speed, where each step's
-    time went, memory, settings. It needs no network and no script, and prints.
+    """Write one HTML page about one or several runs: losses, speed, how each step's time is spent,
+    memory, settings. It needs no network and no script, and can be printed.
     """
 
     paths: Annotated[list[str], tyro.conf.Positional, tyro.conf.arg(metavar="RUN …")] = field(
@@ -30,22 +30,22 @@ class ReportOptions:
     )
     """Run directories."""
     out: str = ""
-    """File, or for svg a folder. Default: report.html or charts (made anew) in the run's directory,
-    of several runs in the first one's."""
+    """File, or for svg a folder. Default: report.html or charts (replaced) in the run's directory,
+    for several runs in the first one's."""
     format: Literal["html", "svg"] = "html"
     """html: the page. svg: one file for each chart."""
     verify: str = ""
-    """Output of `gradsync verify --json`, to be shown as a table; default: verify.json in the
-    first run's directory, if there."""
+    """Output of `gradsync verify --json` to show as a table; default: verify.json in the first
+    run's directory, if present."""
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print the figures as one JSON document, and write nothing."""
 
 
 def run(argv: list[str]) -> int:
-    """Carry out `gradsync report ARGV`; returns the exit code.
+    """Run `gradsync report ARGV`; returns the exit code.
 
     Raises:
-        ConfigError: no run directory is named, or one is none.
+        ConfigError: no run directory is named, or a path is not one.
     """
     options = parse(ReportOptions, argv, "report")
     if not options.paths:

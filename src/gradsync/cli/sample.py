@@ -1,4 +1,4 @@
-"""`gradsync sample`: text from a checkpoint, on one process."""
+"""`gradsync sample`: generate text from a checkpoint, in one process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class SampleOptions:
     seed: int = 0
     """Seed of the draws."""
     data: str = ""
-    """Data directory for its tokenizer; empty takes the one the run was trained on."""
+    """Data directory for its tokenizer; empty: the one that the run was trained on."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     json: bool = False
@@ -61,8 +61,8 @@ def run(argv: list[str]) -> int:
 def sample(
     path: Path, config: SampleOptions, write: Callable[[str], object] = len
 ) -> tuple[Path, str]:
-    """Continue `config.prompt` with the model under `path`: the checkpoint used, and prompt and
-    continuation as text, which `write` gets piece by piece as it comes."""
+    """Continue `config.prompt` with the model under `path`. Returns the checkpoint used, and prompt
+    and continuation as text; `write` gets this text piece by piece during generation."""
     from gradsync.checkpoint.store import CheckpointStore, resolve
     from gradsync.checkpoint.weights import load_weights
     from gradsync.models.gpt import GPT, generate
@@ -80,13 +80,13 @@ def sample(
     tokenizer = tokenizer_of(snapshot.state, config.data)
     prompt = tokenizer.encode(config.prompt or "\n").tolist()
     shape = saved_model(snapshot, checkpoint)
-    if not shape.is_gpt2:  # positions that no token will have need no rotary table
+    if not shape.is_gpt2:  # unused positions need no rotary table
         needed = max(1, min(shape.block_size, len(prompt) + config.tokens))
         shape = replace(shape, block_size=needed)
     model = GPT(shape)
     load_weights(model, snapshot.tensors["model"])
     model.to(choose_device(config.device, 0))
-    # Less is no work for another thread: it would mostly wait for the next operation.
+    # Less work is not worth a thread: it would mostly wait for the next operation.
     with ExitStack() as stack:
         threads = min(choose_threads(1), -(-shape.num_params() // 2**24))
         stack.callback(pin_threads, pin_threads(threads))
@@ -104,10 +104,10 @@ def sample(
 
 
 class TextPieces:
-    """Writes the text of a growing list of tokens; a character of several tokens once it is whole.
+    """Writes the text of a growing list of tokens; waits for all tokens of a character.
 
     Args:
-        decode: text of tokens; U+FFFD for what is no character, or not yet.
+        decode: text of tokens; U+FFFD for an invalid or incomplete character.
         write: gets the pieces; together they are the text of all tokens.
     """
 
@@ -116,10 +116,10 @@ class TextPieces:
     ) -> None:
         self._decode, self._write = decode, write
         self._done = 0  # Tokens whose text is written
-        self._shown = 0  # Characters of the tokens behind them that are written
+        self._shown = 0  # Written characters of the tokens after those
 
     def show(self, ids: Sequence[int], *, end: bool = False) -> None:
-        """Write what is new in `ids`; all of it at the `end`."""
+        """Write the new text of `ids`; all of it at the `end`."""
         text = self._decode(ids[self._done :])
         whole = text if end else text.rstrip("\ufffd")
         if whole[self._shown :]:
@@ -130,8 +130,8 @@ class TextPieces:
 
 
 def tokenizer_of(state: Mapping[str, Any], data: str) -> Any:
-    """The tokenizer of a checkpoint's `state`, from the folder `data`, or else from the one that
-    the run was trained on; DataError where it is another one, or missing."""
+    """The tokenizer of a checkpoint's `state`, from the folder `data`, or from the one that the run
+    was trained on; DataError if it is different or missing."""
     from gradsync.data.documents import is_stream
     from gradsync.data.meta import read_meta
     from gradsync.data.prepare import default_corpus
@@ -175,5 +175,5 @@ def _bare_tokenizer(path: Path) -> Any:
         return BpeTokenizer.of_characters(ids)
     except ConfigError:
         raise
-    except Exception as error:  # whatever is wrong with a pickle, or with its numbers
+    except Exception as error:  # any error in a pickle, or in its numbers
         raise DataError(f"{file}: is no list of characters: {one_line(error)}") from error

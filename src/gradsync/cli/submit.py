@@ -25,7 +25,7 @@ from gradsync.launch.slurm import Submitted, remember, remembered
 from gradsync.runtime.arguments import parse
 
 _SHOWN = 10
-"""Jobs that a bare --status shows."""
+"""Jobs shown by --status without arguments."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,8 +33,8 @@ class SubmitOptions(JobRequest):
     """Submit a Slurm job: gradsync submit --time 72:00:00 [options] -- PROGRAM ARGS.
 
     PROGRAM is train (or verify, bench, tune), a script that ends in .py, -m MODULE, or any program.
-    The job is warned before its time is over, saves, and is requeued until it is done. What can be
-    checked is checked before it is submitted.
+    Slurm warns the job before its time is over; the job saves, and is requeued until it is done.
+    All possible checks run before it is submitted.
     """
 
     wait: bool = False
@@ -48,15 +48,15 @@ class SubmitOptions(JobRequest):
 
 
 def run(argv: list[str]) -> int:
-    """Carry out `gradsync submit ARGV`.
+    """Run `gradsync submit ARGV`.
 
     Returns:
-        0 when the job was submitted; with `--wait`, the job's exit code, 130 after Ctrl-C.
+        0 if the job was submitted; with `--wait`, the job's exit code, 130 after Ctrl-C.
 
     Raises:
-        ConfigError: a request that cannot be right.
-        LaunchError: there is no Slurm on this machine.
-        RunError: Slurm refused the job (its own words), or the script cannot be written.
+        ConfigError: an invalid request.
+        LaunchError: this machine has no Slurm.
+        RunError: Slurm refused the job (with its message), or the script cannot be written.
     """
     own, words = split(argv)
     options = parse(SubmitOptions, own, "submit")
@@ -92,7 +92,7 @@ def plan_of(options: SubmitOptions, words: list[str]) -> SbatchPlan:
 
 
 def check_torchrun(version: str) -> None:
-    """Raise ConfigError for a torch whose torchrun cannot pass Slurm's warning on."""
+    """Raise ConfigError for a torch whose torchrun cannot forward Slurm's warning."""
     if [int(part) for part in version.split(".")[:2]] < [2, 13]:
         raise ConfigError(
             f"torchrun of torch {version} ends its ranks at Slurm's warning (2.13 has "
@@ -103,8 +103,8 @@ def check_torchrun(version: str) -> None:
 def _checked_train(program: Program, world_size: int, array: str) -> tuple[Program, str, str]:
     """The program without `--out`, the run directory, and a name for the job.
 
-    The whole configuration is checked for `world_size` ranks: a queue is a bad place to learn of a
-    typo.
+    The whole configuration is checked for `world_size` ranks, to find a typo before the job is
+    queued.
     """
     from gradsync.cli.elastic import take_flag
     from gradsync.cli.train_places import take_places
@@ -142,7 +142,7 @@ def _checked_train(program: Program, world_size: int, array: str) -> tuple[Progr
 
 
 def _check_syntax(script: str) -> None:
-    """Check the user's shell lines with bash, where there is one."""
+    """Check the user's shell lines with bash, if installed."""
     if shutil.which("bash") is None:
         return
     done = subprocess.run(
@@ -155,7 +155,7 @@ def _check_syntax(script: str) -> None:
 
 def _submit(options: SubmitOptions, plan: SbatchPlan, script: str) -> int:
     path = Path(plan.output, f"{plan.job_name}.sbatch").absolute()
-    write_result(path, script)  # makes the folder: Slurm does not, and says nothing
+    write_result(path, script)  # creates the folder: Slurm does not, and reports nothing
     job = slurm.submit(str(path))
     numbers = f"{job}_%a" if plan.array else job
     log = path.with_name(f"{plan.job_name}-{numbers}.out")
@@ -207,7 +207,7 @@ def _wait(options: SubmitOptions, job: Submitted, *, array: bool) -> int:
 
 
 def _show_status(jobs: tuple[str, ...], *, as_json: bool) -> int:
-    """The table of jobs; 0, or 1 when Slurm does not know one that was asked for."""
+    """Print the table of jobs; returns 0, or 1 if Slurm does not know a requested one."""
     known = {each.job: each for each in remembered()}
     asked = [slurm.check_job_id(job) for job in jobs] or list(known)[-_SHOWN:]
     if not asked:

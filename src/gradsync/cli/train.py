@@ -1,4 +1,4 @@
-"""`gradsync train`: as one rank of a launcher, as N ranks it starts itself, or alone."""
+"""`gradsync train`: runs as one rank of a launcher, as N ranks that it starts, or alone."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _EMULATED = "this device has no bf16 and emulates it, many times slower than --d
 def run(argv: list[str], fault: FaultPlan | None = None) -> int:
     """See `gradsync train --help`. `--json` prints the summary, `--dry-run` only the plan.
 
-    `fault` happens to this rank of a drill.
+    `fault` is injected into this rank of a drill.
     """
     world = resolve(environ.snapshot()).world
     places, argv = take_places(complete_flags(argv))
@@ -56,7 +56,7 @@ def run(argv: list[str], fault: FaultPlan | None = None) -> int:
         )
     world_size = world.world_size if world.is_distributed else config.nproc_per_node or 1
     plan = check_request(config, world_size)
-    if not world.is_distributed:  # else rank 0 alone looks, and tells the others
+    if not world.is_distributed:  # otherwise only rank 0 checks, and tells the others
         require_packages(config.track)
     if dry_run:
         if config.dtype == AUTO:
@@ -65,18 +65,18 @@ def run(argv: list[str], fault: FaultPlan | None = None) -> int:
         if config.sync == AUTO:
             config = _would_be(config, world, world_size)
         return _show_plan(config, plan, as_json=as_json)
-    # The run looks again, with the vocabulary of the data: this is before torch is imported.
+    # The run checks again, with the data's vocabulary; this check comes before torch is imported.
     check_size(config.model, device=config.device, num_nodes=world.num_nodes)
     if world_size > world.world_size:
         return _start_ranks(config, flags, as_json)
-    # Torch's own warnings about its sockets repeat, with stacks, what we say in a line.
+    # Torch's warnings about its sockets repeat our one-line errors, with stacks.
     quiet = {"TORCH_CPP_LOG_LEVEL": environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
     with environ.exported(quiet):
         return _join_run(config, as_json, flags if elastic else None, fault)
 
 
 def complete_flags(argv: list[str]) -> list[str]:
-    """The arguments; where no value follows, `--resume` is `auto` and `--compile` is `model`."""
+    """The arguments, with defaults for missing values: `--resume auto` and `--compile model`."""
     alone = {"--resume": "--resume=auto", "--compile": "--compile=model"}
     following = [*argv, "--"][1:]
     return [
@@ -86,7 +86,7 @@ def complete_flags(argv: list[str]) -> list[str]:
 
 
 def _parse_once(flags: list[str], world: World) -> TrainConfig:
-    """Parse; every rank would print the same help. What lies in `out` is told by its plain path."""
+    """Parse, with the same help only on the main rank; a `..` in `out` is resolved."""
     with contextlib.redirect_stdout(sys.stdout if world.is_main else io.StringIO()):
         config = parse_config(flags)
     out = Path(config.out)
@@ -94,7 +94,7 @@ def _parse_once(flags: list[str], world: World) -> TrainConfig:
 
 
 def _start_ranks(config: TrainConfig, flags: list[str], as_json: bool) -> int:
-    """Start the ranks on this host; they get the same arguments."""
+    """Start the ranks on this host with the same arguments."""
     from gradsync.launch.local import launch_ranks
     from gradsync.train.output import default_out
 
@@ -103,7 +103,7 @@ def _start_ranks(config: TrainConfig, flags: list[str], as_json: bool) -> int:
         flags = [*flags, "--out", default_out(config)]
     argv = ["train", *flags, *(["--json"] if as_json else [])]
     ended = launch_ranks(argv, config.nproc_per_node, log_dir=None)
-    # Ranks that had begun end with 75, and say so; before that a signal ends them as it does.
+    # Ranks past their start exit with 75, and print it; the signal ends earlier ones.
     if ended.received is not None and ended.code == 128 + ended.received:
         said = f"gradsync: error: {ended.received.name} ended the ranks before they could save"
         print(said, file=sys.stderr, flush=True)
@@ -113,7 +113,7 @@ def _start_ranks(config: TrainConfig, flags: list[str], as_json: bool) -> int:
 def _join_run(
     config: TrainConfig, as_json: bool, elastic: list[str] | None, fault: FaultPlan | None
 ) -> int:
-    """Be one rank of the run; `elastic`: the arguments that ask for it."""
+    """Be one rank of the run; `elastic`: the arguments that request it."""
     from gradsync.comm.groups import communicator
     from gradsync.comm.values import broadcast_json
     from gradsync.runtime.session import Session, SessionOptions
@@ -170,11 +170,11 @@ def _join_run(
             )
             if world.is_main:
                 note_end(config, outcome)
-            # Launchers end all ranks when the first one leaves with a code (75): the note comes
-            # before any rank leaves. Whole group, one small message.
+            # Launchers end all ranks when the first one exits with a code (75), so the note is
+            # written before any rank exits. Whole group, one small message.
             broadcast_json(communicator(world), None)
     except Exception as error:
-        # Only now is it known whose failure it was: the session has asked the others.
+        # The session has asked the others, so it is known whose failure it was.
         if session.world.is_main:
             note_failure(config, error)
         raise
@@ -199,7 +199,7 @@ def _named_sync(config: TrainConfig, world: World, *, threads: int) -> tuple[Tra
     """The strategy that `auto` stands for, as rank 0 knows it, and a line about it.
 
     Raises:
-        ConfigError: it does not go with the rest of the configuration.
+        ConfigError: it conflicts with the rest of the configuration.
     """
     from gradsync.comm.groups import communicator
     from gradsync.comm.values import broadcast_json
@@ -209,7 +209,7 @@ def _named_sync(config: TrainConfig, world: World, *, threads: int) -> tuple[Tra
     if world.is_main:
         choice, note = resolve_auto(config, world, threads=threads)
         mine = [asdict(choice), note]
-    # Whole group, two small messages, before anything else is under way.
+    # Whole group, two small messages, before other communication starts.
     named, note = broadcast_json(communicator(world), mine)
     config = apply_choice(
         config, TunedStrategy(**named), threads=threads if _on_cpu(config) else None
@@ -219,8 +219,8 @@ def _named_sync(config: TrainConfig, world: World, *, threads: int) -> tuple[Tra
 
 
 def _threads(config: TrainConfig) -> int | None:
-    """Bits depend on the number of intra-op threads, and ranks share a host in different numbers:
-    where bits are promised on a CPU it is 1, unless the user says otherwise."""
+    """Bits depend on the number of intra-op threads, and the number of ranks on a host varies. If
+    bits are promised on a CPU it is therefore 1, unless the user sets it."""
     promised = config.sync == AUTO or find_strategy(config.sync).same_on_any_ranks
     return 1 if config.threads is None and promised and _on_cpu(config) else config.threads
 

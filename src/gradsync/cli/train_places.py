@@ -1,9 +1,9 @@
-"""`gradsync train --ddp --gpus-per-node G --nodes N`: places, in the words that people know.
+"""`gradsync train --ddp --gpus-per-node G --nodes N`: nodes and ranks in familiar words.
 
-started by a launcher       the numbers must be the launcher's; join it
+started by a launcher       the numbers must match the launcher's; join it
 one node                    start the ranks here, as --nproc-per-node does
-in a Slurm allocation       become srun, with one task a rank
-several nodes, no Slurm     an error that names the line to submit, and the one by hand
+in a Slurm allocation       become srun, with one task per rank
+several nodes, no Slurm     an error that names the line to submit, and the one to run by hand
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Places:
     nodes: int
     """Nodes."""
     gpus_per_node: int
-    """Ranks of each node, one a GPU; on a machine without GPUs, on its cores."""
+    """Ranks of each node, one per GPU; on a machine without GPUs, on its cores."""
 
     @property
     def world_size(self) -> int:
@@ -42,10 +42,10 @@ class Places:
 
 
 def take_places(argv: Sequence[str]) -> tuple[Places | None, list[str]]:
-    """The words about places, None without any, and all other arguments.
+    """The arguments about places, None if absent, and all other arguments.
 
     Raises:
-        ConfigError: no number, or `--ddp` that does not say how many.
+        ConfigError: an invalid number, or `--ddp` without numbers.
     """
     numbers: dict[str, int] = {}
     others: list[str] = []
@@ -69,12 +69,12 @@ def take_places(argv: Sequence[str]) -> tuple[Places | None, list[str]]:
 
 
 def settle(places: Places, flags: Sequence[str], world: World, env: Mapping[str, str]) -> list[str]:
-    """Flags to go on with, here and as this process.
+    """Flags with which this process continues.
 
     In a Slurm allocation with several nodes it does not return: this process becomes srun.
 
     Raises:
-        ConfigError: the launcher has started another number of ranks, or none can be started.
+        ConfigError: the launcher started another number of ranks, or none can be started.
     """
     if world.is_distributed or (places.nodes > 1 and world.launcher != "python"):
         if (world.num_nodes, world.world_size) != (places.nodes, places.world_size):
@@ -94,7 +94,7 @@ def settle(places: Places, flags: Sequence[str], world: World, env: Mapping[str,
 
 
 def elsewhere(places: Places, flags: Sequence[str]) -> str:
-    """Command to type instead, when several nodes are asked for on a machine that has one."""
+    """Command to type instead, if several nodes are requested on a machine that has one."""
     command = shlex.join(["train", *flags])
     size = f"--nodes {places.nodes} --gpus-per-node {places.gpus_per_node}"
     return (

@@ -1,4 +1,4 @@
-"""`gradsync tune`: measure which way to synchronise is fastest here, and remember it."""
+"""`gradsync tune`: measure which way to synchronise is fastest here, and save the result."""
 
 from __future__ import annotations
 
@@ -39,34 +39,34 @@ _SIDE_BY_SIDE = 10  # models that the largest stage holds
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TuneOptions:
-    """Measure strategies, collectives, sizes of buckets and, on request, compilation for one model
-    on this machine; `gradsync train --sync auto` takes what was found.
+    """Measure strategies, collectives, bucket sizes and, on request, compilation for one model on
+    this machine; `gradsync train --sync auto` uses the result.
 
-    Candidates take turns, and only what is faster beyond the noise takes the default's place. Sizes
-    that are not given are those of `gradsync train MODEL`. Started by torchrun, mpirun or srun, it
-    measures these ranks.
+    Candidates take turns; one replaces the default only if it is faster beyond the noise. Sizes
+    default to those of `gradsync train MODEL`. Under torchrun, mpirun or srun, it measures the
+    launched ranks.
     """
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[MODEL]")] = "tiny"
     """tiny, mini, small, medium, large, xl, 1.3b, 2.7b."""
     world_size: int = 2  # Ranks to start on this host.
     promise: str = "bitwise"
-    """Least promise of a strategy: bitwise (one rank's bits on any number of ranks), or
-    rounding (one rank's numbers but for the order of sums)."""
+    """The weakest promise to accept: bitwise (one rank's bits on any number of ranks), or rounding
+    (one rank's numbers except for the order of sums)."""
     dtype: Literal["fp32", "bf16"] | None = None
-    """fp32, or bf16 (autocast over fp32 weights); default: as `gradsync train` has it."""
+    """fp32, or bf16 (autocast over fp32 weights); default: that of `gradsync train`."""
     batch_size: int | None = None  # Sequences per rank and step; default: as in `gradsync train`.
     leaves_per_rank: int | None = None
     """Micro-batches into which these are divided; default: as in `gradsync train`."""
     context_length: int | None = None  # Tokens of a sequence; default: the model's.
     data: str = ""  # Directory with train.bin, for the vocabulary; default: the built-in text's.
-    num_steps: int = 5  # Optimizer steps of a turn that count.
-    num_warmup: int = 1  # Optimizer steps of a turn before those.
+    num_steps: int = 5  # Measured optimizer steps per turn.
+    num_warmup: int = 1  # Optimizer steps before those, not measured.
     rounds: int = 12  # Turns of each candidate.
     threads: int | None = None
-    """Intra-op threads of a rank; default: as `gradsync train` has it, 1 on a CPU."""
+    """Intra-op threads of a rank; default: that of `gradsync train`, 1 on a CPU."""
     device: str = "auto"  # auto, cpu or cuda.
-    keep_memory: bool = True  # CPU: what a step frees stays in the process, as in `gradsync train`.
+    keep_memory: bool = True  # CPU: keep freed memory in the process, as in `gradsync train`.
     compile: bool = False  # Try torch.compile too (changes bits; `--sync auto` then compiles).
     seed: int = 0  # Names tokens and weights.
     out: str = ""  # Write record.json, with every sample, into this folder.
@@ -167,14 +167,14 @@ def _findings(
 
 
 def command_text(options: TuneOptions) -> str:
-    """The command line for the same measurement, without the places for its results."""
+    """The command line for the same measurement, without its output flags."""
     flags = replace(options, model=TuneOptions().model, keep_memory=True)
     text = command_of(flags, (*_COMMAND, options.model))
     return text if options.keep_memory else f"{text} --no-keep-memory"
 
 
 def verdict_of(result: Mapping[str, Any]) -> str:
-    """Outcome of the stages that were measured, in one line."""
+    """Result of the measured stages, in one line."""
     return "; ".join(s["decision"]["words"] for s in result["stages"] if "decision" in s)
 
 

@@ -1,4 +1,4 @@
-"""`gradsync verify`: prove strategies right against one rank, or say why they are not."""
+"""`gradsync verify`: prove strategies right against one rank, or say why they are wrong."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from gradsync.verify.result import Result
     from gradsync.world import World
 
-# Launchers end all ranks when the first one fails: leave rank 0 the time to report.
+# Launchers end all ranks when the first one fails: give rank 0 time to report.
 _SILENCE_S = 2.0
 _QUICK_STEPS = 3
 
@@ -38,17 +38,17 @@ class VerifyOptions:
     """Train every strategy on one rank and on W, on the same global batches, and compare losses,
     gradients, weights and optimizer states step by step.
 
-    `invariant` must give the same bits; others must stay within what the order of sums explains;
-    lossy ones are held to what they promise. A failure is named: what, where, and from what cause.
-    Started by torchrun, mpirun or srun, it verifies at that number of ranks. Where nothing is
-    chosen, a quick check runs: all strategies and models on 1, 2 and 3 ranks in fp32, three steps.
+    `invariant` must give the same bits. Others may differ only by the order of sums; lossy ones
+    must keep their promise. A failure report names what failed, where, and the cause. Under
+    torchrun, mpirun or srun, it verifies that number of ranks. By default a quick check runs: all
+    strategies and models on 1, 2 and 3 ranks in fp32, three steps.
     """
 
     thorough: bool = False
-    """Everything there is, instead of the quick check: also 4 ranks, bf16, and a fourth step."""
+    """All checks instead of the quick check: also 4 ranks, bf16, and a fourth step."""
     strategies: str = ""
-    """Names with commas between them, each with options if need be:
-    zero1,invariant:collective=backend; or all (the default)."""
+    """Names separated by commas, each optionally with options: zero1,invariant:collective=backend;
+    or all (the default)."""
     world_sizes: str = ""
     """Numbers of ranks, started on this host one after the other (default: 1,2,3,4)."""
     world_size: int | None = None
@@ -60,17 +60,17 @@ class VerifyOptions:
     dtype: str = ""
     """Only this one."""
     target: str = ""
-    """pkg.module:factory of your own; factory() returns (model, map-style data set of (input,
-    target), loss_sum(output, target))."""
+    """Your own pkg.module:factory; factory() returns (model, map-style data set of (input, target),
+    loss_sum(output, target))."""
     num_steps: int | None = None
     """Optimizer steps of each run (default: 4, or as many as --num-samples takes)."""
     num_samples: int | None = None
-    """Samples to train on in each run; with --num-steps, batches are as large as that takes. By
-    default as many as make the last of the steps a short one."""
+    """Samples to train on in each run; with --num-steps, batches are as large as that requires. By
+    default, as many as make the last step a short one."""
     num_leaves: int = 5
     """Micro-batches in a global batch, over all ranks."""
     leaf_size: int | None = None
-    """Samples in a micro-batch (default: 3, or as --num-samples and --num-steps say)."""
+    """Samples in a micro-batch (default: 3, or as --num-samples and --num-steps require)."""
     optimizer: str = "adamw"
     """adamw or sgd (with momentum)."""
     clip_norm: float = 0.5
@@ -78,7 +78,7 @@ class VerifyOptions:
     batch_norm: str = "local"
     """sync, local or freeze, for models that have BatchNorm."""
     cross_load: bool = True
-    """Also hand checkpoints from one world size and strategy to another."""
+    """Also load checkpoints of one world size and strategy into another."""
     seed: int = 0
     """Names weights, order and dropout."""
     csv: str = ""
@@ -90,14 +90,14 @@ class VerifyOptions:
 
 
 def run(argv: list[str]) -> int:
-    """Carry out `gradsync verify ARGV`.
+    """Run `gradsync verify ARGV`.
 
     Returns:
-        0 when all is as promised, else 1; 128 + signal after one.
+        0 if all promises hold, else 1; 128 + signal after one.
 
     Raises:
-        ConfigError: an unknown strategy, model or dtype, numbers that cannot be.
-        RunError: ranks could not begin, or rows could not be written.
+        ConfigError: an unknown strategy, model or dtype, invalid numbers.
+        RunError: ranks could not start, or rows could not be written.
     """
     if argv[:1] == [WORKER]:
         from gradsync.verify.matrix import run_worker
@@ -120,7 +120,7 @@ def _work(options: VerifyOptions, plan: VerifyPlan, world: World) -> int:
             file=sys.stderr if options.as_json else sys.stdout,
             flush=True,
         )
-    # Torch's own warnings about its sockets repeat, with stacks, what results say in a line.
+    # Torch's warnings about its sockets repeat our one-line results, with stacks.
     quiet = {"TORCH_CPP_LOG_LEVEL": environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
     with Signals() as signals:
         with environ.exported(quiet), work_folder("gradsync-verify-") as folder:
@@ -135,7 +135,7 @@ def _work(options: VerifyOptions, plan: VerifyPlan, world: World) -> int:
 
 
 def plan_of(options: VerifyOptions, world: World) -> VerifyPlan:
-    """The matrix that was asked for; under a launcher, at its number of ranks.
+    """The requested matrix; under a launcher, at its number of ranks.
 
     Raises:
         ConfigError: see `run`.
@@ -183,7 +183,7 @@ def plan_of(options: VerifyOptions, world: World) -> VerifyPlan:
 
 
 def _is_quick(options: VerifyOptions, world: World) -> bool:
-    """Whether nothing was chosen: then the run should not take long."""
+    """Whether no option was chosen: the run must then be short."""
     chosen = (options.strategies, options.world_sizes, options.models, options.dtypes)
     chosen += (options.dtype, options.target)
     return not (
@@ -192,7 +192,7 @@ def _is_quick(options: VerifyOptions, world: World) -> bool:
 
 
 def _start(plan: VerifyPlan, folder: Path, signals: Signals) -> list[Result]:
-    """Start the ranks here, world size after world size."""
+    """Start the ranks here, one world size after another."""
     from gradsync.launch import local
     from gradsync.verify.matrix import RunEnd, run_matrix
 
@@ -205,9 +205,9 @@ def _start(plan: VerifyPlan, folder: Path, signals: Signals) -> list[Result]:
 
 
 def _join(plan: VerifyPlan, folder: Path, signals: Signals) -> list[Result]:
-    """Be one rank of a launcher's: all cells of the one world size there is.
+    """Be one rank of a launcher's: all cells of its world size.
 
-    These ranks are not started again: after an error, the cells that are left count as not run.
+    These ranks are not started again: after an error, the remaining cells count as not run.
     """
     from gradsync.verify.matrix import broken_off, open_session, read_done, run_cells
 
@@ -220,7 +220,7 @@ def _join(plan: VerifyPlan, folder: Path, signals: Signals) -> list[Result]:
             try:
                 return run_cells(cells, plan.settings, world, folder, tell=_tell)
             except Exception:
-                # The launcher may now end all ranks; first the session asks whose failure it was.
+                # The launcher may now end all ranks; first the session asks which rank failed.
                 signals.hold()
                 raise
     except (Exception, Stopped) as error:
@@ -237,13 +237,13 @@ def _blame(error: BaseException, rank: int) -> tuple[str, list[int]]:
     if isinstance(error, PeerError):
         return str(error).partition("\n")[0], [error.rank] if error.rank >= 0 else []
     if isinstance(error, Stopped):
-        # A launcher does so when a rank of its own has failed: what is done must not be lost.
+        # A launcher stops a rank when another one has failed: finished work must not be lost.
         return f"rank {rank} was ended by {error}, perhaps because another one failed", []
     return f"rank {rank} raised {type(error).__name__}: {error}", [rank]
 
 
 def _tell(result: Result) -> None:
-    """Show progress on a terminal; the report says the rest."""
+    """Show progress on a terminal; the report has the rest."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{result.status} {result.name}", end="\r", file=sys.stderr, flush=True)
 

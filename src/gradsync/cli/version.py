@@ -21,7 +21,7 @@ _BUILDS = {"CUDA": "cuda", "ROCm": "hip", "XPU": "xpu"}
 
 
 def describe() -> str:
-    """A few lines, the first of which is the version alone."""
+    """A few lines; the first is the version alone."""
     found = [name for name in LAUNCHERS if shutil.which(name)]
     lines = [f"gradsync {__version__}", f"python {platform.python_version()}", _torch_line()]
     lines += [f"devices: {_devices()}", f"launchers: {', '.join(found) or 'none on PATH'}"]
@@ -44,8 +44,8 @@ def _torch_line() -> str:
 
 
 def compiled_backends(torch_folder: Path) -> list[str]:
-    """Backends of torch.distributed that torch was compiled with: their C++ classes have a type in
-    the library of its bindings. Importing torch to ask it takes seconds, this 30 milliseconds."""
+    """Backends that torch.distributed was compiled with: the library of its bindings contains a
+    type for each C++ class. Importing torch takes seconds, this 30 milliseconds."""
     library = b"".join(path.read_bytes() for path in torch_folder.glob("lib/libtorch_python.*"))
     types = {name.lower(): f"ProcessGroup{name}" for name in _BACKENDS}
     return [n for n, t in types.items() if f"N4c10d{len(t)}{t}E".encode() in library]
@@ -54,7 +54,7 @@ def compiled_backends(torch_folder: Path) -> list[str]:
 def _devices() -> str:
     try:
         hardware = detect_hardware(environ.snapshot())
-    except GradsyncError as error:  # variables of a launcher that make no sense
+    except GradsyncError as error:  # invalid launcher variables
         return str(error).partition("\n")[0]
     host = hardware.hosts[0]
     names = Counter(device.name for device in host.devices if device.kind != "cpu")

@@ -1,4 +1,4 @@
-"""`gradsync watch`: follow a run that is going on."""
+"""`gradsync watch`: follow a running run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _START_LOOKS, _END_LOOKS = 60, 5
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WatchOptions:
     """Follow a run in the terminal by the files of its directory: steps, loss, speed, time left,
-    checkpoints, warnings; a line each where the output is no terminal. It ends when the run does,
+    checkpoints, warnings; one line each if the output is no terminal. It ends when the run does,
     with the run's exit code; Ctrl-C ends only the watching.
     """
 
@@ -30,10 +30,10 @@ class WatchOptions:
 
 
 def run(argv: list[str]) -> int:
-    """Carry out `gradsync watch ARGV`; returns the exit code.
+    """Run `gradsync watch ARGV`; returns the exit code.
 
     Raises:
-        ConfigError: no run directory is named, or it is none.
+        ConfigError: no run directory is named, or the path is not one.
     """
     options = parse(WatchOptions, argv, "watch")
     if not options.path:
@@ -46,7 +46,7 @@ def run(argv: list[str]) -> int:
 
 
 def _begun(path: Path) -> Follower:
-    """A run that is there; one that is being started, also after an end, takes some seconds."""
+    """A run that exists; a starting run, or one that restarts after its end, takes some seconds."""
     for look in range(_START_LOOKS):
         ended = (path / "exit.json").exists() and look < _END_LOOKS
         if not ended and (path / "metrics.jsonl").exists():

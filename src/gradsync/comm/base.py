@@ -6,8 +6,8 @@ combine a tensor over ranks, how to pass one on. World size 1 is an ordinary com
 for. All ranks must call the same collectives in the same order with equal shapes and dtypes.
 
 `exchange` is the only primitive that is not a collective: messages between pairs of ranks.
-Algorithms of several steps (`p2p_collectives`) use nothing else, so they may run on a background
-thread beside the main thread's collectives: collectives are matched by the order in which they are
+Multi-step algorithms (`p2p_collectives`) use nothing else, so they can run on a background thread
+while the main thread runs collectives. Collectives are matched by the order in which they are
 issued, which two threads cannot guarantee; messages are matched by sender.
 """
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 ReduceOp = Literal["sum", "min", "max"]
 Messages: TypeAlias = Sequence[tuple["Tensor", int]]
-"""(contiguous tensor of any shape, the rank that gets it or that it comes from)."""
+"""(contiguous tensor of any shape, destination or source rank)."""
 
 
 class Work(Protocol):
@@ -37,7 +37,7 @@ class Work(Protocol):
 
 
 class Messenger(Protocol):
-    """Messages between a fixed set of ranks: all that an algorithm of several steps needs."""
+    """Messages between a fixed set of ranks: all that a multi-step algorithm needs."""
 
     @property
     def rank(self) -> int:
@@ -52,12 +52,11 @@ class Messenger(Protocol):
     def exchange(self, sends: Messages, receives: Messages, channel: int = 0, /) -> Work:
         """One batch of messages: send each tensor to its rank, overwrite each tensor from its rank.
 
-        The k-th message from a to b meets the k-th receive at b from a, in this batch and over all
-        of them; both must have the same size and dtype. A rank never sends to itself. A rank with
-        nothing to send or receive need not call. A send may wait until its receive is posted: two
-        ranks that swap do so in one batch. Messages only match receives of the same `channel`,
-        whose batches all come from one thread at a time. Buffers belong to the batch until `wait()`
-        returns.
+        The k-th message from a to b matches the k-th receive on b from a, counted over all batches;
+        both must have the same size and dtype. A rank never sends to itself. A rank with nothing to
+        send or receive need not call. A send may block until its receive is posted: two ranks that
+        swap tensors do so in one batch. Messages only match receives of the same `channel`, which
+        one thread at a time may use. Buffers belong to the batch until `wait()` returns.
         """
         ...
 

@@ -13,7 +13,7 @@ _SHOWN = 3
 
 
 def non_finite(named: Iterable[tuple[str, Tensor]]) -> str:
-    """Names of the tensors with a nan or inf value: the first three and how many, as
+    """Names of the tensors with a nan or inf value: the first three and the count, such as
     `head.weight, … (38 tensors)`; "" when all values are finite.
 
     Reads their memory once (100 MB in 10 ms on one core) and does not copy it; on CUDA it waits for
@@ -34,7 +34,7 @@ def non_finite(named: Iterable[tuple[str, Tensor]]) -> str:
     found = [
         name
         for (name, tensor), norm in zip(dense, norms, strict=True)
-        # The norm of large finite values is inf too: then the values themselves are checked.
+        # The norm of large finite values can be inf too, so check the values themselves.
         if not math.isfinite(norm.item()) and not torch.stack(tensor.aminmax()).isfinite().all()
     ]
     found = list(dict.fromkeys(found))

@@ -1,8 +1,7 @@
-"""The communicator of a world, and process groups inside each node, between nodes, or over any
-ranks.
+"""The communicator of a world, and process groups within a node, between nodes, or over any ranks.
 
-The session destroys the groups with its own at its end. Each costs connections and a listening
-socket per rank: make them once, not in every step.
+The session destroys these groups when it ends. Each group costs connections and a listening socket
+per rank: create it once, not in every step.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class SingleCommunicator:
         """Return at once."""
 
     def exchange(self, sends: Messages, receives: Messages, channel: int = 0, /) -> Work:
-        """Check that both lists are empty: there is no other rank."""
+        """Check that both lists are empty."""
         assert len(sends) + len(receives) == 0, "a message to oneself"
         return Done()
 
@@ -62,8 +61,8 @@ class SingleCommunicator:
 class Subset:
     """A `Messenger` between some ranks of `parent`: member i is `ranks[i]` there.
 
-    Costs nothing to make, is made on its members only, and shares the parent's connections. Subsets
-    that have two ranks in common must be used in the same order on both.
+    Free to create; only its members create it. It shares the parent's connections. Subsets that
+    have two ranks in common must be used in the same order on both.
     """
 
     def __init__(self, parent: Messenger, ranks: Sequence[int]) -> None:
@@ -83,7 +82,7 @@ def communicator(world: World) -> Communicator:
     """The communicator over all ranks of `world`: the default process group, or one rank.
 
     Raises:
-        RunError: several ranks, but no process group (outside of `with gs.init()`).
+        RunError: several ranks, but no process group (no open `with gs.init()`).
     """
     if world.world_size == 1:
         return SingleCommunicator()
@@ -131,8 +130,8 @@ class RankPlacement:
     def columns(self) -> list[list[int]]:
         """The i-th rank of each node with more than i ranks, ascending, for each i.
 
-        By position in the node's list, not by local rank: the i-th rank in the communicator of one
-        node must meet the i-th of the others, and torch sorts the ranks of a new group.
+        Columns go by position in the node's list, not by local rank: the i-th rank of one node's
+        communicator must meet the i-th of the others, and torch sorts the ranks of a new group.
         """
         most = max(len(ranks) for ranks in self.nodes)
         return [sorted(ranks[i] for ranks in self.nodes if i < len(ranks)) for i in range(most)]
@@ -149,9 +148,10 @@ class RankPlacement:
 def share_placement(
     comm: Communicator, world: World, device: torch.device | str | None = None
 ) -> RankPlacement:
-    """Exchange the placement of all ranks of `comm`, those of `world`, in rank order.
+    """Exchange the placement of all ranks of `comm` (the ranks of `world`), in rank order.
 
-    One all-gather, int64 [2] from each rank, on `device`; None: one that the process group takes.
+    One all-gather, int64 [2] from each rank, on `device`; None uses a device that the group
+    supports.
     """
     if device is None:
         on_gpu = dist.is_initialized() and "cpu" not in device_types(dist.group.WORLD)
@@ -169,7 +169,7 @@ class Groups:
     intra: Communicator
     """The ranks of this node, ascending."""
     inter: Communicator
-    """One rank of each node: those at this rank's position in `intra`."""
+    """One rank of each node: the one at this rank's position in its `intra`."""
     placement: RankPlacement
     """The node and local rank of every rank."""
 
@@ -180,21 +180,21 @@ class Groups:
 
 
 Hosts = Groups | RankPlacement
-"""Hosts as a strategy may know them: where ranks sit, with or without communicators."""
+"""What a strategy knows about hosts: the placement of ranks, with or without communicators."""
 
 
 def groups(world: World) -> Groups:
-    """Build the groups inside and between nodes; every rank calls it at the same point.
+    """Build the groups within and between nodes; every rank calls it at the same point.
 
     Raises:
         ConfigError: two ranks report the same local rank on the same node.
-        RunError: several ranks, but no process group (outside of `with gs.init()`).
+        RunError: several ranks, but no process group (no open `with gs.init()`).
     """
     placement = share_placement(communicator(world), world)
     parts = {"intra": placement.nodes, "inter": placement.columns}
     made: dict[str, Communicator] = {}
     for name, lists in parts.items():
-        for ranks in lists:  # every rank takes part in making each of them
+        for ranks in lists:  # every rank takes part in making each group
             found = new_group(ranks) if world.is_distributed else SingleCommunicator()
             if found is not None:
                 made[name] = found
@@ -202,12 +202,12 @@ def groups(world: World) -> Groups:
 
 
 def group(ranks: Sequence[int]) -> Communicator | None:
-    """A communicator over some ranks of the default process group, as `dist.new_group` makes it.
+    """A communicator over some ranks of the default process group, like `dist.new_group`.
 
-    Every rank of the run calls it, members or not, with the same ranks (in any order; the
-    communicator numbers them in ascending order), at the same point. Other ranks than members get
-    None. Before each collective the members compare what they call (one all-reduce of 16 bytes),
-    and all of them refuse if operation, op, `src`, shape or dtype differ.
+    Every rank of the run calls it at the same point, members or not, with the same ranks in any
+    order. The communicator numbers its members in ascending order; other ranks get None. Before
+    each collective the members compare their calls (one all-reduce of 16 bytes), and all of them
+    refuse if operation, op, `src`, shape or dtype differ.
 
     Raises:
         ConfigError: no ranks, a rank listed twice, or one that does not exist.
@@ -219,8 +219,8 @@ def group(ranks: Sequence[int]) -> Communicator | None:
 
 
 def new_group(ranks: Sequence[int], *, for_handle: bool = False) -> Communicator | None:
-    """Make a `group` for gradient synchronisation, which does not compare calls; `for_handle`: with
-    what `for_background` needs, which all ranks of the run have to make together."""
+    """Make a `group` for gradient synchronisation, which does not compare calls. `for_handle` adds
+    what `for_background` needs, which all ranks of the run must make together."""
     on = dist.is_initialized()
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if on else (0, 1)
     if not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(world_size)):
@@ -238,21 +238,21 @@ def new_group(ranks: Sequence[int], *, for_handle: bool = False) -> Communicator
 
 
 def for_background(comm: Communicator, device: torch.device) -> Communicator:
-    """The communicator that a second thread may use beside `comm`'s collectives; all ranks call it.
+    """A communicator for a second thread, while `comm` runs collectives; all ranks call it.
 
-    On a CPU that is `comm` itself: messages never match collectives there. NCCL runs everything of
-    a group in the order in which a rank issues it, so there the thread gets a separate group, which
-    takes the CPU's tensors too. Its owner closes it.
+    On CPU this is `comm` itself: messages never match collectives there. NCCL runs everything in a
+    group in the order in which a rank issues it, so on CUDA the thread gets a separate group, which
+    also takes CPU tensors. Its owner closes it.
 
     Raises:
-        ConfigError: GPUs without NCCL, or a second thread over some ranks of the run: torch makes
-            groups of all ranks together.
+        ConfigError: GPUs without NCCL, or a second thread over some ranks of the run only: torch
+            makes groups collectively over all ranks.
     """
     if device.type != "cuda" or not isinstance(comm, ProcessGroupCommunicator):
         return comm
     if (backend := comm.backend_for(device)) != "nccl":
         raise ConfigError(f"sums beside backward need NCCL on GPUs, got {backend}; sync='bucketed'")
-    torch.cuda.synchronize(device)  # the new group is split from one that may have work to do
+    torch.cuda.synchronize(device)  # the new group is split from one that may be busy
     ranks = dist.get_process_group_ranks(comm.group)
     if len(ranks) < dist.get_world_size() and not comm.spare:
         raise ConfigError(
@@ -269,9 +269,9 @@ def _group_of_thread(ranks: Sequence[int]) -> object:
 
 
 def with_cpu_group(comm: Communicator) -> Communicator:
-    """`comm`, or where it takes tensors on GPUs only (a script's own NCCL group) one with a Gloo
-    group beside it for small messages, so that they need not wait for the device; all ranks call
-    it, and close it."""
+    """`comm`; if it takes GPU tensors only (a script's own NCCL group), a communicator that adds a
+    Gloo group, so that small messages need not wait for the device. All ranks call it, and close
+    it."""
     group = getattr(comm, "group", None)
     if group is None or "cpu" in device_types(group):
         return comm
@@ -280,7 +280,7 @@ def with_cpu_group(comm: Communicator) -> Communicator:
 
 
 def group_of_pair(comm: Communicator) -> ProcessGroupCommunicator | None:
-    """Where `comm` is the default group of two ranks, make one for a thread; both ranks call it,
+    """If `comm` is the default group of two ranks, make a group for a thread; both ranks call it,
     and close it."""
     if comm.world_size != 2 or getattr(comm, "group", dist) is not dist.group.WORLD:
         return None
@@ -295,12 +295,12 @@ def _has_nccl(group: object) -> bool:
 def _torch_group(
     ranks: Sequence[int], backend: str | None = None, *, is_high_priority: bool = False
 ) -> object:
-    """A new group with the default group's timeouts, in place of torch's built-in one."""
+    """A new group with the default group's timeouts instead of torch's built-in one."""
     main = dist.group.WORLD
     kinds = device_types(main)
     timeout = timeout_of(main, "cpu" if "cpu" in kinds else kinds[0])
     options = high_priority(timeout) if is_high_priority else None
     made = dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=options)
     if dist.get_rank() in ranks and _has_nccl(main) and _has_nccl(made):
-        set_timeout(made, "cuda", timeout_of(main, "cuda"))  # NCCL's comes later than Gloo's
+        set_timeout(made, "cuda", timeout_of(main, "cuda"))  # NCCL's is later than Gloo's
     return made

@@ -1,8 +1,8 @@
-"""Collectives made of messages alone: a ring, a tree, two levels.
+"""Collectives built from messages alone: a ring, a tree, two levels.
 
-The ring cuts the tensor into N shards. First N-1 steps of *reduce-scatter*: each rank sends a shard
-to its right neighbour and combines the one from its left. Then N-1 steps of *all-gather*: the
-finished shards go round once more. N = 4, shards a b c d; the shards that each rank sends, [owns]:
+The ring cuts the tensor into N shards. In N-1 steps of *reduce-scatter*, each rank sends a shard to
+its right neighbour and combines the one from its left. In N-1 steps of *all-gather*, the finished
+shards go round once more. N = 4, shards a b c d; the shards that each rank sends, [owns]:
 
     step               rank 0      rank 1      rank 2      rank 3
     reduce-scatter 1   d0          a1          b2          c3
@@ -15,16 +15,16 @@ finished shards go round once more. N = 4, shards a b c d; the shards that each 
 
 Each rank sends 2(N-1)/N of the tensor, which is the least possible, in 2(N-1) consecutive messages
 (Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations").
-Shard r is summed by one rank after the other in the order r+1, r+2, ..., r, so all ranks get the
-same bits; other world sizes get other bits.
+The ranks sum shard r one after the other in the order r+1, r+2, ..., r, so all ranks get the same
+bits; other world sizes get other bits.
 
-[Note: Pieces] A shard travels in pieces: the next one is on its way while the last is being added.
+[Note: Pieces] A shard travels in pieces: the next one is sent while the last is being added.
 
     wire       [piece 0][piece 1][piece 2]...
     add                 [piece 0][piece 1]...
 
 This continues across steps: piece 0 of a step needs piece 0 of the step before, which has been
-added by then, unless a shard is a single piece: then it is added first. Pieces change no bits.
+added by then. If a shard is a single piece, it is added first. Pieces change no bits.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from gradsync.comm.base import Messages, Messenger, ReduceOp, Work
 from gradsync.comm.process_group import Done
 
 CHUNK_BYTES = 4 << 20
-"""Default size of a piece, bytes. Each costs a message's latency: on Gloo over loopback, pieces of
-256 KiB made 16 MiB several times slower, and from 2 MiB on there was no difference."""
+"""Default size of a piece, bytes. Each piece costs the latency of a message: on Gloo over loopback,
+pieces of 256 KiB made 16 MiB several times slower, and from 2 MiB on there was no difference."""
 
 Step = tuple[int, int, bool]
 """The shard sent to the right, the one received from the left, and whether it is combined."""
@@ -89,7 +89,7 @@ def _reduce_scatter_steps(comm: Messenger) -> list[Step]:
 
 
 def _all_gather_steps(comm: Messenger) -> list[Step]:
-    """N-1 steps that begin where rank r owns shard r."""
+    """N-1 steps that start with shard r on rank r."""
     rank, size = comm.rank, comm.world_size
     return [((rank - i) % size, (rank - 1 - i) % size, False) for i in range(size - 1)]
 
@@ -109,7 +109,7 @@ def _run(
     finish: Callable[[], None] = _nothing
     for i, ((sent, received, combines), piece) in enumerate(product(steps, range(num_pieces))):
         if num_pieces == 1:
-            finish()  # [Note: Pieces]: it is what we send next
+            finish()  # [Note: Pieces]: we send it next
             finish = _nothing
         target = shards[received][piece]
         buffer = scratch[i % 2, : len(target)] if combines else target
@@ -121,11 +121,11 @@ def _run(
 
 
 def _nothing() -> None:
-    """There is no piece before the first one."""
+    """Do nothing: no piece precedes the first one."""
 
 
 def _finisher(work: Work, op: ReduceOp, buffer: Tensor, target: Tensor) -> Callable[[], None]:
-    """Waits for a piece, and combines it with this rank's."""
+    """A function that waits for a piece and combines it with this rank's."""
 
     def finish() -> None:
         work.wait()
@@ -153,18 +153,18 @@ def hierarchical_all_reduce(
                  rank 1 ─┘ scatter   └ b ─── all-reduce b with rank 3 ─── b ┘ gather  └ a b
         node 1   ...
 
-    Between M nodes each rank sends 2(M-1)/M of a shard, which is 1/n of the tensor, and all of a
-    node's network cards work at once. With leaders, for nodes of any size: a binomial tree inside
-    each node to its first rank, a ring between these leaders, a binomial tree back. (Where a node's
-    ranks share memory, `shared_memory/hierarchy.py` does the inner part there.)
+    Between M nodes each rank sends 2(M-1)/M of a shard, which is 1/n of the tensor, and all network
+    cards of a node work at once. With leaders, for nodes of any size: a binomial tree within each
+    node to its first rank, a ring between these leaders, a binomial tree back. (If a node's ranks
+    share memory, `shared_memory/hierarchy.py` does the inner part.)
 
     Args:
         intra: the ranks of this node.
         inter: the ranks of all nodes at this rank's position in their `intra`.
         tensor: same shape and dtype on all ranks.
         op: sum, min or max.
-        equal_nodes: whether all nodes have the same number of ranks: then shard-wise, otherwise
-            with leaders. The same on all ranks: take it from `Groups.equal_nodes`.
+        equal_nodes: whether all nodes have the same number of ranks; chooses shard-wise over
+            leaders. Equal on all ranks: pass `Groups.equal_nodes`.
     """
     if equal_nodes:
         shard = ring_reduce_scatter(intra, tensor, op)
@@ -181,7 +181,7 @@ def hierarchical_all_reduce(
 def tree_all_reduce(comm: Messenger, tensor: Tensor, op: ReduceOp = "sum") -> None:
     """Combine contiguous `tensor` on all ranks, in place, blocking: up a binomial tree and down.
 
-    2 log2(N) messages one after the other, each the whole tensor: for short ones.
+    2 log2(N) consecutive messages, each the whole tensor: for short tensors.
     """
     tree_reduce(comm, tensor, op)
     tree_broadcast(comm, tensor)
@@ -190,7 +190,7 @@ def tree_all_reduce(comm: Messenger, tensor: Tensor, op: ReduceOp = "sum") -> No
 def tree_reduce(comm: Messenger, tensor: Tensor, op: ReduceOp = "sum") -> None:
     """Combine contiguous `tensor` on rank 0, by a binomial tree; others keep partial results.
 
-    Rounds of distance 1, 2, 4, ...: in each pair the upper rank sends and is done.
+    In rounds of distance 1, 2, 4, ... the upper rank of each pair sends and is done.
     """
     flat, rank = flat_view(tensor), comm.rank
     distance = 1
@@ -223,9 +223,9 @@ def tree_broadcast(comm: Messenger, tensor: Tensor) -> None:
 class P2PCommunicator:
     """A `Communicator` over the ranks of `messenger`, for small tensors; its collectives block.
 
-    On a separate channel it interferes with no other traffic: a second thread may use it, and so
-    may some ranks of a group that have no process group to themselves. `group` is the torch process
-    group behind it, if known; its timeout is then known too.
+    On a separate channel it interferes with no other traffic. A second thread may use it, and so
+    may some ranks of a group that have no process group of those ranks. `group` is the underlying
+    torch process group, if known; it provides the timeout.
     """
 
     def __init__(self, messenger: Messenger, group: Any = None) -> None:
@@ -288,8 +288,8 @@ _COMBINE = {"sum": torch.add, "min": torch.minimum, "max": torch.maximum}
 def combine(op: ReduceOp, left: Tensor, right: Tensor, *, out: Tensor) -> None:
     """Store `left op right` in `out`, which may be one of the two.
 
-    Ranks that combine the same pair must agree on which one is left: the sum of two NaN, and the
-    smaller of 0.0 and -0.0, depend on it.
+    Ranks that combine the same pair must agree on which operand is left: the sum of two NaN, and
+    the smaller of 0.0 and -0.0, depend on it.
     """
     _COMBINE[op](left, right, out=out)
 

@@ -1,8 +1,8 @@
-"""A communicator over a torch process group (gloo, nccl), held explicitly, and the works that
-operations return: finished ones, several as one, and those of a background thread.
+"""A communicator over a torch process group (gloo, nccl), and the `Work`s that operations return:
+finished ones, several as one, and those of a background thread.
 
-The group object is used directly, never through the module-level default: so several ranks may
-run as threads of one process (tests), and nothing here depends on global state.
+The group object is used directly, never the module-level default. So several ranks can run as
+threads of one process (tests), and nothing here depends on global state.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from gradsync.runtime.gloo_group import SendingThread, wait_until_workers_sleep
 if TYPE_CHECKING:
     from torch import Tensor
 
-# One tag for all messages of a channel: backends keep the order of messages between two ranks with
-# one tag. Not 0, the default tag of the user's `dist.send` in the same group.
+# One tag for all messages of a channel: backends keep the order of messages with one tag between
+# two ranks. Not 0, the default tag of `dist.send`, which the user may call on the same group.
 _TAG = 0x6773
 
 _OPS: dict[ReduceOp, Any] = {
@@ -69,29 +69,29 @@ class CopyBack:
 
 
 class Background:
-    """One worker thread that runs submitted functions strictly in order, beside the main thread.
+    """One worker thread that runs submitted functions in order while the main thread goes on.
 
         main    submit(a) ── submit(b) ── backward goes on ──── a.wait() ── b.wait()
         worker      └─ a ────────┴─ b ───────────────────┘
 
     The functions talk to other ranks only by `exchange`, or through a shared-memory communicator
     reserved for this thread: two threads would issue collectives in different orders on different
-    ranks. On NCCL even messages queue up with the collectives of the same group: give the worker a
+    ranks. On NCCL even messages queue behind the group's collectives: give the worker a
     communicator over a separate group.
 
-    The first `submit` starts the thread. It never keeps the process alive, and ends when its owner
+    The first `submit` starts the thread. It never keeps the process alive. It ends when its owner
     is garbage-collected, or at `close`. After a failure it runs nothing more: every later
     submission fails with that error.
 
     Args:
         device: where the submitted work computes. On CUDA the worker has a separate stream, which
-            starts after everything given to the submitting stream so far, and `wait` makes the
-            waiting stream wait for it. Hold on to the tensors until then.
+            starts after everything queued on the submitting stream so far, and `wait` makes the
+            waiting stream wait for it. Keep the tensors alive until then.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         device = torch.device(device)
-        # Of high priority: a sum that waits for a place among a layer's kernels is late.
+        # High priority: a sum that queues behind a layer's kernels is late.
         stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self._worker = _Worker(stream)
         self._thread: threading.Thread | None = None
@@ -113,7 +113,7 @@ class Background:
                 raise RunError("this background worker is closed")
             if self._thread is None:
                 worker = self._worker
-                # The thread holds `_worker` only, so this object can die, and that ends the thread.
+                # The thread holds only `_worker`: collecting this object ends the thread.
                 self._thread = SendingThread(worker.run, worker.mark, "gradsync-background")
                 weakref.finalize(self, worker.jobs.put, None)
                 weakref.finalize(self._thread, _end, worker.jobs, weakref.ref(self._thread))
@@ -122,7 +122,7 @@ class Background:
         return job
 
     def close(self) -> None:
-        """Finish the submitted functions and end the thread; harmless when called again."""
+        """Finish the submitted functions and end the thread; may be called again."""
         with self._lock:
             self._closed = True
         if self._thread is not None:
@@ -147,9 +147,9 @@ class _Job:
     def run(self) -> BaseException | None:
         """Run the function on the worker; returns the exception it raised, if any.
 
-        With the submitting thread's number of intra-op threads, on which the bits of a sum over
-        many elements depend: torch copies its setting into a new thread once, and a later
-        `torch.set_num_threads` reaches only the thread that calls it.
+        Uses the submitting thread's number of intra-op threads, because the bits of a sum over many
+        elements depend on it: torch copies its setting into a new thread once, and a later
+        `torch.set_num_threads` affects only the thread that calls it.
         """
         assert self._fn is not None, "a job runs once"
         if torch.get_num_threads() != self._num_threads:
@@ -169,8 +169,8 @@ class _Job:
         return None
 
     def finish(self, error: BaseException | None) -> None:
-        """Let the waiting threads go on."""
-        self._fn = None  # its tensors must not live as long as this work, or until the next one
+        """Wake the waiting threads."""
+        self._fn = None  # frees its tensors before this work or the next one
         self._error = error
         self.over.set()
 
@@ -184,7 +184,7 @@ class _Job:
 
 
 class _Worker:
-    """State that the worker thread holds: the jobs, and no reference to their owner."""
+    """State that the worker thread holds: the jobs, without a reference to their owner."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
@@ -201,7 +201,7 @@ class _Worker:
         job.finish(self._error)
 
     def mark(self) -> threading.Event:
-        """An event that is set when all jobs that were put are done."""
+        """An event that is set when all jobs queued so far are done."""
         job = _Job(lambda: None, None)
         self.put(job)
         return job.over
@@ -209,8 +209,8 @@ class _Worker:
     def run(self) -> None:
         """Run jobs until None comes or one fails.
 
-        The thread must not live on with the error, whose traceback holds everything the job held,
-        and so perhaps the owner, whose end would end the thread.
+        The thread must not keep the error: its traceback references everything the job held,
+        perhaps the owner, whose collection is what ends the thread.
         """
         if self.stream is not None:  # else torch opens a context on GPU 0 here
             torch.cuda.set_device(self.stream.device)
@@ -227,11 +227,11 @@ class _Worker:
 
 
 _LAST_S = 5.0
-"""Longest that a program's end waits for messages that other ranks may need."""
+"""Longest time that program exit waits to send messages that other ranks may need."""
 
 
 def _end(jobs: SimpleQueue[_Job | None], thread: weakref.ref[threading.Thread]) -> None:
-    """End a thread that lives when the program ends: within torch it must not be unwound."""
+    """End a thread that is alive at program exit: it must not be unwound within torch."""
     alive = thread()
     if alive is not None:
         jobs.put(None)
@@ -243,12 +243,12 @@ class ProcessGroupCommunicator:
 
     Args:
         group: a `torch.distributed.ProcessGroup` or a backend such as `ProcessGroupGloo`.
-        checked: before each collective, compare the call over ranks (`check_same_call`); for calls
+        checked: before each collective, compare the call over ranks (`check_same_call`), for calls
             by the user. Gradient synchronisation compares models once, at the start.
-        on_cpu: the same ranks' group for tensors on the CPU, where `group` takes none (NCCL alone).
-            None copies them to the GPU and back, behind all that it has to do.
+        on_cpu: the same ranks' group for CPU tensors, if `group` takes none (NCCL alone). None
+            copies them to the GPU and back, behind all its queued work.
         made: groups to destroy at `close`, which nothing else uses.
-        spare: groups of the same ranks that nobody uses yet, for a thread (`for_background`).
+        spare: unused groups of the same ranks, for a thread (`for_background`).
     """
 
     def __init__(
@@ -322,7 +322,7 @@ class ProcessGroupCommunicator:
         self.all_reduce(torch.zeros(1)).wait()
 
     def close(self) -> None:
-        """Destroy the groups that were made for this communicator, unless the session has."""
+        """Destroy the groups made for this communicator, unless the session already has."""
         for group in {*self._made}.intersection(private.process_groups()):
             wait_until_workers_sleep()
             dist.destroy_process_group(group)
@@ -331,7 +331,7 @@ class ProcessGroupCommunicator:
         """See `Messenger.exchange`. Empty tensors are not sent.
 
         On a backend that supports it (NCCL) the batch is one coalesced operation, as in
-        `torch.distributed.batch_isend_irecv`: issued one by one, sends would wait for receives that
+        `torch.distributed.batch_isend_irecv`. Sends issued one by one would wait for receives that
         their peer has not launched yet.
         """
         peers = [peer for _, peer in (*sends, *receives)]
@@ -363,8 +363,8 @@ class ProcessGroupCommunicator:
         """`tensor`, or a copy where the group cannot read it.
 
         Small CPU values travel over a GPU when the ranks have NCCL alone. Conjugation and negation
-        are carried out: torch keeps them as a flag beside the memory, backends read the memory, and
-        ranks may differ in the flag.
+        are resolved: torch keeps them as a flag, backends read only the memory, and ranks may
+        differ in the flag.
         """
         takes = private.device_types(self._group_for(tensor))
         if tensor.device.type == "cpu" and "cpu" not in takes:
@@ -379,13 +379,13 @@ class ProcessGroupCommunicator:
 
 
 def refuse_detail(why: str) -> None:
-    """Raise ConfigError where TORCH_DISTRIBUTED_DEBUG=DETAIL wraps process groups."""
+    """Raise ConfigError if TORCH_DISTRIBUTED_DEBUG=DETAIL wraps process groups."""
     if dist.get_debug_level() == dist.DebugLevel.DETAIL:
         raise ConfigError(f"TORCH_DISTRIBUTED_DEBUG=DETAIL: {why}; take INFO, or sync='naive'")
 
 
 class Channel:
-    """A `Messenger` over `parent` whose messages match only those with its number (`draw_channel`).
+    """A `Messenger` over `parent` that matches only messages with its number (`draw_channel`).
 
     Two models that are synchronised at once send from two threads; without channels a message of
     one could match a receive of the other.
@@ -403,9 +403,9 @@ class Channel:
 
 
 def draw_channel(comm: Communicator) -> int:
-    """Draw a number that no other channel has, equal on all ranks: rank 0 draws 30 random bits.
+    """Draw a channel number that is unique and equal on all ranks: rank 0 draws 30 random bits.
 
-    One broadcast, int64 [1], on the CPU. Drawn, not counted: a counter would be global state.
+    One broadcast, int64 [1], on the CPU. Random, because a counter would be global state.
     """
     number = torch.tensor([secrets.randbits(30)])
     comm.broadcast(number).wait()

@@ -28,9 +28,9 @@ _OF_GLOO = {
     *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
     *(torch.complex128, torch.complex64, torch.complex32),
 }
-"""Dtypes that Gloo's all-reduce adds. Other backends refuse by themselves, on all ranks alike."""
+"""Dtypes that Gloo's all-reduce adds. Other backends raise their own errors, alike on all ranks."""
 _COMBINED = {*_OF_GLOO, torch.int16}
-"""Dtypes that other algorithms combine: torch 2.15 has some arithmetic for more, but no sums."""
+"""Dtypes that the other algorithms combine: torch 2.15 has no sums for more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,8 +47,8 @@ class ReductionSite:
     def levels(self, device: torch.device) -> tuple[Messenger, Messenger, bool]:
         """The ranks of this node, this rank's counterparts on the other nodes, and `equal_nodes`.
 
-        Without groups: one all-gather over `comm`, int64 [2] on `device`, and then messages over
-        `comm` itself. ConfigError when neither groups nor a world was given.
+        Without groups: one all-gather over `comm`, int64 [2] on `device`, then messages over `comm`
+        itself. ConfigError if neither groups nor a world was given.
         """
         if self.groups is not None:
             return self.groups.intra, self.groups.inter, self.groups.equal_nodes
@@ -79,8 +79,8 @@ def _hierarchical(site: ReductionSite, tensor: Tensor, op: ReduceOp) -> None:
         hierarchical_all_reduce(intra, inter, tensor, op, equal_nodes=equal_nodes)
 
 
-# By the name that users type, with the bytes that a rank sends: S of the tensor, N ranks, M nodes,
-# n ranks a node. Each works in place, blocking, on a contiguous tensor without autograd.
+# By the name that users type, with the bytes that a rank sends: S for the tensor, N ranks, M nodes,
+# n ranks per node. Each works in place, blocking, on a contiguous tensor without autograd.
 ALGORITHMS: dict[str, Callable[[ReductionSite, Tensor, ReduceOp], None]] = {
     "backend": _backend,  # the process group's; 2(N-1)/N S on its rings
     "ring": _ring,  # 2(N-1)/N S in 2(N-1) steps: fewest bytes
@@ -100,10 +100,10 @@ def all_reduce(
 ) -> Tensor:
     """Combine `tensor` over all ranks, in place, and return it. Blocking, without autograd.
 
-    All ranks call it with the same arguments, and all get the same bits. The bits of a sum depend
-    on algorithm and number of ranks. First the ranks compare shape, dtype, device type, op,
-    algorithm and, so that two tensors are not swapped, `name` or the line of the call (one
-    all-reduce of 16 bytes). Unsupported combinations are refused before the tensor is sent.
+    All ranks call it with the same arguments and get the same bits. The bits of a sum depend on
+    algorithm and number of ranks. First the ranks compare shape, dtype, device type, op, algorithm
+    and `name`, by default the line of the call, so that two tensors are not swapped (one all-reduce
+    of 16 bytes). Unsupported combinations are refused before the tensor is sent.
 
         dtype                                            ops                  algorithms
         float64, float32, float16, bfloat16              sum, mean, min, max  all
@@ -113,19 +113,18 @@ def all_reduce(
         complex                                          sum, mean            all
         float8, uint16, uint32, uint64; sparse tensors   none                 (NCCL: some)
 
-    The min or max with a NaN on some rank is NaN, except under `backend` with Gloo, where it
-    depends on the rank.
+    The min or max with a NaN on some rank is NaN; with Gloo's `backend` it depends on the rank.
 
     Args:
         tensor: dense, same shape and dtype on all ranks; copied if not contiguous.
-        op: sum, mean (the sum, then divided by the number of ranks), min or max; or torch's
-            `ReduceOp` SUM, AVG, MIN or MAX.
+        op: sum, mean (the sum divided by the number of ranks), min or max; or torch's `ReduceOp`
+            SUM, AVG, MIN or MAX.
         algorithm: backend, ring or hierarchical.
         name: the same on all ranks for one reduction. None uses file, line and function of the
-            call, so give a name where ranks call it from different lines, or for several
-            tensors of one shape from one line (a loop whose order may differ).
-        comm: the ranks that take part; by default those of `world`, or of the default process
-            group, or this rank alone when there is none.
+            call. Give a name if ranks call it from different lines, or for several tensors of one
+            shape from one line (a loop whose order may differ).
+        comm: the participating ranks; by default the ranks of `world`, or of the default process
+            group, or this rank alone.
         world: this rank's world; tells `hierarchical` where the nodes are.
         groups: made by `groups(world)`; saves `hierarchical` an all-gather. With a communicator
             from `share_hosts` as `intra`, nodes add up in shared memory.
@@ -150,8 +149,8 @@ def all_reduce(
 
 def _reduce(site: ReductionSite, tensor: Tensor, op: Op, algorithm: str) -> None:
     check_supported(site.comm, tensor, op, algorithm)
-    # The tensor itself where possible. A pending conjugation or negation is not part of the memory
-    # that is sent, and yet such a tensor calls itself contiguous.
+    # The tensor itself if possible. A pending conjugation or negation is not part of the memory
+    # that is sent, although the tensor counts as contiguous.
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous()
     ALGORITHMS[algorithm](site, flat, "sum" if op == "mean" else op)
     if op == "mean":
@@ -161,9 +160,9 @@ def _reduce(site: ReductionSite, tensor: Tensor, op: Op, algorithm: str) -> None
 
 
 def check_supported(comm: Communicator, tensor: Tensor, op: Op, algorithm: str) -> None:
-    """Refuse tensors that cannot be combined, without a message: ranks with equal tensors agree.
+    """Refuse tensors that cannot be combined, without a message: equal tensors agree.
 
-    Before the first message: later, one rank would fail in the middle, and the others wait for it.
+    Runs before the first message: later, one rank would fail midway and the others wait.
 
     Raises:
         ConfigError: with algorithm, op and dtype.
@@ -194,7 +193,7 @@ def _refusal(comm: Communicator, tensor: Tensor, op: Op, algorithm: str) -> str 
 
 
 def _named_op(op: Any) -> Op:
-    """Torch's or the user's `op` under this module's name."""
+    """This module's name for torch's or the user's `op`."""
     given = getattr(op, "op", op)  # a ReduceOp holds its RedOpType, which has a name
     given = getattr(given, "name", given)
     word = "mean" if str(given).lower() == "avg" else str(given).lower()

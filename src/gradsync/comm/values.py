@@ -1,5 +1,5 @@
-"""Small values between ranks, as JSON over uint8 tensors (no pickle ever crosses the wire), and
-the check that all ranks do the same.
+"""Small values between ranks, as JSON over uint8 tensors (never pickle), and the check that all
+ranks make the same call.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gradsync.comm.base import Communicator
 from gradsync.errors import GradsyncError, RunError
 
 _MOST_CALLS = 4
-"""Number of different calls that a message lists."""
+"""Number of different calls that an error message lists."""
 
 
 def broadcast_json(comm: Communicator, value: Any = None) -> Any:
@@ -41,10 +41,10 @@ def broadcast_json(comm: Communicator, value: Any = None) -> Any:
 
 
 def from_rank_0(comm: Communicator, make: Callable[[], Any]) -> Any:
-    """What `make()` returns on rank 0 (anything JSON can write), on every rank; an error that
-    gradsync raises there on purpose is raised on all ranks, so that one of them says it for all.
+    """What `make()` returns on rank 0 (anything JSON can write), on every rank. A gradsync error
+    that it raises there is raised on all ranks.
 
-    The broadcasts of `broadcast_json`. For start-up, not for the step.
+    Communicates as `broadcast_json`. For start-up, not for the step.
     """
     made: Any = None
     if comm.rank == 0:
@@ -105,7 +105,7 @@ def broadcast_tensors(
     received: dict[str, Tensor] = {}
     for name, shape, dtype in broadcast_json(comm, described):
         if comm.rank == 0 and tensors is not None:
-            # A lazy conjugation or negation is not part of the bytes, so it is carried out first.
+            # A lazy conjugation or negation is not part of the bytes, so resolve it first.
             tensor = tensors[name].resolve_conj().resolve_neg().contiguous()
         else:
             tensor = torch.empty(shape, dtype=getattr(torch, dtype))
@@ -131,16 +131,16 @@ def same_number(comm: Communicator, number: int) -> bool:
 
 
 def check_same_call(comm: Communicator, what: str, tensor: Tensor, where: str = "") -> None:
-    """Check that all ranks do `what` with equal tensors at one place; sends nothing on one rank.
+    """Check that all ranks do `what` with equal tensors at one place; sends nothing with one rank.
 
-    Backends add up whatever arrives: tensors in another order, float32 to int32. Whole group,
-    int64 [2], on the CPU, blocking; two all-gathers of text when they differ.
+    Backends sum whatever arrives: tensors in another order, float32 with int32. Whole group, int64
+    [2], on the CPU, blocking; two all-gathers of text when they differ.
 
     Args:
         comm: the ranks.
         what: operation and options.
         tensor: shape, dtype and kind of device must be equal.
-        where: the call, from `call_site` or by name; "" compares the rest alone.
+        where: the call, from `call_site` or by name; "" compares only the rest.
 
     Raises:
         RunError: on all ranks, with the call of each of them.

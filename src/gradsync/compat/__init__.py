@@ -1,1 +1,1 @@
-"""Names that readers of other guides know, as thin faces over the same parts."""
+"""Names that readers of other guides know, as thin wrappers of the same parts."""

@@ -1,4 +1,4 @@
-"""Names that courses on distributed training ask for, over `gs.replicate`.
+"""Names that courses on distributed training use, implemented with `gs.replicate`.
 
     from gradsync.compat.course import NaiveDDPTrainer, setup_distributed, shard_batch
 
@@ -45,10 +45,10 @@ LossFn = Callable[[Any, Any], Tensor]
 class StepInfo(TypedDict):
     """Result of `NaiveDDPTrainer.train_step`; times are this rank's, in seconds.
 
-    `loss` is the mean over the global batch, equal on all ranks (nan when it is empty);
-    `compute_time` is forward and backward, `comm_time` all-reducing, waiting for slower ranks
-    included, `comm_fraction` its share in `total_time`; `num_comm_ops` counts parameters with a
-    gradient on some rank, tied ones once.
+    `loss` is the mean over the global batch, equal on all ranks (nan if the batch is empty).
+    `compute_time` is forward and backward; `comm_time` is all-reducing, including the wait for
+    slower ranks; `comm_fraction` is its share of `total_time`. `num_comm_ops` counts parameters
+    with a gradient on some rank, tied ones once.
     """
 
     loss: float
@@ -60,19 +60,19 @@ class StepInfo(TypedDict):
 
 
 class NaiveDDPTrainer:
-    """Trains a replica: backward, one all-reduce per gradient one after the other, optimizer; what
-    the cleverer strategies are measured against (`gs.replicate(model, sync="naive")`).
+    """Trains a replica: backward, one all-reduce per gradient, one after the other, then the
+    optimizer. It is the baseline for the faster strategies (`gs.replicate(model, sync="naive")`).
 
     Args:
-        model: moved to `device`; takes rank 0's weights and buffers.
+        model: moves to `device`; takes rank 0's weights and buffers.
         optimizer: over the model's parameters.
         rank: of this process, as given to `setup_distributed`.
         world_size: number of processes.
         device: such as "cpu" or "cuda:0".
 
     Raises:
-        ConfigError: the process group says another rank or world size.
-        RunError: several ranks but no process group.
+        ConfigError: the process group has another rank or world size.
+        RunError: several ranks, but no process group.
     """
 
     def __init__(
@@ -100,20 +100,20 @@ class NaiveDDPTrainer:
     def train_step(self, inputs: Any, targets: Any, loss_fn: LossFn | None = None) -> StepInfo:
         """One optimizer step on this rank's shard of the global batch; all ranks call it.
 
-        Shards may differ in size, and a rank without samples takes part: losses are summed, and
-        the sum over all ranks is divided once, so the mean is that of the global batch.
+        Shards may differ in size, and a rank without samples takes part. Losses are summed, and the
+        sum over all ranks is divided once, so the mean is that of the global batch.
 
         Args:
             inputs: tensor [B, …], or a tuple or dict of them as the model's arguments.
-            targets: what the loss compares with; class indices or values, [B, …].
-            loss_fn: `loss_fn(model(inputs), targets)`: the losses, [B, …], or their mean over the
-                shard, [], which counts once for each integer target that is not -100 (others: for
-                each sample). None: cross-entropy over the last dimension for integer targets (-100
-                is left out), squared error for others.
+            targets: the loss's second argument; class indices or values, [B, …].
+            loss_fn: `loss_fn(model(inputs), targets)` gives the losses, [B, …], or their mean over
+                the shard, []. The mean counts once for each integer target that is not -100 (for
+                other targets: for each sample). None: cross-entropy over the last dimension for
+                integer targets, without -100, and squared error for others.
 
         Raises:
-            DataError: tensors of different lengths; values and outputs of different shapes; without
-                a loss_fn, targets that are no tensor.
+            DataError: tensors have different lengths; values and outputs have different shapes;
+                without a loss_fn, targets are not a tensor.
         """
         inputs, targets = map_tensors((inputs, targets), lambda tensor: tensor.to(self.device))
         begin = self._now()
@@ -136,11 +136,11 @@ class NaiveDDPTrainer:
         )
 
     def _count_gradients(self) -> None:
-        """When the optimizer steps, the gradients that are there are those that were reduced."""
+        """Count gradients when the optimizer steps: those present have been reduced."""
         self._num_gradients = sum(p.grad is not None for p in self.model.parameters())
 
     def _now(self) -> float:
-        """The clock once the device has done all it was given; else we would time the launch."""
+        """The time after the device has finished all work; otherwise it would time the launch."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
@@ -150,11 +150,11 @@ def shard_batch(global_batch: Any, rank: int, world_size: int) -> Any:
     """This rank's contiguous part of a batch, cut along the first dimension.
 
     The batch need not be divisible: parts differ by at most one sample, and may be empty.
-    `train_step` weighs them right.
+    `train_step` weights them correctly.
 
     Args:
-        global_batch: a tensor [B, …], or tuples, lists and dicts of them, nested; numbers, strings
-            and tensors without dimension are handed on as they are.
+        global_batch: a tensor [B, …], or nested tuples, lists and dicts of tensors; numbers,
+            strings and tensors without dimension pass through unchanged.
         rank: 0 .. world_size-1.
         world_size: number of parts.
 
@@ -162,8 +162,8 @@ def shard_batch(global_batch: Any, rank: int, world_size: int) -> Any:
         The same structure with views of the tensors.
 
     Raises:
-        ConfigError: `rank` is no rank.
-        DataError: tensors of different lengths, or none at all.
+        ConfigError: `rank` is out of range.
+        DataError: tensors of different lengths, or no tensors.
     """
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank must be in 0..{world_size - 1}, got {rank}")
@@ -178,7 +178,7 @@ def shard_batch(global_batch: Any, rank: int, world_size: int) -> Any:
 def _loss(
     outputs: Any, targets: Any, loss_fn: LossFn | None, num_samples: int
 ) -> tuple[Tensor, int, str]:
-    """This shard's loss, [], how many it is the sum or mean of, and which of the two."""
+    """This shard's loss, [], the count that it is the sum or mean of, and which of the two."""
     if loss_fn is not None:
         losses = loss_fn(outputs, targets)
         if losses.dim() == 0:
@@ -206,7 +206,7 @@ def _call(model: nn.Module, inputs: Any) -> Any:
 
 
 def _num_samples(batch: Any) -> int | None:
-    """The length that all tensors of a batch share; None without tensors."""
+    """The common length of all tensors in a batch; None without tensors."""
     lengths = dict.fromkeys(len(tensor) for tensor in tensors_in(batch) if tensor.dim())
     if len(lengths) > 1:
         raise DataError(f"tensors of one batch have different lengths: {[*lengths]}")
@@ -222,11 +222,11 @@ class SynchronisedModule(nn.Module):
         self._sync = replicate(self, sync=sync, **options)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """The module's own."""
+        """The module's forward."""
         return self.module(*inputs, **named)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Only add up; enclose forward and backward of all micro-batches but the last."""
+        """Accumulate only; enclose forward and backward of all micro-batches but the last."""
         return self._sync.no_sync()
 
     def finish_gradient_synchronization(self) -> None:
@@ -235,25 +235,25 @@ class SynchronisedModule(nn.Module):
 
 
 def get_ddp_individual_parameters(module: nn.Module) -> SynchronisedModule:
-    """Each gradient is all-reduced by itself, while backward goes on."""
+    """All-reduce each gradient separately while backward runs."""
     return SynchronisedModule(module, sync="overlap")
 
 
 def get_ddp_bucketed(module: nn.Module, bucket_size_mb: float) -> SynchronisedModule:
-    """Gradients are all-reduced in buckets of `bucket_size_mb` (MiB), while backward goes on."""
+    """All-reduce gradients in buckets of `bucket_size_mb` (MiB) while backward runs."""
     return SynchronisedModule(module, sync="bucketed", bucket_mb=bucket_size_mb)
 
 
 def ddp_bucketed_on_train_batch_start(
     ddp_model: SynchronisedModule, optimizer: torch.optim.Optimizer
 ) -> None:
-    """Before the forward; there is nothing to prepare."""
+    """Call it before the forward; there is nothing to prepare."""
 
 
 def ddp_bucketed_on_after_backward(
     ddp_model: SynchronisedModule, optimizer: torch.optim.Optimizer
 ) -> None:
-    """Between backward and the optimizer's step."""
+    """Call it between backward and the optimizer's step."""
     ddp_model.finish_gradient_synchronization()
 
 
@@ -263,5 +263,5 @@ ddp_individual_parameters_on_after_backward = ddp_bucketed_on_after_backward
 def get_sharded_optimizer(
     params: Iterable[Any], optimizer_cls: type[torch.optim.Optimizer], **kwargs: Any
 ) -> torch.optim.Optimizer:
-    """`optimizer_cls(params, **kwargs)` whose state is spread over the ranks."""
+    """`optimizer_cls(params, **kwargs)`, with its state divided over the ranks."""
     return ShardedOptimizer(params, optimizer_cls, **kwargs)

@@ -1,4 +1,4 @@
-"""`ElasticGPUConfig`: what GPUs there are, and how to train on 1 to N of them.
+"""`ElasticGPUConfig`: which GPUs are available, and how to train on 1 to N of them.
 
     config = ElasticGPUConfig(base_batch_size=64, model_size_gb=30, frozen=frozen_parts(model))
     print(config)
@@ -6,8 +6,8 @@
     config.place(model)
     gs.log_gpu_memory()
 
-Memory is what the driver says of these devices now. No name of a GPU stands for a size: an A100 has
-40 or 80 GB, a slice of one less.
+Memory is what the driver reports for these devices now. A GPU's name does not determine its size:
+an A100 has 40 or 80 GB, and a slice of one less.
 
     devices    a replica fits on one      a replica fits on two
     1          single                     (an error: by how many GB)
@@ -15,9 +15,9 @@ Memory is what the driver says of these devices now. No name of a GPU stands for
     3          ddp                        hybrid: 2 + 1
     4          ddp                        hybrid_ddp: two replicas, each on two
 
-On several devices a replica has its frozen parts on devices of their own (`place`); what trains is
-on its first one, and is replicated. What trains and fits on no single device needs a strategy that
-shares it out: `gs.replicate(model, sync="fsdp")`.
+On several devices a replica's frozen parts are on separate devices (`place`); its trainable parts
+are on its first device, and are replicated. If the trainable parts fit on no single device, use a
+strategy that shards them: `gs.replicate(model, sync="fsdp")`.
 """
 
 from __future__ import annotations
@@ -41,22 +41,21 @@ _GB = 1e9
 
 
 class ElasticGPUConfig:
-    """Looks at the machine when it is made; nothing is set or started.
+    """Reads the machine on construction; sets and starts nothing.
 
     Args:
-        base_batch_size: samples of an optimizer step, over all replicas; `configure` says how many
-            each takes.
-        model_size_gb: memory of one replica while it trains, GB (10**9 bytes), `frozen` included;
+        base_batch_size: samples of an optimizer step, over all replicas; `configure` divides them.
+        model_size_gb: memory of one replica during training, GB (10**9 bytes), including `frozen`;
             None: not known, only `frozen` is counted.
-        target_util: share of a device's free memory that may be planned with.
+        target_util: share of a device's free memory to plan with.
         sample_gb: activations of one sample, GB; None: not known, a step is not cut further.
-        frozen: submodules that do not train (`frozen_parts(model)`), for placing them.
-        hardware: instead of this machine's: a name or a file as `gradsync plan --hardware` takes
-            it, such as "a100-40x3".
+        frozen: submodules that do not train (`frozen_parts(model)`), to be placed.
+        hardware: replaces this machine's: a name or a file, as `gradsync plan --hardware` takes it,
+            such as "a100-40x3".
 
     Raises:
-        ConfigError: numbers that cannot be; a replica that does not fit on all devices together,
-            and by how many GB.
+        ConfigError: impossible numbers; or a replica that does not fit on all devices together, and
+            by how many GB.
     """
 
     def __init__(
@@ -91,7 +90,7 @@ class ElasticGPUConfig:
         self.groups = self._groups()
         """Devices of each replica."""
         self.replicas = len(self.groups) if hardware else world.world_size
-        """How many share a step: the ranks of this run, or what fits on `hardware`."""
+        """Number of replicas in a step: the ranks of this run, or what fits on `hardware`."""
         self.placement: FrozenPlacement | None = self._placement()
         """Placement of the frozen parts over one replica's devices; None without frozen parts."""
         self.config = self.configure()
@@ -99,7 +98,7 @@ class ElasticGPUConfig:
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """Devices of the ranks: GPUs, or where there is none, shares of the CPU."""
+        """Devices of the ranks: GPUs, or without any, shares of the CPU."""
         return self.hardware.devices
 
     @property
@@ -123,8 +122,8 @@ class ElasticGPUConfig:
         Returns:
             strategy; batch_size: samples of one forward and backward on each replica;
             grad_accum_steps: how many of these make a step; effective_batch_size: batch_size x
-            grad_accum_steps x replicas, which is `base_batch_size` or, where that does not divide,
-            the nearest that does; device: the first of this process's replica, "cpu" without GPUs.
+            grad_accum_steps x replicas: `base_batch_size`, or the nearest that divides; device: the
+            first of this process's replica, "cpu" without GPUs.
         """
         base, replicas = self.base_batch_size, self.replicas
         if replicas > base:
@@ -141,18 +140,18 @@ class ElasticGPUConfig:
         }
 
     def place(self, model: nn.Module, devices: Sequence[AnyDevice] | None = None) -> PlacedParts:
-        """Move `model` to the devices of this process's replica, and let activations follow.
+        """Move `model` to the devices of this process's replica; activations follow.
 
-        Frozen parts go where `placement` has them, everything else to the first device, where
-        inputs belong. The optimizer and `gs.replicate`, over what trains, come after it.
+        Frozen parts go to the devices in `placement`, everything else to the first device, where
+        inputs belong. Create the optimizer and call `gs.replicate`, over what trains, afterwards.
 
         Args:
             model: the one whose `frozen_parts` were given.
-            devices: of the replica; None takes those of `groups`.
+            devices: of the replica; None uses those of `groups`.
 
         Raises:
-            ConfigError: no frozen parts were given to a plan with several devices a replica, or
-                `model` has others.
+            ConfigError: a plan with several devices per replica has no frozen parts, or `model` has
+                other frozen parts.
         """
         if self.placement is None and len(self.groups[0]) > 1:
             raise ConfigError(
@@ -182,14 +181,14 @@ class ElasticGPUConfig:
         return "\n".join([*lines, *self.switches.suggestion_lines()])
 
     def _replica_devices(self) -> list[str]:
-        """Devices of this process's replica, for torch."""
+        """Devices of this process's replica, as torch names."""
         local_rank = resolve(environ.snapshot()).world.local_rank
         group = self.groups[local_rank % len(self.groups)]
         return [f"cuda:{index}" if self.gpu_count else "cpu" for index in group]
 
     def _groups(self) -> tuple[tuple[int, ...], ...]:
-        """As many replicas as there is memory for; what is left over joins the last one where a
-        replica needs several devices."""
+        """As many replicas as fit in memory. Left-over devices join the last replica if a replica
+        needs several devices."""
         count, room = len(self.devices), self._room
         wanted = int(self.model_size_gb * _GB)
         for each in range(1, count + 1):
@@ -215,7 +214,7 @@ class ElasticGPUConfig:
         return place_parts(self.frozen, room, replicated_bytes=trains)
 
     def _most_samples(self) -> int:
-        """Samples of one forward that have room."""
+        """Number of samples that one forward has room for."""
         if self.sample_gb is None:
             return self.base_batch_size
         rooms = [sum(self._room[index] for index in group) for group in self.groups]

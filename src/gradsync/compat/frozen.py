@@ -1,11 +1,11 @@
-"""Frozen submodules on devices of their own, around a trainable rest that is replicated.
+"""Place frozen submodules on separate devices, around a trainable rest that is replicated.
 
     placement = place_parts(frozen_parts(model), room=[60 * 10**9, 60 * 10**9])
     handle = place_frozen(model, placement, ["cuda:0", "cuda:1"])
     sync = gs.replicate(model, world)              # what trains, on this rank's own device
 
-Activations follow by hooks: inputs of a submodule go to its device, its outputs come back to where
-its inputs were. Gradients take the same way back.
+Hooks move the activations: inputs of a submodule go to its device, and its outputs come back to the
+device of its inputs. Gradients return the same way.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ AnyDevice = torch.device | str
 
 
 class PlacedParts:
-    """The hooks of `place_frozen`; without them, activations stay where they are."""
+    """The hooks of `place_frozen`; without them, activations do not move."""
 
     def __init__(self) -> None:
         self.hooks: list[Any] = []
 
     def remove(self) -> None:
-        """Take the hooks out; the parts stay on their devices."""
+        """Remove the hooks; the parts stay on their devices."""
         for hook in self.hooks:
             hook.remove()
         self.hooks.clear()
 
     def follow(self, module: nn.Module, device: AnyDevice, *, comes_back: bool = False) -> None:
-        """Inputs go to `device`; with `comes_back` outputs go to where the first input was."""
+        """Move inputs to `device`; with `comes_back`, move outputs to the first input's device."""
         origins: list[AnyDevice] = []
 
         def before(_: nn.Module, inputs: Any, named: Any) -> tuple[Any, Any]:
@@ -55,9 +55,9 @@ class PlacedParts:
 
 
 def frozen_parts(model: nn.Module, *, least_bytes: int = 0) -> tuple[FrozenPart, ...]:
-    """The largest submodules in which nothing trains, in the model's order.
+    """The largest submodules without trainable parameters, in the model's order.
 
-    Parameters to be trained have `requires_grad`. Parts below `least_bytes` stay with what trains.
+    Trainable parameters have `requires_grad`. Parts below `least_bytes` stay with the rest.
     """
     found: list[FrozenPart] = []
     inside = ""
@@ -82,16 +82,16 @@ def place_frozen(
     *,
     rest: AnyDevice | None = None,
 ) -> PlacedParts:
-    """Move frozen submodules to their devices, and let activations follow.
+    """Move frozen submodules to their devices; activations follow.
 
     Args:
-        model: a part that runs in two must call its blocks as modules, one after the other.
+        model: a part that is split in two must call its blocks as modules, one after the other.
         placement: from `place_parts`, with names of submodules of `model`.
-        devices: of this rank, as the placement counts them.
-        rest: where the other parts of `model` go; None leaves them where they are.
+        devices: of this rank, in the order of the placement.
+        rest: device of the other parts of `model`; None does not move them.
 
     Raises:
-        ConfigError: a name that is no submodule, a submodule that trains, too few devices.
+        ConfigError: an unknown submodule, a submodule that trains, too few devices.
     """
     modules = dict(model.named_modules())
     for name, place in placement.places.items():
@@ -130,8 +130,8 @@ def _place(
 def _place_around(
     kept: Container[int], module: nn.Module, device: AnyDevice, placed: PlacedParts | None = None
 ) -> None:
-    """Move all of `module` but the submodules in `kept`, which may be too large for `device`; with
-    `placed`, inputs follow to the submodules that hold none of those."""
+    """Move all of `module` except the submodules in `kept`, which may be too large for `device`;
+    with `placed`, the inputs of submodules that hold none of them follow."""
     move_own(module, device)
     for child in module.children():
         if id(child) in kept:
@@ -145,7 +145,7 @@ def _place_around(
 
 
 def _blocks(module: nn.Module) -> list[nn.Module]:
-    """The largest list of submodules in it; for most models their layers."""
+    """The largest list of submodules in `module`; for most models their layers."""
     lists = [part for part in module.modules() if isinstance(part, nn.Sequential | nn.ModuleList)]
     return list(max(lists, key=_bytes).children()) if lists else []
 
@@ -160,11 +160,11 @@ def _moved(value: Any, device: AnyDevice) -> Any:
 
 
 def map_tensors(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
-    """The same structure of nested tuples, lists and mappings with `fn` of each tensor."""
+    """Apply `fn` to each tensor in nested tuples, lists and mappings; the structure is the same."""
     if isinstance(value, Tensor):
         return fn(value)
     if isinstance(value, MutableMapping):
-        mapped = copy(value)  # of its own kind: models' outputs are often mappings with attributes
+        mapped = copy(value)  # keeps the type: models' outputs are often mappings with attributes
         for key, part in value.items():
             mapped[key] = map_tensors(part, fn)
         return mapped
@@ -172,7 +172,7 @@ def map_tensors(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
         return {key: map_tensors(part, fn) for key, part in value.items()}
     if isinstance(value, tuple | list):
         parts = [map_tensors(part, fn) for part in value]
-        # A named tuple takes its fields one by one.
+        # A named tuple takes its fields as separate arguments.
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     return value
 

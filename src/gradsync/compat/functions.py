@@ -1,4 +1,4 @@
-"""Functions for scripts that do not want a `with` block; names of other projects' utilities."""
+"""Functions for scripts that do not use a `with` block, under other projects' names."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = logging.getLogger("gradsync")
 
 
 def backend_here(backend: str | None) -> str | None:
-    """`backend`, or None for "nccl": chosen by the device then, and said where that is a CPU."""
+    """`backend`, or None for "nccl": then the device decides, with a warning if that is a CPU."""
     if backend != "nccl":
         return backend
     if not torch.cuda.is_available() and is_main_process():
@@ -37,16 +37,16 @@ def backend_here(backend: str | None) -> str | None:
 def init_distributed(
     backend: str | None = None, *, timeout: timedelta = timedelta(minutes=30)
 ) -> tuple[int, int, int]:
-    """Join the run this process was started in; leave it when the process ends.
+    """Join the run in which this process was started; leave it when the process ends.
 
-    Works under torchrun, mpirun (Open MPI, MPICH, Intel MPI, MVAPICH2), srun, and plain python,
-    with nothing exported by hand. `with gs.init()` is the better way: it also tells the other
-    ranks when this one fails.
+    Works under torchrun, mpirun (Open MPI, MPICH, Intel MPI, MVAPICH2), srun, and plain python, and
+    needs no exported variables. Prefer `with gs.init()`: it also notifies the other ranks if this
+    one fails.
 
     Args:
-        backend: torch backend; None or "nccl" is chosen by the device: gloo on CPU, gloo + nccl on
+        backend: torch backend; for None or "nccl" the device decides: gloo on CPU, gloo + nccl on
             CUDA.
-        timeout: longest a collective may take.
+        timeout: longest duration of a collective.
 
     Returns:
         (rank, world_size, local_rank).
@@ -56,15 +56,15 @@ def init_distributed(
 
 
 def setup_distributed(rank: int, world_size: int, backend: str | None = None) -> None:
-    """Join a run whose rank and size the caller knows, for example in a spawned process.
+    """Join a run with a known rank and size, for example in a spawned process.
 
     Ranks meet at MASTER_ADDR:MASTER_PORT, by default 127.0.0.1:29500. `nccl` becomes gloo + nccl
-    where there is CUDA, and gloo elsewhere, so that the same call works on a laptop.
+    with CUDA, and gloo elsewhere, so that the same call works on a laptop.
     """
     env = environ.snapshot()
     mine = {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
     if any(env.get(name) != value for name, value in mine.items()):
-        # Not what a launcher says about this process: its other variables are not ours either.
+        # Not what a launcher set for this process: its other variables do not apply either.
         names = ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         kept = (*names, "GLOO_SOCKET_IFNAME")
         env = mine | {name: env[name] for name in kept if name in env}
@@ -72,7 +72,7 @@ def setup_distributed(rank: int, world_size: int, backend: str | None = None) ->
 
 
 def _join(backend: str | None, timeout: timedelta, env: Mapping[str, str] | None = None) -> Session:
-    """An open session, which closes at the end of the process."""
+    """An open session; it closes when the process ends."""
     options = SessionOptions(backend=backend_here(backend), timeout_s=timeout.total_seconds())
     session = Session(options, env=env)
     session.open()
@@ -82,12 +82,12 @@ def _join(backend: str | None, timeout: timedelta, env: Mapping[str, str] | None
 
 
 def get_device() -> torch.device:
-    """This rank's device: `cuda:(local_rank % visible devices)`, or the CPU. No group is needed."""
+    """This rank's device: `cuda:(local_rank % visible devices)`, or the CPU. Needs no group."""
     return torch.device(choose_device("auto", resolve(environ.snapshot()).world.local_rank))
 
 
 def _place() -> tuple[int, int]:
-    """Rank and number of processes: the process group's if there is one, else the launcher's."""
+    """Rank and number of processes: from the process group if it exists, else from the launcher."""
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     world = resolve(environ.snapshot()).world
@@ -105,7 +105,7 @@ def get_world_size() -> int:
 
 
 def get_local_rank() -> int:
-    """Rank of this process on its host, as the launcher says."""
+    """Rank of this process on its host, from the launcher."""
     world = resolve(environ.snapshot()).world
     if world.world_size != get_world_size():
         raise LaunchError(f"rank {get_rank()}: no launcher tells the local rank; set LOCAL_RANK")
@@ -113,40 +113,40 @@ def get_local_rank() -> int:
 
 
 def is_main_process() -> bool:
-    """True on rank 0; asks the process group if there is one, else the launcher's variables."""
+    """True on rank 0; reads the process group if it exists, else the launcher's variables."""
     return get_rank() == 0
 
 
 def is_distributed() -> bool:
-    """True when there is more than one process."""
+    """True if there is more than one process."""
     return get_world_size() > 1
 
 
 def barrier() -> None:
-    """Return once every process has called it."""
+    """Return after every process has called it."""
     if is_distributed():
         dist.barrier()
 
 
 def broadcast(tensor: Tensor, src: int = 0) -> Tensor:
-    """`tensor`, overwritten with that of rank `src`; every process calls it."""
+    """`tensor`, overwritten with rank `src`'s; every process calls it."""
     if is_distributed():
         dist.broadcast(tensor, src)
     return tensor
 
 
 def cleanup_distributed() -> None:
-    """Leave the process group, if there is one; the end of the process does so by itself."""
+    """Leave the process group, if it exists; the end of the process also does so."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def per_process_batch(micro: int, accumulation: int, world_size: int) -> tuple[int, int]:
-    """Samples of a forward and forwards of a step on each process, at most `micro // world_size`
-    and at least 1 sample: over all processes exactly `micro * accumulation` samples a step.
+    """Samples per forward and forwards per step on each process: at most `micro // world_size`
+    samples and at least 1; over all processes exactly `micro * accumulation` samples per step.
 
     Raises:
-        ConfigError: the samples of a step do not divide by `world_size`.
+        ConfigError: `world_size` does not divide the samples of a step.
     """
     total = micro * accumulation
     sizes = range(1, max(micro // world_size, 1) + 1)
@@ -157,10 +157,10 @@ def per_process_batch(micro: int, accumulation: int, world_size: int) -> tuple[i
 
 
 def log_gpu_memory(label: str = "") -> None:
-    """Print how much memory is in use: a line per visible GPU, on a CPU that of this process.
+    """Print the memory in use: a line per visible GPU; on a CPU, this process's memory.
 
-    GB are 10**9 bytes. It prints on whatever rank calls it; `if gs.is_main_process():` in front of
-    it keeps to one. `label` is put in front of each line, such as "after step 100".
+    GB are 10**9 bytes. It prints on every rank that calls it; use `if gs.is_main_process():` for
+    one. `label` goes in front of each line, such as "after step 100".
     """
     lines = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):

@@ -35,9 +35,9 @@ _SET_BY_US |= {"dataset", "global_batch_size", "micro_batch_size"}
 
 
 class DDPManager:
-    """Everything a plain DDP script needs.
+    """Everything that a plain DDP script needs.
 
-    It joins the run by `initialize`, or as a context manager:
+    Join the run with `initialize`, or use it as a context manager:
 
         with DDPManager() as manager:
             model = manager.wrap_model(build_model())
@@ -52,10 +52,10 @@ class DDPManager:
         self._handles: list[GradientSync] = []
 
     def initialize(self, backend: str | None = None, timeout_mins: float = 30) -> World:
-        """Join the run this process was started in.
+        """Join the run in which this process was started.
 
-        `backend` None or "nccl" is gloo on CPU and gloo + nccl on CUDA; no collective may take
-        longer than `timeout_mins` minutes.
+        `backend` None or "nccl" means gloo on CPU and gloo + nccl on CUDA; a collective may take at
+        most `timeout_mins` minutes.
         """
         options = SessionOptions(backend=backend_here(backend), timeout_s=timeout_mins * 60)
         self._session = Session(options)
@@ -65,35 +65,34 @@ class DDPManager:
         return self.world
 
     def __getattr__(self, name: str) -> Any:
-        """`rank`, `world_size`, `local_rank`, `device`: those of `world`."""
+        """`rank`, `world_size`, `local_rank`, `device`: attributes of `world`."""
         if name not in ("rank", "world_size", "local_rank", "device"):
             raise AttributeError(f"DDPManager has no attribute {name!r}")
         return getattr(self.world, name)
 
     @property
     def is_main_process(self) -> bool:
-        """True on rank 0, the one that logs and saves."""
+        """True on rank 0, which logs and saves."""
         return self.world.is_main
 
     def wrap_model(self, *models: nn.Module, sync: str = "invariant", **options: Any) -> Any:
         """Move models to the device and synchronise what trains in them; returns the one, or all.
 
-        Nothing is wrapped: `model` is what scripts call `model.module`, and `manager.no_sync()`
-        their `model.no_sync()`. Under `sync="ddp"` one model is wrapped in torch's
-        DistributedDataParallel (on one rank in a stand-in with these two). After that
-        `loss.backward()` averages gradients over ranks, as DDP does. Frozen parts are left alone; a
-        model without trainable parameters is only moved. Several models (an encoder, adapters,
-        heads) share one engine, so that their gradients travel in the same order on all ranks.
+        Nothing is wrapped: use `model` for a script's `model.module`, and `manager.no_sync()` for
+        its `model.no_sync()`. Under `sync="ddp"` one model is wrapped in torch's
+        DistributedDataParallel (on one rank, in a stand-in with these two). After that
+        `loss.backward()` averages gradients over ranks, as DDP does. Frozen parts are not changed;
+        a model without trainable parameters only moves. Several models (an encoder, adapters,
+        heads) share one engine, so their gradients travel in the same order on all ranks.
 
         Args:
             models: one or more modules.
             sync: a strategy; `invariant`, `bucketed` … or `ddp`.
-            options: of `gs.replicate`, which takes DistributedDataParallel's too; under `ddp` those
-                are torch's.
+            options: of `gs.replicate`, including DistributedDataParallel's; under `ddp`, torch's.
 
         Raises:
-            ConfigError: no model; several under `ddp`; unknown strategy or option, with what to use
-                in its place.
+            ConfigError: no model; several under `ddp`; unknown strategy or option, with its
+                replacement.
         """
         wrong = [type(model).__name__ for model in models if not isinstance(model, nn.Module)]
         if wrong or not models:
@@ -116,7 +115,7 @@ class DDPManager:
             if group is None or not trains:
                 return _Alone(models[0]) if trains else models[0]
             options.setdefault("gradient_as_bucket_view", True)
-            if self.device.type == "cpu":  # where DDP refuses any
+            if self.device.type == "cpu":  # DDP takes no device_ids there
                 options |= {"device_ids": None, "output_device": None}
             return ddp(models[0], process_group=group, **options)
         if trains:
@@ -126,7 +125,7 @@ class DDPManager:
 
     @contextmanager
     def no_sync(self) -> Generator[None]:
-        """Only add up; enclose forward and backward of all micro-batches but the last."""
+        """Accumulate only; enclose forward and backward of all micro-batches but the last."""
         with ExitStack() as stack:
             for handle in self._handles:
                 stack.enter_context(handle.no_sync())
@@ -135,15 +134,15 @@ class DDPManager:
     def get_dataloader(
         self, dataset: Any, batch_size: int, *more: Any, **options: Any
     ) -> BatchLoader:
-        """Batches of `batch_size` samples for this rank; in a pass each sample comes once.
+        """Batches of `batch_size` samples for this rank; each sample comes once per pass.
 
         Args:
             dataset: map-style.
             batch_size: samples per rank and step (the global batch is `batch_size * world_size`).
-            more: options without their names (`shuffle`, …), in the order of torch's `DataLoader`.
-            options: of `gs.loader`, such as `seed`, `shuffle` (True: a new order each epoch, by
-                itself), `num_workers` or `collate_fn`; of torch's `DataLoader` `drop_last` and
-                those for workers, as `timeout`. What has no meaning here (`pin_memory`) is ignored.
+            more: positional options (`shuffle`, …), in the order of torch's `DataLoader`.
+            options: of `gs.loader`, such as `seed`, `shuffle` (True: a new order each epoch,
+                automatically), `num_workers` or `collate_fn`; of torch's `DataLoader` `drop_last`
+                and those for workers, as `timeout`. Meaningless ones (`pin_memory`) are ignored.
 
         Raises:
             ConfigError: an option that is unknown, given twice, or has another name here; fewer
@@ -171,11 +170,11 @@ class DDPManager:
         *,
         name: str | None = None,
     ) -> Tensor:
-        """`tensor` combined over all ranks, in place; see `gs.all_reduce`."""
+        """Combine `tensor` over all ranks, in place; see `gs.all_reduce`."""
         return all_reduce(tensor, op, comm=self._comm, name=name)
 
     def barrier(self) -> None:
-        """Return once every rank has called it."""
+        """Return after every rank has called it."""
         self._comm.barrier()
 
     def cleanup(self, error: BaseException | None = None) -> None:
@@ -203,7 +202,7 @@ class DDPManager:
 
 
 class _Alone(nn.Module):
-    """Stands for torch's DDP on one rank, so that a script is the same on several."""
+    """Replaces torch's DDP on one rank, so that a script is the same on several."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -219,8 +218,8 @@ class _Alone(nn.Module):
 class BatchLoader(Loader):
     """One pass gives `len(self)` batches, the same number on every rank, so that DDP cannot hang.
 
-    In a pass each sample comes once, on one rank. Its last batches are shorter: shares of ranks
-    differ by at most one sample, and none is empty. The order changes by itself from pass to pass.
+    Each sample comes once per pass, on one rank. The last batches are shorter: ranks' shares differ
+    by at most one sample, and none is empty. The order changes automatically from pass to pass.
     """
 
     def __init__(
@@ -233,12 +232,12 @@ class BatchLoader(Loader):
         super().__init__(dataset, world, **sizes, **options)
         self.dataset, self.batch_size, self.drop_last = dataset, batch_size, drop_last
         self._size = self._order.num_samples
-        self._goes_on = False  # in the middle of a pass, where a state was loaded
+        self._goes_on = False  # in the middle of a pass, after a state was loaded
         self.sampler = _Sampler(self.set_epoch, [self._share(n) for n in self._cut(self._size)])
-        """Has `set_epoch`, and as its length the number of this rank's samples in a pass."""
+        """Has `set_epoch`; its length is the number of this rank's samples in a pass."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next pass have the order of `epoch`; the rest of it where a state was loaded."""
+        """Use the order of `epoch` in the next pass; after loading a state, in the rest of it."""
         if not self._goes_on or epoch != self._samples // self._size:
             self.close()
             self._goes_on = False
@@ -256,7 +255,7 @@ class BatchLoader(Loader):
                 yield leaf.batch
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there, also on another number of ranks."""
+        """Resume from `state`, also on another number of ranks."""
         super().load_state_dict(state)
         self._goes_on = not self.drop_last or self._left >= self.plan.global_batch_size
 
@@ -265,7 +264,7 @@ class BatchLoader(Loader):
         return self._size - self._samples % self._size
 
     def _cut(self, left: int) -> list[int]:
-        """Sizes of the batches, over all ranks, of the `left` last samples of a pass."""
+        """Sizes of the batches, over all ranks, of the last `left` samples of a pass."""
         size, ranks = self.plan.global_batch_size, self.plan.world_size
         sizes = [size] * (left // size)
         if rest := 0 if self.drop_last else left % size:
@@ -294,7 +293,7 @@ class BatchLoader(Loader):
 
 
 class _Sampler:
-    """What scripts take for a `DistributedSampler`."""
+    """Serves scripts that expect a `DistributedSampler`."""
 
     def __init__(self, set_epoch: Callable[[int], None], shares: Sequence[range]) -> None:
         self.set_epoch, self._num_samples = set_epoch, sum(map(len, shares))

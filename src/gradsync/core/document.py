@@ -1,7 +1,7 @@
-"""YAML, TOML and JSON that people write: plain values, and the line of each key.
+"""Read hand-written YAML, TOML and JSON: plain values, and the line of each key.
 
-A file that cannot be read or parsed is one ConfigError with its path and, where the parser tells
-it, the line. A key given twice is refused: the parsers would keep the last one without a word.
+A file that cannot be read or parsed raises one ConfigError with its path and, if the parser gives
+it, the line. A repeated key is refused: the parsers would silently keep the last one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gradsync.core.files import one_line, parse_json, read_bytes
 from gradsync.errors import ConfigError
 
 LARGEST_BYTES = 2**17
-"""Longest file that is read; the parsers take seconds for more."""
+"""Largest file that is read; the parsers take seconds for more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,15 +31,15 @@ class Document:
     values: Any
     """None, bool, int, float, str, datetime (TOML only), and lists and dicts of them."""
     lines: Mapping[str, int]
-    """Line of each key by its path, such as `optim.lr`, from 1 on; empty for TOML and JSON."""
+    """Line of each key by its path, such as `optim.lr`, from 1; empty for TOML and JSON."""
 
     def at(self, key: str) -> str:
-        """The place of `key`, which begins an error: `configuration a.yaml:3`."""
+        """The place of `key`, for the start of an error: `configuration a.yaml:3`."""
         return f"{self.where}:{self.lines[key]}" if key in self.lines else self.where
 
 
 def read_document(path: Path, kind: str) -> Document:
-    """The content of `path`: TOML or JSON if its name ends so, else YAML.
+    """The content of `path`: TOML or JSON by its suffix, else YAML.
 
     Raises:
         ConfigError: the file cannot be read or parsed; one line, which begins with the file's
@@ -70,7 +70,7 @@ def read_document(path: Path, kind: str) -> Document:
 
 
 def brief(value: Any) -> str:
-    """`value` for an error line, which a whole document would burst."""
+    """`value` shortened for an error line."""
     short = reprlib.Repr()
     short.maxstring = short.maxother = 60
     short.maxlevel = 2
@@ -78,7 +78,7 @@ def brief(value: Any) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """Each key once, no aliases; a date is the text that it is written in."""
+    """Refuses repeated keys and aliases; a date stays text."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):

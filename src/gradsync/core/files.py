@@ -1,4 +1,4 @@
-"""Files and directories that are read with bounds, and written whole or not at all. No torch here.
+"""Read files with bounds, and write files and directories whole or not at all. No torch here.
 
 A directory that appears complete or not at all:
 
@@ -9,10 +9,10 @@ A directory that appears complete or not at all:
     fsync parent                 the commit is on disk
 
 [Note: whose temporary directory] A killed writer leaves its `.tmp-…` behind. A process id does not
-tell whether it lives: ids come back, and containers share them. So the writer holds `flock` on the
-directory, which the kernel drops when the process ends. A process that gets the lock knows that
-the writer is dead; where locks do not work (some network file systems) nothing is deleted. A lock
-may be invisible from another host, so a directory made there must be an hour old besides.
+tell whether it lives: ids are reused, and containers share them. So the writer holds `flock` on the
+directory, which the kernel drops when the process ends. A process that gets the lock knows that the
+writer is dead. Without working locks (some network file systems) nothing is deleted. A lock may be
+invisible from another host, so another host's directory must also be an hour old.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ log = logging.getLogger("gradsync")
 T = TypeVar("T")
 
 PRIVATE = 0o600
-"""Mode of a file that is its user's alone."""
+"""Mode of a file that only its user can access."""
 TEMPORARY_PREFIX = ".tmp-"
 _FOREIGN_AGE_S = 3600.0
 _LARGEST = 1 << 26
-"""Bytes of a JSON document. Reading one takes about ten times as much memory."""
+"""Largest JSON document, bytes. Reading one takes about ten times as much memory."""
 _DEEPEST = 64
 _LONGEST_INTEGER = 40
 """Digits: 128 bits."""
@@ -60,8 +60,8 @@ _LONGEST_INTEGER = 40
 
 def open_regular(path: Path) -> io.BufferedReader:
     """Open a file for reading; links are followed. OSError also if it is a pipe, a device or a
-    directory, from which reading may never end."""
-    # Opening a pipe that has no writer would wait for one.
+    directory: reading those may never end."""
+    # Opening a pipe without a writer would block.
     return os.fdopen(_regular(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
 
 
@@ -76,8 +76,8 @@ def _regular(path: Path, flags: int) -> int:
 
 
 def read_bytes(path: Path, largest: int = _LARGEST) -> bytes:
-    """The content of the regular file `path`; OSError at once if anything else lies there, or more
-    than `largest` bytes."""
+    """The content of the regular file `path`; OSError at once for anything else, or for more than
+    `largest` bytes."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > largest:
@@ -91,7 +91,7 @@ def read_json(path: Path, *, finite: bool = True) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; {} when there is none that can be read."""
+    """The object in a JSON file; {} if it cannot be read."""
     try:
         value = read_json(path)
     except (OSError, ValueError):
@@ -100,15 +100,15 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def parse_json(text: bytes, *, finite: bool = True) -> Any:
-    """The value of a JSON text that may come from anywhere.
+    """The value of an untrusted JSON text.
 
     Args:
         text: UTF-8.
-        finite: refuse numbers that are not, which Python writes as NaN and Infinity.
+        finite: refuse NaN and Infinity, which Python writes.
 
     Raises:
-        ValueError: one line: no JSON, text that UTF-8 does not have, a key twice in one object, an
-            integer of more than 40 digits, a number that is not finite, more than 64 levels of
+        ValueError: one line: no JSON, text that UTF-8 cannot encode, a repeated key in an object,
+            an integer of more than 40 digits, a number that is not finite, more than 64 levels of
             nesting.
     """
     try:
@@ -119,7 +119,7 @@ def parse_json(text: bytes, *, finite: bool = True) -> Any:
             parse_float=_finite if finite else float,
             parse_constant=_finite if finite else float,
         )
-        if b"\\u" in text:  # half of a surrogate pair is legal in JSON, and cannot be printed
+        if b"\\u" in text:  # a lone surrogate is legal in JSON, but cannot be printed
             json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
         raise ValueError(f"more than {_DEEPEST} levels of nesting") from None
@@ -159,19 +159,19 @@ def _finite(text: str) -> float:
 
 
 def printable(text: str, kept: str = "\n\t") -> str:
-    """Text that may come from anywhere, for a terminal: controls that are not `kept` are spelt."""
+    """Untrusted text, for a terminal: control characters not in `kept` are escaped."""
     plain = {*kept, "\u200c", "\u200d", *(c for c in text if category(c) == "Zs")}  # in words
     return "".join(c if c.isprintable() or c in plain else repr(c)[1:-1] for c in text)
 
 
 def one_line(text: object) -> str:
-    """Text that a file brought along, for an error: printable, at most 400 characters."""
+    """Text from a file, for an error: printable, at most 400 characters."""
     shown = printable(str(text)[:401], kept="")
     return shown if len(shown) <= 400 else f"{shown[:400]} …"
 
 
 def counted(number: object, noun: str, several: str = "") -> str:
-    """A number of things in words: "1 rank", "3 ranks", "2 leaves"; "? ranks" of what is none."""
+    """A count with its noun: "1 rank", "3 ranks", "2 leaves"; "? ranks" if not a number."""
     is_number = isinstance(number, int | float)
     shown = f"{number:,g}" if isinstance(number, float) else f"{number:,}" if is_number else "?"
     return f"{shown} {noun if number == 1 else several or noun + 's'}"
@@ -181,8 +181,7 @@ def counted(number: object, noun: str, several: str = "") -> str:
 
 
 def check_place(option: str, path: Path, *, folder: bool = False) -> None:
-    """Refuse a file, or a `folder`, that may not be written or made, long before there is something
-    to write."""
+    """Refuse a file, or a `folder`, that cannot be written or created, long before the write."""
     there = path
     while not there.exists() and there != there.parent:
         there = there.parent
@@ -193,17 +192,17 @@ def check_place(option: str, path: Path, *, folder: bool = False) -> None:
 
 
 def json_text(document: Mapping[str, Any]) -> str:
-    """Indented JSON with a line's end, in which a list of numbers takes one line."""
+    """Indented JSON with a final newline; a list of numbers takes one line."""
     text = json.dumps(document, indent=1, allow_nan=False)
     return re.sub(r"\[[-\d.eE,\s+]+\]", lambda found: " ".join(found[0].split()), text) + "\n"
 
 
 def write_text(path: Path, text: str) -> None:
-    """Put `text` into the file `path` in one step: a reader sees the old one or all of this one.
-    A folder that is missing is made.
+    """Write `text` to the file `path` atomically: a reader sees all of the old text or all of the
+    new. A missing folder is created.
 
-    What cannot be replaced is written into: whatever a link names, a pipe, /dev/stdout, a file in a
-    folder that may not be written.
+    Targets that cannot be replaced are written in place: the target of a link, a pipe, /dev/stdout,
+    a file in a read-only folder.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     replaceable = not path.is_symlink() and (path.is_file() or not path.exists())
@@ -214,7 +213,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_result(path: Path, text: str, cure: str = "") -> None:
-    """As `write_text`, for what a user asked for: RunError where it fails."""
+    """Like `write_text`, for output that a user requested: RunError if it fails."""
     try:
         write_text(path, text)
     except OSError as error:
@@ -222,10 +221,10 @@ def write_result(path: Path, text: str, cure: str = "") -> None:
 
 
 def replace_text(path: Path, text: str, *, mode: int = 0o666, durable: bool = True) -> None:
-    """Make `text` the file `path` in one step; a link of that name is replaced, not followed.
+    """Make `text` the file `path` atomically; a link of that name is replaced, not followed.
 
-    It is a new file, written beside the old one under a name that cannot be foreseen, with `mode`
-    less the process's umask; `durable`: on the disk, too, when this returns.
+    Writes a new file in the same folder under an unpredictable name, with `mode` less the process's
+    umask. With `durable` it is also on the disk when this returns.
     """
     temporary = path.with_name(f".tmp-{path.name}-{secrets.token_hex(8)}")
     file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
@@ -241,16 +240,16 @@ def replace_text(path: Path, text: str, *, mode: int = 0o666, durable: bool = Tr
 
 
 def append_private(path: Path) -> TextIO:
-    """Open a regular file to append to; a new one is its user's alone, and no link is followed."""
+    """Open a regular file to append to; a new one is private, and no link is followed."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     return os.fdopen(_regular(path, flags), "a", encoding="utf-8")
 
 
 def lock(file: IO[Any]) -> bool:
-    """Lock a file, shared if it is only read; False where another process holds it. True, too, on
-    file systems without locks.
+    """Lock a file, shared if it is open for reading only; False if another process holds it. Also
+    True on file systems without locks.
 
-    POSIX's lock: children do not inherit it, network file systems pass it on to others. It ends
+    POSIX's lock: children do not inherit it, network file systems share it between hosts. It ends
     with this process, or when it closes the file by any descriptor.
     """
     try:
@@ -260,19 +259,19 @@ def lock(file: IO[Any]) -> bool:
     return True
 
 
-# -- a cache: what was measured, one JSON file for each kind of run and machine -------------------
+# -- a cache: measurements, one JSON file for each kind of run and machine ------------------------
 
 
 def cache_entry(folder: Path, key: str) -> Path:
-    """The file in `folder` for what `key` describes."""
+    """The file in `folder` for `key`."""
     return folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 
 def read_entry(path: Path, build: Callable[[Any], T]) -> T | None:
-    """The value that a cache keeps in `path`, built by `build` from its JSON; None without one.
+    """The cached value in `path`, built by `build` from its JSON; None without one.
 
-    The policy of all caches: an entry that cannot be read, or that `build` refuses (ValueError,
-    KeyError, TypeError …), counts as none. A warning names it; the next measurement replaces it.
+    Policy of all caches: an entry that cannot be read, or that `build` refuses (ValueError,
+    KeyError, TypeError …), counts as missing. A warning names it; the next measurement replaces it.
     """
     try:
         return build(read_json(path))
@@ -288,7 +287,7 @@ def read_entry(path: Path, build: Callable[[Any], T]) -> T | None:
 
 
 def write_entry(path: Path, document: Mapping[str, Any]) -> Path:
-    """Keep `document` in a cache's file `path`, which is returned; RunError if that fails."""
+    """Write `document` to a cache's file `path`; returns `path`. RunError if that fails."""
     write_result(path, json_text(document), "; GRADSYNC_CACHE can name another cache")
     return path
 
@@ -297,17 +296,17 @@ def write_entry(path: Path, document: Mapping[str, Any]) -> Path:
 
 
 class Filesystem:
-    """The operations of a save, one by one; tests hand in one that records, fails or dies."""
+    """The operations of a save, one by one; tests pass one that records, fails or dies."""
 
     dir_mode = 0o700
-    """Mode of new directories, which are their user's alone. The umask takes bits away."""
+    """Mode of new directories: private to their user. The umask removes bits."""
 
     def make_dir(self, path: Path) -> None:
         """Make one directory whose parent exists."""
         path.mkdir(mode=self.dir_mode)
 
     def create(self, path: Path) -> io.FileIO:
-        """Open a new file for writing, for its user alone, without a buffer of ours."""
+        """Open a new private file for writing, unbuffered."""
         return io.FileIO(path, "x", opener=lambda name, flags: os.open(name, flags, PRIVATE))
 
     def write(self, file: io.FileIO, data: memoryview) -> int:
@@ -327,7 +326,7 @@ class Filesystem:
             os.close(descriptor)
 
     def rename(self, source: Path, target: Path) -> None:
-        """Give a directory another name, in one step."""
+        """Rename a directory atomically."""
         source.rename(target)
 
     def remove(self, path: Path) -> None:
@@ -339,7 +338,7 @@ class Filesystem:
 
 
 def remove_tree(fs: Filesystem, path: Path) -> None:
-    """Remove a directory with all it holds, children first."""
+    """Remove a directory and its contents, children first."""
     if path.is_dir() and not path.is_symlink():
         for child in sorted(path.iterdir()):
             remove_tree(fs, child)
@@ -367,12 +366,12 @@ class FileRecord:
 
 
 class StagedDirectory:
-    """A directory under a temporary name until `commit`; without one, it is removed on leaving.
+    """A directory under a temporary name until `commit`; removed at exit without a commit.
 
     Args:
         fs: the operations.
-        parent: where it will appear; must exist.
-        name: the name it is meant for, part of the temporary one.
+        parent: the directory in which it will appear; must exist.
+        name: its intended name, part of the temporary one.
     """
 
     def __init__(self, fs: Filesystem, parent: Path, name: str) -> None:
@@ -397,7 +396,7 @@ class StagedDirectory:
     ) -> None:
         try:
             if self.path.exists():
-                with suppress(OSError):  # the error that brought us here is the one to tell
+                with suppress(OSError):  # the error that led here is the one to report
                     remove_tree(self._fs, self.path)
         finally:
             if self._lock is not None:
@@ -421,9 +420,9 @@ class StagedDirectory:
         self._fs.sync_dir(self.path)
 
     def commit(self, target: Path, *, replace: bool = False) -> None:
-        """Give the sealed directory the name `target` and wait until that is on the device.
+        """Rename the sealed directory to `target` and wait until that is on the device.
 
-        With `replace` a directory of that name is removed; it comes back where the commit fails.
+        With `replace` a directory of that name is removed; it is restored if the commit fails.
         """
         old = _temporary(target) if replace and target.exists() else None
         if old is not None:
@@ -463,7 +462,7 @@ def _writer_is_dead(path: Path) -> bool:
 
 
 def discard(fs: Filesystem, path: Path) -> None:
-    """Remove a directory whose name means something: the name goes first, then the rest."""
+    """Remove a directory with a meaningful name: rename it first, then remove it."""
     removed = _temporary(path)
     fs.rename(path, removed)
     remove_tree(fs, removed)

@@ -1,7 +1,7 @@
-"""Every private name of torch that gradsync touches: here and nowhere else (tools/check_safety.py).
+"""Every private name of torch that gradsync uses: here and nowhere else (tools/check_safety.py).
 
-Names without an underscore that torch changed between the releases we support (2.11 to 2.15) are
-here too. tests/unit/core/test_torch_private.py has a canary for each.
+It also has public names that torch changed between the releases we support (2.11 to 2.15).
+tests/unit/core/test_torch_private.py has a canary for each.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from torch.optim.optimizer import (
 )
 
 NEWEST_TESTED = "2.15"
-"""Newest release of torch with which the whole suite was run, see docs/what-works.md."""
+"""Newest release of torch that passed the whole suite, see docs/what-works.md."""
 
 
 def untested_release() -> str:
-    """A warning, where this torch is newer than `NEWEST_TESTED`; else ""."""
+    """A warning if this torch is newer than `NEWEST_TESTED`, else ""."""
     here, tested = ([int(n) for n in v.split(".")[:2]] for v in (torch.__version__, NEWEST_TESTED))
     if here <= tested:
         return ""
@@ -55,7 +55,7 @@ foreach_sub = torch._foreach_sub
 foreach_zero_ = torch._foreach_zero_
 
 version: Callable[[Tensor], int] = attrgetter("_version")
-"""How often a tensor was written in place, as autograd counts."""
+"""Autograd's count of in-place writes to a tensor."""
 
 storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
 """Number of tensors, arrays and `UntypedStorage` objects that share a storage, by its address."""
@@ -66,25 +66,25 @@ uses: Callable[[Tensor], int] = methodcaller("_use_count")
 """1, and one more for each graph that keeps the tensor for its backward, and each view of it."""
 
 in_transform = torch._C._functorch.maybe_current_level
-"""Level of the `torch.func` transform (`grad`, `vmap` …) that runs now; None without one."""
+"""Level of the running `torch.func` transform (`grad`, `vmap` …); None without one."""
 
 
 viewed: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
-"""The tensor that a view keeps; None of what is none."""
+"""The base tensor of a view; None if it is not a view."""
 
 PROFILE_ALL_THREADS: Callable[[], Any] = partial(
     torch._C._profiler._ExperimentalConfig, profile_all_threads=True
 )
-"""A configuration by which torch's profiler sees threads beside the one that starts it."""
+"""A configuration that makes torch's profiler record other threads than the one that starts it."""
 
 # -- autograd -------------------------------------------------------------------------------------
 
 current_graph_task = torch._C._current_graph_task_id
-"""Number of the backward that runs now, -1 without one; inner ones have higher numbers."""
+"""Number of the running backward, -1 without one; nested ones have higher numbers."""
 
 
 def at_the_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call `callback` once the backward that runs now has finished; only inside of a hook."""
+    """Call `callback` once the running backward has finished; only valid in a hook."""
     Variable._execution_engine.queue_callback(callback)  # pyrefly: ignore
 
 
@@ -103,7 +103,7 @@ WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoin
 
 
 def check_input(layer: BatchNorm, inputs: Tensor) -> None:
-    """Raise as the layer's own forward does for `inputs` of another number of dimensions."""
+    """Raise like the layer's own forward if `inputs` has the wrong number of dimensions."""
     layer._check_input_dim(inputs)
 
 
@@ -125,15 +125,15 @@ optimizer_post_hooks: dict[int, Callable[..., Any]] = _global_optimizer_post_hoo
 
 
 def end_workers(batches: object) -> None:
-    """End the worker processes of a `DataLoader`'s iterator, if it has any: after an error the
-    traceback holds a reference, without which they would end by themselves."""
+    """End the worker processes of a `DataLoader`'s iterator, if any. After an error the traceback's
+    reference would keep them alive."""
     shut_down = getattr(batches, "_shutdown_workers", None)
     if shut_down is not None:
         shut_down()
 
 
 def killed_workers(batches: object) -> list[tuple[int, int]]:
-    """Process and signal of the workers that one has killed; waits a moment for one that ends."""
+    """Process and signal of each worker that a signal killed; waits a moment for an ending one."""
     workers = getattr(batches, "_workers", ())
     if workers:
         wait([worker.sentinel for worker in workers], timeout=1.0)
@@ -151,13 +151,13 @@ def ddp_without_buffer_sync() -> dict[str, Any]:
 
 
 def regroup_ddp_buckets(ddp: DistributedDataParallel) -> None:
-    """Do what DDP's forward does after the first synchronised backward."""
+    """Regroup buckets as DDP's forward does after the first synchronised backward."""
     if ddp.reducer._rebuild_buckets():
         ddp._has_rebuilt_buckets = True
 
 
 def active_ddp() -> DistributedDataParallel | None:
-    """The DDP whose forward runs now."""
+    """The DDP whose forward is running."""
     return DistributedDataParallel._active_ddp_module
 
 
@@ -165,8 +165,8 @@ def active_ddp() -> DistributedDataParallel | None:
 
 
 def reduce_unused_params(unit: Any) -> None:
-    """Let a module that `fully_shard` has sharded send zeros for parameters that its forward used
-    and that got no gradient: torch 2.13 has a switch for it."""
+    """Make a module sharded by `fully_shard` send zeros for parameters that its forward used and
+    that got no gradient: torch 2.13 has a switch for it."""
     if (switch := getattr(unit, "set_reduce_scatter_unused_params", None)) is not None:
         return switch(True, recurse=False)
     if (params := unit._get_fsdp_state()._fsdp_param_group) is None:
@@ -200,33 +200,33 @@ def backend_of(group: Any, device: torch.device | str) -> Any:
 
 
 def timeout_of(group: Any, device: torch.device | str = "cpu") -> timedelta:
-    """Longest that a collective of `device` may take; `group` may be a backend too."""
+    """Timeout of a collective of `device`; `group` may also be a backend."""
     backend = group if hasattr(group, "options") else backend_of(group, device)
     return backend.options._timeout
 
 
 def set_timeout(group: Any, device: torch.device | str, timeout: timedelta) -> None:
-    """Let collectives of `device` that begin from now on take as long as `timeout`."""
+    """Set the timeout of collectives of `device` that begin from now on."""
     backend_of(group, device)._set_default_timeout(timeout)
 
 
 def high_priority(timeout: timedelta) -> Any:
-    """Options of an NCCL group whose kernels go before those of layers."""
+    """Options of an NCCL group whose kernels run before those of layers."""
     options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout
     return options
 
 
 num_issued = methodcaller("_get_sequence_number_for_group")
-"""Operations that this process has given to a group."""
+"""Number of operations that this process has issued to a group."""
 
 abort_process_groups = dist.distributed_c10d._abort_process_group
-"""End NCCL's groups, whatever is under way: destroying them waits for it, maybe for ever."""
+"""Abort NCCL's groups with pending operations: destroying them waits for those, maybe forever."""
 
 
 def flight_record() -> str:
-    """Entries of torch's flight recorder on this process's collectives, as JSON; "" where it holds
-    nothing, or is off (TORCH_FR_BUFFER_SIZE)."""
+    """Entries of torch's flight recorder on this process's collectives, as JSON; "" if it is empty
+    or off (TORCH_FR_BUFFER_SIZE)."""
     dump: Callable[[], bytes] = attrgetter("_dump_fr_trace_json")(torch._C._distributed_c10d)
     record = dump().decode(errors="replace")
     return record if '"entries"' in record else ""
@@ -248,15 +248,15 @@ def reduce_scatter_flat(group: Any, output: Tensor, tensor: Tensor, options: Any
 
 
 def coalesced(group: Any, device: torch.device, post: Callable[[], object]) -> Any:
-    """The operations that `post` issues, as one; only backends that support it."""
+    """Coalesce the operations that `post` issues; only for backends that support it."""
     group._start_coalescing(device)
     post()
     return group._end_coalescing(device)
 
 
 def mesh_of(group: Any, device: torch.device, owner: object) -> DeviceMesh:
-    """The ranks of `group` as a mesh of one dimension, for as long as `owner` lives: torch's caches
-    of meshes live for ever, and would keep the group and its sockets."""
+    """The ranks of `group` as a one-dimensional mesh, while `owner` lives: torch's caches keep
+    meshes forever, and with them the group and its sockets."""
     mesh = DeviceMesh.from_group(group, device.type)
     weakref.finalize(owner, getattr(mesh, "_pg_registry", {}).clear)
     return mesh
@@ -266,8 +266,8 @@ def mesh_of(group: Any, device: torch.device, owner: object) -> DeviceMesh:
 
 
 def renew_received(info: Any, device: torch.device) -> None:
-    """Give a pipeline stage a fresh buffer for what it receives there; the model's own inputs have
-    none. Torch 2.11 says a buffer's shape by the first one only, and 2.15 gives a fresh one."""
+    """Give a pipeline stage a fresh receive buffer; the model's own inputs have none. Torch 2.11
+    sets a buffer's shape by the first one only, and 2.15 allocates a fresh one."""
     if hasattr(info, "allocate_buffer"):
         return
     if not getattr(info, "is_root_arg", not hasattr(info, "source")):
@@ -281,7 +281,7 @@ def renew_received(info: Any, device: torch.device) -> None:
 
 
 def drop_received(info: Any) -> None:
-    """Let go of a buffer, in whose place torch 2.11 needs a tensor."""
+    """Release a receive buffer; torch 2.11 needs a tensor in its place."""
     info.buffer = None if hasattr(info, "is_root_arg") else torch.empty(0)
 
 
@@ -295,7 +295,7 @@ def rank_processes(agent: Any) -> list[Any]:
 
 
 def close_streams(process: Any) -> None:
-    """Close a rank's log files; torch forgets those of ranks that did well."""
+    """Close a rank's log files; torch does not close those of successful ranks."""
     for stream in (process._stdout, process._stderr):
         if stream is not None:
             stream.close()
@@ -307,7 +307,7 @@ def end_ranks(agent: Any, number: int) -> None:
 
 
 def forbid_restarts(agent: Any) -> None:
-    """Let the agent restart no rank that ends from now on."""
+    """Make the agent restart no rank from now on."""
     agent._remaining_restarts = 0
 
 
@@ -315,7 +315,7 @@ def forbid_restarts(agent: Any) -> None:
 
 
 def _skip(method: Any) -> bool:
-    """Mark it where this torch has marks; whether that is done."""
+    """Mark `method` if this torch has marks; returns whether it did."""
     if not run_uncompiled(method):
         return False
     method._torchdynamo_disable = True  # a graph that calls it ends there
@@ -323,8 +323,8 @@ def _skip(method: Any) -> bool:
 
 
 def run_uncompiled(function: Any) -> bool:
-    """Let the compiler look neither at it nor at what it calls, where it is not called inside of a
-    graph already; whether this torch can."""
+    """Make the compiler skip `function` and its callees, unless a graph already calls it; returns
+    whether this torch supports that."""
     frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
     action = getattr(frames, "_FrameAction", None)
     if action is not None:
@@ -334,7 +334,7 @@ def run_uncompiled(function: Any) -> bool:
 
 
 def run_when_traced(function: Any) -> None:
-    """Let the compiler call it once, while it traces a call of it; the graph does not."""
+    """Make the compiler call `function` once, while tracing; the graph does not call it."""
     function._dynamo_marked_constant = True
 
 
@@ -343,7 +343,7 @@ _DISABLED = "__dynamo_disable"
 
 
 FRAMES = f"{_COMPILER}.convert_frame"
-"""The module that counts in FRAME_COUNTER what was compiled, once it is loaded."""
+"""The module whose FRAME_COUNTER counts compiled frames, once it is loaded."""
 
 _NAMES_OF_STEP = {
     *(_COMPILER, "_dynamo", "graph_break", "is_grad_enabled", "set_grad_enabled", "defaults"),
@@ -352,11 +352,11 @@ _NAMES_OF_STEP = {
 
 
 def leave_compiler_unloaded() -> None:
-    """Let torch's optimizers work without the compiler until something else imports it.
+    """Make torch's optimizers work without the compiler until something else imports it.
 
-    Torch wraps their methods to keep them out of compiled graphs, and to that end imports the
-    compiler for the first optimizer: a second and 800 modules in every process. Before the import
-    there are no graphs. Does nothing where this torch wraps them in another way.
+    Torch wraps their methods to keep them out of compiled graphs, and for that imports the compiler
+    for the first optimizer: a second and 800 modules in every process. Before the import there are
+    no graphs. Does nothing if this torch wraps them in another way.
     """
     if _COMPILER in sys.modules:
         return
@@ -373,7 +373,7 @@ def leave_compiler_unloaded() -> None:
 
 
 def _call_directly(method: Any) -> None:
-    """Put ours where torch's wrapper `method` caches the function that it makes by the compiler."""
+    """Put our function where torch's wrapper `method` caches the one made by the compiler."""
     function = method.__wrapped__
 
     def direct(*given: Any, **named: Any) -> Any:

@@ -1,5 +1,5 @@
-"""The batch arithmetic: how many leaves a step has, which rank owns which, and which positions of
-the stream they cover. Exact, never floored; no torch."""
+"""Batch arithmetic: the leaves of a step, the rank that owns each, and the stream positions that
+they cover. Exact, never floored; no torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def require_at_least(least: int, **values: int | None) -> None:
 def share(num_items: int, rank: int, world_size: int) -> range:
     """The contiguous part of `range(num_items)` that belongs to `rank`.
 
-    Parts of all ranks follow each other without gaps, and their sizes differ by at most one.
+    The ranks' parts follow each other without gaps, and their sizes differ by at most one.
     """
     return range(rank * num_items // world_size, (rank + 1) * num_items // world_size)
 
@@ -44,7 +44,7 @@ class StepSpan(NamedTuple):
     leaves: list[LeafSpan]
     """The leaves of this rank, in order."""
     everyone_has_leaves: bool
-    """True when no rank is without a leaf, which is the same answer on all ranks."""
+    """True when every rank has a leaf; equal on all ranks."""
 
 
 def cut_step(
@@ -52,8 +52,8 @@ def cut_step(
 ) -> StepSpan:
     """Cut positions `start .. stop-1` into leaves of `micro_batch_size` (the last may be shorter).
 
-    The leaves depend on the positions alone; the world size only says who owns which. A rank may
-    have none when there are fewer leaves than ranks.
+    The leaves depend only on the positions; the world size only decides which rank owns which leaf.
+    A rank has none if there are fewer leaves than ranks.
     """
     num_leaves = -(-(stop - start) // micro_batch_size)
     firsts = (
@@ -79,7 +79,7 @@ class BatchPlan:
     world_size: int
     """Ranks that share the leaves."""
     seq_len: int | None = None
-    """Tokens in a sample; None for data that is not counted in tokens."""
+    """Tokens in a sample; None for data without tokens."""
 
     def __post_init__(self) -> None:
         require_at_least(
@@ -111,11 +111,11 @@ class BatchPlan:
         return share(self.num_leaves, rank, self.world_size)
 
     def grad_accum_steps(self, rank: int) -> int:
-        """Forward and backward passes that `rank` makes for one optimizer step."""
+        """Forward and backward passes of `rank` in one optimizer step."""
         return len(self.leaves_of(rank))
 
     def describe(self, sharer: str = "rank") -> str:
-        """Two lines to print at the start: the arithmetic of a step, and each `sharer`'s share."""
+        """Two lines for the start of a run: the arithmetic of a step, and each `sharer`'s share."""
         factors = f"{counted(self.num_leaves, 'leaf', 'leaves')} x "
         factors += counted(self.micro_batch_size, "sample")
         if self.seq_len is None:
@@ -143,7 +143,7 @@ def solve_batch_plan(
     """The plan for a step of `global_batch_size` samples over all ranks, or of `tokens_per_update`
     tokens in samples of `seq_len`.
 
-    ConfigError when the numbers do not fit exactly (the nearest legal values are named), or when
+    ConfigError if the numbers do not divide exactly (it names the nearest legal values), or if
     there are more ranks than leaves.
     """
     if (tokens_per_update is None) == (global_batch_size is None):
@@ -190,7 +190,7 @@ def _nearest(total: int, unit: int, world_size: int) -> str:
 
 
 def _other_micro_batches(total: int, item: int, micro_batch_size: int, world_size: int) -> str:
-    """Micro-batch sizes that would make `total` exact, as the tail of a message; may be empty."""
+    """Micro-batch sizes that would make `total` exact, as the end of a message; may be empty."""
     legal = [] if total % item else _micro_batches(total // item, world_size)
     below = [size for size in legal if size < micro_batch_size][-1:]
     above = [size for size in legal if size > micro_batch_size][:1]
@@ -214,7 +214,7 @@ def _too_many_ranks(plan: BatchPlan) -> str:
 
 
 def _micro_batches(samples: int, world_size: int) -> list[int]:
-    """Sizes that cut `samples` exactly into a leaf or more for each rank."""
+    """Sizes that divide `samples` exactly into at least one leaf per rank."""
     small = [d for d in range(1, int(samples**0.5) + 1) if samples % d == 0]
     divisors = sorted({*small, *(samples // d for d in small)})
     return [size for size in divisors if samples // size >= world_size]

@@ -11,15 +11,15 @@ from pathlib import Path
 from gradsync.errors import DataError
 
 HUGGING_FACE = "hf:"
-"""Begins the name of a data set that the package `datasets` reads."""
+"""Prefix of the name of a data set that the package `datasets` reads."""
 _JSON_LINES = ".jsonl"
 _BLOCK_BYTES = 1 << 22
 _PROBE_BYTES = 1 << 13
 
 
 def is_stream(data: str) -> bool:
-    """Whether `data` names text to be read as it comes: `hf:…`, a `.jsonl` file, a pattern (`*`,
-    `?`, `[`), or a folder that holds `.jsonl` files and no `train.bin`."""
+    """Whether `data` names text to stream: `hf:…`, a `.jsonl` file, a pattern (`*`, `?`, `[`), or a
+    folder that holds `.jsonl` files and no `train.bin`."""
     if data.startswith(HUGGING_FACE) or data.endswith(_JSON_LINES):
         return True
     folder = Path(data)
@@ -29,8 +29,8 @@ def is_stream(data: str) -> bool:
 
 
 def json_lines(data: str) -> list[Path]:
-    """The `.jsonl` files that a file's name, a pattern or a folder stands for, sorted; DataError
-    when there are none, or something else is among them."""
+    """The `.jsonl` files that a file name, a pattern or a folder matches, sorted; DataError if
+    there are none, or if other files match."""
     path = Path(data)
     if path.is_file():
         paths = [path]
@@ -47,15 +47,15 @@ def json_lines(data: str) -> list[Path]:
 
 
 class Documents:
-    """All documents under `paths`, in a fixed order, each as its pieces; may be iterated more than
-    once. Pieces are of a few MiB, so that a large file never lies in memory as a whole.
+    """All documents under `paths`, in a fixed order, each as pieces; may be iterated more than
+    once. Pieces are a few MiB, so that a large file is never in memory as a whole.
 
-    A `.jsonl` file holds one document a line, under `text_key`; any other file is one document.
-    Folders are read with everything below them but `exclude`, sorted by name; hidden and binary
-    files in them are passed over and counted. Texts without a byte are left out.
+    A `.jsonl` file holds one document per line, under `text_key`; any other file is one document.
+    Folders are read recursively except `exclude`, sorted by name; hidden and binary files in them
+    are skipped and counted. Empty texts are left out.
 
-    DataError when a path does not exist or cannot be read, or a file named by itself is binary;
-    while iterating, for a line that is not as it should be (`file:line` is named).
+    DataError if a path does not exist or cannot be read, or if a file in `paths` is binary; while
+    iterating, for an invalid line (it names `file:line`).
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Documents:
     ) -> None:
         self.text_key = text_key
         self.skipped_files = 0
-        """Hidden and binary files found in folders; a hidden folder is one."""
+        """Hidden and binary files found in folders; a hidden folder counts as one."""
         self._exclude = exclude.resolve() if exclude else None
         self.files: list[Path] = []
         for path in map(Path, paths):
@@ -101,7 +101,7 @@ class Documents:
                 if not line.strip():
                     continue
                 try:
-                    row = json.loads(line, parse_int=float)  # only text counts, however long
+                    row = json.loads(line, parse_int=float)  # only text is used
                 except ValueError as error:
                     raise DataError(f"{path}:{number}: no JSON: {error}") from error
                 except RecursionError:
@@ -119,7 +119,7 @@ class Documents:
                         f"{found}; another key is named with --text-key"
                     )
                 if text:
-                    # Half of a surrogate pair is legal in JSON and nowhere else.
+                    # A lone surrogate is legal in JSON and nowhere else.
                     yield [text.encode(errors="replace")]
 
 
@@ -128,7 +128,7 @@ def _unreadable(error: OSError) -> None:
 
 
 def _is_binary(path: Path) -> bool:
-    """A NUL byte near the start, which is how git tells."""
+    """Whether there is a NUL byte near the start, as git checks."""
     try:
         with path.open("rb") as stream:
             return b"\0" in stream.read(_PROBE_BYTES)
@@ -137,7 +137,7 @@ def _is_binary(path: Path) -> bool:
 
 
 def _pieces(path: Path) -> Iterator[bytes]:
-    """The content of a file in order; pieces end at a line end where there is one."""
+    """The content of a file in order; pieces end at a line end if there is one."""
     rest = b""
     with path.open("rb") as stream:
         while block := stream.read(_BLOCK_BYTES):
@@ -150,7 +150,7 @@ def _pieces(path: Path) -> Iterator[bytes]:
 
 
 def _cut_point(block: bytes) -> int:
-    """After the last line end, or else before the last UTF-8 character, which may be cut."""
+    """The place after the last line end, else before the last UTF-8 character, which may be cut."""
     cut = block.rfind(b"\n") + 1
     if cut:
         return cut

@@ -1,4 +1,4 @@
-"""One global batch as one rank sees it, and its micro-batches on their way to the model.
+"""One rank's view of a global batch, and its micro-batches on their way to the model.
 
 [Note: What counts as a target] `leaf.num_targets` is the leaf's share in the mean loss:
 
@@ -10,8 +10,8 @@
     a dict with integer "labels"             each label that is not -100
     everything else                          samples: a tensor, three or more parts, other dicts
 
-Samples are rows of the batch, where a collate function has left some out and its tensors show it.
-Where the loss is over another number of things, say it: `sync.backward(..., weight=...)`.
+Samples are the rows of the batch's tensors if a collate function has dropped some. If the loss
+averages over another count, pass it: `sync.backward(..., weight=...)`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gradsync.errors import DataError
 from gradsync.runtime.seeds import seed_leaf, seed_step, stream_seed
 
 IGNORED_TARGET = -100
-"""Targets with this value count for nothing; torch's `cross_entropy` has the same default."""
+"""Targets with this value are not counted; torch's `cross_entropy` has the same default."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,22 +41,22 @@ class Leaf:
     batch: Any
     """Output of the collate function for the samples."""
     num_samples: int
-    """Samples in this leaf: the rows that the collate function kept, where tensors show it."""
+    """Samples in this leaf: the rows that the collate function kept, if the tensors show it."""
     num_targets: int
     """Weight of this leaf in the mean loss: targets other than -100, or samples; see
     [Note: What counts as a target]."""
     is_last: bool
-    """True on a rank's last leaf, but only when every rank has one in this step, so that all ranks
-    synchronise or none does."""
+    """True on a rank's last leaf, if every rank has a leaf in this step. So all ranks synchronise,
+    or none does."""
     order: str = ""
-    """The order of samples that it is part of, in words: ranks whose leaves come from others would
-    share a batch of none. `sync.step` compares it; "" is not compared."""
+    """Describes the order of samples: ranks with different orders would not share one batch.
+    `sync.step` compares it; "" is not compared."""
     num_leaves: int = 0
-    """Leaves of the step over all ranks, which `sync.step` looks for where `order` is known."""
+    """Leaves of the step over all ranks; `sync.step` expects them if `order` is known."""
     key: tuple[int, int, int] | None = field(default=None, repr=False, compare=False)
-    """Seeds its random numbers, see [Note: Keyed streams]; None where it does not."""
+    """Seeds its random numbers, see [Note: Keyed streams]; None seeds nothing."""
     is_passed: bool = field(default=False, repr=False, compare=False)
-    """Whether more of the step was asked for, so that something else was seeded."""
+    """Whether iteration has passed this leaf, so that something else was seeded."""
     is_read: bool = field(default=False, repr=False, compare=False)
     """Whether its batch was read since its last backward."""
 
@@ -68,8 +68,8 @@ class Leaf:
         return object.__getattribute__(self, name)
 
     def backward_ended(self) -> None:
-        """Let the next time that its batch is read, as in a second pass over `list(step)`, begin
-        with random numbers of its own."""
+        """Make the next read of its batch, as in a second pass over `list(step)`, start with fresh
+        random numbers."""
         if self.key is not None:
             seed, step, index = self.key
             object.__setattr__(self, "key", (stream_seed(seed, "again"), step, index))
@@ -84,7 +84,7 @@ class Leaf:
 
     @property
     def targets(self) -> Any:
-        """Second part of a tuple or list; DataError where there is none."""
+        """Second part of a tuple or list; DataError if it has none."""
         if _has_parts(self.batch) and len(self.batch) > 1:
             return self.batch[1]
         raise DataError(f"leaf.targets: {_described(self.batch)}")
@@ -93,8 +93,8 @@ class Leaf:
 class Step:
     """One optimizer step's data; iterating gives this rank's leaves in order, once.
 
-    Leaves are read as they are asked for. `len(step)` is this rank's number of leaves, which is 0
-    for some ranks when the step has fewer leaves than there are ranks.
+    Leaves are read on request. `len(step)` is this rank's number of leaves, which is 0 for some
+    ranks if the step has fewer leaves than ranks.
     """
 
     def __init__(
@@ -135,28 +135,28 @@ class Step:
             object.__setattr__(leaf, "is_passed", True)
         if self._seed is not None:
             seed_step(self._seed, self.number, "behind")
-        if given < len(self):  # sums without order would hide that
+        if given < len(self):  # unordered sums would hide that
             raise DataError(
                 f"step {self.number + 1} brought {given} of its {len(self)} leaves on this rank: "
                 "no rank may take this for the global batch"
             )
 
     def drain(self) -> None:
-        """Read what is left of the step, so that the next one starts in the right place."""
+        """Read the rest of the step, so that the next one starts in the right place."""
         self._taken = True
         for _ in self._leaves:
             pass
 
 
 def _has_parts(batch: Any) -> bool:
-    """Whether it is (inputs, targets, ...): a list of texts or numbers is a batch of them."""
+    """Whether it is (inputs, targets, ...); a list of texts or numbers is itself a batch."""
     if not isinstance(batch, (tuple, list)):
         return False
     return any(not isinstance(part, (str, bytes, int, float)) for part in batch)
 
 
 def _described(batch: Any) -> str:
-    """The reason in an error: what the batch is, and what to write."""
+    """The reason for an error: the kind of batch, and what to write instead."""
     if isinstance(batch, Mapping):
         keys = [repr(key) for key in batch] or ["no keys"]
         return (
@@ -190,7 +190,7 @@ def make_leaf(
 ) -> Leaf:
     """A `Leaf` with its rows and targets counted and its tensors on `device`."""
     num_samples = count_rows(batch, num_samples)
-    num_targets = count_targets(batch, num_samples)  # before the move, see there
+    num_targets = count_targets(batch, num_samples)  # before the move, see `count_targets`
     return Leaf(
         index=index,
         step=step,
@@ -205,9 +205,9 @@ def make_leaf(
 
 
 def count_rows(batch: Any, num_samples: int) -> int:
-    """Samples that a collate function has left of `num_samples`: the rows on which the tensors of
-    `batch` agree. More rows are padding, and other batches are not counted: lists of samples, and
-    those whose second dimension is the samples' (`pad_sequence`, `nn.LSTM`)."""
+    """Samples that a collate function has kept of `num_samples`: the number of rows that the
+    tensors of `batch` share. More rows are padding. Other batches are not counted: lists of
+    samples, and batches whose second dimension is the samples' (`pad_sequence`, `nn.LSTM`)."""
     nested = list(batch.values()) if isinstance(batch, Mapping) else batch
     parts = nested if isinstance(nested, list | tuple) else [batch]
     tensors = [part for part in parts if isinstance(part, Tensor) and part.ndim]
@@ -215,15 +215,15 @@ def count_rows(batch: Any, num_samples: int) -> int:
     alike = len({(t.ndim, t.dtype) for t in tensors}) == 1
     is_samples = len(parts) == num_samples > 2 and alike
     time_first = all(t.ndim > 1 and t.shape[1] == num_samples for t in tensors)
-    time_first &= any(t.ndim > 2 for t in tensors)  # [T, B, C]: of [n, 8] nothing is known
+    time_first &= any(t.ndim > 2 for t in tensors)  # [T, B, C]; [n, 8] is ambiguous
     if len(rows) != 1 or is_samples or time_first:
         return num_samples
     return min(num_samples, *rows)
 
 
 def count_targets(batch: Any, num_samples: int) -> int:
-    """Targets, or else samples, see [Note: What counts as a target]. To be called before the batch
-    moves to a GPU, where the count would wait for the device."""
+    """Targets, or else samples, see [Note: What counts as a target]. Call it before the batch moves
+    to a GPU, where the count would wait for the device."""
     targets = None
     if isinstance(batch, Mapping):
         targets = batch.get("labels")
@@ -240,7 +240,7 @@ def count_targets(batch: Any, num_samples: int) -> int:
 
 def move_to(batch: Any, device: torch.device) -> Any:
     """`batch` with every tensor in it on `device`; tuples and lists are rebuilt, mappings become
-    dicts. Copies to a GPU go through page-locked memory and do not wait."""
+    dicts. Copies to a GPU use page-locked memory and are asynchronous."""
     if isinstance(batch, Tensor):
         if device.type == "cuda" and batch.device.type == "cpu" and not batch.is_pinned():
             batch = batch.pin_memory()

@@ -1,4 +1,4 @@
-"""The loaders of map-style data sets: endless global batches, the same for every world size; exact
+"""Loaders of map-style data sets: endless global batches, the same for every world size; exact
 evaluation; `DatasetLoader`."""
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ Collate = Callable[[list[Any]], Any]
 
 WORKER_OPTIONS = ("timeout", "prefetch_factor", "multiprocessing_context", "worker_init_fn")
 WORKER_OPTIONS += ("persistent_workers",)
-"""The options of torch's `DataLoader` that change nothing about what a leaf holds."""
+"""The options of torch's `DataLoader` that do not change the contents of a leaf."""
 
 
 _GLIMPSES = 16
-"""Rows of a tensor or items of a list that are looked at; up to twice as many where they do not
-divide."""
+"""Rows of a tensor or items of a list that are sampled; up to twice as many if the length is not a
+multiple."""
 _DEEPEST = 2
-"""Lists within lists that are looked into."""
+"""Depth of nested lists that are sampled."""
 _OF_DATALOADER = {
     "batch_size": "global_batch_size (over all ranks) and micro_batch_size (of a leaf)",
     **dict.fromkeys(("sampler", "batch_sampler"), "shuffle= and seed=: it deals samples to ranks"),
@@ -51,15 +51,15 @@ _OF_DATALOADER = {
     **dict.fromkeys(("pin_memory", "pin_memory_device"), "batches come on this rank's device"),
     **dict.fromkeys(WORKER_OPTIONS, "worker_options={...}"),
 }
-"""For arguments of torch's `DataLoader` that are others here: what to write."""
+"""For arguments of torch's `DataLoader` that differ here: the replacement."""
 
 
 class _LeafReader(Dataset[Any]):
-    """Reads whole leaves: index it with a leaf's key and indices, get the batch.
+    """Reads whole leaves: indexed with a leaf's key and indices, it returns the batch.
 
     The same object works in this process and in DataLoader workers, so both give the same batch.
-    The key is (seed, step, leaf) for what the data set draws, or None to leave generators alone.
-    A data set may offer `read_batch(indices) -> batch` (as `TokenDataset` does) or torch's
+    The key is (seed, step, leaf) for the data set's random draws; None leaves generators alone. A
+    data set may offer `read_batch(indices) -> batch` (as `TokenDataset` does) or torch's
     `__getitems__(indices) -> list of samples`; else samples are read one by one.
     """
 
@@ -70,7 +70,7 @@ class _LeafReader(Dataset[Any]):
 
     def __getitem__(self, index: tuple[tuple[int, int, int] | None, np.ndarray]) -> Any:
         key, indices = index
-        if key is not None and type(self._dataset) is not TokenDataset:  # that draws nothing
+        if key is not None and type(self._dataset) is not TokenDataset:  # it draws nothing
             seed_read(*key)
         return self.read(indices)
 
@@ -85,42 +85,42 @@ class _LeafReader(Dataset[Any]):
 
 
 class Loader:
-    """Global batches of a map-style data set, of which this rank gets its contiguous leaves.
+    """Global batches of a map-style data set; this rank gets its contiguous leaves of each.
 
-    Iterating gives a `Step` at a time; leaving the loop and iterating again goes on with the next.
-    A step counts as consumed when it is handed out; what workers read ahead does not count.
+    Iterating yields one `Step` at a time; a new loop continues with the next step. A step counts as
+    consumed when it is handed out; batches that workers read ahead do not count.
 
-    Nothing is padded, repeated or left out: within an epoch each sample comes exactly once, and
-    a global batch may cross the end of an epoch. Which samples form step k depends on the seed and
-    the global batch size alone; the world size only says which rank computes them.
+    Nothing is padded, repeated or dropped: within an epoch each sample comes exactly once, and a
+    global batch may cross the end of an epoch. The samples of step k depend only on the seed and
+    the global batch size; the world size only decides which rank computes them.
 
     With `num_epochs` the stream ends after exactly `num_epochs * len(dataset)` samples. Its last
     step and leaf may be shorter; with fewer leaves than ranks, `is_last` is False on all of them.
 
     Args:
         dataset: anything with `__len__` and `__getitem__`.
-        world: who we are.
+        world: this rank's world.
         global_batch_size: samples in a step, over all ranks; a multiple of `micro_batch_size`.
         micro_batch_size: samples in a leaf.
-        seed: names the order, and the random numbers (dropout) of each leaf; None is the seed of
-            `gs.init`.
+        seed: determines the order, and the random numbers (dropout) of each leaf; None uses the
+            seed of `gs.init`.
         num_workers: DataLoader worker processes that read ahead; 0 reads in this process. Workers
-            hold no state, so the order and the exactness of resuming do not depend on it.
+            hold no state, so order and exact resume do not depend on it.
         worker_options: options of torch's `DataLoader` for these workers, such as `timeout`.
-        collate_fn: list of samples to batch; None is torch's `default_collate`.
+        collate_fn: list of samples to batch; None uses torch's `default_collate`.
         num_epochs: passes over the data; None never ends.
         shuffle: False keeps the order of the data set.
         seed_leaves: seed torch's, numpy's and Python's global generators by (seed, step) before and
-            behind a step's leaves and by (seed, step, leaf) at each, so dropout is the leaf's and
-            not the rank's; False leaves them alone.
-        device: where batches go; None is the world's device.
-        others: nothing; names that torch's `DataLoader` takes are answered with ours.
+            after a step's leaves and by (seed, step, leaf) at each leaf, so that dropout depends on
+            the leaf, not the rank. False leaves them alone.
+        device: destination of batches; None uses the world's device.
+        others: no argument; for names of torch's `DataLoader` the error gives ours.
 
     Raises:
-        TypeError: another argument.
-        ConfigError: when the batch arithmetic is not exact, or ranks outnumber leaves; a worker
-            option that is not taken here, or whose value torch does not take.
-        DataError: when the data set is empty or not map-style.
+        TypeError: an unknown argument.
+        ConfigError: the batch arithmetic is not exact, or ranks outnumber leaves; a worker option
+            is not supported here, or torch refuses its value.
+        DataError: the data set is empty or not map-style.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class Loader:
             micro_batch_size=micro_batch_size,
             world_size=world.world_size,
         )
-        """The batch arithmetic; `plan.describe()` says it in words."""
+        """The batch arithmetic; `plan.describe()` prints it."""
         self._reader = _LeafReader(dataset, collate_fn)
         seed = index(world.seed if seed is None else seed)  # of NumPy too
         shuffle = bool(shuffle)
@@ -159,8 +159,8 @@ class Loader:
         self._described = self._content = ""
         group_size = dist.get_world_size() if dist.is_initialized() else 1
         if group_size == world.world_size:
-            # Else ranks may have data of their own. Not `_fingerprint`, of which a Hugging Face
-            # data set may have another one in each process.
+            # Detects ranks with different data. Not `_fingerprint`: a Hugging Face data set may
+            # have a different one in each process.
             own = getattr(dataset, "fingerprint", None) or glimpse_of(dataset)
             self._content = own if isinstance(own, str) else ""
             named = f" ({self._content})" if self._content else ""
@@ -174,7 +174,7 @@ class Loader:
         self._seed = seed if seed_leaves else None
         self._stop = math.inf if num_epochs is None else num_epochs * self._order.num_samples
         self._samples = self._steps = 0
-        self._ended: bool | None = False  # whether an iteration came to the end; None: said
+        self._ended: bool | None = False  # whether an iteration ended; None: reported
         self._batches: Iterator[Any] | None = None  # of the iteration in progress
         try:
             if not isinstance(worker_options, Mapping | None):
@@ -191,7 +191,7 @@ class Loader:
 
     @property
     def epoch(self) -> float:
-        """Epochs consumed: 1.25 is a quarter into the second."""
+        """Epochs consumed: 1.25 is a quarter through the second epoch."""
         return self._samples / self._order.num_samples
 
     def __iter__(self) -> Iterator[Step]:
@@ -203,7 +203,7 @@ class Loader:
                 "nothing, and all passes are one loop, which loader.epoch counts (said once)"
             )
         batches = self._batches = self._open_batches()
-        finalizing = sys.is_finalizing  # then this module's own names may be gone
+        finalizing = sys.is_finalizing  # at exit this module's names may be gone
         try:
             for span, stop in self._spans(self._samples):
                 number = self._steps
@@ -228,7 +228,7 @@ class Loader:
                     seed_after(self._seed, self._steps)
 
     def close(self) -> None:
-        """End the iteration in progress and its worker processes, if there are any."""
+        """End the iteration in progress and its worker processes, if any."""
         batches, self._batches = self._batches, None
         end_workers(batches)
 
@@ -239,8 +239,8 @@ class Loader:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Position of the loader, after the last step that was handed out: the same on all ranks,
-        valid for any world size, `num_workers` and global batch size."""
+        """Position of the loader after the last step handed out: equal on all ranks, valid for any
+        world size, `num_workers` and global batch size."""
         return {
             "samples": self._samples,
             "steps": self._steps,
@@ -252,8 +252,8 @@ class Loader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`, whatever the world size that saved it; an iteration in progress ends.
-        DataError when the state is malformed, or of another data set, seed or order."""
+        """Resume from `state`, saved with any world size; an iteration in progress ends. DataError
+        if the state is malformed, or from another data set, seed or order."""
         known = ("content",) if state.get("content") and self._content else ()
         fixed = ("dataset", *known, "seed", "shuffle")
         check_state(state, self.state_dict(), ("samples", "steps"), fixed)
@@ -261,7 +261,7 @@ class Loader:
         self._samples, self._steps = state["samples"], state["steps"]
 
     def _spans(self, start: int) -> Iterator[tuple[StepSpan, int]]:
-        """The steps from stream position `start` on, each with the position behind it."""
+        """The steps from stream position `start`, each with the position after it."""
         while start < self._stop:
             stop = int(min(start + self.plan.global_batch_size, self._stop))
             span = cut_step(
@@ -288,9 +288,9 @@ class Loader:
         return begin_reading(self._read_ahead(items))
 
     def _read_ahead(self, items: Iterable[Any]) -> DataLoader[Any]:
-        """The batches of `items`, see `_LeafReader`, read by workers, at least one."""
-        # A generator of its own: DataLoader would draw from the global one, and `num_workers`
-        # would change the model's dropout.
+        """The batches of `items`, see `_LeafReader`, read by at least one worker."""
+        # A separate generator: DataLoader would draw from the global one, and `num_workers` would
+        # change the model's dropout.
         generator = torch.Generator()
         generator.manual_seed(derive_key(self._order.seed, self._samples, self._rank) >> 1)
         options = dict(self._worker_options)
@@ -340,8 +340,8 @@ def check_state(
     counters: Sequence[str],
     fixed: Sequence[str],
 ) -> None:
-    """Check a saved state before a loader takes it whose state is `mine`: `counters` must hold
-    numbers of at least 0, what is `fixed` must be equal. A DataError names the key."""
+    """Check a saved state before a loader with state `mine` takes it: `counters` must hold numbers
+    of at least 0, `fixed` keys must be equal. A DataError names the key."""
     for name in fixed:
         if state.get(name) != mine[name]:
             what = {"dataset": "data set", "content": "samples"}.get(name, name)
@@ -388,10 +388,10 @@ def size_of(dataset: Any) -> int:
 
 
 def fingerprint_of(dataset: Any) -> str:
-    """A name for the data set's content, as well as it can be known: class, length, and its own
-    `fingerprint` (else `_fingerprint`, as Hugging Face data sets have), as far as it has them.
+    """A name for the data set's content, as far as known: class, length, and its `fingerprint`
+    attribute (else `_fingerprint`, as Hugging Face data sets have), if present.
 
-    Where neither says enough, or it changes for no reason, assign `dataset.fingerprint`.
+    If that is not enough, or it changes without reason, assign `dataset.fingerprint`.
     """
     parts = [type(dataset).__name__]
     if hasattr(dataset, "__len__"):
@@ -402,12 +402,12 @@ def fingerprint_of(dataset: Any) -> str:
 
 
 def glimpse_of(dataset: Any) -> str:
-    """A hash of some of what a data set holds in memory: the items of a list, a `Subset`'s indices,
-    a tensor or array, and those among its attributes, also of data sets in them. Ranks that made up
-    their own data, each by its seed, or divided it themselves, differ in it.
+    """A hash of a sample of the data in memory: the items of a list, a `Subset`'s indices, a tensor
+    or array, and these among its attributes, also of nested data sets. It differs between ranks
+    that generated their own data by seed, or divided the data themselves.
 
-    "" where nothing is found; no sample is read, which may have effects. Floating-point numbers
-    count to three digits, since hosts may compute them with other last bits.
+    "" if nothing is found. It reads no sample, which could have side effects. Floating-point
+    numbers count to three digits, since the last bits may differ between hosts.
     """
     in_memory = isinstance(dataset, Tensor | np.ndarray | list | tuple)
     found = _glimpses(dataset) if in_memory else _of_attributes(dataset, 0)
@@ -423,7 +423,7 @@ def _of_attributes(dataset: Any, depth: int) -> list[str]:
 
 def _glimpses(value: Any, *, paths: bool = False, depth: int = 0) -> list[str]:
     """Some of the numbers and texts in a tensor, an array, a list or a data set; nothing of other
-    things. With `paths` texts may be such, of which folders may be others on each host."""
+    objects. With `paths`, texts may be paths, whose folders may differ between hosts."""
     if depth and type(value) is dict:
         value = list(value.values())
     if type(value) in (list, tuple, range):
@@ -442,18 +442,18 @@ def _glimpses(value: Any, *, paths: bool = False, depth: int = 0) -> list[str]:
         rows = rows.reshape(len(rows), -1) if rows.ndim else rows.reshape(1, 1)
         places = (number * 7919 % rows.shape[1] for number in range(len(rows)))
         return [f"{row[place].item():.3g}" for row, place in zip(rows, places, strict=True)]
-    except (TypeError, RuntimeError, ArithmeticError):  # of objects, empty, sparse, on no device
+    except (TypeError, RuntimeError, ArithmeticError):  # objects, empty, sparse, on no device
         return []
 
 
 class EvalLeaves:
     """The first `max_samples` samples (or all) in order, each once, without padding, split over the
-    ranks by whole leaves, of which the last may be shorter; may be iterated again.
+    ranks by whole leaves. The last leaf may be shorter. May be iterated again.
 
-    Ranks may have different numbers of leaves, or none: do not communicate inside the loop. Add up
+    Ranks may have different numbers of leaves, or none: do not communicate within the loop. Sum
     (sum, count) after it, and compare the count with `total_samples`.
 
-    `max_samples` are over all ranks.
+    `max_samples` counts over all ranks.
     """
 
     def __init__(
@@ -466,7 +466,7 @@ class EvalLeaves:
         require_at_least(1, micro_batch_size=micro_batch_size, max_samples=max_samples)
         num_samples = size_of(dataset)
         self.total_samples = num_samples if max_samples is None else min(max_samples, num_samples)
-        """Samples over all ranks: what the summed `num_samples` of all leaves must come to."""
+        """Samples over all ranks: the sum of `num_samples` over all leaves."""
         self._span = cut_step(
             0,
             self.total_samples,
@@ -475,7 +475,7 @@ class EvalLeaves:
             world_size=world.world_size,
         )
         self.most = math.ceil(self._span.num_leaves / world.world_size)
-        """Leaves of the rank that has most of them."""
+        """Largest number of leaves of a rank."""
         self.fingerprint = fingerprint_of(dataset)
         self._reader = _LeafReader(dataset, None)
         self._device = world.device
@@ -496,16 +496,15 @@ class EvalLeaves:
 
 
 class DatasetLoader:
-    """Endless (x, y) batches of tokens, for loops that do their own arithmetic: every call of
-    `next_batch` takes the next `batch` samples of this process, and the processes' batches of one
-    call are disjoint.
+    """Endless (x, y) batches of tokens, for loops with their own arithmetic. Each `next_batch`
+    takes the next `batch` samples of this process; the processes' batches of one call are disjoint.
 
     Args:
-        batch: B, samples a process takes at once.
+        batch: B, samples per process and call.
         seq_len: T, tokens in a sample.
         process_rank: this process, 0 .. num_processes-1.
         num_processes: processes that share the data.
-        dataset_dir: a data directory, as `gradsync prepare` writes it.
+        dataset_dir: a data directory from `gradsync prepare`.
         device: where batches go.
         split: "train" or "val".
         seed, seed_leaves: as for `Loader`; a leaf is a process's batch.
@@ -539,7 +538,7 @@ class DatasetLoader:
         self._steps = iter(self._loader)
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, int64, shape [B, T] each; never ends, epochs advance alone."""
+        """Inputs and targets, int64, shape [B, T] each; endless, epochs advance by themselves."""
         (leaf,) = next(self._steps)
         return leaf.inputs, leaf.targets
 
@@ -548,10 +547,10 @@ class DatasetLoader:
             yield self.next_batch()
 
     def state_dict(self) -> dict[str, Any]:
-        """Position in the data; the same on all processes."""
+        """Position in the data; equal on all processes."""
         return self._loader.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`, whatever the number of processes that saved it."""
+        """Resume from `state`, saved with any number of processes."""
         self._loader.load_state_dict(state)
         self._steps = iter(self._loader)

@@ -1,4 +1,4 @@
-"""`meta.json`: what a prepared data directory says about itself."""
+"""`meta.json`: the description of a prepared data directory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gradsync.errors import DataError
 FILE_NAME = "meta.json"
 FORMAT_VERSION = 1
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-"""The token types of a `.bin` file, little-endian whatever the machine."""
+"""The token types of a `.bin` file, little-endian on every machine."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +38,7 @@ class Meta:
     vocab_size: int
     """Number of distinct token ids; every token is below it."""
     tokenizer: str
-    """"byte" or "bpe" (then `tokenizer.json` lies beside)."""
+    """"byte" or "bpe" (with a `tokenizer.json` in the directory)."""
     documents: int
     """Documents read, over all splits."""
     text_bytes: int
@@ -48,13 +48,13 @@ class Meta:
     split_by: str
     """"documents" (whole documents, chosen by content), "tail" (the last tokens) or "none"."""
     unigram_entropy_nats: float
-    """Entropy of the token frequencies over all splits: the loss of a model that knows no more."""
+    """Entropy of the token frequencies over all splits: the loss of a unigram model."""
     skipped_files: int
-    """Hidden files, hidden folders and binary files that were passed over in folders."""
+    """Hidden files, hidden folders and binary files skipped in folders."""
     source: str
     """Origin of the text, in words."""
     files: Mapping[str, FileMeta]
-    """Size and checksum of each file but this one."""
+    """Size and checksum of each other file."""
     format_version: int = FORMAT_VERSION
     """Version of this layout."""
 
@@ -79,7 +79,7 @@ class Meta:
 
     @property
     def tokenizer_identity(self) -> str:
-        """Equal for two data sets only if one's tokens mean the same as the other's."""
+        """Equal for two data sets only if their tokens mean the same."""
         file = self.files.get("tokenizer.json")
         return f"{self.tokenizer} {self.vocab_size} {file.sha256 if file else ''}".strip()
 
@@ -95,8 +95,8 @@ def file_sha256(path: Path) -> str:
 
 
 def read_meta(directory: Path) -> Meta | None:
-    """The directory's `meta.json`, or None when it has none (as nanoGPT's own directories);
-    DataError when it is not a description that this version understands."""
+    """The directory's `meta.json`, or None without one (as in nanoGPT's own directories); DataError
+    if this version cannot read it."""
     path = directory / FILE_NAME
     try:
         raw = read_json(path)

@@ -1,5 +1,5 @@
-"""Which sample stands at which place of the endless stream, a pure function of (seed, epoch,
-position): a pseudo-random permutation of `range(n)` for each epoch, never stored as a list.
+"""The sample at each place of the endless stream, a pure function of (seed, epoch, position): a
+pseudo-random permutation of `range(n)` for each epoch, never stored as a list.
 
 A Feistel network permutes the smallest power of two that holds n (fewer than 2n values). Values
 that land outside are sent through again until they land inside ("cycle-walking"), which keeps the
@@ -24,21 +24,21 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MULTIPLIER_1 = 0xBF58476D1CE4E5B9
 _MULTIPLIER_2 = 0x94D049BB133111EB
 _NUM_ROUNDS = 8
-"""Even, so that the two halves end with the widths they began with."""
+"""Even, so that the two halves end with their initial widths."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleOrder:
     """The stream of dataset indices: epoch after epoch, each with its own permutation.
 
-    Position p belongs to epoch `p // num_samples`. Epochs advance by themselves; there is no
-    `set_epoch` to forget. Raises DataError when there are no samples.
+    Position p belongs to epoch `p // num_samples`. Epochs advance by themselves, without
+    `set_epoch`. Raises DataError without samples.
     """
 
     num_samples: int
     """Samples in the data set."""
     seed: int
-    """Together with the epoch, names the permutation."""
+    """Determines the permutation, together with the epoch."""
     shuffle: bool = True
     """False keeps the order of the data set in every epoch."""
 
@@ -76,7 +76,7 @@ def derive_key(*parts: int) -> int:
 
 def permute(positions: np.ndarray, n: int, key: int) -> np.ndarray:
     """Images of `positions` (integers in 0..n-1, any shape) under the permutation of `range(n)`
-    that the 64-bit `key` names: int64 of the same shape, distinct for distinct positions."""
+    given by the 64-bit `key`: int64 of the same shape, distinct for distinct positions."""
     if n < 1:
         raise ValueError(f"cannot permute {n} items")
     positions = np.asarray(positions, dtype=np.int64)
@@ -96,7 +96,7 @@ def permute(positions: np.ndarray, n: int, key: int) -> np.ndarray:
 def _feistel(values: np.ndarray, num_bits: int, round_keys: Sequence[int]) -> np.ndarray:
     """A keyed permutation of `range(2 ** num_bits)`; the halves may differ by one bit.
 
-    `values` is a 1-D uint64 array: array arithmetic wraps silently, scalars would warn.
+    `values` is a 1-D uint64 array: array arithmetic wraps silently, scalar arithmetic warns.
     """
     left_bits = num_bits // 2
     right_bits = num_bits - left_bits

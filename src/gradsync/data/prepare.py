@@ -1,8 +1,8 @@
-"""Text to token files: `train.bin`, `val.bin` (nanoGPT's layout) and `meta.json`; and the embedded
-corpus, made once from the source code of Python's standard library: real text, on every machine.
+"""Convert text to token files: `train.bin`, `val.bin` (nanoGPT's layout) and `meta.json`; build the
+embedded corpus once from the source code of Python's standard library: real text, everywhere.
 
-Documents are read twice: once to hash them (the split is decided by content), once to write their
-tokens. Memory stays at a few MiB and eight bytes a document.
+Documents are read twice: once to hash them (the content decides the split), once to write their
+tokens. Memory stays at a few MiB and eight bytes per document.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ log = logging.getLogger("gradsync")
 DEFAULT_BPE_VOCAB_SIZE = 4096
 _GROUP_BYTES = 1 << 22
 _PIECE_BYTES = 256
-"""About what a piece takes besides its text; keeps groups of tiny documents small."""
+"""Approximate overhead of a piece, bytes; keeps groups of tiny documents small."""
 _LARGEST_UINT16_VOCAB = 65_535
 _FEWEST_DOCUMENTS = 20
-"""Below this, whole documents are too coarse and the tail of the tokens is held out instead."""
+"""With fewer, whole documents are too coarse: the tail of the tokens is held out instead."""
 _CORPUS_LAYOUT = 1
-"""Raised when the way of preparing changes, so that an older cache is not taken for a newer one."""
+"""Increased when preparation changes, so that an old cache is not used as a new one."""
 _NO_CORPUS = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 )
@@ -59,24 +59,24 @@ def prepare(
 ) -> Meta:
     """Turn files, folders and JSON lines into a data directory that `open_dataset` reads.
 
-    Each document is followed by `<|endoftext|>`. With 20 documents or more whole documents are
-    held out for validation, chosen by content; with fewer, the last tokens are. The directory
-    appears whole or not at all.
+    `<|endoftext|>` follows each document. With 20 documents or more, whole documents are held out
+    for validation, chosen by content; with fewer, the last tokens are. The directory appears whole
+    or not at all.
 
     Args:
         paths: files, folders (read recursively), `.jsonl` files.
-        out: the directory to make.
+        out: the directory to create.
         tokenizer: "byte" (257 tokens), or "bpe", trained on this text.
-        vocab_size: tokens of the bpe vocabulary; None is 4096.
+        vocab_size: size of the bpe vocabulary; None is 4096.
         val_fraction: share to hold out, 0 <= val_fraction < 1; 0 writes no `val.bin`.
         text_key: key of the text in JSON lines.
-        overwrite: replace `out` when it is a data directory.
-        source: where the text comes from, in words, for `meta.json`.
+        overwrite: replace `out` if it is a data directory.
+        source: origin of the text, in words, for `meta.json`.
 
     Raises:
-        ConfigError: for an option that cannot be used, or no path.
-        DataError: for input that is missing, empty or malformed, or an `out` that is in the way.
-        RunError: when reading or writing fails half-way, such as on a full disk.
+        ConfigError: an option is invalid, or there is no path.
+        DataError: the input is missing, empty or malformed, or `out` is taken.
+        RunError: reading or writing fails midway, such as on a full disk.
     """
     if not paths:
         raise ConfigError("name at least one file or folder to prepare")
@@ -95,7 +95,7 @@ def prepare(
             encoder = BpeTokenizer.train(chunks, size)
         target.parent.mkdir(parents=True, exist_ok=True)
         fs = Filesystem()
-        fs.dir_mode = 0o777  # as open to others as the umask lets it be
+        fs.dir_mode = 0o777  # permissions as the umask allows
         with StagedDirectory(fs, target.parent, target.name) as staged:
             written = _write(staged.path, documents, hashes, encoder, val_fraction)
             meta = Meta(
@@ -123,7 +123,7 @@ def prepare(
 
 
 def _check_target(out: Path, *, overwrite: bool) -> None:
-    """Refuse an `out` that holds something, unless it is a data directory and may be replaced."""
+    """Refuse a non-empty `out`, unless it is a data directory and may be replaced."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     if not (out / meta_file.FILE_NAME).is_file():
@@ -178,10 +178,9 @@ def _is_utf8(text: bytes) -> bool:
 def choose_validation(hashes: np.ndarray, val_fraction: float) -> np.ndarray | None:
     """Mark the documents with the smallest content hashes, `val_fraction` of them and at least one.
 
-    The choice does not change with the order of the documents, and equal documents go the same
-    way, so none is both trained on and validated with: those that would be more than asked for stay
-    in training, unless there are no others. None when documents cannot be split (too few, or all
-    the same).
+    The choice does not depend on the order of the documents. Equal documents go the same way, so
+    none is in both splits; copies beyond the requested share stay in training, unless there are no
+    others. None if documents cannot be split (too few, or all the same).
     """
     texts, places, copies = np.unique(hashes, return_inverse=True, return_counts=True)
     if len(hashes) < _FEWEST_DOCUMENTS or len(texts) < 2:
@@ -205,7 +204,7 @@ def _write(
     tokenizer: Tokenizer,
     val_fraction: float,
 ) -> dict[str, Any]:
-    """Write all files but `meta.json`, and return what it says about them."""
+    """Write all files but `meta.json`, and return its contents about them."""
     dtype = "uint16" if tokenizer.vocab_size <= _LARGEST_UINT16_VOCAB else "uint32"
     held_out = choose_validation(hashes, val_fraction) if val_fraction else None
     split_by = "none" if not val_fraction else "tail" if held_out is None else "documents"
@@ -258,8 +257,8 @@ def entropy_nats(counts: np.ndarray) -> float:
 def _groups(
     documents: Documents, held_out: np.ndarray
 ) -> Iterator[list[tuple[bytes | None, bool]]]:
-    """Parts of documents in order, each with whether it is held out; None stands for the end of a
-    document. A few MiB at a time, so that a tokenizer may use all cores."""
+    """Parts of documents in order, each with whether it is held out; None marks the end of a
+    document. Yields a few MiB at a time, so that a tokenizer can use all cores."""
     group: list[tuple[bytes | None, bool]] = []
     num_bytes = 0
     for document, is_held_out in itertools.zip_longest(documents, held_out):
@@ -289,9 +288,9 @@ def _move_tail(train: Path, val: Path, fraction: float, itemsize: int) -> None:
 def default_corpus() -> Path:
     """The data directory of the embedded corpus; prepared on the first call, then kept.
 
-    Several processes may call this at once: each prepares into a folder of its own, the first
-    one's is kept, and all of them return it. DataError when Python's sources are not on this
-    machine, RunError when the cache cannot be written.
+    Several processes may call this at once: each prepares in a separate folder, the first one's is
+    kept, and all of them return it. DataError if Python's sources are not on this machine, RunError
+    if the cache cannot be written.
     """
     folder = Path(sysconfig.get_path("stdlib"))
     files = _sources(folder)
@@ -308,7 +307,7 @@ def default_corpus() -> Path:
         try:
             prepare(files, out, source=f"standard library of Python {version}")
         except DataError:
-            if read_meta(out) is None:  # else another process was faster, and its work is ours
+            if read_meta(out) is None:  # else another process was faster: use its folder
                 raise
         except RunError as error:
             raise RunError(f"{error}; GRADSYNC_CACHE can name another cache") from error

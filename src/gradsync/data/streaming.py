@@ -1,4 +1,4 @@
-"""Global batches of a data set that can only be read in order, the same for every world size."""
+"""Global batches of a data set that is only readable in order, the same for every world size."""
 
 from __future__ import annotations
 
@@ -29,35 +29,35 @@ from gradsync.runtime.seeds import seed_after, seed_read
 from gradsync.world import World
 
 Place = Mapping[str, Any]
-"""A place between two samples of a stream, the same on every rank: steps and samples before it,
-passes that are complete, samples taken of the one in progress, a digest of all samples before it,
-and the data set's own state there (None where it has none that can be used)."""
+"""A place between two samples of a stream, equal on every rank: steps and samples before it,
+complete passes, samples taken of the current pass, a digest of all samples before it, and the data
+set's own state there (None if it has no usable one)."""
 _START: Place = dict(steps=0, samples=0, epoch=0, taken=0, digest="", source=None)  # noqa: C408
 _COMPARED = 8
-"""Steps that are read again, and compared, where a data set goes on from its own state."""
+"""Steps that are read again and compared when a data set resumes from its own state."""
 
 
 class StreamLoader:
     """Global batches of an iterable data set, such as a Hugging Face `IterableDataset`.
 
-    Iterating gives a `Step` at a time; leaving the loop and iterating again goes on with the next.
-    Steps and leaves are those of `loader`, keyed by position in the stream: any number of ranks
-    takes the same samples in the same leaves. The order of samples is the data set's own.
+    Iterating yields one `Step` at a time; a new loop continues with the next step. Steps and leaves
+    are those of `loader`, keyed by position in the stream: any number of ranks takes the same
+    samples in the same leaves. The data set determines the order of samples.
 
-    Every rank reads the whole stream and keeps its own leaves: that costs reading, decoding and a
-    digest of every sample on every rank, and a small message a step that compares the digests.
+    Every rank reads the whole stream and keeps its own leaves. That costs reading, decoding and a
+    digest of every sample on every rank, and a small message per step that compares the digests.
 
     Args:
-        dataset: any iterable; `set_epoch(n)` is called before pass n where it has that.
-        world: who we are.
+        dataset: any iterable; `set_epoch(n)` is called before pass n if it exists.
+        world: this rank's world.
         micro_batch_size: samples in a leaf.
         global_batch_size: samples in a step, over all ranks; a multiple of `micro_batch_size`.
         comm: carries the comparison; None takes the world's own.
         num_epochs: passes over the data; None never ends.
         collate_fn, device: as in `loader`.
         seed, seed_leaves: as in `loader`.
-        compare: refuse ranks that read different samples, and a resume that finds others than
-            before; False, for samples that are random on purpose, looks at their number alone.
+        compare: refuse ranks that read different samples, and a resume that finds different ones.
+            False, for deliberately random samples, compares only their number.
 
     Raises:
         ConfigError: inexact batch arithmetic; a data set split for ranks, or readable only once.
@@ -86,13 +86,13 @@ class StreamLoader:
             micro_batch_size=micro_batch_size,
             world_size=world.world_size,
         )
-        """The batch arithmetic; `plan.describe()` says it in words."""
+        """The batch arithmetic; `plan.describe()` prints it."""
         self.remedy = (
             "give all ranks, and a run that goes on, the same data in the same order (a shuffle "
             "needs a seed, files must be equal, nothing may be split by rank; compare=False if "
             "samples are random on purpose)"
         )
-        """Advice about samples that are not the same, for errors."""
+        """Advice for errors about samples that differ."""
         self._source = _Source(dataset, num_epochs, compare=compare)
         self._rank = world.rank
         self._comm = comm or communicator(world)
@@ -107,12 +107,12 @@ class StreamLoader:
             "micro_batch_size": micro_batch_size,
         }
         self._seed = self._state["seed"] if seed_leaves else None
-        self._first = _START  # where the first step of this pass began
-        self._recent: deque[Place] = deque(maxlen=_COMPARED)  # where the last ones did
-        self._is_lost = False  # whether the data set may stand elsewhere, as after an error
+        self._first = _START  # start of the first step of this pass
+        self._recent: deque[Place] = deque(maxlen=_COMPARED)  # starts of the last steps
+        self._is_lost = False  # whether the data set's position is unknown, as after an error
 
     def __iter__(self) -> Iterator[Step]:
-        finalizing = sys.is_finalizing  # then this module's own names may be gone
+        finalizing = sys.is_finalizing  # at exit this module's names may be gone
         try:
             while (step := self._next_step()) is not None:
                 yield step
@@ -121,25 +121,23 @@ class StreamLoader:
                 seed_after(self._seed, self._state["steps"])
 
     def close(self) -> None:
-        """Close what the data set has opened."""
+        """Close the data set's resources."""
         self._source.close()
         self._is_lost = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Position of the loader, after the last step that was handed out: the same on all ranks,
-        valid for any world size. Loading it reads samples again, to see that the stream is still
-        the same."""
+        """Position of the loader after the last step handed out: equal on all ranks, valid for any
+        world size. Loading it reads samples again, to check that the stream is unchanged."""
         recent = self._recent[0] if self._recent else _START
         return deepcopy(self._state | {"recent": recent, "first": self._first})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`, whatever the world size that saved it.
+        """Resume from `state`, saved with any world size.
 
-        A data set with a state of its own continues from that, where the last steps are found the
-        same; if passes follow, it needs `set_epoch` too. Any other one is read from the beginning
-        of the pass, or, without `set_epoch`, of the stream, and all of it is compared. DataError
-        when the state is malformed, of another data set or seed, or when the stream has other
-        samples than it had.
+        A data set with its own state continues from it if the last steps are unchanged; if passes
+        follow, it needs `set_epoch` too. Any other data set is read from the start of the pass, or,
+        without `set_epoch`, of the stream, and all of it is compared. DataError if the state is
+        malformed, or from another data set or seed, or if the stream's samples have changed.
         """
         counters = ("samples", "steps", "global_batch_size", "micro_batch_size")
         check_state(state, self._state, counters, ("dataset", "seed"))
@@ -150,7 +148,7 @@ class StreamLoader:
                 continue
             check_state(place, {}, ("steps", "samples", "epoch", "taken"), ())
             try:
-                # Whatever a data set says to a state that it cannot take.
+                # Ignore any error of a data set about a state that it cannot load.
                 with suppress(Exception) if place["source"] else nullcontext():
                     self._is_lost = not self._read_again(place, state)
             finally:
@@ -163,7 +161,7 @@ class StreamLoader:
         )
 
     def _read_again(self, place: Place, state: Mapping[str, Any]) -> bool:
-        """Go to `place`, read on to where `state` was saved, and see whether all is as it was."""
+        """Go to `place`, read up to the place of `state`, and check that nothing has changed."""
         if not self._source.seek(place):
             return False
         self._recent.clear()
@@ -182,12 +180,12 @@ class StreamLoader:
         return {**here, **self._source.place()}
 
     def _next_step(self) -> Step | None:
-        """Read the next global batch, keep what is this rank's, and see that all read the same."""
+        """Read the next global batch, keep this rank's part, and compare the batch over ranks."""
         if self._is_lost:
             self.load_state_dict(self.state_dict())
         start, number = self._place(), self._state["steps"]
         mine = self.plan.leaves_of(self._rank)
-        self._is_lost = True  # an error in here: iterating again begins this step again
+        self._is_lost = True  # after an error, iterating again restarts this step
         own, digests, count = self._read_step(
             self.plan.global_batch_size, self.plan.micro_batch_size, mine
         )
@@ -208,10 +206,10 @@ class StreamLoader:
     def _read_step(
         self, count: int, size: int, mine: Container[int]
     ) -> tuple[dict[int, tuple[Any, int]], list[str], int]:
-        """Read up to `count` samples as leaves of `size`: the batches of those that are `mine`,
-        with their samples; the digest behind each leaf; samples in all.
+        """Read up to `count` samples as leaves of `size`. Returns the batches of the leaves in
+        `mine`, with their samples; the digest after each leaf; the total of samples.
 
-        What a data set and the collate function draw belongs to the leaf.
+        Random draws of the data set and the collate function belong to the leaf.
         """
         own, digests, total = {}, [], 0
         for index, begin in enumerate(range(0, count, size)):
@@ -227,7 +225,7 @@ class StreamLoader:
         return own, digests, total
 
     def _count(self, start: Place, digests: list[str], count: int) -> None:
-        """Take in a step that began at `start`."""
+        """Record a step that began at `start`."""
         if start["epoch"] != self._first["epoch"]:
             self._first = {**start, "source": None}
         self._recent.append(start)
@@ -277,7 +275,7 @@ def _check_whole(dataset: Any, num_epochs: int | None) -> None:
             f"{type(dataset).__name__} can be read once and num_epochs is {num_epochs}: give an "
             "iterable that begins anew whenever it is iterated"
         )
-    split = getattr(dataset, "_distributed", None)  # of `datasets`; nothing public says it
+    split = getattr(dataset, "_distributed", None)  # of `datasets`; there is no public name
     if split is not None and split.world_size > 1:
         raise ConfigError(
             f"the data set was split by split_dataset_by_node (rank {split.rank} of "
@@ -286,20 +284,20 @@ def _check_whole(dataset: Any, num_epochs: int | None) -> None:
 
 
 class _Source:
-    """The samples of an iterable data set, pass after pass, and how to come back to one of them.
+    """The samples of an iterable data set, pass after pass; it can return to an earlier one.
 
-    A pass without a sample is the last one, whatever `num_epochs` says.
+    A pass without samples is the last one, regardless of `num_epochs`.
     """
 
     def __init__(self, dataset: Any, num_epochs: int | None, *, compare: bool) -> None:
         self._dataset, self._num_epochs, self._compare = dataset, num_epochs, compare
         self._beginning = self._own_state()
         self._from_state = False
-        """Whether iterating the data set again may start where a state left off."""
+        """Whether iterating the data set again may start from a loaded state."""
         self._samples: Iterator[Any] | None = None
         self._epoch = self._taken = 0
         self.digest = ""
-        """A name for all samples so far."""
+        """A digest of all samples so far."""
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -315,7 +313,7 @@ class _Source:
                     self.digest = digest_of(sample, self.digest) if self._compare else ""
                     return sample
             except BaseException:
-                self.close()  # a generator that has raised would look as if it had ended
+                self.close()  # a generator that raised would look finished
                 raise
             self.close()
             if not self._taken:
@@ -325,29 +323,29 @@ class _Source:
 
     def place(self) -> Place:
         """Place of the next sample."""
-        # Only what is compared: a state may lack samples, as those of a shuffle buffer.
+        # Only if compared: a state may lack samples, such as a shuffle buffer's.
         within = self._samples is not None and self._compare
         here = {"epoch": self._epoch, "taken": self._taken, "digest": self.digest}
         return here | {"source": self._own_state() if within else None}
 
     def seek(self, place: Place) -> bool:
-        """Go to `place`, by the data set's own state where there is one, else by reading up to it
-        in its pass. False when the pass has fewer samples, or when it takes a `set_epoch`, which
-        the data set lacks, to find that pass or the next one."""
+        """Go to `place`, by the data set's own state if it has one, else by reading up to it in its
+        pass. False if the pass has fewer samples, or if finding that pass or the next one takes a
+        `set_epoch`, which the data set lacks."""
         self.close()
         own = place["source"]
         self._epoch, self._taken, self.digest = (place[n] for n in ("epoch", "taken", "digest"))
         is_alone = not self._epoch if own is None else self._epoch + 1 == self._num_epochs
         if not is_alone and not hasattr(self._dataset, "set_epoch"):
             return False
-        self._from_state = True  # of whatever it has done before
-        if own is not None or self._taken:  # else it begins with the leaf, whose draws may count
+        self._from_state = True  # whatever it did before
+        if own is not None or self._taken:  # else it begins with the leaf, for its random draws
             self._begin_pass(own)
         skipped = 0 if own is not None else self._taken
         return sum(1 for _ in islice(self._samples or (), skipped)) == skipped
 
     def close(self) -> None:
-        """End the pass in progress, and with it what the data set has opened."""
+        """End the pass in progress, and close the data set's resources."""
         samples, self._samples = self._samples, None
         close = getattr(samples, "close", None)
         if close is not None:
@@ -357,7 +355,7 @@ class _Source:
         dataset = self._dataset
         if self._from_state and own is None and self._beginning is not None:
             dataset.load_state_dict(deepcopy(self._beginning))
-        if hasattr(dataset, "set_epoch"):  # after a state, which may hold another number
+        if hasattr(dataset, "set_epoch"):  # after the state, which may hold another epoch
             dataset.set_epoch(self._epoch)
         if own is not None:
             dataset.load_state_dict(deepcopy(own))
@@ -365,8 +363,8 @@ class _Source:
         self._samples = iter(dataset)
 
     def _own_state(self) -> Any:
-        """A copy, since a state may hold a buffer that lives on; None where the data set has none,
-        or one that takes arguments, cannot be copied or cannot be loaded."""
+        """A copy, since a state may hold a buffer that changes later; None if the data set has no
+        state, or one that takes arguments, cannot be copied or cannot be loaded."""
         if hasattr(self._dataset, "load_state_dict"):
             with suppress(Exception):
                 return deepcopy(self._dataset.state_dict())
@@ -374,10 +372,10 @@ class _Source:
 
 
 def digest_of(sample: Any, before: str = "") -> str:
-    """A name for a sample and all `before` it: equal for equal ones in every process.
+    """A digest of a sample and all `before` it: equal for equal ones in every process.
 
-    Numbers, text, lists and mappings count as JSON writes them; tensors, arrays and images by type,
-    shape and CRC-32 of their bytes; other objects by their type alone.
+    Numbers, text, lists and mappings count as their JSON; tensors, arrays and images by type, shape
+    and CRC-32 of their bytes; other objects by their type alone.
     """
     text = before + json.dumps(sample, default=_content, skipkeys=True)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

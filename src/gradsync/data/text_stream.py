@@ -1,5 +1,5 @@
-"""Text that is read, tokenised and packed while a run goes on: JSON lines, or a Hugging Face data
-set (extra `gradsync[data]`)."""
+"""Text that is read, tokenised and packed during a run: JSON lines, or a Hugging Face data set
+(extra `gradsync[data]`)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gradsync.data.tokens import sample_content
 from gradsync.errors import ConfigError, DataError, RunError
 
 _FILE_FORMATS = ("arrow", "csv", "json", "parquet", "text")
-"""Formats of files that `datasets` reads without a data set of that name."""
+"""File formats that `datasets` reads without a named data set."""
 
 Sample = tuple[Tensor, Tensor]
 
@@ -32,8 +32,8 @@ Sample = tuple[Tensor, Tensor]
 class Texts(NamedTuple):
     """Documents in a fixed order.
 
-    `read(n)` gives all from the n-th on, anew at each call; an empty one counts as one.
-    `fingerprint` names the content, as well as it can be known.
+    `read(n)` yields all documents from the n-th on, afresh at each call; empty ones count.
+    `fingerprint` names the content, as far as known.
     """
 
     read: Callable[[int], Iterator[bytes]]
@@ -44,8 +44,8 @@ def open_texts(data: str, text_key: str) -> Texts:
     """The documents that `data` names: `hf:NAME[:CONFIG]`, `hf:json:FILES` (or csv, parquet, arrow,
     text), or JSON lines with the text under `text_key`.
 
-    ConfigError where the extra is missing; DataError where nothing is there, or it has no such
-    field, and while reading, for a line or row that is not as it should be.
+    ConfigError if the extra is missing. DataError if nothing is found or the field is missing;
+    while reading, for an invalid line or row.
     """
     if data.startswith(HUGGING_FACE):
         return _hugging_face(data, text_key)
@@ -70,14 +70,14 @@ def _hugging_face(data: str, text_key: str) -> Texts:
         raise DataError(f"{data} names no data set: hf:NAME[:CONFIG], or hf:json:FILES")
     import datasets
 
-    # Errors come as exceptions too, and are said once.
+    # Errors also come as exceptions; report them once.
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     name, _, rest = data.removeprefix(HUGGING_FACE).partition(":")
     options = {"data_files": rest} if name in _FILE_FORMATS else {"name": rest or None}
     try:
         rows = datasets.load_dataset(name, split="train", streaming=True, **options)
         columns = rows.column_names or list(next(iter(rows), {}))
-    except Exception as error:  # of each format's own kind
+    except Exception as error:  # each format has its own class
         reason = str(error).strip().partition("\n")[0] or "no such files, or nothing in them"
         raise DataError(f"{data} cannot be opened: {reason}") from error
     if columns and text_key not in columns:
@@ -97,20 +97,20 @@ def _hugging_face(data: str, text_key: str) -> Texts:
                 yield text.encode(errors="replace")
         except DataError:
             raise
-        except ValueError as error:  # such as a line that is no JSON
+        except ValueError as error:  # such as an invalid JSON line
             raise DataError(f"{data}: after row {number}: {error}") from error
 
     return Texts(read, data)
 
 
 class TextStream:
-    """Packed sequences: sample i of a pass is `tokens[i*T : i*T + T + 1]` of its documents, each of
-    which is followed by the end-of-text token, as `gradsync prepare` writes them.
+    """Packed sequences: sample i of a pass is `tokens[i*T : i*T + T + 1]` of its documents, each
+    followed by the end-of-text token, as `gradsync prepare` writes them.
 
-    Iterating gives inputs and targets, int64, shape [T] each. What is left at the end of a pass
-    and too short for a sequence is left out.
+    Iterating yields inputs and targets, int64, shape [T] each. A rest at the end of a pass that is
+    too short for a sequence is dropped.
 
-    A pass begins with document `first_document`; `name` is of content, tokens and sequences.
+    A pass begins with document `first_document`; `name` identifies content, tokens and sequences.
     """
 
     def __init__(
@@ -122,8 +122,8 @@ class TextStream:
 
     def __iter__(self) -> Iterator[Sample]:
         document, token = self._start["document"], self._start["token"]
-        lengths: deque[int] = deque()  # of documents, from the one that the next sample begins in
-        row = np.empty(0, dtype=np.uint32)  # their tokens, from where the next sample begins
+        lengths: deque[int] = deque()  # of documents, from the next sample's first
+        row = np.empty(0, dtype=np.uint32)  # their tokens, from the next sample's first
         skip = token
         for text in self._texts.read(document):
             tokens = self._encode(text)
@@ -144,21 +144,21 @@ class TextStream:
         return np.append(self._tokenizer.encode(text), np.uint32(self._tokenizer.end_of_text_id))
 
     def set_epoch(self, epoch: int) -> None:
-        """Do nothing: all passes are alike, which `StreamLoader` could not know otherwise."""
+        """Do nothing: all passes are alike, and this tells `StreamLoader` so."""
 
     def state_dict(self) -> dict[str, int]:
-        """Beginning of the next sample: the number of its document, and of its token there."""
+        """Start of the next sample: document number, and token number in it."""
         return dict(self._at)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next iteration begin there."""
+        """Start the next iteration there."""
         self._start = self._at = {name: int(state[name]) for name in ("document", "token")}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamedText:
-    """A stream as a run needs it: `val` are the sequences of the first documents, `train` has all
-    others; `identity` names the tokenizer, as `Meta.tokenizer_identity` does."""
+    """A stream for a run: `val` has the sequences of the first documents, `train` all others;
+    `identity` names the tokenizer, like `Meta.tokenizer_identity`."""
 
     train: TextStream
     val: list[Sample]
@@ -169,11 +169,11 @@ class StreamedText:
 def open_streamed_text(
     data: str, *, text_key: str, tokenizer: str, seq_len: int, val_sequences: int
 ) -> StreamedText:
-    """Open a stream (see `open_texts`), and hold its first documents out for `val_sequences`
-    sequences of validation: whole documents.
+    """Open a stream (see `open_texts`), and hold out its first documents, whole, for
+    `val_sequences` sequences of validation.
 
-    `tokenizer` is a prepared data directory, or "" for bytes. DataError as from `open_texts`, or
-    where the text is too short for validation and one sequence more.
+    `tokenizer` is a prepared data directory, or "" for bytes. DataError as from `open_texts`, or if
+    the text is too short for validation and one more sequence.
     """
     encoder, identity = stream_tokenizer(tokenizer)
     texts = open_texts(data, text_key)

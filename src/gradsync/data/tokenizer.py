@@ -1,6 +1,6 @@
-"""Tokenizers that work offline: bytes as they are, or byte-level BPE trained on the user's text.
+"""Tokenizers that work offline: plain bytes, or byte-level BPE trained on the user's text.
 
-Both have `name` (as in `meta.json`), `vocab_size`, and `end_of_text_id`: the token behind each
+Both have `name` (as in `meta.json`), `vocab_size`, and `end_of_text_id`: the token after each
 document, to which no text encodes. A literal `<|endoftext|>` is plain text.
 """
 
@@ -27,7 +27,7 @@ _NUM_BYTES = 256
 
 
 class ByteTokenizer:
-    """One token a byte, and 256 for the end of a text. Needs nothing, fits every language."""
+    """One token per byte, and 256 for the end of a text. No training, any language."""
 
     name = "byte"
     vocab_size = _NUM_BYTES + 1
@@ -43,8 +43,8 @@ class ByteTokenizer:
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of token ids; the end of a text reads `<|endoftext|>`. What is not valid UTF-8
-        becomes U+FFFD, an id above 256 is a DataError."""
+        """The text of token ids; the end of a text reads `<|endoftext|>`. Invalid UTF-8 becomes
+        U+FFFD, an id above 256 is a DataError."""
         raw = bytearray()
         for token in ids:
             if not 0 <= token < self.vocab_size:
@@ -53,7 +53,7 @@ class ByteTokenizer:
         return raw.decode(errors="replace")
 
     def document(self) -> dict[str, Any]:
-        """A `tokenizer.json` that does the same in transformers: byte-level, without merges."""
+        """An equivalent `tokenizer.json` for transformers: byte-level, without merges."""
         byte_level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
         byte_level["trim_offsets"] = True
         vocab = {char: number for number, char in enumerate(_byte_characters())}
@@ -71,8 +71,8 @@ class ByteTokenizer:
 
 
 def _byte_characters() -> list[str]:
-    """The character that byte-level tokenizers write for each byte: itself where it can be seen,
-    else the next one from 256 on (Radford et al. 2019, GPT-2's `bytes_to_unicode`)."""
+    """The character that byte-level tokenizers write for each byte: itself if it is visible, else
+    the next one from 256 on (Radford et al. 2019, GPT-2's `bytes_to_unicode`)."""
     seen = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(_NUM_BYTES, 2 * _NUM_BYTES))
     return [chr(byte if byte in seen else next(others)) for byte in range(_NUM_BYTES)]
@@ -82,8 +82,8 @@ class BpeTokenizer:
     """Byte-level byte-pair encoding (Sennrich et al., https://arxiv.org/abs/1508.07909), through
     the `tokenizers` package (extra `gradsync[tokenizers]`).
 
-    Its `tokenizer.json` opens in transformers as it is. No text is unknown, since the 256 bytes
-    are part of the vocabulary.
+    Its `tokenizer.json` opens in transformers unchanged. No text is unknown, since the vocabulary
+    includes the 256 bytes.
     """
 
     name = "bpe"
@@ -121,7 +121,7 @@ class BpeTokenizer:
 
     @classmethod
     def of_characters(cls, ids: Mapping[str, int]) -> BpeTokenizer:
-        """A token for each character, without merges; the end of a text comes behind them."""
+        """One token per character, without merges; the end of a text comes after them."""
         _require_tokenizers()
         from tokenizers import Tokenizer, decoders, models
 
@@ -132,7 +132,7 @@ class BpeTokenizer:
 
     @classmethod
     def load(cls, path: Path) -> BpeTokenizer:
-        """Read a `tokenizer.json`; DataError when it is missing or is no tokenizer."""
+        """Read a `tokenizer.json`; DataError if it is missing or invalid."""
         _require_tokenizers()
         from tokenizers import Tokenizer
 
@@ -142,7 +142,7 @@ class BpeTokenizer:
             raise DataError(f"{path}: {error.strerror}") from error
         try:
             inner = Tokenizer.from_str(text.decode())
-        except Exception as error:  # the package raises bare `Exception` for every defect
+        except Exception as error:  # the package raises bare `Exception` for every error
             raise DataError(f"{path}: is no tokenizer: {one_line(error)}") from error
         return cls(inner)
 
@@ -192,8 +192,8 @@ def load_tokenizer(meta: Meta, directory: Path | str) -> Tokenizer:
 
 
 def check_tokenizer(directory: Path) -> None:
-    """Refuse (DataError) a data directory whose own tokenizer cannot be loaded; without the package
-    for it there is nothing to check."""
+    """Refuse (DataError) a data directory whose tokenizer cannot be loaded; does nothing without
+    the package for it."""
     meta = read_meta(directory)
     if meta is not None and meta.tokenizer == "bpe" and find_spec("tokenizers") is not None:
         load_tokenizer(meta, directory)

@@ -1,4 +1,4 @@
-"""Token files: nanoGPT's layout, one long row of token ids and nothing else, read by memory map."""
+"""Token files in nanoGPT's layout: one long row of token ids and nothing else, memory-mapped."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
     """Samples of `seq_len` tokens from a `.bin` file, each with the next tokens as its targets.
 
     Sample i is `tokens[i*T : i*T + T + 1]`, so neighbours share one token and every token but the
-    first is a target exactly once. The rest after the last full sample is left out.
+    first is a target exactly once. The rest after the last full sample is dropped.
 
     Args:
-        path: the `.bin` file: little-endian token ids, no header. DataError where it is missing,
+        path: the `.bin` file: little-endian token ids, no header. DataError if it is missing,
             empty, cut off or too short for one sample.
         seq_len: T, tokens in a sample.
-        dtype: "uint16" or "uint32"; None takes it from `meta.json` beside the file, or "uint16"
-            (what nanoGPT writes) when there is none.
-        vocab_size: every token must be below it; None takes it from `meta.json`, or leaves it
-            unchecked when there is none.
-        content: a name of the content for the fingerprint (its SHA-256); None samples the file.
+        dtype: "uint16" or "uint32"; None takes it from `meta.json` in the same folder, else
+            "uint16" (as nanoGPT writes).
+        vocab_size: every token must be below it; None takes it from `meta.json`, else does not
+            check.
+        content: name of the content for the fingerprint (its SHA-256); None samples the file.
     """
 
     def __init__(
@@ -56,15 +56,15 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
         self.vocab_size = vocab_size or (meta.vocab_size if meta else None)
         self.num_tokens = _count_tokens(self.path, self.dtype, seq_len)
         self._windows = self._open()
-        if meta is None and (dtype is None or self.dtype == "uint32"):  # as far as was not said
+        if meta is None and (dtype is None or self.dtype == "uint32"):  # if not given
             self._refuse_wider()
         content = content or sample_content(self.path)
         text = f"{content} {self.dtype} {seq_len}"
         self.fingerprint: str = hashlib.sha256(text.encode()).hexdigest()[:16]
-        """Names content, token type and sample length: equal for equal files opened alike."""
+        """Identifies content, token type and sample length: equal for equal files opened alike."""
 
     def _refuse_wider(self) -> None:
-        """Refuse what looks like tokens of a wider type, or cannot hold the vocabulary."""
+        """Refuse apparent tokens of a wider type, or a type too small for the vocabulary."""
         some = np.memmap(self.path, DTYPES[self.dtype], mode="r")[:_LOOKED_AT]
         low, high = some[::2], some[1::2]
         what = f"every second token is below 4, as where wider ones are read as {self.dtype}"
@@ -79,7 +79,7 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
         )
 
     def _open(self) -> np.ndarray:
-        """The file as overlapping rows, shape [len, T+1]; no copy, T tokens from row to row."""
+        """The file as overlapping rows, shape [len, T+1], with stride T; no copy."""
         tokens = np.memmap(self.path, dtype=DTYPES[self.dtype], mode="r", shape=(self.num_tokens,))
         return sliding_window_view(tokens, self.seq_len + 1)[:: self.seq_len]
 
@@ -96,8 +96,8 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
     def read_batch(self, indices: np.ndarray) -> tuple[Tensor, Tensor]:
         """Inputs and targets of several samples, int64, shape [B, T] each.
 
-        A token that is not below `vocab_size` is a DataError: on a GPU the embedding would only
-        give an asynchronous assertion.
+        A token not below `vocab_size` is a DataError: on a GPU the embedding would only raise an
+        asynchronous assertion.
         """
         rows = self._windows[indices]
         if self.vocab_size is not None and rows.size and int(rows.max()) >= self.vocab_size:
@@ -125,8 +125,8 @@ def open_dataset(directory: Path | str, split: str, seq_len: int, **otherwise: A
 
     nanoGPT's own directories, without `meta.json`, are opened with `otherwise` (`dtype`, or uint16;
     `vocab_size`, or any; their `meta.pkl` is never loaded: unpickling runs code). Anything that is
-    missing or not what `meta.json` says is a DataError; the SHA-256 is compared for files up to
-    1 GiB, the size always.
+    missing or differs from `meta.json` is a DataError; the SHA-256 is compared for files up to 1
+    GiB, the size always.
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -159,7 +159,7 @@ def _check_file(path: Path, file: FileMeta, meta: Meta) -> None:
 
 
 def _size_of(path: Path) -> int:
-    """Size in bytes; opened, so that what is no file or may not be read is found here."""
+    """Size in bytes; opens the file, so that an unreadable one fails here."""
     try:
         with open_regular(path) as file:
             return os.fstat(file.fileno()).st_size
@@ -191,7 +191,7 @@ def _count_tokens(path: Path, dtype: str, seq_len: int) -> int:
 
 
 def sample_content(path: Path) -> str:
-    """A quick name for a file without a hash: its size and evenly spread blocks."""
+    """A quick name for a file, without hashing all of it: its size and evenly spread blocks."""
     num_bytes = _size_of(path)
     digest = hashlib.sha256(str(num_bytes).encode())
     last = max(num_bytes - _BLOCK_BYTES, 0)

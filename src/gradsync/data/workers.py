@@ -1,4 +1,4 @@
-"""The processes that read ahead for a loader: torch's, but for stop signals and their ends."""
+"""Worker processes that read ahead for a loader: torch's, except for stop signals and their end."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _HELD = HANDLED if hasattr(signal, "sigwaitinfo") else ()
 
 
 def start_method(asked: Any) -> Any:
-    """What DataLoader takes as `multiprocessing_context` for `asked`. A fork server would get a
-    stop signal too, end, and take its workers along: spawn does the same without one."""
-    # The first of all is the system's default, which the user may still change.
+    """DataLoader's `multiprocessing_context` for `asked`. A fork server would also get a stop
+    signal, end, and take its workers along; spawn does the same without a server."""
+    # The first method is the system's default, which the user may still change.
     default = multiprocessing.get_start_method(allow_none=True)
     method = asked or default or multiprocessing.get_all_start_methods()[0]
     name = getattr(method, "get_start_method", lambda: method)()
@@ -30,11 +30,11 @@ def start_method(asked: Any) -> Any:
 
 
 def begin_reading(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Start the workers, with stop signals held back from their first moment on."""
+    """Start the workers, with stop signals blocked from their start."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD)
     try:
         if getattr(loader.multiprocessing_context, "get_start_method", str)() == "spawn":
-            resource_tracker.ensure_running()  # its start lets some through again
+            resource_tracker.ensure_running()  # its start unblocks some of them
             signal.pthread_sigmask(signal.SIG_BLOCK, _HELD)
         return iter(loader)
     finally:
@@ -42,7 +42,7 @@ def begin_reading(loader: DataLoader[Any]) -> Iterator[Any]:
 
 
 def begin_worker(then: Callable[[int], None] | None, number: int) -> None:
-    """Leave stop signals to the rank, in a worker: it still needs batches, to end its step."""
+    """Ignore stop signals in a worker: the rank still needs batches to finish its step."""
     if _HELD:
         signal.pthread_sigmask(signal.SIG_BLOCK, _HELD)
         threading.Thread(target=_end_when_told, daemon=True).start()
@@ -58,10 +58,10 @@ def _end_when_told() -> None:
 
 
 def next_batch(batches: Iterator[Any]) -> Any:
-    """The next batch; RunError where the system has ended a worker."""
+    """The next batch; RunError if the system has killed a worker."""
     try:
         return next(batches)
-    except (RuntimeError, OSError, EOFError) as error:  # whatever broke off just then
+    except (RuntimeError, OSError, EOFError) as error:  # any error of a broken worker
         for pid, number in killed_workers(batches):
             raise RunError(
                 f"a loader worker (process {pid}) was killed by {signal.Signals(number).name}. The "

@@ -1,13 +1,13 @@
-"""torch's elastic agent with three manners it lacks: signals, exit codes and silence.
+"""torch's elastic agent with additional handling of signals, exit codes and silent nodes.
 
 [Note: how the agent stops]
-torch's handlers raise an exception wherever the signal hits, even between two process starts, and
-signal the whole process group of a worker, killing its data loaders while it still wants to save.
-Here a handler only notes the signal. The monitor loop, which runs ten times a second, passes it
-on to each rank once, waits for all to end, and only then kills what is left. A signal that comes
-after that goes straight through, so that a second Ctrl-C ends the ranks at once.
-A rank that ends with code 75 has agreed with the others to stop: these are waited for, too, not
-hit by the SIGTERM that a failure earns them.
+torch's handlers raise an exception wherever the signal hits, even between two process starts. They
+signal a worker's whole process group, which kills its data loaders while it still has to save. Here
+a handler only records the signal. The monitor loop, which runs ten times a second, forwards it to
+each rank once, waits for all to end, and only then kills the rest. A later signal is forwarded at
+once, so that a second Ctrl-C ends the ranks immediately.
+A rank that ends with code 75 has agreed with the others to stop. The agent waits for these, too; it
+does not send them the SIGTERM that follows a failure.
 """
 
 from __future__ import annotations
@@ -55,26 +55,26 @@ FORWARDED = (
     signal.SIGQUIT,
     signal.SIGUSR1,
 )
-"""Signals that the launcher passes on to its ranks."""
+"""Signals that the launcher forwards to its ranks."""
 
 LAST_WORDS_S = 6.0
-"""How long ranks may take to notice another one's failure and say so, seconds: the failure watch
-of one that is stuck ends it after five."""
+"""How long ranks may take to notice and report another rank's failure, seconds: the failure watch
+ends a stuck rank after five."""
 
 END_S = 10.0
-"""How long ranks may take to end once nothing is left to wait for, seconds."""
+"""How long ranks may take to end when there is nothing left to wait for, seconds."""
 
 _TORCH_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 _LOOPBACK = "127.0.0.1"
 _KNOCK_S = 1.0
-_OTHERS_END_S = {False: 5.0, True: 300.0}  # to tell them, and to wait for them, as torch does
-_NAME_S = 60.0  # name servers remember for half a minute that a name was unknown
+_OTHERS_END_S = {False: 5.0, True: 300.0}  # to tell the others, and to wait for them, as torch does
+_NAME_S = 60.0  # name servers cache an unknown name for half a minute
 
 
 class RankLogs(LogsSpecs):
-    """Destination of each rank's output: rank 0 keeps the terminal, the others keep its stderr.
+    """Destination of each rank's output: rank 0 keeps the terminal, the others only its stderr.
 
-    Only rank 0 may write to standard output, which can be a document for a program to read.
+    Only rank 0 may write to standard output, since a program may parse it.
 
     Args:
         log_dir: folder for the other ranks' standard output; None drops it.
@@ -93,7 +93,7 @@ class RankLogs(LogsSpecs):
         """Destinations by local rank, "" for the launcher's own stream."""
         for env in envs.values():
             env["TORCHELASTIC_ERROR_FILE"] = ""
-            # The agent's value of this variable does not concern its workers.
+            # Workers must not inherit the agent's value.
             env[_TORCH_SIGNALS] = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
         return LogsDest(
             stdouts={rank: self._stdout(rank, env) for rank, env in envs.items()},
@@ -117,8 +117,8 @@ class LocalAgent(LocalElasticAgent):
 
     Args (besides torch's):
         grace_s: how long ranks may take to save and end after a signal, seconds.
-        on_killed: called with each rank that a signal ended before any other failed, and the
-            signal, as soon as that shows.
+        on_killed: called immediately with each rank that a signal ended before any other rank
+                failed, and with the signal.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class LocalAgent(LocalElasticAgent):
         super().__init__(*args, **kwargs)
         self._grace_s, self._on_killed = grace_s, on_killed
         self.received: list[signal.Signals] = []
-        self.failures: list[int] = []  # codes of ranks that ended by themselves, the first first
+        self.failures: list[int] = []  # codes of ranks that ended by themselves, in order
         self.killed: dict[int, int] = {}
         self._pending: list[signal.Signals] = []
         self._passes_on = False
@@ -150,7 +150,7 @@ class LocalAgent(LocalElasticAgent):
             self._pending.append(received)
 
     def release(self) -> None:
-        """Close what is still open: the store and the ranks' log files."""
+        """Close the store and the ranks' log files."""
         self._meeting().say_ended()
         self._meeting().shutdown()
         self._close_streams()
@@ -161,7 +161,7 @@ class LocalAgent(LocalElasticAgent):
         return handler
 
     def _exit_barrier(self) -> None:
-        """Torch's would wait for a node that failed, and be deaf to signals."""
+        """Torch's barrier would wait for a failed node, and ignore signals."""
         self._meeting().say_ended(wait=True)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -192,8 +192,8 @@ class LocalAgent(LocalElasticAgent):
         return super()._monitor_workers(worker_group)
 
     def _let_others_speak(self) -> None:
-        """The other ranks notice by themselves, and say which rank failed; torch would end them.
-        One that is stopped (SIGSTOP) says nothing."""
+        """Let the other ranks notice and name the failed rank, where torch would end them. A
+        stopped rank (SIGSTOP) prints nothing."""
         deadline = time.monotonic() + LAST_WORDS_S
         while self._speak() and not self.received and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -203,8 +203,8 @@ class LocalAgent(LocalElasticAgent):
         return not all("stopped" in process_state(pid) for pid in alive)
 
     def _end_others(self) -> None:
-        """Ask for an end and wait for it; torch, which kills what is left, would wait longer, and
-        for a rank that was stopped (SIGSTOP) in vain."""
+        """Ask the ranks to end and wait for it. torch, which kills the rest, would wait longer, and
+        needlessly for a stopped rank (SIGSTOP)."""
         self._send(signal.SIGTERM)
         self._send(signal.SIGCONT)
         deadline = time.monotonic() + END_S
@@ -213,11 +213,11 @@ class LocalAgent(LocalElasticAgent):
         self._send(signal.SIGKILL)
 
     def _stop(self) -> RunResult:
-        """Pass on what was received, wait for the ranks, kill what is left, end for good."""
-        self._passes_on = True  # before the list is emptied: nothing is lost or sent twice
+        """Forward the received signals, wait for the ranks, kill the rest, end for good."""
+        self._passes_on = True  # before the list is emptied, to lose or repeat no signal
         while self._pending:
             self._send(self._pending.pop(0))
-        self._send(signal.SIGCONT)  # one that was stopped can do nothing about it
+        self._send(signal.SIGCONT)  # a stopped rank cannot act on a signal
         deadline = time.monotonic() + self._grace_s
         while None in (codes := self.exit_codes()) and time.monotonic() < deadline:
             if LatePeerError.exit_code in codes:  # they have given up waiting for the rest
@@ -237,30 +237,30 @@ class LocalAgent(LocalElasticAgent):
             handler.proc.send_signal(number)  # to the rank alone, and only while it runs
 
     def _close_streams(self) -> None:
-        """The log files of ranks that have ended."""
+        """Close the log files of ranks that have ended."""
         for process in rank_processes(self):
             close_streams(process)
 
 
 class AgentRendezvous(RendezvousHandler):
-    """Rendezvous of agents, and of their ranks after them: a store that the agent of node 0 serves.
+    """Rendezvous of agents, and then of their ranks: a store that the agent of node 0 serves.
 
-    torch's own static rendezvous needs a port chosen beforehand and listens on all interfaces; it
-    does not say which node is missing, and cannot be interrupted.
+    torch's static rendezvous needs a port chosen beforehand and listens on all interfaces. It does
+    not say which node is missing, and cannot be interrupted.
 
     Args:
-        plan: with a node rank and a coordinator; None for one host, where the socket listens on the
-            loopback only.
-        token: by which the nodes know each other, b"" for none.
+        plan: with a node rank and a coordinator; None for one host, whose socket then listens on
+                the loopback only.
+        token: authenticates the nodes to each other, b"" for none.
     """
 
     def __init__(self, plan: LaunchPlan | None, token: bytes = b"") -> None:
         self._plan, self._token = plan, token
-        # Over several nodes it must be the same on all of them; the port tells runs apart.
+        # All nodes need the same id; the port distinguishes runs.
         self._run_id = uuid.uuid4().hex if plan is None else "gradsync-launch"
         self._store: Any = None
         self.stopped: Callable[[], bool] = lambda: False
-        """True once a stop was asked for: no node is waited for then."""
+        """True after a stop request: the agent then waits for no node."""
 
     @property
     def use_agent_store(self) -> bool:
@@ -296,7 +296,7 @@ class AgentRendezvous(RendezvousHandler):
         if node == 0:
             self._wait_for_name(plan.master_addr, min(deadline_s, time.monotonic() + _NAME_S))
             return host_store(plan.master_addr, plan.master_port, one_host=False)
-        while True:  # in short tries: a signal must be noticed in between
+        while True:  # in short tries, to notice signals in between
             slice_s = min(deadline_s, time.monotonic() + _KNOCK_S)
             try:
                 return join_store(plan.master_addr, plan.master_port, rank=node, deadline_s=slice_s)
@@ -305,7 +305,7 @@ class AgentRendezvous(RendezvousHandler):
                     raise self._vain(plan, "node 0 does not answer") from None
 
     def _wait_for_name(self, name: str, deadline_s: float) -> None:
-        """A pod of Kubernetes starts before its name is known."""
+        """A Kubernetes pod starts before its name can be resolved."""
         told = False
         while not self.stopped() and time.monotonic() < deadline_s:
             with suppress(OSError):
@@ -347,8 +347,8 @@ class AgentRendezvous(RendezvousHandler):
         )
 
     def say_ended(self, *, wait: bool = False) -> None:
-        """Tell the other nodes that this one's ranks have ended; `wait` for theirs, which may need
-        the store of node 0, until a signal comes."""
+        """Tell the other nodes that this one's ranks have ended. With `wait`, also wait for theirs,
+        which may need the store of node 0, until a signal comes."""
         if self._plan is None or self._store is None:
             return
         records = SignedStore(PrefixStore(self._run_id, self._store), self._token, "nodes")
@@ -356,17 +356,17 @@ class AgentRendezvous(RendezvousHandler):
         own, deadline_s = keys[_node_of(self._plan)], time.monotonic() + _OTHERS_END_S[wait]
 
         def tell() -> None:
-            with suppress(RuntimeError):  # node 0 has gone
+            with suppress(RuntimeError):  # node 0 is unreachable
                 records.claim(own, "1")
                 wait_until(lambda: not wait or bool(records.get_all(keys)), deadline_s)
 
-        # The store waits for ever where node 0 has fallen silent.
+        # The store waits indefinitely if node 0 is silent.
         thread = threading.Thread(target=tell, name="gradsync-ended", daemon=True)
         thread.start()
         wait_until(lambda: not thread.is_alive() or (wait and self.stopped()), deadline_s)
 
     def shutdown(self) -> bool:
-        """Let go of the store, whose socket closes with it, and of the agent that holds it too."""
+        """Drop the store, whose socket closes with it, and the agent, which also holds it."""
         self._store = None
         self.stopped = lambda: False
         return True
@@ -380,14 +380,14 @@ class AgentRendezvous(RendezvousHandler):
         return self._run_id
 
     def is_closed(self) -> bool:
-        """False: there may always be another generation."""
+        """False: another generation is always possible."""
         return False
 
     def set_closed(self) -> None:
         """Nothing to do: no other node can join."""
 
     def num_nodes_waiting(self) -> int:
-        """0: the nodes are known."""
+        """0: the nodes are fixed."""
         return 0
 
 
@@ -408,14 +408,14 @@ def build_agent(
 ) -> LocalAgent:
     """An agent that will start `nproc_per_node` times `python ARGUMENTS` on this host.
 
-    `arguments` reach the Python interpreter as they are; for the others see `local.launch_ranks`.
+    `arguments` reach the Python interpreter unchanged; for the others see `local.launch_ranks`.
     """
     handler = AgentRendezvous(nodes, token_of(environ.snapshot()))
     spec = WorkerSpec(
         role=LAUNCHED,
         local_world_size=nproc_per_node,
         entrypoint=sys.executable,
-        # The agent substitutes ${…} in arguments; a doubled dollar sign comes out as one.
+        # The agent substitutes ${…} in arguments and turns a doubled dollar sign into one.
         args=tuple(argument.replace("$", "$$") for argument in arguments),
         rdzv_handler=handler,
         max_restarts=max_restarts,

@@ -28,11 +28,11 @@ GRACE_S = 60.0
 
 _HINTS: dict[int, str] = {
     signal.SIGKILL: " (killed by hand, or out of memory)",
-    # By messages, an innocent rank dies of what it gets.
+    # With messages, an innocent rank dies of the data that it receives.
     signal.SIGABRT: " (Gloo does it where ranks called different collectives: its words are above)",
 }
 
-# Codes with a meaning of their own; every other failure is a plain 1.
+# Codes with a specific meaning; every other failure returns 1.
 _MEANINGFUL = (2, 124, 130)
 
 
@@ -41,12 +41,12 @@ class LaunchOutcome:
     """How a launch ended."""
 
     code: int
-    """0 when all ranks succeeded; otherwise the code of the rank that failed first if it is one of
-    gradsync's (2, 75, 124, 130), else 1. After a signal: 75 when the ranks stopped cleanly, 128 +
-    signal when it ended them."""
+    """0 if all ranks succeeded. Otherwise the code of the rank that failed first if it is one of
+    gradsync's (2, 75, 124, 130), else 1. After a signal: 75 if the ranks stopped cleanly, 128 +
+    signal if it ended them."""
     received: signal.Signals | None
-    """The first signal that the launcher got, whatever its ranks made of it."""
-    killed: dict[int, int]  # ranks that a signal had ended when the first failure showed
+    """The first signal that the launcher received, regardless of its effect on the ranks."""
+    killed: dict[int, int]  # ranks that a signal had ended when the first failure was seen
 
 
 def launch_ranks(
@@ -62,20 +62,20 @@ def launch_ranks(
 
     The ranks are children of torch's elastic agent and see torchrun's variables. Rank 0 keeps the
     terminal; the other ranks keep its standard error. SIGTERM, SIGINT, SIGHUP, SIGQUIT and SIGUSR1
-    are passed on to each rank once, SIGHUP unless this process ignores it (nohup); ranks then have
+    are forwarded to each rank once (SIGHUP not if this process ignores it, nohup); ranks then have
     `GRACE_S` seconds to end.
 
     Args:
-        argv: arguments of the command, as each rank gets them.
+        argv: arguments of the command, passed to each rank.
         nproc_per_node: number of ranks.
         log_dir: folder for the standard output of ranks above 0; None drops it.
-        max_restarts: how often all ranks are started again when one failed.
+        max_restarts: how often to start all ranks again after a failure.
         module: the module that a rank runs, or `worker.PROGRAM`: `argv` is a whole command line.
         nodes: this host is one of several.
 
     Raises:
         ConfigError: `nproc_per_node` or `max_restarts` is out of range.
-        RendezvousError: another node did not come.
+        RendezvousError: another node is missing.
     """
     if nproc_per_node < 1:
         raise ConfigError(f"nproc_per_node must be at least 1, got {nproc_per_node}")
@@ -95,13 +95,13 @@ def launch_ranks(
     with ExitStack() as stack:
         stack.callback(agent.release)
         stack.enter_context(_quiet())
-        # No names: the agent must not install handlers of its own. torch's profiler writes two
-        # lines to standard error whenever a trace begins and ends.
+        # No names: the agent must not install its handlers. torch's profiler writes two lines to
+        # standard error at the start and end of a trace.
         quiet = {"TORCHELASTIC_SIGNALS_TO_HANDLE": "", "KINETO_LOG_LEVEL": "99"}
         if environ.get("KINETO_LOG_LEVEL"):
             del quiet["KINETO_LOG_LEVEL"]
         stack.enter_context(environ.exported(quiet))
-        if nodes is None:  # else all nodes need the same, which only their user can tell them
+        if nodes is None:  # otherwise the user must set the same token on all nodes
             stack.enter_context(environ.exported({TOKEN: secrets.token_hex(32)}))
         stack.enter_context(_signals_to(agent))
         agent.run()
@@ -122,16 +122,16 @@ def obituary(rank: int, number: int) -> str:
 
 
 def _tell(rank: int, number: int) -> None:
-    """Print what a rank cannot say itself; a terminal that has gone ends no run."""
+    """Print what a rank cannot print itself; a closed terminal must not end the run."""
     with suppress(OSError, ValueError):
         print(f"gradsync: error: {obituary(rank, number)}", file=sys.stderr, flush=True)
 
 
 @contextmanager
 def _signals_to(agent: LocalAgent) -> Generator[None]:
-    """Hand the forwarded signals to `agent`, but for a SIGHUP that this process was started to
-    ignore (nohup); only the main thread can. Interrupts are ignored by whatever a script starts
-    in the background: there they are handed on."""
+    """Forward signals to `agent`, except a SIGHUP that this process was started to ignore (nohup);
+    works only in the main thread. Background jobs of a script ignore interrupts, but these are
+    forwarded even then."""
     from gradsync.launch.agent import FORWARDED
 
     if threading.current_thread() is not threading.main_thread():
@@ -151,7 +151,7 @@ def _signals_to(agent: LocalAgent) -> Generator[None]:
 
 @contextmanager
 def _quiet() -> Generator[None]:
-    """Keep the agent's log to itself, unless `LOGLEVEL` asks for it: ranks report their errors."""
+    """Suppress the agent's log, unless `LOGLEVEL` is set: ranks report their errors."""
     if environ.get("LOGLEVEL"):
         yield
         return
@@ -167,10 +167,10 @@ def _quiet() -> Generator[None]:
 
 
 def after_failure(codes: Sequence[int | None]) -> int:
-    """The launcher's exit code when `codes` are those of the ranks that ended first, or of all.
+    """The launcher's exit code, from the `codes` of the ranks that ended first, or of all.
 
-    0 when none failed. A rank that only heard of another one's failure ends with 1, so a code
-    that says more counts; 75 counts only when no rank failed otherwise.
+    0 if none failed. A rank that stopped because of another one's failure ends with 1, so a more
+    specific code counts; 75 counts only if no rank failed otherwise.
     """
     failures = [code for code in codes if code]
     if all(code == STOPPED for code in failures):
@@ -179,8 +179,8 @@ def after_failure(codes: Sequence[int | None]) -> int:
 
 
 def after_signal(codes: Sequence[int | None], received: signal.Signals) -> int:
-    """The launcher's exit code when it got `received` and the ranks ended with `codes`.
+    """The launcher's exit code after it got `received` and the ranks ended with `codes`.
 
-    75 when all stopped cleanly, 128 + signal when the signal itself ended a rank.
+    75 if all stopped cleanly, 128 + signal if the signal itself ended a rank.
     """
     return 128 + received if -received in codes else after_failure(codes)

@@ -1,4 +1,4 @@
-"""A launch as data: which program, how many ranks where, started by what, meeting where."""
+"""A launch as data: the program, the ranks on each node, their launcher and meeting point."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from difflib import get_close_matches
 from gradsync.errors import ConfigError
 
 STOPPED = 75
-"""Stopped after a signal with the checkpoint written; start me again."""
+"""Stopped after a signal with the checkpoint written; start the command again."""
 
 RANK_COMMANDS = ("train", "verify", "bench", "tune", "doctor")
-"""Commands of gradsync that make sense as one rank of many."""
+"""Commands of gradsync that can run as one rank of many."""
 _PYTHONS = ("python", "python3")
 
 LAUNCHERS = ("srun", "mpirun", "torchrun")
 """Launchers of a Slurm job's ranks."""
 
 DEFAULT_PORT = 29_500
-"""Port of the first node where ranks of several nodes meet; torch's own default."""
+"""Port on the first node at which ranks of several nodes meet; torch's default."""
 
 WAIT_S = 300.0
-"""How long nodes wait for each other at the start unless told otherwise, seconds."""
+"""How long nodes wait for each other at the start by default, seconds."""
 
 _HOST = re.compile(r"[A-Za-z0-9._:%-]{1,255}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Program:
-    """A command line, as words that no shell has touched."""
+    """A command line, as words that no shell has parsed."""
 
     words: tuple[str, ...]  # after the interpreter when `by_python`, else the whole command line
     by_python: bool = True
-    """Run by the Python that gradsync runs under; otherwise `words[0]` is a program."""
+    """Run by the same Python as gradsync; otherwise `words[0]` is a program."""
 
     @property
     def command(self) -> str:
-        """`train` for `gradsync train …`, "" for what is not gradsync's own command."""
+        """`train` for `gradsync train …`, "" for other programs."""
         own = self.by_python and self.words[:2] == ("-m", "gradsync") and len(self.words) > 2
         return self.words[2] if own else ""
 
@@ -50,7 +50,7 @@ class Program:
 
     @property
     def name(self) -> str:
-        """A short name: the command, module or script, without folders and endings."""
+        """A short name: the command, module or script, without folders and suffixes."""
         if self.command:
             return self.command
         if not self.by_python:
@@ -66,11 +66,11 @@ class Program:
 
 
 def parse_program(words: Sequence[str]) -> Program:
-    """A program from what stands after `--`.
+    """A program from the words after `--`.
 
-    Forms: `train ARGS` (any command of `RANK_COMMANDS`, with or without `gradsync` before it),
-    `SCRIPT.py ARGS`, `-m MODULE ARGS`, `python …` (stands for the Python that gradsync runs under),
-    or any other program, taken as it is.
+    Forms: `train ARGS` (any command of `RANK_COMMANDS`, optionally preceded by `gradsync`),
+    `SCRIPT.py ARGS`, `-m MODULE ARGS`, `python …` (the same Python as gradsync), or any other
+    program, unchanged.
     """
     rest = tuple(words[1:] if words[:1] == ["gradsync"] else words)
     if not rest:
@@ -116,13 +116,13 @@ class LaunchRequest:
     nnodes: int = 1
     """Nodes."""
     node_rank: int | None = None
-    """This node's number, from 0; without it, several nodes are only told their lines."""
+    """This node's number, from 0; without it, several nodes only print their lines."""
     master_addr: str = ""
-    """Name or address by which the other nodes reach node 0; in the lines, default: this host's."""
+    """Name or address by which the other nodes reach node 0; default in the lines: this host's."""
     master_port: int = DEFAULT_PORT
     """Port on node 0."""
     max_restarts: int = 0
-    """Start all ranks again so many times after a failure; on one node."""
+    """Start all ranks again after a failure, at most this often; on one node."""
     log_dir: str = ""
     """Keep the standard output of ranks above 0 in this folder; otherwise it is dropped."""
     wait_s: float = WAIT_S
@@ -131,7 +131,7 @@ class LaunchRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchPlan(LaunchRequest):
-    """Ranks started by hand: on this node, or one line for each of several. Checked when made."""
+    """Ranks started by hand: on this node, or one line for each of several. Checked on creation."""
 
     program: Program  # command of each rank
 
@@ -167,7 +167,7 @@ class LaunchPlan(LaunchRequest):
         return self.nnodes * self.nproc_per_node
 
     def line(self, node_rank: int) -> str:
-        """Command for node `node_rank`, ready for a shell."""
+        """Command for node `node_rank`, quoted for a shell."""
         return shlex.join(["gradsync", *self.words(str(node_rank))])
 
     def words(self, node_rank: str) -> list[str]:
@@ -183,5 +183,5 @@ class LaunchPlan(LaunchRequest):
 
 
 def may_restart(failures: Sequence[int]) -> bool:
-    """True when starting again could help: not after a usage error or a stop that was asked for."""
+    """True if a restart can help: not after a usage error or a requested stop."""
     return not any(code in (2, STOPPED, 130) for code in failures)

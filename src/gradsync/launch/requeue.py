@@ -1,12 +1,12 @@
-"""After the ranks have ended: another turn of the Slurm job, or the end of it.
+"""Ends or requeues the Slurm job after the ranks have ended.
 
     python -m gradsync.launch.requeue --status CODE --seconds S --history FILE [--run-dir DIR] …
 
 The last line of every job script. Exit code 75 in the run's `exit.json` means: stopped, checkpoint
-written, start me again (torchrun and mpirun fold exit codes, the file does not). Then it asks Slurm
+written, start again (torchrun and mpirun change exit codes, the file does not). It then asks Slurm
 to requeue the job, unless
 
-- the last turns brought no step: stopping and starting for ever would only cost;
+- the last turns made no progress: stopping and starting endlessly would only cost;
 - the job is no longer RUNNING: it was cancelled, and Slurm would revive even a cancelled job.
 
 Runs without torch; returns the exit code of the job.
@@ -28,10 +28,10 @@ from gradsync.launch.slurm import ask, check_job_id, own_words, states_of
 from gradsync.runtime import environ
 
 LONG_TURN_S = 300.0
-"""A turn that lasted so long counts as fruitful where no steps are counted, seconds."""
+"""If no steps are counted, a turn of this length counts as progress, seconds."""
 
 _TOLD_TO_STOP = (128 + Signals.SIGUSR1, 128 + Signals.SIGTERM)
-"""Status of ranks that a signal met before they could listen to it."""
+"""Exit statuses of ranks that a signal ended before they installed handlers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,8 +39,8 @@ class Turn:
     """How one turn of the job ended."""
 
     code: int  # exit code of the run
-    steps: int | None  # optimizer steps that its checkpoint holds; None where that is unknown
-    seconds: float  # how long it took
+    steps: int | None  # optimizer steps in its checkpoint; None if unknown
+    seconds: float  # duration
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,12 +56,12 @@ class RequeueDecision:
     """The decision after a turn."""
 
     again: bool  # ask for another turn
-    history: History  # for the next time
+    history: History  # for the next turn
     note: str = ""  # a line to print
 
 
 def decide(turn: Turn, history: History, *, fruitless_turns: int) -> RequeueDecision:
-    """Another turn or not; not after `fruitless_turns` in a row that brought no step."""
+    """Decide on another turn: no after `fruitless_turns` in a row without a step."""
     if turn.code != STOPPED:
         return RequeueDecision(again=False, history=history)
     if turn.steps is None:
@@ -84,11 +84,11 @@ def decide(turn: Turn, history: History, *, fruitless_turns: int) -> RequeueDeci
 
 
 def read_turn(run_dir: Path | None, status: int, seconds: float) -> Turn:
-    """The turn that just ended, from the run directory where there is one, else from `status`."""
+    """The turn that just ended, from the run directory if there is one, else from `status`."""
     note = {} if run_dir is None else read_object(run_dir / "exit.json")
     code = note.get("exit_code")
     if not isinstance(code, int):
-        # Stopped before it could begin counts as stopped.
+        # A stop before the start counts as stopped.
         code = STOPPED if status in _TOLD_TO_STOP else status
         return Turn(code=code, steps=None if run_dir is None else 0, seconds=seconds)
     assert run_dir is not None
@@ -108,7 +108,7 @@ def main(argv: Sequence[str]) -> int:
     if turn.code == STOPPED:
         try:
             write_text(options.history, json_text(asdict(decision.history)))
-        except OSError as error:  # uncounted turns could be endless
+        except OSError as error:  # uncounted turns could repeat endlessly
             _say(f"not requeued: cannot write {options.history} ({error.strerror})")
             return turn.code
     if decision.again:
@@ -117,7 +117,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _requeue(turn: Turn) -> None:
-    """Ask Slurm for another turn; says what became of it."""
+    """Ask Slurm for another turn; print the result."""
     try:
         job = check_job_id(_own_job())
         states = states_of(job)
@@ -139,8 +139,8 @@ def _requeue(turn: Turn) -> None:
 
 
 def _own_job() -> str:
-    """This job's id. One task of an array has the id of the whole array as its SLURM_JOB_ID:
-    requeueing that would start all tasks again, so tasks go by their number."""
+    """This job's id. SLURM_JOB_ID of an array task is the id of the whole array. Requeueing that
+    would start all tasks again, so tasks use their number."""
     array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{task}" if array and task else environ.get("SLURM_JOB_ID")
 

@@ -1,15 +1,15 @@
 """A Slurm job as a checked value, and the text of its script. Pure.
 
 [Note: how the signal travels]
-The ranks must hear Slurm's warning, whatever started them.
+The ranks must receive Slurm's warning under every launcher.
 - srun: ranks are tasks of a step, and steps are signalled unless `--signal=B:` says otherwise.
-- torchrun: its agents are the tasks. Under proctrack/cgroup no other process is signalled, under
-  proctrack/linuxproc the ranks are, too. So the agents pass the signal on (by default USR1 ends
-  them), and wait for the checkpoint; ranks do not mind hearing it twice.
-- mpirun: runs in the batch shell, and its daemons on other nodes are a step that must not be hit.
-  So only the shell gets the signal (`B:`), and passes it on to mpirun, which hands it to all ranks.
-In every script the shell passes on what it gets, as USR1: `scancel --batch`, `--full`, or a SIGTERM
-before preemption. mpirun would end its ranks at a SIGTERM within a second.
+- torchrun: its agents are the tasks. Under proctrack/cgroup no other process is signalled; under
+  proctrack/linuxproc the ranks are, too. The agents therefore forward the signal (by default USR1
+  ends them), and wait for the checkpoint; ranks accept the signal twice.
+- mpirun: runs in the batch shell, and its daemons on other nodes are a step that must not get the
+  signal. Only the shell gets it (`B:`), and forwards it to mpirun, which sends it to all ranks.
+In every script the shell forwards what it gets, as USR1: from `scancel --batch` or `--full`, or a
+SIGTERM before preemption. mpirun would end its ranks within a second of a SIGTERM.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _TIMES = (
     (r"([0-9]{1,9})-([0-9]{1,9}):([0-5]?[0-9])", (86_400, 3600, 60)),
     (r"([0-9]{1,9})-([0-9]{1,9}):([0-5]?[0-9]):([0-5]?[0-9])", (86_400, 3600, 60, 1)),
 )
-"""sbatch's own six ways to write a time, with the seconds of each part."""
+"""sbatch's six time formats, with the seconds of each part."""
 
 _WRITTEN = (
     *("job-name", "nodes", "ntasks-per-node", "gres", "cpus-per-task", "mem", "time", "partition"),
     *("account", "qos", "array", "signal", "open-mode", "requeue", "no-requeue", "output"),
     *("ntasks", "gpus", "gpus-per-node", "gpus-per-task", "error", "wait"),
 )
-"""Options that the script decides itself."""
+"""Options that the script sets itself."""
 
 TASK = "{task}"
 """In the words of an array's program: the number of the task."""
@@ -62,16 +62,16 @@ _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobRequest:
-    """Slurm's side of a job, under the names of its flags."""
+    """Slurm's part of a job, under the names of its flags."""
 
     nodes: int = 1
     """Nodes."""
     gpus_per_node: int = 0
     """GPUs of each node, one rank each; 0: a CPU job."""
     ntasks_per_node: int | None = None
-    """Ranks on each node; default: one a GPU, else one."""
+    """Ranks on each node; default: one per GPU, else one."""
     time: str = ""
-    """Longest turn, as sbatch takes it: 72:00:00, 3-00, 90 (minutes)."""
+    """Longest turn, in sbatch's format: 72:00:00, 3-00, 90 (minutes)."""
     partition: str = ""
     """Partition."""
     account: str = ""
@@ -83,9 +83,9 @@ class JobRequest:
     mem: str = ""
     """Memory of each node: 64G."""
     job_name: str = ""
-    """Name of the job; default: what is run."""
+    """Name of the job; default: the program's."""
     array: str = ""
-    """Numbers of an array: 0-9, 1,3,5, 0-99%4. {task} in the program's arguments becomes the
+    """Task numbers of an array: 0-9, 1,3,5, 0-99%4. {task} in the program's arguments becomes the
     task's number."""
     launcher: str = "srun"
     """Launcher of the ranks: srun, mpirun or torchrun."""
@@ -98,13 +98,13 @@ class JobRequest:
     output: str = "slurm"
     """Folder for the script and the log."""
     run_dir: str = ""
-    """For programs other than train: the directory where they write exit.json."""
+    """For programs other than train: the directory to which they write exit.json."""
     python: str = ""
     """Interpreter on the nodes; default: this one."""
     warn_s: int = 120
-    """Slurm's signal comes so many seconds before the time is over: long enough to save."""
+    """Seconds between Slurm's signal and the time limit: long enough to save."""
     fruitless_turns: int = 3
-    """Do not requeue after so many turns in a row that brought no step."""
+    """Do not requeue after this many turns in a row without a step."""
 
     @property
     def ranks_per_node(self) -> int:
@@ -113,7 +113,7 @@ class JobRequest:
         return max(self.gpus_per_node, 1) if given is None else given
 
     def check_numbers(self) -> None:
-        """Raise ConfigError for numbers that cannot be, or ranks that do not fit the GPUs."""
+        """Raise ConfigError for invalid numbers, or ranks that do not fit the GPUs."""
         for flag, value, smallest in (
             ("--nodes", self.nodes, 1),
             ("--ntasks-per-node", self.ntasks_per_node, 1),
@@ -146,10 +146,10 @@ class JobRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SbatchPlan(JobRequest):
-    """One Slurm job, or an array of them. Wrong requests are refused when it is made.
+    """One Slurm job, or an array of them. Invalid requests are refused on creation.
 
-    `run_dir` is where exit.json will lie; "" makes one of the job's own for `train`, and for other
-    programs means that there is none.
+    `run_dir` will hold exit.json; "" creates a directory per job for `train`, and means no
+    exit.json for other programs.
     """
 
     program: Program  # command of each rank
@@ -167,7 +167,7 @@ class SbatchPlan(JobRequest):
 
     @property
     def tasks_per_node(self) -> int:
-        """Slurm's tasks: ranks, but under torchrun one agent a node, which starts them."""
+        """Slurm's tasks: ranks, but under torchrun one agent per node, which starts them."""
         return 1 if self.launcher == "torchrun" else self.ranks_per_node
 
     @property
@@ -222,7 +222,7 @@ class SbatchPlan(JobRequest):
 
 
 def seconds_of(time: str) -> int:
-    """Seconds of one of sbatch's times: 30, 30:00, 1:30:00, 2-12, 2-12:30, 2-12:30:00."""
+    """Seconds of a time in sbatch's format: 30, 30:00, 1:30:00, 2-12, 2-12:30, 2-12:30:00."""
     for pattern, parts in _TIMES:
         found = re.fullmatch(pattern, time)
         if found is not None:
@@ -247,7 +247,7 @@ def _check_name(flag: str, value: str, *, may_be_empty: bool = True) -> None:
 
 
 def _check_line(flag: str, value: str) -> None:
-    """Slurm reads directives line by line: nothing may end a line, or begin another directive."""
+    """Slurm reads directives line by line: a value must not end a line or start a directive."""
     require(
         value.isprintable() and "#SBATCH" not in value,
         f"{flag} must be one printable line without #SBATCH in it; got {value[:80]!r}",
@@ -268,9 +268,9 @@ def _check_directive(directive: str) -> None:
 
 
 def sbatch_script(plan: SbatchPlan) -> str:
-    """The job script for `plan`: readable, and what `sbatch` takes.
+    """The job script for `plan`, readable and valid for `sbatch`.
 
-    Names, paths and arguments are data: each goes through `shell_word`, or, in a directive, through
+    Names, paths and arguments are data: each is quoted by `shell_word`, or, in a directive, by
     `directive_value`. Only `plan.setup` is shell.
     """
     from jinja2 import Environment, StrictUndefined
@@ -295,10 +295,10 @@ def sbatch_script(plan: SbatchPlan) -> str:
 
 
 def shell_word(text: str, *, array: bool = False, torchrun: bool = False) -> str:
-    """`text` as one word of a shell, whatever is in it.
+    """`text` quoted as one word of a shell.
 
     In an array `{task}` stands for the task's number. torchrun's agent substitutes ${…} in
-    arguments; a doubled dollar sign comes out as one.
+    arguments and turns a doubled dollar sign into one.
     """
     text = text.replace("$", "$$") if torchrun else text
     if not array or TASK not in text:
@@ -308,7 +308,7 @@ def shell_word(text: str, *, array: bool = False, torchrun: bool = False) -> str
 
 
 def directive_value(text: str) -> str:
-    """`text` as the value of a `#SBATCH` option: as it is, or in double quotes."""
+    """`text` as the value of a `#SBATCH` option: unchanged, or in double quotes."""
     return text if _PLAIN.fullmatch(text) else '"' + text.replace('"', '\\"') + '"'
 
 
@@ -373,11 +373,11 @@ def _signal_note(plan: SbatchPlan) -> str:
 
 
 def _launcher_words(plan: SbatchPlan) -> list[str]:
-    """Up to the program, as words for the shell."""
+    """The words before the program, for the shell."""
     if plan.launcher == "mpirun":
         return ["mpirun", f"-np {plan.world_size}", "--bind-to none"]
-    # A rank that leaves with 75 a moment before the others must not end them. And since Slurm 22.05
-    # a step does not inherit the job's cores per task.
+    # A rank that exits with 75 slightly before the others must not end them. Since Slurm 22.05 a
+    # step does not inherit the job's cores per task.
     srun = ["srun", "--kill-on-bad-exit=0"]
     if plan.cores_per_task is not None:
         srun.append(f"--cpus-per-task={plan.cores_per_task}")
@@ -409,7 +409,7 @@ def _program_words(plan: SbatchPlan) -> list[str]:
     if program.command == "train":
         doubled = by_torchrun and "$" in plan.run_dir
         words += ["--out", r'"${run_dir//\$/\$\$}"' if doubled else '"$run_dir"']
-    if program.command:  # `-m gradsync train` belongs together
+    if program.command:  # `-m gradsync train` stays on one line
         words[:3] = [" ".join(words[:3])]
     if not by_torchrun:
         return ['"$python" ' + words[0], *words[1:]] if program.by_python else words

@@ -1,4 +1,4 @@
-"""Slurm's commands and what they say about a job; following a job; the jobs submitted from here."""
+"""Slurm's commands and their answers; following a job; the jobs submitted from here."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ENDED = (
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL"),
     *("OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT"),
 )
-"""States from which a job does not go on by itself."""
+"""States that a job does not leave by itself."""
 
 _TIMEOUT_S = 60
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0
@@ -29,21 +29,21 @@ _JOB_ID = re.compile(r"[0-9]{1,18}(_[0-9]{1,10})?")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobState:
-    """One job, or one task of an array, as Slurm sees it."""
+    """One job, or one task of an array, in Slurm's view."""
 
     job: str  # its id, `12` or `12_3`
     name: str  # its name
     state: str  # PENDING, RUNNING, COMPLETING, COMPLETED, FAILED …
-    reason: str = ""  # why it waits; "" when it does not
+    reason: str = ""  # why it waits; "" if it does not
     nodes: str = ""  # nodes it runs or ran on
-    elapsed: str = ""  # length of this turn
+    elapsed: str = ""  # duration of this turn
     restarts: int = 0  # how often it was requeued
     exit_code: int = 0
-    """Its exit code, 128 + signal when one ended it; means something once it has ended."""
+    """Its exit code, 128 + signal if one ended it; valid only after its end."""
 
     @property
     def ended(self) -> bool:
-        """True when it does not go on by itself."""
+        """True if it does not continue by itself."""
         return self.state in ENDED
 
     def describe(self) -> str:
@@ -59,14 +59,14 @@ class JobState:
 
 
 def check_job_id(text: str) -> str:
-    """`text` if it is a job's id."""
+    """`text` if it is a valid job id."""
     if _JOB_ID.fullmatch(text) is None:
         raise LaunchError(f"{text[:80]!r} is no job id; it looks like 1234, or 1234_5 in an array")
     return text
 
 
 def ask(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run one of Slurm's commands to its end."""
+    """Run one of Slurm's commands and wait for it."""
     try:
         return subprocess.run(
             argv, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S, check=False
@@ -81,7 +81,7 @@ def ask(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 
 def submit(script: str) -> str:
-    """Hand the job script at path `script` to Slurm; returns the job's id."""
+    """Submit the job script at path `script`; returns the job's id."""
     done = ask(["sbatch", "--parsable", script])
     if done.returncode != 0:
         raise RunError(f"sbatch refused the job: {own_words(done.stderr)}")
@@ -106,7 +106,7 @@ def states_of(job: str) -> list[JobState]:
         accounts = None
     if accounts is not None and accounts.returncode == 0:
         return [parse_accounted(line) for line in accounts.stdout.splitlines() if line.strip()]
-    if "Invalid job id" in shown.stderr:  # long gone, and no accounting is kept
+    if "Invalid job id" in shown.stderr:  # the job is long over, and there is no accounting
         return []
     raise RunError(f"Slurm does not tell about job {job}: {own_words(shown.stderr)}")
 
@@ -143,7 +143,7 @@ def parse_accounted(line: str) -> JobState:
 
 
 def _code(text: str, state: str) -> int:
-    """From Slurm's `CODE:SIGNAL`; 1 when a job failed without either."""
+    """From Slurm's `CODE:SIGNAL`; 1 if a job failed without either."""
     code, _, signal = text.partition(":")
     number = int(code or 0) or (128 + int(signal) if int(signal or 0) else 0)
     return number or int(state in ENDED and state != "COMPLETED")
@@ -161,11 +161,10 @@ def follow(
     states: Callable[[str], list[JobState]] = states_of,
     pause: Callable[[float], None] = time.sleep,
 ) -> list[JobState]:
-    """Follow a job, or an array (`log` None: each task has its own), until it has ended for good.
+    """Follow a job, or an array (`log` None: each task has a log), until it has ended for good.
 
-    Prints changes of state to `err` and what is new in the log to `out`; returns the last states.
-    Asks Slurm every half second at first, and ever more rarely, down to every ten seconds, while
-    nothing changes.
+    Prints changes of state to `err` and new log text to `out`; returns the last states. Asks Slurm
+    every half second at first; while nothing changes, the interval grows up to ten seconds.
     """
     err = err or sys.stderr
     told: dict[str, str] = {}
@@ -191,14 +190,14 @@ def follow(
 
 
 def copy_new(log: Path | None, offset: int, out: TextIO) -> int:
-    """Copy what the file `log` holds beyond `offset` bytes to `out`; returns the new offset."""
+    """Copy the bytes of the file `log` after `offset` to `out`; returns the new offset."""
     if log is None:
         return offset
     try:
         with log.open("rb") as file:
             file.seek(offset)
             new = file.read()
-    except OSError:  # not there yet
+    except OSError:  # the file does not exist yet
         return offset
     if new:
         out.write(new.decode("utf-8", errors="replace"))
@@ -211,13 +210,13 @@ def copy_new(log: Path | None, offset: int, out: TextIO) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Submitted:
-    """A job as it was handed over."""
+    """A submitted job."""
 
     job: str  # slurm's id
     name: str  # its name
     script: str  # absolute path of the script
     log: str  # absolute path of the log, %a standing for the task in an array
-    run_dir: str  # run directory; "" when there is none
+    run_dir: str  # run directory; "" for none
     when: str  # local time, ISO 8601
 
 
@@ -227,7 +226,7 @@ def jobs_file() -> Path:
 
 
 def remember(job: Submitted) -> None:
-    """Add a job."""
+    """Append a job."""
     path = jobs_file()
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
@@ -235,7 +234,7 @@ def remember(job: Submitted) -> None:
 
 
 def remembered() -> list[Submitted]:
-    """All jobs, the latest last; lines that are none are passed over."""
+    """All jobs, the latest last; skips invalid lines."""
     names = {field.name for field in fields(Submitted)}
     found = []
     try:
@@ -245,7 +244,7 @@ def remembered() -> list[Submitted]:
     for line in lines:
         try:
             values = parse_json(line.encode())
-        except ValueError:  # torn by a full disk
+        except ValueError:  # truncated by a full disk
             continue
         if isinstance(values, dict) and values.keys() == names:
             found.append(Submitted(**values))

@@ -1,10 +1,10 @@
-"""Entry point of a rank that `launch_ranks` started: die with the launcher, then run the module.
+"""Entry point of a rank that `launch_ranks` starts: ends with the launcher, runs the module.
 
     python -m gradsync.launch.worker LAUNCHER_PID MODULE ARGS…
     python -m gradsync.launch.worker LAUNCHER_PID -- PROGRAM ARGS…
 
-Runs without torch, and takes the place of `python -m MODULE ARGS…` in every respect; a program
-takes this process over.
+Runs without torch, and otherwise behaves like `python -m MODULE ARGS…`; a program replaces this
+process.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ import threading
 from gradsync.runtime.signals import signal_when_parent_ends
 
 PROGRAM = "--"
-"""In the module's place: what follows is a whole command line."""
+"""In place of a module: a whole command line follows."""
 
 
 def die_with(parent: int) -> None:
-    """Have the system send SIGTERM to this process when process `parent`, its parent, ends, and
-    SIGCONT, so that a stopped one acts on it.
+    """Make the system send SIGTERM to this process when its parent, process `parent`, ends, and
+    SIGCONT, so that a stopped process acts on it.
 
-    A launcher that is killed outright (SIGKILL, out of memory) cannot pass anything on; without
-    this its ranks would go on alone, or stay stopped for ever. Not SIGKILL: one that can save in
-    the seconds until the failure watch ends the rank, should. Only on Linux.
+    A launcher that is killed (SIGKILL, out of memory) cannot forward anything. Without this its
+    ranks would continue alone, or stay stopped forever. Not SIGKILL: a rank should save if it can
+    in the seconds before the failure watch ends it. Linux only.
     """
     signal_when_parent_ends(signal.SIGTERM)
     threading.Thread(target=_wake_when_parent_ends, name="gradsync-wake", daemon=True).start()
-    if sys.platform == "linux" and os.getppid() != parent:  # it ended before we asked
+    if sys.platform == "linux" and os.getppid() != parent:  # it ended before the request
         os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -45,10 +45,10 @@ def main(argv: list[str]) -> None:
     parent, module, *arguments = argv
     die_with(int(parent))
     if module == PROGRAM:
-        # SIGTERM outlasts this, see prctl(2); the thread does not: a session's watch replaces it.
-        # Without one, a stopped program ends once continued; SIGKILL would throw its save away.
+        # SIGTERM survives exec, see prctl(2); the thread does not, and a session's watch replaces
+        # it. Without one, a stopped program ends once continued; SIGKILL would discard its save.
         os.execvp(arguments[0], arguments)
-    # Until the command installs handlers, Ctrl-C just ends the rank: no traceback from an import.
+    # Until the command installs handlers, Ctrl-C ends the rank without an import traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -1,6 +1,6 @@
-"""How each mistake of rules.py is found: a function for each, which yields the places.
+"""How each mistake of rules.py is found: one function each, which yields the places.
 
-They would rather miss one than accuse a right program.
+They rather miss a mistake than report a correct program.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ def forward_outside_no_sync(s: Script) -> Iterator[ast.AST]:
             and isinstance(i.context_expr.func, ast.Attribute)
         }
         forward = any(isinstance(n, ast.Call) and dotted(n.func) in models for n in inside)
-        # A function of the user's own (`loss = step(batch)`) may hold the forward.
+        # A user's function (`loss = step(batch)`) may contain the forward.
         others = any(isinstance(n, ast.Call) and n not in backward for n in inside)
         if backward and not forward and not others:
             yield backward[0]
 
 
 def never_synchronised(s: Script) -> Iterator[ast.AST]:
-    """The first backward of a script that steps, where all are in a `no_sync` and nothing else
-    reduces gradients."""
+    """The first backward of a script that steps, if all are in a `no_sync` and nothing else reduces
+    gradients."""
     backward = [node for node in s.nodes if _is_backward(node)]
     steps = s.wrapped and any(s.calls("step")) and not any(s.calls("all_reduce"))
     if steps and all(any(map(_is_no_sync, s.parents(node))) for node in backward):
@@ -55,7 +55,7 @@ def never_synchronised(s: Script) -> Iterator[ast.AST]:
 
 
 def _is_no_sync(node: ast.AST) -> bool:
-    """Whether it is `with model.no_sync():`, under no condition."""
+    """Whether it is an unconditional `with model.no_sync():`."""
     calls = [i.context_expr for i in node.items] if isinstance(node, ast.With) else []
     return any(isinstance(each, ast.Call) and last(each.func) == "no_sync" for each in calls)
 
@@ -113,7 +113,7 @@ def _has_backward(loop: ast.For) -> bool:
 
 
 def not_divided(s: Script) -> Iterator[ast.AST]:
-    """Backwards of accumulated losses that nothing divides."""
+    """Backwards of accumulated losses that are never divided."""
     for loop, _, every in _accumulations(s):
         parts = [
             ast.unparse(n.right if isinstance(n, ast.BinOp) else n.value)
@@ -204,14 +204,14 @@ def _loaders(s: Script) -> Iterator[tuple[ast.Call, bool]]:
 
 
 def shuffle_and_sampler(s: Script) -> Iterator[ast.AST]:
-    """Loaders that are given both."""
+    """Loaders with both arguments."""
     for call, has_sampler in _loaders(s):
         if has_sampler and is_true(keyword(call, "shuffle")):
             yield call
 
 
 def whole_data_on_each_rank(s: Script) -> Iterator[ast.AST]:
-    """Shuffled loaders without a sampler beside DDP."""
+    """Shuffled loaders without a sampler in a script that uses DDP."""
     divided = "split_dataset_by_node" in s.text or bool(list(s.calls("prepare")))
     if not s.wrapped or divided:
         return
@@ -233,16 +233,16 @@ def floored_batch(s: Script) -> Iterator[ast.AST]:
 
 
 def _is_of_batch(s: Script, node: ast.BinOp) -> bool:
-    """Whether it divides a batch by a product that has the number of ranks in it; the number of
-    steps in `len(dataset)` is not one."""
+    """Whether it divides a batch by a product that includes the number of ranks; the number of
+    steps in `len(dataset)` does not count."""
     sized = any(word in ast.unparse(node.left).lower() for word in ("batch", "tokens_per"))
     product = isinstance(node.right, ast.BinOp) and isinstance(node.right.op, ast.Mult)
     ranks = (s.is_world_size(n) or dotted(n) == "world_size" for n in ast.walk(node.right))
-    return sized and product and any(ranks)  # or a function's argument of that name
+    return sized and product and any(ranks)  # or a function's argument with that name
 
 
 def padded_evaluation(s: Script) -> Iterator[ast.AST]:
-    """Samplers in the data's own order that repeat samples where shares would be unequal."""
+    """Samplers in the data's own order that repeat samples if shares are unequal."""
     for call in s.calls("DistributedSampler"):
         shuffle, whole = keyword(call, "shuffle"), is_true(keyword(call, "drop_last"))
         ordered = isinstance(shuffle, ast.Constant) and shuffle.value is False
@@ -251,7 +251,7 @@ def padded_evaluation(s: Script) -> Iterator[ast.AST]:
 
 
 def _is_checked(s: Script, divisor: ast.expr) -> bool:
-    """Whether the script looks at the remainder somewhere."""
+    """Whether the script checks the remainder anywhere."""
     size = ast.unparse(divisor)
     return any(
         isinstance(each, ast.BinOp)
@@ -265,7 +265,7 @@ def _is_checked(s: Script, divisor: ast.expr) -> bool:
 
 
 def device_of_global_rank(s: Script) -> Iterator[ast.AST]:
-    """Devices that are numbered by the global rank."""
+    """Devices numbered by the global rank."""
     for node in s.nodes:
         if isinstance(node, ast.JoinedStr):
             start = node.values[0] if node.values else None
@@ -295,7 +295,7 @@ def moved_after_wrapping(s: Script) -> Iterator[ast.AST]:
 
 
 def loaded_to_one_device(s: Script) -> Iterator[ast.AST]:
-    """`torch.load` that says no device."""
+    """`torch.load` without a device."""
     if not s.is_distributed or "cuda" not in s.text:
         return
     for call in s.calls("load"):
@@ -428,7 +428,7 @@ def own_loss_logged(s: Script) -> Iterator[ast.AST]:
 
 
 def same_noise(s: Script) -> Iterator[ast.AST]:
-    """The first seed, where all ranks draw dropout from it."""
+    """The first seed, if all ranks draw dropout from it."""
     seeds = list(s.calls("manual_seed", "seed_everything", "manual_seed_all"))
     if not s.wrapped or not seeds or not any(s.calls("Dropout", "dropout")):
         return
@@ -464,7 +464,7 @@ def own_batch_norm(s: Script) -> Iterator[ast.AST]:
 
 
 def one_process_only(s: Script) -> Iterator[ast.AST]:
-    """The first launcher variable that is read without asking whether it is there."""
+    """The first launcher variable that is read without a check that it is set."""
     if not s.is_distributed:
         return
     for node in s.nodes:
@@ -477,11 +477,11 @@ def one_process_only(s: Script) -> Iterator[ast.AST]:
             and not _asked_before(s, node)
         ):
             yield node
-            return  # the first says it
+            return  # one finding is enough
 
 
 def _asked_before(s: Script, node: ast.AST) -> bool:
-    """Whether something looks whether a launcher's variables are there."""
+    """Whether the script checks if a launcher's variables are set."""
     inside = any(isinstance(each, ast.Try | ast.If | ast.IfExp) for each in s.parents(node))
     return inside or any(
         isinstance(each, ast.Compare) and any("environ" in ast.dump(c) for c in each.comparators)

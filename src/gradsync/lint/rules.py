@@ -1,4 +1,4 @@
-"""Known mistakes in data-parallel training scripts, with the reason and the cure of each."""
+"""Known mistakes in data-parallel training scripts, with the reason and the cure for each."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """A mistake at a place."""
+    """A mistake and its place."""
 
     rule: Rule
     path: str
@@ -40,7 +40,7 @@ _IGNORED = re.compile(r"#\s*gradsync:\s*ignore(?:\[([\w, ]+)\])?")
 
 
 def lint(script: Script) -> list[Found]:
-    """All mistakes, in the order of their lines."""
+    """All mistakes, in line order."""
     found = []
     for rule in RULES:
         for node in rule.find(script):

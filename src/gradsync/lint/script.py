@@ -1,7 +1,7 @@
 """Facts about a training script, read from its text: nothing is imported or run.
 
-Names are followed through plain assignments, by name within the file: enough for scripts as they
-are written, and where it is not, a rule says nothing.
+Names are followed through plain assignments, by name within the file. That is enough for common
+scripts; in other cases a rule reports nothing.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Script:
         return next((each for each in self.parents(node) if isinstance(each, kinds)), self.tree)
 
     def blocks(self, node: ast.AST) -> Iterator[tuple[list[ast.stmt], int]]:
-        """The lists of statements around a node, from the inside out, with its place in each."""
+        """The lists of statements around a node, innermost first, with its index in each."""
         for above in self.parents(node):
             for name in ("body", "orelse", "finalbody"):
                 block = getattr(above, name, None)
@@ -126,7 +126,7 @@ class Script:
         return found
 
     def values(self, name: str) -> list[ast.expr]:
-        """All that is assigned to a name anywhere."""
+        """All expressions assigned to a name anywhere."""
         return self._values.get(name, [])
 
     def _from_environment(self, node: ast.AST, variable: str) -> bool:
@@ -182,7 +182,7 @@ class Script:
         return dotted(node) in self.ranks and not self._is_parameter(node)
 
     def _is_parameter(self, node: ast.AST) -> bool:
-        """Whether a name is an argument of a function around it, whatever it is called with."""
+        """Whether a name is a parameter of an enclosing function, whatever its callers pass."""
         name = dotted(node)
         return any(
             name in (each.arg for each in ast.walk(above.args) if isinstance(each, ast.arg))
@@ -200,7 +200,7 @@ class Script:
 
     @cached_property
     def wrapped(self) -> dict[str, int]:
-        """Names of models inside torch's DDP, with the first line of each wrapping."""
+        """Names of models wrapped in torch's DDP, with the first line of each wrapping."""
         return {
             name: value.lineno
             for name, values in reversed(self._values.items())
@@ -240,7 +240,7 @@ class Script:
         return self.is_rank(test)
 
     def on_one_rank(self, node: ast.AST) -> bool:
-        """Whether a statement is reached by one rank alone, as its own function shows."""
+        """Whether only one rank reaches a statement, judging by its function."""
         here = node
         for above in self.parents(node):
             if isinstance(above, ast.If | ast.IfExp):
@@ -267,11 +267,11 @@ class Script:
         )
 
     def on_some_ranks(self, node: ast.AST) -> bool:
-        """Whether a condition on the rank encloses a call that its other side does not make."""
+        """Whether a condition on the rank encloses a call that its other branch does not make."""
         return self._around(node) is not None and not self.all_come(node)
 
     def all_come(self, node: ast.AST) -> bool:
-        """Whether both sides of the condition on the rank around a call make one of this name."""
+        """Whether both branches of the condition on the rank around a call call this name."""
         chosen = self._around(node)
         if chosen is None or not isinstance(node, ast.Call):
             return False

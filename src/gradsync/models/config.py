@@ -1,4 +1,4 @@
-"""The shape of a decoder, what follows from it by arithmetic alone, and presets. No torch here."""
+"""The shape of a decoder, its arithmetic, and presets. No torch here."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from gradsync.errors import ConfigError
 _HIDDEN_MULTIPLE = 64
 _GPT2_VOCAB = 50_257
 _DEEPEST = 10_000
-"""Blocks. Each takes about a millisecond to build, however narrow; no model comes near."""
+"""Largest number of blocks. Each takes about a millisecond to build; no real model is as deep."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GPTConfig:
-    """A Llama-style decoder: RMSNorm, rotary positions, SwiGLU, grouped-query attention. Or that of
-    GPT-2, as nanoGPT has it: LayerNorm, learned positions, the exact GELU.
+    """A Llama-style decoder: RMSNorm, rotary positions, SwiGLU, grouped-query attention. Or
+    GPT-2's, as in nanoGPT: LayerNorm, learned positions, the exact GELU.
 
     Raises:
         ConfigError: a size that is not a positive integer, more than 10,000 blocks, heads that do
@@ -52,7 +52,7 @@ class GPTConfig:
     architecture: Literal["llama", "gpt2"] = "llama"
     """llama: RMSNorm, rotary positions, SwiGLU. gpt2: LayerNorm, learned positions, GELU."""
     bias: bool = False
-    """gpt2: whether its norms and its matrices, all but the head, have biases."""
+    """gpt2: whether the norms and all matrices but the head have biases."""
 
     def __post_init__(self) -> None:
         names = ("n_layer", "n_head", "n_embd", "vocab_size", "block_size")
@@ -98,7 +98,7 @@ class GPTConfig:
 
     @property
     def is_gpt2(self) -> bool:
-        """Whether it has the parts of GPT-2, and not those of Llama."""
+        """Whether the decoder has the parts of GPT-2, not those of Llama."""
         return self.architecture == "gpt2"
 
     @property
@@ -122,7 +122,7 @@ class GPTConfig:
         return -(-wanted // _HIDDEN_MULTIPLE) * _HIDDEN_MULTIPLE
 
     def num_params(self) -> int:
-        """Number of trained values, a tied head counted once."""
+        """Number of trained values; a tied head counts once."""
         width, kv_width = self.n_embd, self.num_kv_heads * self.head_dim
         matrices = 2 * width * width + 2 * width * kv_width
         matrices += (2 if self.is_gpt2 else 3) * width * self.mlp_dim
@@ -133,17 +133,17 @@ class GPTConfig:
 
     @property
     def _positions(self) -> int:
-        """Values of the table of learned positions."""
+        """Number of values in the table of learned positions."""
         return self.block_size * self.n_embd if self.is_gpt2 else 0
 
     def flops_per_token(self, seq_len: int) -> int:
         """Floating-point operations to train on one token: `6 N + 12 L H Q T`.
 
-        `N` is the parameters that multiply something: all of them, without learned positions, and
-        without the embedding when the head has its own table (a look-up multiplies nothing). `L`
-        layers, `H` heads of size `Q`, `T` tokens; attention is counted in full, without halving it
-        for the causal mask. Recomputation under activation checkpointing is not counted, so it
-        shows as lower utilisation.
+        `N` is the number of parameters that multiply something: all of them, without learned
+        positions, and without the embedding if the head has a separate table (a look-up multiplies
+        nothing). `L` layers, `H` heads of size `Q`, `T` tokens; attention counts in full, not
+        halved for the causal mask. Recomputation under activation checkpointing does not count, so
+        it shows as lower utilisation.
         Source: PaLM, arXiv 2204.02311, appendix B.
         """
         lookup = 0 if self.tie_head else self.vocab_size * self.n_embd
@@ -169,11 +169,11 @@ PRESETS: dict[str, GPTConfig] = {
     "1.3b": _shape(2048, 24, 16, block_size=2048),
     "2.7b": _shape(2560, 32, 20, block_size=2048),
 }
-"""The vocabulary here is a default: a run takes the one of its data with `dataclasses.replace`."""
+"""The vocabulary is a default: a run replaces it with its data's by `dataclasses.replace`."""
 
 
 def preset(name: str) -> GPTConfig:
-    """The shape called `name`; the error about another name shows the nearest ones."""
+    """The shape called `name`; the error for an unknown name suggests the nearest ones."""
     if name in PRESETS:
         return PRESETS[name]
     near = get_close_matches(name, PRESETS, n=3, cutoff=0.4)

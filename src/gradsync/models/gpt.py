@@ -5,23 +5,23 @@ K head size, F hidden width of the SwiGLU or GELU, V vocabulary.
 
     tokens_BT -> embed -> n_layer x { + attention(norm(x)), + SwiGLU(norm(x)) } -> norm -> head
 
-With `architecture="gpt2"` (Radford et al. 2019) positions are added to the embedding and turn
-nothing, norms are LayerNorms, and a GELU stands in the SwiGLU's place.
+With `architecture="gpt2"` (Radford et al. 2019) positions are added to the embedding instead of
+rotating, norms are LayerNorms, and a GELU replaces the SwiGLU.
 
 [Note: a head without weights]
-With `tie_head` there is no second parameter that must be kept equal: the output layer multiplies by
-the embedding's own weight. So it is counted, reduced, clipped and saved once by construction, and
+With `tie_head` there is no second parameter to keep equal: the output layer multiplies by the
+embedding's weight. So by construction it is counted, reduced, clipped and saved once, and it
 survives `to_empty`, which separates parameters that are merely shared.
 
 [Note: Loss in rows]
-Logits, their fp32 copy, log-probabilities and two gradients of them make 14 bytes for each token
-and each word of the vocabulary: 720 MB for 1,024 tokens and 50,257 words. Taken a few hundred rows
-(tokens) at a time, only those rows' exist. Their gradient is known as soon as the rows are, so it
-is computed at once and nothing is recomputed in backward; what is kept is the gradient with
-respect to the head's weight, which backward needs anyway, and to its input.
+Logits, their fp32 copy, log-probabilities and two gradients of them take 14 bytes for each token
+and each word of the vocabulary: 720 MB for 1,024 tokens and 50,257 words. Computed a few hundred
+rows (tokens) at a time, only those rows are in memory. Their gradient is computed with them, so
+backward recomputes nothing. It keeps the gradient with respect to the head's weight, which backward
+needs anyway, and the one with respect to the head's input.
 
-The sums are the same, in another order: other bits than the whole logits give, the same on any
-number of ranks, as the rows are cut from a leaf.
+The sums are the same, in another order: the bits differ from those of whole logits, but are the
+same on any number of ranks, because the rows are cut from a leaf.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def rope_tables(config: GPTConfig) -> tuple[Tensor, Tensor]:
     (arXiv 2104.09864, in the layout of Llama): cos_TK, sin_TK, T is `block_size`. The first half
     of the sines is negated, see `rotate`.
     """
-    # Named device and dtype: neither a default device nor a default dtype may reach these values.
+    # Device and dtype are explicit, so that torch's defaults do not affect these values.
     exponent = torch.arange(0, config.head_dim, 2, dtype=torch.int64, device="cpu").float()
     frequency = 1.0 / (config.rope_theta ** (exponent / config.head_dim))
     position = torch.arange(config.block_size, dtype=torch.float32, device="cpu")
@@ -63,8 +63,8 @@ def rope_tables(config: GPTConfig) -> tuple[Tensor, Tensor]:
 def rotate(x_BTHK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
     """Turn each pair (k, k + K/2) by its position's angle; the result has x's dtype."""
     low, high = x_BTHK.chunk(2, dim=-1)
-    # The tables are fp32, so the products are: in bf16, with 8 bits, far positions would blur. The
-    # first half of sin_TK is negative, which saves negating `high`.
+    # The tables are fp32, so the products are too: in bf16, with 8 bits, far positions would blur.
+    # The first half of sin_TK is negative, which avoids negating `high`.
     turned = x_BTHK * cos_TK[:, None] + torch.cat((high, low), dim=-1) * sin_TK[:, None]
     return turned.to(x_BTHK.dtype)
 
@@ -72,11 +72,11 @@ def rotate(x_BTHK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
 def initial_weight(
     name: str, shape: tuple[int, ...], n_layer: int, generator: torch.Generator
 ) -> Tensor:
-    """The start value of one parameter of a model with `n_layer` blocks, fp32 on the CPU.
+    """The initial value of one parameter of a model with `n_layer` blocks, fp32 on the CPU.
 
-    Normal with deviation 0.02; the projections into the residual stream are scaled by
-    `1 / sqrt(2 n_layer)` so that its variance does not grow with depth (GPT-2); gains are one,
-    biases zero, and both take nothing from the generator.
+    Normal with deviation 0.02. Projections into the residual stream are scaled by
+    `1 / sqrt(2 n_layer)`, so that its variance does not grow with depth (GPT-2). Gains are one,
+    biases zero; both draw nothing from the generator.
     """
     if len(shape) < 2:
         value = 0.0 if name.endswith(".bias") else 1.0
@@ -88,18 +88,18 @@ def initial_weight(
 
 
 class KeyValueCache:
-    """Keys and values that one attention has computed for the positions so far: for generation."""
+    """Keys and values that one attention has computed for earlier positions, for generation."""
 
     def __init__(self) -> None:
         self._kept: tuple[Tensor, Tensor] | None = None
 
     @property
     def length(self) -> int:
-        """Positions so far."""
+        """Number of positions so far."""
         return 0 if self._kept is None else self._kept[0].shape[2]
 
     def extend(self, k_BGTK: Tensor, v_BGTK: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of all positions, with these at the end."""
+        """Append these keys and values; returns those of all positions."""
         if self._kept is not None:
             old_k, old_v = self._kept
             k_BGTK, v_BGTK = torch.cat((old_k, k_BGTK), dim=2), torch.cat((old_v, v_BGTK), dim=2)
@@ -108,7 +108,7 @@ class KeyValueCache:
 
 
 class Attention(nn.Module):
-    """Causal self-attention with grouped key/value heads, and rotary positions but for GPT-2's."""
+    """Causal self-attention with grouped key/value heads; rotary positions except for GPT-2."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class Attention(nn.Module):
     def forward(
         self, x_BTC: Tensor, cos_TK: Tensor, sin_TK: Tensor, cache: KeyValueCache | None = None
     ) -> Tensor:
-        """(B, T, C) -> (B, T, C); where `cache` holds positions already, T is 1."""
+        """(B, T, C) -> (B, T, C); if `cache` already holds positions, T is 1."""
         q_BTHK = self.q(x_BTC).unflatten(-1, (self.n_head, -1))
         k_BTGK = self.k(x_BTC).unflatten(-1, (self.n_kv_head, -1))
         v_BGTK = self.v(x_BTC).unflatten(-1, (self.n_kv_head, -1)).transpose(1, 2)
@@ -134,7 +134,7 @@ class Attention(nn.Module):
         q_BHTK, k_BGTK = q_BTHK.transpose(1, 2), k_BTGK.transpose(1, 2)
         is_causal = True
         if cache is not None:
-            is_causal = cache.length == 0  # a single new position may look at all others
+            is_causal = cache.length == 0  # a single new position may attend to all others
             k_BGTK, v_BGTK = cache.extend(k_BGTK, v_BGTK)
         y_BHTK = F.scaled_dot_product_attention(
             q_BHTK,
@@ -182,7 +182,7 @@ def make_norm(config: GPTConfig) -> nn.Module:
 
 
 class Block(nn.Module):
-    """Attention and SwiGLU or GELU, each behind a norm and beside the residual stream."""
+    """Attention and SwiGLU or GELU, each with a norm before it and a residual connection."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -202,14 +202,14 @@ class Block(nn.Module):
 
 
 def narrowed(x: Tensor) -> Tensor:
-    """`x` in autocast's dtype, once for all layers that read it: each would cast it for itself."""
+    """`x` in autocast's dtype, cast once: otherwise each layer that reads it would cast it."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
 class _Undrawn(TorchFunctionMode):
-    """Leaves new weights as they are. ("meta" would do too, but makes torch import sympy and its
-    compiler, a second and a half.)"""
+    """Skips initialisation of new weights. ("meta" would work too, but makes torch import sympy and
+    its compiler, a second and a half.)"""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -221,10 +221,10 @@ class _Undrawn(TorchFunctionMode):
 
 
 class GPT(nn.Module):
-    """The decoder. Same weights for the same seed, whatever the rank or the device.
+    """The decoder. The same seed gives the same weights, whatever the rank or the device.
 
-    Weights are drawn on the CPU from a generator of their own, so building a model neither reads
-    nor moves torch's global random state; they are then moved to the default device. Under
+    Weights are drawn on the CPU from a separate generator, so building a model neither reads nor
+    advances torch's global random state; then they move to the default device. Under
     `torch.device("meta")` nothing is drawn: call `to_empty(device=…)`, then `init_weights`.
 
     Args:
@@ -232,12 +232,12 @@ class GPT(nn.Module):
         seed: of the initial weights.
         activation_checkpointing: recompute each block in backward instead of keeping its
             activations (arXiv 1604.06174); gradients keep the same bits.
-        loss_rows: compute the loss of so many positions at a time, see [Note: Loss in rows]; None
+        loss_rows: compute the loss of this many positions at a time, see [Note: Loss in rows]; None
             computes it at once.
     """
 
     read_after: ClassVar[Mapping[str, str]] = {"head": "norm", "positions": "embed"}
-    """Modules whose weights this one's forward reads, each with the one that is called before."""
+    """Modules whose weights the forward reads, each with the module that is called before it."""
     rope_cos: Tensor
     rope_sin: Tensor
 
@@ -253,7 +253,7 @@ class GPT(nn.Module):
         self.config = config
         self.activation_checkpointing = activation_checkpointing
         self.loss_rows = loss_rows
-        with _Undrawn():  # layers would draw their own, rank-dependent start values
+        with _Undrawn():  # layers would draw rank-dependent initial values
             self.embed = nn.Embedding(config.vocab_size, config.n_embd)
             self.positions = None
             if config.is_gpt2:
@@ -274,8 +274,8 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator) -> None:
-        """Draw all weights anew by a CPU generator, in `named_parameters` order, and fill the
-        rotary tables."""
+        """Draw all weights from a CPU generator, in `named_parameters` order, and fill the rotary
+        tables."""
         for name, parameter in self.named_parameters():
             shape = tuple(parameter.shape)
             parameter.copy_(initial_weight(name, shape, self.config.n_layer, generator))
@@ -285,8 +285,8 @@ class GPT(nn.Module):
             self.rope_sin.copy_(sin_TK)
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
-        """Logits of the next token at every position, logits_BTV, or the loss where targets are
-        given, see `loss_sum`. Token ids are int64; ConfigError where T exceeds `block_size`."""
+        """Logits of the next token at every position, logits_BTV, or the loss if targets are given,
+        see `loss_sum`. Token ids are int64; ConfigError if T exceeds `block_size`."""
         x_BTC = self.features(tokens_BT)
         if targets_BT is None:
             return self.logits(x_BTC)
@@ -299,8 +299,8 @@ class GPT(nn.Module):
     def features(self, tokens_BT: Tensor, caches: Sequence[KeyValueCache] | None = None) -> Tensor:
         """Input of the head: `tokens_BT -> x_BTC`, after the last norm.
 
-        `caches`, one for each block, hold the positions before these, and then these too. Where
-        they hold some, one token at a time.
+        `caches`, one per block, hold the earlier positions, and afterwards these too. If they hold
+        some, only one token is allowed at a time.
         """
         first = 0 if caches is None else caches[0].length
         T = first + tokens_BT.shape[1]
@@ -336,9 +336,9 @@ class GPT(nn.Module):
 def loss_sum(logits_BTV: Tensor, targets_BT: Tensor, ignore_index: int = -100) -> Tensor:
     """Cross-entropy summed over the targets that count, in nats.
 
-    A sum, not a mean: sums of leaves add up to the sum of the batch however it was cut, and one
-    division by the global number of targets makes the exact mean. Targets are int64 token ids,
-    `ignore_index` where there is nothing to predict. Computed in fp32; 0-dim.
+    A sum, not a mean: the leaves' sums add up to the batch's sum however the batch is cut, and one
+    division by the global number of targets gives the exact mean. Targets are int64 token ids, or
+    `ignore_index` for no target. Computed in fp32; 0-dim.
     """
     return F.cross_entropy(
         logits_BTV.float().flatten(0, 1),  # a bf16 sum over thousands of targets stops growing
@@ -351,7 +351,7 @@ def loss_sum(logits_BTV: Tensor, targets_BT: Tensor, ignore_index: int = -100) -
 def loss_sum_in_rows(x_NC: Tensor, weight_VC: Tensor, targets_N: Tensor, rows: int) -> Tensor:
     """Cross-entropy of `x @ weight.T`, summed over the targets that are not -100, in nats.
 
-    Logits of `rows` positions are in memory at once; any float dtype, the result is fp32, 0-dim,
+    Logits of `rows` positions are in memory at once. Any float dtype; the result is fp32, 0-dim,
     differentiable once.
     """
     if torch.is_grad_enabled() and (x_NC.requires_grad or weight_VC.requires_grad):
@@ -385,7 +385,7 @@ def _in_rows(
     rows: int,
     gradients: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
-    """The loss, []; with `gradients`, zeros for the weight's, fills those of x and weight."""
+    """The loss, []. `gradients` (zeros for the weight's) receive those of x and weight."""
     kind, dtype = x_NC.device.type, x_NC.dtype
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
@@ -404,7 +404,7 @@ def _in_rows(
 
 
 def _gradient(log_p_RV: Tensor, targets_R: Tensor) -> Tensor:
-    """Gradient of the summed loss with respect to the logits; uses up `log_p_RV`."""
+    """Gradient of the summed loss with respect to the logits; overwrites `log_p_RV`."""
     counts_R = targets_R != _IGNORED
     p_RV = log_p_RV.exp_().mul_(counts_R.unsqueeze(1))
     row_R = torch.arange(len(targets_R), device=targets_R.device)
@@ -427,20 +427,20 @@ def generate(
 ) -> list[int]:
     """Continue `prompt_ids`. The same call on the same kind of device gives the same tokens.
 
-    A token costs a forward over one position: keys and values of those before it are kept. Once
-    there are more than `block_size` of them, it costs one over the last `block_size`: the window
-    slides, and what deeper layers have kept stems from positions that it no longer shows.
+    A token costs a forward over one position, because keys and values of earlier ones are kept.
+    After `block_size` tokens it costs a forward over the last `block_size`: the window slides, and
+    deeper layers' kept values come from positions that it no longer contains.
 
     Args:
-        model: any device; put into eval mode meanwhile, its mode is restored.
+        model: on any device; put into eval mode during the call, then restored.
         prompt_ids: at least one token id.
         max_new_tokens: how many to add.
-        temperature: logits are divided by it; 0 takes the most likely token.
-        top_k: sample among the k most likely only; None among all.
-        seed: of the draws, when no generator is given.
-        generator: a CPU generator that goes on where it stands.
-        use_cache: False computes the whole context for each token: the same tokens, slowly.
-        show: called with all tokens there are, at first and after each new one.
+        temperature: divides the logits; 0 takes the most likely token.
+        top_k: sample only among the k most likely; None: among all.
+        seed: of the draws, if no generator is given.
+        generator: a CPU generator; draws continue from its state.
+        use_cache: False recomputes the whole context for each token: the same tokens, slowly.
+        show: called with all tokens so far, at first and after each new one.
 
     Returns:
         The prompt followed by the new tokens.

@@ -1,8 +1,8 @@
-"""The decoder of architecture gpt2 as others have it: nanoGPT's checkpoints, transformers' GPT2.
+"""The decoder of architecture gpt2 in others' formats: nanoGPT's checkpoints, transformers' GPT2.
 
-Both have the same names, and queries, keys and values in one matrix, one below the other.
-transformers turns the four matrices of a block the other way round (`Conv1D`, here `turned`) and
-always has biases: zeros where the decoder has none. The tests compare logits with both.
+Both use the same names, and one matrix with queries, keys and values, one below the other.
+transformers transposes the four matrices of a block (`Conv1D`, here `turned`) and always has
+biases: zeros if the decoder has none. The tests compare logits with both.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ _IN_BLOCK = {
     **dict.fromkeys(("attention.q", "attention.k", "attention.v"), "attn.c_attn"),
     **{"mlp_norm": "ln_2", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"},
 }
-"""Our modules, and theirs."""
+"""Our modules, and GPT-2's."""
 _NEEDED = {
     "activation_function": "gelu",
     "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False,
 }
-"""Values of a `config.json` that the decoder cannot have otherwise."""
+"""Values that the decoder requires in a `config.json`."""
 _DEFAULTS = _NEEDED | {"activation_function": "gelu_new"}
-"""Theirs, where a `config.json` says nothing."""
+"""Defaults of transformers for a missing entry of `config.json`."""
 _MASK = re.compile(r"\.attn\.(bias|masked_bias)$")
 _NANOGPT = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
 
 
 def gpt2_name(name: str) -> str:
-    """Their name of our tensor `name`; ConfigError for one that GPT-2 does not have."""
+    """GPT-2's name of our tensor `name`; ConfigError for one that GPT-2 does not have."""
     module, _, kind = name.rpartition(".")
     if module in _ENDS:
         return f"{_ENDS[module]}.{kind}"
@@ -52,7 +52,7 @@ def gpt2_name(name: str) -> str:
 
 
 def to_gpt2(weights: Mapping[str, Tensor], *, turned: bool) -> dict[str, Tensor]:
-    """Our weights under their names, in their form."""
+    """Our weights under the other format's names and in its layout."""
     found: dict[str, Tensor] = {}
     for name, own in weights.items():
         theirs, tensor = gpt2_name(name), own
@@ -71,7 +71,7 @@ def to_gpt2(weights: Mapping[str, Tensor], *, turned: bool) -> dict[str, Tensor]
 def from_gpt2(
     weights: Mapping[str, Tensor], names: Iterable[str], *, turned: bool
 ) -> dict[str, Tensor]:
-    """Their weights, of which all that is needed is there, under our `names`."""
+    """Weights of the other format, which must be complete, under our `names`."""
     found = {}
     for name in names:
         tensor = weights[gpt2_name(name)]
@@ -85,8 +85,8 @@ def from_gpt2(
 
 
 def plain_names(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Their weights without causal masks, which old files hold, and with `transformer.` before each
-    name but the head's."""
+    """Weights without causal masks, which old files hold, and with `transformer.` before each name
+    but the head's."""
     return {
         name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}": tensor
         for name, tensor in weights.items()
@@ -98,7 +98,7 @@ def nanogpt_shape(args: Any, *, tie_head: bool) -> GPTConfig:
     """The decoder's shape from the `model_args` of a nanoGPT checkpoint.
 
     Raises:
-        ConfigError: a field is missing, unknown, or has a value that it cannot have.
+        ConfigError: a field is missing, unknown, or has an unsupported value.
     """
     if not isinstance(args, dict):
         raise ConfigError(f"model_args: got {type(args).__name__}, expected a dict")

@@ -1,7 +1,7 @@
 """The decoder as transformers' Llama: its `config.json`, the names of its tensors, and back.
 
-The two compute the same: RMSNorm, rotary positions in halves, SwiGLU, grouped-query attention
-(`LlamaForCausalLM`, checked against its logits by the tests).
+The two compute the same: RMSNorm, rotary positions in halves, SwiGLU, grouped-query attention. The
+tests compare logits with `LlamaForCausalLM`.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _PAIRS = (
     (r"blocks\.(\d+)\.attention\.([qkv])\.", r"model.layers.\1.self_attn.\2_proj."),
     (r"blocks\.(\d+)\.mlp\.(gate|up|down)\.", r"model.layers.\1.mlp.\2_proj."),
 )
-"""A pattern for our name, and theirs."""
+"""A pattern for our name, and Llama's."""
 _NEEDED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-"""Values of a `config.json` that the decoder cannot have otherwise; absent ones are these."""
+"""Values that the decoder requires in a `config.json`; missing entries count as these."""
 
 
 def llama_name(name: str) -> str:
-    """Their name of our tensor `name`; ConfigError for one that Llama does not have."""
+    """Llama's name of our tensor `name`; ConfigError for one that Llama does not have."""
     for ours, theirs in _PAIRS:
         if found := re.match(ours, name):
             return found.expand(theirs) + name[found.end() :]
@@ -40,12 +40,12 @@ def llama_name(name: str) -> str:
 
 
 def to_llama(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Our weights under their names."""
+    """Our weights under Llama's names."""
     return {llama_name(name): tensor for name, tensor in weights.items()}
 
 
 def from_llama(weights: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
-    """Their weights under our `names`; rotary tables, which follow from the shape, are left out.
+    """Llama's weights under our `names`, without rotary tables, which follow from the shape.
 
     Raises:
         ConfigError: a tensor that the decoder does not have.
@@ -63,7 +63,7 @@ def llama_config(shape: GPTConfig, *, end_of_text: int | None) -> dict[str, Any]
 
     Args:
         shape: the decoder's.
-        end_of_text: id of the token behind a text; None where there is none.
+        end_of_text: id of the token that ends a text, or None.
     """
     return {
         "architectures": ["LlamaForCausalLM"],

@@ -1,5 +1,5 @@
 """How ranks are divided into data-parallel, pipeline and tensor groups, and which part of a GPT
-each of them holds; pure, no torch.
+each rank holds. Pure; no torch.
 
     dp=2,pp=2,tp=1      rank = (data index * pp + stage) * tp + shard
 
@@ -7,14 +7,14 @@ each of them holds; pure, no torch.
     data      0 0 1 1
     stage     0 1 0 1
 
-The fastest index is the one that talks most: tensor shards are neighbours (and so on one host),
-then stages, and replicas are furthest apart.
+The fastest index belongs to the group that communicates most: tensor shards are neighbours (and so
+on one host), then stages, and replicas are furthest apart.
 
     pp   blocks are dealt to stages in order; the embedding is on the first, norm and head on the
-         last. A tied head is the embedding's weight, so that one lies on both ends.
+         last. A tied head is the embedding's weight, so it is on both ends.
     tp   heads and the SwiGLU's width are divided; embedding, norms and head are on every shard.
 
-A part keeps the whole model's names, so what two layouts hold can be compared name by name.
+A part keeps the whole model's names, so two layouts' contents can be compared name by name.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ParallelLayout:
     that is not a positive integer."""
 
     dp: int = 1
-    """Replicas, which share out the leaves of a step."""
+    """Replicas, which divide the leaves of a step."""
     pp: int = 1
     """Pipeline stages of a replica."""
     tp: int = 1
@@ -90,10 +90,10 @@ class ParallelLayout:
 
 
 def parse_layout(text: str, world_size: int) -> ParallelLayout:
-    """`"pp=2,dp=2"` as a layout of `world_size` ranks. What is not named is 1, a missing `dp` what
-    is left, so "" is plain data parallelism.
+    """Parse `"pp=2,dp=2"` as a layout of `world_size` ranks. A missing size is 1; a missing `dp`
+    takes all remaining ranks, so "" is plain data parallelism.
 
-    ConfigError where it is malformed, names something unknown or twice, or the product differs.
+    ConfigError for malformed text, an unknown or repeated name, or another number of ranks.
     """
     sizes: dict[str, int] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
@@ -125,9 +125,9 @@ class Weight:
     name: str
     shape: tuple[int, ...]
     divided: int | None
-    """The dimension that tensor shards divide; None: each has all of it."""
+    """The dimension that tensor shards divide; None: every shard has all of it."""
     block: int | None
-    """The decoder block it belongs to; None for embedding, last norm and head."""
+    """The weight's decoder block; None for embedding, last norm and head."""
 
 
 def weights_of(config: GPTConfig) -> tuple[Weight, ...]:
@@ -172,7 +172,7 @@ def weights_of(config: GPTConfig) -> tuple[Weight, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelPart:
-    """Part of the model that one rank holds; `config` and `weights` are the whole model's."""
+    """The part of the model that one rank holds; `config` and `weights` are the whole model's."""
 
     config: GPTConfig
     layout: ParallelLayout
@@ -184,12 +184,12 @@ class ModelPart:
 
     @property
     def is_first(self) -> bool:
-        """Whether it begins with the embedding."""
+        """Whether this part begins with the embedding."""
         return self.place.stage == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether it ends with the head."""
+        """Whether this part ends with the head."""
         return self.place.stage == self.layout.pp - 1
 
     @property
@@ -199,13 +199,13 @@ class ModelPart:
 
     @property
     def blocks(self) -> range:
-        """Its decoder blocks, numbered as in the whole model."""
+        """The part's decoder blocks, numbered as in the whole model."""
         return share(self.config.n_layer, self.place.stage, self.layout.pp)
 
     @property
     def tied_ends(self) -> tuple[int, ...]:
-        """Ranks with a copy of this rank's embedding at another stage, and this rank: () where
-        there is nothing to keep equal."""
+        """This rank and the ranks with a copy of its embedding at another stage; () if there is
+        nothing to keep equal."""
         layout, place = self.layout, self.place
         if not self.config.tie_head or layout.pp == 1 or not (self.is_first or self.is_last):
             return ()
@@ -216,7 +216,7 @@ class ModelPart:
         )
 
     def pieces(self) -> dict[str, SavedPiece]:
-        """Its box of each parameter that it holds, by name, in the whole model's order."""
+        """This rank's box of each parameter that it holds, by name, in the whole model's order."""
         tp, shard = self.layout.tp, self.place.shard
         return {
             weight.name: nth_piece(weight.shape, weight.divided, shard, tp)
@@ -225,8 +225,8 @@ class ModelPart:
         }
 
     def owned(self) -> dict[str, SavedPiece]:
-        """The `pieces` that this rank saves and counts: each box of the model is one rank's
-        of every replica."""
+        """The `pieces` that this rank saves and counts: in every replica, one rank owns each box of
+        the model."""
         divided = {weight.name for weight in self.weights if weight.divided is not None}
         return {
             name: piece
@@ -243,8 +243,8 @@ class ModelPart:
 
 
 def check_divisible(config: GPTConfig, layout: ParallelLayout) -> None:
-    """ConfigError where the model has fewer blocks than stages, or heads or widths that shards do
-    not divide, or parts of GPT-2."""
+    """ConfigError if the model has fewer blocks than stages, heads or widths that shards do not
+    divide, or parts of GPT-2."""
     if config.is_gpt2 and layout.model_ranks > 1:
         raise ConfigError(
             "parallel: only models of architecture llama are split; this one is gpt2: drop parallel"
@@ -265,12 +265,12 @@ def check_divisible(config: GPTConfig, layout: ParallelLayout) -> None:
 def cut_tensors(
     pieces: Mapping[str, SavedPiece], whole: Iterable[tuple[str, tuple[int, ...]]]
 ) -> dict[str, SavedPiece]:
-    """The pieces of whole tensors that belong to parameters: weights, or what an optimizer keeps.
+    """The pieces of whole tensors that belong to parameters: weights, or the optimizer's state.
 
     Args:
-        pieces: of parameters, by name; tensors of others are left out.
+        pieces: of parameters, by name; other parameters' tensors are left out.
         whole: (name, shape); the name's part after the last "/" is the parameter. A tensor of the
-            parameter's shape is cut as it is, any other not at all (the number of steps).
+            parameter's shape is cut like it, any other is not cut (the number of steps).
     """
     found = {}
     for name, shape in whole:
@@ -283,9 +283,9 @@ def cut_tensors(
 def place_tensors(
     part: ModelPart, cut: Iterable[tuple[str, tuple[int, ...]]]
 ) -> dict[str, SavedPiece]:
-    """The other way round: where the tensors that `part` saves lie in whole ones, from (name,
-    shape) of those that it holds. What is not of its parameter's shape is the same on all shards:
-    the first saves it."""
+    """The inverse: the positions in whole tensors of the tensors that `part` saves, from the (name,
+    shape) of each tensor it holds. A tensor without its parameter's shape is the same on all
+    shards: the first shard saves it."""
     owned, found = part.owned(), {}
     for name, shape in cut:
         piece = owned.get(_parameter(name))
@@ -301,14 +301,13 @@ def _parameter(name: str) -> str:
 
 
 def norm_places(part: ModelPart, block: int) -> tuple[dict[str, int], int]:
-    """Offsets of the norms of the parameters that `part` owns in the vector that ranks sum, by
-    name; and its length.
+    """Offsets, by name, of the norms of the parameters that `part` owns in the vector that ranks
+    sum; and the length of the vector.
 
     The gradient's norm is the root of a sum of squares over fixed blocks of `block` elements
-    (`reducer.py`). A rank of a split model writes those that it owns to their places in a vector
-    of zeros, and the sum over ranks is the vector of all of them: adding zeros is exact, so all
-    ranks get one rank's blocks in one rank's order, and without tensor shards one rank's norm, bit
-    for bit.
+    (`reducer.py`). A rank of a split model writes the norms that it owns to their places in a
+    vector of zeros, and ranks sum the vectors. Adding zeros is exact, so all ranks get one rank's
+    blocks in one rank's order, and without tensor shards one rank's norm, bit for bit.
     """
     owned, places, end = part.owned(), {}, 0
     for weight in part.weights:
@@ -323,7 +322,7 @@ def norm_places(part: ModelPart, block: int) -> tuple[dict[str, int], int]:
 
 def join_states(part: ModelPart, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The JSON of the whole model's optimizer (`checkpoint/optimizer_state.py`) from those of all
-    parts, of which `part` is any: parameters in the whole model's order."""
+    parts; `part` is any of them. Parameters are in the whole model's order."""
     shapes = {weight.name: weight.shape for weight in part.weights}
     entries: dict[str, Any] = {}
     for state in states:
@@ -337,7 +336,7 @@ def join_states(part: ModelPart, states: Sequence[Mapping[str, Any]]) -> dict[st
 
 
 def state_of_part(part: ModelPart, state: Mapping[str, Any]) -> dict[str, Any]:
-    """The JSON of an optimizer of `part` from the whole model's."""
+    """The JSON of the optimizer of `part`, from the whole model's."""
     pieces = part.pieces()
     params = {
         name: {**entry, "shape": list(pieces[name].shape)}

@@ -1,11 +1,11 @@
-"""Leaves through the stages of a replica: forward and backward, in a schedule's order.
+"""Run leaves through a replica's stages: forward and backward, in a schedule's order.
 
     gpipe   all forwards, then all backwards                  arXiv 1811.06965
     1f1b    a backward as soon as there is one to make        arXiv 2006.09503, PipeDream-Flush
 
-A leaf is a micro-batch. Both schedules make the same backwards in the same order on each stage, so
-they give the same bits; 1F1B keeps the activations of at most as many leaves as there are stages.
-With one stage there is nothing to schedule: leaf after leaf, forward and backward.
+A leaf is a micro-batch. Both schedules run the same backwards in the same order on each stage, so
+they give the same bits; 1F1B keeps the activations of at most as many leaves as there are stages. A
+single stage has nothing to schedule: it runs forward and backward leaf after leaf.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeafShape:
-    """Leaves of a replica in a step, sequences of a leaf, tokens of a sequence: with them, the
-    shapes of what travels between stages."""
+    """A replica's leaves per step, sequences per leaf, tokens per sequence: they determine the
+    shapes of messages between stages."""
 
     num_leaves: int
     micro_batch_size: int
@@ -47,8 +47,8 @@ class LeafShape:
 class Pipeline:
     """This rank's stage between its neighbours.
 
-    `sync` is told of each leaf's backward and loss, `schedule` orders them, `autocast` is the
-    context of a forward. Dropout is keyed by (seed, step, leaf), see [Note: Keyed streams].
+    `sync` receives each leaf's backward and loss, `schedule` orders them, `autocast` is the context
+    of a forward. Dropout is keyed by (seed, step, leaf), see [Note: Keyed streams].
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Pipeline:
         self._schedule = self._make_schedule(schedule) if self.part.layout.pp > 1 else None
 
     def _make_schedule(self, name: ScheduleName) -> Any:
-        # Shapes are told, so that stages need not send them to each other (torch pickles them).
+        # Shapes are given, so that stages need not send them to each other (torch pickles them).
         stream = torch.empty(self._stream_shape(self.shape.micro_batch_size), device="meta")
         tokens = torch.empty(stream.shape[:2], dtype=torch.int64, device="meta")
         stage = _Stage(
@@ -79,11 +79,11 @@ class Pipeline:
             output_args=torch.empty_like(stream, requires_grad=True),
             group=getattr(self._groups.stages, "group", None),
         )
-        # Torch takes a loss function, on any stage, as the sign that there are backwards.
+        # A loss function, on any stage, tells torch that there are backwards.
         return SCHEDULES[name](stage, self.shape.num_leaves, loss_fn=stage.loss, scale_grads=False)
 
     def run(self, leaves: Sequence[Leaf]) -> None:
-        """Forward and backward of all leaves of this replica's share of a step."""
+        """Forward and backward of all leaves in this replica's share of a step."""
         self._leaves = list(leaves)
         try:
             if self._schedule is None:
@@ -109,7 +109,7 @@ class Pipeline:
         return losses
 
     def _whole_leaf(self, place: int) -> Tensor:
-        """One leaf where there is but one stage."""
+        """One leaf, if there is only one stage."""
         leaf = self._leaves[place]
         loss = self.loss(self.forward(place, leaf.inputs), leaf.targets)
         with self.backward(place):
@@ -117,7 +117,7 @@ class Pipeline:
         return loss
 
     def forward(self, place: int, x: Tensor) -> Tensor:
-        """This stage's forward of the replica's leaf `place`."""
+        """This stage's forward of the replica's leaf number `place`."""
         leaf = self._leaves[place]
         with self._autocast:
             if self.model.config.dropout:
@@ -127,7 +127,7 @@ class Pipeline:
             return self.model(x)
 
     def backward(self, place: int) -> AbstractContextManager[None]:
-        """Encloses this stage's backward of the replica's leaf `place`."""
+        """Encloses this stage's backward of the replica's leaf number `place`."""
         return self.sync.leaf(last=place == len(self._leaves) - 1, index=self._leaves[place].index)
 
     def loss(self, x_BTC: Tensor, targets_BT: Tensor) -> Tensor:
@@ -147,9 +147,9 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, leaves: EvalLeaves) -> float:
-        """See `train.evaluate.evaluate`: each sample once, through all stages of one replica.
+        """See `train.learner.evaluate`: each sample once, through all stages of one replica.
 
-        Stages work at the same time, each on another leaf.
+        Stages work at the same time, each on a different leaf.
         """
         self.model.eval()
         total, samples = LossSum(self._device), 0
@@ -173,7 +173,7 @@ class Pipeline:
         return float(total_loss) / num_targets
 
     def _pass_on(self, leaf: Leaf) -> Tensor | None:
-        """This stage's forward; the loss on the last one, else the stream goes to the next."""
+        """This stage's forward; returns the loss on the last stage, else sends the stream on."""
         stages, x = self._groups.stages, leaf.inputs
         if not self.part.is_first:
             x = torch.empty(self._stream_shape(*leaf.inputs.shape), device=self._device)
@@ -191,10 +191,10 @@ class Pipeline:
 
 
 class _Stage(PipelineStage):
-    """Torch's stage, with the leaf around each backward and the leaf's dropout in each forward.
+    """Torch's stage, plus the context of a leaf in each backward and its dropout in each forward.
 
-    Torch keeps a buffer for each leaf of a step, for what arrives from either side. Here they live
-    from the receive to the leaf's backward, so that 1F1B holds as many as it has leaves under way.
+    Torch keeps a receive buffer for each leaf of a step, in both directions. Here a buffer lives
+    from the receive to the leaf's backward, so 1F1B holds as many as it has leaves in flight.
     """
 
     def __init__(self, pipeline: Pipeline, **shapes: Any) -> None:
@@ -206,7 +206,7 @@ class _Stage(PipelineStage):
             next(pipeline.model.parameters()).device,
             **shapes,
         )
-        # Weakly: a cycle would keep the group's sockets open until it is collected.
+        # Weak: a cycle would keep the group's sockets open until it is collected.
         self._owner, self._forwarded = weakref.ref(pipeline), 0
 
     @property
@@ -220,7 +220,7 @@ class _Stage(PipelineStage):
         return self._pipeline.loss(x_BTC, targets_BT)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """See torch; remembers which leaf it is."""
+        """See torch; records which leaf it is."""
         self._forwarded = fwd_chunk_id
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
@@ -229,7 +229,7 @@ class _Stage(PipelineStage):
         return self._pipeline.forward(self._forwarded, *args)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """See torch; the gradients that come now belong to one leaf."""
+        """See torch; gradients computed here belong to one leaf."""
         with self._pipeline.backward(bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         for infos in (self.args_recv_info, self.grad_recv_info):

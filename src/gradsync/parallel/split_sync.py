@@ -1,5 +1,5 @@
-"""Synchronisation of one part of a split model: the groups of a layout, a strategy over the
-replicas of the part, and the handle, which is what `GradientSync` is for a whole model."""
+"""Synchronise one part of a split model: the groups of a layout, a strategy over the replicas of
+the part, and the handle, the counterpart of `GradientSync` for a whole model."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitGroups:
-    """This rank's groups; members stand in the order of their index."""
+    """This rank's groups; members are in the order of their index."""
 
     everyone: Communicator
     data: Communicator
     """Ranks that hold the same part of the model, one of each replica."""
     model: Communicator
-    """Ranks of one replica: stage by stage, in each shard by shard."""
+    """Ranks of one replica: ordered by stage, then by shard."""
     stages: Communicator
-    """Ranks of one replica with the same shard index, stage by stage."""
+    """Ranks of one replica with the same shard index, ordered by stage."""
     shards: Communicator
     """Ranks of one stage of one replica."""
 
 
 def split_groups(layout: ParallelLayout, place: Coordinates, everyone: Communicator) -> SplitGroups:
-    """Make them; every rank calls it at the same point, with its own `place`.
+    """Create this rank's groups; every rank calls it at the same point, with its own `place`.
 
-    Groups with equal members are one, a group of one needs no process group.
+    Groups with equal members are one group; a group of one needs no process group.
     """
     known: dict[tuple[int, ...], Communicator | None] = {}
 
@@ -80,13 +80,13 @@ def split_groups(layout: ParallelLayout, place: Coordinates, everyone: Communica
 
 
 class SplitReducer(Reducer):
-    """`inner` over the replicas of this rank's part, and what the whole model needs besides.
+    """`inner` over the replicas of this rank's part, plus what the whole model needs.
 
-    [Note: Tied ends] A tied head is the embedding's weight, which lies on both ends of a pipeline.
-    Each end sums its own gradient over leaves and replicas; then they exchange the sums, and both
-    add them. The same two numbers, so the same bits on both, and AdamW keeps the weights equal. One
-    rank adds the two gradients leaf by leaf instead: another order, so a tied model's losses equal
-    one rank's to rounding; one with a head of its own gives the same bits.
+    [Note: Tied ends] A tied head is the embedding's weight, which is at both ends of a pipeline.
+    Each end sums its gradient over leaves and replicas; then both exchange their sums and add them.
+    Both add the same two numbers and get the same bits, so AdamW keeps the weights equal. One rank
+    adds the two gradients leaf by leaf, in another order, so a tied model's losses equal one rank's
+    to rounding; a model with a separate head gives the same bits.
 
     `inner` sums over `groups.data`.
     """
@@ -111,16 +111,16 @@ class SplitReducer(Reducer):
         self.inner.collect(discard=discard, user_loop=user_loop)
 
     def launch(self) -> list[bool]:
-        """Which of the *whole model's* parameters have gradients here: all ranks' lists are equally
-        long, so that one message serves all parts."""
+        """Which of the *whole model's* parameters have gradients here: lists are equally long on
+        all ranks, so one message serves all parts."""
         whole = [False] * len(self._order)
         for name, here in zip(self._names, self.inner.launch(), strict=True):
             whole[self._order[name]] = here
         return whole
 
     def reduce(self, used: list[bool], divisor: float | None) -> Stopwatch:
-        """See `Reducer.reduce`, and [Note: Tied ends]: the ends' sums are added before they are
-        divided, as on one rank."""
+        """See `Reducer.reduce`, and [Note: Tied ends]: the ends' sums are added before the
+        division, as on one rank."""
         watch = self.inner.reduce([used[self._order[name]] for name in self._names], 1.0)
         if used[self._order[EMBEDDING]]:
             self._sum_tied_ends()
@@ -144,7 +144,7 @@ class SplitReducer(Reducer):
 
 
 class SplitShards(Replicas):
-    """One part of the model, whole on each of its replicas; `inner` is the strategy's over them."""
+    """One part of the model, whole on each of its replicas; `inner` is the strategy's."""
 
     whole_parameters = False
 
@@ -159,7 +159,7 @@ class SplitShards(Replicas):
         """See `Replicas.clip`; the norm is that of the whole model's gradient.
 
         One all-reduce over the ranks of a replica, float64 [blocks of 65,536 elements in the whole
-        model]; nothing to overlap with: the factor depends on it.
+        model]; it overlaps nothing, because the factor depends on it.
         """
         found = dict(trainable(self.model))
         norms = torch.zeros(self._num_blocks, dtype=torch.float64, device=self.parameters[0].device)
@@ -180,12 +180,12 @@ class SplitShards(Replicas):
         return self._inner.publish()
 
     def full_weights(self) -> dict[str, Tensor]:
-        """Whole weights by name in the whole model's order, on the CPU of rank 0; the other ranks
-        get {}. All ranks call it: the others send what they own."""
+        """Whole weights by name in the whole model's order, on the CPU of rank 0; {} on the other
+        ranks. All ranks call it, and send what they own."""
         return join_weights(self._part, self._groups.model, dict(self.model.named_parameters()))
 
     def load_full_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Overwrite this part's parameters with whole ones."""
+        """Overwrite this part's parameters from whole ones."""
         own, pieces = dict(self.model.named_parameters()), self._part.pieces()
         with torch.no_grad():
             for name, parameter in own.items():
@@ -195,7 +195,7 @@ class SplitShards(Replicas):
 class SplitSync(StateMethods):
     """Per step: `leaf` around each backward, then `step` once, on all ranks.
 
-    The step's small message goes over all ranks of the run, so the loss, the weight and a wish to
+    The step's small message covers all ranks of the run, so the loss, the weight and a request to
     stop are the same everywhere; gradients are summed over the replicas of a part.
 
     `sync` is a strategy of `STRATEGIES` that keeps whole replicas, with its options.
@@ -211,25 +211,25 @@ class SplitSync(StateMethods):
         options: Mapping[str, Any],
     ) -> None:
         strategy = find_strategy(sync)
-        if "overlap_publish" in strategy.options:  # norms are of all parts' gradients, whole
+        if "overlap_publish" in strategy.options:  # norms cover all parts' gradients, whole
             options = {**options, "overlap_publish": False}
         inner = build_reducer(strategy, model, groups.data, None, options)
         self.model, self.comm = model, groups.everyone
         self.reducer = SplitReducer(model, part, groups, inner)
         self._part, self._groups = part, groups
         self._loss = LossSum(self.reducer.parameters[0].device)
-        # Rotary tables are constants: nothing to keep equal.
+        # Rotary tables are constants: there is nothing to keep equal.
         self._buffers = BufferSync(model, groups.data, equal_replicas=False)
         self._parts = StepParts(
             self.reducer, groups.everyone, self._buffers, 0, StragglerWatch(None)
         )
 
     def leaf(self, *, last: bool, index: int) -> AbstractContextManager[None]:
-        """Enclose one leaf's backward through this part; see `Reducer.leaf`."""
+        """Encloses one leaf's backward through this part; see `Reducer.leaf`."""
         return self.reducer.leaf(last=last, index=index)
 
     def add_loss(self, loss_sum: Tensor, weight: float) -> None:
-        """One leaf's summed loss, [], and targets; told once of each replica."""
+        """One leaf's summed loss, [], and its targets; one rank of each replica reports it."""
         if self._part.counts_loss:
             self._loss.add(loss_sum, weight)
 
@@ -261,8 +261,8 @@ class SplitSync(StateMethods):
         step: int | None = None,
         heal: bool = False,
     ) -> bool:
-        """The replicas of each part must hold the same bits, and both ends a tied embedding;
-        RunError names the tensor and the ranks, see `StateMethods.check_replicas`."""
+        """Check that the replicas of each part, and both ends of a tied embedding, have the same
+        bits; RunError names the tensor and the ranks, see `StateMethods.check_replicas`."""
         layout, place = self._part.layout, self._part.place
         same = [replace(place, data=index) for index in range(layout.dp)]
         ranks = [layout.rank(at) for at in same]
@@ -284,6 +284,6 @@ class SplitSync(StateMethods):
         return not healed
 
     def close(self) -> None:
-        """Take the hooks out of the model."""
+        """Remove the hooks from the model."""
         self.reducer.close()
         self._buffers.close()

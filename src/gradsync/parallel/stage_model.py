@@ -1,19 +1,19 @@
 """One rank's part of the decoder: some blocks, and at the ends embedding, norm and head.
 
-Tensor parallelism inside of a block: heads and the SwiGLU's width are divided over ranks.
-Shoeybi et al. 2019, "Megatron-LM", arXiv 1909.08053: a matrix that makes heads (or hidden columns)
-is cut by outputs, the matrix behind it by inputs, so that only its product is summed over shards:
+Tensor parallelism in a block divides heads and the SwiGLU's width over ranks. Shoeybi et al. 2019,
+"Megatron-LM", arXiv 1909.08053: a matrix that computes heads (or hidden columns) is cut by outputs,
+the next matrix by inputs, so that only its product is summed over shards:
 
     x ─ enter ─► q k v / gate up (columns) ─► attention / silu ─► out / down (rows) ─ leave ─► y
         backward: sum over shards                        forward: sum over shards
 
-Between `leave` and the next `enter` every shard holds the same activations, bit for bit, since an
+Between `leave` and the next `enter` every shard holds the same activations, bit for bit, because an
 all-reduce gives all ranks the same bits. So norms, embedding and head are replicated and stay equal
-without a message of their own, and dropout there is the same on all shards.
+without communication, and dropout there is the same on all shards.
 
-[Note: Plain shards] The styles below are `parallelize_module`'s, but what they leave behind are
-plain tensors, not DTensors: our strategies sum flat memory, and a gradient that is plain memory can
-be summed by any of them over the replicas of a shard.
+[Note: Plain shards] The styles below are `parallelize_module`'s, but they leave plain tensors, not
+DTensors: our strategies sum flat memory, and any of them can sum a plain gradient over the replicas
+of a shard.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from gradsync.parallel.split_sync import SplitGroups
 class GPTStage(nn.Module):
     """`part` of a GPT, with the whole model's parameter names and the same start values.
 
-    Nothing of the other parts is ever in memory, apart from one matrix at a time while start values
-    are drawn: the generator has to pass through all of them.
+    The other parts are never in memory, except for one matrix at a time while initial values are
+    drawn: the generator has to pass through all of them.
 
     Shards sum over `groups.shards` in each block; the other arguments are those of `GPT`.
     """
@@ -67,7 +67,7 @@ class GPTStage(nn.Module):
         names = part.pieces()
         self.embed = whole.embed if "embed.weight" in names else None
         self.dropout = whole.dropout
-        # Keys, not places: a block keeps its number in the whole model.
+        # Keys, not indices: a block keeps its number in the whole model.
         self.blocks = nn.ModuleDict({str(index): whole.blocks[index] for index in part.blocks})
         self.norm = whole.norm if part.is_last else None
         self.head = whole.head if part.is_last else None
@@ -94,7 +94,7 @@ class GPTStage(nn.Module):
         self.rope_sin.copy_(sin_TK)
 
     def forward(self, x: Tensor) -> Tensor:
-        """From tokens_BT (first stage) or x_BTC to x_BTC, on the last stage behind the norm."""
+        """From tokens_BT (first stage) or x_BTC to x_BTC; on the last stage, after the norm."""
         x_BTC = x
         if self.part.is_first:
             assert self.embed is not None
@@ -119,9 +119,9 @@ class GPTStage(nn.Module):
         return loss_sum_in_rows(*rows, self.loss_rows)
 
     def pass_over_dropout(self, like_BTC: Tensor, branch_dtype: torch.dtype) -> None:
-        """Draw what the stages before this one draw for a leaf, so that this one's dropout is the
-        whole model's: one mask of the embedding, two of each block. `like_BTC` has the shape and
-        dtype of the residual stream, a block's branches give `branch_dtype`."""
+        """Draw what earlier stages draw for a leaf, so that this stage's dropout is the whole
+        model's: one mask for the embedding, two for each block. `like_BTC` has the shape and dtype
+        of the residual stream; a block's branches have dtype `branch_dtype`."""
         first = self.part.blocks.start
         if self.part.is_first or not self.config.dropout or not self.training:
             return
@@ -132,7 +132,7 @@ class GPTStage(nn.Module):
 
 
 def divide_block(block: Block, mesh: DeviceMesh, comm: Communicator) -> None:
-    """Leave this rank's shard of `block`, which is on the meta device still."""
+    """Keep only this rank's shard of `block`, which is still on the meta device."""
     columns, rows = _Cut(comm, COLUMNS), _Cut(comm, ROWS)
     enter = _Enter(comm)
     parallelize_module(
@@ -155,7 +155,7 @@ def divide_block(block: Block, mesh: DeviceMesh, comm: Communicator) -> None:
 
 
 class _Enter(ParallelStyle):
-    """The module's input is on every shard; its gradient is the sum over shards."""
+    """The module's input is the same on every shard; its gradient is the sum over shards."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
@@ -171,8 +171,8 @@ class _Enter(ParallelStyle):
 
 
 class _Cut(ParallelStyle):
-    """A linear layer keeps its share of outputs (columns), or of inputs (rows): then its output is
-    summed over shards."""
+    """A linear layer keeps its share of outputs (columns) or of inputs (rows); with rows its output
+    is summed over shards."""
 
     def __init__(self, comm: Communicator, dim: int) -> None:
         self._comm, self._dim = comm, dim

@@ -1,7 +1,7 @@
 """Pieces of a split model, or of sharded state, between rank 0 and the ranks that hold them.
 
-Rank 0 alone touches the run directory, so what is saved travels to it and what is loaded comes from
-it, tensor by tensor: to save, rank 0 has two of the others' tensors at once.
+Rank 0 alone accesses the run directory: saved tensors travel to it and loaded ones come from it,
+one by one. While saving, rank 0 holds two of the others' tensors at a time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Described = list[tuple[str, list[int], str]]
 
 
 def describe(tensors: Mapping[str, Tensor]) -> Described:
-    """Header that must be known before tensors are received."""
+    """Headers, which must be known before tensors are received."""
     return [
         (name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."))
         for name, tensor in tensors.items()
@@ -36,8 +36,8 @@ def collect(
     """On rank 0 of `comm`: every rank's `note`, then its tensors, rank after rank.
 
     Rank 0 must take all of them, in `file_order`, before the ranks communicate otherwise. The other
-    ranks send when they call it and get nothing. One `all_gather_json` first, then a message for
-    each tensor, when rank 0 takes it. `note` is anything JSON can write.
+    ranks send during the call and get nothing. One `all_gather_json`, then a message per tensor
+    when rank 0 takes it. `note` is any value that JSON can write.
     """
     told = all_gather_json(comm, [describe(tensors), note])
     if comm.rank:
@@ -79,8 +79,8 @@ def _receive(comm: Communicator, source: int, shape: Sequence[int], dtype: torch
 def distribute(
     comm: Communicator, part: ModelPart, whole: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """The pieces that `part` needs of whole tensors that rank 0 has, by name "…/PARAMETER"; the
-    others give {}. A tensor that is not of its parameter's shape comes whole."""
+    """The pieces that `part` needs of rank 0's whole tensors, by name "…/PARAMETER"; the other
+    ranks pass {}. A tensor without its parameter's shape comes whole."""
     layout = layout_of(broadcast_json(comm, describe(whole)))
     shapes = ((name, tuple(tensor.shape)) for name, tensor in layout.items())
     wanted = cut_tensors(part.pieces(), shapes)
@@ -91,8 +91,8 @@ def distribute(
 def hand_out(
     comm: Communicator, whole: Mapping[str, Tensor], runs: Mapping[str, tuple[int, int]]
 ) -> dict[str, Tensor]:
-    """Runs of elements, [begin, end) of the flattened tensor, of whole tensors that rank 0 has, to
-    each rank its own. Of the others' `whole` only shapes and dtypes count."""
+    """Send each rank its runs of elements, [begin, end) of the flattened tensor, of rank 0's whole
+    tensors. Of the other ranks' `whole` only shapes and dtypes count."""
     flat = {name: tensor.reshape(-1) for name, tensor in whole.items()}
     return _hand_out(comm, flat, {name: [run] for name, run in runs.items()})
 
@@ -102,9 +102,9 @@ def _hand_out(
     whole: Mapping[str, Tensor],
     wanted: Mapping[str, Sequence[tuple[int, int]]],
 ) -> dict[str, Tensor]:
-    """To each rank what it wants, given as [begin, end) in each dimension; all ranks call it.
+    """Send each rank what it wants, as [begin, end) in each dimension; all ranks call it.
 
-    What is returned is on the CPU and shares memory with nothing.
+    The returned tensors are on the CPU and share memory with no other tensor.
     """
     told: list[Mapping[str, Any]] = all_gather_json(comm, wanted)
     found = {}

@@ -1,1 +1,1 @@
-"""Machines, a training run's memory and time, and the split that fits: `gradsync plan`."""
+"""Machines, memory and time of a training run, and the split that fits: `gradsync plan`."""

@@ -1,15 +1,14 @@
-"""Devices and links with public figures, and machines by name out of them, such as `a100-80x8@2`.
+"""Devices and links with published figures, and machines named after them, as `a100-80x8@2`.
 
     NAME = PART[+PART …][@HOSTS]        PART = DEVICE[xCOUNT]
 
-`h100x4` is one host with four; `a100-40x2+h100` one host with three, of two kinds; `h100x8@2` two
-such hosts. What a name leaves open is assumed, and said in `Hardware.notes` and `Link.source`.
+`h100x4` is one host with four GPUs; `a100-40x2+h100` one host with three of two kinds; `h100x8@2`
+two such hosts. What a name leaves open is assumed; `Hardware.notes` and `Link.source` say so.
 
-A catalogued memory is the data sheet's, in decimal GB. Drivers report some percent more (an "80 GB"
-H100 has 85.5e9 bytes), so what is planned here fits there. A link's `bytes_per_s` is less than what
-its bus could carry: it is what NCCL itself reckons with, `src/graph/topo.h` at commit 069a3d4
-(SM70_NVLINK_BW …, PCI_BW), and `src/graph/tuning.cc` at commit 01afd20 for the latency (hwLat;
-ring, simple protocol).
+Memory is the data sheet's, in decimal GB. Drivers report a few percent more (an "80 GB" H100 has
+85.5e9 bytes), so a plan made here fits there. A link's `bytes_per_s` is below the bus's limit: it
+is the figure in NCCL's own model, `src/graph/topo.h` at commit 069a3d4 (SM70_NVLINK_BW …, PCI_BW),
+with the latency of `src/graph/tuning.cc` at commit 01afd20 (hwLat; ring, simple protocol).
 """
 
 from __future__ import annotations
@@ -25,24 +24,24 @@ from gradsync.plan.description import Device, Hardware, Host, Link
 GB = 10**9
 
 _NCCL = "NCCL's own model of a ring's step (src/graph/tuning.cc)"
-_NETWORK_S = 9.6e-6  # `_NCCL`, a step between hosts under protocol Simple, seconds
+_NETWORK_S = 9.6e-6  # `_NCCL`, a step between hosts with protocol Simple, seconds
 _NVLINK_ALPHA_S, _PCIE_ALPHA_S = 3.4e-6, 5.7e-6
 _TCP_PART = 1448 / 1538
-"""Payload of a full Ethernet frame: 1500 bytes less IP, TCP and time stamps (52); over those and
-its 38 bytes of header, check sum, preamble and gap (IEEE 802.3)."""
+"""Payload of a full Ethernet frame: 1500 bytes less IP, TCP and time stamps (52), over 1500 and its
+38 bytes of header, check sum, preamble and gap (IEEE 802.3)."""
 
 _NVLINK = {2: (25e9, 20e9), 3: (25e9, 20e9), 4: (25e9, 20.6e9), 5: (50e9, 40.1e9)}
-"""One link, one direction, bytes per second: as specified, and as NCCL reckons."""
+"""One link, one direction, bytes per second: the specification's, and NCCL's figure."""
 _GA102_NVLINK = (14.0625e9, 12e9)  # NVLink 3 as in RTX 3090, A40 and A6000 (compute capability 8.6)
 _GENERATIONS = {(7, 0): 2, (7, 2): 2, (7, 5): 2, (8, 0): 3, (8, 6): 3, (9, 0): 4, (10, 0): 5}
 """NVLink by compute capability."""
 _NEWEST_NVLINK = 5
 _PCIE_LANE = {generation: 0.75e9 * 2 ** (generation - 3) for generation in range(1, 7)}
-"""One lane, one direction, as NCCL reckons: 12 GB/s for PCIe 3 x16, doubling each time."""
+"""One lane, one direction, NCCL's figure: 12 GB/s for PCIe 3 x16, doubling each generation."""
 
 
 def nvlink(capability: tuple[int, int], links: int) -> Link:
-    """`links` NVLinks side by side, between devices of such a compute capability."""
+    """`links` parallel NVLinks between devices of this compute capability."""
     newest = _NEWEST_NVLINK if capability >= (10, 0) else 2
     generation = _GENERATIONS.get(capability, newest)
     specified, reckoned = _GA102_NVLINK if capability == (8, 6) else _NVLINK[generation]
@@ -74,7 +73,7 @@ def _infiniband(name: str, gigabits: float) -> Link:
 
 
 def _tcp(name: str, gigabits: float, latency_s: float | None = None) -> Link:
-    """Ethernet, or a distance whose latency its name says."""
+    """Ethernet, or a wide-area link whose name states the latency."""
     source = "line rate less the headers of TCP, one port a host"
     known = latency_s is not None
     return Link(
@@ -93,7 +92,7 @@ LINKS = {
     "nvlink5": nvlink((10, 0), 18),
     **{f"pcie{generation}": pcie(generation) for generation in (3, 4, 5, 6)},
 }
-"""By the name that users type: all links of one device, and PCIe by 16 lanes."""
+"""By the name that users type: all links of one device, and PCIe with 16 lanes."""
 
 NETWORKS: dict[str, Link] = {
     link.name: link
@@ -108,26 +107,26 @@ NETWORKS: dict[str, Link] = {
         _tcp("wan-100m-100ms", 0.1, 0.100),
     )
 }
-"""Not measured here. The latency of TCP over Ethernet is above NCCL's figure where the kernel is
-slow: measure it with `gradsync bench collectives`, and write a file."""
+"""Not measured here. TCP's latency over Ethernet exceeds NCCL's figure if the kernel is slow:
+measure it with `gradsync bench collectives`, and write a file."""
 
 
 class Model(NamedTuple):
-    """A product, as its data sheet has it."""
+    """A product, as its data sheet describes it."""
 
-    name: str  # Its driver's name for it
+    name: str  # The driver's name for it
     memory_gb: int
     tflops: float
-    """Dense bf16 products (fp16 where it has no bf16) with sums in fp32; 1e12 per second. Data
-    sheets that state the doubled rate for sparse matrices are halved."""
+    """Dense bf16 products (fp16 if the device has no bf16) with fp32 sums; 1e12 per second. Figures
+    for sparse matrices, which are twice as high, are halved."""
     gb_per_s: float  # Bandwidth of its memory; 1e9 bytes per second
     capability: tuple[int, int]
     link: str
-    """In `LINKS`, to the usual host's others; PCIe where NVLink is a bridge that one may buy."""
+    """Key in `LINKS`: to the usual host's other devices; PCIe if NVLink needs a bridge."""
     source: str
 
     def device(self) -> Device:
-        """The whole of it, nothing taken."""
+        """The device with all of its memory free."""
         return Device(
             kind="cuda",
             name=self.name,
@@ -158,12 +157,12 @@ MODELS = {
 }
 """By the name that users type."""
 
-MAX_DEVICES = 2**17  # In all; so that a slip of the finger does not fill the memory
+MAX_DEVICES = 2**17  # In all; a typo must not fill the memory
 CORES_PER_DEVICE = 16
 MEMORY_PER_DEVICE = 128 * GB
-"""Assumed of a host that is only named: NVIDIA's DGX A100 has 128 cores and 1 TB for 8 devices."""
+"""Assumed for a host given only by name: NVIDIA's DGX A100 has 128 cores and 1 TB for 8 devices."""
 DEFAULT_NETWORK = "infiniband-hdr"
-"""Between hosts that are only named; DGX A100 has it, a port per device."""
+"""Between hosts given only by name; DGX A100 has it, one port per device."""
 
 _PART = re.compile(r"(.+)x(\d{1,9})", re.ASCII)
 _FLOP_PER_CYCLE = {
@@ -171,16 +170,16 @@ _FLOP_PER_CYCLE = {
     **{(8, 9): 512, (9, 0): 4096, (10, 0): 8192, (10, 3): 8192, (12, 0): 512, (12, 1): 512},
 }
 """Dense 16-bit products with fp32 sums, of one multiprocessor, by compute capability. From the
-white papers' peak / (multiprocessors x boost clock), such as 312e12 / (108 x 1.41e9) = 2049; where
-GeForce parts run at half the rate of professional ones, theirs."""
+white papers' peak / (multiprocessors x boost clock), such as 312e12 / (108 x 1.41e9) = 2049. If
+GeForce parts run at half the rate of professional ones, the GeForce figure."""
 _OLDER, _NEWER = 128, 512
-"""For capabilities that are not in the table."""
+"""For capabilities that are missing from the table."""
 _USUAL_CLOCK_HZ = 1.5e9
 
 
 def by_driver_name(name: str) -> Model | None:
-    """The model of a device that calls itself `name`; None when no data sheet is known for it.
-    Older drivers leave the maker out."""
+    """The model of a device that calls itself `name`; None if no data sheet is known for it. Older
+    drivers omit the vendor."""
     wanted = name.strip().lower().removeprefix("nvidia ")
     names = {model.name.lower().removeprefix("nvidia "): model for model in MODELS.values()}
     return names.get(wanted)
@@ -201,8 +200,8 @@ def device_of(key: str) -> Device:
 def detected_device(
     name: str, capability: tuple[int, int], num_sms: int, clock_hz: float | None, **told: Any
 ) -> Device:
-    """A device with the rates of the data sheet under its driver's name; else estimated from the
-    rest (None: the clock is not told). Its memory and whatever else was `told` stay as they are."""
+    """A device with the data sheet's rates for its driver's name, else estimated from the other
+    arguments (None: unknown clock). Memory and other `told` values stay unchanged."""
     model = by_driver_name(name)
     if model is not None:
         flops, rate, source = model.tflops * 1e12, model.gb_per_s * 1e9, model.source
@@ -224,7 +223,7 @@ def estimated_flops(capability: tuple[int, int], num_sms: int, clock_hz: float) 
 
 
 def hardware_of(name: str) -> Hardware:
-    """The machine called `name`; ConfigError names the nearest device to an unknown one."""
+    """The machine called `name`; for an unknown device, ConfigError names the nearest one."""
     parts, at, hosts = name.partition("@")
     if at and (re.fullmatch(r"[1-9]\d{0,8}", hosts, re.ASCII) is None):
         raise ConfigError(
@@ -247,11 +246,11 @@ def hardware_of(name: str) -> Hardware:
 
 
 def host_of(name: str) -> Host:
-    """One host with the devices of `PART[+PART …]`, and what comes with them."""
+    """One host with the devices of `PART[+PART …]`, and its links, cores and memory."""
     devices: list[tuple[str, Device]] = []
     for part in name.split("+"):
         key, count, found = part, 1, _PART.fullmatch(part)
-        if part not in MODELS and found is not None:  # the x of rtx4090 does not count anything
+        if part not in MODELS and found is not None:  # the x of rtx4090 is no separator
             key, count = found[1], int(found[2])
         if count < 1:
             raise ConfigError(f"hardware {part!r}: a count must be at least 1")
@@ -261,12 +260,12 @@ def host_of(name: str) -> Host:
 
 
 def usual_host(devices: Sequence[tuple[str, Device]]) -> Host:
-    """A host with such devices, of which nothing else is known; each with its name in the
-    catalogue, "" for what is not in it."""
+    """A host about which only its devices are known; each comes with its name in the catalogue, ""
+    for a device that is not in it."""
     keys = {key for key, _ in devices}
     if len(keys) == 1 and keys < MODELS.keys():
         link = LINKS[MODELS[keys.pop()].link]
-    else:  # NVLink joins only those of a kind
+    else:  # NVLink joins only devices of the same kind
         link = pcie_of(device for _, device in devices)
     return Host(
         devices=tuple(device for _, device in devices),
@@ -277,7 +276,7 @@ def usual_host(devices: Sequence[tuple[str, Device]]) -> Host:
 
 
 def pcie_of(devices: Iterable[Device]) -> Link:
-    """The PCIe that GPUs have, by the oldest one's compute capability."""
+    """The PCIe link of GPUs, by the oldest one's compute capability."""
     oldest = min(device.compute_capability or (0, 0) for device in devices)
     generation = 3 if oldest < (8, 0) else 4 if oldest < (9, 0) else 5
     return LINKS[f"pcie{generation}"]

@@ -1,9 +1,8 @@
-"""Which split, micro-batch and recomputation to take on some hardware, and why; no torch.
+"""Chooses a split, micro-batch and recomputation for given hardware, with reasons; no torch.
 
-Every combination is judged: arithmetic first, then memory, then time. The global batch stays what
-it is, `micro_batch_size x num_leaves`, whatever is taken. Among those that are as fast as the
-fastest within the model's own error, bits that do not depend on ranks come first, then what is
-simplest.
+Every combination is judged by arithmetic, then memory, then time. The global batch,
+`micro_batch_size x num_leaves`, stays the same. Several choices may be as fast as the fastest,
+within the model's error: bits independent of the number of ranks come first, then the simplest.
 """
 
 from __future__ import annotations
@@ -35,17 +34,17 @@ from gradsync.runtime.machine import busy, choose_threads
 from gradsync.sync.registry import STRATEGIES, Promise
 
 USUAL = ("invariant", "bucketed", "zero1", "zero2", "fsdp", "ddp")
-"""Tried unless names are given, the simplest first: none that loses something on purpose, and only
-one of each cost."""
-ERROR = 0.15  # Times that differ by less count as equal: the time model is no better
+"""Tried unless names are given, the simplest first: none that loses precision on purpose, and only
+one for each cost."""
+ERROR = 0.15  # Times within this fraction count as equal: the time model is no better
 PROMISES: tuple[Promise, ...] = ("bitwise", "rounding", "lossy")  # The strongest first
 
 
 class Costs:
-    """Memory by formula; time from data sheets, or from a leaf that was measured here."""
+    """Memory by formula; time from data sheets, or from a leaf measured here."""
 
     measured: tuple[StepProfile, Workload] | None = None
-    load: float | None = None  # The machine's, if other work kept it busy while it was measured
+    load: float | None = None  # The machine's load, if it was busy during the measurement
     memory = staticmethod(memory_need)
     step = staticmethod(predict_step)
 
@@ -56,8 +55,8 @@ class Costs:
         return scaled_profile(*self.measured, work)
 
     def measure(self, work: Workload, hardware: Hardware) -> bool:
-        """Time a leaf on this machine, a few seconds, unless that was done before; false where a
-        whole replica has no room on a device."""
+        """Time a leaf on this machine, a few seconds, unless that was done before; false if a whole
+        replica does not fit on a device."""
         leaf = probe_work(work)
         if memory_need(leaf, Split(strategy="bucketed")).total > room_bytes(hardware, 1):
             return False
@@ -69,7 +68,7 @@ class Costs:
         load = os.getloadavg()[0]
         if known_profile(conditions) is None and busy(load, host.cores):
             self.load = load
-        # A measurement beside other work is not kept.
+        # A measurement under load is not kept.
         cached = self.load is None
         profile = probe_profile(leaf, device=device, ranks_per_host=ranks, cached=cached)
         self.measured = profile, leaf
@@ -78,16 +77,16 @@ class Costs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Search:
-    """The variants that may be tried."""
+    """The variants to try."""
 
-    strategies: tuple[str, ...]  # The simplest first: it is taken where times are equal
+    strategies: tuple[str, ...]  # The simplest first: it wins if times are equal
     micro_batch_sizes: tuple[int, ...]
     """Sequences of a leaf; the usual one first. Each divides the global batch."""
     checkpointing: tuple[bool, ...] = (False, True)
     """Whether activations may be kept, recomputed, or either."""
 
     def works(self, work: Workload) -> Iterator[Workload]:
-        """`work` with every micro-batch and way to keep activations; its global batch stays."""
+        """`work` with every micro-batch and recomputation setting; its global batch stays."""
         sequences = work.num_leaves * work.micro_batch_size
         for recompute in self.checkpointing:
             for size in self.micro_batch_sizes:
@@ -101,15 +100,15 @@ class Search:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """A workload with its micro-batch, how it is divided, and what became of it."""
+    """A workload with its micro-batch, its split, and the verdict."""
 
     work: Workload
     split: Split
-    memory: MemoryNeed | None = None  # None where arithmetic alone forbids it
-    room_bytes: int = 0  # Bytes that a rank may take on the device that has least
-    time: StepTime | None = None  # Predicted; None where it cannot run
+    memory: MemoryNeed | None = None  # None if arithmetic alone forbids it
+    room_bytes: int = 0  # Memory available to a rank on the smallest device
+    time: StepTime | None = None  # Predicted; None if it cannot run
     obstacle: str = ""  # Why it cannot run; empty: it can
-    remark: str = ""  # Why it was taken, or was not
+    remark: str = ""  # Why it was chosen or not
 
     @property
     def runs(self) -> bool:
@@ -118,24 +117,24 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """Duration of a step, where it can run."""
+        """Duration of a step; only for a candidate that runs."""
         assert self.time is not None
         return self.time.total_s
 
     @property
     def promise(self) -> Promise:
-        """The strategy's; where the model itself is divided, sums have another order."""
+        """The strategy's promise; if the model itself is divided, sums have another order."""
         promise = STRATEGIES[self.split.strategy].promise
         whole = self.split.layout.model_ranks == 1
         return promise if whole else max(promise, "rounding", key=PROMISES.index)
 
     @property
     def short_bytes(self) -> int:
-        """By how much memory falls short; at most 0 where it does not."""
+        """How much memory is missing; 0 or less if it fits."""
         return 0 if self.memory is None else self.memory.total - self.room_bytes
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON can hold it."""
+        """Values for JSON."""
         memory = self.memory
         return {
             "strategy": self.split.strategy,
@@ -162,12 +161,12 @@ def counts(hardware: Hardware) -> list[int]:
 
 
 def splits(count: int, hardware: Hardware, strategies: Sequence[str]) -> Iterator[Split]:
-    """Every split of `count` devices: strategies x (replicas, stages, shards), replicas first. One
-    replica has none to synchronise with: it is listed once for each promise."""
+    """Every split of `count` devices: strategies x (replicas, stages, shards), replicas first. A
+    single replica synchronises with no other: it is listed once for each promise."""
     most_shards = max(len(host.devices) for host in hardware.hosts)
     for model_ranks in _divisors(count):
         for tp in _divisors(model_ranks):
-            if tp > most_shards:  # shards talk in every layer: never between hosts
+            if tp > most_shards:  # shards communicate in every layer: never between hosts
                 continue
             layout = ParallelLayout(dp=count // model_ranks, pp=model_ranks // tp, tp=tp)
             for strategy in _usable(strategies, layout):
@@ -180,12 +179,12 @@ def _divisors(number: int) -> list[int]:
 
 
 def _usable(strategies: Sequence[str], layout: ParallelLayout) -> Sequence[str]:
-    """Strategies that can keep replicas of such a layout together."""
+    """Strategies that can synchronise replicas in this layout."""
     if layout.model_ranks > 1:
         strategies = [name for name in strategies if goes_with_parts(name)]
     if layout.dp > 1:
         return strategies
-    # Alone, strategies differ in how they add up leaves, which is what they promise.
+    # Alone, strategies differ only in how they sum leaves, which is their promise.
     promises = {STRATEGIES[name].promise: name for name in reversed(strategies)}
     return [name for name in strategies if name in promises.values()]
 
@@ -199,7 +198,7 @@ def _shares_weights(strategy: str, layout: ParallelLayout, hardware: Hardware) -
 
 
 def obstacle(work: Workload, split: Split) -> str:
-    """Why arithmetic forbids it, or `train/check.py` a divided model; empty where nothing does."""
+    """Why arithmetic or `train/check.py` forbids it; empty if neither does."""
     layout, leaves, model = split.layout, work.num_leaves, work.model
     if layout.dp > leaves:
         return f"{layout.dp} replicas cannot share {leaves} leaves"
@@ -226,7 +225,7 @@ def room_bytes(hardware: Hardware, count: int) -> int:
     used = hardware.with_devices(count)
     usable = min(device.usable_bytes for device in used.devices)
     if used.devices[0].kind == "cpu":
-        # Ranks on a CPU share its memory: fewer of them may take more each.
+        # CPU ranks share the host's memory: with fewer ranks each gets more.
         usable = min(
             sum(device.usable_bytes for device in whole.devices) // len(part.devices)
             for whole, part in zip(hardware.hosts, used.hosts, strict=False)
@@ -243,9 +242,9 @@ class Recommendation:
     search: Search
 
     def rows(self) -> list[Candidate]:
-        """One candidate per split, the best of it: the pick first, then the others by time, then
-        what cannot run, by what is missing. Of splits that leave devices idle only the best, and
-        one for each reason why arithmetic forbids others."""
+        """The best candidate of each split: the pick first, then the others by time, then what
+        cannot run, by missing memory. Splits that leave devices idle are reduced to the best one,
+        splits that arithmetic forbids to one per reason."""
         of_split: dict[Split, list[Candidate]] = {}
         for candidate in self.candidates:
             of_split.setdefault(candidate.split, []).append(candidate)
@@ -261,7 +260,7 @@ class Recommendation:
         return kept
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON can hold it."""
+        """Values for JSON."""
         return {
             "pick": None if self.pick is None else self.pick.to_json(),
             "candidates": [candidate.to_json() for candidate in self.candidates],
@@ -293,7 +292,7 @@ def choose(work: Workload, hardware: Hardware, costs: Costs, search: Search) -> 
         for split in splits(count, hardware, search.strategies):
             fitting: set[int] = set()
             for variant in search.works(work):
-                # Recomputed only where it does not fit with its activations kept.
+                # Recompute only if kept activations do not fit.
                 if variant.micro_batch_size not in fitting:
                     case = _judge(variant, split, used, room=room, costs=costs, profile=profile)
                     judged.append(case)
@@ -319,7 +318,7 @@ def _judge(
     costs: Costs,
     profile: Callable[[Workload, Device], StepProfile],
 ) -> Candidate:
-    """Arithmetic, memory, time: the first that forbids it is its obstacle."""
+    """Arithmetic, memory, time: the first that fails is the obstacle."""
     if reason := obstacle(work, split):
         return Candidate(work=work, split=split, obstacle=reason)
     need = costs.memory(work, split)
@@ -334,7 +333,7 @@ def _judge(
 
 
 def _pick(judged: Sequence[Candidate], search: Search) -> Candidate | None:
-    """The preferred one of each number of devices; of these the fastest."""
+    """The fastest of the preferred candidates for each number of devices."""
     fitting: dict[int, list[Candidate]] = {}
     for candidate in judged:
         if candidate.runs:
@@ -344,8 +343,8 @@ def _pick(judged: Sequence[Candidate], search: Search) -> Candidate | None:
 
 
 def preferred(fitting: Sequence[Candidate], search: Search) -> Candidate:
-    """The best of those that are as fast as the fastest: the strongest promise, the whole model on
-    each rank, the first strategy, activations kept, the micro-batch nearest to the usual one."""
+    """The best candidate among those as fast as the fastest: strongest promise, whole model on each
+    rank, first strategy, activations kept, micro-batch nearest to the usual one."""
     usual = search.micro_batch_sizes[0]
 
     def order(candidate: Candidate) -> tuple[float, ...]:
@@ -368,8 +367,8 @@ _PROMISE = {
     "rounding": "one rank's numbers but for the order of sums",
     "lossy": "lossy",
 }
-_EQUAL = 0.01  # Times that differ by less are called equal
-_FACTOR = 1.95  # From here on a factor says more than percents
+_EQUAL = 0.01  # Times within this fraction are called equal
+_FACTOR = 1.95  # From here on, print a factor instead of percents
 
 
 def percent(share: float) -> str:
@@ -378,7 +377,7 @@ def percent(share: float) -> str:
 
 
 def _why_not(candidate: Candidate, pick: Candidate) -> str:
-    """Why `candidate` was not taken; empty where it cannot run."""
+    """Why `candidate` was not taken; empty if it cannot run."""
     if not candidate.runs:
         return ""
     ratio = candidate.seconds / pick.seconds
@@ -391,7 +390,7 @@ def _why_not(candidate: Candidate, pick: Candidate) -> str:
         by = "as fast"
     elif ratio > 1:
         by = f"slower by {percent(ratio - 1)}"
-    # An advantage of the pick that it has not:
+    # An advantage of the pick that it lacks:
     lacks, parts = "not as simple", pick.split.layout.model_ranks
     if candidate.promise != pick.promise:
         lacks = f"{candidate.promise} only"
@@ -403,7 +402,7 @@ def _why_not(candidate: Candidate, pick: Candidate) -> str:
 
 
 def _why_taken(pick: Candidate, rows: Sequence[Candidate], judged: Sequence[Candidate]) -> str:
-    """Why `pick`, one of `rows`, was taken: what forbids simpler ones, and the next one."""
+    """Why `pick`, one of `rows`, was taken: what rules out simpler ones, and the next best."""
     others = [each for each in rows if each.runs and each.split != pick.split]
     rival = min(others, key=lambda each: each.seconds, default=None)
     parts = [*_forced(pick, judged), _beside(pick, rival)]
@@ -415,14 +414,14 @@ def _why_taken(pick: Candidate, rows: Sequence[Candidate], judged: Sequence[Cand
 
 
 def _on_as_many(pick: Candidate, judged: Sequence[Candidate]) -> list[Candidate]:
-    """Candidates on as many devices that arithmetic allows."""
+    """Candidates on as many devices as the pick that arithmetic allows."""
     count = pick.split.world_size
     return [e for e in judged if e.split.world_size == count and e.memory is not None]
 
 
 def _forced(pick: Candidate, judged: Sequence[Candidate]) -> list[str]:
-    """Why a replica per device with everything kept, and the usual micro-batch (which is the first
-    to be judged), were not possible, where they were not."""
+    """Why a replica per device, kept activations, or the usual micro-batch (the first to be judged)
+    were not possible; empty if they were."""
     plain = [
         each
         for each in _on_as_many(pick, judged)
@@ -446,7 +445,7 @@ def _forced(pick: Candidate, judged: Sequence[Candidate]) -> list[str]:
 
 
 def _no_bits(pick: Candidate, bitwise: Sequence[Candidate]) -> list[str]:
-    """Why none of these candidates with one rank's bits was taken."""
+    """Why none of the candidates with one rank's bits was taken."""
     if not bitwise:
         return []
     fitting = [each for each in bitwise if each.runs]
@@ -460,7 +459,7 @@ def _no_bits(pick: Candidate, bitwise: Sequence[Candidate]) -> list[str]:
 
 
 def _beside(pick: Candidate, rival: Candidate | None) -> str:
-    """How it stands to the fastest of the others."""
+    """The pick compared with the fastest other split."""
     if rival is None:
         return "the only one that fits"
     ratio = rival.seconds / pick.seconds
@@ -474,17 +473,17 @@ def _beside(pick: Candidate, rival: Candidate | None) -> str:
     )
 
 
-_MOST_DEVICES = 1024  # Beyond that no more are looked at
-_ONE_BY_ONE = 64  # From here on whole hosts are added
-_GPUS_OF_A_HOST = 8  # Assumed of a host when more devices are counted
+_MOST_DEVICES = 1024  # Do not look beyond this number
+_ONE_BY_ONE = 64  # From here on, add whole hosts
+_GPUS_OF_A_HOST = 8  # Assumed per host when devices are added
 
 
 def remedy(
     name: str, choice: Recommendation, work: Workload, hardware: Hardware, costs: Costs
 ) -> str:
-    """The line about the model `name` where `choice` found nothing: the candidate that needs least
-    beyond what there is, the smallest number of such devices on which the model fits, and the
-    largest smaller preset that fits here."""
+    """The error line if `choice` finds no fit for the model `name`: the candidate that lacks the
+    least memory, the smallest number of these devices on which the model fits, and the largest
+    smaller preset that fits here."""
     search, devices = choice.search, hardware.devices
     there = f"{len(devices)} x {devices[0].name}"
     said = f"{name} cannot be divided over {there}"
@@ -499,7 +498,7 @@ def remedy(
     cures = []
     enough = (len(more.devices) for more in _more(hardware) if _fits(work, more, costs, search))
     if count := next(enough, None):
-        # Devices of a CPU are shares of a host: there hosts count.
+        # Devices of a CPU are shares of a host: count hosts there.
         last = hardware.hosts[-1].devices
         on_cpu = last[0].kind == "cpu"
         amount = f"{count // len(last)} such hosts" if on_cpu else f"{count} such devices"
@@ -516,7 +515,7 @@ def remedy(
 
 
 def _fits(work: Workload, hardware: Hardware, costs: Costs, search: Search) -> bool:
-    """Whether anything that may be tried has room on all of these devices."""
+    """Whether any variant fits on all of these devices."""
     count = len(hardware.devices)
     room = room_bytes(hardware, count)
     return any(
@@ -527,7 +526,7 @@ def _fits(work: Workload, hardware: Hardware, costs: Costs, search: Search) -> b
 
 
 def _more(hardware: Hardware) -> Iterator[Hardware]:
-    """The same with ever more devices of the last kind, host by host; on GPUs one by one."""
+    """The same hardware with more and more devices of the last kind: by host, on GPUs singly."""
     last = hardware.hosts[-1]
     on_cpu = last.devices[0].kind == "cpu"
     per_host = len(last.devices) if on_cpu else max(len(last.devices), _GPUS_OF_A_HOST)

@@ -1,10 +1,10 @@
 """The messages of each strategy in a step, the cost of a collective by formula, and lines through
 measured times; no torch.
 
-By formula latency and bandwidth of each message count, nothing else: n ranks, S bytes of the whole
+The formulas count only the latency and bandwidth of each message: n ranks, S bytes of the whole
 tensor, a the latency of a message (s), b its seconds per byte (Hockney 1994, "The communication
-challenge for MPP"). Additions are not counted: on a GPU they run at the memory's rate, far above
-any link; on a CPU, a measured line is made into the link (`machine.cpu_link`).
+challenge for MPP"). They leave out additions: on a GPU these run at the memory's rate, far above
+any link; on a CPU, a measured line defines the link (`machine.cpu_link`).
 
     reduce_scatter, all_gather   ring        (n-1) a + (n-1)/n S b
     all_reduce                   ring        2 (n-1) a + 2 (n-1)/n S b
@@ -15,15 +15,15 @@ any link; on a CPU, a measured line is made into the link (`machine.cpu_link`).
 
 Thakur, Rabenseifner, Gropp 2005, "Optimization of collective communication operations in MPICH"
 (ring, recursive doubling); Rabenseifner 2004, "Optimization of collective reduction operations"
-(recursive halving, then doubling). Where n is no power of two, the ranks beyond it first hand their
+(recursive halving, then doubling). If n is no power of two, the ranks beyond it first send their
 whole tensor to a partner and get the sum back: 2 (a + S b) more.
 
 A measured line is `seconds = alpha + beta * bytes`. Times span five decades, so errors are
-relative, and half the time is as wrong as twice: with p the predicted and t the measured time, an
-error is e = (p - t) / sqrt(p t), which for small ones is p / t - 1. The line is that of least
-squares under weights that are made anew from the last line's errors, until it stays: Huber's (1964,
-"Robust estimation of a location parameter"), so that a few sizes that fit no line, where a cache
-ends, say, or which something else on the machine disturbed, do not bend it much.
+relative, and half the time is as wrong as twice the time. With p the predicted and t the measured
+time, an error is e = (p - t) / sqrt(p t); for small ones that is p / t - 1. The line minimises
+weighted squares; each iteration derives the weights from the last line's errors until they
+converge: Huber's (1964, "Robust estimation of a location parameter"). A few sizes that fit no line
+(the end of a cache, other load) therefore bend it little.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from gradsync.sync.options import Grouping, Recipe
 from gradsync.sync.registry import check_options, find_strategy
 
 _ITERATIONS = 200
-_SMALL_ERROR = 0.1  # Up to here errors count squared, beyond that in proportion
+_SMALL_ERROR = 0.1  # Errors count squared up to here, linearly beyond
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,11 +54,11 @@ class Fit:
     algorithm: str  # Such as ring
     alpha_s: float  # Seconds; at least 0
     beta_s_per_byte: float
-    """Seconds per byte of the whole tensor (see `collectives_plan`); at least 0."""
+    """Seconds per byte of the whole tensor (S in the formulas above); at least 0."""
     residual: float
     """Median of |predicted / measured - 1|: 0.1 means that half of the sizes lie within 10 %."""
-    worst: float  # Largest factor between predicted and measured, whichever is more; at least 1
-    num_sizes: int  # How many sizes it goes through
+    worst: float  # Largest factor between predicted and measured, either way; at least 1
+    num_sizes: int  # Number of fitted sizes
 
     def to_json(self) -> dict[str, Any]:
         """As a dictionary of its fields."""
@@ -66,24 +66,24 @@ class Fit:
 
 
 def fit_line(sizes: Sequence[float], times: Sequence[float]) -> tuple[float, float]:
-    """Alpha (seconds) and beta (seconds per byte) of the line through some times, one per size;
+    """Alpha (seconds) and beta (seconds per byte) of the line through times, one per size.
     ValueError for fewer than two different sizes, or a time that is not above 0."""
     if len(set(sizes)) < 2 or min(times) <= 0:
         raise ValueError(f"no line through sizes {list(sizes)} and times {list(times)}")
-    import numpy as np  # planning does without
+    import numpy as np  # planning itself needs no numpy
 
     # Rows are divided by the time, so that the right side is 1.
     rows = np.array([(1, size) for size in sizes]) / np.array(times)[:, None]
     line, ratios = np.zeros(2), np.ones(len(rows))  # predicted / measured
     for _ in range(_ITERATIONS):
-        # So that (ratio - 1)**2 counts as e**2, and a large one as |e|.
+        # Weights that make (ratio - 1)**2 count as e**2, and a large one as |e|.
         errors = abs(ratios - 1) / ratios**0.5
         weights = _SMALL_ERROR / np.maximum(errors, _SMALL_ERROR) / ratios
         products, right = (rows.T * weights) @ rows, rows.T @ weights
         line = np.linalg.solve(products, right)
         if line.min() < 0:  # the best allowed line lies on that border
             line = np.where(line < 0, 0.0, right / products.diagonal())
-        # The mean of old and new: the plain new ones can swing between two lines for ever.
+        # The mean of old and new: without it the iteration can oscillate between two lines.
         ratios = (ratios + rows @ line) / 2
     return float(line[0]), float(line[1])
 
@@ -103,19 +103,19 @@ _KEY = (
     *("cpu", "cores", "accelerator", "backend", "world_size", "threads_per_rank", "torch"),
     *("num_nodes", "dtype"),
 )
-"""The parts of the environment and the benchmark's settings that a cost depends on."""
+"""The parts of the environment and of the benchmark's settings that affect a cost."""
 
 
 def fits_path(environment: Mapping[str, Any]) -> Path:
-    """File of the lines of this machine; `environment` with `num_nodes` and `dtype`."""
-    release = environment["torch"].partition("+")[0]  # metadata of PyPI's wheels name no build
+    """File for this machine's lines; `environment` includes `num_nodes` and `dtype`."""
+    release = environment["torch"].partition("+")[0]  # metadata of PyPI's wheels omits the build
     key = json.dumps({name: environment[name] for name in _KEY} | {"torch": release})
     return cache_entry(environ.cache_dir() / "alpha-beta", key)
 
 
 def save_fits(environment: Mapping[str, Any], fits: Sequence[Fit]) -> Path:
-    """Keep `fits`; those of operations and algorithms that were not measured now stay as they
-    are. RunError where the cache cannot be written."""
+    """Save `fits`; keep the stored lines of other operations and algorithms. RunError if the cache
+    cannot be written."""
     known = {(fit.operation, fit.algorithm): fit for fit in [*load_fits(environment), *fits]}
     document = {
         "environment": {name: environment[name] for name in ("date", *_KEY)},
@@ -125,21 +125,21 @@ def save_fits(environment: Mapping[str, Any], fits: Sequence[Fit]) -> Path:
 
 
 def load_fits(environment: Mapping[str, Any]) -> list[Fit]:
-    """The lines that `save_fits` kept for such an environment; none when it never ran."""
+    """The lines that `save_fits` stored for this environment; empty if there are none."""
     found = read_entry(fits_path(environment), lambda value: [Fit(**fit) for fit in value["fits"]])
     return found or []
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupPlace:
-    """Hosts of a group's `ranks`: `per_host` on each host, but for the last one."""
+    """Hosts of a group's `ranks`: `per_host` on each host except the last."""
 
     ranks: int
     per_host: int
     link: Link  # Between ranks of a host
     network: Link | None = None  # Between hosts
     groups_per_host: int = 1
-    """Groups like this one that use a host's network at the same time, where it has one port."""
+    """Groups like this one that use a host's single network port at the same time."""
 
     @property
     def local(self) -> int:
@@ -148,12 +148,12 @@ class GroupPlace:
 
     @property
     def num_hosts(self) -> int:
-        """Over which it spreads."""
+        """Hosts that the group spans."""
         return -(-self.ranks // self.per_host)
 
     def seconds(self, num_bytes: float, *, far: bool, senders: int = 1) -> float:
-        """One message of each rank, between hosts if `far`, where `senders` ranks of a host and
-        group send at the same time."""
+        """One message of each rank, between hosts if `far`. `senders` ranks of a host and group
+        send at the same time."""
         if not far or self.network is None:
             return self.link.seconds(num_bytes)
         share = senders * self.groups_per_host if self.network.per_host else 1
@@ -163,9 +163,9 @@ class GroupPlace:
 def ring_pass(place: GroupPlace, num_bytes: float) -> float:
     """reduce_scatter or all_gather around a ring: n - 1 messages of S/n.
 
-    On several hosts the slowest edge sets the pace, and one rank of each host sends out. Latency
-    is that of a piece on its way around, which crosses hosts H - 1 times (as NCCL counts it,
-    `src/graph/tuning.cc`).
+    On several hosts the slowest edge sets the pace, and one rank of each host sends to another
+    host. The latency is that of one piece around the ring, which crosses hosts H - 1 times (as NCCL
+    counts it, `src/graph/tuning.cc`).
     """
     n, hosts = place.ranks, place.num_hosts
     if hosts == 1:
@@ -190,27 +190,27 @@ def halving(place: GroupPlace, num_bytes: float) -> float:
 
 
 def doubling(place: GroupPlace, num_bytes: float) -> float:
-    """all_reduce by recursive doubling: the whole tensor, lg n times; for short ones."""
+    """all_reduce by recursive doubling: the whole tensor, lg n times; for short tensors."""
     return _fold(place, num_bytes) + sum(
         place.seconds(num_bytes, far=far, senders=place.local) for far in _distances_are_far(place)
     )
 
 
 def _distances_are_far(place: GroupPlace) -> list[bool]:
-    """For the distances 1, 2, 4, ... : whether partners at it are on different hosts."""
+    """For the distances 1, 2, 4, ...: whether partners at that distance are on different hosts."""
     steps = place.ranks.bit_length() - 1
     return [place.num_hosts > 1 and 2**step >= place.local for step in range(steps)]
 
 
 def _fold(place: GroupPlace, num_bytes: float) -> float:
-    """Ranks beyond the power of two hand their tensor over, and get the sum."""
+    """Ranks beyond the power of two send their tensor to a partner and get the sum back."""
     if place.ranks & (place.ranks - 1) == 0:
         return 0.0
     return 2 * place.seconds(num_bytes, far=place.num_hosts > 1, senders=place.local)
 
 
 def hierarchical(place: GroupPlace, num_bytes: float) -> float:
-    """all_reduce in two levels: shards inside the hosts, each shard between them, back inside."""
+    """all_reduce in two levels: shards in each host, each shard between hosts, then back."""
     if place.num_hosts == 1:
         return ring(place, num_bytes)
     groups = place.local * place.groups_per_host
@@ -220,8 +220,8 @@ def hierarchical(place: GroupPlace, num_bytes: float) -> float:
 
 
 def tree(place: GroupPlace, num_bytes: float) -> float:
-    """all_reduce as `invariant` does it with one node a rank (sync/tree_exchange.py): shards inside
-    the hosts, each shard between them, back inside; across all ranks where hosts are unequal."""
+    """all_reduce of `invariant` with one node per rank (sync/tree_exchange.py): shards in each
+    host, each shard between hosts, and back; across all ranks if hosts are unequal."""
     if place.num_hosts == 1 or place.ranks % place.local:
         return _up_and_down(place, num_bytes)
     groups = place.local * place.groups_per_host
@@ -231,9 +231,9 @@ def tree(place: GroupPlace, num_bytes: float) -> float:
 
 
 def _up_and_down(place: GroupPlace, num_bytes: float) -> float:
-    """One stage of `tree`: halves go up the tree where ranks are a power of two. Else every rank
-    sends each other rank that one's S/n to add up, and gets each sum back; the n - 1 messages of
-    each way set out at once, and are posted one after the other."""
+    """One stage of `tree`: with a power of two ranks, halves go up the tree. Otherwise every rank
+    sends each other rank that one's S/n to sum, and gets each sum back; the n - 1 messages of each
+    direction start at once, and are posted one after another."""
     n, crossing = place.ranks, place.ranks - place.local
     if n & (n - 1) == 0 and not n % place.local:
         return halving(place, num_bytes)
@@ -252,8 +252,8 @@ ALL_REDUCE = {**_CHOSEN, "tree": tree}
 
 
 def all_reduce_s(place: GroupPlace, num_bytes: float, algorithm: str = "best") -> float:
-    """Seconds of one all_reduce by an algorithm of `ALL_REDUCE`; best: the quickest of those that a
-    library chooses from by size (NCCL between rings and trees, MPI between all)."""
+    """Seconds of one all_reduce by an algorithm of `ALL_REDUCE`; best: the fastest that a library
+    selects by size (NCCL between rings and trees, MPI between all)."""
     if place.ranks == 1:
         return 0.0
     if algorithm == "best":
@@ -271,7 +271,7 @@ def half_s(place: GroupPlace, num_bytes: float) -> float:
 
 
 _INNER_STEPS = {"local_sgd": 8, "diloco": 100}
-"""Steps between two meetings, where no option says it; as their reducers have it."""
+"""Steps between synchronisations if no option sets it; the same as their reducers' defaults."""
 _POWERSGD_RANK = 1  # Torch's default
 
 
@@ -279,52 +279,52 @@ _POWERSGD_RANK = 1  # Torch's default
 class Traffic:
     """The messages of one strategy with its options.
 
-    in backward     all_reduce or reduce_scatter of each bucket, beside backward or after it
-    after update    all_gather of the weights, where each rank has updated a share
+    in backward     all_reduce or reduce_scatter of each bucket, during backward or after it
+    after update    all_gather of the weights, if each rank updated a share
     per leaf        gathers before each block computes (fsdp)
-    now and then    an all_reduce of the weights every so many steps (local_sgd, diloco)
+    periodic        an all_reduce of the weights every `every` steps (local_sgd, diloco)
     """
 
     grouping: Grouping = "buckets"  # Which gradients travel together
     bucket_mb: float = 25.0  # MiB; likewise `first_bucket_mb`
     first_bucket_mb: float = 1.0
     overlap: bool = True
-    """Beside backward, where something else than the computing cores communicates."""
+    """Communicate during backward, if other hardware than the computing cores communicates."""
     late: bool = False
-    """Whether only half of an all-reduce is beside backward, and the other half beside the next
-    forward (sync/late_update.py); other than along the tree, on CPUs only. With shards: whether
-    updated weights are gathered there."""
+    """Whether one half of an all-reduce overlaps with backward, the other with the next forward
+    (sync/late_update.py); on CPUs only, except along the tree. With shards: whether updated weights
+    are gathered there."""
     shard: Literal["none", "optimizer", "gradients", "weights"] = "none"
-    """How far ranks share out. Each updates its part then; gradients are scattered; weights are
-    gathered in each leaf's forward and backward, where gradients are reduced too."""
+    """How far ranks shard. optimizer: each updates its part. gradients: they are scattered, too.
+    weights: they are gathered in each leaf's forward and backward, which reduces gradients, too."""
     algorithm: str = "best"  # A name in `ALL_REDUCE`, or best
     wire: float = 1.0  # Bytes that travel over bytes of gradients
-    gathered: float = 1.0  # Likewise, of weights that are gathered in each leaf
-    every: int = 1  # Steps between two meetings; more than 1: no other communication
+    gathered: float = 1.0  # Likewise, of weights gathered in each leaf
+    every: int = 1  # Steps between synchronisations; above 1: no other communication
     through_host: bool = False
-    """Whether ranks of one host may share memory instead, and divide the update among them."""
+    """Whether ranks of one host may use shared memory instead, and divide the update among them."""
     copies: int = 1  # Copies of all gradients in a rank's memory: into buckets, and out of them
     by_library: bool = False
-    """Whether the process group's own collectives are called (gloo, NCCL), whatever is there."""
+    """Whether to call the process group's collectives (gloo, NCCL) in all cases."""
     low_rank: int | None = None  # PowerSGD's rank; matrices travel as their factors
 
 
 def traffic_of(
     strategy: str, options: Mapping[str, Any] | None = None, device: Kind = "cpu"
 ) -> Traffic:
-    """The messages of a strategy with options as `gradsync train` takes them (ConfigError where
-    either is unknown). Buckets have the sizes of such devices."""
+    """The messages of a strategy with the options of `gradsync train` (ConfigError if either is
+    unknown). Buckets have their usual sizes on these devices."""
     found = find_strategy(strategy)
     given = dict(options or {})
     check_options(found, given)
     if found.recipe is not None:
-        given.setdefault("overlap_publish", "auto")  # as the trainer has it
+        given.setdefault("overlap_publish", "auto")  # as the trainer sets it
         return _of_recipe(replace(found.recipe, **given), device)
     return _of_other(found.name, given)
 
 
 def shares_memory(recipe: Recipe) -> bool:
-    """Whether ranks of one CPU host can add up, and keep their weights, in memory they share."""
+    """Whether ranks of one CPU host can sum, and keep their weights, in shared memory."""
     plain = ("buckets", "none", "backend", "same")
     return (recipe.grouping, recipe.shard, recipe.reduction, recipe.wire) == plain
 

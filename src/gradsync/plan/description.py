@@ -1,22 +1,22 @@
-"""The machines to train on, as values, and what they can do; no torch.
+"""The machines to train on, as values, and their capabilities; no torch.
 
     Hardware
     ├── hosts: Host ── devices: Device
     │            └──── link: Link        between devices of this host (NVLink, PCIe, memory)
     └── network: Link                    between hosts
 
-Detected (`machine.py`) or described (`catalog.py`, `hardware_file.py`): the planner cannot tell.
-And the speed switches that suit them, by what a device can do:
+They are detected (`machine.py`) or described (`catalog.py`, `hardware_file.py`); the planner sees
+no difference. The switches that speed them up, by device capability:
 
     bf16, TF32        tensor cores of compute capability 8.0 (Ampere) and later
     fp16              tensor cores of 7.0 (Volta) and later; it needs a GradScaler
-    flash attention   torch's kernel takes 8.0 and later, and 16-bit inputs; it is chosen by torch
-                      itself inside `scaled_dot_product_attention`
+    flash attention   torch's kernel needs 8.0 and later, and 16-bit inputs; torch selects it
+                      inside `scaled_dot_product_attention`
     bf16 on a CPU     AMX or AVX-512 BF16 (on Arm: bf16). Without them it is emulated: measured
                       with oneDNN, one thread, a product of 1024 x 512 x 2048, bf16 took 0.40 of
                       fp32's time with AVX-512 BF16 and 2.3 times it without, on the same CPU
 
-Environment variables are never set, only suggested, and none that the user has set already.
+Environment variables are suggested, never set; the ones that the user has set are left alone.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ class Device:
     """A device that one rank trains on: a GPU, or a share of a host's cores."""
 
     kind: Kind
-    name: str  # As its maker calls it, such as "NVIDIA H100 80GB HBM3"
-    memory_bytes: int  # All of it; for a CPU rank: its share of the host's
-    peak_flops: float  # Dense bf16 products at best, floating-point operations per second
-    free_bytes: int | None = None  # The part that is not taken now; None: not known, all of it
+    name: str  # The maker's name, such as "NVIDIA H100 80GB HBM3"
+    memory_bytes: int  # All of it; for a CPU rank: its share of the host's memory
+    peak_flops: float  # Peak rate of dense bf16 products, floating-point operations per second
+    free_bytes: int | None = None  # The free part; None: unknown, so all of it counts
     compute_capability: tuple[int, int] | None = None
     memory_bytes_per_s: float | None = None
-    shared: bool = False  # Other processes were using it when it was looked at
+    shared: bool = False  # Other processes used it at detection
     source: str = ""  # Origin of `peak_flops` and `memory_bytes_per_s`
 
     @property
     def usable_bytes(self) -> int:
-        """Memory that a rank may plan with: the free part where it is known."""
+        """Memory that a rank may plan with: the free part if known."""
         return self.memory_bytes if self.free_bytes is None else self.free_bytes
 
 
@@ -56,11 +56,11 @@ class Link:
 
     name: str  # Such as nvlink4, pcie4, shared memory, infiniband-ndr, ethernet-10g
     alpha_s: float  # Latency of one message, however short
-    bytes_per_s: float  # In one direction, of one rank, while all use it
+    bytes_per_s: float  # In one direction, per rank, while all ranks use it
     source: str = ""  # Origin of the two numbers
     per_host: bool = False
-    """For a network: `bytes_per_s` is that of a host's one port, which its ranks divide among them;
-    else each rank has a port of its own."""
+    """For a network: `bytes_per_s` is that of a host's single port, which its ranks share;
+    otherwise each rank has a port."""
 
     def seconds(self, num_bytes: float) -> float:
         """Time of one message."""
@@ -76,8 +76,8 @@ class Host:
     cores: int  # Cores that this user may occupy (affinity and container limit)
     memory_bytes: int  # The host's, or the container's
     instructions: tuple[str, ...] = ()
-    """Such as avx512_bf16, amx_bf16: what decides how fast bf16 is on the CPU."""
-    interfaces: tuple[str, ...] = ()  # Network interfaces that are up, loopback left out
+    """Such as avx512_bf16, amx_bf16: they determine how fast bf16 is on the CPU."""
+    interfaces: tuple[str, ...] = ()  # Network interfaces that are up, except loopback
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,8 +85,8 @@ class Hardware:
     """All hosts, in rank order."""
 
     hosts: tuple[Host, ...]
-    network: Link | None = None  # None where there is one host
-    notes: tuple[str, ...] = ()  # How it was found, as far as a reader should know; one line each
+    network: Link | None = None  # None for a single host
+    notes: tuple[str, ...] = ()  # How it was found, one line per fact that a reader should know
 
     def __post_init__(self) -> None:
         if len(self.hosts) > 1 and self.network is None:
@@ -98,7 +98,7 @@ class Hardware:
         return tuple(device for host in self.hosts for device in host.devices)
 
     def with_devices(self, count: int) -> Hardware:
-        """The same with only the first `count` devices; 1 <= count."""
+        """The same hardware with only the first `count` devices; 1 <= count."""
         left, hosts = count, []
         for host in self.hosts:
             if left > 0:
@@ -124,12 +124,12 @@ class Switches:
     """Environment variables that may help and are not set."""
 
     def suggestion_lines(self) -> list[str]:
-        """`export NAME=value`, to type or to leave."""
+        """`export NAME=value`, for the user to type."""
         return [f"export {name}={value}" for name, value in self.suggestions.items()]
 
 
 def speed_switches(hardware: Hardware, env: Mapping[str, str]) -> Switches:
-    """The switches that suit all devices; variables that are set in `env` are the user's own."""
+    """The switches that suit all devices; variables set in `env` are left to the user."""
     if hardware.devices[0].kind == "cpu":
         dtype, reason = "fp32", "fp32: without AMX or AVX-512 BF16 the CPU emulates bf16, slower"
         if all(multiplies_bf16(host.instructions) for host in hardware.hosts):
@@ -150,18 +150,18 @@ def speed_switches(hardware: Hardware, env: Mapping[str, str]) -> Switches:
 
 
 def multiplies_bf16(instructions: Collection[str]) -> bool:
-    """Whether a CPU with these instructions has bf16 in hardware, and need not emulate it."""
+    """Whether a CPU with these instructions has bf16 in hardware, without emulation."""
     return any(name in instructions for name in _CPU_BF16)
 
 
 def _suggestions(hardware: Hardware, env: Mapping[str, str]) -> dict[str, str]:
-    """NCCL's and the allocator's variables, but for those that are set."""
+    """NCCL's and the allocator's variables, except the ones already set."""
     wanted = {}
     if "PYTORCH_CUDA_ALLOC_CONF" not in env:  # the older name
         wanted["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if len(hardware.devices) > 1:
         wanted["NCCL_DEBUG"] = "WARN"
     if len(hardware.hosts) > 1 and (interface := env.get("GLOO_SOCKET_IFNAME")):
-        # The user's choice for one library; "=" is NCCL's way to say exactly this name.
+        # The user's choice for Gloo also suits NCCL; "=" makes NCCL match the exact name.
         wanted["NCCL_SOCKET_IFNAME"] = f"={interface}"
     return {name: value for name, value in wanted.items() if name not in env}

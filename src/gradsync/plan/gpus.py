@@ -1,8 +1,8 @@
-"""GPUs of a host, which of them a process may use, and how they reach each other.
+"""GPUs of a host, which of them a process may use, and their links.
 
-The NVIDIA driver tells them through `nvidia-ml-py` (module pynvml, here `nvml`, initialised);
-without it torch does. Memory is always what the driver says; the catalogue only has the peak
-arithmetic of a name. Devices reach each other over NVLink where there is some, else over PCIe.
+The NVIDIA driver reports them through `nvidia-ml-py` (module pynvml, here `nvml`, initialised);
+without it torch does. Memory is always the driver's figure; the catalogue supplies only the peak
+arithmetic for a name. Devices communicate over NVLink if present, else over PCIe.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from gradsync.runtime.bounds import whole_number
 _CORES_PER_SM = {(7, 0): 64, (7, 2): 64, (7, 5): 64, (8, 0): 64}
 """CUDA cores of a multiprocessor, by compute capability; 128 for all others since Maxwell."""
 _ACROSS_SOCKETS = 10e9
-"""Bytes per second: NCCL's figure for two Skylake CPUs (`src/graph/topo.h`, SKL_QPI_BW). Newer ones
-do more, but the driver does not say which they are."""
+"""Bytes per second: NCCL's figure for two Skylake CPUs (`src/graph/topo.h`, SKL_QPI_BW). Newer CPUs
+are faster, but the driver does not identify them."""
 _USUAL_GENERATION, _USUAL_LANES = 3, 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
-    """One GPU of the host, whether this process may use it or not."""
+    """One GPU of the host, whether or not this process may use it."""
 
-    index: int  # As `nvidia-smi` counts, by PCI bus
+    index: int  # In `nvidia-smi` order, by PCI bus
     device: Device
     uuid: str
     handle: Any
     bus: str  # PCI bus id
-    wires: Sequence[str]  # Bus id of what each NVLink that is up leads to; "": it is not told
+    wires: Sequence[str]  # Bus id at the other end of each NVLink that is up; "": unknown
     pcie: tuple[int, int]
-    """Generation and lanes that GPU and slot can do at most, as they slow down to save power."""
+    """Highest generation and lanes of GPU and slot; the current ones drop to save power."""
 
 
 def read_gpus(nvml: Any) -> tuple[list[Gpu], list[str]]:
-    """Every GPU that the driver shows, and a line for each that cannot be asked or is divided;
-    raises NVMLError where the driver does not answer at all."""
+    """Every GPU that the driver reports, and a line for each that cannot be queried or is divided;
+    raises NVMLError if the driver does not answer at all."""
     gpus, notes = [], []
     for index in range(nvml.nvmlDeviceGetCount()):
         try:
@@ -85,13 +85,13 @@ def _read_gpu(nvml: Any, index: int, handle: Any) -> Gpu:
 
 
 def _is_shared(nvml: Any, handle: Any) -> bool:
-    """Whether another process computes on it. Inside a container the driver may not say."""
+    """Whether another process computes on it. In a container the driver may not know."""
     processes = ask(nvml, [], nvml.nvmlDeviceGetComputeRunningProcesses, handle)
     return any(process.pid != os.getpid() for process in processes)
 
 
 def ask(nvml: Any, otherwise: Any, question: Callable[..., Any], *arguments: Any) -> Any:
-    """The answer, or `otherwise` where the device or the driver has none."""
+    """The answer, or `otherwise` if the device or the driver has none."""
     try:
         return question(*arguments)
     except nvml.NVMLError:
@@ -99,13 +99,13 @@ def ask(nvml: Any, otherwise: Any, question: Callable[..., Any], *arguments: Any
 
 
 def _text(value: str | bytes) -> str:
-    """Older versions of the library answer in bytes."""
+    """Older versions of the library return bytes."""
     return value.decode() if isinstance(value, bytes) else value
 
 
 def torch_devices(torch: Any) -> list[Device]:
-    """The CUDA devices that torch (the module) sees; none without CUDA. How much memory is free is
-    not asked: that would take some of it."""
+    """The CUDA devices that torch (the module) sees; none without CUDA. Free memory is not queried,
+    as that would allocate some."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return [
         detected_device(
@@ -119,14 +119,13 @@ def torch_devices(torch: Any) -> list[Device]:
 def visible_devices(env: Mapping[str, str], gpus: Sequence[Gpu]) -> list[Gpu]:
     """GPUs in the order in which CUDA counts them.
 
-    `CUDA_VISIBLE_DEVICES` is read as CUDA reads it (CUDA C++ Programming Guide, "CUDA Environment
-    Variables"). Identifiers are indices or names, of which a beginning is enough when only one
-    device has it. The first that is no device ends the list; one that occurs twice empties it.
-    Unset means all, empty means none.
+    `CUDA_VISIBLE_DEVICES` is parsed as CUDA does (CUDA C++ Programming Guide, "CUDA Environment
+    Variables"). Identifiers are indices or names; a prefix is enough if it is unique. The first
+    invalid identifier ends the list; a duplicate empties it. Unset means all, empty means none.
     """
     ordered = list(gpus)
     if env.get("CUDA_DEVICE_ORDER", "").strip().upper() != "PCI_BUS_ID":
-        # FASTEST_FIRST; CUDA does not say by which measure: by peak here.
+        # FASTEST_FIRST: CUDA does not document the measure; here it is the peak.
         ordered.sort(key=lambda gpu: -gpu.device.peak_flops)
     value = env.get("CUDA_VISIBLE_DEVICES")
     if value is None:
@@ -152,9 +151,9 @@ def _find(word: str, gpus: Sequence[Gpu]) -> Gpu | None:
 
 
 def host_link(nvml: Any, used: Sequence[Gpu], gpus: Sequence[Gpu]) -> tuple[Link, str]:
-    """The slowest link between two of the visible devices, `used` (of one device, its PCIe), and a
-    line on all pairs, "" when they are alike. NVLinks that lead to none of the host's `gpus` lead
-    to a switch."""
+    """The slowest link between two of the visible devices, `used` (for one device, its PCIe), and a
+    line on all pairs, "" if all are equal. NVLinks that lead to none of the host's `gpus` lead to a
+    switch."""
     if len(used) == 1:
         alone = _pcie(used[0], used[0])
         return replace(alone, source=f"the one device's own; {alone.source}"), ""
@@ -173,7 +172,7 @@ def host_link(nvml: Any, used: Sequence[Gpu], gpus: Sequence[Gpu]) -> tuple[Link
 
 
 def _between(nvml: Any, one: Gpu, other: Gpu, gpus: Sequence[Gpu]) -> Link:
-    """The link of two GPUs."""
+    """The link between two GPUs."""
     links = one.wires.count(other.bus)
     if not links and _joined(nvml, one, other):
         known = {gpu.bus for gpu in gpus}
@@ -202,7 +201,7 @@ def _wires(nvml: Any, handle: Any) -> list[str]:
 
 
 def _joined(nvml: Any, one: Gpu, other: Gpu) -> bool:
-    """Whether two GPUs reach each other over NVLink, directly or through switches."""
+    """Whether two GPUs are connected by NVLink, directly or through switches."""
     what = (one.handle, other.handle, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
     return ask(nvml, None, nvml.nvmlDeviceGetP2PStatus, *what) == nvml.NVML_P2P_STATUS_OK
 

@@ -1,4 +1,4 @@
-"""Hardware as text: `--hardware NAME|FILE`, `--network NAME|FILE`, and the file that is written.
+"""Hardware as text: `--hardware NAME|FILE`, `--network NAME|FILE`, and the file to write.
 
 A file is YAML (or JSON, with the same keys):
 
@@ -13,11 +13,11 @@ A file is YAML (or JSON, with the same keys):
     - devices: a100-40x4            # or another name, see `catalog.py`
     network: infiniband-ndr         # with several hosts; or {name, latency, bandwidth, per_host}
 
-Without `type` a device needs `name`, `memory` and `flops`. Left out, `link`, `cores` and `memory`
-of a host are those of one that is only named. A network's own file has the keys of `network`; its
-name may be left out. Units: `80GB`, `80GiB`, `3.35TB/s`, `400Gbit/s`, `989TFLOP/s`, `5us`; a bare
-number counts bytes, seconds or operations. They are read and written in decimal arithmetic: what is
-written is read back as the same number, bit for bit.
+Without `type` a device needs `name`, `memory` and `flops`. `link`, `cores` and `memory` of a host
+default to those of a host given only by name. A network's own file has the keys of `network`; its
+name is optional. Units: `80GB`, `80GiB`, `3.35TB/s`, `400Gbit/s`, `989TFLOP/s`, `5us`; a bare
+number means bytes, seconds or operations. Arithmetic is decimal: a written number is read back bit
+for bit.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ RATES: Mapping[str, Decimal] = {
     "": Decimal(1),
     **{f"{unit}/s": size for unit, size in (_BYTES | _BINARY | _BITS).items()},
 }
-"""Bytes per second by unit; networks are sold in bits."""
+"""Bytes per second by unit; networks are rated in bits."""
 FLOPS: Mapping[str, Decimal] = {
     **{"": Decimal(1), **_FLOP},
     **{f"{prefix}FLOPS": size for prefix, size in _TENS.items()},
@@ -76,7 +76,7 @@ TIMES: Mapping[str, Decimal] = {"": Decimal(1), "µs": Decimal("1e-6"), **_SECON
 
 
 def read_quantity(value: Any, units: Mapping[str, Decimal]) -> Decimal | None:
-    """The number in the base unit of `units` that text such as "3.35TB/s" says; None: none."""
+    """The number, in the base unit of `units`, of text such as "3.35TB/s"; None if invalid."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     found = _NUMBER.fullmatch(str(value).strip())
@@ -86,20 +86,20 @@ def read_quantity(value: Any, units: Mapping[str, Decimal]) -> Decimal | None:
 
 
 def write_bytes(size: int) -> str:
-    """`size` in the unit that suits it: "80GiB", "141GB", "85.899345919GB"."""
+    """`size` in a suitable unit: "80GiB", "141GB", "85.899345919GB"."""
     if size % 2**30 == 0 and size % 10**9:
         return f"{size // 2**30}GiB"
     return _write(size, _BYTES)
 
 
 def _write(number: float, units: Mapping[str, Decimal]) -> str:
-    """`number` in the largest of `units`, which ascend, that leaves at least 1."""
+    """`number` in the largest of the ascending `units` that leaves at least 1."""
     exact = Decimal(repr(number))
     fitting = [unit for unit, size in units.items() if abs(exact) >= size] or [next(iter(units))]
     unit = fitting[-1]
     scaled = exact / units[unit]
     text = f"{scaled:f}"
-    # Far beyond the units' reach a row of zeros says nothing.
+    # Far beyond the units' range a row of zeros is useless.
     text = text.rstrip("0").rstrip(".") if "." in text else text
     return f"{text if len(text) <= 24 else scaled}{unit}"
 
@@ -109,7 +109,7 @@ class Form:
     """How a value is written in a file."""
 
     expected: str
-    read: Callable[[Any], Any]  # The value; None: it is none
+    read: Callable[[Any], Any]  # The value; None if invalid
     write: Callable[[Any], Any] = lambda value: value
 
 
@@ -121,7 +121,7 @@ def _number(value: Any, units: Mapping[str, Decimal], *, zero: bool = False) -> 
 
 
 def _size(value: Any, least: int = 1) -> int | None:
-    """Whole bytes; a fraction of one is left out."""
+    """Whole bytes; a fraction is dropped."""
     number = read_quantity(value, SIZES)
     return None if number is None or not least <= number <= _LARGEST else int(number)
 
@@ -161,10 +161,10 @@ RATE = Form(
 TIME = Form(
     "a time such as 5us", partial(_number, units=TIMES, zero=True), partial(_write, units=_SECONDS)
 )
-CAPABILITY = Form("two numbers such as [9, 0]", _capability, list)  # 9.0 is understood too
+CAPABILITY = Form("two numbers such as [9, 0]", _capability, list)  # 9.0 is accepted too
 
 Fields = Mapping[str, tuple[str, Form]]
-"""By key of the file: field of the dataclass, and how it is written."""
+"""By key of the file: field of the dataclass, and its form."""
 _DEVICE: Fields = {
     "name": ("name", TEXT),
     "kind": ("kind", KIND),
@@ -194,15 +194,15 @@ _HARDWARE: Fields = {"notes": ("notes", TEXTS)}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Section:
-    """Keys and values of a file that people write, and the way that leads to them. An empty value
-    (YAML's null) counts as left out; errors say where, what was got and expected, in one line."""
+    """Keys and values of a file that people write, and the path to them. An empty value (YAML's
+    null) counts as absent; errors state the place, what was got and expected, in one line."""
 
     where: str  # Such as `hardware file a.yaml: hosts[0].link`
     values: Mapping[str, Any]
 
     @classmethod
     def of(cls, value: Any, where: str, known: Collection[str]) -> Section:
-        """`value` as a section that has none but `known` keys."""
+        """`value` as a section with only `known` keys."""
         if not isinstance(value, dict):
             raise ConfigError(
                 f"{where}: got {brief(value)}, expected keys and values ({', '.join(known)})"
@@ -217,11 +217,11 @@ class Section:
         return cls(where=where, values=value)
 
     def has(self, key: str) -> bool:
-        """Whether the key is there, with a value."""
+        """Whether the key is present, with a value."""
         return self.values.get(key) is not None
 
     def at(self, key: str) -> str:
-        """The way that leads to the value of `key`."""
+        """The path to the value of `key`."""
         return f"{self.where}.{key}" if ": " in self.where else f"{self.where}: {key}"
 
     def refuse(self, key: str, expected: str) -> ConfigError:
@@ -238,22 +238,22 @@ class Section:
         return [Section.of(value, f"{self.at(key)}[{i}]", known) for i, value in enumerate(values)]
 
     def value(self, key: str, form: Form) -> Any:
-        """The value under `key`, which must be there."""
+        """The value of `key`, which is required."""
         found = form.read(self.values.get(key)) if self.has(key) else None
         if found is None:
             raise self.refuse(key, form.expected)
         return found
 
     def count(self) -> int:
-        """How many there are of such."""
+        """How many equal items the section stands for."""
         return self.value("count", COUNT) if self.has("count") else 1
 
     def given(self, known: Fields) -> dict[str, Any]:
-        """The fields of a dataclass that the file gives."""
+        """The dataclass fields that the file sets."""
         return {name: self.value(key, form) for key, (name, form) in known.items() if self.has(key)}
 
     def named(self, key: str, find: Callable[[str], T]) -> T:
-        """The text under `key` through `find`, whose error gets the place."""
+        """The text under `key`, passed to `find`; its error gets the place."""
         text = self.value(key, TEXT)
         try:
             return find(text)
@@ -266,7 +266,7 @@ _SUFFIXES = (".yaml", ".yml", ".json")
 
 def load_hardware(name_or_path: str) -> Hardware:
     """The hardware that a file (.yaml, .yml, .json) describes or a name such as h100x4 stands for.
-    ConfigError in one line has the file, the key, what was got and expected."""
+    The one-line ConfigError has the file, the key, what was got and expected."""
     path = Path(name_or_path)
     if path.suffix in _SUFFIXES:
         document = read_document(path, "hardware file")
@@ -282,7 +282,7 @@ def load_hardware(name_or_path: str) -> Hardware:
 
 
 def load_network(name_or_path: str) -> Link:
-    """The link of that name, or the one that a YAML file describes; as `load_hardware`."""
+    """The link with this name, or the one that a YAML file describes; like `load_hardware`."""
     if name_or_path in NETWORKS:
         return NETWORKS[name_or_path]
     path, suffixes = Path(name_or_path), _SUFFIXES[:2]
@@ -299,7 +299,7 @@ def load_network(name_or_path: str) -> Link:
 
 
 def read_hardware(document: Any, where: str) -> Hardware:
-    """The hardware that a file's content describes; `where` begins the errors."""
+    """The hardware that a file's content describes; `where` starts the errors."""
     top = Section.of(document, where, ("hosts", "network", "notes"))
     hosts: list[Host] = []
     num_devices = 0
@@ -320,7 +320,7 @@ def read_hardware(document: Any, where: str) -> Hardware:
 def _read_host(section: Section) -> Host:
     if isinstance(section.values.get("devices"), str):
         host = section.named("devices", host_of)
-    else:  # listed; the rest as of a host that is only named
+    else:  # listed; the rest as for a host given only by name
         devices: list[tuple[str, Device]] = []
         for part in section.sections("devices", ("count", "type", *_DEVICE)):
             count = part.count()
@@ -361,7 +361,7 @@ def _named_link(section: Section, key: str, known: Mapping[str, Link]) -> Link:
 
 
 def _read_link(section: Section, usual: dict[str, Any]) -> Link:
-    """A link by its figures; `usual` is what a file may leave out."""
+    """A link by its figures; `usual` holds what a file may omit."""
     for key in ("name", "latency", "bandwidth"):
         if key not in usual:
             section.value(key, _LINK[key][1])
@@ -397,7 +397,7 @@ def _link_document(link: Link, known: Mapping[str, Link]) -> dict[str, Any] | st
 
 
 def _plain(value: Any, known: Fields) -> dict[str, Any]:
-    """The keys and values of a dataclass, but for fields that have their defaults."""
+    """The keys and values of a dataclass, without fields that have their defaults."""
     usual = {field.name: field.default for field in fields(value)}
     return {
         key: form.write(found)
@@ -411,13 +411,13 @@ def _counted(count: int, document: dict[str, Any]) -> dict[str, Any]:
 
 
 def _runs(values: Iterable[T]) -> Iterator[tuple[int, T]]:
-    """Equal neighbours as one, with their number."""
+    """Runs of equal neighbours as one value, with their count."""
     for value, same in groupby(values):
         yield len(list(same)), value
 
 
 def hardware_rows(hardware: Hardware) -> list[tuple[str, str]]:
-    """Titles and lines for people; equal devices and equal hosts in one."""
+    """Titles and lines for people; equal devices and equal hosts are merged."""
     rows: list[tuple[str, str]] = []
     for count, host in _runs(hardware.hosts):
         if count > 1:

@@ -1,7 +1,7 @@
-"""The machine to train on: GPUs, cores, memory, links, hosts. No torch unless it is needed.
+"""The machine to train on: GPUs, cores, memory, links, hosts. Imports torch only if needed.
 
-Asked are the NVIDIA driver (`nvidia-ml-py`), else torch where there is a driver, else the CPU; the
-system for cores and memory; the launcher for hosts, which are taken to be alike. Nothing is set.
+GPUs come from the NVIDIA driver (`nvidia-ml-py`), or from torch if there is a driver, else ranks
+use the CPU. The system reports cores and memory, the launcher (equal) hosts. Nothing is set.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _FLOP_PER_CYCLE = {
     "bf16": 32,
     "asimd": 16,
 }
-"""Operations of one core, bf16 products or, where the CPU has none, fp32; the first one counts.
+"""Operations of one core: bf16 products, or fp32 if the CPU has no bf16; the first match counts.
 amx_bf16: a 16 x 16 x 32 product every 16 cycles (Intel 64 and IA-32 Optimization Reference Manual,
 TMUL). avx512_bf16, avx512f: one 512-bit instruction a cycle (Zen 4; some Xeons do two); fma, avx:
 two of 256 bits; bf16, asimd: two of 128 bits (Arm)."""
@@ -49,7 +49,7 @@ _SHOWN = (
     *("amx_tile", "amx_int8", "amx_bf16", "amx_fp16"),
     *("asimd", "bf16", "i8mm", "sve", "sve2"),
 )
-_USUAL_HZ = 2e9  # For a system that does not tell the clock, as on Arm
+_USUAL_HZ = 2e9  # For a system that does not report the clock, as on Arm
 
 DEFAULT_LINK = Link(
     name="shared memory",
@@ -59,28 +59,28 @@ DEFAULT_LINK = Link(
 )
 """From benchmarks/collectives/2-ranks/record.json: all_reduce, shared; alpha 51 us, 1/beta 13.4."""
 _MESSAGES = ("shared", "ring", "backend")
-"""Ways to all_reduce on one host, the one that gradsync would take first."""
+"""Algorithms to all_reduce on one host, in gradsync's order of preference."""
 
 _SLOWEST = "ethernet-10g"
-"""Assumed where the system does not tell the speed, as in most virtual machines."""
-_UNKNOWN_SPEED = 65535  # Told by some drivers that do not know it
+"""Assumed if the system does not report the speed, as in most virtual machines."""
+_UNKNOWN_SPEED = 65535  # Reported by some drivers that do not know the speed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Processor:
-    """The part of a host that this user may occupy."""
+    """The part of a host that this user may use."""
 
     name: str
     cores: int  # By affinity and container limit
     memory_bytes: int  # By the container's limit
     free_bytes: int
     instructions: tuple[str, ...]
-    """Instructions that decide how fast matrices multiply, by the kernel's names."""
-    clock_hz: float | None  # The fastest core's now; None where it is not told
+    """Instructions that determine how fast matrices multiply, by the kernel's names."""
+    clock_hz: float | None  # The fastest core's now; None if not reported
 
 
 def read_processor(root: Path = Path("/")) -> Processor:
-    """Ask the system, whose /proc and /sys lie under `root`."""
+    """Read the system's /proc and /sys under `root`."""
     try:
         info = (root / "proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -101,8 +101,8 @@ def read_processor(root: Path = Path("/")) -> Processor:
 
 
 def fast_dtype(device: str, root: Path = Path("/")) -> Literal["bf16", "fp32"]:
-    """The dtype that `auto` stands for on `device` (auto, cpu, cuda or cuda:N): bf16 where it is
-    multiplied in hardware, else fp32. Torch is asked only where there may be a GPU."""
+    """The dtype of `auto` on `device` (auto, cpu, cuda or cuda:N): bf16 if the hardware multiplies
+    it, else fp32. Torch is imported only if there may be a GPU."""
     signs = (*_DRIVER_SIGNS, "dev/kfd")
     if device != "cpu" and (device != "auto" or any((root / sign).exists() for sign in signs)):
         import torch
@@ -135,11 +135,11 @@ def cpu_devices(processor: Processor, ranks: int) -> tuple[Device, ...]:
 
 
 def cpu_link(ranks: int) -> tuple[Link, str]:
-    """Between ranks of this host: as `gradsync bench collectives` measured it here, else usual; and
-    a line about what went wrong, "" when nothing did.
+    """Between ranks of this host: as `gradsync bench collectives` measured it here, else a default;
+    also returns a line about what went wrong, "" if nothing did.
 
-    A measured all_reduce of n ranks, alpha + beta S, becomes the link by which a ring would take
-    that time: 2 (n-1) messages of S / n bytes.
+    A measured all_reduce of n ranks, alpha + beta S, becomes a link with which a ring takes the
+    same time: 2 (n-1) messages of S / n bytes.
     """
     for world_size in dict.fromkeys((max(ranks, 2), 2, 4)):
         try:
@@ -163,7 +163,7 @@ def cpu_link(ranks: int) -> tuple[Link, str]:
 
 
 def _measured_where(world_size: int) -> dict[str, Any]:
-    """The key under which `bench collectives` keeps its figures, for a default run here."""
+    """The key under which `bench collectives` stores its figures, for a default run here."""
     return {
         "cpu": cpu_model(),
         "cores": usable_cores(),
@@ -178,7 +178,7 @@ def _measured_where(world_size: int) -> dict[str, Any]:
 
 
 def version_of(package: str) -> str:
-    """Its version, without importing it; "" when it is not installed."""
+    """Its version, without importing it; "" if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -186,7 +186,7 @@ def version_of(package: str) -> str:
 
 
 def _number(text: str) -> float:
-    """0 where it is none."""
+    """The number, or 0 if the text is none."""
     try:
         return float(text)
     except ValueError:
@@ -195,15 +195,15 @@ def _number(text: str) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interfaces:
-    """Network interfaces that are up; the loopback does not count."""
+    """Network interfaces that are up, except loopback."""
 
     names: tuple[str, ...]
-    megabits: int  # Rate of the fastest, as its driver tells; 0 where none does
+    megabits: int  # Rate of the fastest, as its driver reports; 0 if unknown
     infiniband_gigabits: tuple[float, ...]  # Rate of each active InfiniBand (or RoCE) port
 
 
 def read_interfaces(root: Path = Path("/")) -> Interfaces:
-    """Ask the system, whose /sys lies under `root`."""
+    """Read the system's /sys under `root`."""
     up = {
         name: interface
         for name, interface in psutil.net_if_stats().items()
@@ -217,8 +217,8 @@ def read_interfaces(root: Path = Path("/")) -> Interfaces:
 
 
 def network_link(interfaces: Interfaces, ranks_per_host: int) -> Link:
-    """Between this host and its like: the rate is what the adapters say of themselves, the latency
-    that of the usual network of their kind (`gradsync plan --network` takes measured ones)."""
+    """Between this host and equal ones: the rate comes from the adapters, the latency is that of
+    the usual network of their kind (`gradsync plan --network` takes measured ones)."""
     if interfaces.infiniband_gigabits:
         usual = NETWORKS["infiniband-hdr"]
         total = sum(interfaces.infiniband_gigabits)
@@ -252,11 +252,11 @@ def _active_ports(adapters: Path) -> list[float]:
 
 
 _DRIVER_SIGNS = ("proc/driver/nvidia/version", "dev/nvidiactl", "dev/dxg")
-"""Files that an NVIDIA driver leaves, the last one under Windows."""
+"""Files that an NVIDIA driver creates, the last one on Windows."""
 
 
 def _module(name: str) -> Any | None:
-    """`pynvml` or `torch`; None where it is not installed."""
+    """`pynvml` or `torch`; None if it is not installed."""
     try:
         return import_module(name)
     except ImportError:
@@ -270,16 +270,16 @@ def detect_hardware(
     ranks_per_host: int | None = None,
     root: Path = Path("/"),
 ) -> Hardware:
-    """The devices that this process may use, and as many hosts like this one.
+    """The devices that this process may use, and all hosts, which equal this one.
 
     A CPU has one device per rank: an equal share of its cores and memory.
 
     Args:
-        env: CUDA_VISIBLE_DEVICES and the launcher's variables count; LaunchError where those
-            contradict each other.
-        num_hosts: hosts; what the launcher says when None.
-        ranks_per_host: devices of a CPU host. When None: as many as the launcher started here, or
-            one per usable core. GPUs are counted, not divided.
+        env: uses CUDA_VISIBLE_DEVICES and the launcher's variables; LaunchError if those contradict
+            each other.
+        num_hosts: number of hosts; None: from the launcher.
+        ranks_per_host: devices of a CPU host. None: as many as the launcher started here, or one
+            per usable core. GPUs are counted, not divided.
         root: where /proc and /dev lie.
     """
     for name, value in (("num_hosts", num_hosts), ("ranks_per_host", ranks_per_host)):
@@ -312,7 +312,7 @@ def detect_hardware(
 
 
 def _gpus(env: Mapping[str, str], root: Path, notes: list[str]) -> tuple[list[Device], Link | None]:
-    """The GPUs that may be used and the link between them; adds to `notes` what went wrong."""
+    """The usable GPUs and the link between them; adds problems to `notes`."""
     has_driver = any((root / sign).exists() for sign in _DRIVER_SIGNS)
     nvml = _module("pynvml")
     if nvml is not None:
@@ -325,7 +325,7 @@ def _gpus(env: Mapping[str, str], root: Path, notes: list[str]) -> tuple[list[De
             if found is not None:
                 return found
         except nvml.NVMLError as error:
-            # Without a driver its library's complaint is no news.
+            # Without a driver its library's error is no news.
             notes += [f"the NVIDIA driver does not answer: {error}"] if has_driver else []
     torch = _module("torch") if has_driver else None
     devices = torch_devices(torch) if torch is not None else []
@@ -338,7 +338,7 @@ def _gpus(env: Mapping[str, str], root: Path, notes: list[str]) -> tuple[list[De
 def _ask_driver(
     nvml: Any, env: Mapping[str, str], notes: list[str]
 ) -> tuple[list[Device], Link | None] | None:
-    """As `_gpus`; None when there are GPUs, but none of them can be asked."""
+    """As `_gpus`; None if there are GPUs, but none can be queried."""
     gpus, trouble = read_gpus(nvml)
     notes += trouble
     if trouble and not gpus:

@@ -1,8 +1,8 @@
-"""How many bytes a rank needs to train, by closed formulas; no torch.
+"""Memory that a rank needs to train, in bytes, by closed formulas; no torch.
 
-A step has a few moments at which memory can be fullest; the need is that of the fullest one, on the
-pipeline stage that needs most. N tokens of a leaf, V vocabulary, C width, e bytes of an element
-where products are computed (2 under autocast, 4 in fp32):
+Memory can peak at a few moments of a step; the need is the largest of them, on the pipeline stage
+that needs most. N tokens of a leaf, V vocabulary, C width, e bytes of an element in which products
+are computed (2 under autocast, 4 in fp32):
 
     loss       blocks' activations, last norm, and for the head
                whole: 12 N V (logarithms of probabilities, the gradients of these and of logits)
@@ -22,40 +22,40 @@ stage by stage.
 
 [Note: Activations] Counted tensor by tensor. With G = K x key/value heads, F width of the SwiGLU
 and H heads, a block keeps, in bytes a token (after Korthikanti et al. 2022, arXiv 2205.05198,
-section 4, counted anew for this decoder, whose norms are RMSNorm in fp32 and whose attention is
-fused; GPT-2's norms keep 4 C + 8, its GELU 2 e F behind one matrix):
+section 4, recounted for this decoder, with fp32 RMSNorm and fused attention; GPT-2's norms keep 4 C
++ 8, its GELU 2 e F after a single matrix):
 
     two norms          2 (4 C + 4 C + 4)   the residual stream, the normalised, 1 / root mean square
     inputs of q, k, v  3 e C               autocast casts each time; fp32: one C for all, 4 C
-    attention          e (2 C + 2 G) + 4 H q, k, v, its result (which `out` needs too), logsumexp
+    attention          e (2 C + 2 G) + 4 H q, k, v, the result (`out` needs it too), logsumexp
     inputs of gate, up 2 e C               likewise; fp32: 4 C
     SwiGLU             4 e F               gate, silu(gate), up, their product
 
-and under autocast a 16-bit copy of each weight that it multiplies by, however many tokens there
-are. A test counts the same with torch's saved-tensor hooks, to the byte. The count is the CPU's: on
-CUDA the fused RMSNorm does not keep the normalised input, so there it is an upper bound.
+and under autocast a 16-bit copy of each weight that it multiplies by, for any number of tokens. A
+test counts the same with torch's saved-tensor hooks, to the byte. The count is the CPU's: on CUDA
+the fused RMSNorm does not keep the normalised input, so it is an upper bound there.
 
 [Note: Shared pages] With `Split.shared_weights` (and for gradients in shared memory) a rank counts
-its share: what all ranks of the host map, divided by them, so that ranks add up to what the host
-needs. The kernel's RSS counts such pages in every rank that has touched them, PSS (proportional set
-size, proc(5) smaps) counts them as here.
+its share: what all ranks of the host map, divided by their number, so that the sum over ranks is
+the host's need. The kernel's RSS counts such pages in every rank that has touched them; PSS
+(proportional set size, proc(5) smaps) counts them as here.
 
-[Note: Slack] On a CPU, what glibc's heap holds without using it, with `keep_freed_memory`. Torch
-asks for blocks aligned to 64 bytes, and glibc before 2.38 cannot put such a block into a hole of
-just its size (bug 14581): so temporaries leave holes between what stays, and whatever goes through
-memory of the process leaves some of its place unused:
+[Note: Slack] On a CPU: what glibc's heap holds unused, with `keep_freed_memory`. Torch asks for
+blocks aligned to 64 bytes. glibc before 2.38 cannot put an aligned block into a hole of the same
+size (bug 14581). Temporaries therefore leave holes between lasting blocks, and all that passes
+through the process's memory leaves part of its place unused:
 
     CPU_SLACK        of what a leaf takes
     RECOMPUTE_SLACK  of a block that checkpointing computes twice
     GATHER_SLACK     of the blocks under `fsdp`: each is gathered twice and its gradient sent once
-    RENEW_SLACK      of buckets, copies and gathered weights that a step makes anew
-    MOVE_SLACK       of what was built here and then moved into shared memory
+    RENEW_SLACK      of buckets, copies and gathered weights that each step allocates again
+    MOVE_SLACK       of what is built here and then moved into shared memory
 
-Measured: peaks with `keep_freed_memory` less what the formulas count (which is what is measured
-where every block is mapped by itself), over 16 strategies at two sizes (benchmarks/memory of commit
-8ff7521); one number each, chosen there for all cases together. And the heap never shrinks below the
-model as it was built. On CUDA, what torch's caching allocator reserves beyond what is allocated
-(CUDA_SLACK): a default, not measured here.
+Measured: peaks with `keep_freed_memory` less the formulas' count (the measured peak when every
+block is mapped by itself), over 16 strategies at two sizes (benchmarks/memory of commit 8ff7521);
+one number for each, chosen for all cases together. The heap never shrinks below the model as it was
+built. On CUDA: what torch's caching allocator reserves beyond allocated memory (CUDA_SLACK): a
+default, not measured here.
 """
 
 from __future__ import annotations
@@ -82,12 +82,12 @@ from gradsync.sync.registry import find_strategy
 
 MIB = 2**20
 CPU_PROCESS = 333 * MIB
-"""Python, torch and gradsync after a step of a model of no size; measured, torch 2.13, x86-64."""
+"""Python, torch and gradsync after a step of an empty model; measured, torch 2.13, x86-64."""
 CUDA_PROCESS = 1024 * MIB  # CUDA context, kernels, cuBLAS workspace and NCCL's buffers; a default
 CPU_SLACK, RECOMPUTE_SLACK, GATHER_SLACK, RENEW_SLACK, MOVE_SLACK = 0.45, 2.0, 3.0, 0.2, 0.4
 CUDA_SLACK = 0.1  # See [Note: Slack]
 _IN_FLIGHT = 3
-"""Buckets of parameters that the sharded optimizer has in memory: one updated, two under way."""
+"""Buckets of parameters that the sharded optimizer holds: one updated, two in flight."""
 FP32, _HALF = 4, 2  # Bytes of an element
 
 
@@ -103,12 +103,12 @@ class RankShape:
     table_params: int  # Elements of the embedding, and of the head
     is_tied: bool  # Whether both are one parameter of this rank
     num_params: int  # Elements of all parameters
-    root_params: int  # Elements outside of the blocks
+    root_params: int  # Elements that are in no block
 
 
 @cache
 def rank_shape(model: GPTConfig, layout: ParallelLayout, stage: int) -> RankShape:
-    """The shape of a rank on this stage; ConfigError where the model cannot be divided so."""
+    """The shape of a rank on this stage; ConfigError if the model cannot be divided this way."""
     check_divisible(model, layout)
     part = ModelPart(config=model, layout=layout, place=Coordinates(data=0, stage=stage, shard=0))
     sizes = {name: piece.numel for name, piece in part.pieces().items()}
@@ -128,15 +128,15 @@ def rank_shape(model: GPTConfig, layout: ParallelLayout, stage: int) -> RankShap
 
 
 class Activations(NamedTuple):
-    """Bytes that one rank has of one leaf."""
+    """Bytes that one rank holds for one leaf."""
 
-    element: int  # One, where products are computed
+    element: int  # Of one element in which products are computed
     weight_copies: int  # 16-bit copies of one block's matrices; 0 in fp32
     block: int  # All that one block keeps, see [Note: Activations]
     stream: int  # The residual stream at one place, fp32
     kept: int
-    """By all blocks; with checkpointing the stream before each (arXiv 1604.06174)."""
-    recomputed: int  # One block's, made again in backward; 0 without checkpointing
+    """By all blocks; with checkpointing, the stream before each (arXiv 1604.06174)."""
+    recomputed: int  # One block's, recomputed in backward; 0 without checkpointing
     last_norm: int  # The norm before the head, and the head's input
 
 
@@ -150,11 +150,11 @@ def activations(work: Workload, blocks: int, tp: int = 1) -> Activations:
     model, width, tokens = work.model, work.model.n_embd, work.leaf_tokens
     kv_width, is_fp32 = model.num_kv_heads * model.head_dim, work.dtype == "fp32"
     size = FP32 if is_fp32 else _HALF
-    gates = 1 if model.is_gpt2 else 2  # Matrices that make hidden columns
+    gates = 1 if model.is_gpt2 else 2  # Matrices that produce hidden columns
     norm = FP32 * (width + 2) if model.is_gpt2 else FP32 * (2 * width + 1)
 
     def mask(element: int) -> int:
-        """A token's dropout: of the dtype of what is masked on a CPU, bool on CUDA."""
+        """A token's dropout: in the masked tensor's dtype on a CPU, bool on CUDA."""
         return width * (1 if work.kind == "cuda" else element) if model.dropout else 0
 
     matrices = 2 * width * width + 2 * width * kv_width
@@ -177,29 +177,29 @@ def activations(work: Workload, blocks: int, tp: int = 1) -> Activations:
 
 
 class Moment(NamedTuple):
-    """Bytes that a strategy has in memory at one moment, beside weights and optimizer state."""
+    """Bytes of a strategy at one moment, without weights and optimizer state."""
 
-    gradients: int  # In `.grad`, or in the shard of it that this rank keeps
-    buckets: int = 0  # Beside them, for communication
+    gradients: int  # In `.grad`, or in this rank's shard of it
+    buckets: int = 0  # In addition to them, for communication
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StrategyMemory:
     """Bytes of one rank under one strategy, at the moments of its last leaf."""
 
-    weights: int  # All the time; a rank's share of one copy per host. Likewise `optimizer`.
+    weights: int  # All the time; with one copy per host, a rank's share. Likewise `optimizer`.
     optimizer: int
-    loss: Moment  # Forward is over, nothing of this leaf's gradient is there
+    loss: Moment  # Forward is over, this leaf's gradient has not begun
     backward: Moment
-    """All gradients are there, nothing of the leaf but the embedding's own gradient."""
+    """All gradients exist, nothing else of the leaf except the embedding's gradient."""
     update: Moment
-    fresh: int  # Gradients of the embedding that backward has just made, beside `backward`
+    fresh: int  # The embedding's gradients, just made by backward, in addition to `backward`
     gathered_block: int = 0
-    """fsdp: the weights and gradients that a block brings with it while it computes."""
-    gathered_blocks: int = 0  # Bytes of all blocks that are gathered so
-    renewed: int = 0  # Made anew by each step for communication, and let go
+    """fsdp: the gathered weights and gradients of a block while it computes."""
+    gathered_blocks: int = 0  # Bytes of all blocks gathered this way
+    renewed: int = 0  # Allocated by each step for communication, then freed
     moved: int = 0
-    """Bytes that lay in the process's own memory before it moved into shared memory (CPU)."""
+    """Bytes that were in the process's own memory before they moved to shared memory (CPU)."""
 
 
 class Case:
@@ -210,26 +210,26 @@ class Case:
         self.leaf = activations(work, shape.blocks, shape.layout.tp)
         self.gradient_bytes = FP32 * shape.num_params  # S
         self.replicas = split.layout.dp  # W
-        self.leaves = -(-work.num_leaves // self.replicas)  # k, of the rank with most
+        self.leaves = -(-work.num_leaves // self.replicas)  # k, of the rank with the most
         self.added_up = self.gradient_bytes if self.leaves > 1 else 0  # By leaves before the last
         tables = 0 if shape.stage else 2 if shape.is_tied else 1
         self.fresh = FP32 * shape.table_params * tables
-        """The embedding's gradient, the last that backward makes. A tied one comes twice: the
-        head's waits in autograd until it can be added."""
+        """The embedding's gradient, the last that backward makes. A tied one comes twice: autograd
+        holds the head's until it can be added."""
         stages = split.layout.pp
         gpipe = stages > 1 and split.schedule == "gpipe"
         self.leaves_in_flight = self.leaves if gpipe else min(self.leaves, stages - shape.stage)
         """Leaves whose activations a pipeline stage keeps at once. GPipe (Huang et al. 2018, arXiv
         1811.06965): all of a replica's. 1F1B (Narayanan et al. 2019 and 2021, arXiv 1806.03377,
-        2104.04473): as many as there are stages from here to the last."""
+        2104.04473): as many as there are stages from this one to the last."""
 
     def shard(self, num_bytes: int) -> int:
-        """A rank's share of something that the replicas divide."""
+        """A rank's share of a value that the replicas divide."""
         return -(-num_bytes // self.replicas)
 
     @property
     def buckets(self) -> tuple[int, ...]:
-        """Bytes of each, by the recipe's own sizes; DDP's are like them."""
+        """Bytes of each bucket, by the recipe's sizes; DDP's are similar."""
         recipe = find_strategy(self.split.strategy).recipe or Recipe()
         return _buckets(self.shape.sizes, self.replicas, recipe.bucket_size_mb(self.work.kind))
 
@@ -248,7 +248,7 @@ def _buckets(sizes: tuple[int, ...], world_size: int, size_mb: float) -> tuple[i
 
 @cache
 def most_open_nodes(num_leaves: int, world_size: int) -> int:
-    """Largest number of the tree's nodes that a rank holds at once: `LeafStack` without torch."""
+    """Largest number of tree nodes that a rank holds at once: `LeafStack` without torch."""
     most = 1
     for rank in range(world_size if num_leaves > world_size else 0):
         leaves = share(num_leaves, rank, world_size)
@@ -257,7 +257,7 @@ def most_open_nodes(num_leaves: int, world_size: int) -> int:
 
 
 def _num_nodes(first: int, end: int) -> int:
-    """Number of the largest nodes that lie inside of leaves `first` to `end` - 1."""
+    """Number of the largest nodes that fit in leaves `first` to `end` - 1."""
     number = 0
     while first < end:
         # A node of 2**k leaves begins at a multiple of 2**k.
@@ -281,40 +281,40 @@ def strategy_memory(case: Case) -> StrategyMemory:
 def _memory(
     case: Case, loss: Moment, backward: Moment, update: Moment, **other: int
 ) -> StrategyMemory:
-    """Weights and state whole on every rank, where `other` does not say otherwise."""
+    """Weights and state whole on every rank, unless `other` says otherwise."""
     size = case.gradient_bytes
     whole = {"weights": size, "optimizer": 2 * size, "fresh": case.fresh}
     return StrategyMemory(loss=loss, backward=backward, update=update, **whole | other)
 
 
 def _engine(case: Case, recipe: Recipe) -> StrategyMemory:
-    """Flat buffers that stay from step to step, of which `.grad` is a view; `invariant` has one for
-    each open node of its tree."""
+    """Flat buffers that stay from step to step; `.grad` is a view of one. `invariant` has a buffer
+    for each open node of its tree."""
     size, bucket = case.gradient_bytes, max(case.buckets)
     other: dict[str, int] = {}
-    buffers, passing = 1, 0  # bytes on the way while backward ends
-    nodes = 0  # bytes of buffers beside the gradients
+    buffers, passing = 1, 0  # bytes in flight when backward ends
+    nodes = 0  # bytes of buffers in addition to the gradients
     if recipe.order == "invariant":
         buffers = most_open_nodes(case.work.num_leaves, case.replicas)
         nodes = (buffers - 1) * size if recipe.node_dtype is None else buffers * size // 2
-        if case.work.kind == "cuda":  # ranks of one host on CPUs read slices where they are
-            # Slices that arrive for the tree's sums: of each node of each rank, the own part.
+        if case.work.kind == "cuda":  # CPU ranks of one host read slices in place
+            # Incoming slices for the tree's sums: this rank's part of each node of each rank.
             passing = buffers * (case.replicas - 1) * case.shard(bucket)
             passing //= 1 if recipe.node_dtype is None else 2
     elif recipe.reduction in ("ring", "hierarchical"):
         passing = case.shard(bucket)
-    elif recipe.wire != "same":  # every bucket's 16-bit copy is there when backward ends
+    elif recipe.wire != "same":  # every bucket's 16-bit copy exists when backward ends
         passing = size // 2
     if case.split.shared_weights and shares_memory(recipe):
-        # One copy of weights and state for all ranks of the host: a rank's share of them. Gradients
-        # lie in shared memory too, and each rank has buffers of its own. Moved: the weights, and
-        # each buffer but the first.
+        # One copy of weights and state for all ranks of the host: count a rank's share. Gradients
+        # lie in shared memory too, and each rank has its own buffers. Moved: the weights, and each
+        # buffer except the first.
         passing, other = 0, {"moved": buffers * size}
         other |= {"weights": case.shard(size), "optimizer": case.shard(2 * size)}
     held = Moment(size, nodes)
     moving, update = Moment(size, held.buckets + passing), held
     other["renewed"] = passing
-    if recipe.wire == "fp16":  # two fp32 copies of a bucket while it is scaled back
+    if recipe.wire == "fp16":  # two fp32 copies of a bucket when it is scaled back
         update = Moment(size, passing + 2 * bucket)
         other["renewed"] += size
     if recipe.shard == "optimizer":
@@ -324,8 +324,8 @@ def _engine(case: Case, recipe: Recipe) -> StrategyMemory:
 
 
 def _gathering(case: Case) -> int:
-    """Updated parameters on their way to the other ranks, bucket and own shard: all at once, beside
-    the next forward; on CPUs a few at a time, as on one host."""
+    """Updated parameters in flight to the other ranks, bucket and own shard: all at once, while the
+    next forward runs; on CPUs a few at a time, as on one host."""
     buckets = case.buckets
     in_flight = _IN_FLIGHT if case.work.kind == "cpu" else len(buckets)
     together = max(sum(buckets[n : n + in_flight]) for n in range(len(buckets)))
@@ -333,8 +333,8 @@ def _gathering(case: Case) -> int:
 
 
 def _zero2(case: Case) -> StrategyMemory:
-    """Buckets whole until backward ends, then the own shard of each. When the last gradient is
-    made, all buckets but its own are on their way, each into a shard."""
+    """Buckets stay whole until backward ends, then only this rank's shards. When the last gradient
+    is made, all other buckets are in flight, each into a shard."""
     size = case.gradient_bytes
     return _memory(
         case,
@@ -347,25 +347,25 @@ def _zero2(case: Case) -> StrategyMemory:
 
 
 def _naive(case: Case) -> StrategyMemory:
-    """`.grad` is made by backward and dropped by the update."""
+    """Backward allocates `.grad`, the update drops it."""
     return _memory(case, Moment(case.added_up), _made(case), Moment(case.gradient_bytes))
 
 
 def _made(case: Case, buckets: int = 0) -> Moment:
-    """When backward ends: of the first leaf the embedding's gradient is not there yet."""
+    """When backward ends; the first leaf's embedding gradient does not exist yet."""
     waits = FP32 * case.shape.table_params if case.fresh and case.leaves == 1 else 0
     return Moment(case.gradient_bytes - waits, buckets)
 
 
 def _ddp(case: Case) -> StrategyMemory:
-    """Buckets stay; `.grad` is a view of them. Leaves before the last add up in memory of their
-    own, as torch lets go of the views when gradients are cleared (arXiv 2006.15704)."""
+    """Buckets stay; `.grad` is a view of them. Leaves before the last add up in separate memory,
+    since torch drops the views when gradients are cleared (arXiv 2006.15704)."""
     held = Moment(case.added_up, case.gradient_bytes)
     return _memory(case, held, held, held._replace(gradients=0))
 
 
 def _powersgd(case: Case) -> StrategyMemory:
-    """`ddp`, the error (S) and a copy of the bucket at hand (arXiv 1905.13727)."""
+    """`ddp`, the error (S) and a copy of the current bucket (arXiv 1905.13727)."""
     size = case.gradient_bytes
     held = Moment(case.added_up, 2 * size)
     moving = held._replace(buckets=2 * size + max(case.buckets))
@@ -373,29 +373,29 @@ def _powersgd(case: Case) -> StrategyMemory:
 
 
 def _local_sgd(case: Case) -> StrategyMemory:
-    """`naive` alone; a flat copy of the weights while ranks meet, gradients gone."""
+    """`naive` without communication; a flat copy of the weights to synchronise, gradients gone."""
     size = case.gradient_bytes
     return replace(_naive(case), update=Moment(0, size), renewed=size)
 
 
 def _diloco(case: Case) -> StrategyMemory:
-    """The round's start and the outer momentum; while ranks meet the distances and their mean."""
+    """The round's start and the outer momentum; in synchronisation distances and their mean."""
     size = case.gradient_bytes
     loss = Moment(case.added_up, 2 * size)
     return _memory(case, loss, _made(case, 2 * size), Moment(0, 4 * size), renewed=2 * size)
 
 
 def _fsdp(case: Case) -> StrategyMemory:
-    """Everything in shards; what is outside of the blocks is gathered for the whole step, a block
-    while it computes. Leaves before the last keep whole gradients (arXiv 2304.11277)."""
+    """Everything is sharded. Parameters in no block are gathered for the whole step, a block while
+    it computes. Leaves before the last keep whole gradients (arXiv 2304.11277)."""
     size = case.gradient_bytes
     root, block = FP32 * case.shape.root_params, FP32 * case.shape.block_params
     shard = case.shard(size)
     return _memory(
         case,
         Moment(case.added_up, root),
-        # The blocks' gradients are in shards by now, those of leaves before the last as well.
-        # Outside of the blocks: weights, gradients, and these once more as they are sent.
+        # The blocks' gradients are sharded by now, including those of leaves before the last.
+        # Parameters in no block: weights, gradients, and the gradients again while they are sent.
         Moment(shard, 3 * root),
         Moment(shard),
         weights=shard,
@@ -419,17 +419,17 @@ _OTHERS: dict[str, Callable[[Case], StrategyMemory]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryNeed:
-    """The sum of closed formulas; each field's formula and source stand above."""
+    """The sum of closed formulas; the module's docstring has each field's formula and source."""
 
     weights: int = 0
     gradients: int = 0
     optimizer: int = 0  # The optimizer's state
     buckets: int = 0
     """Copies of gradients made for communication, gathered blocks and windows of a strategy."""
-    activations: int = 0  # Kept by forward for backward, at the fullest moment of the schedule
-    logits: int = 0  # The head's output and what the loss makes of it
-    workspace: int = 0  # Temporary buffers beside these
-    slack: int = 0  # Held by the allocator without use
+    activations: int = 0  # Kept by forward for backward, at the schedule's peak
+    logits: int = 0  # The head's output and the loss's tensors
+    workspace: int = 0  # Temporary buffers in addition to these
+    slack: int = 0  # Held by the allocator but unused
     process: int = 0  # The interpreter, torch, the CUDA context, communication buffers
 
     @property
@@ -445,7 +445,7 @@ class MemoryNeed:
 
 def memory_need(work: Workload, split: Split) -> MemoryNeed:
     """The need of the rank that needs most; ConfigError for an unknown strategy, or a model that
-    cannot be divided so."""
+    cannot be divided this way."""
     stages = (
         _of_stage(work, split, rank_shape(work.model, split.layout, stage))
         for stage in range(split.layout.pp)
@@ -474,7 +474,7 @@ def _of_stage(work: Workload, split: Split, shape: RankShape) -> MemoryNeed:
 
 
 def _fragments(case: Case, strategy: StrategyMemory, loose: int) -> int:
-    """Holes, see [Note: Slack]: made when a leaf takes most, there until the process ends."""
+    """Holes, see [Note: Slack]: made at a leaf's peak, kept until the process ends."""
     if case.work.kind == "cuda":
         return int(CUDA_SLACK * loose)
     shares = (
@@ -488,7 +488,7 @@ def _fragments(case: Case, strategy: StrategyMemory, loose: int) -> int:
 
 
 def _slack(case: Case, strategy: StrategyMemory, moment: MemoryNeed, fragments: int) -> int:
-    """Fragments; or the model as it was built, where less than that lies in its place now."""
+    """Fragments; or the model as it was built, if less than that occupies its memory now."""
     held = 0
     if not case.split.shared_weights:
         held = strategy.weights + strategy.optimizer + moment.gradients + moment.buckets
@@ -496,10 +496,10 @@ def _slack(case: Case, strategy: StrategyMemory, moment: MemoryNeed, fragments: 
 
 
 def _moments(case: Case, strategy: StrategyMemory) -> Iterator[MemoryNeed]:
-    """Gradients, buckets and whatever lives no longer than a leaf, at each moment of a step."""
+    """Gradients, buckets and all that lives no longer than a leaf, at each moment of a step."""
     work, shape, leaf, flying = case.work, case.shape, case.leaf, case.leaves_in_flight
     kept = flying * leaf.kept
-    if shape.layout.pp > 1:  # what a stage gives; what it got is its first block's input
+    if shape.layout.pp > 1:  # a stage's output; its input is its first block's input
         kept += flying * leaf.stream
     head_waits = FP32 * shape.table_params if shape.is_tied else 0
     block = FP32 * shape.block_params + 2 * leaf.stream + strategy.gathered_block
@@ -507,13 +507,13 @@ def _moments(case: Case, strategy: StrategyMemory) -> Iterator[MemoryNeed]:
     yield replace(loss, activations=kept + leaf.recomputed, workspace=block + head_waits)
     backward = MemoryNeed(**strategy.backward._asdict())
     yield replace(backward, activations=leaf.stream, workspace=strategy.fresh)
-    # A tied embedding on both ends of a pipeline: the other end's gradient.
+    # A tied embedding at both ends of a pipeline: the other end's gradient.
     stages, is_last = shape.layout.pp, shape.stage == shape.layout.pp - 1
     is_end = stages > 1 and (shape.stage == 0 or is_last)
     other_end = FP32 * shape.table_params if work.model.tie_head and is_end else 0
     yield MemoryNeed(**strategy.update._asdict(), workspace=other_end)
     if is_last:
-        # The loss keeps this of each leaf that waits for its backward.
+        # The loss keeps this for each leaf that waits for its backward.
         in_rows = work.loss_rows is not None
         kept_by_loss = shape.table_params if in_rows else work.leaf_tokens * work.model.vocab_size
         of_others = (flying - 1) * FP32 * kept_by_loss
@@ -535,7 +535,7 @@ def _head(case: Case) -> list[tuple[int, int]]:
             (0, 2 * table + 2 * leaf.stream),
         ]
     logits = work.leaf_tokens * vocab
-    # Autocast keeps its copies of weights until forward is over, whether blocks keep them or not.
+    # Autocast keeps its copies of weights until forward ends, whether or not blocks keep them.
     cached = shape.blocks * leaf.weight_copies if work.activation_checkpointing else 0
     forward = 2 * FP32 + (size if copy else 0)
     return [

@@ -1,15 +1,15 @@
-"""Which device holds which frozen part of a model, beside what trains; pure, no torch.
+"""Places the frozen parts of a model on devices that also train; pure, no torch.
 
 First-fit decreasing (Johnson 1973, "Near-optimal bin packing algorithms"; at most 11/9 of the
-fewest bins): the largest part first, each onto the first device with room. What trains is
-replicated, so its bytes are taken from every device beforehand. A part with room on no single
-device, if it is a sequence of blocks, is cut in two between the first pair of devices that holds
-it, where the fuller of the two is left emptiest.
+fewest bins): the largest part first, each on the first device with room. The trained part is
+replicated, so its bytes are taken from every device first. If a part fits on no single device and
+is a sequence of blocks, it is cut in two, between the first pair of devices that holds it, at the
+cut that leaves the fuller of the two emptiest.
 
-`place_submodels` asks how many devices a replica needs: as few as its parts have room on. Published
-for one to four GPUs and a pair of frozen language models: data parallel where both fit beside what
-trains, else a model split, with three GPUs 2 + 1, with four two replicas of two. Here it follows
-from sizes.
+`place_submodels` computes how many devices a replica needs: as few as its parts fit on. Published
+for one to four GPUs and a pair of frozen language models: data parallel if both fit with the
+trained part, else a model split, with three GPUs 2 + 1, with four two replicas of two. Here it
+follows from sizes.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from gradsync.plan.hardware_file import SIZES, read_quantity
 from gradsync.runtime.bounds import whole_number
 
 MARGIN = 0.1
-"""Share of what a device can use that stays free, since the memory model is held to 10 %."""
+"""Fraction of a device's usable memory that stays free: the memory model is accurate to 10 %."""
 _PARAMETERS = "params"
-_BYTES_OF_A_WEIGHT = 2  # Frozen weights are held in 16 bits
+_BYTES_OF_A_WEIGHT = 2  # Frozen weights are stored in 16 bits
 _MOST_BLOCKS = 10_000
 
 
 def gb(num_bytes: float) -> str:
-    """Gigabytes of 10**9 bytes, as data sheets count them."""
+    """Gigabytes of 10**9 bytes, as in data sheets."""
     return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:,.1f} MB"
 
 
@@ -41,11 +41,11 @@ def gb(num_bytes: float) -> str:
 class FrozenPart:
     """A frozen submodule."""
 
-    name: str  # As `named_modules` calls it
-    num_bytes: int  # All of it, and what it needs beside its weights
+    name: str  # The name in `named_modules`
+    num_bytes: int  # All of it, including what it needs in addition to its weights
     blocks: tuple[int, ...] = ()
-    """Bytes of each of the blocks that it runs one after the other; empty: it cannot be cut. What
-    is in no block stays with the first."""
+    """Bytes of each block that it runs in sequence; empty: it cannot be cut. What is in no block
+    stays with the first."""
 
     def __post_init__(self) -> None:
         if self.num_bytes < 0 or min(self.blocks, default=0) < 0:
@@ -59,7 +59,7 @@ class PartPlace:
     """Devices of a part."""
 
     devices: tuple[int, ...]  # One device, or the two it is cut between
-    first_blocks: int = 0  # For a part in two: how many blocks are on the first device
+    first_blocks: int = 0  # For a part cut in two: the number of blocks on the first device
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +70,7 @@ class FrozenPlacement:
     left: tuple[int, ...]  # Bytes that stay free on each device
 
     def describe(self) -> str:
-        """One line a device: its parts, and what stays free."""
+        """One line per device: its parts, and what stays free."""
         lines = []
         for device, free in enumerate(self.left):
             held = [
@@ -89,12 +89,12 @@ def place_parts(
 
     Args:
         parts: with different names.
-        room: bytes that may be taken on each device.
-        replicated_bytes: what every device holds beside: what trains, its gradients, optimizer
+        room: usable bytes of each device.
+        replicated_bytes: other bytes on every device: the trained part, its gradients, optimizer
             state and activations.
 
     Raises:
-        ConfigError: a part has room nowhere, and how much is missing.
+        ConfigError: a part fits nowhere; says how much memory is missing.
     """
     if not room:
         raise ConfigError("placement needs a device")
@@ -128,7 +128,7 @@ def _in_two(part: FrozenPart, left: Sequence[int]) -> PartPlace | None:
             place = PartPlace(devices=pair, first_blocks=cut)
             shares = zip(pair, _shares(part, place), strict=True)
             found.append((min(left[device] - share for device, share in shares), place))
-        # Bytes left on the fuller device: the cut that leaves most.
+        # Bytes left on the fuller device: choose the cut that leaves most.
         spare, best = max(found, key=lambda entry: entry[0], default=(-1, None))
         if spare >= 0:
             return best
@@ -179,15 +179,15 @@ def parse_submodel(text: str) -> FrozenPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Submodels:
-    """Replicas, and where each part of one is."""
+    """Replicas, and the places of each one's parts."""
 
     groups: tuple[tuple[int, ...], ...]  # Devices of each replica, counted over all hosts
-    placements: tuple[FrozenPlacement, ...]  # Each replica's; devices are counted within it
-    idle: tuple[int, ...]  # Devices of no replica
-    trained_bytes: int  # Taken by what trains, on the first device of each replica
+    placements: tuple[FrozenPlacement, ...]  # Each replica's; devices are numbered within it
+    idle: tuple[int, ...]  # Devices in no replica
+    trained_bytes: int  # Bytes of the trained part, on the first device of each replica
 
     def words(self) -> str:
-        """The strategy, as the published table names it."""
+        """The strategy, under the published table's name."""
         replicas, most = len(self.groups), max(map(len, self.groups))
         if most == 1:
             return "data parallel" if replicas > 1 else "single device"
@@ -209,7 +209,7 @@ class Submodels:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON can hold it."""
+        """Values for JSON."""
         return {
             "strategy": self.words(),
             "replicas": [list(group) for group in self.groups],
@@ -222,9 +222,8 @@ class Submodels:
 def place_submodels(
     parts: Sequence[FrozenPart], trained_bytes: int, hardware: Hardware
 ) -> Submodels:
-    """As many replicas as there is room for, each on neighbours of one host; further devices stay
-    free, since a replica that has room is not faster on more. RunError where not even a whole host
-    has room for one replica."""
+    """As many replicas as fit, each on neighbours of one host. Other devices stay free: a replica
+    that fits is not faster on more. RunError if not even a whole host has room for one replica."""
     names = [part.name for part in parts]
     if len(set(names)) < len(names):
         raise ConfigError(f"--submodel: two parts have one name: {', '.join(names)}")

@@ -1,10 +1,10 @@
-"""Measured on this device: the time that a model's leaf and update take.
+"""Measures the time of a model's leaf and update on this device.
 
     clock   ├ forward ┤├ backward: p73, p72, ... p0 ┤├ clip, AdamW ┤     again and again
 
-A hook on every parameter looks at the clock when its gradient is there. So the profile has a
-bucket per parameter, out of which `step_costs` makes those of any strategy. On CUDA the clock is
-events in the stream, read when the device is done.
+A hook on every parameter reads the clock when its gradient is ready. The profile has one bucket per
+parameter; `step_costs` combines them into any strategy's buckets. On CUDA the clock is events in
+the stream, read when the device is done.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ def probe_profile(
     """Measure one rank alone: forward and backward of one leaf, clipping and fused AdamW.
 
     On a CPU this process keeps freed memory from now on, as the trainer does
-    (`runtime.memory.keep_freed_memory`); torch's threads are put back afterwards.
+    (`runtime.memory.keep_freed_memory`); torch's thread count is restored afterwards.
 
     Args:
-        work: model, leaf, dtype; a replica of it must fit into the device's memory.
+        work: model, leaf, dtype; a replica must fit into the device's memory.
         device: cpu or cuda.
-        ranks_per_host: ranks that will share the host's cores, which decides the threads of each.
-        repeats: leaves to measure, at most; three at least, whatever they take.
+        ranks_per_host: ranks that will share the host's cores; sets the threads of each.
+        repeats: the most leaves to measure; at least three are measured, whatever they take.
         budget_s: seconds to spend on them.
-        cached: whether to take what was measured before on this machine, and keep what is now.
+        cached: whether to use an earlier measurement from this machine, and store a new one.
     """
     threads = choose_threads(ranks_per_host)
     conditions = profile_conditions(work, device=device, threads=threads)
@@ -78,7 +78,7 @@ def probe_profile(
 
 @dataclass(slots=True)
 class _Marks:
-    """Moments of one leaf and update."""
+    """Times of one leaf and update."""
 
     begin: Any
     forward: Any = None
@@ -158,12 +158,12 @@ def _profile(found: Sequence[_Marks], sizes: Sequence[int]) -> StepProfile:
 
 
 def _cuda_event() -> torch.cuda.Event:
-    """The moment at which the stream gets there."""
+    """The time at which the stream reaches this point."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
 
 
 def _between(first: Any, last: Any) -> float:
-    """Seconds between two looks at the clock."""
+    """Seconds between two clock readings."""
     return last - first if isinstance(first, float) else first.elapsed_time(last) / 1000

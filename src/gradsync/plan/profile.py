@@ -1,14 +1,14 @@
-"""The costs of one leaf and one update on a device, and when each gradient is there; no torch.
+"""The costs of one leaf and one update on a device, and when each gradient is ready; no torch.
 
-Backward goes through the layers from the last to the first, and each one's gradient takes its
-share of the products (`Parameter.backward_units`). Buckets are the engine's own plan over
-parameters in reverse order.
+Backward runs through the layers from the last to the first, and each gradient takes its share of
+the products (`Parameter.backward_units`). Buckets follow the engine's own plan over parameters in
+reverse order.
 
-A profile is estimated from peaks, or measured (`probe.py`). A probe must take seconds, and a leaf
-of a real run can take minutes on a CPU: so a smaller leaf is measured, and others are taken to cost
-in proportion to their operations (`GPTConfig.flops_per_token`); recomputed activations add one
-forward. The cache holds one file per model, leaf and machine, and is nothing else: a file that
-cannot be read is measured again, one that cannot be written is lost.
+A profile is estimated from peaks, or measured (`probe.py`). A probe must take seconds, but a real
+run's leaf can take minutes on a CPU. A smaller leaf is therefore measured, and scaled by the number
+of operations (`GPTConfig.flops_per_token`); recomputed activations add one forward. The cache has
+one file per model, leaf and machine. It is only a cache: an unreadable file is measured again, one
+that cannot be written is lost.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ log = logging.getLogger("gradsync")
 T = TypeVar("T")
 
 MIB = 2**20
-GRADIENT_BYTES = 4  # Weights and gradients are fp32, whatever autocast computes in
+GRADIENT_BYTES = 4  # Weights and gradients are fp32, with any autocast
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketReady:
-    """When a bucket's last gradient is there."""
+    """When a bucket's last gradient is ready."""
 
     num_bytes: int  # Bytes of its gradients
     ready_s: float
@@ -54,14 +54,14 @@ class BucketReady:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepProfile:
-    """One rank's work, alone on its device, without any communication."""
+    """One rank's work, alone on its device, without communication."""
 
     forward_s: float  # One leaf's; likewise `backward_s`
     backward_s: float
     update_s: float  # Clipping and optimizer over all parameters
     buckets: tuple[BucketReady, ...]  # In the order in which they fill
     jitter: tuple[float, ...] = (1.0,)
-    """Durations of a leaf over their median, as measured; stragglers are drawn from them."""
+    """Measured durations of a leaf over their median; stragglers are drawn from them."""
     measured: bool = False  # False: estimated from peak arithmetic and bandwidth
 
     @property
@@ -81,12 +81,12 @@ class StepProfile:
 class Parameter:
     """One trained tensor."""
 
-    name: str  # As `named_parameters` calls it
+    name: str  # The name in `named_parameters`
     shape: tuple[int, ...]
     backward_units: int
-    """The work of backward between the gradient before this one and this one, in products per
-    token, of which each takes 4 floating-point operations (2 for the gradient of the weight, 2 for
-    that of the input): the parameter's elements, and behind the queries' side attention itself."""
+    """Backward's work from the previous gradient to this one, in products per token. Each takes 4
+    floating-point operations (2 for the gradient of the weight, 2 for that of the input). It is the
+    parameter's elements, plus attention itself for the projection that is first in backward."""
 
     @property
     def numel(self) -> int:
@@ -103,12 +103,12 @@ def parameters_of(config: GPTConfig, seq_len: int) -> list[Parameter]:
         if weight.name == EMBEDDING:
             units = 0
         elif weight.name.endswith("attention.v.weight"):
-            # Forward's two products of 2 T C operations each cost 8 T C in backward, before the
-            # gradients of the three projections: the first of which to be ready is this one.
+            # Forward's two products of 2 T C operations each cost 8 T C in backward. They come
+            # before the three projections' gradients; this one is ready first.
             units += 2 * seq_len * config.n_embd
         elif weight.name == "norm.weight":
             # The head's products come first in backward; a tied one adds its gradient to the
-            # embedding's, which is complete last of all.
+            # embedding's, which is complete last.
             units += head
         found.append(Parameter(name=weight.name, shape=weight.shape, backward_units=units))
     return found
@@ -129,8 +129,8 @@ def bucket_plan(parameters: Sequence[Parameter], traffic: Traffic) -> tuple[Buck
 
 
 def bucket_timeline(work: Workload, traffic: Traffic, backward_s: float) -> tuple[BucketReady, ...]:
-    """Each bucket's bytes and when it is full, in the order in which they fill, the last one at
-    the end of a leaf's backward."""
+    """Each bucket's bytes and when it is full, in the order in which they fill; the last one fills
+    at the end of a leaf's backward."""
     parameters = parameters_of(work.model, work.seq_len)
     done = list(accumulate(p.backward_units for p in reversed(parameters)))
     ready = [backward_s * units / done[-1] for units in reversed(done)]
@@ -147,16 +147,16 @@ def bucket_timeline(work: Workload, traffic: Traffic, backward_s: float) -> tupl
 UTILISATION = 0.415
 """Model FLOPs over peak: a 22B model on one host of eight A100 (Korthikanti et al. 2022, arXiv
 2205.05198, table 5); PaLM's over 6144 TPUs is 46.2 % (arXiv 2204.02311, table 3). Small models
-reach less: measure (`probe.probe_profile`) where the device is at hand."""
+reach less: measure them (`probe.probe_profile`) if the device is available."""
 FORWARD_PART = 1 / 3  # Each product of forward has two in backward (arXiv 2001.08361, section 2.1)
 FP32_PART = 0.5
-"""Part of the bf16 peak that fp32 products reach at best, as TF32: NVIDIA's data sheets of A100 and
-H100. On a CPU with AMX or AVX-512 bf16 it is less."""
+"""Fraction of the bf16 peak that fp32 products reach at best, as TF32: NVIDIA's data sheets of A100
+and H100. On a CPU with AMX or AVX-512 bf16 it is less."""
 UPDATE_BYTES = 40
 """Per parameter, all fp32: the norm reads the gradient (4), clipping reads and writes it (8), and
 AdamW reads weight, gradient and two moments, and writes all but the gradient (16 + 12)."""
 FLOPS_PER_BYTE = 153.0
-"""Assumed where bandwidth is not known: A100's 312 TFLOP/s over 2.039 TB/s (NVIDIA)."""
+"""Assumed if the bandwidth is unknown: A100's 312 TFLOP/s over 2.039 TB/s (NVIDIA)."""
 
 
 def leaf_operations(work: Workload) -> float:
@@ -170,7 +170,7 @@ def estimate_profile(work: Workload, device: Device) -> StepProfile:
     leaf      6 N + 12 L H Q T flops a token (`GPTConfig.flops_per_token`) over UTILISATION of
               the peak; a third of it forward. Recomputed activations add one more forward.
     update    UPDATE_BYTES a parameter over the memory's bandwidth
-    buckets   of 25 MiB; `step_costs` makes those of any strategy out of them
+    buckets   of 25 MiB; `step_costs` derives any strategy's buckets from them
     """
     peak = device.peak_flops * (FP32_PART if work.dtype == "fp32" else 1.0)
     leaf_s = leaf_operations(work) / (UTILISATION * peak)
@@ -186,14 +186,14 @@ def estimate_profile(work: Workload, device: Device) -> StepProfile:
 
 
 _CPU_OPERATIONS = 1.25e11
-"""Operations of a probe's leaf on a CPU: about a second at the 0.1 TFLOP/s that a core reached in
+"""Operations of a probe's leaf on a CPU: about a second at 0.1 TFLOP/s, which a core reached in
 `benchmarks/sync/mini-512/record.json`."""
 _FEWEST_TOKENS = 64
 
 
 def probe_work(work: Workload) -> Workload:
-    """A leaf to measure: the asked one on a GPU, on a CPU as much of it as takes a second or two;
-    activations kept."""
+    """The leaf to measure: the requested one on a GPU; on a CPU the part of it that takes a second
+    or two. Activations are kept."""
     work = replace(work, activation_checkpointing=False)
     if work.kind == "cuda":
         return work
@@ -205,7 +205,7 @@ def probe_work(work: Workload) -> Workload:
 
 
 def scaled_profile(profile: StepProfile, measured: Workload, work: Workload) -> StepProfile:
-    """The profile of the leaf of `work`, from that of `measured`, a leaf of the same model."""
+    """The profile of the leaf of `work`, scaled from `measured`, a leaf of the same model."""
     factor = leaf_operations(work) / leaf_operations(measured)
     forward_s = profile.forward_s * factor
     backward_s = profile.backward_s * factor + forward_s * work.activation_checkpointing
@@ -223,7 +223,7 @@ def scaled_profile(profile: StepProfile, measured: Workload, work: Workload) -> 
 
 _FORMAT_VERSION = 1
 Conditions = dict[str, Any]
-"""The facts a measurement depends on, as JSON has them; an answer holds where all are equal."""
+"""The facts that a measurement depends on, for JSON; an answer holds if all are equal."""
 
 
 def machine_conditions(device: str, threads: int) -> Conditions:
@@ -238,18 +238,18 @@ def machine_conditions(device: str, threads: int) -> Conditions:
 
 
 def profile_conditions(work: Workload, *, device: str, threads: int) -> Conditions:
-    """Conditions of the profile of `work`; the number of leaves is nothing to it."""
+    """Conditions of the profile of `work`; the number of leaves does not matter."""
     about = {k: v for k, v in asdict(work).items() if k not in ("num_leaves", "kind")}
     return machine_conditions(device, threads) | about
 
 
 @dataclass(frozen=True, slots=True)
 class Cache(Generic[T]):
-    """Answers that were measured here, one file for each `Conditions`."""
+    """Answers measured here, one file for each `Conditions`."""
 
     kind: str  # Name of its folder in the user's cache
     build: Callable[[Any], T]
-    """Makes an answer of a file's JSON object; ValueError or the like where it cannot be one."""
+    """Builds an answer from a file's JSON object; raises ValueError or similar if it is invalid."""
 
     def folder(self) -> Path:
         """The folder."""
@@ -260,13 +260,13 @@ class Cache(Generic[T]):
         return cache_entry(self.folder(), json.dumps(conditions, sort_keys=True))
 
     def save(self, conditions: Conditions, found: T) -> Path:
-        """Keep a dataclass in the place of what was there; returns where."""
+        """Store a dataclass, replacing an older one; returns the path."""
         answer: Any = found
         heading = {"format_version": _FORMAT_VERSION, "conditions": conditions}
         return write_entry(self.path(conditions), heading | asdict(answer))
 
     def read(self, conditions: Conditions) -> T | None:
-        """The answer for `conditions`; None when there is none, or none that can be believed."""
+        """The answer for `conditions`; None if it is missing or invalid."""
 
         def checked(document: Any) -> T:
             if not isinstance(document, dict):
@@ -284,7 +284,7 @@ PROFILES = Cache("profiles", StepProfile.from_json)
 
 
 def known_profile(conditions: Conditions) -> StepProfile | None:
-    """The profile that is kept; None without one, or without a place for a cache."""
+    """The stored profile; None without one, or without a cache folder."""
     try:
         return PROFILES.read(conditions)
     except ConfigError:
@@ -292,7 +292,7 @@ def known_profile(conditions: Conditions) -> StepProfile | None:
 
 
 def keep_profile(conditions: Conditions, profile: StepProfile) -> None:
-    """Keep it, if that is possible."""
+    """Store it, if that is possible."""
     try:
         PROFILES.save(conditions, profile)
     except GradsyncError as error:

@@ -18,7 +18,7 @@ from gradsync.plan.placement import MARGIN, gb
 from gradsync.plan.profile import UTILISATION
 from gradsync.plan.workload import Workload, sizes_text
 
-_WIDE = 240  # Columns where there is no terminal: a table in a file must not be cut
+_WIDE = 240  # Columns without a terminal: a table in a file must not be cut
 _MOST_ROWS = 24
 _HEADS = ("strategy", "parallel", "micro-batch", "GB a rank", "step", "tokens/s", "efficiency")
 _HEADS += ("taken, or why not",)
@@ -27,12 +27,12 @@ _NARROW_HEADS += ("effi-\nciency", "taken, or\nwhy not")
 
 
 def section(name: str, lines: Sequence[str]) -> str:
-    """Lines with their name in front of the first."""
+    """Lines, with their name in front of the first."""
     return "\n".join(f"{name if not n else '':<9} {line}" for n, line in enumerate(lines))
 
 
 def duration(seconds: float) -> str:
-    """In a unit that suits it."""
+    """In a suitable unit."""
     if seconds >= 120:
         return f"{seconds / 60:,.1f} min"
     if seconds >= 1:
@@ -41,7 +41,7 @@ def duration(seconds: float) -> str:
 
 
 def hardware_lines(hardware: Hardware) -> list[str]:
-    """Equal hosts in one line, then what connects them, then what was assumed."""
+    """Equal hosts on one line, then their network, then the assumptions."""
     lines = []
     for host, equal in groupby(hardware.hosts):
         count = len(list(equal))
@@ -106,8 +106,8 @@ def figure_lines(costs: Costs, hardware: Hardware) -> list[str]:
 
 
 def print_table(choice: Recommendation, stream: IO[str]) -> None:
-    """A row per split: its best micro-batch, and what became of it. Where a terminal has no room
-    for one line a row, each takes several: no figure is cut."""
+    """A row per split: its best micro-batch and the verdict. On a narrow terminal a row takes
+    several lines; no figure is cut."""
     console = Console(file=stream, width=None if stream.isatty() else _WIDE)
     table = _table(choice, _HEADS, " ")
     if console.measure(table, options=console.options.update(width=_WIDE)).maximum > console.width:
@@ -132,7 +132,7 @@ def _table(choice: Recommendation, heads: Sequence[str], gap: str) -> Table:
 
 
 def _cells(row: Candidate, taken: bool, gap: str) -> list[str]:
-    """Cells under `_HEADS`, with `gap` where one may be broken."""
+    """Cells under `_HEADS`; they may break at `gap`."""
     work, time, memory, missing = row.work, row.time, "", row.obstacle
     if row.memory is not None:
         memory = f"{row.memory.total / 1e9:,.1f}{gap}of {row.room_bytes / 1e9:,.1f}"
@@ -150,7 +150,7 @@ def _cells(row: Candidate, taken: bool, gap: str) -> list[str]:
 
 
 def pick_sections(pick: Candidate, commands: Sequence[tuple[str, str]]) -> list[str]:
-    """The pick: why, its memory and its time part by part, what to type."""
+    """The pick: the reason, its memory and time part by part, the commands."""
     assert pick.memory is not None
     assert pick.time is not None
     work, time = pick.work, pick.time
@@ -184,8 +184,8 @@ _TIME = "24:00:00"  # Time limit of a turn; a job is requeued until it is done
 def commands(
     pick: Candidate, hardware: Hardware, model: str, extra: Sequence[str]
 ) -> list[tuple[str, str]]:
-    """Lines to type, each with a word about where: one host needs one, several a launcher; `extra`
-    are further flags of `gradsync train MODEL`."""
+    """Commands, each with the place to type it: a single host needs one command, several need a
+    launcher; `extra` holds more flags of `gradsync train MODEL`."""
     used = hardware.with_devices(pick.split.world_size)
     nodes, ranks = len(used.hosts), len(used.hosts[0].devices)
     train = shlex.join(["train", model, *_train_flags(pick), *extra])
@@ -199,7 +199,7 @@ def commands(
 
 
 def _train_flags(pick: Candidate) -> list[str]:
-    """The flags of `gradsync train` that the choice is about."""
+    """The flags of `gradsync train` that express the choice."""
     split, work, layout = pick.split, pick.work, pick.split.layout
     flags = ["--sync", split.strategy]
     if layout.model_ranks > 1:

@@ -1,20 +1,20 @@
-"""The training step on machines beyond the one here (`gradsync plan --simulate`): steps that are
-played with ranks that are not equally fast, and where strategies cross; no torch.
+"""The training step on larger machines (`gradsync plan --simulate`): simulated steps with ranks of
+unequal speed, and where strategies cross; no torch.
 
     rank r     leaf ... leaf │ backward: bucket 0 full, bucket 1 full, ...
     channel                  │      [bucket 0][bucket 1]  ...          one at a time, in order
     all                      │                              agree, update, gather weights
 
 A bucket starts when the last rank has filled it and the channel is free. A leaf takes its usual
-time, times one of the measured ratios, each as likely (the bootstrap). All ranks are drawn,
-thousands of them; but of those that wait for each other only the ones that may be last in something
-count, which are few. A pipeline's stages wait for their neighbours' messages:
+time, multiplied by a randomly drawn measured ratio (the bootstrap). All ranks are drawn, even
+thousands. Of ranks that wait for each other, only the few that may be last in something count. A
+pipeline's stages wait for their neighbours' messages:
 
     gpipe    F F F F . . B B B B          all forwards first (arXiv 1811.06965)
     1f1b     F F F B F B . B . B          at most as many leaves open as stages follow
                                           (arXiv 1806.03377, 2104.04473)
 
-Every replica keeps its leaves, so that the global batch grows with the ranks (weak scaling).
+Every replica keeps its leaves, and the global batch grows with the ranks (weak scaling).
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from gradsync.plan.step_costs import (
 from gradsync.plan.workload import Split, Workload
 from gradsync.sync.registry import find_strategy
 
-_EXACT_LEAVES = 16  # Sums of more draws are drawn at once, as normal (central limit theorem)
+_EXACT_LEAVES = 16  # Longer sums are drawn from a normal distribution (central limit theorem)
 _POOL = 16
-"""Pipelines that are played; where there are more, each of the others is like one of these."""
+"""The most pipelines to simulate; each further one is like one of these."""
 
 
 class Stragglers:
-    """Draws ratios of `jitter`, durations over the usual one; `together` ranks that meet within
+    """Draws ratios of `jitter`, durations over the usual one; `together` ranks that synchronise in
     each leaf count as one, as slow as the slowest."""
 
     def __init__(self, jitter: Sequence[float], rng: random.Random, *, together: int = 1) -> None:
@@ -56,7 +56,7 @@ class Stragglers:
         self._rng = rng
         self._power = 1 / together
         count = len(self._jitter)
-        # How likely each ratio is to be the greatest of `together` draws.
+        # The probability of each ratio to be the greatest of `together` draws.
         below = [(place / count) ** together for place in range(count + 1)]
         chances = [high - low for low, high in pairwise(below)]
         self._mean, square = (
@@ -67,12 +67,12 @@ class Stragglers:
         self._even = self._jitter[0] == self._jitter[-1]
 
     def slowest(self, ranks: int = 1) -> float:
-        """The greatest ratio of one leaf over so many ranks, by inversion."""
+        """The greatest ratio of one leaf over `ranks` ranks, by inversion."""
         place = self._rng.random() ** (self._power / ranks) * len(self._jitter)
         return self._jitter[min(int(place), len(self._jitter) - 1)]
 
     def total(self, leaves: int) -> float:
-        """The sum of so many leaves' ratios."""
+        """The sum of the ratios of `leaves` leaves."""
         if self._even:
             return leaves * self._jitter[0]
         if leaves <= _EXACT_LEAVES:
@@ -80,8 +80,8 @@ class Stragglers:
         return self._rng.gauss(leaves * self._mean, leaves**0.5 * self._deviation)
 
     def latest(self, ranks: int, leaves: int) -> list[tuple[float, float]]:
-        """The ranks that may be last: (ratios of all leaves but the last, ratio of the last). One
-        that is ahead of another in both is last in nothing."""
+        """The ranks that may be last: (ratios of all leaves but the last, ratio of the last). A
+        rank that is ahead of another in both is never last."""
         if self._even:
             return [((leaves - 1) * self._jitter[0], self._jitter[0])]
         if leaves == 1:
@@ -94,16 +94,16 @@ class Stragglers:
         return found
 
     def slowest_total(self, ranks: int, leaves: int) -> float:
-        """The greatest sum of so many leaves' ratios over ranks that do not meet meanwhile."""
+        """The greatest sum of `leaves` ratios over ranks that do not synchronise meanwhile."""
         return self.total(leaves) if self._even else max(self.total(leaves) for _ in range(ranks))
 
 
 def step_s(costs: StepCosts, stragglers: Stragglers) -> float:
-    """Seconds of one step; the mean of one where ranks do not meet in each."""
+    """Seconds of one step; the mean if ranks do not synchronise in each."""
     end_s = costs.copy_s + costs.agree_s + costs.update_s + costs.after_s
     if costs.every > 1:
         return _round_s(costs, stragglers) / costs.every
-    if costs.stages > 1:  # the slowest replica, then what of its buckets is still on its way
+    if costs.stages > 1:  # the slowest replica, then its buckets in flight
         slowest = max(_replica_s(costs, stragglers) for _ in range(min(costs.replicas, _POOL)))
         ranks = [(slowest - costs.backward_s, 1.0)]
         return costs.last_leaf_wait_s - costs.leaf_wait_s + _meeting_s(costs, ranks) + end_s
@@ -118,8 +118,8 @@ def step_s(costs: StepCosts, stragglers: Stragglers) -> float:
 
 
 def _meeting_s(costs: StepCosts, ranks: Sequence[tuple[float, float]]) -> float:
-    """When all buckets are through and all have computed; `ranks`: (when its last backward begins,
-    how much longer than usual it takes)."""
+    """When all buckets are through and all have computed; `ranks`: (start of its last backward, how
+    much longer than usual it takes)."""
 
     def last(usual_s: float) -> float:
         return max(begin + ratio * usual_s for begin, ratio in ranks)
@@ -133,7 +133,7 @@ def _meeting_s(costs: StepCosts, ranks: Sequence[tuple[float, float]]) -> float:
 
 
 def _round_s(costs: StepCosts, stragglers: Stragglers) -> float:
-    """Ranks that step alone, up to the end of their meeting."""
+    """Ranks that step alone, up to the end of their synchronisation."""
     leaves = costs.every * costs.leaves
     alone = stragglers.slowest_total(costs.replicas, leaves) * costs.leaf_s
     waits = leaves * costs.leaf_wait_s
@@ -145,7 +145,7 @@ Pass = tuple[Literal["forward", "backward"], int]  # Direction, leaf
 
 
 def order_of(schedule: str, stage: int, stages: int, leaves: int) -> list[Pass]:
-    """The order in which a pipeline's stage works."""
+    """The order in which a pipeline stage works."""
     ahead = leaves if schedule == "gpipe" else min(leaves, stages - stage)
     order: list[Pass] = [("forward", leaf) for leaf in range(ahead)]
     for leaf in range(leaves):
@@ -182,15 +182,15 @@ def _replica_s(costs: StepCosts, stragglers: Stragglers) -> float:
 
 
 _HALF = 0.5
-_CLEAR = 1.02  # An advantage of less than 2 % is none
-_WORTH = 0.1  # Below that efficiency it does not matter which of two is ahead
+_CLEAR = 1.02  # A smaller advantage than 2 % does not count
+_WORTH = 0.1  # Below that efficiency the order of two does not matter
 DEFAULT_STRATEGIES = (
     *("bucketed", "ring", "hierarchical", "invariant", "fsdp"),
     *("powersgd", "local_sgd", "diloco"),
 )
 _STEPS, _FEWEST_STEPS = 20, 3
 _DRAWS = 2**17
-"""Ranks times steps, about: the more ranks, the less their slowest one varies from step to step."""
+"""Approximate ranks times steps: with more ranks, the slowest one varies less between steps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -222,11 +222,11 @@ class Simulation:
         return list(dict.fromkeys(point.name for point in self.points))
 
     def point(self, name: str, world_size: int) -> SplitPoint | None:
-        """One of them; None where the split does not divide so many ranks."""
+        """One of them; None if the split does not divide that many ranks."""
         return next((p for p in self.points if (p.name, p.world_size) == (name, world_size)), None)
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON can hold it."""
+        """Values for JSON."""
         return {
             "world_sizes": list(self.world_sizes),
             "devices_per_host": len(self.host.devices),
@@ -249,15 +249,15 @@ def simulate(
     steps: int = _STEPS,
     seed: int = 0,
 ) -> Simulation:
-    """Play steps of each split on each number of ranks, which fill such hosts in order.
+    """Simulate steps of each split on each number of ranks; these fill the hosts in order.
 
     Args:
-        work: one replica's leaves of a step, as `num_leaves`; each replica has so many.
+        work: one replica's leaves of a step, as `num_leaves`; the same for each replica.
         profile: of the whole model on one of the host's devices; its jitter makes stragglers.
-        splits: strategy, pp and tp; dp is what is left of the ranks. Default: data parallelism by
+        splits: strategy, pp and tp; dp is the rest of the ranks. Default: data parallelism with
             each of `DEFAULT_STRATEGIES`.
-        steps: to play, of each; fewer where ranks are many thousands.
-        seed: of stragglers; the same gives the same.
+        steps: number to simulate for each; fewer for many thousands of ranks.
+        seed: of stragglers; the same seed gives the same result.
 
     Raises:
         ConfigError: an unknown strategy, several hosts without a network, a split that divides
@@ -316,8 +316,8 @@ def simulate(
 
 
 def _played_s(costs: StepCosts, profile: StepProfile, split: Split, steps: int, seed: int) -> float:
-    """Mean of so many played steps, fewer on very many ranks."""
-    # The split's own text: the seed of a simulation is part of what it says.
+    """Mean over `steps` simulated steps, fewer on very many ranks."""
+    # The seed includes the split's text: if the text changes, so do the results.
     rng = random.Random(f"{seed} {split} {split.world_size}")
     stragglers = Stragglers(profile.jitter, rng, together=split.layout.tp)
     played = range(min(steps, max(_FEWEST_STEPS, _DRAWS // split.world_size)))
@@ -325,7 +325,7 @@ def _played_s(costs: StepCosts, profile: StepProfile, split: Split, steps: int, 
 
 
 def _between(sizes: Sequence[int], parts: Sequence[int]) -> list[int]:
-    """`sizes` and the powers of two between them, as far as all `parts` divide them."""
+    """`sizes` and the powers of two between them, if all `parts` divide them."""
     between = {2**k for k in range(21) if sizes[0] < 2**k < sizes[-1]}
     return sorted(n for n in {*sizes, *between} if not any(n % part for part in parts))
 
@@ -338,8 +338,8 @@ def crossovers(
     *,
     over: str,
 ) -> list[str]:
-    """From which of `sizes` on something changes, in words; those of `names` that are `losing` do
-    not keep one rank's numbers."""
+    """At which of `sizes` something changes, in words; those of `names` that are in `losing` do not
+    keep one rank's numbers."""
     if len(sizes) < 2:
         return []
     exact = [name for name in names if name not in losing]
@@ -368,7 +368,7 @@ def crossovers(
 def _lead(
     first: str, second: str, sizes: Sequence[int], efficiency: Callable[[str, int], float]
 ) -> Iterator[str]:
-    """A line where two change places and stay so."""
+    """A line if two change places for good."""
     ahead: list[tuple[int, str]] = []
     for n in sizes:
         one, other = efficiency(first, n), efficiency(second, n)
@@ -410,7 +410,7 @@ def report_text(found: Simulation) -> str:
 
 
 def _notes(found: Simulation) -> list[str]:
-    """The assumptions behind the figures, a line each."""
+    """The assumptions of the figures, a line each."""
     host = found.host
     network = [] if found.network is None else [f"between hosts {_link(found.network)}"]
     return [

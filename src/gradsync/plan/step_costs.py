@@ -1,13 +1,13 @@
-"""The pieces of a step, each with its duration, and their sum by closed formula; no torch.
+"""The parts of a step, each with its duration, and their sum by closed formula; no torch.
 
-    leaf 1 .. k-1    forward, backward, and what a leaf itself waits for
-    leaf k           the same; its backward fills the buckets, each of which then travels
+    leaf 1 .. k-1    forward, backward, and the leaf's waits
+    leaf k           the same; its backward fills buckets, which are then sent
     update           clipping and optimizer
-    after            weights gathered, where each rank updated a share
+    after            weights gathered, if each rank updated a share
 
-`predict_step` adds them up: every rank equally fast, nothing fails, the computing first, then what
-communication it could not hide. `simulate` plays the same pieces with ranks that are not equally
-fast; without that, both say the same.
+`predict_step` adds them up: every rank equally fast, no failures, the computing first, then the
+communication that it could not hide. `simulate` uses the same parts with ranks of unequal speed;
+with equal speeds, both agree.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ _TENSOR_PARALLEL_SUMS = 4
 
 
 class Prices:
-    """Seconds of one split's messages on exactly the devices that are used; ranks fill hosts in
-    order."""
+    """Seconds of one split's messages on exactly the used devices; ranks fill hosts in order."""
 
     def __init__(self, hardware: Hardware, split: Split, traffic: Traffic) -> None:
         layout, host, network = split.layout, hardware.hosts[0], hardware.network
@@ -53,17 +52,17 @@ class Prices:
         )
         self._stages_far = layout.model_ranks > local
         self.hides = not (on_cpu and on_host)
-        """On one host's CPU the cores that would communicate beside backward are computing it."""
+        """False for CPU ranks of one host: the cores that would communicate run backward."""
         self.to_owners = traffic.shard == "optimizer" and traffic.algorithm == "tree"
         self.to_owners &= self.hides or traffic.by_library
-        """Whether sums stop at those who update them; in one host's memory they are whole."""
+        """Whether only the updating ranks get the sums; in one host's memory the sums are whole."""
         self.divided = (
             on_cpu and on_host and traffic.through_host and layout.model_ranks == 1 < layout.dp
         )
-        """Whether the ranks of a host add up and update in shares, through shared memory."""
+        """Whether the ranks of a host sum and update in shares, through shared memory."""
         self._memory_bytes_per_s = host.devices[0].memory_bytes_per_s
         self._traffic = traffic
-        # Gloo's all_reduce is a ring, whatever the size; NCCL chooses.
+        # Gloo's all_reduce is always a ring; NCCL selects by size.
         gloo = on_cpu and traffic.algorithm == "best"
         self._algorithm = "ring" if gloo else traffic.algorithm
 
@@ -72,7 +71,7 @@ class Prices:
         return all_reduce_s(self.data, num_bytes, self._algorithm)
 
     def half_s(self, num_bytes: float) -> float:
-        """reduce_scatter or all_gather among replicas, over so many bytes of the whole tensor."""
+        """reduce_scatter or all_gather among replicas, over `num_bytes` of the whole tensor."""
         return half_s(self.data, num_bytes)
 
     def bucket_s(self, num_bytes: float) -> float:
@@ -86,17 +85,17 @@ class Prices:
         return self.data.seconds(num_bytes, far=self._stages_far)
 
     def copy_s(self, num_bytes: float) -> float:
-        """From memory to memory of one rank, while all do so; 0 where it is not known."""
+        """A copy in one rank's memory while all ranks copy; 0 if the rate is unknown."""
         rate = self._memory_bytes_per_s
-        return 0.0 if rate is None else 2 * num_bytes / rate  # read, and written
+        return 0.0 if rate is None else 2 * num_bytes / rate  # read and write
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sending:
-    """A bucket on its way."""
+    """A bucket to send."""
 
     ready_s: float  # After the last leaf's backward began
-    cost_s: float  # While the channel is busy with it
+    cost_s: float  # Time that it occupies the channel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,22 +105,22 @@ class StepCosts:
     replicas: int  # Data-parallel ones
     stages: int  # A pipeline's; 1 without one
     schedule: Literal["gpipe", "1f1b"]  # A pipeline's
-    leaves: int  # Leaves of the replica that has most
+    leaves: int  # Leaves of the replica with the most
     forward_s: float  # One leaf's, a rank's part of the model; likewise `backward_s`
     backward_s: float
-    leaf_wait_s: float  # Waiting in each leaf but the last
-    leaves_meet: bool  # Whether all replicas wait for each other in every leaf (fsdp's gathers)
-    last_leaf_wait_s: float  # Waiting in the last one, buckets aside
+    leaf_wait_s: float  # Waiting in each leaf except the last
+    leaves_meet: bool  # Whether all replicas synchronise in every leaf (fsdp's gathers)
+    last_leaf_wait_s: float  # Waiting in the last one, without buckets
     hop_s: float  # From stage to stage: activations, or their gradients
     sendings: tuple[Sending, ...]  # In the order in which they are launched
-    hides: bool  # Whether they travel beside backward; else after it, one behind the other
-    copy_s: float  # Gradients into buckets and out of them, in every step
-    agree_s: float  # The small message at the step's end, and whatever else ranks meet for
+    hides: bool  # Whether they overlap with backward; else they follow it, one by one
+    copy_s: float  # Gradients into buckets and back, in every step
+    agree_s: float  # The small message at the step's end, and other synchronisation
     update_s: float  # Clipping and optimizer, a rank's part
-    after_s: float  # Gathering after the update, as far as no forward hides it
+    after_s: float  # Gathering after the update that no forward hides
     late_s: float  # All of it
     every: int
-    """Steps between two meetings. Above 1, `sendings` and `agree_s` are those of a meeting."""
+    """Steps between synchronisations. Above 1, `sendings` and `agree_s` are those of one."""
 
     @property
     def leaf_s(self) -> float:
@@ -137,12 +136,12 @@ def step_costs(
     *,
     options: Mapping[str, Any] | None = None,
 ) -> StepCosts:
-    """Take a step apart; ranks fill hosts in order.
+    """Split a step into its costs; ranks fill hosts in order.
 
     Args:
-        work: what is trained; `num_leaves` of the whole step.
+        work: the training run; `num_leaves` of the whole step.
         split: its strategy and layout.
-        hardware: at least as many devices as the split has ranks, or ConfigError.
+        hardware: at least as many devices as the split has ranks, else ConfigError.
         profile: of the whole model on one of the devices.
         options: of the strategy.
     """
@@ -155,7 +154,7 @@ def step_costs(
     used = hardware.with_devices(split.world_size)
     prices = Prices(used, split, traffic)
     host, parts, alone = used.hosts[0], layout.model_ranks, layout.dp == 1
-    # CPU ranks compute longer where a host has more of them than cores.
+    # CPU ranks compute more slowly if a host has more ranks than cores.
     on_cpu = host.devices[0].kind == "cpu"
     scale = (max(1.0, len(host.devices) / host.cores) if on_cpu else 1.0) / parts
     forward_s, backward_s = profile.forward_s * scale, profile.backward_s * scale
@@ -172,7 +171,7 @@ def step_costs(
         waits, last_waits = _gather_waits(gathers, forward_s, backward_s, hides=prices.hides)
     in_shares = traffic.shard != "none" or prices.divided
     gathers = traffic.shard in ("optimizer", "gradients")
-    # Weights that all ranks of a host read are written between two more meetings.
+    # Weights that all ranks of a host read are written between two more synchronisations.
     meetings = 3 if prices.divided else 1
     sendings: tuple[Sending, ...] = ()
     if not alone:
@@ -215,7 +214,7 @@ def _sendings(
     scale: float,
     parts: int,
 ) -> tuple[Sending, ...]:
-    """Buckets of the strategy, ready when the profile's timeline says."""
+    """Buckets of the strategy, ready according to the profile's timeline."""
     ready_s = _timeline(profile)
     whole_bytes = _bytes(parameters)
     if prices.divided:  # one pass over all buckets, after backward
@@ -244,8 +243,8 @@ def _sendings(
 def _not_in_forward(
     whole_s: float, buckets: Sequence[Sending], forward_s: float, *, hides: bool
 ) -> float:
-    """As much of the messages of `buckets`, `whole_s`, as the next forward waits for: the last one,
-    which it wants first, and what is longer than the computing."""
+    """The part of the messages of `buckets`, `whole_s`, for which the next forward waits: the last
+    bucket, which it needs first, and what takes longer than the computing."""
     if not hides:
         return whole_s
     first_s = whole_s * buckets[-1].cost_s / sum(each.cost_s for each in buckets)
@@ -257,9 +256,9 @@ def _gather_waits(
 ) -> tuple[float, float]:
     """The time that fsdp's gathers of weights add to a leaf, and to the last one.
 
-    The next block is gathered while one computes, so that a pass waits for its first gather, and
-    for what is longer than the computing. The last leaf's backward shares the channel with the
-    gradients: there it stands with the buckets.
+    The next block is gathered while one computes. A pass therefore waits for its first gather, and
+    for what takes longer than the computing. The last leaf's backward shares the channel with the
+    gradients: the buckets account for it there.
     """
     whole, first = sum(gathers), max(gathers)
     if not hides:
@@ -269,8 +268,8 @@ def _gather_waits(
 
 
 def _timeline(profile: StepProfile) -> Callable[[float], float]:
-    """The moment at which so many bytes of gradients are there, seconds after backward began; on
-    straight lines between a profile's buckets, since strategies cut buckets elsewhere."""
+    """When `num_bytes` of gradients are ready, seconds after backward began; linear between a
+    profile's buckets, since strategies cut buckets elsewhere."""
     sizes = [0.0, *accumulate(bucket.num_bytes for bucket in profile.buckets)]
     times = [0.0, *accumulate((bucket.ready_s for bucket in profile.buckets), max)]
 
@@ -301,8 +300,8 @@ def _bytes(parameters: Sequence[Parameter]) -> float:
 
 
 def _factor_bytes(parameters: Sequence[Parameter], rank: int) -> float:
-    """PowerSGD's message (arXiv 1905.13727): a matrix n x m as factors n x r and m x r, where that
-    is less."""
+    """PowerSGD's message (arXiv 1905.13727): a matrix n x m as factors n x r and m x r, if that is
+    smaller."""
     return GRADIENT_BYTES * sum(
         min(p.numel, rank * sum(p.shape)) if len(p.shape) == 2 else p.numel for p in parameters
     )
@@ -310,11 +309,11 @@ def _factor_bytes(parameters: Sequence[Parameter], rank: int) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTime:
-    """One optimizer step, seconds; the mean of one where ranks do not meet in each."""
+    """One optimizer step, seconds; the mean if ranks do not synchronise in each."""
 
     compute_s: float  # Forward and backward of a rank's leaves
-    exposed_comm_s: float  # Communication that is not hidden behind computing
-    bubble_s: float  # A pipeline's stage without work
+    exposed_comm_s: float  # Communication that no computing hides
+    bubble_s: float  # Idle time of a pipeline stage
     update_s: float  # Clipping and optimizer
     comm_s: float  # All communication of a rank, hidden or not
     tokens_per_s: float  # All ranks together
@@ -327,7 +326,7 @@ class StepTime:
         return self.compute_s + self.exposed_comm_s + self.bubble_s + self.update_s
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON can hold it."""
+        """Values for JSON."""
         return {**asdict(self), "total_s": self.total_s}
 
 
@@ -339,13 +338,13 @@ def predict_step(
     *,
     options: Mapping[str, Any] | None = None,
 ) -> StepTime:
-    """How long a step takes.
+    """Duration of a step.
 
-        data parallel    k leaves, buckets beside the last backward on one channel, update
+        data parallel    k leaves, buckets on one channel during the last backward, update
         pipeline         (p - 1) / (m + p - 1) of the leaves' time is bubble, for GPipe and 1F1B
                          alike (arXiv 1811.06965, 1806.03377); 1F1B only keeps fewer activations
         tensor parallel  four sums of activations per layer and leaf (arXiv 1909.08053)
-        local_sgd        a meeting's messages, divided by the steps between two
+        local_sgd        a synchronisation's messages, divided by the steps between two
 
     The arguments are those of `step_costs`.
     """
@@ -356,7 +355,7 @@ def predict_step(
     hops = 2 * (costs.stages - 1)
     hop_s = costs.hop_s * (hops if costs.hides else hops + 2 * (costs.leaves - 1))
     sent = sum(sending.cost_s for sending in costs.sendings)
-    # Waited for after backward: buckets still on their way, and the small message.
+    # Waited for after backward: buckets in flight, and the small message.
     late = max(0.0, channel_end(costs.sendings) - costs.backward_s) if costs.hides else sent
     exposed = waits + hop_s + (late + costs.agree_s) / costs.every + costs.copy_s + costs.after_s
     bubble = (costs.stages - 1) * (costs.leaf_s + costs.leaf_wait_s)
@@ -373,12 +372,12 @@ def predict_step(
 
 
 def tokens_per_s_alone(work: Workload, profile: StepProfile, leaves: int) -> float:
-    """Throughput of one rank that holds the whole model and steps after so many leaves."""
+    """Throughput of one rank that holds the whole model and steps after `leaves` leaves."""
     return leaves * work.leaf_tokens / (leaves * profile.leaf_s + profile.update_s)
 
 
 def channel_end(sendings: Sequence[Sending]) -> float:
-    """When a channel that carries one bucket after the other is done, after backward began."""
+    """When a channel that sends one bucket after another is done, after backward began."""
     free = 0.0
     for sending in sendings:
         free = max(free, sending.ready_s) + sending.cost_s

@@ -14,7 +14,7 @@ from gradsync.sync.registry import find_strategy
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """One training run, without a word about ranks."""
+    """One training run, independent of ranks."""
 
     model: GPTConfig
     micro_batch_size: int  # Sequences of a leaf
@@ -40,7 +40,7 @@ class Workload:
 class Split:
     """One way to divide a run over ranks."""
 
-    strategy: str  # A name in `sync.registry.STRATEGIES`: how the replicas keep together
+    strategy: str  # A name in `sync.registry.STRATEGIES`: how replicas synchronise
     layout: ParallelLayout = field(default_factory=ParallelLayout)
     schedule: Literal["gpipe", "1f1b"] = "1f1b"
     shared_weights: bool = False
@@ -53,7 +53,7 @@ class Split:
 
     @property
     def sizes(self) -> str:
-        """Such as `dp=2,tp=2`: replicas, stages and shards where there are several."""
+        """Such as `dp=2,tp=2`: replicas, stages and shards, if above 1."""
         return sizes_text(self.layout, ("dp", "pp", "tp"))
 
     def __str__(self) -> str:
@@ -61,7 +61,7 @@ class Split:
 
 
 def sizes_text(layout: ParallelLayout, names: Sequence[str] = ("pp", "tp", "dp")) -> str:
-    """The sizes above 1; in the usual order as `gradsync train --parallel` takes them."""
+    """The sizes above 1; in the usual order, as `gradsync train --parallel` takes them."""
     sizes = {name: getattr(layout, name) for name in names}
     return ",".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
 

@@ -1,6 +1,6 @@
-"""Line and area charts as SVG that takes its colours from the page: light, dark, printed.
+"""Line and area charts as SVG; the page sets the colours: light, dark, printed.
 
-Text is text, sizes follow the page, and nothing is loaded or run.
+Text stays text, sizes follow the page, and nothing is loaded or executed.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import NamedTuple
 WIDTH, HEIGHT = 480.0, 225.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58.0, 14.0, 20.0, 38.0
 _MOST_TOLD = 100
-"""Points of a line that say their value under the pointer: no more would be told apart."""
+"""Points of a line that show their value under the pointer; more could not be distinguished."""
 _LEGEND_ROW = 17.0
 _MOST_POINTS = 400
 COLORS = 6
 LIGHT = "--c0:#2f6fdf;--c1:#d9601a;--c2:#1f8a5b;--c3:#9250c8;--c4:#b98900;--c5:#c2346c;"
-"""Colours on white; a page may set others for a dark one."""
+"""Colours on white; a page may set others for a dark background."""
 STYLE = (
     ".grid{stroke:var(--rule,#dfe3e8)}.line{fill:none;stroke-width:2;stroke-linejoin:round}"
     ".area{opacity:.85}svg text{fill:var(--soft,#667085);font-size:12px}"
@@ -28,19 +28,19 @@ STYLE = (
     ".check{stroke:var(--good,#197a3d);stroke-width:2}.check.bad{stroke:var(--bad,#b42318)}"
     ".event.bad{stroke:var(--bad,#b42318)}svg text.bad{fill:var(--bad,#b42318)}"
 )
-"""The parts of a chart, in a page or alone."""
+"""Styles of a chart's parts, in a page or alone."""
 
 Point = tuple[float, float]
 
 
 class Event(NamedTuple):
-    """Something that happened to a run: a number on the x axis, told in a list below."""
+    """An event of a run: a number on the x axis, explained in a list below."""
 
     step: float
     words: str
     bad: bool = False
     number: int = 0  # In the list; 0: its place among the chart's
-    color: int | None = None  # Its run's, where there are several
+    color: int | None = None  # Its run's, if there are several
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,11 +67,11 @@ class Chart:
     from_zero: bool = False
     events: Sequence[Event] = ()
     checks: Sequence[Event] = ()
-    """Marks on the x axis, which say their words under the pointer."""
+    """Marks on the x axis, which show their words under the pointer."""
 
 
 def svg(chart: Chart) -> str:
-    """The chart; "" where there is nothing to draw."""
+    """The chart; "" if there is nothing to draw."""
     lines = [replace(line, points=thinned(_finite(line.points))) for line in chart.lines]
     lines = [line for line in lines if line.points]
     if not lines:
@@ -81,7 +81,7 @@ def svg(chart: Chart) -> str:
         lines = _on_top(lines)
     xs = [x for line in lines for x, _ in line.points]
     ys = [y for line in lines for _, y in line.points]
-    xs += [check.step for check in chart.checks if check.bad]  # after the last logged step, too
+    xs += [check.step for check in chart.checks if check.bad]  # even after the last logged step
     x_low, x_high = min(xs), max(xs)
     zero = chart.from_zero or chart.stacked
     y_ticks = ticks(0.0 if zero else min(ys), max(ys))
@@ -133,7 +133,7 @@ def svg(chart: Chart) -> str:
 
 
 def _event(across: float, here: Sequence[Event]) -> str:
-    """A line with the numbers of what happened at one step."""
+    """A line with the numbers of the events at one step."""
     kind, color = " bad" if any(event.bad for event in here) else "", here[0].color
     own = "" if color is None else f' style="stroke:var(--c{color % COLORS})"'
     words = "; ".join(event.words for event in here)
@@ -146,13 +146,13 @@ def _event(across: float, here: Sequence[Event]) -> str:
 
 
 def _few(checks: Sequence[Event]) -> list[Event]:
-    """Those that can be told apart on an axis, with all that are bad."""
+    """The checks to draw: all bad ones, and as many others as an axis has room for."""
     every = -(-len(checks) // _MOST_TOLD) or 1
     return [each for number, each in enumerate(checks) if each.bad or number % every == 0]
 
 
 def _told(line: Line, values: Sequence[Point], here: Sequence[Point], color: str) -> Iterator[str]:
-    """Dots that say their values: seen where the line has marks, else only under the pointer."""
+    """Dots that show their values: visible if the line has marks, else only under the pointer."""
     seen = line.marks or len(here) == 1
     if seen or len(here) <= _MOST_TOLD:
         look = f'r="3" fill="{color}"' if seen else 'r="6" fill="transparent"'
@@ -163,7 +163,7 @@ def _told(line: Line, values: Sequence[Point], here: Sequence[Point], color: str
 
 
 def figure(chart: Chart) -> str:
-    """The chart with its title and legend, as HTML; "" where there is nothing to draw."""
+    """The chart with its title and legend, as HTML; "" if there is nothing to draw."""
     drawn = svg(chart)
     if not drawn:
         return ""
@@ -181,7 +181,7 @@ def figure(chart: Chart) -> str:
 
 
 def standing_alone(drawn: str, chart: Chart) -> str:
-    """A drawing as a file of its own, in light colours, with title and legend of `chart`."""
+    """A drawing as a separate file, in light colours, with title and legend of `chart`."""
     head, rest = drawn.split(">", 1)
     style = f"svg{{{LIGHT}background:#fff;font-family:sans-serif}}{STYLE}"
     legend, rows = _legend(chart)
@@ -196,8 +196,8 @@ def standing_alone(drawn: str, chart: Chart) -> str:
 
 
 def _legend(chart: Chart) -> tuple[str, int]:
-    """Names beside a piece of their line, where there are several, and the rows they take; widths
-    are estimates."""
+    """Names of several lines, each with a sample, and the number of rows that they take; widths are
+    estimates."""
     named = [line for line in chart.lines if _finite(line.points)] if len(chart.lines) > 1 else []
     placed: list[tuple[int, float, Line]] = []
     row, left = 0, 10.0
@@ -220,7 +220,7 @@ def _legend(chart: Chart) -> tuple[str, int]:
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:
-    """At most some hundred points: the lowest and the highest of each stretch, in their order."""
+    """At most a few hundred points: the lowest and the highest of each stretch, in their order."""
     if len(points) <= _MOST_POINTS:
         return list(points)
     size = -(-len(points) // (_MOST_POINTS // 2))

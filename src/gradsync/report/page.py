@@ -1,4 +1,4 @@
-"""One HTML page about one run or several: readable without a network or a script, in light and dark
+"""One HTML page about one run or several: works without a network or a script, in light and dark
 colours, on a phone and on paper."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gradsync.report.timeline import timeline
 from gradsync.runtime.machine import busy
 
 _SAID, _TRACED = 40, 200
-"""Log lines that are shown at most, without tracebacks and with them."""
+"""The most log lines to show, without tracebacks and with them."""
 
 
 _STYLE = (
@@ -179,7 +179,7 @@ def charts_of(runs: Sequence[Run]) -> list[Chart]:
 
 
 def _told_apart(lines: Iterable[Line]) -> Iterable[Line]:
-    """`lines`; one that lies on an earlier one, as those of runs with equal bits do, says so."""
+    """`lines`; a line that covers an earlier one (runs with equal bits) is marked as equal."""
     first: dict[tuple[tuple[float, float], ...], str] = {}
     for line in lines:
         name = first.setdefault(tuple(line.points), line.name)
@@ -197,18 +197,18 @@ _PARTS = {
     "comm/exposed_s": ("exposed communication", 1),
     "perf/data_s": ("waiting for data", 4),
 }
-"""Metrics of a step's parts: their names, and numbers of their colours."""
+"""Metrics of a step's parts: their names, and indices of their colours."""
 
 
 _LONGEST_S = 1e9
-"""Seconds of a step that are drawn: a damaged file may say more, or nan."""
+"""The longest step to draw, seconds: a damaged file may contain more, or nan."""
 
 
 def _step_parts(run: Run, behind: str) -> Chart:
     """Parts of a step's time, by the intervals between logged steps."""
     whole, *parts = (dict(run.metrics.get(name, [])) for name in ("perf/step_s", *_PARTS))
     names, colors = zip(*_PARTS.values(), strict=True)
-    # Split models know neither forward nor backward, older runs not the update either.
+    # Split models log neither forward nor backward, older runs not the update either.
     timed = [(x, [part.get(x, 0.0) for part in parts]) for x in whole if x in parts[-1]]
     known = [(x, each) for x, each in timed if all(abs(y) < _LONGEST_S for y in (whole[x], *each))]
     rest = [(x, 1e3 * max(0.0, whole[x] - sum(values))) for x, values in known]
@@ -233,10 +233,10 @@ def _share(run: Run) -> Points:
 
 
 def _scaled(runs: Sequence[Run]) -> dict[Path, tuple[float, float, float]]:
-    """(ranks, tokens a second, efficiency in %) of each run that has a summary, where they differ
-    in ranks; else {}. Efficiency is a rank's tokens a second, as a share of those of the best run
-    with the fewest ranks. Runs whose ranks changed are left out; of runs that differ in their work
-    those that most share it stay."""
+    """(ranks, tokens a second, efficiency in %) of each run with a summary, if their ranks differ;
+    else {}. Efficiency is a rank's tokens a second, as a share of those of the best run with the
+    fewest ranks. Runs whose ranks changed are left out. If runs differ in their work, only the
+    largest group with equal work stays."""
     rated: dict[str, dict[Path, tuple[float, float]]] = {}
     for run in runs:
         ranks, rate = run.summary.get("world_size"), run.summary.get("tokens_per_s")
@@ -258,8 +258,8 @@ def _work(run: Run) -> str:
 
 
 def _scaling(runs: Sequence[Run]) -> list[Chart]:
-    """Tokens a second and efficiency over ranks, where runs differ in them: a line, or dots in the
-    runs' colours where several have equally many ranks."""
+    """Tokens a second and efficiency over ranks, if runs differ in them: a line, or dots in the
+    runs' colours if several have equally many ranks."""
     scaled = _scaled(runs)
     points = sorted(scaled.values(), key=lambda each: (each[0], -each[1]))
     if not points:
@@ -336,7 +336,7 @@ def _about(run: Run) -> str:
 
 
 def _numbered(runs: Sequence[Run]) -> list[list[Event]]:
-    """The events of each run; of several, numbered through and in the colour of the run's lines."""
+    """The events of each run; with several, numbered in sequence and in the run's colour."""
     if len(runs) == 1:
         return [runs[0].events]
     numbers = count(1)
@@ -360,7 +360,7 @@ def _happened(run: Run, events: Sequence[Event], *, alone: bool) -> str:
 
 
 def _checked(run: Run) -> Iterator[str]:
-    """A sentence for each kind of comparison that the run made of its ranks' bits."""
+    """A sentence for each kind of comparison between the ranks' bits."""
     for metric, (name, when) in CHECKS.items():
         if points := run.metrics.get(metric):
             unequal = [f"{step:g}" for step, equal in points if not equal]
@@ -386,7 +386,7 @@ def _sentence(run: Run) -> str:
 
 
 def _compared(runs: Sequence[Run]) -> str:
-    """The runs' figures: a column for each run, for which a phone has room."""
+    """The runs' figures: a column for each run, which also fits a phone."""
     scaled = _scaled(runs)
     columns = [{"ended": run.outcome} | dict(figures_of(run)) for run in runs]
     for run, column in zip(runs, columns, strict=True):
@@ -408,7 +408,7 @@ def _ranks_of(run: Run, last: str = "") -> str:
 
 
 def _same_bits(runs: Sequence[Run]) -> str:
-    """The runs that ended with equal weights, a sentence for each such group."""
+    """The runs that ended with equal weights, a sentence for each group."""
     groups: dict[str, list[str]] = {}
     for run in runs:
         if isinstance(digest := run.summary.get("weights_sha256"), str):
@@ -421,7 +421,7 @@ def _same_bits(runs: Sequence[Run]) -> str:
 
 
 _OF_A_START = ("out", "nproc_per_node", "resume")
-"""Settings that say nothing of what was computed."""
+"""Settings that do not affect the computation."""
 _PATHS = ("data", "tokenizer", "init")
 
 
@@ -447,7 +447,7 @@ def _plain(name: str, config: Mapping[str, Any]) -> str:
 
 
 def _setting(name: str, config: Mapping[str, Any]) -> str:
-    """A setting's value in words, also where it is left to its default."""
+    """A setting's value in words, including a default value."""
     if name not in config:
         return "not known"
     if config[name] in ("", None):
@@ -481,7 +481,7 @@ def _lines(lines: Sequence[str]) -> str:
 
 
 def _tells_more(line: str, error: str) -> bool:
-    """Whether a log line is neither a traceback's nor the end of one with what `error` tells."""
+    """Whether a log line is not from a traceback and does not repeat `error`."""
     words = line.partition("] ")[2]
     if words.startswith(("  ", "Traceback (", "During handling", "The above exception")):
         return False
@@ -523,7 +523,7 @@ def _failed(cell: Mapping[str, Any]) -> bool:
 
 
 def _mark(cells: Sequence[Mapping[str, Any]]) -> str:
-    """One word for some cells: the worst of them; "" for none."""
+    """One word for several cells: the worst of them; "" for none."""
     if not cells:
         return ""
     if bad := [str(cell.get("status")) for cell in cells if _failed(cell)]:

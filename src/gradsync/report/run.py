@@ -1,4 +1,4 @@
-"""A run directory as the report needs it: metrics by name, outcome, environment, configuration."""
+"""A run directory as data for the report: metrics, outcome, environment, configuration."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHECKS = {
     "check/replicas_equal": ("replicas compared", "after step"),
     "check/audit_equal": ("a leaf computed by two ranks", "in step"),
 }
-"""Metrics of comparisons, 1 where bits were equal: what was done, and when."""
+"""Metrics of comparisons, 1 if bits were equal: what was done, and when."""
 _STOPPED = 75  # Exit code of a run that a signal stopped, with a checkpoint written
 
 
@@ -38,13 +38,13 @@ class Run:
     starts: list[dict[str, Any]] = field(default_factory=list)
     """Each start of the run, as `RunDir.begin` notes it."""
     problems: list[str] = field(default_factory=list)
-    """Lines that could not be read, and files that are missing."""
+    """Lines that could not be read, and missing files."""
     told_apart: str = ""
-    """Its name, where that of its folder is another run's too."""
+    """A longer name, if another run's folder has the same name."""
 
     @property
     def name(self) -> str:
-        """Its folder's name, unless it needs another."""
+        """The name of its folder, or `told_apart`."""
         return self.told_apart or self.path.name
 
     def last(self, metric: str) -> float | None:
@@ -60,14 +60,14 @@ class Run:
 
     @property
     def ranks(self) -> list[float]:
-        """Numbers of ranks, in their order, with which steps were done that count."""
+        """Numbers of ranks, in order, of the steps that count."""
         ends = [start["step"] for start in self.starts[1:]] + [math.inf]
         began = zip(self.starts, ends, strict=False)
         return [n for n, _ in groupby(s["world_size"] for s, end in began if end > s["step"])]
 
     @property
     def since(self) -> str:
-        """Words behind figures that are of the last start alone; "" where there was one."""
+        """Words after figures of the last start alone; "" if there was only one."""
         first = self.summary.get("first_step")
         if self.summary and first is None and self.starts:  # older runs
             first = self.starts[-1]["step"] + 1
@@ -82,9 +82,9 @@ class Run:
 
     @property
     def events(self) -> list[Event]:
-        """Points at which the run went on after it had ended, or ended early, in their order."""
+        """Points at which the run resumed or ended early, in order."""
         found = []
-        # A run may have begun before its starts were noted.
+        # A run may have begun before starts were recorded.
         known = self.starts if self.starts and not self.starts[0]["step"] else [{}, *self.starts]
         for before, start in pairwise(known):
             step, ended = start["step"], start.get("before")
@@ -103,7 +103,7 @@ class Run:
 
     @property
     def checks(self) -> list[Event]:
-        """Comparisons that the run made of its ranks' bits, in their order."""
+        """Comparisons between the ranks' bits, in order."""
         words = ("different bits", "equal bits")
         found = [
             Event(step, f"{name} {when} {step:g}: {words[bool(equal)]}", not equal)
@@ -125,7 +125,7 @@ class Run:
 
 
 def read_run(path: Path) -> Run:
-    """Read the run directory `path`, as far as it came.
+    """Read the run directory `path`, complete or not.
 
     Raises:
         ConfigError: no run directory.
@@ -159,7 +159,7 @@ def read_run(path: Path) -> Run:
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """Each run once, see `read_run`; those in folders of one name are called by their paths."""
+    """Each run once, see `read_run`; runs with equal folder names are called by their paths."""
     paths = list({path.resolve(): path for path in paths}.values())
     runs = [read_run(path) for path in paths]
     names = [run.name for run in runs]
@@ -174,7 +174,7 @@ def read_verified(run: Path, file: str = "") -> dict[str, Any] | None:
     run's directory, None without it.
 
     Raises:
-        ConfigError: the file is not there, or not that.
+        ConfigError: the file is missing or has other content.
     """
     path = Path(file) if file else run / "verify.json"
     if not file and not path.is_file():
@@ -206,14 +206,14 @@ class RankRows(NamedTuple):
     """What each rank was doing when `ranks.json` was written."""
 
     rows: list[tuple[str, ...]]
-    """Under `RANKS_HEAD`; of many ranks those that others wait for longest."""
+    """Under `RANKS_HEAD`; with many ranks, the ones that others wait for longest."""
     age_s: float
     fresh: bool
-    """Whether another one is due by now at most."""
+    """Whether the next one is not overdue."""
 
 
 def read_ranks(run: Path) -> RankRows:
-    """The run's table of ranks; without rows where it has none."""
+    """The run's table of ranks; no rows if it has none."""
     found = read_object(run / "ranks.json")
     written, ranks = found.get("time"), found.get("ranks")
     if not isinstance(written, int | float) or not isinstance(ranks, list):
@@ -229,7 +229,7 @@ def read_ranks(run: Path) -> RankRows:
 
 
 def _urgency(rank: Mapping[str, Any]) -> tuple[bool, float, float]:
-    """Silent ranks come first, then those that others wait for, then those that wait least."""
+    """Silent ranks come first, then ranks that others wait for, then ranks that wait least."""
     silent, lag_s = rank.get("phase") == "silent", _real(rank.get("lag_s"))
     return not silent, -lag_s, _real(rank.get("waited"))
 
@@ -248,7 +248,7 @@ def _rank_row(rank: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _real(value: object) -> float:
-    """0.0 where it is no number, infinity where it is an integer beyond all floats."""
+    """0.0 if it is no number, infinity if it is an integer beyond all floats."""
     try:
         return float(value) if isinstance(value, int | float) else 0.0
     except OverflowError:

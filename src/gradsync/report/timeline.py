@@ -1,4 +1,4 @@
-"""When the parts of a step ran: bars out of the traces that `gradsync train --profile` writes."""
+"""When the parts of a step ran: bars from the traces that `gradsync train --profile` writes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WORDS = {
 _NONE, _LIBRARY_CALL = -1, -2
 _SENDS = ("in", "out", "sum")
 _WIDTH, _LEFT, _ROW, _BAR = 1000.0, 142.0, 30.0, 20.0
-_ABREAST = 2  # bars of a row of sends, which may overlap
+_ABREAST = 2  # bars in a row of sends, which may overlap
 _MOST_RANKS = 4
 _LARGEST = 400 * 2**20
 
@@ -52,7 +52,7 @@ def read_spans(run: Path) -> list[Span]:
             except (ValueError, KeyError, TypeError, OSError):
                 continue
             found += [span for event in events if (span := _span(rank, event)) is not None]
-    # Collectives of the library are the small messages where ours have names of their own.
+    # If our collectives have names, the library's are only small messages.
     if any(span.kind in _SENDS and span.bucket != _LIBRARY_CALL for span in found):
         found = [span for span in found if span.bucket != _LIBRARY_CALL]
     first = min((span.begin for span in found), default=0.0)
@@ -73,7 +73,7 @@ def _span(rank: int, event: Any) -> Span | None:
 
 
 def timeline(run: Path, name: str = "") -> str:
-    """The picture with its legend, as HTML, headed by the run's `name`; "" where the run has no
+    """The picture with its legend, as HTML, headed by the run's `name`; "" if the run has no
     trace."""
     spans = read_spans(run)
     if not spans:
@@ -96,7 +96,7 @@ def _kinds(spans: Sequence[Span]) -> list[str]:
 
 
 def timeline_svg(run: Path, title: str = "Two steps") -> str:
-    """The picture as a file, with title and legend; "" where the run has no trace."""
+    """The picture as a file, with title and legend; "" if the run has no trace."""
     spans = read_spans(run)
     lines = [
         Line(name=_WORDS.get(kind, kind), points=[(0.0, 0.0)], color=_COLORS[kind])
@@ -116,7 +116,7 @@ def _svg(spans: Sequence[Span]) -> str:
         words = f"rank {rank} {'communicates' if sends else 'computes'}"
         parts.append(f'<text x="4" y="{_ROW * number + 18:g}">{words}</text>')
     free = [[0.0] * _ABREAST for _ in rows]  # when the last bar in each lane of a row ends
-    # Updates happen inside of a forward: they are drawn over it.
+    # Updates happen during a forward: they are drawn over it.
     for span in sorted(spans, key=lambda s: (s.kind == "update", s.begin)):
         row, sends = rows.index((span.rank, span.kind in _SENDS)), span.kind in _SENDS
         lane = free[row].index(min(free[row])) if sends else 0

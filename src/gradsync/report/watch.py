@@ -1,4 +1,4 @@
-"""A live run as its directory tells it: what is new since the last look, as lines or as a panel.
+"""A live run, read from its directory: changes since the last look, as lines or as a panel.
 
 Nothing is sent to the run: rank 0 writes what each rank is doing to `ranks.json` every second.
 """
@@ -25,15 +25,15 @@ from gradsync.report.run import RANKS_HEAD, read_ranks, read_run
 
 _WARNING = re.compile(r" (WARNING|ERROR|CRITICAL) ")
 _OLD_WARNINGS = 5
-"""Warnings from before the first look that are still told."""
+"""The most warnings from before the first look to show."""
 _MOST_TOLD = 4
-"""Ranks that a line about a quiet run has room for."""
+"""The most ranks to name in a line about a quiet run."""
 _QUIET_S = 60.0
-"""A run is quiet after so long without a record, and three times as long as one takes."""
+"""A run is quiet after this long without a record, and three times the usual interval."""
 
 
 class _Tail:
-    """Complete lines of a file that grows, and may be replaced or not be there yet."""
+    """Complete lines of a growing file, which may be replaced or missing at first."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -41,7 +41,7 @@ class _Tail:
         self.modified = 0.0
 
     def lines(self) -> list[str]:
-        """Lines since the last call; all of them where the file is another one by now."""
+        """Lines since the last call; all lines if the file was replaced."""
         try:
             with open_regular(self._path) as file:
                 found = os.fstat(file.fileno())
@@ -83,7 +83,7 @@ class Follower:
         self._record: dict[str, Any] = {}
         self._held_out: dict[str, Any] = {}
         self._warned, self._quiet, self._looked = 0, False, False
-        self.ended: Mapping[str, Any] = {}  # `exit.json`, as soon as it is there
+        self.ended: Mapping[str, Any] = {}  # `exit.json`, once it exists
 
     def _read_settings(self) -> None:
         run = read_run(self._path)
@@ -92,7 +92,7 @@ class Follower:
         self._log_every = every if isinstance(every, int) else 1
 
     def news(self) -> list[str]:
-        """News since the last look, a line each; the first look tells only the newest."""
+        """Changes since the last look, a line each; the first look reports only the newest."""
         # First: a run writes its end after everything else.
         self.ended = {} if self._holds() else read_object(self._path / "exit.json")
         found = [*self._restarts(), *self._records(), *self._new_checkpoint(), *self._warnings()]
@@ -107,7 +107,7 @@ class Follower:
         return found
 
     def _holds(self) -> bool:
-        """Whether a run holds its directory: an end that lies there is that of the one before."""
+        """Whether a run holds its directory: an old exit.json is then the previous run's."""
         with suppress(OSError), open_regular(self._path / "starts.jsonl") as file:
             return not lock(file)
         return False
@@ -128,7 +128,7 @@ class Follower:
     def _records(self) -> list[str]:
         found = []
         for entry in self._metrics.objects():
-            # A restart leaves records in a new file that were told before.
+            # After a restart, a new file repeats records that were already reported.
             if "val/loss" in entry and entry["step"] >= self._told and entry != self._held_out:
                 self._held_out = entry
             elif "train/loss" in entry and entry["step"] > self._told:
@@ -157,7 +157,7 @@ class Follower:
         return value if isinstance(value, int | float) else None
 
     def _left(self) -> str:
-        """Time that the steps left will take, without evaluation and saving."""
+        """Time for the remaining steps, without evaluation and saving."""
         step_s = self._number("perf/step_s")
         if step_s is None or not isinstance(self._steps, int):
             return ""
@@ -209,11 +209,11 @@ class Follower:
 
 
 def follow(follower: Follower, stream: TextIO, pause: Callable[[], None]) -> int:
-    """Tell of the run until it ends; returns its exit code.
+    """Report on the run until it ends; returns its exit code.
 
     Args:
         follower: of the run.
-        stream: a terminal has a panel below the lines.
+        stream: a terminal gets a panel below the lines.
         pause: called between two looks.
     """
     console = Console(file=stream, markup=False, emoji=False, highlight=False, soft_wrap=True)

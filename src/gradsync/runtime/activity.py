@@ -1,18 +1,18 @@
-"""A rank's main thread: whether it is in a collective, or in which line of the user's program.
+"""What a rank's main thread is doing: in a collective, or at which line of the program.
 
 A rank's watch thread samples the stack of the main thread at each heartbeat and publishes the
-result with it. So a rank that waits can say whom it waits for and where that rank is, and the
-training loop pays nothing. From the innermost frame outwards, the first of these decides:
+result with it. So a waiting rank can name the rank it waits for and that rank's line. The training
+loop pays nothing. From the innermost frame outwards, the first match decides:
 
     torch.distributed, gradsync.comm, gradsync.sync    it waits for other ranks
     the rest of torch, the user's program              it is busy
 
-Python has no frame for what waits in C++: torch's DDP in a backward, `work.wait()`. So a rank also
-says whether its thread used the processor, and how many collectives it has begun: one that is idle
-and has begun more than another rank waits for it (waiting.py).
+Python has no frame for waits in C++: torch's DDP in a backward, `work.wait()`. So a rank also
+publishes whether its thread used the processor, and how many collectives it has begun. A rank that
+is idle and has begun more than another rank waits for it (waiting.py).
 
-A rank whose Python lock is held publishes nothing. On the same host another rank asks its process
-for the stack by a signal (`StackOnSignal`), which the interpreter answers without the lock.
+A rank whose GIL is held publishes nothing. Another rank on the same host asks its process for the
+stack by a signal (`StackOnSignal`), which the interpreter answers without the GIL.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _COMMANDS = PACKAGE + "cli" + os.sep
 _LONGEST = 300  # characters of a place
 _RECORD_LIMIT = 4_096  # bytes
 _PASSES_ON = ("wrapper", "_run_code", "_GeneratorContextManager", "Module._")
-"""Library functions that say nothing about what the program calls by them."""
+"""Library functions that do not tell what the program calls through them."""
 _ANSWER_S = 0.5
 _FRAME = r'File "([^"\n]*)", line (\d+) in (\S+)'
 _NAME = "gradsync-stack"
 _DECLARED = "declared_wait"
 _IDLE = 0.2
-"""Share of a core that an idle thread uses at most."""
+"""Largest share of a core that an idle thread uses."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,21 +58,21 @@ class Activity:
     """A rank's activity at its last heartbeat."""
 
     beat: int
-    """Number of the heartbeat; one that stands still means that the rank is stopped or has gone."""
+    """Number of the heartbeat; it stands still when the rank is stopped or dead."""
     waits: bool = False
-    """Whether it is in a collective or a message, as far as its stack shows it."""
+    """Whether its stack shows that it is in a collective or a message."""
     idle: bool = False
-    """Whether its thread has used next to no processor time since the heartbeat before."""
+    """Whether its thread has used almost no processor time since the last heartbeat."""
     excused: bool = False
-    """Whether it writes a checkpoint, or is in a function declared by `expect_wait`."""
+    """Whether it writes a checkpoint or runs a function declared by `expect_wait`."""
     issued: int = 0
     """Collectives that it has begun in the default process group."""
     since_s: float = 0.0
-    """Seconds for which it has waited in this call, or has been idle since its last collective."""
+    """Seconds it has waited in this call, or has been idle since its last collective."""
     step: int = 0
-    """Optimizer steps that it has done, where its program tells."""
+    """Optimizer steps that it has done, if its program reports them."""
     where: str = ""
-    """`FILE:LINE FUNCTION (CALL)` of the user's program and what that calls; "" when unknown."""
+    """`FILE:LINE FUNCTION (CALL)` in the program, with the library call; "" when unknown."""
 
     def record(self) -> str:
         """As JSON, for the store."""
@@ -96,7 +96,7 @@ class Sampler:
     """Samples what `thread` (its identifier) of this process is doing; `num_issued` says how many
     collectives this process has begun.
 
-    A call that waits is marked, so that a later one is not taken for it.
+    Marks a waiting call, so that a later call is not taken for it.
     """
 
     def __init__(self, thread: int, num_issued: Callable[[], int] = lambda: 0) -> None:
@@ -113,7 +113,7 @@ class Sampler:
     def sample(self, beat: int) -> Activity:
         """Look at the thread once, for heartbeat number `beat`."""
         frames = read_stack(self._thread)
-        if self._held:  # asked after the look, which may have come too late
+        if self._held:  # checked after the look, which may be too late
             return replace(self._last, beat=beat)
         waiting, now, idle, issued = waiting_frame(frames), time.monotonic(), False, 0
         with suppress(RuntimeError):  # not every backend counts
@@ -143,11 +143,11 @@ class Sampler:
         return self._last
 
     def hold(self) -> None:
-        """Keep to the last look: an error leaves the place that others should hear of."""
+        """Keep the last sample: an error leaves the place that other ranks should see."""
         self._held = True
 
     def tell(self, step: int) -> None:
-        """Tell the other ranks, with the next heartbeat, that this one has done `step` steps."""
+        """Publish with the next heartbeat that this rank has done `step` steps."""
         self._step = step
 
     def stack(self) -> str:
@@ -169,8 +169,8 @@ def waiting_frame(frames: Sequence[Frame]) -> Frame | None:
 
 
 def is_excused(frames: Sequence[Frame]) -> bool:
-    """Whether a thread with these frames writes a checkpoint, of ours or with torch.save, or is in
-    a function declared by `expect_wait`."""
+    """Whether a thread with these frames writes a checkpoint (ours or torch.save's) or runs a
+    function declared by `expect_wait`."""
     return any(
         (each.code.co_filename == __file__ and each.code.co_name == _DECLARED)
         or each.code.co_filename.startswith(_SAVES[0])
@@ -180,9 +180,9 @@ def is_excused(frames: Sequence[Frame]) -> bool:
 
 
 def expect_wait(function: Callable[P, R]) -> Callable[P, R]:
-    """Declare that other ranks may wait for `function`, as long as `timeout_s` allows: an
-    evaluation or a download by one rank. While it runs the wait is not reported, and after a signal
-    to stop it is waited for.
+    """Declare that other ranks may wait for `function`, up to `timeout_s`: an evaluation or a
+    download by one rank. While it runs, the wait is not reported, and a stop signal waits for it to
+    end.
 
         @gs.expect_wait
         def evaluate(model): ...
@@ -199,8 +199,8 @@ def expect_wait(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def place_of(frames: Sequence[Frame]) -> str:
-    """`FILE:LINE FUNCTION (CALL)`: the innermost frame of the user's program and the library's
-    function that it calls; without such a frame, gradsync's innermost that does not communicate."""
+    """`FILE:LINE FUNCTION (CALL)`: the innermost frame of the program and the library function it
+    calls; without one, gradsync's innermost frame that does not communicate."""
     called, ours = "", ""
     for frame in frames:
         file = frame.code.co_filename
@@ -208,7 +208,7 @@ def place_of(frames: Sequence[Frame]) -> str:
             if not _communicates(frame):
                 ours = ours or _said(frame, called)
             if file.startswith(_COMMANDS):
-                return ours  # what called it is the `gradsync` command itself
+                return ours  # its caller is the `gradsync` command itself
         elif not is_library(file):
             return _said(frame, called)
         name = frame.code.co_qualname
@@ -236,9 +236,9 @@ def _communicates(frame: Frame) -> bool:
 class StackOnSignal:
     """Lets other processes of the same user ask this one for its main thread's stack.
 
-    The answer goes into memory that they find as file `fd` of this process: nothing is on a disk.
-    It comes from the interpreter's signal handler, so a held Python lock does not stop it. Nothing
-    happens where the signal is used already, or the system has no memory files.
+    The answer goes into memory, file `fd` of this process; nothing is on disk. The interpreter's
+    signal handler writes it, so a held GIL does not stop it. Does nothing if the signal is already
+    in use, or the system has no memory files.
     """
 
     def __init__(self) -> None:
@@ -246,12 +246,12 @@ class StackOnSignal:
         number = _signal()
         if number and signal.getsignal(number) is signal.SIG_DFL:
             self.fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            # It grows by each answer, and never shrinks under a reader.
+            # It grows with each answer, and never shrinks under a reader.
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
             faulthandler.register(number, file=self.fd, all_threads=False)
 
     def close(self) -> None:
-        """Answer no more."""
+        """Stop answering."""
         if self.fd >= 0:
             faulthandler.unregister(_signal())
             os.close(self.fd)
@@ -259,7 +259,7 @@ class StackOnSignal:
 
 
 def ask_for_stack(pid: int, fd: int) -> str:
-    """`FILE:LINE FUNCTION` of the innermost frame of the user's program in process `pid`; see
+    """`FILE:LINE FUNCTION` of the program's innermost frame in process `pid`; see
     `ask_for_frames`."""
     frames = re.findall(_FRAME, ask_for_frames(pid, fd))
     own = [each for each in frames if not is_library(each[0])]
@@ -269,12 +269,12 @@ def ask_for_stack(pid: int, fd: int) -> str:
 
 
 def ask_for_frames(pid: int, fd: int) -> str:
-    """The stack of the main thread of process `pid`, innermost frame first, which it writes into
-    its file `fd`; "" when it does not answer within half a second."""
+    """The stack of the main thread of process `pid`, innermost frame first; "" when it does not
+    answer within half a second. The process writes it to its file `fd`."""
     path, text = Path(f"/proc/{pid}/fd/{fd}"), b""
     with suppress(OSError):
         if _NAME not in str(path.readlink()):
-            return ""  # unasked for, the signal would end it
+            return ""  # without a handler, the signal would end it
         before = path.stat().st_size
         os.kill(pid, _signal())
         until = time.monotonic() + _ANSWER_S
@@ -288,5 +288,5 @@ def ask_for_frames(pid: int, fd: int) -> str:
 
 
 def _signal() -> int:
-    """The signal that asks; 0 where there is none."""
+    """The signal that asks; 0 on systems without one."""
     return signal.SIGRTMAX - 2 if hasattr(signal, "SIGRTMAX") and hasattr(os, "memfd_create") else 0

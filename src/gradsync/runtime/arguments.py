@@ -1,4 +1,4 @@
-"""A command's options from its arguments. tyro reads them; what is wrong is one line of ours."""
+"""A command's options from its arguments. tyro reads them; an error is one line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gradsync.runtime import environ
 from gradsync.runtime.bounds import check_numbers
 
 PAIRED = ("train", "sample", "verify", "bench", "tune", "plan")
-"""Commands of which each switch has its opposite, `--no-NAME`."""
+"""Commands whose switches each have an opposite, `--no-NAME`."""
 
 T = TypeVar("T")
 
@@ -34,10 +34,10 @@ _WORDS = (
     ),
     (r"Unrecognized options: ", "unknown options: "),
 )
-"""Python's and tyro's words, and ours."""
+"""Python's and tyro's wording, and ours."""
 _NO_DEFAULT = r" *\(default:(?: None| \'\'| )\)"
 _WIDEST = 100
-_ELSEWHERE = (  # flags of `gradsync train`, and other trainers' names of them
+_ELSEWHERE = (  # flags of `gradsync train`, and their names in other trainers
     ("--tokens-per-update (tokens of all ranks, not samples)", "--(global-|train-)?batch-size"),
     ("--micro-batch-size and --tokens-per-update", "--(per-device-.*|grad(ient)?-accum.*)"),
     ("--nproc-per-node", r"-np?\d*(=.*)?|--(num-(gpus|processes)|gpus|devices|world-size)"),
@@ -54,15 +54,15 @@ _NEAR = ("Perhaps you meant", "Arguments similar")
 def parse(
     options: type[T], argv: Sequence[str], command: str, *, takes: str = "", **more: Any
 ) -> T:
-    """The dataclass `options` as `argv` has it; the last of several equal flags counts.
+    """Parse `argv` into the dataclass `options`; the last of several equal flags counts.
 
     Args:
-        command: as typed, such as "bench sync".
-        takes: words behind the command in its usage line.
-        more: for `tyro.cli`.
+        command: the command as typed, such as "bench sync".
+        takes: words after the command in its usage line.
+        more: passed to `tyro.cli`.
 
     Raises:
-        ConfigError: a bad flag (the message names the nearest), or a value that cannot be used.
+        ConfigError: an unknown flag (the message names the nearest), or an invalid value.
         SystemExit: 0 for `--help`.
     """
     pairs = command.partition(" ")[0] in PAIRED
@@ -97,7 +97,7 @@ def parse(
 
 
 def _page(text: str, columns: int) -> str:
-    """tyro's help without boxes, defaults that say nothing, and the line ends of docstrings."""
+    """tyro's help without boxes, empty defaults, and the line ends of docstrings."""
     rows: list[str] = []
     words: list[str] = []
     fill = TextWrapper(columns, break_on_hyphens=False)
@@ -130,13 +130,13 @@ def _page(text: str, columns: int) -> str:
 
 
 def _refusal(stop: SystemExit, box: str, command: str) -> GradsyncError:
-    """The error behind `stop`: one of ours as it was raised, else the words in tyro's box."""
+    """The cause of `stop`: our own error as raised, else the text in tyro's box."""
     error: BaseException | None = stop
     while error is not None:
         if isinstance(error, GradsyncError):
             return error
         error = error.__cause__ or error.__context__
-    # A title, what is wrong, then parts between rules: flags that are meant, where to find help.
+    # A title, the error, then parts between rules: similar flags, where to find help.
     parts: list[list[str]] = [[]]
     for row in re.sub(r"\x1b\[[0-9;]*m", "", box).splitlines()[1:]:
         text = row[2:].rstrip(" │")

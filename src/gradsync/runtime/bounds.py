@@ -1,8 +1,8 @@
-"""Numbers that no run could use: refused by name before they reach a socket, a clock or a kernel.
+"""Refuse numbers that no run can use, by name, before they reach a socket, a clock or a kernel.
 
-What a number means is for its owner to check. This is about what nothing below can take: seconds
-beyond a system's clocks, integers beyond 64 bits, floats beyond 32 and those that are no numbers,
-ranks and threads that would only exhaust the host.
+The owner of a number checks its meaning. This module checks what the system cannot take: seconds
+beyond its clocks, integers beyond 64 bits, floats beyond 32 or NaN, rank and thread counts that
+would exhaust the host.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ _MOST = {
 
 
 def whole_number(text: str, most: int = _INT64) -> int | None:
-    """The number that `text` writes in ASCII digits; None if it writes none, or more than `most`.
+    """The number in `text`, in ASCII digits; None if there is no number, or it exceeds `most`.
 
-    Python's own `int` takes digits of all alphabets, and raises ValueError for 5,000 of them.
+    Python's `int` takes digits of all alphabets, and raises ValueError for 5,000 of them.
     """
     number = int(text) if re.fullmatch("[0-9]{1,19}", text) else None
     return None if number is None or number > most else number
 
 
 def check_numbers(options: Any, spell: Callable[[str], str] = str) -> None:
-    """Refuse what nothing could use among the numbers of a dataclass, and of those in it.
+    """Refuse unusable numbers in a dataclass and in the dataclasses nested in it.
 
     Args:
         options: integers below 2**63 in size, `world_size` and the like smaller; floats finite in
-            32 bits; what ends in `_s` positive, at most `LONGEST_S`.
-        spell: the name that the user wrote, from the field's.
+            32 bits; names that end in `_s` positive, at most `LONGEST_S`.
+        spell: maps a field's name to the name that the user wrote.
     """
     for field in fields(options):
         name, value = spell(field.name), getattr(options, field.name)

@@ -9,9 +9,9 @@
                                               from the job id
     mpi     several hosts under an MPI        rank 0 binds, mpi4py broadcasts where
 
-`file` and `mpi` bind first and publish then, so that no other takes the port. `port`
+`file` and `mpi` bind first and then publish, so that no other process takes the port. `port`
 cannot: all ranks must know it beforehand. It is 15000 + (job id + 97 x step id) mod 10000, below
-the range the system gives out by itself; concurrent jobs differ, and `MASTER_PORT` overrules it.
+the range the system assigns; concurrent jobs differ, and `MASTER_PORT` overrides it.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ _JOB_VARIABLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "flux": (("FLUX_JOB_ID",), ()),
     "srun": (("SLURM_JOB_ID",), ("SLURM_CLUSTER_NAME", "SLURM_STEP_ID")),
 }
-"""Variables that make a job unique on its host, each one by itself; then others that help."""
+"""Variables that each identify a job uniquely on its host; then others that help."""
 
 _LAUNCHERS = (
     *("hydra_pmi_proxy", "mpiexec", "mpirun", "mpirun_rsh", "mpispawn", "orted"),
     *("palsd", "prte", "prted", "prterun"),
 )
-"""Processes that start ranks, as the kernel shows them: cut to 15 characters."""
+"""Names of processes that start ranks, cut to 15 characters as in the kernel."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,16 +61,16 @@ class CoordinatorPlan:
     """Meeting place of the ranks. The same on every rank of a job."""
 
     kind: Literal["none", "given", "file", "port", "mpi"]  # how; see the table of this module
-    address: str = ""  # host name or address of rank 0; "" where rank 0 publishes it
-    port: int = 0  # TCP port; 0 where rank 0 takes a free one and publishes it
+    address: str = ""  # host name or address of rank 0; "" if rank 0 publishes it
+    port: int = 0  # TCP port; 0 if rank 0 takes a free one and publishes it
     hosted_by_agent: bool = False
-    """The store is served by the agent that started the ranks: rank 0 must not bind."""
-    key: str = ""  # kind `file`: a word for file names, of this job and generation alone
-    why: str = ""  # where it comes from, for people
+    """The agent that started the ranks serves the store: rank 0 must not bind."""
+    key: str = ""  # kind `file`: part of file names, unique to this job and generation
+    why: str = ""  # the plan's source, for people
 
 
 def run_command(argv: Sequence[str]) -> str:
-    """Output of a command; raises `OSError` or `subprocess.SubprocessError` (also after 5 s)."""
+    """Output of a command; raises `OSError` or `subprocess.SubprocessError` (after 5 s too)."""
     done = subprocess.run(argv, capture_output=True, text=True, timeout=5, check=True)
     return done.stdout
 
@@ -78,8 +78,8 @@ def run_command(argv: Sequence[str]) -> str:
 def launcher_ancestor(proc: Path = Path("/proc")) -> str:
     """`PID:START` of the nearest ancestor that is an MPI launcher, else of the parent process.
 
-    All ranks that one launcher started on a host get the same text, and two launchers get
-    different ones, also when the system gives a process id out again: START is the start time.
+    All ranks that one launcher started on a host get the same text; two launchers get different
+    ones. START is the start time, in case the system reuses a process id.
     """
     pid = parent = os.getppid()
     start = _read_stat(proc, pid)[2]
@@ -97,7 +97,7 @@ def _read_stat(proc: Path, pid: int) -> tuple[str, int, str]:
         text = (proc / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return "", 0, ""
-    # The name is in parentheses and may itself hold spaces and parentheses.
+    # The name is in parentheses and may contain spaces and parentheses.
     name, _, rest = text.partition("(")[2].rpartition(")")
     fields = rest.split()
     return name, int(fields[1]), fields[19]
@@ -105,7 +105,7 @@ def _read_stat(proc: Path, pid: int) -> tuple[str, int, str]:
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """The questions that a plan may have to ask beyond the environment."""
+    """Queries that a plan may need beyond the environment."""
 
     resolve_host: Callable[[str], object] = socket.gethostbyname
     """Raises `OSError` for a name that the system does not know."""
@@ -121,11 +121,11 @@ def plan_coordinator(
 
     Args:
         env: environment variables.
-        resolution: what `resolve` said about `env`.
-        system: asked only where the environment does not say enough; default: this one.
+        resolution: the result of `resolve(env)`.
+        system: used only if the environment does not suffice; default: this one.
 
     Raises:
-        LaunchError: when there is no way to know rank 0's host, or a variable is malformed.
+        LaunchError: rank 0's host cannot be determined, or a variable is malformed.
     """
     system = system or System()
     world = resolution.world
@@ -146,7 +146,7 @@ def plan_coordinator(
         return CoordinatorPlan(kind="none", why="one rank needs no coordinator")
     if world.one_host:
         return _plan_one_host(env, resolution, port, system)
-    # Without the local size, ranks may differ in whether they see several hosts: no broadcast.
+    # Without the local size, ranks may disagree on whether there are several hosts: no broadcast.
     if world.launcher in ("openmpi", "mvapich2", "hydra") and resolution.reading.trust_local:
         return CoordinatorPlan(kind="mpi", port=port, why="rank 0 tells all through mpi4py")
     host, source = _first_host(env, world.launcher)
@@ -165,8 +165,8 @@ def _plan_one_host(
     if port or launcher in ("env", "torchrun"):
         why = "one host, " + ("MASTER_PORT" if port else "torch's default port")
         return CoordinatorPlan(kind="given", address="127.0.0.1", port=port or HAND_PORT, why=why)
-    # A name that all ranks of this job on this host share, and no other job there: the launcher's
-    # own job variables; where it sets none (Hydra, MVAPICH2), the process that started the ranks.
+    # A name that all ranks of this job on this host share, and no other job: the launcher's own job
+    # variables; if it sets none (Hydra, MVAPICH2), the process that started the ranks.
     unique, others = _JOB_VARIABLES.get(launcher, ((), ()))
     key = [f"{name}={env[name]}" for name in (*unique, *others) if env.get(name)]
     if not any(env.get(name) for name in unique):
@@ -191,7 +191,7 @@ def given_port(env: Mapping[str, str]) -> int:
 
 
 def _fallback_port(env: Mapping[str, str], launcher: str) -> int:
-    """A port that all ranks work out alone; see the head of this module."""
+    """A port that each rank computes alone; see the module docstring."""
     job = env.get("SLURM_JOB_ID", "").strip() if launcher == "srun" else ""
     if not job:
         return HAND_PORT
@@ -201,7 +201,7 @@ def _fallback_port(env: Mapping[str, str], launcher: str) -> int:
 
 
 def _first_host(env: Mapping[str, str], launcher: str) -> tuple[str, str]:
-    """Name of the first host of the job, and the variable that told it."""
+    """Name of the first host of the job, and the variable it came from."""
     if launcher == "srun":
         for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"):
             if env.get(name):

@@ -1,4 +1,4 @@
-"""Which device a rank computes on, and which of torch's backends carries its messages."""
+"""Choose the device a rank computes on, and the torch backend that carries its messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NEEDS = {
     "ucc": "a torch built with UCC",
     "xccl": "Intel GPUs, and a torch built for them",
 }
-"""The backends' names, and what each needs."""
+"""Names of the backends, with their requirements."""
 
 
 def device_name(requested: str, local_rank: int, visible: int) -> str:
@@ -30,7 +30,7 @@ def device_name(requested: str, local_rank: int, visible: int) -> str:
         visible: number of CUDA devices this process can see.
 
     Raises:
-        LaunchError: CUDA asked for where there is none, or an index that does not exist.
+        LaunchError: CUDA is requested but absent, or the index does not exist.
     """
     kind, _, index = requested.partition(":")
     if kind == "cpu" and index:
@@ -75,9 +75,9 @@ def choose_device(requested: str, local_rank: int) -> str:
 
 
 def device_identity(device: str, host_id: str = "") -> str:
-    """A name for the physical device, equal on two ranks only when they share it; "" for CPU.
+    """A name for the physical device, equal on two ranks only if they share it; "" for CPU.
 
-    `host_id` is what NCCL_HOSTID says: ranks that say different ones may share a GPU on purpose.
+    `host_id` is NCCL_HOSTID: ranks with different ones may share a GPU on purpose.
     """
     if not device.startswith("cuda"):
         return ""
@@ -88,7 +88,7 @@ def device_identity(device: str, host_id: str = "") -> str:
 
 
 def check_not_shared(hosts: list[str], identities: list[str]) -> None:
-    """Refuse two ranks on one GPU: NCCL would fail later with a message that names neither.
+    """Refuse two ranks on one GPU: NCCL would fail later, with a message that names neither rank.
 
     Args:
         hosts, identities: host name and `device_identity` of each rank, in rank order.
@@ -104,9 +104,9 @@ def check_not_shared(hosts: list[str], identities: list[str]) -> None:
 
 
 def check_names(requested: str) -> dict[str, str]:
-    """The name for each device, from `cpu:gloo,cuda:nccl`; from `gloo`, the one for all, under "".
+    """Backend by device, from `cpu:gloo,cuda:nccl`; `gloo` stands for all devices, under "".
 
-    Needs no torch, so it knows no backend that another package brings.
+    Needs no torch, so it knows no backends from other packages.
     """
     names: dict[str, str] = {}
     for part in requested.lower().split(","):
@@ -121,11 +121,11 @@ def check_names(requested: str) -> dict[str, str]:
 
 
 def choose_backend(requested: str | None, device: str) -> str:
-    """The backend of the default process group; checked alike on one rank and on many.
+    """The backend of the default process group; the same checks on one rank and on many.
 
     Args:
-        requested: a name, names by device, or None or "auto": gloo, and nccl beside it on CUDA.
-            Beside one that carries no CPU tensors comes gloo, for the small messages.
+        requested: a name, names by device, or None or "auto": gloo, on CUDA gloo and nccl. A
+            backend without CPU tensors is combined with gloo, for the small messages.
         device: this rank's torch device.
     """
     kind = device.partition(":")[0]
@@ -162,6 +162,6 @@ def choose_backend(requested: str | None, device: str) -> str:
 
 
 def _listed(carries: dict[str, list[str]], said: str = "") -> str:
-    """All names: usable ones, and what each of the others needs but the one `said`."""
+    """All names: usable ones, and the requirements of the others except `said`."""
     rest = [f"{key} needs {needs}" for key, needs in NEEDS.items() if key not in (*carries, said)]
     return f"here: {', '.join(carries)}" + "".join(f"; {each}" for each in rest)

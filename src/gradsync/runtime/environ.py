@@ -23,11 +23,11 @@ def get(name: str, default: str = "") -> str:
 
 
 class exported:  # noqa: N801  used as a function
-    """Set `variables` for the length of a `with` block, then put back what was there.
+    """Set `variables` during a `with` block, then restore the previous values.
 
     A session exports the torchrun set (`RANK` … `MASTER_PORT`) this way, so that other libraries in
-    the process agree with us about the world. Not a generator: one that is never left would be
-    closed by the interpreter's end, when `os` has gone.
+    the process agree with us about the world. Not a generator: the interpreter's exit would close
+    an unfinished one after `os` is torn down.
     """
 
     def __init__(self, variables: Mapping[str, str]) -> None:

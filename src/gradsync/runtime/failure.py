@@ -1,4 +1,4 @@
-"""One rank's failure ends all ranks within seconds; each host shows that rank's traceback.
+"""When one rank fails, all ranks end within seconds; each host shows that rank's traceback.
 
     rank 1 raises            -> writes its traceback to the store, waits for answers, leaves
     rank 2 raises the same   -> leaves the traceback to rank 1, if they share a host (signals.py)
@@ -13,11 +13,11 @@
                                 `timeout_s` its collective raises, and all end with code 124;
                                 once a stop was asked for, after ten seconds instead
 
-A thread per rank reads one key of the store and writes one heartbeat, with what the main thread is
-doing (activity.py), a few times a second. The record of a failure travels as JSON through the
-store, signed with the job's token (store.py). A reader takes whatever it finds there: a rank of
-another version must not take the reader along. Where a rank is late or has gone, every rank writes
-its stacks down before it ends (stacks.py).
+A thread per rank reads one key of the store and writes one heartbeat, with the main thread's
+activity (activity.py), a few times a second. The record of a failure travels as JSON through the
+store, signed with the job's token (store.py). A malformed record, as from a rank of another
+version, must not crash the reader. When a rank is late or dead, every rank writes its stacks before
+it ends (stacks.py).
 """
 
 from __future__ import annotations
@@ -57,37 +57,37 @@ from gradsync.runtime.store import HEARD, NOTICED, Presence, SignedStore, server
 from gradsync.runtime.waiting import WaitReport
 
 REPORT_S = 10.0
-"""A wait for another rank of so many seconds is reported."""
+"""Seconds after which a wait for another rank is reported."""
 
 log = logging.getLogger("gradsync")
 
 _POLL_S = 0.25
 _GRACE_S = 1.5
-_EXCUSED_GRACES = 5  # a checkpoint that is nearly written is worth some seconds
+_EXCUSED_GRACES = 5  # a nearly written checkpoint is worth some seconds
 _SILENT_S, _HEARD_S = 2.0, 5.0
 _LAST_WORDS_S = 2.0
 _WRITTEN_S = _ECHO_S = 0.5
 _BEATS_A_LOOK = 8
 _CHAIN_LIMIT = 16
 _SUMMARY_LIMIT, _TRACEBACK_LIMIT = 2_000, 20_000
-_RECORD_LIMIT = 10 * _TRACEBACK_LIMIT  # bytes: JSON writes up to six for a character
-# Gloo begins with the line of its source, wherever torch was built.
+_RECORD_LIMIT = 10 * _TRACEBACK_LIMIT  # bytes: JSON writes up to six per character
+# Gloo's messages begin with its source line, wherever torch was built.
 _GLOO = re.compile(r"\[[^]\s]*\bgloo/[^]\s]*:\d+\] *|^Application timeout caused pair closure")
 _LATE = re.compile(r"timed out waiting|application timeout", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The first failure of a run, as the failing rank wrote it down, or one that found it dead."""
+    """The first failure of a run, recorded by the failing rank or by one that found it dead."""
 
-    rank: int  # -1 for the latter
+    rank: int  # -1: recorded by another rank
     host: str
     summary: str
     traceback_text: str
-    """Empty for errors that gradsync raises on purpose: their one line says it all."""
+    """Empty for errors that gradsync raises on purpose: their one line suffices."""
     exit_code: int = 1
     stuck: bool = False
-    """A rank is late or has gone: every rank writes down where it is."""
+    """A rank is late or dead: every rank writes its stacks."""
 
     def as_error(self) -> PeerError:
         """The exception that the other ranks raise."""
@@ -102,7 +102,7 @@ class Failure:
 
 
 def read_failure(record: bytes) -> Failure:
-    """The failure that a rank wrote down; one of rank -1 when `record` is none of ours."""
+    """The failure that a rank recorded; one with rank -1 if `record` is not ours."""
     with suppress(ValueError, TypeError, RecursionError):
         failure = Failure(**json.loads(record)) if len(record) <= _RECORD_LIMIT else None
         if failure is not None and _is_sound(failure):
@@ -126,8 +126,8 @@ def _is_sound(failure: Failure) -> bool:
 
 
 def describe(error: BaseException, rank: int, cause: RunError | None = None) -> Failure:
-    """The record that rank `rank` publishes about `error`; `cause` says more than the error does,
-    and has the exit code."""
+    """The record that rank `rank` publishes about `error`; `cause` explains the error, and has the
+    exit code."""
     host = socket.gethostname()
     if isinstance(error, GradsyncError):
         said = cause or error
@@ -146,17 +146,17 @@ def _shortened(text: str) -> str:
 
 
 def communication_error(error: BaseException) -> BaseException | None:
-    """The link of `error`'s chain that a collective or a store raised, for whatever reason.
+    """The exception in `error`'s chain that a collective or a store raised.
 
-    Torch's types and ours say so. Gloo raises a plain `RuntimeError`: its words count where
-    compiled code raised them. A `raise` in Python is its author's, whatever the words.
+    Torch's types and ours show it. Gloo raises a plain `RuntimeError`: its message counts if
+    compiled code raised it. A `raise` in Python never counts.
     """
     from torch.distributed import DistError
 
     link: BaseException | None = error
     for _ in range(_CHAIN_LIMIT):
         if link is None or not isinstance(link, Exception):
-            return None  # Ctrl-C and the like are this rank's own, whatever they interrupt
+            return None  # Ctrl-C and the like are this rank's own errors
         if isinstance(link, LostPeerError | DistError) or _is_gloos(link):
             return link
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
@@ -174,13 +174,13 @@ def _is_gloos(error: BaseException) -> bool:
 
 
 class FailureWatch:
-    """Watches for other ranks' failures; tells them ours.
+    """Watches for other ranks' failures; publishes this rank's.
 
     Args:
-        store: the rendezvous's records, by a connection that nothing else blocks on.
+        store: the rendezvous's records, over a connection that nothing else blocks on.
         hosted_by_agent: the launcher serves the store, not rank 0.
-        grace_s: how long the main thread may take to notice by itself; five times that in a save.
-        stacks: where to write down what this rank is doing; None: nowhere.
+        grace_s: time for the main thread to notice a failure itself; five times that in a save.
+        stacks: writes the stacks of this rank; None writes nothing.
         hosts, processes, connections: see `Peers`.
         report_s, num_issued: see `WaitReport` and `Sampler`.
     """
@@ -202,7 +202,7 @@ class FailureWatch:
     ) -> None:
         from torch.distributed import DistError
 
-        # The client raises it once its server has gone. No wider: a mistake of ours is no death.
+        # The client raises it once its server is gone. A wider class would include our own bugs.
         self._store_gone = DistError
         self._store = store
         self._rank = rank
@@ -230,7 +230,7 @@ class FailureWatch:
 
     def start(self) -> None:
         """Begin watching."""
-        # Ctrl-C may spare the session its end; Python's, meeting a thread in torch's code, aborts.
+        # Ctrl-C may skip the session's end; Python's exit then aborts on a thread in torch's code.
         atexit.register(self.stop)
         self._thread.start()
 
@@ -241,10 +241,10 @@ class FailureWatch:
         atexit.unregister(self.stop)
 
     def settle(self, error: BaseException) -> RunError | None:
-        """Decide whose failure `error` is: None for our own (now published), else what to raise.
+        """Whose failure `error` is: None for our own (now published), else the error to raise.
 
-        What to raise has `error` as its cause where no other rank's traceback explains it.
-        Ends the watch, so that the main thread, which has noticed, may finish in peace.
+        That error has `error` as its cause unless another rank's traceback explains it. Ends the
+        watch, so that the main thread can finish undisturbed.
         """
         self.stop()
         trouble = communication_error(error)
@@ -258,18 +258,18 @@ class FailureWatch:
             if trouble is None or self._server_left:
                 say_interrupted(error)
                 return None  # no reader is left
-            # Several threads may have met the connection's end; the first to do so knows why.
+            # Several threads may have seen the connection end; the first one has the reason.
             met = filter(None, (self._store_lost, self.peers.beat_error, gone))
             said = self._server_gone(min(met, key=_is_echo)) + self._keep_stacks(error=error)
             return _because(PeerError(said), error)
 
     def _settle_trouble(self, error: BaseException, trouble: BaseException) -> RunError | None:
-        """The rank behind a collective that failed: one that wrote it down, is silent, has left or
-        is late; None: `error` is all that is known."""
+        """The rank that made a collective fail: it recorded a failure, is silent, has left or is
+        late. None: only `error` is known."""
         if self._seen is None:
             self.peers.notice(NOTICED)
         began = time.monotonic()
-        # A rank that fails writes down why before its process ends. A rank whose time is up closes
+        # A failing rank records the reason before its process ends. A rank that times out closes
         # its connections: ranks that only see them close let it write first.
         wait_until(
             lambda: (
@@ -286,7 +286,7 @@ class FailureWatch:
                 seen = f"this rank ({self._rank}) saw: {trouble}{self._keep_stacks(silent, error)}"
                 lives = not self.peers.ended() and all(r in self.peers.pids for r in silent)
                 code = LatePeerError.exit_code if lives and _is_late(trouble) else 1
-                # For ranks without a connection to the silent ones: they would only see us leave.
+                # Ranks without a connection to the silent ones would only see us leave.
                 self._claim_for(said, code)
                 self.peers.settle(len(silent), time.monotonic() + _SILENT_S)
                 return _because(PeerError(f"{said}; {seen}", exit_code=code), error)
@@ -303,15 +303,15 @@ class FailureWatch:
         return cause and _because(cause, error)
 
     def peer_failure(self) -> PeerError | None:
-        """Failure record of another rank, if any has come; for a rank that has said farewell."""
+        """Another rank's failure record, if there is one; for a rank that has said farewell."""
         try:
             failure = self._read()
         except self._store_gone:
-            return None  # the store has gone, in good order
+            return None  # the store ended in good order
         if failure is None:
             return None
         if self._rank == 0 and not self._hosted_by_agent:
-            # It serves the store: it stays until the others have heard. Its own farewell counts.
+            # The serving rank stays until the others have heard. Its own farewell counts.
             until, failed = time.monotonic() + _SILENT_S, {failure.rank}
             wait_until(lambda: failed.issuperset(self.peers.unheard()), until)
         return failure.as_error()
@@ -319,7 +319,7 @@ class FailureWatch:
     def _publish(
         self, error: BaseException, cause: RunError | None = None, *, stuck: bool = False
     ) -> Failure | None:
-        """Write `error` down; returns another rank's failure instead if that one was first."""
+        """Record `error`; returns another rank's failure instead if that one was first."""
         failure = replace(describe(error, self._rank, cause), stuck=stuck)
         record = json.dumps(asdict(failure)).encode()
         if self._store.claim("failure", record) != record:
@@ -327,16 +327,16 @@ class FailureWatch:
         say_interrupted(error, f"rank {self._rank} ")
 
         def all_heard() -> bool:
-            self._store.claim("failure", record)  # again, should a stranger have written over it
+            self._store.claim("failure", record)  # again, in case a stranger overwrote it
             gone = {*self._waits.silent, *self.peers.ended()}
             return gone.issuperset(self.peers.unheard())
 
-        with suppress(self._store_gone):  # rank 0 served it, and leaves once it has heard
+        with suppress(self._store_gone):  # rank 0 serves it, and leaves once it has heard
             wait_until(all_heard, time.monotonic() + _HEARD_S)
         return None
 
     def _claim_for(self, said: str, code: int = 1) -> None:
-        """Write down what is `said` of ranks that went without a word."""
+        """Record the message `said` for ranks that died without a record."""
         told = asdict(Failure(-1, "", _shortened(said), "", code, stuck=True))
         self._store.claim("failure", json.dumps(told).encode())
 
@@ -357,7 +357,7 @@ class FailureWatch:
             beat += 1
             try:
                 message = self._news(beat)
-            except Exception:  # a mistake of ours: the watch must not end by it
+            except Exception:  # a bug of ours must not end the watch
                 mishaps += 1
                 if mishaps == 1:
                     log.exception("rank %d: the failure watch stumbled", self._rank)
@@ -369,7 +369,7 @@ class FailureWatch:
                 return
 
     def _news(self, beat: int) -> str:
-        """Give a sign of life and look around; what this process should end for, if anything."""
+        """Publish a heartbeat and check the other ranks; returns the reason to end, if any."""
         try:
             self._doing = self.sampler.sample(beat)
             self._store.set(f"beat/{self._rank}", self._doing.record())
@@ -387,7 +387,7 @@ class FailureWatch:
                 self._server_left = self.peers.has_left(0)
             if lost := self.peers.dead() or (beat % _BEATS_A_LOOK == 0 and self.peers.cut_off()):
                 self._claim_for(said := self.peers.obituary(lost))
-                self._read()  # tells the others that this rank knows, while it beats no more
+                self._read()  # tells the others that this rank knows; its heartbeat has stopped
                 return said + self._keep_stacks(lost)
         except self._store_gone as gone:
             self._store_lost = gone
@@ -395,8 +395,8 @@ class FailureWatch:
         return ""
 
     def _late_for_a_stop(self) -> LatePeerError | None:
-        """Ranks agree on a stop at the end of a step. One that does not get there would keep the
-        others until the launcher or the scheduler kills them all."""
+        """Ranks agree on a stop at the end of a step. A rank that does not get there would hold up
+        the others until the launcher or the scheduler kills all."""
         if not (asked := stop_asked_for()):
             return None
         now = time.monotonic()
@@ -413,28 +413,28 @@ class FailureWatch:
         return self.peers.server_obituary(server_name(self._hosted_by_agent), error)
 
     def _end_process(self, message: str, code: int) -> None:
-        """The main thread hangs in a collective or computes on: end it from here."""
-        # A reader of our output that is stuck must not keep this process.
+        """End the process while the main thread hangs in a collective or computes."""
+        # A stuck reader of our output must not keep this process alive.
         threading.Timer(_LAST_WORDS_S, os._exit, (1,)).start()
         with suppress(Exception):
             if code == LatePeerError.exit_code and not self._doing.waits:
                 message += f"\n--- rank {self._rank} was here ---\n{self.sampler.stack().rstrip()}"
-            if code != INTERRUPTED:  # the rank that Ctrl-C hit has said it for all
+            if code != INTERRUPTED:  # the rank that Ctrl-C hit reports it for all
                 _say(f"gradsync: error: [rank {self._rank}] {printable(message)}\n")
             sys.stdout.flush()
         os._exit(code if code == LatePeerError.exit_code else 1)
 
 
 def _leave_to_say(error: BaseException, rank: int, first: Failure | None) -> None:
-    """Mark `error` if it is that of the rank that was `first`, on this host too."""
+    """Mark `error` if it equals the error of the `first` rank, on this host too."""
     if first is not None and first == replace(describe(error, rank), rank=first.rank):
         setattr(error, SAID_BY_ANOTHER, True)
 
 
 def _cause(trouble: BaseException, rank: int, late: str, peers: Peers) -> RunError | None:
-    """Why this rank's collective failed though every rank lives; None where `trouble` says it.
+    """Why this rank's collective failed although every rank lives; None if `trouble` explains it.
 
-    Gloo's words name a symptom; torch's and ours need no help but for the `late` ranks.
+    Gloo's message names a symptom; torch's and ours only lack the `late` ranks.
     """
     symptom = _GLOO.sub("", str(trouble)).partition("\n")[0] or str(trouble)
     if late:
@@ -454,12 +454,12 @@ def _cause(trouble: BaseException, rank: int, late: str, peers: Peers) -> RunErr
 
 
 def _is_echo(error: Exception) -> bool:
-    """Whether the system only says that the connection had ended before."""
+    """Whether the system only reports that the connection had already ended."""
     return os.strerror(errno.EPIPE) in str(error).partition("\n")[0]
 
 
 def _is_late(trouble: BaseException) -> bool:
-    """Whether the time was up: shared memory's, or Gloo's."""
+    """Whether it is a timeout, of shared memory or Gloo."""
     late = _is_gloos(trouble) and _LATE.search(str(trouble))
     return bool(late) or isinstance(trouble, LatePeerError)
 

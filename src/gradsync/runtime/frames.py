@@ -1,15 +1,15 @@
-"""The stack of one thread, read by another one.
+"""Read the stack of another thread.
 
-[Note: Reading a running stack] A frame object keeps the variables of its call alive. Held by
-another thread after the call has ended, it delays what their end does (a guard of torch restores
-its thread's state, memory is freed) and does it in the wrong thread. And up to Python 3.11 making
-one can begin a garbage collection, whose finalisers let the other thread go on: Python then writes
-into the memory of a call that has ended, and the process dies of a segmentation fault (seen with
-`fsdp`, once in hours of running, or in minutes when a stack is read 3,000 times a second).
+[Note: Reading a running stack] A frame object keeps the variables of its call alive. If another
+thread holds it after the call ends, their destructors (a guard of torch restores its thread's
+state, memory is freed) run late and in the wrong thread. And up to Python 3.11, creating one can
+start a garbage collection, whose finalisers let the other thread run. Python then writes to the
+memory of a call that has ended, and the process dies of a segmentation fault (seen with `fsdp`,
+once in hours of running, or in minutes when a stack is read 3,000 times a second).
 
-So a stack is read while no other thread runs: the lock changes hands between two bytecodes, and
-between them is one call of `list`, whose iterators are all written in C and switch the collector
-off and on. What comes out holds no frame.
+So a stack is read while no other thread runs. The GIL changes hands only between bytecodes. The
+read is one call of `list` between two bytecodes; its iterators are all written in C and switch the
+collector off and on. The result holds no frame.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ _PACKAGES = re.compile(r"[/\\](?:site|dist)-packages[/\\]")  # of another prefix
 
 
 def is_library(file: str) -> bool:
-    """Whether it is of Python, an installed package or an extension; gradsync is none."""
+    """Whether it belongs to Python, an installed package or an extension; not to gradsync."""
     installed = file.startswith(_PYTHON) or _PACKAGES.search(file)
     return bool(installed) and not file.startswith(PACKAGE)
 
 
 class Frame(NamedTuple):
-    """One call of a stack, as it was when the stack was read."""
+    """One call of a stack, at the time of reading."""
 
     code: CodeType
     line: int | None
     names: dict[str, Any]
     """The globals of its module."""
     unseen: bool
-    """Whether this very call has not been marked by `mark_call` before."""
+    """Whether `mark_call` has not marked this call yet."""
 
     @property
     def module(self) -> str:
@@ -60,14 +60,14 @@ _READ = attrgetter("f_code", "f_lineno", "f_globals", "f_trace_lines")
 
 
 def read_stack(thread: int) -> list[Frame]:
-    """The frames of the thread with this identifier, innermost first; none when it has ended."""
+    """The frames of the thread with this identifier, innermost first; empty once it has ended."""
     return [Frame._make(each) for each in _undisturbed(map(_READ, _frames(thread)))]
 
 
 def mark_call(thread: int, code: CodeType) -> None:
     """Mark the calls of `code` on this thread's stack, until they end.
 
-    The mark is an attribute that debuggers set, to get no event for each line of a frame.
+    The mark is the attribute by which debuggers switch off line events of a frame.
     """
     which, frames = tee(_frames(thread))
     chosen = compress(frames, map(is_, map(attrgetter("f_code"), which), repeat(code)))
@@ -80,7 +80,7 @@ def running_threads() -> list[int]:
 
 
 def stack_lines(frames: Sequence[Frame]) -> list[str]:
-    """As `traceback.format_stack`: outermost first, with lines of source."""
+    """Like `traceback.format_stack`: outermost first, with source lines."""
     rows = [(each.code.co_filename, each.line or 0, each.code.co_name) for each in reversed(frames)]
     summaries = [traceback.FrameSummary(*row) for row in rows]
     return traceback.StackSummary.from_list(summaries).format()
@@ -93,7 +93,7 @@ def _frames(thread: int) -> Iterator[Any]:
 
 
 def _undisturbed(found: Iterable[Any]) -> list[Any]:
-    """All that `found` gives, while nothing else runs; see [Note: Reading a running stack]."""
+    """All items of `found`, read while nothing else runs; see [Note: Reading a running stack]."""
     if not gc.isenabled():
         return list(found)
     try:

@@ -1,11 +1,11 @@
-"""Take a gloo process group down without hanging.
+"""Destroy a gloo process group without hanging.
 
 [Note: Destroying a gloo group]
-Torch's `ProcessGroupGloo` joins its worker threads in its destructor while it holds Python's lock
-(seen in 2.13). A worker that has just finished an operation needs that lock to let go of the
-tensor: if it was scheduled late, both wait for ever. So before the last reference can go, we wait,
-with the lock released, until all workers sleep and none wakes up in between. A forked child has no
-workers at all, and would wait for them when it exits: there the last reference never goes.
+Torch's `ProcessGroupGloo` joins its worker threads in its destructor while it holds the GIL (seen
+in 2.13). A worker that has just finished an operation needs the GIL to release the tensor: if it
+was scheduled late, both deadlock. So before the last reference is dropped, we wait, without the
+GIL, until all workers sleep and none wakes up in between. A forked child has no workers, but would
+wait for them at exit: there the last reference is never dropped.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from pathlib import Path
 
 _WORKER_NAME = "pt_gloo_runloop"
 _TASKS = Path("/proc/self/task")
-# A thread that waits for Python's lock wakes up every 5 ms; one that has nothing to do does not.
+# A thread that waits for the GIL wakes up every 5 ms; an idle one does not.
 _SAMPLE_S = 0.012
 _ENDED_S = 0.05
 
 
 class SendingThread(threading.Thread):
-    """A daemon thread that sends by a process group, beside the main one.
+    """A daemon thread that sends through a process group.
 
     Args:
-        run: what it does.
-        mark: called on another thread; the event is set when all that was given before is sent.
+        run: the thread's function.
+        mark: called on another thread; the event is set once everything queued before is sent.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class SendingThread(threading.Thread):
         self._mark = mark
 
     def finish(self) -> None:
-        """Return when it has sent all that it was given, or has ended."""
+        """Return when it has sent everything queued, or has ended."""
         sent = self._mark()
         while self.is_alive() and not sent.wait(_ENDED_S):
             pass
@@ -45,16 +45,16 @@ class SendingThread(threading.Thread):
 
 def finish_sending() -> None:
     """Return when no thread of this process has anything left to send: other ranks may still need
-    it when this one leaves."""
+    it after this one leaves."""
     for thread in threading.enumerate():
         if isinstance(thread, SendingThread):
             thread.finish()
 
 
 def wait_until_workers_sleep(timeout_s: float = 2.0) -> bool:
-    """True once every gloo worker thread of this process sleeps soundly, False after `timeout_s`.
+    """True once every gloo worker thread of this process sleeps, False after `timeout_s`.
 
-    Where the system does not show its threads, wait a moment and hope for the best.
+    If the system does not show its threads, wait a moment instead.
     """
     if not _TASKS.is_dir():
         time.sleep(4 * _SAMPLE_S)
@@ -71,7 +71,7 @@ def wait_until_workers_sleep(timeout_s: float = 2.0) -> bool:
 
 
 def _workers() -> dict[str, str]:
-    """Thread id -> its state and how often it went to sleep, for each gloo worker."""
+    """Thread id -> state and number of sleeps, for each gloo worker."""
     found = {}
     for task in _TASKS.iterdir():
         try:

@@ -3,7 +3,7 @@
     n[1-3,07],gpu-[01-02]-x   ->  n1 n2 n3 n07 gpu-01-x gpu-02-x
     4(x2),3                   ->  4 4 3
 
-The text comes from the environment, so it is checked and bounded before it is expanded.
+The text comes from the environment: it is checked and bounded before it is expanded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 
 
 def check_host(name: str) -> str:
-    """`name` if it can be a host name, so that it is safe to pass on and to print."""
+    """`name` if it can be a host name, and so is safe to pass on and to print."""
     if _HOST.fullmatch(name) is None:
         raise LaunchError(f"{name[:80]!r} is not a host name")
     return name
@@ -32,7 +32,7 @@ def check_host(name: str) -> str:
 def expand_hosts(text: str) -> tuple[str, ...]:
     """The host names of a list such as `n[1-3,07],gpu-[01-02]-x`, in order.
 
-    Several brackets in one name multiply, the last one running fastest. A range keeps the width of
+    Several brackets in one name multiply; the last one varies fastest. A range keeps the width of
     its first number: `[08-10]` gives 08, 09, 10.
     """
     items = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)  # cut at the commas outside brackets

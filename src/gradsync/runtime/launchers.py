@@ -8,7 +8,7 @@
     hydra       PMI_RANK with MPI_LOCALRANKID (MPICH, Intel MPI, MVAPICH 3)
     srun        SLURM_STEP_ID, for a step that srun started
 
-`PARSERS` holds them in the order in which they count: the first complete row wins.
+`PARSERS` holds them in order of precedence: the first complete row wins.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ROWS = {
     "flux": ("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID"),
     "mvapich2": tuple(f"MV2_COMM_WORLD_{part}" for part in _COMM_WORLD),
 }
-"""Families that are known from these variables alone."""
+"""Families recognised by these variables alone."""
 _PMI = ("PMI_RANK", "PMI_SIZE")
 _HYDRA_LOCAL = ("MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 _CRAY_LOCAL = ("PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")
@@ -46,7 +46,7 @@ _PMI_OWNERS = (
     ("flux", "FLUX_JOB_ID", "FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
     ("pals", "PALS_RANKID", "PALS_RANKID", "PMI_SIZE"),
 )
-"""Managers whose own PMI server sets PMI_RANK and PMI_SIZE: name, mark, their rank and size."""
+"""Managers whose PMI server sets PMI_RANK and PMI_SIZE: name, mark, their rank and size."""
 
 _FIRST_RESERVED_STEP = 0xFFFFFFF0
 
@@ -55,15 +55,15 @@ _FIRST_RESERVED_STEP = 0xFFFFFFF0
 class Reading:
     """One row of the launcher table as found in an environment: complete, partly set or absent."""
 
-    name: str  # launcher, one of the names that `World.launcher` may take
+    name: str  # launcher, a value of `World.launcher`
     world: World | None = None
-    """The place it gives this process; None when the row is absent or partly set."""
+    """This process's place; None when the row is absent or partly set."""
     seen: tuple[tuple[str, str], ...] = ()  # the variables it was read from, with their values
     missing: tuple[str, ...] = ()
     """The variables that are needed but not set; empty unless the row is partly set."""
-    note: str = ""  # why the row is absent, where that is not plain
+    note: str = ""  # why the row is absent, if not obvious
     needs_hosts: bool = False
-    """The hosts are a guess; complete the world with `gradsync.world.place`."""
+    """The hosts are guessed; complete the world with `gradsync.world.place`."""
     trust_local: bool = True
     """With `needs_hosts`: local rank and size are the launcher's own (`place(trust_local=)`)."""
 
@@ -93,7 +93,7 @@ class Reading:
 def read_torchrun(env: Mapping[str, str]) -> Reading:
     """`RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE`; the node from `GROUP_RANK GROUP_WORLD_SIZE`.
 
-    By hand, without `TORCHELASTIC_RUN_ID`, the `LOCAL_*` variables may be missing.
+    If set by hand, without `TORCHELASTIC_RUN_ID`, the `LOCAL_*` variables may be missing.
     """
     run_id = _found(env, ("TORCHELASTIC_RUN_ID",))
     name = "torchrun" if run_id else "env"
@@ -119,10 +119,10 @@ def read_openmpi(env: Mapping[str, str]) -> Reading:
 
 
 def read_row(name: str, env: Mapping[str, str]) -> Reading:
-    """A family of `_ROWS`; the local size may be missing, as by hand."""
+    """A family of `_ROWS`; the local size may be missing, as if set by hand."""
     names = _ROWS[name]
     seen = _found(env, names)
-    if seen.keys() <= {"PMI_SIZE"}:  # alone it is Hydra's
+    if seen.keys() <= {"PMI_SIZE"}:  # alone it is from Hydra
         return Reading(name=name)
     if tuple(seen) == names[:3]:
         return _without_local(name, env, seen, names)
@@ -132,8 +132,8 @@ def read_row(name: str, env: Mapping[str, str]) -> Reading:
 def read_hydra(env: Mapping[str, str]) -> Reading:
     """`PMI_RANK PMI_SIZE` with `MPI_LOCALRANKID MPI_LOCALNRANKS` (Cray: `PMI_LOCAL_RANK _SIZE`).
 
-    srun, Flux and PALS serve PMI too and set the first two to their own rank and size: without
-    Hydra's local variables, the row is theirs.
+    srun, Flux and PALS serve PMI too and set the first two to their own rank and size. Without
+    Hydra's local variables, the row belongs to them.
     """
     pmi = _found(env, _PMI)
     if _found(env, _HYDRA_LOCAL):
@@ -154,19 +154,19 @@ def read_hydra(env: Mapping[str, str]) -> Reading:
 def read_srun(env: Mapping[str, str]) -> Reading:
     """`SLURM_PROCID SLURM_STEP_NUM_TASKS SLURM_LOCALID SLURM_STEP_TASKS_PER_NODE SLURM_NODEID`.
 
-    They count only in a step that srun started.
+    They are valid only in a step that srun started.
 
-    [Note: when SLURM_* means a rank] Everything inside an allocation inherits SLURM_JOB_ID and
-    SLURM_NTASKS; they say what was asked for, not what this process is. Seen on Slurm 22.05:
+    [Note: when SLURM_* means a rank] Every process in an allocation inherits SLURM_JOB_ID and
+    SLURM_NTASKS; they hold the request, not this process's place. Seen on Slurm 22.05:
     - the shell of `sbatch` has SLURM_PROCID=0, SLURM_NTASKS=4 and no SLURM_STEP_ID;
     - the shell of `salloc` has SLURM_NTASKS=4 and neither;
     - a task of `srun` has SLURM_STEP_ID, SLURM_STEP_NUM_TASKS and SLURM_STEP_TASKS_PER_NODE, and
       SLURM_GTIDS lists the ranks on its own node;
     - the daemons that `mpirun` starts through srun are tasks of a step too, and the MPI ranks
-      inherit their variables: the reason why MPI rows come before this one.
-    Newer versions give the shells steps of their own, with reserved numbers from 0xfffffff0 on. And
-    `sbatch` called from within a step hands that step's variables to its shell: there SLURM_GTIDS
-    is of the shell (`0`) and no longer fits the number of tasks on the node.
+      inherit their variables. Therefore MPI rows come before this one.
+    Newer versions give the shells their own steps, with reserved numbers from 0xfffffff0 on. And
+    `sbatch` called within a step passes that step's variables to its shell: there SLURM_GTIDS is
+    the shell's (`0`) and does not match the number of tasks on the node.
     """
     step = env.get("SLURM_STEP_ID", "").strip()
     if not step:
@@ -209,11 +209,11 @@ PARSERS: tuple[Callable[[Mapping[str, str]], Reading], ...] = (
     read_hydra,
     read_srun,
 )
-"""Every family's parser, the one that counts most first."""
+"""Every family's parser, in order of precedence."""
 
 
 def tasks_without_step(env: Mapping[str, str]) -> int:
-    """How many tasks Slurm's variables say were asked for; 0 without them."""
+    """Number of tasks requested, from Slurm's variables; 0 without them."""
     names = _found(env, ("SLURM_NTASKS", "SLURM_NPROCS"))
     return integer(env, next(iter(names))) if names else 0
 
@@ -242,7 +242,7 @@ def _found(env: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
 
 
 def _listed(seen: Mapping[str, str]) -> str:
-    """Variables and their values for a line of text, whatever is in them."""
+    """Variables and their values for a line of text; special characters are escaped."""
     return " ".join(f"{name}={ascii(value[:80])[1:-1]}" for name, value in seen.items())
 
 
@@ -254,7 +254,7 @@ def _partly(name: str, seen: Mapping[str, str], needed: Sequence[str]) -> Readin
 def _read(
     name: str, env: Mapping[str, str], names: Sequence[str], *, node: tuple[int, int] | None = None
 ) -> Reading:
-    """The row of a family that sets all four numbers, under `names` in the order of `_TORCH`."""
+    """The row of a family that sets all four numbers; `names` has the order of `_TORCH`."""
     seen = _found(env, names)
     if not seen:
         return Reading(name=name)
@@ -268,7 +268,7 @@ def _without_local(
 ) -> Reading:
     """The row of a family that lacks the local rank or size, or both.
 
-    Without a coordinator on another host (`MASTER_ADDR`), all ranks share this host; with one, the
+    Without a coordinator on another host (`MASTER_ADDR`), all ranks share this host. With one, the
     reading needs the host names.
     """
     rank, world_size = integer(seen, names[0]), integer(seen, names[1])
@@ -278,7 +278,7 @@ def _without_local(
     here = is_loopback(env.get("MASTER_ADDR", "").strip())
     if here and (local_rank, local_world_size) == (rank, world_size):
         return _complete(name, seen, (rank, world_size, rank, world_size))
-    # Until the hosts are known, 0 of 1 are the only local numbers that cannot be wrong together.
+    # Until the hosts are known, only local rank 0 of 1 is always consistent.
     return _complete(
         name,
         seen,
@@ -302,11 +302,11 @@ def _complete(
 
     Args:
         numbers: rank, world size, local rank, local world size.
-        node: node rank and number of nodes; None when the launcher does not tell. They are guessed
-            then, with ranks in blocks of the local size, and marked so if there are several.
+        node: node rank and number of nodes; None if the launcher does not set them. They are then
+            guessed, with ranks in blocks of the local size, and marked so if there are several.
 
     Raises:
-        LaunchError: when the numbers contradict each other; names the variables.
+        LaunchError: the numbers contradict each other; names the variables.
     """
     rank, world_size, local_rank, local_world_size = numbers
     if node is None:

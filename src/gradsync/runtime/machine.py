@@ -1,6 +1,6 @@
 """Resources of this host for ranks: processor, cores, threads, memory. No torch at import.
 
-Limits of containers and jobs (control groups, version 2 or 1) count as less of a host.
+Limits of containers and jobs (control groups, version 2 or 1) reduce the host.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MEMORY_FILES = {
         ("total_inactive_file", "total_active_file"),
     ),
 }
-"""Files of a memory limit, by version: its usage, and the lines of memory.stat that are caches."""
+"""Files of a memory limit, by version: its usage, and the cache lines of memory.stat."""
 
 
 def cpu_model() -> str:
@@ -37,7 +37,7 @@ def cpu_model() -> str:
 
 
 def cgroup_cores(root: Path = _GROUPS) -> float | None:
-    """CPU limit of this container in cores (cgroup v2 `cpu.max`), or None when there is none."""
+    """CPU limit of this container in cores (cgroup v2 `cpu.max`); None without a limit."""
     try:
         quota, period = (root / "cpu.max").read_text().split()
         return None if quota == "max" else int(quota) / int(period)
@@ -46,8 +46,8 @@ def cgroup_cores(root: Path = _GROUPS) -> float | None:
 
 
 def host_cores(root: Path = _GROUPS) -> int:
-    """Cores of the host, or of this container where it is limited; the same for ranks that a
-    launcher has bound to some of them."""
+    """Cores of the host, or of this container if limited; not affected by the cores that a launcher
+    has bound a rank to."""
     cores = os.cpu_count() or 1
     limit = cgroup_cores(root)
     return cores if limit is None else max(1, min(cores, int(limit)))
@@ -61,7 +61,7 @@ def usable_cores() -> int:
 
 
 def busy(load: float, cores: int) -> str:
-    """Words for a load of the last minute that leaves too little for what starts now, else ""."""
+    """A message if the load of the last minute leaves too few cores for a new run, else ""."""
     said = f"this machine was busy in the last minute: load {load:.1f} on {counted(cores, 'core')}"
     return said if load > 0.5 * cores else ""
 
@@ -69,11 +69,11 @@ def busy(load: float, cores: int) -> str:
 def choose_threads(local_world_size: int, *, requested: int | None = None) -> int:
     """Intra-op threads for one rank: `requested`, or min(host cores // ranks here, usable cores).
 
-    Launchers leave different counts behind: plain python uses all cores, torchrun sets one, mpirun
-    binds a rank to a core. 16 of 56 fp32 operations change bits with the count, so the same script
-    would not give the same numbers: hence one rule, pinned before the first operation. A launcher
-    that binds (Open MPI does up to two ranks) has already divided the cores: the affinity mask is
-    then the smaller number.
+    Launchers leave different counts: plain python uses all cores, torchrun sets one, mpirun binds a
+    rank to a core. 16 of 56 fp32 operations change bits with the count, so the same script would
+    not give the same numbers. Hence one rule, pinned before the first operation. A launcher that
+    binds (Open MPI does up to two ranks) has already divided the cores: the affinity mask is then
+    the smaller number.
     """
     if requested is not None:
         return requested
@@ -81,7 +81,7 @@ def choose_threads(local_world_size: int, *, requested: int | None = None) -> in
 
 
 def pin_threads(count: int) -> int:
-    """Set torch's intra-op threads to `count`; returns the count there was before."""
+    """Set torch's intra-op threads to `count`; returns the previous count."""
     import torch
 
     before = torch.get_num_threads()
@@ -91,7 +91,7 @@ def pin_threads(count: int) -> int:
 
 
 def available_bytes(root: Path = _GROUPS, own: Path = _OWN_GROUPS) -> int:
-    """The smallest of what the machine and the limits on this process have left, bytes.
+    """Bytes available: the least that the machine and this process's limits have left.
 
     Args:
         root: where control groups are mounted.
@@ -102,14 +102,14 @@ def available_bytes(root: Path = _GROUPS, own: Path = _OWN_GROUPS) -> int:
 
 
 def total_bytes(root: Path = _GROUPS, own: Path = _OWN_GROUPS) -> int:
-    """The host's memory, or the limit on this process where that is less; bytes."""
+    """The host's memory, or this process's limit if that is less; bytes."""
     limits = [total for total, _ in _memory_limits(root, own)]
     return min([psutil.virtual_memory().total, *limits])
 
 
 def _memory_limits(root: Path, own: Path) -> Iterator[tuple[int, int]]:
-    """Limit of each group, and what is left below it: cached files count as free, the kernel drops
-    them first. Bytes."""
+    """Limit of each group and the rest below it, bytes. Cached files count as free: the kernel
+    drops them first."""
     for folder in _groups(root, own):
         for name, (usage, caches) in _MEMORY_FILES.items():
             try:
@@ -124,8 +124,8 @@ def _memory_limits(root: Path, own: Path) -> Iterator[tuple[int, int]]:
 
 
 def _groups(root: Path, own: Path) -> Iterator[Path]:
-    """Folders of this process's groups that count memory, and of all groups around them: a Slurm
-    job on a bare host sees the host's whole tree, and its own limit somewhere below."""
+    """Folders of this process's memory groups and all their parents: a Slurm job on a bare host
+    sees the host's whole tree, with its own limit somewhere below."""
     yield root
     yield root / "memory"
     try:
@@ -136,7 +136,7 @@ def _groups(root: Path, own: Path) -> Iterator[Path]:
         _, _, rest = line.partition(":")  # number:controllers:path
         controllers, _, path = rest.partition(":")
         parts = Path(path).parts[1:]
-        # A process from outside may see a way up and out of what is mounted here.
+        # A process from outside may see a path that leads above this mount.
         if controllers in ("", "memory") and ".." not in parts:
             folder = root / controllers
             for part in parts:

@@ -1,15 +1,15 @@
-"""Memory of this process: what it keeps for the next step, and how much it took at its peak.
+"""Memory of this process: keep freed memory for the next step, and measure the peak.
 
 [Note: Keeping freed memory]
 Each step allocates the same big temporaries (logits, activations, gradients) and frees them again.
-glibc maps every block above 32 MiB freshly and gives it back when it is freed, and returns the top
-of its heap likewise: so in every step the kernel clears the same pages anew, one page fault each.
-Three settings end that: no block is mapped, the heap's top is not returned, and threads started
-later share the one heap instead of getting small ones of their own. Nothing that is computed
-changes. The price: the process stays as large as its largest moment, also while it needs less.
+glibc maps every block above 32 MiB and unmaps it when freed, and returns the top of its heap
+likewise. So in every step the kernel clears the same pages, one page fault each. Three settings end
+that: no block is mapped, the heap's top is not returned, and threads started later share the one
+heap instead of getting small heaps. Results do not change. The price: the process stays at its peak
+size, even when it needs less.
 
-It is a setting of the whole process and cannot be taken back, so a library must not choose it
-unasked: `gradsync train` on a CPU does, `gs.init` only when told.
+The setting affects the whole process and cannot be undone, so a library must not choose it unasked:
+`gradsync train` on a CPU does, `gs.init` only on request.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _USERS_OWN = ("mmap_threshold", "mmap_max", "trim_threshold")
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"
-"""Makes the kernel forget the largest resident size so far (proc(5))."""
+"""Resets the kernel's peak resident size (proc(5))."""
 
 
 class _SymbolInfo(ctypes.Structure):
@@ -47,28 +47,28 @@ class _SymbolInfo(ctypes.Structure):
 
 @functools.cache
 def keep_freed_memory() -> bool:
-    """Keep freed memory in this process from now on; True when that was set.
+    """Keep freed memory in this process from now on; returns whether it was set.
 
-    False, without an error and without a change, where there is nothing to set: another system or
-    C library than Linux with glibc, another allocator loaded in its place (jemalloc, tcmalloc), or
-    the user has tuned glibc's themselves (`MALLOC_MMAP_THRESHOLD_`, `GLIBC_TUNABLES`, …).
+    False, without an error or a change, if it does not apply: another system or C library than
+    Linux with glibc, another allocator loaded in its place (jemalloc, tcmalloc), or the user has
+    tuned glibc (`MALLOC_MMAP_THRESHOLD_`, `GLIBC_TUNABLES`, …).
 
-    Call it early, before other threads have allocated: those keep heaps of their own. Any thread
-    may call it, also several; once is enough. See [Note: Keeping freed memory].
+    Call it early, before other threads allocate: those keep separate heaps. Any thread may call it,
+    more than once; once is enough. See [Note: Keeping freed memory].
     """
     if not sys.platform.startswith("linux") or _is_tuned(environ.snapshot()):
         return False
     process = ctypes.CDLL(None)
     if not _serves_malloc(process):
         return False
-    # -1 is the largest size_t: never. A limit for mmap cannot do it: above 32 MiB it is refused.
+    # -1 is the largest size_t: never. A limit for mmap does not work: above 32 MiB it is refused.
     settings = ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, -1), (_ARENA_MAX, 1))
     accepted = [process.mallopt(name, value) for name, value in settings]
     return all(accepted)
 
 
 def _is_tuned(env: Mapping[str, str]) -> bool:
-    """Whether the user has made these choices themselves."""
+    """Whether the user has set these options."""
     tunables = env.get("GLIBC_TUNABLES", "")
     return any(
         env.get(f"MALLOC_{name.upper()}_") or f"glibc.malloc.{name}=" in tunables
@@ -77,7 +77,7 @@ def _is_tuned(env: Mapping[str, str]) -> bool:
 
 
 def _serves_malloc(process: Any) -> bool:
-    """Whether glibc is here, and `malloc` is its own and not that of a library in front of it."""
+    """Whether this is glibc, and `malloc` is its own, not that of a preloaded library."""
     try:
         version, malloc = process.gnu_get_libc_version, process.malloc
         _ = process.mallopt, process.dladdr
@@ -87,7 +87,7 @@ def _serves_malloc(process: Any) -> bool:
 
 
 def _library_of(process: Any, function: Any) -> int | None:
-    """Start in memory of the library that holds `function`; None when it cannot be told."""
+    """Start address of the library that holds `function`; None if unknown."""
     info = _SymbolInfo()
     address = ctypes.cast(function, ctypes.c_void_p)
     return info.base if process.dladdr(address, ctypes.byref(info)) else None
@@ -114,7 +114,7 @@ class PeakMemory:
             self._before = resident_bytes()
 
     def read(self) -> int | None:
-        """Bytes above what there was at the beginning; None where the system does not tell."""
+        """Bytes above the size at the start; None if the system does not report it."""
         if self._on_cuda:
             import torch
 
@@ -123,7 +123,7 @@ class PeakMemory:
 
 
 def give_back() -> None:
-    """Return freed memory to the system: also what this process was told to keep (glibc)."""
+    """Return freed memory to the system, even with `keep_freed_memory` (glibc)."""
     gc.collect()
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -132,7 +132,7 @@ def give_back() -> None:
 
 
 def resident_bytes() -> int:
-    """Bytes that this process has in memory now; 0 where the system does not tell."""
+    """Resident bytes of this process; 0 if the system does not report them."""
     return _status("VmRSS") if _STATUS.exists() else 0
 
 

@@ -1,18 +1,18 @@
-"""The network as this process sees it: interfaces, own addresses, and connections to other ranks.
+"""This process's view of the network: interfaces, own addresses, and connections to other ranks.
 
-Left alone, gloo listens where the host's own name points to. On Debian, and in many containers,
-that is the loopback: then ranks of several hosts cannot connect.
+By default gloo listens on the address of the host's name. On Debian, and in many containers, that
+is the loopback: then ranks of several hosts cannot connect.
 
-[Note: Silent hosts] A cut cable says nothing. Left alone, Linux gives up an unanswered message
-after a quarter of an hour and never looks at an idle connection (tcp(7), tcp_retries2 and
-SO_KEEPALIVE); gloo waits for the whole timeout of the collective. `PeerConnections` has the system
-probe idle connections and end unanswered ones after a bound; a rank that waits on one then sees
-"Connection timed out". It is the other host's kernel that answers: a rank that computes for long,
-holds Python's lock or was stopped in a debugger is not silent, with one exception: a message larger
-than the buffers, to a rank that is stopped while it arrives, counts as unanswered. NCCL's
-connections carry such messages, and its ranks wait in kernels that nobody reads to them: they are
-left alone, and gloo's between the same hosts tell of a cut. The two differ in one thing: gloo gives
-its sockets the timeout of the group, NCCL none.
+[Note: Silent hosts] A cut cable gives no signal. By default Linux gives up an unanswered message
+after a quarter of an hour and never checks an idle connection (tcp(7), tcp_retries2 and
+SO_KEEPALIVE); gloo waits for the whole timeout of the collective. `PeerConnections` makes the
+system probe idle connections and end unanswered ones after a bound; a rank that waits on one then
+gets "Connection timed out". The other host's kernel answers, so a rank that computes for long,
+holds the GIL or is stopped in a debugger is not silent. One exception: a message larger than the
+buffers, to a rank that is stopped while it arrives, counts as unanswered. NCCL's connections carry
+such messages, and its ranks wait in GPU kernels that get no notice of a cut. So NCCL's are left
+alone, and gloo's between the same hosts report a cut. One option tells them apart: gloo sets the
+group's timeout on its sockets, NCCL sets none.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from contextlib import contextmanager, suppress
 import psutil
 
 FAR = "192.0.2.1"
-"""TEST-NET-1: an address of no host, behind the default route."""
+"""TEST-NET-1: an address without a host, reached by the default route."""
 _LOCAL = ("docker", "podman", "virbr", "cni")
-"""Beginnings of names of interfaces that lead to containers and virtual machines of this host."""
+"""Name prefixes of interfaces to containers and virtual machines on this host."""
 _OPEN_FILES = "/proc/self/fd"
 Opened = tuple[int, str]
 """File descriptor and identity of a socket."""
 
 
 def interface_towards(address: str) -> str:
-    """Name of the interface by which this host talks to `address`, "" if that cannot be told.
+    """Name of the interface by which this host reaches `address`, "" if unknown.
 
-    On the host that owns `address` it is the interface which has it. Its *name* may mean loopback
+    On the host that owns `address` it is that address's interface. Its *name* may mean loopback
     there (Debian maps the own name to 127.0.1.1): then the default route's. Sends nothing.
     """
     own = source_towards(address)
@@ -53,16 +53,16 @@ def interface_towards(address: str) -> str:
 
 
 def address_of(interface: str) -> str:
-    """IPv4 address of an interface of this host, "" if there is none."""
+    """IPv4 address of an interface of this host, "" if it has none."""
     known = psutil.net_if_addrs().get(interface, ())
     return next((each.address for each in known if each.family == socket.AF_INET), "")
 
 
 def own_address() -> str:
-    """The address other hosts reach this one by: the source address of its default route.
+    """The address by which other hosts reach this one: the source address of its default route.
 
-    Without such a route (a cluster's own network): that of the first interface that leads to other
-    hosts.
+    Without a default route (a cluster's own network): the address of the first interface that leads
+    to other hosts.
     """
     if source := source_towards(FAR):
         return source
@@ -74,7 +74,7 @@ def own_address() -> str:
 
 
 def source_towards(address: str) -> str:
-    """The address this host would send from to `address`, "" if no route leads there."""
+    """The source address for packets to `address`, "" if no route leads there."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, 9))  # a datagram connect only looks up the route
@@ -84,11 +84,11 @@ def source_towards(address: str) -> str:
 
 
 class PeerConnections:
-    """Bounds the silence of other ranks' hosts; counts the connections that have ended.
+    """Bounds the silence of other ranks' hosts; counts ended connections.
 
-    Made before the first connection. The connections belong to gloo and torch's store, which offer
-    no such option, so they are found among this process's open files. Those within a host are only
-    counted. Linux only; elsewhere nothing is bounded or counted. See [Note: Silent hosts].
+    Create it before the first connection. The connections belong to gloo and torch's store, which
+    offer no such option, so they are found among this process's open files. Those within a host are
+    only counted. Linux only; elsewhere nothing is bounded or counted. See [Note: Silent hosts].
 
     Args:
         silence_s: longest silence, seconds; at least 1.
@@ -101,26 +101,26 @@ class PeerConnections:
         self._known = _open_sockets()
 
     def learn(self) -> None:
-        """Learn other ranks' hosts from connections made since the last look, and bound them: those
+        """Learn other ranks' hosts from connections made since the last call, and bound them: those
         of the rendezvous store, while there is no process group."""
         self._look(learn=True, gloo=False)
 
     def learn_pairs(self) -> None:
-        """As `learn`, right after gloo has connected each rank with each other one, and for gloo's
-        alone: the store's come and go, NCCL's are not bounded."""
+        """Like `learn`, right after gloo has connected all pairs of ranks, for gloo's connections
+        only: the store's come and go, NCCL's are not bounded."""
         self._pairs = self._look(learn=True, gloo=True)
 
     def keep_up(self) -> None:
-        """Bound gloo's new connections to hosts that are known: groups may be made later."""
+        """Bound gloo's new connections to known hosts: groups may be created later."""
         if self._hosts:
             self._look(learn=False, gloo=True)
 
     def num_ended(self) -> int:
-        """How many ranks' connections to this one have ended, on either side."""
+        """Number of connections to other ranks that have ended, on either side."""
         return len(self._pairs - _open_sockets()) if self._pairs else 0
 
     def _look(self, *, learn: bool, gloo: bool) -> set[Opened]:
-        """Bound what is new, or what is new and gloo's; returns it."""
+        """Bound new connections, or only gloo's new ones; returns them."""
         now = _open_sockets()
         made = set()
         for opened in now - self._known:
@@ -153,10 +153,10 @@ def _open_sockets() -> set[Opened]:
 
 @contextmanager
 def _borrowed(number: int) -> Generator[socket.socket]:
-    """The socket behind a descriptor, left open; raises `OSError` when it was closed meanwhile."""
+    """The socket of a descriptor, left open; raises `OSError` if it was closed meanwhile."""
     blocking = os.get_blocking(number)
     with socket.socket(fileno=os.dup(number)) as copy:
-        # Under `socket.setdefaulttimeout` Python makes it non-blocking, for its owner too.
+        # With `socket.setdefaulttimeout` Python makes it non-blocking, for its owner too.
         if os.get_blocking(number) != blocking:
             os.set_blocking(number, blocking)
         yield copy
@@ -173,7 +173,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _bound(connection: socket.socket, silence_s: float) -> None:
-    """End the connection after `silence_s` without a sign of the other host, idle or not."""
+    """End the connection if the other host is silent for `silence_s`, idle or not."""
     if sys.platform != "linux":
         return
     knock_s = max(1, int(silence_s / 5))

@@ -1,4 +1,4 @@
-"""The other ranks of a run: their processes, what they wrote into the store, how they ended."""
+"""The other ranks of a run: their processes, their records in the store, how they ended."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gradsync.runtime.store import HEARD, LEFT, SETTLED, Presence, SignedStore, 
 
 _STILL_CALLS = 3
 RUNS = "something holds Python's lock, or the machine swaps"
-"""Why a process that is neither stopped nor gone may be silent."""
+"""Why a process that is neither stopped nor dead may be silent."""
 
 
 class Peers:
@@ -26,9 +26,9 @@ class Peers:
 
     Args:
         store: records of the rendezvous.
-        processes: of those ranks, as far as they are known.
+        processes: the known processes of those ranks.
         hosts: host name of each rank, if they sit on several.
-        connections: to those ranks; looked after from here on.
+        connections: to those ranks; `Peers` maintains them from now on.
     """
 
     def __init__(
@@ -49,16 +49,16 @@ class Peers:
         self.processes = processes or {}
         here = socket.gethostname()
         self.pids = {other: it.pid for other, it in self.processes.items() if it.host == here}
-        """Process numbers of the ranks on this host."""
-        # Another host may have this one's name: what was never seen here cannot end here.
+        """Process ids of the ranks on this host."""
+        # Another host may have this one's name: a process never seen here cannot end here.
         self._seen = {rank for rank, pid in self.pids.items() if process_state(pid) != "ended"}
         self._ended: dict[int, tuple[bytes, int]] = {}
         self.beat_error: Exception | None = None
         """Why `told_of_life` or `everyone` failed, if the store did."""
 
     def beats(self) -> dict[int, bytes]:
-        """The last heartbeats; b"" for none yet. A stranger can put an old one back: it does not
-        count."""
+        """The last heartbeats; b"" for none yet. An old one that a stranger puts back is
+        ignored."""
         for rank in self._others:
             record = self._store.get(f"beat/{rank}") or b""
             beat = read_activity(record).beat
@@ -67,20 +67,20 @@ class Peers:
         return {rank: self._newest[rank][1] for rank in self._others}
 
     def activities(self) -> dict[int, Activity]:
-        """The activities that they published last."""
+        """The latest activity of each of them."""
         return {rank: read_activity(beat) for rank, beat in self.beats().items()}
 
     def everyone(self) -> dict[int, Activity]:
-        """Every rank's activity, this one's too; torch's error where the store has gone."""
+        """Every rank's activity, including this one's; torch's error if the store is gone."""
         ranks = sorted([self.rank, *self._others])
         try:
             return {rank: read_activity(self._store.get(f"beat/{rank}") or b"") for rank in ranks}
-        except Exception as error:  # the first to meet the connection's end knows why
+        except Exception as error:  # the first to see the connection end has the reason
             self.beat_error = self.beat_error or error
             raise
 
     def has_noticed(self, rank: int) -> bool:
-        """Whether it has noticed a failure, or leaves."""
+        """Whether it has noticed a failure, or is leaving."""
         return self._store.get(f"noticed/{rank}") is not None
 
     def left(self) -> list[int]:
@@ -92,20 +92,20 @@ class Peers:
         return self._store.get(f"noticed/{rank}") == LEFT
 
     def unheard(self) -> list[int]:
-        """Ranks that have not read why the run ends, and have not left."""
+        """Ranks that have neither read why the run ends nor left."""
         return self._without((HEARD, LEFT))
 
     def _without(self, words: Collection[bytes]) -> list[int]:
         return [rank for rank in self._others if self._store.get(f"noticed/{rank}") not in words]
 
     def notice(self, what: bytes) -> None:
-        """Tell them what this rank has noticed."""
+        """Publish what this rank has noticed."""
         self._store.set(f"noticed/{self.rank}", what)
 
     @contextmanager
     def told_of_life(self, last: Activity, interval_s: float) -> Generator[None]:
-        """Heartbeats go on after the `last` one, while the main thread looks for a cause: who lives
-        is no culprit, and who noticed something before it died or was cut off is one."""
+        """Continue heartbeats after the `last` one while the main thread looks for a cause: a live
+        rank is no culprit; one that noticed something before it died or was cut off is."""
         over = threading.Event()
 
         def beat() -> None:
@@ -114,7 +114,7 @@ class Peers:
                     self._store.set(f"beat/{self.rank}", replace(last, beat=number).record())
                     if over.wait(interval_s):
                         return
-            except Exception as error:  # without a store there is no reader
+            except Exception as error:  # without a store nothing reads
                 self.beat_error = error
 
         thread = threading.Thread(target=beat, name="gradsync-beat", daemon=True)
@@ -126,25 +126,25 @@ class Peers:
             thread.join()
 
     def settle(self, num_silent: int, deadline_s: float) -> None:
-        """Tell them that this rank knows which ranks are silent. Rank 0 may serve the store: it
-        stays until the others know as much."""
+        """Publish that this rank knows which ranks are silent. If rank 0 serves the store, it stays
+        until the others know it too."""
         self.notice(SETTLED)
         if self.rank == 0:
             knowing = (SETTLED, HEARD)
             wait_until(lambda: len(self._without(knowing)) <= num_silent, deadline_s)
 
     def num_gone(self) -> int:
-        """How many have left, or end since they know which ranks are silent."""
+        """How many have left, or are ending because they know which ranks are silent."""
         return len(self._others) - len(self._without((LEFT, SETTLED)))
 
     def ended(self) -> list[int]:
-        """Ranks of this host whose process has ended, and that did not say why."""
+        """Ranks of this host whose process has ended without a record of the reason."""
         gone = (rank for rank, pid in self.pids.items() if process_state(pid) == "ended")
         return [rank for rank in gone if not self.has_noticed(rank)]
 
     def dead(self) -> list[int]:
-        """Ranks of this host whose process has ended without a word, and whose heartbeat stood
-        still in the last three calls: that of a rank on another host of this name goes on."""
+        """Ranks of this host whose process has ended without a record, and whose heartbeat stood
+        still in the last three calls. On another host with this name, the heartbeat goes on."""
         ended = self._seen.intersection(self.ended())
         beats = self.beats() if ended else {}
         before, self._ended = self._ended, {}
@@ -154,9 +154,9 @@ class Peers:
         return sorted(rank for rank, (_, calls) in self._ended.items() if calls >= _STILL_CALLS)
 
     def cut_off(self) -> list[int]:
-        """Ranks whose connection has ended and whose heartbeat stood still since the call before:
-        Gloo does not always wake a rank whose connection ends. Ranks that leave in good
-        order say so before."""
+        """Ranks whose connection has ended and whose heartbeat stood still since the last call.
+        Gloo does not always wake a rank whose connection ends. Ranks that leave in good order
+        announce it first."""
         if self._connections is None:
             return []
         self._connections.keep_up()
@@ -167,8 +167,8 @@ class Peers:
         return self.silent_since(before) if before else []
 
     def silent_since(self, before: Mapping[int, bytes]) -> list[int]:
-        """Ranks whose heartbeat has stood still since then, and that did not say why: who has only
-        noticed a failure beats on, or is a process of this host that is slow to."""
+        """Ranks whose heartbeat has stood still since `before` without a record of the reason. A
+        rank that has only noticed a failure beats on, or is a slow process of this host."""
         beats = self.beats()
         ending = (SETTLED, HEARD, LEFT)
         still = [rank for rank in self._without(ending) if beats[rank] == before[rank]]
@@ -178,15 +178,15 @@ class Peers:
         return rank in self._seen and process_state(self.pids[rank]) == RUNS
 
     def silent_for(self, seconds: float) -> list[int]:
-        """As `silent_since`, from now on."""
+        """Like `silent_since`, from now on."""
         before = self.beats()
         time.sleep(seconds)
         return self.silent_since(before)
 
     def server_obituary(self, server: str, error: BaseException) -> str:
-        """A line about the store's server, which has gone: reading from it raised `error`."""
+        """A line about the store's dead server: reading from it raised `error`."""
         where = f" on {self.hosts[0]}" if self.hosts else ""
-        # Torch's store ends its first line with the system's own words, such as "Broken pipe".
+        # Torch's store ends its first line with the system's message, such as "Broken pipe".
         words = str(error).partition("\n")[0].rpartition(": ")[2]
         return (
             f"{server}{where}, which serves the rendezvous store, vanished without a word "
@@ -209,7 +209,7 @@ class Peers:
             if stop_asked_for() == "SIGINT":
                 causes = f"a second Ctrl-C, {causes}"
             said.append(f"rank(s) {who}{where} vanished without a word ({causes})")
-        # Two hosts may have one name: then a process of that number is here by chance.
+        # Two hosts may have one name: then a process with that id is here by chance.
         more = ", or the network to it is broken" if self.hosts else ""
         said += [
             f"rank {rank} (process {self.pids[rank]}) gives no sign of life ({state}{more})"
@@ -220,7 +220,7 @@ class Peers:
 
 
 def process_state(pid: int) -> str:
-    """Why a silent process of this host may be silent; "ended" when there is none."""
+    """Why a process of this host may be silent; "ended" if it has ended."""
     import psutil
 
     try:
@@ -234,9 +234,9 @@ def process_state(pid: int) -> str:
 
 
 def processor_s(pid: int) -> tuple[float, float]:
-    """Seconds for which threads of a process of this host have run, and for which they could, but
-    no processor was free: so far, and of all that live (proc(5), `schedstat`); 0.0 where the system
-    does not say."""
+    """Seconds that the threads of a process of this host have run, and seconds that they were
+    runnable but had no processor: so far, over all live threads (proc(5), `schedstat`); 0.0 if
+    unknown."""
     ran_ns = queued_ns = 0
     with suppress(OSError, ValueError):
         for thread in Path(f"/proc/{pid}/task").iterdir():

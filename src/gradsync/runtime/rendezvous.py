@@ -1,9 +1,9 @@
-"""How the ranks of a run find each other: act on a `CoordinatorPlan`, end with a shared store.
+"""How the ranks of a run find each other: from a `CoordinatorPlan` to a shared store.
 
-Rank 0 serves the store (or torchrun's agent does); all keys are prefixed by the restart
-generation, because an agent's store outlives its workers and a new generation that reads the dead
-one's addresses hangs (2 of 12 restarts came back without the prefix, 12 of 12 with it). What our
-own records say is signed with the job's token (store.py), which reaches the ranks so:
+Rank 0 serves the store (or torchrun's agent does). All keys are prefixed by the restart generation:
+an agent's store outlives its workers, and a new generation that reads the dead one's addresses
+hangs (2 of 12 restarts came back without the prefix, 12 of 12 with it). Our own records are signed
+with the job's token (store.py), which reaches the ranks as follows:
 
     a launcher of ours, a job script, the user    by the variable GRADSYNC_TOKEN
     one host, by any other launcher               rank 0 draws it, and writes it into a private file
@@ -42,7 +42,7 @@ _HEAR_S = 2.0
 
 
 class Meeting:
-    """A shared store, where it is, and what has to be cleaned up afterwards.
+    """A shared store, its address, and what to clean up afterwards.
 
     `store` is for torch, which signs nothing; `records` are our own.
 
@@ -50,7 +50,7 @@ class Meeting:
         server: the `TCPStore` this rank serves, or None.
         client: this rank's connection to the store.
         address, port: where the store is served.
-        token: of the job; every key's prefix comes from it and the generation.
+        token: the job's; every key's prefix comes from it and the generation.
         hosted_by_agent: the launcher serves the store.
         note: file to remove once all ranks have joined.
     """
@@ -75,31 +75,31 @@ class Meeting:
         self._server = server
         self._client = client
         self._note = note
-        # Not to be guessed: torch's own keys cannot be signed.
+        # Unguessable: torch's own keys cannot be signed.
         self._prefix = f"gradsync/{SignedStore(client, token, generation).name('prefix')}"
         # A store that outlives the session (torchrun's) still holds its keys when the same
-        # processes open another one: each rank counts its own, and all count alike.
+        # processes open another one. Each rank counts its own sessions, and all count alike.
         session = self._prefixed(client).add(f"sessions/{world.rank}", 1)
         self._prefix += f"/{session}"
         self.store = self._prefixed(client)
         self.records = SignedStore(self.store, token, f"{generation}/{session}")
 
     def second_connection(self) -> SignedStore:
-        """The records by a connection of a thread's own: a blocked one must not block the other."""
+        """The records over a thread's own connection: one must not block the other."""
         rank, deadline_s = self._world.rank, time.monotonic() + 10
         client = join_store(self.address, self.port, rank=rank, deadline_s=deadline_s)
         return self.records.over(self._prefixed(client))
 
     def everyone_is_here(self) -> None:
-        """Remove the published port, which is not needed any more."""
+        """Remove the published port, which is no longer needed."""
         if self._note is not None:
             self._note.unlink(missing_ok=True)
             self._note = None
 
     def say_farewell(self, timeout_s: float) -> None:
-        """Leave last where this rank serves the store, or others would lose it too early.
+        """Leave last if this rank serves the store, or others would lose it too early.
 
-        When a rank has failed, none need be waited for.
+        When a rank has failed, there is no need to wait.
         """
 
         here = [f"noticed/{rank}" for rank in range(self._world.world_size)]
@@ -108,7 +108,7 @@ class Meeting:
             here[:] = [key for key in here if self.records.get(key) != LEFT]
             return not here or self.records.get("failure") is not None
 
-        with suppress(RuntimeError):  # the server has gone already: there is no one to wait for
+        with suppress(RuntimeError):  # the server is gone: no rank to wait for
             self.records.set(here[self._world.rank], LEFT)  # its heartbeat stops in good order
             if self._server is not None:
                 wait_until(all_left, time.monotonic() + timeout_s)
@@ -129,19 +129,19 @@ def meet(env: Mapping[str, str], resolution: Resolution, *, deadline_s: float) -
 
     Args:
         env: environment variables.
-        resolution: who we are.
+        resolution: this process's place.
         deadline_s: monotonic clock, seconds; nothing here waits beyond it.
 
     Raises:
         LaunchError: no way to find rank 0 is given.
-        RendezvousError: rank 0 could not be reached in time, or its port is taken.
+        RendezvousError: rank 0 is not reachable in time, or its port is taken.
     """
     plan = plan_coordinator(env, resolution)
     world, token = resolution.world, token_of(env)
     server, client, note = None, None, None
     address, port = plan.address, plan.port
     if world.one_host and not plan.hosted_by_agent:
-        address = "127.0.0.1"  # where rank 0 listens, whatever name the host was given
+        address = "127.0.0.1"  # rank 0 listens here, whatever the host is called
     if plan.kind == "mpi":
         server, address, port, token = _meet_by_mpi(world, plan.port, token or _new_token())
     elif world.is_main and not plan.hosted_by_agent:
@@ -177,9 +177,9 @@ def _new_token() -> bytes:
 
 
 def _meet_by_mpi(world: World, wanted_port: int, token: bytes) -> tuple[Any, str, int, bytes]:
-    """Rank 0 binds (any free port for 0) and broadcasts where, and its `token`.
+    """Rank 0 binds (any free port for 0) and broadcasts address, port and `token`.
 
-    As bytes: MPI's calls for objects would pickle them.
+    Sends bytes: MPI's calls for objects would pickle.
     """
     try:
         from mpi4py import MPI
@@ -222,15 +222,15 @@ def first_line(said: object) -> str:
 
 # -- one host: port and token in a private file ---------------------------------------------------
 #
-# Its name begins with the job's key, so that concurrent jobs cannot meet, and ends at random: in a
-# temporary directory that all users share, another one can neither take the name beforehand nor
-# make a file that belongs to this user, and readers look at no other. It names the process that
-# wrote it: a reader ignores what a dead process left.
+# Its name begins with the job's key, so that concurrent jobs cannot meet, and ends at random. In a
+# temporary directory that all users share, another user can neither take the name beforehand nor
+# make a file that belongs to this user, and readers accept no other. The file names the process
+# that wrote it: a reader ignores the file of a dead process.
 
 
 def publish_port(key: str, port: int, token: bytes) -> Path:
-    """Write both where `read_port(key)` finds them; the caller removes the file once all joined."""
-    for left in _notes(key):  # by a dead process of this job
+    """Write both for `read_port(key)`; the caller removes the file once all have joined."""
+    for left in _notes(key):  # from a dead process of this job
         with suppress(OSError):
             left.unlink()
     handle, path = tempfile.mkstemp(prefix=f"{key}-", suffix=".json")
@@ -273,7 +273,7 @@ def _notes(key: str) -> list[Path]:
 
 
 def _own_text(path: Path) -> bytes:
-    """Contents of a plain file of this user that no other may write; `OSError` if it is none."""
+    """Contents of a regular file that only this user may write; `OSError` for any other."""
     file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         status = os.fstat(file)
@@ -286,7 +286,7 @@ def _own_text(path: Path) -> bytes:
 
 
 def _start_time(pid: int) -> str:
-    """When `pid` started, "" when there is no such process: tells a process from its successor."""
+    """Start time of `pid`, "" without such process: tells a process from its successor."""
     try:
         return repr(psutil.Process(pid).create_time())
     except psutil.Error:
@@ -299,16 +299,16 @@ def _start_time(pid: int) -> str:
 def check_reach(
     store: SignedStore, world: World, hosts: Sequence[str], *, interface: str, deadline_s: float
 ) -> None:
-    """Whether hosts reach each other on free ports, tried on all ranks before gloo does.
+    """Check that hosts reach each other on free ports, on all ranks, before gloo connects.
 
-    A firewall between hosts often lets the coordinator's port through and nothing else. Gloo then
-    waits for its connections as long as a collective may take. So the first rank of each host opens
-    a free port, the first rank of the next host connects to it, and all ranks hear how it went.
+    A firewall between hosts often lets only the coordinator's port through. Gloo then waits for its
+    connections for the timeout of a collective. So the first rank of each host opens a free port,
+    the first rank of the next host connects to it, and all ranks get the result.
 
     Args:
-        store: that all ranks share.
+        store: shared by all ranks.
         hosts: host name of each rank.
-        interface: by which this host is to be reached.
+        interface: the interface to reach this host.
         deadline_s: monotonic clock, seconds.
 
     Raises:
@@ -346,13 +346,13 @@ def check_reach(
                         "GLOO_SOCKET_IFNAME"
                     )
                 said[told[world.node_rank]] = problem
-        # The rank that was to tell may be gone: then making the group says who is missing.
+        # The reporting rank may be dead: then creating the group names the missing rank.
         wait_until(all_told, max(deadline_s, time.monotonic() + _CONNECT_S))
     problems = [(store.get(key) or b"").decode(errors="replace") for key in told]
     if problem := next(filter(None, problems), ""):
         heard = [f"reach/heard/{rank}" for rank in range(world.world_size)]
         store.set(heard[world.rank], "")
-        if world.is_main:  # it serves the store: it stays until the others know as much
+        if world.is_main:  # the serving rank stays until the others know it too
             wait_until(lambda: bool(store.get_all(heard)), time.monotonic() + _HEAR_S)
         raise RendezvousError(printable(problem, kept=""))
 

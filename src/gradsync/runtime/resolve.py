@@ -1,9 +1,9 @@
-"""Which launcher started this process: every family is asked, the first complete row wins.
+"""Find the launcher that started this process: parse every family, the first complete row wins.
 
-The rest must be explained: a row may be an *outer layer* (Slurm around mpirun, anything around
-torchrun), or say the same in other words. Anything else is a contradiction, and guessing there
-gives N processes that all believe to be rank 0, or ranks that wait for ever: so it is an error
-that shows the whole table.
+The other rows must be explained: a row may be an *outer layer* (Slurm around mpirun, anything
+around torchrun), or give the same place in other variables. Anything else is a contradiction.
+Guessing would give N processes that all believe to be rank 0, or ranks that wait forever, so it is
+an error that shows the whole table.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from gradsync.world import World
 
 _MANAGERS = ("flux", "srun")
 _IGNORED = ("NUM_GPUS", "NPROC_PER_NODE")
-"""Numbers of ranks for scripts of other projects."""
+"""Rank counts that other projects' scripts read."""
 _RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resolution:
-    """This process's place among the ranks, and where it was read."""
+    """This process's place among the ranks, and its source."""
 
     world: World  # the place of this process among all ranks
     reading: Reading  # the row that won
-    readings: tuple[Reading, ...]  # all rows, in the order in which they count
+    readings: tuple[Reading, ...]  # all rows, in order of precedence
     reasons: tuple[str, ...]  # why each of `readings` won or did not
     warnings: tuple[str, ...] = ()  # lines that the main process prints once
     generation: str = "0"
-    """Restart count of the job; differs between a dead run's processes and ours."""
+    """Restart count of the job; separates a dead run's processes from ours."""
 
     def explain(self) -> str:
-        """The table of rows, one line each: name, what it says, why it won or not."""
+        """The table of rows, one line each: name, values, why it won or not."""
         return _table(self.readings, self.reasons)
 
 
@@ -43,8 +43,8 @@ def resolve(env: Mapping[str, str]) -> Resolution:
     """Find this process's place from launcher variables.
 
     Raises:
-        LaunchError: when a variable is not a number, a family is partly set, or families
-            contradict each other; the message holds what each family says.
+        LaunchError: a variable is not a number, a family is partly set, or families contradict each
+            other; the message shows each family's values.
     """
     readings = tuple(parser(env) for parser in PARSERS)
     winner = next((reading for reading in readings if reading.complete), None)
@@ -85,7 +85,7 @@ def explain_world(env: Mapping[str, str] | None = None) -> str:
         env: environment to explain; by default this process's own.
 
     Raises:
-        LaunchError: variables that are no numbers, partly set, or contradict each other.
+        LaunchError: variables are not numbers, partly set, or contradict each other.
     """
     resolution = resolve(environ.snapshot() if env is None else env)
     lines = [resolution.explain(), f"world: {resolution.world.describe()}"]
@@ -125,7 +125,7 @@ def _judge(reading: Reading, winner: Reading, readings: tuple[Reading, ...]) -> 
 def _judge_partly_set(reading: Reading, winner: Reading) -> str | None:
     if reading.name in _MANAGERS:
         return "partly set, not needed"
-    # Wrappers that bind devices export the local rank under torchrun's name.
+    # Wrappers that bind devices export the local rank as torchrun's variable.
     mine = winner.world
     assert mine is not None
     known = {"LOCAL_RANK": str(mine.local_rank), "LOCAL_WORLD_SIZE": str(mine.local_world_size)}
@@ -138,7 +138,7 @@ def _outer_layer(
 ) -> str | None:
     mpi = [row.name for row in readings if row.complete and row.name not in ("env", *_MANAGERS)]
     if name in _MANAGERS and mpi:
-        # mpirun's daemons are tasks of a Slurm step of their own: its numbers mean nothing here.
+        # mpirun's daemons are tasks of a separate Slurm step: its numbers mean nothing here.
         return f"outer layer of {mpi[0]}"
     if inner.launcher == "env" and _nested(inner, outer):
         return "outer layer of the ranks set by hand"

@@ -1,15 +1,15 @@
-"""Counter-based seeds: every random stream is keyed by what it is for, never by a rank.
+"""Counter-based seeds: every random stream is keyed by its purpose, never by a rank.
 
 [Note: Keyed streams] Dropout of leaf i in step s is seeded by (seed, s, i): the loader seeds
 torch's, numpy's and Python's global generators right before it hands the leaf out. No stream is
-carried from leaf to leaf, so nothing per rank has to be saved, a resume is exact, and which rank
-computes a leaf cannot change its masks; nor do all ranks draw the same ones, as they would after
-one common seed. Its forward must come before another leaf's batch is read. Where leaves are taken
-first (`list(step)`), each is seeded where its batch is read, in a second pass with another key.
-What is drawn before a step's leaves (mixup's lambda), after the last of them and after the loop has
-keys of the step, so it is alike on all ranks. Reading a leaf, as random augmentation does, has a
-key of its own, in this process and in worker processes alike.
-A program with random streams of its own turns it off: `gs.loader(..., seed_leaves=False)`.
+carried from leaf to leaf, so nothing per rank has to be saved and a resume is exact. The rank that
+computes a leaf cannot change its masks, nor do all ranks draw the same masks, as after one common
+seed. A leaf's forward must come before another leaf's batch is read. If leaves are taken first
+(`list(step)`), each is seeded when its batch is read, in a second pass with another key. Draws
+before a step's leaves (mixup's lambda), after its last leaf and after the loop use keys of the
+step, alike on all ranks. Reading a leaf, as random augmentation does, has its own key, in this
+process and in worker processes alike. A program with its own random streams turns this off:
+`gs.loader(..., seed_leaves=False)`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def stream_seed(seed: int, purpose: str, *counters: int) -> int:
 def seed_everything(seed: int) -> None:
     """Seed Python's, numpy's and torch's global generators alike on every rank.
 
-    For what happens once, such as initial weights. Anything that differs between ranks or comes
-    again each step wants a stream of its own; see [Note: Keyed streams].
+    For one-time draws, such as initial weights. Draws that differ between ranks or repeat every
+    step need a separate stream; see [Note: Keyed streams].
     """
     import random
 
@@ -46,17 +46,17 @@ def seed_leaf(seed: int, step: int, leaf: int) -> None:
 
 
 def seed_read(seed: int, step: int, leaf: int) -> None:
-    """Seed them for what is drawn while that leaf is read."""
+    """Seed them for draws while that leaf is read."""
     _seed_all(stream_seed(seed, "read", step, leaf))
 
 
 def seed_step(seed: int, step: int, when: Literal["before", "behind"]) -> None:
-    """Seed them alike on all ranks for what a program draws before or behind a step's leaves."""
+    """Seed them alike on all ranks for draws before or after a step's leaves."""
     _seed_all(stream_seed(seed, when, step))
 
 
 def seed_after(seed: int, step: int) -> None:
-    """Seed them alike on all ranks for what comes after a loop of `step` steps, such as another
+    """Seed them alike on all ranks for draws after a loop of `step` steps, such as another
     model."""
     _seed_all(stream_seed(seed, "after", step))
 
@@ -70,7 +70,7 @@ def _seed_all(key: int) -> None:
 
     random.seed(key)
     np.random.seed(key % 2**32)
-    # As `torch.manual_seed`, which formats the whole stack where CUDA is not in use: over 1 ms.
+    # Like `torch.manual_seed`, which formats the whole stack if CUDA is not in use: over 1 ms.
     torch.default_generator.manual_seed(key)
     if get_worker_info() is None and torch.cuda.is_available():  # a worker has no CUDA
         torch.cuda.manual_seed(key)

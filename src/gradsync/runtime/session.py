@@ -1,11 +1,11 @@
-"""A session: from launcher variables to a working process group and back, in one `with` block.
+"""A session: a process group from launcher variables, for the length of a `with` block.
 
     with gs.init() as world:
         ...                     # world.device, world.rank; collectives work
 
 Read the launcher, pin threads, choose the device, meet the other ranks, build the process group,
-watch for failures. Everything is undone at the end of the block, also when it ends by an exception.
-With one process there is no process group at all.
+watch for failures. The end of the block undoes everything, also after an exception. A single
+process has no process group.
 """
 
 from __future__ import annotations
@@ -56,16 +56,16 @@ log = logging.getLogger("gradsync")
 
 _FAREWELL_S = 10.0
 _NCCL_LATER_S = 60.0
-"""By how much NCCL's own limit is later: it ends the process before anyone can say why, and counts
-from the launch of a sum in backward, gloo from the step's end."""
+"""By how much NCCL's own timeout is later: it ends the process before a rank can report why. It
+counts from the launch of a sum in backward, gloo's from the end of the step."""
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
-# Exit codes of an orderly end: done, and stopped by a signal with the checkpoint written.
+# Exit codes of an orderly end: done, or stopped by a signal with the checkpoint written.
 _ORDERLY_EXITS = (None, 0, 75)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SessionOptions:
-    """How to open a session; `init` says what each is."""
+    """Options of a session; see `init`."""
 
     device: str = "auto"
     backend: str | None = None
@@ -85,8 +85,8 @@ class SessionOptions:
 
 
 def name_warnings(stack: ExitStack) -> None:
-    """Begin the package's warnings with its name as long as `stack` is open, in a program that sets
-    up no logging: Python would print them bare."""
+    """Prefix the package's warnings with its name while `stack` is open, in a program without
+    logging set up: Python would print them bare."""
     if log.hasHandlers():
         return
     handler = logging.StreamHandler()
@@ -99,7 +99,7 @@ def name_warnings(stack: ExitStack) -> None:
 
 
 _OF_WRAPPER = {"module": "the model itself", "no_sync": "no_sync() of the handle or DDPManager"}
-"""Names that torch's DDP has and a replicated model has not: what there is here."""
+"""Names that torch's DDP has and a replicated model lacks: their replacements."""
 
 
 class Session:
@@ -119,12 +119,12 @@ class Session:
         self._meeting: Meeting | None = None
         self._group: Any = None
         self.watch: FailureWatch | None = None
-        """Where there are other ranks, while the session is open."""
+        """Set while the session is open, if there are other ranks."""
         self._put_hook_back: Callable[[], None] = lambda: None
 
     @property
     def world(self) -> World:
-        """This rank's place; a ConfigError before `open`, when no rank has met another one."""
+        """This rank's place; a ConfigError before `open`, when no ranks have met."""
         if self._world is None:
             raise ConfigError(
                 "gs.init() joins the run when its block is entered, and this rank is still alone: "
@@ -133,7 +133,7 @@ class Session:
         return self._world
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Raise AttributeError, which says for names of `World` how to get one."""
+        """Raise AttributeError; for names of `World` it explains how to get one."""
         if name in World.__dataclass_fields__ or hasattr(World, name):
             raise AttributeError(
                 f"gs.init() gives the world, and its {name}, to a block: write "
@@ -143,7 +143,7 @@ class Session:
 
     def __enter__(self) -> World:
         world = self.open()
-        self._hook()  # for what hits the way to `close`, too
+        self._hook()  # also for errors before `close`
         return world
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -153,11 +153,11 @@ class Session:
         """Join the run; returns this rank's `World` with its device.
 
         Raises:
-            LaunchError: launcher variables or the requested device make no sense.
+            LaunchError: launcher variables or the requested device are invalid.
             ConfigError: the requested backend is unknown, or cannot be used here.
-            RendezvousError: the other ranks did not come in time.
+            RendezvousError: the other ranks did not join in time.
         """
-        self._world = World()  # rank 0's to report, should the next line raise
+        self._world = World()  # rank 0 reports if the next line raises
         resolution = resolve(self._env)
         self._world = resolution.world
         name_warnings(self._stack)
@@ -166,7 +166,7 @@ class Session:
         if self.world.is_main:
             for warning in resolution.warnings:
                 log.warning("%s", warning)
-        # Before ranks meet: one that then left at once would take the store from the others.
+        # Before ranks meet: a rank that fails later would take the store from the others.
         device = device_here(self.options.device, self.world.local_rank)
         self._backend = choose_backend(self.options.backend, device)
         try:
@@ -181,10 +181,10 @@ class Session:
         return self.world
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leave the run. With `error`, tell the other ranks, or raise the one that came first.
+        """Leave the run. With `error`, tell the other ranks, or raise the first rank's error.
 
         Raises:
-            PeerError: `error` is only the echo of another rank's failure.
+            PeerError: `error` only follows from another rank's failure.
             LostPeerError: a collective failed because another rank is late or has left.
         """
         _note_replacement(error)
@@ -195,7 +195,7 @@ class Session:
         cause = None
         if orderly:
             self._put_hook_back()
-        else:  # the error that ends the session may well end the program
+        else:  # the error that ends the session may end the program
             self._hook()
         try:
             if watch is None or self._meeting is None:
@@ -232,8 +232,8 @@ class Session:
         self._meeting = meeting
         self._stack.callback(meeting.close)
         connections.learn()
-        # A rank's device is part of what it tells the others, unless they must first tell it
-        # which of the host's ranks it is.
+        # A rank announces its device to the others, unless it first needs their hosts to know its
+        # local rank.
         if not resolution.reading.needs_hosts:
             self._set_up_compute(world)
         host, stack = socket.gethostname(), StackOnSignal()
@@ -291,7 +291,7 @@ class Session:
             )
 
     def _interface(self, meeting: Meeting) -> str:
-        """Interface for gloo; left alone, it listens on whatever the host's name resolves to."""
+        """Interface for gloo; by default gloo listens on the address of the host's name."""
         if self._env.get("GLOO_SOCKET_IFNAME"):
             return self._env["GLOO_SOCKET_IFNAME"]
         if self.world.one_host:
@@ -302,8 +302,8 @@ class Session:
         import torch.distributed as dist
         import torch.distributed.nn.functional  # pyrefly: ignore  # noqa: F401
 
-        # Its functions take the default group as a default argument, bound at import: imported
-        # later (the first optimizer does), it would keep a destroyed group and its sockets alive.
+        # Its functions bind the default group as a default argument at import. Imported later (the
+        # first optimizer does), it would keep a destroyed group and its sockets alive.
 
         world, options = self.world, self.options
         on_cuda = world.device_name != "cpu"
@@ -335,7 +335,7 @@ class Session:
         os.register_at_fork(after_in_child=partial(_forget, weakref.ref(self)))
 
     def _destroy_group(self) -> None:
-        """Unless the program has done so; it may have made another one."""
+        """Destroy our group, unless the program has; it may have made another one."""
         import torch.distributed as dist
 
         if dist.group.WORLD is self._group:
@@ -367,8 +367,8 @@ class Session:
 
 
 def note_replacements(session: Session) -> None:
-    """Let Python's own report of an error name the replacement too, until the session closes: for
-    one without a `with`."""
+    """Make Python's own report of an error name the replacement too, until the session closes; for
+    sessions without a `with`."""
     before = sys.excepthook
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -392,8 +392,8 @@ def _note_replacement(error: BaseException | None) -> None:
 
 
 def _forget(session: weakref.ref[Session]) -> None:
-    """Leave the run to the parent: this process is its forked child, and no rank. To take down what
-    it has inherited would wait for threads that it lacks, and write into sockets that it shares."""
+    """Leave the run to the parent: this process is its forked child, and no rank. Destroying
+    inherited objects would wait for threads that it lacks, and write to sockets that it shares."""
     from gradsync.core.torch_private import process_groups
 
     if (mine := session()) is not None:
@@ -426,35 +426,35 @@ def init(
     report_wait_s: float = REPORT_S,
     stacks_dir: str | os.PathLike[str] = "",
 ) -> Session:
-    """Join the run this process was started in: python, torchrun, mpirun, srun, or nothing.
+    """Join the run that this process was started in: python, torchrun, mpirun, srun, or nothing.
 
-    Use it as `with gs.init() as world:`. One rank's exception ends all ranks within seconds.
+    Use as `with gs.init() as world:`. One rank's exception ends all ranks within seconds.
 
     Args:
         device: auto, cpu, cuda (index = local rank modulo visible devices), or cuda:N.
         backend: gloo, nccl, mpi or one for each device, `cpu:gloo,cuda:nccl`; None or "auto" takes
             gloo on CPU and gloo + nccl on CUDA.
-        timeout_s: longest a collective may take, seconds.
-        rendezvous_timeout_s: longest to wait for the other ranks at the start, seconds.
-        silence_s: longest that another rank's host may be silent, seconds, at least 1: then its
-            connections count as cut (Linux). Raise it where the network heals by itself.
-        threads: intra-op threads; None takes cores of the host / ranks on the host.
-        seed: seeds Python's, numpy's and torch's global generators, alike on every rank; None
-            leaves them as they are.
-        keep_memory: what is freed stays in this process for the next step (Linux with glibc).
-            Faster steps on a CPU where they use big temporaries; the process stays at its peak
-            size, and the setting outlives the session. See docs/guide/verifying.md.
-        report_wait_s: a wait for another rank of so many seconds is reported, with the line where
-            that rank is (docs/guide/when-it-hangs.md).
-        stacks_dir: folder in which each rank writes down its stacks when a rank is late or has
-            gone; by default a private temporary one, which the error names.
+        timeout_s: timeout of a collective, seconds.
+        rendezvous_timeout_s: longest wait for the other ranks at the start, seconds.
+        silence_s: longest silence of another rank's host, seconds, at least 1. Then its connections
+            count as cut (Linux). Raise it if the network recovers by itself.
+        threads: intra-op threads; None uses cores of the host / ranks on the host.
+        seed: seeds Python's, numpy's and torch's global generators, alike on every rank; None does
+            not seed them.
+        keep_memory: keep freed memory in this process for the next step (Linux with glibc). Faster
+            steps on a CPU with large temporaries; the process stays at its peak size, and the
+            setting outlives the session. See docs/guide/verifying.md.
+        report_wait_s: seconds after which a wait for another rank is reported, with that rank's
+            current line (docs/guide/when-it-hangs.md).
+        stacks_dir: folder for each rank's stacks when a rank is late or dead; by default a private
+            temporary one, which the error names.
 
     Returns:
-        A context manager that gives this rank's `World`.
+        A context manager that returns this rank's `World`.
 
     Raises:
-        ConfigError: a number that no run could use, such as a time beyond 32 years; when entered,
-            also a backend that is unknown or cannot be used here.
+        ConfigError: an unusable number, such as a time beyond 32 years; when entered, also a
+            backend that is unknown or cannot be used here.
         LaunchError, RendezvousError: when entered, see docs/guide/launching.md.
     """
     return Session(

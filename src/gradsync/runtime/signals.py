@@ -1,10 +1,10 @@
-"""Ask politely: a signal sets a flag, the loop reads it at a step boundary, all ranks agree there.
+"""Stop on a signal: it sets a flag, the loop reads it at a step boundary, all ranks agree there.
 
-SIGTERM (scheduler), SIGUSR1 (Slurm's early warning), SIGINT (Ctrl-C) and SIGHUP (the terminal went
-away) request a stop. A second SIGINT ends the process at once with exit code 130. Handlers are put
-back when the block ends.
+SIGTERM (scheduler), SIGUSR1 (Slurm's early warning), SIGINT (Ctrl-C) and SIGHUP (the terminal
+closed) request a stop. A second SIGINT ends the process at once with exit code 130. The end of the
+block restores the handlers.
 
-Where no `StopRequest` is, an interrupt ends the program, and `say_interrupted` says where it hit.
+Without a `StopRequest`, an interrupt ends the program, and `say_interrupted` prints its line.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ INTERRUPTED = 130
 LAUNCHED = "gradsync"
 """`ROLE_NAME` of the ranks that our own launcher starts."""
 SAID_BY_ANOTHER = "said_by_another_rank"
-"""Attribute of an error that another rank on this host found alike, and shows."""
+"""Attribute of an error that another rank on this host also raised, and shows."""
 _PR_SET_PDEATHSIG = 1
 # A terminal's Ctrl-C may arrive twice: once from the terminal, once forwarded by the launcher.
 _SAME_PRESS_S = 1.0
@@ -41,11 +41,11 @@ _SILENCE_S = 1.0
 class StopRequest:
     """`with StopRequest() as stop:` and then read `stop.requested` between steps.
 
-    Outside the main thread, where Python cannot install handlers, it never fires by itself;
-    `request` still works.
+    Outside the main thread, Python cannot install handlers: signals have no effect, `request` still
+    works.
 
     Args:
-        announce: answer the first signal on standard error; one rank should.
+        announce: confirm the first signal on standard error; for one rank.
     """
 
     def __init__(self, *, announce: bool = False) -> None:
@@ -66,7 +66,7 @@ class StopRequest:
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
             for number in HANDLED:
-                # nohup: the terminal goes, the run does not.
+                # nohup: the run outlives the terminal.
                 if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                     self._previous[number] = signal.signal(number, self._on_signal)
         return self
@@ -89,7 +89,7 @@ class StopRequest:
         self.request(signal.Signals(number).name)
 
     def _end_now(self) -> None:
-        """The user has asked twice; nothing may stand in the way."""
+        """End at once: the user has asked twice."""
         if self._announce:
             show_cursor = "\x1b[?25h" if os.isatty(2) else ""
             _say(f"{show_cursor}\ngradsync: ended by a second Ctrl-C; the last checkpoint counts\n")
@@ -97,44 +97,44 @@ class StopRequest:
 
 
 def stop_asked_for() -> str:
-    """Name of the signal that has asked this process's `StopRequest` for a stop, from any thread;
-    "" for none."""
+    """Name of the signal that this process's `StopRequest` received, from any thread; "" for
+    none."""
     stop = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
     return stop.signal_name if isinstance(stop, StopRequest) else ""
 
 
 def signal_when_parent_ends(number: signal.Signals) -> None:
-    """Have the system send `number` to this process when its parent ends, for as long as the
-    calling thread lives; nothing where the system has no such call.
+    """Have the system send `number` to this process when its parent ends, while the calling thread
+    lives; does nothing if the system has no such call.
 
     Linux keeps the setting per thread: one thread asks for SIGTERM, another one for SIGCONT,
-    without which a stopped process does not act on the first.
+    without which a stopped process does not act on SIGTERM.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def say_interrupted(error: BaseException, who: str = "") -> None:
-    """Say on standard error which line of the user's program Ctrl-C hit, before the traceback.
+    """Print on standard error the line of the program that Ctrl-C hit, before the traceback.
 
-    Nothing for other errors, and for gradsync's own commands, which say it themselves.
+    Does nothing for other errors, and for gradsync's own commands, which print it themselves.
     """
     if isinstance(error, KeyboardInterrupt) and (where := interrupted_line(error)):
         _say(f"gradsync: {who}interrupted (Ctrl-C) in {where}\n")
 
 
 def end_program_as_said(*, leave_out_interrupts: bool, rank: int = 0) -> Callable[[], None]:
-    """Let ranks that uncaught errors end show each error once, and return a late rank's exit code.
+    """Show each uncaught error of the ranks once, and return a late rank's exit code.
 
-    A rank that ends by another one's error, which that one shows on this host, says so in a line.
+    A rank that ends by another rank's error prints one line if that rank shows it on this host.
     With `leave_out_interrupts` Python also shows no traceback of an interrupt, or of its echo from
-    another rank: one rank has said it in a line. Returns what puts the former hook back.
+    another rank: one rank printed a line. Returns a function that restores the former hook.
 
     Args:
         leave_out_interrupts: whether our own launcher started this rank.
         rank: this one.
     """
-    # Not over the hook of an earlier session that failed and kept it.
+    # Not on top of the hook that an earlier, failed session kept.
     before = getattr(sys.excepthook, "__wrapped__", sys.excepthook)
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -145,7 +145,7 @@ def end_program_as_said(*, leave_out_interrupts: bool, rank: int = 0) -> Callabl
         if echo:
             _say(f"gradsync: error: [rank {rank}] {printable(str(error).partition(chr(10))[0])}\n")
         if echo or hasattr(error, SAID_BY_ANOTHER):
-            # Launchers end all ranks when the first one ends: leave that rank the time to speak.
+            # Launchers end all ranks when the first one ends: give the failing rank time to print.
             time.sleep(_SILENCE_S)
         else:
             before(kind, error, trace)
@@ -162,7 +162,7 @@ def end_program_as_said(*, leave_out_interrupts: bool, rank: int = 0) -> Callabl
 
 
 def interrupted_line(error: KeyboardInterrupt) -> str:
-    """The `file:line` of the user's program that was interrupted, "" in a command of gradsync."""
+    """The interrupted `file:line` of the program, "" in a command of gradsync."""
     trace = error.__traceback__
     frame = None if trace is None else trace.tb_frame
     while frame is not None and _module(frame).startswith("gradsync."):
@@ -171,7 +171,7 @@ def interrupted_line(error: KeyboardInterrupt) -> str:
         frame = frame.f_back
     if frame is None:
         return ""
-    # In a script a "<string>" is a dataclass's method, or a namedtuple; in `python -c` the program.
+    # In a script "<string>" is a dataclass's method or a namedtuple; in `python -c` the program.
     made = ("<string>",) if hasattr(sys.modules["__main__"], "__file__") else ()
     where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
     while trace is not None:
@@ -187,6 +187,6 @@ def _module(frame: FrameType) -> str:
 
 
 def _say(text: str) -> None:
-    """Write straight to standard error: a handler may interrupt Python's own writing."""
+    """Write directly to standard error: a handler may interrupt Python's own writing."""
     with contextlib.suppress(OSError):
         os.write(2, text.encode())

@@ -1,12 +1,12 @@
-"""Places of all ranks when one was late or had gone: a file for each, and torch's flight record.
+"""Stacks of all ranks when one is late or dead: a file for each, and torch's flight record.
 
     FOLDER/rank-1.txt           all Python threads of that rank, written by itself. Another rank of
                                 its host writes it if it cannot: what it answers to a signal, else
                                 where it was last seen
     FOLDER/rank-1.flight.json   the collectives that torch has recorded there, if it has
 
-The folder is the run directory's `stacks`, the one that `gs.init(stacks_dir=…)` names, or a private
-one among temporary files. It is made when there is something to write.
+The folder is the run directory's `stacks`, the argument of `gs.init(stacks_dir=…)`, or a private
+temporary one. It is created when there is something to write.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ _MOST_ASKED = 8
 
 
 class StackFiles:
-    """The files of one rank, written once, into `folder`; "" for the private one."""
+    """The files of one rank, written once, to `folder`; "" for the private one."""
 
     def __init__(self, folder: str = "") -> None:
         self.folder = folder
         self.private_name = ""
-        """Name of the private folder: the same on all ranks, and not to be guessed."""
+        """Name of the private folder: equal on all ranks, and unguessable."""
         self._kept = ""
 
     def keep(self, peers: Peers, silent: Iterable[int], error: BaseException | None = None) -> str:
-        """Write what this rank is doing, and what is known of `silent` ones on this host.
+        """Write this rank's stacks, and what is known of `silent` ones on this host.
 
         Args:
             peers: the other ranks.
-            silent: those that cannot write for themselves.
-            error: that ended the main thread's wait; its traceback says where that was.
+            silent: ranks that cannot write for themselves.
+            error: the error that ended the main thread's wait; its traceback shows the line.
 
         Returns:
-            The end of an error's line, which names the folder; "" where it cannot be written.
+            The end of an error's line, which names the folder; "" if it cannot be written.
         """
         from gradsync.core.torch_private import flight_record
 
@@ -85,14 +85,14 @@ def _own_stacks(peers: Peers, error: BaseException | None) -> str:
         parts += ["--- what ended its wait\n", *traceback.format_exception(error)]
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     for ident in running_threads():
-        if ident != threading.get_ident():  # it writes; `error` says where it was
+        if ident != threading.get_ident():  # it writes now; `error` has its place
             stack = stack_lines(read_stack(ident))
             parts += [f"--- thread {names.get(ident, ident)}\n", *stack]
     return printable("".join(parts))
 
 
 def _stack_of(peers: Peers, rank: int) -> str:
-    """The stack of a rank on this host that gives no sign of life."""
+    """The stack of a silent rank on this host."""
     process = peers.processes[rank]
     state = process_state(process.pid)
     said = f"rank {rank}, process {process.pid} on {process.host}: {state}\n"
@@ -100,5 +100,5 @@ def _stack_of(peers: Peers, rank: int) -> str:
         return printable(said + frames)
     try:
         return f"{said}last seen in {peers.activities()[rank].where}\n"
-    except RuntimeError:  # the store has gone
+    except RuntimeError:  # the store is gone
         return said

@@ -1,11 +1,11 @@
-"""The rendezvous store: its socket bound by us, its peers waited for with names and a deadline.
+"""The rendezvous store: we bind its socket, and wait for its peers by name and with a deadline.
 
-Torch's `TCPStore` listens on every interface even for 127.0.0.1, and an address chosen before it
-is bound may be taken by another. So rank 0 binds the socket itself (port 0: the system picks
-a free one), hands it over by `master_listen_fd`, and publishes the port only then.
+Torch's `TCPStore` listens on every interface even for 127.0.0.1, and another process may take an
+address chosen before the bind. So rank 0 binds the socket itself (port 0: the system picks a free
+one), passes it by `master_listen_fd`, and then publishes the port.
 
-Any process at the port can list, read, write and delete: torch's store authenticates no client.
-So what ranks write there is signed with a token that only they have (`SignedStore`).
+Any process at the port can list, read, write and delete: torch's store authenticates no client. So
+ranks sign their records with a token that only they have (`SignedStore`).
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from typing import Any
 
 from gradsync.errors import LaunchError, RendezvousError
 
-# How long one operation on a store that answers may take; connecting has its own deadline.
+# Longest operation on a store that answers; connecting has its own deadline.
 _OPERATION_TIMEOUT = timedelta(seconds=60)
 _POLL_S = 0.02
 
 NOTICED, SETTLED, HEARD, LEFT = b"noticed", b"settled", b"heard", b"left"
-"""Records of the key `noticed/RANK`: that rank sees that something is wrong, knows which rank it
-was, has read why, or has left in good order. Its heartbeats end with the last three."""
+"""Records of the key `noticed/RANK`: that rank notices a failure, knows the failed rank, has read
+the reason, or has left in good order. Its heartbeats end with the last three."""
 
 TOKEN = "GRADSYNC_TOKEN"
-"""Variable that hands ranks their job's token."""
+"""Variable that gives ranks their job's token."""
 _MAC_BYTES = 64
 _LARGEST = 2**20
 _NOTHING = b"-"
 
 
 def token_of(env: Mapping[str, str]) -> bytes:
-    """The token that a launcher or the user hands to all ranks; b"" for none.
+    """The token that a launcher or the user gives to all ranks; b"" for none.
 
     Raises:
-        LaunchError: too short to be a secret.
+        LaunchError: the token is too short to be a secret.
     """
     token = env.get(TOKEN, "").strip()
     if token and re.fullmatch("[!-~]{32,1024}", token) is None:
@@ -58,18 +58,18 @@ def token_of(env: Mapping[str, str]) -> bytes:
 
 
 class SignedStore:
-    """Records in a store that strangers can reach: what this job's ranks have not signed is not
-    there, and is told of once.
+    """Records in a store that strangers can reach: a record that this job's ranks have not signed
+    is ignored, and reported once.
 
-    A record is HMAC-SHA256 with the token over its scope, its key and its text, as 64 digits, and
-    then the text. So it cannot be made without the token, nor come from another key, generation or
-    session. A stranger can still destroy records.
+    A record is HMAC-SHA256 with the token over its scope, its key and its text, as 64 digits,
+    followed by the text. So a record cannot be made without the token, nor come from another key,
+    generation or session. A stranger can still destroy records.
 
     Args:
-        store: torch's.
-        token: of the job; with b"" there is no secret, and anyone can sign.
+        store: torch's store.
+        token: the job's; with b"" there is no secret, and anyone can sign.
         scope: names this session of the job.
-        told: not empty once it was said that there is a stranger.
+        told: not empty once a stranger was reported.
     """
 
     def __init__(self, store: Any, token: bytes, scope: str, told: list[str] | None = None) -> None:
@@ -77,7 +77,7 @@ class SignedStore:
         self._told = [] if told is None else told
 
     def over(self, store: Any) -> SignedStore:
-        """The same records, by another connection."""
+        """The same records, over another connection."""
         return SignedStore(store, self._token, self.scope, self._told)
 
     def set(self, key: str, text: str | bytes) -> None:
@@ -86,11 +86,11 @@ class SignedStore:
 
     def get(self, key: str) -> bytes | None:
         """The record of `key`; None for none. Never waits."""
-        # Torch's `get` waits for a key that is not there, this returns what was expected.
+        # Torch's `get` waits for a missing key; `compare_set` returns the expected value.
         return self._verified(key, self._store.compare_set(key, _NOTHING, _NOTHING))
 
     def get_all(self, keys: Sequence[str]) -> list[bytes]:
-        """The records of `keys`, by two messages; [] while one of them has none."""
+        """The records of `keys`, in two messages; [] while any is missing."""
         values = self._store.multi_get(keys) if self._store.check(keys) else []
         found = list(map(self._verified, keys, values))
         return [text for text in found if text is not None] if None not in found else []
@@ -99,11 +99,11 @@ class SignedStore:
         """The record of `key`, once there is one; torch's error after `patience`."""
         until = time.monotonic() + patience.total_seconds()
         self._store.wait([key], patience)
-        wait_until(lambda: self.get(key) is not None, until)  # a stranger may have been first
+        wait_until(lambda: self.get(key) is not None, until)  # a stranger may be first
         return self.get(key) or b""
 
     def claim(self, key: str, text: str | bytes) -> bytes:
-        """The record of `key`, which is `text` from now on where there was none."""
+        """The record of `key`, set to `text` if there is no record yet."""
         mine = self._signed(key, text)
         found = self._verified(key, self._store.compare_set(key, b"", mine))
         if found is None:
@@ -111,7 +111,7 @@ class SignedStore:
         return mine[_MAC_BYTES:] if found is None else found
 
     def name(self, purpose: str) -> str:
-        """A word that ranks of this session alone can work out."""
+        """A name that only ranks of this session can compute."""
         return self._mac(f"/{purpose}", b"").decode()[:32]
 
     def _mac(self, key: str, text: bytes) -> bytes:
@@ -139,7 +139,7 @@ class SignedStore:
 
 @dataclass(frozen=True, slots=True)
 class Presence:
-    """Message of a rank that arrives."""
+    """What a rank announces when it arrives."""
 
     host: str
     device_identity: str
@@ -147,14 +147,14 @@ class Presence:
     stack_fd: int = -1
     """The file of this process that holds its stack on request; see `StackOnSignal`."""
     nonce: str = ""
-    """Drawn anew in each session, so that no record of an earlier one is taken for one of this."""
+    """Random in each session, so that an earlier session's record is not taken for this one's."""
 
 
 def host_store(address: str, port: int, *, one_host: bool) -> Any:
     """Bind, listen, and serve a store; rank 0 calls it. The bound port is `store.port`.
 
     Args:
-        address: name or IP under which the others will look for us.
+        address: name or IP that the others connect to.
         port: 0 for any free port.
         one_host: bind to loopback only.
     """
@@ -173,14 +173,14 @@ def host_store(address: str, port: int, *, one_host: bool) -> Any:
 
 
 def join_store(address: str, port: int, *, rank: int, deadline_s: float) -> Any:
-    """Connect to the store rank 0 serves, trying until `deadline_s` (monotonic clock, seconds).
+    """Connect to rank 0's store, retrying until `deadline_s` (monotonic clock, seconds).
 
     Raises:
         RendezvousError: no answer in time.
     """
-    # Knock with a plain socket first: torch's client logs a stack trace for every failed try.
+    # Try a plain socket first: torch's client logs a stack trace for every failed attempt.
     started = time.monotonic()
-    problem = ""  # at least one try, however late it is
+    problem = ""  # at least one try, even after the deadline
     while True:
         left = deadline_s - time.monotonic()
         if left <= 0 and problem:
@@ -199,7 +199,7 @@ def join_store(address: str, port: int, *, rank: int, deadline_s: float) -> Any:
 
 
 def _connect(address: str, port: int, *, rank: int, deadline_s: float) -> Any:
-    """Torch's client, given up at the deadline: it waits for ever for a server that is no store."""
+    """Torch's client, abandoned at the deadline: it never gives up on a server that is no store."""
     outcome: list[Any] = []
 
     def connect() -> None:
@@ -240,7 +240,7 @@ def check_in(
     """Announce this rank and wait for all others; returns every rank's presence in rank order.
 
     Raises:
-        RendezvousError: naming the ranks that did not come.
+        RendezvousError: names the ranks that did not arrive.
     """
     keys = [f"here/{other}" for other in range(world_size)]
     mine = json.dumps(asdict(presence)).encode()
@@ -248,7 +248,7 @@ def check_in(
 
     def all_here() -> bool:
         found[:] = store.get_all(keys)
-        if mine not in found:  # not yet; or a stranger has written over it
+        if mine not in found:  # not yet, or a stranger overwrote it
             store.set(keys[rank], mine)
         return mine in found
 
@@ -301,10 +301,10 @@ def wait_until(holds: Callable[[], bool], deadline_s: float) -> bool:
 
 
 def _bind_address(address: str) -> str:
-    """The interface to listen on, so that no other one is open.
+    """The interface to listen on; the others stay closed.
 
     A *name* that means loopback here (Debian maps the own host name to 127.0.1.1) means another
-    address on the other hosts: then, and only then, listen on all interfaces.
+    address on the other hosts. Then, and only then, listen on all interfaces.
     """
     try:
         resolved = socket.gethostbyname(address)

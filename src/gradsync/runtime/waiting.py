@@ -1,13 +1,13 @@
-"""Ranks that a rank waits for: one line once a wait is long, another one when it is over.
+"""Report the ranks that a rank waits for: one line once a wait is long, one when it is over.
 
     gradsync: waiting for rank 1 for 10 s: rank 1 (process 4711) is in data.py:6 __getitem__; ranks
     0, 2 and 3 wait in train.py:40 <module> (GradientSync.step)
 
-Every rank that waits looks at what all ranks publish (activity.py), and the lowest of them speaks.
-A rank that computes is late, which is no error; one that gives no sign of life is named sooner,
-unless it could run and other programs have the processors of its host.
-Where waits have been long before and ended well, a line comes only after three times as long: a
-slow network, or an evaluation by one rank, is told of once.
+Every waiting rank reads what all ranks publish (activity.py); the lowest of them prints. A rank
+that computes is late, which is no error. A rank whose heartbeat stops is named sooner, unless it is
+runnable and other programs use the processors of its host. After long waits that ended well, the
+next line comes after three times as long: a slow network, or an evaluation by one rank, is reported
+once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LOOK_S = 1.0
 _SILENT_S = 1.5
 _QUEUED, _RAN = 0.5, 0.1
 """Shares of the time between two looks: a rank that is queued for more, and runs for less, is
-starved. One that holds Python's lock runs for more."""
+starved. A rank that holds the GIL runs for more."""
 _MOST_NAMED = 8
 _MOST_PLACES = 256
 
@@ -32,24 +32,24 @@ class WaitReport:
 
     Args:
         peers: the other ranks.
-        report_s: waits of so many seconds are reported, then ones three times as long, and so on.
+        report_s: report waits longer than this, then ones three times as long, and so on.
     """
 
     def __init__(self, peers: Peers, *, report_s: float) -> None:
         self._rank, self._peers, self.report_s = peers.rank, peers, report_s
         self.stuck: dict[int, Activity] = {}
-        """Ranks that this one has waited for longer than it usually does here, unless others may
-        wait for what they do."""
+        """Ranks that this one has waited for longer than usual at this place, unless they are
+        excused (`Activity.excused`)."""
         self.silent: list[int] = []
-        """Ranks whose heartbeat stands still, and that did not say why."""
+        """Ranks whose heartbeat stands still without a record of the reason."""
         self._longest: dict[str, float] = {}
         """By place, the longest wait that ended well."""
-        self._excused_s = 0.0  # of the present wait, up to the last look that found it excused
+        self._excused_s = 0.0  # of the current wait, up to the last look that found it excused
         self._wait: Activity | None = None
         self._next_s = 0.0
         self._looked: tuple[float, dict[int, Activity], dict[int, tuple[float, float]]]
         self._looked = (0.0, {}, {})
-        """The last look: when, what was found, and the `processor_s` of ranks of this host."""
+        """The last look: time, activities, and the `processor_s` of ranks of this host."""
         self._said: tuple[str, float] | None = None
 
     def news(self, own: Activity, now: float, read_all: Callable[[], dict[int, Activity]]) -> str:
@@ -58,13 +58,13 @@ class WaitReport:
         Args:
             own: this rank's activity.
             now: monotonic clock, seconds.
-            read_all: reads what all ranks published last.
+            read_all: reads the latest activity of all ranks.
         """
         before, may_wait = self._wait, own.waits or own.idle
         over = before is not None and not (may_wait and own.since_s >= before.since_s)
         said = self._over() if over else ""
         self._wait = own if may_wait else None
-        pause = max(_LOOK_S, len(self._peers.processes) / 64)  # all waiting ranks ask one store
+        pause = max(_LOOK_S, len(self._peers.processes) / 64)  # all waiting ranks query one store
         if said or own.since_s < min(_SILENT_S, self.report_s) or now - self._looked[0] < pause:
             return said
         return self._look(own, now, read_all() | {self._rank: own}) if may_wait else ""
@@ -73,7 +73,7 @@ class WaitReport:
         used = {rank: processor_s(pid) for rank, pid in self._peers.pids.items()}
         (then, before, had_used), self._looked = self._looked, (now, found, used)
         if not before:
-            return ""  # only two looks tell which ones are silent
+            return ""  # it takes two looks to see which ones are silent
         still = [rank for rank in self._peers.processes if before[rank].beat == found[rank].beat]
         starved, passed = set(), now - then
         for rank, each in used.items():
@@ -105,21 +105,21 @@ class WaitReport:
         )
 
     def lateness(self, own: Activity) -> str:
-        """The ranks that this one has waited for until the time was up, doing `own`."""
+        """The ranks that this one waited for until its timeout, with activity `own`."""
         if left := self._peers.left():
             return f"rank(s) {', '.join(map(str, left))} had left in good order"
         found = self._peers.activities() | {self._rank: own}
         told = f"rank {self._rank} waited as long as it may (timeout_s)"
         waiting = {self._rank, *waiting_ranks(found)}
         others = {rank: each for rank, each in sorted(found.items()) if rank not in waiting}
-        # A rank that timed out as well is no longer in its collective.
+        # A rank that also timed out is no longer in its collective.
         late = {r: each for r, each in others.items() if not self._peers.has_noticed(r)}
         if not late:
             return f"{told}; all ranks wait, {self.all_places(found)}"
         return f"{told} in {own.where}; {self.places(late)}"
 
     def all_places(self, found: Mapping[int, Activity]) -> str:
-        """Places of ranks that all wait for each other, and what that means."""
+        """Places of ranks that all wait for each other, and the likely cause."""
         places: dict[str, list[int]] = {}
         for rank, each in sorted(found.items()):
             places.setdefault(each.where, []).append(rank)
@@ -129,7 +129,7 @@ class WaitReport:
         return f"in different calls: {said}"
 
     def places(self, late: Mapping[int, Activity]) -> str:
-        """Places of the `late` ranks; the silent ones among them give no sign of life."""
+        """Places of the `late` ranks; silent ones are marked."""
         said = [self._place(rank, each) for rank, each in list(late.items())[:_MOST_NAMED]]
         more = len(late) - len(said)
         return "; ".join(said) + (f"; and {more} more" if more else "")
@@ -151,7 +151,7 @@ class WaitReport:
     def _over(self) -> str:
         wait, said = self._wait, self._said
         if wait and (wait.where in self._longest or len(self._longest) < _MOST_PLACES):
-            # A checkpoint of a minute does not make a minute usual for the data that follow.
+            # A one-minute checkpoint does not make a minute usual for reading data.
             waited_s = wait.since_s - self._excused_s
             self._longest[wait.where] = max(waited_s, self._longest.get(wait.where, 0.0))
         self._said, self._next_s, self._looked = None, 0.0, (0.0, {}, {})
@@ -160,8 +160,8 @@ class WaitReport:
 
 
 def waiting_ranks(found: Mapping[int, Activity], silent: Collection[int] = ()) -> list[int]:
-    """The ranks that wait for others: their stack says so, or they are idle though they have begun
-    more collectives than another rank."""
+    """The ranks that wait for others: their stack shows it, or they are idle although they have
+    begun more collectives than another rank."""
     fewest = min((each.issued for each in found.values()), default=0)
     return [
         rank

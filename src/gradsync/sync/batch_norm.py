@@ -1,15 +1,15 @@
-"""BatchNorm on several ranks; the choice is explicit, because every one trains differently.
+"""BatchNorm on several ranks. You must choose one of three modes, because each trains differently.
 
     choice     statistics in training            running statistics              any world size
-    sync       of a micro-step, all ranks'       of the same; equal everywhere   close to equal
+    sync       of a micro-step, all ranks'       the same; equal on all ranks    close to equal
     local      of each leaf alone                mean over leaves (buffers.py)   the same bits
     freeze     the running ones, as in eval      do not change                   the same bits
 
-`sync` at W ranks is BatchNorm over the W micro-batches put together: the more ranks, the larger the
-batch that is normalised as one, so it depends on the world size by definition. Its forward moves
-the running statistics at once, also in a step that is refused or discarded. The choice is required
-at world size 1 too: the same script then works on any number of ranks. GroupNorm and LayerNorm do
-not use the batch and need no choice. InstanceNorm's statistics follow the rule for buffers, always.
+`sync` on W ranks is BatchNorm over the W micro-batches together. More ranks normalise a larger
+batch, so the result depends on the world size by definition. The forward updates the running
+statistics immediately, even if the step is later refused or discarded. The choice is required at
+world size 1 too, so that the same script works on any number of ranks. GroupNorm and LayerNorm do
+not use the batch and need no choice. InstanceNorm's statistics always follow the rule for buffers.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ NOT_INVARIANT = {
     "sync": "batch_norm='sync' normalises over as many leaves at once as there are ranks, so other "
     "world sizes give other bits; use 'local' or 'freeze'",
 }
-"""Choices that the invariant order must refuse, and why."""
+"""Choices that the invariant order refuses, and the reason."""
 _TWICE = (
     "batch_norm='sync' cannot be differentiated twice (create_graph=True, as for a gradient "
     "penalty): say 'local' or 'freeze', or use GroupNorm"
 )
 
 Turn = Literal["a forward", "a backward", "the backward of the last leaf", "the step's end"]
-"""Next action of a rank."""
+"""The next action of a rank."""
 
 
 class BatchNormHandling:
-    """BatchNorm's handling in one model; made by `choose_batch_norm`."""
+    """Handles BatchNorm in one model; made by `choose_batch_norm`."""
 
     def __init__(self, choice: str | None, comm: Communicator) -> None:
         self.choice = choice
@@ -62,10 +62,10 @@ class BatchNormHandling:
         self._comm = comm
 
     def meet(self, turn: Turn) -> None:
-        """Refuse on every rank, under `sync`, that ranks are about to do different things: one with
+        """Under `sync`, raise on every rank if ranks are about to do different things. A rank with
         fewer forwards would leave the others waiting in the middle of one.
 
-        Called before any other message of the action. One all-gather, whole group, int64 [1].
+        Called before the action's other messages. One all-gather, whole group, int64 [1].
         """
         words = get_args(Turn)
         turns = all_gather_numbers(self._comm, words.index(turn))
@@ -80,7 +80,7 @@ class BatchNormHandling:
             )
 
     def close(self) -> None:
-        """Restore the layers' own methods; values stay as they are."""
+        """Restore the layers' original methods; values do not change."""
         while self.undo:
             self.undo.pop()()
 
@@ -88,16 +88,16 @@ class BatchNormHandling:
 def choose_batch_norm(
     model: nn.Module, comm: Communicator, choice: str | None
 ) -> BatchNormHandling:
-    """Apply `choice` to the model's BatchNorm layers, in place; names and values stay.
+    """Apply `choice` to the model's BatchNorm layers, in place; names and values do not change.
 
     Args:
         model: on its device already.
         comm: the ranks over which `sync` sums.
-        choice: one of `CHOICES`; None is for models without BatchNorm, or with layers in eval mode.
+        choice: one of `CHOICES`; None for models without BatchNorm or with layers in eval mode.
 
     Raises:
-        ConfigError: unknown choice; None though some layers train; `freeze` for a layer without
-            running statistics. Layers are named.
+        ConfigError: unknown choice; no choice although some layers train; `freeze` for a layer
+            without running statistics. The message names the layers.
     """
     if choice is not None and choice not in CHOICES:
         raise ConfigError(f"unknown batch_norm={choice!r} (there are: {', '.join(CHOICES)})")
@@ -133,12 +133,12 @@ def choose_batch_norm(
 
 
 def _freeze(layer: nn.Module) -> Callable[[], None]:
-    """Keep a layer in eval mode, whatever the model's `train()` says; weight and bias train."""
+    """Keep a layer in eval mode, regardless of `model.train()`; weight and bias still train."""
     was_training = layer.training
     layer.eval()
 
     def train(self: nn.Module, mode: bool = True) -> nn.Module:
-        """Leave the mode as it is; `eval` calls this too."""
+        """Keep the mode; `eval` calls this too."""
         return self
 
     give_back = _replace(layer, train)
@@ -153,8 +153,8 @@ def _freeze(layer: nn.Module) -> Callable[[], None]:
 def _replace(layer: nn.Module, function: Callable[..., Any]) -> Callable[[], None]:
     """Replace one layer's method `function.__name__` by `function(layer, ...)`; returns the undo.
 
-    A bound method survives `copy.deepcopy`: the copy's is bound to the copy. Pickle writes it as
-    "the attribute of that name of that layer", so a saved layer is restored with its class's own.
+    A bound method survives `copy.deepcopy`: the copy's method is bound to the copy. Pickle writes
+    it as "the attribute of that name of that layer", so a loaded layer uses its class's method.
     """
     name = function.__name__
     assert hasattr(type(layer), name), f"{type(layer).__name__} could not be loaded without {name}"
@@ -170,7 +170,7 @@ def _replace(layer: nn.Module, function: Callable[..., Any]) -> Callable[[], Non
 
 
 def _synced_forward(comm: Communicator) -> Callable[[BatchNorm, Tensor], Tensor]:
-    """BatchNorm's forward with statistics over all ranks; in eval mode, the layer's own."""
+    """BatchNorm's forward with statistics over all ranks; in eval mode, the layer's own forward."""
 
     @torch.compiler.disable
     def train(layer: BatchNorm, inputs: Tensor) -> Tensor:
@@ -191,7 +191,7 @@ def _synced_forward(comm: Communicator) -> Callable[[BatchNorm, Tensor], Tensor]
 
 @torch.no_grad()
 def _update_running(layer: BatchNorm, mean: Tensor, unbiased_var: Tensor) -> None:
-    """As torch does it: running = (1 - factor) running + factor x this one's."""
+    """Update as torch does: running = (1 - factor) running + factor x this forward's value."""
     assert layer.running_mean is not None
     assert layer.running_var is not None
     assert layer.num_batches_tracked is not None
@@ -206,7 +206,7 @@ def _update_running(layer: BatchNorm, mean: Tensor, unbiased_var: Tensor) -> Non
 class _SyncedNorm(torch.autograd.Function):
     """y = (x - mean) / sqrt(var + eps) * weight + bias, with mean and var over all ranks' x.
 
-    Ioffe & Szegedy 2015 (arXiv 1502.03167), the gradient as in its section 3 with n, the number of
+    Ioffe & Szegedy 2015 (arXiv 1502.03167). The gradient follows section 3, with n, the number of
     values per channel, counted over all ranks. Ranks may hold different numbers of samples.
     """
 
@@ -218,7 +218,7 @@ class _SyncedNorm(torch.autograd.Function):
         bias: Tensor | None,
         settings: tuple[float, Communicator],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """x [N, C, ...], (eps, ranks); returns y as x; mean [C], var [C], n [], float64."""
+        """x [N, C, ...], (eps, ranks); returns y shaped as x; mean [C], var [C], n [], float64."""
         eps, comm = settings
         wide = _wide(x)
         own_count = x.numel() // x.shape[1]
@@ -226,11 +226,11 @@ class _SyncedNorm(torch.autograd.Function):
         if own_count:
             own_var, own_mean = torch.var_mean(wide, _all_but_channels(x), correction=0)
         own_mean, own_var = own_mean.double(), own_var.double()
-        # Whole group, float64 [2C + 1]: the next operation needs it, so nothing overlaps.
+        # Whole group, float64 [2C + 1]. The next operation needs it, so nothing overlaps it.
         sums = torch.cat([own_mean, own_var + own_mean.square(), own_mean.new_ones(1)]) * own_count
         comm.all_reduce(sums).wait()
         count = sums[-1]
-        if own_count <= 1 and float(count) <= 1:  # the same on all ranks: each has at most one
+        if own_count <= 1 and float(count) <= 1:  # equal on all ranks: each has at most one
             raise ConfigError(
                 "BatchNorm needs more than one value per channel in training; got "
                 f"{int(count)} over all ranks, input {list(x.shape)} on rank {comm.rank}"
@@ -250,14 +250,14 @@ class _SyncedNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        """grad_outputs[0] as y; the others belong to outputs that are not differentiable."""
+        """grad_outputs[0] is shaped as y; the others belong to non-differentiable outputs."""
         if torch.is_grad_enabled():
             raise ConfigError(_TWICE)
         return _gradients(ctx, grad_outputs[0])
 
 
 def _gradients(ctx: Any, grad_y: Tensor) -> Any:
-    """Gradient of x; and this rank's share of those of weight and bias, as for any parameter."""
+    """Gradient of x, and this rank's share of the gradients of weight and bias."""
     x, weight, mean, inv_std, count = ctx.saved_tensors
     wide, grad = _wide(x), _wide(grad_y)
     normal = (wide - _like(mean, wide)) * _like(inv_std, wide)
@@ -265,7 +265,7 @@ def _gradients(ctx: Any, grad_y: Tensor) -> Any:
     own_weight = (grad * normal).sum(_all_but_channels(x))
     grad_x = None
     if ctx.needs_input_grad[0]:
-        # Whole group, float64 [2C]: as in forward, nothing overlaps.
+        # Whole group, float64 [2C]; as in forward, nothing overlaps it.
         sums = torch.cat([own_bias.double(), own_weight.double()])
         ctx.comm.all_reduce(sums).wait()
         of_grad, of_product = (sums / count).chunk(2)
@@ -278,7 +278,7 @@ def _gradients(ctx: Any, grad_y: Tensor) -> Any:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """Convert to float32 at least: half precision is too coarse for sums."""
+    """Convert to float32 or wider: half precision is too coarse for sums."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
@@ -287,7 +287,7 @@ def _all_but_channels(x: Tensor) -> list[int]:
 
 
 def _like(per_channel: Tensor, x: Tensor) -> Tensor:
-    """[C] as [1, C, 1, ...], in x's dtype."""
+    """Reshape [C] to [1, C, 1, ...], in x's dtype."""
     return per_channel.to(x.dtype).reshape(1, -1, *[1] * (x.dim() - 2))
 
 

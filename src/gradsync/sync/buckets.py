@@ -1,27 +1,27 @@
 """Flat memory of gradients, and the accumulation of a rank's own leaves in it.
 
-`Bucket` is the memory of gradients that are sent together. `PlainSums` adds leaves in the order in
-which they come; `TreeSums` adds them along the fixed tree, whose arithmetic on indices comes first.
+`Bucket` holds gradients that are sent together. `PlainSums` adds leaves in order of arrival.
+`TreeSums` adds them along the fixed tree, defined by the index functions at the top.
 
-[Note: The tree] A step's gradient is defined without ranks. Leaf i is micro-batch i of the global
-batch. A node (level, index) stands for the leaves `index * 2**level` up to, not including,
-`(index + 1) * 2**level`; its value is left child + right child, and a child without leaves is left
+[Note: The tree] A step's gradient is defined without reference to ranks. Leaf i is micro-batch i of
+the global batch. Node (level, index) covers the leaves `index * 2**level` up to, but not including,
+`(index + 1) * 2**level`. Its value is left child + right child; a child without leaves is left
 out:
 
     level 2             (2,0) ----------------- (2,1)
     level 1       (1,0) ----- (1,1)                |          6 leaves: 6 and 7 do not exist,
     level 0      0 --- 1     2 --- 3     4 --- 5  (1,2)       so (2,1) is (1,2)
 
-Leaf gradients contain no -0.0 (they are made by `0.0 + g`), nor do sums of such numbers, and for
-these x + 0.0 is x bit for bit. So a leaf without a gradient for a parameter may count as zeros or
-be left out: same bits. Rank boundaries do not appear, so any number of ranks gives the same sum.
+Leaf gradients contain no -0.0 (they are computed as `0.0 + g`), and neither do their sums. For such
+numbers x + 0.0 is x bit for bit, so a leaf without a gradient for a parameter may count as zeros or
+be left out. Rank boundaries do not appear, so any number of ranks gives the same sum.
 
-A rank owns consecutive leaves and can finish every node that lies inside of its range; it sends the
-largest such nodes, at most 2 log2(leaves) of them.
+A rank owns consecutive leaves and can finish every node within its range. It sends the largest of
+these nodes, at most 2 log2(leaves) of them.
 
-[Note: Rounded nodes] With nodes in bf16 every node, leaves and root included, is rounded to bf16
-(to nearest, ties to even) when it is formed: by whichever rank, and whether or not it travels. So
-rounding belongs to (node, element), never to a rank, and bits do not depend on ranks. -0.0 is made
+[Note: Rounded nodes] With nodes in bf16, every node (leaves and root included) is rounded to bf16
+(to nearest, ties to even) when it is formed, no matter which rank forms it or whether it is sent.
+Rounding belongs to (node, element), never to a rank, so bits do not depend on ranks. -0.0 becomes
 0.0 after a leaf is rounded; a sum of two bf16 numbers is never rounded to zero.
 """
 
@@ -43,13 +43,13 @@ if TYPE_CHECKING:
 
 
 TREE_VERSION = 1
-"""Part of the numeric fingerprint: another tree gives other bits."""
+"""Part of the numeric fingerprint, since another tree gives other bits."""
 
 UNKNOWN = -1
-"""Placeholder for the index of a leaf that the caller did not give."""
+"""Stands for a leaf index that the caller did not give."""
 
 FORGOTTEN = -2
-"""Placeholder for the index of the first leaf of a rank that discards the step."""
+"""Stands for the first leaf's index on a rank that discards the step."""
 
 Node = tuple[int, int]
 """(level, index)."""
@@ -60,7 +60,7 @@ Pair = tuple[int, int]
 
 
 class LeafStack:
-    """Folds leaves, arriving in order, into the largest finished nodes: a binary counter.
+    """Folds leaves, in order of arrival, into the largest finished nodes: a binary counter.
 
     `nodes` is in leaf order; node k is in the caller's slot k.
     """
@@ -71,8 +71,8 @@ class LeafStack:
     def push(self, leaf: int) -> int:
         """Add leaf number `leaf`; returns the slot of the node that it finishes.
 
-        The caller adds the leaf to slot `len(nodes)` - 1 as it was before, that slot to the one
-        below and so on, down to the returned slot; if that is `len(nodes)`, it just stays there.
+        The caller adds the leaf to slot `len(nodes)` - 1 as counted before the call, that slot to
+        the one below and so on, down to the returned slot. If that is `len(nodes)`, it just stays.
         """
         level, index = 0, leaf
         while self.nodes and index % 2 == 1 and self.nodes[-1] == (level, index - 1):
@@ -83,7 +83,7 @@ class LeafStack:
 
 
 def largest_nodes(leaves: range) -> list[Node]:
-    """The largest nodes that lie inside of `leaves`, in leaf order."""
+    """The largest nodes that lie within `leaves`, in leaf order."""
     stack = LeafStack()
     for leaf in leaves:
         stack.push(leaf)
@@ -91,7 +91,7 @@ def largest_nodes(leaves: range) -> list[Node]:
 
 
 def shares(counts: Sequence[int]) -> list[range]:
-    """Each rank's leaves, from the number of each rank: consecutive in rank order."""
+    """Each rank's leaves, given each rank's number of leaves; consecutive in rank order."""
     edges = [0, *accumulate(counts)]
     return [range(first, last) for first, last in pairwise(edges)]
 
@@ -100,7 +100,7 @@ def checked_shares(told: Sequence[tuple[int, int]]) -> list[range]:
     """Each rank's leaves, from (number, index of the first or `UNKNOWN`) of each rank.
 
     Raises:
-        RunError: a first leaf that does not follow those of the rank below.
+        RunError: a rank's first leaf does not follow the leaves of the rank below.
     """
     ranges = shares([count for count, _ in told])
     for rank, (leaves, (_, first)) in enumerate(zip(ranges, told, strict=True)):
@@ -114,16 +114,16 @@ def checked_shares(told: Sequence[tuple[int, int]]) -> list[range]:
 
 
 def merges_of(nodes: Sequence[Node], wanted: Sequence[Node]) -> tuple[list[Pair], list[int]]:
-    """Plan how to add `nodes` (in leaf order, slot k holding nodes[k]) up to the `wanted` ones.
+    """Plan how to add `nodes` (in leaf order, slot k holding nodes[k]) up to the `wanted` nodes.
 
     Returns:
-        The additions in a valid order of execution, and the slot in which each wanted node ends; -1
-            for a node without leaves.
+        The additions in a valid order of execution, and the final slot of each wanted node; -1 for
+            a node without leaves.
     """
     merges: list[Pair] = []
 
     def value(level: int, index: int, first: int, last: int) -> int:
-        """Slot that will hold node (level, index), made of slots first .. last-1."""
+        """Slot that will hold node (level, index), the sum of slots first .. last-1."""
         if last == first:
             return -1
         if last == first + 1:
@@ -149,7 +149,7 @@ def merges_of(nodes: Sequence[Node], wanted: Sequence[Node]) -> tuple[list[Pair]
 
 
 def at_once(pairs: Sequence[Pair]) -> list[list[Pair]]:
-    """`pairs` in rounds: those of a round meet no buffer twice, and need only earlier rounds."""
+    """`pairs` in rounds: a round uses no buffer twice and depends only on earlier rounds."""
     rounds: list[list[Pair]] = []
     ready: dict[int, int] = {}
     for left, right in pairs:
@@ -171,25 +171,25 @@ def _start(node: Node) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SumPlan:
-    """Plan of a sum: the buffers that are added, along which pairs, and where the sum ends."""
+    """Plan of a sum: the buffers to add, the pairs to add them in, and where the sum ends up."""
 
     operands: tuple[tuple[int, int], ...]
     """(rank, buffer number on that rank)."""
     pairs: tuple[Pair, ...]
     """Pairs of operands, in a valid order of execution."""
     end: int
-    """The operand that then holds the sum; -1: no rank had a leaf."""
+    """The operand that then holds the sum; -1 if no rank had a leaf."""
 
     @property
     def num_buffers(self) -> int:
-        """Largest number of buffers of any rank."""
+        """Largest number of buffers on any rank."""
         return max((number + 1 for _, number in self.operands), default=1)
 
 
 def plan_sum(told: Sequence[tuple[int, int]]) -> SumPlan:
-    """Plan the sum along the tree; with one leaf a rank, a balanced tree over ranks.
+    """Plan the sum along the tree; with one leaf per rank, a balanced tree over ranks.
 
-    A rank has a buffer for each of its largest nodes, or for each leaf where indices are unknown.
+    A rank has a buffer for each of its largest nodes, or for each leaf if indices are unknown.
 
     Args:
         told: (number of leaves, index of the first or `UNKNOWN`) of each rank.
@@ -211,14 +211,14 @@ def plan_sum(told: Sequence[tuple[int, int]]) -> SumPlan:
 class Bucket:
     """Gradients that are sent together.
 
-    `flat(0)` is the buffer in which sums over all ranks end up and into which `.grad` points. Other
-    buffers hold nodes that the tree order may not add yet; one leaf per rank needs none of them.
+    `flat(0)` receives the sums over all ranks, and `.grad` points into it. Other buffers hold nodes
+    that the tree order does not allow to be added yet; one leaf per rank needs none of them.
 
     Args:
         plan: which parameters, and their places.
-        parameters: all of the model's.
-        node_dtype: of the buffers, see [Note: Rounded nodes]; None is the gradients' own, as for
-            complex ones always. `.grad` points into a buffer of its own then.
+        parameters: all parameters of the model.
+        node_dtype: dtype of the buffers, see [Note: Rounded nodes]; None keeps the gradients' own,
+            and so do complex ones. With another dtype `.grad` points into a separate buffer.
         number: place in the order of launching, for profilers.
     """
 
@@ -237,25 +237,25 @@ class Bucket:
         real = self.dtype.is_floating_point
         self._node_dtype = node_dtype if node_dtype is not None and real else self.dtype
         self.rounded = self._node_dtype != self.dtype
-        """Whether buffers have another dtype than the gradients."""
+        """Whether the buffers' dtype differs from the gradients'."""
         self._sums: tuple[Tensor, list[Tensor]] | None = None
         self.touched = [False] * len(plan.slots)
         """Slots that got a gradient in this step."""
         self.fired = [False] * len(plan.slots)
-        """Slots that got a gradient from the present leaf."""
+        """Slots that got a gradient from the current leaf."""
         self.missing = len(plan.slots)
-        """Number of slots that got no gradient from the present leaf."""
+        """Number of slots without a gradient from the current leaf."""
         self.waiting: list[int] = []
-        """Slots whose gradient of the present leaf is still in `.grad`."""
+        """Slots whose gradient from the current leaf is still in `.grad`."""
         self.waiting_elements = 0
         self.kept: dict[int, Tensor] = {}
-        """Gradients, by slot, that were in `.grad` before backward: the user's own memory."""
+        """Gradients, by slot, that were in `.grad` before backward: memory that the user owns."""
         self._flats: list[Tensor] = []
         self._views: list[list[Tensor]] = []
         self._parts: dict[tuple[int, int], list[Tensor]] = {}
 
     def flat(self, number: int) -> Tensor:
-        """Buffer `number`, shape [plan.numel]; made when first asked for, padding zero."""
+        """Buffer `number`, shape [plan.numel]; allocated on first use, with padding zero."""
         while len(self._flats) <= number:
             like = self.parameters[0]
             flat = torch.zeros(self.plan.numel, dtype=self._node_dtype, device=like.device)
@@ -264,9 +264,9 @@ class Bucket:
         return self._flats[number]
 
     def adopt(self, number: int, memory: Tensor) -> None:
-        """Put buffer `number` into `memory`, [plan.numel], with its contents if it has any.
+        """Move buffer `number` into `memory`, [plan.numel], with its contents if it has any.
 
-        It exists already, or is the next one.
+        The buffer exists already, or is the next one.
         """
         if number < len(self._flats):
             memory.copy_(self._flats[number])
@@ -298,9 +298,9 @@ class Bucket:
         return [views[slot] for slot in slots]
 
     def sums(self) -> list[Tensor]:
-        """The sums over all ranks, once `flat(0)` holds them: each parameter's, in its shape, dtype
-        and strides (a fused optimizer goes through both memories alike), in memory that is
-        overwritten by the next step's."""
+        """Each parameter's sum over all ranks, in its shape, dtype and strides (a fused optimizer
+        walks both memories in the same order), once `flat(0)` holds it. The next step overwrites
+        this memory."""
         views = self.views(0, range(len(self.plan.slots)))
         if self.rounded:
             if self._sums is None:
@@ -314,17 +314,17 @@ class Bucket:
         ]
 
     def fits(self, gradient: Tensor) -> bool:
-        """Whether it is dense, and of the dtype that the parameters had."""
+        """Whether `gradient` is dense and has the dtype that the parameters had."""
         return gradient.dtype is self.dtype and gradient.layout is torch.strided
 
     def memory(self) -> Tensor | None:
-        """Memory of what `gradients` hands out, flat; None where a gradient lies elsewhere."""
+        """Flat memory of what `gradients` yields; None if a gradient lies elsewhere."""
         if self.kept or not all(parameter.is_contiguous() for parameter in self.parameters):
             return None
         return self.flat(0) if self._sums is None else self._sums[0]
 
     def parts(self, number: int, most: int | None = None) -> list[Tensor]:
-        """Memory of buffer `number`, flat: all of it, or of parameters of `most` elements each."""
+        """Flat memory of buffer `number`: all, or only parameters of at most `most` elements."""
         if most is None:
             return [self.flat(number)]
         key = number, most
@@ -336,8 +336,8 @@ class Bucket:
         return self._parts[key]
 
     def gradients(self, used: Sequence[bool]) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
-        """Each parameter with what its `.grad` becomes: the sum over all ranks, in the user's own
-        memory where it was there; None where no rank has a gradient."""
+        """Each parameter with its new `.grad`: the sum over all ranks, in the user's memory if the
+        gradient was there before; None if no rank has a gradient."""
         sums = zip(self.plan.slots, self.parameters, self.sums(), strict=True)
         for place, (slot, parameter, total) in enumerate(sums):
             own = self.kept.get(place)
@@ -347,8 +347,8 @@ class Bucket:
                 yield parameter, total if own is None else own.copy_(total)
 
     def span(self, number: int, slots: Sequence[int]) -> Tensor | None:
-        """The part of buffer `number` that holds `slots` and nothing else but padding; None when
-        other slots lie between them."""
+        """The part of buffer `number` that holds `slots` and otherwise only padding; None if other
+        slots lie between them."""
         first, last = min(slots), max(slots)
         if last - first + 1 != len(slots):
             return None
@@ -356,14 +356,14 @@ class Bucket:
         return self.flat(number)[start : end.offset + end.numel]
 
     def named_sums(self, names: Sequence[str], buffers: int) -> Iterator[tuple[str, Tensor]]:
-        """The parameters that have a gradient, by the `names` of all parameters of the model, with
-        the contents of the first `buffers` buffers."""
+        """The parameters that have a gradient, by their names in `names` (which lists all of the
+        model's parameters), with the contents of the first `buffers` buffers."""
         for place, slot in enumerate(self.plan.slots):
             for number in range(buffers if self.touched[place] else 0):
                 yield names[slot.index], self.view(number, place)
 
     def mark(self, slot: int) -> bool:
-        """Note a gradient; False when this leaf has produced one for the slot already."""
+        """Note a gradient; returns False if this leaf has already produced one for the slot."""
         if self.fired[slot]:
             return False
         self.fired[slot] = self.touched[slot] = True
@@ -371,8 +371,8 @@ class Bucket:
         return True
 
     def keep(self, slot: int) -> None:
-        """Note a gradient in the user's own memory, in which torch has added the new one to what
-        was there. One that was written to otherwise (two uses of a tied weight) costs a copy."""
+        """Note a gradient in the user's memory, where torch has added the new gradient to the old.
+        A gradient that was written in another way (two uses of a tied weight) costs a copy."""
         grad = self.parameters[slot].grad
         if grad is None or grad is self.view(0, slot) or grad.requires_grad:
             return
@@ -392,7 +392,7 @@ class Bucket:
         self.waiting, self.waiting_elements = [], 0
 
     def begin_step(self) -> None:
-        """Forget which slots were touched; the memory stays."""
+        """Forget which slots were touched; keep the memory."""
         self.touched = [False] * len(self.plan.slots)
         self.kept.clear()
 
@@ -404,26 +404,26 @@ class Bucket:
 
 
 class PlainSums:
-    """Accumulates leaves in the order of arrival, in one buffer; `.grad` is a view of it."""
+    """Accumulates leaves in order of arrival, in one buffer; `.grad` is a view of it."""
 
     num_buffers = 1
-    """Number of buffers of a bucket in use."""
+    """Number of buffers in use per bucket."""
 
     def __init__(self) -> None:
         self.num_leaves = 0
         """Leaves begun in this step."""
         self.first_leaf: int | None = None
-        """Global index of the first one; None when the caller gave none, or it does not matter."""
+        """Global index of the first leaf; None if the caller gave none or it does not matter."""
 
     def begin_leaf(self, index: int | None) -> None:
-        """Begin leaf `index` of the global batch (None: unknown), for the gradients that follow."""
+        """Begin leaf `index` of the global batch (None: unknown); gradients that follow are its."""
         self.num_leaves += 1
 
     def fold(self, bucket: Bucket, slots: Sequence[int]) -> None:
         """Accumulate the gradients that have arrived in `.grad` of these parameters.
 
-        Copies new ones; after the first leaf autograd itself adds to the view. A `.grad` that is
-        not the view holds everything that counts: it is new, or was cleared in between.
+        Copies new gradients; after the first leaf autograd itself adds to the view. A `.grad` that
+        is not the view holds the whole gradient: it is new, or was cleared in between.
         """
         views = bucket.views(0, slots)
         parameters = [bucket.parameters[slot] for slot in slots]
@@ -435,10 +435,10 @@ class PlainSums:
                 parameter.grad = view
 
     def end_leaf(self, bucket: Bucket) -> None:
-        """Account for the slots without a gradient from this leaf: here they add nothing."""
+        """Handle slots without a gradient from this leaf; here they add nothing."""
 
     def forget(self) -> None:
-        """Discard this rank's leaves of this step; the other ranks discard theirs, too."""
+        """Discard this rank's leaves of this step; the other ranks discard theirs too."""
         self.num_leaves, self.first_leaf = 0, FORGOTTEN
 
     def begin_step(self) -> None:
@@ -447,10 +447,10 @@ class PlainSums:
 
 
 class TreeSums:
-    """Accumulates leaves along the fixed tree; methods as `PlainSums`.
+    """Accumulates leaves along the fixed tree; has the methods of `PlainSums`.
 
-    Without a leaf's global index, its nodes are known only once all ranks have exchanged their
-    numbers of leaves: until then every leaf keeps its own buffer.
+    Without global indices, a rank knows the nodes of its leaves only after all ranks have exchanged
+    their numbers of leaves. Until then every leaf keeps its own buffer.
     """
 
     def __init__(self) -> None:
@@ -469,10 +469,10 @@ class TreeSums:
         return self.num_leaves if self.first_leaf is None else len(self._stack.nodes)
 
     def begin_leaf(self, index: int | None) -> None:
-        """Begin a leaf; indices of a rank are consecutive.
+        """Begin a leaf; a rank's indices must be consecutive.
 
         Raises:
-            ConfigError: they are not.
+            ConfigError: they are not consecutive.
         """
         if self.num_leaves == 0:
             self.first_leaf = index
@@ -488,7 +488,7 @@ class TreeSums:
         self.num_leaves += 1
 
     def fold(self, bucket: Bucket, slots: Sequence[int]) -> None:
-        """Push new gradients down the stack; `.grad` is empty afterwards."""
+        """Push new gradients down the stack; leaves `.grad` empty."""
         parameters = [bucket.parameters[slot] for slot in slots]
         gradients = _gradients(parameters)
         if self._target == self._top:
@@ -503,7 +503,7 @@ class TreeSums:
             parameter.grad = None
 
     def _lay_down(self, bucket: Bucket, slots: Sequence[int], gradients: list[Tensor]) -> None:
-        """Store 0.0 + g, not a copy: it turns -0.0 into 0.0, which makes zeros neutral in sums."""
+        """Store 0.0 + g instead of a copy: it turns -0.0 into 0.0, so zeros are neutral in sums."""
         views = bucket.views(self._top, slots)
         if len(slots) == 1 and views[0].dtype == gradients[0].dtype:
             torch.add(gradients[0], 0.0, out=views[0])
@@ -527,7 +527,7 @@ class TreeSums:
             foreach_add_(bucket.views(number - 1, slots), bucket.views(number, slots))
 
     def forget(self) -> None:
-        """Discard this rank's leaves; the other ranks learn of it in place of the first index."""
+        """Discard this rank's leaves; the other ranks see it in place of the first index."""
         self.begin_step()
         self.first_leaf = FORGOTTEN
 

@@ -1,47 +1,47 @@
-"""Synchronisation of buffers that a forward changes, such as BatchNorm's running statistics.
+"""Synchronisation of buffers that a forward changes, for example BatchNorm's running statistics.
 
 [Note: Buffers] All ranks start with rank 0's buffers. Within a step every leaf's forward starts
-from the same values, those at the step's beginning; at its end a buffer becomes
+from the buffers' values at the beginning of the step. At the end of the step a buffer becomes
 
     floating, complex     start + mean over leaves of (value after the leaf - start)
     integer, bool         start + the largest change by any leaf
 
-where leaves that did not change a buffer do not count, nor leaves of weight 0 (all padding). So
-BatchNorm's `num_batches_tracked` counts *steps*, not forwards, and its running mean moves by
-`momentum` towards the mean of the leaves' means. (The running variance moves towards the mean of
+Leaves that did not change a buffer do not count, and neither do leaves of weight 0 (all padding).
+BatchNorm's `num_batches_tracked` therefore counts *steps*, not forwards, and its running mean moves
+by `momentum` towards the mean of the leaves' means. (The running variance moves towards the mean of
 the variances *within* leaves, without the variance between them; larger leaves include more of it.)
 
 Ranks do not appear in this rule, and the mean is exact ([Note: Sums without an order]): any number
-of ranks, with any distribution of leaves, ends with the same bits. A step that is refused or
-discarded leaves no trace. A buffer that no forward changes is neither copied nor sent. In the
-user's training loop, where a leaf's end is unknown, a rank's forwards are one leaf.
+of ranks, with any distribution of leaves, ends with the same bits. A refused or discarded step
+does not change buffers. A buffer that no forward changes is neither copied nor sent. In the user's
+training loop the end of a leaf is unknown, so a rank's forwards count as one leaf.
 
-[Note: Whose change] Hooks on the root and on modules with buffers tell by whom one is changed:
+[Note: Whose change] Hooks on the root and on modules with buffers attribute each change:
 
-    between two steps          a new start, which ranks compare before they update (not what was
-                               written past autograd, by `.data` or NumPy)
-    in a leaf                  the leaf's, whose forward alone sees it
+    between two steps          a new start; ranks compare it before they update (except what was
+                               written without autograd's knowledge, by `.data` or NumPy)
+    in a leaf                  the leaf's; only its forward sees it
     by hand between leaves     the next leaf's
     under no_grad, in eval     undone before that module's next training forward, or at the step's
                                end; the leaf's, if the module has no training forward in it
     without a backward         the next leaf's, or undone at the step's end
 
-Where no hook runs (a compiled function calls the model), a first leaf's changes count as made
-between steps for buffers that no leaf has changed before.
+If no hook runs (a compiled function calls the model), changes by a first leaf count as made between
+steps, for buffers that no leaf has changed before.
 
-[Note: Tensors come back] After a leaf a module gets back the tensor it had. One that the forward
-assigned is not written, as the user or a graph may have it. The one that comes back is written in
-place, if at all, and autograd knows; unless only a graph has it: then a new one comes. BatchNorm's
-are written past the counter: backward does not use what it saved.
+[Note: Tensors come back] After a leaf a module gets back the tensor it had before. A tensor that
+the forward assigned is never written: the user or a graph may hold it. The returned tensor is
+written in place if necessary, and autograd notices. If that is impossible, or only a graph holds
+it, a new one is used. BatchNorm's are written without a version bump: backward never reads them.
 
-A step costs one message of 8 bytes per buffer and, if any changed, two of 8 bytes per element; one
-copy of all buffers is kept. Checkpoints need only the buffers themselves, taken between steps.
+A step costs one message of 8 bytes per buffer and, if any buffer changed, two messages of 8 bytes
+per element, plus one copy of all buffers. Checkpoints need only the buffers, taken between steps.
 
-[Note: Sums without an order] Per element all ranks agree on the largest exponent, every value
-becomes an integer of at most 62 - log2(most) bits on that scale, and the integers are added,
-wherever they are: bits depend on neither order nor grouping. For up to 512 leaves that is at least
-as fine as float64 for the largest value. An element with an infinite or undefined value sums to
-nan. (The bins of a step's message, [Note: Fixed bins], would be much to send for many elements.)
+[Note: Sums without an order] For each element all ranks agree on the largest exponent. Every value
+becomes an integer of at most 62 - log2(most) bits on that scale, and ranks add the integers. Bits
+depend on neither order nor grouping. For up to 512 leaves this is at least as fine as float64 for
+the largest value. An element with an infinite or undefined value sums to nan. (The bins of a step's
+message, [Note: Fixed bins], would be too large to send for many elements.)
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class BufferSync:
     Args:
         model, comm: buffers are equal on all ranks.
         batch_norm: from `choose_batch_norm`; its ranks meet at the same phases.
-        equal_replicas: False when replicas drift between rounds, and the strategy averages buffers
-            itself when ranks meet: nothing is watched here then.
+        equal_replicas: False if replicas drift between rounds and the strategy averages buffers
+            itself when ranks meet; then nothing is watched here.
     """
 
     def __init__(
@@ -107,17 +107,17 @@ class BufferSync:
         self._model, self._comm, self._batch_norm = model, comm, batch_norm
         skip = batch_norm.own_buffers if batch_norm else ()
         self._buffers = _find_buffers(model, skip) if equal_replicas else []
-        self._leaves: list[dict[int, Tensor]] = []  # of this step: changed buffers after each
-        self._ending = self._leaves  # of the step that ends
+        self._leaves: list[dict[int, Tensor]] = []  # changed buffers after each leaf of this step
+        self._ending = self._leaves  # of the step that is ending
         self._changed: set[int] = set()  # in the open leaf
-        self._strays: dict[int, Tensor] = {}  # values before forwards that are no leaf's
+        self._strays: dict[int, Tensor] = {}  # values before forwards that belong to no leaf
         self._edited: set[int] = set()  # between steps, not compared yet
         self._moving: set[int] = set()  # changed by leaves so far
         self._trained: set[nn.Module] = set()  # called in the open leaf
         self._in_step = self._in_forward = False
         self._num_leaves = 0
         self._hooks = self._watch() if self._buffers else []
-        # Steps that look for buffers that came later:
+        # Steps that look for buffers registered later:
         self._looks = 2 if equal_replicas and comm.world_size > 1 > comm.rank else 0
 
     def _watch(self) -> list[Any]:
@@ -139,15 +139,15 @@ class BufferSync:
             if alive and not alive._in_forward and module in known and not in_transform():
                 alive._forward_begins(module)
 
-        # In front: a hook of torch's older spectral_norm changes buffers.
+        # Prepended: a hook of torch's older spectral_norm changes buffers.
         hook, loading = ModuleHook(before_forward), ModuleHook(loaded_or_traced)
         hooks: list[Any] = [m.register_forward_pre_hook(hook, prepend=True) for m in known]
         return [*hooks, self._model.register_load_state_dict_post_hook(loading)]
 
     def _forward_begins(self, module: nn.Module) -> None:
-        """Begin a forward that is inside of no other."""
+        """Begin a forward that no other forward encloses."""
         self._look()
-        if not (self._trained or self._in_step):  # `.data` is written past the version
+        if not (self._trained or self._in_step):  # writes through `.data` do not bump the version
             first = range(len(self._buffers)) if self._num_leaves < 2 else self._moving
             for index in set(first) - self._strays.keys():
                 self._buffers[index].start.copy_(self._buffers[index].value)
@@ -168,7 +168,7 @@ class BufferSync:
         handle = module.register_forward_hook(ModuleHook(after_forward), always_call=True)
 
     def _forward_ended(self, module: nn.Module, before: dict[int, Tensor] | None) -> None:
-        """End a forward; where it is no leaf's, `before` holds what was changed already."""
+        """End a forward; if it belongs to no leaf, `before` holds the values already changed."""
         written = self._written()
         silent = {i for i, b in enumerate(self._buffers) if b.is_silent or self._num_leaves < 2}
         silent -= written if before is not None else written | self._changed
@@ -190,15 +190,15 @@ class BufferSync:
                 self._buffers[index].put(self._strays.pop(index))
 
     def _part(self, module: nn.Module) -> set[int]:
-        """The buffers of a module and of those in it."""
+        """The buffers of a module and of its submodules."""
         inside = set(module.modules())
         return {index for index, buffer in enumerate(self._buffers) if buffer.owner in inside}
 
     def _written(self) -> set[int]:
-        """Buffers of modules that have written to any of theirs since this was last called.
+        """Buffers of modules that have written to any of their buffers since the last call.
 
-        Judged by module: torch's batch_norm does not report that it wrote to running_mean, but
-        BatchNorm's counter does (and for InstanceNorm it is the other way round).
+        Decided per module: torch's batch_norm does not report that it wrote to running_mean, but
+        BatchNorm's counter shows it (for InstanceNorm it is the other way round).
         """
         owners = {id(buffer.owner) for buffer in self._buffers if buffer.was_written()}
         return {i for i, buffer in enumerate(self._buffers) if id(buffer.owner) in owners}
@@ -210,8 +210,8 @@ class BufferSync:
             self.refresh()
 
     def refresh(self, but: Collection[int] = ()) -> None:
-        """Take what was written between steps, except for some, as the new start; `load_state_dict`
-        does it, and the first forward of a step."""
+        """Take what was written between steps, except buffers in `but`, as the new start;
+        `load_state_dict` calls it, and so does the first forward of a step."""
         for index, buffer in enumerate(self._buffers):
             if index not in but and buffer.was_written():
                 self._take_start(index)
@@ -223,7 +223,7 @@ class BufferSync:
 
     @contextmanager
     def untouched(self) -> Generator[None]:
-        """Restore all buffers of the model on exit: for throwaway forwards."""
+        """Restore all buffers of the model on exit; for throwaway forwards."""
         before = [(buffer, buffer.detach().clone()) for buffer in self._model.buffers()]
         try:
             yield
@@ -238,7 +238,7 @@ class BufferSync:
             self._batch_norm.meet("the backward of the last leaf" if last else "a backward")
 
     def leaf_ends(self, *, counts: bool = True) -> None:
-        """Keep the changes to buffers, unless the leaf has weight 0 (`counts=False`); reset."""
+        """Keep the buffers' changes, unless the leaf has weight 0 (`counts=False`), and reset."""
         if not (self._trained or self._in_step) and self._num_leaves:  # no hook saw a forward
             self.refresh(but=self._moving)
         self._changed |= self._written()
@@ -258,9 +258,9 @@ class BufferSync:
 
     def step_begins(self) -> list[int]:
         """For each buffer, the number of this rank's leaves that changed it in this step; then two
-        numbers by which ranks compare what was changed between steps.
+        numbers that let ranks compare what changed between steps.
 
-        The caller sums them over all ranks, in a message it sends anyway, for `step_ends`.
+        The caller sums them over all ranks, in a message that it sends anyway, for `step_ends`.
         """
         if self._batch_norm is not None and self._batch_norm.choice == "sync":
             self._batch_norm.meet("the step's end")
@@ -272,19 +272,19 @@ class BufferSync:
             self._take_start(index)
         self._changed.clear()
         self._in_step = False
-        self._ending, self._leaves = self._leaves, []  # a step that is refused ends with this
+        self._ending, self._leaves = self._leaves, []  # also if the step is refused
         counts = [sum(i in leaf for leaf in self._ending) for i in range(len(self._buffers))]
         return [*counts, self._mark, self._mark**2] if counts else []
 
     @property
     def _mark(self) -> int:
-        """A number below 2^20, equal on ranks that changed buffers alike between steps."""
+        """A number below 2^20, equal on ranks that changed buffers equally between steps."""
         edited = repr([(i, self._buffers[i].text()) for i in sorted(self._edited)])
         return int(hash_text(edited.encode()), 16) % 2**BITS if self._edited else 0
 
     def refuse_unlike(self, counts: Sequence[float]) -> None:
-        """Raise ConfigError on all ranks where buffers were changed between steps and differ;
-        `counts` as for `step_ends`. Two all-gathers where they were not changed alike."""
+        """Raise ConfigError on all ranks if buffers were changed between steps and differ.
+        `counts` as for `step_ends`. Two all-gathers if ranks changed buffers differently."""
         size, mark = self._comm.world_size, self._mark
         if self._buffers and [*counts[-2:]] != [size * mark, size * mark**2]:
             texts = {f"buffer {buffer.name!r}": buffer.text() for buffer in self._buffers}
@@ -294,8 +294,8 @@ class BufferSync:
 
     @torch.no_grad()
     def step_ends(self, counts: Sequence[float], settle: Callable[[], None]) -> None:
-        """Set the buffers' new values, equal on all ranks; `counts` are `step_begins` summed, and
-        `settle` comes before messages."""
+        """Set the buffers' new values, equal on all ranks. `counts` are the sums of `step_begins`;
+        `settle` is called before messages."""
         if self._trained:  # a forward in the update
             self.leaf_ends(counts=False)
         changed = [index for index, count in enumerate(counts[:-2]) if count]
@@ -317,7 +317,7 @@ class BufferSync:
                 )
 
     def close(self) -> None:
-        """Remove the hooks and restore BatchNorm's methods; buffers stay as they are."""
+        """Remove the hooks and restore BatchNorm's methods; buffers do not change."""
         if self._batch_norm is not None:
             self._batch_norm.close()
         for hook in self._hooks:
@@ -335,25 +335,25 @@ class _Buffer:
     home: Tensor
     """The tensor that is the buffer between steps, and its version when it last held `start`."""
     seen: Tensor | None
-    """The tensor that was the buffer when last looked at, and its version then."""
+    """The tensor that was the buffer at the last look, and its version then."""
     home_version: int = -1
     version: int = -1
     is_silent: bool = False
-    """Whether forwards write past its version."""
+    """Whether forwards write to it without a version bump."""
 
     @property
     def is_floating(self) -> bool:
         return self.start.is_floating_point() or self.start.is_complex()
 
     def text(self) -> str:
-        """Its start, or a hash of it, for messages."""
+        """Its start, or a hash of the start, for messages."""
         values = self.start
         few = values.numel() <= 4
         return str(values.tolist()) if few else hash_text(repr(hash_bits(values).tolist()).encode())
 
     @property
     def value(self) -> Tensor:
-        """The buffer as it is now; it must keep its shape and dtype."""
+        """The buffer's current value; it must keep its shape and dtype."""
         now = self.owner._buffers.get(self.key)
         if now is None or now.shape != self.start.shape or now.dtype != self.start.dtype:
             what = "was removed" if now is None else f"became {list(now.shape)} {now.dtype}"
@@ -364,14 +364,14 @@ class _Buffer:
         return now.detach()
 
     def was_written(self) -> bool:
-        """Whether it was assigned or written since the last call, as far as torch tells."""
+        """Whether it was assigned or written since the last call, as far as torch records it."""
         before = self.seen, self.version
         self.seen = self.owner._buffers.get(self.key)
         self.version = -1 if self.seen is None or self.seen.is_inference() else version(self.seen)
         return self.seen is not before[0] or self.version != before[1]
 
     def take_start(self) -> None:
-        """Start from what the buffer is now."""
+        """Start from the buffer's current value."""
         with torch.inference_mode(False):
             self.start = self.value.clone()
         self.was_written()
@@ -379,7 +379,7 @@ class _Buffer:
         self.home, self.home_version = self.seen, self.version
 
     def put(self, values: Tensor | None = None) -> None:
-        """Make the buffer `values`, or the start; see [Note: Tensors come back]."""
+        """Set the buffer to `values`, or to the start; see [Note: Tensors come back]."""
         self.owner._buffers[self.key] = self.seen = self.home
         past = isinstance(self.owner, BatchNorm)
         fixed = self.home.is_inference() or 0 in self.home.stride()  # cannot be written
@@ -407,19 +407,19 @@ class _Buffer:
         self.put(self.start)
 
     def _only_graphs_hold(self) -> bool:
-        """Whether graphs refer to `home`, and nothing else but its module."""
+        """Whether graphs refer to `home`, and apart from them only its module does."""
         ours = 5  # references: the module, `home`, `seen`, all graphs, this call
         shared = storage_uses(storage_address(self.home.untyped_storage())) > 2
         return uses(self.home) > 1 and not shared and sys.getrefcount(self.home) <= ours
 
 
 def _flat(values: Tensor) -> Tensor:
-    """In one dimension, complex numbers as pairs."""
+    """Flatten to one dimension, with complex numbers as pairs."""
     return (torch.view_as_real(values) if values.is_complex() else values).reshape(-1)
 
 
 def _find_buffers(model: nn.Module, skip: Collection[nn.Module]) -> list[_Buffer]:
-    """All buffers outside of `skip`, tied ones under each name, in `named_buffers` order."""
+    """All buffers except those in `skip`, tied ones under each name, in `named_buffers` order."""
     found: list[_Buffer] = []
     for prefix, module in model.named_modules():
         for key, tensor in () if module in skip else module._buffers.items():
@@ -437,13 +437,13 @@ def _combine(
     counts: Sequence[float],
     comm: Communicator,
 ) -> None:
-    """Set new values of those `changed`, from all leaves of all ranks."""
+    """Set new values of the `changed` buffers, from all leaves of all ranks."""
     device = buffers[changed[0]].start.device
     moving = [i for i in changed if buffers[i].is_floating]
     counting = [i for i in changed if not buffers[i].is_floating]
 
     def changes(indices: list[int], nothing: Tensor) -> Tensor:
-        """A row for each leaf; `nothing` where it has not changed a buffer."""
+        """One row per leaf; `nothing` for leaves that did not change the buffer."""
         starts = {index: _flat(buffers[index].start).to(nothing) for index in indices}
         rows = [
             [
@@ -466,24 +466,24 @@ def _combine(
 
 
 _NOTHING = -2000
-"""Exponent of 0: below those of all float64 numbers."""
+"""Exponent of 0, below the exponents of all float64 numbers."""
 _NOT_FINITE = 5000
-"""Exponent of inf and nan: above all others."""
+"""Exponent of inf and nan, above all others."""
 
 
 def exact_sum(
     values: Tensor, jumps: Tensor, comm: Communicator, *, most: int
 ) -> tuple[Tensor, Tensor]:
-    """Sum `values` over leaves and ranks ([Note: Sums without an order]), and take the largest of
+    """Sum `values` over leaves and ranks ([Note: Sums without an order]), and take the maximum of
     `jumps`, on all ranks.
 
     Two all-reduces over the whole group, int64 [n + m] and int64 [n]; nothing overlaps them.
 
     Args:
         values: float64 [L, n], L >= 1; a rank without leaves gives zeros.
-        jumps: int64 [L, m]; the smallest int64 stands for none.
+        jumps: int64 [L, m]; the smallest int64 means no jump.
         comm: the ranks.
-        most: largest number of values that any element has over all ranks.
+        most: largest number of values of any element over all ranks.
 
     Returns:
         float64 [n] and int64 [m].

@@ -1,4 +1,4 @@
-"""From a recipe to what it names: sums, exchange and shards, composed in an `Engine`."""
+"""Builds what a recipe names (sums, exchange, shards) and composes it in an `Engine`."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ def build_engine(
     """Bind `recipe` to a model and the ranks of `comm`.
 
     Args:
-        model: on its device; its replicas are equal already.
+        model: on its device; its replicas are already equal.
         comm: all ranks.
         recipe: describes the strategy.
-        groups: ranks inside the host and between hosts, for `reduction='hierarchical'`; where
-            ranks sit, for sums along the tree.
+        groups: ranks within the host and between hosts, for `reduction='hierarchical'`; the hosts
+            of all ranks, for sums along the tree.
 
     Raises:
         ConfigError: a hierarchical recipe without groups.
@@ -62,11 +62,11 @@ def build_engine(
     buckets = lay_out_buckets(parameters, recipe, comm.world_size)
     invariant = recipe.order == "invariant"
     exchange: Exchange | None = None
-    # Work of shared memory for the recipe beyond carrying messages.
+    # What the recipe does in shared memory, apart from carrying messages.
     plain = (recipe.shard, recipe.reduction, recipe.wire) == ("none", "backend", "same")
     divides = plain and recipe.grouping == "buckets"
     shards: Replicas | None = None
-    # With shards, or with memory held once, `optimizer.step()` would be the whole optimizer's.
+    # With shards, or weights held once, `optimizer.step()` would be the whole optimizer's.
     user_loop = recipe.shard == "none"
     adds_there = invariant and recipe.node_dtype is None
     if isinstance(comm, SharedMemoryCommunicator) and (adds_there or divides):
@@ -95,12 +95,12 @@ def build_engine(
         shards = LateReplicas(model, parameters, comm, tree, measures=measures)
     engine = Engine(
         *(model, comm, buckets),
-        # The core that would add beside backward computes.
+        # The core that would add while backward runs is busy computing.
         recipe=recipe if by_messages else replace(recipe, overlap=False),
         sums=TreeSums() if invariant else PlainSums(),
         exchange=exchange,
         shards=shards,
-        # Shards of optimizer state belong to places in buckets: then places must not change.
+        # Shards of optimizer state belong to places in buckets, so places must not change.
         learns=recipe.grouping == "buckets" and recipe.shard == "none" and by_messages,
     )
     engine.user_loop = user_loop
@@ -108,13 +108,13 @@ def build_engine(
 
 
 def publishes_later(recipe: Recipe, device: torch.device) -> bool:
-    """Whether sums may be handed out beside the next forward: on GPUs if asked for by name alone,
-    since it costs the host two waits and an optimizer call a bucket, and their links are fast."""
+    """Whether sums may be sent to all ranks during the next forward. On GPUs only if explicitly
+    requested: it costs the host two waits and an optimizer call per bucket, and links are fast."""
     return recipe.overlap_publish is True or bool(recipe.overlap_publish and device.type == "cpu")
 
 
 def gathers(device: torch.device) -> bool:
-    """Whether sums go down by an all-gather, in the lane's own group: it needs few launches."""
+    """Whether sums go down by an all-gather in the lane's own group, which needs few launches."""
     return device.type == "cuda"
 
 
@@ -153,12 +153,12 @@ def _exchange(
 
 
 def _made_for(comm: Communicator, *used: Communicator | None) -> list[ProcessGroupCommunicator]:
-    """Those in `used` that are not `comm`."""
+    """The communicators in `used` that are not `comm`."""
     return [c for c in used if isinstance(c, ProcessGroupCommunicator) and c is not comm]
 
 
 def _over_hosts(comm: Communicator, recipe: Recipe, groups: Groups) -> OverHosts | None:
-    """Shared memory inside of hosts; None where it is not wanted or not possible."""
+    """Shared memory within hosts; None if it is not wanted or not possible."""
     hosts = groups.placement.nodes
     if recipe.collective == "backend" or len(hosts) == comm.world_size:
         return None
@@ -181,8 +181,8 @@ def _over_hosts(comm: Communicator, recipe: Recipe, groups: Groups) -> OverHosts
 
 
 def _tree_levels(comm: Communicator, recipe: Recipe, groups: Hosts | None) -> list[Messenger]:
-    """The messengers that sums along the tree go through: `[comm]`, or inside of the hosts and
-    between them, where ranks sit as that needs."""
+    """The messengers for sums along the tree: `[comm]`, or `[within hosts, between hosts]` if the
+    placement of ranks allows it."""
     required = recipe.reduction == "hierarchical"
     if groups is None and not required:
         return [comm]
@@ -211,7 +211,7 @@ def _algorithm(
     everyone = Channel(comm, channel)
     if recipe.reduction == "ring":
         return lambda flat: ring_all_reduce(everyone, flat, "sum")
-    # By messages of `comm`, which is this thread's: `intra` on one host is the default group.
+    # By messages of `comm`, owned by this thread: `intra` on one host is the default group.
     placement = _known(groups).placement
     intra = Subset(everyone, placement.node_of(comm.rank))
     inter = Subset(everyone, placement.column_of(comm.rank))

@@ -1,12 +1,12 @@
 """Checks of a model before it is replicated, and the broadcast of rank 0's values.
 
-Ranks that hold different shapes, or the same ones in another order, would hang in the first
-broadcast or exchange bytes between parameters that do not belong together. So the ranks compare one
-digest; only when digests differ do they exchange the lists, to report the difference.
+Ranks that hold different shapes, or the same shapes in another order, would hang in the first
+broadcast or exchange bytes of unrelated parameters. So the ranks compare one digest. Only if
+digests differ do they exchange the lists, to report the difference.
 
-A model that torch or another library synchronises already is refused: every gradient would be
-communicated twice, with a result that depends on the order of hooks, and with unequal numbers of
-leaves ranks would wait for each other for ever.
+A model that torch or another library already synchronises is refused: every gradient would be
+communicated twice, with a result that depends on the order of hooks. With unequal numbers of
+leaves, ranks would wait for each other indefinitely.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("gradsync")
 
 Entry = Sequence[str]
-"""A parameter, buffer or setting: its name in messages, then its properties, as messages show them:
-the first one always, another one where ranks differ in it."""
+"""A parameter, buffer or setting: its name, then its properties, both as messages show them. The
+first property is always shown, another one only if ranks differ in it."""
 
 ADVICE = {
     "DistributedDataParallel": (
@@ -53,9 +53,9 @@ _KINDS = {
 
 
 def refuse_synchronised(model: nn.Module) -> None:
-    """Raise ConfigError when another mechanism synchronises `model` or a part of it.
+    """Raise ConfigError if another mechanism synchronises `model` or a part of it.
 
-    Classes are compared by name: importing FSDP to check costs too much.
+    Compares classes by name, because importing FSDP to check costs too much.
     """
     for part in model.modules():
         known = ("torch.", "deepspeed.")
@@ -75,13 +75,13 @@ def check_same_model(
 ) -> None:
     """Check that names, shapes, dtypes, trainability, ties and kinds of device are equal.
 
-    One all-reduce, int64 [2]; two all-gathers (`all_gather_json`) when something differs. However
-    different the ranks' models are, it never hangs. `settings` are arguments that must be equal
-    too, such as `{"sync": "bucketed"}`.
+    One all-reduce, int64 [2]; two all-gathers (`all_gather_json`) if something differs. It never
+    hangs, however different the ranks' models are. `settings` are arguments that must be equal too,
+    such as `{"sync": "bucketed"}`.
 
     Raises:
         ConfigError: on every rank, names the first difference and the ranks on each side; or a
-            parameter without values (lazy modules, the meta device), or in shared memory.
+            parameter without values (lazy modules, the meta device) or in shared memory.
     """
     entries: list[Entry] = [(name, repr(value)) for name, value in (settings or {}).items()]
     entries += describe_model(model)
@@ -105,7 +105,7 @@ def check_same_model(
 
 
 def describe_model(model: nn.Module) -> list[Entry]:
-    """Entries of all parameters, then all buffers, tied ones under each of their names."""
+    """Entries of all parameters, then of all buffers; tied ones appear under each name."""
     first_names: dict[int, str] = {}
     entries: list[Entry] = []
     for key, tensor in _tensors(model):
@@ -117,14 +117,14 @@ def describe_model(model: nn.Module) -> list[Entry]:
                 f"{shape} {str(tensor.dtype).removeprefix('torch.')}",
                 "trainable" if tensor.requires_grad else "frozen",
                 "not tied" if first == key else f"tied to {first}",
-                f"(device {tensor.device.type})",  # without the index: each rank has its own GPU
+                f"(device {tensor.device.type})",  # no index: each rank has its own GPU
             )
         )
     return entries
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Parameters and buffers by their names in messages, unique among both."""
+    """Parameters and buffers by the names used in messages, unique among both."""
     parameters = model.named_parameters(remove_duplicate=False)
     buffers = model.named_buffers(remove_duplicate=False)
     return [(f"parameter {name!r}", tensor) for name, tensor in parameters] + [
@@ -133,8 +133,8 @@ def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def first_difference(by_rank: Sequence[Sequence[Entry]]) -> str:
-    """The first difference between the ranks' lists, at least two of which differ, as half a
-    sentence."""
+    """The first difference between the ranks' lists, as half a sentence. At least two lists must
+    differ."""
     known = [{key for key, *_ in entries} for entries in by_rank]
     for position, row in enumerate(zip_longest(*by_rank)):
         keys = [entry[0] if entry else None for entry in row]
@@ -151,7 +151,7 @@ def first_difference(by_rank: Sequence[Sequence[Entry]]) -> str:
 
 
 def _sides(texts: Sequence[str]) -> str:
-    """The groups of ranks with one text each: `A on ranks 0,2 but B on rank 1`."""
+    """The groups of ranks that share a text: `A on ranks 0,2 but B on rank 1`."""
     return " but ".join(f"{text} on {name_ranks(r)}" for text, r in group_ranks(texts).items())
 
 
@@ -171,7 +171,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def group_ranks(values: Sequence[Hashable]) -> dict[Any, list[int]]:
-    """Ranks by value, given one value per rank; in order of first appearance."""
+    """Ranks grouped by value, given one value per rank; in order of first appearance."""
     groups: dict[Any, list[int]] = {}
     for rank, value in enumerate(values):
         groups.setdefault(value, []).append(rank)
@@ -182,13 +182,13 @@ def broadcast_model(model: nn.Module, comm: Communicator) -> None:
     """Overwrite every rank's parameters and buffers with rank 0's; tied tensors are sent once.
 
     One asynchronous broadcast per tensor over the whole group, as bytes (so every dtype is sent
-    with its bits, NaN payloads too), all waited for at the end. `check_same_model` comes first.
+    with its bits, NaN payloads too); waits for all at the end. Call `check_same_model` first.
     """
     under_way: list[tuple[Callable[[], None], Tensor, Tensor]] = []
     for tensor in [*model.parameters(), *model.buffers()]:
         values = tensor.detach()
         if values.numel():
-            message = values.contiguous()  # itself, where it is contiguous
+            message = values.contiguous()  # the buffer itself, if contiguous
             work = comm.broadcast(message.reshape(-1).view(torch.uint8))
             under_way.append((work.wait, values, message))
     for wait, values, message in under_way:
@@ -197,6 +197,6 @@ def broadcast_model(model: nn.Module, comm: Communicator) -> None:
             continue
         target, source = values, message
         for dim, (size, stride) in enumerate(zip(values.shape, values.stride(), strict=True)):
-            if size > 1 and stride == 0:  # an expanded dimension: one place in memory
+            if size > 1 and stride == 0:  # an expanded dimension occupies one place in memory
                 target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
         target.copy_(source)

@@ -1,10 +1,10 @@
-"""Replicas that differ: a comparison of all bits (`watch.py` notices edits between steps).
+"""Detects replicas that differ by comparing all bits (`watch.py` notices edits between steps).
 
-[Note: Replica hash] A tensor's bits are read as integers x_0 .. x_{n-1} (of 1, 2 or 4 bytes; longer
-elements as several). Its hash is the pair (sum of x_i, sum of (i + 1) x_i), both modulo 2**64.
+[Note: Replica hash] A tensor's bits are read as integers x_0 .. x_{n-1} of 1, 2 or 4 bytes; longer
+elements count as several. The hash is the pair (sum of x_i, sum of (i + 1) x_i), both modulo 2**64.
 One flipped bit changes the first sum by a power of two below 2**32, never by a multiple of 2**64.
-Two swapped unequal integers change the second by (x_i - x_j)(j - i), which for n < 2**31 is not 0
-either. Bits are compared, not numbers: 0.0 and -0.0 differ, and so do two NaNs with other payloads.
+Swapping two unequal integers changes the second sum by (x_i - x_j)(j - i), which is nonzero for
+n < 2**31. Bits are compared, not numbers: 0.0 and -0.0 differ, and so do NaNs with other payloads.
 """
 
 from __future__ import annotations
@@ -46,24 +46,24 @@ def check_replicas(
     """Check that all ranks hold the same bits in the same named tensors.
 
     About 2 ns per element on a CPU core. One all-gather, int64 [1], of a digest over all hashes
-    ([Note: Replica hash]); two more (`all_gather_json`) only when digests differ, so that
-    differences never make it hang. Waits for the device once.
+    ([Note: Replica hash]); two more (`all_gather_json`) only if digests differ, so a difference
+    never makes it hang. Waits for the device once.
 
     Args:
         tensors: such as `replica_tensors(model, [optimizer])`.
         comm: the ranks that hold replicas.
         step: for the message.
-        ranks: names of the ranks of `comm` in messages, where that is not the whole run.
+        ranks: names of the ranks of `comm` in messages, unless `comm` is the whole run.
         edited: ranks known to have changed their tensors.
-        heal: where more than half of the ranks agree in all tensors, copy theirs to the others (a
-            broadcast of each tensor that differs) and return.
+        heal: if more than half of the ranks agree in all tensors, copy their values to the others
+            (a broadcast of each tensor that differs) and return.
 
     Returns:
-        Whether something was healed; then rank 0 of `comm` has said what.
+        Whether something was healed; rank 0 of `comm` logs what.
 
     Raises:
         DriftError: on every rank, names the first tensor that differs and the ranks in the
-            minority; without a majority (always so on two ranks) both sides are named.
+            minority; without a majority (always so on two ranks) it names both sides.
     """
     named = list(tensors)
     mine = replica_hashes(named)
@@ -126,7 +126,7 @@ def _difference(
     ranks: Sequence[int] | None,
     edited: Sequence[int],
 ) -> str:
-    """Message about the ranks' hashes by tensor; the other arguments as for `check_replicas`."""
+    """Message about the ranks' hashes by tensor; other arguments as for `check_replicas`."""
     names = list(dict.fromkeys(name for hashes in by_rank for name in hashes))
     sides_of = {
         name: list(group_ranks([tuple(hashes.get(name, ())) for hashes in by_rank]).values())

@@ -8,8 +8,8 @@ DDP passes each bucket to the hook as backward fills it, and collects the result
     backward   ──[layer n]──[layer n-1]── … ──[layer 1]─┐
     worker            ──[bucket 0: ring, / W]──[bucket 1]┴── optimizer
 
-A hook has to average: DDP does not divide for it. This one sums first and divides once, by W.
-Algorithms of several messages run on a worker thread; their errors are raised by `backward()`.
+A hook must average, since DDP does not divide for it. This one sums first and divides once, by W.
+Algorithms of several messages run on a worker thread; `backward()` raises their errors.
 """
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations as objects.
@@ -45,12 +45,12 @@ Average = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]
 
 
 class CommHook:
-    """A hook of one DDP model, and its state between buckets.
+    """A hook for one DDP model, with its state between buckets.
 
-    Use it by `hook.register(model)`, which asks DDP for the ranks to average over. It also unpacks
-    into the arguments of DDP's own method, `ddp.register_comm_hook(*hook)`; but DDP tells a hook
-    nothing about its process group, so that way averages over torch's *default* group unless
-    `comm_hook(group=)` was given. For a DDP over some of the ranks pass the same `group`.
+    Use `hook.register(model)`, which asks DDP for the ranks to average over. The hook also unpacks
+    into the arguments of DDP's method, `ddp.register_comm_hook(*hook)`. DDP does not give a hook
+    its process group, so that call averages over torch's *default* group unless you pass
+    `comm_hook(group=)`. For a DDP over some of the ranks pass its `group`.
     """
 
     def __init__(self, group: Any, average: Average) -> None:
@@ -61,8 +61,8 @@ class CommHook:
         return iter((self, average_bucket))
 
     def register(self, model: nn.Module) -> None:
-        """Register with the one DDP that `model` is or contains, before the first forward; does
-        nothing on one rank without DDP (Accelerate and Fabric do not wrap there)."""
+        """Register with the one DDP that `model` is or contains, before the first forward. Does
+        nothing on one rank without DDP (Accelerate and Fabric do not wrap the model there)."""
         found = [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
         if not found and not (dist.is_initialized() and dist.get_world_size() > 1):
             return
@@ -88,19 +88,19 @@ def comm_hook(
     groups: Groups | None = None,
     **options: Any,
 ) -> CommHook:
-    """Make a communication hook for `DistributedDataParallel`; one for each DDP model.
+    """Make a communication hook for `DistributedDataParallel`; make one per DDP model.
 
     Args:
         strategy: ring, hierarchical (see `gs.all_reduce`); bf16, fp16 (torch's hooks); powersgd
             (torch's hook).
-        group: process group to average over; None is the model's own when registered by `register`,
-            but torch's default one when by DDP's `register_comm_hook(*hook)`.
-        groups: from `gs.groups(world)`, for hierarchical; None exchanges the ranks' hosts when the
-            first bucket comes.
-        options: of powersgd, as `PowerSgd`'s.
+        group: process group to average over; None is the model's group with `register`, but torch's
+            default group with DDP's `register_comm_hook(*hook)`.
+        groups: from `gs.groups(world)`, for hierarchical; None exchanges the ranks' hosts at the
+            first bucket.
+        options: of powersgd; the same as those of `PowerSgd`.
 
     Raises:
-        ConfigError: unknown strategy or option, or an option out of its range.
+        ConfigError: unknown strategy or option, or an option outside its range.
     """
     if strategy not in STRATEGIES:
         near = get_close_matches(strategy, STRATEGIES, n=1)
@@ -114,14 +114,14 @@ def comm_hook(
     if options:
         raise ConfigError(f"comm_hook({strategy!r}) has no option {next(iter(options))!r}")
     if strategy in ("bf16", "fp16"):
-        # Called from `average_bucket`: DDP refuses torch's bf16 hook by its name without NCCL.
+        # Called from `average_bucket`: without NCCL, DDP refuses torch's bf16 hook by its name.
         half = default_hooks.bf16_compress_hook, default_hooks.fp16_compress_hook
         return CommHook(group, half[strategy == "fp16"])
     return CommHook(group, _OnWorker(strategy, groups))
 
 
 class _OnWorker:
-    """An algorithm made of messages, on a worker thread beside backward."""
+    """Runs an algorithm of several messages on a worker thread while backward runs."""
 
     def __init__(self, algorithm: str, groups: Groups | None) -> None:
         self._algorithm = algorithm
@@ -131,7 +131,7 @@ class _OnWorker:
 
     def __call__(self, group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         tensor = bucket.buffer()
-        if self._worker is None:  # the first bucket, on the thread that all ranks have in step
+        if self._worker is None:  # the first bucket, on a thread in step on all ranks
             if tensor.is_cuda:  # NCCL runs a group's messages and collectives in one order
                 group = group_of_its_own(group, tensor.device)
             comm = ProcessGroupCommunicator(group)
@@ -145,10 +145,10 @@ class _OnWorker:
 def _averaging(
     algorithm: str, comm: Communicator, groups: Groups | None, device: torch.device
 ) -> Callable[[Tensor], None]:
-    """Make `average(tensor)` over the ranks of `comm`: in place, blocking, by messages alone."""
+    """Make `average(tensor)` over the ranks of `comm`: in place, blocking, using messages only."""
     site, levels = ReductionSite(comm=comm), None
     if algorithm == "hierarchical":
-        # `from_process_group` asks all ranks: those outside of the group do not answer.
+        # `from_process_group` asks all ranks, but ranks that are not in the group do not answer.
         if groups is None and comm.world_size != dist.get_world_size():
             raise ConfigError(
                 f"comm_hook('hierarchical'): the model's group has {comm.world_size} of "
@@ -169,7 +169,7 @@ def _averaging(
 
 
 class PowerSgd:
-    """Torch's PowerSGD hook with its state, made when the first bucket shows the device.
+    """Torch's PowerSGD hook and its state, made when the first bucket shows the device.
 
     Low-rank gradients on the wire, with error feedback: Vogels, Karimireddy & Jaggi 2019 (arXiv
     1905.13727). A gradient matrix M, [n, m], is sent as P, [n, r], and Q, [m, r]:
@@ -178,27 +178,27 @@ class PowerSgd:
         wire       [vectors] ─ [P] ─ [Q]
         then       gradient = mean of P Q^T,  error = M - P Q^T
 
-    Bytes per rank: 2(W-1)/W of r (n + m) per compressed matrix instead of n m; vectors, and
-    matrices where that would save less than `min_compression_rate`, are sent whole. Three
-    operations per bucket; memory: the error and a copy of the gradients (2 S), P and Q. The error
-    is private to each rank and in no checkpoint: after a resume it is empty, and the first
+    Bytes per rank: 2(W-1)/W of r (n + m) per compressed matrix instead of n m. Vectors are sent
+    whole, and so are matrices that would save less than `min_compression_rate`. Three operations
+    per bucket; memory: the error and a copy of the gradients (2 S), P and Q. The error is private
+    to each rank and not part of a checkpoint: after a resume it is empty, and the first
     `start_powerSGD_iter` steps are sent whole again.
 
     [Note: PowerSGD on the CPU] Torch's hook waits for one all-reduce in the callback of another.
-    On NCCL that is a matter of streams. On Gloo it blocks one of the group's two worker threads:
-    with two buckets in progress both wait for ever, or ranks issue their all-reduces in different
-    orders. So on the CPU buckets go one after the other, on a separate thread and group.
+    On NCCL this only orders streams. On Gloo it blocks one of the group's two worker threads: with
+    two buckets in progress both block indefinitely, or ranks issue their all-reduces in different
+    orders. So on the CPU buckets run one after the other, on a separate thread and group.
 
     Args:
         options: of torch's `PowerSGDState`. `matrix_approximation_rank` (r above, 1) should be 1 to
-            4; `start_powerSGD_iter` (10) is the first step that compresses, at least 2, since DDP
-            regroups its buckets after its first backward; `min_compression_rate` (2): a matrix is
-            compressed if that makes it smaller by this factor; without `use_error_feedback` (True)
-            the result is biased; `warm_start` (True): begin with the last step's Q (one power
-            iteration a step, then enough).
+            4. `start_powerSGD_iter` (10) is the first step that compresses; it is at least 2, since
+            DDP regroups its buckets after the first backward. `min_compression_rate` (2): a matrix
+            is compressed if this makes it smaller by this factor. Without `use_error_feedback`
+            (True) the result is biased. `warm_start` (True): begin with the last step's Q (then
+            one power iteration per step is enough).
 
     Raises:
-        ConfigError: an option that is unknown or out of its range.
+        ConfigError: an unknown option, or one outside its range.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -211,7 +211,7 @@ class PowerSgd:
         self._options: dict[str, Any] = {
             "start_powerSGD_iter": 10,
             "random_seed": 0,
-            # Without it, a matrix whose gradient is all zero (an unused layer) becomes nan.
+            # Otherwise a matrix whose gradient is all zero (an unused layer) becomes nan.
             "orthogonalization_epsilon": 1e-8,
         } | options
         for name, least in (("matrix_approximation_rank", 1), ("start_powerSGD_iter", 2)):
@@ -248,9 +248,9 @@ class PowerSgd:
 
 
 class BucketWorker:
-    """Runs one bucket after the other beside backward, in the order in which DDP passes them.
+    """Runs buckets one after the other while backward runs, in the order in which DDP passes them.
 
-    After a failure nothing more runs: all later futures fail too, or backward would wait for them.
+    After a failure nothing more runs. Later futures fail too; else backward would wait for them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -258,15 +258,15 @@ class BucketWorker:
         self._failure: BaseException | None = None
 
     def submit(self, tensor: Tensor, fn: Callable[[], object]) -> torch.futures.Future[Tensor]:
-        """Run `fn()`, which leaves the result in `tensor`; its exception is raised by backward."""
+        """Run `fn()`, which leaves its result in `tensor`; backward raises its exception."""
         devices: list[torch.device | int | str] = [tensor.device] if tensor.is_cuda else []
         finished = torch.futures.Future[Any](devices=devices or None)
         failed: list[BaseException] = []
 
-        # Not `set_exception`: DDP reads futures without the part of it that is written in Python.
-        # It does see an exception raised by a callback. And no exception inside of a future: its
-        # traceback refers to frames, these to the future, and the collector does not look into
-        # futures.
+        # Not `set_exception`: DDP reads futures without the part that is written in Python. It does
+        # see an exception raised by a callback. A future must not hold the exception itself: its
+        # traceback refers to frames, these refer to the future, and the garbage collector does not
+        # look into futures.
         def outcome(_: torch.futures.Future[Any]) -> Tensor:
             if failed:
                 raise failed[0]
@@ -290,13 +290,13 @@ class BucketWorker:
 def group_of_its_own(group: Any, device: torch.device) -> Any:
     """Make a second group over the same ranks, for one thread's collectives; all its ranks call it.
 
-    Two threads would issue one group's collectives in different orders on different ranks.
+    With one group, two threads would issue its collectives in different orders on different ranks.
     """
     ranks = dist.get_process_group_ranks(group)
     return dist.new_group(
         ranks,
         timeout=timeout_of(group, device),
-        # Without the others; then torch names the group after how many groups *this* rank has,
-        # which must be equal on its members. Not where all ranks are here anyway.
+        # Ask only the members. Torch then names the group after how many groups *this* rank has,
+        # which must be equal on all members. Not needed if the group contains all ranks.
         use_local_synchronization=len(ranks) < dist.get_world_size(),
     )

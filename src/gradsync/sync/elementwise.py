@@ -1,13 +1,13 @@
-"""Optimizers on pieces of parameters: those that give the same bits there as on the whole.
+"""Optimizers on pieces of parameters, with the same bits as on whole parameters.
 
-[Note: 16 bits and threads] Torch computes 16-bit elements in fp32 inside vector loops and rounds
-them once; the few elements behind the last full vector go through a scalar loop, which rounds after
-each operation (`add` with a factor does: SGD, RMSprop, ASGD, weight decay in Adam). On a CPU a
-tensor of more than 32,768 elements is divided among the intra-op threads at length / threads, so
-such tails lie in the middle of it too, and at other elements in a piece than in the whole. Measured
+[Note: 16 bits and threads] Torch's vector loops compute 16-bit elements in fp32 and round them
+once. The few elements after the last full vector go through a scalar loop, which rounds after each
+operation (`add` with a factor does: SGD, RMSprop, ASGD, weight decay in Adam). On a CPU a tensor of
+more than 32,768 elements is divided among the intra-op threads at length / threads, so such tails
+also occur in the middle of a tensor, and at other elements in a piece than in the whole. Measured
 with torch 2.13, 100,003 elements in two pieces, 4 steps, 2 to 4 threads: in bf16 and fp16 up to 21
-elements differ, all of them in such tails, and none with AdamW or a fused optimizer; none with one
-thread, and none in fp32 and fp64.
+elements differ, all of them in such tails. None differ with AdamW or a fused optimizer, with one
+thread, or in fp32 and fp64.
 """
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ _WHY_NOT = {
 
 
 def check_elementwise(optimizer_class: Any, promised: bool) -> None:
-    """Refuse a class that is no optimizer, or that looks at more than one element at a time.
+    """Refuse a class that is no optimizer, or one that looks at several elements at a time.
 
     Args:
-        optimizer_class: to be run on pieces of parameters.
-        promised: whether the user says that it is elementwise and keeps only hyper-parameters in
-            its parameter groups; ignored for those known not to be.
+        optimizer_class: the class to run on pieces of parameters.
+        promised: whether the user declares that it is elementwise and keeps only hyper-parameters
+            in its parameter groups; ignored for classes known not to be elementwise.
 
     Raises:
-        ConfigError: with the reason.
+        ConfigError: names the reason.
     """
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         raise ConfigError(
@@ -98,7 +98,7 @@ def _called(something: Any) -> str:
 
 
 def arguments_of(optimizer_class: type[Optimizer], options: dict[str, Any]) -> dict[str, Any]:
-    """The `options` that the constructor takes; `defaults` may hold more (AdamW's do)."""
+    """The `options` that the constructor accepts; `defaults` may hold more (AdamW's do)."""
     known = inspect.signature(optimizer_class.__init__).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values()):
         return dict(options)
@@ -116,13 +116,13 @@ def group_numbers(groups: Sequence[Mapping[str, Any]]) -> dict[int, int]:
 
 
 class PieceOptimizer:
-    """An optimizer over pieces of the user's parameters, which never sees the rest.
+    """An optimizer over pieces of parameters; it never sees the rest of them.
 
     Args:
         optimizer_class: elementwise.
-        defaults: of the user's optimizer.
-        groups: the user's parameter groups.
-        pieces: number of the group, and the elements as a flat view of the weights.
+        defaults: `defaults` of the optimizer that the user made.
+        groups: that optimizer's parameter groups.
+        pieces: the number of its group and the elements, a flat view of the weights, of each piece.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class PieceOptimizer:
             own.setdefault(number, []).append(tensor)
         self._numbers = sorted(own)
         self.inner: Optimizer | None = None
-        """None where this rank owns nothing."""
+        """None if this rank owns nothing."""
         if own:
             self.inner = optimizer_class(
                 [{**options(groups[n]), "params": own[n]} for n in self._numbers],
@@ -152,10 +152,10 @@ class PieceOptimizer:
     def step(
         self, groups: Sequence[Mapping[str, Any]], gradients: Iterable[tuple[Tensor, Tensor | None]]
     ) -> None:
-        """Do one step; pieces without a gradient stay as they are.
+        """Do one step; pieces without a gradient do not change.
 
         Args:
-            groups: the user's, for the hyper-parameters as they are now.
+            groups: the user's parameter groups, read for the current hyper-parameters.
             gradients: each piece with its flat gradient, [piece.numel()].
         """
         if self.inner is None:
@@ -171,8 +171,8 @@ class PieceOptimizer:
 
 
 def state_like(optimizer: Optimizer, dtype: torch.dtype) -> list[dict[str, Tensor]] | None:
-    """The optimizer's state of a parameter in each group, by name: an example of 64 elements, or of
-    one number, found by a step on 64 zeros. None when some state is neither."""
+    """The optimizer's state of a parameter in each group, by name: an example of 64 elements or of
+    one number, found by a step on 64 zeros. None if some state is neither."""
     found = []
     for group in optimizer.param_groups:
         trial = torch.nn.Parameter(torch.zeros(64, dtype=dtype))
@@ -190,11 +190,10 @@ def why_whole(
     parameters: Sequence[torch.Tensor],
     dtypes: Collection[torch.dtype],
 ) -> str:
-    """Reason why every rank has to run the whole optimizers; "" when each may update its share.
+    """Reason why every rank must run the whole optimizers; "" if each may update its share.
 
-    The same on all ranks, whose optimizers are equal, and in all steps: see
-    `watch.why_not_now`.
-    `parameters` are the synchronised ones, of these `dtypes`.
+    Equal on all ranks, whose optimizers are equal, and in all steps; see also `watch.why_not_now`.
+    `parameters` are the synchronised parameters, with these `dtypes`.
     """
     try:
         for optimizer in optimizers:
@@ -220,11 +219,11 @@ def why_whole(
 def warn_of_threads(
     parameters: Iterable[tuple[Tensor, bool]], *, said: str = "(said once)"
 ) -> bool:
-    """Warn if this number of threads may round a parameter otherwise; returns whether it did.
+    """Warn if this number of threads may round a parameter differently; returns whether it did.
 
     Args:
         parameters: each with whether it is cut into pieces.
-        said: how often the warning comes.
+        said: how often the warning is shown.
     """
     threads = torch.get_num_threads()
     for parameter, is_cut in parameters if threads > 1 else ():

@@ -4,10 +4,10 @@
     exchange          ──[bucket 0]──[bucket 1]── … ──[last]── mean, clipping, optimizer
 
 Each trainable parameter has one hook, called when its gradient is ready. The gradient goes into a
-flat bucket (`Sums` decides how leaves are added there); when the last leaf has filled a bucket, its
-`Exchange` starts. Buckets are launched in one order on all ranks, whatever order gradients come
-in: a parameter that a rank does not use delays its bucket there until the step's end, and then
-contributes zeros. So nothing ever hangs, and nothing stays unsynchronised.
+flat bucket (`Sums` decides how to add leaves). When the last leaf has filled a bucket, its
+`Exchange` starts. All ranks launch buckets in one order, regardless of the order in which gradients
+become ready. A parameter that a rank does not use delays its bucket there until the end of the
+step, and then contributes zeros. So nothing hangs, and every gradient is synchronised.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ log = logging.getLogger("gradsync")
 
 MIB = 2**20
 _FOLD_ELEMENTS = 65_536
-"""Elements at which a bucket's waiting gradients are folded, while they are still in the cache."""
+"""Fold a bucket's waiting gradients at this many elements, while they are still in the cache."""
 
 
 class Engine(Reducer):
@@ -49,7 +49,7 @@ class Engine(Reducer):
         recipe: whether communication overlaps backward, and how buckets are grouped.
         sums: adds up this rank's leaves.
         exchange: sums buckets over ranks.
-        learns: lay buckets out anew, once the order in which gradients become ready is known.
+        learns: lay out buckets again once the order in which gradients become ready is known.
     """
 
     own_gradients = user_loop = True
@@ -77,7 +77,7 @@ class Engine(Reducer):
         self._user_leaf = False
         self._works: list[Work] = []
         self._use(buckets)
-        # The hooks must not hold `self`, which holds the parameters.
+        # The hooks must not hold `self`, because it holds the parameters.
         engine: weakref.ref[Engine] = weakref.ref(self)
         self._handles = [
             parameter.register_post_accumulate_grad_hook(_hook(engine, index))
@@ -93,7 +93,7 @@ class Engine(Reducer):
                 self._places[slot.index] = (bucket, place)
 
     def watch(self, on_gradient: Callable[[nn.Parameter], bool]) -> list[Any]:
-        """See `Reducer.watch`; this reducer's own hooks make the calls."""
+        """See `Reducer.watch`; this reducer's hooks make the calls."""
         self._on_gradient = on_gradient
         return []
 
@@ -109,8 +109,8 @@ class Engine(Reducer):
         self.end_leaf()
 
     def begin_leaf(self, *, last: bool, index: int | None = None) -> None:
-        """Begin a leaf: gradients that come now belong to it."""
-        self.shards.wait()  # until here buckets hold what the weights are updated with
+        """Begin a leaf; gradients that arrive from now on belong to it."""
+        self.shards.wait()  # until then buckets hold what weights are updated with
         if self._complete or self._begun:
             raise ConfigError(
                 "a leaf came after the last one of its step: sync.step() was not called in between "
@@ -124,7 +124,7 @@ class Engine(Reducer):
             self._begin_exchange()
 
     def end_leaf(self) -> None:
-        """End a leaf: all its gradients have come."""
+        """End a leaf; all its gradients have arrived."""
         self._in_leaf = False
         for bucket in self.buckets[len(self._works) :]:
             self._fold(bucket)
@@ -156,15 +156,15 @@ class Engine(Reducer):
             self._launch_full()
 
     def _fold(self, bucket: Bucket) -> None:
-        """Accumulate the waiting gradients: small ones together, since calls would cost more than
-        the additions."""
+        """Accumulate the waiting gradients. Small ones are added together, since separate calls
+        would cost more than the additions."""
         if bucket.waiting:
             self._sums.fold(bucket, bucket.waiting)
             bucket.waiting, bucket.waiting_elements = [], 0
 
     def _user_leaf_begins(self, parameter: nn.Parameter) -> bool:
-        """Begin a leaf in the user's training loop; False under no_sync, where autograd adds up in
-        `.grad` and all of it becomes one leaf in the backward that synchronises."""
+        """Begin a leaf in the user's training loop. Returns False under no_sync: autograd then adds
+        up in `.grad`, and the next synchronising backward turns all of it into one leaf."""
         if self._on_gradient is None or not self._on_gradient(parameter):
             return False
         self._user_leaf = True
@@ -173,7 +173,7 @@ class Engine(Reducer):
 
     def collect(self, *, discard: bool, user_loop: bool) -> None:
         """See `Reducer.collect`; a backward that raised may have left a leaf open."""
-        self.shards.wait()  # without a leaf in this step, see `begin_leaf`
+        self.shards.wait()  # for a step without a leaf, see `begin_leaf`
         self._user_leaf = user_loop
         if discard:
             self._in_leaf = False
@@ -183,8 +183,8 @@ class Engine(Reducer):
             self._end_user_leaf()
 
     def _end_user_leaf(self) -> None:
-        """Accumulate gradients that were in `.grad` before, then end the leaf, if this rank has
-        one: from a backward, or gradients that the user put there."""
+        """Accumulate gradients that were in `.grad` before, then end the leaf if this rank has one,
+        from a backward or from gradients that the user put there."""
         waiting = [
             (bucket, slot)
             for parameter, (bucket, slot) in zip(self.parameters, self._places, strict=True)
@@ -208,18 +208,18 @@ class Engine(Reducer):
             self.exchange.begin(self._sums)
 
     def _launch_full(self) -> None:
-        """Launch in bucket order, up to the first one that is not full."""
+        """Launch buckets in order, up to the first one that is not full."""
         while len(self._works) < len(self.buckets) and not self.buckets[len(self._works)].missing:
             bucket = self.buckets[len(self._works)]
             on_cuda = bucket.flat(0).is_cuda
             if self.non_finite.is_due(on_cuda=on_cuda):
-                large = self._user_leaf or on_cuda  # there nothing tells whether the loss is finite
+                large = self._user_leaf or on_cuda  # no loss shows whether it is finite
                 parts = self._memory_of(bucket, large=large)
                 self.non_finite.look(parts, partial(self._own_sums, bucket), large=large)
             self._works.append(self._launched(bucket))
 
     def _launched(self, bucket: Bucket) -> Work:
-        """Launch a bucket; in the user's training loop the whole sum is wanted at once."""
+        """Launch a bucket; in the user's training loop the whole sum is needed immediately."""
         by_halves = self.shards.by_halves and not self._user_leaf
         return (self.exchange.launch_half if by_halves else self.exchange.launch)(bucket)
 
@@ -249,13 +249,13 @@ class Engine(Reducer):
     def reduce(self, used: list[bool], divisor: float | None) -> Stopwatch:
         for work in self._works:
             work.wait()
-        # The one place that divides gradients: by the weight of the sum.
+        # The only place that divides gradients, by the weight of the sum.
         self.shards.take(self.buckets, used, divisor and 1 / divisor, self._watch)
         self._begin_step(used)
         return self._watch.copy()
 
     def _begin_step(self, used: list[bool]) -> None:
-        """Prepare for the next step's gradients, once this step's are summed."""
+        """Prepare for the next step's gradients, after this step's are summed."""
         if self._sums.num_leaves:
             touched = [bucket.touched[slot] for bucket, slot in self._places]
             self._unused.say(used, touched, self.comm.rank)
@@ -283,8 +283,8 @@ class Engine(Reducer):
     def _learn(self) -> None:
         """Rebuild the buckets in rank 0's order of readiness, once.
 
-        Whole group, int64 [parameters], on the CPU; overlaps nothing. A rank 0 without a leaf has
-        no order: then all ranks keep the one they have, and learn from the next step.
+        Whole group, int64 [parameters], on the CPU; overlaps nothing. If rank 0 has no leaf, it
+        has no order: then all ranks keep their current order, and learn from the next step.
         """
         seen = set(self._ready_order)
         present = [slot.index for bucket in self.buckets for slot in bucket.plan.slots]
@@ -311,13 +311,13 @@ def lay_out_buckets(
     world_size: int,
     order: Sequence[int] | None = None,
 ) -> list[Bucket]:
-    """Group `parameters` by the recipe, taken in `order`.
+    """Group `parameters` as the recipe says, taken in `order`.
 
     Args:
-        parameters: trainable ones, each once.
+        parameters: trainable parameters, each once.
         recipe: how large a bucket is.
         world_size: number of ranks.
-        order: indices of all parameters; None: the last first, as backward finishes them.
+        order: indices of all parameters; None begins with the last, as backward finishes them.
     """
     in_buckets = recipe.grouping == "buckets"
     whole = 0.0 if recipe.grouping == "parameter" else float("inf")
@@ -357,7 +357,7 @@ def _unfit(name: str, gradient: Tensor | None, bucket: Bucket, slot: int) -> Con
 
 
 def gone() -> ConfigError:
-    """The error for a gradient of a parameter that outlived its handle."""
+    """The error for a gradient of a parameter that outlives its handle."""
     return ConfigError(
         "a parameter got a gradient, but the model that gs.replicate synchronised, and its handle, "
         "are gone: keep the model, or call close() on the handle before letting it go"
@@ -375,14 +375,14 @@ def _hook(engine: weakref.ref[Engine], index: int) -> Callable[[torch.Tensor], N
 
 
 class UnusedWarning:
-    """Warns once per parameter (`names`), in one line for all of a step."""
+    """Warns once per parameter (`names`), in one line for a whole step."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
         self._said: set[int] = set()
 
     def say(self, used: Sequence[bool], touched: Sequence[bool], rank: int) -> None:
-        """Warn about parameters with a gradient on some rank (`used`) and none on this one
+        """Warn about parameters that have a gradient on some rank (`used`) and none on this rank
         (`touched`)."""
         if list(used) == list(touched):
             return

@@ -1,7 +1,7 @@
 """Sums of full buckets over all ranks, into `bucket.flat(0)`, while other buckets fill.
 
-The exchanges that use a communicator's collectives or messages in rounds; sums along the tree are
-in tree_exchange.py, sums in memory that ranks share in shared_memory.py.
+Contains the exchanges that use a communicator's collectives or messages in rounds. For sums along
+the tree see tree_exchange.py, for sums in memory that ranks share shared_memory.py.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LEAST_BYTES = 2**20
-"""Least size of a bucket that gets shared memory: a process can map only so many regions, and
-short tensors go through the small buffers as fast."""
+"""Minimum size of a bucket that gets shared memory. A process can map only a limited number of
+regions, and short tensors are equally fast through the small buffers."""
 
 
 class Exchange:
     """A way to sum buckets; all ranks launch the same buckets in the same order."""
 
     def begin(self, sums: Sums) -> None:
-        """Called once a step, before the first launch, when this rank's leaves are counted."""
+        """Called once per step, before the first launch, when this rank's leaves are counted."""
 
     def launch(self, bucket: Bucket) -> Work:
-        """Start; after `wait` `bucket.flat(0)` holds the sum (or this rank's shard of it)."""
+        """Start; after `wait`, `bucket.flat(0)` holds the sum (or this rank's shard of it)."""
         raise NotImplementedError
 
     def launch_half(self, bucket: Bucket) -> Work:
-        """Start the half after which each rank has a shard of the sum; for shards `by_halves`."""
+        """Start the half that gives each rank a shard of the sum; for shards `by_halves`."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -45,7 +45,7 @@ class Exchange:
 
 
 class AllReduce(Exchange):
-    """The communicator's own all_reduce: whole group, the bucket's [numel] and dtype, overlapping
+    """The communicator's own all_reduce: whole group, the bucket's [numel] and dtype; overlaps
     backward."""
 
     def __init__(self, comm: Communicator) -> None:
@@ -56,7 +56,7 @@ class AllReduce(Exchange):
 
 
 class Algorithm(Exchange):
-    """One of gradsync's all-reduces, by messages in rounds, on a thread beside backward."""
+    """One of gradsync's all-reduces, by messages in rounds, on a thread while backward runs."""
 
     def __init__(
         self,
@@ -78,9 +78,9 @@ class Algorithm(Exchange):
 
 
 class ReduceScatter(Exchange):
-    """Reduce-scatter: each rank gets its own shard's sum, in place in `flat(0)`; half the bytes.
+    """Reduce-scatter: each rank gets its shard's sum, in place in `flat(0)`; half the bytes.
 
-    Whole group, the bucket's [numel] and dtype in, [numel / W] out, overlapping backward.
+    Whole group, the bucket's [numel] and dtype in, [numel / W] out; overlaps backward.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -90,21 +90,21 @@ class ReduceScatter(Exchange):
         flat = bucket.flat(0)
         mine = bucket.plan.shard(self._comm.rank, self._comm.world_size)
         shard = flat[mine.start : mine.stop]
-        # Not into `shard` itself: backends may not read and write the same memory.
+        # Not into `shard` itself: backends may refuse to read and write the same memory.
         result = torch.empty_like(shard)
         return Then(self._comm.reduce_scatter(result, flat), lambda: shard.copy_(result))
 
 
 class HalfWire(Exchange):
-    """All-reduce in 16 bits: half the bytes; rounded when sent and at every addition.
+    """All-reduce in 16 bits: half the bytes; rounds when sending and at every addition.
 
     [Note: fp16 on the wire] Gradients here are sums over targets and would exceed 65,504, fp16's
     largest number. So a bucket is first multiplied by the power of two that brings ranks x largest
-    magnitude just below it; a power of two rounds nothing. That magnitude is agreed on by one
-    all-reduce (max, fp32 [1]), which backward waits for on a CPU; on CUDA a stream of its own does.
+    magnitude just below 65,504; a power of two rounds nothing. Ranks agree on that magnitude by one
+    all-reduce (max, fp32 [1]). On a CPU backward waits for it; on CUDA only a separate stream does.
     bf16 has fp32's range.
 
-    Complex numbers are sent as pairs of real ones: there is no complex bf16.
+    Complex numbers are sent as pairs of real numbers, because there is no complex bf16.
     """
 
     def __init__(self, comm: Communicator, dtype: torch.dtype) -> None:
@@ -118,7 +118,7 @@ class HalfWire(Exchange):
             return self._launch(bucket)
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
-        # Behind this bucket's gradients, and behind the last use of what this stream has allocated.
+        # After this bucket's gradients, and after the last use of what this stream has allocated.
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
             return self._launch(bucket)
@@ -130,15 +130,15 @@ class HalfWire(Exchange):
         if flat.is_complex():
             flat = torch.view_as_real(flat)  # [numel, 2], the same memory
         if self._dtype == torch.bfloat16:
-            small = flat.to(self._dtype)  # whole group, bf16 [numel], overlapping backward
+            small = flat.to(self._dtype)  # whole group, bf16 [numel], overlaps backward
             return Then(self._comm.all_reduce(small), lambda: flat.copy_(small))
         scale = self._scale(flat)
         small = (flat.float() * scale).to(self._dtype)
-        # Whole group, fp16 [numel], overlapping backward.
+        # Whole group, fp16 [numel], overlaps backward.
         return Then(self._comm.all_reduce(small), lambda: flat.copy_(small.float() / scale))
 
     def _scale(self, flat: Tensor) -> Tensor:
-        """Power of two, [1]; 1 when the gradient is all zeros or not finite."""
+        """Power of two, [1]; 1 if the gradient is all zeros or not finite."""
         largest = flat.abs().max().reshape(1).float()  # 16 bits would round the scale up
         self._comm.all_reduce(largest, "max").wait()  # see [Note: fp16 on the wire]
         limit = torch.finfo(torch.float16).max / self._comm.world_size
@@ -147,9 +147,9 @@ class HalfWire(Exchange):
 
 
 class OverHosts(Exchange):
-    """Buckets in memory that a host's ranks share, summed over hosts on a thread beside backward.
+    """Buckets in memory that a host's ranks share; a thread sums them over hosts during backward.
 
-    Only the thread waits for other ranks; the main thread exchanges messages with those of the host
+    Only the thread waits for other ranks. The main thread exchanges messages with the host's ranks
     when a bucket is launched for the first time.
 
     Args:
@@ -173,7 +173,7 @@ class OverHosts(Exchange):
         return self._background.submit(lambda: self._all_reduce(flat))
 
     def _move_in(self, bucket: Bucket) -> None:
-        """Move the bucket into shared memory, if that is worth it and enough is available."""
+        """Move the bucket into shared memory, if this is worth it and enough is available."""
         self._let_go()
         flat = bucket.flat(0)
         if flat.numel() * flat.element_size() < LEAST_BYTES:
@@ -181,19 +181,19 @@ class OverHosts(Exchange):
         try:
             memory = self.host.allocate(flat.numel(), flat.dtype)
         except SharedMemoryError:
-            return  # on all ranks of the host; there the bucket goes through small buffers
+            return  # on all ranks of the host; the bucket goes through small buffers
         bucket.adopt(0, memory)
         self._homes.append((weakref.ref(bucket), memory))
 
     def _let_go(self) -> None:
-        """Release the memory of buckets that have been laid out again."""
+        """Release the memory of buckets that were laid out again."""
         for owner, memory in self._homes:
             if owner() is None:
                 self.host.release(memory)
         self._homes = [home for home in self._homes if home[0]() is not None]
 
     def close(self) -> None:
-        """End the thread, and leave the host's other ranks."""
+        """End the thread, and leave the host's group."""
         self._background.close()
         self.host.close()
 

@@ -1,15 +1,15 @@
-"""`fsdp`: torch's FSDP2, parameters, gradients and optimizer state all sharded (ZeRO stage 3).
+"""`fsdp`: torch's FSDP2. Parameters, gradients and optimizer state are sharded (ZeRO stage 3).
 
-Zhao et al. 2023, "PyTorch FSDP", arXiv 2304.11277. Parameters exist whole only while their block
+Zhao et al. 2023, "PyTorch FSDP", arXiv 2304.11277. Parameters are whole only while their block
 computes:
 
     forward    gather(1) ► block 1 ► free(1), gather(2) ► block 2 ► …
     backward   … gather(2) ► block 2' ► free(2), reduce_scatter(2), gather(1) ► block 1' ► …
 
 [Note: A forward is a collective] Every forward gathers parameters, so ranks must make the same
-number of forwards, and the last backward is a collective too: a rank with fewer leaves would leave
-the others waiting for ever. Therefore each micro-step begins with a roll call, in which every rank
-reports whether this is its last leaf, and `launch` is the answer "I have none".
+number of forwards. The last backward is a collective too. A rank with fewer leaves would leave the
+others waiting indefinitely. So each micro-step begins with a roll call: every rank reports whether
+this is its last leaf, and a rank without leaves reports that from `launch`.
 """
 
 from __future__ import annotations
@@ -48,24 +48,24 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-"""Containers without a forward of their own, so that nothing can be gathered before it."""
+"""Containers that define no forward, so nothing can be gathered before it."""
 
 
 class FsdpReducer(Reducer):
-    """Shards `model` in place with FSDP2; its parameters are `DTensor`s from then on.
+    """Shards `model` in place with FSDP2, which turns its parameters into `DTensor`s.
 
-    So the optimizer must be made afterwards. Inside of `micro_step` gradients are sums over ranks;
-    in the user's training loop (`loss.backward()`, `optimizer.step()`) they are means, as FSDP2's
-    are. All ranks must use the same blocks in a forward.
+    So the optimizer must be made afterwards. In `micro_step` gradients are sums over ranks. In the
+    user's training loop (`loss.backward()`, `optimizer.step()`) they are means, as with FSDP2
+    itself. All ranks must use the same blocks in a forward.
 
     Args:
         model: whole, with rank 0's weights on every rank, on its device.
         comm: must be a process-group communicator.
         compute_dtype: of parameters during computation, and of the gathers; inputs are cast to it
-            and outputs back. The parameters themselves stay as they are. None: their own.
-        reduce_dtype: dtype in which gradients are summed; None is float32 where `compute_dtype` is
+            and outputs back. The stored parameters keep their dtype. None: their own.
+        reduce_dtype: dtype in which gradients are summed; None is float32 if `compute_dtype` is
             set, else the parameters' own.
-        blocks: gather each child of an `nn.ModuleList` separately; False: everything at once.
+        blocks: gather each child of an `nn.ModuleList` separately; False gathers all at once.
 
     Raises:
         ConfigError: no process group; trainable parameters of different dtypes; an Embedding with
@@ -100,7 +100,7 @@ class FsdpReducer(Reducer):
                 )
         self._seen = Seen(model)
         mesh = mesh_of(group, next(model.parameters()).device, self)
-        self._units: list[Any] = []  # modules of class `FSDPModule` now
+        self._units: list[Any] = []  # modules whose class is `FSDPModule` now
         for unit in [*(blocks_of(model) if blocks else []), model]:
             policy = MixedPrecisionPolicy(
                 param_dtype=compute_dtype,
@@ -108,9 +108,9 @@ class FsdpReducer(Reducer):
                 output_dtype=own_dtype if compute_dtype and unit is model else None,
             )
             sharded = fully_shard(unit, mesh=mesh, mp_policy=policy)
-            # Sums, with gradsync's division: gloo knows no mean, and PREMUL_SUM is NCCL's alone.
+            # Sums, with gradsync's division: gloo has no mean, and PREMUL_SUM is NCCL's alone.
             sharded.set_force_sum_reduction_for_comms(True)
-            # A rank that did not use a parameter sends zeros: all must reduce the same ones.
+            # A rank that did not use a parameter sends zeros, since all must reduce the same ones.
             reduce_unused_params(sharded)
             self._units.append(sharded)
         self._root = self._units[-1]
@@ -123,9 +123,9 @@ class FsdpReducer(Reducer):
 
     @contextmanager
     def micro_step(self, *, last: bool) -> Generator[None]:
-        """Enclose one leaf: its gradients are added up locally, and reduced in the last backward.
+        """Enclose one leaf: add up its gradients locally, and reduce them in the last backward.
 
-        Refused on every rank, when some ranks have no leaf left.
+        Raises on every rank if some ranks have no leaf left.
         """
         self._roll_call(1 if last else 2)
         self._root.set_requires_gradient_sync(last)
@@ -143,13 +143,13 @@ class FsdpReducer(Reducer):
         self._seen.stopwatch.stop()
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's rows of the sums, which backward has made already."""
+        """This rank's rows of the sums, which backward has already computed."""
         return ((name, local(grad)) for name, grad in super().named_gradients())
 
     def launch(self) -> list[bool]:
-        """Start nothing; answers the other ranks' roll call.
+        """Start nothing; answer the other ranks' roll call.
 
-        Refused on every rank when another one has one leaf more, or no micro-step was the last.
+        Raises on every rank if another one has one leaf more, or if no micro-step was the last.
         """
         complete, self._complete = self._complete, False
         if not self._seen.outside:
@@ -162,11 +162,11 @@ class FsdpReducer(Reducer):
         self._averaged = not complete
         if complete or self._seen.any():
             return self._seen.take()
-        return super().launch()  # no backward since the last time: no more gradients will come
+        return super().launch()  # no backward since the last call, so no more gradients arrive
 
     def reduce(self, used: list[bool], divisor: float | None) -> Stopwatch:
-        """See `Reducer.reduce`; sets unused zeros to None again: backward has summed the others,
-        and divided them by the number of ranks outside of `micro_step`."""
+        """See `Reducer.reduce`. Sets unused zeros to None again. Backward has summed the other
+        gradients, and outside `micro_step` has also divided them by the number of ranks."""
         for parameter, any_rank in zip(self.parameters, used, strict=True):
             if not any_rank:
                 parameter.grad = None
@@ -174,7 +174,7 @@ class FsdpReducer(Reducer):
         return self._seen.stopwatch.copy()
 
     def close(self) -> None:
-        """Leave the model sharded: FSDP2 has no way back."""
+        """Leave the model sharded, because FSDP2 cannot undo it."""
         self._seen.close()
 
     def _divide_by(self, factor: int) -> None:
@@ -182,7 +182,7 @@ class FsdpReducer(Reducer):
             unit.set_gradient_divide_factor(float(factor))
 
     def _roll_call(self, leaves: int) -> None:
-        """Compare how many leaves are left on each rank: 0, 1 or 2 for more than one; see
+        """Compare how many leaves each rank has left: 0, 1, or 2 for more than one; see
         [Note: A forward is a collective]. Whole group, int64 [W], on the CPU."""
         call = torch.zeros(self.comm.world_size, dtype=torch.int64)
         call[self.comm.rank] = leaves
@@ -223,7 +223,7 @@ class FsdpShards(Replicas):
         return clip_shards(self.owned(), max_norm, self.comm, self.parameters[0].device)
 
     def update(self, optimizers: Sequence[Optimizer]) -> None:
-        """Update this rank's shards; raises ConfigError for an optimizer that cannot."""
+        """Update this rank's shards; raise ConfigError for an optimizer that cannot do this."""
         if any(isinstance(optimizer, torch.optim.Muon) for optimizer in optimizers):
             raise ConfigError(
                 "sync='fsdp': torch.optim.Muon orthogonalises whole matrices, of which each rank "
@@ -291,11 +291,11 @@ class FsdpShards(Replicas):
 
 
 class Seen:
-    """Records which parameters got a gradient on this rank, by FSDP2's public hooks only.
+    """Records which parameters got a gradient on this rank, using FSDP2's public hooks only.
 
     Made before `model` is sharded. While a block computes, FSDP2 replaces the sharded parameters by
-    whole ones; gradients are ready there first, and the sharded `.grad` shows only the sum over all
-    ranks, zeros included.
+    whole ones. Their gradients are ready first; the sharded `.grad` shows only the sum over all
+    ranks, including zeros.
 
     Hooks on parameters refer to this object, so it must not keep the modules: Python cannot collect
     a cycle through a tensor's hooks.
@@ -316,12 +316,12 @@ class Seen:
         self.enclosed = False
         """Whether a micro-step is in progress."""
         self.outside = False
-        """Whether a gradient came outside of a micro-step."""
+        """Whether a gradient arrived while no micro-step was in progress."""
         self.stopwatch = Stopwatch(on_cuda=any(p.is_cuda for _, p in named))
-        """Started by each gradient, so it marks the end of this rank's own work."""
+        """Started by each gradient, so it marks the end of this rank's work."""
 
     def watch(self, units: Iterable[nn.Module]) -> None:
-        """Watch the gradients of each unit; call it once, after sharding, root last."""
+        """Watch the gradients of each unit; call it once, after sharding, with the root last."""
         homes, self._homes = self._homes, []
         for unit in units:
             inside = set(unit.modules())
@@ -337,7 +337,7 @@ class Seen:
         return flags
 
     def any(self) -> bool:
-        """Whether any gradient has come since the last `take`."""
+        """Whether any gradient has arrived since the last `take`."""
         return bool(self._indices)
 
     def close(self) -> None:
@@ -346,8 +346,8 @@ class Seen:
             handle.remove()
 
     def _attach(self, pending: list[tuple[nn.Module, str, int]], *_: Any) -> None:
-        """Attach hooks after FSDP2's own hook: the unit's parameters are whole now, and stay the
-        same objects from here on."""
+        """Attach hooks after FSDP2's own hook, when the unit's parameters are whole. They are the
+        same objects from then on."""
         while pending:
             module, attribute, index = pending.pop()
             parameter = getattr(module, attribute)
@@ -367,7 +367,7 @@ class Seen:
 
 
 def _states(optimizer: Optimizer) -> dict[Any, dict[str, Any]]:
-    """State of the parameters, in the order of the groups: gathering is a collective."""
+    """State of the parameters, in the order of the groups, because gathering is a collective."""
     return {
         parameter: optimizer.state[parameter]
         for group in optimizer.param_groups
@@ -377,11 +377,11 @@ def _states(optimizer: Optimizer) -> dict[Any, dict[str, Any]]:
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Submodules that FSDP2 gathers and frees as one; the root takes the rest.
+    """Submodules that FSDP2 gathers and frees as a unit; the root takes the rest.
 
     They are the outermost children of `nn.ModuleList`s, in `modules()` order, each once. A block
-    that shares a parameter or a module with what is outside of it stays with the root: in FSDP2 a
-    parameter belongs to one unit only.
+    that shares a parameter or a module with the rest of the model stays with the root, because in
+    FSDP2 a parameter belongs to one unit only.
     """
     places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     everywhere = Counter(id(p) for p in _with_ties(model))
@@ -408,6 +408,6 @@ def _changed_by_forward(name: str) -> ConfigError:
 
 
 def _with_ties(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Every place that holds a parameter, so tied ones as often as they are held."""
+    """The parameters, each as often as modules hold it; tied ones appear several times."""
     for _, module in model.named_modules(remove_duplicate=False):
         yield from module.parameters(recurse=False)

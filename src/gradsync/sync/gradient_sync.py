@@ -3,12 +3,12 @@
 [Note: Mean or sum] A step divides once, by the targets of the whole global batch, so it needs each
 leaf's *sum*. A mean, the default of torch's loss functions, is multiplied by the number of targets
 it was taken over: with `reduction="mean"`, loss = mean x weight. For cross-entropy and `.mean()`
-that gives the sum's gradient bit for bit (weight / weight is 1), for `mse_loss` and similar ones to
-rounding, as those divide by the number of elements first.
+this gives the sum's gradient bit for bit (weight / weight is 1). For `mse_loss` and similar losses
+it is equal up to rounding, because they divide by the number of elements first.
 
-A mean that is used as a sum is recognised in the autograd graph. Torch names a graph's nodes and
-their saved values without documenting the names; the tests go through all losses of
-`torch.nn.functional`. A loss that is not recognised causes no warning.
+The autograd graph shows a mean that is used as a sum. Torch names a graph's nodes and their saved
+values without documenting the names; the tests go through all losses of `torch.nn.functional`. A
+loss that is not recognised causes no warning.
 """
 
 from __future__ import annotations
@@ -78,13 +78,13 @@ _NO_SCALER = (
     "use bf16, or another strategy"
 )
 HANDLE = "_gradsync"
-"""Attribute by which a model refers to its handle; hooks do not keep it alive."""
+"""Attribute of a model that refers to its handle; hooks do not keep the handle alive."""
 
 
 class GradientSync(UserLoopMethods, StateMethods):
     """Handle of a replicated model, made by `gs.replicate`.
 
-    Per step: `backward` for each leaf, then `step` once. Or, in the user's training loop:
+    In each step call `backward` for each leaf, then `step` once. In the user's training loop:
     `loss.backward()`, `finish()`, `optimizer.step()`.
 
     Args:
@@ -126,8 +126,8 @@ class GradientSync(UserLoopMethods, StateMethods):
 
     @property
     def mean_loss(self) -> float:
-        """Global mean loss of the last `step`; nan before the first, and in the user's training
-        loop, whose losses are not known here. Waits for the device."""
+        """Global mean loss of the last `step`. It is nan before the first step and in the user's
+        training loop, whose losses are not known. Waits for the device."""
         if self._result is None and self._user_loop.finished and not self._said_no_loss:
             self._said_no_loss = True
             log.warning(_NO_MEAN_LOSS)
@@ -137,13 +137,13 @@ class GradientSync(UserLoopMethods, StateMethods):
     def forward(self) -> Any:
         """Call this in place of the model: `logits = sync.forward(inputs)`.
 
-        Strategies that work by hooks do not need it: for them it just calls the model.
+        Strategies that work by hooks do not need it; for them it only calls the model.
         """
         return self.reducer.forward
 
     def prime(self, forward_backward: Callable[[], None]) -> None:
-        """Run a throwaway backward before the first step, as some strategies group sums by the
-        first one: else a resumed run would have other bits."""
+        """Run a throwaway backward before the first step. Some strategies group sums by the first
+        backward, so without this a resumed run would have other bits."""
         with self._buffers.untouched():
             self.reducer.prime(forward_backward)
 
@@ -151,8 +151,8 @@ class GradientSync(UserLoopMethods, StateMethods):
     def micro_step(self, *, last: bool, index: int | None = None) -> Generator[None]:
         """Enclose forward and `backward` of one leaf.
 
-        Needed by strategies that must know before the forward (`ddp`, `powersgd`, `fsdp`); harmless
-        for the others, which learn here what `backward`'s `leaf` would tell them.
+        Needed by strategies that must know before the forward (`ddp`, `powersgd`, `fsdp`). It does
+        no harm with others, which learn here what the `leaf` of `backward` would tell them.
 
         Args:
             last: `leaf.is_last` of the loader: no leaf follows, so communication may begin.
@@ -178,23 +178,23 @@ class GradientSync(UserLoopMethods, StateMethods):
         reduction: str | None = None,
         scale: Any = None,
     ) -> None:
-        """Run the backward of one leaf. Gradients for models of other handles are discarded.
+        """Run the backward of one leaf. Discards gradients for models of other handles.
 
         Args:
             loss: *summed* over the leaf's targets, []; or their mean, see `reduction`.
             weight: number of these targets (0 for a leaf that is all padding); None is
                 `leaf.num_targets`.
-            leaf: from `gs.loader`. Its `is_last` lets communication begin in this backward, its
-                `index` lets `invariant` add up leaves at once instead of keeping each.
-            reduction: "sum", or "mean" when `loss` is the mean over the `weight` targets (over no
-                targets it counts for nothing). None is "sum", and warns once if the loss looks like
+            leaf: from `gs.loader`. Its `is_last` lets communication begin in this backward. Its
+                `index` lets `invariant` add up leaves immediately instead of keeping each.
+            reduction: "sum", or "mean" if `loss` is the mean over the `weight` targets (a mean over
+                no targets counts as nothing). None is "sum", and warns once if the loss looks like
                 a mean (docs/guide/training-loop.md).
             scale: a `torch.amp.GradScaler`, for fp16.
 
         Raises:
             TypeError: neither weight nor leaf; a loss that is no tensor.
             ConfigError: a weight that is not a finite number >= 0; an unknown reduction; no
-                `micro_step` around it, where the strategy needs it; the last backward raised, and
+                enclosing `micro_step` although the strategy needs it; the last backward raised and
                 `discard` was not called; the handle is closed.
         """
         last, index = (self._last, self._index) if leaf is None else (leaf.is_last, leaf.index)
@@ -216,7 +216,7 @@ class GradientSync(UserLoopMethods, StateMethods):
             counts_for_nothing(loss) if nothing else nullcontext(),
         ):
             self._user_loop.leaves += 1
-            self._failed = True  # until the backward has succeeded
+            self._failed = True  # until backward succeeds
             root.backward()
         self._failed = False
         self._buffers.leaf_ends(counts=weight > 0)
@@ -236,23 +236,23 @@ class GradientSync(UserLoopMethods, StateMethods):
         """Synchronise, divide once, clip, update, and clear the gradients.
 
         Args:
-            optimizer: over the model's parameters, or a list of several, each over its own:
-                `[muon, adamw]`. Parameters in none of them stay as they are; their gradients are
+            optimizer: over the model's parameters, or a list of optimizers over different ones:
+                `[muon, adamw]`. Parameters in none of them do not change; their gradients are
                 dropped.
             clip_norm: largest L2 norm of the mean gradient of all updated parameters together; None
                 does not clip.
-            stop: whether this rank wants to stop; the result's `stop` is the same on all ranks.
+            stop: whether this rank asks to stop; the result's `stop` is the same on all ranks.
             scale: the `torch.amp.GradScaler` given to `backward`.
 
         Raises:
-            ConfigError: on all ranks, before any update: their optimizers, hyper-parameters,
-                `clip_norm` or orders of samples (`leaf`) differ. A parameter in two optimizers, or
-                outside of this model; an optimizer that the strategy cannot shard; `scale` under a
+            ConfigError: on all ranks, before any update: optimizers, hyper-parameters, `clip_norm`
+                or orders of samples (`leaf`) differ between ranks; a parameter is in two optimizers
+                or not in this model; the strategy cannot shard an optimizer; `scale` under a
                 strategy that cannot skip a step; no rank had a backward since the last step;
-                `loss.backward()` instead of `sync.backward`; a parameter that was added or became
+                `loss.backward()` instead of `sync.backward`; a parameter was added or became
                 trainable after `gs.replicate`; and see `backward`.
-            RunError: on all ranks, before any update: weights were changed since the last step on
-                some of them, and differ.
+            RunError: on all ranks, before any update: weights changed since the last step on some
+                ranks, and differ.
         """
         reducer, optimizers = self.reducer, each_optimizer(optimizer)
         self._refuse_if_failed()
@@ -283,10 +283,10 @@ class GradientSync(UserLoopMethods, StateMethods):
         return result
 
     def discard(self) -> None:
-        """Discard this step's gradients; called in place of `step` (or `finish`).
+        """Discard this step's gradients; call it in place of `step` (or `finish`).
 
-        For a rank whose forward or backward raised, or that wants none of it. All ranks must reach
-        the end of the step, by this call or by the usual one; none of them updates anything then.
+        For a rank whose forward or backward raised, or that must skip this step. All ranks must
+        reach the end of the step, by this call or by the usual one; then none of them updates.
         Torch's own DDP (`ddp`, `powersgd`) cannot continue after a backward that raised.
         """
         self._refuse_if_closed()
@@ -322,10 +322,10 @@ class GradientSync(UserLoopMethods, StateMethods):
             )
 
     def close(self) -> None:
-        """Remove the hooks from the model; it stays usable as it is.
+        """Remove the hooks from the model, which stays usable.
 
-        Before `destroy_process_group` it also lets gloo's workers finish: one that still needs
-        Python's lock when the interpreter ends would abort the process.
+        Called before `destroy_process_group`, it also lets gloo's workers finish. A worker that
+        needs Python's lock when the interpreter ends would abort the process.
         """
         self._user_loop.close()
         self._ddp_watch.remove()
@@ -342,16 +342,16 @@ class GradientSync(UserLoopMethods, StateMethods):
             wait_until_workers_sleep()
 
     def __deepcopy__(self, memo: object) -> None:
-        """Give a copy of the model no handle: it is not synchronised."""
+        """Give a copy of the model no handle, because the copy is not synchronised."""
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """Give a saved model no handle, as for copies."""
+        """Give a saved model no handle, as with copies."""
         return (type(None), ())
 
 
 class _Sums:
     """Notices gradients that `GradientSync.backward` did not make, and sums of a step's leaves that
-    were cleared or replaced. Before a step's first leaf there are no gradients, and none ever where
+    were cleared or replaced. Before a step's first leaf there are no gradients, and never any if
     leaves are summed elsewhere, as along the tree."""
 
     def __init__(self, parameters: Sequence[Any]) -> None:
@@ -359,7 +359,7 @@ class _Sums:
         self.forget()
 
     def note(self) -> None:
-        """Remember them as they are after a leaf."""
+        """Remember the gradients after a leaf."""
         self._noted = self._now()
 
     def forget(self) -> None:
@@ -367,8 +367,8 @@ class _Sums:
         self._noted = [None] * len(self._parameters), []
 
     def check(self, *, last: bool = False) -> None:
-        """Raise ConfigError if they changed; after the `last` leaf communication may change them,
-        and only others in their place are noticed."""
+        """Raise ConfigError if gradients changed. After the `last` leaf communication may change
+        them, so only replaced gradients are noticed."""
         (before, versions), (now, versions_now) = self._noted, self._now()
         if all(map(operator.is_, before, now)) and (last or versions == versions_now):
             return
@@ -387,15 +387,15 @@ class _Sums:
 log = logging.getLogger("gradsync")
 
 _MEAN = 1
-"""The `reduction` that a loss's node keeps: 0 none, 1 mean, 2 sum."""
+"""The `reduction` that a loss's node stores: 0 none, 1 mean, 2 sum."""
 _LOOKED_AT = 100
-"""Nodes of a graph that are looked at for a mean."""
+"""Number of a graph's nodes that are searched for a mean."""
 _PASSED = ("Add", "Sub", "Neg", "Mul", "Div", "ToCopy", "Clone", "Alias", "View", "Squeeze")
-"""Operations between losses and `backward`'s argument: weighted sums, casts, other shapes."""
+"""Operations between losses and the argument of `backward`: weighted sums, casts, reshapes."""
 
 
 def leaf_weight(weight: float | Tensor | None, leaf: Any) -> float:
-    """Weight of a leaf, a finite number >= 0: `weight`, or else the leaf's number of targets."""
+    """Weight of a leaf, a finite number >= 0: `weight`, or the leaf's number of targets."""
     if weight is None:
         if leaf is None:
             raise TypeError("backward() needs weight= (the number of targets) or leaf=")
@@ -424,9 +424,9 @@ def to_sum(loss: Tensor, weight: float, reduction: str | None) -> Tensor:
 
 @contextmanager
 def counts_for_nothing(loss: Tensor) -> Generator[None]:
-    """Enclose the backward of a mean over nothing: every gradient in its graph is zero, where
-    0 / 0 would make it nan. The backward must happen all the same: torch's DDP and FSDP
-    communicate in it."""
+    """Enclose the backward of a mean over nothing: every gradient in its graph becomes zero, since
+    0 / 0 would make it nan. Backward must still run, because torch's DDP and FSDP communicate in
+    it."""
     nodes, seen = [loss.grad_fn], set()
     while nodes:
         node = nodes.pop()
@@ -447,8 +447,8 @@ def _zeros(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
 
 class MeanCheck:
     """Warns, once and on one rank (`said`), of a mean that is used as a sum, or that was taken over
-    another number of targets than its weight. Checks the first leaves only: a program's loss keeps
-    its form."""
+    another number of targets than its weight. Checks only the first leaves, since the form of a
+    program's loss does not change."""
 
     def __init__(self, *, said: bool) -> None:
         self._leaves_left = 8 if said else 0
@@ -456,7 +456,7 @@ class MeanCheck:
     def __call__(self, loss: Tensor, weight: float, leaf: Any, *, reduction: str | None) -> None:
         """Check a leaf's `loss`, [], that counts `weight` targets, before its backward."""
         if not self._leaves_left or weight <= 1 or reduction == "sum":
-            return  # the mean of one is the sum
+            return  # the mean of one target is the sum
         self._leaves_left -= 1
         wrong = _wrong_count(loss, weight) if reduction else _taken_for_a_sum(loss, weight, leaf)
         if wrong:
@@ -466,10 +466,10 @@ class MeanCheck:
 
 def _taken_for_a_sum(loss: Tensor, weight: float, leaf: Any) -> str:
     found = list(_reductions(loss, (weight, getattr(leaf, "num_samples", weight))))
-    # torch's own losses say it for the rest: a penalty beside them may be a mean.
+    # Torch's own losses decide: a penalty that is added to them may be a mean.
     means = [mean for node, mean in found if saved(node, "reduction") is not None]
     means = means or [mean for _, mean in found]
-    # One mean per target, added up over the samples, is a sum.
+    # One mean per target, added over the samples, is a sum.
     if not all(means) or not 0 < len(means) < weight:
         return ""
     who = f"weight={weight:g}" if leaf is None else "leaf=leaf"
@@ -498,9 +498,9 @@ def _wrong_count(loss: Tensor, weight: float) -> str:
 
 
 def _reductions(loss: Tensor, counts: Sequence[float] = ()) -> Iterator[tuple[Any, bool]]:
-    """The reductions of which `loss`, [], is a weighted sum: nodes, and whether each is a mean.
+    """The reductions that `loss`, [], is a weighted sum of: nodes, and whether each is a mean.
 
-    A division by one of `counts` makes a mean; one by 2, as in `x.square().sum() / 2`, does not.
+    Division by one of `counts` makes a mean; division by 2, as in `x.square().sum() / 2`, does not.
     """
     nodes = [loss.grad_fn]
     for _ in range(_LOOKED_AT):

@@ -1,20 +1,20 @@
-"""The step between hosts: gradients are summed beside backward, and handed out beside the forward.
+"""The step between hosts: sums are made during backward and sent to all ranks during the forward.
 
-    backward    each bucket: slices to their owners, sums there        (half of an all-reduce)
-    step        agree; the norm, from the owners; which update is to be done is fixed
-    forward     each bucket: the sum from its owners to all ranks      (the other half)
-                a weight that the forward is about to use: wait for its bucket, update it, go on
+    backward    each bucket: slices to their owners, sums there        (first half of an all-reduce)
+    step        agree; the norm, from the owners; the update to be done is fixed
+    forward     each bucket: the sum from its owners to all ranks      (the second half)
+                before the forward uses a weight: wait for its bucket, update it, go on
 
-An all-reduce is these two halves (Patarasuk & Yuan 2009), and only the first has to end before the
-next forward begins: "decoupled all-reduce", DeAR (Zhang et al. 2023, arXiv 2302.12445). Bytes are
-those of one all-reduce, and every number is computed as it would be at once, so bits are the same.
-The forward wants the last bucket first, so they are handed out in reverse.
+An all-reduce consists of these two halves (Patarasuk & Yuan 2009). Only the first must end before
+the next forward begins: "decoupled all-reduce", DeAR (Zhang et al. 2023, arXiv 2302.12445). The
+bytes are those of one all-reduce. Every number is computed as in an immediate update, so bits are
+the same. The forward needs the last bucket first, so buckets are sent in reverse order.
 
-Every rank updates everything, as its optimizer would: state and weights are whole on each rank once
-they are there, and reading them asks nothing of other ranks' programs, whose threads send. So it
-is each rank's own affair whether it updates late or at once. At once it is done for hooks that see
-gradients, optimizers that look at more than an element, a GradScaler, weights whose memory another
-tensor shares, and programs that compile, which would do it again for weights that wait.
+Every rank updates everything, as its optimizer would. State and weights are whole on each rank once
+they arrive, and reading them needs no action by other ranks' programs, whose threads send. So each
+rank decides by itself whether it updates late or immediately. It updates immediately for hooks that
+see gradients, optimizers that look at more than one element, a GradScaler, weights whose memory
+another tensor shares, and programs that compile, which would compile again for waiting weights.
 
 In the user's training loop `.grad` is whole when backward ends, and nothing is left for later.
 """
@@ -57,22 +57,22 @@ if TYPE_CHECKING:
 log = logging.getLogger("gradsync")
 
 _MEASURED = range(1, 4)
-"""Steps, counted from 0, that tell whether sums are handed out late under `overlap_publish=auto`:
-up to then they are whole when a step ends."""
+"""Steps, counted from 0, that decide whether sums are sent late under `overlap_publish=auto`; up to
+then sums are whole when a step ends."""
 _LEAST_WAIT = 0.1
-"""Share of such a step, spent waiting for sums, from which late ones pay: they cost an update for
-each bucket, and messages in place of an all-reduce, which takes less of the processor."""
+"""Minimum share of a step spent waiting for sums that makes late sums worthwhile. They cost an
+update per bucket, and messages in place of an all-reduce, which uses less of the processor."""
 
 
 class _Update(NamedTuple):
-    """Task of one optimizer."""
+    """What one optimizer has to do."""
 
     optimizer: Optimizer
-    """The user's."""
+    """The optimizer that the user made."""
     state: Any
-    """Its state; another one may be loaded before the update is done."""
+    """Its state; the user may load another state before the update is done."""
     groups: list[dict[str, Any]]
-    """Its groups' options in this step."""
+    """The options of its groups in this step."""
     parts: list[PieceOptimizer]
     """Optimizers of each bucket's parameters."""
 
@@ -84,20 +84,20 @@ class _Pending:
     buckets: list[Bucket]
     used: list[bool]
     factors: list[Any] = field(default_factory=list)
-    """From sums to the clipped mean: numbers and tensors [], in this order."""
+    """Factors from sums to the clipped mean: numbers and tensors [], in this order."""
     gathers: list[Work] = field(default_factory=list)
     """For each bucket, all ranks' shards on their way into `flat(0)`."""
     updates: list[_Update] = field(default_factory=list)
 
 
 class LateReplicas(Replicas):
-    """Whole replicas that are updated when they are next used, see the module's picture.
+    """Whole replicas that are updated at their next use; see the diagram at the top of the module.
 
     Args:
         model, parameters: see `Replicas`.
         comm: all ranks.
         exchange: sums the buckets.
-        measures: be late only where that pays.
+        measures: measure some steps first, and be late only if it pays.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class LateReplicas(Replicas):
         self._weights = WaitingWeights(model)
 
     def prepare(self, optimizers: Sequence[Optimizer], *, scaled: bool) -> None:
-        """See `Replicas.prepare`; a reason found here lets this rank update at once."""
+        """See `Replicas.prepare`; if it finds a reason, this rank updates immediately."""
         self._scaler = scaled
         self._why = next(filter(None, (_why_at_once(o, self._kinds) for o in optimizers)), "")
 
@@ -134,8 +134,8 @@ class LateReplicas(Replicas):
         factor: float | None,
         watch: Stopwatch,
     ) -> None:
-        """See `Replicas.take`; sums that are not whole are asked for here, of all owners."""
-        self._step = None  # one that was refused after its sums
+        """See `Replicas.take`; requests sums that are not whole from all their owners."""
+        self._step = None  # of a step that was refused after its sums
         if self._exchange.whole:
             super().take(buckets, used, factor, watch)
             if self._taken < _MEASURED.stop:
@@ -151,17 +151,17 @@ class LateReplicas(Replicas):
         watch.stop()
 
     def _measure(self, watch: Stopwatch) -> None:
-        """Note the share of the step that was spent waiting for whole sums; at last, decide.
+        """Note the share of the step spent waiting for whole sums; after the last step, decide.
 
-        One all-reduce, once: whole group, float64 [1], on the CPU; overlaps nothing. The least wait
-        counts: those who wait longer wait for that rank, not for the cable.
+        One all-reduce, once: whole group, float64 [1], on the CPU; overlaps nothing. The smallest
+        wait counts: ranks with a longer one wait for the slowest rank, not for the network.
         """
         began, self._ended = self._ended, time.perf_counter()
         if self._taken in _MEASURED:
             self._waits.append(watch.seconds() / (self._ended - began))
         self._taken += 1
         if self._taken == _MEASURED.stop:
-            # A rank that cannot be late would wait for the second half alone.
+            # A rank that cannot be late would wait for the second half without any overlap.
             share = 0.0 if self._why or self._scaler else median(self._waits)
             wait = torch.tensor([share], dtype=torch.float64)
             self._comm.all_reduce(wait, "min").wait()
@@ -171,7 +171,7 @@ class LateReplicas(Replicas):
                 log.info("sums %s: ranks wait %.0f %% of a step for them", said, 100 * float(wait))
 
     def _gathers(self) -> list[Work]:
-        """Ask all owners for whole sums, once a step; for each bucket."""
+        """Ask all owners for whole sums, once per step; one work per bucket."""
         step = self._step
         assert step is not None, "the caller has one"
         if not step.gathers:
@@ -179,7 +179,7 @@ class LateReplicas(Replicas):
         return step.gathers
 
     def _put_into_grad(self) -> None:
-        """Wait for whole gradients, and go on as ordinary replicas."""
+        """Wait for whole gradients, and continue as ordinary replicas."""
         AllOf(self._gathers()).wait()
         step = self._step
         assert step is not None, "the caller has one"
@@ -189,7 +189,7 @@ class LateReplicas(Replicas):
         self._step = None
 
     def owned(self) -> list[Tensor]:
-        """See `Replicas.owned`; of sums that are not whole, this rank's shards, maybe rounded."""
+        """See `Replicas.owned`; if sums are not whole, this rank's shards, possibly rounded."""
         if (step := self._step) is None:
             return super().owned()
         return [self._own(bucket) for bucket in step.buckets]
@@ -199,25 +199,25 @@ class LateReplicas(Replicas):
         return bucket.flat(0)[mine.start : mine.stop]
 
     def _multiply(self, factor: Any) -> None:
-        """Scale the gradient: shards of it, before they go to all ranks. Rounded nodes stay as they
-        are until each rank has widened them."""
+        """Scale the gradient: its shards, before they go to all ranks. Rounded nodes do not change
+        until each rank has widened them."""
         step = self._step
         assert step is not None, "the caller has one"
-        AllOf(step.gathers).wait()  # if an observer has asked for them
+        AllOf(step.gathers).wait()  # if an observer has requested them
         part = (lambda bucket: bucket.flat(0)) if step.gathers else self._own
         scale_all([part(bucket) for bucket in step.buckets if not bucket.rounded], factor)
         step.factors.append(factor)
 
     def _means(self, bucket: Bucket, *, copies: bool = False) -> list[Tensor | None]:
-        """The gradient of each of the bucket's parameters, once whole sums are there; None where no
-        rank had one."""
+        """The gradient of each of the bucket's parameters, once whole sums have arrived; None for a
+        parameter without a gradient on any rank."""
         step = self._step
         assert step is not None, "the caller has one"
         means = bucket.sums()
         if copies:
             means = [mean.clone() for mean in means]
         for factor in step.factors if bucket.rounded else ():
-            # Between tensors [] torch promotes dtypes; between [1] and [] not.
+            # Between tensors [] torch promotes dtypes; between [1] and [] it does not.
             scale_all([m if m.dim() else m.view(1) for m in means], factor)
         slots = zip(bucket.plan.slots, means, strict=True)
         return [mean if step.used[slot.index] else None for slot, mean in slots]
@@ -243,7 +243,7 @@ class LateReplicas(Replicas):
         return norm
 
     def update(self, optimizers: Sequence[Optimizer]) -> None:
-        """See `Replicas.update`; fixes what is to be done, with the options of now."""
+        """See `Replicas.update`; fixes the update with the current options."""
         step = self._step
         if step is not None:
             self._gathers()
@@ -263,13 +263,13 @@ class LateReplicas(Replicas):
             ]
             used = {id(p) for p, here in zip(self.parameters, step.used, strict=True) if here}
             for parameter in (p for g in optimizer.param_groups for p in g["params"]):
-                if id(parameter) in used:  # entries in the order in which the optimizer makes them
+                if id(parameter) in used:  # the order in which the optimizer makes entries
                     state.setdefault(parameter, {})
             parts = self._parts_of(optimizer, step.buckets)
             step.updates.append(_Update(optimizer, state, groups, parts))
 
     def _parts_of(self, optimizer: Optimizer, buckets: list[Bucket]) -> list[PieceOptimizer]:
-        """The optimizer over the parameters of each bucket, with the state of the user's."""
+        """The optimizer over each bucket's parameters, with the user's optimizer state."""
         members = members_of(optimizer)
         known = self._parts.get(optimizer)
         if known is None or known[0] != members or known[1] != buckets:
@@ -285,16 +285,16 @@ class LateReplicas(Replicas):
         return known[2]
 
     def settle(self) -> None:
-        """See `Replicas.settle`: whole sums have come."""
+        """See `Replicas.settle`: waits for whole sums."""
         if self._step is not None and self._exchange.in_one_order:
             AllOf(self._step.gathers).wait()
 
     def publish(self) -> Work:
-        """See `Replicas.publish`: from here on a forward waits for its weights' buckets."""
+        """See `Replicas.publish`: from now on a forward waits for its weights' buckets."""
         if (step := self._step) is None or not step.updates:
             return Done()
         for update in step.updates:
-            if "step" in update.optimizer.__dict__:  # a scheduler wraps it, to count
+            if "step" in update.optimizer.__dict__:  # a scheduler wraps it, to count steps
                 update.optimizer.step()  # without gradients it changes nothing
         buckets = [bucket.parameters for bucket in step.buckets]
         self._weights.expect(
@@ -324,17 +324,17 @@ class LateReplicas(Replicas):
         assert step is not None, "until now"
         for update in step.updates:
             for parameter in [p for p, entry in update.state.items() if not entry]:
-                del update.state[parameter]  # of an optimizer that keeps nothing
+                del update.state[parameter]  # of an optimizer that keeps no state
 
     def close(self) -> None:
         self._weights.close()
-        if self._step is not None and self._step.updates:  # given up: state is the optimizers' own
+        if self._step is not None and self._step.updates:  # given up: optimizers keep their state
             self._end()
 
 
 def _why_at_once(optimizer: Optimizer, known: dict[type[Optimizer], str]) -> str:
-    """Reason why the update cannot wait until weights are used, "" if it can; `known` are those of
-    classes."""
+    """Reason why the update cannot wait until weights are used, "" if it can; `known` holds the
+    reasons by class."""
     if has_compiled():
         return "code would be compiled once more, for weights that wait"
     kind = type(optimizer)

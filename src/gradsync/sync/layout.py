@@ -1,19 +1,19 @@
-"""Places of parameters in flat buckets, and the parts of them that ranks own: pure, without torch.
+"""Places of parameters in flat buckets, and the parts that ranks own. Pure, without torch.
 
     order      p3   p1   p0   p2            (the order in which backward finishes them)
     bucket 0 [ p3 . ]                       small: communication begins early
     bucket 1      [ p1 . p0 ...... ]        `.` is padding
     bucket 2                  [ p2 .. ]
 
-Parameters start at multiples of 64 elements, and so does every part that a rank owns: within a
-parameter a fused optimizer then gives the same bits for a piece as for the whole (its vector loops
-end nowhere else; elementwise.py says what several threads do to 16-bit parameters). A bucket's
-length is a multiple of 64 x ranks, so that it can be cut into equal shards:
+Parameters start at multiples of 64 elements, and so does every part that a rank owns. Within a
+parameter a fused optimizer then gives the same bits for a piece as for the whole, because its
+vector loops end nowhere else (for 16-bit parameters and several threads see elementwise.py). A
+bucket's length is a multiple of 64 x ranks, so that it can be cut into equal shards:
 
     shards     [ p3[0:512] | p3[512:700] . p1[0:320] | p1[320:325] .. ]      one per rank
 
-Ranks that share memory are given whole blocks instead, which are those of the clipping norm
-([Note: Fixed blocks] in norms.py), and process them run by run, since a run fits into the cache:
+Ranks that share memory get whole blocks instead. These are the blocks of the clipping norm
+([Note: Fixed blocks] in norms.py). Ranks process them run by run, since a run fits into the cache:
 
     parameters [ p2 ................................ | . p0 ....... | . p1 .. ]
     blocks     [ 65,536 | 65,536 | rest              | p0           | p1      ]   never span two
@@ -54,7 +54,7 @@ class Slot:
     offset: int
     """First element in the bucket."""
     numel: int
-    """Number of elements, without the padding behind it."""
+    """Number of elements, without the padding after them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,18 +80,18 @@ def plan_buckets(
     like_ddp: bool = False,
     world_size: int,
 ) -> tuple[BucketPlan, ...]:
-    """Cut `order` into buckets, closed as soon as they hold `bucket_bytes`.
+    """Cut `order` into buckets, each closed as soon as it holds `bucket_bytes`.
 
-    With `first_bucket_bytes` they begin small, so that communication begins early, double up to
-    `bucket_bytes`, and towards the end take half of what is left each: ever less hides them, and
-    the next forward wants them first. The last one takes no more parameters than it must.
+    With `first_bucket_bytes`, buckets begin small so that communication begins early, and double up
+    to `bucket_bytes`. Towards the end each takes half of what is left: less and less computation
+    hides them, and the next forward needs them first. The last takes no more than it must.
 
     Args:
         items: every parameter.
         order: a permutation of the parameters' indices.
         bucket_bytes: 0 gives every parameter its own bucket, `inf` makes one per kind.
-        first_bucket_bytes: size of the first bucket, and of the last one; None: as the others.
-        like_ddp: as in torch's DDP, where only the first bucket is smaller.
+        first_bucket_bytes: size of the first bucket and of the last one; None: as the others.
+        like_ddp: as in torch's DDP, only the first bucket is smaller.
         world_size: ranks that divide a bucket into shards.
     """
     assert sorted(order) == list(range(len(items))), "the order must name every parameter once"
@@ -120,7 +120,7 @@ def plan_buckets(
 
 
 def _begin_of_last(sizes: Sequence[int], least_bytes: float) -> int:
-    """Place of the first of the last items that hold `least_bytes` together."""
+    """Index of the first of the last items that together hold `least_bytes`."""
     place, held = len(sizes), 0
     while place and held < least_bytes:
         place -= 1
@@ -147,7 +147,7 @@ class Piece:
     start: int
     """First element in the flattened parameter; a multiple of 64."""
     stop: int
-    """Element behind the last one."""
+    """Element after the last one."""
     offset: int
     """Place of the first element in the shard, or in the ranks' flat buffer."""
 
@@ -160,7 +160,7 @@ class Piece:
 def pieces_of_shard(plan: BucketPlan, rank: int, world_size: int) -> list[Piece]:
     """The parts of `plan`'s parameters in the shard of `rank`, in slot order, without padding.
 
-    Parameters without elements belong to rank 0: their state still counts steps.
+    Parameters without elements belong to rank 0, because their state still counts steps.
     """
     shard = plan.shard(rank, world_size)
     pieces = []
@@ -187,7 +187,7 @@ class ParameterBlock:
     start: int
     """First element in the flat buffer."""
     stop: int
-    """Element behind the last one."""
+    """Element after the last one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +209,7 @@ def blocks_of(slots: Sequence[Slot]) -> list[ParameterBlock]:
 
 
 def share_blocks(blocks: Sequence[ParameterBlock], world_size: int) -> list[list[ParameterBlock]]:
-    """Blocks of each rank: consecutive, cut where the sizes are closest to equal."""
+    """Blocks of each rank: consecutive, cut at the points that make sizes most equal."""
     if not blocks:
         return [[] for _ in range(world_size)]
     edges = [block.start for block in blocks] + [blocks[-1].stop]
@@ -235,7 +235,7 @@ def runs_of(blocks: Sequence[ParameterBlock]) -> Iterator[Run]:
 
 
 def pieces_of_blocks(blocks: Sequence[ParameterBlock]) -> list[Piece]:
-    """Join a rank's blocks to one piece per parameter; `offset` is the place in the flat buffer."""
+    """Join a rank's blocks into one piece per parameter; `offset` is in the flat buffer."""
     found: dict[int, Piece] = {}
     for block in blocks:
         numel = block.stop - block.start

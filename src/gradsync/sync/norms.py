@@ -1,9 +1,9 @@
 """Norms of gradients, and clipping by them.
 
-[Note: Fixed blocks] A norm is a sum, and a sum's bits depend on how it is grouped: per parameter,
-flat and sharded norms of the same gradient gave four different values. So the grouping is fixed:
-each parameter is cut into blocks of 65,536 elements, each block's norm is taken alone (fp32), and
-the squares are added in float64 in parameter order. Buckets, shards and ranks do not appear.
+[Note: Fixed blocks] A norm is a sum, and a sum's bits depend on its grouping: per-parameter, flat
+and sharded norms of the same gradient gave four different values. So the grouping is fixed. Each
+parameter is cut into blocks of 65,536 elements, each block's norm is computed alone (fp32), and
+the squares are added in float64 in parameter order. It does not depend on buckets, shards or ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _ROWS = 256
-"""Blocks that a GPU takes the norms of at once."""
+"""Number of blocks whose norms a GPU computes in one call."""
 
 
 def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
@@ -31,7 +31,7 @@ def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
     if not gradients:
         return torch.zeros(())
     double = any(gradient.dtype == torch.float64 for gradient in gradients)
-    # Contiguous: a sum over strided memory is grouped differently.
+    # Contiguous, because a sum over strided memory is grouped differently.
     in_blocks = (
         (g,) if g.numel() <= BLOCK else g.view(-1).split(BLOCK)
         for g in (gradient.contiguous() for gradient in gradients)
@@ -50,7 +50,7 @@ def _norms_alone(blocks: Sequence[Tensor]) -> Tensor:
     dtypes = {block.dtype for block in wide}
     if len(dtypes) == 1:
         return torch.stack(foreach_norm(wide)).double()
-    # A call for each dtype: on a GPU a call of several takes another kernel, with other bits.
+    # One call per dtype: on a GPU a call with several takes another kernel, with other bits.
     found: dict[int, Tensor] = {}
     for dtype in dtypes:
         places = [place for place, block in enumerate(wide) if block.dtype == dtype]
@@ -60,8 +60,8 @@ def _norms_alone(blocks: Sequence[Tensor]) -> Tensor:
 
 
 def norms_in_rows(blocks: Sequence[Tensor]) -> Tensor:
-    """`norms_of_blocks` with few launches: whole blocks are stacked to rows, always as many, since
-    on a GPU a sum's grouping depends on the shape; the rest one by one, in one call."""
+    """`norms_of_blocks` with few launches. Whole blocks are stacked to rows, always equally many,
+    since on a GPU a sum's grouping depends on the shape. The rest goes one by one, in one call."""
     rows = [block.numel() == BLOCK and block.element_size() <= 4 for block in blocks]
     whole = [block for block, in_row in zip(blocks, rows, strict=True) if in_row]
     rest = [block for block, in_row in zip(blocks, rows, strict=True) if not in_row]
@@ -78,15 +78,15 @@ def norms_in_rows(blocks: Sequence[Tensor]) -> Tensor:
 
 @functools.cache
 def _in_order(rows: tuple[bool, ...], device: torch.device) -> Tensor:
-    """Places of the blocks, where those in rows come first; copied to `device` once, since a copy
-    waits for all that it has to do."""
+    """Places of the blocks, with those in rows first; copied to `device` once, since a copy waits
+    for all work of the device."""
     order = sorted(range(len(rows)), key=lambda number: not rows[number])
     return torch.tensor(order).argsort().to(device)
 
 
 def norm_from_blocks(norms: Tensor, *, double: bool) -> Tensor:
-    """The total norm, fp32 (fp64 if `double`) [], from those of all blocks in order."""
-    # In one order: cumsum's on a CPU, whatever the vector width; on a GPU it varies, not sum()'s.
+    """The total norm, fp32 (fp64 if `double`) [], from the norms of all blocks in order."""
+    # In a fixed order: cumsum's on a CPU, for any vector width; on a GPU cumsum varies, sum() not.
     total = norms.square().sum() if norms.is_cuda else norms.square().cumsum(0)[-1]
     return total.sqrt().to(torch.float64 if double else torch.float32)
 
@@ -97,8 +97,8 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
 
 
 def scale_all(tensors: list[Tensor], factor: Any) -> None:
-    """Multiply in place, by a number or a tensor []; not by 1.0, the factor of gradients that need
-    no clipping, where it is known without waiting for a device."""
+    """Multiply in place, by a number or a tensor []. Skips a factor 1.0 (gradients that need no
+    clipping) if it is known without waiting for a device."""
     is_known = isinstance(factor, float) or factor.device.type == "cpu"
     if tensors and not (is_known and float(factor) == 1.0):
         foreach_mul_(tensors, factor)
@@ -108,9 +108,9 @@ def clip_gradients(
     gradients: Sequence[Tensor], max_norm: float, memory: Sequence[Tensor] | None = None
 ) -> Tensor:
     """Scale `gradients` in place so that their norm is at most `max_norm` (Pascanu et al. 2013,
-    arXiv 1211.5063); returns the norm before, []. All of them lie in `memory`, if it is given."""
+    arXiv 1211.5063); returns the norm before, []. If `memory` is given, it holds all of them."""
     norm = gradient_norm(gradients)
-    # Between tensors [] torch promotes dtypes; between [1] and [], as in shards, not.
+    # Between tensors [] torch promotes dtypes; between [1] and [], as in shards, it does not.
     held = memory or gradients
     scale_all([m if m.dim() else m.view(1) for m in held], clip_factor(norm, max_norm))
     return norm
@@ -119,10 +119,10 @@ def clip_gradients(
 def clip_shards(
     shards: list[Tensor], max_norm: float, comm: Communicator, device: torch.device
 ) -> Tensor:
-    """Do what `clip_gradients` does for gradients of which each rank holds some, or none: the norm
-    is that of all, and its last bits depend on where they are cut."""
+    """Like `clip_gradients`, for gradients that are divided among ranks; a rank may hold none. The
+    norm is that of all gradients; its last bits depend on how they are cut."""
     square = gradient_norm(shards).to(device).double().square()
-    # Whole group, float64 []; overlaps nothing: the factor depends on it.
+    # Whole group, float64 []; overlaps nothing, since the factor depends on it.
     comm.all_reduce(square).wait()
     double = any(shard.dtype == torch.float64 for shard in shards)
     norm = square.sqrt() if double else square.sqrt().float()

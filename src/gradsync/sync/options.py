@@ -1,6 +1,6 @@
-"""Options of the strategies: the one place that declares them, with their defaults and checks.
+"""Options of the strategies: declares them, with their defaults and checks.
 
-The registry, `gs.replicate`, the command line and configuration files derive theirs from here.
+The registry, `gs.replicate`, the command line and configuration files all use these declarations.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ false, or one of these words."""
 
 
 def option(default: Any, text: str) -> Any:
-    """A field with its words for `--help`."""
+    """A field with its text for `--help`."""
     return field(default=default, metadata={"help": text})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """Options of a strategy without any, and the base of the others.
+    """Options of a strategy that has none, and the base of the others.
 
     Raises:
-        ConfigError: a value or a combination that does not exist, naming those that do.
+        ConfigError: an unknown value or combination; names the valid ones.
     """
 
     POSITIVE: ClassVar[tuple[str, ...]] = ()
@@ -147,14 +147,14 @@ class Recipe(Options):
             )
 
     def bucket_size_mb(self, device: str) -> float:
-        """`bucket_mb`, or its default on a "cpu" or "cuda": on a GPU a bucket costs the tree's
+        """`bucket_mb`, or its default on a "cpu" or "cuda". On a GPU each bucket costs the tree's
         exchange some launches, however small it is."""
         on_gpus = device == "cuda" and self.order == "invariant"
         return self.bucket_mb or (100.0 if on_gpus else 25.0)
 
     @property
     def node_dtype(self) -> Dtype | None:
-        """Dtype to which every node of the tree is rounded; None for the gradients' own."""
+        """Dtype to which every node of the tree is rounded; None keeps the gradients' dtype."""
         return "bf16" if (self.order, self.wire) == ("invariant", "bf16") else None
 
 
@@ -177,7 +177,7 @@ class DdpOptions(Options):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PowerSgdOptions(DdpOptions):
-    """Options of torch's PowerSGD hook, beside DDP's."""
+    """Options of torch's PowerSGD hook, in addition to DDP's."""
 
     matrix_approximation_rank: int = option(
         1,
@@ -265,7 +265,7 @@ class DilocoOptions(Options):
 
 
 def every_option() -> dict[str, tuple[Any, str]]:
-    """Type and words of each option of any strategy, by name; one name means one thing."""
+    """Type and text of each option of any strategy, by name; a name has one meaning everywhere."""
     found: dict[str, tuple[Any, str]] = {}
     for kind in (Recipe, PowerSgdOptions, FsdpOptions, LocalSgdOptions, DilocoOptions):
         hints = get_type_hints(kind)
@@ -293,9 +293,9 @@ def _kind(name: str, hint: Any, options: type[Options]) -> Kind:
 
 
 def check_value(name: str, value: Any, kind: Kind) -> None:
-    """Raise ConfigError, with the values that the option `name` accepts, if `value` is none."""
+    """Raise ConfigError if option `name` does not accept `value`; lists the accepted values."""
     if isinstance(kind, tuple):
-        fits = isinstance(value, str | bool) and value in kind  # 1 is True
+        fits = isinstance(value, str | bool) and value in kind  # because 1 == True
         wanted = f"one of {', '.join(map(str, kind))}"
     elif kind == "flag":
         fits, wanted = isinstance(value, bool), "true or false"
@@ -328,10 +328,10 @@ _IS_CALLED = {
 
 
 def take_torchs(who: str, options: dict[str, Any], known: Collection[str], torchs: type) -> None:
-    """Translate or drop, in place, those `options` of torch's class that `who` does not have.
+    """Translate or drop, in place, `options` of torch's class that `who` does not have.
 
     Raises:
-        ConfigError: one that would change results, with its name here if it has one.
+        ConfigError: an option that would change results, with its name here if it has one.
     """
     if (size := options.get("bucket_cap_mb")) is not None:
         check_value("bucket_cap_mb", size, "size")
@@ -352,13 +352,13 @@ def take_torchs(who: str, options: dict[str, Any], known: Collection[str], torch
 
 
 def words_of_dtypes(options: Mapping[str, Any]) -> dict[str, Any]:
-    """`options` with torch's own dtypes by their short names."""
+    """`options` with torch's dtypes replaced by their short names."""
     short = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"}
     return {name: short.get(str(value), value) for name, value in options.items()}
 
 
 def listed(text: str) -> list[str]:
-    """Split `a,b:key=value,key=value,c` at its commas; `key=value` belongs to the name before."""
+    """Split `a,b:key=value,key=value,c` at commas; `key=value` belongs to the name before it."""
     words: list[str] = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         is_option = "=" in part and ":" not in part.partition("=")[0]
@@ -370,7 +370,7 @@ def listed(text: str) -> list[str]:
 
 
 def with_options(word: str) -> tuple[str, dict[str, Any]]:
-    """The name in `name:key=value,key=value`, and the options, not checked.
+    """The name in `name:key=value,key=value`, and its options, unchecked.
 
     Raises:
         ConfigError: a part that is not `key=value`.

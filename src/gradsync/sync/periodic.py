@@ -1,24 +1,24 @@
-"""Periodic strategies: ranks step alone for a while, then meet.
+"""Periodic strategies: ranks step alone for some steps, then meet.
 
     rank 0   step ─ step ─ … ─ step ─┐             ┌─ step ─ step ─ …
     rank 1   step ─ step ─ … ─ step ─┴─ one mean ──┴─ step ─ step ─ …
              └───── inner_steps ─────┘
 
-Between two meetings each rank has different weights, and no gradient crosses the wire: a step sends
-only its small message (loss, weight, stop flag). A rank's gradient is the mean over its own leaves;
-in a step without a leaf it does not update, but still counts the step: all ranks meet after the
-same number of steps. All have the same weight in the mean, whatever their numbers of targets.
+Between two meetings each rank has different weights, and no gradients are sent. A step sends only
+its small message (loss, weight, stop flag). A rank's gradient is the mean over its own leaves. A
+rank without a leaf in a step does not update, but still counts the step, so all ranks meet after
+the same number of steps. All ranks have the same weight in the mean, whatever their targets.
 
-Bytes per rank: 2(W-1)/W S every `inner_steps` steps, S = size of the weights and floating buffers;
-one operation per dtype; one copy of the weights while ranks meet (`diloco`: 2 S always for the
-round's start and the outer momentum, 2 S more while ranks meet).
+Bytes per rank: 2(W-1)/W S every `inner_steps` steps, S = size of the weights and floating buffers.
+One operation per dtype. One copy of the weights while ranks meet (`diloco`: always 2 S for the
+round's start and the outer momentum, and 2 S more while ranks meet).
 
 [Note: A checkpoint ends the round] In the middle of a round there are W models. A caller that needs
-one model (a checkpoint, an evaluation, the end of a run) calls `synchronize_replicas`: the round
-ends there, with as many inner steps as it had. A checkpoint also keeps one inner optimizer's state,
-rank 0's; `gather` copies it to all ranks. So a run that continues after a checkpoint and a run that
-resumes from it are the same run. The price: the interval between checkpoints is part of the run's
-definition, unless checkpoints fall on multiples of `inner_steps`, where rounds end anyway.
+one model (a checkpoint, an evaluation, the end of a run) calls `synchronize_replicas`, which ends
+the round after the inner steps taken so far. A checkpoint also keeps one inner optimizer's state,
+rank 0's; `gather` copies it to all ranks. So a run that continues after a checkpoint equals a run
+that resumes from it. The cost: the interval between checkpoints is part of the run's definition,
+unless checkpoints fall on multiples of `inner_steps`, where rounds end anyway.
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ _PREFIX = "outer_momentum/"
 
 
 class AloneReducer(Reducer):
-    """Sums nothing: a rank's gradient is the mean over its own leaves."""
+    """Sums nothing; a rank's gradient is the mean over its own leaves."""
 
     def __init__(self, model: nn.Module, comm: Communicator, shards: PeriodicReplicas) -> None:
         super().__init__(model, comm, shards)
         self._periodic = shards
 
     def reduce(self, used: list[bool], divisor: float | None) -> Stopwatch:
-        """Leave `.grad` to this rank; the step's cost is known after `publish`."""
+        """Leave `.grad` to this rank; the step's cost is known only after `publish`."""
         self.shards.scale(divisor and 1 / divisor)
         return self._periodic.begin_step()
 
 
 class PeriodicReplicas(Replicas, ABC):
-    """Replicas that drift, and meet every `inner_steps` steps, at least 1."""
+    """Replicas that drift, and meet every `inner_steps` steps (at least 1)."""
 
     equal_replicas = False
 
@@ -82,7 +82,7 @@ class PeriodicReplicas(Replicas, ABC):
         self._note_buffers()
 
     def begin_step(self) -> Stopwatch:
-        """Begin a step, before the update; returns the watch that `publish` will use."""
+        """Begin a step, before the update; returns the stopwatch that `publish` uses."""
         self._watch = self._new_watch()
         return self._watch
 
@@ -94,8 +94,8 @@ class PeriodicReplicas(Replicas, ABC):
         return Done()
 
     def synchronize_replicas(self) -> None:
-        """End the round now, unless no step was taken in it ([Note: A checkpoint ends the round]);
-        all ranks call it."""
+        """End the round now, unless it has no step yet ([Note: A checkpoint ends the round]); all
+        ranks call it."""
         if not self.steps_in_round:
             return
         self._watch.start()
@@ -114,12 +114,12 @@ class PeriodicReplicas(Replicas, ABC):
         """Make the parameters equal on all ranks; called without autograd."""
 
     def gather(self, optimizer: Optimizer) -> None:
-        """End the round; every rank continues with rank 0's inner state, as the checkpoint does."""
+        """End the round; every rank continues with rank 0's inner state, as in the checkpoint."""
         self.synchronize_replicas()
         take_state_of_rank_0(optimizer, self.comm)
 
     def full_weights(self) -> dict[str, Tensor]:
-        """Return the weights that all ranks share; ends the round."""
+        """Return the weights that all ranks share; this ends the round."""
         self.synchronize_replicas()
         return super().full_weights()
 
@@ -130,7 +130,7 @@ class PeriodicReplicas(Replicas, ABC):
         self._note_buffers()
 
     def _note_buffers(self) -> None:
-        """Store the buffers' values, which are equal on all ranks now; see `average_buffers`."""
+        """Store the buffers' values, which are now equal on all ranks; see `average_buffers`."""
         self._buffer_starts = [buffer.detach().clone() for buffer in self.model.buffers()]
 
     def _new_watch(self) -> Stopwatch:
@@ -157,12 +157,12 @@ class LocalSgdReplicas(PeriodicReplicas):
     """`local_sgd`: averages weights, floating buffers and, if asked, the optimizer's momenta.
 
     Stich 2018 (arXiv 1805.09767); Lin et al. 2018 (arXiv 1808.07217). With `inner_steps=1`, plain
-    SGD and equal shares this is synchronous SGD to rounding; with momentum or Adam it is not, and
-    it need not train as well: that depends on the problem and on `inner_steps`.
+    SGD and equal shares this is synchronous SGD up to rounding. With momentum or Adam it is not and
+    it may train less well, depending on the problem and on `inner_steps`.
 
     Args:
         model, comm: as for `Reducer`.
-        options: of the strategy; None: its defaults.
+        options: options of the strategy; None: its defaults.
     """
 
     def __init__(
@@ -199,13 +199,13 @@ class DilocoReplicas(PeriodicReplicas):
         delta     =  1/W sum_i (theta - theta_i)             the outer gradient
         theta     <- SGD(lr=outer_lr, momentum=outer_momentum, nesterov=True) with delta
 
-    The inner optimizer is the user's (AdamW in the paper), its state private to each rank, kept
-    from round to round. On one rank it is not the identity: the outer optimizer runs there, too.
+    The inner optimizer is the user's (AdamW in the paper). Its state is private to each rank and
+    kept between rounds. On one rank it is not the identity, because the outer optimizer runs too.
 
     Args:
         model, comm: as for `Reducer`.
-        options: of the strategy; None: its defaults. The paper's 500 inner steps suit runs of many
-            thousand steps.
+        options: options of the strategy; None: its defaults. The paper's 500 inner steps suit runs
+            of many thousand steps.
     """
 
     def __init__(
@@ -222,8 +222,8 @@ class DilocoReplicas(PeriodicReplicas):
         )
 
     def begin_step(self) -> Stopwatch:
-        """See `PeriodicReplicas.begin_step`; the first step of a round stores the weights it starts
-        from: not kept from the last meeting, since others may have been loaded."""
+        """See `PeriodicReplicas.begin_step`. The first step of a round stores its initial weights.
+        They are not kept from the last meeting, since the user may have loaded others."""
         if not self.steps_in_round:
             foreach_copy_(self._start, [p.detach() for p in self.parameters])
         return super().begin_step()
@@ -240,7 +240,7 @@ class DilocoReplicas(PeriodicReplicas):
             parameter.copy_(start)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """The outer momentum by parameter, equal on all ranks; nothing before the first meeting."""
+        """The outer momentum by parameter, equal on all ranks; empty before the first meeting."""
         return {
             _PREFIX + name: self._outer.state[start]["momentum_buffer"]
             for (name, _), start in zip(trainable(self.model), self._start, strict=True)
@@ -248,8 +248,8 @@ class DilocoReplicas(PeriodicReplicas):
         }
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore a saved outer momentum; an empty mapping begins without one. Raises
-        CheckpointError when a parameter is missing or has another shape."""
+        """Restore a saved outer momentum; an empty mapping resets it. Raises CheckpointError if a
+        parameter is missing or has another shape."""
         self._outer.state.clear()
         self.steps_in_round = 0
         if not tensors:
@@ -266,9 +266,9 @@ class DilocoReplicas(PeriodicReplicas):
 
 @torch.no_grad()
 def average(tensors: Sequence[Tensor], comm: Communicator) -> None:
-    """Set each tensor to its mean over all ranks of `comm`, the same bits on each rank.
+    """Set each tensor to its mean over all ranks of `comm`, with the same bits on each rank.
 
-    One flat all-reduce for each (floating) dtype, one division. Half precision is summed in fp32
+    One flat all-reduce per (floating) dtype, one division. Half precision is summed in fp32
     and rounded once, at the end. Memory: one copy of `tensors`.
     """
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
@@ -277,7 +277,7 @@ def average(tensors: Sequence[Tensor], comm: Communicator) -> None:
     under_way = []
     for (wire, _), members in kinds.items():
         flat = torch.cat([tensor.reshape(-1).to(wire) for tensor in members])
-        # Whole group, [all elements of one dtype], fp32 or fp64; overlaps only its own kind.
+        # Whole group, [all elements of one dtype], fp32 or fp64; overlaps only the other dtypes'.
         under_way.append((comm.all_reduce(flat), flat, members))
     for work, flat, members in under_way:
         work.wait()
@@ -291,11 +291,11 @@ def average(tensors: Sequence[Tensor], comm: Communicator) -> None:
 def average_buffers(
     buffers: Sequence[Tensor], starts: Sequence[Tensor], comm: Communicator
 ) -> None:
-    """Make buffers equal on all ranks: floating ones their mean, counters and masks rank 0's.
+    """Make buffers equal on all ranks: floating buffers become their mean, others rank 0's values.
 
-    The mean is taken of the changes since `starts`, earlier values that were equal on all ranks:
-    the mean of three equal numbers need not be that number, and a table that no rank changes must
-    keep its bits.
+    The mean is taken of the changes since `starts`, earlier values that were equal on all ranks.
+    The mean of three equal numbers may differ from that number, and a table that no rank changes
+    must keep its bits.
     """
     floating = [(b, s) for b, s in zip(buffers, starts, strict=True) if b.is_floating_point()]
     changes = [b.to(_wide_dtype(b)) - s.to(_wide_dtype(s)) for b, s in floating]
@@ -319,8 +319,8 @@ def average_state(
 ) -> None:
     """Average the optimizers' state of each parameter (momenta, second moments) over ranks.
 
-    Step counts stay different between ranks. A parameter that some rank has not stepped on yet is
-    left alone on all ranks.
+    Step counts stay different between ranks. If some rank has not yet stepped on a parameter, the
+    parameter's state does not change on any rank.
     """
     states = [optimizer_of[p].state.get(p, {}) if p in optimizer_of else {} for p in parameters]
     memories = [
@@ -333,7 +333,7 @@ def average_state(
     ]
     counts = torch.tensor([len(memory) for memory in memories], dtype=torch.float64)
     extremes = torch.cat([counts, -counts])
-    # Whole group, float64 [2 x parameters], blocking: the least and the (negated) largest counts.
+    # Whole group, float64 [2 x parameters], blocking: the smallest and (negated) largest counts.
     comm.all_reduce(extremes, "min").wait()
     least, most = extremes.chunk(2)
     everywhere = zip(memories, least == -most, strict=True)
@@ -343,7 +343,7 @@ def average_state(
 def take_state_of_rank_0(optimizer: Optimizer, comm: Communicator) -> None:
     """Replace the optimizer's state on every rank by rank 0's, through the CPU; all ranks call it.
 
-    Not by `load_state_dict`, which would cast the state to the parameters' dtype.
+    Does not use `load_state_dict`, which would cast the state to the parameters' dtype.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     tensors: dict[str, Tensor] = {}

@@ -1,14 +1,14 @@
-"""The two halves of a strategy, in the words of a step's phases (step.py).
+"""The two halves of a strategy, by the phases of a step (step.py).
 
-    collect    `Reducer.leaf`, `collect`    hooks put each ready gradient where it is summed
+    collect    `Reducer.leaf`, `collect`    hooks put each ready gradient into its place in the sums
     reduce     `Reducer.launch`, `reduce`   the slices that a rank owns become the global mean
     clip       `Replicas.clip`              the exact norm, on owned slices
     update     `Replicas.update`            the optimizer, on owned slices
-    publish    `Replicas.publish`           whole weights everywhere again
+    publish    `Replicas.publish`           weights are whole on every rank again
 
-A `Reducer` collects and sums; its `shards` say what a rank owns of the result. `Replicas` owns
-everything, and is the base of what owns less: shards (ZeRO-1 and 2, FSDP2), a share of memory that
-a host's ranks have in common, or a replica that drifts between rounds.
+A `Reducer` collects and sums; its `shards` define what a rank owns of the result. `Replicas` owns
+everything, and is the base of classes that own less: shards (ZeRO-1 and 2, FSDP2), a share of
+memory that a host's ranks have in common, or a replica that drifts between rounds.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ log = logging.getLogger("gradsync")
 class Stopwatch:
     """Measures one interval: `start`, `stop`, and later `seconds()`.
 
-    On CUDA it records events and reads them only when asked, so that measuring does not
-    synchronise the step; wall-clock time there would measure the launch, not the work.
+    On CUDA it records events and reads them only on request, so that measuring does not
+    synchronise the step. Wall-clock time would measure the launch there, not the work.
     """
 
     def __init__(self, *, on_cuda: bool) -> None:
@@ -61,7 +61,7 @@ class Stopwatch:
         self._marks[1] = self._now()
 
     def copy(self) -> Stopwatch:
-        """Copy this reading, so that it survives later measurements."""
+        """Copy this reading, so that later measurements do not change it."""
         other = Stopwatch(on_cuda=self._on_cuda)
         other._marks = list(self._marks)
         return other
@@ -69,7 +69,7 @@ class Stopwatch:
     def seconds(self) -> float:
         """Time from `start` to `stop`, in seconds; waits until the GPU has reached `stop`.
 
-        0.0 when one of the two has never happened.
+        0.0 if one of them was never called.
         """
         first, last = self._marks
         if first is None or last is None:
@@ -88,21 +88,21 @@ class Stopwatch:
 
 
 _WINDOW = 10
-"""Steps that are looked at together."""
+"""Number of steps that are examined together."""
 _LAG, _LEAST_LAG_S = 0.2, 0.001
-"""Share of a step that the others must wait for a rank, and seconds."""
+"""How long the others must wait for a rank: share of a step, and seconds."""
 
 
 class StragglerWatch:
-    """Warns of a rank that the others wait for, step after step.
+    """Warns of a rank that the others repeatedly wait for.
 
-    A backward takes as long on a slow rank as on the others, since all wait in it for the last one;
-    but the late one waits least. A rank is named when in nine of ten steps it has waited less
-    than all others, in the median by a fifth of a step and 1 ms. So a pause (a checkpoint by rank
-    0, an evaluation) is no slowness, nor is noise that meets one rank after the other.
+    A backward takes equally long on a slow rank and on the others, because all wait in it for the
+    slowest. But the slowest rank waits least. A rank is named if in nine of ten steps it has waited
+    less than all others, in the median by a fifth of a step and 1 ms. So a pause (a checkpoint by
+    rank 0, an evaluation) does not count, nor does noise that affects one rank after the other.
 
     Args:
-        comm: the ranks; None where they do different things in a step, as a pipeline's stages do.
+        comm: the ranks; None if ranks do different things in a step, as a pipeline's stages do.
     """
 
     def __init__(self, comm: Communicator | None) -> None:
@@ -112,22 +112,22 @@ class StragglerWatch:
         self._said = -1
 
     def leaf_begins(self) -> None:
-        """Count the time since the last leaf, or step, as waiting for data."""
+        """Count the time since the last leaf or step as waiting for data."""
         self._data_s += time.perf_counter() - self._outside if self._outside else 0.0
 
     def leaf_ends(self) -> None:
-        """Count from here: a leaf, or the step, is over."""
+        """Start counting here, at the end of a leaf or of the step."""
         self._outside = time.perf_counter()
 
     def step_ends(self, exposed: Stopwatch, met_s: float, leaves: int = 0) -> None:
-        """Take in a step of so many `leaves` (0: not known) in which this rank has waited for
-        `exposed`, or for `met_s` seconds until all had come (strategies differ in where they wait).
-        Every tenth time one all-gather: whole group, float64 [40], on the CPU; overlaps nothing."""
+        """Record a step with this number of `leaves` (0: unknown). This rank has waited for
+        `exposed`, or for `met_s` seconds until all ranks arrived (strategies wait in different
+        places). Every tenth time one all-gather: whole group, float64 [40], CPU; no overlap."""
         now = time.perf_counter()
         if self._comm is not None and self._ended:
             self._steps.append((now - self._ended, self._data_s, met_s, leaves, exposed))
         self._ended, self._data_s = now, 0.0
-        # One more, so that a GPU need not be waited for.
+        # One step more, to avoid waiting for a GPU.
         if self._comm is not None and len(self._steps) > _WINDOW:
             steps = self._steps[:_WINDOW]
             rows = [(*times, max(met, watch.seconds()), n) for *times, met, n, watch in steps]
@@ -142,10 +142,10 @@ class StragglerWatch:
 
 
 def find_straggler(ranks: Tensor) -> tuple[int, str]:
-    """The rank that all others wait for, and what to say of it; (-1, "") for none.
+    """The rank that all others wait for, and the message about it; (-1, "") for no such rank.
 
     Args:
-        ranks: seconds of a step, those of waiting for data and for others, and micro-batches,
+        ranks: seconds of a step, of waiting for data and of waiting for others, and micro-batches,
             [W, steps, 4].
     """
     waits = ranks[:, :, 2]
@@ -180,31 +180,31 @@ class Replicas:
     strategy = ""
     """Name that users pass as `gs.replicate(sync=...)`; for messages."""
     takes_scaler = True
-    """False when a step with inf or nan gradients, which a GradScaler skips, would do damage."""
+    """False if a step with inf or nan gradients, which a GradScaler skips, would do damage."""
     equal_replicas = True
-    """False when replicas drift between rounds (then the strategy averages buffers)."""
+    """False if replicas drift between rounds (then the strategy averages buffers)."""
     by_halves = False
-    """True when sums go to their owners only, where `sync.step` ends the step."""
+    """True if sums go only to their owners when `sync.step` ends the step."""
     whole_parameters = True
-    """False when a rank holds a share of each parameter, so that all ranks take part in every
-    forward, and make equally many."""
+    """False if a rank holds a share of each parameter. Then all ranks take part in every forward,
+    and make the same number of forwards."""
 
     def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
         self.model, self.parameters = model, list(parameters)
         self.updates: Callable[[Sequence[Tensor]], AbstractContextManager[Any]] = nullcontext
-        """Encloses an update after `publish`, of these parameters."""
+        """Encloses an update of these parameters that comes after `publish`."""
         self._given: list[Tensor] = []
         self._memory: list[Tensor] = []
-        """Gradients as `take` handed them out, and the memory in which all of them lie."""
+        """Gradients as `take` provided them, and the memory that holds all of them."""
 
     # -- a step, in the order of its calls --------------------------------------------------------
 
     def prepare(self, optimizers: Sequence[Optimizer], *, scaled: bool) -> None:
-        """Learn, before gradients are launched, which optimizers will step.
+        """Announce, before gradients are launched, which optimizers will step.
 
         Args:
-            optimizers: [] in the user's training loop, and where a rank discards the step.
-            scaled: a GradScaler reads the gradients too.
+            optimizers: [] in the user's training loop, and if a rank discards the step.
+            scaled: whether a GradScaler reads the gradients too.
 
         Raises:
             ConfigError: an optimizer that the strategy cannot work with.
@@ -217,13 +217,13 @@ class Replicas:
         factor: float | None,
         watch: Stopwatch,
     ) -> None:
-        """Make owned slices from sums in `buckets`, times `factor`; `None` where no rank has one.
+        """Make owned slices from sums in `buckets`, times `factor`; `None` if no rank has any.
 
         Args:
             buckets: `flat(0)` holds the sum over ranks, or this rank's part of it.
             used: for each parameter, whether any rank has a gradient for it.
-            factor: from sums to the mean; None in a step that no rank updates in.
-            watch: to be stopped when nothing more is communicated.
+            factor: from sums to the mean; None in a step in which no rank updates.
+            watch: stopped when nothing more is communicated.
         """
         watch.stop()
         for bucket in buckets:
@@ -235,12 +235,12 @@ class Replicas:
         self.scale(factor)
 
     def scale(self, factor: float | None) -> None:
-        """Multiply `owned()` by `factor`: from sums to the mean."""
+        """Multiply `owned()` by `factor`, from sums to the mean."""
         if factor is not None:
             scale_all(self._memory_of(self.owned()), factor)
 
     def _memory_of(self, gradients: list[Tensor]) -> list[Tensor]:
-        """Few large tensors in place of many small ones, where they are as `take` made them."""
+        """A few large tensors in place of many small ones, if they are the ones `take` made."""
         same = len(gradients) == len(self._given) and all(map(is_, gradients, self._given))
         return self._memory if same else gradients
 
@@ -249,9 +249,9 @@ class Replicas:
         return [p.grad for p in self.parameters if p.grad is not None]
 
     def whole_gradients(self) -> list[Tensor | None]:
-        """Whole mean gradients of the parameters in their order, None where no rank had one.
+        """Whole mean gradients of the parameters in their order, None if no rank had one.
 
-        All ranks call it, between `Reducer.reduce` and `update`; for observers.
+        All ranks call it, between `Reducer.reduce` and `update`. For observers.
         """
         return [parameter.grad for parameter in self.parameters]
 
@@ -261,24 +261,24 @@ class Replicas:
         return clip_gradients(gradients, max_norm, self._memory_of(gradients))
 
     def update(self, optimizers: Sequence[Optimizer]) -> None:
-        """Do one step of each optimizer on owned slices; they hold different parameters."""
+        """Do one step of each optimizer on owned slices; optimizers hold different parameters."""
         for optimizer in optimizers:
             optimizer.step()
 
     def settle(self) -> None:
-        """Begin nothing more before collectives of the main thread's group, if the lane's is
-        another: NCCL wants the kernels of both in one order on all ranks."""
+        """Wait for started work before collectives of the main thread's group, if the lane uses
+        another group: NCCL needs the kernels of both in one order on all ranks."""
 
     def publish(self) -> Work:
-        """Make whole weights available on every rank, at the end of every step, gradients cleared.
+        """Make weights whole on every rank, at the end of every step; gradients are cleared.
 
-        The work must be waited for before the weights are read; here they are there already. Where
-        the update comes later still, weights wait for it by themselves.
+        Wait for the returned work before reading weights; here they are whole already. If the
+        update comes even later, weights wait for it by themselves.
         """
         return Done()
 
     def wait(self) -> None:
-        """Return when all weights of the last step are there; asks nothing of other ranks."""
+        """Return when all weights of the last step are complete; needs no action by other ranks."""
 
     def close(self) -> None:
         """Leave whole weights and state in this rank's private memory."""
@@ -286,17 +286,17 @@ class Replicas:
     # -- between steps; all ranks call each -------------------------------------------------------
 
     def synchronize_replicas(self) -> None:
-        """Make replicas equal that a strategy lets drift on purpose."""
+        """Make replicas equal if the strategy lets them drift on purpose."""
 
     def gather(self, optimizer: Optimizer) -> None:
-        """Make `optimizer.state` whole on every rank, keyed by the model's parameters, for a
+        """Make `optimizer.state` whole on every rank, with the model's parameters as keys, for a
         checkpoint; `scatter` undoes it."""
 
     def scatter(self, optimizer: Optimizer) -> None:
         """Take this rank's part of a whole `optimizer.state`, after `gather` or loading."""
 
     def sharded_state_dict(self, optimizer: Optimizer) -> HeldState | None:
-        """This rank's part of `optimizer`'s state, sharing its memory; None where it is whole."""
+        """This rank's part of `optimizer`'s state, sharing its memory; None if it is whole."""
         return None
 
     def load_sharded_state_dict(
@@ -307,11 +307,11 @@ class Replicas:
 
     def sharded_weights(self) -> dict[str, tuple[Share, Tensor]] | None:
         """This rank's part of parameters and buffers by the names of `model.state_dict()`, flat,
-        sharing their memory; None where every rank has them whole."""
+        sharing their memory; None if every rank holds them whole."""
         return None
 
     def load_sharded_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Overwrite this rank's part with one from `sharded_weights`."""
+        """Overwrite this rank's part with the result of `sharded_weights`."""
         raise RunError(f"sync={self.strategy!r} has whole weights on every rank")
 
     def full_weights(self) -> dict[str, Tensor]:
@@ -326,7 +326,7 @@ class Replicas:
                 own[name].copy_(tensor)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """The strategy's own state from step to step, equal on all ranks after `gather`."""
+        """State that the strategy keeps between steps, equal on all ranks after `gather`."""
         return {}
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
@@ -345,19 +345,19 @@ class Reducer(ABC):
     Args:
         model: on its device.
         comm: all ranks.
-        shards: what this rank owns; None: everything.
+        shards: what this rank owns; None means everything.
     """
 
     strategy = ""
     """Name that users pass as `gs.replicate(sync=...)`."""
     own_gradients = False
-    """True when `named_gradients` are this rank's alone, whatever has been sent."""
+    """True if `named_gradients` are this rank's alone, whatever was sent."""
     user_loop = False
-    """True when it supports the user's training loop (`loss.backward()`, `optimizer.step()`)."""
+    """True if it supports the user's training loop (`loss.backward()`, `optimizer.step()`)."""
     waits_in_backward = False
-    """True when exposed communication lies in backward, not in the step's end."""
+    """True if exposed communication happens in backward instead of at the end of the step."""
     needs_micro_step = False
-    """True when it must know before a forward what its backward will do."""
+    """True if it must know before a forward what its backward will do."""
 
     def __init__(
         self, model: nn.Module, comm: Communicator, shards: Replicas | None = None
@@ -370,20 +370,20 @@ class Reducer(ABC):
         self.non_finite = NonFinite()
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Run the forward that the training step calls (most strategies: the model's)."""
+        """Run the forward that the training step calls (for most strategies: the model's)."""
         return self.model(*inputs, **named)
 
     def prime(self, forward_backward: Callable[[], None]) -> None:  # noqa: B027  optional
         """Fix the layout now, if the strategy learns it from its first backward.
 
-        A resumed run would otherwise begin with another grouping of sums than the run it continues,
+        Otherwise a resumed run would begin with another grouping of sums than the run it continues,
         and bits would change. `forward_backward` is one throwaway micro-step through `forward`.
         """
 
     def watch(self, on_gradient: Callable[[nn.Parameter], bool]) -> list[Any]:
-        """Call `on_gradient(parameter)` for each gradient that comes outside of `leaf`.
+        """Call `on_gradient(parameter)` for each gradient that arrives without an enclosing `leaf`.
 
-        It returns whether the backward in progress is the last one before gradients are used.
+        It returns whether the current backward is the last one before gradients are used.
 
         Returns:
             Handles of the hooks.
@@ -414,16 +414,16 @@ class Reducer(ABC):
         """End this rank's leaves, before `launch` in every step.
 
         Args:
-            discard: no rank will use the sums: drop this rank's leaves.
-            user_loop: gradients that are in `.grad` count, however they came there.
+            discard: no rank will use the sums, so drop this rank's leaves.
+            user_loop: gradients in `.grad` count, regardless of their origin.
         """
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's contribution to the sums, as far as it has not been sent."""
+        """This rank's contribution to the sums, except what has been sent."""
         return ((name, p.grad) for name, p in trainable(self.model) if p.grad is not None)
 
     def gradient_memory(self, *, large: bool) -> list[Tensor]:
-        """Memory of `named_gradients`; unless `large`, of those of at most `SMALL` elements."""
+        """Memory of `named_gradients`; unless `large`, only with up to `SMALL` elements each."""
         own = (gradient.detach() for _, gradient in self.named_gradients())
         return [gradient for gradient in own if large or gradient.numel() <= SMALL]
 
@@ -433,15 +433,15 @@ class Reducer(ABC):
 
     @abstractmethod
     def reduce(self, used: list[bool], divisor: float | None) -> Stopwatch:
-        """Finish: the slices that this rank owns (`shards.owned()`) hold the sum over all ranks,
+        """Finish: the slices that this rank owns (`shards.owned()`) become the sum over all ranks,
         divided by `divisor`.
 
         Args:
             used: for each trainable parameter, whether any rank has a gradient for it.
-            divisor: the weight of the sum; None in a step that no rank updates in.
+            divisor: the weight of the sum; None in a step in which no rank updates.
 
         Returns:
-            Time of communication that nothing else overlapped.
+            Duration of communication that nothing overlapped.
         """
 
     def close(self) -> None:  # noqa: B027  optional
@@ -451,7 +451,7 @@ class Reducer(ABC):
 class NaiveReducer(Reducer):
     """`naive`: one blocking all-reduce for each parameter, after backward.
 
-    The shortest correct code, against which every other strategy is checked. Bytes per rank and
+    The shortest correct code; all other strategies are checked against it. Bytes per rank and
     step: 2(W-1)/W x the gradients (a ring, Patarasuk & Yuan 2009); nothing overlaps.
     """
 
@@ -468,8 +468,8 @@ def sum_gradients(
 ) -> Stopwatch:
     """All-reduce every used parameter's gradient over the whole group, one after the other.
 
-    A rank without a gradient for a used parameter (or without data) contributes zeros: all ranks
-    must issue the same operations. The gradient of a parameter that no rank used stays None.
+    A rank without a gradient for a used parameter (or without data) contributes zeros, because all
+    ranks must issue the same operations. The gradient of a parameter that no rank used stays None.
 
     Args:
         parameters: trainable parameters, in one order on all ranks.
@@ -483,7 +483,7 @@ def sum_gradients(
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             parameter.grad = parameter.grad.resolve_conj().resolve_neg()  # bytes are sent
-            # Whole group, the parameter's shape and dtype; overlaps nothing, on purpose.
+            # Whole group, the parameter's shape and dtype; intentionally overlaps nothing.
             comm.all_reduce(parameter.grad).wait()
     watch.stop()
     return watch
@@ -502,17 +502,17 @@ def _as_hook(on_gradient: Callable[[nn.Parameter], bool]) -> Callable[[Any], Non
 
 
 SMALL = 16_384
-"""Elements of a gradient that is looked at in every step: a norm's, a bias's."""
+"""Largest size, in elements, of a gradient that is checked in every step: a norm's, a bias's."""
 _CUDA_STEPS = 100
-"""Steps between two looks at the gradients on CUDA, where each waits for the device."""
+"""Steps between two checks of the gradients on CUDA, where each check waits for the device."""
 
 
 class NonFinite:
-    """Warns when this rank's gradients become nan or inf, before sums hide whose they are; once,
-    until they are finite again.
+    """Warns when this rank's gradients become nan or inf, before sums hide which rank caused it.
+    Warns once, until they are finite again.
 
-    Per step: `look` before gradients are sent, in one or several parts; then `step_ends`. What is
-    not finite in one layer's activations reaches the norms and biases of all layers before it.
+    Per step: `look` before gradients are sent, in one or several parts; then `step_ends`. A
+    non-finite value in one layer's activations reaches norms and biases of all layers before it.
     """
 
     def __init__(self) -> None:
@@ -521,7 +521,7 @@ class NonFinite:
         self._found: list[str] = []
 
     def is_due(self, *, on_cuda: bool) -> bool:
-        """Whether to look in this step."""
+        """Whether to check in this step."""
         return not on_cuda or self._step % _CUDA_STEPS == 0
 
     def look(
@@ -534,9 +534,9 @@ class NonFinite:
         """Note the names of gradients that are not finite.
 
         Args:
-            parts: memory of gradients; read once. Names are asked for where it is not finite.
+            parts: memory of gradients, read once. Names are read only if a part is not finite.
             named: the gradients.
-            large: whether `parts` hold large ones too.
+            large: whether `parts` contain large gradients too.
         """
         plain = [p for p in parts if p.is_floating_point() and p.layout == torch.strided]
         if len(plain) == len(parts) and (
@@ -547,7 +547,7 @@ class NonFinite:
             self._found.append(found)
 
     def step_ends(self, rank: int) -> None:
-        """Warn about this step's findings; steps are counted from the first one of this model."""
+        """Warn about this step's findings; the step number counts from this model's first step."""
         self._step += 1
         if self._found and not self._said:
             log.warning(

@@ -1,4 +1,4 @@
-"""Every strategy, in one table; tests, commands and the guide's table iterate over it."""
+"""A table of all strategies; tests, commands and the guide's table iterate over it."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ class Strategy:
     """A named way to synchronise gradients."""
 
     name: str
-    """Name that users type."""
+    """The name that users type."""
     summary: str
-    """One line."""
+    """A summary in one line."""
     cost: str
     """Bytes per rank and step (S = size of the gradients, W = ranks), operations, memory."""
     build: Build
     promise: Promise = "rounding"
-    """bitwise: one rank's bits; rounding: one rank's numbers but for the order of sums; lossy:
-    rounds or omits something, on purpose."""
+    """bitwise: the bits of one rank; rounding: equal to one rank except for the order of sums;
+    lossy: rounds or omits something, on purpose."""
     defaults: Options = field(default_factory=Options)
-    """The options that make it this strategy; users override each."""
+    """The options that define the strategy; users can override each."""
     equal_leaves: bool = False
-    """True when all ranks must have equally many leaves in a step."""
+    """True if all ranks must have the same number of leaves in a step."""
     needs_group: bool = False
-    """True when one rank has no use for it (then `naive` runs, which does nothing there)."""
+    """True if it is of no use on one rank (then `naive` runs, which does nothing there)."""
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -300,8 +300,8 @@ def build_reducer(
         strategy: a value of `STRATEGIES`.
         model: on its device; its replicas are equal.
         comm: all ranks.
-        groups: for strategies that know hosts; where ranks sit is enough for sums along the tree.
-        options: of the strategy, by name.
+        groups: for strategies that depend on hosts; sums along the tree only need ranks' placement.
+        options: options of the strategy, by name.
 
     Raises:
         ConfigError: see `check_options`.
@@ -310,12 +310,12 @@ def build_reducer(
     alone = strategy.needs_group and comm.world_size == 1
     reducer = (_naive if alone else strategy.build)(model, comm, groups, checked)
     reducer.strategy = reducer.shards.strategy = strategy.name
-    reducer.needs_micro_step = strategy.needs_group  # on one rank too
+    reducer.needs_micro_step = strategy.needs_group  # also on one rank
     return reducer
 
 
 def check_options(strategy: Strategy, options: Mapping[str, Any]) -> Options:
-    """The strategy's options with these in place of its own, checked before anything is built.
+    """The strategy's options, overridden by `options`; checks them before anything is built.
 
     Raises:
         ConfigError: an option that the strategy does not have, or values that conflict.
@@ -343,7 +343,7 @@ def find_strategy(name: str) -> Strategy:
     """Look up the strategy called `name`.
 
     Raises:
-        ConfigError: unknown, naming the nearest.
+        ConfigError: unknown name; the message names the nearest one.
     """
     if name in STRATEGIES:
         return STRATEGIES[name]
@@ -356,7 +356,7 @@ def chosen_strategy(word: str) -> tuple[Strategy, Options]:
     """The strategy in `name:key=value,…`, with its options checked.
 
     Raises:
-        ConfigError: no such name, option or value.
+        ConfigError: unknown name, option or value.
     """
     name, options = with_options(word)
     strategy = find_strategy(name)
@@ -370,6 +370,6 @@ def wants_groups(strategy: Strategy, options: Mapping[str, Any]) -> bool:
 
 
 def follows_hosts(strategy: Strategy, options: Mapping[str, Any], world: World) -> bool:
-    """Whether the strategy's sums are quicker for knowing which ranks share a host of `world`."""
+    """Whether the strategy's sums are faster if it knows which ranks share a host of `world`."""
     along_tree = options.get("order", "invariant" if strategy.same_on_any_ranks else "any")
     return not world.one_host and along_tree == "invariant"

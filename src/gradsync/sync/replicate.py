@@ -60,29 +60,29 @@ def replicate(
     groups: Hosts | None = None,
     **options: Any,
 ) -> GradientSync:
-    """Replicate `model` over the ranks of `world`: all start from rank 0's weights, and stay equal.
+    """Replicate `model` over the ranks of `world`. All start from rank 0's weights, and stay equal.
 
-    The model is not wrapped: names, checkpoints and frozen parts stay as they are. It refers to the
-    returned handle, and so does each part of it with trainable parameters of its own:
-    synchronisation lasts as long as the parts. Parameters that are replaced or become trainable
-    later are not known to it: close the handle and replicate again.
+    The model is not wrapped: names, checkpoints and frozen parts do not change. The model and each
+    part of it that directly holds trainable parameters refer to the returned handle, so
+    synchronisation lasts as long as the parts. The handle does not know parameters that you replace
+    or unfreeze later: close it and replicate again.
 
-    Models that take part in one backward belong into one call, as `nn.ModuleList([encoder, head])`:
-    several handles on one process group must have their steps in one order on all ranks.
+    Pass models that take part in one backward in one call, as `nn.ModuleList([encoder, head])`.
+    Several handles on one process group must take their steps in the same order on all ranks.
 
     Args:
         model: on its device already.
-        world: from `gs.init()` or `gs.World.from_process_group()`; None takes the latter when
-            torch's default process group is there, else one rank.
+        world: from `gs.init()` or `gs.World.from_process_group()`; None uses the latter if torch's
+            default process group exists, else one rank.
         sync: a strategy of `gradsync.sync.registry.STRATEGIES`.
-        batch_norm: "sync", "local" or "freeze": required when the model has BatchNorm, see
-            `gradsync.sync.batch_norm`. Under "local" running statistics move once a step, in DDP
-            once a micro-batch: `momentum=1 - (1 - m) ** k` keeps its pace for k of them.
+        batch_norm: "sync", "local" or "freeze": required if the model has BatchNorm, see
+            `gradsync.sync.batch_norm`. With "local" running statistics move once per step, in DDP
+            once per micro-batch: `momentum=1 - (1 - m) ** k` keeps DDP's pace for k micro-batches.
         comm: a communicator to use instead of the world's own.
         groups: from `gs.groups(world)`, for `sync="hierarchical"`; None makes them from `world`.
-            Sums along the tree follow the hosts without them, by where `world` says ranks sit.
-        options: of the strategy, such as `bucket_mb=25.0`. Of torch's DistributedDataParallel,
-            `bucket_cap_mb` is `bucket_mb`; what is its default or changes no result is ignored.
+            Sums along the tree follow the hosts without `groups`, using the placement in `world`.
+        options: of the strategy, such as `bucket_mb=25.0`. DDP's `bucket_cap_mb` (torch's own name)
+            means `bucket_mb`; its options at their default, or that change no result, are ignored.
 
     Raises:
         ConfigError: unknown strategy or option; the model or a part of it is replicated (also by
@@ -125,8 +125,8 @@ def replicate(
 
 
 def _world_here() -> World:
-    """The world of torch's process group, else one rank, unless a launcher has started several:
-    each would train alone, without a word."""
+    """The world of torch's process group, else one rank. Raises if a launcher has started several
+    ranks, since each would silently train alone."""
     if not dist.is_initialized():
         started = resolve(environ.snapshot()).world.world_size
         if started > 1:
@@ -139,8 +139,8 @@ def _world_here() -> World:
 
 
 def _placement(comm: Communicator, world: World) -> Hosts | None:
-    """Places of all ranks; None when the caller's communicator has other ranks than the world, or
-    two say that they have one place (hosts of one name, a `World` made by hand)."""
+    """Placement of all ranks. None if the caller's communicator has other ranks than the world, or
+    if two ranks report the same place (hosts with equal names, a `World` made by hand)."""
     if comm.world_size == world.world_size:
         with suppress(ConfigError):  # on all ranks
             return share_placement(comm, world)
@@ -157,7 +157,7 @@ def _bind(
     batch_norm: str | None,
     one_host: bool,
 ) -> GradientSync:
-    comm = getattr(comm, "unchecked", comm)  # models are compared once, here
+    comm = getattr(comm, "unchecked", comm)  # models are compared only once, here
     if not trainable(model):
         raise RunError("the model has no trainable parameter: nothing to synchronise")
     check_options(strategy, options)
@@ -167,7 +167,7 @@ def _bind(
             "before: only `gradsync train` takes it; drop it"
         )
     if batch_norm == "sync" and strategy.recipe is not None:
-        # Its sums are sent in backward too, on the same group: buckets would come between them, at
+        # Its sums are sent in backward too, on the same group. Buckets would come between them, at
         # different places on ranks that use other parameters.
         options = {"overlap": False, **options}
     settings = {"sync": strategy.name, "batch_norm": batch_norm}
@@ -186,7 +186,7 @@ def _bind(
     broadcast_model(model, comm)
     if one_host:
         comm = _fastest(strategy, model, comm, options)
-    # Whole group, int64 [1], blocking, rank 0's count: a number of this model on all ranks.
+    # Whole group, int64 [1], blocking, rank 0's count: gives the model one number on all ranks.
     number = torch.tensor([optimizer_watch().added])
     comm.broadcast(number).wait()
     reducer = build_reducer(strategy, model, comm, groups, options)
@@ -196,7 +196,7 @@ def _bind(
 def _fastest(
     strategy: Strategy, model: nn.Module, comm: Communicator, options: dict[str, Any]
 ) -> Communicator:
-    """Communicator of this strategy's sums: `comm`, or shared memory in its place."""
+    """Communicator for this strategy's sums: `comm`, or shared memory in its place."""
     if strategy.recipe is None:
         return comm
     recipe = replace(strategy.recipe, **options)
@@ -207,5 +207,5 @@ def _fastest(
     present = [c for c in known if isinstance(c, SharedMemoryCommunicator)]
     found = fastest(comm, device, present)
     if recipe.collective == "shared_memory" and not isinstance(found, SharedMemoryCommunicator):
-        return share_memory(comm)  # raises the reason if that fails
+        return share_memory(comm)  # raises with the reason if that fails
     return found

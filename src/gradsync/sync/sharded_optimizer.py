@@ -1,15 +1,15 @@
-"""Any elementwise optimizer with its state divided among the ranks (ZeRO stage 1).
+"""Any elementwise optimizer, with its state divided among the ranks (ZeRO stage 1).
 
 Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
-arXiv 1910.02054. With W ranks each keeps 1/W of the state, updates 1/W of every bucket and gathers
+arXiv 1910.02054. Each of W ranks keeps 1/W of the state, updates 1/W of every bucket and gathers
 the rest:
 
     update shard of bucket 0 ──► update shard of bucket 1 ──► …
                     └─ all_gather bucket 0 ──┘  └─ all_gather bucket 1 ──┘
 
-The bits are those of the whole optimizer: pieces are cut at multiples of 64 elements inside their
-parameter, where vector loops end nowhere, and every element sees the same operations. One limit,
-for 16-bit parameters on a CPU with several threads: see elementwise.py.
+The bits are those of the whole optimizer: pieces are cut at multiples of 64 elements within their
+parameter, where no vector loop ends, and every element goes through the same operations. For an
+exception with 16-bit parameters on a CPU with several threads see elementwise.py.
 Bytes received per rank and step: (W-1)/W x the parameters; one operation per bucket.
 """
 
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 BUCKET_BYTES = 25 * 2**20
 """Bytes of parameters that are gathered together by default."""
 _IN_FLIGHT = 2
-"""Buckets gathered at once: enough to keep the network busy while the next is updated."""
+"""Buckets gathered at the same time: enough to keep the network busy during the next update."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +63,16 @@ class ShardLayout:
     buckets: Sequence[BucketPlan]
     """Buckets for the number of ranks that share the state."""
     owners: Communicator | Owners | None = None
-    """Those ranks in the order of their shards; None is their own."""
+    """The ranks that share the state, in the order of their shards; None: the order of `comm`."""
 
 
 def layout_of(
     parameters: Sequence[Tensor], world_size: int, *, bucket_bytes: float = BUCKET_BYTES
 ) -> ShardLayout:
-    """Make buckets of about `bucket_bytes`, in the parameters' own order.
+    """Make buckets of about `bucket_bytes`, with parameters in their own order.
 
     Args:
-        parameters: trainable ones, each once, any shapes.
+        parameters: trainable parameters, each once, of any shape.
         world_size: number of ranks that share the state.
         bucket_bytes: size at which a bucket is closed, bytes.
     """
@@ -128,19 +128,19 @@ class ShardedOptimizer(Optimizer):
     `zero_grad` work as usual; `state` is empty, and `state_dict` gathers it.
 
     On a CPU with two or more intra-op threads, bf16 and fp16 parameters of more than 32,768
-    elements can differ from the whole optimizer's in their last bits; a warning says so once, and
+    elements can differ from the whole optimizer's in their last bits. A warning reports this once;
     `gs.init(threads=1)` makes them equal.
 
     Args:
         params: as for any optimizer: parameters, (name, parameter) pairs or groups with their own
-            options. Tied parameters count once, frozen ones are left out.
-        optimizer_class: an elementwise one, such as `torch.optim.AdamW`.
+            options. Tied parameters count once, frozen parameters are left out.
+        optimizer_class: an elementwise class, such as `torch.optim.AdamW`.
         comm: the ranks that share the state; None is the default process group.
         world: from `gs.init()`, instead of `comm`.
         plan: buckets and the parameters they hold; None makes buckets of 25 MiB.
-        elementwise: a promise about an `optimizer_class` that is not from torch.optim: that its
-            result for a piece of a parameter is the piece of its result for the whole.
-        defaults: of `optimizer_class`, such as `lr=3e-4`.
+        elementwise: a promise about an `optimizer_class` that is not from torch.optim: its result
+            for a piece of a parameter is that piece of its result for the whole.
+        defaults: options of `optimizer_class`, such as `lr=3e-4`.
 
     Raises:
         ConfigError: an optimizer that is not elementwise, a parameter that cannot be sharded, or
@@ -165,10 +165,10 @@ class ShardedOptimizer(Optimizer):
         self._buckets: list[ShardedBucket] = []
         self._covered: set[int] = set()
         self._elsewhere: dict[Any, State] = {}
-        """State of parameters in no bucket (frozen ones), whole and unchanged."""
+        """State of parameters in no bucket (frozen parameters), whole and unchanged."""
         self._built = False
         self._warned = False
-        # A throw-away instance checks the options and completes them.
+        # A temporary instance checks the options and adds the defaults.
         complete = optimizer_class([torch.zeros(1)], **defaults).defaults
         super().__init__(_each_once(params), complete)
         self._build(plan)
@@ -184,12 +184,12 @@ class ShardedOptimizer(Optimizer):
     ) -> ShardedOptimizer:
         """Do the steps of an optimizer that the user made and still holds.
 
-        Its hyper-parameters are read at each step, so schedulers keep working on it. Existing state
-        is taken over; from then on its `state` stays empty. After each update its own `step` is
-        called without any gradient, which changes nothing but notifies schedulers and hooks on it.
+        Its hyper-parameters are read at each step, so schedulers keep working on it. The new object
+        takes over existing state; from then on the user's optimizer has empty `state`. After each
+        update its `step` is called without gradients, which only notifies schedulers and hooks.
 
         Args:
-            optimizer: the user's, elementwise.
+            optimizer: the user's optimizer, elementwise.
             comm: the ranks that share the state.
             plan: see `ShardedOptimizer`.
             elementwise: see `ShardedOptimizer`.
@@ -210,11 +210,11 @@ class ShardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Do one optimizer step; a parameter whose `grad` is None stays as it is.
+        """Do one optimizer step; a parameter whose `grad` is None does not change.
 
         Raises:
-            ConfigError: a sparse gradient, or the gradient of a parameter that was frozen when
-                this optimizer was made.
+            ConfigError: a sparse gradient, or a gradient of a parameter that was frozen when this
+                optimizer was made.
         """
         loss = None
         if closure is not None:
@@ -244,7 +244,7 @@ class ShardedOptimizer(Optimizer):
         self.take_from(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Refuse copies: they would have no ranks to share the state with.
+        """Refuse copies, which would have no ranks to share the state with.
 
         Raises:
             ConfigError: always.
@@ -255,7 +255,7 @@ class ShardedOptimizer(Optimizer):
         )
 
     def gather_into(self, optimizer: Optimizer) -> None:
-        """Make `optimizer.state` whole on every rank; all ranks call it. Costs its memory."""
+        """Make `optimizer.state` whole on every rank; all ranks call it. Needs memory for all."""
         optimizer.state.clear()
         found: dict[Any, State] = dict(self._elsewhere)
         found |= gather_state(self._buckets, self._comm)
@@ -265,7 +265,7 @@ class ShardedOptimizer(Optimizer):
                 optimizer.state[key] = found[key]
 
     def take_from(self, optimizer: Optimizer) -> None:
-        """Take this rank's part out of a whole `optimizer.state`, and clear that."""
+        """Take this rank's part of a whole `optimizer.state`, and clear the whole state."""
         take_state(self._buckets, optimizer.state)
         self._elsewhere = {
             key: state for key, state in optimizer.state.items() if id(key) not in self._covered
@@ -279,11 +279,11 @@ class ShardedOptimizer(Optimizer):
         return sharded_state_dict(self._buckets, rest, self._comm.rank)
 
     def keep(self, states: Mapping[Any, State]) -> None:
-        """Restore a part from `held`, replacing the present state; nothing is sent."""
+        """Restore a part from `held`, replacing the current state; nothing is sent."""
         self._elsewhere = load_sharded_state_dict(self._buckets, states)
 
     def views(self) -> Iterator[Tensor]:
-        """Tensors in here that share parameters' memory, or have shared it."""
+        """Tensors in this object that share parameters' memory, or have shared it."""
         for tensor in (tensor for bucket in self._buckets for tensor in bucket.tensors):
             yield tensor
             if (whole := viewed(tensor)) is not None:
@@ -291,7 +291,7 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of optimizer state on this rank (tensors with elements, not single numbers)."""
+        """Bytes of optimizer state on this rank (tensors with elements, without single numbers)."""
         inner = [bucket.state for bucket in self._buckets]
         return sum(
             value.numel() * value.element_size()
@@ -305,7 +305,7 @@ class ShardedOptimizer(Optimizer):
         return self.param_groups if self._source is None else self._source.param_groups
 
     def _build(self, plan: ShardLayout | None) -> None:
-        """Make buckets for all parameters that have none yet."""
+        """Make buckets for all parameters that are in no bucket yet."""
         named = [
             (parameter, name)
             for number, group in enumerate(self.param_groups)
@@ -333,7 +333,7 @@ class ShardedOptimizer(Optimizer):
         self._built = True
 
     def _state_of_the_rest(self) -> dict[Any, State]:
-        """Initial state that the whole optimizer makes for frozen parameters (Adagrad does)."""
+        """Initial state of the whole optimizer for frozen parameters (Adagrad creates one)."""
         rest = [
             {**options(group), "params": [p for p in group["params"] if id(p) not in self._covered]}
             for group in self.param_groups
@@ -341,8 +341,8 @@ class ShardedOptimizer(Optimizer):
         return dict(self._class(rest, **arguments_of(self._class, self.defaults)).state)
 
     def check(self) -> None:
-        """Refuse gradients that belong to no bucket, and warn once, on rank 0 (all ranks have the
-        same plan), of cut 16-bit parameters."""
+        """Refuse gradients that belong to no bucket. Warn about cut 16-bit parameters, once and on
+        rank 0, since all ranks have the same plan."""
         _check_gradients(self._groups(), self._covered)
         if not self._warned and self._comm.rank == 0:
             self._warned = warn_of_threads(
@@ -361,14 +361,14 @@ def step_together(
     """Do one step of optimizers with the same buckets and different parameters.
 
     Args:
-        optimizers: a bucket is gathered once, when all of them have updated their part of it.
+        optimizers: a bucket is gathered once, after all of them have updated their part of it.
         shards: for each bucket, the gradient of this rank's shard, flat, [bucket.numel /
-            world_size], where it has no other; None uses `grad`.
+            world_size], if this rank has no other; None uses `grad`.
         used: with `shards`: for each parameter of the buckets, whether it has a gradient.
 
     Returns:
-        The last gathers; when they are done, parameters are whole, and schedulers and hooks of
-        the optimizers' sources are told of the step.
+        The last gathers. When they are done, parameters are whole, and the step is reported to
+        schedulers and hooks of the optimizers that the user made.
     """
     under_way: deque[Work] = deque()
     for gather in update_and_gather(optimizers, shards, used):
@@ -387,11 +387,11 @@ def update_and_gather(
     *,
     last_first: bool = False,
 ) -> Iterator[Then]:
-    """Update bucket after bucket, see `step_together`, and yield its gather, which is under way.
+    """Update bucket after bucket, see `step_together`; yields each bucket's gather in progress.
 
     Args:
         optimizers, shards, used: see `step_together`.
-        last_first: begin with the last bucket, which the forward wants first; the same on all
+        last_first: begin with the last bucket, which the forward needs first; the same on all
             ranks.
     """
 
@@ -445,14 +445,14 @@ def _step_without_gradients(optimizer: Optimizer) -> None:
 
 
 def _names(group: dict[str, Any], number: int) -> list[str]:
-    """Names for messages: those that came with the parameters, or their indices."""
+    """Names for messages: the names given with the parameters, or their indices."""
     if "param_names" in group:
         return [f"parameter {name!r}" for name in group["param_names"]]
     return [f"parameter {place} of group {number}" for place in range(len(group["params"]))]
 
 
 def _each_once(params: Iterable[Any]) -> list[Any]:
-    """The same parameters, groups and pairs; a tied one only where its group names it first."""
+    """The same parameters, groups and pairs; a tied one only once per group."""
     if isinstance(params, torch.Tensor):
         raise ConfigError("params must be an iterable of parameters, got one tensor")
     entries = list(params)

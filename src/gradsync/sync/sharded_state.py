@@ -1,12 +1,12 @@
-"""This rank's part of weights and optimizer state, whole tensors, and the ways between them.
+"""This rank's part of weights and optimizer state, whole tensors, and conversions between them.
 
-A `Share` is a run of elements of a whole tensor, row after row, as are the pieces of flat buckets
-and a DTensor's rows; checkpoints store shares separately.
+A `Share` is a run of elements of a whole tensor, row after row. Pieces of flat buckets and a
+DTensor's rows are shares; checkpoints store shares separately.
 
-Whole optimizer state is gathered from flat shards, one all-gather per bucket and name. Single
-numbers (`step`) are equal in all pieces of a parameter and are sent in a short text beforehand,
-which also lists the state of each rank: a parameter that has never had a gradient has no state
-anywhere.
+Whole optimizer state is gathered from flat shards, by one all-gather per bucket and name. Single
+numbers (`step`) are equal in all pieces of a parameter, and are sent beforehand in a short text. It
+also lists the state of each rank: a parameter that has never had a gradient has no state on any
+rank.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Owners:
-    """Ranks in the order of the shards that they own, of each bucket."""
+    """Ranks in the order of the shards that they own in each bucket."""
 
     rank: int
     world_size: int
@@ -45,7 +45,7 @@ class Owners:
 
 
 class ShardedBucket(PieceOptimizer):
-    """One bucket: update this rank's shard, then gather all shards.
+    """One bucket: updates this rank's shard, then gathers all shards.
 
         rank 0   p[0:a] <- optimizer ─┐ all_gather ─► flat ─► copied into the parameters
         rank 1   p[a:b] <- optimizer ─┘
@@ -88,11 +88,11 @@ class ShardedBucket(PieceOptimizer):
         return self.plan.numel // self._comm.world_size
 
     def is_cut(self, slot: Slot) -> bool:
-        """Whether a parameter lies in several ranks' shards."""
+        """Whether several ranks' shards contain parts of the parameter."""
         return slot.offset // self.shard_numel != (slot.offset + slot.numel - 1) // self.shard_numel
 
     def empty(self, *, shard: bool, dtype: torch.dtype | None = None) -> Tensor:
-        """A flat tensor of the shard's or the bucket's length, not initialised."""
+        """A flat, uninitialised tensor of the shard's or the bucket's length."""
         like = self.parameters[self.plan.slots[0].index]
         numel = self.shard_numel if shard else self.plan.numel
         return torch.empty(numel, dtype=dtype or like.dtype, device=like.device)
@@ -100,10 +100,10 @@ class ShardedBucket(PieceOptimizer):
     def update(
         self, groups: Sequence[dict[str, Any]], gradient_of: Callable[[Piece], Tensor | None]
     ) -> None:
-        """Run the optimizer over this rank's pieces; those without a gradient stay as they are.
+        """Run the optimizer over this rank's pieces; pieces without a gradient do not change.
 
         Args:
-            groups: the user's groups, for the hyper-parameters as they are now.
+            groups: the user's groups, read for the current hyper-parameters.
             gradient_of: returns the flat gradient of a piece, [piece.numel], or None.
         """
         for number, piece in enumerate(self.pieces):
@@ -114,7 +114,7 @@ class ShardedBucket(PieceOptimizer):
         self.step(groups, zip(self.tensors, map(gradient_of, self.pieces), strict=True))
 
     def launch_gather(self) -> Then:
-        """Start sending this rank's shard of the parameters; the work copies in the others'."""
+        """Start sending this rank's shard of the parameters; `wait` copies in the other shards."""
         shard = self.empty(shard=True)
         if self.pieces:
             places = [shard[p.offset : p.offset + p.numel] for p in self.pieces]
@@ -129,7 +129,7 @@ class ShardedBucket(PieceOptimizer):
         foreach_copy_(homes, found)
 
     def gather(self, shard: Tensor) -> tuple[Tensor, Work]:
-        """Gather all shards in order, [plan.numel], available once the work is done."""
+        """Gather all shards in order, [plan.numel], available when the work is done."""
         flat = self.empty(shard=False, dtype=shard.dtype)
         # Whole group; the bucket (parameters or state) of any dtype, as bytes. Overlaps the update
         # of the next bucket.
@@ -154,28 +154,28 @@ class Share:
     start: int
     """First element of the flattened tensor."""
     stop: int
-    """Element behind the last one."""
+    """Element after the last one."""
     saves: bool = True
-    """False where another rank holds the same elements and saves them."""
+    """False if another rank holds the same elements and saves them."""
 
     @property
     def saves_numbers(self) -> bool:
-        """Whether this one share saves the numbers that are equal in all shares of the tensor."""
+        """Whether this share saves the numbers that are equal in all shares of the tensor."""
         return self.saves and self.start == 0
 
 
 HeldState = dict[Any, tuple[Share, State]]
-"""Parameter -> this rank's share of it, and the optimizer state there: tensors of elements are
-flat. A parameter without state yet has {}."""
+"""Parameter -> this rank's share of it, and the optimizer state there. Tensors with one value per
+element are flat. A parameter without state has {}."""
 
 
 def whole_share(tensor: Tensor, rank: int) -> Share:
-    """The share of a tensor that every rank has whole: rank 0 saves it."""
+    """The share of a tensor that every rank holds whole: rank 0 saves it."""
     return Share(shape=tuple(tensor.shape), start=0, stop=tensor.numel(), saves=rank == 0)
 
 
 def share_of_rows(tensor: Tensor, rank: int, world_size: int) -> Share:
-    """The share of a tensor that FSDP2 cut along its first dimension, as `torch.chunk` would: the
+    """The share of a tensor that FSDP2 cut along its first dimension, as `torch.chunk` does: the
     first ranks have ceil(rows / ranks) rows, the last ones fewer or none.
 
     Args:
@@ -198,11 +198,11 @@ def share_of_rows(tensor: Tensor, rank: int, world_size: int) -> Share:
 def sharded_state_dict(
     buckets: Iterable[ShardedBucket], others: Mapping[Tensor, State], rank: int
 ) -> HeldState:
-    """This rank's pieces of the state, sharing the optimizer's tensors.
+    """This rank's pieces of the state; they share the optimizer's tensors.
 
     Args:
         buckets: of the sharded optimizer.
-        others: whole state of its parameters that are in no bucket.
+        others: whole state of its parameters in no bucket.
         rank: this rank.
 
     Raises:
@@ -223,10 +223,10 @@ def sharded_state_dict(
 def load_sharded_state_dict(
     buckets: Sequence[ShardedBucket], states: Mapping[Any, State]
 ) -> dict[Any, State]:
-    """Restore pieces from `sharded_state_dict`; the buckets' previous state is dropped.
+    """Restore pieces from `sharded_state_dict`; drops the buckets' previous state.
 
     Returns:
-        the state of parameters in no bucket, in their shapes.
+        The state of parameters in no bucket, in their shapes.
     """
     covered: set[int] = set()
     for bucket in buckets:
@@ -243,7 +243,7 @@ def load_sharded_state_dict(
 
 
 def flat_state(state: Mapping[str, Any], like: Tensor) -> State:
-    """Tensors of elements flattened, sharing memory; other values unchanged.
+    """Flatten tensors with one value per element, sharing memory; keep other values.
 
     Raises:
         ConfigError: see `sharded_state_dict`.
@@ -267,7 +267,7 @@ def _flat(name: str, value: Any, like: Tensor) -> Any:
 def gather_state(
     buckets: Sequence[ShardedBucket], comm: Communicator
 ) -> list[tuple[Tensor, State]]:
-    """Gather the whole state of every parameter that has one, on every rank; all ranks call it.
+    """Gather the whole state of every parameter that has state, on every rank; all ranks call it.
 
     Raises:
         ConfigError: names state that is neither elementwise nor a single number.
@@ -294,7 +294,7 @@ def gather_state(
 
 
 def take_state(buckets: Sequence[ShardedBucket], whole: Mapping[Tensor, State]) -> None:
-    """Keep this rank's pieces of whole state; the buckets' previous state is dropped.
+    """Keep this rank's pieces of whole state; drops the buckets' previous state.
 
     Raises:
         ConfigError: a tensor that has neither its parameter's shape nor one element.
@@ -341,7 +341,7 @@ def _describe(bucket: ShardedBucket) -> dict[str, State]:
 
 
 def _small(bucket: ShardedBucket, entry: State) -> State:
-    """The state of one parameter; its tensors with elements are filled in later."""
+    """The state of one parameter; tensors with elements are filled in later."""
     state: State = {}
     device = bucket.parameters[0].device
     for name, kind in entry.items():
@@ -368,7 +368,7 @@ def _gather_slot(bucket: ShardedBucket, name: str, dtype: torch.dtype) -> Tensor
 
 
 def not_elementwise(name: str, got: torch.Size, shape: torch.Size) -> ConfigError:
-    """Make the error for state of shape `got`, which ranks cannot divide, and its parameter's."""
+    """Make the error for state of shape `got`, which ranks cannot divide like its parameter."""
     return ConfigError(
         f"optimizer state {name!r} has shape {tuple(got)} for a parameter of shape {tuple(shape)}: "
         "neither elementwise nor a single number; this optimizer cannot be sharded"
@@ -383,7 +383,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _is_sharded(tensor: Any) -> TypeGuard[DTensor]:
-    """Whether it is a DTensor: none is where nothing has imported their module, half a second."""
+    """Whether it is a DTensor. Importing their module takes half a second, so without it: False."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -391,7 +391,7 @@ def _is_sharded(tensor: Any) -> TypeGuard[DTensor]:
 def gather_weights(model: nn.Module) -> dict[str, Tensor]:
     """Gather whole parameters and buffers by name, as `state_dict()` of the unsharded model.
 
-    Works on any model; under FSDP2 all ranks must call it, and each gets everything: one
+    Works on any model. Under FSDP2 all ranks must call it, and each gets everything: one
     all-gather per sharded parameter over its own group, shape and dtype of the masters.
     """
     return {name: whole(tensor) for name, tensor in model.state_dict().items()}
@@ -407,7 +407,7 @@ def load_whole_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 @torch.no_grad()
 def whole(tensor: Tensor) -> Tensor:
-    """Gather a sharded tensor on every rank; a plain one is returned as it is."""
+    """Gather a sharded tensor on every rank; returns a plain tensor unchanged."""
     return tensor.full_tensor() if _is_sharded(tensor) else tensor.detach()
 
 
@@ -418,7 +418,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def part_of(tensor: Tensor, like: Tensor) -> Tensor:
-    """This rank's part of a whole tensor if it were sharded as `like`; nothing is sent."""
+    """This rank's part of a whole tensor if it were sharded like `like`; nothing is sent."""
     if not _is_sharded(like) or _is_sharded(tensor):
         return local(tensor)
     from torch.distributed.tensor import distribute_tensor
@@ -429,7 +429,7 @@ def part_of(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def shaped_as(value: Any, like: Tensor) -> Any:
-    """Place and shape this rank's flat elements as `like`; a number stays as it is."""
+    """Place and shape this rank's flat elements like `like`; a number does not change."""
     if not isinstance(value, Tensor) or value.dim() == 0:
         return value
     if not _is_sharded(like):
@@ -440,7 +440,7 @@ def shaped_as(value: Any, like: Tensor) -> Any:
 
 
 def sharded_as(tensor: Tensor, like: Tensor) -> Tensor:
-    """Shard a copy of a whole tensor, placed as `like`; its dtype stays."""
+    """Shard a copy of a whole tensor, placed like `like`; keeps its dtype."""
     copy = torch.zeros_like(like, dtype=tensor.dtype)
     local(copy).copy_(part_of(tensor, like))
     return copy

@@ -1,19 +1,19 @@
-"""The step of ranks that share memory: each rank adds gradients and updates weights in its share.
+"""The step of ranks that share memory. Each rank adds gradients and updates weights in its share.
 
     backward    every rank fills its own buffers, nothing is sent
-    agree       the step's small message; now all buffers are full
+    agree       the step's small message; after it all buffers are full
     reduce      each rank: add up its share over all ranks' buffers, divide, take its blocks' norms
     clip        the norms of all ranks' blocks, added in parameter order; scale own share
     update      each rank: the optimizer on its share of the weights
     publish     write own share into the other ranks' replicas; meet
 
-Work per rank shrinks with their number: additions, division, norm and optimizer are done once per
-host, not once per rank. Each rank writes the values that it would have written anyway, in the
-memory of all. With a core for each rank nothing could be gained by communicating beside backward:
-there is no message to wait for, only additions, and the core that would do them is computing.
+Work per rank shrinks with the number of ranks: additions, division, norm and optimizer run once per
+host instead of once per rank. Each rank writes the values that it would have written anyway, into
+the memory of all. With one core per rank, communication during backward would gain nothing: there
+is no message to wait for, only additions, and the core that would do them is busy.
 
-In the user's training loop, and where the optimizer is not elementwise, every rank needs the whole
-gradient in its `.grad`: then the same additions are written into all ranks' buffers.
+In the user's training loop, and if the optimizer is not elementwise, every rank needs the whole
+gradient in its `.grad`. Then the same additions are written into all ranks' buffers.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class BlockNorms:
 
     Args:
         comm: the ranks of the host.
-        flats: the gradients' buffers.
+        flats: the buffers of the gradients.
         parameters: in the order in which their norms are added.
     """
 
@@ -85,12 +85,12 @@ class BlockNorms:
         key, place = (flat, run.start), gradient.data_ptr()
         if key not in self._blocks or self._blocks[key][0] != place:
             blocks = [gradient[block.start : block.stop] for block in run.blocks]
-            self._blocks[key] = place, blocks  # most often the same memory in every step
+            self._blocks[key] = place, blocks  # usually the same memory in every step
         norms = norms_of_blocks(self._blocks[key][1])
         self._norms.index_copy_(0, self._places[flat][run.start], norms)
 
     def total(self, used: Sequence[bool], *, double: bool) -> Tensor:
-        """The gradient's norm, []; call it after all ranks have stored theirs.
+        """The gradient's norm, []; call it after all ranks have stored their norms.
 
         Args:
             used: for each parameter, whether its gradient counts; the others are zeros.
@@ -103,10 +103,10 @@ class BlockNorms:
 
 
 class SharedMemoryExchange(Exchange):
-    """Sums in memory that all ranks see; the `Work` of all its buckets.
+    """Sums in memory that all ranks see; it is itself the `Work` of all its buckets.
 
-    Nothing happens beside backward, so the recipe must not ask for it. The additions are those of
-    `TreeExchange`, which uses messages, and so are the bits.
+    Nothing happens during backward, so the recipe must not request overlap. The additions, and so
+    the bits, are those of `TreeExchange`, which uses messages.
 
     Args:
         comm: the ranks of the host.
@@ -114,7 +114,7 @@ class SharedMemoryExchange(Exchange):
         along_tree: sum along the tree over leaves; False adds one buffer per rank.
 
     Raises:
-        SharedMemoryError: on all ranks, when there is too little memory.
+        SharedMemoryError: on all ranks, if there is too little memory.
     """
 
     def __init__(
@@ -125,25 +125,25 @@ class SharedMemoryExchange(Exchange):
         for flat in self.flats:
             flat.ensure(1)
         self.divided = False
-        """Whether every rank wants the sum of its own share only; set before the first launch."""
+        """Whether every rank needs the sum of its share only; set before the first launch."""
         self.plan: SumPlan | None = None
-        """The additions of this step; None when it is discarded."""
+        """The additions of this step; None if it is discarded."""
         self._told: list[tuple[int, int]] = []
         self._known: SumPlan | None = None
         self._begun = False
 
     def begin(self, sums: Sums) -> None:
-        """Publish the facts about this rank's leaves; peers read them after the step's message."""
+        """Publish the facts about this rank's leaves; other ranks read them after the message."""
         first = UNKNOWN if sums.first_leaf is None else sums.first_leaf
         self.comm.note([sums.num_leaves, first, self.divided])
         self._begun = True
 
     def launch(self, bucket: Bucket) -> SharedMemoryExchange:
-        """See `Exchange.launch`; all buckets are summed when the first one is waited for."""
+        """See `Exchange.launch`; the first `wait` sums all buckets."""
         return self
 
     def wait(self) -> None:
-        """Plan this step's additions; make them, unless the step is divided: see `operands`."""
+        """Plan this step's additions. Execute them unless the step is divided: see `operands`."""
         if not self._begun:
             return
         self._begun, self.plan = False, None
@@ -151,7 +151,7 @@ class SharedMemoryExchange(Exchange):
         told = [(leaves, first) for leaves, first, _ in notes]
         if any(first == FORGOTTEN for _, first in told):
             return
-        # Made whole on all ranks if it is on one, whose hooks may look at gradients.
+        # Whole on all ranks if it is whole on one, whose hooks may look at gradients.
         self.divided = all(divided for _, _, divided in notes)
         if self._known is None or told != self._told:
             one_each = [(1, UNKNOWN)] * len(told)
@@ -174,21 +174,21 @@ class SharedMemoryExchange(Exchange):
             reduce_in_place(operands, self.plan.pairs, self.plan.end, copies)
 
     def operands(self, flat: Flat) -> list[Tensor]:
-        """The buffers that a step adds up, each [flat.numel], the same memory on all ranks."""
+        """The buffers that a step adds up, each [flat.numel], in the same memory on all ranks."""
         assert self.plan is not None, "not discarded"
         return [flat.gradients[number][rank] for rank, number in self.plan.operands]
 
 
 class SharedMemoryShards(Replicas):
-    """A share of the gradients, weights and optimizer state that the ranks of a host hold once.
+    """A share of the gradients, weights and optimizer state that a host's ranks hold once.
 
     Args:
         model, parameters: see `Replicas`.
-        exchange: with the memory of the gradients.
-        recipe: whether updates are divided, and weights held once or as replicas.
+        exchange: holds the memory of the gradients.
+        recipe: whether updates are divided, and whether weights are held once or as replicas.
 
     Raises:
-        SharedMemoryError: on all ranks, when there is too little memory.
+        SharedMemoryError: on all ranks, if there is too little memory.
         ConfigError: weights='shared' for parameters that cannot move.
     """
 
@@ -210,7 +210,7 @@ class SharedMemoryShards(Replicas):
         self._used: Sequence[bool] = ()
 
     def _move_weights(self) -> list[SharedWeights]:
-        """Move weights into shared memory; [] when they cannot move (then updates are whole)."""
+        """Move weights into shared memory; [] if they cannot move (then updates are whole)."""
         one_copy = self._recipe.weights == "shared"
         if can_move(self.parameters):
             return [SharedWeights(f, self.parameters, one_copy=one_copy) for f in self._flats]
@@ -233,12 +233,12 @@ class SharedMemoryShards(Replicas):
                 if known is None or known.members != members_of(optimizer):
                     self._updates[optimizer] = SharedUpdate(optimizer, self._flats, self._weights)
             return
-        self._release()  # the user's training loop may be about to run whole optimizers
+        self._release()  # the user's training loop may run whole optimizers next
         if self._recipe.weights == "shared":
             raise ConfigError(f"weights='shared': {why}; use 'replicas'")
 
     def _why_whole(self, optimizers: Sequence[Optimizer]) -> str:
-        """Reason why this step has to be whole, "" if it may be divided."""
+        """Reason why this step must be whole, "" if it may be divided."""
         dtypes = {flat.dtype for flat in self._flats}
         if not optimizers:
             return "the user's training loop reads .grad"
@@ -263,7 +263,7 @@ class SharedMemoryShards(Replicas):
         factor: float | None,
         watch: Stopwatch,
     ) -> None:
-        """See `Replicas.take`; a divided step makes the additions here, run by run, together with
+        """See `Replicas.take`. A divided step does the additions here, run by run, together with
         the division and the norms, while a run is in the cache."""
         if self._exchange.plan is not None and not self._exchange.divided:
             self._release()
@@ -286,13 +286,13 @@ class SharedMemoryShards(Replicas):
                 parts = [operand[run.start : run.stop] for operand in operands]
                 for left, right in plan.pairs:
                     parts[left].add_(parts[right])
-                # As `Replicas.scale` does: that rounds the factor to 16 bits, where mul_ does not.
+                # As in `Replicas.scale`, which rounds the factor to 16 bits; mul_ does not.
                 foreach_mul_([parts[plan.end]], factor)
                 if self._clips:
                     self._norms.take(number, run, operands[plan.end])
 
     def _means(self) -> list[Tensor]:
-        """The mean gradient of each flat, [flat.numel], the same memory on all ranks."""
+        """The mean gradient of each flat, [flat.numel], in the same memory on all ranks."""
         assert self._exchange.plan is not None, "not discarded"
         return [self._exchange.operands(flat)[self._exchange.plan.end] for flat in self._flats]
 
@@ -305,7 +305,7 @@ class SharedMemoryShards(Replicas):
     def whole_gradients(self) -> list[Tensor | None]:
         found = super().whole_gradients()
         if self._exchange.divided:
-            self._comm.barrier()  # all have scaled their share
+            self._comm.barrier()  # all ranks have scaled their share
             for flat, mean in zip(self._flats, self._means(), strict=True):
                 for slot in flat.slots:
                     if self._used[slot.index]:
@@ -345,7 +345,7 @@ class SharedMemoryShards(Replicas):
         for home in self._weights:
             home.check()
             home.bring_home()
-        self._comm.barrier()  # a rank that reads weights until its own update finds the old ones
+        self._comm.barrier()  # until then, ranks that read weights find the old ones
         means = self._means()
         with record_function("update"):
             for update in updates:
@@ -360,7 +360,7 @@ class SharedMemoryShards(Replicas):
                     home.hand_out()
                 self._comm.barrier()  # no rank reads weights before all have written theirs
             for home in self._weights:
-                # Autograd must see that a graph from before is stale.
+                # Autograd must detect that an older graph is stale.
                 torch.autograd.graph.increment_version(home.parameters)
                 home.remember()
             updated, self._updated = self._updated, []
@@ -382,8 +382,8 @@ class SharedMemoryShards(Replicas):
             home.remember()
 
     def close(self) -> None:
-        """Move weights and optimizer state to this rank's private memory; a replica stays where it
-        is if something else refers to its memory, too."""
+        """Move weights and optimizer state to this rank's private memory. A replica does not move
+        if something else refers to its memory, too."""
         self._release()
         for parameter in self.parameters if self._weights else ():
             if self._recipe.weights == "shared" or num_uses(parameter) == 1:

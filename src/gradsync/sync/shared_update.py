@@ -1,14 +1,14 @@
-"""The optimizer's step on the share of weights that a rank of the host owns.
+"""The optimizer's step on the share of weights that one rank of the host owns.
 
     rank 0   update own elements of the weights ─► write them into the others' replicas ─┐
     rank 1   update own elements of the weights ─► write them into the others' replicas ─┴─ meet
 
-Every element goes through the operations of the whole optimizer, so the bits are the same
-(layout.py says where parameters may be cut). State lies in memory that all ranks share, once per
-host: `optimizer.state` is whole on every rank at any time, as it would be without gradsync.
+Every element goes through the operations of the whole optimizer, so the bits are the same (for the
+places where parameters may be cut see layout.py). State is in memory that all ranks share, once per
+host: `optimizer.state` is always whole on every rank, as it would be without gradsync.
 
-`optimizer.state` of the user's optimizer holds views of the shared state in the parameters' shapes,
-the inner optimizer over this rank's pieces holds views of those pieces. Single numbers (`step`) lie
+The user's `optimizer.state` holds views of the shared state in the parameters' shapes. The
+inner optimizer over this rank's pieces holds views of those pieces. Single numbers (`step`) are
 there too, written by the rank that has the parameter's first element.
 """
 
@@ -53,7 +53,7 @@ class Flat:
 
     Args:
         comm: the ranks of the host.
-        buckets: of one dtype; their buffers move into shared memory.
+        buckets: all have the same dtype; their buffers move into shared memory.
     """
 
     def __init__(self, comm: SharedMemoryCommunicator, buckets: Sequence[Bucket]) -> None:
@@ -82,14 +82,14 @@ class Flat:
 
     @property
     def mine(self) -> slice:
-        """Elements of this rank."""
+        """The elements that this rank owns."""
         return slice(self.runs[0].start, self.runs[-1].stop) if self.runs else slice(0, 0)
 
     def ensure(self, count: int) -> None:
         """Allocate gradient buffers until each rank has `count`; all ranks call it.
 
         Raises:
-            SharedMemoryError: on all ranks, when there is too little memory.
+            SharedMemoryError: on all ranks, if there is too little memory.
         """
         while len(self.gradients) < count:
             number = len(self.gradients)
@@ -111,15 +111,15 @@ def flats_of(comm: SharedMemoryCommunicator, buckets: Sequence[Bucket]) -> list[
 
 
 class SharedWeights:
-    """Lays out the parameters of `flat` as their gradients are; all ranks make it together.
+    """Lays out the parameters of `flat` like their gradients; all ranks make it together.
 
     Args:
         flat: the place of each parameter.
-        parameters: all parameters by the indices of its slots; equal on all ranks.
-        one_copy: whether all ranks of the host share one memory, in place of one replica each.
+        parameters: all parameters, indexed by its slots; equal on all ranks.
+        one_copy: whether all ranks of the host share one memory instead of having replicas.
 
     Raises:
-        SharedMemoryError: on all ranks, when there is too little memory.
+        SharedMemoryError: on all ranks, if there is too little memory.
     """
 
     def __init__(self, flat: Flat, parameters: Sequence[nn.Parameter], *, one_copy: bool) -> None:
@@ -142,14 +142,14 @@ class SharedWeights:
             for slot, parameter in zip(flat.slots, self.parameters, strict=True):
                 part = self.memory[slot.offset : slot.offset + slot.numel]
                 part.copy_(parameter.detach().reshape(-1))
-        comm.barrier()  # the values are there before any rank uses them
+        comm.barrier()  # before any rank uses the values
         for number, parameter in enumerate(self.parameters):
             parameter.data = self._home(number).view(parameter.shape)
         self.remember()
 
     def _home(self, number: int) -> Tensor:
-        """A parameter's memory, [numel], as a separate storage: saving, copying or moving it must
-        not include the other parameters."""
+        """A parameter's memory, [numel], as a separate storage, so that saving, copying or moving
+        it does not include the other parameters."""
         slot, itemsize = self._flat.slots[number], self.memory.element_size()
         if not slot.numel:
             return self.memory[:0]
@@ -159,7 +159,7 @@ class SharedWeights:
         return torch.frombuffer(part, dtype=self.memory.dtype)
 
     def why_not_now(self) -> str:
-        """Reason why parameters cannot move back to shared memory, "" if they can, or are there."""
+        """Reason why parameters cannot move back to shared memory, "" if they can or did."""
         for number in self._away():
             if not self.parameters[number].is_contiguous():
                 return "a parameter has become discontiguous"
@@ -185,7 +185,7 @@ class SharedWeights:
             other[mine].copy_(self.memory[mine])
 
     def bring_home(self) -> None:
-        """Copy values from a replaced `data` into shared memory, and point the parameter there."""
+        """Copy values from a replaced `data` into shared memory, and point the parameter to it."""
         for number in self._away():
             parameter = self.parameters[number]
             home = self._home(number).view(parameter.shape)
@@ -193,17 +193,17 @@ class SharedWeights:
             parameter.data = home
 
     def remember(self) -> None:
-        """All ranks have updated."""
+        """Accept the weights, after all ranks have updated."""
         self._versions = [version(p) for p in self.parameters] if self._one_copy else []
 
     def check(self) -> None:
         """Check, for one shared copy, that only gradsync has written to it.
 
-        Every rank would have applied to it a change meant for its own copy: `weight.mul_(0.9)` on
-        two ranks makes 0.81.
+        Otherwise every rank would have applied a change to it that was meant for a private copy:
+        `weight.mul_(0.9)` on two ranks makes 0.81.
 
         Raises:
-            ConfigError: it was written to.
+            ConfigError: something else has written to it.
         """
         if self._versions and self._versions != [version(p) for p in self.parameters]:
             raise ConfigError(
@@ -213,8 +213,8 @@ class SharedWeights:
 
 
 def can_move(parameters: Sequence[nn.Parameter]) -> bool:
-    """Whether parameters may get new memory: dense, contiguous, and referred to by nothing else,
-    which would keep the old memory (`self.scale_now = scale.data`, an array, another process)."""
+    """Whether parameters may get new memory: dense, contiguous, and without other references, which
+    would keep the old memory (`self.scale_now = scale.data`, an array, another process)."""
     return all(map(_can_move, parameters))
 
 
@@ -223,29 +223,29 @@ def _can_move(parameter: nn.Parameter) -> bool:
         return False
     storage = parameter.untyped_storage()
     is_shared = parameter.is_cpu and storage.is_shared()  # other processes see it
-    own_memory = storage.resizable()  # torch's, not an array's
+    own_memory = storage.resizable()  # allocated by torch, not by an array
     alone = num_uses(parameter) == 1 and own_memory and not is_shared
     return alone and parameter.is_contiguous()
 
 
 def num_uses(tensor: Tensor) -> int:
-    """Number of tensors and arrays that share its memory, itself among them."""
-    return storage_uses(storage_address(tensor.untyped_storage())) - 1  # that object is one, too
+    """Number of tensors and arrays that share its memory, including the tensor itself."""
+    return storage_uses(storage_address(tensor.untyped_storage())) - 1
 
 
 @dataclass(slots=True, eq=False)
 class OwnedPiece:
-    """A piece with its elements and its optimizer's group."""
+    """A piece: its elements, and its group in the optimizer."""
 
     piece: Piece
     flat: int
     """Index of its flat."""
     group: int
-    """Index of the optimizer's parameter group."""
+    """Index of the parameter group in the optimizer."""
     tensor: Tensor
     """The elements, [piece.numel]: a view of the weights."""
     state_is_shared: bool = False
-    """Whether its optimizer state lies in shared memory already."""
+    """Whether its optimizer state is in shared memory already."""
 
 
 class _Place(NamedTuple):
@@ -254,16 +254,16 @@ class _Place(NamedTuple):
     flat: int
     """Index of the flat buffer."""
     home: int
-    """First element of its state: parameters of other optimizers take no memory there."""
+    """First element of its state; other optimizers' parameters take no memory there."""
 
 
 class SharedState:
     """State of one optimizer; made on all ranks together.
 
     Args:
-        optimizer: the user's.
+        optimizer: the user's optimizer.
         piece_state: `PieceOptimizer.state` of the pieces.
-        pieces: of this rank.
+        pieces: the pieces of this rank.
         flats: the flat buffers of the parameters.
         parameters: the optimizer's parameters, by index.
     """
@@ -276,7 +276,7 @@ class SharedState:
         flats: Sequence[Flat],
         parameters: Mapping[int, Tensor],
     ) -> None:
-        # Not the optimizer itself: deleting it must free its memory.
+        # Does not refer to the optimizer itself, so that deleting it frees its memory.
         self._user, self._piece_state = weakref.ref(optimizer), piece_state
         self._hook = optimizer.register_state_dict_post_hook(_copies)
         self._pieces, self._flats, self._parameters = pieces, flats, parameters
@@ -299,20 +299,20 @@ class SharedState:
         self._groups = {index: numbers[id(p)] for index, p in parameters.items()}
         self._settings: list[State] = []
         self._shown: set[int] = set()
-        # `optimizer.state` as it was at the last check.
+        # `optimizer.state` at the last check.
         self._seen: object = None
         self._values: list[Any] = []
         self._versions: list[int] = []
 
     @property
     def optimizer(self) -> Optimizer:
-        """The user's."""
+        """The user's optimizer."""
         optimizer = self._user()
         assert optimizer is not None, "the caller of the step holds it"
         return optimizer
 
     def prepare(self) -> None:
-        """Take over a state that was loaded or cleared, before a step; all ranks call it.
+        """Take over state that was loaded or cleared, before a step; all ranks call it.
 
         Raises:
             ConfigError: it was changed in place, once per rank.
@@ -324,7 +324,7 @@ class SharedState:
                 "share one copy of it: put new tensors in its place, or replicate with "
                 "update='whole'"
             )
-        # The state's names depend on which options are zero (momentum) or false (amsgrad).
+        # Which names exist depends on options that are zero (momentum) or false (amsgrad).
         settings = [
             {
                 n: bool(value)
@@ -343,7 +343,7 @@ class SharedState:
             self._take()
 
     def show(self, used: Sequence[bool]) -> None:
-        """Put new state into shared memory and `optimizer.state`, between a step and meeting."""
+        """Put new state into shared memory and `optimizer.state`, after a step, before meeting."""
         for piece in self._pieces:
             if used[piece.piece.index] and not piece.state_is_shared:
                 self._share(piece, self._piece_state[piece.tensor])
@@ -372,7 +372,7 @@ class SharedState:
                     entry[name] = value.clone()
 
     def _make_room(self) -> bool:
-        """Allocate the state of these settings, elements and numbers, once per host; returns
+        """Allocate the state for these options, elements and numbers, once per host; returns
         whether the names of the state have changed."""
         before = {place: kept.keys() for place, kept in self._kept.items()}
         for number, flat in enumerate(self._flats):
@@ -388,7 +388,7 @@ class SharedState:
         return before != {place: kept.keys() for place, kept in self._kept.items()}
 
     def _take(self) -> None:
-        """Copy this rank's part of `optimizer.state` to where it belongs."""
+        """Copy this rank's part of `optimizer.state` to its place."""
         state = self.optimizer.state
         for piece in self._pieces:
             whole = state.get(self._parameters[piece.piece.index])
@@ -403,7 +403,7 @@ class SharedState:
                     for name, value in whole.items()
                 }
                 self._share(piece, self._piece_state[piece.tensor])
-        self._comm.barrier()  # numbers that another rank writes are read below
+        self._comm.barrier()  # below it reads numbers that other ranks write
         self._shown.clear()
         for index, parameter in self._parameters.items():
             if state.get(parameter):
@@ -414,7 +414,7 @@ class SharedState:
         """Move the state of a piece into shared memory."""
         for name, value in state.items():
             if name not in self._kept[piece.flat, piece.group] or not torch.is_tensor(value):
-                continue  # not the optimizer's own: left as it is
+                continue  # not the optimizer's own, so do not change it
             if self._is_per_element(piece, name):
                 start = piece.piece.start + self._places[piece.piece.index].home
                 home = self._memory[piece.flat, name][start : start + piece.piece.numel]
@@ -429,7 +429,7 @@ class SharedState:
         piece.state_is_shared = True
 
     def _is_per_element(self, piece: OwnedPiece, name: str) -> bool:
-        """Whether the state has elements; for a parameter [] any state looks like a number."""
+        """Whether the state has elements; with a parameter [] any state looks like a number."""
         like = self._kept[piece.flat, piece.group].get(name)
         return like is not None and like.dim() > 0
 
@@ -458,12 +458,12 @@ def values_of(state: Mapping[Any, State]) -> list[Any]:
 
 
 def same_objects(left: Sequence[Any], right: Sequence[Any]) -> bool:
-    """Whether both hold identical objects."""
+    """Whether both contain identical objects."""
     return len(left) == len(right) and all(map(operator.is_, left, right))
 
 
 def _copies(_: Optimizer, state_dict: State) -> State:
-    """Copy the state: another optimizer's `load_state_dict` would keep the same tensors."""
+    """Copy the state, since another optimizer's `load_state_dict` would keep the same tensors."""
     state = {
         number: {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in entry.items()}
         for number, entry in state_dict["state"].items()
@@ -472,10 +472,10 @@ def _copies(_: Optimizer, state_dict: State) -> State:
 
 
 class SharedUpdate(PieceOptimizer):
-    """One optimizer's steps on this rank's pieces; made on all ranks together.
+    """One optimizer's steps on this rank's pieces; all ranks make it together.
 
     Args:
-        optimizer: the user's, elementwise; its options are read at every step.
+        optimizer: the user's optimizer, elementwise; its options are read at every step.
         flats: flat buffers of the gradients.
         weights: memory of the parameters, for each of `flats`.
     """
@@ -520,12 +520,12 @@ class SharedUpdate(PieceOptimizer):
         self._shared.show(used)
 
     def tell_scheduler(self) -> None:
-        """Let a scheduler count the step, where it has wrapped the optimizer's own `step`."""
+        """Let a scheduler count the step, if it has wrapped the optimizer's `step`."""
         if "step" in self._shared.optimizer.__dict__:
             self._shared.optimizer.step()  # without gradients it changes nothing
 
     def _parts_of(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Gradients of the pieces: most often the same memory in every step."""
+        """Gradients of the pieces, usually in the same memory in every step."""
         place = tuple(flat.data_ptr() for flat in gradients)
         if place != self._place:
             self._place = place

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class StateMethods:
-    """The methods of `GradientSync` that a step does not need; all ranks call each but `wait`."""
+    """Methods of `GradientSync` that a step does not need; all ranks call each, except `wait`."""
 
     model: nn.Module
     comm: Communicator
@@ -35,25 +35,25 @@ class StateMethods:
 
     @property
     def whole_parameters(self) -> bool:
-        """False when a rank holds a share of each parameter, so that every forward needs all."""
+        """False if a rank holds a share of each parameter, so every forward needs all ranks."""
         return self.reducer.shards.whole_parameters
 
     @property
     def equal_replicas(self) -> bool:
-        """False when replicas drift between rounds."""
+        """False if replicas drift between rounds."""
         return self.reducer.shards.equal_replicas
 
     def wait(self) -> None:
         """Return when this rank's weights are those of the last step.
 
-        With `overlap_publish` a weight is updated when the next forward needs it: call this before
-        reading weights or the optimizer's state in another way, as the methods below do. Without it
-        there is nothing to wait for.
+        With `overlap_publish` a weight is updated when the next forward needs it. Call this before
+        you read weights or the optimizer's state in another way than by the methods below. Without
+        `overlap_publish` there is nothing to wait for.
         """
         self.reducer.shards.wait()
 
     def synchronize_replicas(self) -> None:
-        """Bring replicas together at the end of a run, on all ranks, under strategies that let them
+        """Make replicas equal at the end of a run, on all ranks, under strategies that let them
         drift (`local_sgd`, `diloco`); does nothing under others."""
         self.reducer.shards.synchronize_replicas()
 
@@ -61,7 +61,7 @@ class StateMethods:
         """Make each `optimizer.state` whole until `scatter`, for a checkpoint; all ranks call it.
 
         Args:
-            optimizer: one, or the list that `step` takes; likewise below.
+            optimizer: one, or the list passed to `step`; the same applies below.
         """
         self.wait()
         for each in each_optimizer(optimizer):
@@ -73,14 +73,14 @@ class StateMethods:
             self.reducer.shards.scatter(each)
 
     def sharded_state_dict(self, optimizer: Optimizers) -> HeldState | None:
-        """This rank's part of the state, sharing its memory; None where the state is whole."""
+        """This rank's part of the state, sharing its memory; None if the state is whole."""
         self.wait()
         found: HeldState = {}
         for each in each_optimizer(optimizer):
             held = self.reducer.shards.sharded_state_dict(each)
             if held is None:
                 return None
-            # An optimizer that shares buckets lists the others' parameters too, without state.
+            # An optimizer that shares buckets also lists the others' parameters, without state.
             found |= {p: part for p, part in held.items() if part[1] or p not in found}
         return found
 
@@ -94,7 +94,7 @@ class StateMethods:
             self.reducer.shards.load_sharded_state_dict(each, mine)
 
     def sharded_weights(self) -> dict[str, tuple[Share, Tensor]] | None:
-        """This rank's part of parameters and buffers; None where they are whole."""
+        """This rank's part of parameters and buffers; None if they are whole."""
         self.wait()
         return self.reducer.shards.sharded_weights()
 
@@ -108,8 +108,8 @@ class StateMethods:
         """Whole parameters and buffers by name, as `model.state_dict()`; all ranks call it.
 
         Args:
-            copy: False returns the model's own tensors, which the next step changes, unless a rank
-                has only a part of each.
+            copy: False returns the model's own tensors, which the next step changes, except if a
+                rank has only a part of each.
         """
         self.wait()
         weights, copies = self.reducer.shards.full_weights(), dict[object, Any]()
@@ -120,7 +120,7 @@ class StateMethods:
         return weights
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """The strategy's own state from step to step, for a checkpoint; after `gather`."""
+        """State that the strategy keeps between steps, for a checkpoint; call it after `gather`."""
         return self.reducer.shards.state_tensors()
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
@@ -143,9 +143,9 @@ class StateMethods:
         """Check that all ranks hold the same bits: compares a hash per parameter and buffer.
 
         All ranks call it between two steps, after `step` and before the next step's first
-        `backward`: an update that ranks divide among themselves (on one host, `zero1`, `zero2`)
-        makes one mixture of weights that differed before it, and then all are equal. It finds the
-        changes that a step does not notice by itself, such as `p.data[0] = 0`.
+        `backward`. When ranks divide an update (on one host, `zero1`, `zero2`), weights that
+        differed before it become one mixture, equal on all ranks. It finds changes that a step does
+        not notice by itself, such as `p.data[0] = 0`.
 
         Args:
             optimizer: compare its state too; not under strategies that shard it.
@@ -153,11 +153,11 @@ class StateMethods:
             heal: copy the bits that more than half of the ranks hold to the others, with a warning.
 
         Returns:
-            Whether they did before: False where something was healed.
+            Whether the bits were equal before; False if something was healed.
 
         Raises:
             RunError: on every rank: names the first tensor that differs, the step and the ranks;
-                with `heal` only where no majority agrees.
+                with `heal` only if no majority agrees.
             ConfigError: under a strategy whose ranks differ on purpose.
         """
         if not (self.reducer.shards.whole_parameters and self.reducer.shards.equal_replicas):

@@ -1,18 +1,18 @@
-"""The end of a step, whatever the strategy and the loop: its phases in order.
+"""The end of a step, for every strategy and loop: its phases in order.
 
-    collect    end this rank's leaves; every gradient is where it is summed
-    agree      one small message: loss, weight, stop, discard, who used which parameter
+    collect    end this rank's leaves; every gradient is in its place in the sums
+    agree      one small message: loss, weight, stop, discard, which rank used which parameter
     reduce     the slices that this rank owns become the sum over ranks, divided once
     clip       the exact norm, over fixed blocks in parameter order
     update     the optimizer, on owned slices
-    publish    whole weights on every rank again
+    publish    weights are whole on every rank again
 
 [Note: Exact global mean] A rank's micro-steps add up gradients of *summed* losses. At the step's
-end one small all-reduce makes (loss sum, weight) global, the strategy makes the gradients global
-sums, and both are divided once by the global weight. So the mean is exact for unequal token
-counts, padding (weight 0), unequal shares and ranks without data: no mean of means anywhere.
+end one small all-reduce makes (loss sum, weight) global, and the strategy makes the gradients
+global sums. Both are divided once by the global weight. So the mean is exact for unequal token
+counts, padding (weight 0), unequal shares and ranks without data; no mean of means is involved.
 
-In the user's training loop (`loss.backward()`, `optimizer.step()`) no weight is known: the divisor
+In the user's training loop (`loss.backward()`, `optimizer.step()`) no weight is known. The divisor
 is the number of ranks, as in torch's DDP, and the step ends with the reduction.
 """
 
@@ -78,27 +78,27 @@ class StepParts:
     """Number of the model, the same on all ranks; see `agree_on_metadata`."""
     stragglers: StragglerWatch
     watch: ReplicaWatch | None = None
-    """None where ranks hold parts of a model: then neither weights nor optimizers are compared."""
+    """None if ranks hold parts of a model: then neither weights nor optimizers are compared."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepCall:
-    """One rank's wishes for a step."""
+    """What this rank asks of a step."""
 
     loss: LossSum | None
     """Loss and weight of this rank's leaves; None in the user's training loop."""
     update: Update | None = None
-    """The optimizers; None where the user's training loop runs them, and to discard."""
+    """The optimizers; None to discard, and if the user's training loop runs them."""
     discard: bool = False
-    """Throw all ranks' gradients away."""
+    """Discard all ranks' gradients."""
     late: bool = False
-    """Whether this is the optimizer's own step, see user_loop.py."""
+    """Whether the optimizer's own step makes this call, see user_loop.py."""
     settings: Settings
     """Compared on all ranks before any update."""
     why: str = NOT_UPDATED
-    """Consequence of settings that differ, for the message."""
+    """Consequence of different settings, for the message."""
     enclosed: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Encloses the optimizer's own step, in which hooks have nothing to do."""
+    """Encloses the optimizer's own step, in which hooks must do nothing."""
     clip_norm: float | None = None
     stop: bool = False
     scale: Any = None
@@ -118,17 +118,17 @@ class StepResult:
     """Number of targets (or samples) in the global batch."""
     grad_norm: Tensor | None
     """L2 norm of the mean gradient before clipping, [] ; None without clipping. Under strategies
-    that step alone (`local_sgd`, `diloco`) it is this rank's own."""
+    that step alone (`local_sgd`, `diloco`) it is this rank's own norm."""
     stop: bool
-    """True when any rank asked to stop."""
+    """True if any rank asked to stop."""
     exposed: Stopwatch
     """Communication on this rank that nothing overlapped."""
     discarded: bool = False
-    """True when a rank called `discard`: no rank has updated anything."""
+    """True if a rank called `discard`; then no rank has updated."""
     had_gradients: bool = True
-    """False when no rank had a gradient for any parameter."""
+    """False if no rank had a gradient for any parameter."""
     late: bool = False
-    """Whether any rank's call was."""
+    """Whether any rank's `StepCall` was late."""
 
     def __repr__(self) -> str:
         norm = None if self.grad_norm is None else f"{float(self.grad_norm):g}"
@@ -137,11 +137,11 @@ class StepResult:
 
 
 def take_step(parts: StepParts, call: StepCall) -> StepResult:
-    """Synchronise, and update unless the user's training loop does, or a rank discards the step.
+    """Synchronise, and update unless the user's training loop does so or a rank discards the step.
 
     Raises:
-        ConfigError: on all ranks: none of them had a backward; they step with different optimizers.
-        RunError: on all ranks: weights were changed on some of them, and differ now.
+        ConfigError: on all ranks: no rank had a backward, or ranks step with different optimizers.
+        RunError: on all ranks: weights were changed on some ranks, and differ now.
     """
     reducer, shards, loss = parts.reducer, parts.reducer.shards, call.loss
     optimizers = () if call.update is None else call.update.optimizers
@@ -171,14 +171,14 @@ def take_step(parts: StepParts, call: StepCall) -> StepResult:
     )
     met_s = time.perf_counter() - began
     total_weight = _weight_over_ranks(parts, call, agreed)
-    # If every rank steps alone, `.grad` holds this rank's sum, of its own weight.
+    # If every rank steps alone, `.grad` holds this rank's sum, to be divided by its weight.
     alone = loss is not None and not shards.equal_replicas
     weight = loss.weight if alone and loss is not None else total_weight
     skip = agreed.discard or not weight  # no rank updates
 
-    # reduce: the sums are divided in here, once
+    # reduce: divides the sums, once
     exposed = reducer.reduce(agreed.used, None if skip else weight)
-    # Here, where no rank can have raised alone.
+    # Here no rank can have raised alone.
     parts.stragglers.step_ends(exposed, met_s, 0 if loss is None else loss.num_leaves)
     for index in unheld:  # they do not count in the norm
         reducer.parameters[index].grad = None
@@ -186,7 +186,7 @@ def take_step(parts: StepParts, call: StepCall) -> StepResult:
     try:
         _refuse_unlike(parts, agreed, call)
         if parts.watch is not None and not skip:
-            parts.watch.accept_states(*optimizers)  # compared; a hook may end the update
+            parts.watch.accept_states(*optimizers)  # already compared; a hook may end the update
         mean_loss = _mean_loss(parts, call, agreed, total_weight)
         if call.update is not None and not skip:
             norm = _clip_and_update(reducer, call.update, call)
@@ -194,14 +194,14 @@ def take_step(parts: StepParts, call: StepCall) -> StepResult:
         _clear_gradients(reducer)
         raise
     finally:
-        # Gradients, loss and weight are used up, also when a user's hook raises.
+        # Gradients, loss and weight are used up, even if a user's hook raises.
         if loss is not None:
             loss.clear()
         if loss is not None or agreed.discard:
             _clear_gradients(reducer)
     parts.buffers.step_ends(() if agreed.discard else agreed.counts, shards.settle)
 
-    # publish: waited for here, since code between two steps may read weights
+    # publish: waits here, since code between two steps may read weights
     if loss is not None:
         try:
             with call.enclosed():  # schedulers and hooks run in here
@@ -219,8 +219,8 @@ def take_step(parts: StepParts, call: StepCall) -> StepResult:
 
 
 def _warn_of_non_finite(reducer: Reducer, call: StepCall) -> None:
-    """Warn about nan or inf in this rank's gradients; in large ones where the loss is not finite,
-    or not known."""
+    """Warn about nan or inf in this rank's gradients. Checks large gradients only if the loss is
+    not finite or not known."""
     non_finite, on_cuda = reducer.non_finite, reducer.parameters[0].is_cuda
     large = on_cuda or call.loss is None or not call.loss.is_finite
     due = non_finite.is_due(on_cuda=on_cuda) and not call.discard and call.scale is None
@@ -231,8 +231,8 @@ def _warn_of_non_finite(reducer: Reducer, call: StepCall) -> None:
 
 
 def _refuse_unlike(parts: StepParts, agreed: StepMetadata, call: StepCall) -> None:
-    """Raise on all ranks where they share no batch, no settings or no weights; rank 0 warns where
-    the batch is not what the loader dealt."""
+    """Raise on all ranks if their batch, settings or weights differ. Rank 0 warns if the batch is
+    not the one that the loader provided."""
     if call.loss is not None and not agreed.discard and parts.comm.rank == 0:
         call.loss.warn_of_data(agreed.missing)
     if not agreed.same_order and not agreed.discard:
@@ -240,7 +240,7 @@ def _refuse_unlike(parts: StepParts, agreed: StepMetadata, call: StepCall) -> No
         refuse_difference(parts.comm, {"gs.loader": order or "no leaf"}, _OTHER_ORDER)
     model, known = parts.reducer.model, parts.reducer.parameters
     if not (any(agreed.used) or agreed.discard) and parts.reducer.shards.whole_parameters:
-        # Rare, so the whole model may be looked at: a parameter in another's place has no hook.
+        # Rare, so it may search the whole model: a replacement parameter has no hook.
         refuse_replaced(model, {id(p) for _, p in trainable(model)} - set(map(id, known)))
     if parts.watch is not None:
         parts.watch.refuse_unlike(agreed, call.settings, call.why)
@@ -249,7 +249,7 @@ def _refuse_unlike(parts: StepParts, agreed: StepMetadata, call: StepCall) -> No
 
 
 def _weight_over_ranks(parts: StepParts, call: StepCall, agreed: StepMetadata) -> float:
-    """Divisor of the sums: the global batch's weight; the number of ranks where none is known."""
+    """Divisor of the sums: the global batch's weight, or the number of ranks if it is unknown."""
     if agreed.discard:
         return 0.0
     if call.loss is not None:
@@ -260,7 +260,7 @@ def _weight_over_ranks(parts: StepParts, call: StepCall, agreed: StepMetadata) -
 def _mean_loss(
     parts: StepParts, call: StepCall, agreed: StepMetadata, total_weight: float
 ) -> Tensor:
-    """Global mean loss, float64 []; nan where there is none."""
+    """Global mean loss, float64 []; nan if there is no loss."""
     if agreed.discard:
         log.warning("a rank threw this step's gradients away: no rank updates its weights")
     elif call.loss is not None:
@@ -288,7 +288,7 @@ def _clear_gradients(reducer: Reducer) -> None:
 
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
-"""One, or several that hold different parameters."""
+"""One optimizer, or several that hold different parameters."""
 
 
 def each_optimizer(optimizers: Optimizers) -> list[Optimizer]:
@@ -311,12 +311,12 @@ def each_optimizer(optimizers: Optimizers) -> list[Optimizer]:
 
 
 class Update:
-    """All optimizers of a step as one: a GradScaler takes it for an optimizer, so that a gradient
+    """All optimizers of a step as one. A GradScaler treats it as an optimizer, so that a gradient
     that is not finite prevents all their steps.
 
     Args:
         reducer: of the model.
-        optimizers: hold different parameters; the gradients of parameters in none are dropped.
+        optimizers: hold different parameters; gradients of parameters in none of them are dropped.
 
     Raises:
         ConfigError: two optimizers hold the same parameter, or one holds none of the model's.
@@ -338,7 +338,7 @@ class Update:
                     f"others {shapes(optimizer)}; make it after gs.replicate, over the model's own"
                 )
         self.unheld = {index for index, p in enumerate(known) if id(p) not in either}
-        """Indices in `reducer.parameters` of those that no optimizer holds."""
+        """Indices in `reducer.parameters` of the parameters that no optimizer holds."""
 
     def step(self) -> None:
         """Do one step with the mean gradient."""

@@ -1,16 +1,16 @@
 """The one small message of a step: values that only the host knows, summed over all ranks.
 
-It carries losses and weights as exact sums, which parameters have gradients, the wish to stop or to
-discard, and a digest of the optimizers' settings: a rank with another learning rate (a scheduler
-on its own loss, a checkpoint that only rank 0 loaded) trains another model; where ranks divide the
-update, all get a mixture, which no comparison of replicas can detect. So it is compared before.
+It carries losses and weights as exact sums, which parameters have gradients, requests to stop or
+discard, and a digest of the optimizers' settings. A rank with another learning rate (a scheduler on
+its own loss, a checkpoint that only rank 0 loaded) trains another model. When ranks divide the
+update, all get a mixture, and no comparison of replicas can detect it. So it is compared first.
 
-[Note: Fixed bins] The bits of these sums depend on neither order nor grouping, unlike those of
-floating point. Below 2^200 a number is cut into its multiples of 2^170, the remaining multiples of
-2^140, and so on down to 2^-220; anything smaller is dropped. A part is an integer of 30 bits on the
-scale of its bin, so up to 2^23 of them add without rounding in float64, here or by an all-reduce.
-Only the sum of the bins rounds, equally on all ranks. One message is enough: no scale has to be
-agreed on first. (Demmel and Nguyen 2013, "Fast reproducible floating-point summation".)
+[Note: Fixed bins] The bits of these sums depend on neither order nor grouping, unlike the bits of
+float sums. Below 2^200 a number is cut into its multiples of 2^170, the remaining multiples
+of 2^140, and so on down to 2^-220; anything smaller is dropped. A part is an integer of 30 bits on
+the scale of its bin, so up to 2^23 parts add without rounding in float64, here or by an all-reduce.
+Only the sum of the bins rounds, equally on all ranks. One message is enough, since ranks need not
+agree on a scale. (Demmel and Nguyen 2013, "Fast reproducible floating-point summation".)
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ class StepMetadata:
     used: list[bool]
     """For each trainable parameter, whether any rank has a gradient for it."""
     counts: list[float]
-    """Sums over ranks of their counts (leaves that changed a buffer)."""
+    """Sums of the ranks' counts (leaves that changed a buffer)."""
     alike: bool
     """Whether all ranks sent the same digest."""
     same_order: bool
-    """Whether the ranks that sent an order sent the same one."""
+    """Whether all ranks that sent an order sent the same one."""
     changed: bool
-    """Whether any rank saw weights change between steps, or samples of them differ."""
+    """Whether any rank found weights changed between steps, or samples of weights differ."""
     late: bool
-    """Whether any rank takes part in its optimizer's own step only."""
+    """Whether any rank takes part only in its optimizer's own step."""
     missing: int
-    """Number of the loader's leaves that no rank's `backward` was given; 0 where unknown."""
+    """Number of the loader's leaves that no rank passed to `backward`; 0 if unknown."""
 
 
 def agree_on_metadata(
@@ -90,13 +90,13 @@ def agree_on_metadata(
     Args:
         comm: the ranks.
         used: for each trainable parameter, whether this rank has a gradient for it.
-        counts: for each buffer, the number of leaves that changed it here.
+        counts: for each buffer, the number of this rank's leaves that changed it.
         loss: from `LossSum.message()`.
         stop: whether this rank wants to stop.
         discard: whether this rank wants the gradients discarded.
-        number: number of the handle; all ranks must be at the same one.
-        digest: two numbers below 2^20, equal on ranks that step alike; see `settings_of`.
-        order: the order of samples of this rank's leaves; "" where it has none to compare.
+        number: number of the handle; all ranks must be at the same handle.
+        digest: two numbers below 2^20, equal on ranks that step equally; see `settings_of`.
+        order: the order of samples of this rank's leaves; "" if it has none to compare.
         dealt: from `LossSum.dealt`.
         changed: whether this rank's weights changed since the last step; see `ReplicaWatch`.
         late: whether this rank takes part in its optimizer's own step; see `user_loop.py`.
@@ -105,7 +105,7 @@ def agree_on_metadata(
     Raises:
         RunError: ranks are at the steps of different models.
     """
-    # Equal numbers, and only those, have W n and W n^2 as their sums.
+    # W n and W n^2 are the sums if all numbers equal n, and only then.
     marks = [power for n in (number + 1, *digest, sample) for power in (n, n**2)]
     order_mark = int(hash_text(order.encode()), 16) % 2**BITS if order else 0
     orders = [bool(order), order_mark, order_mark**2]
@@ -129,7 +129,7 @@ def agree_on_metadata(
         )
     stops, discards, changes, lates = (number > 0 for number in flags)
     any_used = [use > 0 for use in any_use]
-    all_given, all_expected, knowing = dealt_marks  # those that know expect the same number
+    all_given, all_expected, knowing = dealt_marks  # all ranks that know expect the same number
     return StepMetadata(
         *(losses, stops, discards, any_used, sums),
         alike=all(equal[:-2]),
@@ -145,12 +145,12 @@ def agree_on_metadata(
 _LIMIT = 2.0**200
 _UNITS = tuple(2.0**exponent for exponent in range(170, -221, -30))
 NUM_BINS = len(_UNITS) + 1
-"""The last one adds, unchanged, numbers of 2^200 and more, infinite and undefined ones."""
+"""The last bin adds, unchanged, numbers of 2^200 and more, infinite and undefined ones."""
 
 
 @functools.cache
 def _on_cuda(device: torch.device) -> Tensor:
-    """The units, copied to `device` once: a copy waits for all that the device has to do."""
+    """The units, copied to `device` once, because a copy waits for all work of the device."""
     return torch.tensor(_UNITS, dtype=torch.float64, device=device)
 
 
@@ -172,12 +172,12 @@ def from_bins(bins: Sequence[float]) -> float:
 
 
 NO_LOSS = (0.0,) * (2 * NUM_BINS)
-"""Message of a rank whose loop gives no loss: of the others' length, since a rank that discards a
-step may not know how they end it."""
+"""Message of a rank whose loop gives no loss. It is as long as the others', since a rank that
+discards a step may not know how they end it."""
 
 
 class LossSum:
-    """This rank's losses (on `device`), weights and order of samples in a step; sums over all ranks
+    """This rank's losses (on `device`), weights and order of samples in a step. Sums over all ranks
     do not depend on the distribution of leaves, see [Note: Fixed bins]."""
 
     def __init__(self, device: torch.device) -> None:
@@ -185,7 +185,7 @@ class LossSum:
         self._losses: list[Tensor] = []
         self._weights: list[float] = []
         self._orders: set[str] = set()
-        self._leaves: set[int] = set()  # of the loader, by their index
+        self._leaves: set[int] = set()  # the loader's leaves, by index
         self._expected: set[int] = set()
         self._first = ""
         self._warned: set[str] = set()
@@ -202,25 +202,25 @@ class LossSum:
 
     @property
     def is_finite(self) -> bool:
-        """Whether this rank's losses are finite; unchecked on CUDA, where it would wait."""
+        """Whether this rank's losses are finite; not checked on CUDA, to avoid waiting."""
         return self._device.type == "cuda" or all(map(torch.isfinite, self._losses))
 
     @property
     def order(self) -> str:
-        """The order of samples that the leaves are part of; "" for none, or of several loaders: a
-        rank may have skipped one's leaf."""
+        """The order of samples that the leaves belong to; "" without one, or for several loaders,
+        since a rank may have skipped a leaf of one."""
         return "".join(self._orders) if len(self._orders) == 1 else ""
 
     @property
     def dealt(self) -> tuple[int, int]:
-        """Number of the loader's leaves that came here, and of those that it dealt to all ranks;
-        zeros where that is not known."""
+        """Number of the loader's leaves that this rank got, and number of leaves that the loader
+        provided to all ranks; zeros if not known."""
         known = len(self._orders) == 1 and len(self._expected) == 1
         return (len(self._leaves), max(self._expected)) if known else (0, 0)
 
     def warn_of_data(self, missing: int) -> None:
-        """Warn, once each, where `missing` leaves of a step were given to no rank's `backward`, and
-        where the data of the first step come again, as a second loader gives them."""
+        """Warn, once each, if no rank passed `missing` leaves of a step to `backward`, and if the
+        data of the first step appear again, as a second loader provides them."""
         order = self.order
         if missing > 0:
             self._warn(
@@ -259,8 +259,8 @@ class LossSum:
         self._expected.clear()
 
     def message(self) -> list[float]:
-        """This rank's part of the step's small message, [2 NUM_BINS]: the weight, and the loss
-        where that costs no wait, on a CPU."""
+        """This rank's part of the step's small message, [2 NUM_BINS]: the weight, and on a CPU,
+        without waiting, the loss."""
         weights = to_bins(torch.tensor(self._weights, dtype=torch.float64)).tolist()
         losses = [0.0] * NUM_BINS if self._device.type == "cuda" else self._bins().tolist()
         return weights + losses
@@ -273,7 +273,7 @@ class LossSum:
     def over_ranks(self, comm: Communicator, summed: Sequence[float]) -> tuple[Tensor, float]:
         """Loss (float64 []) and weight over all ranks, from the sum of their messages.
 
-        On CUDA by one more all-reduce: whole group, float64 [NUM_BINS], on the device, overlaps
+        On CUDA by another all-reduce: whole group, float64 [NUM_BINS], on the device; overlaps
         the buckets in progress.
         """
         weight = self.weight_over_ranks(summed)
@@ -301,7 +301,7 @@ _UNEVEN = (
     "skip no step on one rank alone, and go back to a checkpoint from before: weights differ now"
 )
 BITS = 20
-"""Size of a digest's numbers: W n^2 is exact in float64 for up to 2^13 ranks."""
+"""Bits of each number of a digest: W n^2 is exact in float64 for up to 2^13 ranks."""
 NOT_OPTIONS = frozenset({"params", "param_names"})
 """Entries of a parameter group that are not hyper-parameters."""
 
@@ -312,11 +312,11 @@ def options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def settings_of(optimizer: Optimizer, parameters: Sequence[Tensor], *, number: int = 0) -> Settings:
-    """Class, hyper-parameters and parameters of each group; equal on ranks that step alike.
+    """Class, hyper-parameters and parameters of each group; equal on ranks that step equally.
 
-    Waits for tensors on a device. Objects count by their class, functions by their name: neither
-    has a text that is the same on all ranks. `parameters` are the model's, in the order that all
-    ranks have; `number` is the optimizer's place among those that step together.
+    Waits for tensors on a device. Objects count by class, functions by name, because neither has a
+    text that is the same on all ranks. `parameters` are the model's, in an order common to all
+    ranks. `number` is the optimizer's place among the optimizers that step together.
     """
     places = {id(parameter): place for place, parameter in enumerate(parameters)}
     which = f" of optimizer {number}" if number else ""
@@ -328,7 +328,7 @@ def settings_of(optimizer: Optimizer, parameters: Sequence[Tensor], *, number: i
         members = array("q", [places.get(id(parameter), -1) for parameter in group["params"]])
         held = hash_text(array("q", sorted(members)).tobytes())[:8]
         found[f"the list of parameters{where}"] = f"{len(members)} ({held})"
-        # A set has another one in each process, and states would be loaded for other parameters.
+        # A set has another order in each process, and states would go to other parameters.
         found[f"the order of parameters{where}"] = hash_text(members.tobytes())[:8]
     return found
 
@@ -340,8 +340,8 @@ def digest(settings: Settings) -> tuple[int, int]:
 
 
 def refuse_difference(comm: Communicator, settings: Settings, why: str) -> None:
-    """Raise ConfigError on all ranks, since the digests of their `settings` differ: name the first
-    that differs and each rank's value, then `why` (the consequence, and what to do).
+    """Raise ConfigError on all ranks, since the digests of their `settings` differ. Names the first
+    difference and each rank's value, then `why` (the consequence, and what to do).
 
     Two all-gathers (`all_gather_json`).
     """
@@ -353,7 +353,7 @@ def refuse_difference(comm: Communicator, settings: Settings, why: str) -> None:
 
 def first_difference(comm: Communicator, settings: Settings) -> tuple[str, str] | None:
     """Name of the first of the `settings` that differs between ranks, and a line with each rank's
-    value; None where none does. Two all-gathers (`all_gather_json`)."""
+    value; None if they are equal. Two all-gathers (`all_gather_json`)."""
     by_rank: list[Settings] = all_gather_json(comm, settings)
     for name in dict.fromkeys(name for settings in by_rank for name in settings):
         sides = group_ranks([settings.get(name, "nothing") for settings in by_rank])
@@ -364,13 +364,13 @@ def first_difference(comm: Communicator, settings: Settings) -> tuple[str, str] 
 
 
 def _text(value: Any) -> str:
-    """Text that is the same on all ranks for equal values, whatever objects they are."""
+    """Text that is the same on all ranks for equal values, regardless of object identity."""
     if isinstance(value, int | None | str | complex | Enum):
         # An enum's repr shows the member's value, which may be any object.
         return str(value) if isinstance(value, Enum) else repr(value)
     if isinstance(value, float):
         whole = abs(value) < 2**53 and value.is_integer()
-        return repr(int(value)) if whole else repr(float(value))  # 1 and 1.0 are one learning rate
+        return repr(int(value)) if whole else repr(float(value))  # 1 and 1.0 are equal options
     if isinstance(value, Mapping):
         pairs = (
             (repr(key) if isinstance(key, str | int) else type(key).__qualname__, _text(entry))

@@ -5,8 +5,8 @@ Buckets of `bucket_mb` are all-reduced while backward still runs (Li et al. 2020
     backward   ──[layer n]──[layer n-1]── … ──[layer 1]─┐
     all_reduce        ──[bucket 0]──[bucket 1]── … ──[last]── optimizer
 
-DDP must know *before the forward* whether the coming backward shall synchronise: set between
-forward and backward, the flag is ignored and replicas drift apart silently. Hence `micro_step`.
+DDP must know *before the forward* whether the next backward synchronises. If the flag is set
+between forward and backward, DDP ignores it and replicas silently drift apart. Hence `micro_step`.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ if TYPE_CHECKING:
 
 
 class TorchDdpReducer(Reducer):
-    """Adapter around `torch.nn.parallel.DistributedDataParallel`; the model stays unwrapped for all
-    other code (names, checkpoints).
+    """Adapter around `torch.nn.parallel.DistributedDataParallel`; for all other code (names,
+    checkpoints) the model stays unwrapped.
 
     Args:
         model: on its device already.
         comm: must be a process-group communicator.
         bucket_mb: `bucket_cap_mb` of DDP, MiB.
-        find_unused_parameters: as in DDP; needed when a parameter gets no gradient in some step.
-        compile_wrapper: `torch.compile` around DDP, as torch's documentation recommends; the
+        find_unused_parameters: as in DDP; needed if a parameter gets no gradient in some step.
+        compile_wrapper: apply `torch.compile` to DDP, as torch's documentation recommends. The
             alternative is to compile the model beforehand.
         strategy: name for messages.
-        hook: averages buckets in DDP's place; it must not see inf, which would stay in its error.
+        hook: averages buckets in DDP's place. It must not see inf, which would stay in its error.
     """
 
     waits_in_backward = True
@@ -73,8 +73,8 @@ class TorchDdpReducer(Reducer):
             process_group=group,
             bucket_cap_mb=bucket_mb,
             gradient_as_bucket_view=True,
-            # DDP would broadcast buffers in some forwards; ranks with different numbers of leaves
-            # make different numbers of forwards, and would wait for ever.
+            # DDP would broadcast buffers in some forwards. Ranks with different numbers of leaves
+            # make different numbers of forwards, and would wait indefinitely.
             **ddp_without_buffer_sync(),
             find_unused_parameters=find_unused_parameters,
         )
@@ -88,17 +88,17 @@ class TorchDdpReducer(Reducer):
         self._in_micro_step = False
         self._synchronised = self._regrouped = False
         self._forwards = 0
-        # The last gradient to be ready marks the end of this rank's own work; the time that
-        # backward still waits after that is exposed communication.
+        # The last ready gradient marks the end of this rank's own work; the time that backward
+        # still waits after it is exposed communication.
         self._watch = watch = Stopwatch(on_cuda=any(p.is_cuda for p in self.parameters))
         for parameter in self.parameters:  # hooks must not hold `self`, which holds the parameters
             parameter.register_post_accumulate_grad_hook(lambda _: watch.start())
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Run the model through DDP; counted, so that a forward past it is noticed.
+        """Run the model through DDP, and count the call, to detect forwards that bypass it.
 
-        Refused outside of `micro_step` while gradients are recorded: DDP would synchronise in every
-        backward, and hang once ranks have different numbers of leaves.
+        Raises if gradients are recorded and no `micro_step` is active: DDP would synchronise in
+        every backward, and hang as soon as ranks have different numbers of leaves.
         """
         if torch.is_grad_enabled() and not self._in_micro_step:
             raise ConfigError(
@@ -109,7 +109,7 @@ class TorchDdpReducer(Reducer):
         return self._called(*inputs, **named)
 
     def prime(self, forward_backward: Callable[[], None]) -> None:
-        """Run one backward, after which DDP regroups its buckets in the order of readiness."""
+        """Run one backward; DDP then regroups its buckets in the order of readiness."""
         with self.micro_step(last=True):
             forward_backward()
         self._regroup()
@@ -120,10 +120,10 @@ class TorchDdpReducer(Reducer):
             parameter.grad = None
 
     def _regroup(self) -> None:
-        """Make DDP regroup its buckets now, on all ranks, if it has not done so.
+        """Make DDP regroup its buckets now, on all ranks, unless it already has.
 
-        By itself it does so, with a broadcast, in the forward after its first synchronised
-        backward; a rank without a leaf in that step makes no forward, and the others would wait.
+        DDP itself regroups with a broadcast, in the forward after its first synchronised backward.
+        A rank without a leaf in that step makes no forward, and the others would wait.
         """
         if not self._regrouped:
             self._regrouped = True
@@ -151,11 +151,11 @@ class TorchDdpReducer(Reducer):
             )
 
     def reduce(self, used: list[bool], divisor: float | None) -> Stopwatch:
-        """See `Reducer.reduce`; backward has summed, unless no micro-step was the last one on all
-        ranks.
+        """See `Reducer.reduce`. Backward has summed already, unless no micro-step was the last one
+        on all ranks.
 
-        That happens in a step in which some rank has no leaf: DDP cannot take part without a
-        backward, so all ranks sum after it, as `naive` does.
+        This happens in a step in which some rank has no leaf. DDP cannot take part without a
+        backward, so all ranks sum after backward, as `naive` does.
         """
         averaged, self._synchronised = self._synchronised, False
         if averaged:
@@ -163,7 +163,7 @@ class TorchDdpReducer(Reducer):
             watch = self._watch.copy()
         else:
             watch = sum_gradients(self.parameters, used, self.comm)
-        # DDP has divided by the number of ranks already.
+        # DDP has already divided by the number of ranks.
         self.shards.scale(divisor and (self.comm.world_size if averaged else 1) / divisor)
         return watch
 
@@ -172,12 +172,12 @@ def build_powersgd(model: nn.Module, comm: Communicator, **options: Any) -> Torc
     """DDP with torch's PowerSGD hook. Replicas stay equal; gradients are approximations.
 
     Until `start_powerSGD_iter`, and in a step in which some rank has no leaf, gradients are sent
-    whole; the latter affects neither error nor count.
+    whole. A step of the second kind affects neither error nor count.
 
     [Note: The error's unit] Gradients here are sums over a rank's share, and so is the error. DDP
-    turns their mean back into a sum over ranks, and the step divides by its own weight: so an error
+    turns their mean back into a sum over ranks, and the step divides by its own weight. So an error
     counts with the weight of the step that adds it. With the same number of targets in each step
-    that is the paper's algorithm exactly.
+    this is exactly the paper's algorithm.
 
     Args:
         model, comm: as for `TorchDdpReducer`.

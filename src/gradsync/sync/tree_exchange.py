@@ -1,38 +1,38 @@
-"""Sums over ranks along the fixed tree: each shard's owner adds, then sends the sum to all ranks.
+"""Sums over ranks along the fixed tree. Each shard's owner adds, then sends the sum to all ranks.
 
     rank 0  nodes of leaves 0 1 2 ─┐ slices of shard r    ┌─ rank r adds them    ─┐ shard r
     rank 1  nodes of leaves 3 4   ─┼─────────────────────►│  in tree order:      ─┼───► all ranks
     rank 2  nodes of leaves 5 6 7 ─┘ go to rank r         └─ (0,2)+..., see Note ─┘
 
 With one node per rank (equal shares of 2^k leaves) a rank sends 2(W-1)/W of the bucket, exactly as
-much as in a ring all-reduce; with uneven shares a rank has up to 2 log2(leaves) nodes and sends
-that many slices in the first half. Everything goes point to point on threads beside backward, so it
-does not interfere with the main thread's collectives.
+in a ring all-reduce. With uneven shares a rank has up to 2 log2(leaves) nodes, and in the first
+half sends one slice for each. Messages go point to point on threads while backward runs, so they do
+not interfere with the main thread's collectives.
 
-Over hosts, where equally many ranks sit on each and are numbered host by host: the same in two
-stages. Ranks of a host first add the nodes inside of the host's leaves (its largest nodes), then
-ranks with the same place on every host finish the tree for their shard, so that a rank of L sends
-1/L of what crosses. The additions are the tree's, so bits are the same.
+With several hosts, if all have the same number of ranks and ranks are numbered host by host, the
+exchange has two stages. A host's ranks first add the nodes within the host's leaves (its largest
+nodes). Then ranks with the same place on every host finish the tree for their shard, so that one of
+L ranks sends 1/L of the bytes between hosts. The additions are the tree's, so bits are the same.
 
-The first half (slices to their owners, and the additions) may be asked for alone, and the second
-one later: late_update.py lets the next forward wait for that, and under `zero1` (zero.py) owners
-update their shards first, so that weights go down in place of sums.
+The first half (slices to their owners, and the additions) can be requested separately, and the
+second half later. late_update.py lets the next forward wait for the second half. Under `zero1`
+(zero.py) owners update their shards first, so that weights go down in place of sums.
 
-Siblings: where n ranks, a power of two, have one node each and these are the tree's next level, a
-stage goes up the tree itself: partners at distance 1, 2, 4 ... exchange halves of what they have
-left and add them (recursive halving). The way down is the same for any n ranks that are a power of
-two. The same bytes in log2(n) messages instead of n - 1. (Thakur et al. 2005, "Optimization of
+Siblings: if n ranks, a power of two, have one node each and these form the tree's next level, a
+stage goes up the tree itself. Partners at distance 1, 2, 4 ... exchange halves of the region they
+have left and add them (recursive halving). The way down is the same for any power of two of ranks.
+The bytes are the same, in log2(n) messages instead of n - 1. (Thakur et al. 2005, "Optimization of
 collective communication operations in MPICH", with the distances in the tree's order.)
 
-On the GPUs of one host a launch costs more than a byte, so there the way up is one batch of slices
-from each rank to each, whose additions are made in few calls, and the way down is one all-gather;
-shards lie in rank order for it. The additions are the same.
+On the GPUs of one host a launch costs more than a byte. There the way up is one batch of slices
+from each rank to each, added in few calls, and the way down is one all-gather, for which shards lie
+in rank order. The additions are the same.
 
-Buckets take `LANES` threads in turn, so that the cable does not wait while one is added up, or for
-the other rank's word that it is ready to receive. A thread has a channel for its messages.
+Buckets use `LANES` threads in turn, so that the network does not wait while a bucket is added up or
+the other rank is not yet ready to receive. Each thread has its own channel for messages.
 
-Who owns which shard depends on the number of ranks alone, not on their leaves, which may differ
-from step to step: optimizer state lies there.
+Which rank owns which shard depends only on the number of ranks. It does not depend on their leaves,
+which may differ between steps, because optimizer state belongs to shards.
 """
 
 from __future__ import annotations
@@ -73,28 +73,28 @@ if TYPE_CHECKING:
 
 
 LANES = 2
-"""Buckets on their way at once, on CPUs."""
+"""Buckets in transit at the same time, on CPUs."""
 _PLAIN = (torch.float32, torch.float64)
-"""Dtypes in which an all-reduce of two ranks adds a + b, rounded once, as the tree does."""
+"""Dtypes for which an all-reduce of two ranks computes a + b, rounded once, as the tree does."""
 
 
 @dataclass(frozen=True, slots=True)
 class TreeStage:
-    """One round of adding: the nodes that ranks hold, and those they compute."""
+    """One round of additions: the nodes that ranks hold, and the nodes they compute."""
 
     comm: Messenger
     nodes: list[list[Node]]
     """Nodes held by each rank of `comm`, in leaf order."""
     wanted: list[Node]
-    """Nodes that the owners of their shards compute."""
+    """Nodes that the owners of the shards compute."""
     siblings: bool
-    """Whether `are_siblings(nodes)`: then sums go up the tree itself."""
+    """Whether `are_siblings(nodes)`; then sums go up the tree itself."""
 
 
 def shard_of(region: range, rank: int, ranks: int, *, in_order: bool = False) -> range:
-    """The part of `region` of which `rank` gets the sum, len(region) / ranks: where they are a
-    power of two, the half of a half ... that is left after each round of a way up, unless the
-    shards lie `in_order` of ranks."""
+    """The part of `region` whose sum `rank` gets, len(region) / ranks. If the number of ranks is a
+    power of two, it is what repeated halving on the way up leaves, unless shards lie `in_order` of
+    ranks."""
     bits = ranks.bit_length() - 1
     halves = ranks == 1 << bits and not in_order
     place = int(f"{rank:0{bits}b}"[::-1], 2) if halves else rank
@@ -110,18 +110,18 @@ def are_siblings(nodes: Sequence[Sequence[Node]]) -> bool:
 
 
 class TreeExchange(Exchange):
-    """Sums along the tree, see the module's picture.
+    """Sums along the tree; see the diagram at the top of the module.
 
     Args:
         comm: all ranks.
-        levels: the communicators to go through, `[comm]` or `[inside the host, between hosts]`;
-            ranks must be numbered host by host.
+        levels: the communicators to use, `[comm]` or `[within the host, between hosts]`; ranks must
+            be numbered host by host.
         device: device of the gradients.
-        over_leaves: the tree of all ranks' leaves; False: of ranks, whose sums are in any order.
-        pair: two ranks' group for whole sums alone: its all-reduce adds in the cache.
-        gather: the ranks of the only level, in a group that is the lane's alone: sums go down by
-            its all-gather.
-        made: communicators that are closed with this.
+        over_leaves: use the tree of all ranks' leaves; False: of ranks, with sums in any order.
+        pair: a group of two ranks, only for whole sums; its all-reduce adds in the cache.
+        gather: the ranks of the only level, in a group that only the lane uses; its all-gather
+            sends sums down.
+        made: communicators to close with this object.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class TreeExchange(Exchange):
         self._made, self._gather = made, gather
         self._levels = levels
         self.in_one_order = device.type == "cuda" or gather is not None
-        """Whether the lane has a group of its own, which runs message after message (NCCL)."""
+        """Whether the lane has a separate group, which runs messages in order (NCCL)."""
         self._lanes = [Background(device) for _ in range(1 if self.in_one_order else LANES)]
         self._planned: Work = Done()
         self._num_buffers = 0
@@ -169,7 +169,7 @@ class TreeExchange(Exchange):
             self._reduce(buffers, 0)
             return Done()
         works: list[Work] = []
-        pair = self._pair is not None  # whose collectives have one order on both ranks
+        pair = self._pair is not None  # whose collectives have the same order on both ranks
         fn = partial(self._as_pair, works, bucket) if pair else self._both
         name, lane = ("start", 0) if pair else ("sum", number)
         works.append(self.submit(f"{name} {number}", partial(fn, buffers), lane))
@@ -181,12 +181,12 @@ class TreeExchange(Exchange):
         return self.submit(f"in {number}", lambda lane: self._reduce(buffers, lane), number)
 
     def gather(self, bucket: Bucket) -> Work:
-        """Start the other half."""
+        """Start the second half."""
         flat, number = bucket.flat(0), bucket.number
         return self.submit(f"out {number}", lambda lane: self._send_down(flat, lane), number)
 
     def owners(self) -> Owners:
-        """All ranks in the order of their shards; what they gather is the other half's, of any
+        """All ranks in the order of their shards; their all-gather is the second half, of any
         dtype."""
         ranks, rank = self.messenger.world_size, self.messenger.rank
         turns = itertools.count()
@@ -202,9 +202,9 @@ class TreeExchange(Exchange):
         return [bucket.flat(number) for number in range(max(self._num_buffers, 1))]
 
     def submit(self, name: str, fn: Callable[[int], None], number: int = 0) -> Work:
-        """Run `fn(lane)` beside the main thread, under a `name` that profilers show; it may send
-        messages by `messenger`, over the channel `lane`. All ranks submit in one order, with one
-        `number` each time, by which lanes take turns."""
+        """Run `fn(lane)` on a thread, under a `name` that profilers show. It may send messages by
+        `messenger`, over the channel `lane`. All ranks submit in one order and with the same
+        `number` each time, which selects the lane."""
         lane = number % len(self._lanes)
 
         def named() -> None:
@@ -214,7 +214,7 @@ class TreeExchange(Exchange):
         return self._lanes[lane].submit(named)
 
     def owned(self, numel: int, rank: int) -> range:
-        """Elements of a bucket of `numel` of which `rank` gets the sum by a first half alone."""
+        """Elements of a bucket of `numel` whose sum `rank` gets from the first half alone."""
         span, size = range(numel), self._levels[0].world_size
         for level, place in zip(self._levels, (rank % size, rank // size), strict=False):
             span = shard_of(span, place, level.world_size, in_order=self._gather is not None)
@@ -227,7 +227,7 @@ class TreeExchange(Exchange):
 
     def _share(self, mine: tuple[int, int], lane: int) -> list[tuple[int, int]]:
         """Every rank's (number of leaves, first leaf): int64 [2] from each rank to each, on the
-        CPU: on a GPU the numbers would come behind the last forward."""
+        CPU, because on a GPU the numbers would arrive only after the last forward."""
         own = torch.tensor(mine)
         others = [rank for rank in range(self.messenger.world_size) if rank != self.messenger.rank]
         told = {rank: torch.zeros_like(own) for rank in others}  # no leaves, if it is aborted
@@ -266,18 +266,18 @@ class TreeExchange(Exchange):
         ]
 
     def _as_pair(self, works: list[Work], bucket: Bucket, buffers: list[Tensor], _: int) -> None:
-        """Let `works` have an all-reduce where two ranks have one node each: a + b is b + a."""
+        """Give `works` an all-reduce if two ranks have one node each, because a + b is b + a."""
         siblings = bool(self._stages) and all(stage.siblings for stage in self._stages)
         if self._pair is None or not siblings or bucket.rounded or bucket.dtype not in _PLAIN:
             with record_function(f"sum {bucket.number}"):
                 self._both(buffers, 0)
         else:
             _put(self._own_nodes(buffers), buffers[0])
-            # Both ranks, the bucket's [numel] and dtype, overlapping backward.
+            # Both ranks, the bucket's [numel] and dtype; overlaps backward.
             works.append(self._pair.all_reduce(buffers[0]))
 
     def _own_nodes(self, buffers: list[Tensor]) -> list[Tensor]:
-        """Values of this rank's nodes; unless indexed, every leaf still has a buffer."""
+        """Values of this rank's nodes; without indices, every leaf still has a buffer."""
         values, own = buffers[: self._num_buffers], self._own
         leaves = [(0, leaf) for leaf in own]
         return values if self._indexed else _add(values, leaves, largest_nodes(own))
@@ -288,7 +288,7 @@ class TreeExchange(Exchange):
             self._send_down(buffers[0], lane)
 
     def _reduce(self, buffers: list[Tensor], lane: int) -> None:
-        """Add up; this rank's shard of the sum ends in `buffers[0]`, at its place."""
+        """Add up; `buffers[0]` then holds this rank's shard of the sum, at its place."""
         self._planned.wait()  # on another lane
         if not self._stages:
             return  # the step is discarded
@@ -316,15 +316,15 @@ class TreeExchange(Exchange):
     def _scatter_add(
         self, stage: TreeStage, values: list[Tensor], region: Tensor, lane: int
     ) -> list[Tensor]:
-        """Send every rank its shard of this rank's values, add up the slices of this rank's shard.
+        """Send every rank its shard of this rank's values; add up the slices of this rank's shard.
 
-        Point to point, one slice [n / ranks] per node and pair of ranks, the bucket's dtype; beside
-        backward.
+        Point to point, one slice [n / ranks] per node and pair of ranks, in the bucket's dtype;
+        overlaps backward.
 
         Args:
             stage: nodes of each rank.
-            values: of this rank's nodes, each [n]; may be empty.
-            region: the result's region, [n]; for its place, shape and dtype only.
+            values: values of this rank's nodes, each [n]; may be empty.
+            region: the result's region, [n]; only its place, shape and dtype are used.
             lane: the channel.
         """
         comm, mine = stage.comm, stage.comm.rank
@@ -347,13 +347,13 @@ class TreeExchange(Exchange):
     def _halve_add(
         self, stage: TreeStage, values: list[Tensor], _: Tensor, lane: int
     ) -> list[Tensor]:
-        """As `_scatter_add` between siblings: messages of [n / 2], [n / 4] ... to one rank
-        each, the bucket's dtype; beside backward."""
+        """Like `_scatter_add`, between siblings: messages of [n / 2], [n / 4] ... to one rank each,
+        in the bucket's dtype; overlaps backward."""
         comm, kept = stage.comm, values[0]
         for partner, kept, other in _rounds(comm, values[0]):
             (got,) = self._rooms(stage, kept, 1, lane)
             comm.exchange([(other, partner)], [(got, partner)], lane).wait()
-            kept.add_(got)  # Left + right or right + left: one sum.
+            kept.add_(got)  # Left + right and right + left are the same sum.
         return [kept]
 
     def _shard(self, comm: Messenger, region: Tensor, rank: int) -> Tensor:
@@ -363,8 +363,8 @@ class TreeExchange(Exchange):
         return region[span.start : span.stop]
 
     def _rooms(self, stage: TreeStage, like: Tensor, count: int, lane: int) -> list[Tensor]:
-        """`count` tensors of the shape [n] of `like`, for messages of a stage: the same memory for
-        each bucket of a lane, since new memory costs a page fault for each 4 KiB."""
+        """`count` tensors with the shape [n] of `like`, for messages of a stage. All buckets of a
+        lane use the same memory, since new memory costs a page fault per 4 KiB."""
         key = (lane, self._levels.index(stage.comm), like.dtype, like.device)
         numel = count * like.numel()
         if key not in self._room or self._room[key].numel() < numel:
@@ -373,7 +373,7 @@ class TreeExchange(Exchange):
 
 
 def _add(values: list[Tensor], nodes: Sequence[Node], wanted: Sequence[Node]) -> list[Tensor]:
-    """Add in tree order, in place, the values of nodes; returns those of the wanted nodes that
+    """Add the values of nodes in tree order, in place; returns the values of the wanted nodes that
     exist."""
     merges, ends = merges_of(nodes, wanted)
     if values and values[0].is_cuda:
@@ -386,7 +386,7 @@ def _add(values: list[Tensor], nodes: Sequence[Node], wanted: Sequence[Node]) ->
 
 
 def _put(values: list[Tensor], place: Tensor) -> None:
-    """Let `place` hold the only one of `values`, or zeros where no rank had a leaf."""
+    """Set `place` to the only one of `values`, or to zeros if no rank had a leaf."""
     if not values:
         place.zero_()
     elif values[0].data_ptr() != place.data_ptr():
@@ -395,7 +395,7 @@ def _put(values: list[Tensor], place: Tensor) -> None:
 
 def _down(comm: Messenger, region: Tensor, lane: int) -> None:
     """Give all ranks of a level all shards of `region`, [n], in place: the messages of `_halve_add`
-    in reverse, or [n / ranks] from each rank to each, its dtype."""
+    in reverse, or [n / ranks] from each rank to each, in its dtype."""
     if comm.world_size & (comm.world_size - 1):
         shards = region.chunk(comm.world_size)
         others = [rank for rank in range(comm.world_size) if rank != comm.rank]
@@ -407,7 +407,7 @@ def _down(comm: Messenger, region: Tensor, lane: int) -> None:
 
 
 def _rounds(comm: Messenger, region: Tensor) -> list[tuple[int, Tensor, Tensor]]:
-    """The rounds of a way up: partner, the half of what is left of `region` that this rank keeps,
+    """The rounds of a way up: partner, the half of the remaining `region` that this rank keeps,
     and the half that it sends."""
     found = []
     for power in range(comm.world_size.bit_length() - 1):
@@ -420,12 +420,12 @@ def _rounds(comm: Messenger, region: Tensor) -> list[tuple[int, Tensor, Tensor]]
 # -- the norm of shards ---------------------------------------------------------------------------
 
 Pieces = list[tuple[ParameterBlock, list[tuple[int, int, int]]]]
-"""Blocks, each with its pieces: (rank that has it, first element in the bucket, last + 1)."""
+"""Blocks, each with its pieces: (rank that holds it, first element in the bucket, last + 1)."""
 
 
 def pieces_of_rank(blocks: Sequence[ParameterBlock], spans: Sequence[range], rank: int) -> Pieces:
-    """The blocks of which `rank` has a piece, cut where the ranks' `spans` end; the first piece's
-    rank takes the block's norm."""
+    """The blocks that `rank` has a piece of, cut at the ends of the ranks' `spans`. The first
+    piece's rank computes the block's norm."""
     in_order = sorted((span.start, span.stop, holder) for holder, span in enumerate(spans) if span)
     starts = [start for start, _, _ in in_order]
     found = []
@@ -441,13 +441,13 @@ def pieces_of_rank(blocks: Sequence[ParameterBlock], spans: Sequence[range], ran
 
 
 class ShardedNorm:
-    """The norm of gradients in shards, with the bits of whole ones: see [Note: Fixed blocks] in
-    norms.py. Each rank takes the norms of the blocks that begin in its shards.
+    """The norm of gradients in shards, with the bits of whole gradients: see [Note: Fixed blocks]
+    in norms.py. Each rank computes the norms of the blocks that begin in its shards.
 
     Args:
         parameters: in the order in which their norms are added.
         comm: all ranks.
-        exchange: says what each rank has of a bucket, and sends pieces of blocks.
+        exchange: determines which part of a bucket each rank has, and sends pieces of blocks.
     """
 
     def __init__(
@@ -497,8 +497,8 @@ class ShardedNorm:
         factor: float,
         lane: int,
     ) -> None:
-        """Fill in this rank's part of `norms`. The rest of a block that ends elsewhere comes from
-        the owners of the next shards: a message each, of less than a block, the shard's dtype."""
+        """Fill in this rank's part of `norms`. If a block ends in other shards, their owners send
+        the rest: one message each, of less than a block, in the shard's dtype."""
         rank = self._comm.rank
         sends: list[tuple[Tensor, int]] = []
         receives: list[tuple[Tensor, int]] = []
@@ -528,14 +528,14 @@ class ShardedNorm:
             whole = torch.cat(parts) if len(parts) > 1 else parts[0]
             return whole.to(bucket.dtype).mul_(factor) if bucket.rounded else whole
 
-        # Some blocks at a time: what they are widened to stays in the processor's cache.
+        # Some blocks at a time, so that their widened copies stay in the processor's cache.
         size = len(wholes) if norms.is_cuda else 4
         found = [
             norms_of_blocks([mean(*each) for each in wholes[first : first + size]])
             for first in range(0, len(wholes), size)
         ]
         if self._places is None or self._places[0] != places:
-            self._places = places, torch.tensor(places, device=norms.device)  # it waits: once
+            self._places = places, torch.tensor(places, device=norms.device)  # waits, but only once
         norms[self._places[1]] = torch.cat(found)
 
     def _pieces_of(self, bucket: Bucket) -> Pieces:

@@ -1,21 +1,21 @@
 """Synchronisation in the user's training loop: `loss.backward()`, then `optimizer.step()`.
 
-As with torch's DDP the gradients are averaged over ranks when backward returns, so clipping and any
+As with torch's DDP the gradients are averaged over ranks when backward returns. So clipping and any
 other code between backward and the optimizer sees the mean. [Note: Who synchronises when]
 
     backward on this rank       its end launches the remaining buckets and waits
     no backward on this rank    the optimizer's step (a hook on it) or `finish()` takes part,
-                                with zeros; otherwise the other ranks would wait for ever. In the
-                                step it is too late for clipping: then no other rank may clip
-    backward under no_sync()    adds up; the next backward outside of it synchronises all of it,
+                                with zeros; otherwise the other ranks would hang. In the step it
+                                is too late for clipping: then no other rank may clip
+    backward under no_sync()    adds up; the next backward without it synchronises all of it,
                                 and so does an optimizer step that comes first
     backward that raised        `discard()` takes part, and no rank uses the gradients
-    sync.backward() of another  brings no gradients here: those for this model's parameters are
+    sync.backward() of another  yields no gradients here: those for this model's parameters are
     handle, through this model  discarded at once (a generator's loss, through the discriminator)
 
-The lack of a backward shows in gradients that an optimizer has used already, or that were cleared.
-`no_sync` must be entered before the forward: torch's DDP and FSDP decide there, and a program that
-gets it wrong drifts silently. It is checked here too, so that a loop works under every strategy.
+A missing backward shows in gradients that an optimizer has already used, or that were cleared.
+Enter `no_sync` before the forward: torch's DDP and FSDP decide there, and a program that enters it
+later drifts silently. The order is checked here too, so a loop works under every strategy.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("gradsync")
 
-# Reasons for refusing a loop that mixes two ways of working.
+# Reasons for refusing a loop that mixes both ways of working.
 _TOGETHER = (
     "; step before it, or replicate models that one backward trains together: "
     "gs.replicate(torch.nn.ModuleList([a, b]))"
@@ -118,7 +118,7 @@ _FOREIGN = (
     "apart); in a loop of your own use sync='invariant', 'bucketed', 'naive' or 'fsdp'"
 )
 
-_FLAG = "require_backward_grad_sync"  # as torch's DDP calls it, set on the model
+_FLAG = "require_backward_grad_sync"  # torch's DDP has the same name; set on the model
 _THE_CALL = {"the call": "loss.backward() or optimizer.step()", STEPS: "0"}
 _DRIFTED = (
     "so their last steps differed, and their weights do: go back to a checkpoint from before, and "
@@ -127,11 +127,11 @@ _DRIFTED = (
 
 
 class UserLoop:
-    """Watches backward, the forward of the root module, and optimizers over its parameters.
+    """Watches backward, the root module's forward, and optimizers over its parameters.
 
     Args:
         model: the root module.
-        parts: of its steps.
+        parts: the parts of its steps.
         watch: notices weights that change between steps.
     """
 
@@ -142,39 +142,39 @@ class UserLoop:
         self.leaves = 0
         """Number of `GradientSync.backward`s since the last step."""
         self.in_micro_step = False
-        """Whether inside `GradientSync.micro_step`, which encloses `GradientSync.backward`."""
+        """Whether in `GradientSync.micro_step`, which encloses `GradientSync.backward`."""
         self._models = [model, *model.children()] if type(model) is ModuleList else [model]
         self.closed = self.off = False
-        """Whether the handle, not the model, says that no backward synchronises."""
+        """Whether the handle, rather than the model, turns synchronisation off."""
         self._no_sync_in_forward: bool | None = None
-        self._enclosed = False  # in `GradientSync.backward`, which is not the user's training loop
+        self._enclosed = False  # in `GradientSync.backward`, not in the user's training loop
         self._in_backward = False
         self._task = -1  # the backward seen last; later ones have higher numbers
-        self._tasks: set[int] = set()  # those of the step
+        self._tasks: set[int] = set()  # backwards of this step
         self._dirty = False  # there are gradients that have not been synchronised
         self.finished = False
         """Whether gradients of a `loss.backward()` were synchronised."""
-        self._others = -1  # since this model's own: the backward of another handle, seen last
-        self._discarded = False  # and they were thrown away
+        self._others = -1  # the last backward of another handle since this model's own
+        self._discarded = False  # and they were discarded
         self._discarded_elsewhere = False  # because another rank wanted it
         self._warned = parts.comm.rank > 0
         self._published: list[tuple[weakref.ref[torch.Tensor], int] | None] = []
-        self._stepped: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that used those
+        self._stepped: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that used these
         self._settings = dict(_THE_CALL)  # their settings when they did
-        self._hashes: Any = None  # of gradients that a rank gets late, as they came here
+        self._hashes: Any = None  # of gradients that a rank gets late, taken on arrival
         self.parameter_ids = {id(parameter) for parameter in self._reducer.parameters}
         self.untracked = UntrackedParameters(model, self.parameter_ids)
         self._optimizers = optimizer_watch()
         self._optimizers.add(self)
         self._handles: list[Any] = _hooks(self, model, self._reducer)
-        loop = weakref.ref(self)  # it refers to the shards
+        loop = weakref.ref(self)  # because it refers to the shards
         self._reducer.shards.updates = lambda parameters: (
             nullcontext() if (known := loop()) is None else known.late_update(parameters)
         )
 
     @contextmanager
     def enclosed(self, root: torch.Tensor | None = None) -> Generator[None]:
-        """Enclose a backward from `root`, or a step, of `GradientSync`: nothing to do here then."""
+        """Enclose a backward from `root`, or a step, of `GradientSync`; this loop ignores both."""
         tasks: list[int] = []
 
         def backward_begins(_: torch.Tensor) -> None:
@@ -198,7 +198,7 @@ class UserLoop:
 
     @contextmanager
     def late_update(self, parameters: Iterable[torch.Tensor]) -> Generator[None]:
-        """Enclose an update of `parameters` that `GradientSync.step` left for later."""
+        """Enclose an update of `parameters` that `GradientSync.step` has postponed."""
         with self.enclosed():
             yield
         self._watch.remember_late(parameters)
@@ -219,11 +219,11 @@ class UserLoop:
         backward synchronises.
 
         Raises:
-            ConfigError: `no_sync` was entered or left between forward and backward; or it is
-                between a `GradientSync.backward` of this model and the step.
+            ConfigError: `no_sync` was entered or left between forward and backward; or the
+                backward comes between a `GradientSync.backward` of this model and the step.
         """
         task = current_graph_task()
-        if self._in_backward and task >= self._task:  # the same, or one inside of it
+        if self._in_backward and task >= self._task:  # the same backward, or one nested in it
             return self.synchronises
         if task in self._optimizers.backwards:
             self._drop(parameter, task)
@@ -293,14 +293,14 @@ class UserLoop:
             self._synchronise(late=True)
         elif hashes is not None and hashes != self._watch.gradients():
             raise ConfigError(_TOO_LATE_TO_CHANGE)
-        self._watch.changed(optimizer)  # noted now: its step changes weights, too
+        self._watch.changed(optimizer)  # noted now, because its step changes weights too
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that an optimizer has used the gradients."""
         if self._enclosed or not self._is_ours(optimizer):
             return
         self._stepped.add(optimizer)
-        self._note_published()  # clipping has changed them since
+        self._note_published()  # because clipping has changed them since
         self._watch.remember(optimizer)
         if self.comm.world_size > 1 and not self._discarded:
             number = int(self._settings[STEPS])
@@ -334,14 +334,14 @@ class UserLoop:
 
     def _waiting(self, parameters: Iterable[torch.Tensor]) -> bool:
         waiting = self._dirty or (self.finished and not self._stepped)
-        waiting = waiting or not self._reducer.user_loop  # it has no hook that would notice them
+        waiting = waiting or not self._reducer.user_loop  # no hook would notice them
         return self._in_backward or (waiting and _any_gradient(parameters))
 
     def _synchronise(self, *, discard: bool = False, late: bool = False) -> None:
         reducer = self._reducer
-        # All forwards of this rank's step are one leaf here: the end of a leaf is unknown.
+        # All forwards of this rank's step count as one leaf here, as the end of a leaf is unknown.
         self._buffers.leaf_ends(counts=self._dirty and not discard)
-        # Without a backward: copies of the last step's gradients, out of the way.
+        # Without a backward, these are copies of the last step's gradients; move them away.
         left = [] if self._dirty else _left_over(reducer, self._published)
         for parameter, _, _ in left:
             parameter.grad = None
@@ -349,7 +349,7 @@ class UserLoop:
         call = StepCall(loss=None, settings=settings, why=_DRIFTED, discard=discard, late=late)
         try:
             result = take_step(self._parts, call)
-        except GradsyncError:  # a refusal leaves no gradients to continue with
+        except GradsyncError:  # after a refusal there are no gradients to continue with
             self.step_ends(discarded=True)
             raise
         self.step_ends(discarded=result.discarded)
@@ -357,7 +357,7 @@ class UserLoop:
         if result.discarded:
             self._settings = settings  # not compared yet
         for parameter, own, copy in () if result.discarded else left:
-            # Without a backward on any rank it is a step with the same gradients.
+            # Without a backward on any rank, this is a step with the same gradients.
             mean = parameter.grad if result.had_gradients else copy
             parameter.grad = mean if mean is None or mean is own else own.copy_(mean)
         if not (result.discarded or result.had_gradients):
@@ -366,7 +366,7 @@ class UserLoop:
         self._hashes = self._watch.gradients() if result.late and not late else None
 
     def _refuse_unlike_gradients(self) -> None:
-        """Compare what was put back: by hashes, as writing through `.data` counts no version."""
+        """Compare restored gradients by hashes, since writes through `.data` bump no version."""
         if not same_on_all_ranks(self.comm, repr(self._watch.gradients()).encode()):
             raise ConfigError(_UNLIKE)
 
@@ -381,7 +381,7 @@ class UserLoop:
         self._stepped.clear()
 
     def refuse_if_failed(self) -> None:
-        """Raise when the last backward did not finish."""
+        """Raise if the last backward did not finish."""
         if self._in_backward:
             raise ConfigError(_FAILED)
 
@@ -413,7 +413,7 @@ def _hooks(user_loop: UserLoop, model: nn.Module, reducer: Reducer) -> list[Any]
 
     def before_forward(*_: Any) -> None:
         alive = loop()
-        # The second forward of a checkpointed part happens inside of a backward.
+        # The second forward of a checkpointed part runs during a backward.
         if alive is None or not torch.is_grad_enabled() or current_graph_task() >= 0:
             return
         alive.refuse_if_failed()
@@ -430,8 +430,8 @@ def _hooks(user_loop: UserLoop, model: nn.Module, reducer: Reducer) -> list[Any]
 
 
 def refuse_ddp_around(model: nn.Module, reducer: Reducer) -> Any:
-    """Watch for forwards of `model` through torch's DDP, whenever that was wrapped around it;
-    returns the hook's handle, to remove it."""
+    """Watch for forwards of `model` through torch's DDP, regardless of when DDP was wrapped around
+    it; returns the hook's handle, for removal."""
     parameter, own = reducer.parameters[0], getattr(reducer, "ddp", None)
 
     def before_forward(*_: Any) -> None:
@@ -447,8 +447,8 @@ def refuse_ddp_around(model: nn.Module, reducer: Reducer) -> Any:
 def _left_over(
     reducer: Reducer, published: Iterable[tuple[weakref.ref[torch.Tensor], int] | None]
 ) -> list[tuple[nn.Parameter, torch.Tensor, torch.Tensor]]:
-    """Parameters whose gradient nothing has written to since the last synchronisation, with it and
-    a copy of it."""
+    """Parameters whose gradient was not written since the last synchronisation, with the gradient
+    and a copy of it."""
     found = []
     for parameter, known in zip(reducer.parameters, published, strict=False):
         grad = parameter.grad
@@ -460,15 +460,15 @@ def _left_over(
 
 
 class UserLoopMethods:
-    """The methods of `GradientSync` for the user's training loop."""
+    """Methods of `GradientSync` for the user's training loop."""
 
     _user_loop: UserLoop
 
     def finish(self) -> None:
-        """Make every `.grad` the mean over ranks, as torch's DDP does, in the user's training loop.
+        """Set every `.grad` to the mean over ranks, as torch's DDP does; for user training loops.
 
-        Backward does it by itself at its end; this call is for a rank that had no backward in this
-        step, and for strategies without hooks. A second call does nothing.
+        Backward does this itself when it ends. Call `finish` on a rank that had no backward in this
+        step, and under strategies without hooks. A second call does nothing.
         """
         self._refuse_if_closed()
         self._user_loop.finish()
@@ -477,13 +477,13 @@ class UserLoopMethods:
     def require_backward_grad_sync(self) -> bool:
         """Whether a backward averages over ranks, in the user's training loop, as in torch's DDP.
 
-        False is `no_sync` without the `with`: set it before the forward, and True again before the
-        forward of the last micro-batch. Set on the model itself (`model.require_backward_grad_sync
-        = False`) it means the same. `sync.backward` only adds up, whatever it is; `sync.step`
-        synchronises.
+        False means `no_sync` without the `with`: set it before the forward, and set True before the
+        forward of the last micro-batch. It can also be set on the model itself
+        (`model.require_backward_grad_sync = False`). Regardless of it, `sync.backward` only adds
+        up, and `sync.step` synchronises.
 
         Raises:
-            ConfigError: on setting, under strategies that do not support the user's training loop.
+            ConfigError: on setting, if the strategy does not support the user's training loop.
         """
         return self._user_loop.synchronises
 
@@ -494,8 +494,8 @@ class UserLoopMethods:
         self._user_loop.synchronises = wanted
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Only accumulate, in the user's training loop; enclose forward and backward of all
-        micro-batches but the last."""
+        """Only accumulate, in the user's training loop. Enclose forward and backward of all
+        micro-batches except the last."""
         self._refuse_if_closed()
         return _no_sync(self._user_loop)
 

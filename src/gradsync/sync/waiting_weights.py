@@ -1,8 +1,8 @@
-"""Weights whose update is made when the next forward needs them.
+"""Weights that are updated when the next forward needs them.
 
-Modules wait for their own parameters before their forward, as FSDP2's and DeAR's do (Zhang et al.
-2023, arXiv 2302.12445). Nothing else waits: a program that reads a weight or an optimizer's state
-between two steps in another way calls `WaitingWeights.wait` first. `gradsync train` does.
+A module waits for its own parameters before its forward, as in FSDP2 and DeAR (Zhang et al. 2023,
+arXiv 2302.12445). Nothing else waits. A program that reads a weight or an optimizer's state between
+two steps in another way must call `WaitingWeights.wait` first; `gradsync train` does.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ log = logging.getLogger("gradsync")
 
 
 class WaitingWeights:
-    """A model's weights after a step: each is up to date when its module's forward begins.
+    """A model's weights after a step; each is up to date when its module's forward begins.
 
     Args:
-        model: its attribute `read_after`, if it has one, says which of its modules' weights its
-            own forward reads, and the module whose forward comes before: {"head": "norm"}.
+        model: if it has an attribute `read_after`, this names the modules whose weights the model's
+            own forward reads, each with the module whose forward comes before: {"head": "norm"}.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -43,7 +43,7 @@ class WaitingWeights:
         self._lock = threading.RLock()
         self._works: dict[int, Work] = {}
         self._numbers: dict[int, int] = {}
-        """The bucket of each parameter that waits, by its id."""
+        """The bucket of each waiting parameter, by the parameter's id."""
         self._kind = ""
         self._hooks: list[Any] = []
         self._broken = ""
@@ -60,7 +60,7 @@ class WaitingWeights:
         ended: Callable[[], object] | None = None,
     ) -> None:
         """Call `update(number)` once for each bucket, when its work is done and one of its
-        parameters is needed, or now, unless `late`; and `ended()`, if given, after the last."""
+        parameters is needed; immediately unless `late`. Then call `ended()`, if given."""
         with self._lock:
             self._update, self._ended = update, ended or _nothing
             self._works, self._kind = dict(enumerate(works)), buckets[0][0].device.type
@@ -74,7 +74,7 @@ class WaitingWeights:
             ]
 
     def wait(self) -> None:
-        """Bring all of them up to date; asks nothing of other ranks."""
+        """Bring all weights up to date; needs no action by other ranks."""
         with self._lock:
             for number in sorted(self._works, reverse=True):
                 self._arrive(number)
@@ -85,7 +85,7 @@ class WaitingWeights:
                 self._arrive(number)
 
     def _arrive(self, number: int) -> None:
-        """Update the weights of a bucket, whatever mode the forward runs in: state that is made in
+        """Update the weights of a bucket with the forward's modes turned off: state that is made in
         inference mode could not be changed."""
         with self._lock:
             if self._broken:
@@ -110,7 +110,7 @@ class WaitingWeights:
         self._update = self._ended = _nothing
 
     def close(self) -> None:
-        """Wait for all, and where they do not come say so."""
+        """Wait for all weights, and report if they do not arrive."""
         try:
             self.wait()
         except Exception as error:
@@ -123,11 +123,11 @@ class WaitingWeights:
 
 
 def _nothing(*_: Any) -> None:
-    """Nothing is left to do."""
+    """Do nothing."""
 
 
 def has_compiled() -> bool:
-    """Whether this process has compiled anything (or may have: where torch does not count). Code
-    with other hooks than before would be compiled once more."""
+    """Whether this process has compiled anything (or may have, if torch does not count). With other
+    hooks than before, code would be compiled again."""
     frames = sys.modules.get(FRAMES)
     return frames is not None and getattr(frames, "FRAME_COUNTER", 1) > 0

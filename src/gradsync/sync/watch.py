@@ -1,20 +1,20 @@
 """Watches around a step: for optimizers that step, and for edits of replicas between steps.
 
 Torch offers hooks on all optimizers of the process, in one table. That table must not change while
-another thread steps, so one watch enters it once and stays; listeners come and go here.
+another thread steps. So one watch enters it once and stays, and listeners register with the watch.
 
 [Note: Signs of an edit] A checkpoint that only rank 0 loads, or `weight.mul_` in one rank's branch,
-makes replicas that differ. Where ranks divide the update among themselves the next step mixes them,
-and they are equal again: so it must be detected before the update. Each rank looks for cheap signs,
-and all compare once one has found some; `check_replicas` finds the edits that these miss.
+makes replicas differ. If ranks divide the update, the next step mixes the replicas, and they are
+equal again. So an edit must be detected before the update. Each rank looks for cheap signs, and
+if one rank finds any, all compare. `check_replicas` finds the edits that these signs miss.
 
     version counters       any in-place operation of autograd, `load_state_dict`
     addresses              `parameter.data = other`
     samples, on a CPU      `parameter.data.mul_`, a NumPy array over the memory: some bytes of
                            each of `_SAMPLED` parameters, others after every step
 
-The samples taken after a step are compared over ranks in the next one's message: an edit within an
-update, by a hook or a clip on one rank, shows in them.
+The next step's message compares the samples taken after a step over ranks. They show an edit within
+an update, by a hook or a clip on one rank.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class Listener(Protocol):
 
 
 class OptimizerWatch:
-    """The hooks; refers to its listeners weakly, in the order in which they were added: on all
-    ranks they must take part in a step in one order."""
+    """The hooks. Refers to its listeners weakly, in the order in which they were added: all ranks
+    must notify them of a step in the same order."""
 
     def __init__(self) -> None:
         self._listeners: list[weakref.ref[Any]] = []
@@ -79,10 +79,10 @@ class OptimizerWatch:
         self.added = 0
         """Number of listeners ever added."""
         self.backwards: set[int] = set()
-        """Graph tasks of each `GradientSync.backward` that runs now."""
+        """Graph task of each `GradientSync.backward` that is running."""
 
     def add(self, listener: Listener) -> None:
-        """Notify `listener` as long as it lives."""
+        """Notify `listener` until it is garbage-collected."""
         with self._lock:
             self._listeners.append(weakref.ref(listener))
             self.added += 1
@@ -115,7 +115,7 @@ class OptimizerWatch:
 
 
 def optimizer_watch() -> OptimizerWatch:
-    """The process's watch; the first call enters it into torch's table, where it stays."""
+    """The process's watch. The first call adds it to torch's table, and it stays there."""
     for hook in optimizer_pre_hooks.values():
         if isinstance(hook, OptimizerWatch):
             return hook
@@ -126,39 +126,39 @@ def optimizer_watch() -> OptimizerWatch:
 
 
 def why_not_now(optimizer: Optimizer, *, after: bool = True) -> str:
-    """Why the next step has to be whole, though not every one has; see `elementwise.why_whole`.
-    Hooks that are called `after` a step count where they would find no gradients."""
+    """Why the next step must be whole, though not every step must; see `elementwise.why_whole`.
+    Hooks called `after` a step count if they would find no gradients."""
     own = step_hooks(optimizer)
     if own[0] or (after and own[1]):
         return "hooks on the optimizer may look at the whole gradient"
     everywhere = [*optimizer_pre_hooks.values(), *(optimizer_post_hooks.values() if after else ())]
     if not all(isinstance(getattr(h, "__self__", h), OptimizerWatch) for h in everywhere):
         return "hooks on all optimizers may look at the whole gradient"
-    step = optimizer.__dict__.get("step")  # a scheduler wraps it, to count
+    step = optimizer.__dict__.get("step")  # a scheduler wraps it, to count steps
     if step is not None and inspect.unwrap(step) != inspect.unwrap(type(optimizer).step):
         return "optimizer.step was replaced"
     return ""
 
 
 class UntrackedParameters:
-    """Finds parameters that an optimizer updates and no handle synchronises: those of the model
-    that were replaced or unfrozen after `gs.replicate` (checking the whole model in every step
-    costs much), and parameters of no model. `known` are the ids of the synchronised ones."""
+    """Finds parameters that an optimizer updates and no handle synchronises: those of a model that
+    were replaced or unfrozen after `gs.replicate`, and parameters of no model. (Checking the
+    whole model in every step is expensive.) `known` are the ids of synchronised parameters."""
 
     def __init__(self, model: nn.Module, known: set[int]) -> None:
         self._model = model
         self._known = known
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
         self._reached: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        """Optimizers of other parameters, and the number of the backward that reached them last."""
+        """Optimizers of other parameters, and the number of the last backward that reached them."""
 
     def check(
         self, optimizer: Optimizer, *, own_step: bool, backwards: Collection[int] = ()
     ) -> None:
-        """Raise ConfigError when `optimizer` is about to update such parameters: in its `own_step`,
-        in which handles of other models may take part, or in this handle's. With an optimizer of
-        their own they are refused from its second step on, if one of this model's last
-        `backwards` reached them too."""
+        """Raise ConfigError if `optimizer` is about to update such parameters, in its `own_step`
+        (handles of other models may take part) or in this handle's step. Parameters in a separate
+        optimizer are refused from its second step on, if one of this model's last `backwards`
+        reached them too."""
         seen = optimizer in self._seen
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         ours = any(id(p) in self._known for p in parameters)
@@ -205,7 +205,7 @@ _ONE_MODULE = (
 
 
 def refuse_replaced(model: nn.Module, untracked: Collection[int]) -> None:
-    """Raise ConfigError when `model` holds a parameter with one of these ids."""
+    """Raise ConfigError if `model` holds a parameter with one of these ids."""
     for name, parameter in model.named_parameters() if untracked else ():
         if id(parameter) in untracked:
             raise ConfigError(
@@ -216,7 +216,7 @@ def refuse_replaced(model: nn.Module, untracked: Collection[int]) -> None:
 
 
 def shapes(optimizer: Optimizer, ids: Collection[int] | None = None) -> str:
-    """Groups and shapes of the parameters with these ids, or of all, for messages."""
+    """Groups and shapes of the parameters with these ids, or of all parameters, for messages."""
     said = []
     for index, group in enumerate(optimizer.param_groups):
         found = [str([*p.shape]) for p in group["params"] if ids is None or id(p) in ids]
@@ -236,14 +236,14 @@ def refuse_closure(optimizer: Optimizer) -> None:
 
 
 _SAMPLED = 64
-"""Parameters that are sampled after a step, and before the next; about 3 us each."""
+"""Number of parameters sampled after a step, and before the next; about 3 us each."""
 _BYTES = 16
-"""Sampled of each parameter at its begin, and as many at a place that moves from step to step."""
+"""Bytes sampled at the start of a parameter; as many at a place that changes with each step."""
 
 
 class ReplicaWatch:
-    """This rank's replica after the last step, see [Note: Signs of an edit]; frozen parameters
-    too. Not `equal` are ranks that hold different weights on purpose: these are not watched."""
+    """This rank's replica after the last step, see [Note: Signs of an edit]; includes frozen
+    parameters. If ranks hold different weights on purpose (not `equal`), nothing is watched."""
 
     def __init__(self, model: nn.Module, comm: Communicator, *, equal: bool) -> None:
         self._comm = comm
@@ -258,8 +258,8 @@ class ReplicaWatch:
         self.remember()
 
     def remember(self, *optimizers: Optimizer) -> None:
-        """Accept weights, and the state of `optimizers`, as they are on this rank;
-        `remember_late` does it again for weights whose update comes later."""
+        """Accept the current weights, and the state of `optimizers`, on this rank.
+        `remember_late` does the same for weights that are updated later."""
         self._turn += 1
         count = len(self._weights)
         first = self._turn * _SAMPLED % count if count > _SAMPLED else 0
@@ -272,12 +272,12 @@ class ReplicaWatch:
         self._signs |= self._signs_now(w for w in weights if id(w) in self._watched)
 
     def accept_states(self, *optimizers: Optimizer) -> None:
-        """Take the state of `optimizers` for the one that steps: ranks have just compared it."""
+        """Take the state of `optimizers` as accepted, because ranks have just compared it."""
         for optimizer in optimizers:
             self._states[optimizer] = optimizer.state
 
     def state_of(self, optimizer: Optimizer) -> str:
-        """Origin of its state, the same on ranks that load alike."""
+        """Origin of its state, the same on ranks that load the same state."""
         if optimizer not in self._states:
             # Merely reading `state[parameter]` makes an empty entry.
             loaded = any(optimizer.state.values())
@@ -286,17 +286,17 @@ class ReplicaWatch:
         return "kept from the last step" if kept else "loaded since the last step"
 
     def changed(self, *optimizers: Optimizer) -> bool:
-        """Whether weights have changed, or one of these states was loaded, since `remember`; or
-        were found so before, and never compared."""
+        """Whether weights have changed, or one of these states was loaded, since `remember`; also
+        if an earlier change was never compared."""
         if not self._edited:
             loaded = any(self.state_of(optimizer).startswith("loaded") for optimizer in optimizers)
             self._edited = loaded or self._signs != self._signs_now(self._weights)
         return self._edited
 
     def refuse_unlike(self, agreed: StepMetadata, settings: Settings, why: str) -> None:
-        """Raise on all ranks when they differ in what the step's message compared: in `settings`
-        (ConfigError, see `refuse_difference`), or in all weights (RunError), which are compared
-        when they have changed on some rank. Not in a step that is discarded."""
+        """Raise on all ranks if they differ in `settings` (ConfigError, see `refuse_difference`) or
+        in weights (RunError), which are compared completely if they have changed on some rank.
+        Does nothing in a step that is discarded."""
         if agreed.discard:
             return
         if not agreed.alike:
@@ -311,7 +311,7 @@ class ReplicaWatch:
 
     @property
     def sample(self) -> int:
-        """A number of 20 bits made of the samples taken by `remember`."""
+        """A number of 20 bits computed from the samples taken by `remember`."""
         samples = b"".join(self._signs[id(weight)][2] for weight in self._weights)
         return int(hash_text(samples), 16) % 2**BITS
 
@@ -323,7 +323,7 @@ class ReplicaWatch:
     def _signs_now(self, weights: Iterable[Tensor]) -> dict[int, tuple[int, int, bytes]]:
         """Versions and addresses of `weights` by their ids, and the bits of a few elements of some.
 
-        Different ones in every step, so that all have their turn."""
+        Samples other elements in every step, so that each element has its turn."""
         sampled, signs = self._sampled, {}
         for weight in weights:
             key = id(weight)
@@ -333,14 +333,14 @@ class ReplicaWatch:
 
 
 def _is_plain(weight: Tensor) -> bool:
-    """Whether the tensor has memory to look at, and counts its versions."""
+    """Whether the tensor has readable memory, and counts its versions."""
     is_dense = type(weight) is torch.nn.Parameter and weight.layout == torch.strided
     return is_dense and not weight.is_inference()
 
 
 _Sample = c_char * _BYTES
 _STRIDE = 40_503
-"""Bytes between the places of two steps: odd, so that all have their turn."""
+"""Bytes between the places of two steps; odd, so that all places have their turn."""
 _FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
 
 
@@ -352,8 +352,8 @@ def _readable(weight: Tensor) -> bool:
 
 
 def _few(weight: Tensor, turn: int) -> bytes:
-    """Bytes at its begin and at a place that depends on `turn`; read by address, as a view of torch
-    takes five times as long, and a NumPy array would forbid to resize the memory."""
+    """Bytes at its start and at a place that depends on `turn`. Reads by address, because a torch
+    view takes five times as long, and a NumPy array would prevent resizing the memory."""
     begin, size = weight.data_ptr(), weight.numel() * weight.element_size()
     if size <= 2 * _BYTES:
         return (c_char * size).from_address(begin).raw

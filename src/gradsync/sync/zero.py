@@ -1,16 +1,16 @@
-"""Shards of ZeRO: each rank keeps and updates its part of the optimizer's state (zero1), and of the
-summed gradients too (zero2).
+"""ZeRO shards. Each rank keeps and updates its part of the optimizer's state (zero1), and also of
+the summed gradients (zero2).
 
     zero1   backward ─ sums to their owners ──► update own shard ─► parameters to all ranks
     zero2   backward ─ reduce_scatter buckets ► update own shard ─► all_gather parameters
 
 Under zero1 these are the two halves of the sum along the tree (tree_exchange.py), with the update
-between them: the bytes of one all-reduce. Where ranks share memory, or sums are another recipe's,
-they are whole on each rank, and parameters are gathered as well.
+between them: the bytes of one all-reduce. If ranks share memory, or another recipe sums, the sums
+are whole on each rank, and parameters are gathered in addition.
 
 Rajbhandari et al. 2020, arXiv 1910.02054, stages 1 and 2. The optimizer remains the user's object:
-its hyper-parameters are read at each step, its state lives here, in pieces. Buckets keep the order
-of their first layout, since pieces belong to places in buckets.
+its hyper-parameters are read at each step, and its state is kept here, in pieces. Buckets keep the
+order of their first layout, because pieces belong to places in buckets.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class ZeroShards(Replicas):
     Args:
         model, parameters: see `Replicas`.
         comm: all ranks.
-        buckets: of the gradients; a shard is a W-th of each.
+        buckets: of the gradients; each bucket is divided into one shard per rank.
         gradients: keep only this rank's shard of the gradients too (stage 2).
-        exchange: sums shards, each at its owner; None: buckets hold whole sums, or scattered ones.
-        late: leave the gathers to the next forward; a weight waits for its own when it is touched.
+        exchange: sums shards, each at its owner; None: buckets hold whole sums or scattered sums.
+        late: leave the gathers to the next forward; a weight waits for its gather when it is used.
     """
 
     takes_scaler = False  # a GradScaler looks for inf in whole gradients
@@ -81,9 +81,9 @@ class ZeroShards(Replicas):
         self._owners = comm if exchange is None else exchange.owners()
         self._norm = None if exchange is None else ShardedNorm(self.parameters, comm, exchange)
         self._settles = exchange is not None and exchange.in_one_order
-        self._sharded: dict[int, ShardedOptimizer] = {}  # by the id of the user's optimizer
+        self._sharded: dict[int, ShardedOptimizer] = {}  # keys are ids of the users' optimizers
         self._members: dict[int, list[list[int]]] = {}
-        self._states: dict[int, Any] = {}  # the users' own, empty between steps
+        self._states: dict[int, Any] = {}  # state of the users' optimizers, empty between steps
         self._shards: list[Tensor] = []
         self._used: Sequence[bool] = ()
         self._gathers: Work = Done()
@@ -137,8 +137,8 @@ class ZeroShards(Replicas):
     def whole_gradients(self) -> list[Tensor | None]:
         """See `Replicas.whole_gradients`.
 
-        From shards: one all-gather per bucket, whole group, its [numel] and dtype (down the tree
-        under zero1); overlaps nothing.
+        From shards: one all-gather per bucket, whole group, with its [numel] and dtype (down the
+        tree under zero1); overlaps nothing.
         """
         if not self._in_shards:
             return super().whole_gradients()
@@ -162,7 +162,7 @@ class ZeroShards(Replicas):
         return clip_shards(self._shards, max_norm, self._comm, self._shards[0].device)
 
     def update(self, optimizers: Sequence[Optimizer]) -> None:
-        """Update this rank's shards, and start gathering all ranks'; cuts loaded state first."""
+        """Update this rank's shards, and start gathering all shards; first divides loaded state."""
         sharded = [self._of(optimizer) for optimizer in optimizers]
         for optimizer, its in zip(optimizers, sharded, strict=True):
             before = self._states.get(id(optimizer), optimizer.state)
@@ -181,12 +181,12 @@ class ZeroShards(Replicas):
         self._shards = []
 
     def settle(self) -> None:
-        """See `Replicas.settle`: all gathers have ended."""
+        """See `Replicas.settle`: waits for all gathers."""
         for gather in (self._late or [self._gathers]) if self._settles else ():
             (gather.work if isinstance(gather, Then) else gather).wait()
 
     def publish(self) -> Work:
-        """See `Replicas.publish`: this step's last gathers, or nothing where weights wait."""
+        """See `Replicas.publish`: this step's last gathers, or nothing if weights wait."""
         told, self._gathers = self._gathers, Done()
         if self._weights is not None and self._late:
             late, self._late = dict(enumerate(self._late)), []
@@ -194,11 +194,11 @@ class ZeroShards(Replicas):
 
             def copy_in(number: int) -> None:
                 with record_function(f"update {number}"), self.updates(buckets[number]):
-                    late.pop(number).wait()  # and lets go of the gathered copy
+                    late.pop(number).wait()  # and releases the gathered copy
 
             sent = [gather.work for gather in late.values()]
             self._weights.expect(buckets, sent, copy_in, late=not has_compiled())
-        return told  # after the marks: a hook of the optimizer's that reads weights waits
+        return told  # after the marks, so that an optimizer hook that reads weights waits
 
     def wait(self) -> None:
         """See `Replicas.wait`."""
@@ -232,8 +232,8 @@ class ZeroShards(Replicas):
         return 0 if its is None else its.state_bytes
 
     def _of(self, optimizer: Optimizer) -> ShardedOptimizer:
-        """The sharded counterpart of the user's optimizer, made at first sight, and again when its
-        groups hold other parameters (`add_param_group`); all ranks call it together."""
+        """The sharded counterpart of `optimizer`, made at first use, and again when its groups hold
+        other parameters (`add_param_group`); all ranks call it together."""
         members = members_of(optimizer)
         known = self._sharded.get(id(optimizer))
         if known is None or self._members[id(optimizer)] != members:
@@ -251,7 +251,7 @@ class ZeroShards(Replicas):
 
 
 def _refuse_empty_state(owner: weakref.ref[ZeroShards], optimizer: Optimizer) -> None:
-    """Hook before `optimizer.state_dict()`, which would leave out the state without a word."""
+    """Hook before `optimizer.state_dict()`, which would silently omit the state."""
     shards = owner()
     if shards is None or any(optimizer.state.values()) or not shards.held_bytes(optimizer):
         return

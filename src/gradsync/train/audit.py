@@ -1,13 +1,12 @@
 """Leaf audit: another rank recomputes one leaf of a step, and the gradients' bits are compared.
 
-A rank whose arithmetic is wrong (a defective core, memory, an unstable clock) spoils the mean for
-all ranks alike, so replicas stay equal and `check_replicas` sees nothing. But a leaf's gradient is
-a function of weights, leaf and seed: any rank can say what it should have been, before it is
-averaged in.
+A rank with faulty arithmetic (a defective core, memory, an unstable clock) spoils the mean on all
+ranks alike. Replicas stay equal, and `check_replicas` sees nothing. But a leaf's gradient is a
+function of weights, leaf and seed: any rank can recompute it before it enters the mean.
 
-Auditing one leaf of L every K steps costs 1 / (L K) of the run's time, on one rank. A rank of W
-that spoils a share p of the leaves that it computes is named after about K W / (2 p) steps: an
-audit meets it as the leaf's owner or as its auditor, each with probability 1 / W.
+Auditing one leaf of L every K steps costs 1 / (L K) of the run's time, on one rank. With W ranks, a
+rank that spoils a share p of its leaves is named after about K W / (2 p) steps: an audit meets it
+as the leaf's owner or as its auditor, each with probability 1 / W.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ class Chosen(NamedTuple):
 
     leaf: int
     owner: int
-    """Rank whose leaf it is."""
+    """Rank that trains on the leaf."""
     auditor: int
     """Another rank, if there is one."""
 
 
 def choose_leaf(seed: int, step: int, num_leaves: int, world_size: int) -> Chosen:
-    """Draw a leaf of a step and its auditor, the same on all ranks and when the run is repeated."""
+    """Draw a leaf of a step and its auditor, the same on all ranks and in a repeated run."""
     draw = stream_seed(seed, "audit", step)
     leaf, rest = draw % num_leaves, draw // num_leaves
     owner = next(r for r in range(world_size) if leaf in share(num_leaves, r, world_size))
@@ -49,7 +48,7 @@ def choose_leaf(seed: int, step: int, num_leaves: int, world_size: int) -> Chose
 
 
 def require_equal_models(learner: Learner) -> None:
-    """Raise ConfigError where ranks hold shares of the weights, or different ones on purpose."""
+    """Raise ConfigError if ranks hold shares of the weights, or different weights on purpose."""
     sync = learner.sync
     if not (sync.whole_parameters and sync.equal_replicas):
         raise ConfigError(
@@ -62,9 +61,9 @@ class LeafAudit:
     """The audit of one step.
 
     Args:
-        learner: with a whole replica on each rank, all of them equal.
+        learner: has a whole replica on each rank; all replicas are equal.
         seed: of the run.
-        step, num_leaves: number of the step, and its leaves over all ranks.
+        step, num_leaves: the step's number, and its leaves over all ranks.
     """
 
     def __init__(self, learner: Learner, seed: int, step: int, num_leaves: int) -> None:
@@ -72,12 +71,12 @@ class LeafAudit:
         self.chosen = choose_leaf(seed, step, num_leaves, learner.comm.world_size)
         self._named = [(n, p) for n, p in learner.model.named_parameters() if p.requires_grad]
         self.kept: list[Leaf] = []
-        """This rank's leaves, for doing the step again."""
+        """This rank's leaves, kept to repeat the step."""
         self._told = self._no_hashes()
 
     def overheard(self, leaves: Iterable[Leaf]) -> Iterator[Leaf]:
-        """Pass this rank's leaves (of the loader, or `kept`, with the same random numbers) on,
-        noting the gradients of the chosen one as they come."""
+        """Pass on this rank's leaves (from the loader, or `kept` with the same random numbers), and
+        hash the gradients of the chosen leaf."""
         again, self.kept, self._told = leaves is self.kept, [], self._no_hashes()
         for leaf in leaves:
             self.kept.append(leaf)
@@ -90,12 +89,12 @@ class LeafAudit:
                 yield leaf
 
     def compare(self) -> str:
-        """Recompute the leaf and compare; "" when the bits are equal, else what differs and which
+        """Recompute the leaf and compare; "" if the bits are equal, else what differs and which
         rank computed it. The same on all ranks; all call it between the last leaf and the step.
 
-        Three broadcasts (int64: shape, inputs and targets of the leaf) and an all-gather (int64
-        [2, parameters, 2]), whole group; overlaps buckets on their way. When bits differ each rank
-        recomputes the leaf, and they vote: one more all-gather, int64 [parameters, 2].
+        Three broadcasts (int64: the leaf's shape, inputs and targets) and an all-gather (int64
+        [2, parameters, 2]) over the whole group; they overlap buckets in flight. If bits differ,
+        each rank recomputes the leaf and votes with one more all-gather, int64 [parameters, 2].
         """
         comm, (_, owner, auditor) = self._learner.comm, self.chosen
         batch = self._batch()
@@ -125,7 +124,7 @@ class LeafAudit:
         return f"{what}, and {who} have no majority that says which is right"
 
     def _recompute(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Hashes of the leaf's gradients, [parameters, 2]; gradients of the step are untouched."""
+        """Hashes of the leaf's gradients, [parameters, 2]; the step's gradients do not change."""
         learner = self._learner
         seed_leaf(self._seed, self._step, self.chosen.leaf)
         with learner.autocast:

@@ -1,4 +1,4 @@
-"""Checks of a request by one rank alone, before anything starts or is built; no torch.
+"""Checks of a request that one rank makes alone, before anything starts or is built; no torch.
 
 They raise ConfigError or DataError, in one line that says what to change.
 """
@@ -22,12 +22,12 @@ from gradsync.sync.registry import STRATEGIES, check_options, find_strategy
 from gradsync.train.config import AUTO, TrainConfig
 
 BY_MESSAGES = {"collective": "backend"}
-"""Option of the engine's strategies under a split model: ranks of a host hold different parts, so
-there is no memory that all of them would share."""
+"""Option that the engine's strategies need with a split model: ranks of one host hold different
+parts, so they have no memory to share."""
 
 
 def check_request(config: TrainConfig, world_size: int) -> BatchPlan:
-    """Check all that needs nothing started, on any rank alone; returns the batch plan."""
+    """Check everything that needs nothing started, on any rank alone; returns the batch plan."""
     if config.sync != AUTO:
         check_options(find_strategy(config.sync), config.sync_options.given())
     if config.dtype == "fp16" and config.device == "cpu":
@@ -39,7 +39,7 @@ def check_request(config: TrainConfig, world_size: int) -> BatchPlan:
     if layout.model_ranks > 1 and config.sync == AUTO:
         raise ConfigError("parallel: sync=auto measures whole models; name the strategy")
     check_layout(config, layout, plan)
-    if config.sync == AUTO:  # checked again when it has a name
+    if config.sync == AUTO:  # checked again when the strategy is known
         return plan
     if find_strategy(config.sync).equal_leaves and plan.num_leaves % world_size:
         raise ConfigError(
@@ -72,12 +72,12 @@ def _check_data(config: TrainConfig) -> None:
             "text_key is for streams; a prepared data directory has tokens, no fields"
         )
     _check_prepared(config.data)
-    if config.data and config.sample_tokens:  # spelt when the run is done
+    if config.data and config.sample_tokens:  # the sample is decoded after the run
         check_tokenizer(Path(config.data))
 
 
 def _check_prepared(data: str) -> None:
-    """Refuse what is text, or nothing, in the place of a prepared directory."""
+    """Refuse a path that is text, empty or missing, in place of a prepared directory."""
     path = Path(data)
     if not data or any((path / name).exists() for name in ("train.bin", "val.bin", "meta.json")):
         return
@@ -96,10 +96,10 @@ def _check_prepared(data: str) -> None:
 
 
 def check_size(shape: GPTConfig, *, device: str, num_nodes: int) -> None:
-    """Refuse a model that this host cannot hold, by formulas, however its ranks share it out.
+    """Refuse a model that this host cannot hold, by formula, however ranks divide it.
 
-    All weights are drawn in host memory first. Gradients and AdamW's two moments lie there too on
-    CPUs (`device` "cpu"); several hosts (`num_nodes`) may share them out.
+    All weights are first drawn in host memory. On CPUs (`device` "cpu") gradients and AdamW's two
+    moments are there too; several hosts (`num_nodes`) may divide them.
     """
     copies = 4 if device == "cpu" and num_nodes == 1 else 1
     rotary = 2 * shape.block_size * shape.head_dim
@@ -114,7 +114,7 @@ def check_size(shape: GPTConfig, *, device: str, num_nodes: int) -> None:
 
 
 def check_layout(config: TrainConfig, layout: ParallelLayout, plan: BatchPlan) -> None:
-    """Refuse what a split model cannot be trained with."""
+    """Refuse settings that a split model does not support."""
     if layout.model_ranks == 1:
         return
     check_divisible(config.model, layout)
@@ -161,4 +161,4 @@ def _check_parts_sync(config: TrainConfig) -> None:
             "sync_options.collective"
         )
     options: dict[str, Any] = {**given, **BY_MESSAGES}
-    replace(strategy.recipe, **options)  # checks itself
+    replace(strategy.recipe, **options)  # validates the options

@@ -24,7 +24,7 @@ CompileOrder = Literal["none", "model", "ddp"]
 ScheduleName = Literal["1f1b", "gpipe"]
 OnDrift = Literal["stop", "heal"]
 
-AUTO = "auto"  # Stands for the strategy and options that `gradsync tune` found for such a run.
+AUTO = "auto"  # What `gradsync tune` found for this kind of run: strategy and options.
 
 
 _LEAST = {
@@ -34,7 +34,7 @@ _LEAST = {
         *("threads", "nproc_per_node", "seq_len", "loss_rows"),
     ),
 }
-"""The smallest value of numbers in `TrainConfig`."""
+"""Smallest allowed values of numbers in `TrainConfig`."""
 
 
 def _require(holds: bool, message: str) -> None:
@@ -52,19 +52,19 @@ class OptimConfig:
     """AdamW (arXiv 1711.05101) and its learning-rate schedule."""
 
     lr: float = 6e-4
-    """Peak learning rate; with lr_scaling, the one for a batch of lr_base_batch tokens."""
+    """Peak learning rate; with lr_scaling, the peak for a batch of lr_base_batch tokens."""
     lr_scaling: LrScaling = "none"
-    """Multiply lr by tokens_per_update / lr_base_batch: linear (SGD, arXiv 1706.02677), or by its
-    square root: sqrt (arXiv 1404.5997; for Adam arXiv 2205.10343). The final learning rate goes
-    along, the number of warm-up steps does not change."""
+    """Scale lr with tokens_per_update / lr_base_batch: linear (SGD, arXiv 1706.02677), or sqrt,
+    with its square root (arXiv 1404.5997; for Adam arXiv 2205.10343). The final learning rate
+    scales too; the number of warm-up steps does not."""
     lr_base_batch: int | None = None
-    """Tokens of an update for which lr was found; needed by lr_scaling."""
+    """Tokens per update at which lr was found; required by lr_scaling."""
     min_lr_ratio: float = 0.1  # Final learning rate as a fraction of the peak.
     schedule: Schedule = "cosine"
     """cosine (arXiv 1608.03983), wsd = warm-up, stable, decay (arXiv 2404.06395), or constant."""
     warmup_steps: int = 100  # Linear warm-up, optimizer steps; at most `steps`.
     decay_fraction: float = 0.2
-    """wsd: share of all steps in which the learning rate falls linearly."""
+    """wsd: fraction of all steps over which the learning rate falls linearly."""
     weight_decay: float = 0.1  # Decay of matrices and embeddings; vectors (norms) are not decayed.
     beta1: float = 0.9  # Decay of the first moment.
     beta2: float = 0.95  # Decay of the second moment.
@@ -96,7 +96,7 @@ class OptimConfig:
             _require(holds, f"optim.{name} must be {rule}; got {getattr(self, name)}")
 
     def scaled(self, tokens_per_update: int) -> OptimConfig:
-        """The same with the learning rate for updates of so many tokens, and nothing to scale."""
+        """The same with lr scaled for `tokens_per_update`, and nothing left to scale."""
         if self.lr_base_batch is None:
             return self
         ratio = tokens_per_update / self.lr_base_batch
@@ -104,7 +104,7 @@ class OptimConfig:
         return replace(self, lr=lr, lr_scaling="none", lr_base_batch=None)
 
     def describe_scaling(self, tokens_per_update: int) -> str:
-        """The arithmetic of `scaled` in a line; "" where nothing is scaled."""
+        """The arithmetic of `scaled` in one line; "" if nothing is scaled."""
         if self.lr_base_batch is None:
             return ""
         ratio = f"{tokens_per_update}/{self.lr_base_batch}"
@@ -119,9 +119,9 @@ class EvalConfig:
 
     every: int = 100
     """Optimizer steps between evaluations; one more follows the last step. 0: only that one. Under
-    local_sgd and diloco each ends the round, so it is part of the run's definition."""
+    local_sgd and diloco an evaluation ends the round, so this is part of the run's definition."""
     max_tokens: int | None = 65_536
-    """Evaluate on the first so many tokens (rounded down to whole sequences); None for all."""
+    """Evaluate on the first max_tokens tokens (rounded down to whole sequences); None for all."""
 
     def __post_init__(self) -> None:
         _require(self.every >= 0, f"eval.every must be at least 0; got {self.every}")
@@ -133,11 +133,11 @@ class EvalConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
-    """When to save and how many to keep."""
+    """When to save, and how many checkpoints to keep."""
 
     every: int = 200
     """Optimizer steps between checkpoints; one more follows the last step. 0: only that one. Under
-    local_sgd and diloco each ends the round, so it is part of the run's definition."""
+    local_sgd and diloco a checkpoint ends the round, so this is part of the run's definition."""
     keep_last: int = 2  # Good checkpoints to keep, at least 1.
 
     def __post_init__(self) -> None:
@@ -147,8 +147,8 @@ class CheckpointConfig:
 
 
 class _GivenOptions:
-    """Options of the synchronisation strategy; default: its own choice. Which strategy knows which
-    of them is checked by name."""
+    """Options of the synchronisation strategy; by default the strategy chooses. A strategy accepts
+    only its options, checked by name."""
 
     def __post_init__(self) -> None:
         for name, value in self.given().items():
@@ -174,7 +174,7 @@ SyncConfig: Any = make_dataclass(
     frozen=True,
     kw_only=True,
 )
-"""Every option of any strategy, as `sync/options.py` declares them."""
+"""Every option of every strategy, as `sync/options.py` declares it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,90 +182,90 @@ class TrainConfig:
     """A training run. Sizes are global: they mean the same on any number of ranks."""
 
     preset: Suppress[str] = "tiny"
-    """Model preset this configuration started from; on the command line the first argument."""
+    """Model preset that this configuration starts from; the first argument on the command line."""
     steps: int = 1000  # Optimizer steps.
-    seed: int = 1337  # Decides initial weights, order of samples and dropout.
+    seed: int = 1337  # Determines initial weights, sample order and dropout.
     sync: str = "invariant"
     """Synchronisation strategy: invariant (the same bits on any number of ranks), bucketed, ddp,
-    zero1 … (docs/guide/strategies.md lists them); auto takes what `gradsync tune` found for such a
-    run on this machine, else invariant."""
+    zero1 … (docs/guide/strategies.md lists them); auto uses what `gradsync tune` found for this
+    kind of run on this machine, else invariant."""
     out: str = ""  # Run directory; empty makes runs/PRESET-DATE-TIME.
     data: str = ""
-    """Directory with train.bin and val.bin; or a stream, whose first documents are for validation:
-    FILE.jsonl, a folder or pattern of such files, hf:NAME[:CONFIG], hf:json:FILES (or csv, parquet,
-    text); empty takes the Python standard library's source."""
-    token_dtype: str = ""  # Type of tokens without a meta.json: uint16 (taken if empty), uint32.
-    text_key: str = "text"  # Streams: field of the text.
+    """Directory with train.bin and val.bin; or a stream: FILE.jsonl, a folder or pattern of .jsonl
+    files, hf:NAME[:CONFIG], hf:json:FILES (or csv, parquet, text). A stream's first documents are
+    for validation. Empty: the Python standard library's source."""
+    token_dtype: str = ""  # Token type without a meta.json: uint16 (if empty), uint32.
+    text_key: str = "text"  # Streams: field that holds the text.
     tokenizer: str = ""
-    """Streams: a prepared data directory whose tokenizer to take; empty takes bytes."""
+    """Streams: prepared data directory whose tokenizer to use; empty: bytes."""
     tokens_per_update: int = 524_288
-    """Tokens of one optimizer step over all ranks, whatever the world size."""
-    micro_batch_size: int = 4  # Sequences of one forward and backward (one leaf).
-    seq_len: int | None = None  # Tokens of a sequence; default: the model's block_size.
+    """Tokens per optimizer step over all ranks, whatever the world size."""
+    micro_batch_size: int = 4  # Sequences per forward and backward (one leaf).
+    seq_len: int | None = None  # Tokens per sequence; default: the model's block_size.
     dtype: Dtype = "auto"
-    """bf16 and fp16 are autocast over fp32 weights; fp16 needs CUDA. auto: bf16 where every rank
-    multiplies it in hardware, else fp32; a run that goes on keeps what it began with."""
+    """bf16 and fp16 use autocast over fp32 weights; fp16 needs CUDA. auto: bf16 if every rank
+    multiplies it in hardware, else fp32; a resumed run keeps its dtype."""
     device: str = "auto"  # auto, cpu, cuda or cuda:N.
     backend: str = "auto"
-    """Carrier of messages between ranks: gloo, nccl, mpi, or one for each device such as
-    cpu:gloo,cuda:nccl; auto takes gloo, and nccl beside it on CUDA."""
+    """Communication backend between ranks: gloo, nccl, mpi, or one per device such as
+    cpu:gloo,cuda:nccl; auto uses gloo, and on CUDA also nccl."""
     tf32: bool = True  # CUDA: allow TF32 in fp32 matrix products.
     threads: int | None = None
-    """Intra-op threads of a rank; default: 1 under sync=invariant on a CPU (their number changes
+    """Intra-op threads per rank; default: 1 under sync=invariant on a CPU (the number changes
     bits), else cores of the host / ranks on the host."""
     keep_memory: bool = True
-    """CPU: what a step frees stays in the process for the next one, which saves page faults; it
-    stays as large as its largest moment (Linux with glibc; no effect elsewhere)."""
+    """CPU: memory that a step frees stays in the process for the next step, which saves page
+    faults; the process stays at its peak size (Linux with glibc; no effect elsewhere)."""
     nproc_per_node: int | None = None
-    """Start this many ranks on this host; default: join the launcher that started us."""
+    """Start this many ranks on this host; default: join the launcher that started this process."""
     resume: str = "auto"
-    """auto (continue what --out holds; --resume alone means it), none (refuse to), or the path of a
-    run or checkpoint."""
+    """auto (continue the run in --out; --resume alone means auto), none (refuse to), or the path of
+    a run or checkpoint."""
     init: str = ""
-    """Weights to begin with, where nothing is resumed: a run, a checkpoint, or a folder of
-    transformers (a Llama: config.json and *.safetensors). Its shape must be the model's."""
+    """Initial weights, unless a run is resumed: a run, a checkpoint, or a folder of transformers (a
+    Llama: config.json and *.safetensors). Their shape must be the model's."""
     allow_numeric_change: bool = False
-    """Resume although bits may differ: another torch, CPU, dtype, thread count …"""
+    """Resume even if bits may differ: another torch, CPU, dtype, thread count …"""
     compile: CompileOrder = "none"
     """torch.compile: none, model (each of its blocks, so that communication overlaps; --compile
-    alone means it) or ddp (around torch DDP)."""
+    alone means model) or ddp (around torch DDP)."""
     activation_checkpointing: bool = False
     """Recompute activations in backward: less memory, about a third more compute."""
     loss_rows: int | None = None
-    """Compute the loss of so many positions at a time: at 124M and 1,024 tokens 256 takes 0.8 GB
-    less and no longer. Default: all at once, which gives other bits."""
-    num_workers: int = 0  # Data-loading processes of a rank.
+    """Compute the loss of this many positions at a time: at 124M and 1,024 tokens 256 saves 0.8 GB
+    and takes no longer. Default: all at once, which gives other bits."""
+    num_workers: int = 0  # Data-loading processes per rank.
     log_every: int = 10
-    """Optimizer steps between logged ones: a printed line, an object in metrics.jsonl."""
+    """Optimizer steps between log entries: a printed line, an object in metrics.jsonl."""
     track: str = ""
-    """Trackers that get every record of metrics.jsonl too: tensorboard, wandb, or both with a comma
-    between them; empty for none."""
+    """Trackers that also get every record of metrics.jsonl: tensorboard, wandb, or both, separated
+    by a comma; empty for none."""
     profile: int = 0
     """Trace this optimizer step and the next one: profile_trace/iteration_N/rankR_trace.json, for
     Perfetto (ui.perfetto.dev) and `gradsync report`; 0 for none."""
     check_replicas_every: int = 0
-    """Optimizer steps between comparisons of all ranks' weights, bit for bit, each before a step's
-    update could hide a difference, and before each checkpoint; 0 for none."""
+    """Optimizer steps between bitwise comparisons of all ranks' weights, made before a step's
+    update can hide a difference; also before each checkpoint. 0 for none."""
     audit_every: int = 0
     """Optimizer steps between audits: another rank recomputes one leaf and compares the gradient's
-    bits before it is averaged in, which finds wrong arithmetic; 0 for none."""
+    bits before they are averaged, which finds wrong arithmetic; 0 for none."""
     on_drift: OnDrift = "stop"
-    """After a check or an audit that failed: stop, or heal: copy the majority's weights, or do the
-    step again, and go on; without a majority the run stops."""
-    timeout_s: float = 1800.0  # Longest a collective may take, seconds.
-    rendezvous_timeout_s: float = 60.0  # Longest to wait for the other ranks at the start, seconds.
+    """After a failed check or audit: stop; or heal: copy the majority's weights, or repeat the
+    step, and go on. Without a majority the run stops."""
+    timeout_s: float = 1800.0  # Longest duration of a collective, seconds.
+    rendezvous_timeout_s: float = 60.0  # Longest wait for the other ranks at the start, seconds.
     silence_s: float = 10.0
-    """Longest that another rank's host may be silent, seconds; then its connections count as cut
+    """Longest silence of another rank's host, seconds; then its connections count as cut
     (Linux)."""
     sample_tokens: int = 200  # Tokens of text to generate at the end; 0 for none.
     parallel: str = ""
     """Split the model: pp=2,dp=2 (two pipeline stages, two replicas), tp=2 (heads and SwiGLU over
-    two ranks) …; the sizes' product is the number of ranks, dp may be left out. Empty: every rank
-    has a replica."""
+    two ranks) …; the product of the sizes is the number of ranks, and dp may be left out. Empty:
+    every rank has a replica."""
     pipeline_schedule: ScheduleName = "1f1b"
-    """Order of a pipeline's leaves: 1f1b (fewer activations at a time) or gpipe; the same bits."""
+    """Order of a pipeline's leaves: 1f1b (fewer activations in memory) or gpipe; the same bits."""
     model: GPTConfig = field(default_factory=GPTConfig)
-    """Shape of the model; its vocabulary follows the data unless it is set."""
+    """Shape of the model; its vocabulary follows the data unless set."""
     optim: OptimConfig = field(default_factory=OptimConfig)  # Optimizer and schedule.
     eval: EvalConfig = field(default_factory=EvalConfig)  # Evaluation.
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)  # Checkpoints.
@@ -324,7 +324,7 @@ class TrainConfig:
         )
 
     def batch_plan(self, world_size: int) -> BatchPlan:
-        """The exact batch arithmetic; of a split model, its replicas share the leaves."""
+        """The exact batch arithmetic; the replicas of a split model share the leaves."""
         return solve_batch_plan(
             tokens_per_update=self.tokens_per_update,
             seq_len=self.sequence_length,
@@ -338,18 +338,18 @@ class TrainConfig:
 
     @property
     def named_dtype(self) -> Literal["bf16", "fp32", "fp16"]:
-        """The dtype, once it is known what `auto` stands for."""
+        """The dtype, after `auto` is resolved."""
         assert self.dtype != "auto"
         return self.dtype
 
     @property
     def sequence_length(self) -> int:
-        """Tokens of a sequence."""
+        """Tokens per sequence."""
         return self.model.block_size if self.seq_len is None else self.seq_len
 
     @property
     def sequences_per_update(self) -> int:
-        """Sequences of an optimizer step, over all ranks."""
+        """Sequences per optimizer step, over all ranks."""
         sequences, rest = divmod(self.tokens_per_update, self.sequence_length)
         _require(
             bool(sequences) and not rest,
@@ -360,8 +360,8 @@ class TrainConfig:
 
 
 def recipe(name: str) -> TrainConfig:
-    """The configuration that `gradsync train NAME` starts from: a model preset with the batch and
-    the learning rate that suit it.
+    """The configuration that `gradsync train NAME` starts from: a model preset with a suitable
+    batch and learning rate.
     """
     model = preset(name)
     if name == "tiny":

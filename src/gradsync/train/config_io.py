@@ -1,7 +1,7 @@
 """Configuration from files and the command line: defaults < preset or file < flags.
 
-A file's values are checked one by one, against the fields of `TrainConfig`: an error names the
-file, the line and the key. Text is read as a number where one is due: to YAML, `3e-4` is text.
+Each value of a file is checked against the fields of `TrainConfig`; an error names the file, the
+line and the key. Text becomes a number if the field is a number: YAML reads `3e-4` as text.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gradsync.train.config import SyncConfig, TrainConfig, recipe
 
 _KIND = "configuration"
 _SUFFIXES = (".yaml", ".yml", ".toml")
-# If None is a third value, a switch takes True or False as a word.
+# A switch whose third value is None takes True or False as a word.
 _OPTIONAL = frozenset(f.name for f in fields(SyncConfig) if f.default is None)
 
 
@@ -33,7 +33,7 @@ _OTHERS = {
     "ddp_backend": "backend: gloo, nccl, … (left out: chosen by the device)",
     "ddp_find_unused_parameters": "leave it out; unused parameters are found in every step",
 }
-"""Keys of other projects' files: what there is here."""
+"""Keys in other projects' files, and what to use here."""
 
 
 def parse_config(argv: Sequence[str]) -> TrainConfig:
@@ -84,7 +84,7 @@ def _mapping(document: Document) -> dict[str, Any]:
 
 
 def _config_of(document: Document) -> TrainConfig:
-    """The configuration that a file asks for; keys with dashes, and dotted ones, count too."""
+    """The configuration in a file; keys may contain dashes or dots."""
     given: dict[str, tuple[str, Any]] = {}
     for way, name, value in _leaves(_mapping(document), document, HINTS):
         if name in given:
@@ -107,7 +107,7 @@ def _config_of(document: Document) -> TrainConfig:
 
 
 def _refused(start: TrainConfig, name: str, value: Any, why: ConfigError) -> bool:
-    """True if this value alone is refused, with the same words."""
+    """True if this value alone raises the same error."""
     try:
         _with_values(start, {name: value})
     except ConfigError as error:
@@ -116,7 +116,7 @@ def _refused(start: TrainConfig, name: str, value: Any, why: ConfigError) -> boo
 
 
 def _with_values(start: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
-    """`start` with `values`, by dotted name, in the places of its fields."""
+    """`start` with the fields in `values`, by dotted name, replaced."""
     parts: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         part, _, field = name.rpartition(".")
@@ -130,7 +130,7 @@ def _with_values(start: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
 def _leaves(
     values: Mapping[Any, Any], document: Document, known: Mapping[str, Any], prefix: str = ""
 ) -> Iterator[tuple[str, str, Any]]:
-    """Each value of the file that is no section: its way there, the field's name, and itself.
+    """Each value of the file that is not a section: its path, the field's name, and the value.
 
     An empty section counts as left out.
     """
@@ -140,7 +140,7 @@ def _leaves(
         below = [each for each in known if each.startswith(f"{name}.")]
         if name not in known and not below:
             if value is None and name.startswith("sync_options."):
-                continue  # an option that an older version had, unset in its run's file
+                continue  # an option of an older version, unset in its run's file
             near = get_close_matches(name, known, n=1)
             hint = f"; perhaps you meant {near[0]}" if near else ""
             hint = f": {_OTHERS[name]}" if name in _OTHERS else hint
@@ -157,11 +157,11 @@ def _leaves(
 
 
 def typed(value: Any, hint: Any, where: str) -> Any:
-    """A file's value as the type `hint` has it: int, float, bool, str, words, or one of several.
+    """Convert a file's value to the type `hint`: int, float, bool, str, words, or a union.
 
     Raises:
-        ConfigError: it is none of that type; what is text to the user YAML may have read otherwise
-            (no, 007).
+        ConfigError: the value has another type. YAML may have read the user's text as something
+            else (no, 007).
     """
     if isinstance(value, str) and "\0" in value:
         raise ConfigError(f"{where}: a zero byte in {brief(value)}")
@@ -172,7 +172,7 @@ def typed(value: Any, hint: Any, where: str) -> Any:
         if get_origin(one) is Literal and value in get_args(one):
             return value
         if one in (int, float) and type(value) in (int, str, one):
-            with suppress(ValueError):  # 5,000 digits in a text are one, too
+            with suppress(ValueError):  # 5,000 digits in a text raise one, too
                 return one(value)
     words = " | ".join(_words(one) for one in (get_args(hint) if several else (hint,)))
     quotes = " in quotes" if hint is str and not isinstance(value, dict | list) else ""
@@ -180,7 +180,7 @@ def typed(value: Any, hint: Any, where: str) -> Any:
 
 
 def _words(hint: Any) -> str:
-    """A type, as an error says it."""
+    """A type's name in an error."""
     if get_origin(hint) is Literal:
         return " | ".join(map(str, get_args(hint)))
     names = {NoneType: "null", bool: "true | false", int: "a whole number", float: "a number"}
@@ -188,7 +188,7 @@ def _words(hint: Any) -> str:
 
 
 def _hints(part: type, prefix: str = "") -> dict[str, Any]:
-    """The type of every field that is no section, by dotted name."""
+    """The type of every field that is not a section, by dotted name."""
     found: dict[str, Any] = {}
     for name, hint in get_type_hints(part).items():
         found |= (
@@ -220,7 +220,7 @@ def to_flags(values: Mapping[str, Any], prefix: str = "") -> list[str]:
 def write_config(config: TrainConfig, path: Path) -> None:
     """Write the resolved configuration as YAML; `gradsync train PATH` reads it back.
 
-    How many ranks were started is not part of it: the run may go on with another number.
+    The number of ranks is not part of it: the run may continue on another number.
     """
     import yaml
 

@@ -28,18 +28,18 @@ class Data:
     """Data that a run reads."""
 
     source: str  # The data directory, or the name of the stream
-    meta: Meta | None = None  # None for streams, and for data sets that gradsync did not prepare
+    meta: Meta | None = None  # None for streams and for data that gradsync did not prepare
     plan: BatchPlan
     train: Loader | StreamLoader
     val: EvalLeaves
-    tokenizer: str | None  # Names the tokenizer of the data; None when its maker did not say
-    vocab_size: int | None  # Its number of token ids; None likewise
-    load_tokenizer: Callable[[], Tokenizer] | None  # Gives the tokenizer; None likewise
+    tokenizer: str | None  # Name of the data's tokenizer; None if the data do not state it
+    vocab_size: int | None  # Number of token ids; None likewise
+    load_tokenizer: Callable[[], Tokenizer] | None  # Returns the tokenizer; None likewise
 
 
 def open_data(config: TrainConfig, world: World, comm: Communicator) -> Data:
-    """Open the data sets; the default corpus is prepared by one rank of each host, once. A stream's
-    text comes without end: pass after pass in the same order."""
+    """Open the data sets; one rank of each host prepares the default corpus, once. A stream repeats
+    its text without end, in the same order in each pass."""
     from gradsync.data.loader import EvalLeaves, loader
 
     plan, share = config.batch_plan(world.world_size), _replicas(config, world)
@@ -76,8 +76,8 @@ def open_data(config: TrainConfig, world: World, comm: Communicator) -> Data:
     from gradsync.data.tokens import open_dataset
 
     directory = Path(config.data) if config.data else _default_directory(world, comm)
-    # Data that gradsync did not prepare may not say its vocabulary: then each batch is checked
-    # against the model's, since on a GPU a token too large is an assertion without a place.
+    # Data that gradsync did not prepare may not state its vocabulary. Then each batch is checked
+    # against the model's: on a GPU a token too large raises an assertion without a place.
     known = {"dtype": config.token_dtype or None, "vocab_size": config.model.vocab_size}
     train = open_dataset(directory, "train", config.sequence_length, **known)
     val = open_dataset(directory, "val", config.sequence_length, **known)
@@ -104,7 +104,7 @@ def _default_directory(world: World, comm: Communicator) -> Path:
 
 
 def _replicas(config: TrainConfig, world: World) -> World:
-    """The ranks that share out the leaves: all, or the replicas of a split model."""
+    """The ranks that divide the leaves: all, or the replicas of a split model."""
     layout = config.layout(world.world_size)
     if layout.model_ranks == 1:
         return world
@@ -120,8 +120,8 @@ def _replicas(config: TrainConfig, world: World) -> World:
 
 
 def vocabulary(data: str, tokenizer: str = "") -> int | None:
-    """Number of token ids of the data directory `data`, of a stream (by the data directory
-    `tokenizer`, if given), of the built-in text for ""; None where the data does not say.
+    """Number of token ids in the data directory `data`, in a stream (with the tokenizer of the data
+    directory `tokenizer`, if given), or in the built-in text for ""; None if it is not stated.
     """
     if is_stream(data):
         from gradsync.data.text_stream import stream_tokenizer
@@ -134,7 +134,7 @@ def vocabulary(data: str, tokenizer: str = "") -> int | None:
 
 
 def model_config(config: TrainConfig, vocab_size: int | None) -> GPTConfig:
-    """The model's shape with the vocabulary of the data, unless another one was asked for."""
+    """The model's shape with the data's vocabulary, unless another one was asked for."""
     asked = config.model.vocab_size
     if vocab_size is None or asked == vocab_size:
         return config.model
@@ -149,5 +149,5 @@ def model_config(config: TrainConfig, vocab_size: int | None) -> GPTConfig:
 
 
 def shape_before(config: TrainConfig) -> GPTConfig:
-    """The model's shape as the run will have it, before its data are opened."""
+    """The shape that the run's model will have, before the data are opened."""
     return model_config(config, vocabulary(config.data, config.tokenizer))

@@ -1,9 +1,9 @@
-"""Replicas that differ without a majority: the steps done again say which rank was right.
+"""Replicas that differ without a majority: repeating the steps shows which rank was right.
 
-Two ranks with different bits are one against one. But steps give the same bits when they are done
-again, on any number of ranks (under strategies that promise it), and checkpoints hold weights that
-all replicas agreed on wherever replicas are compared. So the ranks' hashes are kept in the run
-directory, and the run that goes on from the checkpoint meets the right ones at the same step.
+Two ranks with different bits are one against one. But a repeated step gives the same bits, on any
+number of ranks (under strategies that promise it), and checkpoints hold weights that all replicas
+agreed on if replicas are compared. So the run directory keeps the ranks' hashes, and the run that
+resumes from the checkpoint computes the right ones at the same step.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _FILE = "drift.json"
 
 
 def keep(run_dir: RunDir, step: int, error: DriftError) -> None:
-    """Write down what each rank held after `step`."""
+    """Record what each rank held after `step`."""
     run_dir.write_json(_FILE, {"step": step, "ranks": error.hashes})
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Document of `keep`: `step`, and by rank the hash of each tensor; {} for nothing readable."""
+    """Document of `keep`: `step`, and by rank the hash of each tensor; {} if it cannot be read."""
     found = read_object(folder / _FILE)
     ranks = found.get("ranks")
     readable = isinstance(ranks, list) and all(isinstance(each, dict) for each in ranks)
@@ -34,7 +34,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def verdict(found: Mapping[str, Any], hashes: Mapping[str, list[int]]) -> str:
-    """Which ranks of `found` held other bits than `hashes`, those of the step done again."""
+    """Which ranks of `found` held other bits than `hashes`, those of the repeated step."""
     wrong = {
         rank: names
         for rank, theirs in enumerate(found["ranks"])

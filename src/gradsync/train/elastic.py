@@ -1,10 +1,10 @@
 """Decisions of `gradsync train --elastic` from the hardware, as values for the configuration.
 
-[Note: Resolved once] Strategy, dtype and micro-batch decide bits: the micro-batch is the shape of a
-leaf. So they are chosen when a run begins and written down by name in its config.yaml. A run that
-goes on keeps them, whatever is measured or found since, as under `--sync auto`.
+[Note: Resolved once] Strategy, dtype and micro-batch determine bits: the micro-batch is the shape
+of a leaf. So they are chosen when a run begins and written to its config.yaml by name. A resumed
+run keeps them, whatever is measured or found later, as under `--sync auto`.
 
-What the user gave, by flag or file, is never changed.
+Settings that the user gave, by flag or file, never change.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from gradsync.train.tuned import begun_options, begun_with
 
 _KEPT = ("dtype", "tf32", "sync", "sync_options", "parallel", "activation_checkpointing")
 _KEPT += ("micro_batch_size",)
-"""Fields that a resumed run keeps from its beginning."""
+"""Fields that a resumed run keeps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,8 +45,8 @@ class ConfigChanges:
     changes: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `TrainConfig`; plain values that JSON can write."""
     ranks: int | None = None
-    """How many are worth starting on this host; None: it is not ours to say."""
-    notes: tuple[str, ...] = ()  # A line each
+    """Number of ranks worth starting on this host; None if it is decided elsewhere."""
+    notes: tuple[str, ...] = ()  # One line each
 
     def applied_to(self, config: TrainConfig) -> TrainConfig:
         """`config` with the changes."""
@@ -65,20 +65,20 @@ def decide(
     *,
     world_size: int | None = None,
 ) -> ConfigChanges:
-    """All settings but the micro-batch, which is probed; RunError where the model fits nowhere.
+    """All settings but the micro-batch, which is probed; RunError if the model fits nowhere.
 
     Args:
         config: as parsed.
         given: fields that the user set.
         shape: of the model, with the data's vocabulary.
-        hardware: of the hosts that take part; one device per rank there may be.
+        hardware: of the hosts that take part; one device per possible rank.
         env: the environment, for suggestions.
-        world_size: ranks, where they are fixed; None: to be chosen.
+        world_size: number of ranks, if fixed; None: to be chosen.
     """
     given -= {"dtype"} if config.dtype == AUTO else set()
     begun = begun_with(config)
     if begun is not None:
-        given |= {"sync_options"} if "sync" in given else set()  # those were of another strategy
+        given |= {"sync_options"} if "sync" in given else set()  # they belonged to another strategy
         place, values = begun
         changes = {name: values[name] for name in _KEPT if name in values and name not in given}
         for name in changes.keys() & HINTS.keys():
@@ -124,7 +124,7 @@ def decide(
 
 
 def _most_ranks(config: TrainConfig, hardware: Hardware) -> int:
-    """As many ranks as there are devices and the batch can be cut for."""
+    """The largest number of ranks that have a device each and that the batch can be cut for."""
     equal = config.sync != AUTO and find_strategy(config.sync).equal_leaves
     for ranks in range(len(hardware.devices), 1, -1):
         try:
@@ -143,7 +143,7 @@ def _choose(
     hardware: Hardware,
     world_size: int | None,
 ) -> Candidate:
-    """The split to take, by closed formulas; on `world_size` ranks where that is said."""
+    """The split to use, by closed formulas; on `world_size` ranks if given."""
     sequences = config.sequences_per_update
     size = config.micro_batch_size
     sizes: tuple[int, ...] = (size,)
@@ -176,7 +176,7 @@ def _choose(
 
 
 def _best(choice: Recommendation, world_size: int | None, strategy: str) -> Candidate | None:
-    """The pick, unless it is of another strategy or number of ranks than asked for, or splits a
+    """The pick, unless its strategy or number of ranks is not the requested one, or it splits a
     model that fits whole: whole replicas can be probed, and give the same bits on any number."""
     fitting = [
         each

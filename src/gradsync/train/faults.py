@@ -1,8 +1,8 @@
-"""Faults on purpose: what `gradsync drill` and the tests do to one rank of a run, and what follows.
+"""Injected faults: what `gradsync drill` and the tests do to one rank of a run, and what follows.
 
-A plan names the rank, the step and the moment in it, so that the fault comes again exactly. It acts
-where production lets others in: around the loader, on an activation's gradient, around the
-communicator's small message, in the files of a checkpoint. A run without a plan has none of it.
+A plan names the rank, the step and the moment in it, so the fault is repeatable. It acts through
+the interfaces of production code: around the loader, on an activation's gradient, around the
+communicator's small message, in a checkpoint's files. A run without a plan contains none of it.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from gradsync.train.loop import Trainer
 
 PHASES = ("data", "backward", "reduce", "save")
-"""Moments of a step: its data are due, half of its first backward is done, its small message is due
-(sync/step_metadata.py), rank 0 writes the checkpoint after it."""
+"""Moments of a step: its data are due; half of its first backward is done; its small message is due
+(sync/step_metadata.py); rank 0 writes the checkpoint after it."""
 _SLOW_S = 12.0
 _ATTACH_FILTER = 26  # SO_ATTACH_FILTER, which Python does not name
-_KEEP = 0x06  # BPF_RET | BPF_K: so many bytes of a packet
+_KEEP = 0x06  # BPF_RET | BPF_K: bytes of a packet to keep
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +47,7 @@ class FaultPlan:
     """One fault of one rank.
 
     Raises:
-        ConfigError: no such kind, or a moment at which it cannot come.
+        ConfigError: an unknown kind, or a moment at which it cannot happen.
     """
 
     kind: str
@@ -55,11 +55,11 @@ class FaultPlan:
     rank: int
     """The rank."""
     step: int
-    """The optimizer step, from 1 on, as a run prints it; in `save`, or the next one saved."""
+    """The optimizer step, from 1, as a run prints it; in `save`, it or the next one saved."""
     phase: str = ""
-    """The moment in it, one of `PHASES`; "" is the kind's usual one."""
+    """The moment in it, one of `PHASES`; "" is the kind's default."""
     note: str = ""
-    """File to write when it comes: when, in which step, how long the last one took; "" for none."""
+    """File to write when it happens: time, step, duration of the previous step; "" for none."""
 
     def __post_init__(self) -> None:
         if self.kind not in FAULTS:
@@ -74,17 +74,17 @@ class FaultPlan:
 
     @property
     def moment(self) -> str:
-        """The phase by its name."""
+        """The phase, with the default resolved."""
         return self.phase or FAULTS[self.kind].phases[0]
 
     def plant(self, trainer: Trainer) -> None:
-        """Let it wait for its step in `trainer`; every rank calls it once, before the first one."""
+        """Install the fault in `trainer`; every rank calls it once, before the first step."""
         if self.kind in _UNLIKE or trainer.world.rank == self.rank:
             _Planted(self, trainer)
 
 
 class _Planted:
-    """A plan in its trainer, and whether its moment has come."""
+    """A plan in its trainer, and whether it has happened."""
 
     def __init__(self, plan: FaultPlan, trainer: Trainer) -> None:
         self.plan, self.trainer = plan, trainer
@@ -104,11 +104,11 @@ class _Planted:
             trainer.store = type(store)(store.directory, store.keep_last, fs=_Files(self))
 
     def happen(self) -> None:
-        """Do it."""
+        """Carry out the fault."""
         FAULTS[self.plan.kind].act(self)
 
     def comes(self, moment: str) -> bool:
-        """Whether it is to happen now, once; notes the time."""
+        """Whether the fault happens now, once; writes the note."""
         plan, now = self.plan, self._step
         if self._came or plan.moment != moment or now < plan.step:
             return False
@@ -121,7 +121,7 @@ class _Planted:
         return True
 
     def disturbed(self, step: Step) -> Step:
-        """The step that comes next, after or with what happens to it."""
+        """The next step, after the fault or changed by it."""
         before, self._dealt = self._dealt, time.monotonic()
         self._step, self._step_s = step.number + 1, self._dealt - before
         if not self.comes("data"):
@@ -160,7 +160,7 @@ class _Planted:
 
 
 class _Loader:
-    """A loader, one of whose steps is disturbed."""
+    """A loader that disturbs one of its steps."""
 
     def __init__(self, loader: Any, planted: _Planted) -> None:
         self._loader, self._planted = loader, planted
@@ -173,7 +173,7 @@ class _Loader:
 
 
 class _Files(Filesystem):
-    """Files of checkpoints; writing them is disturbed once, or fails from then on."""
+    """Files of checkpoints; one write is disturbed, or all writes fail from then on."""
 
     def __init__(self, planted: _Planted) -> None:
         self._planted, self._full = planted, False
@@ -219,7 +219,7 @@ def _take_memory(_: _Planted) -> None:
 
 
 def _flip_bit(planted: _Planted) -> None:
-    """As hardware does it: no operation on the tensor, which would count as another version."""
+    """Like a hardware error: no operation on the tensor, which would count as another version."""
     import torch
 
     weight = _middle(planted.trainer.learner.model.parameters())
@@ -228,7 +228,7 @@ def _flip_bit(planted: _Planted) -> None:
 
 
 def _hear_nothing(_: _Planted) -> None:
-    """The kernel drops what arrives at this process's connections: a filter that keeps nothing."""
+    """The kernel drops what arrives at this process's connections: the filter keeps nothing."""
     code = ctypes.create_string_buffer(struct.pack("=HBBI", _KEEP, 0, 0, 0))
     program = struct.pack("@HP", 1, ctypes.addressof(code))
     for name in os.listdir("/proc/self/fd"):
@@ -238,7 +238,7 @@ def _hear_nothing(_: _Planted) -> None:
 
 
 def _sum_tensors(planted: _Planted) -> None:
-    """Two sums by all ranks, as a program does between its steps; one rank's are unlike."""
+    """Two all-reduces by all ranks, as a program makes between its steps; one rank's differ."""
     import torch
 
     from gradsync.comm.reductions import all_reduce
@@ -252,7 +252,7 @@ def _sum_tensors(planted: _Planted) -> None:
 
 
 def _at_its_moment(_: _Planted) -> None:
-    """It is done where its moment is noticed."""
+    """The code at the fault's moment carries it out."""
 
 
 _UNLIKE: dict[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]] = {
@@ -266,17 +266,17 @@ _UNLIKE: dict[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A kind of fault: how it comes, and what must follow."""
+    """A kind of fault: how it happens, and what must follow."""
 
     phases: tuple[str, ...]
-    """Moments at which it can come, the usual one first."""
+    """Moments at which it can happen, the default first."""
     act: Callable[[_Planted], None]
     code: int
     """Exit code of the run."""
     says: str
-    """Pattern of the line that says what is wrong; its group `ranks` holds the ranks at fault."""
+    """Pattern of the line that reports it; its group `ranks` holds the ranks at fault."""
     within_s: float = 3.0
-    """Longest from the fault to that line, seconds; and a step, since only waiting ranks tell."""
+    """Longest time from the fault to that line, seconds, plus a step: only waiting ranks report."""
 
 
 _RANK = r"rank (?P<ranks>\d+) "
@@ -323,8 +323,8 @@ FAULTS = {
 
 
 def named(fault: Fault, line: str) -> set[int] | None:
-    """The ranks that `line` names for such a fault, none where it means the whole run; None where
-    the line is not about it. Of several sides the smallest counts, or the smallest ones."""
+    """The ranks that `line` names for `fault`; none if it means the whole run, None if the line is
+    not about it. Of several sides the smallest counts, or all of the smallest."""
     found = [each.groupdict().get("ranks") or "" for each in re.finditer(fault.says, line)]
     sides = [set(map(int, re.findall(r"\d+", ranks))) for ranks in found]
     least = min(map(len, sides), default=0)

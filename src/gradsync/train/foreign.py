@@ -1,5 +1,5 @@
-"""Models that other programs have saved: transformers' folders, nanoGPT's checkpoints. Nothing in
-them is built or called: safetensors, JSON, and torch's `weights_only`."""
+"""Models saved by other programs: transformers' folders, nanoGPT's checkpoints. Loading builds and
+calls nothing in them: safetensors, JSON, and torch's `weights_only`."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _OPTIM = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Foreign:
-    """A model from elsewhere."""
+    """A model from another program."""
 
     shape: GPTConfig
-    weights: dict[str, Tensor]  # Under our names, all that the shape has
+    weights: dict[str, Tensor]  # Under our names; all weights of the shape
     data: str  # Where its tokenizer may be
-    step: int = 0  # Optimizer steps that it was trained for
+    step: int = 0  # Optimizer steps of its training
     settings: Mapping[str, Any] = field(default_factory=dict)  # Fields of `TrainConfig`
 
 
@@ -54,7 +54,7 @@ def read_hf(folder: Path) -> Foreign:
     theirs = {name: t for file in files for name, t in read_tensors(file, {}).items()}
     is_gpt2 = config.get("model_type") == "gpt2"
     shape = gpt2_shape(config) if is_gpt2 else shape_of(config)
-    if shape.tie_head:  # some write the embedding again under the head's name
+    if shape.tie_head:  # some files hold the embedding again under the head's name
         theirs.pop(_HEAD, None)
     if is_gpt2:
         weights = _from_gpt2(theirs, shape, turned=True)
@@ -68,11 +68,11 @@ def read_nanogpt(path: Path) -> Foreign:
     """The `ckpt.pt` that nanoGPT's train.py writes.
 
     Raises:
-        DataError: it cannot be read, or holds something else; the message names the field.
+        DataError: the file cannot be read, or holds something else; the message names the field.
     """
     try:
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # whatever torch finds wrong with it
+    except Exception as error:  # whatever torch raises
         reason = one_line(str(error).partition("\n")[0] or type(error).__name__)
         raise DataError(
             f"{path}: not readable as a checkpoint of tensors and plain values ({reason})"
@@ -125,8 +125,8 @@ def _from_gpt2(
 
 
 def write_start(foreign: Foreign, part: Path, folder: Path, data: str) -> None:
-    """Make `part`, which will be `folder`, a run to begin from: a checkpoint of weights alone, and
-    the `config.yaml` of a run that goes on with them.
+    """Make `part`, which becomes `folder`, a run to start from: a checkpoint with weights only, and
+    the `config.yaml` of a run that continues from them.
 
     Raises:
         CheckpointError: a weight is nan or inf, or it cannot be written.
@@ -135,7 +135,7 @@ def write_start(foreign: Foreign, part: Path, folder: Path, data: str) -> None:
     config = replace(recipe("tiny"), **begin, **foreign.settings)
     state = {
         "optimizer": {"class": "AdamW", "groups": [], "params": {}},
-        "data": {},  # none read: `restore` does not go on from here
+        "data": {},  # no data were read: `restore` does not go on from here
         **{"tokenizer": None, "scaler": None},
         "model": asdict(foreign.shape),
         "config": asdict(config),
@@ -146,7 +146,7 @@ def write_start(foreign: Foreign, part: Path, folder: Path, data: str) -> None:
 
 
 def _settings(theirs: Mapping[str, Any], shape: GPTConfig) -> dict[str, Any]:
-    """Batch and optimizer of a run, from those of nanoGPT's `config` that are numbers."""
+    """Batch and optimizer settings from the numbers in nanoGPT's `config`."""
     given = {
         name: value
         for name, value in theirs.items()
@@ -166,5 +166,5 @@ def _settings(theirs: Mapping[str, Any], shape: GPTConfig) -> dict[str, Any]:
         size, times = given["batch_size"], given.get("gradient_accumulation_steps", 1)
         found["micro_batch_size"] = size
         found["tokens_per_update"] = size * times * shape.block_size
-    replace(recipe("tiny"), model=shape, **found)  # checks itself
+    replace(recipe("tiny"), model=shape, **found)  # validates
     return found

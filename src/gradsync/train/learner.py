@@ -1,4 +1,4 @@
-"""Model, optimizer and synchronisation of a run: how they step, are saved and loaded."""
+"""Model, optimizer and synchronisation of a run: how they step, save and load."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from gradsync.world import World
 
 Autocast = AbstractContextManager[Any]
 Span = Callable[[str], AbstractContextManager[Any]]
-"""Encloses a part of a step, by its name."""
+"""Encloses a named part of a step."""
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
     """AdamW over the trainable parameters: matrices decay, vectors (norm weights) do not.
 
-    Fused where the device has the kernel (CPU and CUDA do), one pass over the parameters.
+    Fused if the device has the kernel (CPU and CUDA do): one pass over the parameters.
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
@@ -52,14 +52,14 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
 
 
 def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
-    """Learning rate of optimizer step `step` (0-based) of `total_steps`: no state to save.
+    """Learning rate of optimizer step `step` (0-based) of `total_steps`; it has no state to save.
 
         lr │  /‾‾‾\\              │  /‾‾‾‾‾‾‾‾\\
            │ /      ‾‾\\__        │ /          \\
            └──────────────        └──────────────
              cosine                 wsd
 
-    The first step has peak / warmup_steps, step `warmup_steps` the peak, the last one
+    The first step uses peak / warmup_steps, step `warmup_steps` the peak, the last one
     peak x min_lr_ratio. Sources: cosine arXiv 1608.03983, wsd arXiv 2404.06395.
     """
     warmup = min(config.warmup_steps, total_steps)
@@ -78,7 +78,7 @@ def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Use `lr` for the coming step, in every group."""
+    """Set `lr` in every group, for the next step."""
     for group in optimizer.param_groups:
         group["lr"] = lr
 
@@ -100,17 +100,17 @@ class Learner:
         return [name for name, _ in self.model.named_parameters()]
 
     def run_leaves(self, leaves: Iterable[Leaf], span: Span = record_function) -> None:
-        """Forward and backward of this rank's leaves of a step, each inside of a `span`."""
+        """Forward and backward of this rank's leaves of a step, each in a `span`."""
         sync, kind = self.sync, self.model.embed.weight.device.type
-        # Autocast keeps its casts of weights until the outermost context ends: one cast for all
-        # leaves but the last, whose gradients leave as backward makes them; unless memory counts
-        # more.
+        # Autocast keeps its casts of weights until the outermost context ends: one cast serves all
+        # leaves but the last, whose gradients are sent while backward runs. Not used if memory
+        # matters more.
         once = sync.whole_parameters and not self.model.activation_checkpointing
         with torch.autocast(kind, enabled=False) if once else nullcontext():
             for leaf in leaves:
-                if leaf.is_last:  # autograd runs what an older forward made behind the rest
+                if leaf.is_last:  # autograd runs an older forward's nodes last
                     torch.clear_autocast_cache()
-                # Before the forward, all ranks know whether this backward synchronises.
+                # All ranks know before the forward whether this backward synchronises.
                 with sync.micro_step(last=leaf.is_last, index=leaf.index):
                     with span("forward"), self.autocast:
                         loss = summed_loss(sync.forward, self.model, leaf.inputs, leaf.targets)
@@ -118,7 +118,7 @@ class Learner:
                         sync.backward(loss, weight=leaf.num_targets, scale=self.scaler)
 
     def prime(self, leaf_shape: tuple[int, int]) -> None:
-        """Settle what a strategy learns from its first backward; see `GradientSync.prime`."""
+        """Record what a strategy learns from its first backward; see `GradientSync.prime`."""
         device = self.model.embed.weight.device
         tokens = torch.zeros(leaf_shape, dtype=torch.int64, device=device)
 
@@ -135,8 +135,8 @@ class Learner:
         return evaluate(self.model, leaves, self.comm, self.autocast, equal_forwards=spread)
 
     def save(self, step: int, keep: Keep) -> None:
-        """Hand `keep`, on rank 0, what the run has learnt; all ranks call it. Tensors that are
-        spread over ranks are never whole on one.
+        """Pass the trained state to `keep`, on rank 0; all ranks call it. Tensors that are sharded
+        over ranks are never whole on one.
         """
         held = self.sync.sharded_state_dict(self.optimizer)
         if held is None:
@@ -145,13 +145,13 @@ class Learner:
             save_shares(self, held, step, keep)
 
     def load(self, saved: Mapping[str, Whole], optimizer_state: Mapping[str, Any]) -> None:
-        """Take weights, optimizer and strategy from what rank 0 has read; all ranks call it with
-        what is no tensor. `saved`: whole tensors by kind and name on rank 0, {} elsewhere.
+        """Load weights, optimizer and strategy from what rank 0 has read. All ranks call it with
+        the state that is no tensor. `saved`: whole tensors by kind and name on rank 0, else {}.
         """
         load_learnt(self, saved, optimizer_state)
 
     def whole_model(self, weights: Whole) -> GPT:
-        """A model that one rank can use alone: the trained one, or a copy of a spread one."""
+        """A model that one rank can use alone: the trained model, or a copy of a sharded one."""
         if self.sync.whole_parameters:
             return self.model
         model = GPT(self.model.config, seed=0)
@@ -159,14 +159,14 @@ class Learner:
         return model
 
     def closing_figures(self, memory_gib: float) -> dict[str, Any]:
-        """More for the summary; all ranks call it at the end of the run."""
+        """More entries for the summary; all ranks call it at the end of the run."""
         return {}
 
 
 def summed_loss(
     forward: Callable[..., Tensor], model: Any, inputs: Tensor, targets: Tensor
 ) -> Tensor:
-    """Summed over the targets; the model makes it where logits shall not all be kept."""
+    """Loss summed over the targets; the model computes it if it must not keep all logits."""
     return forward(inputs, targets) if model.loss_rows else loss_sum(forward(inputs), targets)
 
 
@@ -179,16 +179,16 @@ def evaluate(
     *,
     equal_forwards: bool = False,
 ) -> float:
-    """Mean loss per target over the evaluation set, nats, the same on all ranks: every sample
-    once, no padded duplicates.
+    """Mean loss per target over the evaluation set, nats, the same on all ranks. Every sample
+    counts once, with no padded duplicates.
 
-    Ranks may have different numbers of leaves: nothing communicates until all are done, then one
-    all-reduce of loss, targets and samples (see `LossSum`). It calls the model itself, not its
-    wrapper: a wrapper's forward would communicate. With `equal_forwards` all ranks call the model
-    equally often, some for nothing: where parameters are spread, a forward takes all of them.
+    Ranks may have different numbers of leaves: no rank communicates until its leaves are done, then
+    one all-reduce sums loss, targets and samples (see `LossSum`). It calls the model, not its
+    wrapper, whose forward would communicate. With `equal_forwards` all ranks call the model equally
+    often and discard some results: if parameters are sharded, a forward takes all ranks.
 
     Raises:
-        RunError: the samples counted are not the samples there are, or no target counts.
+        RunError: the number of samples counted is not that of the set, or no target counts.
     """
     was_training = model.training
     model.eval()
@@ -235,11 +235,11 @@ def build_learner(
     if config.compile == "model":
         compile_blocks(model)
     sync = replicate(model, world, sync=config.sync, comm=comm, **options)
-    # After replication: parameters that are spread over ranks are other objects than before.
+    # After replication: it may replace parameters by sharded ones.
     optimizer = build_optimizer(model, config.optim)
     scaler = None
     if config.dtype == "fp16":
-        # Losses are sums over a step's targets: start lower by as many powers of two.
+        # Losses are sums over a step's targets: lower the start scale by as many powers of two.
         start = 2.0 ** (16 - (config.tokens_per_update - 1).bit_length())
         scaler = torch.amp.GradScaler("cuda", init_scale=start)
     return Learner(
@@ -253,19 +253,19 @@ def build_learner(
 
 
 def compile_blocks(model: GPT) -> None:
-    """Compile each block, in place: names stay clean. A graph of the whole model has one backward,
-    whose gradients all come at its end, when nothing is left to hide communication; so it is on
-    one rank too, or bits would differ from those on two."""
+    """Compile each block, in place: names stay clean. A graph of the whole model has one backward
+    and gives all gradients at its end, when no computation is left to hide communication. One rank
+    does the same, or its bits would differ from those on two."""
     for block in model.blocks:
         block.compile()
 
 
 def trainer_options(sync: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options `given` for the strategy called `sync`, and those that the trainer adds.
+    """The options `given` for the strategy `sync`, plus the trainer's.
 
-    Between two steps nothing writes the trainer's weights, so the ranks of a host that share memory
-    need only one copy of them. `update="whole"` cannot do with one. And whatever reads them
-    waits, so that between hosts they may be updated beside the next forward, where that pays.
+    Between two steps nothing writes the trainer's weights, so ranks that share a host's memory need
+    only one copy of them; `update="whole"` needs more. Every read of the weights waits for them, so
+    between hosts they may be updated while the next forward runs, if that pays.
     """
     if STRATEGIES[sync].recipe is None:
         return dict(given)
@@ -275,8 +275,8 @@ def trainer_options(sync: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def kernels(config: TrainConfig, world: World) -> Generator[None]:
-    """On a GPU: TF32 for fp32 matrix products as asked, and deterministic kernels under a strategy
-    that promises bits, since attention and embedding add with atomics otherwise."""
+    """On a GPU: TF32 for fp32 matrix products as configured, and deterministic kernels under a
+    strategy that promises bits, because attention and embedding otherwise add with atomics."""
     if world.device.type != "cuda":
         yield
         return
@@ -289,7 +289,7 @@ def kernels(config: TrainConfig, world: World) -> Generator[None]:
     )
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
     torch.use_deterministic_algorithms(promised or before[1])
-    memory.fill_uninitialized_memory = False  # it is written before it is read
+    memory.fill_uninitialized_memory = False  # every buffer is written before it is read
     try:
         yield
     finally:

@@ -1,15 +1,15 @@
-"""What a replica has learnt, out of it and into it.
+"""Save and load a replica's trained state.
 
-Whole replicas are saved as whole tensors. State that ranks share out (`zero1`, `zero2`, `fsdp`) has
-one file of each rank:
+Whole replicas are saved as whole tensors. State that ranks divide (`zero1`, `zero2`, `fsdp`) has
+one file per rank:
 
     part-00000-of-00002   optimizer/exp_avg/embed.weight  …      what rank 0 holds
     part-00001-of-00002   optimizer/exp_avg/embed.weight  …      what rank 1 holds
-    model                 weights, where every rank has them whole (`zero1`, `zero2`)
+    model                 weights, if every rank has them whole (`zero1`, `zero2`)
 
-Each rank sends its shares to rank 0, which writes them as they arrive: two tensors of the others at
-a time are in its memory. To load, rank 0 reads whole tensors, whatever the checkpoint is of (whole
-replicas, a split model, shares of another number of ranks), and sends each rank its shares alone.
+Each rank sends its shares to rank 0, which writes them as they arrive and holds at most two of the
+others' tensors. To load, rank 0 reads whole tensors from any checkpoint (whole replicas, a split
+model, shares of another number of ranks), and sends each rank only its shares.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from gradsync.sync.sharded_state import HeldState, Share
 
 Whole = Mapping[str, Tensor]
 Keep = Callable[[Mapping[str, Whole], dict[str, Any], dict[str, Any]], None]
-"""Saves tensors by file and name, the rest of the optimizer's state, and the tensors' places; at
-once, since tensors are the run's own or arrive while they are saved."""
+"""Saves tensors by file and name, the rest of the optimizer's state, and the tensors' places. It
+saves at once: tensors belong to the run, or arrive while they are saved."""
 Fingerprint = dict[str, str | int | float | bool | None]
 
 RANDOM_STREAMS = "keyed by (seed, step, leaf), version 1"
@@ -59,17 +59,17 @@ class Replica(Protocol):
 
     @property
     def model(self) -> nn.Module:
-        """Its part or all of the model."""
+        """All or part of the model."""
         ...
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer of that."""
+        """Its optimizer."""
         ...
 
     @property
     def sync(self) -> GradientSync:
-        """The handle of that."""
+        """Its synchronisation handle."""
         ...
 
     @property
@@ -79,8 +79,8 @@ class Replica(Protocol):
 
 
 def check_finite(comm: Communicator, step: int, named: Iterable[tuple[str, Tensor]]) -> None:
-    """Before a checkpoint, on all ranks, each with what it holds: two small all-gathers.
-    DivergenceError on all: some rank holds nan or inf, which no run could go on from."""
+    """Check what each rank holds before a checkpoint: two small all-gathers. Raises DivergenceError
+    on all ranks if any holds nan or inf, which no run could resume from."""
     for rank, found in enumerate(all_gather_json(comm, non_finite(named))):
         if found:
             raise DivergenceError(
@@ -104,9 +104,9 @@ def save_replica(learner: Replica, step: int, keep: Keep) -> None:
 
 
 def save_shares(learner: Replica, held: HeldState, step: int, keep: Keep) -> None:
-    """Each rank's part of what ranks share out; `held` is its `GradientSync.sharded_state_dict`."""
+    """Each rank's shares; `held` is its `GradientSync.sharded_state_dict`."""
     comm, sync = learner.comm, learner.sync
-    # First: after a forward FSDP2 may still have whole parameters in place of the sharded ones.
+    # First: after a forward FSDP2 may still hold whole parameters in place of the sharded ones.
     weights = sync.sharded_weights()
     named = list(learner.model.named_parameters())
     clean = clean_names(name for name, _ in named)
@@ -153,7 +153,7 @@ def _placed_weights(weights: Mapping[str, tuple[Share, Tensor]]) -> Iterator[tup
     clean = clean_names(weights)
     seen: set[int] = set()
     for name, (share, tensor) in weights.items():
-        is_new = not tensor.numel() or tensor.data_ptr() not in seen  # tied ones once
+        is_new = not tensor.numel() or tensor.data_ptr() not in seen  # tied tensors once
         seen.add(tensor.data_ptr())
         if share.saves and is_new:
             yield f"model/{clean[name]}", _place(share, tensor)
@@ -177,9 +177,9 @@ def _place(share: Share, flat: Tensor) -> Placed:
 
 
 def load_learnt(learner: Replica, saved: Mapping[str, Whole], state: Mapping[str, Any]) -> None:
-    """See `Learner.load`: whole tensors on all ranks, or each rank's shares alone."""
+    """See `Learner.load`: whole tensors on all ranks, or each rank's shares only."""
     comm, sync, optimizer = learner.comm, learner.sync, learner.optimizer
-    # The configuration says the settings, a checkpoint the state.
+    # Settings come from the configuration, state from the checkpoint.
     settings = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     held = sync.sharded_state_dict(optimizer)
     load_weights(learner, comm, saved.get("model", {}))
@@ -243,7 +243,7 @@ def load_weights(learner: Replica, comm: Communicator, whole: Whole) -> None:
 
 
 def _run(key: str, shape: tuple[int, ...], share: Share) -> tuple[int, int]:
-    """Which elements of a state tensor go with a share: its own, or the single number."""
+    """The elements of a state tensor that go with a share: the share's, or the single number."""
     if shape == share.shape:
         return share.start, share.stop
     if shape == ():

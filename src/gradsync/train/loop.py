@@ -34,7 +34,7 @@ from gradsync.world import World
 T = TypeVar("T")
 
 _ATTEMPTS = 3
-"""Times that a step is done where audits find wrong bits."""
+"""Attempts at a step in which audits find wrong bits."""
 
 _ADVICE_RESUMED = (
     "that is the first step after the checkpoint, whose weights may be finite and yet past saving: "
@@ -45,27 +45,27 @@ _ADVICE_RESUMED = (
 
 @dataclass(slots=True)
 class Totals:
-    """Totals that the end of a run reports."""
+    """Totals for the report at the end of a run."""
 
-    step: int  # Optimizer steps done, earlier runs included
+    step: int  # Optimizer steps done, including earlier runs
     train_loss: float = math.nan  # Global mean loss of the last step
     val_loss: float = math.nan  # Validation loss after the last evaluation
-    wall_s: float = 0.0  # Time in steps, seconds, without evaluation and saving
-    exposed_s: float = 0.0  # Exposed communication within that time, seconds
-    steps_timed: int = 0  # Steps in `wall_s`
-    stopped_by: str = ""  # Signal that ended the run early, "" when it is complete
+    wall_s: float = 0.0  # Seconds in steps, without evaluation and saving
+    exposed_s: float = 0.0  # Exposed communication in that time, seconds
+    steps_timed: int = 0  # Steps counted in `wall_s`
+    stopped_by: str = ""  # Signal that ended the run early; "" if it is complete
 
 
 class Interval:
-    """Steps, waiting for data and exposed communication since the last `reset`; read only when
-    asked for, so that no step waits for the device."""
+    """Steps, waiting for data and exposed communication since the last `reset`; read only on
+    request, so that no step waits for the device."""
 
     def __init__(self, *, on_cuda: bool = False) -> None:
         self._on_cuda = on_cuda
         self.reset()
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Start a new interval."""
         self.steps = 0
         self.data_s = 0.0
         self._exposed: list[tuple[str, Stopwatch]] = []
@@ -73,7 +73,7 @@ class Interval:
         self._started = time.perf_counter()
 
     def waiting(self, items: Iterable[T]) -> Iterator[T]:
-        """Pass `items` on, counting the time they take to come."""
+        """Pass `items` on, and count the time spent waiting for them."""
         iterator = iter(items)
         while True:
             before = time.perf_counter()
@@ -87,7 +87,7 @@ class Interval:
 
     @contextmanager
     def span(self, name: str) -> Generator[None]:
-        """Time a part of a step; profilers show it under its name, too."""
+        """Time a part of a step; profilers show its name, too."""
         watch = Stopwatch(on_cuda=self._on_cuda)
         with record_function(name):
             watch.start()
@@ -96,14 +96,14 @@ class Interval:
         self._spans.setdefault(name, []).append(watch)
 
     def seconds_of(self, name: str) -> float:
-        """Seconds of all spans of that name, less the exposed communication in them; waits for the
+        """Seconds in all spans of that name, minus their exposed communication; waits for the
         device."""
         inside = sum(watch.seconds() for part, watch in self._exposed if part == name)
         return sum(watch.seconds() for watch in self._spans.get(name, ())) - inside
 
     @contextmanager
     def paused(self) -> Generator[None]:
-        """Leave out what happens in the block: evaluation, saving."""
+        """Exclude the block: evaluation, saving."""
         before = time.perf_counter()
         try:
             yield
@@ -111,7 +111,7 @@ class Interval:
             self._started += time.perf_counter() - before
 
     def add(self, exposed: Stopwatch, part: str = "step") -> None:
-        """One more step, whose exposed communication `exposed` has measured within `part`."""
+        """Count one more step, and its communication, which `exposed` measured within `part`."""
         self.steps += 1
         self._exposed.append((part, exposed.copy()))
 
@@ -139,7 +139,7 @@ class Trainer:
     """Of this rank's device: dense bf16 products, floating-point operations per second."""
     interval: Interval = field(default_factory=Interval)
     tell: Callable[[int], None]
-    """Tells the other ranks how many steps this one has done."""
+    """Tells the other ranks how many steps this rank has done."""
 
     def run(self, done_steps: int, stop: StopRequest) -> Totals:
         """Train from `done_steps` to `config.steps`, or to the step at which ranks agree to stop.
@@ -147,7 +147,7 @@ class Trainer:
         Raises:
             DivergenceError: on all ranks: the loss, the gradient's norm or, before a checkpoint,
                 a weight or the optimizer's state is not finite.
-            DataError: a stream has no text any more.
+            DataError: a stream has no more text.
         """
         config, learner, totals = self.config, self.learner, Totals(done_steps)
         optim = config.optim.scaled(config.tokens_per_update)
@@ -163,7 +163,7 @@ class Trainer:
                 self.profiler.before(totals.step + 1)
             if totals.step >= config.steps:
                 break
-            # Before the step: where ranks divide the update, it hides what differed.
+            # Before the step: if ranks divide the update, it hides a difference.
             if _due(totals.step + 1, config.check_replicas_every):
                 self._check_replicas(totals.step)
             lr = learning_rate(optim, totals.step, config.steps)
@@ -178,7 +178,7 @@ class Trainer:
                 self.profiler.after(totals.step, last=last)
             saves = last or _due(totals.step, config.checkpoint.every)
             logs = last or _due(totals.step, config.log_every) or totals.step == done_steps + 1
-            # Reading the loss costs nothing on a CPU, on CUDA a wait.
+            # Reading the loss is free on a CPU; on CUDA it waits for the device.
             looks = saves or logs or self.world.device.type != "cuda"
             diverged = self._why_diverged(result) if looks else ""
             if logs or diverged:
@@ -200,8 +200,8 @@ class Trainer:
         return totals
 
     def _check_replicas(self, step: int) -> None:
-        """Compare all ranks' bits; without a majority those of `step` are kept for `_judge_drift`,
-        and DriftError ends the run."""
+        """Compare all ranks' bits. Without a majority, keep those of `step` for `_judge_drift`;
+        DriftError ends the run."""
         sync, heal = self.learner.sync, self.config.on_drift == "heal"
         try:
             equal = sync.check_replicas(self.learner.optimizer, step=step, heal=heal)
@@ -213,24 +213,24 @@ class Trainer:
                 drift.keep(self.run_dir, step, error)
             again = "--resume auto does, and says after this step which rank was right"
             raise DriftError(f"{error} ({again})", error.hashes) from None
-        if not self.config.parallel:  # else rank 0 knows of its part of the model alone
+        if not self.config.parallel:  # else rank 0 knows only its part of the model
             self._log_check("replicas", step, equal=equal)
 
     def _log_check(self, what: str, step: int, *, equal: bool) -> None:
-        """Record a comparison of ranks; one rank alone has nothing to compare with."""
+        """Record a comparison of ranks; a single rank has nothing to compare with."""
         if self.world.is_distributed:
             self.run_dir.log_metrics({"step": step, f"check/{what}_equal": int(equal)})
 
     def _judge_drift(self, drifted: Mapping[str, Any], step: int) -> None:
-        """Say which rank was right, if replicas differed after this step in the run before
-        (`drift.read`)."""
+        """If replicas differed after this step in the previous run (`drift.read`), report which
+        rank was right."""
         if drifted and drifted["step"] == step:
             self.learner.sync.wait()
             tensors = replica_tensors(self.learner.model, [self.learner.optimizer])
             self.progress.say(f"note: {drift.verdict(drifted, replica_hashes(tensors))}")
 
     def _train_step(self, step: Step, lr: float, stop: StopRequest) -> StepResult:
-        """One global batch: this rank's leaves, then the update all ranks make alike."""
+        """One global batch: this rank's leaves, then the update that all ranks make."""
         learner, sync = self.learner, self.learner.sync
         set_learning_rate(learner.optimizer, lr)
         self._run_leaves(step)
@@ -246,8 +246,8 @@ class Trainer:
         return result
 
     def _run_leaves(self, step: Step) -> None:
-        """This rank's leaves; RunError on all ranks when an audit finds one with wrong bits, and
-        when doing the step again, as `on_drift` may allow, does not help."""
+        """This rank's leaves. RunError on all ranks if an audit finds wrong bits, and repeating the
+        step, if `on_drift` allows it, does not help."""
         learner = self.learner
         leaves: Iterable[Leaf] = self.interval.waiting(step)
         if not _due(step.number + 1, self.config.audit_every):
@@ -268,13 +268,13 @@ class Trainer:
             leaves = audit.kept
 
     def _why_diverged(self, result: StepResult) -> str:
-        """`the loss became nan`, or the norm; "" when both are finite. The same on all ranks; on
-        CUDA it waits for the device."""
+        """`the loss became nan`, or the norm; "" if both are finite. The same on all ranks; on CUDA
+        it waits for the device."""
         if not result.weight:
             return ""
         if not math.isfinite(loss := float(result.mean_loss)):
             return f"the loss became {loss}"
-        # A loss scaler skips such a step; and a rank that steps alone has a norm of its own.
+        # A loss scaler skips a step with nan or inf; a rank that steps alone has a separate norm.
         learner = self.learner
         counts = learner.scaler is None and learner.sync.equal_replicas
         norm = result.grad_norm if counts else None
@@ -283,7 +283,7 @@ class Trainer:
         return ""
 
     def _log(self, totals: Totals, result: StepResult, lr: float) -> None:
-        """Close the interval: read the device, print, write metrics; units are in the names."""
+        """Close the interval: read the device, print, write metrics; names contain the units."""
         totals.train_loss = float(result.mean_loss)
         wall_s, exposed_s = self.interval.read()
         steps = self.interval.steps
@@ -304,7 +304,7 @@ class Trainer:
             "perf/mfu": flops / self.peak_flops,
             "perf/step_s": wall_s / steps,
             "perf/data_s": self.interval.data_s / steps,
-            # Of a split model's schedule only the end of the step is known.
+            # A split model's schedule shows only the end of the step.
             "perf/forward_s": self.interval.seconds_of("forward") / steps or None,
             "perf/backward_s": self.interval.seconds_of("backward") / steps or None,
             "perf/update_s": self.interval.seconds_of("step") / steps,
@@ -318,7 +318,7 @@ class Trainer:
     def _evaluate(self, totals: Totals) -> None:
         """Evaluate the one model that a checkpoint at this step holds.
 
-        In the middle of a round there is none yet: see [Note: A checkpoint ends the round].
+        In the middle of a round no such model exists: see [Note: A checkpoint ends the round].
         """
         with self.interval.paused():
             self.learner.sync.synchronize_replicas()
@@ -327,8 +327,8 @@ class Trainer:
         self.run_dir.log_metrics({"step": totals.step, "val/loss": totals.val_loss})
 
     def _save(self, step: int) -> None:
-        """Rank 0 writes what replicas agree on, where they are compared at all; the others go on
-        and meet it in the next step's first collective."""
+        """Rank 0 writes what replicas agree on, if they are compared; the others go on and meet it
+        in the next step's first collective."""
         with self.interval.paused():
             if self.config.check_replicas_every:
                 self._check_replicas(step)
@@ -358,7 +358,7 @@ class Trainer:
 
 
 def memory_gib(world: World) -> float:
-    """Largest memory so far: reserved by the allocator on CUDA, resident in RAM on a CPU."""
+    """Peak memory so far: reserved by the allocator on CUDA, resident in RAM on a CPU."""
     if world.device.type == "cuda":
         return torch.cuda.max_memory_reserved() / 2**30
     import resource

@@ -1,20 +1,19 @@
-"""The largest micro-batch that this run's model really runs with, the same on all ranks.
+"""The largest micro-batch that this run's model runs with, the same on all ranks.
 
-The global batch stays what it is; only the way it is cut into leaves is looked for. The micro-batch
-is the shape of a leaf and with it part of what an `invariant` run is, so it is looked for once, and
-a run that goes on keeps its own (see `elastic.py`). Answers are kept in the user's cache. Ranks
-call `next_size` with the same trials, so all of them try the same sizes in the same order, and the
-smallest of them decides.
+The search changes how the global batch is cut into leaves, never the batch. The micro-batch is the
+shape of a leaf and thus part of what defines an `invariant` run: it is searched for once, and a
+resumed run keeps it (see `elastic.py`). Answers are kept in the user's cache. Ranks call
+`next_size` with the same trials, so they try the same sizes in the same order, and the rank with
+the smallest result decides.
 
-[Note: A rank without memory] One rank may run out of memory where the others do not. So an attempt
-holds no communication at all: each rank runs alone, whatever becomes of it is a value, and every
-rank then comes to the round's one small all-reduce with it. What comes out is the same on all ranks
-and is all that the next size depends on.
+[Note: A rank without memory] One rank may run out of memory when others do not. So an attempt does
+not communicate: each rank runs alone, and its outcome, success or failure, is a value. Every rank
+then takes part in the round's one small all-reduce. The result is the same on all ranks, and the
+next size depends on nothing else.
 
-On CUDA torch raises `OutOfMemoryError`, which is caught here: what the attempt held is let go, and
-the device is as it was. On a CPU there is nothing to catch, since the kernel ends a process that
-takes too much: there attempts are kept below `limit_bytes`, and the peak is that of the resident
-memory.
+On CUDA torch raises `OutOfMemoryError`; it is caught here, the attempt's memory is freed, and the
+device is as before. On a CPU there is nothing to catch, because the kernel ends a process that
+takes too much: attempts stay below `limit_bytes`, and the peak is that of the resident memory.
 """
 
 from __future__ import annotations
@@ -47,16 +46,16 @@ from gradsync.train.tuned import check_line, run_conditions
 from gradsync.world import World
 
 _SAME_ROOM = (0.8, 1.25)
-"""Times the memory of then: with less it may not fit, with more it may be too small."""
+"""Range around the probe's limit: below it the size may not fit, above it may be too small."""
 _FP32 = 4
 _STATES = 2
 _LOGIT_BYTES = 8
-"""Bytes of a logit at the very least: its fp32 value and its gradient; see [Note: Loss in rows]."""
+"""Bytes of a logit, at least: its fp32 value and its gradient; see [Note: Loss in rows]."""
 _REPEATS, _REPEAT_S = 5, 0.5
 _IMBALANCE = 1.125
-"""How much more than need be the busiest rank may have to do, as shares differ by a leaf."""
+"""Largest load of the busiest rank, relative to the least possible: shares differ by a leaf."""
 _GAIN = 0.97
-"""A larger micro-batch pays when a sequence takes less than this share of its time before."""
+"""A larger micro-batch pays if a sequence takes less than this share of its previous time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,22 +64,22 @@ class Trial:
 
     size: int  # Sequences of a leaf
     fits: bool  # On every rank, within its limit
-    peak: float = 0.0  # Share of its limit that the fullest rank took
-    slope: float = 0.0  # Added to it by one more sequence, on the rank where it adds most
+    peak: float = 0.0  # Share of the limit used on the fullest rank
+    slope: float = 0.0  # Share that one more sequence adds, on the rank with the largest
     seconds: float = 0.0  # Forward and backward of the leaf, on the slowest rank
 
     @property
     def seconds_per_sequence(self) -> float:
-        """How dear a sequence is in leaves of this size."""
+        """Seconds that a sequence takes in leaves of this size."""
         return self.seconds / self.size
 
 
 def legal_sizes(sequences: int, world_size: int, *, equal_leaves: bool = False) -> tuple[int, ...]:
     """Micro-batches, ascending, that cut a step's `sequences` into leaves for `world_size` ranks.
 
-    Each divides `sequences`, leaves no rank without a leaf (with `equal_leaves`: gives all equally
-    many), and shares leaves out so evenly that the busiest rank has at most an eighth more
-    sequences than under the smallest size.
+    Each size divides `sequences`, gives every rank a leaf (with `equal_leaves`: equally many), and
+    divides leaves so evenly that the busiest rank has at most an eighth more sequences than under
+    the smallest size.
     """
     below_root = [size for size in range(1, isqrt(sequences) + 1) if sequences % size == 0]
     loads = {}
@@ -93,17 +92,17 @@ def legal_sizes(sequences: int, world_size: int, *, equal_leaves: bool = False) 
 
 
 def next_size(sizes: Sequence[int], trials: Sequence[Trial], *, careful: bool) -> int | None:
-    """The size to try now; None when there is nothing more to learn.
+    """The size to try next; None if there is nothing more to learn.
 
-    It grows by at most doubling while sizes fit, then halves the gap between the largest that did
-    and the smallest that did not. `careful`, where nothing stops a process that takes too much (a
-    CPU), tries nothing that is predicted beyond the limit, and grows only while growing pays.
+    The size at most doubles while sizes fit; then the search halves the gap between the largest
+    that did and the smallest that did not. `careful` (on a CPU nothing stops a process that takes
+    too much): try no size predicted beyond the limit, and grow only while growing pays.
     """
     if not trials:
         return min(sizes, default=None)
     fitting = [trial for trial in trials if trial.fits]
     if not fitting:
-        return None  # not even the smallest runs
+        return None  # even the smallest does not run
     good = max(fitting, key=lambda trial: trial.size)
     bad = min((trial.size for trial in trials if not trial.fits), default=None)
     if careful and bad is None and len(trials) > 1:
@@ -127,7 +126,7 @@ def predicted(trial: Trial, size: int) -> float:
 
 def chosen_size(trials: Sequence[Trial], *, careful: bool) -> int | None:
     """The largest size that fits; None if none does. `careful`: only sizes about as fast as any:
-    a core is busy with one sequence, so there larger ones may only take more memory."""
+    one sequence keeps a core busy, so larger sizes may only take more memory."""
     fitting = [trial for trial in trials if trial.fits]
     if careful:
         best = min((trial.seconds_per_sequence for trial in fitting), default=0.0)
@@ -143,7 +142,7 @@ def try_sizes(
     limit_bytes: int,
     careful: bool,
 ) -> tuple[Trial, ...]:
-    """The outcome of those of the `legal_sizes` that were worth trying, the same on all ranks.
+    """The outcomes of the `legal_sizes` worth trying, the same on all ranks.
 
     `attempt` runs one size on this rank, without communication (None: out of memory), within
     `limit_bytes`. One all-reduce (maximum, float64 [4] on the CPU) after each size.
@@ -168,27 +167,27 @@ def try_sizes(
 
 
 CUDA_SHARE = 0.9
-"""Share of the free memory of a GPU: the rest is for fragments and for NCCL's buffers."""
+"""Share of a GPU's free memory; the rest is for fragments and NCCL's buffers."""
 CPU_SHARE = 0.8
-"""Share of the free memory of a host: a process that takes too much is killed, or others are."""
+"""Share of a host's free memory; a process that takes too much is killed, or others are."""
 _OTHER_WORDS = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cost:
-    """Memory and time of one attempt on this rank, above what there was before the first."""
+    """Memory and time of one attempt on this rank, above the level before the first."""
 
     peak_bytes: int  # At its fullest moment
-    held_bytes: int  # Whatever the size of the attempt: weights, gradients, the optimizer's state
+    held_bytes: int  # Independent of the size: weights, gradients, the optimizer's state
     seconds: float  # As the attempt measured it
 
 
 Attempt = Callable[[Callable[[], None]], float]
-"""Runs; calls its argument, which marks what is held, when only that is held; returns seconds."""
+"""Runs; calls its argument to mark the held memory when only that is held; returns seconds."""
 
 
 class MemoryProbe:
-    """The memory of one rank's device; on a CPU the host's is shared by `ranks_here`."""
+    """The memory of one rank's device; on a CPU, `ranks_here` ranks share the host's."""
 
     def __init__(self, device: torch.device | str, *, ranks_here: int = 1) -> None:
         self.device = torch.device(device)
@@ -197,17 +196,17 @@ class MemoryProbe:
         if self._on_cuda:
             free = torch.cuda.mem_get_info(self.device)[0] + self._before
             self.limit_bytes = int(CUDA_SHARE * free)
-            """Bytes that an attempt may take."""
+            """Bytes that an attempt may use."""
         else:
             self.limit_bytes = max(int(CPU_SHARE * available_bytes()) // ranks_here, 1)
 
     @property
     def works(self) -> bool:
-        """Whether the system tells how much memory a process has (Linux does)."""
+        """Whether the system reports how much memory a process has (Linux does)."""
         return self._on_cuda or self._before > 0
 
     def run(self, attempt: Attempt) -> Cost | None:
-        """The cost of `attempt`; None when memory ran out, and then nothing of it is left."""
+        """The cost of `attempt`; None if memory ran out, and then nothing of it is left."""
         peak = None
         if self._on_cuda:
             torch.cuda.empty_cache()
@@ -230,11 +229,11 @@ class MemoryProbe:
         return Cost(peak_bytes=top - before, held_bytes=held[-1] - before, seconds=seconds)
 
     def clear(self) -> None:
-        """Give back what is no longer used."""
+        """Give back unused memory."""
         if self._on_cuda:
             gc.collect()
             torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(self.device)  # what follows has a peak of its own
+            torch.cuda.reset_peak_memory_stats(self.device)  # the next attempt has a new peak
         else:
             give_back()
 
@@ -246,7 +245,7 @@ class MemoryProbe:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error`, of torch, Python or an allocator below them, means that memory ran out."""
+    """Whether `error`, from torch, Python or an allocator below them, means that memory ran out."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _OTHER_WORDS)
@@ -258,11 +257,11 @@ class Probed:
 
     size: int  # Sequences of a leaf
     peak_bytes: int  # Memory taken, on the rank with the least room
-    limit_bytes: int  # Memory that rank might have taken
+    limit_bytes: int  # Memory that this rank was allowed
     date: str  # Date of the measurement
 
     def holds(self, limit_bytes: int) -> bool:
-        """Whether it is still the answer where a rank may take `limit_bytes`."""
+        """Whether it is still the answer for a rank that may use `limit_bytes`."""
         least, most = (int(share * self.limit_bytes) for share in _SAME_ROOM)
         return self.peak_bytes <= limit_bytes and least <= limit_bytes <= most
 
@@ -282,7 +281,7 @@ def _probed(document: Any) -> Probed:
     return Probed(**numbers, date=check_line(document["date"]))
 
 
-PROBED = Cache("micro-batch", _probed)  # The micro-batches that were found by probing
+PROBED = Cache("micro-batch", _probed)  # Micro-batches found by probing
 
 
 def sizes_of(config: TrainConfig, world_size: int) -> tuple[int, ...]:
@@ -310,13 +309,13 @@ def find_micro_batch(
     keep: bool = True,
     begins: Callable[[], None] = lambda: None,
 ) -> tuple[int, str]:
-    """Sequences of a leaf, looked up or tried, and how, in one line; all ranks get the same answer.
+    """Sequences of a leaf, looked up or tried, and how, in one line; the same on all ranks.
 
-    Collectives over all ranks: one all-gather of numbers, one broadcast of JSON, then one small
-    all-reduce for each size that is tried. ConfigError on all: not even the smallest one runs.
+    Collectives over all ranks: an all-gather of numbers, a broadcast of JSON, then a small
+    all-reduce for each size tried. ConfigError on all ranks: even the smallest size does not run.
 
     Args:
-        config: with the strategy's name and dtype as they will be.
+        config: with the final strategy and dtype.
         shape: of the model, with the data's vocabulary.
         threads: intra-op threads of a rank.
         keep: write a new answer into the cache.
@@ -326,7 +325,7 @@ def find_micro_batch(
     rehearsal = Rehearsal(config, shape, world)
     probe = MemoryProbe(world.device, ranks_here=world.local_world_size)
     limit = max(probe.limit_bytes - rehearsal.communication_bytes, 1)
-    # All ranks have looked at the free memory before any of them takes some.
+    # All ranks read their free memory before any of them allocates.
     least = min(all_gather_numbers(comm, limit if probe.works else 0))
     if not least:
         note = f"micro-batch {config.micro_batch_size}: this system does not tell memory in use"
@@ -369,13 +368,13 @@ def find_micro_batch(
     if world.is_main and keep:
         try:
             PROBED.save(conditions, found)
-        except GradsyncError as error:  # the run can do without
+        except GradsyncError as error:  # the run does not need the cache
             word = f" (not kept: {error})"
     return size, f"{found}, {_why(trials, sizes, size)}{word}"
 
 
 def _why(trials: Sequence[Trial], sizes: Sequence[int], size: int) -> str:
-    """Why it is this one and no larger one."""
+    """Why this size and no larger one."""
     tried = f"tried {', '.join(str(trial.size) for trial in trials)}"
     if size == sizes[-1]:
         return f"{tried}; more would leave ranks without a leaf, or shares uneven"
@@ -398,12 +397,12 @@ def _nothing_fits(config: TrainConfig, rehearsal: Rehearsal, size: int, limit_by
 
 
 class Rehearsal:
-    """Leaf and update of a run, by one rank alone and without data: what a probe runs.
+    """A run's leaf and update on one rank alone, without data: what a probe runs.
 
-    The optimizer's state is there from the start, and gradients from an earlier leaf, so that the
-    peak is that of a step in the middle of a run. Under strategies that share out the state each
-    rank keeps and updates its share. Strategies' own copies of gradients are not made here, but
-    counted. The model and its optimizer are made when first needed.
+    The optimizer's state exists from the start, and gradients from an earlier leaf, so the peak is
+    that of a step in the middle of a run. If the strategy divides the state, each rank keeps and
+    updates its share. Strategies' copies of gradients are not allocated here, only counted. The
+    model and its optimizer are built on first use.
     """
 
     def __init__(self, config: TrainConfig, shape: GPTConfig, world: World) -> None:
@@ -413,7 +412,7 @@ class Rehearsal:
 
     @staticmethod
     def shards(config: TrainConfig) -> bool:
-        """Whether ranks share out the optimizer's state."""
+        """Whether ranks divide the optimizer's state."""
         if config.sync == AUTO:
             return False
         strategy = find_strategy(config.sync)
@@ -423,7 +422,7 @@ class Rehearsal:
 
     @property
     def communication_bytes(self) -> int:
-        """Bytes that the strategy takes for messages beside gradients, by `plan/memory`."""
+        """Bytes of the strategy's messages, apart from the gradients, by `plan/memory`."""
         if not self._world.is_distributed:
             return 0
         work = Workload(
@@ -439,14 +438,14 @@ class Rehearsal:
         return memory_need(work, split).buckets
 
     def least_bytes(self, size: int) -> int:
-        """Bytes that a leaf of `size` takes in any case: weights, gradients, states, and logits."""
+        """Bytes that a leaf of `size` takes at least: weights, gradients, states, and logits."""
         rows = self._config.loss_rows or size * self._config.sequence_length
         held = 2 + _STATES / self._owners
         logits = _LOGIT_BYTES * rows * self._shape.vocab_size
         return int(_FP32 * held * self._shape.num_params()) + logits
 
     def of(self, size: int) -> Attempt:
-        """Leaves of `size` and an update; gives the seconds of a leaf that is not the first."""
+        """Leaves of `size` and an update; returns the seconds of a leaf after the first."""
 
         def attempt(mark: Callable[[], None]) -> float:
             model, optimizer = self._parts = self._parts or self._build()
@@ -462,7 +461,7 @@ class Rehearsal:
         return attempt
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release the model and the optimizer."""
         self._parts = None
 
     def _leaf(self, model: GPT, size: int) -> None:
@@ -483,7 +482,7 @@ class Rehearsal:
         model.to_empty(device=self._world.device)
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):
-                tensor.fill_(0.01)  # nothing random: no generator may move
+                tensor.fill_(0.01)  # nothing random: no generator may advance
         total, seen = sum(p.numel() for p in model.parameters()), 0
         mine = []
         for parameter in model.parameters():
@@ -500,7 +499,7 @@ class Rehearsal:
         return model, optimizer
 
     def _best_time(self, work: Callable[[], None]) -> float:
-        """Seconds of `work`, the shortest of a few where it is short: others may disturb it."""
+        """Seconds of `work`; if it is short, the shortest of a few runs: others may disturb it."""
         taken: list[float] = []
         while len(taken) < _REPEATS and sum(taken) < _REPEAT_S:
             begin = self._now()

@@ -1,8 +1,8 @@
 """Output of a run: lines on the terminal, and the run directory.
 
-Only rank 0 writes to the directory, except for `logs/`. It is the user's alone: directories are
-made with mode 0700, files with 0600, and no link is followed in writing. One that was there before
-keeps its mode, so a group may be let in with chmod.
+Only rank 0 writes to the directory, except for `logs/`. It is private to the user: directories are
+created with mode 0700, files with 0600, and writes follow no link. An existing directory keeps its
+mode, so chmod can admit a group.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ log = logging.getLogger("gradsync")
 
 _WIDTH_FOR_BAR = 88
 _LOOKS = 30
-"""Looks at the ranks over which rates and shares are means."""
+"""Looks at the ranks over which rates and shares are averaged."""
 _UNEQUAL = re.compile(r'"check/\w+": 0\b')
-"""In a record of different bits, which stays also where steps are done again."""
+"""Marks a record of different bits, which is kept even if its step is repeated."""
 _SHOWN = (
     *("step", "train/loss", "optim/grad_norm", "optim/lr"),
     *("perf/tokens_per_s", "perf/step_s", "comm/exposed_s"),
@@ -60,14 +60,14 @@ _SHOWN = (
 
 
 Metrics = Mapping[str, Any]
-"""One object of `metrics.jsonl`; units are in the names, losses and norms are global values."""
+"""One object of `metrics.jsonl`; names contain units; losses and norms are global values."""
 
 
 class Progress:
-    """A live line on a terminal (rich honours NO_COLOR) unless `live` is False, a plain line per
-    interval elsewhere; says nothing unless `enabled`, on rank 0.
+    """A live line on a terminal (rich honours NO_COLOR) unless `live` is False; elsewhere a plain
+    line per interval. Prints only if `enabled`, on rank 0.
 
-    A reader that goes away (`| head`, a closed terminal) ends the printing, not the training.
+    If the reader goes away (`| head`, a closed terminal), printing ends and training goes on.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Progress:
         self._since: tuple[int, float] | None = None
 
     def start(self, done_steps: int) -> None:
-        """Begin at `done_steps`."""
+        """Start at `done_steps`."""
         self._since = (done_steps, time.monotonic())
         if not (self._enabled and self._wants_live and self._stream.isatty()):
             return
@@ -99,7 +99,7 @@ class Progress:
                 live.start()
 
     def say(self, text: str) -> None:
-        """Print a line, above the live one if there is one."""
+        """Print a line, above the live one if it exists."""
         if not self._enabled:
             return
         text = printable(text)
@@ -112,7 +112,7 @@ class Progress:
                 print(text, file=self._stream, flush=True)
 
     def advance(self, step: int) -> None:
-        """Let the live line say that `step` is done; nothing is printed elsewhere."""
+        """Show on the live line that `step` is done; elsewhere, print nothing."""
         if self._live is not None:
             with self._printing():
                 self._live.update(self._task, completed=step)
@@ -124,7 +124,7 @@ class Progress:
         step, loss, norm, lr, tokens_per_s, step_s, comm_s = (metrics[name] for name in _SHOWN)
         share = 100 * comm_s / step_s if step_s else 0.0
         speed = f"{tokens_per_s / self._world_size:,.0f} tok/s/device  exposed {share:.0f}%"
-        if self._live is not None:  # has to fit 80 columns together with step, bar and eta
+        if self._live is not None:  # must fit 80 columns with step, bar and eta
             with self._printing():
                 line = f"loss {loss:.4f}  {speed}"
                 self._live.update(self._task, say=line)
@@ -167,7 +167,7 @@ def _live_line(stream: TextIO) -> Any:
     from rich.progress import Progress as Live
 
     console = Console(file=stream)
-    # The figures matter more than the bar where there is no room for both.
+    # The figures matter more than the bar if both do not fit.
     bar = [BarColumn(bar_width=10)] if console.width >= _WIDTH_FOR_BAR else []
     return Live(
         TextColumn("step"),
@@ -181,12 +181,12 @@ def _live_line(stream: TextIO) -> Any:
 
 
 def default_out(config: TrainConfig) -> str:
-    """A fresh run directory: `runs/PRESET-DATE-TIME`."""
+    """A new run directory: `runs/PRESET-DATE-TIME`."""
     return str(Path("runs") / f"{config.preset}-{time.strftime('%Y%m%d-%H%M%S')}")
 
 
 class RunDir:
-    """Paths and small files of a run; the directory is made when first written to."""
+    """Paths and small files of a run; the first write creates the directory."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -197,8 +197,8 @@ class RunDir:
         self._ranks: RankTable | None = None
 
     def hold(self, *, begin: bool = False) -> None:
-        """Keep other runs out; without `begin`, only where one has begun before. RunError where
-        another one writes here."""
+        """Lock out other runs; without `begin`, only if a run has begun here before. RunError if
+        another run writes here."""
         path = self.path / "starts.jsonl"
         if self._starts is None and (begin or path.exists()):
             with self._writing():
@@ -220,10 +220,10 @@ class RunDir:
         planned_gib: float | None = None,
         ranks: Callable[[], Mapping[int, Activity]] | None = None,
     ) -> None:
-        """Write what is known at the start; drop metrics of steps that will be done again; start
-        the trackers, and the table of `ranks`.
+        """Write what is known at the start; drop metrics of steps that will be repeated; start the
+        trackers and the table of `ranks`.
 
-        `starts.jsonl` keeps how the run before ended and how far it had come.
+        `starts.jsonl` records how the previous run ended and the step it reached.
         """
         self.hold(begin=True)
         self.write_json("env.json", describe_environment(world, device, threads))
@@ -263,7 +263,7 @@ class RunDir:
             self._ranks = RankTable(path, ranks, size, done_steps)
 
     def log_metrics(self, values: Metrics) -> None:
-        """Append one object to `metrics.jsonl`, and give it to the trackers."""
+        """Append one object to `metrics.jsonl`, and pass it to the trackers."""
         if self._metrics is not None:
             finite = {name: finite_or_none(value) for name, value in values.items()}
             with self._writing():
@@ -279,10 +279,10 @@ class RunDir:
 
     @contextmanager
     def rank_log(self, world: World) -> Generator[Callable[[], None]]:
-        """This rank's own file: when it began, what was logged, how it ended (with the traceback).
+        """This rank's log file: its start, log lines, and how it ended (with the traceback).
 
-        Made when what this gives is called, or by this rank's own failure, not by a refused
-        request; of another rank's failure this one hears in a collective that fails.
+        It is created when the yielded function is called, or when this rank fails; a refused
+        request does not create it. Another rank's failure reaches this one as a failed collective.
         """
         early = io.StringIO()
         handler: logging.StreamHandler[TextIO] = logging.StreamHandler(early)
@@ -299,8 +299,8 @@ class RunDir:
             handler.setStream(file)
 
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        handler.handleError = lambda record: None  # a full disk is told of where more is lost
-        own = logging.Logger("gradsync.rank")  # not in the tree: nothing reaches the terminal
+        handler.handleError = lambda record: None  # a full disk is reported elsewhere
+        own = logging.Logger("gradsync.rank")  # not in the logger tree: the terminal gets nothing
         own.addHandler(handler)
         log.addHandler(handler)
         try:
@@ -322,14 +322,14 @@ class RunDir:
     def close(self, *, failed: bool = False) -> None:
         """Close the files, end the trackers; `failed`: the run ends with an error."""
         for file in filter(None, (self._metrics, self._starts)):
-            with suppress(OSError):  # a full disk was reported when it was met
+            with suppress(OSError):  # a full disk has been reported already
                 file.close()
         self._metrics = self._starts = None
         self.end_table()
         self._trackers.finish(failed=failed)
 
     def end_table(self) -> None:
-        """Keep the table of ranks no more: they leave one by one; safe to call twice."""
+        """Stop the table of ranks: they leave one by one; safe to call twice."""
         ranks, self._ranks = self._ranks, None
         if ranks is not None:
             ranks.close()
@@ -342,7 +342,7 @@ class RunDir:
             raise RunError(f"cannot write to {self.path}: {error.strerror}") from error
 
     def refuse_overwrite(self) -> None:
-        """Raise ConfigError when the directory holds checkpoints of another run."""
+        """Raise ConfigError if the directory holds checkpoints of another run."""
         if self.checkpoints.is_dir() and any(self.checkpoints.glob("step-*")):
             raise ConfigError(
                 f"{self.path} already holds a run; continue it with --resume auto, or choose "
@@ -351,14 +351,14 @@ class RunDir:
 
 
 class RankTable:
-    """Writes `ranks.json` every second or more rarely, from a thread: what each rank is doing, for
-    `gradsync watch`. The last one stays after the run.
+    """Writes `ranks.json` from a thread, at most once a second: what each rank is doing, for
+    `gradsync watch`. The last version stays after the run.
 
     Args:
         path: of the file.
-        read: gives the ranks' activities; what it raises ends the thread.
-        world_size: ranks whose records one store is asked for.
-        done_steps: optimizer steps of the run before its ranks tell of more.
+        read: returns the ranks' activities; an exception ends the thread.
+        world_size: number of ranks whose records a store is asked for.
+        done_steps: optimizer steps of the run before its ranks report more.
     """
 
     def __init__(
@@ -371,9 +371,9 @@ class RankTable:
         self._path, self._read, self._done_steps = path, read, done_steps
         self.every_s = max(1.0, world_size / 64)
         self._over = threading.Event()
-        self._beats: dict[int, tuple[int, float]] = {}  # Number of a rank's heartbeat, since when
+        self._beats: dict[int, tuple[int, float]] = {}  # A rank's heartbeat number, and since when
         self._looks: deque[tuple[float, dict[int, int], list[int]]] = deque(maxlen=_LOOKS)
-        """When, the ranks' steps, and the ranks that waited."""
+        """The time, the ranks' steps, and the ranks that waited."""
         self._thread = threading.Thread(target=self._run, name="gradsync-ranks", daemon=True)
         self._thread.start()
 
@@ -383,16 +383,16 @@ class RankTable:
             while not over:
                 rows = self.rows(self._read(), time.monotonic())
                 document = {"time": time.time(), "every_s": self.every_s, "ranks": rows}
-                with suppress(OSError):  # a disk that is full now may not be later
+                with suppress(OSError):  # a full disk may have room later
                     text = json.dumps(document) + "\n"
                     replace_text(self._path, text, mode=PRIVATE, durable=False)
                 over = self._over.wait(self.every_s)
-        except Exception as error:  # the store has gone: the watch says so
+        except Exception as error:  # the store is gone: the watch reports it
             log.debug("ranks.json is not kept any more: %s", error)
 
     def rows(self, found: Mapping[int, Activity], now: float) -> list[dict[str, Any]]:
-        """A row for each rank: its optimizer step and rate, its phase and where, the share of the
-        last looks at which it waited, and the seconds for which others have waited for it."""
+        """A row per rank: its optimizer step and rate, its phase and location, the share of recent
+        looks in which it waited, and the seconds for which others have waited for it."""
         for rank, each in found.items():
             if self._beats.get(rank, (-2, 0.0))[0] != each.beat:
                 self._beats[rank] = (each.beat, now)
@@ -423,7 +423,7 @@ class RankTable:
         ]
 
     def close(self) -> None:
-        """Write no more; a disk that does not answer is not waited for."""
+        """Stop writing; does not wait for a disk that does not answer."""
         self._over.set()
         self._thread.join(timeout=2.0)
 
@@ -434,7 +434,7 @@ def _make(folder: Path) -> None:
 
 
 def describe_environment(world: World, device: Device, threads: int) -> dict[str, Any]:
-    """Machine and software of the run; for `env.json`."""
+    """Machine and software of the run, for `env.json`."""
     return {
         "host": socket.gethostname(),
         "platform": platform.platform(),
@@ -456,7 +456,7 @@ def describe_environment(world: World, device: Device, threads: int) -> dict[str
 
 
 def finite_or_none(value: float | int | None) -> float | int | None:
-    """JSON knows no nan and no infinity."""
+    """None for nan and infinity, which JSON does not have."""
     return value if value is not None and math.isfinite(value) else None
 
 
@@ -464,4 +464,4 @@ def _step_of(line: str) -> int:
     try:
         return int(parse_json(line.encode())["step"])
     except (ValueError, KeyError, TypeError, OverflowError):
-        return sys.maxsize  # a torn last line of a killed run
+        return sys.maxsize  # a killed run's last line may be torn

@@ -15,15 +15,15 @@ from gradsync.world import World
 log = logging.getLogger("gradsync")
 
 STEPS = 2
-"""Two, since sums of the first may still be on their way in the second."""
+"""Two, because sums of the first may still be in flight in the second."""
 FOLDER = "profile_trace"
 
 
 class StepProfiler:
-    """Runs torch's profiler over a step and the next one, on all threads of this rank; a context
-    manager, since a step that raises is the one to look at.
+    """Runs torch's profiler over a step and the next one, on all threads of this rank. A context
+    manager, so that a step that raises is traced too.
 
-    Files lie as torchtitan's: `profile_trace/iteration_N/rankR_trace.json`.
+    Files are named as torchtitan's: `profile_trace/iteration_N/rankR_trace.json`.
 
     Args:
         step: number of the first one, counted from 1; 0 profiles nothing.
@@ -40,7 +40,7 @@ class StepProfiler:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """End a trace that is being taken, and write it; it hides no error."""
+        """End and write a trace in progress; an error still propagates."""
         try:
             self.close(failed=kind is not None)
         except Exception as error:
@@ -50,7 +50,7 @@ class StepProfiler:
             log.warning("no trace of the steps that failed: %s", reason)
 
     def before(self, step: int) -> None:
-        """Begin with the coming step, if it is the first one; write what `after` ended."""
+        """Start at the coming step, if it is the first one; write the trace that `after` ended."""
         if step == self._step > 0:
             from torch.profiler import ProfilerActivity, profile
 
@@ -66,19 +66,19 @@ class StepProfiler:
             self.close()
 
     def after(self, step: int, *, last: bool) -> None:
-        """End after the second step, or the run's last one: what comes then is no step."""
+        """End after the second step, or the run's last one: what follows is not a step."""
         if self._records and (last or step == self._step + STEPS - 1):
             self._stop()
 
     def _stop(self, *, failed: bool = False) -> None:
         self._records = False
-        # After an error a collective of the device may never end.
+        # After an error a collective on the device may never end.
         if self._world.device.type == "cuda" and not failed:
             torch.cuda.synchronize()
         self._profile.stop()
 
     def close(self, *, failed: bool = False) -> None:
-        """End a trace that is being taken, and write it; `failed`: the loop has raised."""
+        """End and write a trace in progress; `failed`: the loop has raised."""
         if self._profile is None:
             return
         if self._records:

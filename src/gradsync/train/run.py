@@ -48,7 +48,7 @@ EXIT_REQUEUE = 75
 _OF_EACH_RANK = {"out", "data", "tokenizer", "init", "resume", "device", "backend", "threads"}
 _OF_EACH_RANK |= {"nproc_per_node", "num_workers", "keep_memory", "track", "profile"}
 _OF_EACH_RANK |= {"timeout_s", "rendezvous_timeout_s", "silence_s"}
-"""Settings that ranks may have each for itself."""
+"""Settings that may differ between ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +56,7 @@ class TrainOutcome:
     """How a run ended."""
 
     exit_code: int  # 0 done, 75 stopped by a signal with the checkpoint written
-    summary: dict[str, Any]  # Contents of `summary.json`; on rank 0 only, else empty
+    summary: dict[str, Any]  # Contents of `summary.json`; empty except on rank 0
 
 
 def train(
@@ -69,15 +69,15 @@ def train(
     fault: FaultPlan | None = None,
     watch: FailureWatch | None = None,
 ) -> TrainOutcome:
-    """Train as `config` says, as one rank of `world`; call it inside `with gs.init()`.
+    """Train as `config` says, as one rank of `world`; call it in a `with gs.init()` block.
 
     Args:
         config: `out` must be set and `dtype` named; equal on all ranks.
         threads: intra-op threads of this rank, for the fingerprint.
-        stream: where rank 0 prints; stdout by default.
-        notes: more lines for its introduction.
-        fault: happens to a rank, for a drill or a test.
-        watch: of the session; rank 0 writes what it says of all ranks to `ranks.json`.
+        stream: output of rank 0; stdout by default.
+        notes: more lines for the introduction.
+        fault: injected into a rank, for a drill or a test.
+        watch: of the session; rank 0 writes its data on all ranks to `ranks.json`.
     """
     run_dir = RunDir(config.out)
     progress = Progress(
@@ -85,7 +85,7 @@ def train(
         world.world_size,
         enabled=world.is_main,
         stream=stream or sys.stdout,
-        # mpirun and srun may give rank 0 a terminal and write what it gets to a file.
+        # mpirun and srun may give rank 0 a terminal and write its output to a file.
         live=world.launcher in ("python", "torchrun", "env"),
     )
     with ExitStack() as stack:
@@ -147,7 +147,7 @@ def _refuse_start(config: TrainConfig, run_dir: RunDir) -> None:
 
 
 def _run(trainer: Trainer, step: int, stop: StopRequest, watch: FailureWatch | None) -> Totals:
-    """The loop from `step` on; after it ranks leave one by one, and where one is says no more."""
+    """The loop from `step` on; it ends the table of ranks, which leave one by one afterwards."""
     try:
         return trainer.run(step, stop)
     except BaseException:
@@ -159,8 +159,8 @@ def _run(trainer: Trainer, step: int, stop: StopRequest, watch: FailureWatch | N
 
 
 def _refuse_unlike(config: TrainConfig, data: Data, comm: Communicator) -> None:
-    """Raise ConfigError on all ranks where some have other settings, or other data under the name:
-    each would do its share of another run. One all-reduce, int64 [2]."""
+    """Raise ConfigError on all ranks if some have other settings, or other data under the same
+    name: each would train its share of a different run. One all-reduce, int64 [2]."""
     told = {name: repr(attrgetter(name)(config)) for name in HINTS if name not in _OF_EACH_RANK}
     told["training data"] = data.train.state_dict()["dataset"]
     told["validation data"] = data.val.fingerprint
@@ -169,19 +169,19 @@ def _refuse_unlike(config: TrainConfig, data: Data, comm: Communicator) -> None:
 
 
 def _learner(config: TrainConfig, world: World, shape: GPTConfig, comm: Communicator) -> Learner:
-    """For a whole model, or for this rank's part of one."""
+    """A learner for a whole model, or for this rank's part of one."""
     check_size(shape, device=world.device_name, num_nodes=world.num_nodes)
     layout = config.layout(world.world_size)
     if layout.model_ranks == 1:
         return build_learner(config, world, shape, comm)
-    # Other runs need not spend the time to import torch's pipelining.
+    # Only split models pay for the import of torch's pipelining.
     from gradsync.train.split import build_split_learner
 
     return build_split_learner(config, layout, world, shape, comm)
 
 
 def _device(world: World, threads: int) -> Device:
-    """This rank's device, with the peak of its data sheet, or an estimate for `threads` cores."""
+    """This rank's device, with its data-sheet peak, or an estimate for `threads` cores."""
     if world.device.type == "cuda":
         return torch_devices(torch)[world.device.index or 0]
     processor, ranks = read_processor(), world.local_world_size
@@ -190,7 +190,7 @@ def _device(world: World, threads: int) -> Device:
 
 
 def _planned_gib(trainer: Trainer) -> float | None:
-    """Memory that `gradsync plan` says the rank with most will take; None where it says nothing."""
+    """Memory that `gradsync plan` predicts for the rank with most; None without a prediction."""
     config, world = trainer.config, trainer.world
     work = Workload(
         model=trainer.learner.model.config,
@@ -247,10 +247,10 @@ def _introduce(trainer: Trainer, resumed: Resumed, threads: int, notes: Sequence
 
 
 def _unlike_machines(trainer: Trainer) -> list[str]:
-    """A note where ranks compute with other bits. One all-reduce, int64 [2]."""
+    """A note if ranks compute with different bits. One all-reduce, int64 [2]."""
     told = {name: repr(value) for name, value in trainer.fingerprint.items()}
     if trainer.world.device.type == "cuda":
-        for name in ("threads", "cpu_capability", "math_env"):  # they decide nothing there
+        for name in ("threads", "cpu_capability", "math_env"):  # they determine nothing there
             del told[name]
     if same_on_all_ranks(trainer.comm, repr(told).encode()):
         return []
@@ -259,7 +259,7 @@ def _unlike_machines(trainer: Trainer) -> list[str]:
 
 
 def _already_done(trainer: Trainer, resumed: Resumed) -> TrainOutcome:
-    """Nothing to do: leave the files of the finished run as they are."""
+    """Nothing to do: leave the finished run's files unchanged."""
     steps = trainer.config.steps
     trainer.progress.say(
         f"{resumed.source} has {resumed.step} steps already and {steps} were asked for: "
@@ -300,7 +300,7 @@ def _summarise(trainer: Trainer, totals: Totals) -> dict[str, Any]:
     tokens_timed = totals.steps_timed * config.tokens_per_update
     return {
         "steps": totals.step,
-        "first_step": totals.step - totals.steps_timed + 1,  # of this start: speed and times
+        "first_step": totals.step - totals.steps_timed + 1,  # of this start, for speed and times
         "tokens": totals.step * config.tokens_per_update,
         "final_train_loss": finite_or_none(totals.train_loss),
         "val_loss": finite_or_none(totals.val_loss),
@@ -318,7 +318,7 @@ def _summarise(trainer: Trainer, totals: Totals) -> dict[str, Any]:
 
 
 def _farewell(trainer: Trainer, totals: Totals, model: GPT) -> None:
-    """Final figures, a sample of text, and where everything lies."""
+    """Final figures, a sample of text, and the paths of all files."""
     say, meta = trainer.progress.say, trainer.data.meta
     if math.isfinite(totals.train_loss):
         say(f"final training loss {totals.train_loss:.4f}")
@@ -335,7 +335,7 @@ def _farewell(trainer: Trainer, totals: Totals, model: GPT) -> None:
             tokenizer = trainer.data.load_tokenizer()
             prompt = tokenizer.encode("\n").tolist()
             ids = generate(model, prompt, config.sample_tokens, seed=config.seed)
-        except UsageError as error:  # a run that is done does not fail for it
+        except UsageError as error:  # a finished run does not fail because of it
             say(f"no sample: {error}")
         else:
             say(f"--- a sample ---\n{tokenizer.decode(ids)}\n----------------")
@@ -346,23 +346,23 @@ def _farewell(trainer: Trainer, totals: Totals, model: GPT) -> None:
 
 
 def note_end(config: TrainConfig, outcome: TrainOutcome) -> None:
-    """Write `exit.json` of a run that ended in an orderly way; rank 0 only."""
+    """Write `exit.json` for a run that ended normally or by a signal; rank 0 only."""
     stopped_by = outcome.summary.get("stopped_by", "")
     reason = f"stopped by {stopped_by}" if stopped_by else "done"
     RunDir(config.out).write_json("exit.json", {"exit_code": outcome.exit_code, "reason": reason})
 
 
 def note_failure(config: TrainConfig, error: Exception) -> None:
-    """Leave `exit.json` behind when the run failed: torchrun folds every failure into 1.
+    """Write `exit.json` for a failed run: torchrun reports every failure as 1.
 
-    Rank 0 only, and only where a run directory was made; a failure to write it is not another one.
-    A start that was refused changes nothing of a run that is done.
+    Rank 0 only, and only if a run directory exists; a failed write is ignored. A refused start
+    changes nothing in a finished run.
     """
     run_dir = RunDir(config.out)
     if not config.out or not run_dir.path.is_dir():
         return
     if read_object(run_dir.path / "exit.json").get("exit_code") == 0:
-        return  # else `RunDir.begin` had taken it away
+        return  # else `RunDir.begin` would have removed it
     code = error.exit_code if isinstance(error, GradsyncError) else 1
     with suppress(RunError), closing(run_dir):
         run_dir.hold()

@@ -1,8 +1,8 @@
-"""A run whose model is split over ranks: its part on each rank, and its checkpoints.
+"""A run whose model is split over ranks: each rank's part, and the checkpoints.
 
-Every rank of the first replica sends the pieces it owns to rank 0, which writes a file for each of
-them: two tensors of the others at a time are in its memory. To load, rank 0 reads whole tensors,
-joined where the checkpoint is of a split model, and sends each rank its pieces.
+Every rank of the first replica sends the pieces it owns to rank 0, which writes a file for each
+rank and holds at most two of the others' tensors. To load, rank 0 reads whole tensors, joined if
+the checkpoint is of a split model, and sends each rank its pieces.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class SplitLearner(Learner):
         return [weight.name for weight in self.part.weights]
 
     def run_leaves(self, leaves: Iterable[Leaf], span: Span = record_function) -> None:
-        """This replica's leaves. A schedule decides which is next: it has all of them before it."""
+        """This replica's leaves. The schedule orders them, so it needs all of them first."""
         self.pipeline.run(list(leaves))
 
     def prime(self, leaf_shape: tuple[int, int]) -> None:
-        """Each stage alone: what is learnt is the order of its own gradients."""
+        """Each stage alone: it records the order of the stage's gradients."""
         self.sync.reducer.prime(self.pipeline.throwaway)
 
     def evaluate(self, leaves: EvalLeaves) -> float:
@@ -122,8 +122,8 @@ def build_split_learner(
 ) -> SplitLearner:
     """This rank's part of the model, its optimizer and its synchronisation.
 
-    All ranks call it at the same point: it makes process groups. Start values are those of the
-    whole model with this seed, drawn on every rank, so nothing is sent.
+    All ranks call it at the same point: it creates process groups. Every rank draws the whole
+    model's initial values with this seed, so nothing is sent.
     """
     device = world.device
     part = ModelPart(config=shape, layout=layout, place=layout.coordinates(world.rank))

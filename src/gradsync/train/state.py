@@ -1,8 +1,8 @@
-"""Everything needed to go on exactly, out of a run and back into one.
+"""Everything that a run needs to resume exactly: saved from a run, restored into one.
 
-Rank 0 alone reads and writes checkpoints and hands what it read to the others: the run directory
-has to be reachable from one host only, and all ranks surely continue from the same bytes.
-Random state is not saved because there is none: see [Note: Keyed streams].
+Rank 0 alone reads and writes checkpoints and sends what it reads to the others: only one host has
+to reach the run directory, and all ranks resume from the same bytes. There is no random state to
+save: see [Note: Keyed streams].
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ _STATE: dict[str, Any] = {
     "tokenizer": str | None,
     "scaler": dict | None,
 }
-_ONCE_ALL = {"architecture": "llama", "bias": False}  # Models saved before there were others
+_ONCE_ALL = {"architecture": "llama", "bias": False}  # Models saved before others existed
 _MACHINE = {"torch", "device", "cpu_capability", "math_env", "threads", "tf32"}
-_SPLIT = "parallel"  # The layout of a split model; whole ones do not have it
+_SPLIT = "parallel"  # The layout of a split model; whole models do not have it
 _MATH_VARIABLES = ("MKL_CBWR", "ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
 
 
 def numeric_fingerprint(
     config: TrainConfig, world: World, plan: BatchPlan, *, threads: int
 ) -> Fingerprint:
-    """Everything that decides a run's bits apart from data and weights, equal on all its ranks.
+    """Everything but data and weights that determines a run's bits, equal on all its ranks.
 
-    Measured: 16 of 56 fp32 operations change bits with the thread count, ten settings of the CPU's
+    Measured: 16 of 56 fp32 operations change bits with the thread count; ten settings of the CPU's
     instruction set gave eight different weight hashes. So a resume that differs is refused by name.
     """
     strategy = find_strategy(config.sync)
@@ -84,8 +84,8 @@ def compare(saved: Mapping[str, Any], now: Fingerprint, *, allow_change: bool) -
     """Differences that only deserve a warning.
 
     Between world sizes or layouts most strategies promise the same samples, not the same bits, so
-    there what the machine decides only warns. Under the invariant order the world size does not
-    appear, and everything counts. ConfigError names each field that changes the bits.
+    differences of the machine only warn there. Under the invariant order the world size is not
+    compared, and every difference counts. ConfigError names each field that changes the bits.
     """
     differs = {
         name: f"{name}: {saved.get(name)!r} then, {now.get(name)!r} now"
@@ -107,7 +107,7 @@ def compare(saved: Mapping[str, Any], now: Fingerprint, *, allow_change: bool) -
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """Start of a run."""
+    """The start of a run."""
 
     step: int = 0  # Optimizer steps done
     source: str = ""  # Checkpoint directory, "" for a fresh start
@@ -115,8 +115,8 @@ class Resumed:
 
 
 def restore(run: Trainer) -> Resumed:
-    """Find, check and load what `config.resume` asks for, on all ranks. ConfigError: of another
-    model, or with other numerics; DataError: of another data set or seed."""
+    """Find, check and load what `config.resume` asks for, on all ranks. ConfigError: another model,
+    or other numerics; DataError: another data set or seed."""
     config, comm, learner = run.config, run.comm, run.learner
     saved: dict[str, Whole] = {}
 
@@ -175,8 +175,8 @@ def restore(run: Trainer) -> Resumed:
 
 
 def changed_settings(saved: Mapping[str, Any], config: TrainConfig) -> list[str]:
-    """A line that names the changed settings of the optimizer, the strategy and the schedule,
-    and what ends rounds where there are any; `compare` refuses settings that change bits."""
+    """A line that names the changed settings of the optimizer, the strategy, the schedule and the
+    ends of rounds, if it has rounds; `compare` refuses settings that change bits."""
     found = []
     rounds = isinstance(find_strategy(config.sync).defaults, LocalSgdOptions | DilocoOptions)
     ends = {"eval": ("every",), "checkpoint": ("every",)} if rounds else {}
@@ -193,7 +193,7 @@ def changed_settings(saved: Mapping[str, Any], config: TrainConfig) -> list[str]
 
 
 def _find_checkpoint(resume: str, store: CheckpointStore) -> tuple[Path | None, list[str]]:
-    """Which checkpoint `--resume` means, and a note for each damaged one that was passed over."""
+    """The checkpoint that `--resume` means, and a note for each damaged one it skips."""
     if resume == "none":
         return None, []
     if resume != "auto":
@@ -215,7 +215,7 @@ def _find_checkpoint(resume: str, store: CheckpointStore) -> tuple[Path | None, 
 
 
 def check_state(found: Snapshot, path: Path) -> None:
-    """Refuse a checkpoint that does not hold what `Trainer` puts into one."""
+    """Refuse a checkpoint without the contents that `Trainer` saves."""
     for name, kinds in _STATE.items():
         if name not in found.state or not isinstance(found.state[name], kinds):
             raise CheckpointError(f"{path}: state.json has no {name} of a training run")
@@ -237,7 +237,7 @@ def check_state(found: Snapshot, path: Path) -> None:
 
 
 def saved_model(found: Snapshot, path: Path) -> GPTConfig:
-    """The shape of a checkpoint's model, compared with its tensors before anything is built."""
+    """The shape of a saved model, compared with its tensors before anything is built."""
     try:
         shape = GPTConfig(**found.state["model"])
         expected = shape.num_params()
@@ -258,8 +258,8 @@ def saved_model(found: Snapshot, path: Path) -> GPTConfig:
 
 
 def take_strategy_state(found: Snapshot, sync: str) -> tuple[Whole, list[str]]:
-    """The saved tensors that strategy `sync` goes on with, and a note where those of another one
-    are left behind. A checkpoint that does not say which saved it is taken for one of `sync`."""
+    """The saved tensors that strategy `sync` resumes with, and a note if those of another strategy
+    are dropped. A checkpoint that does not name its strategy counts as one of `sync`."""
     tensors = found.tensors.get("sync", {})
     saved_by = found.state.get("config", {}).get("sync", sync)
     if saved_by == sync or not tensors:
@@ -270,7 +270,7 @@ def take_strategy_state(found: Snapshot, sync: str) -> tuple[Whole, list[str]]:
 
 
 def _start_weights(path: Path, model: GPT) -> Whole:
-    """Whole weights under our names, of a run or checkpoint, or of transformers."""
+    """Whole weights under our names, from a run, a checkpoint or transformers."""
     if not (path / "config.json").exists():
         path, _ = resolve(path)
         snapshot = CheckpointStore(path.parent).load(path)
@@ -283,14 +283,14 @@ def _start_weights(path: Path, model: GPT) -> Whole:
 
 
 def _sizes(shape: GPTConfig) -> dict[str, Any]:
-    """The parts of a shape that weights depend on, none left to its default."""
+    """The fields of a shape that weights depend on, all resolved."""
     found = asdict(shape) | {"n_kv_head": shape.num_kv_heads, "hidden_dim": shape.mlp_dim}
     left_out = {"dropout"} if shape.is_gpt2 else {"dropout", "block_size"}
     return {name: size for name, size in found.items() if name not in left_out}
 
 
 def _check_model(now: dict[str, Any], saved: dict[str, Any], path: Path) -> None:
-    """Shapes are compared before anything is loaded, by the names users know."""
+    """Compare shapes before anything is loaded, by the names that users know."""
     differs = [
         f"model.{name} is {saved.get(name)!r} there, {value!r} here"
         for name, value in now.items()

@@ -1,13 +1,13 @@
-"""Trackers: where `gradsync train --track NAME,…` sends the records of `metrics.jsonl` too.
+"""Trackers: `gradsync train --track NAME,…` also sends the records of `metrics.jsonl` there.
 
     name          what it leaves in the run directory
     tensorboard   tensorboard/: event files
     wandb         wandb/, and wandb.json with the run's id
 
-`Tracker` has the shape of Accelerate's `GeneralTracker` (made with the configuration, `log(values,
-step)`, `finish`), and hears at its end whether the run failed, which W&B shows.
+`Tracker` follows Accelerate's `GeneralTracker` (made with the configuration, `log(values, step)`,
+`finish`); `finish` also receives whether the run failed, which W&B shows.
 
-Rank 0 tracks alone, each tracker on a thread of its own: one that raises or blocks ends nothing and
+Only rank 0 tracks, with a thread per tracker: a tracker that raises or blocks ends nothing and
 delays no rank. Its package is imported when a run asks for it. No torch here.
 """
 
@@ -34,23 +34,23 @@ log = logging.getLogger("gradsync")
 
 _PROJECT = "gradsync"
 _UPLOAD_S = "30"
-"""Seconds that W&B may take to upload what is left at the end: others wait."""
+"""Seconds that W&B may take for its last upload; other ranks wait for it."""
 _START_S = 100
-"""Longest to wait for a tracker's start; W&B gives up after 90 seconds, and says why."""
+"""Longest wait for a tracker to start, seconds; W&B gives up after 90, and says why."""
 _FINISH_S = 45
-"""Longest to wait for all trackers at the end."""
+"""Longest wait for all trackers at the end, seconds."""
 _KEPT = 1_000
-"""Records that may wait for a tracker."""
+"""Records that may queue for a tracker."""
 
 
 class Tracker(Protocol):
-    """One tracker of one run, made before the first step as `Kind(folder, config, done_steps)`.
-    All its calls come from one thread, which is its own.
+    """One tracker of one run, made before the first step as `Kind(folder, config, done_steps)`. One
+    thread, which serves no other tracker, makes all calls.
 
     Args:
         folder: of the run.
         config: the whole configuration, nested as in `config.yaml`.
-        done_steps: steps that the run has already; later ones are done, and logged, again.
+        done_steps: steps the run has done already; later steps are done, and logged, again.
     """
 
     def __init__(self, folder: Path, config: Mapping[str, Any], done_steps: int) -> None: ...
@@ -63,26 +63,26 @@ class Tracker(Protocol):
 
 
 class _TensorBoard:
-    """Event files; of steps done again TensorBoard shows the later ones."""
+    """Event files; for a repeated step TensorBoard shows the later values."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any], done_steps: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=done_steps + 1)
         text = json.dumps(config, indent=2).replace("\n", "\n    ")
-        self._writer.add_text("config", f"    {text}", done_steps + 1)  # Markdown's code block
+        self._writer.add_text("config", f"    {text}", done_steps + 1)  # a code block in Markdown
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
-        self._writer.flush()  # a killed run has them too
+        self._writer.flush()  # so that a killed run keeps them
 
     def finish(self, *, failed: bool) -> None:
         self._writer.close()
 
 
 class _WeightsAndBiases:
-    """A run of W&B; a run that is resumed keeps its id."""
+    """A run of W&B; a resumed run keeps its id."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any], done_steps: int) -> None:
         import wandb
@@ -98,7 +98,7 @@ class _WeightsAndBiases:
 
 
 KINDS: Mapping[str, type[Tracker]] = {"tensorboard": _TensorBoard, "wandb": _WeightsAndBiases}
-"""Each needs the package of its name, which the extra of that name installs."""
+"""Each needs the package of the same name, which the extra of that name installs."""
 
 
 def tracker_names(track: str) -> list[str]:
@@ -114,9 +114,9 @@ def tracker_names(track: str) -> list[str]:
 
 
 def require_packages(track: str) -> None:
-    """Raise ConfigError where a tracker's package is not installed."""
+    """Raise ConfigError if a tracker's package is not installed."""
     for name in tracker_names(track):
-        # A mere folder, such as the ./wandb that W&B makes where a script runs, has no origin.
+        # A plain folder, such as the ./wandb that W&B creates next to a script, has no origin.
         if getattr(find_spec(name), "origin", None) is None:
             raise ConfigError(
                 f"track={name} needs the package {name}: pip install 'gradsync[{name}]'"
@@ -129,10 +129,10 @@ def _wandb_id(folder: Path) -> Path:
 
 @contextmanager
 def _process_for(name: str, folder: Path, done_steps: int) -> Generator[None]:
-    """Let the process be as tracker `name` wants it at its start. It is the waiting thread that
-    changes it, which puts it back also where the start never ends.
+    """Set the process's variables as tracker `name` needs them at its start. The waiting thread
+    sets them, and restores them even if the start never ends.
 
-    The user's own variables (WANDB_MODE, WANDB_PROJECT …) come first.
+    Variables that the user set (WANDB_MODE, WANDB_PROJECT …) take precedence.
     """
     defaults = {}
     if name == "wandb":
@@ -149,20 +149,20 @@ def _process_for(name: str, folder: Path, done_steps: int) -> Generator[None]:
 
 
 class _Fed(Thread):
-    """A tracker on its own thread, which gets records without anyone waiting for it. Where more
-    than `_KEPT` wait, the oldest make room."""
+    """A tracker on a separate thread, so that nothing waits when it gets a record. If more than
+    `_KEPT` records are queued, the oldest are dropped."""
 
     def __init__(self, name: str, make: Callable[[], Tracker]) -> None:
         super().__init__(name=f"tracker {name}", daemon=True)
         self.tracker, self._make = name, make
         self.started = Event()
-        """Set when the tracker was made, or failed."""
+        """Set when the tracker is made, or has failed."""
         self._waiting: Queue[Callable[[Tracker], None]] = Queue(_KEPT)
         self._over = self._missed = False
         self.start()
 
     def run(self) -> None:
-        """Give the tracker what comes until `end`; the first error is the last call."""
+        """Pass queued calls to the tracker until `end`; the first error is the last call."""
         try:
             tracker = self._make()
             self.started.set()
@@ -177,11 +177,11 @@ class _Fed(Thread):
             self.started.set()
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Let the tracker have a record."""
+        """Queue a record for the tracker."""
         self._put(lambda tracker: tracker.log(values, step))
 
     def end(self, *, failed: bool) -> None:
-        """Let it finish after what waits; the thread ends then."""
+        """Finish after the queued records; then the thread ends."""
 
         def finish(tracker: Tracker) -> None:
             self._over = True
@@ -206,8 +206,8 @@ class _Fed(Thread):
 
 
 class Trackers:
-    """The trackers of a run that work: of one that raises, or takes too long to start or to finish,
-    one line says so, and the run goes on without it."""
+    """The working trackers of a run. If one raises, or takes too long to start or to finish, one
+    line reports it, and the run goes on without it."""
 
     def __init__(self) -> None:
         self._fed: list[_Fed] = []
@@ -221,11 +221,11 @@ class Trackers:
                 if fed.started.wait(_START_S):
                     self._fed.append(fed)
                     continue
-            fed.end(failed=True)  # should it start after all
+            fed.end(failed=True)  # in case it starts after all
             log.warning("tracker %s did not start within %s s; going on without it", name, _START_S)
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Give them a record of `metrics.jsonl`, without what is null in it."""
+        """Pass on a record of `metrics.jsonl`, without its nulls."""
         values = {name: value for name, value in record.items() if value is not None}
         step = values.pop("step")
         for fed in self._fed:

@@ -1,9 +1,9 @@
-"""`--sync auto`: the strategy that `gradsync tune` found to be fastest for such a run here; and
+"""`--sync auto`: the fastest strategy that `gradsync tune` found for this kind of run here; and
 `--dtype auto`.
 
-What was found lies in the user's cache, one file per kind of run on one machine. A file is believed
-only if it says for itself what it was measured for, and names a strategy with options as this
-version knows them. Micro-batches that were probed are kept in the same way (`micro_batch.py`).
+Results are in the user's cache, one file per kind of run on one machine. A file is trusted only if
+it states what it was measured for, and names a strategy with options that this version knows.
+Probed micro-batches are kept in the same way (`micro_batch.py`).
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from gradsync.world import World
 if TYPE_CHECKING:
     from gradsync.comm.base import Communicator
 
-_TUNED_FROM = 2  # Ranks of `gradsync tune` unless it is told otherwise
+_TUNED_FROM = 2  # Default number of ranks of `gradsync tune`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TunedStrategy:
-    """A strategy, as `gradsync train` takes it; ConfigError if this version has none such."""
+    """A strategy, as `gradsync train` takes it; ConfigError if this version does not have it."""
 
     sync: str = "invariant"  # Its name
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the strategy; keys are fields of `SyncConfig`."""
-    compile: CompileOrder = "none"  # Place of `torch.compile`: none, model or ddp
+    compile: CompileOrder = "none"  # What `torch.compile` applies to: none, model or ddp
 
     def __post_init__(self) -> None:
         if not isinstance(self.sync, str):
@@ -54,7 +54,7 @@ class TunedStrategy:
 
     @property
     def text(self) -> str:
-        """`zero1:bucket_mb=50`, and the order of compilation."""
+        """`zero1:bucket_mb=50`, and the compile setting."""
         options = ",".join(f"{name}={value}" for name, value in self.options.items())
         name = f"{self.sync}:{options}" if options else self.sync
         return name if self.compile == "none" else f"{name}, compile {self.compile}"
@@ -62,7 +62,7 @@ class TunedStrategy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tuned:
-    """A choice, why it was made (in one line), and the date of the measurement."""
+    """A choice, the reason (in one line), and the date of the measurement."""
 
     choice: TunedStrategy
     verdict: str
@@ -70,7 +70,7 @@ class Tuned:
 
 
 def run_conditions(config: TrainConfig, shape: GPTConfig, world: World, threads: int) -> Conditions:
-    """The conditions of every measurement of a training step; `threads` are those of a rank."""
+    """The conditions of every measurement of a training step; `threads` are per rank."""
     return machine_conditions(world.device_name, threads) | {
         "model": _sizes(shape),
         "dtype": config.dtype,
@@ -80,13 +80,13 @@ def run_conditions(config: TrainConfig, shape: GPTConfig, world: World, threads:
 
 
 def _sizes(model: GPTConfig) -> dict[str, Any]:
-    """Sizes of a model that decide how much there is to compute and to send."""
+    """The sizes of a model that determine computation and communication."""
     names = ("n_layer", "n_head", "n_embd", "mlp_dim", "vocab_size", "tie_head")
     return {name: getattr(model, name) for name in names} | {"n_kv_head": model.num_kv_heads}
 
 
 def conditions_of(config: TrainConfig, world: World, *, threads: int) -> Conditions:
-    """The conditions that the step time of a run depends on."""
+    """The conditions that determine the step time of a run."""
     plan = config.batch_plan(world.world_size)
     return run_conditions(config, shape_before(config), world, threads) | {
         "micro_batch_size": plan.micro_batch_size,
@@ -111,14 +111,14 @@ def _tuned(document: Any) -> Tuned:
     return Tuned(choice=choice, verdict=verdict, date=date)
 
 
-TUNED = Cache("tuned", _tuned)  # The choices of `gradsync tune`
+TUNED = Cache("tuned", _tuned)  # Choices of `gradsync tune`
 
 
 def resolve_auto(config: TrainConfig, world: World, *, threads: int) -> tuple[TunedStrategy, str]:
     """The strategy that `config.sync = "auto"` stands for, and why, in one line. Caches of hosts
-    may differ: rank 0 asks, and tells the others.
+    may differ: rank 0 reads its cache, and sends the result to the others.
 
-    A run that goes on takes what it began with, whatever was measured since: bits depend on it.
+    A resumed run keeps its strategy, whatever was measured since: bits depend on it.
     """
     place, values = begun_with(config) or (None, {})
     sync, compiled = values.get("sync"), values.get("compile", "none")
@@ -142,10 +142,10 @@ def resolve_auto(config: TrainConfig, world: World, *, threads: int) -> tuple[Tu
 
 
 def apply_choice(config: TrainConfig, choice: TunedStrategy, *, threads: int | None) -> TrainConfig:
-    """`config` with a strategy in the place of `auto`; what is written down with the run.
+    """`config` with a strategy in place of `auto`; this is saved with the run.
 
-    `threads` are those of a rank where the run is to keep them under a name that would take
-    others, else None.
+    `threads` is the number per rank if the run must keep it under a strategy name that would choose
+    another number, else None.
     """
     keeps_own = config.compile != "none" or config.loss_rows is not None
     promised = find_strategy(choice.sync).same_on_any_ranks
@@ -159,7 +159,7 @@ def apply_choice(config: TrainConfig, choice: TunedStrategy, *, threads: int | N
 
 
 def tune_command(config: TrainConfig, conditions: Conditions) -> str:
-    """The command that measures for such a run, or why there is none."""
+    """The command that measures this kind of run, or why none can."""
     shape, named = shape_before(config), preset(config.preset)
     world_size, seq_len = conditions["world_size"], conditions["seq_len"]
     only = "gradsync tune measures presets as they are"
@@ -174,7 +174,7 @@ def tune_command(config: TrainConfig, conditions: Conditions) -> str:
         "--world-size": (world_size, _TUNED_FROM),
         "--dtype": (conditions["dtype"], fast_dtype(config.device)),
         "--context-length": (seq_len, start.sequence_length),
-        # Speed depends on the number of token ids alone.
+        # Speed depends only on the number of token ids.
         "--data": (config.tokenizer if is_stream(config.data) else config.data, ""),
         "--threads": (config.threads, None),
         "--device": (config.device, "auto"),
@@ -195,13 +195,13 @@ def tune_command(config: TrainConfig, conditions: Conditions) -> str:
 
 
 def resolve_dtype(config: TrainConfig, world: World, comm: Communicator) -> tuple[TrainConfig, str]:
-    """`config` with a name in the place of `dtype: auto`, the same on all ranks, which all call
-    this, and a line about it; "" where it had a name."""
+    """`config` with `dtype: auto` resolved, and a line about it ("" if it was named). All ranks
+    call it and get the same."""
     from gradsync.comm.values import all_gather_json
 
     if config.dtype != AUTO:
         return config, ""
-    # Only rank 0's host need have the run directory. Whole group, one small message of each.
+    # Only rank 0's host needs the run directory. Whole group, one small message from each rank.
     mine = [fast_dtype(world.device_name), *(begun_dtype(config) if world.is_main else ("", ""))]
     told = all_gather_json(comm, mine)
     kept, place = told[0][1:]
@@ -216,20 +216,20 @@ def resolve_dtype(config: TrainConfig, world: World, comm: Communicator) -> tupl
 
 
 def begun_dtype(config: TrainConfig) -> tuple[str, str]:
-    """The dtype of the run that this one goes on with, and the file that says so; "" for none."""
+    """The dtype of the run being resumed, and the file that says so; "" for none."""
     place, values = begun_with(config) or (None, {})
     found: Any = values.get("dtype")
     return (found, str(place)) if found in get_args(Dtype) and found != AUTO else ("", "")
 
 
 def continued(config: TrainConfig) -> Path | None:
-    """The configuration of the run that this one goes on with."""
+    """The configuration file of the run being resumed."""
     if config.resume == "none":
         return None
     if config.resume == "auto":
         begun = config.out and any((Path(config.out) / "checkpoints").glob("step-*"))
         places = [Path(config.out)] if begun else []
-    else:  # a run, its checkpoints, or one of those
+    else:  # a run, its checkpoints, or one of them
         path = Path(config.resume).resolve()
         places = [path, *path.parents[:2]] if path.is_dir() else []
     found = (place / "config.yaml" for place in places)
@@ -237,14 +237,14 @@ def continued(config: TrainConfig) -> Path | None:
 
 
 def begun_with(config: TrainConfig) -> tuple[Path, dict[str, Any]] | None:
-    """The configuration file of the run that this one goes on with, and its values."""
+    """The configuration file of the run being resumed, and its values."""
     place = continued(config)
     return None if place is None else (place, read_file(place))
 
 
 def begun_options(place: Path | None, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The strategy's options among the values of `place`: those that are set, and that this
-    version has."""
+    """The strategy's options in the values of `place`, if they are set and this version has
+    them."""
     options = values.get("sync_options") or {}
     if not isinstance(options, dict):
         raise ConfigError(f"configuration {place}: sync_options: expected keys and values")

@@ -1,6 +1,6 @@
-"""One cell of the matrix: train, compare, and say why if it is not as promised.
+"""One cell of the matrix: train, compare, and find the cause if the promise is broken.
 
-All ranks call `run_cell`; rank 0 judges and knows the result.
+All ranks call `run_cell`; rank 0 judges and has the result.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from gradsync.verify.run import Prepare, Task, train_traced
 from gradsync.verify.settings import Cell, Variant, VerifySettings, promise_of
 
 OneRankRuns = dict[tuple[str, str, Variant, VerifySettings], Trace]
-"""Plain runs, the same for most strategies."""
+"""Plain one-rank runs, shared by most strategies."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Setting:
-    """The surroundings of a cell, see `train_traced`."""
+    """The environment of a cell, see `train_traced`."""
 
     settings: VerifySettings
     comm: Communicator
     groups: Groups | None = None
     prepare: Prepare | None = None
     saved: State | None = None
-    one_rank_runs: OneRankRuns = field(default_factory=dict)  # kept from cell to cell
+    one_rank_runs: OneRankRuns = field(default_factory=dict)  # shared by all cells
 
 
 @dataclass(slots=True)
 class _Attempt:
-    """One variant of the cell, on one rank; rank 0's counts."""
+    """One variant of the cell, on one rank; rank 0's is the one that counts."""
 
     trace: Trace
     run: Observed | None = None  # None on ranks that have nothing to judge
@@ -51,8 +51,8 @@ class _Attempt:
 
 
 def run_cell(cell: Cell, setting: Setting) -> tuple[Result, Trace]:
-    """Run one cell; all ranks call it. The result (rank 0's is complete), and this rank's record of
-    the plain run."""
+    """Run one cell; all ranks call it. Returns the result (complete on rank 0), and this rank's
+    record of the plain run."""
     started = time.perf_counter()
     task = Task(
         strategy=cell.strategy, model=cell.model, dtype=cell.dtype, settings=setting.settings
@@ -101,7 +101,7 @@ def _attempt(task: Task, setting: Setting) -> _Attempt:
 
 
 def _train_alone(run: Observed, setting: Setting) -> Trace:
-    """The same training on one rank: by the strategy itself where its bits are promised, else by
+    """The same training on one rank: with the strategy itself if its bits are promised, else with
     the reference."""
     task, saved, known = run.reference.task, setting.saved, setting.one_rank_runs
     if run.promise.same_bits:
@@ -116,7 +116,7 @@ def _train_alone(run: Observed, setting: Setting) -> Trace:
 
 
 def _differences(trace: Trace, other: Trace) -> dict[str, Difference]:
-    """Distance of two free runs: losses, gradients, weights and optimizer states."""
+    """Differences of two free runs: losses, gradients, weights and optimizer states."""
     found = {part: Difference() for part in ("loss", "gradient", "weight", "state")}
     for a, b in zip(trace.steps, other.steps, strict=True):
         losses = ({"loss": torch.tensor(step.loss, dtype=torch.float64)} for step in (a, b))
@@ -128,7 +128,7 @@ def _differences(trace: Trace, other: Trace) -> dict[str, Difference]:
 
 
 def _check_bits(differences: dict[str, Difference], verdict: Verdict) -> None:
-    """Two runs have the same bits, or their first difference is found."""
+    """Check that two runs have the same bits, or find their first difference."""
     found = [(d.first_step, part, d) for part, d in differences.items() if d.first_step is not None]
     if found:
         step, part, difference = min(found, key=lambda entry: entry[0])
@@ -137,7 +137,7 @@ def _check_bits(differences: dict[str, Difference], verdict: Verdict) -> None:
 
 
 def _check_fall(run: Observed, verdict: Verdict) -> None:
-    """A lossy strategy has no bound to keep, but it must learn."""
+    """A lossy strategy has no bound, but its loss must fall."""
     first, last = run.trace.steps[0], run.trace.steps[-1]
     before, after = run.reference.loss(first.before), run.reference.loss(last.after)
     if not after < before:
@@ -146,7 +146,7 @@ def _check_fall(run: Observed, verdict: Verdict) -> None:
 
 
 def _explain(result: Result, task: Task, setting: Setting, attempt: _Attempt) -> None:
-    """Find the cause on rank 0; the others run the variants that it asks for."""
+    """Find the cause on rank 0; the other ranks run the variants that it requests."""
     comm = setting.comm
 
     def passes(variant: Variant) -> bool:

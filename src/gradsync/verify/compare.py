@@ -1,5 +1,5 @@
-"""Distances between two results, and the bounds on them that follow from arithmetic alone; they are
-derived in docs/guide/verifying.md. Nothing here was fitted, and nothing may be relaxed to pass."""
+"""Distances between two results, and bounds that follow from arithmetic alone (derived in
+docs/guide/verifying.md). Nothing here was fitted, and nothing may be relaxed to pass."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SGD = 6
 
 @dataclass(slots=True)
 class Difference:
-    """The largest difference in everything that was included."""
+    """The largest difference over everything that was included."""
 
     max_abs: float = 0.0
     max_rel: float = 0.0  # over the largest magnitude in the reference's tensor
@@ -86,7 +86,7 @@ def compare(got: Tensor | None, expected: Tensor | None) -> tuple[float, float, 
 def max_ulp(a: Tensor, b: Tensor) -> int:
     """Largest number of steps from one representable value to the next between two elements.
 
-    Bit patterns of one sign are ordered like the numbers; across zero the two distances from it
+    Bit patterns of one sign are ordered like the numbers; across zero, the two distances to zero
     add up (0.0 and -0.0 are the same number). Saturates at 2^63 - 1.
     """
     below_sign = 2 ** (8 * a.element_size() - 1) - 1
@@ -102,7 +102,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def gamma(count: int, dtype: str) -> float:
-    """`n u / (1 - n u)`: how far `count` roundings in a row may carry a result, relatively."""
+    """`n u / (1 - n u)`: how far `count` successive roundings may move a result, relatively."""
     error = count * UNIT_ROUNDOFF[dtype]
     assert error < 1, f"{count} roundings in {dtype} may lose everything"
     return error / (1 - error)
@@ -110,15 +110,15 @@ def gamma(count: int, dtype: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Exact:
-    """The mean gradient as it should be: sums over leaves, in fp64."""
+    """The exact mean gradient: sums over leaves, in fp64."""
 
     total: Tensors
     magnitude: Tensors  # sums of the gradients' absolute values
-    terms: dict[str, int]  # number of leaves that have a gradient
+    terms: dict[str, int]  # number of leaves with a gradient
     dtype: dict[str, str]  # the dtype in which the run adds them
-    weight: float  # targets
-    loss: float  # the mean
-    loss_bound: float  # largest error of it
+    weight: float  # number of targets
+    loss: float  # the mean loss
+    loss_bound: float  # its largest error
 
     def means(self) -> Tensors:
         """The exact mean gradients."""
@@ -134,7 +134,7 @@ def _norm(tensors: Mapping[str, Tensor]) -> float:
 
 
 def add_up(results: Sequence[LeafResult]) -> Exact:
-    """The sums of some leaves (all of a step, or those of one rank)."""
+    """Sum some leaves: all of a step, or those of one rank."""
     total, magnitude, terms, dtype = {}, {}, {}, {}
     for name in dict.fromkeys(name for result in results for name in result.gradient):
         found = [result.gradient[name] for result in results if name in result.gradient]
@@ -157,7 +157,7 @@ def add_up(results: Sequence[LeafResult]) -> Exact:
 
 
 def clip_factor(norm: float | None, clip_norm: float | None) -> float:
-    """The factor by which clipping multiplies gradients, given the norm that the run saw."""
+    """The factor by which clipping multiplies gradients, given the run's norm."""
     if norm is None or clip_norm is None:
         return 1.0
     return min(1.0, clip_norm / (norm + 1e-6))
@@ -177,7 +177,7 @@ def gradient_bounds(
     for name, size in exact.magnitude.items():
         dtype = exact.dtype[name]
         roundings = max(exact.terms[name] - 1, 0) + _DIVISION + _CLIPPING * clipped
-        if promise.wire and promise.same_bits:  # as a leaf, and on each level of the tree
+        if promise.wire and promise.same_bits:  # once per leaf, and on each level of the tree
             levels = (exact.terms[name] - 1).bit_length() + 1
             on_wire = gamma(levels, promise.wire)
         factor = gamma(roundings, dtype) + on_wire
@@ -194,10 +194,10 @@ def part_of_bound(got: Tensor, expected: Tensor, bound: Tensor) -> float:
 
 
 def norm_bound(exact: Exact, bounds: Mapping[str, Tensor]) -> float:
-    """Largest error of the L2 norm before clipping, squares being summed in any order.
+    """Largest error of the L2 norm before clipping, if squares are summed in any order.
 
     Squares do not cancel: gamma_n on the sum, halved by the root; the root, the product and one
-    level of nesting are inside the other half. Beyond 1 / u elements the formula says nothing.
+    level of nesting fit in the other half. Beyond 1 / u elements the formula gives no bound.
     """
     count = sum(t.numel() for t in exact.total.values()) + 4
     dtype = next(iter(exact.dtype.values()), "fp32")
@@ -217,7 +217,7 @@ def update_bounds(
     after: Tensors,
 ) -> dict[str, Tensor]:
     """Largest difference of weight ("") and each state tensor (its slot) of parameter `name`,
-    elementwise, fp64. `group` are the optimizer's settings, `before` and `after` its state."""
+    elementwise, fp64. `group` holds the optimizer's settings, `before` and `after` its state."""
     dtype = DTYPE_NAMES[weight.dtype]
     w, g = weight.double().abs(), gradient.double().abs()
     tiny = SMALLEST_NORMAL[dtype]

@@ -1,12 +1,12 @@
-"""Finds why a run is not as promised: a cause from the closed list, by evidence first.
+"""Find why a run breaks its promise: a cause from the closed list, by evidence first.
 
-    evidence          the record says it (data, random state, start, a constant factor …)
+    evidence          the record shows it (data, random state, start, a constant factor …)
     variants          the run is repeated with one thing changed; the change that makes the
                       difference vanish is the cause
 
-A wrong gradient g is tried against candidates h that usual mistakes would have left: g = c x h?
-With c = <g, h> / <h, h> the rest |g - c h| / |g| is zero for the right candidate up to rounding,
-and of the order of one for any other: a thousandth separates them in every dtype that is summed.
+A wrong gradient g is compared with candidates h that common mistakes would produce: g = c x h? With
+c = <g, h> / <h, h> the rest |g - c h| / |g| is zero for the right candidate up to rounding, and of
+order one for any other: a thousandth separates them in every summed dtype.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from gradsync.verify.result import Cause, Finding, Kind
 from gradsync.verify.settings import Variant
 
 CLOSE = 1e-3  # largest relative rest of an explanation
-_FAR = 1e-2  # a factor this near to one is no factor
+_FAR = 1e-2  # a factor this close to one is no factor
 _ROUNDINGS = {"fp32": 2, "fp16": 2, "bf16": 4}
-"""Largest error by rounding, in unit roundoffs of the norm; narrowest error first."""
+"""Largest rounding error, in unit roundoffs of the norm; narrowest error first."""
 
 Found = tuple[Cause, Finding, str]  # a cause, the finding it explains, and why
 
@@ -42,16 +42,16 @@ class Scene:
     results: Sequence[LeafResult]
     documents: Sequence[Mapping[str, Any]]  # every rank's digests of the step
     gradients: list[Tensors]  # every rank's gradients of the step, clipped
-    previous: list[Tensors]  # the step's before it; empty dicts in the first step
+    previous: list[Tensors]  # of the previous step; empty dicts in the first step
     clip_norm: float | None
     dtype: str  # the cell's: fp64, fp32 or bf16
     has_batch_norm: bool
-    passes: Callable[[Variant], bool]  # runs a variant of the cell: whether nothing was found
+    passes: Callable[[Variant], bool]  # runs a variant of the cell: True if nothing was found
     local: bool = False  # ranks step alone: gradients have no common right value
     forward: tuple[Cause, Finding] | None = None  # see `check_forward`
     tried: list[str] = field(default_factory=list)  # variants, and whether the difference vanished
     exact: Exact = field(init=False)
-    means: Tensors = field(init=False)  # the gradients as they should be
+    means: Tensors = field(init=False)  # the exact gradients
 
     def __post_init__(self) -> None:
         self.exact = add_up(self.results)
@@ -72,13 +72,13 @@ class Scene:
         }
 
     def unclipped(self, rank: int) -> Tensors:
-        """Gradients as they were before clipping."""
+        """Gradients before clipping."""
         factor = clip_factor(self.documents[rank]["norm"], self.clip_norm)
         return {name: g.double() / factor for name, g in self.gradients[rank].items()}
 
     def far_apart(self, rank: int, other: Tensors) -> list[str]:
         """Parameters whose gradient on `rank` differs by more than any rounding, relative to the
-        size of what was added up."""
+        size of the summed terms."""
         got, found = self.unclipped(rank), []
         for name, magnitude in self.exact.magnitude.items():
             if name in got and name in other:
@@ -90,7 +90,7 @@ class Scene:
         return found
 
     def finding(self, **changes: Any) -> Finding:
-        """The finding about gradients, naming the ranks that deviate if any do."""
+        """The finding about gradients, with the ranks that deviate, if any."""
         first = self.verdict.first
         differ, wrong = first(Kind.GRADIENT_REPLICAS), first(Kind.GRADIENT)
         found = differ or wrong or first(Kind.NORM)
@@ -102,7 +102,7 @@ class Scene:
         return replace(found, **changes)
 
     def vanishes(self, variant: Variant, text: str) -> bool:
-        """Run a variant, and note whether the difference was gone."""
+        """Run a variant, and record whether the difference vanished."""
         gone = self.passes(variant)
         self.tried.append(f"{text}: {'gone' if gone else 'still there'}")
         return gone
@@ -120,7 +120,7 @@ def diagnose(scene: Scene) -> Found:
 
 
 def _recorded(scene: Scene) -> Found | None:
-    """A cause that the run's own record says, or a leaf that was run again."""
+    """A cause in the run's record, or in a leaf that was run again."""
     first = scene.verdict.first
     if scene.forward and not first(Kind.START, Kind.DATA, Kind.RANDOM, Kind.FINITE):
         return *scene.forward, scene.forward[1].detail
@@ -145,7 +145,7 @@ _RECORDED = {
 
 
 def _scaling(scene: Scene) -> Found | None:
-    """One constant over all parameters, for each rank another one."""
+    """One constant over all parameters, different for each rank."""
     everyone = range(scene.world_size)
     wrong = {name for rank in everyone for name in scene.far_apart(rank, scene.means)}
     expected = {name: mean for name, mean in scene.means.items() if name in wrong}
@@ -185,7 +185,7 @@ def _mean_of_means(scene: Scene) -> Tensors:
 
 
 def _leaf(scene: Scene) -> Found | None:
-    """A leaf that is missing from the sum, or in it twice."""
+    """A leaf that is missing from the sum, or counted twice."""
     got = scene.unclipped(0)
     for result in scene.results:
         for word, sign in (("missing", -1.0), ("twice", 1.0)):
@@ -201,7 +201,7 @@ def _leaf(scene: Scene) -> Found | None:
 
 
 def _unsynchronised(scene: Scene) -> Found | None:
-    """Parameters whose gradient is one rank's own, the last step's, or nothing."""
+    """Parameters whose gradient is one rank's, the previous step's, or zero."""
     wrong = [scene.far_apart(rank, scene.means) for rank in range(scene.world_size)]
     names = [name for name in scene.means if any(name in each for each in wrong)]
     ranks = [rank for rank, each in enumerate(wrong) if each]
@@ -241,7 +241,7 @@ _NOT_REDUCED = {
 
 
 def _by_variants(scene: Scene) -> Found | None:
-    """The change that makes the difference vanish, or a rounding that explains it."""
+    """The variant that makes the difference vanish, or a rounding that explains it."""
     questions = [(Cause.RANDOM, Variant(dropout=False), "without dropout")]
     if scene.has_batch_norm:
         variant = Variant(frozen_batch_norm=True)
@@ -261,8 +261,8 @@ def _by_variants(scene: Scene) -> Found | None:
 def _rounded_to(scene: Scene) -> str:
     """A narrower dtype whose rounding explains the error of every element, or "".
 
-    Rounding each element once leaves about 0.4 u of the norm; a few times, a little more. Much less
-    is no rounding to this dtype, and an element that is off by more was not rounded.
+    One rounding per element leaves about 0.4 u of the norm; a few leave a little more. A much
+    smaller error is no rounding to this dtype; an element with a larger one was not rounded.
     """
     got, exact = scene.unclipped(0), scene.exact
     if any(name not in got for name in scene.means):
@@ -283,7 +283,7 @@ def _rounded_to(scene: Scene) -> str:
 
 
 def _after_the_gradient(scene: Scene) -> Found:
-    """A cause after the gradients, which were right."""
+    """A cause after the gradients, which are right."""
     verdict = scene.verdict
     if finding := verdict.first(Kind.REPLICAS):
         detail = "its gradient was right and equal everywhere; something other than the optimizer "
@@ -305,7 +305,7 @@ def _after_the_gradient(scene: Scene) -> Found:
 
 
 def ratio(got: Tensor, candidate: Tensor) -> float | None:
-    """c when `got` = c x `candidate` up to `CLOSE`; None otherwise, or when one is all zeros."""
+    """c if `got` = c x `candidate` up to `CLOSE`; None otherwise, or if one is all zeros."""
     g, h = got.double().reshape(-1), candidate.double().reshape(-1)
     size = float(h @ h)
     if not size or not bool(g.any()) or not bool(g.isfinite().all()):
@@ -328,7 +328,7 @@ def common_ratio(gradients: Tensors, candidates: Tensors) -> float | None:
 def name_of_factor(
     factor: float, *, world_size: int, weight: float, own_weight: float, num_leaves: int
 ) -> str:
-    """A wrong factor in words; the number itself when it is nothing known."""
+    """A wrong factor in words; the number itself if no known mistake gives it."""
     known = [
         (float(world_size), f"{world_size}, the number of ranks: never divided by it"),
         (1 / world_size, f"1/{world_size}: divided by the number of ranks once more"),

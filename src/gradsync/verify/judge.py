@@ -1,6 +1,6 @@
-"""Judges a recorded run against the one-rank reference, step by step, up to the first difference.
+"""Judge a recorded run against the one-rank reference, step by step, up to the first difference.
 
-What is compared with what, and how far apart it may be: docs/guide/verifying.md, "The bounds"."""
+docs/guide/verifying.md, "The bounds": what is compared, and the allowed differences."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _OUTER_ROUNDINGS = 8
 
 @dataclass(kw_only=True, slots=True)
 class Observed:
-    """One run as one rank sees it, and the reference that it is judged against."""
+    """One run as one rank sees it, and its reference."""
 
     rank: int
     promise: Promise
@@ -54,12 +54,12 @@ class Observed:
         return [steps[place] for steps in self.ranks]
 
     def leaf_results(self, place: int) -> list[LeafResult]:
-        """Every leaf of a step on its own, at the weights that the run had."""
+        """Every leaf of a step, computed alone at the run's weights."""
         step = self.trace.steps[place]
         return self.reference.leaf_results(step.number, step.before.weights, step.before.buffers)
 
     def exact(self, place: int) -> Exact:
-        """The gradient that this rank must have in a step, at the weights that the run had."""
+        """The gradient that this rank must have in a step, at the run's weights."""
         results = self.leaf_results(place)
         if self.promise.local:
             own = {leaf["index"] for leaf in self.ranks[self.rank][place]["leaves"]}
@@ -69,10 +69,10 @@ class Observed:
 
 @dataclass(slots=True)
 class Verdict:
-    """The findings in the first step that is not as promised; none when all are."""
+    """The findings in the first step that breaks a promise; none if all steps hold it."""
 
     findings: list[Finding] = field(default_factory=list)
-    part_of_bound: float = 0.0  # largest share of a gradient's bound that was used
+    part_of_bound: float = 0.0  # largest part of a gradient's bound that was used
 
     @property
     def passed(self) -> bool:
@@ -84,12 +84,12 @@ class Verdict:
         return next((f for f in self.findings if f.kind in kinds), None)
 
     def add(self, kind: Kind, step: int, names: Sequence[str] = (), **more: Any) -> None:
-        """Note one finding."""
+        """Record one finding."""
         self.findings.append(Finding(kind=kind, step=step, names=names, **more))
 
 
 def judge(run: Observed) -> Verdict:
-    """Check every step until one is not as promised; later ones would only show what follows."""
+    """Check steps until one breaks the promise; later ones would only show its consequences."""
     verdict = Verdict()
     for place in range(len(run.trace.steps)):
         check = _StepCheck(run, place, verdict)
@@ -112,7 +112,7 @@ def judge(run: Observed) -> Verdict:
 
 
 class _StepCheck:
-    """One step of a run beside the reference; each method adds what it finds to the verdict."""
+    """Compares a step of a run with the reference; each method adds findings to the verdict."""
 
     def __init__(self, run: Observed, place: int, verdict: Verdict) -> None:
         self._run, self._place, self._verdict = run, place, verdict
@@ -146,7 +146,7 @@ class _StepCheck:
             self._found(Kind.START, names, ranks=ranks, detail=detail)
 
     def data(self) -> None:
-        """Each sample of the global batch was trained exactly once, on whatever rank."""
+        """Each sample of the global batch was trained exactly once, on any rank."""
         leaves = self._reference.traces[self._step.number]
         wanted = Counter(sample for leaf in leaves for sample in leaf["samples"])
         trained = [
@@ -163,7 +163,7 @@ class _StepCheck:
             self._found(Kind.DATA, ranks=ranks, detail="; ".join(parts))
 
     def random(self) -> None:
-        """The state that dropout draws from belongs to (step, leaf), not to a rank."""
+        """Dropout's random state depends on (step, leaf), not on the rank."""
         leaves = self._reference.traces[self._step.number]
         wanted = {leaf["index"]: leaf["random"] for leaf in leaves}
         wrong = [
@@ -177,7 +177,7 @@ class _StepCheck:
             self._found(Kind.RANDOM, ranks=sorted({rank for rank, _ in wrong}), detail=detail)
 
     def moved(self) -> None:
-        """Weights stay as they are between forward and optimizer."""
+        """Weights do not change between forward and optimizer."""
         moved = [
             [name for name, now in document["at_step"].items() if now != document["before"][name]]
             for document in self._documents
@@ -197,7 +197,7 @@ class _StepCheck:
             self._found(kind, names, ranks=ranks)
 
     def gradient(self) -> None:
-        """Gradient, norm and loss lie within what the order of sums explains."""
+        """Gradient, norm and loss differ by no more than the order of sums explains."""
         step, exact = self._step, self._run.exact(self._place)
         if not exact.weight or self._is_not_finite(exact):
             return
@@ -218,7 +218,7 @@ class _StepCheck:
             if name in means and got is not None:
                 bound = bounds[name] * max(factor, 1e-30)
                 parts[name] = part_of_bound(got, means[name] * factor, bound)
-            else:  # no gradient is right only where no leaf has one
+            else:  # no gradient is right only if no leaf has one
                 zeros = got is not None and self._promise.zeros_when_unused and not bool(got.any())
                 absent = got is None and name not in means
                 parts[name] = 0.0 if absent or zeros else math.inf
@@ -229,8 +229,8 @@ class _StepCheck:
             self._found(Kind.NORM, detail=f"{step.norm:.9g}, expected {exact.norm():.9g}")
 
     def _is_not_finite(self, exact: Exact) -> bool:
-        """Whether something is not finite on one rank either: then no bound applies, and no
-        strategy is to blame."""
+        """Whether a value is not finite even on one rank: then no bound applies, and the strategy
+        is not the cause."""
         norm, means = self._step.norm, exact.means()
         names = [name for name, mean in means.items() if not bool(mean.isfinite().all())]
         detail = ""
@@ -239,7 +239,7 @@ class _StepCheck:
         elif names:
             detail = "the loss is finite, its gradient is not"
         elif norm is not None and not math.isfinite(norm):
-            # As torch's clipping takes it, in the dtype of the gradients.
+            # Like torch's clipping, in the dtype of the gradients.
             grads = [mean.to(_DTYPES[exact.dtype[name]]) for name, mean in means.items()]
             if not bool(torch.nn.utils.get_total_norm(grads).isfinite()):
                 detail = f"the gradient norm, {exact.norm():.3g}, overflows when it is squared"
@@ -248,7 +248,7 @@ class _StepCheck:
         return bool(detail)
 
     def update(self) -> None:
-        """The optimizer, applied to the run's own gradient, gives the run's weights and state."""
+        """The optimizer, applied to the run's gradient, gives the run's weights and state."""
         step = self._step
         if not step.updated:
             return
@@ -259,7 +259,7 @@ class _StepCheck:
             self._found(Kind.UPDATE, wrong, ranks=ranks)
 
     def _is_updated(self, name: str, weight: Tensor, states: Tensors) -> bool:
-        """Whether a parameter and its state are those of the reference, or within their bounds."""
+        """Whether a parameter and its state are the reference's, or within their bounds."""
         step = self._step
         expected = {"": weight} | _slots_of(name, states)
         got = {"": step.updated[name]} | _slots_of(name, step.after.optimizer)
@@ -282,9 +282,9 @@ class _StepCheck:
         )
 
     def buffers(self) -> None:
-        """Floating buffers move by the mean of what leaves with targets do to them, integers by the
-        largest change ([Note: Buffers] in sync/buffers.py). Where ranks step alone, those that no
-        leaf changes must stay as they are."""
+        """Floating buffers move by the mean change over leaves with targets, integers by the
+        largest change ([Note: Buffers] in sync/buffers.py). If ranks step alone, buffers that no
+        leaf changes must keep their values."""
         results = [result for result in self._run.leaf_results(self._place) if result.weight]
         wrong = []
         for name, start in self._step.before.buffers.items():
@@ -298,8 +298,8 @@ class _StepCheck:
 
 
 def minority(values: list[str]) -> tuple[int, ...]:
-    """Ranks whose value is not the most frequent one (of equally frequent ones, rank 0's or the
-    lowest rank's counts as right)."""
+    """Ranks whose value is not the most frequent one. Of equally frequent values, rank 0's or the
+    lowest rank's counts as right."""
     best = max(dict.fromkeys(values), key=values.count)
     return tuple(rank for rank, value in enumerate(values) if value != best)
 
@@ -320,7 +320,7 @@ def _slots_of(name: str, states: Tensors) -> Tensors:
 
 
 def moved_rightly(start: Tensor, got: Tensor, ends: list[Tensor]) -> bool:
-    """Whether a buffer ended where its ends after each leaf say."""
+    """Whether a buffer ended at the value that its values after each leaf imply."""
     changes = [end.double() - start.double() for end in ends if not torch.equal(end, start)]
     moved = got.double() - start.double()
     if not start.is_floating_point():
@@ -330,7 +330,7 @@ def moved_rightly(start: Tensor, got: Tensor, ends: list[Tensor]) -> bool:
         return torch.equal(got, start)
     stack = torch.stack(changes)
     dtype = DTYPE_NAMES[start.dtype]
-    # Rounded once at each leaf's end and once when the mean is put back.
+    # Rounded once at each leaf's end and once when the mean is written back.
     bound = gamma(3, dtype) * (start.double().abs() + stack.abs().sum(0)) + SMALLEST_NORMAL[dtype]
     return part_of_bound(got, start.double() + stack.mean(0), bound) <= 1
 
@@ -339,8 +339,8 @@ def moved_rightly(start: Tensor, got: Tensor, ends: list[Tensor]) -> bool:
 
 
 def judge_local(run: Observed, comm: Communicator) -> Verdict:
-    """Every rank checks its own gradients and updates, all together the meetings; all ranks call it
-    and get the same verdict."""
+    """Every rank checks its gradients and updates, and all ranks together check the meetings. All
+    ranks call it and get the same verdict."""
     own = judge(run)
     told = all_gather_json(comm, [asdict(finding) for finding in own.findings])
     parts = all_gather_json(comm, own.part_of_bound)
@@ -363,7 +363,7 @@ def _check_losses(run: Observed, comm: Communicator, verdict: Verdict) -> None:
     for place, step in enumerate(run.trace.steps):
         losses, weights, bounds = zip(*(rank[place] for rank in everyone), strict=True)
         total, weight = sum(losses), sum(weights)
-        # The ranks' sums are added once more: W roundings of fp64, far inside of 2^-40.
+        # Summing the ranks' sums adds W roundings of fp64, far below 2^-40.
         bound = (sum(bounds) + 2.0**-40 * sum(map(abs, losses))) / weight
         if abs(step.loss - total / weight) > bound or step.weight != weight:
             detail = f"{step.loss:.9g}, expected {total / weight:.9g}"
@@ -375,7 +375,7 @@ def _check_meetings(run: Observed, comm: Communicator, verdict: Verdict) -> None
     for place, step in enumerate(run.trace.steps):
         if (place + 1) % INNER_STEPS:
             continue
-        # A rank without leaves stood still.
+        # A rank without leaves did not move.
         own = step.updated or step.before.weights
         own = {name: own[name] for name in run.trace.trainable}
         begun = run.trace.steps[place + 1 - INNER_STEPS].before
@@ -388,8 +388,8 @@ def _check_meetings(run: Observed, comm: Communicator, verdict: Verdict) -> None
 
 
 def wrong_meeting(begun: State, weights: Sequence[Tensors], after: State) -> str:
-    """The first parameter that does not end a round, `begun` so, as it must, or "". `weights` are
-    every rank's before the meeting; a strategy that steps out keeps its momentum in `extra`."""
+    """The first parameter that does not end a round, begun at `begun`, as it must, or "". `weights`
+    are every rank's before the meeting; an outer optimizer has its momentum in `extra`."""
     old = {key.partition("/")[2]: momentum.double() for key, momentum in begun.extra.items()}
     new = {key.partition("/")[2]: momentum for key, momentum in after.extra.items()}
     for name in weights[0]:
@@ -416,7 +416,7 @@ def gather_tensors(
     comm: Communicator, tensors: Mapping[str, Tensor | None], like: Tensors
 ) -> list[Tensors]:
     """Every rank's named CPU tensors, in rank order; None is left out. `like` has all names, with
-    shapes and dtypes. An all-gather per name over all ranks, uint8, overlapping nothing."""
+    shapes and dtypes. One all-gather per name over all ranks, uint8; it overlaps nothing."""
     present = all_gather_json(comm, [name for name in like if tensors.get(name) is not None])
     found: list[Tensors] = [{} for _ in present]
     for name, shaped in like.items():

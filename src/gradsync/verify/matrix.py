@@ -1,11 +1,11 @@
-"""The whole matrix: ranks are started once per world size and run all of its cells.
+"""Run the whole matrix: ranks start once per world size and run all of its cells.
 
     FOLDER/work.json                 settings and cells of the next start
     FOLDER/done-N.jsonl              a line per cell that rank 0 finished, in the N-th start
     FOLDER/error-N-rank_00001.json   the error that a rank raised
     FOLDER/checkpoints/              one per cell that is continued by another one
 
-A rank that raises ends all ranks, and costs its cell: they are started again after that."""
+A rank that raises ends all ranks and fails its cell; then they start again."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ from gradsync.world import World
 
 WORK = "work.json"
 
-Tell = Callable[[Result], None]  # called with each result as soon as it is there
+Tell = Callable[[Result], None]  # called with each result as soon as it is known
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunEnd:
-    """The end of one start of ranks."""
+    """The end of one start of the ranks."""
 
-    code: int  # exit code; above 128 for a signal that was meant for all
+    code: int  # exit code; above 128 for a signal to the whole run
     deaths: Mapping[int, str] = field(default_factory=dict)
-    """The launcher's words for ranks that could not say themselves why they ended."""
+    """The launcher's words for ranks that could not report why they ended."""
 
 
 StartRanks = Callable[[Path, int], RunEnd]
-"""`start_ranks(folder, world_size)`: run `run_worker(folder)` on so many ranks, wait for them."""
+"""`start_ranks(folder, world_size)`: run `run_worker(folder)` on `world_size` ranks, and wait."""
 
 
 def run_matrix(
     plan: VerifyPlan, folder: Path, start_ranks: StartRanks, tell: Tell = lambda result: None
 ) -> list[Result]:
-    """Every cell's result, in the order of work; `RunError` where ranks ended without having begun
-    a cell, `KeyboardInterrupt` where a signal stopped them."""
+    """Every cell's result, in the order of work. `RunError` if ranks ended before they began a
+    cell, `KeyboardInterrupt` if a signal stopped them."""
     results: list[Result] = []
     number = 0
     for cells in plan.launches:
@@ -83,8 +83,8 @@ def run_matrix(
 
 
 def _collect(folder: Path, number: int, cells: Sequence[Cell], ended: RunEnd) -> list[Result]:
-    """Results of one start; the cell in which it broke off gets an error."""
-    if ended.code > 128:  # also when all cells were done: a further start is not wanted then
+    """Results of one start; the cell in which it stopped gets an error."""
+    if ended.code > 128:  # even if all cells are done: no further start is wanted
         raise KeyboardInterrupt
     found = read_done(folder, number)
     if len(found) == len(cells):
@@ -97,10 +97,10 @@ def _collect(folder: Path, number: int, cells: Sequence[Cell], ended: RunEnd) ->
 
 
 def _blame(errors: list[dict[str, Any]], ended: RunEnd, world_size: int) -> tuple[str, list[int]]:
-    """The failure that ended a start, in words and as ranks.
+    """The failure that ended a start, as text and as ranks.
 
-    That is the killed rank; else the first to raise something that is not the echo of a lost peer;
-    else, when there are only echoes, the rank that left none. The first echo alone blames no rank.
+    It is the killed rank; else the first to raise an error that is not the echo of a lost peer;
+    else, if there are only echoes, the rank that left none. The first echo alone blames no rank.
     """
     first = errors[0] if errors else None
     raised = "" if first is None else f"rank {first['rank']} raised {first['message']}"
@@ -119,9 +119,9 @@ def _blame(errors: list[dict[str, Any]], ended: RunEnd, world_size: int) -> tupl
 
 
 def _same_error_twice(results: Sequence[Result]) -> bool:
-    """A mistake in the model or the machine is in every cell: starting ranks again for each of them
-    would only take time. Numbers (rank, port, address) may differ, and so may the effects on other
-    ranks."""
+    """A mistake in the model or the machine appears in every cell: starting ranks again for each
+    cell would only take time. Numbers (rank, port, address) may differ, and so may the effects on
+    other ranks."""
     last = [result.sentence for result in results[-2:] if result.status == "error"]
     gists = [re.sub(r"\d+", "", sentence.partition("; rank ")[0]) for sentence in last]
     return len(gists) == 2 and gists[0] == gists[1] and gists[0].startswith("rank")
@@ -135,8 +135,8 @@ def error_result(cell: Cell, said: str, ranks: Sequence[int] = ()) -> Result:
 def broken_off(
     found: Sequence[Result], cells: Sequence[Cell], said: str, ranks: Sequence[int]
 ) -> list[Result]:
-    """`found`, an error for the next one of `cells`, and the rest as not run: for ranks that are
-    not started again."""
+    """`found`, an error for the next one of `cells`, and the rest as not run: for ranks that do not
+    start again."""
     left = cells[len(found) :]
     return [
         *found,
@@ -146,8 +146,8 @@ def broken_off(
 
 
 def compare_world_sizes(results: Sequence[Result]) -> None:
-    """A strategy of the tree ends with the same weights at every world size, also when a run of its
-    own was continued at another one; a result that does not is marked as failed."""
+    """A tree strategy ends with the same weights at every world size, even if its run was continued
+    at another one; a result that does not is marked as failed."""
     wanted: dict[tuple[str, str, str], Result] = {}
     for result in results:
         own = not result.loaded_from or result.loaded_from.startswith(f"{result.strategy} ")
@@ -168,7 +168,7 @@ def compare_world_sizes(results: Sequence[Result]) -> None:
 
 
 def run_worker(folder: Path) -> int:
-    """Be one rank of one start; 0 when all cells are done, 1 when this rank noted its error."""
+    """Run one rank of one start; 0 if all cells are done, 1 if this rank recorded its error."""
     work = json.loads((folder / WORK).read_text())
     settings = VerifySettings(**work["settings"])
     cells = [Cell.from_json(cell) for cell in work["cells"]]
@@ -185,8 +185,8 @@ def run_worker(folder: Path) -> int:
 
 
 def open_session(settings: VerifySettings) -> Session:
-    """A session with one thread a rank: bits must not depend on the number of cores."""
-    # Said where it matters, by the results; a hundred cells would say it a hundred times.
+    """A session with one thread per rank: bits must not depend on the number of cores."""
+    # The results report it; a hundred cells would report it a hundred times.
     logging.getLogger("gradsync").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     return Session(SessionOptions(device="cpu", threads=1, timeout_s=settings.timeout_s))
@@ -201,10 +201,10 @@ def run_cells(
     number: int = 0,
     tell: Tell = lambda result: None,
 ) -> list[Result]:
-    """Run cells, alike on all ranks, as one rank of a session; an error is written down and raised.
+    """Run cells, the same on all ranks, as one rank of a session; record and raise any error.
 
-    `folder`, of which rank 0's counts, takes results, errors and checkpoints; `number` is the
-    start's. Rank 0's results are complete, and it tells them.
+    Results, errors and checkpoints go to `folder` (rank 0's counts); `number` is the start's. Rank
+    0's results are complete, and it reports them.
     """
     comm, two_hosts = communicator(world), pretend_two_hosts(world)
     known: OneRankRuns = {}
@@ -218,7 +218,7 @@ def run_cells(
                 "rank": world.rank,
                 "time": time.time(),
                 "message": f"{type(error).__name__}: {error}",
-                # Written now, before the session asks the others: it may be ended while it asks.
+                # Written before the session asks the other ranks: it may be ended meanwhile.
                 "echo": communication_error(error) is not None,
                 "traceback": traceback.format_exc(),
             }
@@ -233,12 +233,12 @@ def run_cells(
 
 
 def _run_or_continue(cell: Cell, setting: Setting, folder: Path) -> Result:
-    """Run a cell, from its source's checkpoint if it has one; one without leaves its own."""
+    """Run a cell, from its source's checkpoint if it has a source; otherwise save a checkpoint."""
     if cell.source is not None:
         setting.saved = read(_checkpoint_of(cell.source, folder), setting.comm)
         settings = setting.settings
         if setting.saved.data["global_batch_size"] != settings.global_batch_size:
-            # It stands elsewhere in the data: what is left of the pass may not be enough.
+            # Its place in the data differs: the rest of the pass may be too short.
             size = settings.dataset_size
             setting.settings = replace(settings, num_samples=size, whole_steps=True)
     result, trace = run_cell(cell, setting)
@@ -261,8 +261,8 @@ def _error_file(folder: Path, number: int, rank: int) -> Path:
 
 
 def pretend_two_hosts(world: World) -> Groups:
-    """Groups as if the first half of the ranks sat on one host and the rest on another, so that
-    `hierarchical` has something to do."""
+    """Groups as if the first half of the ranks were on one host and the rest on another, so that
+    `hierarchical` has two levels."""
     size = world.world_size
     first = (size + 1) // 2
     on_second = world.rank >= first
@@ -278,15 +278,15 @@ def pretend_two_hosts(world: World) -> Groups:
 
 
 def read_done(folder: Path, number: int = 0) -> list[Result]:
-    """Results of one start, as far as it came."""
+    """Results of one start, up to its end."""
     path = _done_file(folder, number)
     text = path.read_text() if path.exists() else ""
-    # A rank that was killed while it wrote has left half a line.
+    # A rank that was killed while writing has left half a line.
     whole = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
     return [Result(**json.loads(line)) for line in whole]
 
 
 def read_errors(folder: Path, number: int) -> list[dict[str, Any]]:
-    """Errors that ranks raised, the first one first; those that only tell of a lost peer last."""
+    """Errors that ranks raised, the first one first; echoes of a lost peer last."""
     found = [json.loads(path.read_text()) for path in folder.glob(f"error-{number}-rank_*.json")]
     return sorted(found, key=lambda entry: (entry["echo"], entry["time"]))

@@ -1,13 +1,13 @@
-"""The problems that are trained: verify's own three, or the user's.
+"""The problems to train: verify's three, or the user's.
 
-Each has what goes wrong in practice: unequal weights (targets that count for nothing), a last leaf
-of one sample, dropout, and
+Each contains what goes wrong in practice: unequal weights (targets that count for nothing), a last
+leaf of one sample, dropout, and
 
     mlp    a tied weight, a frozen part, a part that only some leaves use, one used by almost none
     conv   GroupNorm and BatchNorm
     gpt    the library's own decoder, embedding and head tied
 
-The user's own is loaded and tried by `target.py`.
+`target.py` loads the user's problem, and `target_check.py` tries it.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ _CLASSES = 10
 class Problem:
     """A model, its data, and the loss between them."""
 
-    model: nn.Module  # maps the first half of a batch to an output
+    model: nn.Module  # maps the inputs of a batch to an output
     dataset: Any  # map-style; samples are (input, target)
     loss_sum: LossSum  # `loss_sum(output, target)`: [], *summed* over targets
-    uses_all: bool = True  # False when some leaf leaves a parameter without gradient
+    uses_all: bool = True  # False if some leaf leaves a parameter without gradient
 
     @property
     def has_batch_norm(self) -> bool:
-        """Whether any statistics are kept over the batch."""
+        """Whether any layer keeps statistics over the batch."""
         return any(isinstance(module, BatchNorm) for module in self.model.modules())
 
 
 def build_problem(name: str, settings: VerifySettings, variant: Variant = PLAIN) -> Problem:
-    """The problem called `name`, alike on every rank.
+    """Build the problem called `name`, the same on every rank.
 
-    The global generators are seeded before a factory's module is imported, for data that is drawn
-    there, and again before it is called: only the first call imports.
+    The global generators are seeded before a factory's module is imported, which may draw data, and
+    again before the factory is called: only the first call imports.
     """
     seed = stream_seed(settings.seed, "verify")
     with kept_randomness():
@@ -65,7 +65,7 @@ def build_problem(name: str, settings: VerifySettings, variant: Variant = PLAIN)
             problem = _OWN[name](settings)
         else:
             model, dataset, loss_sum = parts_of(settings.target, factory)
-            # A data set that is too small is gone through again: every step is run.
+            # A data set that is too small repeats, so that every step runs.
             indices = [index % len(dataset) for index in range(settings.dataset_size)]
             data = Subset(dataset, indices)
             problem = Problem(model=model, dataset=data, loss_sum=loss_sum, uses_all=False)
@@ -77,8 +77,8 @@ def build_problem(name: str, settings: VerifySettings, variant: Variant = PLAIN)
 
 
 def freeze(model: nn.Module, *, batch_norm: bool) -> None:
-    """Put BatchNorm into evaluation mode (it keeps its stored statistics), or everything else, in
-    which then nothing is drawn at random, whatever draws it in training."""
+    """Put BatchNorm into evaluation mode (it uses its stored statistics), or everything else, which
+    then draws nothing at random."""
     for module in model.modules():
         if isinstance(module, BatchNorm) is batch_norm:
             module.training = False
@@ -160,7 +160,7 @@ def _gpt(settings: VerifySettings) -> Problem:
     tokens = (start + 5 * torch.arange(length + 1)) % vocabulary
     targets = tokens[:, 1:].clone()
     lengths = torch.randint(2, length + 1, (settings.dataset_size, 1))
-    targets[torch.arange(length) >= lengths] = IGNORED_TARGET  # texts of unequal length
+    targets[torch.arange(length) >= lengths] = IGNORED_TARGET  # texts of different lengths
     config = GPTConfig(
         n_layer=2,
         n_head=2,
@@ -178,7 +178,7 @@ def _gpt(settings: VerifySettings) -> Problem:
 
 
 def _drop_targets(targets_N: Tensor) -> Tensor:
-    """About every fifth target counts for nothing, so that leaves weigh differently."""
+    """About every fifth target counts for nothing, so that leaves have different weights."""
     dropped = torch.rand(targets_N.shape) < 0.2
     return torch.where(dropped, torch.full_like(targets_N, IGNORED_TARGET), targets_N)
 

@@ -1,4 +1,4 @@
-"""The record of one rank's run, step by step: weights, gradients, states, and digests of them."""
+"""The record of one rank's run, step by step: weights, gradients, states, and their digests."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ DTYPE_NAMES = {
 
 @dataclass(kw_only=True, slots=True)
 class State:
-    """A training run between two steps; also what a checkpoint of it keeps."""
+    """A training run between two steps; also the contents of its checkpoint."""
 
     weights: Tensors  # parameters, tied ones once
     buffers: Tensors
     optimizer: Tensors  # its state, as `slot/parameter`
     description: dict[str, Any]  # the rest of that state, as `pack_optimizer` gives it
-    extra: Tensors = field(default_factory=dict)  # the strategy's own, such as an outer momentum
+    extra: Tensors = field(default_factory=dict)  # the strategy's state, such as an outer momentum
     data: dict[str, Any] = field(default_factory=dict)  # the loader's
     strategy: str = ""  # the strategy that saved it, in a checkpoint
 
@@ -49,17 +49,17 @@ class StepTrace:
 
     number: int
     before: State
-    after: State  # its weights are others than `updated` where ranks average them
+    after: State  # its weights differ from `updated` if ranks average them
     leaves: list[LeafTrace] = field(default_factory=list)  # this rank's micro-batches
-    loss: float = float("nan")  # mean over the global batch, as the run says; so weight and norm
+    loss: float = float("nan")  # mean over the global batch, as reported; also weight and norm
     weight: float = 0.0  # targets in the global batch
     norm: float | None = None  # norm of the mean gradient before clipping
-    gradient: dict[str, Tensor | None] = field(default_factory=dict)  # as the optimizer saw it
+    gradient: dict[str, Tensor | None] = field(default_factory=dict)  # as the optimizer received it
     at_step: Tensors = field(default_factory=dict)  # weights when the optimizer was called
     updated: Tensors = field(default_factory=dict)  # as the optimizer, if called, left them
 
     def digests(self) -> dict[str, Any]:
-        """The step for other ranks: digests in place of tensors, as JSON types."""
+        """The step for other ranks: digests instead of tensors, as JSON types."""
         parts: dict[str, Mapping[str, Tensor | None]] = {
             "before": self.before.weights,
             "at_step": self.at_step,
@@ -76,7 +76,7 @@ class StepTrace:
 
 @dataclass(slots=True)
 class Trace:
-    """A whole run on one rank. Make it before a strategy touches the model: it has its names."""
+    """A whole run on one rank. Make it before a strategy touches the model: it reads the names."""
 
     parameters: tuple[str, ...]  # names of all parameters, tied ones once
     trainable: tuple[str, ...]  # names of trained parameters
@@ -103,7 +103,7 @@ def digest(tensor: Tensor | None) -> str:
 
 
 def trace_leaf(leaf: Leaf) -> LeafTrace:
-    """The record of a leaf, as JSON types; random numbers are already seeded for it."""
+    """The record of a leaf, as JSON types, after its random numbers are seeded."""
     return {
         "index": leaf.index,
         "weight": leaf.num_targets,
@@ -113,8 +113,8 @@ def trace_leaf(leaf: Leaf) -> LeafTrace:
 
 
 def sample_digests(batch: Any, num_samples: int) -> list[str]:
-    """A digest for each sample of a collated batch: of its part of those tensors whose first
-    dimension counts samples, and of everything else."""
+    """A digest for each sample of a collated batch: of the sample's part of every tensor whose
+    first dimension counts samples, and of everything else."""
     parts = [hashlib.blake2b(digest_size=8) for _ in range(num_samples)]
     for tensor in _tensors_in(batch):
         by_sample = tensor.ndim > 0 and len(tensor) == num_samples
@@ -134,12 +134,12 @@ def _tensors_in(batch: Any) -> list[Tensor]:
 
 
 class Observer:
-    """Fills `trace`, empty, of `model`. Calls that may communicate are made by all ranks at the
+    """Fills the empty `trace` of `model`. All ranks make the calls that may communicate, at the
     same places.
 
-    Of a strategy, its shards' `update` and `publish` are watched, since they may step with
-    optimizers of their own; without a `reducer` the optimizer's `step`. `whole` asks the reducer
-    for whole weights and states, which ends a round where ranks step alone (`sync/periodic.py`).
+    It watches `update` and `publish` of a strategy's shards, which may step with separate
+    optimizers; without a `reducer`, the optimizer's `step`. `whole` asks the reducer for whole
+    weights and states, which ends a round of ranks that step alone (`sync/periodic.py`).
     """
 
     def __init__(
@@ -169,33 +169,33 @@ class Observer:
         self.trace.steps.append(StepTrace(number, self._now, self._now))
 
     def leaf(self, leaf: Leaf) -> None:
-        """Note a leaf before its forward, random numbers seeded."""
+        """Record a leaf before its forward, after its random numbers are seeded."""
         self.trace.steps[-1].leaves.append(trace_leaf(leaf))
 
     def end(self, loss: float, weight: float, norm: float | None) -> None:
-        """Note what the step reported and left behind, after the optimizer."""
+        """Record what the step reported and its state, after the optimizer."""
         step = self.trace.steps[-1]
         step.loss, step.weight, step.norm = loss, weight, norm
         step.after = self._now = self._state()
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         delattr(self._watched, self._method)
         if self._shards is not None:
             del self._shards.publish
 
     def _update(self, *arguments: Any) -> None:
-        """Stand in for the optimizer's step: note gradients and weights around it."""
+        """Replaces the optimizer's step: record gradients and weights around it."""
         step = self.trace.steps[-1]
         step.gradient = self._gradients()
         step.at_step = self._weights()
         self._original(*arguments)
-        # Weights of equal ranks are whole once published; where they drift, that is a mean.
+        # Weights of equal ranks are whole once published; if ranks drift, that is a mean.
         if self._shards is None or not self._shards.equal_replicas:
             step.updated = self._weights()
 
     def _publish(self) -> Work:
-        """Stand in for the strategy's `publish`: note the weights after it."""
+        """Replaces the strategy's `publish`: record the weights after it."""
         work, step = self._publish_original(), self.trace.steps[-1]
         if self._shards is not None and self._shards.equal_replicas and step.at_step:
             work.wait()
@@ -207,7 +207,7 @@ class Observer:
         named = trainable(self._model)
         names = clean_names(name for name, _ in named).values()
         for name in names:
-            # `check_target` finds it first, except where a forward needs a process group.
+            # `check_target` finds it first, unless a forward needs a process group.
             if name not in self.trace.trainable:
                 raise ConfigError(
                     f"a forward made parameter {name!r}, which no optimizer knows: make it in "

@@ -1,8 +1,8 @@
 """One rank in plain PyTorch: the run that every strategy is compared with.
 
-Nothing here comes from `sync`: the gradient of each leaf is computed alone, the mean is a sum and
-a division, clipping and the optimizer are torch's. So a mistake that all strategies share, at one
-rank too, still shows.
+Nothing here uses `sync`: each leaf's gradient is computed alone, the mean is a sum and a division,
+clipping and the optimizer are torch's. So a mistake that all strategies share, even on one rank,
+still shows.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class LeafResult:
     index: int
     weight: float
     loss_sum: float
-    gradient: Tensors  # of the summed loss; absent where the leaf does not use a parameter
-    buffers: Tensors  # after the leaf, when it found those of the step's beginning
+    gradient: Tensors  # of the summed loss; absent if the leaf does not use a parameter
+    buffers: Tensors  # after the leaf, starting from the step's initial ones
 
 
 class Reference:
-    """The one-rank twin of a run on `world_size` ranks, on which the number of leaves may depend;
-    `saved` is the checkpoint that the run begins with. It does not communicate."""
+    """The one-rank twin of a run on `world_size` ranks, which may determine the number of leaves;
+    `saved` is the checkpoint that the run starts from. It does not communicate."""
 
     def __init__(self, task: Task, world_size: int, saved: State | None = None) -> None:
         self.task = task
@@ -67,7 +67,7 @@ class Reference:
         if saved is not None:
             source.load_state_dict(saved.data)
         left = self.settings.num_steps - source.state_dict()["steps"]
-        # All leaves of each step, by its number, and the records of them that a right run has.
+        # All leaves of each step, by its number, and the records that a correct run has of them.
         self.leaves = {step.number: list(step) for step in islice(source, left)}
         self.traces = {n: [*map(self._trace_of, leaves)] for n, leaves in self.leaves.items()}
         self._cache: dict[int, tuple[Tensors, list[LeafResult]]] = {}
@@ -79,11 +79,11 @@ class Reference:
 
     @property
     def optimizer_group(self) -> dict[str, Any]:
-        """The optimizer's settings, alike for all parameters."""
+        """The optimizer's settings, the same for all parameters."""
         return make_optimizer(self._model, self.settings).param_groups[0]
 
     def weights(self) -> Tensors:
-        """A copy of the weights that the model has now: at first, the initial ones."""
+        """A copy of the model's current weights: at first, the initial ones."""
         return {name: tensor.detach().clone() for name, tensor in self._parameters.items()}
 
     def leaf_results(self, step: int, weights: Tensors, buffers: Tensors) -> list[LeafResult]:
@@ -97,7 +97,7 @@ class Reference:
         return results
 
     def leaf_numbers(self, number: int) -> tuple[list[float], list[float]]:
-        """Loss and norms of the gradients of a step's heaviest leaf, twice with the same buffers
+        """Loss and gradient norms of a step's heaviest leaf, computed twice with the same buffers
         and the same random numbers."""
         leaf = max(self.leaves[number], key=lambda leaf: leaf.num_targets)
         buffers = {name: tensor.clone() for name, tensor in self._buffers.items()}
@@ -126,7 +126,7 @@ class Reference:
         optimizer = make_optimizer(self._model, self.settings)
         named = list(self._model.named_parameters())
         if before.description["params"]:
-            # The run's state, but our own settings: a learning rate of its own must show.
+            # The run's state with our settings: a changed learning rate in the run must show.
             _, own = pack_optimizer(optimizer, named)
             description = {**before.description, "groups": own["groups"]}
             unpack_optimizer(optimizer, named, before.optimizer, description)
@@ -151,8 +151,8 @@ class Reference:
         return total / sum(leaf.num_targets for leaf in leaves)
 
     def train(self) -> Trace:
-        """The whole run on one rank, or what is left of it after the checkpoint; only on a fresh
-        twin are weights and buffers those of the start."""
+        """The whole run on one rank, or the rest of it after the checkpoint. Only on a fresh twin
+        are weights and buffers the initial ones."""
         optimizer, saved = make_optimizer(self._model, self.settings), self.saved
         if saved is not None:
             self._load(saved.weights, saved.buffers)
@@ -171,7 +171,7 @@ class Reference:
                     losses.append(float(loss.detach().double()))
                 weight = float(sum(leaf.num_targets for leaf in leaves))
                 norm = None
-                if weight:  # else nothing counts in this step, and nothing moves
+                if weight:  # else no target counts in this step, and nothing moves
                     norm = self._mean_and_clip(weight)
                     optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
@@ -208,7 +208,7 @@ class Reference:
 # -- is a forward a function of what it should be? ------------------------------------------------
 
 _SAME = 1e-6  # relative difference of a repetition on one rank
-_ALIKE = 1e-3  # between ranks, whose machines may round otherwise
+_ALIKE = 1e-3  # between ranks, whose machines may round differently
 _WHY = (
     "the same leaf gives something else when it is run again, with all generators seeded: "
     "something is kept between forwards"
@@ -218,10 +218,10 @@ _WHY = (
 def check_forward(
     task: Task, comm: Communicator, number: int, saved: State | None = None
 ) -> tuple[Cause, Finding] | None:
-    """Run a leaf of step `number` twice on every rank: results that differ, on one rank or between
-    ranks, no strategy can help. All ranks call it and get the same, None when results agree."""
+    """Run a leaf of step `number` twice on every rank. If results differ, on one rank or between
+    ranks, no strategy can help. All ranks call it and get the same; None if results agree."""
     with kept_randomness():
-        # Each time a fresh model, which keeps whatever it keeps from forward to forward.
+        # A new model on each call; it keeps what one forward leaves for the next.
         fresh = Reference(task, comm.world_size, saved)
         numbers, again = fresh.leaf_numbers(number)
     repeats = _alike(numbers, again, _SAME)
@@ -239,7 +239,7 @@ def check_forward(
 
 
 def _alike(a: list[float], b: list[float], tolerance: float) -> bool:
-    """Whether loss and norms agree, these relative to the norm of the whole gradient."""
+    """Whether loss and norms agree; norms relative to the norm of the whole gradient."""
     if len(a) != len(b) or not math.isclose(a[0], b[0], rel_tol=tolerance):
         return False
     small = tolerance * math.hypot(*a[1:])

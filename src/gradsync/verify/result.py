@@ -26,7 +26,7 @@ from gradsync.verify.settings import Cell, VerifySettings, promise_of
 
 
 class Kind(StrEnum):
-    """Places of the first difference in a step, in the order in which they are looked for."""
+    """Places of the first difference in a step, in the order of the checks."""
 
     START = "the weights are not the one-rank run's"
     DATA = "the global batch is not the one-rank run's"
@@ -81,7 +81,7 @@ _ADVICE: dict[Cause | Kind, str] = {
     Kind.BUFFERS: "Leave buffers to gs.replicate, which moves them by what all leaves do.",
     Kind.MOVED: "Reduce parameter.grad in the hook, and leave the parameter alone.",
 }
-"""Advice, by the kind of finding where it has an entry, else by the cause."""
+"""Advice, by the kind of finding if it has an entry, else by the cause."""
 
 
 _NAMES = ("strategy", "world_size", "model", "dtype")
@@ -89,18 +89,18 @@ _NAMES = ("strategy", "world_size", "model", "dtype")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """The first difference of one kind in one step, as JSON has it."""
+    """The first difference of one kind in one step, in JSON types."""
 
     kind: Kind
     step: int
     names: Sequence[str] = ()  # parameters (or buffers), first in the model's order
-    ranks: Sequence[int] = ()  # ranks that deviate; empty when all do alike
-    detail: str = ""  # numbers, for the sentence
+    ranks: Sequence[int] = ()  # ranks that deviate; empty if all deviate alike
+    detail: str = ""  # numbers for the sentence
 
 
 @dataclass(kw_only=True, slots=True)
 class Result:
-    """One cell of the matrix, as it came out."""
+    """The outcome of one cell of the matrix."""
 
     strategy: str
     world_size: int
@@ -111,16 +111,16 @@ class Result:
     loaded_from: str = ""  # name of the cell's source; "" for a run from the start
     status: str = "passed"  # passed, failed or error
     bitwise: bool = False
-    """Losses, gradients, weights and optimizer state have the bits of the one-rank run: of the
-    strategy's own for `bitwise` ones, of plain PyTorch's for the others."""
+    """Losses, gradients, weights and optimizer state have the bits of the one-rank run: the
+    strategy's for `bitwise` ones, plain PyTorch's for the others."""
     differences: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """loss, gradient, weight and state of the free runs, each as `Difference` has it."""
+    """loss, gradient, weight and state of the free runs, each with the fields of `Difference`."""
     part_of_bound: float = 0.0  # largest error of a gradient; above 1 it cannot be rounding
     losses: list[float] = field(default_factory=list)  # global mean loss of each step
     weights_sha256: str = ""  # digest of the final parameters
     cause: str = ""
     sentence: str = ""  # the difference, its place, its cause, and what to do
-    step: int | None = None  # first step that is not as promised
+    step: int | None = None  # first step that breaks the promise
     names: list[str] = field(default_factory=list)  # parameters that differ there
     ranks: list[int] = field(default_factory=list)  # that deviate or failed; empty: all, or unknown
     tried: list[str] = field(default_factory=list)  # variants, and whether the difference vanished
@@ -128,7 +128,7 @@ class Result:
 
     @classmethod
     def of(cls, cell: Cell, **fields: Any) -> Result:
-        """The result of `cell`, with `fields` besides its names and its promise."""
+        """The result of `cell`, with `fields` in addition to its names and its promise."""
         promise = promise_of(cell.strategy)
         names: Any = {name: getattr(cell, name) for name in _NAMES}
         source = cell.source.name if cell.source else ""
@@ -136,7 +136,7 @@ class Result:
 
     @property
     def passed(self) -> bool:
-        """Whether it is as promised."""
+        """Whether the promise holds."""
         return self.status == "passed"
 
     @property
@@ -146,7 +146,7 @@ class Result:
         return f"{self.strategy} W={self.world_size} {self.model} {self.dtype}{loaded}"
 
     def explain(self, cause: Cause, finding: Finding, detail: str) -> None:
-        """Note the cause of a failure, and the sentence that says it:
+        """Record the cause of a failure, and the sentence that reports it:
         `step 2, 'head.weight', rank 1: finding; cause: why. Advice.`"""
         self.cause = cause.value
         self.step, self.names, self.ranks = finding.step, [*finding.names], [*finding.ranks]
@@ -195,7 +195,7 @@ def document(settings: VerifySettings, results: Sequence[Result], seconds: float
 
 
 def _strict(value: Any) -> Any:
-    """A value without nan and infinity, which JSON does not have: they become null."""
+    """A value with null instead of nan and infinity, which JSON does not have."""
     if isinstance(value, dict):
         return {key: _strict(entry) for key, entry in value.items()}
     if isinstance(value, list):
@@ -204,7 +204,7 @@ def _strict(value: Any) -> Any:
 
 
 def write_csv(path: Path, results: Sequence[Result]) -> None:
-    """One row per result; differences as `gradient_max_abs` and so on, empty for no number."""
+    """One row per result; differences as `gradient_max_abs` and so on, empty if not a number."""
     names = [f"{part}_{measure}" for part in _PARTS for measure in _MEASURES]
     writer = csv.DictWriter(text := io.StringIO(), [*_COLUMNS, *names])
     writer.writeheader()
@@ -227,8 +227,8 @@ _LEGEND = (
 
 def print_report(results: Sequence[Result], seconds: float, stream: TextIO) -> None:
     """A row per strategy and dtype, then each reason of failures once."""
-    # A narrow terminal may wrap lines; words cut short could not be read. Messages of others are
-    # shown as they are: no markup in brackets, no pictures between colons.
+    # A narrow terminal may wrap lines, because truncated words are unreadable. Messages of others
+    # are printed unchanged: no markup in brackets, no pictures between colons.
     plain: Any = dict.fromkeys(("markup", "emoji", "highlight"), False)
     width = max(shutil.get_terminal_size().columns, 110)
     console = Console(file=stream, soft_wrap=True, width=width, **plain)
@@ -252,8 +252,8 @@ def print_report(results: Sequence[Result], seconds: float, stream: TextIO) -> N
 
 
 def _by_reason(results: Sequence[Result]) -> list[list[Result]]:
-    """Failed results, those with one reason together. Errors come from one mistake also where
-    numbers in them (rank, port, address) differ."""
+    """Failed results, grouped by reason. Errors may have one reason although numbers in them (rank,
+    port, address) differ."""
     groups: dict[tuple[str, ...], list[Result]] = {}
     for result in results:
         if not result.passed:
@@ -280,7 +280,7 @@ def _table(cells: Sequence[Result]) -> Table:
 
 
 def mark(cells: Sequence[Result]) -> str:
-    """One word for some cells: the worst of them."""
+    """One word for some cells: the worst outcome among them."""
     for status in ("error", "failed"):
         if any(cell.status == status for cell in cells):
             return status
@@ -290,7 +290,7 @@ def mark(cells: Sequence[Result]) -> str:
 
 
 def largest(cells: Sequence[Result], part: str) -> float:
-    """Largest relative difference of `part` from one rank's run; null in JSON was no number."""
+    """Largest relative difference of `part` from one rank's run; null in JSON was not a number."""
     found = [cell.differences[part]["max_rel"] for cell in cells if cell.differences]
     return max((math.inf if value is None else value for value in found), default=0.0)
 

@@ -1,6 +1,6 @@
-"""Runs of one problem with the library's own loop, recorded, from the start or a checkpoint.
+"""Recorded runs of one problem with the library's loop, from the start or from a checkpoint.
 
-Every rank calls `train_traced`; `save` and `read` hand a recorded run's checkpoint to another run.
+Every rank calls `train_traced`; `save` and `read` pass a recorded run's checkpoint to another run.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from gradsync.verify.settings import PLAIN, Variant, VerifySettings, promise_of
 from gradsync.world import World
 
 LEARNING_RATE = 1e-2
-INNER_STEPS = 2  # of a round where ranks step alone and meet
+INNER_STEPS = 2  # steps per round of ranks that step alone and meet
 _OPTIONS: dict[str, Any] = {
     "bucket_mb": 0.01,
     "first_bucket_mb": 0.002,
     "start_powerSGD_iter": 2,
     "inner_steps": INNER_STEPS,
 }
-"""Several buckets, compression and meetings from the start: a short run of a small model must show
-what the strategy does."""
+"""Several buckets, compression and meetings from the start: a short run of a small model must
+exercise the strategy."""
 
 
 @dataclass(slots=True)
 class Parts:
-    """The parts of a training loop, handed to `prepare` before it starts."""
+    """The parts of a training loop, passed to `prepare` before it starts."""
 
     comm: Communicator
     model: nn.Module
@@ -73,13 +73,13 @@ class Task:
     variant: Variant = PLAIN
 
     def build(self) -> Problem:
-        """A fresh problem, in the dtype of the weights."""
+        """Build a new problem, in the dtype of the weights."""
         problem = build_problem(self.model, self.settings, self.variant)
         return _in_double(problem) if self._used_dtype == "fp64" else problem
 
     def settings_for(self, world_size: int) -> VerifySettings:
         """Settings with the number of leaves that the variant and the strategy need, and the same
-        data set, so that a checkpoint can go from one to the other."""
+        data set, so that one run can continue another's checkpoint."""
         settings = self.settings
         equal_leaves = (
             chosen_strategy(self.strategy)[0].equal_leaves or settings.batch_norm == "sync"
@@ -109,8 +109,8 @@ def train_traced(
     prepare: Prepare | None = None,
     saved: State | None = None,
 ) -> Trace:
-    """Train on this rank's share, from the checkpoint `saved` on if there is one; every rank of
-    `comm` calls it. `groups` are for `hierarchical`; `prepare` is a seam for tests."""
+    """Train on this rank's share, from the checkpoint `saved` if given; every rank of `comm` calls
+    it. `groups` are for `hierarchical`; `prepare` is a hook for tests."""
     settings, problem = task.settings_for(comm.world_size), task.build()
     trace = Trace.of(problem.model)
     parts = _make_parts(task.strategy, problem, settings, comm, groups)
@@ -185,7 +185,7 @@ def make_loader(problem: Problem, settings: VerifySettings, rank: int, world_siz
 
 
 def make_optimizer(model: nn.Module, settings: VerifySettings) -> torch.optim.Optimizer:
-    """AdamW or SGD with momentum, over what is trained."""
+    """AdamW, or SGD with momentum, over the trainable parameters."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if settings.optimizer == "adamw":
         return torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.1)
@@ -194,7 +194,7 @@ def make_optimizer(model: nn.Module, settings: VerifySettings) -> torch.optim.Op
 
 @torch.no_grad()
 def disturb(model: nn.Module, rank: int) -> None:
-    """Other weights and buffers on each rank: a start that is not shared then shows."""
+    """Set different weights and buffers on each rank, to expose a start that is not shared."""
     tensors = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}
     for tensor in tensors.values():
         if tensor.is_floating_point():
@@ -202,7 +202,7 @@ def disturb(model: nn.Module, rank: int) -> None:
 
 
 def _in_double(problem: Problem) -> Problem:
-    """The problem in fp64: model and floating inputs, wherever in them they are."""
+    """The problem in fp64: the model, and floating inputs at any depth."""
     model = problem.model.double()
 
     def widen(tensor: torch.Tensor) -> torch.Tensor:
@@ -221,7 +221,7 @@ _REST = ("description", "data", "strategy")
 
 
 def save(directory: Path, strategy: str, trace: Trace, steps: int) -> None:
-    """Write what `trace` had after `steps` steps as an ordinary checkpoint."""
+    """Write the state of `trace` after `steps` steps as an ordinary checkpoint."""
     after = trace.steps[steps - 1].after
     buffers = {name: after.buffers[name] for name in trace.persistent}
     state = replace(after, buffers=buffers, strategy=strategy)
@@ -235,7 +235,7 @@ def save(directory: Path, strategy: str, trace: Trace, steps: int) -> None:
 
 
 def read(directory: Path, comm: Communicator) -> State:
-    """Read a checkpoint back, checked; rank 0 reads and hands out, as in a training run."""
+    """Read and check a checkpoint; rank 0 reads and distributes it, as in a training run."""
     rest, tensors = None, {}
     if comm.rank == 0:
         store = CheckpointStore(directory)
@@ -250,8 +250,8 @@ def read(directory: Path, comm: Communicator) -> State:
 
 
 def _load(saved: State, strategy: str, parts: Parts) -> None:
-    """Put a checkpoint into a run that has not begun, with the calls of a training run that
-    resumes; all ranks call it."""
+    """Load a checkpoint into a run that has not begun, with the calls that a resumed training run
+    makes; all ranks call it."""
     parts.loader.load_state_dict(saved.data)
     weights = match_weights(parts.model, {**saved.weights, **saved.buffers})
     parts.sync.load_full_weights(weights)

@@ -1,8 +1,8 @@
-"""The cells of the matrix, the settings they share, and the promise each strategy is held to.
+"""The cells of the matrix, the settings they share, and the promise of each strategy.
 
-    bitwise    the bits of its own run on one rank, at every world size
+    bitwise    the bits of the strategy's one-rank run, at every world size
     rounding   one rank's result, up to the order in which numbers are added
-    lossy      something else by design, said in `says`; replicas equal, and the loss falls
+    lossy      something else by design, stated in `says`; replicas equal, and the loss falls
 
 `bitwise` includes `rounding`: equal bits that are wrong everywhere would not help. No torch here.
 """
@@ -21,9 +21,9 @@ from gradsync.sync.registry import Promise as Kind
 from gradsync.sync.registry import chosen_strategy
 
 MODELS = ("mlp", "conv", "gpt")
-"""The problems that come with verify, smallest first."""
+"""The problems included in verify, smallest first."""
 DTYPES = ("fp64", "fp32", "bf16")
-"""fp64 and fp32: everything in it. bf16: autocast over fp32 weights."""
+"""fp64 and fp32: all tensors have this dtype. bf16: autocast over fp32 weights."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,17 +32,17 @@ class VerifySettings:
 
     num_steps: int = 4  # optimizer steps
     num_samples: int | None = None
-    """None takes as many as make the last step short: two leaves, the second of one sample, or of
-    two where the model is the user's own."""
+    """None uses enough to make the last step short: two leaves, the second of one sample, or of two
+    for the user's model."""
     num_leaves: int = 5  # in a global batch; no multiple of 2, 3 or 4 ranks: shares are uneven
     leaf_size: int = 3
     optimizer: str = "adamw"  # adamw or sgd (with momentum)
     clip_norm: float | None = 0.5  # largest L2 norm of the mean gradient; None does not clip
     batch_norm: str = "local"  # sync, local or freeze, for models that have BatchNorm
     seed: int = 0
-    target: str = ""  # `pkg.module:factory` of the user's own problem, the model "target"
-    whole_steps: bool = False  # no step is short: for what needs as many leaves on all ranks
-    timeout_s: float = 60.0  # longest a collective may take, seconds
+    target: str = ""  # `pkg.module:factory` that makes the user's problem, the model "target"
+    whole_steps: bool = False  # no step is short: all ranks have as many leaves
+    timeout_s: float = 60.0  # longest duration of a collective, seconds
 
     def __post_init__(self) -> None:
         for name in ("num_steps", "num_leaves", "leaf_size", "num_samples"):
@@ -62,13 +62,13 @@ class VerifySettings:
         """Samples that are used."""
         if self.num_samples is not None:
             return self.num_samples
-        # BatchNorm cannot train on a single sample, and the user's model may have it.
+        # BatchNorm cannot train on a single sample, and the user's model may contain it.
         last = min(2, self.leaf_size) if self.target else 1
         return (self.num_steps - 1) * self.global_batch_size + self.leaf_size + last
 
     @property
     def num_epochs(self) -> int | None:
-        """Passes over the data, so many that there are `num_steps` steps; None never ends."""
+        """Passes over the data, as many as `num_steps` steps need; None never ends."""
         if self.whole_steps:
             return None
         return -(-((self.num_steps - 1) * self.global_batch_size + 1) // self.dataset_size)
@@ -76,12 +76,12 @@ class VerifySettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
-    """A change to the plain run, made to see whether it removes the difference."""
+    """A change to the plain run, to test whether it removes the difference."""
 
-    dropout: bool = True  # False draws nothing at random: evaluation mode, but for BatchNorm
-    frozen_batch_norm: bool = False  # True takes the stored statistics instead of the batch's
+    dropout: bool = True  # False draws nothing at random: evaluation mode, except BatchNorm
+    frozen_batch_norm: bool = False  # True uses the stored statistics instead of the batch's
     one_leaf_per_rank: bool = False  # True leaves no gradient accumulation
-    dtype: str | None = None  # another dtype than the cell's
+    dtype: str | None = None  # a dtype other than the cell's
 
 
 PLAIN = Variant()
@@ -89,13 +89,13 @@ PLAIN = Variant()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Promise:
-    """The numbers that one strategy is held to, and nothing less."""
+    """The numbers that one strategy must meet."""
 
-    kind: Kind = "rounding"  # the kind that its entry in the registry says
-    same_bits: bool = False  # True when its run on one rank has them, whatever they are worth
-    wire: str = ""  # bf16 or fp16 when gradients travel in it, whose rounding is allowed per sum
-    bounded: bool = True  # False when no bound on the gradient follows from arithmetic (low rank)
-    local: bool = False  # True when gradients stay each rank's own and weights are averaged instead
+    kind: Kind = "rounding"  # the kind in its registry entry
+    same_bits: bool = False  # True if its run on one rank has the same bits, right or wrong
+    wire: str = ""  # bf16 or fp16 if gradients travel in it; its rounding is allowed per sum
+    bounded: bool = True  # False if no bound on the gradient follows from arithmetic (low rank)
+    local: bool = False  # True if each rank keeps its gradients and weights are averaged instead
     zeros_when_unused: bool = False
     """Torch's DDP gives a parameter that no rank used zeros: weight decay still moves it."""
     says: str = ""  # A lossy strategy's promise in a few words
@@ -114,7 +114,7 @@ _DETAILS: dict[str, dict[str, Any]] = {
 
 
 def promise_of(strategy: str) -> Promise:
-    """The promise of `strategy`, with options if need be; ConfigError when there is none."""
+    """The promise of `strategy`, with or without options; ConfigError if none exists."""
     entry, options = chosen_strategy(strategy)
     recipe = options if isinstance(options, Recipe) else Recipe()
     wire = "" if recipe.wire == "same" else recipe.wire
@@ -127,9 +127,9 @@ def promise_of(strategy: str) -> Promise:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
-    """One run of the matrix: from the start, or on from the checkpoint of another cell."""
+    """One run of the matrix: from the start, or from the checkpoint of another cell."""
 
-    strategy: str  # its name, with options if need be: `bucketed:overlap=false`
+    strategy: str  # its name, with any options: `bucketed:overlap=false`
     world_size: int
     model: str
     dtype: str
@@ -143,19 +143,19 @@ class Cell:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Cell:
-        """The cell of which `dataclasses.asdict` made `data`."""
+        """The inverse of `dataclasses.asdict`."""
         source: Any = data["source"] and cls.from_json(data["source"])
         return cls(**{**data, "source": source})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerifyPlan:
-    """The matrix in its order of work."""
+    """The matrix in the order of work."""
 
     settings: VerifySettings
     launches: list[list[Cell]]
-    """Cells of each launch: each world size, the smallest first, with runs that continue a
-    checkpoint of the size before; at last, the smallest continues where the largest stopped."""
+    """Cells of each launch: world sizes in ascending order, each also with runs that continue a
+    checkpoint of the previous size; at last, the smallest size continues from the largest."""
 
 
 def make_plan(
@@ -172,14 +172,14 @@ def make_plan(
 ) -> VerifyPlan:
     """The full matrix: every strategy x world size x model x dtype, checked.
 
-    There are more leaves than the largest world size, for all cells alike: they must see the same
-    global batches.
+    There are more leaves than the largest world size, the same for all cells: they must see the
+    same global batches.
 
     Args:
-        strategies, world_sizes, models, dtypes: each may come in any order, and twice.
-        cross_load: also hand checkpoints from world size to world size and between strategies.
-        num_samples: so many are trained: steps follow from the size of a leaf, or that from the
-            steps, rounded up (the last step then goes on with a second pass over the data).
+        strategies, world_sizes, models, dtypes: in any order; duplicates are allowed.
+        cross_load: also continue checkpoints at another world size and with another strategy.
+        num_samples: train this many: steps follow from the size of a leaf, or the size from the
+            steps, rounded up (the last step then starts a second pass over the data).
         num_steps, leaf_size, others: fields of `VerifySettings`.
     """
     asked = {"num_steps": num_steps, "num_samples": num_samples, "leaf_size": leaf_size}
@@ -212,7 +212,7 @@ def make_plan(
         for strategy in lists["strategies"]
     ]
     launches = [[cell for cell in cells if cell.world_size == size] for size in sizes]
-    if cross_load and settings.num_steps > 1:  # checkpoints come from the middle of a run
+    if cross_load and settings.num_steps > 1:  # checkpoints are from the middle of a run
         handed = [
             _handovers(cells[0], lists["strategies"], *p) for p in pairwise([*sizes, sizes[0]])
         ]
@@ -227,7 +227,7 @@ def make_plan(
 def _sized(
     settings: VerifySettings, num_samples: int, num_steps: int | None, leaf_size: int | None
 ) -> VerifySettings:
-    """`settings` with so many steps, or so large leaves, that `num_samples` are trained."""
+    """`settings` with enough steps, or large enough leaves, to train `num_samples`."""
     if num_steps is not None and leaf_size is None:
         return replace(settings, leaf_size=-(-num_samples // (num_steps * settings.num_leaves)))
     needed = -(-num_samples // settings.global_batch_size)
@@ -241,8 +241,8 @@ def _sized(
 
 
 def _handovers(first: Cell, strategies: Sequence[str], before: int, after: int) -> list[Cell]:
-    """Every strategy continues a run of its own, and one of its neighbour in the list; with the
-    first model and dtype, the checkpoint's format being the same for all."""
+    """Every strategy continues one of its runs, and one of its neighbour in the list; only with the
+    first model and dtype, because the checkpoint's format is the same for all."""
     return [
         replace(
             first,

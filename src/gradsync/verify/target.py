@@ -1,6 +1,6 @@
-"""The user's own problem: found and called; `target_check.py` tries it.
+"""Find and call the factory of a problem that the user wrote; `target_check.py` tries it.
 
-Mistakes in it cost a line, `--target T: what is wrong`, not a run.
+A mistake in it gives one line, `--target T: what is wrong`, before any run.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _NOT_THE_USERS = (
 
 @contextmanager
 def kept_randomness() -> Generator[None]:
-    """Put torch's, numpy's and Python's global generators back at the end: a check must not change
-    what is drawn after it."""
+    """Restore torch's, numpy's and Python's global generators at the end: a check must not change
+    later random numbers."""
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()
     try:
         yield
@@ -42,14 +42,14 @@ def kept_randomness() -> Generator[None]:
 
 
 def refuse(target: str, wrong: str) -> None:
-    """Raise `wrong` as a ConfigError, if it says anything."""
+    """Raise `wrong` as a ConfigError, unless it is empty."""
     if wrong:
         raise ConfigError(f"--target {target}: {wrong}")
 
 
 @contextmanager
 def users_code(target: str, failure: str) -> Generator[None]:
-    """Say what the user's code raises inside in a line: `--target T: FAILURE KeyError: …`."""
+    """Report an error in the user's code in one line: `--target T: FAILURE KeyError: …`."""
     try:
         yield
     except (Exception, SystemExit) as error:  # a module that exits would end verify silently
@@ -57,7 +57,7 @@ def users_code(target: str, failure: str) -> Generator[None]:
 
 
 def _in_a_line(error: BaseException) -> str:
-    """`KeyError: 'x' (data.py:12)`: the innermost place that is neither torch's nor ours."""
+    """`KeyError: 'x' (data.py:12)`: the innermost place outside torch and gradsync."""
     places = [
         (frame.filename, frame.lineno)
         for frame in traceback.extract_tb(error.__traceback__)
@@ -71,7 +71,7 @@ def _in_a_line(error: BaseException) -> str:
 
 
 def described(value: Any) -> str:
-    """A wrong value in a few words: its type, and what is in it."""
+    """A wrong value in a few words: its type and contents."""
     if isinstance(value, tuple | list):
         return f"a {type(value).__name__} of {len(value)}"
     if isinstance(value, Mapping):
@@ -80,8 +80,8 @@ def described(value: Any) -> str:
 
 
 def find_factory(target: str) -> Callable[[], Any]:
-    """The function that `pkg.module:factory` names, or a ConfigError; its module is imported, from
-    the working folder too, as `python -m` has it."""
+    """The function that `pkg.module:factory` names, or a ConfigError. Its module is imported, also
+    from the working folder, as `python -m` does."""
     module_name, _, name = target.partition(":")
     if not module_name or not name:
         raise ConfigError(f"--target {target!r}: expected pkg.module:factory")

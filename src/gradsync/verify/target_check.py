@@ -1,4 +1,4 @@
-"""The user's own problem, tried on one leaf before any rank starts."""
+"""Try the user's problem on one leaf before any rank starts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SAME_LOSS = 1e-2
 
 
 def check_target(task: Task) -> None:
-    """Import, build and try the user's problem, in this process; a ConfigError says what is wrong.
+    """Import, build and try the user's problem in this process; a ConfigError says what is wrong.
 
     A target that needs a process group is left to the ranks, which have one.
     """
@@ -39,7 +39,7 @@ def _check(task: Task) -> None:
     settings, target = task.settings, task.settings.target
     problem = task.build()
     refuse(target, _wrong_model(problem.model))
-    # The run and what it is compared with each need a model of their own.
+    # The run and its reference each need a separate model.
     own = {id(parameter) for parameter in problem.model.parameters() if parameter.requires_grad}
     if any(id(parameter) in own for parameter in task.build().model.parameters()):
         refuse(target, "the factory must build a new model each time it is called")
@@ -74,7 +74,7 @@ def _wrong_model(model: nn.Module) -> str:
 
 
 def _read_twice(dataset: Any, count: int, task: Task) -> list[Any]:
-    """The first samples, each read twice, with torch's generators seeded as the loader does it."""
+    """The first samples, each read twice, with torch's generators seeded as in the loader."""
     samples, target = [], task.settings.target
     for index in range(count):
         read = []
@@ -119,7 +119,7 @@ def _wrong_loss(loss: Any) -> str:
 
 
 def _late_parameter(before: dict[str, nn.Parameter], model: nn.Module) -> str:
-    """The optimizer and `gs.replicate` come before the first forward: they would not know it."""
+    """The optimizer and `gs.replicate` precede the first forward: they miss later parameters."""
     for name, parameter in model.named_parameters():
         if before.get(name) is not parameter:
             done = "replaces" if name in before else "makes"
@@ -129,9 +129,9 @@ def _late_parameter(before: dict[str, nn.Parameter], model: nn.Module) -> str:
 
 
 def _is_mean(problem: Problem, task: Task, samples: list[Any]) -> str:
-    """A leaf with every sample twice has twice the loss, unless `loss_sum` is a mean: tried in
-    evaluation mode, so that neither dropout nor BatchNorm tells the two apart. Other ratios than
-    one are left alone: a contrastive loss is no sum over samples."""
+    """A leaf with every sample twice has twice the loss, unless `loss_sum` is a mean. This is tried
+    in evaluation mode, so that neither dropout nor BatchNorm makes a difference. Ratios other than
+    one are accepted: a contrastive loss is no sum over samples."""
     problem.model.eval()
     losses = []
     try:
@@ -140,7 +140,7 @@ def _is_mean(problem: Problem, task: Task, samples: list[Any]) -> str:
                 seed_everything(task.settings.seed)
                 losses.append(float(_loss(problem, task, tried)))
     except Exception:
-        return ""  # some models give something else in evaluation mode: then nothing is known
+        return ""  # some models give other results in evaluation mode: then nothing is known
     once, twice = losses
     if once and math.isfinite(once) and math.isclose(once, twice, rel_tol=_SAME_LOSS):
         return "loss scaling: loss_sum is a mean; use reduction='sum'"

@@ -1,4 +1,4 @@
-"""Decision whether ranks share memory."""
+"""Decide whether ranks share memory."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def share_memory(base: Communicator) -> SharedMemoryCommunicator:
     """Make a communicator over the ranks of `base` through shared memory; all ranks call it.
 
     Raises:
-        SharedMemoryError: on all ranks, when they are not on one host, or shared memory is not
-            available there; the message says why and what to do.
+        SharedMemoryError: on all ranks, if they are not on one host or shared memory is not
+            available; the message says why and what to do.
     """
     # The same on all ranks of a host; ranks of different hosts differ in what `base` tells them.
     if sys.platform != "linux":
@@ -46,24 +46,24 @@ def fastest(
     device: torch.device,
     present: Iterable[SharedMemoryCommunicator] = (),
 ) -> Communicator:
-    """Return shared memory in place of `base` where that works: CPU ranks of one host, over gloo.
+    """Return shared memory instead of `base` if possible: CPU ranks of one host, over gloo.
 
-    All ranks call it. Rank 0 logs one line about the choice, if there was one.
+    All ranks call it. If there was a choice, rank 0 logs one line about it.
 
     Args:
         base: communicator over the ranks.
         device: device of the tensors.
-        present: communicators made earlier, in order; the last one over the same group is reused
-            if all ranks still have it. Models that are used in different orders on different ranks
-            are detected then: on separate communicators they would wait for each other.
+        present: communicators made earlier, in order; the last one over the same group is reused if
+            all ranks still have it. This detects models that ranks use in different orders: on
+            separate communicators they would wait for each other.
     """
     if not isinstance(base, ProcessGroupCommunicator) or device.type != "cpu":
         return base
     if base.world_size == 1:
         return base
-    # Ranks drop communicators, and notice that one broke, at different times.
+    # Ranks drop communicators, and notice a broken one, at different times.
     over = [c for c in present if getattr(c.base, "group", None) is base.group and c.is_open]
-    number = over[-1].number if over else 0  # numbers are drawn, and have no order
+    number = over[-1].number if over else 0  # numbers are random, without order
     if same_number(base, number) and number:
         return over[-1]
     try:

@@ -1,9 +1,9 @@
-"""Collectives of the ranks of one host through memory that all of them map.
+"""Collectives between the ranks of one host, through memory that all of them map.
 
-Tensors from `allocate` are combined in place: every rank adds up its slice of all ranks' memory and
-writes the sum into all of them. Each byte moves once, at the memory's own speed. Other tensors go
-through two small buffers per rank that stay in the cache: in an all-reduce a rank copies in only
-the slices that others add up, and copies out only the sums that others computed.
+Tensors from `allocate` are combined in place: every rank sums its slice of all ranks' memory and
+writes the sum to all of them. Each byte moves once, at memory speed. Other tensors go through two
+small buffers per rank that stay in the cache. In an all-reduce a rank copies in only the slices
+that others sum, and copies out only the sums that others computed.
 
 [Note: Two buffers in turn] Data that a rank puts into a buffer in operation n are read by peers
 until they have finished n, or (in `take`) until they finish n + 1. A buffer is filled again in
@@ -35,7 +35,7 @@ from gradsync.comm.shared_memory.segment import map_together
 STAGE_BYTES = 2**20
 """Size of each of the two buffers."""
 _SMALL_BYTES = 2**14
-"""Up to this size every rank adds up everything by itself: one meeting instead of two."""
+"""Up to this size every rank sums everything itself: one synchronisation point instead of two."""
 
 
 class SharedMemoryCommunicator:
@@ -64,7 +64,7 @@ class SharedMemoryCommunicator:
         self._regions: list[tuple[int, list[Tensor]]] = []
         """Number of an allocation, equal on all ranks, and every rank's part."""
         self._num_regions = 0
-        # Also when `close` is never called: peers may be waiting, and descriptors are open.
+        # Needed even if `close` is never called: peers may be waiting, and descriptors are open.
         self._leave = weakref.finalize(self, _leave, self._flags, self._patience, os.getpid())
 
     @property
@@ -99,7 +99,7 @@ class SharedMemoryCommunicator:
         return map_together(self.base, sizes)[0][0].view(dtype)
 
     def release(self, tensor: Tensor) -> None:
-        """Forget what `allocate` returned; its memory is freed when no view of it is left."""
+        """Forget a tensor from `allocate`; its memory is freed with the last view."""
         start = tensor.data_ptr()
         self._regions = [r for r in self._regions if r[1][self.rank].data_ptr() != start]
 
@@ -109,7 +109,7 @@ class SharedMemoryCommunicator:
         return None if (found := self._placed(tensor)) is None else found[0]
 
     def _placed(self, tensor: Tensor) -> tuple[list[Tensor], tuple[int, int]] | None:
-        """`parts_of`, and the place as numbers that are equal on ranks that mean the same place."""
+        """`parts_of`, and the place as numbers; equal numbers mean the same place on all ranks."""
         for number, parts in self._regions:
             mine = parts[self.rank]
             offset, rest = divmod(tensor.data_ptr() - mine.data_ptr(), mine.element_size())
@@ -122,14 +122,14 @@ class SharedMemoryCommunicator:
     # -- shares of work ---------------------------------------------------------------------------
 
     def run(self, share: Callable[[], object], what: str, over: Tensor | None = None) -> Work:
-        """Run `share` on each rank once all ranks have called; done when all have finished.
+        """Run `share` on each rank once all ranks have called `run`; done when all have finished.
 
-        Data written before `run` may be read in the share, by any rank; data written in the share
-        may be read after `wait`. In a share no rank may touch what another rank's share writes.
+        In the share, any rank may read data written before `run`, but not touch what another rank's
+        share writes. After `wait`, any rank may read data written in the share.
 
         Args:
             share: this rank's part.
-            what: name of the operation; an error on ranks that run another one at the same time.
+            what: name of the operation; ranks that run another one at the same time raise an error.
             over: memory from `allocate` that the shares work on, if any.
         """
         key: tuple[int, ...] = ()
@@ -203,7 +203,7 @@ class SharedMemoryCommunicator:
         return self.base.exchange(sends, receives, channel)
 
     def close(self) -> None:
-        """Leave the communicator for good; peers that wait for this rank are told."""
+        """Leave the communicator for good, and notify peers that wait for this rank."""
         self._leave()
         self._ops.close()
         self._regions.clear()
@@ -220,7 +220,7 @@ class _Staging:
         self._half = 0
 
     def _next(self, like: Tensor) -> list[Tensor]:
-        """Every rank's buffer for the next operation, [numel]; see [Note: Two buffers in turn]."""
+        """Each rank's buffer for the next operation, [numel]; see [Note: Two buffers in turn]."""
         self._half = 1 - self._half
         size = like.numel() * like.element_size()
         return [stage[:size].view(like.dtype) for stage in self._halves[self._half]]
@@ -321,7 +321,7 @@ def _leave(flags: Flags, patience: Patience, pid: int) -> None:
 
 
 def _flat(tensor: Tensor) -> tuple[Tensor, Tensor | None]:
-    """`tensor` as [n] plain numbers, and `tensor` itself where that had to be a copy."""
+    """`tensor` as [n] plain numbers, and `tensor` itself if those are a copy."""
     plain = tensor.detach().resolve_conj().resolve_neg()
     flat = plain.reshape(-1)
     return flat, tensor if flat.data_ptr() != tensor.data_ptr() and tensor.numel() else None
@@ -340,7 +340,7 @@ def _writable(tensor: Tensor) -> Tensor:
 
 
 def _home(work: Work, flat: Tensor, home: Tensor | None) -> Work:
-    """`work` on `flat`, copied back to `home` where `flat` is a copy."""
+    """`work` on `flat`, copied back to `home` if `flat` is a copy."""
     return work if home is None else CopyBack(work, flat.view(home.shape), home)
 
 
@@ -352,7 +352,7 @@ def _check_lengths(whole: Tensor, part: Tensor, world_size: int) -> None:
         )
 
 
-# -- sums, piece by piece so that they happen in the cache ----------------------------------------
+# -- sums, piece by piece so that they stay in the cache ----------------------------------------
 
 _COMBINE = {"sum": torch.add, "min": torch.minimum, "max": torch.maximum}
 _CHUNK_BYTES = 2**18
@@ -385,7 +385,7 @@ def reduce_in_place(
         operands: same length and dtype.
         pairs: (left, right) in a valid order of execution.
         end: index of the operand with the result; -1: no result, copies become zeros.
-        copies: each [n]; those that share `operands[end]`'s memory are left alone.
+        copies: each [n]; a copy that shares `operands[end]`'s memory is left alone.
         op: sum, min or max.
     """
     pairs = list(pairs)
@@ -404,8 +404,8 @@ def reduce_in_place(
 
 
 def reduce_into(out: Tensor, operands: Sequence[Tensor], op: ReduceOp = "sum") -> None:
-    """Store in `out`, [n], the `operands`, each [n], combined along a balanced tree; they keep
-    their values."""
+    """Combine `operands`, each [n], along a balanced tree into `out`, [n]; they keep their
+    values."""
     if len(operands) == 1:
         out.copy_(operands[0])
         return
@@ -425,7 +425,7 @@ def _chunks(flat: Tensor) -> Iterator[slice]:
 
 
 def even_parts(numel: int, world_size: int) -> list[slice]:
-    """Slices of [numel], one a rank, cut at multiples of 64 elements: one writer per cache line."""
+    """One slice of [numel] per rank, cut at multiples of 64 elements: one writer per cache line."""
     blocks = -(-numel // 64)
     edges = [min(blocks * rank // world_size * 64, numel) for rank in range(world_size + 1)]
     return [slice(edges[rank], edges[rank + 1]) for rank in range(world_size)]

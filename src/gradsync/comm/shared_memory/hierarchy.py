@@ -1,4 +1,4 @@
-"""All-reduce over hosts whose ranks share memory: add up inside each host, send between hosts.
+"""All-reduce over hosts whose ranks share memory: sum within each host, send between hosts.
 
 2 hosts with 2 ranks, the tensor's shards a and b; `═` is memory, `~` the network:
 
@@ -6,15 +6,15 @@
              rank 1 ═╝ b of both ═► b ~~~ all-reduce with rank 3 ~~~ b ═► into all buffers ═► a b
     host 1   rank 2 ═╗ ...
 
-The same as `hierarchical_all_reduce`, which uses messages alone. Inside a host a byte moves at the
-memory's speed; between hosts each rank sends 2(M-1)/M of a shard (M hosts).
+The same as `hierarchical_all_reduce`, which uses messages alone. Within a host a byte moves at
+memory speed; between hosts each rank sends 2(M-1)/M of a shard (M hosts).
 
-[Note: One operation] From the moment when all ranks of the host have arrived until all are done, a
-shard belongs to one rank, in all ranks' buffers. So adding, the messages, and writing the result
-all happen in one operation. No rank waits for a message of another shard.
+[Note: One operation] From the time all ranks of the host have arrived until all are done, one rank
+owns a shard in all ranks' buffers. So one operation sums, sends the messages, and writes the
+result. No rank waits for a message of another shard.
 
-[Note: Cuts] Tensors sent between hosts must be cut alike on all hosts, wherever they lie: into
-equal shards, with the remainder sent like a short tensor.
+[Note: Cuts] Tensors sent between hosts must be cut alike on all hosts, wherever they are in memory:
+into equal shards, with the remainder sent like a short tensor.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from gradsync.errors import LostPeerError
 _SHORT_BYTES = 2**14
 """Up to this size one rank of each host sends all of it: shards would be too short for messages."""
 _TREE_BYTES = 2**18
-"""Up to this size fewer messages between hosts are worth more bytes."""
+"""Up to this size, fewer messages between hosts are worth more bytes sent."""
 
 
 def share_hosts(
@@ -46,7 +46,7 @@ def share_hosts(
 ) -> SharedMemoryCommunicator:
     """Make a communicator over each host's ranks through shared memory; all ranks call it.
 
-    All hosts get one, or none does. Close it when it is no longer needed.
+    All hosts get one, or none does. The caller closes it.
 
     Args:
         everyone: communicator over the ranks of all hosts; two small all-gathers.
@@ -54,7 +54,7 @@ def share_hosts(
         channel: from `draw_channel`, when the communicator is for a second thread.
 
     Raises:
-        SharedMemoryError: on all ranks, with the reason of the first host where it failed.
+        SharedMemoryError: on all ranks, with the reason from the first host that failed.
     """
     shared, reason = None, ""
     try:
@@ -98,8 +98,8 @@ def all_reduce_over_hosts(
         if long:
             _in_shares(host, inter, flat[:long], op)
         if long < flat.numel():
-            # Not by each rank for itself: `inter` may have the hosts in another order at other
-            # positions, and so other bits.
+            # Not by each rank itself: `inter` may order the hosts differently at other positions,
+            # which gives other bits.
             _with_leader(host, inter, flat[long:], op)
     except LostPeerError as error:
         host.close()

@@ -1,4 +1,4 @@
-"""Operations in which every rank does a share, in one order, without a lock.
+"""Operations in which every rank does a share, in a fixed order, without a lock.
 
 An operation has two points that all ranks pass:
 
@@ -6,9 +6,9 @@ An operation has two points that all ranks pass:
     rank 1   prepare ─ arrive ─┴─ all there ─┴─ share ─ finish ─┴─ all done ──┴─ take
 
 Operations are numbered alike on all ranks. A share begins only when all ranks have finished the
-operation before, so it may read and write any rank's memory. Submitting does not wait: all progress
-that is possible is made whenever this rank submits or waits again. With one core per rank a thread
-beside backward could do no more.
+previous operation, so it may read and write any rank's memory. Submitting does not wait: the queue
+advances as far as it can whenever this rank submits or waits again. With one core per rank, a
+thread that runs during backward could do no more.
 
 [Note: Order of writes] A rank writes data, then its flag; a peer reads the flag, then the data.
 Neither a lock nor a fence is needed in between, because x86-64 shows one core's writes to others in
@@ -41,12 +41,12 @@ from gradsync.runtime.machine import cgroup_cores
 # A page in words of 8 bytes. Words polled by different ranks are on separate cache lines (8 words).
 PAGE_BYTES = 4096
 ARRIVED, DONE = 0, 8
-"""The last operation that the rank's data are ready for, and that it has done its share of."""
+"""The last operation for which the rank's data are ready, and the last whose share it has done."""
 _CLOSED = 16
 _NOTES, _NUM_NOTES = 24, 8  # twice
 _SIGNATURES = 40
 NUM_SIGNATURES = 256
-"""Operations that a rank may have arrived at while a peer has not finished the first of them."""
+"""Most operations that a rank may have arrived at before a peer has finished the first of them."""
 _MASK = (1 << 63) - 1
 
 _SPINS = 300
@@ -59,7 +59,7 @@ Action = Callable[[], object]
 
 
 class Flags:
-    """One page per rank, uint8 [PAGE_BYTES], that all ranks see and `rank` alone writes: its
+    """One page per rank, uint8 [PAGE_BYTES], that all ranks read and only `rank` writes: its
     progress, and a few numbers."""
 
     def __init__(self, rank: int, pages: Sequence[Tensor]) -> None:
@@ -81,11 +81,11 @@ class Flags:
         self._mine[DONE] = number
 
     def leave(self) -> None:
-        """Announce that this rank takes part in nothing any more."""
+        """Announce that this rank no longer takes part."""
         self._mine[_CLOSED] = 1
 
     def behind(self, point: int, number: int) -> list[int]:
-        """Peers that have not come to `point` (ARRIVED or DONE) of operation `number`."""
+        """Peers that have not reached `point` (ARRIVED or DONE) of operation `number`."""
         return [peer for peer, words in self._others if words[point] < number]
 
     def left(self, peers: Sequence[int]) -> list[int]:
@@ -98,8 +98,8 @@ class Flags:
         return [peer for peer, words in self._others if words[slot] != signature & _MASK]
 
     def note(self, values: Sequence[int]) -> None:
-        """Publish up to 8 numbers for the peers, which may read them after the next `arrive`; in
-        two places by turns, since a peer may still read the last numbers."""
+        """Publish up to 8 numbers, which peers may read after the next `arrive`. Two places take
+        turns, since a peer may still read the last numbers."""
         assert len(values) <= _NUM_NOTES
         self._notes = 2 * _NOTES + _NUM_NOTES - self._notes
         for place, value in enumerate(values):
@@ -115,13 +115,13 @@ class Patience:
 
     spin  (tens of microseconds, only with a core for each rank)
     yield (about a millisecond): let another rank on this core run
-    sleep (50 us growing to 1 ms): computation elsewhere gets the core; check that peers live
+    sleep (50 us growing to 1 ms): computation elsewhere gets the core; check that peers are alive
     """
 
     def __init__(self, rank: int, pids: Sequence[int], timeout_s: float) -> None:
         self._rank, self._pids, self.timeout_s = rank, list(pids), timeout_s
         cores = cgroup_cores() or os.cpu_count() or 1
-        threads_of_one = len(set(pids)) < len(pids)  # spinning, one would hold Python's lock
+        threads_of_one = len(set(pids)) < len(pids)  # a spinning thread would hold the GIL
         self._spins = _SPINS if len(pids) <= cores and not threads_of_one else 0
         self._yield_s = 0.0 if threads_of_one else _YIELD_S
         self._doors: dict[int, int] = {}
@@ -138,7 +138,7 @@ class Patience:
         left: Callable[[list[int]], list[int]],
         what: str,
     ) -> None:
-        """Return once no rank is `missing()` in `what`; `left` returns the ranks that have ended.
+        """Return once no rank is `missing()` from `what`; `left` returns the ranks that have left.
 
         Raises:
             LostPeerError: one of them has ended or left, or the time is up.
@@ -159,10 +159,10 @@ class Patience:
             now = time.monotonic()
             if now - looked > _LOOK_AFTER_PEERS_S:
                 looked = now
-                # Before processes: a rank that left because another ended must not hide that one.
+                # Before processes: a rank that left because another ended must not hide it.
                 deserters = left(missing())
                 gone = self._ended()
-                # Looked at last: the flag may be the last that a peer wrote before it ended.
+                # Checked last: the flag may be the last thing that a peer wrote before it ended.
                 if awaited := missing():
                     self._complain(awaited, gone, deserters, what, waited_s=now - began)
 
@@ -214,9 +214,9 @@ class OrderedOp:
     what: str
     """Description, for messages."""
     key: tuple[object, ...] = ()
-    """Further values that must be equal on all ranks that do the same."""
+    """Further values that must be equal on all ranks for the same operation."""
     prepare: Action | None = None
-    """Put data where peers read them, as soon as no peer needs the previous data."""
+    """Write data for the peers, as soon as no peer needs the previous data."""
     share: Action | None = None
     """Do this rank's part, once all have arrived."""
     take: Action | None = None
@@ -225,7 +225,7 @@ class OrderedOp:
     """True when this rank need not wait for the peers to finish their shares."""
     number: int = 0
     signature: int = 0
-    """Number made of `what` and `key`: equal on ranks that do the same, in any process."""
+    """Hash of `what` and `key`: equal for the same operation in any process."""
     arrived: bool = False
     shared: bool = False
     over: bool = False
@@ -241,8 +241,8 @@ class _Pending(NamedTuple):
         """See `Work.wait`.
 
         Raises:
-            LostPeerError: a peer ended, left, or did not come in time.
-            RunError: peers are doing something else.
+            LostPeerError: a peer ended, left, or did not arrive in time.
+            RunError: peers run another operation.
         """
         self.ops.complete(self.op)
 
@@ -285,7 +285,7 @@ class OrderedOps:
             self._queue.popleft()
 
     def close(self) -> None:
-        """Drop operations that were not waited for, and the error that broke the queue."""
+        """Drop pending operations, and the error that broke the queue."""
         self._queue.clear()
         self._broken = RunError("this shared-memory communicator is closed")
 
@@ -323,7 +323,7 @@ class OrderedOps:
         return True
 
     def _all_at(self, point: int, number: int, op: OrderedOp, *, waiting: bool) -> bool:
-        """Whether all peers have come to `point` of operation `number`; waits for them if told."""
+        """Whether all peers have reached `point` of operation `number`; `waiting` waits for it."""
         flags = self._flags
         if not flags.behind(point, number):
             return True
@@ -346,7 +346,7 @@ class OrderedOps:
             raise
 
     def _break(self, error: RunError | str) -> RunError:
-        """Stop all operations, and tell peers that wait for this rank."""
+        """Stop all operations, and notify peers that wait for this rank."""
         self._broken = RunError(error) if isinstance(error, str) else error
         self._flags.leave()
         return self._broken

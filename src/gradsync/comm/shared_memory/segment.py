@@ -1,8 +1,8 @@
-"""Memory that all ranks of a host allocate together, each seeing the others' parts: Linux's memfd.
+"""Memory that all ranks of a host allocate together and map from each other: Linux's memfd.
 
-No file is ever in /dev/shm, so none can be left there when a process is killed, and a container's
-small /dev/shm (64 MB by default in Docker) is no limit. A peer opens the memory through
-/proc/PID/fd, which works for processes of one user that see each other's process ids.
+Nothing is in /dev/shm, so a killed process leaves no file there, and a container's small /dev/shm
+(64 MB by default in Docker) is no limit. A peer opens the memory through /proc/PID/fd, which works
+for processes of one user that see each other's process ids.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _TOKEN_BYTES = 8
 _PAGE = 4096
 _FULL = (errno.ENOMEM, errno.ENOSPC)
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-"""Sealed: a process that made it shorter would end the others by a bus error."""
+"""Sealed: shortening it would kill the other processes with a bus error."""
 _SPARE_BYTES = 256 * 2**20
-"""Bytes of available memory that an allocation leaves to everything else."""
+"""Bytes of available memory that an allocation must leave free."""
 
 _NO_PEER, _NO_MEMFD, _NO_PIDFD, _NO_MEMORY = range(1, 5)
 _REASONS = {
@@ -57,14 +57,14 @@ class Address(NamedTuple):
     fd: int
     """The maker's descriptor; valid until the maker closes it."""
     token: int
-    """Drawn by the maker, and written behind the memory: a process id from another host or
-    container may belong to another process here, with such a descriptor."""
+    """Random, written after the memory. It detects a process id from another host or container that
+    belongs to another process here."""
 
 
 class Segment:
     """`num_bytes` of memory (a multiple of 8), zeros, mapped here as `memory`, uint8 [num_bytes].
 
-    The caller has checked that so much is available: the kernel would first take all there is.
+    The caller has checked that this much is available: the kernel would first use up all memory.
 
     Raises:
         OSError: too little memory, or the kernel has no memfd.
@@ -73,8 +73,8 @@ class Segment:
     def __init__(self, num_bytes: int) -> None:
         self._fd = os.memfd_create("gradsync", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            # Pages are taken now, by the rank that fills them: a lack of memory is an error here,
-            # and not a bus error in the middle of a step.
+            # The rank that fills the pages reserves them now: too little memory is an error here,
+            # not a bus error in the middle of a step.
             os.posix_fallocate(self._fd, 0, num_bytes + _TOKEN_BYTES)
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
             self.address = Address(os.getpid(), self._fd, secrets.randbits(62))
@@ -85,7 +85,7 @@ class Segment:
             raise
 
     def close_door(self) -> None:
-        """Close the descriptor: no process can map it any more; existing maps stay valid."""
+        """Close the descriptor: no further process can map it; existing maps stay valid."""
         os.close(self._fd)
 
 
@@ -93,7 +93,7 @@ def open_segment(address: Address, num_bytes: int) -> Tensor:
     """Map the memory of a peer's segment, uint8 [num_bytes], shared with it.
 
     Raises:
-        OSError: the peer's process or descriptor is unreachable, or belongs to another process.
+        OSError: the peer's process or descriptor is unreachable, or is another process's.
     """
     fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDWR | os.O_CLOEXEC)
     try:
@@ -110,9 +110,9 @@ def open_segment(address: Address, num_bytes: int) -> Tensor:
 
 
 def _mapped(fd: int, num_bytes: int) -> tuple[Tensor, Tensor]:
-    """The memory, and the token behind it, int64 []."""
+    """The memory, and the token that follows it, int64 []."""
     memory = mmap.mmap(fd, num_bytes + _TOKEN_BYTES)
-    with suppress(OSError):  # where the kernel has huge pages for shared memory
+    with suppress(OSError):  # if the kernel has huge pages for shared memory
         memory.madvise(mmap.MADV_HUGEPAGE)
     # The tensor owns the map: it is unmapped when the last view is freed.
     whole = torch.frombuffer(memory, dtype=torch.uint8)
@@ -125,7 +125,7 @@ def map_together(base: Communicator, sizes: Sequence[int]) -> tuple[list[Tensor]
     Two small all-gathers over `base`, int64 [4] and [1] from each rank, on the CPU.
 
     Returns:
-        Memory of each rank, uint8 [sizes[rank]] (the memory nearest to it), and its process id.
+        Each rank's memory, uint8 [sizes[rank]] (nearest to that rank), and its process id.
 
     Raises:
         SharedMemoryError: on all ranks, when it fails on one of them.

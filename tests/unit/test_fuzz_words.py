@@ -165,7 +165,7 @@ def test_launcher_variables(random: Random) -> None:
         explain_world(env)
         resolution = resolve(env)
         try:
-            system = System(asked, asked, asked, ancestor=lambda: "mpirun")
+            system = System(asked, asked, ancestor=lambda: "mpirun")
             plan = plan_coordinator(env, resolution, system)
         except LaunchError:
             return

@@ -223,6 +223,7 @@ def _states_of_shares(
 
 
 def load_weights(learner: Replica, comm: Communicator, whole: Whole) -> None:
+    """Load whole weights that rank 0 has; each rank keeps its part."""
     held = learner.sync.sharded_weights()
     if held is None:
         weights = match_weights(learner.model, broadcast_tensors(comm, whole))

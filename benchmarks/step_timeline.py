@@ -23,7 +23,7 @@ PICTURE = Path(__file__).resolve().parents[1] / "docs" / "guide" / "timeline.svg
 RATE_MBIT, RANKS = 1000, 2
 TRAIN = (
     *("train", "mini", "--steps=6", "--profile=4", "--micro-batch-size=1", "--seq-len=512"),
-    "--sync-options.overlap-publish=True",
+    *("--sync-options", "overlap_publish=true"),
     *(f"--tokens-per-update={512 * RANKS}", "--eval.every=0", "--sample-tokens=0", "--threads=1"),
 )
 

@@ -30,7 +30,7 @@ FLAGS = (
 )
 QUICK = ("--timeout-s=6",)
 """For faults whose rank is to be named within five seconds."""
-PATHS = {"shared memory": (), "messages": ("--sync-options.collective=backend",)}
+PATHS = {"shared memory": (), "messages": ("--sync-options", "collective=backend")}
 
 
 def draw(count: int, seed: int, kinds: list[str], ranks: list[int]) -> Iterator[tuple[Any, ...]]:

@@ -27,7 +27,7 @@ TINY = (
     *("--model.n-layer=1", "--model.n-embd=48", "--model.block-size=16", "--eval.max-tokens=64"),
     *("--tokens-per-update=128", "--micro-batch-size=1", "--sample-tokens=0"),
 )
-REPLICAS = ("--check-replicas-every=1", "--sync-options.weights=replicas")
+REPLICAS = ("--check-replicas-every=1", "--sync-options", "weights=replicas")
 QUICK = ("kill", "nan", "skip-collective", "drop-leaf", "flip-bit", "disk-full")
 
 

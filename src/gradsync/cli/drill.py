@@ -208,7 +208,7 @@ def _complete(plan: FaultPlan, flags: list[str]) -> tuple[list[str], TrainConfig
     if plan.kind == "flip-bit":
         own.append("--check-replicas-every=1")
         if config.sync != AUTO and find_strategy(config.sync).recipe is not None:
-            own.append("--sync-options.weights=replicas")  # not one copy for all ranks of the host
+            own += ["--sync-options", "weights=replicas"]  # not one copy for all ranks of the host
     return [*first, *own, *flags], config
 
 

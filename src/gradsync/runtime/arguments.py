@@ -37,6 +37,7 @@ _WORDS = (
 """Python's and tyro's wording, and ours."""
 _NO_DEFAULT = r" *\(default:(?: None| \'\'| )\)"
 _WIDEST = 100
+_ONE_COLUMN = "129"  # tyro puts boxes of long help side by side, of 65 characters and more each
 _ELSEWHERE = (  # flags of `gradsync train`, and their names in other trainers
     ("--tokens-per-update (tokens of all ranks, not samples)", "--(global-|train-)?batch-size"),
     ("--micro-batch-size and --tokens-per-update", "--(per-device-.*|grad(ient)?-accum.*)"),
@@ -66,11 +67,14 @@ def parse(
         SystemExit: 0 for `--help`.
     """
     pairs = command.partition(" ")[0] in PAIRED
+    asks = not {"-h", "--help"}.isdisjoint(argv)
     columns = min(get_terminal_size().columns, _WIDEST)
     said, shown = io.StringIO(), io.TextIOWrapper(io.BytesIO(), "utf-8")
     try:
         with (
-            environ.exported({"COLUMNS": "10000"}),  # no line is cut in two
+            environ.exported(
+                {"COLUMNS": _ONE_COLUMN if asks else "10000"}
+            ),  # no line is cut in two
             contextlib.redirect_stderr(said),
             contextlib.redirect_stdout(shown),
         ):
@@ -108,7 +112,7 @@ def _page(text: str, columns: int) -> str:
         words.clear()
         fill.initial_indent = fill.subsequent_indent = " " * indent
 
-    for row in text.splitlines():
+    for row in map(str.rstrip, text.splitlines()):
         if title := re.match("╭─ (.*?) ─+╮$", row):
             put(f"{title[1].replace('options options', 'options')}:", indent=2)
         elif (boxed := re.match("│ (.*?) *│$", row)) is None:

@@ -376,10 +376,11 @@ def with_options(word: str) -> tuple[str, dict[str, Any]]:
         ConfigError: a part that is not `key=value`.
     """
     name, _, rest = word.partition(":")
-    return name, dict(_option(name, part) for part in rest.split(",") if part)
+    return name, dict(key_and_value(name, part) for part in rest.split(",") if part)
 
 
-def _option(name: str, part: str) -> tuple[str, Any]:
+def key_and_value(name: str, part: str) -> tuple[str, Any]:
+    """The option in `key=value`; ConfigError, which names whose it is, for other text."""
     key, equals, value = part.partition("=")
     if not (key and equals and value):
         raise ConfigError(f"{name}: option {part!r} is not key=value")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, make_dataclass, replace
+from difflib import get_close_matches
 from typing import Annotated, Any, Literal, cast, get_args
 
-from tyro.conf import Suppress, arg
+from tyro.conf import Suppress
+from tyro.constructors import PrimitiveConstructorSpec
 
 from gradsync.data.batch_plan import BatchPlan, solve_batch_plan
 from gradsync.errors import ConfigError
@@ -14,7 +17,7 @@ from gradsync.models.config import GPTConfig, preset
 from gradsync.parallel.layout import ParallelLayout, parse_layout
 from gradsync.runtime.bounds import check_numbers
 from gradsync.runtime.device import NEEDS, check_names
-from gradsync.sync.options import every_option
+from gradsync.sync.options import every_option, key_and_value
 from gradsync.train.trackers import tracker_names
 
 Dtype = Literal["auto", "bf16", "fp32", "fp16"]
@@ -165,16 +168,42 @@ class _GivenOptions:
 
 SyncConfig: Any = make_dataclass(
     "SyncConfig",
-    [
-        (name, Annotated[hint | None, arg(help=text)], field(default=None))
-        for name, (hint, text) in every_option().items()
-    ],
+    [(name, hint | None, field(default=None)) for name, (hint, _) in every_option().items()],
     bases=(_GivenOptions,),
     namespace={"__doc__": _GivenOptions.__doc__, "__module__": __name__},
     frozen=True,
     kw_only=True,
 )
 """Every option of every strategy, as `sync/options.py` declares it."""
+
+
+def sync_options(words: Sequence[str]) -> Any:
+    """The `SyncConfig` of KEY=VALUE words.
+
+    Raises:
+        ConfigError: text of another form, or a key that no strategy has.
+    """
+    given: dict[str, Any] = {}
+    known = every_option()
+    for word in words:
+        key, value = key_and_value("--sync-options", word)
+        key = key.replace("-", "_")
+        if key not in known:
+            near = get_close_matches(key, known, n=1)
+            hint = f"; perhaps you meant {near[0]}" if near else ""
+            raise ConfigError(f"--sync-options: no strategy has an option {key[:80]!r}{hint}")
+        is_word = value is None and "none" in get_args(known[key][0])
+        given[key] = "none" if is_word else value
+    return SyncConfig(**given)
+
+
+_ON_THE_COMMAND_LINE = PrimitiveConstructorSpec[Any](
+    nargs="*",
+    metavar="KEY=VALUE …",
+    instance_from_str=sync_options,
+    is_instance=lambda value: isinstance(value, _GivenOptions),
+    str_from_instance=lambda value: [f"{name}={given}" for name, given in value.given().items()],
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -269,7 +298,9 @@ class TrainConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)  # Optimizer and schedule.
     eval: EvalConfig = field(default_factory=EvalConfig)  # Evaluation.
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)  # Checkpoints.
-    sync_options: SyncConfig = field(default_factory=SyncConfig)  # Options of the strategy.
+    sync_options: Annotated[SyncConfig, _ON_THE_COMMAND_LINE] = field(default_factory=SyncConfig)
+    """Options of the strategy, such as bucket_mb=50 overlap=false; docs/guide/strategies.md lists
+    them."""
 
     def __post_init__(self) -> None:
         check_numbers(self)

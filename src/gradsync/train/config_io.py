@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, fields, is_dataclass, replace
+from dataclasses import asdict, is_dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from shlex import quote
@@ -24,8 +24,7 @@ from gradsync.train.config import SyncConfig, TrainConfig, recipe
 
 _KIND = "configuration"
 _SUFFIXES = (".yaml", ".yml", ".toml")
-# A switch whose third value is None takes True or False as a word.
-_OPTIONAL = frozenset(f.name for f in fields(SyncConfig) if f.default is None)
+_SYNC_OPTIONS = "--sync-options"
 
 
 _OTHERS = {
@@ -53,9 +52,9 @@ def parse_config(argv: Sequence[str]) -> TrainConfig:
             )
         else:
             start = recipe(first)
-    return parse(
+    parsed = parse(
         TrainConfig,
-        arguments,
+        _joined(arguments),
         "train",
         takes=" [PRESET|FILE]",
         description=(
@@ -68,6 +67,24 @@ def parse_config(argv: Sequence[str]) -> TrainConfig:
         ),
         default=start,
     )
+    options = start.sync_options.given() | parsed.sync_options.given()
+    return replace(parsed, sync_options=SyncConfig(**options))
+
+
+def _joined(arguments: Sequence[str]) -> list[str]:
+    """`arguments` with the words of all `--sync-options` in one, since the last flag counts."""
+    others, words, inside = [], [], False
+    for argument in arguments:
+        name, _, value = argument.partition("=")
+        if name == _SYNC_OPTIONS:
+            inside = True
+            words += [value] if value else []
+        elif inside and not argument.startswith("-"):
+            words.append(argument)
+        else:
+            inside = False
+            others.append(argument)
+    return [*others, _SYNC_OPTIONS, *words] if words else others
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -206,9 +223,12 @@ def to_flags(values: Mapping[str, Any], prefix: str = "") -> list[str]:
     flags: list[str] = []
     for key, value in values.items():
         name = prefix + str(key).replace("_", "-")
-        if isinstance(value, Mapping):
+        if name == "sync-options":
+            given = [f"{option}={each}" for option, each in value.items() if each is not None]
+            flags += [_SYNC_OPTIONS, *given] if given else []
+        elif isinstance(value, Mapping):
             flags += to_flags(value, f"{name}.")
-        elif isinstance(value, bool) and key not in _OPTIONAL:
+        elif isinstance(value, bool):
             head, _, tail = name.rpartition(".")
             negated = f"{head}.no-{tail}" if head else f"no-{tail}"
             flags.append(f"--{name if value else negated}")

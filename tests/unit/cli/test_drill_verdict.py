@@ -112,7 +112,7 @@ def test_a_flipped_bit_needs_replicas_to_compare(runs: Callable[..., list[str]])
     names = runs(ended())
     drill(FaultPlan(kind="flip-bit", rank=1, step=3), FLAGS)
     assert all("--check-replicas-every=1" in name for name in names)
-    assert all("--sync-options.weights=replicas" in name for name in names)
+    assert all("weights=replicas" in name for name in names)
 
 
 def test_what_cannot_be_drilled(runs: Callable[..., list[str]]) -> None:

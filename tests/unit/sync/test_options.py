@@ -140,12 +140,11 @@ OPTIONS = [(name, option) for name, each in STRATEGIES.items() for option in eac
 
 
 @pytest.mark.parametrize(("name", "option"), OPTIONS, ids=[f"{n}-{o}" for n, o in OPTIONS])
-def test_every_option_has_a_flag_that_reaches_the_strategy(name: str, option: str) -> None:
+def test_every_option_reaches_the_strategy_from_the_command_line(name: str, option: str) -> None:
     hint, words = every_option()[option]
     assert words
     wanted = _other(getattr(STRATEGIES[name].defaults, option), hint)
-    flag = f"--sync-options.{option.replace('_', '-')}"
-    config = parse_config(["--sync", name, flag, str(wanted)])
+    config = parse_config(["--sync", name, "--sync-options", f"{option}={wanted}"])
     assert config.sync_options == SyncConfig(**{option: wanted})
     refused = False
     try:

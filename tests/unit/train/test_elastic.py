@@ -43,7 +43,7 @@ def test_the_arguments(tmp_path: Path) -> None:
     for word in ("--elastic", "--elastic-gpu", "--elastic_gpu"):
         assert take_flag(["tiny", word, "--steps", "3"]) == ([word], ["tiny", "--steps", "3"])
     assert take_flag(["tiny"]) == (None, ["tiny"])
-    flags = ["--micro-batch-size", "4", "--no-tf32", "--sync-options.bucket-mb=5", "--sync=x"]
+    flags = ["--micro-batch-size", "4", "--no-tf32", "--sync-options", "bucket_mb=5", "--sync=x"]
     assert given_fields(["tiny", *flags]) == {"micro_batch_size", "tf32", "sync_options", "sync"}
     path = tmp_path / "mine.yaml"
     path.write_text("dtype: fp32\nsync-options.bucket-mb: 5\n")

@@ -264,12 +264,32 @@ def test_a_value_is_not_taken_for_a_flag(tmp_path: Path) -> None:
     assert (config.out, config.log_every, config.model.dropout) == ("--help", 7, 0.0)
 
 
+def test_options_of_the_strategy_are_words(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("sync_options: {wire: bf16, bucket_mb: 5}\n")
+    flags = [
+        "--sync-options",
+        "bucket_mb=7",
+        "overlap=false",
+        "--steps=3",
+        "--sync-options=shard=none",
+    ]
+    config = parse_config([str(tmp_path / "a.yaml"), *flags])
+    expected = {"wire": "bf16", "bucket_mb": 7, "overlap": False, "shard": "none"}
+    assert (config.sync_options.given(), config.steps) == (expected, 3)
+    with pytest.raises(ConfigError, match=r"no strategy has an option 'bukcet_mb'.*bucket_mb"):
+        parse_config(["--sync-options", "bukcet_mb=5"])
+    with pytest.raises(ConfigError, match="'bucket_mb' is not key=value"):
+        parse_config(["--sync-options", "bucket_mb"])
+
+
 def test_values_become_flags() -> None:
     values = {"steps": 5, "tf32": False, "optim": {"min_lr_ratio": 0.5, "fused": False}, "out": ""}
+    values |= {"sync_options": {"wire": None, "overlap": False, "bucket_mb": 5.0}}
     assert to_flags(values) == [
         *("--steps", "5"),
         "--no-tf32",
         *("--optim.min-lr-ratio", "0.5"),
         "--optim.no-fused",
         *("--out", ""),
+        *("--sync-options", "overlap=False", "bucket_mb=5.0"),
     ]

@@ -39,16 +39,19 @@ def bucket_mb(shape: GPTConfig) -> float:
 def count(step: Callable[[], object]) -> dict[str, Any]:
     """What two steps do on this thread: operations that torch dispatches, Python's function calls,
     and the slowest functions, as (name, calls, milliseconds excluding callees)."""
-    import torch
+    # Not torch.profiler: it crashes now and then when its events are freed (torch 2.13, in
+    # ~ProfilerResult) in a process with other threads.
+    from torch.autograd.profiler_legacy import profile
 
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as operations:
+    with profile() as recorded:
         step()
+    operations: Any = recorded.function_events
     calls = cProfile.Profile()
     calls.runcall(step)
     found: list[Any] = sorted(calls.getstats(), key=lambda entry: -entry.inlinetime)
     named = [(_name(entry.code), entry.callcount, 1000 * entry.inlinetime) for entry in found]
     return {
-        "dispatched": sum(e.name.startswith("aten::") for e in operations.events() or ()),
+        "dispatched": sum(e.name.startswith("aten::") for e in operations),
         "calls": sum(entry.callcount for entry in found if not isinstance(entry.code, str)),
         "longest": named[:_SHOWN],
     }

@@ -7,6 +7,7 @@ work that torch and Python do for it. With a small model, a GPU waits for that w
 from __future__ import annotations
 
 import cProfile
+import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -39,19 +40,19 @@ def bucket_mb(shape: GPTConfig) -> float:
 def count(step: Callable[[], object]) -> dict[str, Any]:
     """What two steps do on this thread: operations that torch dispatches, Python's function calls,
     and the slowest functions, as (name, calls, milliseconds excluding callees)."""
-    # Not torch.profiler: it crashes now and then when its events are freed (torch 2.13, in
-    # ~ProfilerResult) in a process with other threads.
-    from torch.autograd.profiler_legacy import profile
+    import torch
 
-    with profile() as recorded:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as operations:
         step()
-    operations: Any = recorded.function_events
+    recorded: Any = operations.profiler
+    # Freeing these events crashes one run in five (torch 2.13, ~ProfilerResult): never free them.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(recorded.kineto_results))
     calls = cProfile.Profile()
     calls.runcall(step)
     found: list[Any] = sorted(calls.getstats(), key=lambda entry: -entry.inlinetime)
     named = [(_name(entry.code), entry.callcount, 1000 * entry.inlinetime) for entry in found]
     return {
-        "dispatched": sum(e.name.startswith("aten::") for e in operations),
+        "dispatched": sum(e.name.startswith("aten::") for e in recorded.function_events),
         "calls": sum(entry.callcount for entry in found if not isinstance(entry.code, str)),
         "longest": named[:_SHOWN],
     }

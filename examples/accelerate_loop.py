@@ -34,7 +34,7 @@ def main(sync: str = "invariant") -> None:
     torch.manual_seed(accelerator.process_index)  # ranks may start differently
     model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 4))
     model.to(accelerator.device)
-    handle = gs.replicate(model, sync=sync)
+    handle = gs.replicate(model, strategy=sync)
     model.no_sync = handle.no_sync
     optimizer, loader = accelerator.prepare(
         torch.optim.AdamW(model.parameters(), lr=3e-3),

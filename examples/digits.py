@@ -45,7 +45,7 @@ with gs.init(seed=0, threads=1) as world:
     for step in loader:
         for leaf in step:
             loss_sum = F.cross_entropy(model(leaf.inputs), leaf.targets, reduction="sum")
-            sync.backward(loss_sum, leaf=leaf)
+            sync.backward(loss_sum, leaf, reduction="sum")
         sync.step(optimizer)
         if world.is_main and step.number % 30 == 0:
             print(f"step {step.number}: loss {sync.mean_loss:.6f}")

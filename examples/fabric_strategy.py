@@ -32,7 +32,7 @@ class GradsyncStrategy(DDPStrategy):
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Replicate the module, which is on its device; it stays what it is."""
-        self.handles[module] = gs.replicate(module, sync=self.sync, **self.options)
+        self.handles[module] = gs.replicate(module, strategy=self.sync, **self.options)
         return module
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:

@@ -16,7 +16,7 @@ with gs.init(seed=0, threads=1) as world:
     data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True).sin())
     for step in gs.loader(data, world, global_batch_size=64, micro_batch_size=8, num_epochs=9):
         for leaf in step:
-            sync.backward((model(leaf.inputs) - leaf.targets).square().sum(), leaf=leaf)
+            sync.backward((model(leaf.inputs) - leaf.targets).square().sum(), leaf, reduction="sum")
         sync.step(optimizer)
     if world.is_main:
         print(f"loss {sync.mean_loss:.4f}, weights {gs.weights_sha256(model.named_parameters())}")

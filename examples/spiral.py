@@ -41,7 +41,7 @@ with gs.init(seed=0, threads=1) as world:
     for step in loader:
         for leaf in step:
             loss_sum = F.cross_entropy(model(leaf.inputs), leaf.targets, reduction="sum")
-            sync.backward(loss_sum, leaf=leaf)
+            sync.backward(loss_sum, leaf, reduction="sum")
         sync.step(optimizer, clip_norm=1.0)
         if world.is_main and step.number % 60 == 0:
             print(f"step {step.number}: loss {sync.mean_loss:.4f}, world size {world.world_size}")

@@ -28,7 +28,7 @@ class Trainer:
         self.world, self.step = world, 0
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Embedding(VOCAB, 64), nn.Linear(64, VOCAB)).to(world.device)
-        self.sync = gs.replicate(self.model, world, sync=sync)
+        self.sync = gs.replicate(self.model, world, strategy=sync)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)
         self.parts = (self.model, self.optimizer)
 
@@ -49,7 +49,7 @@ class Trainer:
             with self.sync.micro_step(last=leaf == mine[-1], index=leaf):
                 logits = self.model(inputs).flatten(0, 1)
                 loss_sum = F.cross_entropy(logits, labels.flatten(), reduction="sum")
-                self.sync.backward(loss_sum, weight=int((labels != -100).sum()))
+                self.sync.backward(loss_sum, weight=int((labels != -100).sum()), reduction="sum")
         self.step += 1
         return self.sync.step(self.optimizer, clip_norm=1.0).mean_loss
 

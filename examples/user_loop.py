@@ -16,11 +16,12 @@ import gradsync as gs
 
 if "RANK" in os.environ:  # else it is one rank, without a launcher
     dist.init_process_group("gloo")
-rank = dist.get_rank() if dist.is_initialized() else 0
+world = gs.World.from_process_group()
+rank = world.rank
 torch.manual_seed(rank)  # ranks may start differently: rank 0's weights are everybody's
 model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 4))
 
-sync = gs.replicate(model, sync="bucketed", bucket_mb=1.0)
+sync = gs.replicate(model, strategy="bucketed", bucket_mb=1.0)
 
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 centres = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
@@ -37,7 +38,7 @@ for number in range(200):
     optimizer.step()
     optimizer.zero_grad()
 if rank == 0:
-    print(f"loss {loss.item():.4f} on rank 0 of {sync.comm.world_size}")
+    print(f"loss {loss.item():.4f} on rank 0 of {world.world_size}")
 sync.close()
 if dist.is_initialized():
     dist.destroy_process_group()

@@ -37,7 +37,7 @@ _BESIDE = "gradsync-watch"
 """The thread that looks after other ranks a few times a second, step or not."""
 
 
-class Leaf(NamedTuple):
+class MicroBatch(NamedTuple):
     """The part of a micro-batch that the handle reads; loaders are no part of the step."""
 
     index: int
@@ -113,10 +113,12 @@ def be_rank(transport: str, loop: str, folder: Path) -> None:
 
 
 def _step(sync: Any, model: nn.Module, optimizer: Optimizer, inputs: Tensor) -> None:
+    from gradsync.sync.replica import replica_of
+
     for number, inputs_BC in enumerate(inputs):
-        index = sync.comm.rank * LEAVES + number
-        leaf = Leaf(index, is_last=number == LEAVES - 1, num_targets=len(inputs_BC))
-        sync.backward(model(inputs_BC).square().sum(), leaf=leaf)
+        index = replica_of(sync).comm.rank * LEAVES + number
+        leaf = MicroBatch(index, is_last=number == LEAVES - 1, num_targets=len(inputs_BC))
+        sync.backward(model(inputs_BC).square().sum(), leaf, reduction="sum")
     sync.step(optimizer, clip_norm=1.0)
 
 

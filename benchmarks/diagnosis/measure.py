@@ -27,6 +27,7 @@ import gradsync as gs
 from gradsync.comm.values import all_gather_json
 from gradsync.models.config import PRESETS
 from gradsync.models.gpt import GPT, loss_sum
+from gradsync.sync.replica import replica_of
 
 WARM_UP = 2
 
@@ -78,10 +79,12 @@ def main() -> None:
         timed(sync._parts.reducer.non_finite, "look", spent)
 
         def turn() -> float:
-            sync.comm.barrier()
+            replica_of(sync).comm.barrier()
             began = time.perf_counter()
             for _ in range(steps):
-                sync.backward(loss_sum(model(tokens), tokens), weight=tokens.numel())
+                sync.backward(
+                    loss_sum(model(tokens), tokens), weight=tokens.numel(), reduction="sum"
+                )
                 sync.step(optimizer, clip_norm=1.0)
             return (time.perf_counter() - began) / steps * 1e3
 
@@ -103,9 +106,9 @@ def main() -> None:
                     with unwatched(session, sync):
                         pair[0] = turn()
             mine.append((pair[0], pair[1]))
-        everyone = all_gather_json(sync.comm, mine)
+        everyone = all_gather_json(replica_of(sync).comm, mine)
         watched_s = sum(on for _, on in mine) * steps / 1e3
-        shares = all_gather_json(sync.comm, [watch_s / watched_s, step_s / watched_s])
+        shares = all_gather_json(replica_of(sync).comm, [watch_s / watched_s, step_s / watched_s])
         if world.is_main:
             off, on = (
                 [max(rank[i][which] for rank in everyone) for i in range(rounds)]

@@ -53,11 +53,11 @@ def contestants(world: gs.World, count: int) -> dict[str, Callable[[], None]]:
 
     def ours(name: str, **options: str) -> Callable[[], None]:
         model = Many(count)
-        sync = gs.replicate(model, world, sync=name, **options)
+        sync = gs.replicate(model, world, strategy=name, **options)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 
         def step() -> None:
-            sync.backward(model(x), weight=1.0)
+            sync.backward(model(x), weight=1.0, reduction="sum")
             sync.step(optimizer)
 
         return step

@@ -16,6 +16,7 @@ from gradsync.comm.groups import Groups, communicator
 from gradsync.models.config import GPTConfig, preset
 from gradsync.models.gpt import GPT, loss_sum
 from gradsync.sync.registry import STRATEGIES
+from gradsync.sync.replica import replica_of
 from gradsync.sync.replicate import replicate
 from gradsync.world import World
 
@@ -136,7 +137,9 @@ class Synchronised:
             levels = replace(levels, intra=counted[1], inter=counted[2])
         self.counted = counted
         self.index = world.rank
-        self.sync = replicate(model, world, sync=name, comm=counted[0], groups=levels, **options)
+        self.sync = replicate(
+            model, world, strategy=name, comm=counted[0], groups=levels, **options
+        )
         # After `replicate`: fsdp replaces the parameters.
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
@@ -149,12 +152,12 @@ class Synchronised:
         """See `Contestant.backward`."""
         with self.sync.micro_step(last=True, index=self.index):
             loss = loss_sum(self.sync.forward(tokens_BT), targets_BT)
-            self.sync.backward(loss, weight=targets_BT.numel())
+            self.sync.backward(loss, weight=targets_BT.numel(), reduction="sum")
 
     def update(self) -> float:
         """See `Contestant.update`."""
         result = self.sync.step(self.optimizer)
-        self.sync.wait()  # ranks meet before the next step: nothing is left for it
+        replica_of(self.sync).wait()  # ranks meet before the next step: nothing is left for it
         return result.exposed.seconds()
 
     def close(self) -> None:

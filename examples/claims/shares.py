@@ -18,10 +18,10 @@ def gradient(x: torch.Tensor, way: str) -> torch.Tensor:
     begin = parameters_to_vector(model.parameters()).detach()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     forward = DistributedDataParallel(model) if way == "DDP" else model
-    sync = gs.replicate(model, sync="naive") if way == "weighted" else None
+    sync = gs.replicate(model, strategy="naive") if way == "weighted" else None
     loss = nn.functional.mse_loss(forward(x), x.sum(1, keepdim=True))
     if sync:
-        sync.backward(loss, weight=len(x), reduction="mean")
+        sync.backward(loss, weight=len(x))
         sync.step(optimizer)
     else:
         loss.backward()

@@ -30,6 +30,7 @@ from gradsync.core.torch_private import process_groups
 from gradsync.models.config import GPTConfig
 from gradsync.models.gpt import GPT
 from gradsync.sync.registry import STRATEGIES
+from gradsync.sync.replica import replica_of
 
 STEPS, LEAVES, TOKENS = 4, 6, 32
 SIZES = {"global_batch_size": 2 * LEAVES, "micro_batch_size": 2, "num_epochs": 1}
@@ -86,7 +87,7 @@ def trained(
     shaken = Shaken(world.rank, on=shake)
     for block in model.blocks:
         block.register_forward_hook(shaken)
-    sync = gs.replicate(model, world, sync=name, **options_of(name) | more)
+    sync = gs.replicate(model, world, strategy=name, **options_of(name) | more)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loader = gs.loader(Data(), world, **SIZES)
     for step in loader:
@@ -95,10 +96,10 @@ def trained(
                 with torch.autocast(world.device.type, torch.bfloat16, enabled=bf16):
                     tokens, targets = (x.to(world.device) for x in (leaf.inputs, leaf.targets))
                     loss = sync.forward(tokens, targets)
-                sync.backward(loss, leaf=leaf)
+                sync.backward(loss, leaf, reduction="sum")
         shaken()
         sync.step(optimizer, clip_norm=0.5)
-    weights = {name: tensor.cpu() for name, tensor in sync.full_weights().items()}
+    weights = {name: tensor.cpu() for name, tensor in replica_of(sync).full_weights().items()}
     sync.close()
     return weights
 
@@ -187,7 +188,11 @@ def some_ranks(world: gs.World, _: Path) -> Found:
         nn.init.constant_(model.weight, 0.1)
         sync = gs.replicate(model, comm=comm, collective="backend")
         rank, size = comm.rank, comm.world_size
-        sync.backward(model(torch.full((1, 64), rank + 1.0, device=world.device)).sum(), weight=1)
+        sync.backward(
+            model(torch.full((1, 64), rank + 1.0, device=world.device)).sum(),
+            weight=1,
+            reduction="sum",
+        )
         sync.step(torch.optim.SGD(model.parameters(), lr=1.0))
         assert (model.weight - 0.1 + (size + 1) / 2).abs().max().item() < 1e-5
         sync.close()
@@ -230,7 +235,7 @@ def own_loop(world: gs.World, _: Path) -> Found:
     for name in ("invariant", "bucketed", "naive"):
         model = nn.Linear(64, 64).to(world.device)
         nn.init.constant_(model.weight, 0.1)
-        sync = gs.replicate(model, world, sync=name, **options_of(name))
+        sync = gs.replicate(model, world, strategy=name, **options_of(name))
         model(torch.full((4, 64), world.rank + 1.0, device=world.device)).mean().backward()
         mean = (world.world_size + 1) / 2 / 64
         assert (model.weight.grad - mean).abs().max().item() < 1e-6, name
@@ -244,7 +249,9 @@ def closes(world: gs.World, _: Path) -> Found:
     def once() -> None:
         model = nn.Linear(256, 256).to(world.device)
         handle = gs.replicate(model, world, collective="backend")
-        handle.backward(model(torch.ones(2, 256, device=world.device)).sum(), weight=2)
+        handle.backward(
+            model(torch.ones(2, 256, device=world.device)).sum(), weight=2, reduction="sum"
+        )
         handle.step(torch.optim.SGD(model.parameters(), lr=0.1))
         handle.close()
 
@@ -281,7 +288,9 @@ def fails(world: gs.World, folder: Path) -> Found:
                 threading.Event().wait()
             if how == "device stands":
                 torch.cuda._sleep(2**40)  # type: ignore[attr-defined]
-        sync.backward(model(torch.ones(2, 256, device=world.device)).sum(), weight=2)
+        sync.backward(
+            model(torch.ones(2, 256, device=world.device)).sum(), weight=2, reduction="sum"
+        )
         sync.step(optimizer)
     torch.cuda.synchronize() if world.device.type == "cuda" else None
     return {}

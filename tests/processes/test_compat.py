@@ -37,6 +37,7 @@ from gradsync.compat.functions import (
 from gradsync.compat.manager import BatchLoader
 from gradsync.errors import ConfigError, LaunchError, PeerError, RunError
 from gradsync.runtime.store import wait_until
+from gradsync.sync.replica import replica_of
 from gradsync.sync.replicate import replicate
 from gradsync.world import World
 from support.launchers import run_python, run_torchrun
@@ -113,7 +114,7 @@ def wrap_in_ddp(rank: int, world_size: int, store_path: str) -> list[Any]:
         torch.manual_seed(rank)  # ranks start differently: rank 0's weights must win
         model = nn.Linear(2, 1, bias=False)
         options = {"broadcast_buffers": False, "device_ids": [rank]}
-        wrapped = manager.wrap_model(model, sync="ddp", **options)
+        wrapped = manager.wrap_model(model, strategy="ddp", **options)
         assert isinstance(wrapped, nn.parallel.DistributedDataParallel)
         assert wrapped.module is model
         assert wrapped.gradient_as_bucket_view
@@ -121,10 +122,10 @@ def wrap_in_ddp(rank: int, world_size: int, store_path: str) -> list[Any]:
         wrapped(torch.full((1, 2), 1.0 + rank)).sum().backward()
         assert model.weight.grad is not None
         assert model.weight.grad.tolist() == [[1.5, 1.5]]
-        plain = manager.wrap_model(model, sync="ddp", gradient_as_bucket_view=False)
+        plain = manager.wrap_model(model, strategy="ddp", gradient_as_bucket_view=False)
         assert not plain.gradient_as_bucket_view
         with pytest.raises(ConfigError, match="wraps one model, got 2"):
-            manager.wrap_model(model, nn.Linear(2, 1), sync="ddp")
+            manager.wrap_model(model, nn.Linear(2, 1), strategy="ddp")
         return model.weight.tolist()
 
 
@@ -148,7 +149,7 @@ DDP_OPTIONS: dict[str, Any] = {
 def use_the_wrapper(rank: int, world_size: int, store_path: str) -> list[Any]:
     """What scripts do with torch's DDP; one micro-batch that is not synchronised, then one."""
     with started_by_mpirun(rank, world_size, store_path), DDPManager() as manager:
-        wrapped = manager.wrap_model(nn.Linear(2, 1, bias=False), sync="ddp")
+        wrapped = manager.wrap_model(nn.Linear(2, 1, bias=False), strategy="ddp")
         with wrapped.no_sync():
             wrapped(torch.full((1, 2), 1.0 + rank)).sum().backward()
         early = wrapped.module.weight.grad.tolist()
@@ -201,7 +202,7 @@ def wrap_in_place(rank: int, world_size: int, store_path: str) -> dict[str, Any]
         assert manager.wrap_model(backbone) is backbone  # only moved
         wrapped = manager.wrap_model(adapter, head, **DDP_OPTIONS)
         (handle,) = manager._handles
-        assert handle.reducer.recipe.bucket_mb == 1.0
+        assert replica_of(handle).reducer.recipe.bucket_mb == 1.0
         assert wrapped == (adapter, head)
         optimizer = torch.optim.SGD([*adapter.parameters(), *head.parameters()], lr=0.1)
         gradients = []
@@ -357,7 +358,7 @@ def test_options_of_ddp_that_change_no_result_are_ignored(
     sync: str, name: str, value: object, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.DEBUG, "gradsync"), DDPManager() as manager:
-        manager.wrap_model(nn.Linear(1, 1), sync=sync, **{name: value})
+        manager.wrap_model(nn.Linear(1, 1), strategy=sync, **{name: value})
         assert len(manager._handles) == 1
     assert f"{name}={value!r} of DistributedDataParallel is ignored" in caplog.text
 
@@ -365,14 +366,14 @@ def test_options_of_ddp_that_change_no_result_are_ignored(
 @pytest.mark.parametrize("sync", ["invariant", "naive", "ddp", "fsdp"])
 def test_replicate_takes_the_options_of_ddp(sync: str) -> None:
     """As `wrap_model` does: a script may keep its arguments."""
-    handle = replicate(nn.Linear(1, 1), World(), sync=sync, **DDP_OPTIONS)
+    handle = replicate(nn.Linear(1, 1), World(), strategy=sync, **DDP_OPTIONS)
     handle.close()
-    recipe = getattr(handle.reducer, "recipe", None)
+    recipe = getattr(replica_of(handle).reducer, "recipe", None)
     assert recipe is None or recipe.bucket_mb == 1.0
     with pytest.raises(ConfigError, match="init_sync= of torch is True always"):
-        replicate(nn.Linear(1, 1), World(), sync=sync, init_sync=False)
+        replicate(nn.Linear(1, 1), World(), strategy=sync, init_sync=False)
     with pytest.raises(ConfigError, match="has no option 'bogus'"):
-        replicate(nn.Linear(1, 1), World(), sync=sync, bogus=False)
+        replicate(nn.Linear(1, 1), World(), strategy=sync, bogus=False)
 
 
 @pytest.mark.parametrize(
@@ -382,26 +383,30 @@ def test_replicate_takes_the_options_of_ddp(sync: str) -> None:
         ("device_mesh", 1, "device_mesh= of torch is .*comm="),
         ("mixed_precision", 1, "mixed_precision= of torch is torch.autocast"),
         ("init_sync", False, "init_sync= of torch is True always"),
-        ("param_to_hook_all_reduce", 1, "sync='naive' has no option 'param_to_hook_all_reduce'"),
+        (
+            "param_to_hook_all_reduce",
+            1,
+            "strategy='naive' has no option 'param_to_hook_all_reduce'",
+        ),
         ("bucket_cap_mb", -1, "bucket_cap_mb must be positive; got -1"),
-        ("world", World(), "sync='naive' has no option 'world'"),
+        ("world", World(), "strategy='naive' has no option 'world'"),
     ],
 )
 def test_options_of_ddp_that_would_change_results_are_refused(
     name: str, value: object, words: str
 ) -> None:
     with DDPManager() as manager, pytest.raises(ConfigError, match=words):
-        manager.wrap_model(nn.Linear(1, 1), sync="naive", **{name: value})
+        manager.wrap_model(nn.Linear(1, 1), strategy="naive", **{name: value})
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"bucket_cap_mb": 5, "bucket_mb": 6}, "bucket_cap_mb and bucket_mb are one option"),
-        ({"sync": "ddp", "bogus": 2}, "sync='ddp' has no option 'bogus'"),
-        ({"sync": "ddp", "bucket_cap_mb": "x"}, "bucket_cap_mb must be .*; got 'x'"),
-        ({"sync": "ddp", "module": 1}, "sync='ddp' has no option 'module'"),
-        ({"sync": "ddp", "process_group": 1}, "process_group= of torch is .*comm="),
+        ({"strategy": "ddp", "bogus": 2}, "strategy='ddp' has no option 'bogus'"),
+        ({"strategy": "ddp", "bucket_cap_mb": "x"}, "bucket_cap_mb must be .*; got 'x'"),
+        ({"strategy": "ddp", "module": 1}, "strategy='ddp' has no option 'module'"),
+        ({"strategy": "ddp", "process_group": 1}, "process_group= of torch is .*comm="),
     ],
 )
 def test_options_are_refused_on_any_number_of_ranks(options: dict[str, Any], words: str) -> None:

@@ -32,7 +32,7 @@ def train_with_dropout(rank: int, world_size: int, store_path: str) -> tuple[str
         ):
             for leaf in step:
                 loss_sum = F.cross_entropy(model(leaf.inputs), leaf.targets, reduction="sum")
-                sync.backward(loss_sum, leaf=leaf)
+                sync.backward(loss_sum, leaf, reduction="sum")
             sync.step(optimizer)
         return gs.weights_sha256(model.named_parameters()), sync.mean_loss
 
@@ -57,7 +57,9 @@ def take_steps(rank: int, world_size: int, store_path: str, case: str) -> str:
     other, sizes = rank == 1, {"global_batch_size": 8, "micro_batch_size": 2}
     with open_session(rank, world_size, store_path) as world:
         model = nn.Linear(1, 1)
-        sync = gs.replicate(model, world, sync="bucketed" if case == "own data" else "invariant")
+        sync = gs.replicate(
+            model, world, strategy="bucketed" if case == "own data" else "invariant"
+        )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         data = [torch.ones(1)] * (65 if case == "length" and other else 62)
         data = Named(data) if case == "method" else data
@@ -77,7 +79,7 @@ def take_steps(rank: int, world_size: int, store_path: str, case: str) -> str:
                     each.drain()
             for leaf in step:
                 if not (case == "skipped" and other):
-                    sync.backward(model(leaf.inputs).sum(), leaf=leaf)
+                    sync.backward(model(leaf.inputs).sum(), leaf, reduction="sum")
             try:
                 sync.step(optimizer)
             except ConfigError as error:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from gradsync.comm.base import Communicator
 from gradsync.comm.groups import SingleCommunicator, communicator
+from gradsync.sync.replica import replica_of
 from gradsync.sync.replicate import replicate
 from support.rank_session import open_session
 from support.recording import RecordingCommunicator
@@ -33,7 +34,7 @@ def _train(
     comm = RecordingCommunicator(inner)
     if backend is not None and before:
         model.compile(backend=backend)
-    sync = replicate(model, sync=name, comm=comm)
+    sync = replicate(model, strategy=name, comm=comm)
     if backend is not None and not before:
         model.compile(backend=backend)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -45,7 +46,7 @@ def _train(
             count = comm.operations.total()
             if not own:
                 with sync.micro_step(last=last):
-                    sync.backward(sync.forward(x).square().sum(), weight=len(x))
+                    sync.backward(sync.forward(x).square().sum(), weight=len(x), reduction="sum")
             elif last:
                 (model(x).square().mean() / 3).backward()
             else:
@@ -59,7 +60,7 @@ def _train(
             optimizer.zero_grad()
         else:
             sync.step(optimizer)
-            sync.wait()
+            replica_of(sync).wait()
     sync.close()
     return _weights(model), comm.operations.total(), sent
 

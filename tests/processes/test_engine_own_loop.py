@@ -103,7 +103,7 @@ def _run(
                     handle: Any = DistributedDataParallel(model)
                     loop(rank, handle, handle, optimizer, **options)
                 else:
-                    handle = gs.replicate(model, sync=name)
+                    handle = gs.replicate(model, strategy=name)
                     loop(rank, model, handle, optimizer, **options)
                     handle.close()
                 pair.append({k: v.detach().clone() for k, v in model.named_parameters()})

@@ -23,6 +23,7 @@ from gradsync.errors import ConfigError
 from gradsync.runtime.gloo_group import wait_until_workers_sleep
 from gradsync.sync.fsdp import FsdpReducer
 from gradsync.sync.gradient_sync import GradientSync
+from gradsync.sync.replica import replica_of
 from gradsync.sync.sharded_state import gather_weights
 from support.rank_session import open_session
 from support.sync_cases import (
@@ -72,11 +73,11 @@ def leaf_loss(sync: GradientSync, step: int, index: int) -> tuple[Tensor, int]:
 def do_step(
     sync: GradientSync, optimizer: torch.optim.Optimizer, step: int, num_leaves: int = 6
 ) -> float:
-    mine = share(num_leaves, sync.comm.rank, sync.comm.world_size)
+    mine = share(num_leaves, replica_of(sync).comm.rank, replica_of(sync).comm.world_size)
     for index in mine:
         with sync.micro_step(last=index == mine[-1]):
             loss, weight = leaf_loss(sync, step, index)
-            sync.backward(loss, weight=weight)
+            sync.backward(loss, weight=weight, reduction="sum")
         reduced = any(p.grad is not None for p in sync.model.parameters())
         assert reduced == (index == mine[-1])  # the others add up without communication
     sync.step(optimizer)
@@ -209,10 +210,10 @@ def _save(rank: int, world_size: int, store_path: str) -> Any:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
         do_step(sync, optimizer, 0)
         do_step(sync, optimizer, 1)
-        sync.gather(optimizer)
+        replica_of(sync).gather(optimizer)
         saved = copy.deepcopy(pack_optimizer(optimizer, model.named_parameters()))
-        weights = sync.full_weights()
-        sync.scatter(optimizer)
+        weights = replica_of(sync).full_weights()
+        replica_of(sync).scatter(optimizer)
         elements = sum(
             value.to_local().numel()
             for state in optimizer.state.values()
@@ -220,7 +221,7 @@ def _save(rank: int, world_size: int, store_path: str) -> Any:
             if isinstance(value, DTensor)
         )
         do_step(sync, optimizer, 2)
-        return saved, weights, elements, sync.full_weights()
+        return saved, weights, elements, replica_of(sync).full_weights()
 
 
 def _load(rank: int, world_size: int, store_path: str, saved: Any, weights: Any) -> Any:
@@ -230,11 +231,11 @@ def _load(rank: int, world_size: int, store_path: str, saved: Any, weights: Any)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
         with torch.no_grad():  # an evaluation keeps the root whole: it must not be used again
             sync.forward(torch.ones(2, 6))
-        sync.load_full_weights(weights)
+        replica_of(sync).load_full_weights(weights)
         unpack_optimizer(optimizer, model.named_parameters(), *saved)
-        sync.scatter(optimizer)
+        replica_of(sync).scatter(optimizer)
         do_step(sync, optimizer, 2)
-        return sync.full_weights()
+        return replica_of(sync).full_weights()
 
 
 def test_state_and_weights_move_between_numbers_of_ranks(pool: Any) -> None:
@@ -354,7 +355,7 @@ def _misuse(rank: int, world_size: int, store_path: str) -> list[str]:
         early = sgd(model)
         sync = bind(model, world)
         loss, weight = leaf_loss(sync, 0, rank)
-        expect(lambda: sync.backward(loss, weight=weight))
+        expect(lambda: sync.backward(loss, weight=weight, reduction="sum"))
         expect(lambda: do_step(sync, early, 0))
         model = make("blocks")
         sync = bind(model, world)
@@ -364,7 +365,7 @@ def _misuse(rank: int, world_size: int, store_path: str) -> list[str]:
         sync = bind(model, world)
         with sync.micro_step(last=False):
             loss, weight = leaf_loss(sync, 0, rank)
-            sync.backward(loss, weight=weight)
+            sync.backward(loss, weight=weight, reduction="sum")
         expect(lambda: sync.step(sgd(model)))
     return messages
 

@@ -30,6 +30,7 @@ from gradsync.sync.buckets import at_once, largest_nodes, merges_of, root, share
 from gradsync.sync.build import publishes_later
 from gradsync.sync.options import Recipe
 from gradsync.sync.registry import STRATEGIES
+from gradsync.sync.replica import replica_of
 from gradsync.sync.tree_exchange import TreeExchange
 from support.fork_server import run_forked, torch_ranks
 from support.rank_session import open_session
@@ -76,8 +77,8 @@ def test_hierarchical_sends_over_one_group() -> None:
         hosts: Any = Groups(used, used, placement)  # pyrefly: ignore
         comm = ProcessGroupCommunicator(group)
         options = {"groups": hosts, "collective": "backend"}
-        sync = gs.replicate(model, comm=comm, sync="hierarchical", **options)
-        sync.backward(model(torch.full((2, 3), rank + 1.0)).sum(), weight=2)
+        sync = gs.replicate(model, comm=comm, strategy="hierarchical", **options)
+        sync.backward(model(torch.full((2, 3), rank + 1.0)).sum(), weight=2, reduction="sum")
         sync.step(torch.optim.SGD(model.parameters(), lr=1.0))
         sync.close()
         return model.weight.tolist()
@@ -123,7 +124,7 @@ def groups_of_handles(rank: int, world_size: int, store_path: str) -> list[int]:
     with open_session(rank, world_size, store_path) as world:
         counts = [len(torch_private.process_groups())]
         for sync in 2 * ["invariant", "bucketed", "hierarchical"]:
-            options = {"sync": sync, "collective": "backend"}
+            options = {"strategy": sync, "collective": "backend"}
             handle = gs.replicate(nn.Linear(3, 2), world, **options)
             counts.append(len(torch_private.process_groups()))
             handle.close()
@@ -226,14 +227,16 @@ def gathered(rank: int, world_size: int, store_path: str) -> list[tuple[Any, lis
                     )
                 options = {"collective": "backend", "bucket_mb": 0.001, "overlap_publish": late}
                 with patch.multiple("gradsync.sync.build", **how):
-                    handle = gs.replicate(model, world, sync=sync, **options)
+                    handle = gs.replicate(model, world, strategy=sync, **options)
                 optimizer = torch.optim.AdamW(model.parameters())
                 for step in range(3):
                     for leaf in range(2 * rank, 2 * rank + 2 - rank % 2):
                         torch.manual_seed(100 * step + leaf)
-                        handle.backward(model(torch.randn(3, 5)).square().sum(), weight=3)
+                        handle.backward(
+                            model(torch.randn(3, 5)).square().sum(), weight=3, reduction="sum"
+                        )
                     handle.step(optimizer, clip_norm=0.1)
-                weights = handle.full_weights()
+                weights = replica_of(handle).full_weights()
                 handle.close()
                 kinds = [kind for kind, dtype in sent if dtype == torch.float32]
                 sent.clear()
@@ -306,13 +309,13 @@ def issued(
         options = {"collective": "backend"} if isinstance(recipe, Recipe) else {}
         options |= {"bucket_mb": 0.0002} if options and recipe.grouping == "buckets" else {}
         options |= {"overlap_publish": True} if late else {}
-        handle = gs.replicate(model, world, sync=name, batch_norm="local", **options)
+        handle = gs.replicate(model, world, strategy=name, batch_norm="local", **options)
         optimizer = torch.optim.AdamW(model.parameters())
         found.clear()
         for step in range(8):
             for leaf in range(2 * rank, 2 * rank + 2 - (rank + step) % 2):
                 torch.manual_seed(100 * step + leaf)
-                handle.backward(model(torch.randn(3, 5)).square().sum(), weight=3)
+                handle.backward(model(torch.randn(3, 5)).square().sum(), weight=3, reduction="sum")
             handle.step(optimizer, clip_norm=0.1)
         handle.close()
     return found

@@ -162,7 +162,7 @@ def _composable(model: nn.Module, world_size: int) -> tuple[nn.Module, Any]:
 
 
 def _fsdp2(model: nn.Module, world_size: int) -> tuple[nn.Module, Any]:
-    replicate(model, sync="fsdp").close()  # it stays sharded
+    replicate(model, strategy="fsdp").close()  # it stays sharded
     return model, Tensor.backward
 
 

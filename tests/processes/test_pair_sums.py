@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import gradsync as gs
 from gradsync.comm.process_group import ProcessGroupCommunicator
+from gradsync.sync.replica import replica_of
 from support.rank_session import open_session
 
 LARGE = 1000
@@ -50,7 +51,7 @@ def leaf(model: nn.Module, number: int, dtype: torch.dtype) -> Tensor:
 def step(model: Any, sync: Any, leaves: range, dtype: torch.dtype) -> None:
     for number in leaves:
         with sync.micro_step(last=number == leaves[-1], index=number):
-            sync.backward(leaf(model, number, dtype), weight=4)
+            sync.backward(leaf(model, number, dtype), weight=4, reduction="sum")
 
 
 def trained(world: Any, case: str) -> tuple[list[Tensor], list[int]]:
@@ -68,7 +69,7 @@ def trained(world: Any, case: str) -> tuple[list[Tensor], list[int]]:
         return real(self, tensor, op)
 
     model = Net(dtype)
-    sync = gs.replicate(model, world, sync=name, collective="backend", overlap_publish="auto")
+    sync = gs.replicate(model, world, strategy=name, collective="backend", overlap_publish="auto")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     with patch.object(ProcessGroupCommunicator, "all_reduce", noted):
         for _ in range(2):
@@ -99,15 +100,15 @@ def _two_models(rank: int, world_size: int, store_path: str) -> list[float]:
     launches in the step; the program's own sum, of a bucket's size, comes before that."""
     with open_session(rank, world_size, store_path) as world:
         models = [Net(torch.float32), Net(torch.float32)]
-        options = {"sync": "invariant", "collective": "backend"}
+        options = {"strategy": "invariant", "collective": "backend"}
         handles = [gs.replicate(model, world, **options) for model in models]
         optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models]
         step(models[0], handles[0], range(1 - rank), torch.float32)
         with handles[1].micro_step(last=True, index=rank):
             x = torch.ones(4, 6)
             used = models[1](x) if rank == 0 else models[1].first(x)
-            handles[1].backward(used.square().sum(), weight=4)
-        reducer: Any = handles[1].reducer
+            handles[1].backward(used.square().sum(), weight=4, reduction="sum")
+        reducer: Any = replica_of(handles[1]).reducer
         for work in reducer._works:
             work._works[0].wait()  # its all-reduce is under way
         metric = torch.full((reducer.buckets[0].plan.numel,), float(rank + 1))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from gradsync.comm.base import Communicator
 from gradsync.comm.groups import communicator
 from gradsync.sync.gradient_sync import GradientSync
+from gradsync.sync.replica import replica_of
 from gradsync.sync.torch_ddp import TorchDdpReducer, build_powersgd
 from support.rank_session import open_session
 
@@ -39,7 +40,7 @@ def _leaf(sync: GradientSync, seed: int, *, last: bool) -> None:
     x_BC = torch.randn(6, SIDE, generator=generator)
     with sync.micro_step(last=last):
         loss = (sync.forward(x_BC) - x_BC.tanh().flip(1)).square().sum()
-        sync.backward(loss, weight=len(x_BC))
+        sync.backward(loss, weight=len(x_BC), reduction="sum")
 
 
 def _train(
@@ -67,7 +68,9 @@ def _train(
             lambda *_: gradients.append(model[0].weight.grad.detach().clone())
         )
         if prime:
-            sync.prime(lambda: sync.forward(torch.full((1, SIDE), 9.0)).sum().backward())
+            replica_of(sync).prime(
+                lambda: sync.forward(torch.full((1, SIDE), 9.0)).sum().backward()
+            )
         for step in range(steps):
             seed = 10 * (step % data_seeds) + 2 * rank
             if step == empty_step:
@@ -77,7 +80,7 @@ def _train(
                 _leaf(sync, seed, last=False)
                 _leaf(sync, seed + 1, last=True)
             losses.append(float(sync.step(optimizer).mean_loss) / SIDE)
-        state = sync.reducer.hook._state if options is not None else None
+        state = replica_of(sync).reducer.hook._state if options is not None else None
         size = 0 if state is None else sum(len(p) for p in state.p_memory_dict.values())
         return losses, gradients, [p.detach().clone() for p in model.parameters()], size
 

@@ -16,6 +16,7 @@ from gradsync.comm.groups import communicator, groups
 from gradsync.errors import ConfigError, GradsyncError
 from gradsync.sync.reducer import sum_gradients
 from gradsync.sync.registry import STRATEGIES
+from gradsync.sync.replica import replica_of
 from gradsync.sync.replicate import replicate
 from support.rank_session import open_session
 from support.sync_cases import (
@@ -57,7 +58,7 @@ def _fail_on_one_rank(
     try:
         with open_session(rank, world_size, store_path) as world:
             model = nn.Linear(4, 4)
-            sync = replicate(model, world, sync=name, **options)
+            sync = replicate(model, world, strategy=name, **options)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             for step in range(5):
                 for last in (False, True):
@@ -65,7 +66,7 @@ def _fail_on_one_rank(
                         loss = sync.forward(torch.ones(2, 4)).square().sum()
                         if (rank, step, last) == (1, 3, True):
                             raise ValueError("injected")
-                        sync.backward(loss, weight=2)
+                        sync.backward(loss, weight=2, reduction="sum")
                 sync.step(optimizer)
     except (ValueError, RuntimeError) as error:
         got = type(error).__name__
@@ -84,13 +85,13 @@ def _misuse_ddp(rank: int, world_size: int, store_path: str) -> list[str]:
     said = []
     with open_session(rank, world_size, store_path) as world:
         model = nn.Linear(2, 2)
-        sync = replicate(model, world, sync="ddp")
+        sync = replicate(model, world, strategy="ddp")
         with torch.no_grad():
             assert sync.forward(torch.ones(1, 2)).isfinite().all()  # evaluation may
         with pytest.raises(ConfigError) as outside:
-            sync.backward(sync.forward(torch.ones(1, 2)).sum(), weight=1)
+            sync.backward(sync.forward(torch.ones(1, 2)).sum(), weight=1, reduction="sum")
         with pytest.raises(ConfigError) as past, sync.micro_step(last=True):
-            sync.backward(model(torch.ones(1, 2)).sum(), weight=1)
+            sync.backward(model(torch.ones(1, 2)).sum(), weight=1, reduction="sum")
         said += [str(outside.value), str(past.value)]
     return said
 
@@ -106,16 +107,18 @@ def _unlike(rank: int, world_size: int, store_path: str, name: str) -> list[str]
     said = []
     with open_session(rank, world_size, store_path) as world:
         model = nn.Linear(2, 2)
-        sync = replicate(model, world, sync=name)
+        sync = replicate(model, world, strategy=name)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        whole = sync.whole_parameters
+        whole = replica_of(sync).whole_parameters
         for mistake in ("rate", "plain", "weights")[: 3 if whole else 1]:
             optimizer.param_groups[0]["lr"] = 0.1 * (rank + 1) if mistake == "rate" else 0.1
             if (rank, mistake) == (0, "weights"):
                 model.load_state_dict(nn.Linear(2, 2).state_dict())
             with sync.micro_step(last=True):
                 loss = sync.forward(torch.ones(1, 2)).sum()
-                loss.backward() if mistake == "plain" else sync.backward(loss, weight=1)
+                loss.backward() if mistake == "plain" else sync.backward(
+                    loss, weight=1, reduction="sum"
+                )
             try:
                 sync.step(optimizer)
             except GradsyncError as error:
@@ -143,12 +146,12 @@ def _exposed(rank: int, world_size: int, store_path: str) -> dict[str, list[int]
     with open_session(rank, world_size, store_path) as world:
         for name in STRATEGIES:
             model = nn.Linear(4, 4)
-            sync = replicate(model, world, sync=name, **options_for(name))
+            sync = replicate(model, world, strategy=name, **options_for(name))
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             readings = []
             for _ in range(3):
                 with sync.micro_step(last=True):
-                    sync.backward(sync.forward(torch.ones(1, 4)).sum(), weight=1)
+                    sync.backward(sync.forward(torch.ones(1, 4)).sum(), weight=1, reduction="sum")
                 readings.append(sync.step(optimizer).exposed)
             assert all(reading.seconds() > 0 for reading in readings), name
             found[name] = [id(reading) for reading in readings]
@@ -191,11 +194,11 @@ def under_detail(rank: int, world_size: int, store_path: str) -> dict[str, str]:
             for name in STRATEGIES:
                 model = nn.Linear(4, 4)
                 try:
-                    sync = replicate(model, world, sync=name, **UNSHARED.get(name, {}))
+                    sync = replicate(model, world, strategy=name, **UNSHARED.get(name, {}))
                     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
                     with sync.micro_step(last=True):
                         loss = sync.forward(torch.ones(2, 4)).square().sum()
-                        sync.backward(loss, weight=2)
+                        sync.backward(loss, weight=2, reduction="sum")
                     sync.step(optimizer)
                     sync.close()
                     came[name] = "works"

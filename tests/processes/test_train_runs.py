@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 
-from gradsync.data.leaf import Step
+from gradsync.data.micro_batch import Step
 from gradsync.report.run import read_run
 from gradsync.runtime.activity import Sampler
 from gradsync.runtime.environ import exported

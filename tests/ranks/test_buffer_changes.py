@@ -18,6 +18,7 @@ from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.data.batch_plan import share
 from gradsync.errors import ConfigError
 from gradsync.sync.gradient_sync import GradientSync
+from gradsync.sync.replica import replica_of
 from gradsync.sync.replicate import replicate
 from support.thread_ranks import run_thread_ranks
 
@@ -47,7 +48,7 @@ def on_ranks(build: Callable[[], nn.Module], loop: Loop, world_size: int, **opti
 
 def leaves(sync: GradientSync) -> Iterator[Tensor]:
     """This rank's leaves of a step."""
-    mine = list(share(LEAVES, sync.comm.rank, sync.comm.world_size))
+    mine = list(share(LEAVES, replica_of(sync).comm.rank, replica_of(sync).comm.world_size))
     for index in mine:
         with sync.micro_step(last=index == mine[-1], index=index):
             yield X.split(len(X) // LEAVES)[index]
@@ -403,7 +404,7 @@ def test_two_backwards_over_one_forward(how: str, sync: str) -> None:
             assert how != "alias" or model.alias is model.scale
             return found
 
-        for found in on_ranks(build, loop, world_size, sync=sync):
+        for found in on_ranks(build, loop, world_size, strategy=sync):
             if found is None:
                 assert how in ("alias", "view")
             else:

@@ -18,15 +18,15 @@ from datasets import IterableDataset
 from datasets.distributed import split_dataset_by_node
 
 from gradsync.comm.process_group import ProcessGroupCommunicator
-from gradsync.data.leaf import Leaf
 from gradsync.data.loader import loader
+from gradsync.data.micro_batch import MicroBatch
 from gradsync.data.streaming import StreamLoader, digest_of, stream_loader
 from gradsync.errors import ConfigError, DataError
 from gradsync.sync.replicate import replicate
 from gradsync.world import World
 from support.thread_ranks import run_thread_ranks
 
-Steps = list[list[Leaf]]
+Steps = list[list[MicroBatch]]
 OPTIONS: dict[str, Any] = {"global_batch_size": 6, "micro_batch_size": 2}
 
 
@@ -103,14 +103,14 @@ def test_a_training_gives_the_same_bits_on_any_number_of_ranks() -> None:
         world = World(rank=rank, world_size=world_size)
         model = torch.nn.Linear(1, 1, bias=False)
         torch.nn.init.ones_(model.weight)
-        sync = replicate(model, world, sync="invariant", comm=comm)
+        sync = replicate(model, world, strategy="invariant", comm=comm)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-7)
         weights = []
         for step in stream(data_set([5, 12]), world, comm=comm, num_epochs=2):
             for leaf in step:
                 number = leaf.batch["number"].float()[:, None]
                 loss = (model(number) - torch.sin(number)).square().sum()
-                sync.backward(loss, weight=leaf.num_targets, leaf=leaf)
+                sync.backward(loss, leaf, weight=leaf.num_targets, reduction="sum")
             sync.step(optimizer)
             weights.append(model.weight.item())
         return weights

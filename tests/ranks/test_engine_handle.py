@@ -22,6 +22,7 @@ from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.errors import ConfigError
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.registry import STRATEGIES
+from gradsync.sync.replica import replica_of
 from gradsync.sync.replicate import replicate
 from support.engine_cases import pretend_hosts
 from support.sync_cases import SmallNet, on_handles, options_for
@@ -37,7 +38,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def one_step(sync: GradientSync, **named: Any) -> None:
-    sync.backward(sync.forward(X, **named).square().sum(), weight=2)
+    sync.backward(sync.forward(X, **named).square().sum(), weight=2, reduction="sum")
     sync.step(sgd(sync.model))
 
 
@@ -59,9 +60,9 @@ def test_unused_parameters_are_named_once(name: str, caplog: pytest.LogCaptureFi
 
     def work(sync: GradientSync, _: Any) -> None:
         for _ in range(3):
-            one_step(sync, use_branch=sync.comm.rank == 1)
+            one_step(sync, use_branch=replica_of(sync).comm.rank == 1)
 
-    on_handles(work, branched, 3, sync=name)
+    on_handles(work, branched, 3, strategy=name)
     said = sorted(record.getMessage() for record in caplog.records)
     assert said == [
         f"parameter 'branch.weight' and 1 more got no gradient on rank {rank} in this step, but "
@@ -80,12 +81,14 @@ def test_nothing_is_said_of_what_nobody_uses(name: str, caplog: pytest.LogCaptur
         used = []
         weight = sync.model.branch.weight
         optimizer.register_step_pre_hook(lambda *_: used.append(weight.grad is not None))
-        if sync.comm.rank != 2:
-            sync.backward(sync.forward(X, use_branch=False).square().sum(), weight=2)
+        if replica_of(sync).comm.rank != 2:
+            sync.backward(
+                sync.forward(X, use_branch=False).square().sum(), weight=2, reduction="sum"
+            )
         sync.step(optimizer)
         return used[0]
 
-    assert on_handles(work, branched, 3, sync=name) == [False] * 3
+    assert on_handles(work, branched, 3, strategy=name) == [False] * 3
     assert not caplog.records
 
 
@@ -100,12 +103,12 @@ def test_a_stale_sum_does_not_come_back(name: str) -> None:
             lambda *_: seen.append(None if bias.grad is None else bias.grad.clone())
         )
         for users in ((0, 1), (1,), ()):
-            out = sync.forward(X, use_branch=sync.comm.rank in users)
-            sync.backward(out.sum(), weight=1)
+            out = sync.forward(X, use_branch=replica_of(sync).comm.rank in users)
+            sync.backward(out.sum(), weight=1, reduction="sum")
             sync.step(optimizer)
         return seen
 
-    for first, second, third in on_handles(work, branched, sync=name):
+    for first, second, third in on_handles(work, branched, strategy=name):
         assert torch.equal(first, torch.full((6,), 2.0))
         assert torch.equal(second, torch.full((6,), 1.0))
         assert third is None
@@ -117,10 +120,10 @@ def test_a_stale_sum_does_not_come_back(name: str) -> None:
 @pytest.mark.parametrize("name", ENGINE)
 def test_a_sparse_gradient_is_named(name: str) -> None:
     model = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 2))
-    sync = replicate(model, sync=name)
+    sync = replicate(model, strategy=name)
     loss = model(torch.tensor([1, 2])).sum()
     with pytest.raises(ConfigError, match=r"'0.weight' has a sparse gradient; .* sparse=False"):
-        sync.backward(loss, weight=1)
+        sync.backward(loss, weight=1, reduction="sum")
 
 
 class _TwiceReentrant(nn.Module):
@@ -140,14 +143,14 @@ class _TwiceReentrant(nn.Module):
 
 @pytest.mark.parametrize("name", ENGINE)
 def test_reentrant_checkpointing_is_named_and_the_other_works(name: str) -> None:
-    sync = replicate(_TwiceReentrant(use_reentrant=True), sync=name)
+    sync = replicate(_TwiceReentrant(use_reentrant=True), strategy=name)
     with pytest.raises(
         ConfigError, match=r"'layer\.\w+' got a gradient twice .*use_reentrant=False"
     ):
         one_step(sync)
     model = _TwiceReentrant(use_reentrant=False)
     plain = copy.deepcopy(model)
-    one_step(replicate(model, sync=name))
+    one_step(replicate(model, strategy=name))
     (plain(X).square().sum() / 2).backward()
     sgd(plain).step()
     for a, b in zip(model.parameters(), plain.parameters(), strict=True):
@@ -174,7 +177,7 @@ def test_reentrant_checkpointing_in_an_own_loop(
             hidden = checkpoint(layer, hidden, use_reentrant=True) if is_inner else layer(hidden)
         return hidden.square().sum()
 
-    replicate(model, sync=name)
+    replicate(model, strategy=name)
     model(X)  # the root's forward, which own loops go through
     loss(plain).backward()
     if refused:
@@ -201,7 +204,7 @@ def test_close_removes_hooks_and_ends_threads(name: str) -> None:
         done.wait()
         assert not background_threads()
         # From here on it is torch alone: no messages, or rank 0 would wait for ever.
-        if sync.comm.rank == 0:
+        if replica_of(sync).comm.rank == 0:
             loss = model(X).square().sum()
             expected = torch.autograd.grad(loss, model.weight, retain_graph=True)[0]
             loss.backward()
@@ -209,20 +212,20 @@ def test_close_removes_hooks_and_ends_threads(name: str) -> None:
             assert torch.equal(model.weight.grad, expected)
 
     done = threading.Barrier(2)
-    on_handles(work, lambda: nn.Linear(6, 6), sync=name, collective="backend")
+    on_handles(work, lambda: nn.Linear(6, 6), strategy=name, collective="backend")
 
 
 @pytest.mark.parametrize("name", OWN_LOOP)
 def test_a_copy_is_a_plain_model(name: str) -> None:
     """For an average of weights, or an evaluation: no hooks, no handle, no messages."""
     model = nn.Linear(6, 6)
-    sync = replicate(model, sync=name)
+    sync = replicate(model, strategy=name)
     one_step(sync)
     twin = copy.deepcopy(model)
     twin(X).sum().backward()
     assert torch.equal(twin.bias.grad, torch.full((6,), 2.0))
     twin.zero_grad()
-    one_step(replicate(twin, sync=name))
+    one_step(replicate(twin, strategy=name))
     one_step(sync)
 
 
@@ -234,7 +237,7 @@ def test_a_copy_is_a_plain_model(name: str) -> None:
 def test_a_replicated_model_can_be_saved_whole(name: str, save: Any, load: Any) -> None:
     """It comes back as the plain model that it was."""
     model = nn.Linear(6, 6)
-    one_step(replicate(model, sync=name))
+    one_step(replicate(model, strategy=name))
     file = io.BytesIO()
     save(model, file)
     file.seek(0)
@@ -243,14 +246,14 @@ def test_a_replicated_model_can_be_saved_whole(name: str, save: Any, load: Any) 
     back(X).sum().backward()
     assert torch.equal(back.bias.grad, torch.full((6,), 2.0))
     back.zero_grad()
-    one_step(replicate(back, sync=name))
+    one_step(replicate(back, strategy=name))
 
 
 @pytest.mark.parametrize("name", OWN_LOOP)
 def test_a_forgotten_handle_keeps_working(name: str) -> None:
     def work(rank: int, group: dist.ProcessGroup) -> Tensor:
         model = nn.Linear(6, 1, bias=False)
-        replicate(model, sync=name, comm=ProcessGroupCommunicator(group))
+        replicate(model, strategy=name, comm=ProcessGroupCommunicator(group))
         gc.collect()
         model(torch.full((1, 6), float(rank))).sum().backward()
         return model.weight.grad.clone()
@@ -265,7 +268,7 @@ def test_a_model_that_is_done_with_goes_away(name: str) -> None:
 
     def work(rank: int, group: dist.ProcessGroup) -> list[weakref.ref[Any]]:
         model = nn.Linear(6, 6)
-        sync = replicate(model, sync=name, comm=ProcessGroupCommunicator(group))
+        sync = replicate(model, strategy=name, comm=ProcessGroupCommunicator(group))
         one_step(sync)
         if name != "ring":
             model(X).sum().backward()
@@ -279,12 +282,12 @@ def test_a_model_that_is_done_with_goes_away(name: str) -> None:
 @pytest.mark.parametrize("name", OWN_LOOP)
 def test_frozen_parts_are_left_alone(name: str) -> None:
     model = SmallNet(branch=False)
-    sync = replicate(model, sync=name)
+    sync = replicate(model, strategy=name)
     before = model.frozen.weight.clone()
     one_step(sync)
     assert model.frozen.weight.grad is None
     assert torch.equal(model.frozen.weight, before)
-    assert len(sync.reducer.parameters) == 3, "the tied weight once, two biases"
+    assert len(replica_of(sync).reducer.parameters) == 3, "the tied weight once, two biases"
 
 
 @pytest.mark.parametrize("name", [name for name, s in STRATEGIES.items() if not s.needs_group])
@@ -295,14 +298,14 @@ def test_an_error_on_one_rank_reaches_the_others(name: str) -> None:
         model = nn.Linear(6, 6)
         comm = ProcessGroupCommunicator(group)
         options = options_for(name) | {"groups": pretend_hosts(comm, 1)}
-        sync = replicate(model, sync=name, comm=comm, **options)
+        sync = replicate(model, strategy=name, comm=comm, **options)
         try:
             for step in range(3):
                 for last in (False, True):
                     if (rank, step, last) == (1, 1, True):
                         raise ValueError("injected")
                     with sync.micro_step(last=last):
-                        sync.backward(sync.forward(X).sum(), weight=1)
+                        sync.backward(sync.forward(X).sum(), weight=1, reduction="sum")
                 sync.step(sgd(model))
         except RuntimeError:
             survivors.append(rank)
@@ -319,13 +322,13 @@ def test_the_handle_and_a_steps_result_in_words() -> None:
     """As a notebook shows them."""
 
     def work(sync: GradientSync, optimizer: Any) -> list[str]:
-        sync.backward(sync.model(torch.ones(2, 1)).sum(), weight=2)
+        sync.backward(sync.model(torch.ones(2, 1)).sum(), weight=2, reduction="sum")
         return [repr(sync), repr(sync.step(optimizer, clip_norm=1.0))]
 
     def build() -> nn.Module:
         return nn.Linear(1, 1, bias=False)
 
-    for rank, (handle, result) in enumerate(on_handles(work, build, sync="naive")):
+    for rank, (handle, result) in enumerate(on_handles(work, build, strategy="naive")):
         assert handle == f"<GradientSync naive of Linear, 1 parameter, rank {rank} of 2>"
         assert result.startswith("StepResult(mean_loss=")
         assert result.endswith("weight=4, grad_norm=1, stop=False, discarded=False)")

@@ -14,7 +14,7 @@ from gradsync.sync.replicate import replicate
 from gradsync.world import World
 from support.engine_cases import (
     PROBLEMS,
-    Leaf,
+    MicroBatch,
     Problem,
     Way,
     groups_of,
@@ -117,10 +117,10 @@ def test_nodes_in_bf16(world_size: int) -> None:
 def test_what_rounds_to_minus_zero_is_zero(sizes: tuple[int, ...]) -> None:
     """Else a node with such a leaf would differ from one with zeros in its place."""
     model = nn.ParameterList(torch.ones(size) for size in sizes)
-    sync = replicate(model, sync="invariant_bf16")
+    sync = replicate(model, strategy="invariant_bf16")
     optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.1), []
     optimizer.register_step_pre_hook(lambda *_: seen.extend(p.grad.clone() for p in model))
-    sync.backward(sum((p * -1e-45).sum() for p in model), leaf=Leaf(0, True, 1))
+    sync.backward(sum((p * -1e-45).sum() for p in model), MicroBatch(0, True, 1), reduction="sum")
     sync.step(optimizer)
     assert [raw(g) for g in seen] == [raw(torch.zeros(1))] * len(sizes)
 
@@ -159,7 +159,7 @@ def test_is_what_the_definition_says(name: str, nodes: torch.dtype, num_leaves: 
         _tree_sum(list(of_parameter), nodes).float() * (1 / weight)
         for of_parameter in zip(*by_leaf, strict=True)
     ]
-    sync = replicate(model, sync=name)
+    sync = replicate(model, strategy=name)
     seen: list[Tensor] = []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.register_step_pre_hook(
@@ -167,7 +167,9 @@ def test_is_what_the_definition_says(name: str, nodes: torch.dtype, num_leaves: 
     )
     for index, (x, y) in enumerate(leaves):
         last = index == num_leaves - 1
-        sync.backward((model(x) - y).square().sum(), leaf=Leaf(index, last, len(x)))
+        sync.backward(
+            (model(x) - y).square().sum(), MicroBatch(index, last, len(x)), reduction="sum"
+        )
     sync.step(optimizer)
     assert [raw(g) for g in seen] == [raw(g) for g in expected]
 
@@ -179,13 +181,13 @@ def _wrong_leaves(
 
     def work(rank: int, group: dist.ProcessGroup) -> BaseException | None:
         model = nn.Linear(2, 2)
-        sync = replicate(model, sync="invariant", comm=ProcessGroupCommunicator(group))
+        sync = replicate(model, strategy="invariant", comm=ProcessGroupCommunicator(group))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         try:
             for place, index in enumerate(shares[rank]):
                 is_last = last and place == len(shares[rank]) - 1
                 with sync.micro_step(last=is_last, index=index):
-                    sync.backward(model(torch.ones(1, 2)).sum(), weight=1)
+                    sync.backward(model(torch.ones(1, 2)).sum(), weight=1, reduction="sum")
             sync.step(optimizer)
         except GradsyncError as error:
             return error
@@ -224,10 +226,10 @@ def test_leaves_that_do_not_follow_each_other(
 def test_leaves_of_a_rank_that_do_not_follow_each_other(leaves: list[int]) -> None:
     """A mistake of the loop's author, so one of our errors, and it names the leaves."""
     model = nn.Linear(2, 2)
-    sync = replicate(model, sync="invariant")
+    sync = replicate(model, strategy="invariant")
 
     def backward(index: int) -> None:
-        sync.backward(model(torch.ones(1, 2)).sum(), leaf=Leaf(index, False, 1))
+        sync.backward(model(torch.ones(1, 2)).sum(), MicroBatch(index, False, 1), reduction="sum")
 
     first, second = leaves
     backward(first)
@@ -253,10 +255,10 @@ def test_hosts_are_followed_where_the_world_tells_them_apart(
         comm, found = ProcessGroupCommunicator(group), []
         for make in worlds.values():
             model = nn.Linear(2, 2)
-            sync = replicate(model, make(rank), sync="invariant", comm=comm)
+            sync = replicate(model, make(rank), strategy="invariant", comm=comm)
             for leaf in (2 * rank, 2 * rank + 1):
                 inputs = torch.arange(2.0 * leaf, 2 * leaf + 2)
-                sync.backward(model(inputs).square().sum(), weight=1)
+                sync.backward(model(inputs).square().sum(), weight=1, reduction="sum")
             sync.step(torch.optim.SGD(model.parameters(), lr=0.1))
             sync.close()
             found.append(model.weight.detach().clone())
@@ -280,14 +282,14 @@ def test_two_stages_need_hosts_in_order() -> None:
             with pytest.raises(ConfigError) as caught:
                 replicate(
                     nn.Linear(2, 2),
-                    sync="invariant",
+                    strategy="invariant",
                     comm=comm,
                     reduction="hierarchical",
                     groups=groups_of(comm, RankPlacement(seats)),
                 )
             found.append(str(caught.value))
         with pytest.raises(ConfigError, match=r"groups=gs.groups\(world\)"):
-            replicate(nn.Linear(2, 2), sync="invariant", comm=comm, reduction="hierarchical")
+            replicate(nn.Linear(2, 2), strategy="invariant", comm=comm, reduction="hierarchical")
         return found
 
     for dealt_round, unequal in run_thread_ranks(work, 4):
@@ -304,7 +306,7 @@ def test_other_numbers_of_threads_are_warned_of(
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        replicate(nn.Linear(2, 2), World(), sync=sync).close()
+        replicate(nn.Linear(2, 2), World(), strategy=sync).close()
     finally:
         torch.set_num_threads(before)
     assert ("gs.init(threads=1)" in caplog.text) == (sync == "invariant" and threads == 2)

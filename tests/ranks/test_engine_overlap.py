@@ -17,6 +17,7 @@ from gradsync.errors import GradsyncError
 from gradsync.sync.buckets import Bucket
 from gradsync.sync.engine import Engine
 from gradsync.sync.gradient_sync import GradientSync
+from gradsync.sync.replica import replica_of
 from gradsync.sync.replicate import replicate
 from gradsync.sync.step_metadata import NUM_BINS
 from support.recording import RecordingCommunicator
@@ -28,8 +29,8 @@ TINY_MB = 1e-9
 
 
 def engine_of(sync: GradientSync) -> Engine:
-    assert isinstance(sync.reducer, Engine)
-    return sync.reducer
+    assert isinstance(replica_of(sync).reducer, Engine)
+    return replica_of(sync).reducer
 
 
 def order_of(engine: Engine) -> list[int]:
@@ -71,14 +72,14 @@ class Chain(nn.Module):
 def _leaf(sync: GradientSync, *, last: bool, **named: Any) -> None:
     with sync.micro_step(last=last):
         loss = sync.forward(torch.ones(2, 4), **named).square().sum()
-        sync.backward(loss, weight=2)
+        sync.backward(loss, weight=2, reduction="sum")
 
 
 def _chain(comm: Communicator, sync: str, **options: Any) -> tuple[GradientSync, list[Any]]:
     events: list[Any] = []
     model = Chain(events)
     options = {"collective": "backend"} | options  # shared memory has nothing to overlap
-    handle = replicate(model, sync=sync, comm=comm, **options)
+    handle = replicate(model, strategy=sync, comm=comm, **options)
     record_launches(engine_of(handle), events)
     return handle, events
 
@@ -165,7 +166,7 @@ def test_a_rank_0_without_a_leaf_learns_later(sync: str) -> None:
 
 
 def _prime(handle: GradientSync) -> None:
-    handle.prime(lambda: handle.forward(torch.ones(1, 4)).sum().backward())
+    replica_of(handle).prime(lambda: handle.forward(torch.ones(1, 4)).sum().backward())
 
 
 def test_prime_learns_without_leaving_anything() -> None:
@@ -249,10 +250,10 @@ def test_memory_of_the_tree(num_leaves: int) -> None:
     """Told leaf by leaf, one rank with 2^k leaves needs max(k, 1) buffers; untold, one for each."""
     for told in (True, False):
         model = nn.Linear(4, 4)
-        handle = replicate(model, sync="invariant", grouping="flat")
+        handle = replicate(model, strategy="invariant", grouping="flat")
         for index in range(num_leaves):
             with handle.micro_step(last=False, index=index if told else None):
-                handle.backward(model(torch.ones(1, 4)).sum(), weight=1)
+                handle.backward(model(torch.ones(1, 4)).sum(), weight=1, reduction="sum")
         (bucket,) = engine_of(handle).buckets
         assert len(bucket._flats) == (max(num_leaves.bit_length() - 1, 1) if told else num_leaves)
 
@@ -268,15 +269,15 @@ def test_bytes_are_what_the_registry_says(sync: str, halves: int) -> None:
     def work(_: int, group: dist.ProcessGroup) -> float:
         comm = RecordingCommunicator(ProcessGroupCommunicator(group))
         model = nn.Linear(64, 64, bias=False)
-        handle = replicate(model, sync=sync, comm=comm, collective="backend")
+        handle = replicate(model, strategy=sync, comm=comm, collective="backend")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         sent = []
         for _ in range(3):
             before = comm.sent_bytes + comm.ring_bytes()
             with handle.micro_step(last=True):
-                handle.backward(model(torch.ones(1, 64)).sum(), weight=1)
+                handle.backward(model(torch.ones(1, 64)).sum(), weight=1, reduction="sum")
             handle.step(optimizer)
-            handle.wait()
+            replica_of(handle).wait()
             sent.append(comm.sent_bytes + comm.ring_bytes() - before)
         handle.close()
         return sent[-1]

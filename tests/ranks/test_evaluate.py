@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradsync.comm.groups import SingleCommunicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
-from gradsync.data.loader import EvalLeaves
+from gradsync.data.loader import EvalLoader
 from gradsync.errors import RunError
 from gradsync.models.config import GPTConfig
 from gradsync.models.gpt import GPT
@@ -38,9 +38,9 @@ class Samples:
         return inputs, targets
 
 
-def leaves_of(rank: int, world_size: int, micro_batch_size: int) -> EvalLeaves:
+def leaves_of(rank: int, world_size: int, micro_batch_size: int) -> EvalLoader:
     world = World(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size)
-    return EvalLeaves(Samples(), world, micro_batch_size)
+    return EvalLoader(Samples(), world, micro_batch_size)
 
 
 def one_rank(micro_batch_size: int) -> float:

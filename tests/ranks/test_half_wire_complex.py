@@ -34,7 +34,7 @@ def test_both_parts_are_right_to_16_bits(name: str, dtype: Any, size: float) -> 
 
     def work(rank: int, group: dist.ProcessGroup) -> Tensor:
         model = nn.ParameterList([nn.Parameter(torch.zeros(100, dtype=dtype))])
-        sync = replicate(model, sync=name, comm=ProcessGroupCommunicator(group))
+        sync = replicate(model, strategy=name, comm=ProcessGroupCommunicator(group))
         # The gradient of Re(p conj(g)) is g.
         (model[0] * gradient(rank, dtype, size).conj()).real.sum().backward()
         sync.close()

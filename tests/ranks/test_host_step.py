@@ -22,6 +22,7 @@ from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
 from gradsync.comm.shared_memory.segment import SharedMemoryError
 from gradsync.errors import ConfigError
 from gradsync.sync.gradient_sync import GradientSync
+from gradsync.sync.replica import replica_of
 from gradsync.sync.replicate import replicate
 from gradsync.sync.shared_memory import SharedMemoryExchange, SharedMemoryShards
 from gradsync.sync.watch import why_not_now
@@ -65,7 +66,7 @@ class Net(nn.Module):
 
 
 def one_step(sync: GradientSync, optimizer: torch.optim.Optimizer, step: int, rank: int) -> None:
-    sync.backward(sync.model(2 * step + rank), weight=1 + rank)
+    sync.backward(sync.model(2 * step + rank), weight=1 + rank, reduction="sum")
     sync.step(optimizer, clip_norm=1.0)
 
 
@@ -106,8 +107,8 @@ def assert_equal(left: Any, right: Any) -> None:
 
 
 def was_divided(sync: GradientSync) -> bool:
-    assert isinstance(sync.reducer.shards, SharedMemoryShards)
-    return bool(sync.reducer.shards._updates)
+    assert isinstance(replica_of(sync).reducer.shards, SharedMemoryShards)
+    return bool(replica_of(sync).reducer.shards._updates)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -142,7 +143,7 @@ def test_no_rank_goes_on_before_all_have_written_their_shares() -> None:
         seen = copy.deepcopy(model.state_dict())
         gone_on.set()
         assert was_divided(sync)
-        sync.comm.barrier()
+        replica_of(sync).comm.barrier()
         return seen, copy.deepcopy(model.state_dict())
 
     with mock.patch.object(torch.optim.SGD, "step", step_late):
@@ -168,7 +169,7 @@ def test_a_loaded_state_is_taken_in() -> None:
 
     def load_and_say(sync: GradientSync, optimizer: torch.optim.Optimizer) -> None:
         load(sync, optimizer)
-        sync.scatter(optimizer)
+        replica_of(sync).scatter(optimizer)
 
     def clear(_: GradientSync, optimizer: torch.optim.Optimizer) -> None:
         optimizer.state.clear()
@@ -263,7 +264,7 @@ def test_betas_that_change_at_every_step_cost_nothing() -> None:
         sync = replicate(model, comm=ProcessGroupCommunicator(group))
         optimizer = OPTIMIZERS["adamw"](model.parameters())
         one_step(sync, optimizer, 0, rank)
-        (update,) = sync.reducer.shards._updates.values()
+        (update,) = replica_of(sync).reducer.shards._updates.values()
         update._shared._make_room = mock.Mock(side_effect=AssertionError("tried again"))
         optimizer.param_groups[0] |= {"betas": (0.8, 0.99), "lr": 0.5, "weight_decay": 0.02}
         one_step(sync, optimizer, 1, rank)
@@ -335,7 +336,7 @@ def test_a_loop_of_ones_own_may_follow() -> None:
 
     def work(rank: int, group: dist.ProcessGroup) -> Any:
         model = Net()
-        sync = replicate(model, comm=ProcessGroupCommunicator(group), sync="bucketed")
+        sync = replicate(model, comm=ProcessGroupCommunicator(group), strategy="bucketed")
         optimizer = OPTIMIZERS["adamw"](model.parameters())
         one_step(sync, optimizer, 0, rank)
         assert was_divided(sync)
@@ -397,7 +398,7 @@ def test_one_copy_refuses_what_would_need_replicas() -> None:
             sync.finish()
         hooked = OPTIMIZERS["sgd"](model.parameters())
         hooked.register_step_pre_hook(lambda *_: None)
-        sync.backward(model(0), weight=1)
+        sync.backward(model(0), weight=1, reduction="sum")
         with pytest.raises(ConfigError, match="weights='shared': hooks on the optimizer"):
             sync.step(hooked)
         sync.close()
@@ -427,9 +428,9 @@ def test_models_over_one_group_share_a_communicator_which_ends_with_the_last() -
     def work(_: int, group: dist.ProcessGroup) -> None:
         comm = ProcessGroupCommunicator(group)
         handles = [replicate(nn.Linear(3, 3), comm=comm) for _ in range(2)]
-        shared = handles[0].comm
+        shared = replica_of(handles[0]).comm
         assert isinstance(shared, SharedMemoryCommunicator)
-        assert handles[1].comm is shared
+        assert replica_of(handles[1]).comm is shared
         handles[0].close()
         shared.barrier()
         handles[1].close()
@@ -449,8 +450,8 @@ def test_too_little_memory_for_buckets_leaves_messages(sync: str) -> None:
         comm = share_memory(ProcessGroupCommunicator(group))
         comm.allocate = full
         model = Net()
-        sync_ = replicate(model, comm=comm, sync=sync)
-        assert not isinstance(sync_.reducer.shards, SharedMemoryShards)
+        sync_ = replicate(model, comm=comm, strategy=sync)
+        assert not isinstance(replica_of(sync_).reducer.shards, SharedMemoryShards)
         optimizer = OPTIMIZERS["adamw"](model.parameters())
         one_step(sync_, optimizer, 0, rank)
         found = copy.deepcopy(model.state_dict())
@@ -459,7 +460,7 @@ def test_too_little_memory_for_buckets_leaves_messages(sync: str) -> None:
 
     def expected(rank: int, group: dist.ProcessGroup) -> Any:
         model = Net()
-        sync_ = replicate(model, comm=ProcessGroupCommunicator(group), sync=sync)
+        sync_ = replicate(model, comm=ProcessGroupCommunicator(group), strategy=sync)
         one_step(sync_, OPTIMIZERS["adamw"](model.parameters()), 0, rank)
         return copy.deepcopy(model.state_dict())
 
@@ -487,12 +488,12 @@ def test_zero1_adds_in_shared_memory() -> None:
 
     def work(rank: int, group: dist.ProcessGroup) -> Any:
         model = Net()
-        sync = replicate(model, comm=ProcessGroupCommunicator(group), sync="zero1")
-        assert isinstance(sync.reducer.exchange, SharedMemoryExchange)
+        sync = replicate(model, comm=ProcessGroupCommunicator(group), strategy="zero1")
+        assert isinstance(replica_of(sync).reducer.exchange, SharedMemoryExchange)
         optimizer = OPTIMIZERS["adamw"](model.parameters())
         for leaves in (1, 3 - rank, 2 + rank):
             for leaf in range(leaves):
-                sync.backward(model(leaf + rank), weight=1)
+                sync.backward(model(leaf + rank), weight=1, reduction="sum")
             sync.step(optimizer, clip_norm=1.0)
         found = copy.deepcopy(model.state_dict())
         sync.close()
@@ -534,7 +535,7 @@ def test_16_bits_round_alike() -> None:
             optimizer = OPTIMIZERS["sgd"](model.parameters())
             for step in range(3):
                 inputs = torch.arange(120.0).view(3, 40).bfloat16() * (step + rank + 1) / 64
-                sync.backward(model(inputs).float().square().sum(), weight=3)
+                sync.backward(model(inputs).float().square().sum(), weight=3, reduction="sum")
                 sync.step(optimizer, clip_norm=1.0)
             found.append(copy.deepcopy(model.state_dict()))
             assert was_divided(sync) == (not options)
@@ -592,7 +593,7 @@ def test_a_step_that_fails_is_over() -> None:
         optimizer.step()
         assert not torch.equal(before, model.large)
         optimizer.zero_grad()
-        sync.backward(model(rank), weight=1)
+        sync.backward(model(rank), weight=1, reduction="sum")
         result = sync.step(optimizer)
         sync.close()
         return [result.weight]
@@ -630,11 +631,11 @@ def test_memory_goes_with_who_uses_it() -> None:
     def work(rank: int, group: dist.ProcessGroup) -> None:
         model = Net()
         sync = replicate(model, comm=ProcessGroupCommunicator(group))
-        assert sync.comm._regions == []
+        assert replica_of(sync).comm._regions == []
         assert model.scale.untyped_storage().nbytes() == 4  # saved alone, it is that
         optimizer = OPTIMIZERS["adamw"](model.parameters())
         one_step(sync, optimizer, 0, rank)
-        (update,) = sync.reducer.shards._updates.values()
+        (update,) = replica_of(sync).reducer.shards._updates.values()
         memory = weakref.ref(update._shared)
         del update, optimizer
         gc.collect()
@@ -650,8 +651,8 @@ def test_one_copy_of_the_weights_takes_in_loaded_ones() -> None:
         sync = replicate(model, comm=ProcessGroupCommunicator(group), weights="shared")
         optimizer = OPTIMIZERS["sgd"](model.parameters())
         one_step(sync, optimizer, 0, rank)
-        saved = {name: tensor * 0.5 for name, tensor in sync.full_weights().items()}
-        sync.load_full_weights(saved)
+        saved = {name: tensor * 0.5 for name, tensor in replica_of(sync).full_weights().items()}
+        replica_of(sync).load_full_weights(saved)
         one_step(sync, optimizer, 1, rank)
         sync.close()
 
@@ -664,7 +665,7 @@ def test_another_memory_format_makes_steps_whole() -> None:
         sync = replicate(model, comm=ProcessGroupCommunicator(group))
         optimizer = OPTIMIZERS["sgd"](model.parameters())
         model.to(memory_format=torch.channels_last)
-        sync.backward(model(torch.ones(1, 3, 5, 5)).sum(), weight=1)
+        sync.backward(model(torch.ones(1, 3, 5, 5)).sum(), weight=1, reduction="sum")
         sync.step(optimizer)
         assert not was_divided(sync)
         assert model.weight.is_contiguous(memory_format=torch.channels_last)

@@ -67,7 +67,7 @@ def test_no_step_waits_for_a_gpu(sync: str, their_loop: bool, places: set[str]) 
         model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 1))
         options = {} if sync == "naive" else {"collective": "backend"}
         comm = ProcessGroupCommunicator(group)
-        handle = gs.replicate(model, comm=comm, sync=sync, **options)
+        handle = gs.replicate(model, comm=comm, strategy=sync, **options)
         optimizer = torch.optim.AdamW(model.parameters())
 
         def step() -> None:
@@ -77,7 +77,7 @@ def test_no_step_waits_for_a_gpu(sync: str, their_loop: bool, places: set[str]) 
                 optimizer.step()
                 optimizer.zero_grad()
             else:
-                handle.backward(loss, weight=3)
+                handle.backward(loss, weight=3, reduction="sum")
                 handle.step(optimizer, clip_norm=1.0)
 
         for _ in range(3):  # the first ones lay things out

@@ -24,6 +24,7 @@ from gradsync.runtime.store import wait_until
 from gradsync.sync import late_update, zero
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.reducer import Stopwatch
+from gradsync.sync.replica import replica_of
 from gradsync.sync.replicate import replicate
 from gradsync.sync.sharded_state import ShardedBucket
 from support.engine_cases import pretend_hosts
@@ -63,7 +64,7 @@ class Trained:
         sizes = {"bucket_mb": 0.004, "first_bucket_mb": 0.001}
         options = {"collective": "backend", "overlap_publish": True} | sizes | options
         self.sync: GradientSync = replicate(
-            self.model, sync=options.pop("sync", "invariant"), comm=comm, **options
+            self.model, strategy=options.pop("sync", "invariant"), comm=comm, **options
         )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.held = self.model.first.weight
@@ -72,29 +73,34 @@ class Trained:
         for leaf in leaves:
             x = torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * number + leaf))
             with self.sync.micro_step(last=leaf == leaves[-1], index=leaf):
-                self.sync.backward(self.model(x).square().sum(), weight=4, scale=scale)
+                self.sync.backward(
+                    self.model(x).square().sum(), weight=4, scale=scale, reduction="sum"
+                )
         return self.sync.step(self.optimizer, scale=scale, **more)
 
     @property
     def waits(self) -> bool:
         """Whether updates of weights are still to be made."""
-        weights = getattr(self.sync.reducer.shards, "_weights", None)
+        weights = getattr(replica_of(self.sync).reducer.shards, "_weights", None)
         return weights is not None and bool(weights._works)
 
     def state(self) -> list[Tensor]:
-        self.sync.gather(self.optimizer)
+        replica_of(self.sync).gather(self.optimizer)
         entries = self.optimizer.state.values()
         state = [v for entry in entries for v in entry.values() if isinstance(v, Tensor)]
         return [t.detach().clone() for t in (*self.model.parameters(), *state)]
 
 
 READS: dict[str, Callable[[Trained], Tensor]] = {
-    "full_weights": lambda t: t.sync.full_weights()["third.weight"],
-    "gather": lambda t: (t.sync.gather(t.optimizer), t.optimizer.state[t.held]["exp_avg"])[1],
+    "full_weights": lambda t: replica_of(t.sync).full_weights()["third.weight"],
+    "gather": lambda t: (
+        replica_of(t.sync).gather(t.optimizer),
+        t.optimizer.state[t.held]["exp_avg"],
+    )[1],
     "check_replicas": lambda t: (t.sync.check_replicas(), t.held)[1],
     "evaluation": lambda t: t.model(torch.eye(6)),
     "inference mode": lambda t: inferred(t.model),
-    "wait": lambda t: (t.sync.wait(), t.held)[1],
+    "wait": lambda t: (replica_of(t.sync).wait(), t.held)[1],
 }
 """How `gradsync train` reads weights and state between two steps."""
 
@@ -114,7 +120,7 @@ def test_who_reads_between_steps_finds_the_update_done(way: str, sync: str) -> N
         assert trained.waits is late
         read = READS[way](trained).detach().clone()
         if way == "gather":
-            trained.sync.scatter(trained.optimizer)
+            replica_of(trained.sync).scatter(trained.optimizer)
         trained.step(2, range(rank, rank + 1))
         found = [read, *trained.state()]
         trained.sync.close()
@@ -182,7 +188,7 @@ def test_options_of_the_step_hold_for_its_update() -> None:
     def work(_: int, group: dist.ProcessGroup, late: bool) -> list[Tensor]:
         trained = Trained(group, overlap_publish=late)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(trained.optimizer, 0.3)
-        rank = trained.sync.comm.rank
+        rank = replica_of(trained.sync).comm.rank
         for number in range(3):
             trained.step(number, range(rank, rank + 1))
             scheduler.step()
@@ -323,9 +329,9 @@ def test_weights_that_never_come_can_be_loaded_after_close(
         trained = Trained(group, sync=sync)
         saved = {name: t.clone() for name, t in trained.model.state_dict().items()}
         trained.step(0, range(rank, rank + 1))
-        trained.sync.reducer.shards._weights._works[0] = Lost()
+        replica_of(trained.sync).reducer.shards._weights._works[0] = Lost()
         with pytest.raises(RunError, match="closed by peer"):
-            trained.sync.wait()
+            replica_of(trained.sync).wait()
         assert trained.waits
         trained.sync.close()
         trained.sync.close()
@@ -351,7 +357,7 @@ def test_gathered_copies_go_when_weights_have_come() -> None:
 
         with patch.object(ShardedBucket, "gather", watched) if rank == 0 else nullcontext():
             trained.step(0, range(rank, rank + 1))
-        trained.sync.wait()
+        replica_of(trained.sync).wait()
         gc.collect()
         # Gloo's thread lets go of what it has sent when it next gets the processor.
         gone = wait_until(lambda: all(b() is None for b in buffers), time.monotonic() + 10)
@@ -419,7 +425,7 @@ def test_an_optimizer_that_keeps_nothing_has_no_entries() -> None:
         trained = Trained(group)
         trained.optimizer = torch.optim.SGD(trained.model.parameters(), lr=0.1)
         trained.step(0, range(rank, rank + 1))
-        trained.sync.wait()
+        replica_of(trained.sync).wait()
         found = len(trained.optimizer.state)
         trained.sync.close()
         return found

@@ -16,8 +16,9 @@ from gradsync.comm.groups import SingleCommunicator
 from gradsync.errors import ConfigError
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.registry import STRATEGIES
+from gradsync.sync.replica import replica_of
 from gradsync.sync.replicate import replicate
-from support.engine_cases import Leaf
+from support.engine_cases import MicroBatch
 from support.sync_cases import on_handles
 
 every_engine = pytest.mark.parametrize("name", ["invariant", "bucketed"])
@@ -77,7 +78,7 @@ def two_layers() -> nn.Sequential:
 def test_a_parameter_that_outlives_its_model_says_so(name: str) -> None:
     model = two_layers()
     weight = model[0].weight
-    alone(model, sync=name)
+    alone(model, strategy=name)
     del model
     gc.collect()
     with pytest.raises(ConfigError, match=r"and its handle, are gone: keep the model, or call"):
@@ -91,7 +92,7 @@ def test_parameters_that_came_too_late_are_named(name: str, own: bool, change: s
     model = two_layers()
     model[0].requires_grad_(change == "replaced")
     old = torch.optim.SGD(model.parameters(), lr=0.1)
-    sync = alone(model, sync=name)
+    sync = alone(model, strategy=name)
     if change == "replaced":
         model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -105,7 +106,7 @@ def test_parameters_that_came_too_late_are_named(name: str, own: bool, change: s
         with pytest.raises(ConfigError, match=said):
             optimizer.step()
     else:
-        sync.backward(loss, weight=4)
+        sync.backward(loss, weight=4, reduction="sum")
         with pytest.raises(ConfigError, match=said):
             sync.step(optimizer)
     sync.close()
@@ -117,7 +118,7 @@ def test_parameters_frozen_later_are_left_alone() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model[0].requires_grad_(False)
     before = model[0].weight.clone()
-    sync.backward(model(X).sum(), weight=4)
+    sync.backward(model(X).sum(), weight=4, reduction="sum")
     sync.step(optimizer)
     assert torch.equal(model[0].weight, before)
     sync.close()
@@ -128,7 +129,7 @@ def test_parameters_frozen_later_are_left_alone() -> None:
 def test_a_parameter_has_one_handle(name: str, part: bool) -> None:
     model = two_layers()
     whole, other = (model, model[1]) if part else (model[1], model)
-    sync = alone(whole, sync=name)
+    sync = alone(whole, strategy=name)
     said = "'weight'" if part else "'1.weight'"
     with pytest.raises(ConfigError, match=rf"parameter {said} .* replicated already; call close"):
         alone(other)
@@ -139,10 +140,10 @@ def test_a_parameter_has_one_handle(name: str, part: bool) -> None:
 @every_engine
 def test_another_dtype_is_named(name: str) -> None:
     model = two_layers()
-    sync = alone(model, sync=name)
+    sync = alone(model, strategy=name)
     model.double()
     with pytest.raises(ConfigError, match=r"'1\..*was torch.float32 when the model was replicated"):
-        sync.backward(model(X.double()).sum(), weight=4)
+        sync.backward(model(X.double()).sum(), weight=4, reduction="sum")
     sync.close()
 
 
@@ -151,12 +152,12 @@ def test_another_dtype_is_named(name: str) -> None:
 def test_parameters_outside_of_the_model_are_named(name: str, own: bool) -> None:
     """A learned weight of a loss: each rank would update it by its own gradient."""
     model, factor = two_layers(), nn.Parameter(torch.tensor([0.5, 2.0]))
-    sync = alone(model, sync=name)
+    sync = alone(model, strategy=name)
     optimizer = torch.optim.SGD([{"params": model.parameters()}, {"params": [factor]}], lr=0.1)
     before = copy.deepcopy(model.state_dict())
     loss = (model(X) * factor).square().sum()
     said = r"parameters outside of the replicated model \(group 1: \[2\]\)"
-    loss.backward() if own else sync.backward(loss, weight=4)
+    loss.backward() if own else sync.backward(loss, weight=4, reduction="sum")
     with pytest.raises(ConfigError, match=said):
         optimizer.step() if own else sync.step(optimizer)
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
@@ -166,7 +167,7 @@ def test_parameters_outside_of_the_model_are_named(name: str, own: bool) -> None
         model(X).sum().backward()
         apart[0].step()
     else:
-        sync.backward(model(X).sum(), weight=4)
+        sync.backward(model(X).sum(), weight=4, reduction="sum")
         sync.step(apart[0])
     apart[1].step()  # the program's alone
     sync.close()
@@ -177,12 +178,12 @@ def test_parameters_outside_of_the_model_are_named(name: str, own: bool) -> None
 @pytest.mark.parametrize("both", [True, False])
 def test_an_optimizer_over_another_model(name: str, replicated: bool, both: bool) -> None:
     model, other = two_layers(), nn.Linear(3, 5)
-    handles = [alone(model, sync=name), *([alone(other, sync=name)] if replicated else [])]
+    handles = [alone(model, strategy=name), *([alone(other, strategy=name)] if replicated else [])]
     held = [*(model.parameters() if both else ()), *other.parameters()]
     optimizers = [torch.optim.SGD(held, lr=0.1)]
     if not both:  # nor may it stand beside one that is right
         optimizers.insert(0, torch.optim.SGD(model.parameters(), lr=0.1))
-    handles[0].backward(model(X).sum(), weight=4)
+    handles[0].backward(model(X).sum(), weight=4, reduction="sum")
     what = "parameters outside of the replicated model" if both else "none of this model's"
     with pytest.raises(ConfigError, match=rf"{what}.*\(group 0: \[5, 3\], \[5\]\)"):
         handles[0].step(optimizers)
@@ -216,32 +217,32 @@ def sync_step_after_loss_backward(model: Any, sync: GradientSync, optimizer: Any
 
 @refused(r"sync.backward\(\) is followed by sync.step\(optimizer")
 def optimizer_step_after_sync_backward(model: Any, sync: GradientSync, optimizer: Any) -> None:
-    sync.backward(model(X).sum(), weight=4)
+    sync.backward(model(X).sum(), weight=4, reduction="sum")
     optimizer.step()
 
 
 @refused(r"a backward that is not sync.backward\(\) reached")
 def loss_backward_after_sync_backward(model: Any, sync: GradientSync, optimizer: Any) -> None:
-    sync.backward(model(X).sum(), weight=4)
+    sync.backward(model(X).sum(), weight=4, reduction="sum")
     model(X).sum().backward()
 
 
 @refused(r"by sync.step\(optimizer\), not by sync.finish")
 def finish_after_sync_backward(model: Any, sync: GradientSync, optimizer: Any) -> None:
-    sync.backward(model(X).sum(), weight=4)
+    sync.backward(model(X).sum(), weight=4, reduction="sum")
     sync.finish()
 
 
 @refused(r"sync.step\(\) cannot run LBFGS, whose step evaluates")
 def an_optimizer_that_evaluates_the_loss(model: Any, sync: GradientSync, _: Any) -> None:
-    sync.backward(model(X).sum(), weight=4)
+    sync.backward(model(X).sum(), weight=4, reduction="sum")
     sync.step(torch.optim.LBFGS(model.parameters()))
 
 
 @refused(r"without a backward on any rank .* sync.step\(\[a, b\]\)")
 def a_second_step_for_a_second_optimizer(model: Any, sync: GradientSync, _: Any) -> None:
     first, second = (torch.optim.SGD(part.parameters(), lr=0.1) for part in model)
-    sync.backward(model(X).sum(), weight=4)
+    sync.backward(model(X).sum(), weight=4, reduction="sum")
     sync.step(first)
     sync.step(second)
 
@@ -250,7 +251,7 @@ def a_second_step_for_a_second_optimizer(model: Any, sync: GradientSync, _: Any)
 @pytest.mark.parametrize("program", REFUSED)
 def test_ways_of_stepping_are_not_mixed(name: str, program: str) -> None:
     model = two_layers()
-    sync = alone(model, sync=name)
+    sync = alone(model, strategy=name)
     run, message = REFUSED[program]
     with pytest.raises(ConfigError, match=message):
         run(model, sync, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -263,12 +264,12 @@ def test_plain_backwards_in_micro_step_are_refused(name: str) -> None:
     ones."""
 
     def work(sync: GradientSync, _: Any) -> str:
-        last = sync.comm.rank == 2
+        last = replica_of(sync).comm.rank == 2
         with sync.micro_step(last=last), pytest.raises(ConfigError) as caught:
             sync.model(X).sum().backward()
         return str(caught.value)
 
-    for said in on_handles(work, two_layers, 3, sync=name):
+    for said in on_handles(work, two_layers, 3, strategy=name):
         assert "write sync.backward(loss_sum, leaf=leaf) there and sync.step(optimizer)" in said
 
 
@@ -276,14 +277,14 @@ def test_plain_backwards_in_micro_step_are_refused(name: str) -> None:
 @pytest.mark.parametrize("collective", ["auto", "backend"])
 def test_a_skipped_step_is_named(name: str, collective: str) -> None:
     def work(sync: GradientSync, _: Any) -> None:
-        first = 2 * sync.comm.rank
-        for leaf in (Leaf(first, False, 4), Leaf(first + 1, True, 4)):
-            sync.backward(sync.model(X).sum(), leaf=leaf)
+        first = 2 * replica_of(sync).comm.rank
+        for leaf in (MicroBatch(first, False, 4), MicroBatch(first + 1, True, 4)):
+            sync.backward(sync.model(X).sum(), leaf, reduction="sum")
         loss = sync.model(X).sum()
         with pytest.raises(ConfigError, match=r"sync.step\(\) was not called in between"):
-            sync.backward(loss, leaf=Leaf(first, False, 4))
+            sync.backward(loss, MicroBatch(first, False, 4), reduction="sum")
 
-    on_handles(work, two_layers, sync=name, collective=collective)
+    on_handles(work, two_layers, strategy=name, collective=collective)
 
 
 @pytest.mark.parametrize("name", ["bucketed", "naive", "flat", "zero2"])
@@ -292,14 +293,14 @@ def test_a_skipped_step_is_named(name: str, collective: str) -> None:
 def test_gradients_cleared_within_a_step_are_named(name: str, to_none: bool, then: str) -> None:
     """The last leaf alone would count, divided by the weight of all."""
     model = two_layers()
-    sync = alone(model, sync=name)
+    sync = alone(model, strategy=name)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = [p.detach().clone() for p in model.parameters()]
-    sync.backward(model(X).sum(), weight=4)
+    sync.backward(model(X).sum(), weight=4, reduction="sum")
     optimizer.zero_grad(set_to_none=to_none)
     if then == "backward":
         with pytest.raises(ConfigError, match=r"cleared or replaced between sync\.backward"):
-            sync.backward(model(X).sum(), weight=4)
+            sync.backward(model(X).sum(), weight=4, reduction="sum")
     elif to_none:
         with pytest.raises(ConfigError, match=r"cleared or replaced between sync\.backward"):
             sync.step(optimizer)
@@ -310,12 +311,12 @@ def test_gradients_cleared_within_a_step_are_named(name: str, to_none: bool, the
 @every_strategy
 def test_gradients_may_be_cleared_before_the_first_leaf(name: str) -> None:
     model = two_layers()
-    sync = alone(model, sync=name)
+    sync = alone(model, strategy=name)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
         optimizer.zero_grad()
         for _ in range(3):
-            sync.backward(model(X).sum(), weight=4)
+            sync.backward(model(X).sum(), weight=4, reduction="sum")
         sync.step(optimizer)
     sync.close()
 
@@ -323,11 +324,11 @@ def test_gradients_may_be_cleared_before_the_first_leaf(name: str) -> None:
 @every_strategy
 def test_gradients_that_no_optimizer_uses_do_not_add_up(name: str) -> None:
     model = two_layers()
-    sync = alone(model, sync=name)
+    sync = alone(model, strategy=name)
     optimizer = torch.optim.SGD(model[1].parameters(), lr=0.0)
     norms = []
     for _ in range(3):
-        sync.backward(model(X).sum(), weight=4)
+        sync.backward(model(X).sum(), weight=4, reduction="sum")
         norms.append(float(sync.step(optimizer, clip_norm=1.0).grad_norm))
     assert norms[0] == norms[1] == norms[2]
     sync.close()
@@ -347,16 +348,18 @@ def test_a_leaf_outside_of_micro_step_is_refused_where_it_matters(
 
     def work(sync: GradientSync, _: Any) -> str:
         with pytest.raises(ConfigError) as caught:
-            sync.backward(sync.model(X).sum(), weight=2)
+            sync.backward(sync.model(X).sum(), weight=2, reduction="sum")
         return str(caught.value)
 
-    for said in on_handles(work, two_layers, world_size, sync=name):
-        assert said.startswith(f"sync='{name}': enclose forward and backward of each leaf in `with")
+    for said in on_handles(work, two_layers, world_size, strategy=name):
+        assert said.startswith(
+            f"strategy='{name}': enclose forward and backward of each leaf in `with"
+        )
 
 
 def test_a_loss_is_a_tensor() -> None:
     with pytest.raises(TypeError, match=r"loss's tensor \(without \.item\(\)\), got float"):
-        alone(two_layers()).backward(1.5, weight=2)  # pyrefly: ignore
+        alone(two_layers()).backward(1.5, weight=2, reduction="sum")  # pyrefly: ignore
 
 
 @pytest.mark.parametrize("weight", [float("nan"), float("inf"), -3.0])
@@ -364,7 +367,7 @@ def test_a_weight_is_a_number_of_something(weight: float) -> None:
     model = two_layers()
     sync = alone(model)
     with pytest.raises(ConfigError, match=f"finite number >= 0, got {weight}"):
-        sync.backward(model(X).sum(), weight=weight)
+        sync.backward(model(X).sum(), weight=weight, reduction="sum")
     sync.close()
 
 
@@ -373,7 +376,7 @@ def test_a_norm_to_clip_to_is_not_negative(norm: float) -> None:
     """It would turn descent into ascent."""
     model = two_layers()
     sync = alone(model)
-    sync.backward(model(X).sum(), weight=4)
+    sync.backward(model(X).sum(), weight=4, reduction="sum")
     with pytest.raises(ConfigError, match="clip_norm must be a number >= 0"):
         sync.step(torch.optim.SGD(model.parameters(), lr=0.1), clip_norm=norm)
     sync.close()
@@ -386,7 +389,7 @@ def test_a_wrapper_that_is_no_optimizer_is_named() -> None:
 
     model = two_layers()
     sync = alone(model)
-    sync.backward(model(X).sum(), weight=4)
+    sync.backward(model(X).sum(), weight=4, reduction="sum")
     with pytest.raises(ConfigError, match="got Wrapper, which has no state"):
         sync.step(Wrapper(torch.optim.SGD(model.parameters(), lr=0.1)))  # type: ignore[arg-type]
     sync.close()
@@ -399,7 +402,7 @@ def test_a_closed_handle_says_so() -> None:
     sync.close()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for call in (
-        lambda: sync.backward(model(X).sum(), weight=4),
+        lambda: sync.backward(model(X).sum(), weight=4, reduction="sum"),
         lambda: sync.step(optimizer),
         sync.finish,
         sync.no_sync,
@@ -426,7 +429,7 @@ def test_a_failed_backward_is_thrown_away(
     def work(
         sync: GradientSync, optimizer: Any, steps: tuple[int, ...]
     ) -> tuple[Tensor, list[bool]]:
-        model, rank = sync.model, sync.comm.rank
+        model, rank = sync.model, replica_of(sync).comm.rank
         discarded = []
         for step in steps:
             try:
@@ -435,18 +438,18 @@ def test_a_failed_backward_is_thrown_away(
                     model.left[0] = int(fails and leaf == failing_leaf)
                     with sync.micro_step(last=leaf == 1, index=2 * rank + leaf):
                         loss = model(X * (step + rank + leaf)).square().sum()
-                        sync.backward(loss, weight=4)
+                        sync.backward(loss, weight=4, reduction="sum")
             except FloatingPointError:
                 with pytest.raises(ConfigError, match=r"call sync.discard\(\) in place of step"):
-                    sync.backward(model(X).sum(), weight=1)
+                    sync.backward(model(X).sum(), weight=1, reduction="sum")
                 sync.discard()
                 discarded.append(True)
             else:
                 discarded.append(sync.step(optimizer).discarded)
         return model.a.weight.detach(), discarded
 
-    expected, _ = on_handles(partial(work, steps=(0, 1, 2, 3)), Fragile, sync=name)[0]
-    for weight, discarded in on_handles(partial(work, steps=AGAIN), Fragile, sync=name):
+    expected, _ = on_handles(partial(work, steps=(0, 1, 2, 3)), Fragile, strategy=name)[0]
+    for weight, discarded in on_handles(partial(work, steps=AGAIN), Fragile, strategy=name):
         assert discarded == [False, True, False, False, False]
         assert torch.equal(weight, expected)
 
@@ -454,11 +457,11 @@ def test_a_failed_backward_is_thrown_away(
 @every_engine
 def test_leaves_can_be_thrown_away(name: str) -> None:
     model = two_layers()
-    sync = alone(model, sync=name)
+    sync = alone(model, strategy=name)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sync.backward(model(X).sum() * float("nan"), weight=4)
+    sync.backward(model(X).sum() * float("nan"), weight=4, reduction="sum")
     sync.discard()
-    sync.backward(model(X).sum(), weight=4)
+    sync.backward(model(X).sum(), weight=4, reduction="sum")
     sync.step(optimizer)
     assert model[0].weight.isfinite().all()
     assert sync.mean_loss == pytest.approx(float(two_layers()(X).sum().detach()) / 4)
@@ -468,7 +471,7 @@ def test_leaves_can_be_thrown_away(name: str) -> None:
 @every_strategy
 def test_a_failed_backward_in_a_loop_of_ones_own(name: str) -> None:
     def work(sync: GradientSync, optimizer: Any) -> tuple[Tensor, Tensor | None]:
-        model, rank = sync.model, sync.comm.rank
+        model, rank = sync.model, replica_of(sync).comm.rank
         model.left[0] = int(rank == 1)
         loss = model(X * (rank + 1)).square().sum()
         if rank == 1:
@@ -490,7 +493,7 @@ def test_a_failed_backward_in_a_loop_of_ones_own(name: str) -> None:
         model = Fragile()
         model(X * (rank + 1)).square().sum().backward()
         grads.append(model.a.weight.grad)
-    for gradient, lost in on_handles(work, Fragile, sync=name):
+    for gradient, lost in on_handles(work, Fragile, strategy=name):
         assert lost is None
         torch.testing.assert_close(gradient, (grads[0] + grads[1]) / 2)
 
@@ -501,7 +504,7 @@ def test_a_rank_whose_forward_failed_discards(name: str, own: bool) -> None:
     """In the first step, before anything tells which of the two ways the program goes."""
 
     def work(sync: GradientSync, optimizer: Any) -> Tensor:
-        model, rank = sync.model, sync.comm.rank
+        model, rank = sync.model, replica_of(sync).comm.rank
         before = model[0].weight.detach().clone()
         if rank == 1:
             sync.discard()
@@ -509,11 +512,11 @@ def test_a_rank_whose_forward_failed_discards(name: str, own: bool) -> None:
             model(X).square().sum().backward()
             optimizer.step()
         else:
-            sync.backward(model(X).square().sum(), weight=4)
+            sync.backward(model(X).square().sum(), weight=4, reduction="sum")
             assert sync.step(optimizer).discarded
         return model[0].weight.detach() - before
 
-    for moved in on_handles(work, two_layers, sync=name):
+    for moved in on_handles(work, two_layers, strategy=name):
         assert not moved.any()
 
 
@@ -531,9 +534,9 @@ def test_sync_batch_norm_meets_once_a_backward_under_no_sync() -> None:
             return self.c(hidden) + (self.d(hidden) if both else 0.0)
 
     def work(sync: GradientSync, _: Any) -> None:
-        both = sync.comm.rank == 0
+        both = replica_of(sync).comm.rank == 0
         with sync.no_sync():
             sync.model(X, both).square().sum().backward()
         sync.model(X, both).square().sum().backward()
 
-    on_handles(work, Net, sync="bucketed", batch_norm="sync")
+    on_handles(work, Net, strategy="bucketed", batch_norm="sync")

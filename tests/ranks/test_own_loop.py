@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.errors import ConfigError, RunError
 from gradsync.sync.gradient_sync import GradientSync
+from gradsync.sync.replica import replica_of
 from gradsync.sync.replicate import replicate
 from support.engine_cases import global_random_state
 from support.recording import RecordingCommunicator
@@ -46,7 +47,7 @@ def start(seed: int = 0) -> SmallNet:
 def on_ranks(name: str, loop: Loop, *, lr: float = 0.1, **options: Any) -> list[Any]:
     def work(rank: int, group: dist.ProcessGroup) -> Any:
         model = start(rank)
-        sync = replicate(model, sync=name, comm=ProcessGroupCommunicator(group), **options)
+        sync = replicate(model, strategy=name, comm=ProcessGroupCommunicator(group), **options)
         try:
             return loop(rank, sync, torch.optim.SGD(model.parameters(), lr=lr))
         finally:
@@ -268,7 +269,7 @@ def test_no_sync_adds_up(name: str, overlap: bool) -> None:
             for turn in (0, 1):
                 with sync.no_sync():
                     loss_of(sync.model, rank, turn).backward()
-            for parameter in sync.reducer.parameters:
+            for parameter in replica_of(sync).reducer.parameters:
                 assert parameter.grad is not None
                 parameter.grad.mul_(0.5)
             loss_of(sync.model, rank, 2).backward()
@@ -298,7 +299,7 @@ def test_synchronised_backwards_that_add_up_are_said_once(
             optimizer.step()
             optimizer.zero_grad()
 
-    on_handles(train, lambda: torch.nn.Linear(3, 2), world_size, sync="bucketed")
+    on_handles(train, lambda: torch.nn.Linear(3, 2), world_size, strategy="bucketed")
     found = [text for text in caplog.messages if "added to those of the one before" in text]
     assert len(found) == said
 
@@ -307,7 +308,7 @@ def test_the_flag_of_one_model_in_a_list_counts() -> None:
     def train(sync: GradientSync, _: Any) -> list[float]:
         first, second = sync.model
         first.require_backward_grad_sync = False
-        (second(first(torch.ones(1, 1))) * (1.0 + sync.comm.rank)).sum().backward()
+        (second(first(torch.ones(1, 1))) * (1.0 + replica_of(sync).comm.rank)).sum().backward()
         early = second.bias.grad.item()
         first.require_backward_grad_sync = True
         second(first(torch.ones(1, 1))).sum().backward()
@@ -316,7 +317,7 @@ def test_the_flag_of_one_model_in_a_list_counts() -> None:
     def pair() -> nn.Module:
         return nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
 
-    assert on_handles(train, pair, sync="bucketed") == [[1.0, 2.5], [2.0, 2.5]]
+    assert on_handles(train, pair, strategy="bucketed") == [[1.0, 2.5], [2.0, 2.5]]
 
 
 @every_strategy
@@ -384,10 +385,10 @@ def test_gradients_put_there_by_hand_are_averaged(name: str) -> None:
     def loop(rank: int, sync: GradientSync, optimizer: Any) -> list[Tensor]:
         found = []
         for step in range(2):
-            for parameter in sync.reducer.parameters:
+            for parameter in replica_of(sync).reducer.parameters:
                 parameter.grad = torch.full_like(parameter, float(rank + step))
             optimizer.step()
-            found.append(sync.reducer.parameters[0].grad.clone())
+            found.append(replica_of(sync).reducer.parameters[0].grad.clone())
         return found
 
     for first, second in on_ranks(name, loop):
@@ -402,7 +403,7 @@ def test_nothing_travels_twice(name: str) -> None:
     def work(rank: int, group: dist.ProcessGroup) -> list[int]:
         comm = RecordingCommunicator(ProcessGroupCommunicator(group))
         model = nn.Linear(6, 6)
-        sync = replicate(model, sync=name, comm=comm)
+        sync = replicate(model, strategy=name, comm=comm)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         counts = []
         for turn in range(3):
@@ -445,8 +446,8 @@ def test_what_is_left_over_after_buckets_are_laid_out_anew(name: str) -> None:
         model = copy.deepcopy(alone)
         model.zero_grad()
         options = {} if name == "ring" else {"collective": "backend"}
-        sync = replicate(model, sync=name, comm=ProcessGroupCommunicator(group), **options)
-        before = sync.reducer.buckets
+        sync = replicate(model, strategy=name, comm=ProcessGroupCommunicator(group), **options)
+        before = replica_of(sync).reducer.buckets
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         loss_of(model, rank, 0).backward()
         optimizer.step()
@@ -454,7 +455,7 @@ def test_what_is_left_over_after_buckets_are_laid_out_anew(name: str) -> None:
             optimizer.zero_grad()
             loss_of(model, rank, 1).backward()
         optimizer.step()
-        found = sync.reducer.buckets is not before, gradients(model)
+        found = replica_of(sync).reducer.buckets is not before, gradients(model)
         sync.close()
         return found
 
@@ -510,14 +511,14 @@ def steps_another_models_optimizer(rank: int, sync: GradientSync, optimizer: Any
 @program
 def calls_backward_in_a_closure(rank: int, sync: GradientSync, _: Any) -> None:
     """LBFGS calls it inside of its step, several times, alike on all ranks."""
-    optimizer = torch.optim.LBFGS(sync.reducer.parameters, max_iter=4)
+    optimizer = torch.optim.LBFGS(replica_of(sync).reducer.parameters, max_iter=4)
 
     def closure() -> Tensor:
         optimizer.zero_grad()
         loss = loss_of(sync.model, rank)
         loss.backward()
         total = loss.detach().clone()  # it needs the global loss, too
-        sync.comm.all_reduce(total).wait()
+        replica_of(sync).comm.all_reduce(total).wait()
         return total / WORLD_SIZE
 
     for _ in range(2):
@@ -612,7 +613,7 @@ def test_a_handles_own_step_after_a_loop(name: str) -> None:
         optimizer.zero_grad()
         seen: list[Gradients] = []
         optimizer.register_step_pre_hook(lambda *_: seen.append(gradients(sync.model)))
-        sync.backward(loss_of(sync.model, rank, 1), weight=1)
+        sync.backward(loss_of(sync.model, rank, 1), weight=1, reduction="sum")
         sync.step(optimizer)
         return seen[-1]
 
@@ -778,7 +779,7 @@ def test_models_take_part_in_the_order_of_their_handles(name: str) -> None:
         junk = [object() for _ in range(1000 * rank)]
         comm = ProcessGroupCommunicator(group)
         models = nn.ModuleList(nn.Linear(4 + i, 3) for i in range(4))
-        handles = [replicate(model, sync=name, comm=comm) for model in models]
+        handles = [replicate(model, strategy=name, comm=comm) for model in models]
         optimizer = torch.optim.SGD(models.parameters(), lr=0.1)
         for _ in range(2):
             if rank == 0:
@@ -800,7 +801,7 @@ def test_gradients_are_not_swapped_between_models() -> None:
     def work(rank: int, group: dist.ProcessGroup) -> None:
         comm = ProcessGroupCommunicator(group)
         models = [nn.Linear(3, 3) for _ in range(2)]
-        handles = [replicate(model, sync="bucketed", comm=comm) for model in models]
+        handles = [replicate(model, strategy="bucketed", comm=comm) for model in models]
         try:
             with pytest.raises(RunError, match="ranks synchronise different models"):
                 models[rank](torch.ones(4, 3)).sum().backward()
@@ -815,7 +816,9 @@ def test_gradients_are_not_swapped_between_models() -> None:
 def test_parts_of_a_container_that_is_gone_stay_synchronised(name: str) -> None:
     def work(rank: int, group: dist.ProcessGroup) -> dict[str, Tensor]:
         first, second = nn.Linear(3, 3), nn.Linear(3, 2)
-        replicate(nn.ModuleList([first, second]), sync=name, comm=ProcessGroupCommunicator(group))
+        replicate(
+            nn.ModuleList([first, second]), strategy=name, comm=ProcessGroupCommunicator(group)
+        )
         gc.collect()
         optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
         second(first(torch.full((4, 3), rank + 1.0))).square().sum().backward()
@@ -857,12 +860,12 @@ def test_a_backward_for_each_leaf_where_shares_are_uneven(
 def test_a_strategy_that_cannot_is_refused_before_ranks_drift(name: str) -> None:
     def work(rank: int, group: dist.ProcessGroup) -> str:
         model = nn.Linear(2, 1)
-        sync = replicate(model, sync=name, comm=ProcessGroupCommunicator(group))
+        sync = replicate(model, strategy=name, comm=ProcessGroupCommunicator(group))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model(torch.ones(1, 2)).sum().backward()
         with pytest.raises(ConfigError) as caught:
             optimizer.step()
-        with pytest.raises(ConfigError, match=f"sync='{name}' works through sync.backward"):
+        with pytest.raises(ConfigError, match=f"strategy='{name}' works through sync.backward"):
             sync.require_backward_grad_sync = False
         with pytest.raises(ConfigError, match=r"sync.step\(optimizer\) needs sync.backward"):
             sync.step(optimizer)  # which would update nothing, for want of a weight
@@ -871,7 +874,7 @@ def test_a_strategy_that_cannot_is_refused_before_ranks_drift(name: str) -> None
         return str(caught.value)
 
     for message in run_thread_ranks(work, 2):
-        assert f"sync='{name}' works through sync.backward and sync.step only" in message
+        assert f"strategy='{name}' works through sync.backward and sync.step only" in message
 
 
 @every_strategy
@@ -885,7 +888,7 @@ def test_a_gradient_that_is_not_finite_is_said_by_its_rank(
             if (rank, turn) == (1, 1):  # from the next step on all ranks have nan
                 loss = loss * float("nan")
             if handle:
-                sync.backward(loss, weight=1)
+                sync.backward(loss, weight=1, reduction="sum")
                 sync.step(optimizer)
             else:
                 loss.backward()
@@ -917,7 +920,7 @@ def test_a_gradient_that_is_not_finite_though_its_loss_is(
             hook: Any = sync.model.inner
             hook = hook.register_forward_hook(poison) if rank == turn == 1 else None
             with sync.micro_step(last=True):  # buckets leave while backward runs
-                sync.backward(loss_of(sync.model, rank, turn), weight=1)
+                sync.backward(loss_of(sync.model, rank, turn), weight=1, reduction="sum")
             if hook is not None:
                 hook.remove()
             sync.step(optimizer)

@@ -142,11 +142,11 @@ def trained(model: Pair, comm: Communicator, *, whole: bool = False) -> dict[str
         local_rank=comm.rank,
         local_world_size=comm.world_size,
     )
-    batches = loader(data, world, global_batch_size=4, micro_batch_size=1, seed_leaves=False)
+    batches = loader(data, world, global_batch_size=4, micro_batch_size=1, seed_micro_batches=False)
     for step in islice(batches, 2):
         for leaf in step:
             loss = (model(leaf.inputs) - leaf.targets).square().sum()
-            sync.backward(loss, leaf=leaf)
+            sync.backward(loss, leaf, reduction="sum")
         sync.step(optimizer)
     assert all(p.grad is None for p in (*model.llama.parameters(), *model.qwen.parameters()))
     sync.close()

@@ -21,6 +21,7 @@ from gradsync.data.batch_plan import share
 from gradsync.errors import ConfigError
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.registry import STRATEGIES
+from gradsync.sync.replica import replica_of
 from gradsync.sync.replicate import replicate
 from gradsync.sync.shared_memory import SharedMemoryShards
 from support.engine_cases import global_random_state, raw
@@ -92,25 +93,27 @@ def train(
     if saved is not None:
         for part, state in zip([model, *parts], saved, strict=True):
             part.load_state_dict(copy.deepcopy(state))
-        sync.scatter(optimizers)
+        replica_of(sync).scatter(optimizers)
     for step in steps:
         for index, last in leaves_of(comm):
             with sync.micro_step(last=last, index=index):
-                sync.backward(sync.forward(x_of(step, index)).square().sum(), weight=3)
+                sync.backward(
+                    sync.forward(x_of(step, index)).square().sum(), weight=3, reduction="sum"
+                )
         sync.step(optimizers, clip_norm=0.5)
         for scheduler in parts[len(optimizers) :]:
             scheduler.step()
         assert all(parameter.grad is None for parameter in model.parameters())
-    held = sync.sharded_state_dict(optimizers)
+    held = replica_of(sync).sharded_state_dict(optimizers)
     if held is None:
         sync.check_replicas(optimizers)
     else:  # each rank's share, into a checkpoint and back
-        sync.load_sharded_state_dict(
+        replica_of(sync).load_sharded_state_dict(
             optimizers, {p: copy.deepcopy(state) for p, (_, state) in held.items()}
         )
-    sync.gather(optimizers)
+    replica_of(sync).gather(optimizers)
     found = copy.deepcopy([part.state_dict() for part in (model, *parts)])
-    sync.scatter(optimizers)
+    replica_of(sync).scatter(optimizers)
     sync.close()
     return found
 
@@ -122,7 +125,7 @@ def train(
 @pytest.mark.parametrize("collective", ["shared_memory", "backend"])
 def test_a_saved_run_goes_on_at_another_world_size(sync: str, make: Make, collective: str) -> None:
     """W = 2 saves, W = 3 goes on: the bits of W = 1, undisturbed."""
-    options = {"sync": sync, "collective": collective}
+    options = {"strategy": sync, "collective": collective}
     begun = on_ranks(2, lambda comm: train(comm, make, [0, 1], **options))[1]
     ended = on_ranks(3, lambda comm: train(comm, make, [2, 3], saved=begun, **options))
     alone = train(SingleCommunicator(), make, range(4))
@@ -137,9 +140,9 @@ def test_elementwise_optimizers_share_the_step_out() -> None:
         sync = replicate(model, comm=ProcessGroupCommunicator(group))
         optimizers = adam_and_sgd(model)
         for step in range(2):
-            sync.backward(model(x_of(step, rank)).square().sum(), weight=3)
+            sync.backward(model(x_of(step, rank)).square().sum(), weight=3, reduction="sum")
             sync.step(optimizers)
-        shards = sync.reducer.shards
+        shards = replica_of(sync).reducer.shards
         assert isinstance(shards, SharedMemoryShards)
         updates = [shards._updates[optimizer] for optimizer in optimizers]
         sync.close()
@@ -170,7 +173,7 @@ def test_a_gradient_scaler_skips_all_or_none(make: Make, failing: int) -> None:
                 if (step, index) == (1, LEAVES - 1):
                     loss = loss + held[0].sum() * float("inf")
                 with sync.micro_step(last=last, index=index):
-                    sync.backward(loss, weight=3, scale=scaler)
+                    sync.backward(loss, weight=3, scale=scaler, reduction="sum")
             sync.step(optimizers, clip_norm=0.5, scale=scaler)
             pairs = zip(before, model.parameters(), strict=True)
             moved += [not torch.equal(old, new) for old, new in pairs]
@@ -198,7 +201,7 @@ def test_a_gradient_scaler_skips_all_or_none(make: Make, failing: int) -> None:
 def test_what_is_no_list_of_optimizers(wrong: Any, message: str) -> None:
     model = net()
     sync = replicate(model, comm=SingleCommunicator())
-    sync.backward(model(x_of(0, 0)).square().sum(), weight=3)
+    sync.backward(model(x_of(0, 0)).square().sum(), weight=3, reduction="sum")
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(ConfigError, match=message):
         sync.step(wrong(model, adam_and_sgd(model)))
@@ -209,22 +212,26 @@ def test_what_is_no_list_of_optimizers(wrong: Any, message: str) -> None:
 @pytest.mark.parametrize("name", ["zero1", "zero2"])
 def test_muon_cannot_be_shared_out(name: str) -> None:
     def work(sync: GradientSync, _: Any) -> str:
-        sync.backward(sync.model(x_of(0, sync.comm.rank)).square().sum(), weight=3)
+        sync.backward(
+            sync.model(x_of(0, replica_of(sync).comm.rank)).square().sum(),
+            weight=3,
+            reduction="sum",
+        )
         with pytest.raises(ConfigError) as caught:
             sync.step(muon_and_adamw(sync.model))
         return str(caught.value)
 
-    for message in on_handles(work, net, sync=name):
+    for message in on_handles(work, net, strategy=name):
         assert "Muon cannot be sharded: it orthogonalises whole matrices" in message
-        assert "sync='invariant'" in message
+        assert "strategy='invariant'" in message
 
 
 def test_ranks_that_differ_in_one_of_them() -> None:
     def work(sync: GradientSync, _: Any) -> None:
-        rank = sync.comm.rank
+        rank = replica_of(sync).comm.rank
         optimizers = adam_and_sgd(sync.model)
         optimizers[1].param_groups[0]["lr"] = 0.1 * (rank + 1)
-        sync.backward(sync.model(x_of(0, rank)).square().sum(), weight=3)
+        sync.backward(sync.model(x_of(0, rank)).square().sum(), weight=3, reduction="sum")
         with pytest.raises(ConfigError, match=r"lr of group 0 of optimizer 1 differs: rank 0 0.1"):
             sync.step(optimizers)
 
@@ -233,7 +240,11 @@ def test_ranks_that_differ_in_one_of_them() -> None:
 
 def test_one_copy_of_the_weights_needs_shares() -> None:
     def work(sync: GradientSync, _: Any) -> None:
-        sync.backward(sync.model(x_of(0, sync.comm.rank)).square().sum(), weight=3)
+        sync.backward(
+            sync.model(x_of(0, replica_of(sync).comm.rank)).square().sum(),
+            weight=3,
+            reduction="sum",
+        )
         with pytest.raises(ConfigError, match=r"weights='shared': Muon .*; use 'replicas'"):
             sync.step(muon_and_adamw(sync.model))
 
@@ -275,18 +286,18 @@ def train_gan(comm: Communicator, name: str, *, handles: int, **options: Any) ->
         if handles == 2
         else [nn.ModuleList([gan.generator, gan.critic])]
     )
-    syncs = [replicate(model, sync=name, comm=comm, **options) for model in models]
+    syncs = [replicate(model, strategy=name, comm=comm, **options) for model in models]
     generator, critic = syncs[0], syncs[-1]
     for step in range(3):
         for turn in range(CRITIC_STEPS):
             for index, last in leaves_of(comm):
                 with critic.micro_step(last=last, index=index):
                     loss = gan.critic_loss(x_of(2 * step + turn, index), detach=handles == 2)
-                    critic.backward(loss, weight=3)
+                    critic.backward(loss, weight=3, reduction="sum")
             critic.step(gan.critic_by, clip_norm=0.1)
         for index, last in leaves_of(comm):
             with generator.micro_step(last=last, index=index):
-                generator.backward(gan.generator_loss(x_of(step, index)), weight=3)
+                generator.backward(gan.generator_loss(x_of(step, index)), weight=3, reduction="sum")
         generator.step(gan.generator_by, clip_norm=0.1)
         assert all(p.grad is None for m in models for p in m.parameters())
     for sync in syncs:
@@ -345,10 +356,10 @@ def two_handles(**options: Any) -> tuple[Gan, GradientSync, GradientSync]:
 
 @pytest.mark.parametrize("name", ["invariant", "naive", "zero1", "local_sgd"])
 def test_a_backward_of_another_handle_in_mid_step(name: str) -> None:
-    gan, generator, critic = two_handles(sync=name)
-    critic.backward(gan.critic_loss(x_of(0, 0), detach=True), weight=3)
+    gan, generator, critic = two_handles(strategy=name)
+    critic.backward(gan.critic_loss(x_of(0, 0), detach=True), weight=3, reduction="sum")
     with pytest.raises(ConfigError, match=r"would be added to that step's; .*ModuleList\(\[a, b\]"):
-        generator.backward(gan.generator_loss(x_of(0, 0)), weight=3)
+        generator.backward(gan.generator_loss(x_of(0, 0)), weight=3, reduction="sum")
     for sync in (generator, critic):
         sync.close()
 
@@ -356,8 +367,8 @@ def test_a_backward_of_another_handle_in_mid_step(name: str) -> None:
 @pytest.mark.parametrize("name", ["invariant", "naive"])
 def test_a_model_that_only_another_handle_trains(name: str) -> None:
     """An encoder and a head under two handles: the encoder would never learn anything."""
-    gan, generator, critic = two_handles(sync=name)
-    critic.backward(gan.critic_loss(x_of(0, 0), detach=False), weight=3)
+    gan, generator, critic = two_handles(strategy=name)
+    critic.backward(gan.critic_loss(x_of(0, 0), detach=False), weight=3, reduction="sum")
     critic.step(gan.critic_by)
     with pytest.raises(ConfigError, match=r"another handle's sync.backward.*ModuleList"):
         gan.generator_by.step()
@@ -365,7 +376,7 @@ def test_a_model_that_only_another_handle_trains(name: str) -> None:
         generator.step(gan.generator_by)
     gan.generator(x_of(0, 0)).sum().backward()
     with pytest.raises(ConfigError, match=r"between its own backward and its step"):
-        critic.backward(gan.critic_loss(x_of(0, 0), detach=False), weight=3)
+        critic.backward(gan.critic_loss(x_of(0, 0), detach=False), weight=3, reduction="sum")
     for sync in (generator, critic):
         sync.close()
 
@@ -377,17 +388,21 @@ def test_statistics_of_a_model_that_another_handle_uses(name: str) -> None:
     def work(comm: Communicator) -> Tensor:
         gan = Gan()
         gan.critic.append(nn.BatchNorm1d(1))
-        handles = {"sync": name, "comm": comm}
+        handles = {"strategy": name, "comm": comm}
         generator = replicate(gan.generator, **handles)
         critic = replicate(gan.critic, batch_norm="local", **handles)
         for step in range(2):
             for index, last in leaves_of(comm):
                 with generator.micro_step(last=last, index=index):
-                    generator.backward(gan.generator_loss(x_of(step, index)), weight=3)
+                    generator.backward(
+                        gan.generator_loss(x_of(step, index)), weight=3, reduction="sum"
+                    )
             generator.step(gan.generator_by)
             for index, last in leaves_of(comm):
                 with critic.micro_step(last=last, index=index):
-                    critic.backward(gan.critic_loss(x_of(step, index), detach=True), weight=3)
+                    critic.backward(
+                        gan.critic_loss(x_of(step, index), detach=True), weight=3, reduction="sum"
+                    )
             critic.step(gan.critic_by)
         for sync in (generator, critic):
             sync.close()

@@ -20,6 +20,7 @@ from gradsync.errors import ConfigError
 from gradsync.sync.build import build_engine
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.options import Recipe
+from gradsync.sync.replica import replica_of
 from gradsync.sync.sharded_optimizer import ShardedOptimizer, layout_of
 from support.thread_ranks import run_thread_ranks
 
@@ -236,7 +237,7 @@ def train_in_parts(
         mine = [comm.rank] if comm.world_size == 2 else [0, 1]
         for index in mine:
             with sync.micro_step(last=index == mine[-1], index=index):
-                sync.backward(sync.forward(leaves[index]).square().sum(), weight=3)
+                sync.backward(sync.forward(leaves[index]).square().sum(), weight=3, reduction="sum")
         others = parts[1 - choose(step)].param_groups[0]["params"]
         stayed = [parameter.detach().clone() for parameter in others]
         sync.step(parts[choose(step)], clip_norm=0.5)
@@ -244,7 +245,7 @@ def train_in_parts(
         assert all(parameter.grad is None for parameter in model.parameters())
     states: list[State] = []
     for optimizer in parts:
-        sync.gather(optimizer)
+        replica_of(sync).gather(optimizer)
         states.append({number: optimizer.state[p] for number, p in enumerate(optimizer.state)})
     sync.close()
     return [parameter.detach().clone() for parameter in model.parameters()], states

@@ -24,6 +24,7 @@ from gradsync.sync.build import build_engine
 from gradsync.sync.engine import Engine
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.options import Recipe
+from gradsync.sync.replica import replica_of
 from gradsync.sync.replicate import replicate
 from gradsync.sync.zero import ZeroShards
 from support.engine_cases import pretend_hosts
@@ -55,12 +56,12 @@ def make(comm: Communicator, recipe: Recipe) -> tuple[GradientSync, Any]:
 
 
 def do_step(sync: GradientSync, optimizer: Any, step: int, *, leaves: int = 5) -> None:
-    mine = share(leaves, sync.comm.rank, sync.comm.world_size)
+    mine = share(leaves, replica_of(sync).comm.rank, replica_of(sync).comm.world_size)
     for index in mine:
         inputs, targets = leaf_of(step, index)
         with sync.micro_step(last=index == mine[-1], index=index):
             loss = ((sync.forward(inputs) - targets) ** 2).sum()
-            sync.backward(loss, weight=len(inputs))
+            sync.backward(loss, weight=len(inputs), reduction="sum")
     sync.step(optimizer)
 
 
@@ -115,17 +116,19 @@ def sent_in_a_step(
             layer.forward = lambda x, weight=layer.weight: (x @ weight.T).repeat(1, 2)[:, :64]
         handle = replicate(
             *(model,),
-            **{"sync": sync, "comm": comm, "collective": "backend", "overlap_publish": late},
+            **{"strategy": sync, "comm": comm, "collective": "backend", "overlap_publish": late},
             **{"grouping": "parameter", "groups": pretend_hosts(comm, local)},
         )
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         for step in range(2):
-            handle.wait()
+            replica_of(handle).wait()
             before, rings = comm.sent_to.copy(), comm.ring_bytes()
             with handle.micro_step(last=True, index=rank):
-                handle.backward(model(torch.ones(1, 64) + rank + step).sum(), weight=1)
+                handle.backward(
+                    model(torch.ones(1, 64) + rank + step).sum(), weight=1, reduction="sum"
+                )
             handle.step(optimizer, clip_norm=clip)
-        handle.wait()
+        replica_of(handle).wait()
         sent, rings = comm.sent_to - before, comm.ring_bytes() - rings
         handle.close()
         inside = sum(size for peer, size in sent.items() if peer // local == rank // local)
@@ -159,7 +162,7 @@ def test_owners_stay_when_shares_of_leaves_change() -> None:
         for step, leaves in enumerate((4, 5, 8, 3)):
             do_step(sync, optimizer, step, leaves=leaves)
         sync.close()
-        return sync.full_weights()
+        return replica_of(sync).full_weights()
 
     expected = train(SingleCommunicator(), Recipe(order="invariant"))
     for got in run_thread_ranks(lambda _, g: train(ProcessGroupCommunicator(g), ZERO1), 4):
@@ -179,28 +182,28 @@ def test_checkpoints_gather_scatter_and_load(recipe: Recipe) -> None:
         for step in range(4):
             do_step(sync, optimizer, step)
             if step == 1:
-                sync.gather(optimizer)
+                replica_of(sync).gather(optimizer)
                 saved = pack_optimizer(optimizer, sync.model.named_parameters())
                 saved = ({k: v.clone() for k, v in saved[0].items()}, saved[1])
-                weights = {k: v.clone() for k, v in sync.full_weights().items()}
+                weights = {k: v.clone() for k, v in replica_of(sync).full_weights().items()}
                 if comm.rank == 0:
                     bits.extend([saved, weights])
-                sync.scatter(optimizer)
+                replica_of(sync).scatter(optimizer)
                 assert not optimizer.state
         sync.close()
-        return sync.full_weights()
+        return replica_of(sync).full_weights()
 
     def resumed(comm: Communicator) -> dict[str, Tensor]:
         sync, optimizer = make(comm, recipe)
         saved, weights = bits
-        sync.load_full_weights(weights)
+        replica_of(sync).load_full_weights(weights)
         unpack_optimizer(optimizer, sync.model.named_parameters(), *saved)
-        sync.scatter(optimizer)
+        replica_of(sync).scatter(optimizer)
         assert not optimizer.state
         for step in (2, 3):
             do_step(sync, optimizer, step)
         sync.close()
-        return sync.full_weights()
+        return replica_of(sync).full_weights()
 
     expected = run_thread_ranks(lambda _, g: undisturbed(ProcessGroupCommunicator(g)), first)[0]
     for world_size in (2, 3, first):
@@ -220,9 +223,9 @@ def test_a_state_dict_without_the_state_is_refused(recipe: Recipe, world_size: i
         do_step(sync, optimizer, 0)
         with pytest.raises(ConfigError, match=r"would hold none of it: call sync\.gather\(opt"):
             optimizer.state_dict()
-        sync.gather(optimizer)
+        replica_of(sync).gather(optimizer)
         assert optimizer.state_dict()["state"]
-        sync.scatter(optimizer)
+        replica_of(sync).scatter(optimizer)
         sync.close()
 
     run_thread_ranks(train, world_size)
@@ -238,10 +241,10 @@ def test_a_group_that_is_added_on_the_way_is_trained(recipe: Recipe) -> None:
             if step == 2:
                 optimizer.add_param_group({"params": rest, "lr": 0.1})
             do_step(sync, optimizer, step)
-        sync.gather(optimizer)
+        replica_of(sync).gather(optimizer)
         assert [float(s["step"]) for s in optimizer.state.values()] == [4.0, 2.0, 2.0]
         sync.close()
-        return sync.full_weights()
+        return replica_of(sync).full_weights()
 
     expected = train(SingleCommunicator(), Recipe(order="invariant"))
     for got in run_thread_ranks(lambda _, g: train(ProcessGroupCommunicator(g), recipe), 2):
@@ -256,7 +259,7 @@ def test_whole_gradients_do_not_outlive_backward_in_zero2() -> None:
     def work(comm: Communicator) -> tuple[int, int]:
         sync, optimizer = make(comm, ZERO2)
         kept = []
-        reducer = sync.reducer
+        reducer = replica_of(sync).reducer
         assert isinstance(reducer, Engine)
         assert isinstance(reducer.shards, ZeroShards)
         update = reducer.shards.update
@@ -278,8 +281,8 @@ def test_whole_gradients_do_not_outlive_backward_in_zero2() -> None:
 
 
 _WAYS = {
-    "zero1": {"sync": "zero1", "collective": "backend"},
-    "zero2": {"sync": "zero2"},
+    "zero1": {"strategy": "zero1", "collective": "backend"},
+    "zero2": {"strategy": "zero2"},
     "whole": {"collective": "backend"},
     "whole in shared memory": {"collective": "shared_memory"},
 }
@@ -296,7 +299,7 @@ def test_a_hook_sees_whole_new_weights_and_may_raise(way: str) -> None:
         sync = replicate(model, comm=ProcessGroupCommunicator(group), **_WAYS[way])
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
         seen: list[Tensor] = []
-        raises = sync.comm.rank == 0
+        raises = replica_of(sync).comm.rank == 0
 
         def look(*_: Any) -> None:
             nonlocal raises
@@ -340,7 +343,7 @@ def test_what_would_look_at_whole_gradients_is_refused(way: str, how: str) -> No
         optimizer.step = lambda *_: None
     before = [p.detach().clone() for p in model.parameters()]
     try:
-        with pytest.raises(ConfigError, match=rf"sync='{way}' updates shards"):
+        with pytest.raises(ConfigError, match=rf"strategy='{way}' updates shards"):
             do_step(sync, optimizer, 0)
     finally:
         if removable is not None:
@@ -361,10 +364,10 @@ def test_state_that_is_loaded_between_steps_counts(way: str, how: str) -> None:
         for step in range(3):
             do_step(sync, optimizer, step)
             if step == 0 or (step == 2 and how == "gathered and left"):
-                sync.gather(optimizer)
+                replica_of(sync).gather(optimizer)
                 saved = copy.deepcopy(optimizer.state_dict())
                 if how != "gathered and left":
-                    sync.scatter(optimizer)
+                    replica_of(sync).scatter(optimizer)
         if how == "loaded":
             optimizer.load_state_dict(saved)
         elif how == "a new dict":
@@ -373,7 +376,7 @@ def test_state_that_is_loaded_between_steps_counts(way: str, how: str) -> None:
         found = [p.detach().clone() for p in model.parameters()]
         # A copy left there would be saved later, stale.
         assert way == "whole" or not any(optimizer.state.values())
-        sync.gather(optimizer)
+        replica_of(sync).gather(optimizer)
         found += [state["step"] for state in optimizer.state_dict()["state"].values()]
         sync.close()
         return found

@@ -27,6 +27,7 @@ from gradsync.sync.buckets import Bucket
 from gradsync.sync.engine import Engine
 from gradsync.sync.exchange import OverHosts
 from gradsync.sync.layout import BucketPlan, Slot
+from gradsync.sync.replica import replica_of
 from gradsync.sync.replicate import replicate
 from support.comm_cases import FLOATS, INTEGERS, OPS, check_all, lengths, rank_input
 from support.engine_cases import PROBLEMS, Way, groups_of, pretend_hosts, train
@@ -135,12 +136,12 @@ def test_buckets_lie_in_memory_of_the_host() -> None:
         comm = ProcessGroupCommunicator(group)
         model = Backwards(*(nn.Linear(8, 8) for _ in range(4)))
         groups = pretend_hosts(comm, 2)
-        sync = replicate(model, sync="hierarchical", comm=comm, groups=groups, **SMALL)
+        sync = replicate(model, strategy="hierarchical", comm=comm, groups=groups, **SMALL)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(3):  # after the first one buckets are laid out in the order seen
-            sync.backward(model(torch.full((1, 8), rank + 1.0)).sum(), weight=1)
+            sync.backward(model(torch.full((1, 8), rank + 1.0)).sum(), weight=1, reduction="sum")
             sync.step(optimizer)
-        engine = sync.reducer
+        engine = replica_of(sync).reducer
         assert isinstance(engine, Engine)
         assert isinstance(engine.exchange, OverHosts)
         host = engine.exchange.host
@@ -204,7 +205,7 @@ def test_who_insists_on_shared_memory_is_told(monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(SharedMemoryError, match="rank 2: no shared memory: not here"):
             replicate(
                 nn.Linear(2, 2),
-                sync="hierarchical",
+                strategy="hierarchical",
                 comm=comm,
                 groups=pretend_hosts(comm, 2),
                 collective="shared_memory",

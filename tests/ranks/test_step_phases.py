@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.sync.registry import STRATEGIES
+from gradsync.sync.replica import replica_of
 from gradsync.sync.replicate import replicate
 from support.engine_cases import pretend_hosts
 from support.thread_ranks import run_thread_ranks
@@ -59,9 +60,9 @@ def loss_of(model: nn.Module, leaf: int) -> Tensor:
 def one_step(rank: int, group: dist.ProcessGroup, name: str) -> Phases:
     comm, model, plain = ProcessGroupCommunicator(group), net(), net()
     groups: dict[str, Any] = {"groups": pretend_hosts(comm, 1)} if name == "hierarchical" else {}
-    sync = replicate(model, sync=name, comm=comm, **groups)
+    sync = replicate(model, strategy=name, comm=comm, **groups)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    reducer, shards, found = sync.reducer, sync.reducer.shards, {}
+    reducer, shards, found = replica_of(sync).reducer, replica_of(sync).reducer.shards, {}
     launch, reduce, clip, publish = reducer.launch, reducer.reduce, shards.clip, shards.publish
 
     def copies() -> list[Tensor | None]:
@@ -96,7 +97,7 @@ def one_step(rank: int, group: dist.ProcessGroup, name: str) -> Phases:
     leaves = range(rank, 2 * rank + 1)  # rank 0 has leaf 0, rank 1 leaves 1 and 2
     leaves = range(1) if rank == 0 else range(1, 3)
     for leaf in leaves:
-        sync.backward(loss_of(model, leaf), weight=2 + leaf)
+        sync.backward(loss_of(model, leaf), weight=2 + leaf, reduction="sum")
         loss_of(plain, leaf).backward()
     sync.step(optimizer, clip_norm=CLIP)
     del reducer.launch, reducer.reduce, shards.clip, shards.publish

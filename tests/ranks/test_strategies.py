@@ -15,6 +15,7 @@ from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.errors import ConfigError, RunError
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.registry import STRATEGIES, find_strategy
+from gradsync.sync.replica import replica_of
 from gradsync.sync.replicate import replicate
 from support.engine_cases import pretend_hosts
 from support.sync_cases import (
@@ -104,7 +105,7 @@ def test_16_bits_on_the_wire(name: str) -> None:
         found = []
         for dtype, size in cases:
             model = nn.ParameterList([nn.Parameter(torch.zeros(200, dtype=dtype))])
-            sync = replicate(model, sync=name, comm=ProcessGroupCommunicator(group))
+            sync = replicate(model, strategy=name, comm=ProcessGroupCommunicator(group))
             (model[0] * gradient(rank, dtype, size)).sum().backward()
             sync.close()
             found.append(model[0].grad * world_size)  # backward leaves the mean
@@ -132,11 +133,11 @@ def test_what_is_not_finite_stays_so(name: str, bad: float) -> None:
     """On all ranks, so that a gradient scaler or the loop can see it everywhere."""
 
     def work(sync: GradientSync, _: Any) -> list[bool]:
-        values = torch.tensor([1.0, bad if sync.comm.rank else 1.0, 1.0])
+        values = torch.tensor([1.0, bad if replica_of(sync).comm.rank else 1.0, 1.0])
         (sync.model[0] * values).sum().backward()
         return sync.model[0].grad.isfinite().tolist()
 
-    for finite in on_handles(work, three_ones, 3, sync=name):
+    for finite in on_handles(work, three_ones, 3, strategy=name):
         assert not finite[1]
 
 
@@ -146,7 +147,7 @@ def test_all_zero_gradients(name: str) -> None:
         (sync.model[0] * 0.0).sum().backward()
         return sync.model[0].grad
 
-    for found in on_handles(work, three_ones, sync=name):
+    for found in on_handles(work, three_ones, strategy=name):
         assert torch.equal(found, torch.zeros(3))
 
 
@@ -175,19 +176,21 @@ def test_any_rank_may_ask_to_stop() -> None:
     def work(sync: GradientSync, optimizer: Any) -> list[bool]:
         stops = []
         for step in range(3):
-            sync.backward(sync.model(torch.ones(1, 2)).sum(), weight=1)
-            stops.append(sync.step(optimizer, stop=(sync.comm.rank, step) == (1, 1)).stop)
+            sync.backward(sync.model(torch.ones(1, 2)).sum(), weight=1, reduction="sum")
+            stops.append(
+                sync.step(optimizer, stop=(replica_of(sync).comm.rank, step) == (1, 1)).stop
+            )
         return stops
 
-    found = on_handles(work, lambda: nn.Linear(2, 1), 3, sync="naive")
+    found = on_handles(work, lambda: nn.Linear(2, 1), 3, strategy="naive")
     assert found == [[False, True, False]] * 3
 
 
 def test_a_step_without_any_target_changes_nothing() -> None:
     model = nn.Linear(2, 1)
     before = model.weight.detach().clone()
-    sync = replicate(model, sync="naive")
-    sync.backward(0.0 * model(torch.ones(1, 2)).sum(), weight=0)
+    sync = replicate(model, strategy="naive")
+    sync.backward(0.0 * model(torch.ones(1, 2)).sum(), weight=0, reduction="sum")
     sync.step(torch.optim.AdamW(model.parameters(), lr=1.0))
     assert torch.equal(model.weight, before)
     assert sync.mean_loss != sync.mean_loss  # nan: there is no mean over nothing
@@ -198,12 +201,14 @@ def test_bad_requests() -> None:
         ConfigError, match="unknown sync strategy 'naiv'; perhaps you meant 'naive'"
     ):
         find_strategy("naiv")
-    with pytest.raises(ConfigError, match=r"sync='naive' has no option 'bucket_mb' \(it has: none"):
-        replicate(nn.Linear(2, 2), sync="naive", bucket_mb=1.0)
+    with pytest.raises(
+        ConfigError, match=r"strategy='naive' has no option 'bucket_mb' \(it has: none"
+    ):
+        replicate(nn.Linear(2, 2), strategy="naive", bucket_mb=1.0)
     with pytest.raises(ConfigError, match=r"no option 'bucket_size' .it has: bucket_mb"):
-        replicate(nn.Linear(2, 2), sync="ddp", bucket_size=1.0)
+        replicate(nn.Linear(2, 2), strategy="ddp", bucket_size=1.0)
     with pytest.raises(RunError, match="no trainable parameter"):
-        replicate(nn.Linear(2, 2).requires_grad_(False), sync="naive")
+        replicate(nn.Linear(2, 2).requires_grad_(False), strategy="naive")
 
 
 def test_every_strategy_says_what_it_costs() -> None:

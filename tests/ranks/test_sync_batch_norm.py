@@ -252,7 +252,7 @@ def saved_and_loaded(model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("choice", CHOICES)
 def test_a_loaded_model_is_an_ordinary_one(choice: str) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-    handle = replicate(model, batch_norm=choice, sync="bucketed")
+    handle = replicate(model, batch_norm=choice, strategy="bucketed")
     loaded = saved_and_loaded(model)
     again = saved_and_loaded(copy.deepcopy(loaded))
     handle.close()
@@ -285,7 +285,7 @@ def test_layers_of_torchs_own_synchronisation_do_what_was_chosen() -> None:
     def work(rank: int, group: Any) -> tuple[Tensor, dict[str, Tensor]]:
         model = copy.deepcopy(converted)
         comm = ProcessGroupCommunicator(group)
-        sync = replicate(model, comm=comm, batch_norm="local", sync="bucketed")
+        sync = replicate(model, comm=comm, batch_norm="local", strategy="bucketed")
         sync.backward(model(x).square().sum(), weight=6, reduction="sum")
         sync.step(torch.optim.SGD(model.parameters(), lr=0.0))
         out = model.eval()(x).detach()

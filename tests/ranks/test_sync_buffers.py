@@ -209,18 +209,20 @@ def test_a_step_that_a_rank_discards_leaves_no_trace(sync: str) -> None:
     def work(rank: int, group: Any) -> list[Tensor]:
         model = build()
         handle = replicate(
-            model, comm=ProcessGroupCommunicator(group), sync=sync, batch_norm="local"
+            model, comm=ProcessGroupCommunicator(group), strategy=sync, batch_norm="local"
         )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         before = [buffer.clone() for buffer in model.buffers()]
         inputs = inputs_of(0, rank)
-        handle.backward(model(inputs if rank else inputs * math.nan).sum(), weight=4)
+        handle.backward(
+            model(inputs if rank else inputs * math.nan).sum(), weight=4, reduction="sum"
+        )
         if rank == 0:
             handle.discard()
         else:
             assert handle.step(optimizer).discarded
         assert all(map(torch.equal, before, model.buffers()))
-        handle.backward(model(inputs).sum(), weight=4)
+        handle.backward(model(inputs).sum(), weight=4, reduction="sum")
         handle.step(optimizer)
         found = [buffer.clone() for buffer in model.buffers()]
         handle.close()

@@ -48,7 +48,7 @@ def test_one_hash_on_any_number_of_ranks(make: Callable[[], nn.Module]) -> None:
                 targets = ids.numel() - len(ids)  # each row predicts all but its first
                 with sync.micro_step(last=leaf == mine[-1], index=leaf):
                     mean = model(input_ids=ids, labels=ids).loss
-                    sync.backward(mean * targets, weight=targets)
+                    sync.backward(mean * targets, weight=targets, reduction="sum")
             loss = float(sync.step(optimizer, clip_norm=1.0).mean_loss)
         sync.close()
         return weights_sha256(model), loss

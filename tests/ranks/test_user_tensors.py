@@ -20,6 +20,7 @@ from gradsync.comm.shared_memory.choose import share_memory
 from gradsync.errors import ConfigError
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.registry import STRATEGIES
+from gradsync.sync.replica import replica_of
 from gradsync.sync.replicate import replicate
 from support.sync_cases import NEEDS_MICRO_STEP, PERIODIC, on_handles, options_for
 from support.thread_ranks import run_thread_ranks
@@ -45,7 +46,7 @@ def linear() -> nn.Linear:
 
 
 def share_of(sync: GradientSync, x: Tensor = X) -> Tensor:
-    return x[sync.comm.rank :: sync.comm.world_size]
+    return x[replica_of(sync).comm.rank :: replica_of(sync).comm.world_size]
 
 
 def weights(model: nn.Module) -> Tensor:
@@ -80,7 +81,7 @@ def test_a_fused_optimizer_of_channels_last_weights(name: str, later: bool) -> N
             for number, leaf in enumerate(leaves):
                 loss = (sync.model(leaf) - 1).square().sum()
                 with sync.micro_step(last=number == len(leaves) - 1):
-                    sync.backward(loss, weight=len(leaf))
+                    sync.backward(loss, weight=len(leaf), reduction="sum")
             sync.step(optimizer)
         return weights(sync.model)
 
@@ -92,7 +93,7 @@ def test_a_fused_optimizer_of_channels_last_weights(name: str, later: bool) -> N
         optimizer.step()
     build = (lambda: channels_last().to(memory_format=torch.contiguous_format)) if later else None
     rtol = 0.1 if STRATEGIES[name].promise == "lossy" else 1e-3
-    for found in on_handles(work, build or channels_last, sync=name, **options_for(name)):
+    for found in on_handles(work, build or channels_last, strategy=name, **options_for(name)):
         torch.testing.assert_close(found, weights(plain), rtol=rtol, atol=rtol / 10)
 
 
@@ -118,7 +119,7 @@ def flat_loop(model: nn.Module, x: Tensor, steps: int = 3, late: int | None = No
 def test_gradients_that_are_views_of_one_tensor(name: str, world_size: int) -> None:
     want = flat_loop(linear(), X)
     work = lambda sync, _: flat_loop(sync.model, share_of(sync))  # noqa: E731
-    for found in on_handles(work, linear, world_size, sync=name):
+    for found in on_handles(work, linear, world_size, strategy=name):
         torch.testing.assert_close(found, want)
 
 
@@ -129,12 +130,12 @@ def test_they_stay_there_on_a_rank_without_a_backward(name: str) -> None:
         sync.model.weight.grad = kept
         for step in range(3):
             optimizer.zero_grad(set_to_none=False)
-            if sync.comm.rank == 0 or step == 0:
+            if replica_of(sync).comm.rank == 0 or step == 0:
                 sync.model(X).sum().backward()
             optimizer.step()
         return kept.flatten().tolist(), sync.model.weight.grad is kept
 
-    found = on_handles(work, linear, sync=name)
+    found = on_handles(work, linear, strategy=name)
     half = (X.sum(0) / 2).repeat(2)
     for gradient, is_kept in found:
         torch.testing.assert_close(torch.tensor(gradient), half)
@@ -162,7 +163,7 @@ def written(model: nn.Module, rank: int, how: str) -> None:
 def test_gradients_written_in_place_are_averaged(name: str, world_size: int, how: str) -> None:
     def work(sync: GradientSync, optimizer: Any) -> Tensor:
         for _ in range(3):
-            written(sync.model, sync.comm.rank, how)
+            written(sync.model, replica_of(sync).comm.rank, how)
             optimizer.step()
         return weights(sync.model)
 
@@ -175,7 +176,7 @@ def test_gradients_written_in_place_are_averaged(name: str, world_size: int, how
         for parameter, *same in zip(*(m.parameters() for m in (plain, *copies)), strict=True):
             parameter.grad = torch.stack([each.grad for each in same]).mean(0)
         optimizer.step()
-    for found in on_handles(work, linear, world_size, sync=name):
+    for found in on_handles(work, linear, world_size, strategy=name):
         torch.testing.assert_close(found, weights(plain))
 
 
@@ -184,13 +185,13 @@ def test_gradients_written_past_autograd_are_refused(name: str) -> None:
     """Writing through `.data` counts no version, so the ranks compare what they step with."""
 
     def work(sync: GradientSync, optimizer: Any) -> None:
-        written(sync.model, sync.comm.rank, "replaced")
+        written(sync.model, replica_of(sync).comm.rank, "replaced")
         optimizer.step()
-        written(sync.model, sync.comm.rank, "data")
+        written(sync.model, replica_of(sync).comm.rank, "data")
         with pytest.raises(ConfigError, match=r"differ between ranks .*\.data"):
             optimizer.step()
 
-    on_handles(work, linear, sync=name)
+    on_handles(work, linear, strategy=name)
 
 
 @own_loop
@@ -208,7 +209,7 @@ def test_a_step_repeated_with_clipped_gradients(name: str, world_size: int) -> N
     plain = linear()
     want = loop(plain, X, torch.optim.SGD(plain.parameters(), lr=0.1))
     work = lambda sync, optimizer: loop(sync.model, share_of(sync), optimizer)  # noqa: E731
-    for found in on_handles(work, linear, world_size, sync=name):
+    for found in on_handles(work, linear, world_size, strategy=name):
         torch.testing.assert_close(found, want)
 
 
@@ -231,22 +232,22 @@ def test_they_are_refused_before_and_between_leaves(
     name: str, world_size: int, make: Callable[[Any], None], leaves: int
 ) -> None:
     def work(sync: GradientSync, optimizer: Any) -> None:
-        sync.backward(sync.model(X).sum(), weight=12)
+        sync.backward(sync.model(X).sum(), weight=12, reduction="sum")
         sync.step(optimizer)  # what is left of a step is no obstacle to the next one
         for _ in range(leaves):
-            sync.backward(sync.model(X).sum(), weight=12)
+            sync.backward(sync.model(X).sum(), weight=12, reduction="sum")
         before = weights(sync.model)
 
         def go_on() -> None:
             make(sync.model)
-            sync.backward(sync.model(X).sum(), weight=12)
+            sync.backward(sync.model(X).sum(), weight=12, reduction="sum")
             sync.step(optimizer)
 
         with pytest.raises(ConfigError, match=r"sync.backward\(\)"):
             go_on()
         assert torch.equal(before, weights(sync.model))
 
-    on_handles(work, linear, world_size, sync=name, **options_for(name))
+    on_handles(work, linear, world_size, strategy=name, **options_for(name))
 
 
 def test_a_rank_without_a_leaf_may_not_make_one_either() -> None:
@@ -255,7 +256,7 @@ def test_a_rank_without_a_leaf_may_not_make_one_either() -> None:
         with pytest.raises(ConfigError, match=r"shape \[2\].*sync.backward\(\) did not make"):
             sync.step(optimizer)
 
-    on_handles(work, linear, 1, sync="bucketed")
+    on_handles(work, linear, 1, strategy="bucketed")
 
 
 # -- parameters outside of the model ---------------------------------------------------------------
@@ -275,9 +276,9 @@ def test_an_optimizer_of_their_own_is_refused(
         apart = torch.optim.SGD([factor], lr=0.1)
         for step in range(2):
             loss = (sync.model(X) * factor).square().sum()
-            loss.backward() if own else sync.backward(loss, weight=12)
+            loss.backward() if own else sync.backward(loss, weight=12, reduction="sum")
             if not own:  # in the loss of the first leaf alone
-                sync.backward(sync.model(X).sum(), weight=12)
+                sync.backward(sync.model(X).sum(), weight=12, reduction="sum")
             optimizer.step() if own else sync.step(optimizer)
             if step:
                 said = r"outside of it.*\(group 0: \[2\]\).*ModuleList"
@@ -287,7 +288,7 @@ def test_an_optimizer_of_their_own_is_refused(
             apart.step()
             optimizer.zero_grad(), apart.zero_grad()
 
-    on_handles(work, linear, world_size, sync=name)
+    on_handles(work, linear, world_size, strategy=name)
 
 
 @own_loop
@@ -302,7 +303,7 @@ def test_a_model_trained_by_backwards_of_its_own_is_not(name: str) -> None:
             probe(out.detach()).sum().backward()
             apart.step()
 
-    on_handles(work, linear, sync=name)
+    on_handles(work, linear, strategy=name)
 
 
 # -- memory of parameters --------------------------------------------------------------------------
@@ -328,11 +329,11 @@ def test_other_ways_to_a_parameters_memory_follow_it(name: str) -> None:
     def on_rank(_: int, group: dist.ProcessGroup) -> None:
         comm = share_memory(ProcessGroupCommunicator(group))
         model = Aliased()
-        sync = replicate(model, comm=comm, sync=name, collective="shared_memory")
+        sync = replicate(model, comm=comm, strategy=name, collective="shared_memory")
         later = model.scale.data
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(2):
-            sync.backward(model(X[:, :3]).sum(), weight=12)
+            sync.backward(model(X[:, :3]).sum(), weight=12, reduction="sum")
             sync.step(optimizer)
         sync.close()
         with torch.no_grad():
@@ -351,7 +352,7 @@ def test_a_handle_that_is_closed_leaves_memory_that_can_move_again() -> None:
         model = linear()
         for _ in range(2):
             comm = share_memory(ProcessGroupCommunicator(group))
-            sync = replicate(model, comm=comm, sync="bucketed", collective="shared_memory")
+            sync = replicate(model, comm=comm, strategy="bucketed", collective="shared_memory")
             moved = model.weight.data_ptr()
             sync.close()
             assert model.weight.data_ptr() != moved
@@ -365,7 +366,7 @@ def test_memory_that_parameters_got_later_follows_them(name: str) -> None:
     """As `vector_to_parameters` makes it, or a script that keeps one flat tensor."""
 
     def trained(group: dist.ProcessGroup | None) -> tuple[list[float], list[float]]:
-        model, options = linear(), {"sync": name}
+        model, options = linear(), {"strategy": name}
         if group is not None:
             options |= {"comm": share_memory(ProcessGroupCommunicator(group))}
             options |= {"collective": "shared_memory"}
@@ -376,7 +377,7 @@ def test_memory_that_parameters_got_later_follows_them(name: str) -> None:
             if step == 1:
                 torch.nn.utils.vector_to_parameters(flat, model.parameters())
             flat.mul_(0.5)
-            sync.backward(model(X).square().sum(), weight=12)
+            sync.backward(model(X).square().sum(), weight=12, reduction="sum")
             sync.step(optimizer)
         sync.close()
         return weights(model).tolist(), flat.tolist()
@@ -400,10 +401,10 @@ def test_memory_shared_between_processes_is_refused(what: str, world_size: int) 
         pass
 
     if world_size == 1:
-        on_handles(work, build, 1, sync="naive", batch_norm="freeze")
+        on_handles(work, build, 1, strategy="naive", batch_norm="freeze")
         return
     with pytest.raises(ConfigError, match=rf"{what}.*memory that processes share.*deepcopy"):
-        on_handles(work, build, world_size, sync="naive", batch_norm="freeze")
+        on_handles(work, build, world_size, strategy="naive", batch_norm="freeze")
 
 
 # -- the scaler, the loss, numbers -----------------------------------------------------------------
@@ -417,29 +418,29 @@ def test_a_scaler_is_given_to_all_of_a_step(given: str) -> None:
         last = {"to step only": scaler, "another": other}.get(given)
 
         def go_on() -> None:
-            sync.backward(sync.model(X).sum(), weight=12, scale=first)
+            sync.backward(sync.model(X).sum(), weight=12, scale=first, reduction="sum")
             if given == "to one leaf":
-                sync.backward(sync.model(X).sum(), weight=12)
+                sync.backward(sync.model(X).sum(), weight=12, reduction="sum")
             sync.step(optimizer, scale=last)
 
         with pytest.raises(ConfigError, match="scale="):
             go_on()
         sync.discard()
-        sync.backward(sync.model(X).sum(), weight=12)
+        sync.backward(sync.model(X).sum(), weight=12, reduction="sum")
         sync.step(optimizer)
 
-    on_handles(work, linear, 1, sync="bucketed")
+    on_handles(work, linear, 1, strategy="bucketed")
 
 
 @own_loop
 def test_a_loss_of_one_element_is_a_loss(name: str) -> None:
     def work(sync: GradientSync, optimizer: Any) -> float:
-        sync.backward(sync.model(X).sum().view(1), weight=12)
+        sync.backward(sync.model(X).sum().view(1), weight=12, reduction="sum")
         sync.step(optimizer)
         return sync.mean_loss
 
     want = float(linear()(X).detach().sum()) / 12
-    assert on_handles(work, linear, sync=name) == [pytest.approx(want)] * 2
+    assert on_handles(work, linear, strategy=name) == [pytest.approx(want)] * 2
 
 
 @own_loop
@@ -453,7 +454,7 @@ def test_a_lazily_conjugated_gradient(name: str) -> None:
         return (model.weight.conj() * torch.tensor([1j, 2.0])).real.sum()
 
     def work(sync: GradientSync, optimizer: Any) -> list[complex]:
-        sync.backward(loss(sync.model), weight=1)
+        sync.backward(loss(sync.model), weight=1, reduction="sum")
         sync.step(optimizer)
         return sync.model.weight.tolist()
 
@@ -461,13 +462,13 @@ def test_a_lazily_conjugated_gradient(name: str) -> None:
     loss(plain).backward()
     assert plain.weight.grad.is_conj()
     want = (plain.weight - 0.1 * plain.weight.grad).tolist()
-    assert on_handles(work, Complex, sync=name) == [pytest.approx(want)] * 2
+    assert on_handles(work, Complex, strategy=name) == [pytest.approx(want)] * 2
 
 
 @pytest.mark.parametrize("name", [n for n in EVERY_ENGINE if n not in PERIODIC])
 def test_the_norm_of_fp64_gradients_is_fp64(name: str) -> None:
     def work(sync: GradientSync, optimizer: Any) -> float:
-        sync.backward((sync.model(X.double()) - 1).square().sum(), weight=12)
+        sync.backward((sync.model(X.double()) - 1).square().sum(), weight=12, reduction="sum")
         result = sync.step(optimizer, clip_norm=1.0)
         assert result.grad_norm.dtype == torch.float64
         return float(result.grad_norm)
@@ -476,7 +477,7 @@ def test_the_norm_of_fp64_gradients_is_fp64(name: str) -> None:
     ((plain(X.double()) - 1).square().sum() / 12).backward()
     want = float(torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()]))
     rtol = 1e-2 if STRATEGIES[name].promise == "lossy" else 1e-12
-    for found in on_handles(work, lambda: linear().double(), sync=name):
+    for found in on_handles(work, lambda: linear().double(), strategy=name):
         assert found == pytest.approx(want, rel=rtol)
 
 
@@ -494,12 +495,12 @@ def test_nothing_trains_after_parameters_were_replaced(
     def work(sync: GradientSync, optimizer: Any) -> None:
         sync.model.load_state_dict(copy.deepcopy(sync.model.state_dict()), assign=True)
         loss = sync.model(X).sum()
-        loss.backward() if own else sync.backward(loss, weight=12)
+        loss.backward() if own else sync.backward(loss, weight=12, reduction="sum")
         said = r"parameter 'weight' was replaced .*assign=True"
         with pytest.raises(ConfigError, match=said):
             optimizer.step() if own else sync.step(optimizer)
 
-    on_handles(work, linear, world_size, sync=name)
+    on_handles(work, linear, world_size, strategy=name)
 
 
 @pytest.mark.parametrize("name", EVERY_ENGINE)
@@ -510,15 +511,15 @@ def test_full_weights_do_not_change_with_the_next_step(name: str) -> None:
         return drawn(nn.Sequential(first, last))
 
     def work(sync: GradientSync, optimizer: Any) -> None:
-        kept, before = sync.full_weights(), weights(sync.model)
+        kept, before = replica_of(sync).full_weights(), weights(sync.model)
         assert kept["0.weight"] is kept["1.weight"]
-        sync.backward(sync.model(X).sum(), weight=12)
+        sync.backward(sync.model(X).sum(), weight=12, reduction="sum")
         sync.step(optimizer)
         after = torch.cat([kept[n].flatten() for n, _ in sync.model.named_parameters()])
         assert torch.equal(before, after)
         assert not torch.equal(before, weights(sync.model))
 
-    on_handles(work, tied, 2, sync=name)
+    on_handles(work, tied, 2, strategy=name)
 
 
 @own_loop
@@ -533,11 +534,11 @@ def test_an_optimizer_that_steps_inside_of_backward(name: str, world_size: int, 
             parameter.register_post_accumulate_grad_hook(lambda p: apart[p].step())
         loss, before = sync.model(X).sum(), weights(sync.model)
         with pytest.raises(ConfigError, match=r"during a backward, by a hook .*sync.step\(\["):
-            loss.backward() if own else sync.backward(loss, weight=12)
+            loss.backward() if own else sync.backward(loss, weight=12, reduction="sum")
         assert torch.equal(before, weights(sync.model))
         sync.discard()
 
-    on_handles(work, linear, world_size, sync=name)
+    on_handles(work, linear, world_size, strategy=name)
 
 
 def test_a_mean_loss_that_is_not_known_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -547,5 +548,5 @@ def test_a_mean_loss_that_is_not_known_is_said_once(caplog: pytest.LogCaptureFix
             optimizer.step()
             assert sync.mean_loss != sync.mean_loss
 
-    on_handles(work, linear, 1, sync="bucketed")
+    on_handles(work, linear, 1, strategy="bucketed")
     assert [text for text in caplog.messages if "mean_loss is nan" in text] == [caplog.messages[-1]]

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from gradsync.comm.base import Communicator
 from gradsync.comm.groups import Groups, RankPlacement, SingleCommunicator, Subset
 from gradsync.data.batch_plan import share
-from gradsync.runtime.seeds import seed_leaf
+from gradsync.runtime.seeds import seed_micro_batch
 from gradsync.sync.gradient_sync import GradientSync
+from gradsync.sync.replica import replica_of
 from gradsync.sync.replicate import replicate
 from support.sync_cases import SmallNet
 
@@ -83,7 +84,7 @@ def _plain(*shape: int, autocast: bool = False) -> LossOfLeaf:
         x, y = inputs_of(step, leaf, *shape)
         casting = torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext()
         with casting, global_random_state:
-            seed_leaf(3, step, leaf)
+            seed_micro_batch(3, step, leaf)
             output = model(x)
         targets = y.flatten(1)[:, : output[0].numel()]
         return (output.float() - targets).square().sum(), len(x)
@@ -172,7 +173,7 @@ class Way:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-class Leaf(NamedTuple):
+class MicroBatch(NamedTuple):
     """The fields of a loader's leaf that `backward` reads."""
 
     index: int
@@ -188,7 +189,7 @@ def train(problem: Problem, way: Way, comm: Communicator) -> str:
     with global_random_state:
         torch.manual_seed(1000 + comm.rank)
         model = problem.model()
-    sync = replicate(model, sync=way.sync, comm=comm, **options)
+    sync = replicate(model, strategy=way.sync, comm=comm, **options)
     optimizers = problem.make_optimizers(model)
     readings = []
     for step in range(NUM_STEPS):
@@ -208,7 +209,7 @@ def _backward(
 ) -> None:
     told = way.told
     if told == "differently":
-        told = ("leaf", "last")[sync.comm.rank % 2]
+        told = ("leaf", "last")[replica_of(sync).comm.rank % 2]
     enclosing = {
         "micro_step": lambda: sync.micro_step(last=last, index=index),
         "last": lambda: sync.micro_step(last=last),
@@ -216,9 +217,9 @@ def _backward(
     with enclosing():
         loss, weight = problem.loss(sync.model, step, index)
         if told == "leaf":
-            sync.backward(loss, leaf=Leaf(index, last, weight))
+            sync.backward(loss, MicroBatch(index, last, weight), reduction="sum")
         else:
-            sync.backward(loss, weight=weight)
+            sync.backward(loss, weight=weight, reduction="sum")
 
 
 def pretend_hosts(comm: Communicator, ranks_a_host: int) -> Groups:

@@ -22,7 +22,7 @@ def on_hosts(model: nn.Module, *, comm: Communicator) -> GradientSync:
     """Replicate by `hierarchical`, through shared memory or not at all."""
     return replicate(
         model,
-        sync="hierarchical",
+        strategy="hierarchical",
         comm=comm,
         groups=pretend_hosts(comm, 2),
         collective="shared_memory",

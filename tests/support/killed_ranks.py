@@ -112,7 +112,7 @@ def _train(rank: int, world_size: int, folder: str) -> None:
     sync = replicate(model, comm=ProcessGroupCommunicator(group))
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(10_000):  # until the end, which comes by another rank's death
-        sync.backward(model(torch.ones(4, 64)).sum(), weight=4)
+        sync.backward(model(torch.ones(4, 64)).sum(), weight=4, reduction="sum")
         sync.step(optimizer, clip_norm=1.0)
 
 

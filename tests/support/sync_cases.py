@@ -24,6 +24,7 @@ from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.data.batch_plan import share
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.registry import STRATEGIES
+from gradsync.sync.replica import replica_of
 from gradsync.sync.replicate import replicate
 from support.thread_ranks import run_thread_ranks
 
@@ -175,8 +176,8 @@ def train_case(
         model = SmallNet(branch=case.branch_leaves is not None, wide_branch=case.two_dtypes)
     model.to(device)
     needed = options_for(sync_name, unused=case.branch_leaves is not None)
-    sync = replicate(model, sync=sync_name, comm=comm, **{**needed, **options})
-    frozen = sync.full_weights()["frozen.weight"].clone()
+    sync = replicate(model, strategy=sync_name, comm=comm, **{**needed, **options})
+    frozen = replica_of(sync).full_weights()["frozen.weight"].clone()
     optimizers = _optimizers(case, model)
     losses, norms = [], []
     for step in range(NUM_STEPS):
@@ -191,7 +192,7 @@ def train_case(
         norms.append(None if result.grad_norm is None else float(result.grad_norm))
     assert all(parameter.grad is None for parameter in model.parameters())
     assert model.again.weight is model.inner.weight
-    whole = sync.full_weights()
+    whole = replica_of(sync).full_weights()
     assert torch.equal(whole["frozen.weight"], frozen)
     weights = {name: tensor.detach().clone() for name, tensor in whole.items()}
     sync.close()
@@ -221,7 +222,7 @@ def _leaf(
         weight = 0 if index in case.zero_weight_leaves else len(inputs)
         errors = ((sync.forward(inputs, case.uses_branch(index)) - targets) ** 2).sum(dim=1)
         loss = (errors * (1.0 if weight else 0.0)).float().sum()
-        sync.backward(loss, weight=weight)
+        sync.backward(loss, weight=weight, reduction="sum")
 
 
 def train_plainly(case: Case) -> dict[str, Any]:

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradsync.data.leaf import Leaf
+from gradsync.data.micro_batch import MicroBatch
 from gradsync.sync.reducer import Stopwatch, sum_gradients, trainable
+from gradsync.sync.replica import replica_of
 from gradsync.verify.run import Parts
 
 Fault = Callable[[Parts], Parts]
@@ -44,7 +45,7 @@ def after_reduce(change: Callable[[Parts, dict[str, Tensor]], None]) -> Fault:
 
     @wraps(change)
     def fault(parts: Parts) -> Parts:
-        reducer: Any = parts.sync.reducer
+        reducer: Any = replica_of(parts.sync).reducer
         original = reducer.reduce
         prepare = reducer.shards.prepare
         reducer.shards.prepare = lambda *_, **__: prepare([], scaled=False)  # gradients stay whole
@@ -121,10 +122,10 @@ class _Own:
         sync: Any = parts.sync
         backward, step = sync.backward, sync.step
 
-        def counted(loss: Tensor, *, leaf: Leaf) -> None:
+        def counted(loss: Tensor, *, leaf: MicroBatch) -> None:
             self.loss += float(loss.detach())
             self.weight += leaf.num_targets
-            backward(loss, leaf=leaf)
+            backward(loss, leaf, reduction="sum")
 
         def cleared(*arguments: Any, **named: Any) -> Any:
             result = step(*arguments, **named)
@@ -156,7 +157,7 @@ def mean_of_means(parts: Parts) -> Parts:
     """Each rank divides its own sum by its own targets, and the means are averaged: as DDP does
     with `loss.mean()` on leaves of unequal weight."""
     own = _Own(parts)
-    reducer: Any = parts.sync.reducer
+    reducer: Any = replica_of(parts.sync).reducer
     original = reducer.reduce
 
     def reduce(used: list[bool], divisor: float | None) -> Stopwatch:
@@ -174,8 +175,8 @@ def leaf_lost_in_backward(parts: Parts) -> Parts:
     sync: Any = parts.sync
     original, seen = sync.backward, []
 
-    def backward(loss: Tensor, *, leaf: Leaf) -> None:
-        original(loss, leaf=leaf)
+    def backward(loss: Tensor, *, leaf: MicroBatch) -> None:
+        original(loss, leaf, reduction="sum")
         if parts.comm.rank == 0 and leaf.index == 0 and leaf.step not in seen:
             seen.append(leaf.step)
             for parameter in parts.model.parameters():
@@ -189,10 +190,10 @@ def leaf_lost_in_backward(parts: Parts) -> Parts:
 # -- data and random numbers ----------------------------------------------------------------------
 
 
-def _with_leaves(parts: Parts, change: Callable[[list[Leaf]], list[Leaf]]) -> Parts:
+def _with_leaves(parts: Parts, change: Callable[[list[MicroBatch]], list[MicroBatch]]) -> Parts:
     """The last rank's steps have other leaves."""
 
-    class Step(list[Leaf]):
+    class Step(list[MicroBatch]):
         number = 0
 
     class Loader:
@@ -217,7 +218,7 @@ def leaf_dropped(parts: Parts) -> Parts:
 def sample_duplicated(parts: Parts) -> Parts:
     """The first sample of each leaf is seen twice, as from a padding sampler."""
 
-    def twice(leaf: Leaf) -> Leaf:
+    def twice(leaf: MicroBatch) -> MicroBatch:
         inputs, targets = (tensor.clone() for tensor in leaf.batch)
         inputs[-1], targets[-1] = inputs[0], targets[0]
         return replace(leaf, batch=[inputs, targets])
@@ -231,7 +232,7 @@ def rank_seeded_dropout(parts: Parts) -> Parts:
     def seed(base: int, step: int, leaf: int) -> None:
         torch.manual_seed(1000 * parts.comm.rank + step)
 
-    return replace(parts, seed_leaf=seed)
+    return replace(parts, seed_micro_batch=seed)
 
 
 def hidden_dropout(parts: Parts) -> Parts:
@@ -329,14 +330,14 @@ statistics_of_one_rank = partial(statistics_drift, everywhere=False)
 
 def no_meeting(parts: Parts) -> Parts:
     """Ranks that train alone never average their weights."""
-    shards: Any = parts.sync.reducer.shards
+    shards: Any = replica_of(parts.sync).reducer.shards
     shards.meet = lambda: None
     return parts
 
 
 def meeting_at_rank_0(parts: Parts) -> Parts:
     """Ranks meet, but take rank 0's weights instead of the mean."""
-    shards: Any = parts.sync.reducer.shards
+    shards: Any = replica_of(parts.sync).reducer.shards
 
     @torch.no_grad()
     def meet() -> None:
@@ -353,7 +354,7 @@ def meeting_at_rank_0(parts: Parts) -> Parts:
 def _with_hooks(parts: Parts, act: Callable[[nn.Parameter], None]) -> Parts:
     """Call `act` with what a post-accumulate hook is handed, in a rank's last leaf of a step; the
     author trusts the hooks and leaves gradients where they are."""
-    reducer: Any = parts.sync.reducer
+    reducer: Any = replica_of(parts.sync).reducer
 
     def reduce(used: list[bool], divisor: float | None) -> Stopwatch:
         watch = sum_gradients([], [], parts.comm)
@@ -398,7 +399,7 @@ def hook_adds_the_parameter(parts: Parts) -> Parts:
 
 def no_sync_after_forward(parts: Parts) -> Parts:
     """Torch DDP's flag set between forward and backward: it takes effect one forward late."""
-    reducer: Any = parts.sync.reducer
+    reducer: Any = replica_of(parts.sync).reducer
     sync: Any = parts.sync
     original = sync.backward
 
@@ -409,9 +410,9 @@ def no_sync_after_forward(parts: Parts) -> Parts:
         reducer._in_micro_step = False
         reducer._synchronised = True
 
-    def backward(loss: Tensor, *, leaf: Leaf) -> None:
+    def backward(loss: Tensor, *, leaf: MicroBatch) -> None:
         reducer.ddp.require_backward_grad_sync = leaf.is_last
-        original(loss, leaf=leaf)
+        original(loss, leaf, reduction="sum")
 
     reducer.micro_step, sync.backward = micro_step, backward
     sync._sums.check = lambda **_: None  # else the sums that DDP replaces are refused

@@ -25,12 +25,13 @@ from gradsync.bench.sync_plan import SyncSettings
 from gradsync.comm.base import Communicator
 from gradsync.comm.groups import communicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
-from gradsync.data.leaf import Leaf, make_leaf
+from gradsync.data.micro_batch import MicroBatch, make_micro_batch
 from gradsync.models.gpt import GPT
 from gradsync.runtime import environ
 from gradsync.runtime.machine import pin_threads
 from gradsync.sync.exchange import OverHosts
 from gradsync.sync.registry import STRATEGIES
+from gradsync.sync.replica import replica_of
 from gradsync.sync.replicate import replicate
 from gradsync.sync.torch_ddp import TorchDdpReducer
 from gradsync.train.config import OptimConfig
@@ -45,7 +46,7 @@ _UNSEEN = ("fsdp", "powersgd")
 """Torch's own, whose messages cannot be made to block from outside."""
 _DRIFTING = ("local_sgd", "diloco")  # ranks differ between synchronisations
 
-Leaves = Sequence[Leaf]  # a rank's: tokens and targets, each [sequences, tokens], int64
+Leaves = Sequence[MicroBatch]  # a rank's: tokens and targets, each [sequences, tokens], int64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,12 +97,14 @@ class BenchSite:
         return leaves_of(batches, self.world)
 
 
-def leaves_of(batches: Sequence[tuple[Tensor, ...]], world: World) -> list[Leaf]:
+def leaves_of(batches: Sequence[tuple[Tensor, ...]], world: World) -> list[MicroBatch]:
     """A rank's micro-batches of a step, in order."""
     place: Any = {"step": 0, "device": world.device}
     first, last = world.rank * len(batches), len(batches) - 1
     return [
-        make_leaf(each, index=first + n, num_samples=len(each[0]), is_last=n == last, **place)
+        make_micro_batch(
+            each, index=first + n, num_samples=len(each[0]), is_last=n == last, **place
+        )
         for n, each in enumerate(batches)
     ]
 
@@ -177,7 +180,7 @@ class Entrant:
         """Context of a leaf; gradients are synchronised in the last one only."""
         return nullcontext()
 
-    def loss(self, leaf: Leaf) -> Tensor:
+    def loss(self, leaf: MicroBatch) -> Tensor:
         """A leaf's mean loss, []."""
         with nullcontext() if self.own_precision else self.site.autocast():
             return mean_loss(self.called(leaf.inputs), leaf.targets)
@@ -348,7 +351,7 @@ class Synchronised(Entrant):
         self.period = options.get("inner_steps", 1)
         self.knows_communication = contestant.name not in _UNSEEN
         self.sync = replicate(
-            self.model, site.world, sync=contestant.name, groups=site.groups, **options
+            self.model, site.world, strategy=contestant.name, groups=site.groups, **options
         )
         self.optimizer = site.optimizer(self.model)  # fsdp replaces the parameters
         self._learner = Learner(
@@ -360,14 +363,15 @@ class Synchronised(Entrant):
             autocast=site.autocast(),
         )
         self._learner.prime((1, 2))
-        if blocking is not None and isinstance(self.sync.reducer, TorchDdpReducer):
+        self._replica = replica_of(self.sync)
+        if blocking is not None and isinstance(self._replica.reducer, TorchDdpReducer):
             if self.knows_communication and site.world.is_distributed:
-                blocking.register(self.sync.reducer.ddp)
+                blocking.register(self._replica.reducer.ddp)
         elif blocking is not None:
             # The engine's collectives after the update: parameters of sharded strategies.
             timed = ("all_gather",) if by_engine else ("all_reduce", "broadcast", "all_gather")
             barrier = site.comm.barrier
-            self._watched = Watched(self.sync.comm, timed=timed, before=barrier, total=blocking)
+            self._watched = Watched(self._replica.comm, timed=timed, before=barrier, total=blocking)
         self._stopwatch = blocking if by_engine else None  # the engine's time is added to it
 
     def backward(self, leaves: Leaves) -> None:
@@ -382,18 +386,19 @@ class Synchronised(Entrant):
             self._stopwatch.seconds += result.exposed.seconds()
 
     def wait(self) -> None:
-        self.sync.wait()
+        self._replica.wait()
 
     def communicators(self) -> list[Communicator]:
         levels = self.site.groups
-        found = [self.sync.comm] if levels is None else [self.sync.comm, levels.intra, levels.inter]
-        transport = getattr(self.sync.reducer, "exchange", None)
+        found = [self._replica.comm]
+        found += [] if levels is None else [levels.intra, levels.inter]
+        transport = getattr(self._replica.reducer, "exchange", None)
         if isinstance(transport, OverHosts):
             found.append(transport.host)
         return list({id(comm): comm for comm in found}.values())
 
     def weights(self) -> list[Tensor] | None:
-        if not self.sync.whole_parameters or self.contestant.name in _DRIFTING:
+        if not self._replica.whole_parameters or self.contestant.name in _DRIFTING:
             return None
         return super().weights()
 
@@ -412,13 +417,13 @@ class InTheirLoop(Entrant):
         super().set_up()
         site, name = self.site, self.contestant.name
         own = given_options(self.contestant, site)
-        self.sync = replicate(self.model, site.world, sync=name, groups=site.groups, **own)
+        self.sync = replicate(self.model, site.world, strategy=name, groups=site.groups, **own)
 
     def accumulating(self, *, last: bool) -> AbstractContextManager[Any]:
         return nullcontext() if last else self.sync.no_sync()
 
     def communicators(self) -> list[Communicator]:
-        return [self.sync.comm]
+        return [replica_of(self.sync).comm]
 
     def close(self) -> None:
         self.sync.close()

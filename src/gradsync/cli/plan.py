@@ -158,7 +158,7 @@ def request_of(options: PlanOptions) -> Request:
             model=model,
             micro_batch_size=plan.micro_batch_size,
             seq_len=config.sequence_length,
-            num_leaves=plan.num_leaves,
+            num_leaves=plan.num_micro_batches,
             dtype=config.named_dtype,
             kind=kind,
         ),

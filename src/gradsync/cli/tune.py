@@ -116,7 +116,7 @@ def batch_of(options: TuneOptions, start: TrainConfig, world_size: int) -> tuple
     batch, leaves = options.batch_size, options.leaves_per_rank
     if batch is None and leaves is None:
         try:
-            num_leaves = start.batch_plan(world_size).num_leaves
+            num_leaves = start.batch_plan(world_size).num_micro_batches
         except ConfigError as error:
             raise ConfigError(
                 f"gradsync train {options.model} divides its batch among fewer ranks than "

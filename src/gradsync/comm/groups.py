@@ -93,6 +93,15 @@ def communicator(world: World) -> Communicator:
     return ProcessGroupCommunicator(dist.group.WORLD)
 
 
+def default_communicator(world: World | None) -> Communicator:
+    """The communicator of `world`, or without one of torch's default group, or of this rank."""
+    if world is not None:
+        return communicator(world)
+    if dist.is_initialized():
+        return ProcessGroupCommunicator(dist.group.WORLD)
+    return SingleCommunicator()
+
+
 @dataclass(frozen=True, slots=True)
 class RankPlacement:
     """Node and local rank of every rank. Frozen, equal on all ranks.
@@ -251,13 +260,15 @@ def for_background(comm: Communicator, device: torch.device) -> Communicator:
     if device.type != "cuda" or not isinstance(comm, ProcessGroupCommunicator):
         return comm
     if (backend := comm.backend_for(device)) != "nccl":
-        raise ConfigError(f"sums beside backward need NCCL on GPUs, got {backend}; sync='bucketed'")
+        raise ConfigError(
+            f"sums beside backward need NCCL on GPUs, got {backend}; strategy='bucketed'"
+        )
     torch.cuda.synchronize(device)  # the new group is split from one that may be busy
     ranks = dist.get_process_group_ranks(comm.group)
     if len(ranks) < dist.get_world_size() and not comm.spare:
         raise ConfigError(
             f"on GPUs the group of ranks {ranks} serves one handle that sends beside backward, if "
-            "gs.group made it; make another group by gs.group, or take sync='bucketed'"
+            "gs.group made it; make another group by gs.group, or take strategy='bucketed'"
         )
     whole = len(ranks) == dist.get_world_size()
     made = _group_of_thread(ranks) if whole else comm.spare.pop()

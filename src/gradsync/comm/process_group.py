@@ -381,7 +381,7 @@ class ProcessGroupCommunicator:
 def refuse_detail(why: str) -> None:
     """Raise ConfigError if TORCH_DISTRIBUTED_DEBUG=DETAIL wraps process groups."""
     if dist.get_debug_level() == dist.DebugLevel.DETAIL:
-        raise ConfigError(f"TORCH_DISTRIBUTED_DEBUG=DETAIL: {why}; take INFO, or sync='naive'")
+        raise ConfigError(f"TORCH_DISTRIBUTED_DEBUG=DETAIL: {why}; take INFO, or strategy='naive'")
 
 
 class Channel:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradsync.comm.base import Communicator, Messenger, ReduceOp
-from gradsync.comm.groups import Groups, SingleCommunicator, Subset, communicator, share_placement
+from gradsync.comm.groups import Groups, Subset, default_communicator, share_placement
 from gradsync.comm.p2p_collectives import hierarchical_all_reduce, ring_all_reduce
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
@@ -139,7 +139,7 @@ def all_reduce(
     op = _named_op(op)
     if algorithm not in ALGORITHMS:
         raise ConfigError(_unknown("algorithm", algorithm, ALGORITHMS))
-    comm = _default_comm(world) if comm is None else getattr(comm, "unchecked", comm)
+    comm = default_communicator(world) if comm is None else getattr(comm, "unchecked", comm)
     where = call_site() if name is None else f"named {name!r}"
     # Before any refusal that this rank alone may make: the others would wait for it.
     check_same_call(comm, f"all_reduce ({op}, {algorithm})", tensor, where)
@@ -200,14 +200,6 @@ def _named_op(op: Any) -> Op:
     if word not in get_args(Op):
         raise ConfigError(_unknown("op", given, get_args(Op)))
     return cast("Op", word)
-
-
-def _default_comm(world: World | None) -> Communicator:
-    if world is not None:
-        return communicator(world)
-    if dist.is_initialized():
-        return ProcessGroupCommunicator(dist.group.WORLD)
-    return SingleCommunicator()
 
 
 def _unknown(what: str, name: object, known: Collection[str]) -> str:

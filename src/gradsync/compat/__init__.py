@@ -1,1 +1,59 @@
-"""Names that readers of other guides know, as thin wrappers of the same parts."""
+"""Names that readers of other guides know, as thin wrappers of the same parts.
+
+They are loaded on first use, as those of `gradsync` are.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gradsync.compat.course import NaiveDDPTrainer as NaiveDDPTrainer
+    from gradsync.compat.course import shard_batch as shard_batch
+    from gradsync.compat.elastic_gpu import ElasticGPUConfig as ElasticGPUConfig
+    from gradsync.compat.frozen import frozen_parts as frozen_parts
+    from gradsync.compat.frozen import place_frozen as place_frozen
+    from gradsync.compat.functions import get_device as get_device
+    from gradsync.compat.functions import init_distributed as init_distributed
+    from gradsync.compat.functions import is_main_process as is_main_process
+    from gradsync.compat.functions import log_gpu_memory as log_gpu_memory
+    from gradsync.compat.functions import setup_distributed as setup_distributed
+    from gradsync.compat.manager import DDPManager as DDPManager
+    from gradsync.data.loader import DatasetLoader as DatasetLoader
+    from gradsync.plan.placement import place_parts as place_parts
+
+_HOMES = {
+    "gradsync.compat.course": (
+        "NaiveDDPTrainer",
+        "shard_batch",
+    ),
+    "gradsync.compat.elastic_gpu": ("ElasticGPUConfig",),
+    "gradsync.compat.frozen": (
+        "frozen_parts",
+        "place_frozen",
+    ),
+    "gradsync.compat.functions": (
+        "get_device",
+        "init_distributed",
+        "is_main_process",
+        "log_gpu_memory",
+        "setup_distributed",
+    ),
+    "gradsync.compat.manager": ("DDPManager",),
+    "gradsync.data.loader": ("DatasetLoader",),
+    "gradsync.plan.placement": ("place_parts",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = list(_HOME_OF)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'gradsync.compat' has no attribute {name!r}")
+    return getattr(import_module(_HOME_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

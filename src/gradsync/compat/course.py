@@ -23,7 +23,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ from gradsync.comm.groups import communicator
 from gradsync.compat.frozen import map_tensors, tensors_in
 from gradsync.compat.functions import setup_distributed as setup_distributed  # noqa: PLC0414  a re-export
 from gradsync.data.batch_plan import share
-from gradsync.data.leaf import count_targets
+from gradsync.data.micro_batch import count_targets
 from gradsync.errors import ConfigError, DataError
 from gradsync.sync.replicate import replicate
 from gradsync.sync.sharded_optimizer import ShardedOptimizer
@@ -61,7 +61,8 @@ class StepInfo(TypedDict):
 
 class NaiveDDPTrainer:
     """Trains a replica: backward, one all-reduce per gradient, one after the other, then the
-    optimizer. It is the baseline for the faster strategies (`gs.replicate(model, sync="naive")`).
+    optimizer. It is the baseline for the faster strategies:
+    `gs.replicate(model, strategy="naive")`.
 
     Args:
         model: moves to `device`; takes rank 0's weights and buffers.
@@ -92,7 +93,7 @@ class NaiveDDPTrainer:
                 f"NaiveDDPTrainer was told rank {rank} of {world_size}, but the process group says "
                 f"rank {comm.rank} of {comm.world_size}"
             )
-        self._sync = replicate(self.model, sync="naive", comm=comm)
+        self._sync = replicate(self.model, strategy="naive", comm=comm)
         self._num_gradients = 0
         trainer = weakref.proxy(self)
         optimizer.register_step_pre_hook(lambda *_: trainer._count_gradients())
@@ -177,7 +178,7 @@ def shard_batch(global_batch: Any, rank: int, world_size: int) -> Any:
 
 def _loss(
     outputs: Any, targets: Any, loss_fn: LossFn | None, num_samples: int
-) -> tuple[Tensor, int, str]:
+) -> tuple[Tensor, int, Literal["mean", "sum"]]:
     """This shard's loss, [], the count that it is the sum or mean of, and which of the two."""
     if loss_fn is not None:
         losses = loss_fn(outputs, targets)
@@ -216,10 +217,10 @@ def _num_samples(batch: Any) -> int | None:
 class SynchronisedModule(nn.Module):
     """A module whose gradients become means over ranks; takes rank 0's weights and buffers."""
 
-    def __init__(self, module: nn.Module, *, sync: str, **options: Any) -> None:
+    def __init__(self, module: nn.Module, *, strategy: str, **options: Any) -> None:
         super().__init__()
         self.module = module
-        self._sync = replicate(self, sync=sync, **options)
+        self._sync = replicate(self, strategy=strategy, **options)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """The module's forward."""
@@ -236,12 +237,12 @@ class SynchronisedModule(nn.Module):
 
 def get_ddp_individual_parameters(module: nn.Module) -> SynchronisedModule:
     """All-reduce each gradient separately while backward runs."""
-    return SynchronisedModule(module, sync="overlap")
+    return SynchronisedModule(module, strategy="overlap")
 
 
 def get_ddp_bucketed(module: nn.Module, bucket_size_mb: float) -> SynchronisedModule:
     """All-reduce gradients in buckets of `bucket_size_mb` (MiB) while backward runs."""
-    return SynchronisedModule(module, sync="bucketed", bucket_mb=bucket_size_mb)
+    return SynchronisedModule(module, strategy="bucketed", bucket_mb=bucket_size_mb)
 
 
 def ddp_bucketed_on_train_batch_start(

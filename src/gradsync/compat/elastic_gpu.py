@@ -4,7 +4,7 @@
     print(config)
     batch = config.config["batch_size"]
     config.place(model)
-    gs.log_gpu_memory()
+    log_gpu_memory()
 
 Memory is what the driver reports for these devices now. A GPU's name does not determine its size:
 an A100 has 40 or 80 GB, and a slice of one less.
@@ -17,7 +17,7 @@ an A100 has 40 or 80 GB, and a slice of one less.
 
 On several devices a replica's frozen parts are on separate devices (`place`); its trainable parts
 are on its first device, and are replicated. If the trainable parts fit on no single device, use a
-strategy that shards them: `gs.replicate(model, sync="fsdp")`.
+strategy that shards them: `gs.replicate(model, strategy="fsdp")`.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class ElasticGPUConfig:
         if self.placement is None and len(self.groups[0]) > 1:
             raise ConfigError(
                 f"strategy {self.strategy!r} places frozen parts, and none were given (frozen="
-                "gs.frozen_parts(model)); to share out what trains: gs.replicate(sync='fsdp')"
+                "frozen_parts(model)); to share out what trains: gs.replicate(strategy='fsdp')"
             )
         homes = self._replica_devices() if devices is None else devices
         placement = self.placement or FrozenPlacement(places={}, left=())

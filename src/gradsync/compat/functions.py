@@ -159,7 +159,7 @@ def per_process_batch(micro: int, accumulation: int, world_size: int) -> tuple[i
 def log_gpu_memory(label: str = "") -> None:
     """Print the memory in use: a line per visible GPU; on a CPU, this process's memory.
 
-    GB are 10**9 bytes. It prints on every rank that calls it; use `if gs.is_main_process():` for
+    GB are 10**9 bytes. It prints on every rank that calls it; use `if is_main_process():` for
     one. `label` goes in front of each line, such as "after step 100".
     """
     lines = []

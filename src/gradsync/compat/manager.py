@@ -16,7 +16,7 @@ from gradsync.comm.groups import SingleCommunicator, communicator
 from gradsync.comm.reductions import all_reduce
 from gradsync.compat.functions import backend_here
 from gradsync.core.files import counted
-from gradsync.data.batch_plan import LeafSpan, StepSpan, share
+from gradsync.data.batch_plan import MicroBatchSpan, StepSpan, share
 from gradsync.data.loader import WORKER_OPTIONS, Loader
 from gradsync.errors import ConfigError
 from gradsync.runtime.session import Session, SessionOptions, note_replacements
@@ -75,11 +75,11 @@ class DDPManager:
         """True on rank 0, which logs and saves."""
         return self.world.is_main
 
-    def wrap_model(self, *models: nn.Module, sync: str = "invariant", **options: Any) -> Any:
+    def wrap_model(self, *models: nn.Module, strategy: str = "invariant", **options: Any) -> Any:
         """Move models to the device and synchronise what trains in them; returns the one, or all.
 
         Nothing is wrapped: use `model` for a script's `model.module`, and `manager.no_sync()` for
-        its `model.no_sync()`. Under `sync="ddp"` one model is wrapped in torch's
+        its `model.no_sync()`. Under `strategy="ddp"` one model is wrapped in torch's
         DistributedDataParallel (on one rank, in a stand-in with these two). After that
         `loss.backward()` averages gradients over ranks, as DDP does. Frozen parts are not changed;
         a model without trainable parameters only moves. Several models (an encoder, adapters,
@@ -87,7 +87,7 @@ class DDPManager:
 
         Args:
             models: one or more modules.
-            sync: a strategy; `invariant`, `bucketed` … or `ddp`.
+            strategy: `invariant`, `bucketed` … or `ddp`.
             options: of `gs.replicate`, including DistributedDataParallel's; under `ddp`, torch's.
 
         Raises:
@@ -100,16 +100,19 @@ class DDPManager:
         for model in models:
             model.to(self.device)
         if "world" in options:
-            raise ConfigError(f"sync={sync!r} has no option 'world': it is the manager's own")
+            raise ConfigError(
+                f"strategy={strategy!r} has no option 'world': it is the manager's own"
+            )
         trains = any(p.requires_grad for model in models for p in model.parameters())
-        if sync == "ddp":
+        if strategy == "ddp":
             ddp = nn.parallel.DistributedDataParallel
             known = sorted(signature(ddp).parameters.keys() - _SET_BY_US)
-            take_torchs("sync='ddp'", options, known, ddp)
+            take_torchs("strategy='ddp'", options, known, ddp)
             if len(models) > 1:
                 raise ConfigError(
-                    f"sync='ddp' wraps one model, got {len(models)}: several torch DDP wrappers "
-                    "would reduce in an order that may differ between ranks; use sync='invariant'"
+                    f"strategy='ddp' wraps one model, got {len(models)}: several torch DDP "
+                    "wrappers would reduce in an order that may differ between ranks; use "
+                    "strategy='invariant'"
                 )
             group = getattr(self._comm, "group", None)
             if group is None or not trains:
@@ -120,7 +123,7 @@ class DDPManager:
             return ddp(models[0], process_group=group, **options)
         if trains:
             whole = models[0] if len(models) == 1 else nn.ModuleList(models)
-            self._handles.append(replicate(whole, self.world, sync=sync, **options))
+            self._handles.append(replicate(whole, self.world, strategy=strategy, **options))
         return models[0] if len(models) == 1 else models
 
     @contextmanager
@@ -286,9 +289,9 @@ class BatchLoader(Loader):
             end = start + self._size - start % self._size
             for count in self._cut(end - start):
                 part = self._share(count)
-                leaf = LeafSpan(self._rank, start + part.start, len(part))
+                leaf = MicroBatchSpan(self._rank, start + part.start, len(part))
                 start += count
-                yield StepSpan(self.plan.world_size, [leaf], everyone_has_leaves=True), start
+                yield StepSpan(self.plan.world_size, [leaf], everyone_has_some=True), start
             start = end
 
 

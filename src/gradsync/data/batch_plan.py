@@ -1,5 +1,5 @@
-"""Batch arithmetic: the leaves of a step, the rank that owns each, and the stream positions that
-they cover. Exact, never floored; no torch."""
+"""Batch arithmetic: the micro-batches of a step, the rank that owns each, and the stream positions
+that they cover. Exact, never floored; no torch."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def share(num_items: int, rank: int, world_size: int) -> range:
     return range(rank * num_items // world_size, (rank + 1) * num_items // world_size)
 
 
-class LeafSpan(NamedTuple):
-    """One leaf: stream positions `start .. start+count-1`."""
+class MicroBatchSpan(NamedTuple):
+    """One micro-batch: stream positions `start .. start+count-1`."""
 
     index: int
     start: int
@@ -39,63 +39,66 @@ class LeafSpan(NamedTuple):
 class StepSpan(NamedTuple):
     """One step as one rank sees it."""
 
-    num_leaves: int
-    """Leaves of the step, over all ranks."""
-    leaves: list[LeafSpan]
-    """The leaves of this rank, in order."""
-    everyone_has_leaves: bool
-    """True when every rank has a leaf; equal on all ranks."""
+    num_micro_batches: int
+    """Micro-batches of the step, over all ranks."""
+    micro_batches: list[MicroBatchSpan]
+    """The micro-batches of this rank, in order."""
+    everyone_has_some: bool
+    """True when every rank has a micro-batch; equal on all ranks."""
 
 
 def cut_step(
     start: int, stop: int, *, micro_batch_size: int, rank: int, world_size: int
 ) -> StepSpan:
-    """Cut positions `start .. stop-1` into leaves of `micro_batch_size` (the last may be shorter).
+    """Cut positions `start .. stop-1` into micro-batches of `micro_batch_size` (the last may be
+    shorter).
 
-    The leaves depend only on the positions; the world size only decides which rank owns which leaf.
-    A rank has none if there are fewer leaves than ranks.
+    The micro-batches depend only on the positions; the world size only decides which rank owns
+    which micro-batch. A rank has none if there are fewer micro-batches than ranks.
     """
-    num_leaves = -(-(stop - start) // micro_batch_size)
+    num_micro_batches = -(-(stop - start) // micro_batch_size)
     firsts = (
-        (index, start + index * micro_batch_size) for index in share(num_leaves, rank, world_size)
+        (index, start + index * micro_batch_size)
+        for index in share(num_micro_batches, rank, world_size)
     )
-    leaves = [
-        LeafSpan(index, first, min(micro_batch_size, stop - first)) for index, first in firsts
+    micro_batches = [
+        MicroBatchSpan(index, first, min(micro_batch_size, stop - first)) for index, first in firsts
     ]
-    return StepSpan(num_leaves, leaves, num_leaves >= world_size)
+    return StepSpan(num_micro_batches, micro_batches, num_micro_batches >= world_size)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchPlan:
-    """One optimizer step as leaves: `num_leaves x micro_batch_size = global_batch_size`.
+    """One optimizer step as micro-batches: `num_micro_batches x micro_batch_size =
+    global_batch_size`.
 
-    Raises ConfigError when a number is below 1 or a rank would have no leaf.
+    Raises ConfigError when a number is below 1 or a rank would have no micro-batch.
     """
 
-    num_leaves: int
+    num_micro_batches: int
     """Micro-batches in a step, over all ranks."""
     micro_batch_size: int
-    """Samples in a leaf."""
+    """Samples in a micro-batch."""
     world_size: int
-    """Ranks that share the leaves."""
+    """Ranks that share the micro-batches."""
     seq_len: int | None = None
     """Tokens in a sample; None for data without tokens."""
 
     def __post_init__(self) -> None:
         require_at_least(
             1,
-            num_leaves=self.num_leaves,
+            num_micro_batches=self.num_micro_batches,
             micro_batch_size=self.micro_batch_size,
             world_size=self.world_size,
             seq_len=self.seq_len,
         )
-        if self.world_size > self.num_leaves:
+        if self.world_size > self.num_micro_batches:
             raise ConfigError(_too_many_ranks(self))
 
     @property
     def global_batch_size(self) -> int:
         """Samples in a step, over all ranks."""
-        return self.num_leaves * self.micro_batch_size
+        return self.num_micro_batches * self.micro_batch_size
 
     @property
     def tokens_per_update(self) -> int:
@@ -104,19 +107,20 @@ class BatchPlan:
             raise ConfigError("this plan counts samples, not tokens: it has no seq_len")
         return self.global_batch_size * self.seq_len
 
-    def leaves_of(self, rank: int) -> range:
-        """Indices of the leaves that `rank` owns: contiguous; sizes differ by at most one."""
+    def micro_batches_of(self, rank: int) -> range:
+        """Indices of the micro-batches that `rank` owns: contiguous; sizes differ by at most
+        one."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank must be in 0..{self.world_size - 1}; got {rank}")
-        return share(self.num_leaves, rank, self.world_size)
+        return share(self.num_micro_batches, rank, self.world_size)
 
     def grad_accum_steps(self, rank: int) -> int:
         """Forward and backward passes of `rank` in one optimizer step."""
-        return len(self.leaves_of(rank))
+        return len(self.micro_batches_of(rank))
 
     def describe(self, sharer: str = "rank") -> str:
         """Two lines for the start of a run: the arithmetic of a step, and each `sharer`'s share."""
-        factors = f"{counted(self.num_leaves, 'leaf', 'leaves')} x "
+        factors = f"{counted(self.num_micro_batches, 'micro-batch', 'micro-batches')} x "
         factors += counted(self.micro_batch_size, "sample")
         if self.seq_len is None:
             total = f"{self.global_batch_size:,} samples per update = {factors}"
@@ -129,7 +133,7 @@ class BatchPlan:
         else:
             counts = sorted(Counter(shares).items(), reverse=True)
             listed = ", ".join(f"{size} on {counted(ranks, sharer)}" for size, ranks in counts)
-        return f"{total}\nleaves per {sharer}: {listed}"
+        return f"{total}\nmicro-batches per {sharer}: {listed}"
 
 
 def solve_batch_plan(
@@ -144,7 +148,7 @@ def solve_batch_plan(
     tokens in samples of `seq_len`.
 
     ConfigError if the numbers do not divide exactly (it names the nearest legal values), or if
-    there are more ranks than leaves.
+    there are more ranks than micro-batches.
     """
     if (tokens_per_update is None) == (global_batch_size is None):
         raise ConfigError("give either tokens_per_update or global_batch_size")
@@ -175,7 +179,7 @@ def solve_batch_plan(
             f"{_other_micro_batches(total, item, micro_batch_size, world_size)}"
         )
     return BatchPlan(
-        num_leaves=total // unit,
+        num_micro_batches=total // unit,
         micro_batch_size=micro_batch_size,
         world_size=world_size,
         seq_len=seq_len,
@@ -206,15 +210,16 @@ def _too_many_ranks(plan: BatchPlan) -> str:
         remedy = f"or micro_batch_size {fitting[-1]}"
     else:
         remedy = f"or a global batch of at least {plan.world_size} samples"
+    shared = counted(plan.num_micro_batches, "micro-batch", "micro-batches")
     return (
-        f"{plan.world_size} ranks cannot share {counted(plan.num_leaves, 'leaf', 'leaves')} "
-        f"({samples} samples per update / micro_batch_size {plan.micro_batch_size}): "
-        f"use at most {counted(plan.num_leaves, 'rank')}, {remedy}"
+        f"{plan.world_size} ranks cannot share {shared} ({samples} samples per update / "
+        f"micro_batch_size {plan.micro_batch_size}): "
+        f"use at most {counted(plan.num_micro_batches, 'rank')}, {remedy}"
     )
 
 
 def _micro_batches(samples: int, world_size: int) -> list[int]:
-    """Sizes that divide `samples` exactly into at least one leaf per rank."""
+    """Sizes that divide `samples` exactly into at least one micro-batch per rank."""
     small = [d for d in range(1, int(samples**0.5) + 1) if samples % d == 0]
     divisors = sorted({*small, *(samples // d for d in small)})
     return [size for size in divisors if samples // size >= world_size]

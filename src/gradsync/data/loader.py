@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from gradsync.core.torch_private import end_workers
 from gradsync.data.batch_plan import StepSpan, cut_step, require_at_least, solve_batch_plan
-from gradsync.data.leaf import Leaf, Step, make_leaf
+from gradsync.data.micro_batch import Batch, MicroBatch, make_micro_batch
 from gradsync.data.order import SampleOrder, derive_key
 from gradsync.data.tokens import TokenDataset, open_dataset
 from gradsync.data.workers import begin_reading, begin_worker, next_batch, start_method
@@ -35,7 +35,7 @@ Collate = Callable[[list[Any]], Any]
 
 WORKER_OPTIONS = ("timeout", "prefetch_factor", "multiprocessing_context", "worker_init_fn")
 WORKER_OPTIONS += ("persistent_workers",)
-"""The options of torch's `DataLoader` that do not change the contents of a leaf."""
+"""The options of torch's `DataLoader` that do not change the contents of a micro-batch."""
 
 
 _GLIMPSES = 16
@@ -44,7 +44,7 @@ multiple."""
 _DEEPEST = 2
 """Depth of nested lists that are sampled."""
 _OF_DATALOADER = {
-    "batch_size": "global_batch_size (over all ranks) and micro_batch_size (of a leaf)",
+    "batch_size": "global_batch_size (over all ranks) and micro_batch_size (of a micro-batch)",
     **dict.fromkeys(("sampler", "batch_sampler"), "shuffle= and seed=: it deals samples to ranks"),
     "drop_last": "nothing is dropped: with num_epochs= the last step may be shorter",
     "generator": "seed=",
@@ -54,12 +54,13 @@ _OF_DATALOADER = {
 """For arguments of torch's `DataLoader` that differ here: the replacement."""
 
 
-class _LeafReader(Dataset[Any]):
-    """Reads whole leaves: indexed with a leaf's key and indices, it returns the batch.
+class _Reader(Dataset[Any]):
+    """Reads whole micro-batches: indexed with a micro-batch's key and indices, it returns the
+    batch.
 
     The same object works in this process and in DataLoader workers, so both give the same batch.
-    The key is (seed, step, leaf) for the data set's random draws; None leaves generators alone. A
-    data set may offer `read_batch(indices) -> batch` (as `TokenDataset` does) or torch's
+    The key is (seed, step, micro-batch) for the data set's random draws; None leaves generators
+    alone. A data set may offer `read_batch(indices) -> batch` (as `TokenDataset` does) or torch's
     `__getitems__(indices) -> list of samples`; else samples are read one by one.
     """
 
@@ -85,41 +86,43 @@ class _LeafReader(Dataset[Any]):
 
 
 class Loader:
-    """Global batches of a map-style data set; this rank gets its contiguous leaves of each.
+    """Global batches of a map-style data set; this rank gets its contiguous micro-batches of each.
 
-    Iterating yields one `Step` at a time; a new loop continues with the next step. A step counts as
-    consumed when it is handed out; batches that workers read ahead do not count.
+    Iterating yields one `Batch` at a time; a new loop continues with the next step. A step counts
+    as consumed when it is handed out; batches that workers read ahead do not count.
 
     Nothing is padded, repeated or dropped: within an epoch each sample comes exactly once, and a
     global batch may cross the end of an epoch. The samples of step k depend only on the seed and
     the global batch size; the world size only decides which rank computes them.
 
     With `num_epochs` the stream ends after exactly `num_epochs * len(dataset)` samples. Its last
-    step and leaf may be shorter; with fewer leaves than ranks, `is_last` is False on all of them.
+    step and micro-batch may be shorter; with fewer micro-batches than ranks, `is_last` is False on
+    all of them.
 
     Args:
         dataset: anything with `__len__` and `__getitem__`.
         world: this rank's world.
         global_batch_size: samples in a step, over all ranks; a multiple of `micro_batch_size`.
-        micro_batch_size: samples in a leaf.
-        seed: determines the order, and the random numbers (dropout) of each leaf; None uses the
-            seed of `gs.init`.
+        micro_batch_size: samples in a micro-batch.
+        seed: determines the order, and the random numbers (dropout) of each micro-batch; None uses
+            the seed of `gs.init`.
         num_workers: DataLoader worker processes that read ahead; 0 reads in this process. Workers
             hold no state, so order and exact resume do not depend on it.
         worker_options: options of torch's `DataLoader` for these workers, such as `timeout`.
         collate_fn: list of samples to batch; None uses torch's `default_collate`.
         num_epochs: passes over the data; None never ends.
         shuffle: False keeps the order of the data set.
-        seed_leaves: seed torch's, numpy's and Python's global generators by (seed, step) before and
-            after a step's leaves and by (seed, step, leaf) at each leaf, so that dropout depends on
-            the leaf, not the rank. False leaves them alone.
+        seed_micro_batches: seed torch's, numpy's and Python's global generators by (seed, step)
+            before and after a step's micro-batches and by (seed, step, micro-batch) at each
+            micro-batch, so that dropout depends on the micro-batch, not the rank. False leaves them
+            alone.
         device: destination of batches; None uses the world's device.
         others: no argument; for names of torch's `DataLoader` the error gives ours.
 
     Raises:
         TypeError: an unknown argument.
-        ConfigError: the batch arithmetic is not exact, or ranks outnumber leaves; a worker option
-            is not supported here, or torch refuses its value.
+        ConfigError: the batch arithmetic is not exact, or ranks outnumber micro-batches; a worker
+            option is not supported here, or torch refuses its value.
         DataError: the data set is empty or not map-style.
     """
 
@@ -136,7 +139,7 @@ class Loader:
         collate_fn: Collate | None = None,
         num_epochs: int | None = None,
         shuffle: bool = True,
-        seed_leaves: bool = True,
+        seed_micro_batches: bool = True,
         device: torch.device | str | None = None,
         **others: Any,
     ) -> None:
@@ -151,7 +154,7 @@ class Loader:
             world_size=world.world_size,
         )
         """The batch arithmetic; `plan.describe()` prints it."""
-        self._reader = _LeafReader(dataset, collate_fn)
+        self._reader = _Reader(dataset, collate_fn)
         seed = index(world.seed if seed is None else seed)  # of NumPy too
         shuffle = bool(shuffle)
         self._order = SampleOrder(size_of(dataset), seed, shuffle)
@@ -171,7 +174,7 @@ class Loader:
         self._rank = world.rank
         self._device = torch.device(world.device if device is None else device)
         self._num_workers = num_workers
-        self._seed = seed if seed_leaves else None
+        self._seed = seed if seed_micro_batches else None
         self._stop = math.inf if num_epochs is None else num_epochs * self._order.num_samples
         self._samples = self._steps = 0
         self._ended: bool | None = False  # whether an iteration ended; None: reported
@@ -181,7 +184,7 @@ class Loader:
                 raise ConfigError("expected a dict")
             self._worker_options = dict(worker_options or {})
             if other := self._worker_options.keys() - {*WORKER_OPTIONS}:
-                taken = f"only what changes no leaf is taken ({', '.join(WORKER_OPTIONS)})"
+                taken = f"only what changes no micro-batch is taken ({', '.join(WORKER_OPTIONS)})"
                 raise ConfigError(f"{taken}; got {min(other)!r}")
             require_at_least(1, prefetch_factor=self._worker_options.get("prefetch_factor"))
             if self._worker_options:
@@ -194,7 +197,7 @@ class Loader:
         """Epochs consumed: 1.25 is a quarter through the second epoch."""
         return self._samples / self._order.num_samples
 
-    def __iter__(self) -> Iterator[Step]:
+    def __iter__(self) -> Iterator[Batch]:
         self.close()
         if self._samples >= self._stop and self._ended and not self._rank:
             self._ended = None
@@ -204,21 +207,23 @@ class Loader:
             )
         batches = self._batches = self._open_batches()
         finalizing = sys.is_finalizing  # at exit this module's names may be gone
+        length = self._order.num_samples
         try:
             for span, stop in self._spans(self._samples):
-                number = self._steps
-                order = self._described and f"{self._described}, sample {self._samples}"
+                number, start = self._steps, self._samples
+                order = self._described and f"{self._described}, sample {start}"
                 self._samples, self._steps = stop, number + 1
-                step = Step(
-                    self._leaves(span, number, batches, order),
+                batch = Batch(
+                    self._micro_batches(span, number, batches, order),
                     number=number,
-                    num_leaves=span.num_leaves,
-                    num_local_leaves=len(span.leaves),
+                    num_micro_batches=span.num_micro_batches,
+                    num_local_micro_batches=len(span.micro_batches),
+                    ends_epoch=stop % length < stop - start,
                     seed=self._seed,
                 )
-                yield step
+                yield batch
                 self._check_current(batches)
-                step.drain()
+                batch.drain()
             if self._ended is False:
                 self._ended = True
         finally:
@@ -277,18 +282,18 @@ class Loader:
     def _open_batches(self) -> Iterator[Any]:
         items = (
             (
-                None if self._seed is None else (self._seed, step, leaf.index),
-                self._order.indices(leaf.start, leaf.count),
+                None if self._seed is None else (self._seed, step, micro_batch.index),
+                self._order.indices(micro_batch.start, micro_batch.count),
             )
             for step, (span, _) in enumerate(self._spans(self._samples), self._steps)
-            for leaf in span.leaves
+            for micro_batch in span.micro_batches
         )
         if not self._num_workers:
             return map(self._reader.__getitem__, items)
         return begin_reading(self._read_ahead(items))
 
     def _read_ahead(self, items: Iterable[Any]) -> DataLoader[Any]:
-        """The batches of `items`, see `_LeafReader`, read by at least one worker."""
+        """The batches of `items`, see `_Reader`, read by at least one worker."""
         # A separate generator: DataLoader would draw from the global one, and `num_workers` would
         # change the model's dropout.
         generator = torch.Generator()
@@ -299,7 +304,7 @@ class Loader:
         return DataLoader(
             self._reader,
             sampler=items,
-            batch_size=None,  # a leaf is one item: the reader makes the batch
+            batch_size=None,  # a micro-batch is one item: the reader makes the batch
             collate_fn=_unchanged,
             num_workers=self._num_workers or 1,
             pin_memory=self._device.type == "cuda",
@@ -308,26 +313,26 @@ class Loader:
             **options,
         )
 
-    def _leaves(
+    def _micro_batches(
         self, span: StepSpan, step: int, batches: Iterator[Any], order: str
-    ) -> Iterator[Leaf]:
-        for place, leaf in enumerate(span.leaves, start=1):
+    ) -> Iterator[MicroBatch]:
+        for place, micro_batch in enumerate(span.micro_batches, start=1):
             self._check_current(batches)
-            yield make_leaf(
+            yield make_micro_batch(
                 next_batch(batches),
-                index=leaf.index,
+                index=micro_batch.index,
                 step=step,
-                num_samples=leaf.count,
-                is_last=span.everyone_has_leaves and place == len(span.leaves),
+                num_samples=micro_batch.count,
+                is_last=span.everyone_has_some and place == len(span.micro_batches),
                 device=self._device,
                 seed=self._seed,
                 order=order,
-                num_leaves=span.num_leaves,
+                num_micro_batches=span.num_micro_batches,
             )
 
 
 loader = Loader
-"""The name in training loops: `for step in gs.loader(...)`."""
+"""The name in training loops: `for batch in gs.loader(...)`."""
 
 
 def _unchanged(batch: Any) -> Any:
@@ -446,14 +451,25 @@ def _glimpses(value: Any, *, paths: bool = False, depth: int = 0) -> list[str]:
         return []
 
 
-class EvalLeaves:
-    """The first `max_samples` samples (or all) in order, each once, without padding, split over the
-    ranks by whole leaves. The last leaf may be shorter. May be iterated again.
+class EvalLoader:
+    """Micro-batches for an evaluation: all samples in order, each once, over all ranks.
 
-    Ranks may have different numbers of leaves, or none: do not communicate within the loop. Sum
-    (sum, count) after it, and compare the count with `total_samples`.
+    Nothing is padded or repeated, so the last micro-batch may be shorter. A rank takes a contiguous
+    share, so `gs.gather` of the ranks' results has the data set's order. May be iterated again.
 
-    `max_samples` counts over all ranks.
+    Ranks may have different numbers of micro-batches, or none: do not communicate within the loop,
+    but after it, as by `gs.all_reduce` of (sum, count).
+
+    Args:
+        dataset: as for `gs.loader`.
+        world: this rank's world.
+        micro_batch_size: samples in a micro-batch.
+        max_samples: only the first ones, counted over all ranks; None takes all.
+        collate_fn: list of samples to batch; None uses torch's `default_collate`.
+
+    Raises:
+        ConfigError: a size below 1.
+        DataError: the data set is empty or not map-style.
     """
 
     def __init__(
@@ -462,11 +478,13 @@ class EvalLeaves:
         world: World,
         micro_batch_size: int,
         max_samples: int | None = None,
+        *,
+        collate_fn: Collate | None = None,
     ) -> None:
         require_at_least(1, micro_batch_size=micro_batch_size, max_samples=max_samples)
         num_samples = size_of(dataset)
         self.total_samples = num_samples if max_samples is None else min(max_samples, num_samples)
-        """Samples over all ranks: the sum of `num_samples` over all leaves."""
+        """Samples over all ranks: the sum of `num_samples` over all micro-batches."""
         self._span = cut_step(
             0,
             self.total_samples,
@@ -474,25 +492,29 @@ class EvalLeaves:
             rank=world.rank,
             world_size=world.world_size,
         )
-        self.most = math.ceil(self._span.num_leaves / world.world_size)
-        """Largest number of leaves of a rank."""
+        self.most = math.ceil(self._span.num_micro_batches / world.world_size)
+        """Largest number of micro-batches of a rank."""
         self.fingerprint = fingerprint_of(dataset)
-        self._reader = _LeafReader(dataset, None)
+        self._reader = _Reader(dataset, collate_fn)
         self._device = world.device
 
     def __len__(self) -> int:
-        return len(self._span.leaves)
+        return len(self._span.micro_batches)
 
-    def __iter__(self) -> Iterator[Leaf]:
-        for leaf in self._span.leaves:
-            yield make_leaf(
-                self._reader.read(np.arange(leaf.start, leaf.start + leaf.count)),
-                index=leaf.index,
+    def __iter__(self) -> Iterator[MicroBatch]:
+        for span in self._span.micro_batches:
+            yield make_micro_batch(
+                self._reader.read(np.arange(span.start, span.start + span.count)),
+                index=span.index,
                 step=0,
-                num_samples=leaf.count,
+                num_samples=span.count,
                 is_last=False,
                 device=self._device,
             )
+
+
+eval_loader = EvalLoader
+"""The name in scripts: `for micro_batch in gs.eval_loader(...)`."""
 
 
 class DatasetLoader:
@@ -507,7 +529,7 @@ class DatasetLoader:
         dataset_dir: a data directory from `gradsync prepare`.
         device: where batches go.
         split: "train" or "val".
-        seed, seed_leaves: as for `Loader`; a leaf is a process's batch.
+        seed, seed_micro_batches: as for `Loader`; a micro-batch is a process's batch.
     """
 
     def __init__(  # noqa: PLR0917  the call that readers of other guides know
@@ -521,7 +543,7 @@ class DatasetLoader:
         *,
         split: str = "train",
         seed: int = 0,
-        seed_leaves: bool = True,
+        seed_micro_batches: bool = True,
     ) -> None:
         require_at_least(1, batch=batch, seq_len=seq_len, num_processes=num_processes)
         if not 0 <= process_rank < num_processes:
@@ -532,15 +554,15 @@ class DatasetLoader:
             global_batch_size=batch * num_processes,
             micro_batch_size=batch,
             seed=seed,
-            seed_leaves=seed_leaves,
+            seed_micro_batches=seed_micro_batches,
             device=device,
         )
         self._steps = iter(self._loader)
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
         """Inputs and targets, int64, shape [B, T] each; endless, epochs advance by themselves."""
-        (leaf,) = next(self._steps)
-        return leaf.inputs, leaf.targets
+        (micro_batch,) = next(self._steps)
+        return micro_batch.inputs, micro_batch.targets
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         while True:

@@ -22,8 +22,8 @@ from gradsync.comm.base import Communicator
 from gradsync.comm.groups import communicator
 from gradsync.comm.values import all_gather_json, same_on_all_ranks
 from gradsync.data.batch_plan import require_at_least, solve_batch_plan
-from gradsync.data.leaf import Leaf, Step, make_leaf
 from gradsync.data.loader import check_state, fingerprint_of
+from gradsync.data.micro_batch import Batch, MicroBatch, make_micro_batch
 from gradsync.errors import ConfigError, DataError
 from gradsync.runtime.seeds import seed_after, seed_read
 from gradsync.world import World
@@ -40,22 +40,23 @@ _COMPARED = 8
 class StreamLoader:
     """Global batches of an iterable data set, such as a Hugging Face `IterableDataset`.
 
-    Iterating yields one `Step` at a time; a new loop continues with the next step. Steps and leaves
-    are those of `loader`, keyed by position in the stream: any number of ranks takes the same
-    samples in the same leaves. The data set determines the order of samples.
+    Iterating yields one `Batch` at a time; a new loop continues with the next step. Steps and
+    micro-batches are those of `loader`, keyed by position in the stream: any number of ranks takes
+    the same samples in the same micro-batches. The data set determines the order of samples.
 
-    Every rank reads the whole stream and keeps its own leaves. That costs reading, decoding and a
-    digest of every sample on every rank, and a small message per step that compares the digests.
+    Every rank reads the whole stream and keeps its own micro-batches. That costs reading, decoding
+    and a digest of every sample on every rank, and a small message per step that compares the
+    digests.
 
     Args:
         dataset: any iterable; `set_epoch(n)` is called before pass n if it exists.
         world: this rank's world.
-        micro_batch_size: samples in a leaf.
+        micro_batch_size: samples in a micro-batch.
         global_batch_size: samples in a step, over all ranks; a multiple of `micro_batch_size`.
         comm: carries the comparison; None takes the world's own.
         num_epochs: passes over the data; None never ends.
         collate_fn, device: as in `loader`.
-        seed, seed_leaves: as in `loader`.
+        seed, seed_micro_batches: as in `loader`.
         compare: refuse ranks that read different samples, and a resume that finds different ones.
             False, for deliberately random samples, compares only their number.
 
@@ -75,7 +76,7 @@ class StreamLoader:
         num_epochs: int | None = 1,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         seed: int | None = None,
-        seed_leaves: bool = True,
+        seed_micro_batches: bool = True,
         compare: bool = True,
         device: torch.device | str | None = None,
     ) -> None:
@@ -106,12 +107,12 @@ class StreamLoader:
             "global_batch_size": global_batch_size,
             "micro_batch_size": micro_batch_size,
         }
-        self._seed = self._state["seed"] if seed_leaves else None
+        self._seed = self._state["seed"] if seed_micro_batches else None
         self._first = _START  # start of the first step of this pass
         self._recent: deque[Place] = deque(maxlen=_COMPARED)  # starts of the last steps
         self._is_lost = False  # whether the data set's position is unknown, as after an error
 
-    def __iter__(self) -> Iterator[Step]:
+    def __iter__(self) -> Iterator[Batch]:
         finalizing = sys.is_finalizing  # at exit this module's names may be gone
         try:
             while (step := self._next_step()) is not None:
@@ -179,12 +180,12 @@ class StreamLoader:
         here = {name: self._state[name] for name in ("steps", "samples")}
         return {**here, **self._source.place()}
 
-    def _next_step(self) -> Step | None:
+    def _next_step(self) -> Batch | None:
         """Read the next global batch, keep this rank's part, and compare the batch over ranks."""
         if self._is_lost:
             self.load_state_dict(self.state_dict())
         start, number = self._place(), self._state["steps"]
-        mine = self.plan.leaves_of(self._rank)
+        mine = self.plan.micro_batches_of(self._rank)
         self._is_lost = True  # after an error, iterating again restarts this step
         own, digests, count = self._read_step(
             self.plan.global_batch_size, self.plan.micro_batch_size, mine
@@ -194,22 +195,23 @@ class StreamLoader:
         if not count:
             return None
         self._count(start, digests, count)
-        last_rank = self.plan.leaves_of(self.plan.world_size - 1)
-        return Step(
-            self._leaves(own, number, everyone_has_leaves=last_rank[0] < len(digests)),
+        last_rank = self.plan.micro_batches_of(self.plan.world_size - 1)
+        return Batch(
+            self._micro_batches(own, number, everyone_has_some=last_rank[0] < len(digests)),
             number=number,
-            num_leaves=len(digests),
-            num_local_leaves=len(own),
+            num_micro_batches=len(digests),
+            num_local_micro_batches=len(own),
             seed=self._seed,
         )
 
     def _read_step(
         self, count: int, size: int, mine: Container[int]
     ) -> tuple[dict[int, tuple[Any, int]], list[str], int]:
-        """Read up to `count` samples as leaves of `size`. Returns the batches of the leaves in
-        `mine`, with their samples; the digest after each leaf; the total of samples.
+        """Read up to `count` samples as micro-batches of `size`. Returns the batches of the
+        micro-batches in
+        `mine`, with their samples; the digest after each micro-batch; the total of samples.
 
-        Random draws of the data set and the collate function belong to the leaf.
+        Random draws of the data set and the collate function belong to the micro-batch.
         """
         own, digests, total = {}, [], 0
         for index, begin in enumerate(range(0, count, size)):
@@ -244,27 +246,27 @@ class StreamLoader:
             what = f"{first[0]} samples on rank 0, {theirs[0]} on rank {other}"
         else:
             pairs = enumerate(zip(first[1], theirs[1], strict=True))
-            leaf = next(index for index, (one, two) in pairs if one != two)
-            what = f"leaf {leaf} has other samples on rank {other} than on rank 0"
+            micro_batch = next(index for index, (one, two) in pairs if one != two)
+            what = f"micro-batch {micro_batch} has other samples on rank {other} than on rank 0"
         raise DataError(f"the ranks read different streams at step {step}: {what}; {self.remedy}")
 
-    def _leaves(
-        self, own: dict[int, tuple[Any, int]], step: int, *, everyone_has_leaves: bool
-    ) -> Iterator[Leaf]:
+    def _micro_batches(
+        self, own: dict[int, tuple[Any, int]], step: int, *, everyone_has_some: bool
+    ) -> Iterator[MicroBatch]:
         for index, (batch, count) in own.items():
-            yield make_leaf(
+            yield make_micro_batch(
                 batch,
                 index=index,
                 step=step,
                 num_samples=count,
-                is_last=everyone_has_leaves and index == max(own),
+                is_last=everyone_has_some and index == max(own),
                 device=self._device,
                 seed=self._seed,
             )
 
 
 stream_loader = StreamLoader
-"""The name in training loops: `for step in gs.stream_loader(...)`."""
+"""The name in training loops: `for batch in gs.stream_loader(...)`."""
 
 
 def _check_whole(dataset: Any, num_epochs: int | None) -> None:
@@ -339,7 +341,9 @@ class _Source:
         if not is_alone and not hasattr(self._dataset, "set_epoch"):
             return False
         self._from_state = True  # whatever it did before
-        if own is not None or self._taken:  # else it begins with the leaf, for its random draws
+        if (
+            own is not None or self._taken
+        ):  # else it begins with the micro-batch, for its random draws
             self._begin_pass(own)
         skipped = 0 if own is not None else self._taken
         return sum(1 for _ in islice(self._samples or (), skipped)) == skipped

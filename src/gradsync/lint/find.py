@@ -138,8 +138,10 @@ def not_divided(s: Script) -> Iterator[ast.AST]:
 
 
 def _is_of_handle(node: ast.AST) -> bool:
-    """Whether it is `sync.backward(loss_sum, leaf=leaf)`."""
-    return isinstance(node, ast.Call) and bool(keyword(node, "leaf") or keyword(node, "weight"))
+    """Whether it is `sync.backward(loss, micro_batch)`."""
+    if not isinstance(node, ast.Call):
+        return False
+    return len(node.args) == 2 or bool(keyword(node, "micro_batch") or keyword(node, "weight"))
 
 
 def changed_sums(s: Script) -> Iterator[ast.AST]:

@@ -84,8 +84,8 @@ RULES = (
         level="error",
         says="gradients add up over micro-batches, and nothing divides the loss by their number",
         why="each backward adds a whole mean: the step is as many times too long",
-        fix="(loss / steps).backward(), or sums of losses over the number of targets (leaves of "
-        "gs.loader: sync.backward(loss_sum, leaf=leaf), sync.step(optimizer))",
+        fix="(loss / steps).backward(), or for the micro-batches of gs.loader sync.backward(loss, "
+        "micro_batch) and sync.step(optimizer), which divide by the targets of all",
         find=find.not_divided,
     ),
     Rule(
@@ -108,8 +108,8 @@ RULES = (
         id="GS107",
         level="error",
         says="gradients are clipped between sync.backward() and sync.step()",
-        why="there they are sums of this rank's leaves, under most strategies not even in .grad: "
-        "clipping does nothing, or something else on each number of ranks",
+        why="there they are sums of this rank's micro-batches, under most strategies not even in "
+        ".grad: clipping does nothing, or something else on each number of ranks",
         fix="sync.step(optimizer, clip_norm=1.0), which clips the mean over all ranks",
         find=find.changed_sums,
     ),

@@ -22,12 +22,12 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from gradsync.comm.values import all_sum
 from gradsync.core.torch_private import drop_received, renew_received
-from gradsync.data.leaf import Leaf
-from gradsync.data.loader import EvalLeaves
+from gradsync.data.loader import EvalLoader
+from gradsync.data.micro_batch import MicroBatch
 from gradsync.errors import RunError
 from gradsync.parallel.split_sync import SplitGroups, SplitSync
 from gradsync.parallel.stage_model import GPTStage
-from gradsync.runtime.seeds import seed_leaf
+from gradsync.runtime.seeds import seed_micro_batch
 from gradsync.sync.step_metadata import LossSum
 
 ScheduleName = Literal["1f1b", "gpipe"]
@@ -66,7 +66,7 @@ class Pipeline:
         self.sync, self.shape = sync, shape
         self._autocast, self._seed = autocast, seed
         self._device = next(model.parameters()).device
-        self._leaves: list[Leaf] = []
+        self._leaves: list[MicroBatch] = []
         self._schedule = self._make_schedule(schedule) if self.part.layout.pp > 1 else None
 
     def _make_schedule(self, name: ScheduleName) -> Any:
@@ -82,7 +82,7 @@ class Pipeline:
         # A loss function, on any stage, tells torch that there are backwards.
         return SCHEDULES[name](stage, self.shape.num_leaves, loss_fn=stage.loss, scale_grads=False)
 
-    def run(self, leaves: Sequence[Leaf]) -> None:
+    def run(self, leaves: Sequence[MicroBatch]) -> None:
         """Forward and backward of all leaves in this replica's share of a step."""
         self._leaves = list(leaves)
         try:
@@ -121,7 +121,7 @@ class Pipeline:
         leaf = self._leaves[place]
         with self._autocast:
             if self.model.config.dropout:
-                seed_leaf(self._seed, leaf.step, leaf.index)
+                seed_micro_batch(self._seed, leaf.step, leaf.index)
                 stream = torch.empty(self._stream_shape(len(leaf.inputs)), device=self._device)
                 self.model.pass_over_dropout(stream, _branch_dtype(self._device))
             return self.model(x)
@@ -146,7 +146,7 @@ class Pipeline:
         loss.backward()
 
     @torch.no_grad()
-    def evaluate(self, leaves: EvalLeaves) -> float:
+    def evaluate(self, leaves: EvalLoader) -> float:
         """See `train.learner.evaluate`: each sample once, through all stages of one replica.
 
         Stages work at the same time, each on a different leaf.
@@ -172,7 +172,7 @@ class Pipeline:
             raise RunError("the evaluation set has no target that counts: all of them are -100")
         return float(total_loss) / num_targets
 
-    def _pass_on(self, leaf: Leaf) -> Tensor | None:
+    def _pass_on(self, leaf: MicroBatch) -> Tensor | None:
         """This stage's forward; returns the loss on the last stage, else sends the stream on."""
         stages, x = self._groups.stages, leaf.inputs
         if not self.part.is_first:

@@ -21,7 +21,7 @@ from gradsync.sync.layout import BLOCK
 from gradsync.sync.norms import clip_factor, norm_from_blocks, norms_of_blocks, scale_all
 from gradsync.sync.reducer import Reducer, Replicas, Stopwatch, StragglerWatch, trainable
 from gradsync.sync.registry import build_reducer, find_strategy
-from gradsync.sync.state_methods import StateMethods
+from gradsync.sync.replica import Replica
 from gradsync.sync.step import (
     Optimizers,
     StepCall,
@@ -192,7 +192,7 @@ class SplitShards(Replicas):
                 parameter.copy_(weights[name][pieces[name].slices])
 
 
-class SplitSync(StateMethods):
+class SplitSync:
     """Per step: `leaf` around each backward, then `step` once, on all ranks.
 
     The step's small message covers all ranks of the run, so the loss, the weight and a request to
@@ -220,6 +220,7 @@ class SplitSync(StateMethods):
         self._loss = LossSum(self.reducer.parameters[0].device)
         # Rotary tables are constants: there is nothing to keep equal.
         self._buffers = BufferSync(model, groups.data, equal_replicas=False)
+        self._replica = Replica(self.comm, self.reducer, self._buffers)
         self._parts = StepParts(
             self.reducer, groups.everyone, self._buffers, 0, StragglerWatch(None)
         )
@@ -262,7 +263,7 @@ class SplitSync(StateMethods):
         heal: bool = False,
     ) -> bool:
         """Check that the replicas of each part, and both ends of a tied embedding, have the same
-        bits; RunError names the tensor and the ranks, see `StateMethods.check_replicas`."""
+        bits; RunError names the tensor and the ranks, see `GradientSync.check_replicas`."""
         layout, place = self._part.layout, self._part.place
         same = [replace(place, data=index) for index in range(layout.dp)]
         ranks = [layout.rank(at) for at in same]

@@ -18,7 +18,7 @@ from gradsync.report.charts import Event
 Points = list[tuple[float, float]]
 CHECKS = {
     "check/replicas_equal": ("replicas compared", "after step"),
-    "check/audit_equal": ("a leaf computed by two ranks", "in step"),
+    "check/audit_equal": ("a micro-batch computed by two ranks", "in step"),
 }
 """Metrics of comparisons, 1 if bits were equal: what was done, and when."""
 _STOPPED = 75  # Exit code of a run that a signal stopped, with a checkpoint written

@@ -1,15 +1,16 @@
 """Counter-based seeds: every random stream is keyed by its purpose, never by a rank.
 
-[Note: Keyed streams] Dropout of leaf i in step s is seeded by (seed, s, i): the loader seeds
-torch's, numpy's and Python's global generators right before it hands the leaf out. No stream is
-carried from leaf to leaf, so nothing per rank has to be saved and a resume is exact. The rank that
-computes a leaf cannot change its masks, nor do all ranks draw the same masks, as after one common
-seed. A leaf's forward must come before another leaf's batch is read. If leaves are taken first
-(`list(step)`), each is seeded when its batch is read, in a second pass with another key. Draws
-before a step's leaves (mixup's lambda), after its last leaf and after the loop use keys of the
-step, alike on all ranks. Reading a leaf, as random augmentation does, has its own key, in this
-process and in worker processes alike. A program with its own random streams turns this off:
-`gs.loader(..., seed_leaves=False)`.
+[Note: Keyed streams] Dropout of micro-batch i in step s is seeded by (seed, s, i): the loader seeds
+torch's, numpy's and Python's global generators right before it hands the micro-batch out. No stream
+is carried from micro-batch to micro-batch, so nothing per rank has to be saved and a resume is
+exact. The rank that computes a micro-batch cannot change its masks, nor do all ranks draw the same
+masks, as after one common seed. A micro-batch's forward must come before another micro-batch's
+batch is read. If micro-batches are taken first (`list(step)`), each is seeded when its batch is
+read, in a second pass with another key. Draws before a step's micro-batches (mixup's lambda), after
+its last micro-batch and after the loop use keys of the step, alike on all ranks. Reading a
+micro-batch, as random augmentation does, has its own key, in this process and in worker processes
+alike. A program with its own random streams turns this off:
+`gs.loader(..., seed_micro_batches=False)`.
 """
 
 from __future__ import annotations
@@ -40,18 +41,19 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def seed_leaf(seed: int, step: int, leaf: int) -> None:
-    """Seed the global generators (of torch: CPU and current CUDA device) for one leaf of a step."""
-    _seed_all(stream_seed(seed, "leaf", step, leaf))
+def seed_micro_batch(seed: int, step: int, micro_batch: int) -> None:
+    """Seed the global generators (of torch: CPU and current CUDA device) for one micro-batch of a
+    step."""
+    _seed_all(stream_seed(seed, "leaf", step, micro_batch))
 
 
-def seed_read(seed: int, step: int, leaf: int) -> None:
-    """Seed them for draws while that leaf is read."""
-    _seed_all(stream_seed(seed, "read", step, leaf))
+def seed_read(seed: int, step: int, micro_batch: int) -> None:
+    """Seed them for draws while that micro-batch is read."""
+    _seed_all(stream_seed(seed, "read", step, micro_batch))
 
 
 def seed_step(seed: int, step: int, when: Literal["before", "behind"]) -> None:
-    """Seed them alike on all ranks for draws before or after a step's leaves."""
+    """Seed them alike on all ranks for draws before or after a step's micro-batches."""
     _seed_all(stream_seed(seed, when, step))
 
 

@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 CHOICES: dict[str, str] = {
     "sync": "normalise over all ranks' samples of a micro-step; two small messages a layer",
-    "local": "normalise each leaf alone, average the running statistics over leaves; no waiting",
+    "local": "normalise each micro-batch alone, average the running statistics over micro-batches; no waiting",
     "freeze": "keep the running statistics as they are and use them, for pretrained layers",
 }
 NOT_INVARIANT = {
-    "sync": "batch_norm='sync' normalises over as many leaves at once as there are ranks, so other "
+    "sync": "batch_norm='sync' normalises over as many micro-batches at once as there are ranks, so other "
     "world sizes give other bits; use 'local' or 'freeze'",
 }
 """Choices that the invariant order refuses, and the reason."""
@@ -46,7 +46,7 @@ _TWICE = (
     "penalty): say 'local' or 'freeze', or use GroupNorm"
 )
 
-Turn = Literal["a forward", "a backward", "the backward of the last leaf", "the step's end"]
+Turn = Literal["a forward", "a backward", "the backward of the last micro-batch", "the step's end"]
 """The next action of a rank."""
 
 
@@ -75,8 +75,9 @@ class BatchNormHandling:
                 for index, ranks in group_ranks(turns).items()
             )
             raise ConfigError(
-                f"batch_norm='sync' needs equally many leaves on all ranks: {sides}; make the "
-                "number of leaves in a step a multiple of the number of ranks, or say 'local'"
+                f"batch_norm='sync' needs equally many micro-batches on all ranks: {sides}; make "
+                "the number of micro-batches in a step a multiple of the number of ranks, or say "
+                "'local'"
             )
 
     def close(self) -> None:

@@ -106,9 +106,10 @@ def checked_shares(told: Sequence[tuple[int, int]]) -> list[range]:
     for rank, (leaves, (_, first)) in enumerate(zip(ranges, told, strict=True)):
         if first not in (UNKNOWN, leaves.start):
             raise RunError(
-                f"rank {rank}'s first leaf is {first}, but the ranks below "
-                f"it have leaves 0..{leaves.start - 1}: leaves must follow each other in rank "
-                "order without gaps (as gs.loader deals them, given one global_batch_size)"
+                f"rank {rank}'s first micro-batch is {first}, but the ranks below "
+                f"it have micro-batches 0..{leaves.start - 1}: micro-batches must follow each "
+                "other in rank order without gaps (as gs.loader deals them, given one "
+                "global_batch_size)"
             )
     return ranges
 
@@ -479,9 +480,9 @@ class TreeSums:
         expected = None if self.first_leaf is None else self.first_leaf + self.num_leaves
         if index != expected:
             raise ConfigError(
-                f"leaf {index} came where leaf {expected} was due: a rank's leaves follow each "
-                "other, as gs.loader deals them, and sync.step() (or discard()) ends a step before "
-                "the next one's come"
+                f"micro-batch {index} came where micro-batch {expected} was due: a rank's "
+                "micro-batches follow each other, as gs.loader deals them, and sync.step() (or "
+                "discard()) ends a step before the next one's come"
             )
         self._top = self.num_buffers
         self._target = self._top if index is None else self._stack.push(index)

@@ -79,7 +79,7 @@ if TYPE_CHECKING:
 
 _EDITED = (
     "no rank has updated its weights; set buffers between steps on all ranks alike, and give what "
-    "differs from leaf to leaf to the forward"
+    "differs from micro-batch to micro-batch to the forward"
 )
 
 
@@ -235,7 +235,7 @@ class BufferSync:
     def leaf_begins(self, *, last: bool) -> None:
         """Begin a backward (`last`: communication begins in it)."""
         if self._batch_norm is not None and self._batch_norm.choice == "sync":
-            self._batch_norm.meet("the backward of the last leaf" if last else "a backward")
+            self._batch_norm.meet("the backward of the last micro-batch" if last else "a backward")
 
     def leaf_ends(self, *, counts: bool = True) -> None:
         """Keep the buffers' changes, unless the leaf has weight 0 (`counts=False`), and reset."""

@@ -224,6 +224,6 @@ def _known(groups: Hosts | None) -> Groups:
     if not isinstance(groups, Groups):
         raise ConfigError(
             "reduction='hierarchical' needs to know which ranks share a host: give `replicate` the "
-            "world of `gs.init()`, or `groups=gs.groups(world)`"
+            "world of `gs.init()`"
         )
     return groups

@@ -42,7 +42,7 @@ ADVICE = {
     ),
     "FullyShardedDataParallel": (
         "torch's FSDP has sharded this model already and synchronises it: give gs.replicate the "
-        "plain model, with sync='fsdp'"
+        "plain model, with strategy='fsdp'"
     ),
     "DeepSpeedEngine": "DeepSpeed synchronises this model already: give gs.replicate the plain one",
 }
@@ -64,9 +64,9 @@ def refuse_synchronised(model: nn.Module) -> None:
             raise ConfigError(ADVICE[_KINDS[found.pop()]])
         if "DataParallel" in names:
             log.warning(
-                "torch's DataParallel splits each leaf over all GPUs that this process sees, which "
-                "other ranks of this host use too: give gs.replicate the plain model, and start "
-                "one rank for each GPU"
+                "torch's DataParallel splits each micro-batch over all GPUs that this process "
+                "sees, which other ranks of this host use too: give gs.replicate the plain model, "
+                "and start one rank for each GPU"
             )
 
 

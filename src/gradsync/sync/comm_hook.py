@@ -95,7 +95,7 @@ def comm_hook(
             (torch's hook).
         group: process group to average over; None is the model's group with `register`, but torch's
             default group with DDP's `register_comm_hook(*hook)`.
-        groups: from `gs.groups(world)`, for hierarchical; None exchanges the ranks' hosts at the
+        groups: from `groups(world)`, for hierarchical; None exchanges the ranks' hosts at the
             first bucket.
         options: of powersgd; the same as those of `PowerSgd`.
 

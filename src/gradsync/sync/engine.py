@@ -113,8 +113,9 @@ class Engine(Reducer):
         self.shards.wait()  # until then buckets hold what weights are updated with
         if self._complete or self._begun:
             raise ConfigError(
-                "a leaf came after the last one of its step: sync.step() was not called in between "
-                "(or a leaf before was said to be the last, by leaf= or micro_step, and was not)"
+                "a micro-batch came after the last one of its step: sync.step() was not called in "
+                "between (or a micro-batch before was said to be the last, by micro_batch= or "
+                "micro_step, and was not)"
             )
         self._sums.begin_leaf(index)
         self._in_leaf, self._last, self._complete = True, last and self.recipe.overlap, last

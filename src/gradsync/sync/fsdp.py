@@ -85,7 +85,9 @@ class FsdpReducer(Reducer):
     ) -> None:
         group = getattr(comm, "group", None)
         if group is None:
-            raise ConfigError("sync='fsdp' needs a torch process group; use sync='naive' here")
+            raise ConfigError(
+                "strategy='fsdp' needs a torch process group; use strategy='naive' here"
+            )
         named = trainable(model)
         for name, module in model.named_modules():
             embeds = isinstance(module, nn.Embedding | nn.EmbeddingBag)
@@ -95,8 +97,8 @@ class FsdpReducer(Reducer):
         for name, parameter in named:
             if parameter.dtype != own_dtype:
                 raise ConfigError(
-                    f"sync='fsdp' needs one dtype for all trainable parameters: {named[0][0]!r} is "
-                    f"{own_dtype}, {name!r} is {parameter.dtype}"
+                    "strategy='fsdp' needs one dtype for all trainable parameters: "
+                    f"{named[0][0]!r} is {own_dtype}, {name!r} is {parameter.dtype}"
                 )
         self._seen = Seen(model)
         mesh = mesh_of(group, next(model.parameters()).device, self)
@@ -156,8 +158,8 @@ class FsdpReducer(Reducer):
             self._roll_call(0)
             if not complete and self._seen.any():
                 raise ConfigError(
-                    "sync='fsdp': no micro-step of this step was `last=True`, so no gradient was "
-                    "reduced; say it for the last leaf, on all ranks"
+                    "strategy='fsdp': no micro-step of this step was `last=True`, so no gradient "
+                    "was reduced; pass it for the last one, on all ranks"
                 )
         self._averaged = not complete
         if complete or self._seen.any():
@@ -190,10 +192,10 @@ class FsdpReducer(Reducer):
         fewer = [str(rank) for rank, left in enumerate(call.tolist()) if left < int(call.max())]
         if fewer:
             raise ConfigError(
-                "sync='fsdp': every rank needs the same number of leaves in a step, since each "
-                f"forward gathers parameters from all; rank(s) {', '.join(fewer)} had fewer than "
-                "the others. Choose a number of leaves that the world size divides, or another "
-                "strategy"
+                "strategy='fsdp': every rank needs the same number of micro-batches in a step, "
+                f"since each forward gathers parameters from all; rank(s) {', '.join(fewer)} had "
+                "fewer than the others. Choose a number of micro-batches that the world size "
+                "divides, or another strategy"
             )
 
 
@@ -226,8 +228,8 @@ class FsdpShards(Replicas):
         """Update this rank's shards; raise ConfigError for an optimizer that cannot do this."""
         if any(isinstance(optimizer, torch.optim.Muon) for optimizer in optimizers):
             raise ConfigError(
-                "sync='fsdp': torch.optim.Muon orthogonalises whole matrices, of which each rank "
-                "holds some rows; use sync='invariant', or AdamW for them"
+                "strategy='fsdp': torch.optim.Muon orthogonalises whole matrices, of which each "
+                "rank holds some rows; use strategy='invariant', or AdamW for them"
             )
         super().update(optimizers)
 
@@ -402,8 +404,9 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 def _changed_by_forward(name: str) -> ConfigError:
     return ConfigError(
-        f"sync='fsdp': a forward changes the weight {name!r} in place, as max_norm of an Embedding "
-        "does. That changes a copy, which is freed after the block: change weights after the step"
+        f"strategy='fsdp': a forward changes the weight {name!r} in place, as max_norm of an "
+        "Embedding does. That changes a copy, which is freed after the block: change weights after "
+        "the step"
     )
 
 

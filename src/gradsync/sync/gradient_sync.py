@@ -1,38 +1,29 @@
-"""The handle of a replicated model: leaf after leaf, then the step (see `step.py`).
-
-[Note: Mean or sum] A step divides once, by the targets of the whole global batch, so it needs each
-leaf's *sum*. A mean, the default of torch's loss functions, is multiplied by the number of targets
-it was taken over: with `reduction="mean"`, loss = mean x weight. For cross-entropy and `.mean()`
-this gives the sum's gradient bit for bit (weight / weight is 1). For `mse_loss` and similar losses
-it is equal up to rounding, because they divide by the number of elements first.
-
-The autograd graph shows a mean that is used as a sum. Torch names a graph's nodes and their saved
-values without documenting the names; the tests go through all losses of `torch.nn.functional`. A
-loss that is not recognised causes no warning.
-"""
+"""The handle of a replicated model: micro-batches, then the step (see `step.py`)."""
 
 from __future__ import annotations
 
 import logging
-import math
 import operator
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from torch import Tensor
 
 from gradsync.comm.base import Communicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
-from gradsync.core.torch_private import saved, version
+from gradsync.core.files import counted
+from gradsync.core.torch_private import version
 from gradsync.errors import ConfigError, RunError
 from gradsync.runtime.gloo_group import wait_until_workers_sleep
 from gradsync.sync.batch_norm import BatchNormHandling, choose_batch_norm
 from gradsync.sync.buffers import BufferSync
+from gradsync.sync.check_replicas import check_replicas, replica_tensors
+from gradsync.sync.loss import MeanCheck, counts_for_nothing, to_sum, weight_of
 from gradsync.sync.reducer import Reducer, StragglerWatch
-from gradsync.sync.state_methods import StateMethods
+from gradsync.sync.replica import Replica
 from gradsync.sync.step import (
     Optimizers,
     StepCall,
@@ -50,15 +41,17 @@ from gradsync.sync.watch import ReplicaWatch, optimizer_watch, refuse_closure
 if TYPE_CHECKING:
     from torch import nn
 
+    from gradsync.data.micro_batch import MicroBatch
+
 _CHANGED_SUMS = (
     "gradients were cleared or replaced between sync.backward() and the end of the step, which is "
     "sync.step(): it clears them itself, so leave zero_grad() out (or call it before the first "
-    "leaf), and clip by sync.step(optimizer, clip_norm=...)"
+    "micro-batch), and clip by sync.step(optimizer, clip_norm=...)"
 )
 _OTHER_GRADIENTS = (
     "a parameter of shape {} has a gradient that sync.backward() did not make: by loss.backward() "
     "(a penalty?), by hand, or left over. It would be added once on each rank. Add a penalty to "
-    "the loss of each leaf (reduction='mean': loss + penalty); clear what is left over with "
+    "the loss of each micro-batch (loss + penalty); clear what is left over with "
     "optimizer.zero_grad() before the step's first sync.backward()"
 )
 _SCALES = (
@@ -70,22 +63,24 @@ _NO_MEAN_LOSS = (
     "Average it yourself with gs.all_reduce, or use sync.backward() and sync.step()"
 )
 _OUTSIDE = (
-    "enclose forward and backward of each leaf in "
-    "`with sync.micro_step(last=leaf.is_last, index=leaf.index):`"
+    "enclose forward and backward of each micro-batch in "
+    "`with sync.micro_step(last=micro_batch.is_last, index=micro_batch.index):`"
 )
 _NO_SCALER = (
     "cannot work with a GradScaler: a gradient that is not finite would stay in what it remembers; "
     "use bf16, or another strategy"
 )
+log = logging.getLogger("gradsync")
+
 HANDLE = "_gradsync"
 """Attribute of a model that refers to its handle; hooks do not keep the handle alive."""
 
 
-class GradientSync(UserLoopMethods, StateMethods):
+class GradientSync(UserLoopMethods):
     """Handle of a replicated model, made by `gs.replicate`.
 
-    In each step call `backward` for each leaf, then `step` once. In the user's training loop:
-    `loss.backward()`, `finish()`, `optimizer.step()`.
+    In each step call `backward` for each micro-batch, then `step` once. In the user's training
+    loop: `loss.backward()`, `finish()`, `optimizer.step()`.
 
     Args:
         model: on its device; its replicas are equal.
@@ -104,7 +99,7 @@ class GradientSync(UserLoopMethods, StateMethods):
         *,
         number: int = 0,
     ) -> None:
-        self.model, self.comm, self.reducer = model, comm, reducer
+        self.model = model
         if not reducer.parameters:
             raise RunError("the model has no trainable parameter: nothing to synchronise")
         self._loss = LossSum(reducer.parameters[0].device)
@@ -117,6 +112,7 @@ class GradientSync(UserLoopMethods, StateMethods):
         shards = reducer.shards
         handling = batch_norm or choose_batch_norm(model, comm, None)
         self._buffers = BufferSync(model, comm, handling, equal_replicas=shards.equal_replicas)
+        self._replica = Replica(comm, reducer, self._buffers)
         watch = ReplicaWatch(model, comm, equal=shards.whole_parameters and shards.equal_replicas)
         self._stragglers = StragglerWatch(comm)
         self._parts = StepParts(reducer, comm, self._buffers, number, self._stragglers, watch)
@@ -139,30 +135,24 @@ class GradientSync(UserLoopMethods, StateMethods):
 
         Strategies that work by hooks do not need it; for them it only calls the model.
         """
-        return self.reducer.forward
-
-    def prime(self, forward_backward: Callable[[], None]) -> None:
-        """Run a throwaway backward before the first step. Some strategies group sums by the first
-        backward, so without this a resumed run would have other bits."""
-        with self._buffers.untouched():
-            self.reducer.prime(forward_backward)
+        return self._replica.reducer.forward
 
     @contextmanager
     def micro_step(self, *, last: bool, index: int | None = None) -> Generator[None]:
-        """Enclose forward and `backward` of one leaf.
+        """Enclose forward and `backward` of one micro-batch.
 
         Needed by strategies that must know before the forward (`ddp`, `powersgd`, `fsdp`). It does
-        no harm with others, which learn here what the `leaf` of `backward` would tell them.
+        no harm with others, which learn here what the `micro_batch` of `backward` tells them.
 
         Args:
-            last: `leaf.is_last` of the loader: no leaf follows, so communication may begin.
-            index: `leaf.index` of the loader, see `backward`.
+            last: `micro_batch.is_last`: none follows, so communication may begin.
+            index: `micro_batch.index`, see `backward`.
         """
         self._last, self._index = last, index
         self._stragglers.leaf_begins()
         self._user_loop.in_micro_step = True
         try:
-            with self.reducer.micro_step(last=last):
+            with self._replica.reducer.micro_step(last=last):
                 yield
         finally:
             self._last, self._index = False, None
@@ -172,38 +162,40 @@ class GradientSync(UserLoopMethods, StateMethods):
     def backward(
         self,
         loss: Tensor,
+        micro_batch: MicroBatch | None = None,
         *,
         weight: float | Tensor | None = None,
-        leaf: Any = None,
-        reduction: str | None = None,
+        reduction: Literal["mean", "sum"] = "mean",
         scale: Any = None,
     ) -> None:
-        """Run the backward of one leaf. Discards gradients for models of other handles.
+        """Run the backward of one micro-batch. Discards gradients for models of other handles.
 
         Args:
-            loss: *summed* over the leaf's targets, []; or their mean, see `reduction`.
-            weight: number of these targets (0 for a leaf that is all padding); None is
-                `leaf.num_targets`.
-            leaf: from `gs.loader`. Its `is_last` lets communication begin in this backward. Its
-                `index` lets `invariant` add up leaves immediately instead of keeping each.
-            reduction: "sum", or "mean" if `loss` is the mean over the `weight` targets (a mean over
-                no targets counts as nothing). None is "sum", and warns once if the loss looks like
-                a mean (docs/guide/training-loop.md).
+            loss: the mean over the micro-batch's targets, []; or their sum, see `reduction`.
+            micro_batch: from `gs.loader`. Its `is_last` lets communication begin in this backward.
+                Its `index` lets `invariant` add gradients immediately instead of keeping each.
+            weight: number of targets that the loss counts (0 for padding alone); None is
+                `micro_batch.num_targets`.
+            reduction: "mean", or "sum" if `loss` is summed over the `weight` targets. A mean over
+                no targets counts as nothing.
             scale: a `torch.amp.GradScaler`, for fp16.
 
         Raises:
-            TypeError: neither weight nor leaf; a loss that is no tensor.
+            TypeError: neither a micro-batch nor a weight; a loss that is no tensor.
             ConfigError: a weight that is not a finite number >= 0; an unknown reduction; no
                 enclosing `micro_step` although the strategy needs it; the last backward raised and
                 `discard` was not called; the handle is closed.
         """
-        last, index = (self._last, self._index) if leaf is None else (leaf.is_last, leaf.index)
-        weight = leaf_weight(weight, leaf)
+        last, index = self._last, self._index
+        if micro_batch is not None:
+            last, index = micro_batch.is_last, micro_batch.index
+        weight = weight_of(weight, micro_batch)
         self._refuse_if_failed()
-        if self.reducer.needs_micro_step and not self._user_loop.in_micro_step:
-            raise ConfigError(f"sync={self.reducer.strategy!r}: {_OUTSIDE}")
+        if self._replica.reducer.needs_micro_step and not self._user_loop.in_micro_step:
+            raise ConfigError(f"strategy={self._replica.reducer.strategy!r}: {_OUTSIDE}")
         loss_sum = to_sum(loss, weight, reduction)
-        self._check_mean(loss, weight, leaf, reduction=reduction)
+        if reduction == "mean":
+            self._check_mean(loss, weight)
         nothing = reduction == "mean" and not weight
         self._sums.check()
         self._check_scale(scale)
@@ -212,7 +204,7 @@ class GradientSync(UserLoopMethods, StateMethods):
         root = loss_sum if scale is None else scale.scale(loss_sum)
         with (
             self._user_loop.enclosed(root),
-            self.reducer.leaf(last=last, index=index),
+            self._replica.reducer.leaf(last=last, index=index),
             counts_for_nothing(loss) if nothing else nullcontext(),
         ):
             self._user_loop.leaves += 1
@@ -220,9 +212,9 @@ class GradientSync(UserLoopMethods, StateMethods):
             root.backward()
         self._failed = False
         self._buffers.leaf_ends(counts=weight > 0)
-        self._loss.add(loss_sum, weight, leaf)
+        self._loss.add(loss_sum, weight, micro_batch)
         self._sums.note()
-        if (ended := getattr(leaf, "backward_ended", None)) is not None:
+        if (ended := getattr(micro_batch, "backward_ended", None)) is not None:
             ended()
 
     def step(
@@ -246,15 +238,16 @@ class GradientSync(UserLoopMethods, StateMethods):
 
         Raises:
             ConfigError: on all ranks, before any update: optimizers, hyper-parameters, `clip_norm`
-                or orders of samples (`leaf`) differ between ranks; a parameter is in two optimizers
-                or not in this model; the strategy cannot shard an optimizer; `scale` under a
-                strategy that cannot skip a step; no rank had a backward since the last step;
+                or orders of samples (`micro_batch`) differ between ranks; a parameter is in two
+                optimizers or not in this model; the strategy cannot shard an optimizer; `scale`
+                under a strategy that cannot skip a step; no rank had a backward since the last
+                step;
                 `loss.backward()` instead of `sync.backward`; a parameter was added or became
                 trainable after `gs.replicate`; and see `backward`.
             RunError: on all ranks, before any update: weights changed since the last step on some
                 ranks, and differ.
         """
-        reducer, optimizers = self.reducer, each_optimizer(optimizer)
+        reducer, optimizers = self._replica.reducer, each_optimizer(optimizer)
         self._refuse_if_failed()
         for each in optimizers:
             refuse_closure(each)
@@ -262,12 +255,12 @@ class GradientSync(UserLoopMethods, StateMethods):
         if not self._user_loop.leaves and self._user_loop.pending:
             raise ConfigError(
                 "loss.backward() is followed by optimizer.step(); sync.step(optimizer) needs "
-                "sync.backward(loss_sum, weight=...), which says how many targets the loss counts"
+                "sync.backward(loss, micro_batch), which says how many targets the loss counts"
             )
         self._sums.check(last=True)
         self._check_scale(scale)
         if scale is not None and not reducer.shards.takes_scaler:
-            raise ConfigError(f"sync={reducer.strategy!r} {_NO_SCALER}")
+            raise ConfigError(f"strategy={reducer.strategy!r} {_NO_SCALER}")
         call = StepCall(
             loss=self._loss,
             update=Update(reducer, optimizers),
@@ -321,6 +314,113 @@ class GradientSync(UserLoopMethods, StateMethods):
                 "sync.discard() in place of step() (then no rank updates anything)"
             )
 
+    def state_dict(self, optimizer: Optimizers | None = None) -> dict[str, Any]:
+        """Whole state of the model, the optimizer and the strategy, for a checkpoint.
+
+        All ranks call it, between two steps, and get the same: copies, which later steps do not
+        change. Rank 0 saves it by `torch.save`; data sets have a state of their own
+        (`loader.state_dict()`).
+
+        Args:
+            optimizer: one, or the list passed to `step`; None leaves their states out.
+
+        Returns:
+            "model": as `model.state_dict()` of the model without gradsync. "optimizer": of the one
+            optimizer, or a list; None if there is none. "strategy": what it keeps between steps.
+        """
+        replica, optimizers = self._replica, None
+        if optimizer is not None:
+            replica.gather(optimizer)
+            states = [deepcopy(each.state_dict()) for each in each_optimizer(optimizer)]
+            optimizers = states if isinstance(optimizer, Sequence) else states[0]
+        strategy = {name: tensor.clone() for name, tensor in replica.state_tensors().items()}
+        weights = replica.full_weights()
+        if optimizer is not None:
+            replica.scatter(optimizer)
+        return {"model": weights, "optimizer": optimizers, "strategy": strategy}
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], optimizer: Optimizers | None = None
+    ) -> None:
+        """Restore what `state_dict` returned, on any number of ranks and under any strategy.
+
+        All ranks call it after `gs.replicate`, each with the whole state.
+
+        Args:
+            state: from `state_dict`; its tensors may be on another device.
+            optimizer: as for `state_dict`; None restores weights only.
+
+        Raises:
+            ConfigError: `state` has no state of the optimizers, or of another number of them.
+        """
+        missing = {"model", "optimizer", "strategy"} - set(state)
+        if missing:
+            raise ConfigError(f"this is no state of sync.state_dict(): it has no {min(missing)!r}")
+        replica = self._replica
+        optimizers = [] if optimizer is None else each_optimizer(optimizer)
+        states: list[Any] = []
+        if optimizer is not None:
+            states = state["optimizer"]
+            states = states if isinstance(states, list) else [states]
+            if None in states or len(states) != len(optimizers):
+                given = 0 if None in states else len(states)
+                raise ConfigError(
+                    f"the state holds {counted(given, 'optimizer')}, load_state_dict() was given "
+                    f"{len(optimizers)}: give both calls the same as sync.step()"
+                )
+        replica.load_full_weights(state["model"])
+        for each, held in zip(optimizers, states, strict=True):
+            each.load_state_dict(held)
+        if optimizer is not None:
+            replica.scatter(optimizer)
+        replica.load_state_tensors(state["strategy"])
+
+    def synchronize_replicas(self) -> None:
+        """Make replicas equal at the end of a run, on all ranks, under strategies that let them
+        drift (`local_sgd`, `diloco`); does nothing under others."""
+        self._replica.synchronize_replicas()
+
+    def check_replicas(
+        self,
+        optimizer: Optimizers | None = None,
+        *,
+        step: int | None = None,
+        heal: bool = False,
+    ) -> bool:
+        """Check that all ranks hold the same bits: compares a hash per parameter and buffer.
+
+        All ranks call it between two steps, after `step` and before the next step's first
+        `backward`. When ranks divide an update (on one host, `zero1`, `zero2`), weights that
+        differed before it become one mixture, equal on all ranks. It finds changes that a step does
+        not notice by itself, such as `p.data[0] = 0`.
+
+        Args:
+            optimizer: compare its state too; not under strategies that shard it.
+            step: number of the step, for the message.
+            heal: copy the bits that more than half of the ranks hold to the others, with a warning.
+
+        Returns:
+            Whether the bits were equal before; False if something was healed.
+
+        Raises:
+            RunError: on every rank: names the first tensor that differs, the step and the ranks;
+                with `heal` only if no majority agrees.
+            ConfigError: under a strategy whose ranks differ on purpose.
+        """
+        shards = self._replica.reducer.shards
+        if not (shards.whole_parameters and shards.equal_replicas):
+            raise ConfigError(
+                f"strategy={self._replica.reducer.strategy!r} lets ranks hold different values "
+                "on purpose: there is nothing to check"
+            )
+        shards.wait()
+        optimizers = [] if optimizer is None else each_optimizer(optimizer)
+        tensors = replica_tensors(self.model, optimizers)
+        healed = check_replicas(tensors, self._replica.comm, step=step, heal=heal)
+        if healed and self._parts.watch:
+            self._parts.watch.remember(*optimizers)
+        return not healed
+
     def close(self) -> None:
         """Remove the hooks from the model, which stays usable.
 
@@ -329,17 +429,23 @@ class GradientSync(UserLoopMethods, StateMethods):
         """
         self._user_loop.close()
         self._ddp_watch.remove()
-        self.reducer.close()
+        self._replica.reducer.close()
         self._buffers.close()
         for part in self.model.modules():
             if part.__dict__.get(HANDLE) is self:
                 del part.__dict__[HANDLE]
         others = [listener.comm for listener in optimizer_watch().present()]
         own = (SharedMemoryCommunicator, ProcessGroupCommunicator)
-        if isinstance(self.comm, own) and self.comm not in others:
-            self.comm.close()
-        if self.comm.world_size > 1:
+        if isinstance(self._replica.comm, own) and self._replica.comm not in others:
+            self._replica.comm.close()
+        if self._replica.comm.world_size > 1:
             wait_until_workers_sleep()
+
+    def __repr__(self) -> str:
+        replica = self._replica
+        of = f"{type(self.model).__name__}, {counted(len(replica.reducer.parameters), 'parameter')}"
+        ranks = f"rank {replica.comm.rank} of {replica.comm.world_size}"
+        return f"<{type(self).__name__} {replica.reducer.strategy} of {of}, {ranks}>"
 
     def __deepcopy__(self, memo: object) -> None:
         """Give a copy of the model no handle, because the copy is not synchronised."""
@@ -380,145 +486,3 @@ class _Sums:
     def _now(self) -> tuple[list[Any], list[int]]:
         grads = [p.grad for p in self._parameters]
         return grads, [version(grad) for grad in grads if grad is not None]
-
-
-# -- a leaf's loss --------------------------------------------------------------------------------
-
-log = logging.getLogger("gradsync")
-
-_MEAN = 1
-"""The `reduction` that a loss's node stores: 0 none, 1 mean, 2 sum."""
-_LOOKED_AT = 100
-"""Number of a graph's nodes that are searched for a mean."""
-_PASSED = ("Add", "Sub", "Neg", "Mul", "Div", "ToCopy", "Clone", "Alias", "View", "Squeeze")
-"""Operations between losses and the argument of `backward`: weighted sums, casts, reshapes."""
-
-
-def leaf_weight(weight: float | Tensor | None, leaf: Any) -> float:
-    """Weight of a leaf, a finite number >= 0: `weight`, or the leaf's number of targets."""
-    if weight is None:
-        if leaf is None:
-            raise TypeError("backward() needs weight= (the number of targets) or leaf=")
-        weight = leaf.num_targets
-    weight = float(weight)
-    if not 0 <= weight < math.inf:
-        raise ConfigError(f"backward(weight=...) must be a finite number >= 0, got {weight}")
-    return weight
-
-
-def to_sum(loss: Tensor, weight: float, reduction: str | None) -> Tensor:
-    """Convert a leaf's loss, [], to the sum over its `weight` targets, see [Note: Mean or sum];
-    `reduction` None is "sum"."""
-    if reduction not in (None, "sum", "mean"):
-        raise ConfigError(f"backward(reduction=...) must be 'sum' or 'mean', got {reduction!r}")
-    if not isinstance(loss, Tensor):
-        raise TypeError(
-            f"backward() needs the loss's tensor (without .item()), got {type(loss).__name__}"
-        )
-    if loss.dim() and loss.numel() == 1:
-        loss = loss.reshape(())
-    if reduction != "mean":
-        return loss
-    return loss * weight if weight else loss.nan_to_num(0.0, 0.0, 0.0) * 0.0
-
-
-@contextmanager
-def counts_for_nothing(loss: Tensor) -> Generator[None]:
-    """Enclose the backward of a mean over nothing: every gradient in its graph becomes zero, since
-    0 / 0 would make it nan. Backward must still run, because torch's DDP and FSDP communicate in
-    it."""
-    nodes, seen = [loss.grad_fn], set()
-    while nodes:
-        node = nodes.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            nodes += [inner for inner, _ in node.next_functions]
-    hooks = [node.register_prehook(_zeros) for node in seen]
-    try:
-        yield
-    finally:
-        for hook in hooks:  # a parameter's node outlives the graph
-            hook.remove()
-
-
-def _zeros(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    return tuple(None if g is None else torch.zeros_like(g) for g in gradients)
-
-
-class MeanCheck:
-    """Warns, once and on one rank (`said`), of a mean that is used as a sum, or that was taken over
-    another number of targets than its weight. Checks only the first leaves, since the form of a
-    program's loss does not change."""
-
-    def __init__(self, *, said: bool) -> None:
-        self._leaves_left = 8 if said else 0
-
-    def __call__(self, loss: Tensor, weight: float, leaf: Any, *, reduction: str | None) -> None:
-        """Check a leaf's `loss`, [], that counts `weight` targets, before its backward."""
-        if not self._leaves_left or weight <= 1 or reduction == "sum":
-            return  # the mean of one target is the sum
-        self._leaves_left -= 1
-        wrong = _wrong_count(loss, weight) if reduction else _taken_for_a_sum(loss, weight, leaf)
-        if wrong:
-            self._leaves_left = 0
-            log.warning(wrong + " (said once)")
-
-
-def _taken_for_a_sum(loss: Tensor, weight: float, leaf: Any) -> str:
-    found = list(_reductions(loss, (weight, getattr(leaf, "num_samples", weight))))
-    # Torch's own losses decide: a penalty that is added to them may be a mean.
-    means = [mean for node, mean in found if saved(node, "reduction") is not None]
-    means = means or [mean for _, mean in found]
-    # One mean per target, added over the samples, is a sum.
-    if not all(means) or not 0 < len(means) < weight:
-        return ""
-    who = f"weight={weight:g}" if leaf is None else "leaf=leaf"
-    return (
-        "this loss is a mean, and sync.backward expects a sum (sync.step divides by all targets of "
-        f"the global batch): write sync.backward(loss, {who}, reduction='mean'), or give the loss "
-        "function reduction='sum'; if the loss is right as it is, sync.backward(..., "
-        "reduction='sum') ends this warning"
-    )
-
-
-def _wrong_count(loss: Tensor, weight: float) -> str:
-    found = [node for node, mean in _reductions(loss) if mean and "NllLoss" in node.name()]
-    if len(found) != 1:
-        return ""
-    counted = saved(found[0], "total_weight")  # in the dtype of the logits, and rounded to it
-    rounding = max(1e-5, 2 * torch.finfo(counted.dtype).eps)
-    if math.isclose(float(counted), weight, rel_tol=rounding):
-        return ""
-    return (
-        f"the mean of this loss was taken over {float(counted):g} (targets that are not ignored, "
-        f"or their class weights), but it counts for {weight:g}: give sync.backward the number as "
-        "weight=, as in weight=(labels[:, 1:] != -100).sum() where a language model shifts its "
-        "labels"
-    )
-
-
-def _reductions(loss: Tensor, counts: Sequence[float] = ()) -> Iterator[tuple[Any, bool]]:
-    """The reductions that `loss`, [], is a weighted sum of: nodes, and whether each is a mean.
-
-    Division by one of `counts` makes a mean; division by 2, as in `x.square().sum() / 2`, does not.
-    """
-    nodes = [loss.grad_fn]
-    for _ in range(_LOOKED_AT):
-        node = nodes.pop() if nodes else None
-        if node is None:
-            continue
-        name = node.name().rstrip("0123456789").removesuffix("Backward")
-        if reduction := saved(node, "reduction"):
-            yield node, reduction == _MEAN
-        elif name == "Sum" or (name == "Mean" and (saved(node, "self_sym_numel") or 0) > 1):
-            yield node, name == "Mean"
-        elif name == "Div" and (divisor := _divisor(node)) in counts and divisor > 2:
-            yield node, True
-        elif name in _PASSED:
-            nodes += [inner for inner, _ in node.next_functions]
-
-
-def _divisor(node: Any) -> float:
-    other = saved(node, "other")
-    one = not isinstance(other, Tensor) or other.numel() == 1
-    return 0.0 if other is None or not one else float(other)

@@ -87,7 +87,8 @@ class Recipe(Options):
     )
     order: Order = option(
         "any",
-        "Order of sums: any, or the fixed tree over leaves, so that bits do not depend on ranks.",
+        "Order of sums: any, or the fixed tree over micro-batches, so that bits do not depend on "
+        "ranks.",
     )
     reduction: ReductionName = option(
         "backend",
@@ -143,7 +144,7 @@ class Recipe(Options):
         if self.wire == "fp16":
             raise ConfigError(
                 "order='invariant' rounds each node of its tree, to bf16: fp16 would need a scale, "
-                "which depends on how leaves are shared out; use wire='bf16' or 'same'"
+                "which depends on how micro-batches are shared out; use wire='bf16' or 'same'"
             )
 
     def bucket_size_mb(self, device: str) -> float:

@@ -178,7 +178,7 @@ class Replicas:
     """
 
     strategy = ""
-    """Name that users pass as `gs.replicate(sync=...)`; for messages."""
+    """Name that users pass as `gs.replicate(strategy=...)`; for messages."""
     takes_scaler = True
     """False if a step with inf or nan gradients, which a GradScaler skips, would do damage."""
     equal_replicas = True
@@ -303,7 +303,7 @@ class Replicas:
         self, optimizer: Optimizer, states: Mapping[Any, dict[str, Any]]
     ) -> None:
         """Restore a part from `sharded_state_dict`, on the parameters' device."""
-        raise RunError(f"sync={self.strategy!r} has whole state on every rank")
+        raise RunError(f"strategy={self.strategy!r} has whole state on every rank")
 
     def sharded_weights(self) -> dict[str, tuple[Share, Tensor]] | None:
         """This rank's part of parameters and buffers by the names of `model.state_dict()`, flat,
@@ -312,7 +312,7 @@ class Replicas:
 
     def load_sharded_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Overwrite this rank's part with the result of `sharded_weights`."""
-        raise RunError(f"sync={self.strategy!r} has whole weights on every rank")
+        raise RunError(f"strategy={self.strategy!r} has whole weights on every rank")
 
     def full_weights(self) -> dict[str, Tensor]:
         """Whole parameters and buffers by name, as `model.state_dict()`."""
@@ -349,7 +349,7 @@ class Reducer(ABC):
     """
 
     strategy = ""
-    """Name that users pass as `gs.replicate(sync=...)`."""
+    """Name that users pass as `gs.replicate(strategy=...)`."""
     own_gradients = False
     """True if `named_gradients` are this rank's alone, whatever was sent."""
     user_loop = False

@@ -165,10 +165,10 @@ STRATEGIES: dict[str, Strategy] = {
         ),
         Strategy(
             name="invariant",
-            summary="bucketed, summed along a fixed tree over leaves: the same bits on any number "
+            summary="bucketed, summed along a fixed tree over micro-batches: the same bits on any number "
             "of ranks",
             cost="2(W-1)/W S bytes with equal shares (more with uneven ones), two operations per "
-            "bucket, a bucket, and S per open tree level (none with one leaf a rank)",
+            "bucket, a bucket, and S per open tree level (none with one micro-batch a rank)",
             promise="bitwise",
             build=_engine,
             defaults=Recipe(order="invariant"),
@@ -240,7 +240,7 @@ STRATEGIES: dict[str, Strategy] = {
             name="fsdp",
             summary="torch's FSDP2: parameters, gradients and optimizer state in shares, gathered "
             "block by block",
-            cost="(W-1)/W S bytes per leaf for each of two gathers, and once for the "
+            cost="(W-1)/W S bytes per micro-batch for each of two gathers, and once for the "
             "reduce-scatter, three operations per block, everything/W plus two whole blocks",
             build=_fsdp,
             defaults=FsdpOptions(),
@@ -323,18 +323,22 @@ def check_options(strategy: Strategy, options: Mapping[str, Any]) -> Options:
     for name in options:
         if name not in strategy.options:
             known = ", ".join(strategy.options) or "none"
-            raise ConfigError(f"sync={strategy.name!r} has no option {name!r} (it has: {known})")
+            raise ConfigError(
+                f"strategy={strategy.name!r} has no option {name!r} (it has: {known})"
+            )
     checked = replace(strategy.defaults, **words_of_dtypes(options))
     if isinstance(checked, Recipe) and strategy.same_on_any_ranks:
         if checked.order != "invariant":
             raise ConfigError(
-                f"sync={strategy.name!r} promises bits that do not depend on ranks, which "
-                f"order={checked.order!r} cannot keep; sync='bucketed' takes the other options too"
+                f"strategy={strategy.name!r} promises bits that do not depend on ranks, which "
+                f"order={checked.order!r} cannot keep; strategy='bucketed' takes the other options "
+                "too"
             )
         if (strategy.promise == "lossy") != (checked.wire != "same"):
             raise ConfigError(
-                f"sync={strategy.name!r} names its bits, which wire={checked.wire!r} would change: "
-                "sync='invariant' rounds nothing, sync='invariant_bf16' each node of the tree"
+                f"strategy={strategy.name!r} names its bits, which wire={checked.wire!r} would "
+                "change: strategy='invariant' rounds nothing, strategy='invariant_bf16' each node "
+                "of the tree"
             )
     return checked
 

@@ -54,7 +54,7 @@ def replicate(
     model: nn.Module,
     world: World | None = None,
     *,
-    sync: str = "invariant",
+    strategy: str = "invariant",
     batch_norm: str | None = None,
     comm: Communicator | None = None,
     groups: Hosts | None = None,
@@ -74,13 +74,14 @@ def replicate(
         model: on its device already.
         world: from `gs.init()` or `gs.World.from_process_group()`; None uses the latter if torch's
             default process group exists, else one rank.
-        sync: a strategy of `gradsync.sync.registry.STRATEGIES`.
+        strategy: a name in `gradsync.sync.registry.STRATEGIES`.
         batch_norm: "sync", "local" or "freeze": required if the model has BatchNorm, see
             `gradsync.sync.batch_norm`. With "local" running statistics move once per step, in DDP
             once per micro-batch: `momentum=1 - (1 - m) ** k` keeps DDP's pace for k micro-batches.
         comm: a communicator to use instead of the world's own.
-        groups: from `gs.groups(world)`, for `sync="hierarchical"`; None makes them from `world`.
-            Sums along the tree follow the hosts without `groups`, using the placement in `world`.
+        groups: from `gradsync.comm.groups.groups(world)`, for `strategy="hierarchical"`; None makes
+            them from `world`. Sums along the tree follow the hosts without `groups`, using the
+            placement in `world`.
         options: of the strategy, such as `bucket_mb=25.0`. DDP's `bucket_cap_mb` (torch's own name)
             means `bucket_mb`; its options at their default, or that change no result, are ignored.
 
@@ -90,9 +91,9 @@ def replicate(
         RunError: several ranks (of `world`, or by the launcher's variables) but no process group;
             no trainable parameter.
     """
-    strategy = find_strategy(sync)
+    found = find_strategy(strategy)
     ddp = torch.nn.parallel.DistributedDataParallel
-    take_torchs(f"sync={sync!r}", options, strategy.options, ddp)
+    take_torchs(f"strategy={strategy!r}", options, found.options, ddp)
     for name, parameter in trainable(model):
         if optimizer_watch().owns(parameter):
             said = f"parameter {name!r} of this model is replicated already"
@@ -107,14 +108,14 @@ def replicate(
             world = _world_here()
         comm = communicator(world)
     one_host = world is None or world.one_host
-    if groups is None and world is not None and wants_groups(strategy, options):
+    if groups is None and world is not None and wants_groups(found, options):
         from gradsync.comm.groups import groups as make_groups
 
         groups = make_groups(world)
-    elif groups is None and world is not None and follows_hosts(strategy, options, world):
+    elif groups is None and world is not None and follows_hosts(found, options, world):
         groups = _placement(comm, world)
     handle = _bind(
-        strategy, model, comm, options, groups=groups, batch_norm=batch_norm, one_host=one_host
+        found, model, comm, options, groups=groups, batch_norm=batch_norm, one_host=one_host
     )
     # Hooks do not keep their handle alive; the model does. See GradientSync.__deepcopy__.
     for part in model.modules():
@@ -170,19 +171,19 @@ def _bind(
         # Its sums are sent in backward too, on the same group. Buckets would come between them, at
         # different places on ranks that use other parameters.
         options = {"overlap": False, **options}
-    settings = {"sync": strategy.name, "batch_norm": batch_norm}
+    settings = {"strategy": strategy.name, "batch_norm": batch_norm}
     check_same_model(model, comm, settings | {name: repr(v) for name, v in options.items()})
     order = options.get("order", strategy.recipe.order if strategy.recipe else "any")
     if order == "invariant" and batch_norm in NOT_INVARIANT:
-        raise ConfigError(f"sync={strategy.name!r}: {NOT_INVARIANT[batch_norm]}")
+        raise ConfigError(f"strategy={strategy.name!r}: {NOT_INVARIANT[batch_norm]}")
     comm = with_cpu_group(comm)
     handling = choose_batch_norm(model, comm, batch_norm)
     if order == "invariant" and comm.rank == 0:
         device, threads = trainable(model)[0][1].device.type, torch.get_num_threads()
         if device == "cuda" and not torch.are_deterministic_algorithms_enabled():
-            log.warning("sync=%r: %s", strategy.name, _OTHER_BITS)
+            log.warning("strategy=%r: %s", strategy.name, _OTHER_BITS)
         if device == "cpu" and threads > 1:
-            log.warning(f"sync=%r: {_OTHER_THREADS}", strategy.name, threads)
+            log.warning(f"strategy=%r: {_OTHER_THREADS}", strategy.name, threads)
     broadcast_model(model, comm)
     if one_host:
         comm = _fastest(strategy, model, comm, options)

@@ -61,8 +61,8 @@ _OTHER_ORDER = (
 )
 _NO_BACKWARD = (
     "step() came without a backward on any rank since the last step, which used up all gradients: "
-    "sync.backward comes on every rank, for each of its leaves; several optimizers after one "
-    "backward are one call, sync.step([a, b]); several models in one backward are one handle, "
+    "sync.backward comes on every rank, for each of its micro-batches; several optimizers after "
+    "one backward are one call, sync.step([a, b]); several models in one backward are one handle, "
     "gs.replicate(torch.nn.ModuleList([a, b]))"
 )
 
@@ -237,7 +237,7 @@ def _refuse_unlike(parts: StepParts, agreed: StepMetadata, call: StepCall) -> No
         call.loss.warn_of_data(agreed.missing)
     if not agreed.same_order and not agreed.discard:
         order = call.loss.order if call.loss else ""
-        refuse_difference(parts.comm, {"gs.loader": order or "no leaf"}, _OTHER_ORDER)
+        refuse_difference(parts.comm, {"gs.loader": order or "no micro-batch"}, _OTHER_ORDER)
     model, known = parts.reducer.model, parts.reducer.parameters
     if not (any(agreed.used) or agreed.discard) and parts.reducer.shards.whole_parameters:
         # Rare, so it may search the whole model: a replacement parameter has no hook.

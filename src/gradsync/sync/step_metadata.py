@@ -224,9 +224,10 @@ class LossSum:
         order = self.order
         if missing > 0:
             self._warn(
-                f"{counted(missing, 'leaf', 'leaves')} of this step came from gs.loader, but to "
-                "sync.backward on no rank, and nothing of them counts: it is called on every rank "
-                "for each leaf, with weight=0 where none of its targets shall count"
+                f"{counted(missing, 'micro-batch', 'micro-batches')} of this step came from "
+                "gs.loader, but to sync.backward on no rank, and nothing of them counts: it is "
+                "called on every rank for each micro-batch, with weight=0 where none of its "
+                "targets shall count"
             )
         if order and order == self._first:
             self._warn(
@@ -241,12 +242,12 @@ class LossSum:
             self._warned.add(text[:20])
             log.warning("%s (said once)", text)
 
-    def add(self, loss_sum: Tensor, weight: float, leaf: Any = None) -> None:
-        """Add one leaf's summed loss, [], and weight."""
-        if order := getattr(leaf, "order", ""):
-            self._orders.add(f"{order}, step {leaf.step}")
-            self._leaves.add(leaf.index)
-        self._expected.add(leaf.num_leaves if order else 0)
+    def add(self, loss_sum: Tensor, weight: float, micro_batch: Any = None) -> None:
+        """Add one micro-batch's summed loss, [], and weight."""
+        if order := getattr(micro_batch, "order", ""):
+            self._orders.add(f"{order}, step {micro_batch.step}")
+            self._leaves.add(micro_batch.index)
+        self._expected.add(micro_batch.num_micro_batches if order else 0)
         self._losses.append(loss_sum.detach().to(self._device, torch.float64, copy=True))
         self._weights.append(weight)
 

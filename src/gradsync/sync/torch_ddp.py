@@ -62,7 +62,7 @@ class TorchDdpReducer(Reducer):
         group = getattr(comm, "group", None)
         if group is None:
             raise ConfigError(
-                f"sync={strategy!r} needs a torch process group; use sync='naive' here"
+                f"strategy={strategy!r} needs a torch process group; use strategy='naive' here"
             )
         if not any(parameter.is_cuda for parameter in model.parameters()):
             refuse_detail("torch's DDP crashes under it on a CPU")
@@ -102,8 +102,8 @@ class TorchDdpReducer(Reducer):
         """
         if torch.is_grad_enabled() and not self._in_micro_step:
             raise ConfigError(
-                f"sync={self.strategy!r}: enclose forward and backward of each leaf in "
-                "`with sync.micro_step(last=leaf.is_last, index=leaf.index):`"
+                f"strategy={self.strategy!r}: enclose forward and backward of each micro-batch in "
+                "`with sync.micro_step(last=micro_batch.is_last, index=micro_batch.index):`"
             )
         self._forwards += 1
         return self._called(*inputs, **named)
@@ -146,8 +146,8 @@ class TorchDdpReducer(Reducer):
             self._in_micro_step = False
         if self._forwards == before:
             raise ConfigError(
-                f"sync={self.strategy!r}: the forward did not go through `sync.forward(...)`, so "
-                "torch DDP could not synchronise; call it in place of the model"
+                f"strategy={self.strategy!r}: the forward did not go through `sync.forward(...)`, "
+                "so torch DDP could not synchronise; call it in place of the model"
             )
 
     def reduce(self, used: list[bool], divisor: float | None) -> Stopwatch:

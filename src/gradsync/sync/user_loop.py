@@ -55,9 +55,9 @@ _TOGETHER = (
     "gs.replicate(torch.nn.ModuleList([a, b]))"
 )
 _PLAIN_IN_MICRO_STEP = (
-    "loss.backward() in sync.micro_step(), where every leaf would be averaged as a step: write "
-    "sync.backward(loss_sum, leaf=leaf) there and sync.step(optimizer) after the last one; or, in "
-    "a loop of your own, sync.no_sync() in place of micro_step around all but the last"
+    "loss.backward() in sync.micro_step(), where every micro-batch would be averaged as a step: "
+    "write sync.backward(loss, micro_batch) there and sync.step(optimizer) after the last one; or, "
+    "in a loop of your own, sync.no_sync() in place of micro_step around all but the last"
 )
 _PLAIN_BEFORE_STEP = (
     "a backward that is not sync.backward() reached this model between sync.backward() and "
@@ -94,8 +94,8 @@ _FAILED = (
 _ADDED = (
     "this backward's gradients are added to those of the one before, and both are averaged over "
     "ranks: enclose all but a step's last in sync.no_sync(), which sends once; of micro-batches, "
-    "divide each loss by their number, or the step grows with it: with leaves of gs.loader that "
-    "differs from one number of ranks to another (sync.backward(loss_sum, leaf=leaf) and "
+    "divide each loss by their number, or the step grows with it: with those of gs.loader that "
+    "differs from one number of ranks to another (sync.backward(loss, micro_batch) and "
     "sync.step(optimizer) divide by themselves) (said once)"
 )
 _TOO_LATE_TO_CHANGE = (
@@ -115,7 +115,7 @@ _UNLIKE = (
 )
 _FOREIGN = (
     "works through sync.backward and sync.step only (an optimizer's own step would let ranks drift "
-    "apart); in a loop of your own use sync='invariant', 'bucketed', 'naive' or 'fsdp'"
+    "apart); in a loop of your own use strategy='invariant', 'bucketed', 'naive' or 'fsdp'"
 )
 
 _FLAG = "require_backward_grad_sync"  # torch's DDP has the same name; set on the model
@@ -387,7 +387,7 @@ class UserLoop:
 
     def _refuse_if_foreign(self) -> None:
         if not self._reducer.user_loop:
-            raise ConfigError(f"sync={self._reducer.strategy!r} {_FOREIGN}")
+            raise ConfigError(f"strategy={self._reducer.strategy!r} {_FOREIGN}")
 
     def close(self) -> None:
         """Remove the hooks."""

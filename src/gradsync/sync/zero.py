@@ -95,13 +95,14 @@ class ZeroShards(Replicas):
                 check_elementwise(type(optimizer), False)
             except ConfigError as error:
                 raise ConfigError(
-                    f"sync={self.strategy!r} shares optimizers' state out element by element: "
-                    f"{error}. Use sync='invariant' or another strategy that keeps it whole"
+                    f"strategy={self.strategy!r} shares optimizers' state out element by element: "
+                    f"{error}. Use strategy='invariant' or another strategy that keeps it whole"
                 ) from None
             if reason := why_not_now(optimizer, after=False):
                 raise ConfigError(
-                    f"sync={self.strategy!r} updates shards, in which no rank has whole gradients: "
-                    f"{reason}. Use sync='invariant', or a hook that is called after the step"
+                    f"strategy={self.strategy!r} updates shards, in which no rank has whole "
+                    f"gradients: {reason}. Use strategy='invariant', or a hook that is called "
+                    "after the step"
                 )
 
     def take(
@@ -256,7 +257,7 @@ def _refuse_empty_state(owner: weakref.ref[ZeroShards], optimizer: Optimizer) ->
     if shards is None or any(optimizer.state.values()) or not shards.held_bytes(optimizer):
         return
     raise ConfigError(
-        f"sync={shards.strategy!r}: the optimizer's state is divided among the ranks, and its "
+        f"strategy={shards.strategy!r}: the optimizer's state is divided among the ranks, and its "
         "state_dict() would hold none of it: call sync.gather(optimizer) on all ranks before it, "
         "and sync.scatter(optimizer) after it"
     )

@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 
 from gradsync.data.batch_plan import share
-from gradsync.data.leaf import Leaf
+from gradsync.data.micro_batch import MicroBatch
 from gradsync.errors import ConfigError
-from gradsync.runtime.seeds import seed_leaf, stream_seed
+from gradsync.runtime.seeds import seed_micro_batch, stream_seed
 from gradsync.sync.check_model import group_ranks, name_ranks
 from gradsync.sync.check_replicas import hash_bits
+from gradsync.sync.replica import replica_of
 from gradsync.train.learner import Learner, summed_loss
 
 
@@ -50,10 +51,10 @@ def choose_leaf(seed: int, step: int, num_leaves: int, world_size: int) -> Chose
 def require_equal_models(learner: Learner) -> None:
     """Raise ConfigError if ranks hold shares of the weights, or different weights on purpose."""
     sync = learner.sync
-    if not (sync.whole_parameters and sync.equal_replicas):
+    if not (replica_of(sync).whole_parameters and replica_of(sync).equal_replicas):
         raise ConfigError(
             "audit_every: ranks do not hold the same whole model (a split model, fsdp, local_sgd, "
-            "diloco), so they cannot recompute each other's leaves; leave it out"
+            "diloco), so they cannot recompute each other's micro-batches; leave it out"
         )
 
 
@@ -70,18 +71,18 @@ class LeafAudit:
         self._learner, self._seed, self._step = learner, seed, step
         self.chosen = choose_leaf(seed, step, num_leaves, learner.comm.world_size)
         self._named = [(n, p) for n, p in learner.model.named_parameters() if p.requires_grad]
-        self.kept: list[Leaf] = []
+        self.kept: list[MicroBatch] = []
         """This rank's leaves, kept to repeat the step."""
         self._told = self._no_hashes()
 
-    def overheard(self, leaves: Iterable[Leaf]) -> Iterator[Leaf]:
+    def overheard(self, leaves: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
         """Pass on this rank's leaves (from the loader, or `kept` with the same random numbers), and
         hash the gradients of the chosen leaf."""
         again, self.kept, self._told = leaves is self.kept, [], self._no_hashes()
         for leaf in leaves:
             self.kept.append(leaf)
             if again:
-                seed_leaf(self._seed, self._step, leaf.index)
+                seed_micro_batch(self._seed, self._step, leaf.index)
             if leaf.index != self.chosen.leaf:
                 yield leaf
                 continue
@@ -112,7 +113,7 @@ class LeafAudit:
         largest = max(sides.values(), key=len)
         wrong = {votes[vote][0] for side in sides.values() if side is not largest for vote in side}
         what = (
-            f"leaf {self.chosen.leaf} of step {self._step + 1} has two gradients, first in "
+            f"micro-batch {self.chosen.leaf} of step {self._step + 1} has two gradients, first in "
             f"{self._named[index][0]!r} ({int(differ.any(1).sum())} of {len(self._named)} tensors)"
         )
         if 2 * len(largest) > len(votes):
@@ -126,7 +127,7 @@ class LeafAudit:
     def _recompute(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         """Hashes of the leaf's gradients, [parameters, 2]; the step's gradients do not change."""
         learner = self._learner
-        seed_leaf(self._seed, self._step, self.chosen.leaf)
+        seed_micro_batch(self._seed, self._step, self.chosen.leaf)
         with learner.autocast:
             loss = summed_loss(learner.model, learner.model, *batch)
         root = loss if learner.scaler is None else learner.scaler.scale(loss)

@@ -41,11 +41,11 @@ def check_request(config: TrainConfig, world_size: int) -> BatchPlan:
     check_layout(config, layout, plan)
     if config.sync == AUTO:  # checked again when the strategy is known
         return plan
-    if find_strategy(config.sync).equal_leaves and plan.num_leaves % world_size:
+    if find_strategy(config.sync).equal_leaves and plan.num_micro_batches % world_size:
         raise ConfigError(
-            f"sync={config.sync} needs equally many leaves on all ranks; got {plan.num_leaves} "
-            f"leaves on {world_size} ranks: change --tokens-per-update, --micro-batch-size or the "
-            "number of ranks"
+            f"sync={config.sync} needs equally many micro-batches on all ranks; got "
+            f"{plan.num_micro_batches} on {world_size} ranks: change --tokens-per-update, "
+            "--micro-batch-size or the number of ranks"
         )
     return plan
 
@@ -128,16 +128,16 @@ def check_layout(config: TrainConfig, layout: ParallelLayout, plan: BatchPlan) -
         raise ConfigError("parallel: a split model does not begin with init's weights; drop init")
     if config.compile != "none":
         raise ConfigError(f"parallel: a split model is not compiled; drop compile={config.compile}")
-    share, rest = divmod(plan.num_leaves, layout.dp)
+    share, rest = divmod(plan.num_micro_batches, layout.dp)
     if rest:
         raise ConfigError(
-            f"parallel: {plan.num_leaves} leaves a step cannot be dealt equally to dp={layout.dp} "
-            "replicas; change --tokens-per-update, --micro-batch-size or dp"
+            f"parallel: {plan.num_micro_batches} micro-batches a step cannot be dealt equally to "
+            f"dp={layout.dp} replicas; change --tokens-per-update, --micro-batch-size or dp"
         )
     if share < layout.pp:
         raise ConfigError(
-            f"parallel: pp={layout.pp} stages need a leaf each at a time, a replica has {share} "
-            "in a step; raise --tokens-per-update, or lower --micro-batch-size or pp"
+            f"parallel: pp={layout.pp} stages need a micro-batch each at a time, a replica has "
+            f"{share} in a step; raise --tokens-per-update, or lower --micro-batch-size or pp"
         )
 
 

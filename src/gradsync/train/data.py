@@ -19,7 +19,7 @@ from gradsync.world import World
 
 if TYPE_CHECKING:
     from gradsync.comm.base import Communicator
-    from gradsync.data.loader import EvalLeaves, Loader
+    from gradsync.data.loader import EvalLoader, Loader
     from gradsync.data.streaming import StreamLoader
 
 
@@ -31,7 +31,7 @@ class Data:
     meta: Meta | None = None  # None for streams and for data that gradsync did not prepare
     plan: BatchPlan
     train: Loader | StreamLoader
-    val: EvalLeaves
+    val: EvalLoader
     tokenizer: str | None  # Name of the data's tokenizer; None if the data do not state it
     vocab_size: int | None  # Number of token ids; None likewise
     load_tokenizer: Callable[[], Tokenizer] | None  # Returns the tokenizer; None likewise
@@ -40,7 +40,7 @@ class Data:
 def open_data(config: TrainConfig, world: World, comm: Communicator) -> Data:
     """Open the data sets; one rank of each host prepares the default corpus, once. A stream repeats
     its text without end, in the same order in each pass."""
-    from gradsync.data.loader import EvalLeaves, loader
+    from gradsync.data.loader import EvalLoader, loader
 
     plan, share = config.batch_plan(world.world_size), _replicas(config, world)
     sizes = {
@@ -68,7 +68,7 @@ def open_data(config: TrainConfig, world: World, comm: Communicator) -> Data:
             source=config.data,
             plan=plan,
             train=stream,
-            val=EvalLeaves(text.val, share, plan.micro_batch_size, val_sequences),
+            val=EvalLoader(text.val, share, plan.micro_batch_size, val_sequences),
             tokenizer=text.identity,
             vocab_size=text.tokenizer.vocab_size,
             load_tokenizer=lambda: text.tokenizer,
@@ -87,7 +87,7 @@ def open_data(config: TrainConfig, world: World, comm: Communicator) -> Data:
         meta=meta,
         plan=plan,
         train=loader(train, share, num_workers=config.num_workers, **sizes),
-        val=EvalLeaves(val, share, plan.micro_batch_size, val_sequences),
+        val=EvalLoader(val, share, plan.micro_batch_size, val_sequences),
         tokenizer=None if meta is None else meta.tokenizer_identity,
         vocab_size=None if meta is None else meta.vocab_size,
         load_tokenizer=None if meta is None else partial(load_tokenizer, meta, directory),

@@ -131,7 +131,7 @@ def _most_ranks(config: TrainConfig, hardware: Hardware) -> int:
             plan = config.batch_plan(ranks)
         except ConfigError:
             continue
-        if not (equal and plan.num_leaves % ranks):
+        if not (equal and plan.num_micro_batches % ranks):
             return ranks
     return 1
 

@@ -26,12 +26,13 @@ from typing import TYPE_CHECKING, Any
 
 from gradsync.core.files import Filesystem
 from gradsync.errors import ConfigError
+from gradsync.sync.replica import replica_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from gradsync.comm.base import ReduceOp, Work
-    from gradsync.data.leaf import Step
+    from gradsync.data.micro_batch import Batch
     from gradsync.train.loop import Trainer
 
 PHASES = ("data", "backward", "reduce", "save")
@@ -97,7 +98,7 @@ class _Planted:
             own = (each for each in parts if [*each.parameters(recurse=False)])
             _middle(own).register_forward_hook(lambda _, inputs, out: self._watch(out))
         elif plan.moment == "reduce":
-            comm: Any = trainer.learner.sync.comm
+            comm: Any = replica_of(trainer.learner.sync).comm
             self._all_reduce, comm.all_reduce = comm.all_reduce, self._around_all_reduce
         elif plan.moment == "save":
             store = trainer.store
@@ -120,7 +121,7 @@ class _Planted:
             Path(plan.note).write_text(json.dumps(came))
         return True
 
-    def disturbed(self, step: Step) -> Step:
+    def disturbed(self, step: Batch) -> Batch:
         """The next step, after the fault or changed by it."""
         before, self._dealt = self._dealt, time.monotonic()
         self._step, self._step_s = step.number + 1, self._dealt - before
@@ -132,7 +133,10 @@ class _Planted:
         size, number = len(step), step.number
         kept = (place != number % size for place in range(size))
         return type(step)(
-            compress(step, kept), number=number, num_leaves=step.num_leaves, num_local_leaves=size
+            compress(step, kept),
+            number=number,
+            num_micro_batches=step.num_micro_batches,
+            num_local_micro_batches=size,
         )
 
     def _watch(self, out: Tensor) -> None:
@@ -168,7 +172,7 @@ class _Loader:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
 
-    def __iter__(self) -> Iterator[Step]:
+    def __iter__(self) -> Iterator[Batch]:
         return map(self._planted.disturbed, self._loader)
 
 

@@ -14,13 +14,14 @@ from torch.autograd.profiler import record_function
 
 from gradsync.comm.base import Communicator
 from gradsync.comm.values import all_sum
-from gradsync.data.leaf import Leaf
-from gradsync.data.loader import EvalLeaves
+from gradsync.data.loader import EvalLoader
+from gradsync.data.micro_batch import MicroBatch
 from gradsync.errors import ConfigError, RunError
 from gradsync.models.config import GPTConfig
 from gradsync.models.gpt import GPT, loss_sum
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.registry import STRATEGIES
+from gradsync.sync.replica import replica_of
 from gradsync.sync.replicate import replicate
 from gradsync.sync.step_metadata import LossSum
 from gradsync.train.config import OptimConfig, TrainConfig
@@ -99,13 +100,13 @@ class Learner:
         """Names of the whole model's parameters, in its order."""
         return [name for name, _ in self.model.named_parameters()]
 
-    def run_leaves(self, leaves: Iterable[Leaf], span: Span = record_function) -> None:
+    def run_leaves(self, leaves: Iterable[MicroBatch], span: Span = record_function) -> None:
         """Forward and backward of this rank's leaves of a step, each in a `span`."""
         sync, kind = self.sync, self.model.embed.weight.device.type
         # Autocast keeps its casts of weights until the outermost context ends: one cast serves all
         # leaves but the last, whose gradients are sent while backward runs. Not used if memory
         # matters more.
-        once = sync.whole_parameters and not self.model.activation_checkpointing
+        once = replica_of(sync).whole_parameters and not self.model.activation_checkpointing
         with torch.autocast(kind, enabled=False) if once else nullcontext():
             for leaf in leaves:
                 if leaf.is_last:  # autograd runs an older forward's nodes last
@@ -115,7 +116,9 @@ class Learner:
                     with span("forward"), self.autocast:
                         loss = summed_loss(sync.forward, self.model, leaf.inputs, leaf.targets)
                     with span("backward"):
-                        sync.backward(loss, weight=leaf.num_targets, scale=self.scaler)
+                        sync.backward(
+                            loss, weight=leaf.num_targets, reduction="sum", scale=self.scaler
+                        )
 
     def prime(self, leaf_shape: tuple[int, int]) -> None:
         """Record what a strategy learns from its first backward; see `GradientSync.prime`."""
@@ -127,18 +130,18 @@ class Learner:
                 loss = summed_loss(self.sync.forward, self.model, tokens, tokens)
             loss.backward()
 
-        self.sync.prime(forward_backward)
+        replica_of(self.sync).prime(forward_backward)
 
-    def evaluate(self, leaves: EvalLeaves) -> float:
+    def evaluate(self, leaves: EvalLoader) -> float:
         """See the function `evaluate`."""
-        spread = not self.sync.whole_parameters
+        spread = not replica_of(self.sync).whole_parameters
         return evaluate(self.model, leaves, self.comm, self.autocast, equal_forwards=spread)
 
     def save(self, step: int, keep: Keep) -> None:
         """Pass the trained state to `keep`, on rank 0; all ranks call it. Tensors that are sharded
         over ranks are never whole on one.
         """
-        held = self.sync.sharded_state_dict(self.optimizer)
+        held = replica_of(self.sync).sharded_state_dict(self.optimizer)
         if held is None:
             save_replica(self, step, keep)
         else:
@@ -152,7 +155,7 @@ class Learner:
 
     def whole_model(self, weights: Whole) -> GPT:
         """A model that one rank can use alone: the trained model, or a copy of a sharded one."""
-        if self.sync.whole_parameters:
+        if replica_of(self.sync).whole_parameters:
             return self.model
         model = GPT(self.model.config, seed=0)
         model.load_state_dict(weights)
@@ -173,7 +176,7 @@ def summed_loss(
 @torch.no_grad()
 def evaluate(
     model: GPT,
-    leaves: EvalLeaves,
+    leaves: EvalLoader,
     comm: Communicator,
     autocast: Autocast,
     *,
@@ -234,7 +237,7 @@ def build_learner(
         options["compile_wrapper"] = True
     if config.compile == "model":
         compile_blocks(model)
-    sync = replicate(model, world, sync=config.sync, comm=comm, **options)
+    sync = replicate(model, world, strategy=config.sync, comm=comm, **options)
     # After replication: it may replace parameters by sharded ones.
     optimizer = build_optimizer(model, config.optim)
     scaler = None

@@ -15,11 +15,12 @@ from torch.autograd.profiler import record_function
 
 from gradsync.checkpoint.store import CheckpointStore, Snapshot
 from gradsync.comm.base import Communicator
-from gradsync.data.leaf import Leaf, Step
+from gradsync.data.micro_batch import Batch, MicroBatch
 from gradsync.errors import DataError, DivergenceError, DriftError, RunError
 from gradsync.runtime.signals import StopRequest
 from gradsync.sync.check_replicas import replica_hashes, replica_tensors
 from gradsync.sync.reducer import Stopwatch
+from gradsync.sync.replica import replica_of
 from gradsync.sync.step import StepResult
 from gradsync.train import drift
 from gradsync.train.audit import LeafAudit, require_equal_models
@@ -158,7 +159,7 @@ class Trainer:
         if done_steps < config.steps:
             learner.prime((config.micro_batch_size, config.sequence_length))
         self.interval.reset()
-        for step in self.interval.waiting(self.data.train):
+        for batch in self.interval.waiting(self.data.train):
             with self.interval.paused():
                 self.profiler.before(totals.step + 1)
             if totals.step >= config.steps:
@@ -167,7 +168,7 @@ class Trainer:
             if _due(totals.step + 1, config.check_replicas_every):
                 self._check_replicas(totals.step)
             lr = learning_rate(optim, totals.step, config.steps)
-            result = self._train_step(step, lr, stop)
+            result = self._train_step(batch, lr, stop)
             totals.step += 1
             self.progress.advance(totals.step)
             self.tell(totals.step)
@@ -225,15 +226,15 @@ class Trainer:
         """If replicas differed after this step in the previous run (`drift.read`), report which
         rank was right."""
         if drifted and drifted["step"] == step:
-            self.learner.sync.wait()
+            replica_of(self.learner.sync).wait()
             tensors = replica_tensors(self.learner.model, [self.learner.optimizer])
             self.progress.say(f"note: {drift.verdict(drifted, replica_hashes(tensors))}")
 
-    def _train_step(self, step: Step, lr: float, stop: StopRequest) -> StepResult:
+    def _train_step(self, batch: Batch, lr: float, stop: StopRequest) -> StepResult:
         """One global batch: this rank's leaves, then the update that all ranks make."""
         learner, sync = self.learner, self.learner.sync
         set_learning_rate(learner.optimizer, lr)
-        self._run_leaves(step)
+        self._run_leaves(batch)
         with self.interval.span("step"):
             result = sync.step(
                 learner.optimizer,
@@ -241,27 +242,27 @@ class Trainer:
                 stop=stop.requested,
                 scale=learner.scaler,
             )
-        waits_in_backward = sync.reducer.waits_in_backward
+        waits_in_backward = replica_of(sync).reducer.waits_in_backward
         self.interval.add(result.exposed, "backward" if waits_in_backward else "step")
         return result
 
-    def _run_leaves(self, step: Step) -> None:
+    def _run_leaves(self, batch: Batch) -> None:
         """This rank's leaves. RunError on all ranks if an audit finds wrong bits, and repeating the
         step, if `on_drift` allows it, does not help."""
         learner = self.learner
-        leaves: Iterable[Leaf] = self.interval.waiting(step)
-        if not _due(step.number + 1, self.config.audit_every):
+        leaves: Iterable[MicroBatch] = self.interval.waiting(batch)
+        if not _due(batch.number + 1, self.config.audit_every):
             learner.run_leaves(leaves, self.interval.span)
             return
-        audit = LeafAudit(learner, self.config.seed, step.number, step.num_leaves)
+        audit = LeafAudit(learner, self.config.seed, batch.number, batch.num_micro_batches)
         for attempt in range(_ATTEMPTS):
             learner.run_leaves(audit.overheard(leaves), self.interval.span)
             wrong = audit.compare()
             if not wrong:
-                self._log_check("audit", step.number + 1, equal=attempt == 0)
+                self._log_check("audit", batch.number + 1, equal=attempt == 0)
                 return
             if self.config.on_drift == "stop" or attempt == _ATTEMPTS - 1:
-                self._log_check("audit", step.number + 1, equal=False)
+                self._log_check("audit", batch.number + 1, equal=False)
                 raise RunError(wrong + (f", in each of {_ATTEMPTS} attempts" if attempt else ""))
             self.progress.say(f"note: {wrong}; the step is done again")
             learner.sync.discard()
@@ -276,7 +277,7 @@ class Trainer:
             return f"the loss became {loss}"
         # A loss scaler skips a step with nan or inf; a rank that steps alone has a separate norm.
         learner = self.learner
-        counts = learner.scaler is None and learner.sync.equal_replicas
+        counts = learner.scaler is None and replica_of(learner.sync).equal_replicas
         norm = result.grad_norm if counts else None
         if norm is not None and not math.isfinite(norm := float(norm)):
             return f"the gradient's norm became {norm}"
@@ -321,7 +322,7 @@ class Trainer:
         In the middle of a round no such model exists: see [Note: A checkpoint ends the round].
         """
         with self.interval.paused():
-            self.learner.sync.synchronize_replicas()
+            replica_of(self.learner.sync).synchronize_replicas()
             totals.val_loss = self.learner.evaluate(self.data.val)
         self.progress.say(f"step {totals.step}: validation loss {totals.val_loss:.4f}")
         self.run_dir.log_metrics({"step": totals.step, "val/loss": totals.val_loss})

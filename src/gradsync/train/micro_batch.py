@@ -377,7 +377,7 @@ def _why(trials: Sequence[Trial], sizes: Sequence[int], size: int) -> str:
     """Why this size and no larger one."""
     tried = f"tried {', '.join(str(trial.size) for trial in trials)}"
     if size == sizes[-1]:
-        return f"{tried}; more would leave ranks without a leaf, or shares uneven"
+        return f"{tried}; more would leave ranks without a micro-batch, or shares uneven"
     failed = [trial.size for trial in trials if not trial.fits]
     if failed:
         return f"{tried}; {min(failed)} does not fit"
@@ -390,8 +390,8 @@ def _nothing_fits(config: TrainConfig, rehearsal: Rehearsal, size: int, limit_by
     recompute = "" if config.activation_checkpointing else "--activation-checkpointing, "
     rows = "" if config.loss_rows else "--loss-rows 256, "
     return (
-        f"model {config.preset} does not fit: a leaf of {size} x {config.sequence_length} tokens "
-        f"takes more than the {limit_bytes / 1e9:.1f} GB that a rank may take here{by}; try "
+        f"model {config.preset} does not fit: a micro-batch of {size} x {config.sequence_length} "
+        f"tokens takes more than the {limit_bytes / 1e9:.1f} GB that a rank may take here{by}; try "
         f"{recompute}{rows}a smaller model or fewer ranks on this host"
     )
 

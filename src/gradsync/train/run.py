@@ -30,6 +30,7 @@ from gradsync.plan.memory import memory_need
 from gradsync.plan.workload import Split, Workload
 from gradsync.runtime.failure import FailureWatch
 from gradsync.runtime.signals import StopRequest
+from gradsync.sync.replica import replica_of
 from gradsync.sync.step_metadata import first_difference, refuse_difference
 from gradsync.train.check import check_size
 from gradsync.train.config import TrainConfig
@@ -196,7 +197,7 @@ def _planned_gib(trainer: Trainer) -> float | None:
         model=trainer.learner.model.config,
         micro_batch_size=config.micro_batch_size,
         seq_len=config.sequence_length,
-        num_leaves=trainer.data.plan.num_leaves,
+        num_leaves=trainer.data.plan.num_micro_batches,
         dtype=config.named_dtype,
         activation_checkpointing=config.activation_checkpointing,
         loss_rows=config.loss_rows,
@@ -206,7 +207,7 @@ def _planned_gib(trainer: Trainer) -> float | None:
         strategy=config.sync,
         layout=config.layout(world.world_size),
         schedule=config.pipeline_schedule,
-        shared_weights=isinstance(trainer.learner.sync.comm, SharedMemoryCommunicator),
+        shared_weights=isinstance(replica_of(trainer.learner.sync).comm, SharedMemoryCommunicator),
     )
     try:
         return memory_need(work, split).total / 2**30
@@ -217,7 +218,7 @@ def _planned_gib(trainer: Trainer) -> float | None:
 def _introduce(trainer: Trainer, resumed: Resumed, threads: int, notes: Sequence[str]) -> None:
     config, world, data = trainer.config, trainer.world, trainer.data
     say, shape = trainer.progress.say, trainer.learner.model.config
-    shares = isinstance(trainer.learner.sync.comm, SharedMemoryCommunicator)
+    shares = isinstance(replica_of(trainer.learner.sync).comm, SharedMemoryCommunicator)
     through = " through shared memory" if shares else ""
     say(
         f"{counted(world.world_size, 'rank')} by {world.launcher} on "
@@ -276,7 +277,9 @@ def _finish(trainer: Trainer, totals: Totals) -> TrainOutcome:
     learner, world = trainer.learner, trainer.world
     figures = learner.closing_figures(memory_gib(world))
     exit_code = EXIT_REQUEUE if totals.stopped_by else 0
-    weights = learner.sync.full_weights(copy=False)  # all ranks: some may hold only a part
+    weights = replica_of(learner.sync).full_weights(
+        copy=False
+    )  # all ranks: some may hold only a part
     if not world.is_main:
         return TrainOutcome(exit_code=exit_code, summary={})
     summary = _summarise(trainer, totals) | figures

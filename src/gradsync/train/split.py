@@ -18,8 +18,8 @@ from gradsync.checkpoint.optimizer_state import pack_optimizer, unpack_optimizer
 from gradsync.checkpoint.pieces import PartFiles, part_stem, places_of
 from gradsync.comm.base import Communicator
 from gradsync.comm.values import all_gather_json
-from gradsync.data.leaf import Leaf
-from gradsync.data.loader import EvalLeaves
+from gradsync.data.loader import EvalLoader
+from gradsync.data.micro_batch import MicroBatch
 from gradsync.errors import CheckpointError
 from gradsync.models.config import GPTConfig
 from gradsync.parallel.layout import (
@@ -34,6 +34,7 @@ from gradsync.parallel.split_sync import SplitGroups, SplitSync, split_groups
 from gradsync.parallel.stage_model import GPTStage
 from gradsync.parallel.transfer import collect, distribute
 from gradsync.sync.registry import find_strategy
+from gradsync.sync.replica import replica_of
 from gradsync.train.check import BY_MESSAGES
 from gradsync.train.config import TrainConfig
 from gradsync.train.learner import Learner, Span, autocast, build_optimizer
@@ -55,15 +56,15 @@ class SplitLearner(Learner):
     def parameter_names(self) -> list[str]:
         return [weight.name for weight in self.part.weights]
 
-    def run_leaves(self, leaves: Iterable[Leaf], span: Span = record_function) -> None:
+    def run_leaves(self, leaves: Iterable[MicroBatch], span: Span = record_function) -> None:
         """This replica's leaves. The schedule orders them, so it needs all of them first."""
         self.pipeline.run(list(leaves))
 
     def prime(self, leaf_shape: tuple[int, int]) -> None:
         """Each stage alone: it records the order of the stage's gradients."""
-        self.sync.reducer.prime(self.pipeline.throwaway)
+        replica_of(self.sync).reducer.prime(self.pipeline.throwaway)
 
-    def evaluate(self, leaves: EvalLeaves) -> float:
+    def evaluate(self, leaves: EvalLoader) -> float:
         """Through all stages of each replica."""
         return self.pipeline.evaluate(leaves)
 
@@ -71,7 +72,11 @@ class SplitLearner(Learner):
         part, comm = self.part, self.groups.model
         named = list(self.model.named_parameters())
         kept, state = pack_optimizer(self.optimizer, named)
-        check_finite(self.comm, step, chain(named, kept.items(), self.sync.state_tensors().items()))
+        check_finite(
+            self.comm,
+            step,
+            chain(named, kept.items(), replica_of(self.sync).state_tensors().items()),
+        )
         if part.place.data:
             return
         tensors = {f"model/{name}": parameter.detach() for name, parameter in named}
@@ -147,7 +152,7 @@ def build_split_learner(
         groups,
         sync,
         shape=LeafShape(
-            num_leaves=plan.num_leaves // layout.dp,
+            num_leaves=plan.num_micro_batches // layout.dp,
             micro_batch_size=plan.micro_batch_size,
             seq_len=config.sequence_length,
         ),

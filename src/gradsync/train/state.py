@@ -74,7 +74,7 @@ def numeric_fingerprint(
         "compile": "blocks" if config.compile == "model" else config.compile,
         "loss_rows": config.loss_rows,
         "leaf_shape": f"{plan.micro_batch_size}x{plan.seq_len}",
-        "num_leaves": plan.num_leaves,
+        "num_leaves": plan.num_micro_batches,
         "world_size": None if invariant else world.world_size,
         **split,
     }

@@ -90,7 +90,9 @@ def conditions_of(config: TrainConfig, world: World, *, threads: int) -> Conditi
     plan = config.batch_plan(world.world_size)
     return run_conditions(config, shape_before(config), world, threads) | {
         "micro_batch_size": plan.micro_batch_size,
-        "leaves_per_rank": -(-plan.num_leaves // world.world_size),  # of the rank with the most
+        "leaves_per_rank": -(
+            -plan.num_micro_batches // world.world_size
+        ),  # of the rank with the most
         "num_nodes": world.num_nodes,
         "keep_memory": config.keep_memory,
     }
@@ -184,7 +186,7 @@ def tune_command(config: TrainConfig, conditions: Conditions) -> str:
         words += [flag, str(value)] if value != default else []
     micro, leaves = conditions["micro_batch_size"], conditions["leaves_per_rank"]
     try:
-        taken = -(-start.batch_plan(world_size).num_leaves // world_size)
+        taken = -(-start.batch_plan(world_size).num_micro_batches // world_size)
     except ConfigError:
         taken = None
     if (start.micro_batch_size, taken) != (micro, leaves):

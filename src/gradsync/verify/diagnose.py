@@ -64,7 +64,7 @@ class Scene:
 
     @property
     def owners(self) -> dict[int, int]:
-        """Leaf -> rank that trained on it."""
+        """MicroBatch -> rank that trained on it."""
         return {
             leaf["index"]: rank
             for rank, document in enumerate(self.documents)
@@ -195,7 +195,7 @@ def _leaf(scene: Scene) -> Found | None:
             candidate = {name: total for name, total in candidate.items() if bool(total.any())}
             if result.gradient and common_ratio(got, candidate) is not None:
                 finding = scene.finding(ranks=(scene.owners.get(result.index, 0),))
-                detail = f"the gradient of leaf {result.index} is {word} in the sum"
+                detail = f"the gradient of micro-batch {result.index} is {word} in the sum"
                 return Cause.DATA, finding, detail
     return None
 
@@ -219,8 +219,12 @@ def _unsynchronised(scene: Scene) -> Found | None:
         return Cause.UNSYNCHRONISED, finding, "each rank keeps its own gradient of it"
     if max(len(document["leaves"]) for document in scene.documents) > 1:
         variant = Variant(one_leaf_per_rank=True)
-        if scene.vanishes(variant, "one leaf a rank, no accumulation"):
-            return Cause.FLAG_TOO_LATE, finding, "with one leaf a rank the difference is gone"
+        if scene.vanishes(variant, "one micro-batch a rank, no accumulation"):
+            return (
+                Cause.FLAG_TOO_LATE,
+                finding,
+                "with one micro-batch a rank the difference is gone",
+            )
     return Cause.UNSYNCHRONISED, finding, "each rank keeps its own gradient of everything"
 
 
@@ -291,7 +295,11 @@ def _after_the_gradient(scene: Scene) -> Found:
     if finding := verdict.first(Kind.MEETING):
         return Cause.UNSYNCHRONISED, finding, finding.detail
     if finding := verdict.first(Kind.BUFFERS):
-        own = "each rank keeps its own" if finding.ranks else "not what the leaves make of them"
+        own = (
+            "each rank keeps its own"
+            if finding.ranks
+            else "not what the micro-batches make of them"
+        )
         cause = Cause.BATCH_NORM if scene.has_batch_norm else Cause.UNSYNCHRONISED
         return cause, finding, f"buffers: {own}"
     if finding := verdict.first(Kind.UPDATE):
@@ -334,8 +342,8 @@ def name_of_factor(
         (1 / world_size, f"1/{world_size}: divided by the number of ranks once more"),
         (weight, f"{weight:g}, the number of targets: a sum, not a mean"),
         (1 / weight, f"1/{weight:g}: divided by the number of targets twice"),
-        (float(num_leaves), f"{num_leaves}, the number of leaves: not divided by it"),
-        (1 / num_leaves, f"1/{num_leaves}: divided by the number of leaves as well"),
+        (float(num_leaves), f"{num_leaves}, the number of micro-batches: not divided by it"),
+        (1 / num_leaves, f"1/{num_leaves}: divided by the number of micro-batches as well"),
     ]
     if own_weight:
         text = f"{weight:g}/{own_weight:g}: divided by this rank's own {own_weight:g} targets"

@@ -173,7 +173,7 @@ class _StepCheck:
             if leaf["random"] != wanted.get(leaf["index"], leaf["random"])
         ]
         if wrong:
-            detail = f"leaf {wrong[0][1]} on rank {wrong[0][0]}"
+            detail = f"micro-batch {wrong[0][1]} on rank {wrong[0][0]}"
             self._found(Kind.RANDOM, ranks=sorted({rank for rank, _ in wrong}), detail=detail)
 
     def moved(self) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import Subset, TensorDataset
 
 from gradsync.core.torch_private import BatchNorm
-from gradsync.data.leaf import IGNORED_TARGET
+from gradsync.data.micro_batch import IGNORED_TARGET
 from gradsync.models.config import GPTConfig
 from gradsync.models.gpt import GPT
 from gradsync.models.gpt import loss_sum as token_loss_sum

@@ -14,7 +14,7 @@ from gradsync.checkpoint.optimizer_state import pack_optimizer
 from gradsync.checkpoint.tensor_file import tensor_bytes
 from gradsync.checkpoint.weights import clean_names, pack_weights
 from gradsync.comm.base import Work
-from gradsync.data.leaf import Leaf
+from gradsync.data.micro_batch import MicroBatch
 from gradsync.errors import ConfigError
 from gradsync.sync.reducer import Reducer, trainable
 from gradsync.sync.sharded_state import whole
@@ -102,7 +102,7 @@ def digest(tensor: Tensor | None) -> str:
     return hashlib.blake2b(tensor_bytes(tensor), digest_size=8).hexdigest()
 
 
-def trace_leaf(leaf: Leaf) -> LeafTrace:
+def trace_leaf(leaf: MicroBatch) -> LeafTrace:
     """The record of a leaf, as JSON types, after its random numbers are seeded."""
     return {
         "index": leaf.index,
@@ -168,7 +168,7 @@ class Observer:
         """Start the record of a step, before its first leaf."""
         self.trace.steps.append(StepTrace(number, self._now, self._now))
 
-    def leaf(self, leaf: Leaf) -> None:
+    def leaf(self, leaf: MicroBatch) -> None:
         """Record a leaf before its forward, after its random numbers are seeded."""
         self.trace.steps[-1].leaves.append(trace_leaf(leaf))
 

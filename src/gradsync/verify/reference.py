@@ -20,8 +20,8 @@ from gradsync.checkpoint.optimizer_state import pack_optimizer, unpack_optimizer
 from gradsync.checkpoint.weights import pack_weights
 from gradsync.comm.base import Communicator
 from gradsync.comm.values import all_gather_json
-from gradsync.data.leaf import Leaf
-from gradsync.runtime.seeds import seed_leaf
+from gradsync.data.micro_batch import MicroBatch
+from gradsync.runtime.seeds import seed_micro_batch
 from gradsync.verify.problem import freeze
 from gradsync.verify.record import (
     LeafTrace,
@@ -108,9 +108,9 @@ class Reference:
 
         return numbers(), numbers()
 
-    def _leaf_result(self, leaf: Leaf, buffers: Tensors) -> LeafResult:
+    def _leaf_result(self, leaf: MicroBatch, buffers: Tensors) -> LeafResult:
         self._load({}, buffers)
-        seed_leaf(self.settings.seed, leaf.step, leaf.index)
+        seed_micro_batch(self.settings.seed, leaf.step, leaf.index)
         loss = self._loss_sum(leaf)
         loss.backward()
         gradient = {n: p.grad for n, p in self._parameters.items() if p.grad is not None}
@@ -164,7 +164,7 @@ class Reference:
                 observer.begin(number)
                 losses = []
                 for leaf in leaves:
-                    seed_leaf(self.settings.seed, leaf.step, leaf.index)
+                    seed_micro_batch(self.settings.seed, leaf.step, leaf.index)
                     observer.leaf(leaf)
                     loss = self._loss_sum(leaf)
                     loss.backward()
@@ -189,12 +189,12 @@ class Reference:
             return None
         return float(torch.nn.utils.clip_grad_norm_(parameters, self.settings.clip_norm))
 
-    def _loss_sum(self, leaf: Leaf) -> Tensor:
+    def _loss_sum(self, leaf: MicroBatch) -> Tensor:
         with self.task.autocast():
             return self._problem.loss_sum(self._model(leaf.inputs), leaf.targets)
 
-    def _trace_of(self, leaf: Leaf) -> LeafTrace:
-        seed_leaf(self.settings.seed, leaf.step, leaf.index)
+    def _trace_of(self, leaf: MicroBatch) -> LeafTrace:
+        seed_micro_batch(self.settings.seed, leaf.step, leaf.index)
         return trace_leaf(leaf)
 
     @torch.no_grad()
@@ -210,7 +210,7 @@ class Reference:
 _SAME = 1e-6  # relative difference of a repetition on one rank
 _ALIKE = 1e-3  # between ranks, whose machines may round differently
 _WHY = (
-    "the same leaf gives something else when it is run again, with all generators seeded: "
+    "the same micro-batch gives something else when it is run again, with all generators seeded: "
     "something is kept between forwards"
 )
 
@@ -229,7 +229,7 @@ def check_forward(
     ranks = [rank for rank, each in enumerate(everyone) if not each["repeats"]]
     detail = _WHY
     if not ranks:
-        detail = "the same leaf gives something else on another rank: it depends on the rank"
+        detail = "the same micro-batch gives something else on another rank: it depends on the rank"
         first = everyone[0]["numbers"]
         ranks = [r for r, each in enumerate(everyone) if not _alike(first, each["numbers"], _ALIKE)]
     if not ranks:

@@ -69,7 +69,7 @@ _ADVICE: dict[Cause | Kind, str] = {
     Cause.UNSYNCHRONISED: "Let every rank reduce every gradient in every step, in the same order.",
     Cause.FLAG_TOO_LATE: "Enter micro_step or no_sync before the forward, not before the backward.",
     Cause.BATCH_NORM: "Choose batch_norm=freeze, or use GroupNorm.",
-    Cause.RANDOM: "Seed by (seed, step, leaf) before each forward, never by rank.",
+    Cause.RANDOM: "Seed by (seed, step, micro-batch) before each forward, never by rank.",
     Cause.DTYPE: "Keep gradients in the weights' dtype, or choose a strategy that says it rounds.",
     Cause.ORDER: "All is right up to rounding; sums are taken in another order at this world size.",
     Cause.OPTIMIZER: "The optimizer must act elementwise on the whole mean gradient.",
@@ -78,7 +78,7 @@ _ADVICE: dict[Cause | Kind, str] = {
     Kind.FORWARD: "Let it depend on inputs, weights, buffers and torch's generator alone.",
     Kind.REPLICAS: "Let nothing but the optimizer write to weights, alike on all ranks.",
     Kind.MEETING: "Average the weights of all ranks, with equal shares.",
-    Kind.BUFFERS: "Leave buffers to gs.replicate, which moves them by what all leaves do.",
+    Kind.BUFFERS: "Leave buffers to gs.replicate, which moves them by what all micro-batches do.",
     Kind.MOVED: "Reduce parameter.grad in the hook, and leave the parameter alone.",
 }
 """Advice, by the kind of finding if it has an entry, else by the cause."""

@@ -24,10 +24,11 @@ from gradsync.comm.values import broadcast_json, broadcast_tensors
 from gradsync.compat.frozen import map_tensors
 from gradsync.data.loader import Loader, loader
 from gradsync.errors import CheckpointError
-from gradsync.runtime.seeds import seed_leaf
+from gradsync.runtime.seeds import seed_micro_batch
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.options import with_options
 from gradsync.sync.registry import chosen_strategy, find_strategy
+from gradsync.sync.replica import replica_of
 from gradsync.sync.replicate import replicate
 from gradsync.verify.problem import LossSum, Problem, build_problem
 from gradsync.verify.record import Observer, State, Trace
@@ -56,7 +57,9 @@ class Parts:
     optimizer: torch.optim.Optimizer
     sync: GradientSync
     loader: Any  # iterating gives steps; iterating a step gives leaves
-    seed_leaf: Callable[[int, int, int], None] = seed_leaf  # called before each forward
+    seed_micro_batch: Callable[[int, int, int], None] = (
+        seed_micro_batch  # called before each forward
+    )
 
 
 Prepare = Callable[[Parts], Parts]
@@ -119,18 +122,20 @@ def train_traced(
     if prepare is not None:
         parts = prepare(parts)
     whole = not promise_of(task.strategy).local
-    observer = Observer(parts.model, trace, parts.optimizer, parts.sync.reducer, whole=whole)
+    observer = Observer(
+        parts.model, trace, parts.optimizer, replica_of(parts.sync).reducer, whole=whole
+    )
     try:
         for step in islice(parts.loader, settings.num_steps - parts.loader.state_dict()["steps"]):
             observer.begin(step.number)
             for leaf in step:
                 with parts.sync.micro_step(last=leaf.is_last, index=leaf.index):
-                    parts.seed_leaf(settings.seed, leaf.step, leaf.index)
+                    parts.seed_micro_batch(settings.seed, leaf.step, leaf.index)
                     observer.leaf(leaf)
                     with task.autocast():
                         output = parts.sync.forward(leaf.inputs)
                         loss = parts.loss_sum(output, leaf.targets)
-                    parts.sync.backward(loss, leaf=leaf)
+                    parts.sync.backward(loss, leaf, reduction="sum")
             result = parts.sync.step(parts.optimizer, clip_norm=settings.clip_norm)
             norm = None if result.grad_norm is None else float(result.grad_norm)
             observer.end(float(result.mean_loss), result.weight, norm)
@@ -156,7 +161,7 @@ def _make_parts(
     known = find_strategy(name).options
     sync = replicate(
         problem.model,
-        sync=name,
+        strategy=name,
         comm=comm,
         groups=groups,
         batch_norm=settings.batch_norm if problem.has_batch_norm else None,
@@ -254,9 +259,9 @@ def _load(saved: State, strategy: str, parts: Parts) -> None:
     makes; all ranks call it."""
     parts.loader.load_state_dict(saved.data)
     weights = match_weights(parts.model, {**saved.weights, **saved.buffers})
-    parts.sync.load_full_weights(weights)
+    replica_of(parts.sync).load_full_weights(weights)
     named = list(parts.model.named_parameters())
     unpack_optimizer(parts.optimizer, named, saved.optimizer, saved.description)
-    parts.sync.scatter(parts.optimizer)
+    replica_of(parts.sync).scatter(parts.optimizer)
     if saved.extra and strategy == saved.strategy:
-        parts.sync.load_state_tensors(saved.extra)
+        replica_of(parts.sync).load_state_tensors(saved.extra)

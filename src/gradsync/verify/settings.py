@@ -234,7 +234,7 @@ def _sized(
     if num_steps is not None and num_steps < needed:
         raise ConfigError(
             f"verify: {num_samples} samples are {needed} steps of {settings.global_batch_size} "
-            f"({settings.num_leaves} leaves of {settings.leaf_size}), and num_steps is "
+            f"({settings.num_leaves} micro-batches of {settings.leaf_size}), and num_steps is "
             f"{num_steps}; leave num_steps or leaf_size out, and it follows"
         )
     return replace(settings, num_steps=num_steps or needed)

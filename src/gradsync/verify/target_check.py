@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.data import default_collate
 
-from gradsync.data.leaf import make_leaf
+from gradsync.data.micro_batch import make_micro_batch
 from gradsync.errors import ConfigError
-from gradsync.runtime.seeds import seed_everything, seed_leaf
+from gradsync.runtime.seeds import seed_everything, seed_micro_batch
 from gradsync.verify.problem import Problem
 from gradsync.verify.record import DTYPE_NAMES, sample_digests
 from gradsync.verify.run import Task
@@ -52,7 +52,7 @@ def _check(task: Task) -> None:
     samples = _read_twice(dataset, count, task)[: settings.leaf_size]
     seed_everything(settings.seed)
     before = dict(problem.model.named_parameters())
-    raised = "a step on one leaf raised"
+    raised = "a step on one micro-batch raised"
     with users_code(target, raised):
         loss = _loss(problem, task, samples)
     refuse(target, _wrong_loss(loss))
@@ -80,7 +80,7 @@ def _read_twice(dataset: Any, count: int, task: Task) -> list[Any]:
         read = []
         with users_code(target, f"sample {index} cannot be read:"):
             for _ in range(2):
-                seed_leaf(task.settings.seed, 0, index)
+                seed_micro_batch(task.settings.seed, 0, index)
                 read.append(dataset[index])
         sample = read[0]
         if not (isinstance(sample, tuple | list) and len(sample) == 2):
@@ -96,7 +96,7 @@ def _read_twice(dataset: Any, count: int, task: Task) -> list[Any]:
 
 
 def _loss(problem: Problem, task: Task, samples: list[Any]) -> Any:
-    leaf = make_leaf(
+    leaf = make_micro_batch(
         default_collate(samples),
         index=0,
         step=0,

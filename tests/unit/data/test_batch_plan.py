@@ -87,7 +87,7 @@ def test_a_plan_in_samples_has_no_tokens_and_knows_its_ranks() -> None:
     with pytest.raises(ConfigError, match="no seq_len"):
         _ = plan.tokens_per_update
     with pytest.raises(ValueError, match=r"rank must be in 0\.\.1"):
-        plan.leaves_of(2)
+        plan.micro_batches_of(2)
 
 
 @given(
@@ -101,7 +101,7 @@ def test_a_step_is_cut_alike_for_every_world_size(
 ) -> None:
     def leaves(rank: int, ranks: int) -> list[tuple[int, int, int]]:
         span = cut_step(start, start + size, micro_batch_size=micro, rank=rank, world_size=ranks)
-        assert span.everyone_has_leaves == (span.num_leaves >= ranks)
+        assert span.everyone_has_some == (span.num_leaves >= ranks)
         return list(span.leaves)
 
     together = [leaf for rank in range(world_size) for leaf in leaves(rank, world_size)]

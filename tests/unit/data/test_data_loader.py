@@ -23,13 +23,13 @@ from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from gradsync.comm.groups import SingleCommunicator
-from gradsync.data.leaf import Leaf
-from gradsync.data.loader import DatasetLoader, EvalLeaves, Loader, glimpse_of, loader
+from gradsync.data.loader import DatasetLoader, EvalLoader, Loader, glimpse_of, loader
+from gradsync.data.micro_batch import MicroBatch
 from gradsync.data.streaming import StreamLoader, stream_loader
 from gradsync.data.tokens import TokenDataset
 from gradsync.data.workers import next_batch
 from gradsync.errors import ConfigError, DataError, RunError
-from gradsync.runtime.seeds import seed_leaf
+from gradsync.runtime.seeds import seed_micro_batch
 from gradsync.world import World
 
 
@@ -51,7 +51,7 @@ def make(size: int, rank: int = 0, world_size: int = 1, **options: Any) -> Loade
     return loader(Numbers(size), World(rank=rank, world_size=world_size), **options)
 
 
-def read(one: Loader, num_steps: int | None = None) -> list[list[Leaf]]:
+def read(one: Loader, num_steps: int | None = None) -> list[list[MicroBatch]]:
     """This rank's leaves of the next steps, at most `num_steps`."""
     steps = []
     for step in one if num_steps != 0 else ():
@@ -62,11 +62,11 @@ def read(one: Loader, num_steps: int | None = None) -> list[list[Leaf]]:
     return steps
 
 
-def numbers(leaves: list[Leaf]) -> list[int]:
+def numbers(leaves: list[MicroBatch]) -> list[int]:
     return [number for leaf in leaves for number in leaf.batch.tolist()]
 
 
-def together(loaders: list[Loader], num_steps: int | None = None) -> list[list[Leaf]]:
+def together(loaders: list[Loader], num_steps: int | None = None) -> list[list[MicroBatch]]:
     """The leaves of all ranks, step by step in rank order."""
     per_rank = [read(one, num_steps) for one in loaders]
     return [[leaf for leaves in step for leaf in leaves] for step in zip(*per_rank, strict=True)]
@@ -209,7 +209,7 @@ def test_workers_change_nothing_and_what_they_read_ahead_is_not_counted(stop: in
     assert list(map(numbers, read(resumed))) == list(map(numbers, read(plain)))
     assert multiprocessing.active_children() == []
     state = torch.get_rng_state()  # workers draw nothing from the global generator
-    read(make(8, num_workers=1, seed_leaves=False, **options), 1)
+    read(make(8, num_workers=1, seed_micro_batches=False, **options), 1)
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -486,7 +486,7 @@ def over_ranks(
 def keyed(seed: int, keys: Any) -> Drawn:
     drawn = {}
     for step, leaf in keys:
-        seed_leaf(seed, step, leaf)
+        seed_micro_batch(seed, step, leaf)
         drawn[step, leaf] = torch.rand(3).tolist()
     return drawn
 
@@ -739,8 +739,8 @@ def test_a_stream_keys_its_leaves_too() -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: loader(range(12), World(), **OPTIONS, seed_leaves=False),
-        lambda: stream(0, seed_leaves=False),
+        lambda: loader(range(12), World(), **OPTIONS, seed_micro_batches=False),
+        lambda: stream(0, seed_micro_batches=False),
     ],
     ids=["loader", "stream"],
 )
@@ -768,7 +768,7 @@ def test_evaluation_sees_each_sample_once_on_one_rank(
     data = list(range(size))
     seen, places = [], []
     for rank in range(world_size):
-        leaves = EvalLeaves(data, World(rank=rank, world_size=world_size), micro, max_samples=most)
+        leaves = EvalLoader(data, World(rank=rank, world_size=world_size), micro, max_samples=most)
         for _ in range(2):  # it may be gone through again
             found = list(leaves)
         assert len(found) == len(leaves) <= leaves.most
@@ -831,7 +831,7 @@ def test_senseless_arguments_are_refused(
         DatasetLoader(**(arguments | changes), dataset_dir=directory)
     for micro, most in ((0, None), (1, 0)):
         with pytest.raises(ConfigError, match="must be at least 1; got 0"):
-            EvalLeaves([1], World(), micro, most)
+            EvalLoader([1], World(), micro, most)
 
 
 def random_data(seed: int, kind: type = TensorDataset) -> Any:

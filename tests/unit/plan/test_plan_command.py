@@ -373,7 +373,7 @@ def test_arithmetic_is_the_trainers() -> None:
             model=config.model,
             micro_batch_size=plan.micro_batch_size,
             seq_len=1024,
-            num_leaves=plan.num_leaves,
+            num_leaves=plan.num_micro_batches,
         )
         try:
             check_layout(config, layout, plan)

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradsync.runtime.seeds import seed_everything, seed_leaf, stream_seed
+from gradsync.runtime.seeds import seed_everything, seed_micro_batch, stream_seed
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +56,7 @@ def test_counters_do_not_run_together() -> None:
 
 
 def masks(seed: int, step: int, leaf: int) -> list[float]:
-    seed_leaf(seed, step, leaf)
+    seed_micro_batch(seed, step, leaf)
     return torch.rand(4).tolist()
 
 

@@ -84,7 +84,9 @@ def test_every_combination_is_built_or_refused(grouping: Any) -> None:
 
 
 def test_options_are_checked_against_the_preset_before_anything_is_built() -> None:
-    with pytest.raises(ConfigError, match=r"sync='bucketed' has no option 'bucket_size' .it has: "):
+    with pytest.raises(
+        ConfigError, match=r"strategy='bucketed' has no option 'bucket_size' .it has: "
+    ):
         check_options(find_strategy("bucketed"), {"bucket_size": 1})
     with pytest.raises(ConfigError, match="bucket_mb must be positive"):
         check_options(find_strategy("flat"), {"bucket_mb": 0})
@@ -114,14 +116,14 @@ def test_only_the_tree_promises_bits() -> None:
     ("name", "wire"), [("invariant", "bf16"), ("zero1", "bf16"), ("invariant_bf16", "same")]
 )
 def test_a_name_stands_for_its_bits(name: str, wire: str) -> None:
-    with pytest.raises(ConfigError, match=f"sync='{name}' names its bits, which wire='{wire}'"):
+    with pytest.raises(ConfigError, match=f"strategy='{name}' names its bits, which wire='{wire}'"):
         check_options(find_strategy(name), {"wire": wire})
 
 
 @pytest.mark.parametrize("name", ["invariant", "invariant_bf16", "zero1"])
 def test_a_promise_of_bits_is_not_given_up_by_an_option(name: str) -> None:
     """A run is resumed at other numbers of ranks by the strategy's name."""
-    with pytest.raises(ConfigError, match=f"sync='{name}' promises bits .* order='any'"):
+    with pytest.raises(ConfigError, match=f"strategy='{name}' promises bits .* order='any'"):
         check_options(find_strategy(name), {"order": "any"})
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradsync.comm.groups import SingleCommunicator
-from gradsync.data.leaf import Leaf
+from gradsync.data.micro_batch import MicroBatch
 from gradsync.errors import RunError
 from gradsync.sync.step_metadata import (
     NUM_BINS,
@@ -96,8 +96,8 @@ def test_a_rank_that_hears_itself_alone_says_so() -> None:
         agree_on_metadata(comm, [True], loss=[2.0])
 
 
-def leaf_from(order: str, step: int, index: int) -> Leaf:
-    return Leaf(
+def leaf_from(order: str, step: int, index: int) -> MicroBatch:
+    return MicroBatch(
         **{"index": index, "step": step, "batch": None, "num_samples": 1, "num_targets": 1},
         **{"is_last": False, "order": order, "num_leaves": 4},
     )

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from gradsync.data.leaf import Leaf, Step, count_targets, make_leaf, move_to
 from gradsync.data.loader import loader
+from gradsync.data.micro_batch import MicroBatch, Step, count_targets, make_micro_batch, move_to
 from gradsync.errors import DataError
 from gradsync.world import World
 
@@ -27,13 +27,13 @@ class Batch:
     x: Any
 
 
-def leaf_of(batch: Any) -> Leaf:
-    return make_leaf(batch, index=0, step=0, num_samples=3, is_last=True, device=CPU)
+def leaf_of(batch: Any) -> MicroBatch:
+    return make_micro_batch(batch, index=0, step=0, num_samples=3, is_last=True, device=CPU)
 
 
 def test_a_step_that_gives_fewer_leaves_than_it_has_is_an_error() -> None:
     """Sums without order, as in `bucketed`, would not notice: the mean would be another batch's."""
-    step = Step(iter([leaf_of(X), leaf_of(X)]), number=6, num_leaves=8, num_local_leaves=3)
+    step = Step(iter([leaf_of(X), leaf_of(X)]), number=6, num_leaves=8, num_local_micro_batches=3)
     leaves = iter(step)
     assert [next(leaves).num_samples, next(leaves).num_samples] == [3, 3]
     with pytest.raises(DataError, match=r"^step 7 brought 2 of its 3 leaves on this rank"):
@@ -166,7 +166,7 @@ def test_every_tensor_of_a_batch_moves_and_the_shape_of_the_batch_stays() -> Non
 def test_rows_that_a_collate_function_left_out_do_not_count(
     batch: Any, planned: int, rows: int
 ) -> None:
-    leaf = make_leaf(batch, index=0, step=0, num_samples=planned, is_last=True, device=CPU)
+    leaf = make_micro_batch(batch, index=0, step=0, num_samples=planned, is_last=True, device=CPU)
     assert leaf.num_samples == rows
     assert leaf.num_targets == rows
 
@@ -174,7 +174,7 @@ def test_rows_that_a_collate_function_left_out_do_not_count(
 def test_ignored_targets_of_the_rows_that_are_left_do_not_count_either() -> None:
     targets = torch.tensor([1, -100, 2])
     for batch in ([X, targets], {"x": X, "labels": targets}):
-        leaf = make_leaf(batch, index=0, step=0, num_samples=4, is_last=True, device=CPU)
+        leaf = make_micro_batch(batch, index=0, step=0, num_samples=4, is_last=True, device=CPU)
         assert (leaf.num_samples, leaf.num_targets) == (3, 2)
 
 
@@ -188,7 +188,7 @@ def test_ignored_targets_of_the_rows_that_are_left_do_not_count_either() -> None
     ],
 )
 def test_what_has_fewer_rows_and_all_samples(batch: object) -> None:
-    leaf = make_leaf(batch, index=0, step=0, num_samples=8, is_last=True, device=CPU)
+    leaf = make_micro_batch(batch, index=0, step=0, num_samples=8, is_last=True, device=CPU)
     assert leaf.num_samples == 8
 
 
@@ -197,12 +197,12 @@ def test_a_second_pass_draws_for_each_leaf_on_its_own() -> None:
 
     def drawn(indices: list[int]) -> list[list[float]]:
         leaves = (
-            make_leaf(
+            make_micro_batch(
                 torch.zeros(2), index=i, step=0, num_samples=2, is_last=False, device=CPU, seed=7
             )
             for i in indices
         )
-        step = Step(leaves, number=0, num_leaves=2, num_local_leaves=len(indices), seed=7)
+        step = Step(leaves, number=0, num_leaves=2, num_local_micro_batches=len(indices), seed=7)
         taken, found = list(step), []
         for _ in range(3):
             for leaf in taken:

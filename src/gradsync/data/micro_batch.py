@@ -1,6 +1,7 @@
 """One rank's view of a global batch, and its micro-batches on their way to the model.
 
-[Note: What counts as a target] `leaf.num_targets` is the leaf's share in the mean loss:
+[Note: What counts as a target] `micro_batch.num_targets` is the micro-batch's share in the mean
+loss:
 
     batch                                    counted
     (inputs, integer targets)                each target that is not -100, whatever their shape: a
@@ -11,7 +12,8 @@
     everything else                          samples: a tensor, three or more parts, other dicts
 
 Samples are the rows of the batch's tensors if a collate function has dropped some. If the loss
-averages over another count, pass it: `sync.backward(..., weight=...)`.
+averages over another count, pass it: `sync.backward(..., weight=...)`. Language models of
+`transformers` shift the labels: `weight=micro_batch.num_shifted_targets`.
 """
 
 from __future__ import annotations
@@ -24,14 +26,14 @@ import torch
 from torch import Tensor
 
 from gradsync.errors import DataError
-from gradsync.runtime.seeds import seed_leaf, seed_step, stream_seed
+from gradsync.runtime.seeds import seed_micro_batch, seed_step, stream_seed
 
 IGNORED_TARGET = -100
 """Targets with this value are not counted; torch's `cross_entropy` has the same default."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Leaf:
+class MicroBatch:
     """One micro-batch, collated and on the device."""
 
     index: int
@@ -41,22 +43,26 @@ class Leaf:
     batch: Any
     """Output of the collate function for the samples."""
     num_samples: int
-    """Samples in this leaf: the rows that the collate function kept, if the tensors show it."""
+    """Samples in this micro-batch: the rows that the collate function kept, if the tensors show
+    it."""
     num_targets: int
-    """Weight of this leaf in the mean loss: targets other than -100, or samples; see
+    """Weight of this micro-batch in the mean loss: targets other than -100, or samples; see
     [Note: What counts as a target]."""
+    num_shifted_targets: int | None = None
+    """The same without the first label of each sequence, for models of `transformers` that predict
+    `labels[:, 1:]`; None if the batch is no dict with "labels" of shape [B, T]."""
     is_last: bool
-    """True on a rank's last leaf, if every rank has a leaf in this step. So all ranks synchronise,
-    or none does."""
+    """True on a rank's last micro-batch, if every rank has a micro-batch in this step. So all ranks
+    synchronise, or none does."""
     order: str = ""
     """Describes the order of samples: ranks with different orders would not share one batch.
     `sync.step` compares it; "" is not compared."""
-    num_leaves: int = 0
-    """Leaves of the step over all ranks; `sync.step` expects them if `order` is known."""
+    num_micro_batches: int = 0
+    """Micro-batches of the step over all ranks; `sync.step` expects them if `order` is known."""
     key: tuple[int, int, int] | None = field(default=None, repr=False, compare=False)
     """Seeds its random numbers, see [Note: Keyed streams]; None seeds nothing."""
     is_passed: bool = field(default=False, repr=False, compare=False)
-    """Whether iteration has passed this leaf, so that something else was seeded."""
+    """Whether iteration has passed this micro-batch, so that something else was seeded."""
     is_read: bool = field(default=False, repr=False, compare=False)
     """Whether its batch was read since its last backward."""
 
@@ -64,7 +70,7 @@ class Leaf:
         if name == "batch" and self.key is not None and not self.is_read:
             object.__setattr__(self, "is_read", True)
             if self.is_passed:
-                seed_leaf(*self.key)
+                seed_micro_batch(*self.key)
         return object.__getattribute__(self, name)
 
     def backward_ended(self) -> None:
@@ -79,7 +85,7 @@ class Leaf:
     def inputs(self) -> Any:
         """First part of a tuple or list, else the whole batch; a dict is a DataError."""
         if isinstance(self.batch, Mapping):
-            raise DataError(f"leaf.inputs: {_described(self.batch)}")
+            raise DataError(f"micro_batch.inputs: {_described(self.batch)}")
         return self.batch[0] if _has_parts(self.batch) else self.batch
 
     @property
@@ -87,64 +93,80 @@ class Leaf:
         """Second part of a tuple or list; DataError if it has none."""
         if _has_parts(self.batch) and len(self.batch) > 1:
             return self.batch[1]
-        raise DataError(f"leaf.targets: {_described(self.batch)}")
+        raise DataError(f"micro_batch.targets: {_described(self.batch)}")
 
 
-class Step:
-    """One optimizer step's data; iterating gives this rank's leaves in order, once.
+class Batch:
+    """The global batch of one optimizer step; iterating gives this rank's micro-batches, once.
 
-    Leaves are read on request. `len(step)` is this rank's number of leaves, which is 0 for some
-    ranks if the step has fewer leaves than ranks.
+    Micro-batches are read on request. `len(batch)` is this rank's number of micro-batches, which is
+    0 for some ranks if the step has fewer micro-batches than ranks.
     """
 
     def __init__(
         self,
-        leaves: Iterator[Leaf],
+        micro_batches: Iterator[MicroBatch],
         *,
         number: int,
-        num_leaves: int,
-        num_local_leaves: int,
+        num_micro_batches: int,
+        num_local_micro_batches: int,
+        ends_epoch: bool | None = None,
         seed: int | None = None,
     ) -> None:
-        self._leaves, self._num_local_leaves, self._seed = leaves, num_local_leaves, seed
+        self._micro_batches, self._seed = micro_batches, seed
+        self._num_local_micro_batches = num_local_micro_batches
         self._taken = False
         if seed is not None:
             seed_step(seed, number, "before")
         self.number = number
         """Number of the step in the stream, from 0."""
-        self.num_leaves = num_leaves
-        """Leaves of the step over all ranks."""
+        self.num_micro_batches = num_micro_batches
+        """Micro-batches of the step over all ranks."""
+        self._ends_epoch = ends_epoch
+
+    @property
+    def ends_epoch(self) -> bool:
+        """Whether it holds the last sample of a pass over the data; equal on all ranks. DataError
+        for a stream, whose end only the next read shows."""
+        if self._ends_epoch is None:
+            raise DataError(
+                "batch.ends_epoch is not known for a stream: only the next read shows its end; "
+                "count samples or steps, or use gs.loader"
+            )
+        return self._ends_epoch
 
     def __len__(self) -> int:
-        return self._num_local_leaves
+        return self._num_local_micro_batches
 
-    def __iter__(self) -> Iterator[Leaf]:
+    def __iter__(self) -> Iterator[MicroBatch]:
         if self._taken:
             raise RuntimeError(
-                f"the leaves of step {self.number} can be read once, before the next step begins"
+                f"the micro-batches of step {self.number} can be read once, before the next step "
+                "begins"
             )
         self._taken = True
         return self._all()
 
-    def _all(self) -> Iterator[Leaf]:
+    def _all(self) -> Iterator[MicroBatch]:
         given = 0
-        for given, leaf in enumerate(self._leaves, start=1):  # noqa: B007  counted to the end
-            if leaf.key is not None:
-                seed_leaf(*leaf.key)
-            yield leaf
-            object.__setattr__(leaf, "is_passed", True)
+        for micro_batch in self._micro_batches:
+            given += 1
+            if micro_batch.key is not None:
+                seed_micro_batch(*micro_batch.key)
+            yield micro_batch
+            object.__setattr__(micro_batch, "is_passed", True)
         if self._seed is not None:
             seed_step(self._seed, self.number, "behind")
         if given < len(self):  # unordered sums would hide that
             raise DataError(
-                f"step {self.number + 1} brought {given} of its {len(self)} leaves on this rank: "
-                "no rank may take this for the global batch"
+                f"step {self.number + 1} brought {given} of its {len(self)} micro-batches on this "
+                "rank: no rank may take this for the global batch"
             )
 
     def drain(self) -> None:
         """Read the rest of the step, so that the next one starts in the right place."""
         self._taken = True
-        for _ in self._leaves:
+        for _ in self._micro_batches:
             pass
 
 
@@ -160,8 +182,8 @@ def _described(batch: Any) -> str:
     if isinstance(batch, Mapping):
         keys = [repr(key) for key in batch] or ["no keys"]
         return (
-            f"this batch is a dict with {', '.join(keys)}: use leaf.batch, as in "
-            f"model(**leaf.batch) or leaf.batch[{keys[0]}]"
+            f"this batch is a dict with {', '.join(keys)}: use micro_batch.batch, as in "
+            f"model(**micro_batch.batch) or micro_batch.batch[{keys[0]}]"
         )
     if isinstance(batch, Tensor):
         what = f"one tensor of shape {list(batch.shape)}"
@@ -171,12 +193,12 @@ def _described(batch: Any) -> str:
     else:
         what = f"a {type(batch).__name__}"
     return (
-        f"this batch is {what}: use leaf.batch or leaf.inputs; only a tuple or list of two or more "
-        "has targets"
+        f"this batch is {what}: use micro_batch.batch or micro_batch.inputs; only a tuple or list "
+        "of two or more has targets"
     )
 
 
-def make_leaf(
+def make_micro_batch(
     batch: Any,
     *,
     index: int,
@@ -186,20 +208,25 @@ def make_leaf(
     device: torch.device,
     seed: int | None = None,
     order: str = "",
-    num_leaves: int = 0,
-) -> Leaf:
-    """A `Leaf` with its rows and targets counted and its tensors on `device`."""
+    num_micro_batches: int = 0,
+) -> MicroBatch:
+    """A `MicroBatch` with its rows and targets counted and its tensors on `device`."""
     num_samples = count_rows(batch, num_samples)
     num_targets = count_targets(batch, num_samples)  # before the move, see `count_targets`
-    return Leaf(
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    shifted = None
+    if isinstance(labels, Tensor) and labels.ndim == 2:
+        shifted = count_targets({"labels": labels[:, 1:]}, num_samples)
+    return MicroBatch(
         index=index,
         step=step,
         batch=move_to(batch, device),
         num_samples=num_samples,
         num_targets=num_targets,
+        num_shifted_targets=shifted,
         is_last=is_last,
         order=order,
-        num_leaves=num_leaves,
+        num_micro_batches=num_micro_batches,
         key=None if seed is None else (seed, step, index),
     )
 

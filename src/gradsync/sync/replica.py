@@ -1,37 +1,40 @@
-"""Methods of a handle for saving, loading and comparing: whole weights, whole state."""
+"""One rank's replica of a model: weights and optimizer states, whole or this rank's part."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from gradsync.comm.base import Communicator
-from gradsync.core.files import counted
-from gradsync.errors import ConfigError
 from gradsync.sync.buffers import BufferSync
-from gradsync.sync.check_replicas import check_replicas, replica_tensors
 from gradsync.sync.reducer import Reducer
-from gradsync.sync.step import Optimizers, StepParts, each_optimizer
+from gradsync.sync.step import Optimizers, each_optimizer
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
+    from gradsync.comm.base import Communicator
     from gradsync.sync.sharded_state import HeldState, Share
 
 
-class StateMethods:
-    """Methods of `GradientSync` that a step does not need; all ranks call each, except `wait`."""
+class Replica:
+    """This rank's replica of a model, for gradsync's own commands; scripts use `GradientSync`.
 
-    model: nn.Module
-    comm: Communicator
-    reducer: Reducer
-    _buffers: BufferSync
-    _parts: StepParts
+    All ranks call each method, except `wait`.
 
-    def __repr__(self) -> str:
-        of = f"{type(self.model).__name__}, {counted(len(self.reducer.parameters), 'parameter')}"
-        ranks = f"rank {self.comm.rank} of {self.comm.world_size}"
-        return f"<{type(self).__name__} {self.reducer.strategy} of {of}, {ranks}>"
+    Args:
+        comm: all ranks.
+        reducer: the strategy of the model.
+        buffers: of the model.
+    """
+
+    def __init__(self, comm: Communicator, reducer: Reducer, buffers: BufferSync) -> None:
+        self.comm, self.reducer, self._buffers = comm, reducer, buffers
+
+    def prime(self, forward_backward: Callable[[], None]) -> None:
+        """Run a throwaway backward before the first step. Some strategies group sums by the first
+        backward, so without this a resumed run would have other bits."""
+        with self._buffers.untouched():
+            self.reducer.prime(forward_backward)
 
     @property
     def whole_parameters(self) -> bool:
@@ -47,14 +50,13 @@ class StateMethods:
         """Return when this rank's weights are those of the last step.
 
         With `overlap_publish` a weight is updated when the next forward needs it. Call this before
-        you read weights or the optimizer's state in another way than by the methods below. Without
+        reading weights or the optimizer's state in another way than by the methods below. Without
         `overlap_publish` there is nothing to wait for.
         """
         self.reducer.shards.wait()
 
     def synchronize_replicas(self) -> None:
-        """Make replicas equal at the end of a run, on all ranks, under strategies that let them
-        drift (`local_sgd`, `diloco`); does nothing under others."""
+        """See `GradientSync.synchronize_replicas`."""
         self.reducer.shards.synchronize_replicas()
 
     def gather(self, optimizer: Optimizers) -> None:
@@ -133,42 +135,7 @@ class StateMethods:
         self.reducer.shards.load_full_weights(weights)
         self._buffers.refresh()
 
-    def check_replicas(
-        self,
-        optimizer: Optimizers | None = None,
-        *,
-        step: int | None = None,
-        heal: bool = False,
-    ) -> bool:
-        """Check that all ranks hold the same bits: compares a hash per parameter and buffer.
 
-        All ranks call it between two steps, after `step` and before the next step's first
-        `backward`. When ranks divide an update (on one host, `zero1`, `zero2`), weights that
-        differed before it become one mixture, equal on all ranks. It finds changes that a step does
-        not notice by itself, such as `p.data[0] = 0`.
-
-        Args:
-            optimizer: compare its state too; not under strategies that shard it.
-            step: number of the step, for the message.
-            heal: copy the bits that more than half of the ranks hold to the others, with a warning.
-
-        Returns:
-            Whether the bits were equal before; False if something was healed.
-
-        Raises:
-            RunError: on every rank: names the first tensor that differs, the step and the ranks;
-                with `heal` only if no majority agrees.
-            ConfigError: under a strategy whose ranks differ on purpose.
-        """
-        if not (self.reducer.shards.whole_parameters and self.reducer.shards.equal_replicas):
-            raise ConfigError(
-                f"sync={self.reducer.strategy!r} lets ranks hold different values on purpose: "
-                "there is nothing to check"
-            )
-        self.wait()
-        optimizers = [] if optimizer is None else each_optimizer(optimizer)
-        tensors = replica_tensors(self.model, optimizers)
-        healed = check_replicas(tensors, self.comm, step=step, heal=heal)
-        if healed and self._parts.watch:
-            self._parts.watch.remember(*optimizers)
-        return not healed
+def replica_of(handle: Any) -> Replica:
+    """The replica behind a handle of `gs.replicate`, or of a part of a split model."""
+    return handle._replica

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from gradsync import DDPManager
+from gradsync.compat import DDPManager
 
 
 class Adapter(nn.Module):

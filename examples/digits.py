@@ -32,26 +32,31 @@ def block(channels_in: int, channels_out: int) -> nn.Module:
 
 
 images, labels = digits()
-train_set, held_out = TensorDataset(images[:1437], labels[:1437]), slice(1437, None)
+train_set = TensorDataset(images[:1437], labels[:1437])
+held_out = TensorDataset(images[1437:], labels[1437:])
 
 with gs.init(seed=0, threads=1) as world:
     model = nn.Sequential(block(1, 16), block(16, 32), nn.Flatten(), nn.Linear(128, 10))
     model = model.to(world.device)
-    # "local": each leaf of 16 images is normalised alone, running statistics are the mean over
-    # leaves. So the numbers printed below do not depend on the number of ranks.
+    # "local": each micro-batch of 16 images is normalised alone, running statistics are the mean
+    # over micro-batches. So the numbers printed below do not depend on the number of ranks.
     sync = gs.replicate(model, world, batch_norm="local")
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     loader = gs.loader(train_set, world, global_batch_size=64, micro_batch_size=16, num_epochs=6)
-    for step in loader:
-        for leaf in step:
-            loss_sum = F.cross_entropy(model(leaf.inputs), leaf.targets, reduction="sum")
-            sync.backward(loss_sum, leaf, reduction="sum")
+    for batch in loader:
+        for micro_batch in batch:
+            loss = F.cross_entropy(model(micro_batch.inputs), micro_batch.targets)
+            sync.backward(loss, micro_batch)
         sync.step(optimizer)
-        if world.is_main and step.number % 30 == 0:
-            print(f"step {step.number}: loss {sync.mean_loss:.6f}")
+        if world.is_main and batch.number % 30 == 0:
+            print(f"step {batch.number}: loss {sync.mean_loss:.6f}")
 
-    if world.is_main:  # in eval mode no rank waits for another
+    correct = torch.zeros((), dtype=torch.int64)
+    for micro_batch in gs.eval_loader(held_out, world, micro_batch_size=64):
         with torch.no_grad():
-            guesses = model.eval()(images[held_out].to(world.device)).argmax(dim=1).cpu()
-        accuracy = (guesses == labels[held_out]).float().mean().item()
-        print(f"accuracy on {len(guesses)} images not seen in training: {accuracy:.2%}")
+            guesses = model.eval()(micro_batch.inputs).argmax(dim=1)
+        correct += (guesses == micro_batch.targets).sum().cpu()
+    gs.all_reduce(correct)
+    if world.is_main:
+        accuracy = correct.item() / len(held_out)
+        print(f"accuracy on {len(held_out)} images not seen in training: {accuracy:.2%}")

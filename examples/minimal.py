@@ -1,4 +1,4 @@
-"""Data-parallel training in twelve lines; the weights' hash is the same on any number of ranks.
+"""Data-parallel training in a dozen lines; the weights' hash is the same on any number of ranks.
 
 python examples/minimal.py
 torchrun --nproc-per-node 4 examples/minimal.py
@@ -14,9 +14,10 @@ with gs.init(seed=0, threads=1) as world:
     sync = gs.replicate(model, world)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True).sin())
-    for step in gs.loader(data, world, global_batch_size=64, micro_batch_size=8, num_epochs=9):
-        for leaf in step:
-            sync.backward((model(leaf.inputs) - leaf.targets).square().sum(), leaf, reduction="sum")
+    for batch in gs.loader(data, world, global_batch_size=64, micro_batch_size=8, num_epochs=9):
+        for micro_batch in batch:
+            errors = model(micro_batch.inputs) - micro_batch.targets
+            sync.backward(errors.square().mean(), micro_batch)
         sync.step(optimizer)
     if world.is_main:
         print(f"loss {sync.mean_loss:.4f}, weights {gs.weights_sha256(model.named_parameters())}")

@@ -38,12 +38,12 @@ with gs.init(seed=0, threads=1) as world:
     sync = gs.replicate(model, world)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     loader = gs.loader(dataset, world, global_batch_size=64, micro_batch_size=8, num_epochs=30)
-    for step in loader:
-        for leaf in step:
-            loss_sum = F.cross_entropy(model(leaf.inputs), leaf.targets, reduction="sum")
-            sync.backward(loss_sum, leaf, reduction="sum")
+    for batch in loader:
+        for micro_batch in batch:
+            loss = F.cross_entropy(model(micro_batch.inputs), micro_batch.targets)
+            sync.backward(loss, micro_batch)
         sync.step(optimizer, clip_norm=1.0)
-        if world.is_main and step.number % 60 == 0:
-            print(f"step {step.number}: loss {sync.mean_loss:.4f}, world size {world.world_size}")
+        if world.is_main and batch.number % 60 == 0:
+            print(f"step {batch.number}: loss {sync.mean_loss:.4f}, world size {world.world_size}")
     if world.is_main:
         print(f"weights {gs.weights_sha256(model.named_parameters())}")

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import gradsync as gs
 
-VOCAB, LENGTH, LEAVES = 64, 32, 6
+VOCAB, LENGTH, MICRO_BATCHES = 64, 32, 6
 
 
 class Trainer:
@@ -32,24 +32,24 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)
         self.parts = (self.model, self.optimizer)
 
-    def batch(self, leaf: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Micro-batch `leaf` of this step, on any rank: counting, the end padded with -100."""
-        generator = torch.Generator().manual_seed(self.step * LEAVES + leaf)
+    def micro_batch(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Micro-batch `index` of this step, on any rank: counting, the end padded with -100."""
+        generator = torch.Generator().manual_seed(self.step * MICRO_BATCHES + index)
         start = torch.randint(VOCAB, (4, 1), generator=generator)
         tokens = (start + torch.arange(LENGTH + 1)) % VOCAB
         labels = tokens[:, 1:].clone()
-        labels[:, LENGTH - 4 * leaf :] = -100
+        labels[:, LENGTH - 4 * index :] = -100
         return tokens[:, :-1].to(self.world.device), labels.to(self.world.device)
 
     def train_step(self) -> float:
-        """One step over all leaves; returns the mean loss of a token, the same on all ranks."""
-        mine = torch.arange(LEAVES).chunk(self.world.world_size)[self.world.rank].tolist()
-        for leaf in mine:
-            inputs, labels = self.batch(leaf)
-            with self.sync.micro_step(last=leaf == mine[-1], index=leaf):
+        """One step; returns the mean loss of a token, the same on all ranks."""
+        mine = torch.arange(MICRO_BATCHES).chunk(self.world.world_size)[self.world.rank].tolist()
+        for index in mine:
+            inputs, labels = self.micro_batch(index)
+            with self.sync.micro_step(last=index == mine[-1], index=index):
                 logits = self.model(inputs).flatten(0, 1)
-                loss_sum = F.cross_entropy(logits, labels.flatten(), reduction="sum")
-                self.sync.backward(loss_sum, weight=int((labels != -100).sum()), reduction="sum")
+                loss = F.cross_entropy(logits, labels.flatten())
+                self.sync.backward(loss, weight=int((labels != -100).sum()))
         self.step += 1
         return self.sync.step(self.optimizer, clip_norm=1.0).mean_loss
 

@@ -22,7 +22,7 @@ def ours(ranks: int) -> list[list[int]]:
     worlds = [gs.World(rank=rank, world_size=ranks) for rank in range(ranks)]
     sizes = {"global_batch_size": 5, "micro_batch_size": 1, "num_epochs": 1}
     loaders = [gs.loader(range(10), world, **sizes) for world in worlds]
-    return [[int(leaf.batch) for step in made for leaf in step] for made in loaders]
+    return [[int(each.batch) for batch in made for each in batch] for made in loaders]
 
 
 for name, shares in (("DistributedSampler", dealt(10, 4)), ("gs.loader", ours(4))):

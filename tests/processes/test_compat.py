@@ -22,7 +22,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from gradsync import DDPManager, get_device, init_distributed, is_main_process, setup_distributed
+from gradsync.compat import (
+    DDPManager,
+    get_device,
+    init_distributed,
+    is_main_process,
+    setup_distributed,
+)
 from gradsync.compat.functions import (
     backend_here,
     barrier,
@@ -181,13 +187,14 @@ def test_what_a_wrapper_would_have_is_answered_with_ours(name: str, hint: str) -
 @pytest.mark.parametrize(
     "joins",
     [
-        "gs.init_distributed(); model = net; gs.replicate(net)",
-        "m = gs.DDPManager(); m.initialize(); model = m.wrap_model(net)",
-        "m = gs.DDPManager().__enter__(); model = m.wrap_model(net)",
+        "compat.init_distributed(); model = net; gs.replicate(net)",
+        "m = compat.DDPManager(); m.initialize(); model = m.wrap_model(net)",
+        "m = compat.DDPManager().__enter__(); model = m.wrap_model(net)",
     ],
 )
 def test_without_a_with_it_is_answered_too(joins: str, tmp_path: Path) -> None:
-    begins = "import torch; import gradsync as gs; net = torch.nn.Linear(1, 1)"
+    begins = "import torch; import gradsync as gs; from gradsync import compat\n"
+    begins += "net = torch.nn.Linear(1, 1)"
     (script := tmp_path / "script.py").write_text(f"{begins}\n{joins}\nmodel.module\n")
     done = run_python([script])
     assert done.stderr.count("gradsync wraps nothing: take the model itself") == 1, done.stderr
@@ -689,18 +696,19 @@ def test_a_group_of_ones_own_says_who_is_main(pool: Any) -> None:
 
 SCRIPT = """
 import os, sys
-import gradsync, torch
-words = [gradsync.get_device(), gradsync.is_main_process()]
+import torch
+from gradsync.compat import get_device, init_distributed, is_main_process, setup_distributed
+words = [get_device(), is_main_process()]
 if "RANK" in os.environ:
     # The tutorial's call: torchrun's agent serves the store, rank 0 must not bind its port.
-    gradsync.setup_distributed(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "nccl")
+    setup_distributed(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "nccl")
     words += [torch.distributed.get_rank(), torch.distributed.get_world_size()]
     value = torch.tensor(1.0)
     torch.distributed.all_reduce(value)
     words += [value.item()]
 else:
-    words += gradsync.init_distributed()
-words += [gradsync.is_main_process()]
+    words += init_distributed()
+words += [is_main_process()]
 sys.stdout.write(" ".join(map(str, words)) + "\\n")  # at once: lines of two ranks do not mix
 """
 

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 
-from gradsync.data.micro_batch import Step
+from gradsync.data.micro_batch import Batch
 from gradsync.report.run import read_run
 from gradsync.runtime.activity import Sampler
 from gradsync.runtime.environ import exported
@@ -360,9 +360,9 @@ def flip_one_bit(
     or `unseen` by autograd's counters, or of the optimizer's `state`."""
     original = Trainer._train_step
 
-    def step_and_flip(self: Trainer, step: Step, *rest: Any) -> Any:
-        result = original(self, step, *rest)
-        if (rank, step.number) == (bad_rank, 3):
+    def step_and_flip(self: Trainer, batch: Batch, *rest: Any) -> Any:
+        result = original(self, batch, *rest)
+        if (rank, batch.number) == (bad_rank, 3):
             weight = self.learner.model.get_parameter("blocks.1.mlp.up.weight")
             state = self.learner.optimizer.state[weight].get("exp_avg_sq", weight)
             tensor = {"seen": weight.detach(), "unseen": weight.data, "state": state}[where]
@@ -442,10 +442,10 @@ def compute_wrongly(
     step: of its own leaves, or `always`."""
     original = Trainer._train_step
 
-    def step_wrongly(self: Trainer, step: Step, *rest: Any) -> Any:
-        if (rank, step.number) != (1, bad_step):
-            return original(self, step, *rest)
-        left = iter(range(10**6 if always else len(step)))
+    def step_wrongly(self: Trainer, batch: Batch, *rest: Any) -> Any:
+        if (rank, batch.number) != (1, bad_step):
+            return original(self, batch, *rest)
+        left = iter(range(10**6 if always else len(batch)))
 
         def flip(gradient: torch.Tensor) -> torch.Tensor:
             if next(left, None) is None:
@@ -456,7 +456,7 @@ def compute_wrongly(
 
         hook = self.learner.model.get_parameter("blocks.1.mlp.up.weight").register_hook(flip)
         try:
-            return original(self, step, *rest)
+            return original(self, batch, *rest)
         finally:
             hook.remove()
 

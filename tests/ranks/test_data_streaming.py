@@ -85,6 +85,12 @@ def test_any_number_of_ranks_takes_the_same_leaves(sizes: list[int]) -> None:
         assert len({len(steps) for steps in per_rank}) == 1
 
 
+def test_a_stream_does_not_know_where_its_epoch_ends() -> None:
+    batch = next(iter(stream_loader([1, 2, 3], World(), global_batch_size=3, micro_batch_size=1)))
+    with pytest.raises(DataError, match=r"batch\.ends_epoch is not known for a stream"):
+        _ = batch.ends_epoch
+
+
 def test_the_leaves_are_those_of_a_map_style_data_set() -> None:
     rows = [{"number": number} for number in range(20)]
     known = loader(rows, World(), **OPTIONS, num_epochs=2, shuffle=False)
@@ -347,10 +353,13 @@ def other_number(rank: int) -> IterableDataset:
 @pytest.mark.parametrize(
     ("make", "found"),
     [
-        (lambda rank: data_set([20]).shuffle(seed=rank), "leaf 0 has other samples on rank 1"),
+        (
+            lambda rank: data_set([20]).shuffle(seed=rank),
+            "micro-batch 0 has other samples on rank 1",
+        ),
         (lambda rank: data_set([20 - rank]), r"step 3: 2 samples on rank 0, 1 on rank 1"),
         (lambda rank: data_set([12 - 6 * rank]), r"step 1: 6 samples on rank 0, 0 on rank 1"),
-        (other_number, "step 1: leaf 1 has other samples on rank 1"),
+        (other_number, "step 1: micro-batch 1 has other samples on rank 1"),
     ],
 )
 def test_ranks_that_read_different_streams_are_refused(make: Any, found: str) -> None:

@@ -68,7 +68,7 @@ def test_a_dry_run_shows_it_and_writes_nothing(
     out, err = capsys.readouterr()
     document = json.loads(out)
     assert document["config"]["nproc_per_node"] == 2
-    assert document["plan"]["num_leaves"] == 2
+    assert document["plan"]["num_micro_batches"] == 2
     assert "elastic: " in err
     assert sorted(tmp_path.rglob("*")) == before
 

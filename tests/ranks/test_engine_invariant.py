@@ -204,11 +204,11 @@ def _wrong_leaves(
     [
         (
             [[0, 1], [3, 4], [5]],
-            r"rank 1's first leaf is 3, but the ranks below it have leaves 0..1",
+            r"rank 1's first micro-batch is 3, but the ranks below it have micro-batches 0..1",
         ),
-        ([[2, 3], [0, 1], [4]], r"rank 0's first leaf is 2"),
-        ([[1], [], [2]], r"rank 0's first leaf is 1"),
-        ([[0, 1], [0, 1], [0]], r"rank 1's first leaf is 0"),
+        ([[2, 3], [0, 1], [4]], r"rank 0's first micro-batch is 2"),
+        ([[1], [], [2]], r"rank 0's first micro-batch is 1"),
+        ([[0, 1], [0, 1], [0]], r"rank 1's first micro-batch is 0"),
     ],
     ids=["a gap", "wrong order", "begins late", "local indices"],
 )
@@ -233,7 +233,9 @@ def test_leaves_of_a_rank_that_do_not_follow_each_other(leaves: list[int]) -> No
 
     first, second = leaves
     backward(first)
-    with pytest.raises(GradsyncError, match=f"leaf {second} came where leaf {first + 1} was due"):
+    with pytest.raises(
+        GradsyncError, match=f"micro-batch {second} came where micro-batch {first + 1} was due"
+    ):
         backward(second)
 
 
@@ -288,7 +290,7 @@ def test_two_stages_need_hosts_in_order() -> None:
                     groups=groups_of(comm, RankPlacement(seats)),
                 )
             found.append(str(caught.value))
-        with pytest.raises(ConfigError, match=r"groups=gs.groups\(world\)"):
+        with pytest.raises(ConfigError, match=r"world of `gs.init"):
             replicate(nn.Linear(2, 2), strategy="invariant", comm=comm, reduction="hierarchical")
         return found
 

@@ -434,7 +434,7 @@ def test_models_over_one_group_share_a_communicator_which_ends_with_the_last() -
         handles[0].close()
         shared.barrier()
         handles[1].close()
-        assert replicate(nn.Linear(3, 3), comm=comm).comm is not shared
+        assert replica_of(replicate(nn.Linear(3, 3), comm=comm)).comm is not shared
 
     run_thread_ranks(work, 2)
 

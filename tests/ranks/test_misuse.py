@@ -270,7 +270,7 @@ def test_plain_backwards_in_micro_step_are_refused(name: str) -> None:
         return str(caught.value)
 
     for said in on_handles(work, two_layers, 3, strategy=name):
-        assert "write sync.backward(loss_sum, leaf=leaf) there and sync.step(optimizer)" in said
+        assert "write sync.backward(loss, micro_batch) there and sync.step(optimizer)" in said
 
 
 @every_engine
@@ -353,7 +353,7 @@ def test_a_leaf_outside_of_micro_step_is_refused_where_it_matters(
 
     for said in on_handles(work, two_layers, world_size, strategy=name):
         assert said.startswith(
-            f"strategy='{name}': enclose forward and backward of each leaf in `with"
+            f"strategy='{name}': enclose forward and backward of each micro-batch in `with"
         )
 
 

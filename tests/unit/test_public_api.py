@@ -53,7 +53,7 @@ def test_the_reference_has_every_name() -> None:
     promised = {getattr(gradsync, name) for name in gradsync.__all__ if name != "__version__"}
     assert promised <= set(values)
     assert {v.__name__ for v in set(values) - promised} == {
-        *("GradientSync", "StepResult", "Step", "MicroBatch")
+        *("GradientSync", "StepResult", "Batch", "MicroBatch")
     }
 
 

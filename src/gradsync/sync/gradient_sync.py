@@ -370,7 +370,7 @@ class GradientSync(UserLoopMethods):
                 )
         replica.load_full_weights(state["model"])
         for each, held in zip(optimizers, states, strict=True):
-            each.load_state_dict(held)
+            each.load_state_dict(deepcopy(held))  # torch would train in the caller's tensors
         if optimizer is not None:
             replica.scatter(optimizer)
         replica.load_state_tensors(state["strategy"])

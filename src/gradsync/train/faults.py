@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 
 from gradsync.core.files import Filesystem
 from gradsync.errors import ConfigError
-from gradsync.sync.replica import replica_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -98,6 +97,8 @@ class _Planted:
             own = (each for each in parts if [*each.parameters(recurse=False)])
             _middle(own).register_forward_hook(lambda _, inputs, out: self._watch(out))
         elif plan.moment == "reduce":
+            from gradsync.sync.replica import replica_of
+
             comm: Any = replica_of(trainer.learner.sync).comm
             self._all_reduce, comm.all_reduce = comm.all_reduce, self._around_all_reduce
         elif plan.moment == "save":
@@ -296,7 +297,7 @@ _OTHER = (
     r"(?:something else|was ended by SIGABRT \(Gloo does it where ranks called different)"
 )
 _CALLS = r"(?:: |; )rank (?P<ranks>[\d, ]+): all_reduce "
-_LEAVES = r".*(?:leaf \d+ came where|of its \d+ leaves)"
+_LEAVES = r".*(?:micro-batch \d+ came where|of its \d+ micro-batches)"
 _REPLICAS = (
     r"replicas differ.*?: ranks? (?P<ranks>\d[^a-z]*(?:(?:and|rank|ranks) \d[^a-z]*)*)holds? "
 )

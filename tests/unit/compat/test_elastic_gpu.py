@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-import gradsync as gs
+from gradsync.compat import log_gpu_memory
 from gradsync.compat.elastic_gpu import ElasticGPUConfig
 from gradsync.errors import ConfigError
 from gradsync.plan.description import Device, Hardware, Host, Link
@@ -146,9 +146,9 @@ def test_the_summary() -> None:
 
 def test_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     """Any hardware; here most likely a CPU."""
-    config = gs.ElasticGPUConfig(base_batch_size=64)
+    config = ElasticGPUConfig(base_batch_size=64)
     assert config.strategy in ("single", "ddp")
     assert str(config).startswith(f"{len(config.devices)} x ")
     assert config.config["device"] == ("cuda:0" if config.gpu_count else "cpu")
-    gs.log_gpu_memory("now")
+    log_gpu_memory("now")
     assert capsys.readouterr().out.startswith("now: ")

@@ -25,23 +25,27 @@ def test_an_exact_plan_is_never_floored(
     tokens = leaves * micro * seq_len
     arguments = {"micro_batch_size": micro, "world_size": world_size}
     if world_size > leaves:
-        with pytest.raises(ConfigError, match=rf"{world_size} ranks cannot share {leaves} lea"):
+        with pytest.raises(ConfigError, match=rf"{world_size} ranks cannot share {leaves} micro"):
             solve_batch_plan(tokens_per_update=tokens, seq_len=seq_len, **arguments)
         return
     plan = solve_batch_plan(tokens_per_update=tokens, seq_len=seq_len, **arguments)
     assert plan.tokens_per_update == tokens
     assert sum(plan.grad_accum_steps(rank) for rank in range(world_size)) * micro == leaves * micro
-    assert solve_batch_plan(global_batch_size=leaves * micro, **arguments).num_leaves == leaves
+    assert (
+        solve_batch_plan(global_batch_size=leaves * micro, **arguments).num_micro_batches == leaves
+    )
 
 
 def test_description_gives_the_arithmetic_and_the_shares() -> None:
     plan = solve_batch_plan(tokens_per_update=2**15, seq_len=512, micro_batch_size=8, world_size=3)
     assert plan.describe() == (
-        "32,768 tokens per update = 8 leaves x 8 samples x 512 tokens\nleaves per rank: 2, 3, 3"
+        "32,768 tokens per update = 8 micro-batches x 8 samples x 512 tokens\n"
+        "micro-batches per rank: 2, 3, 3"
     )
-    many = BatchPlan(num_leaves=33, micro_batch_size=2, world_size=32)
+    many = BatchPlan(num_micro_batches=33, micro_batch_size=2, world_size=32)
     assert many.describe() == (
-        "66 samples per update = 33 leaves x 2 samples\nleaves per rank: 2 on 1 rank, 1 on 31 ranks"
+        "66 samples per update = 33 micro-batches x 2 samples\n"
+        "micro-batches per rank: 2 on 1 rank, 1 on 31 ranks"
     )
 
 
@@ -51,7 +55,7 @@ EXACT = (
     "or keep it, with micro_batch_size 5 or 10"
 )
 TOO_MANY = (
-    "8 ranks cannot share 4 leaves (64 samples per update / micro_batch_size 16): "
+    "8 ranks cannot share 4 micro-batches (64 samples per update / micro_batch_size 16): "
     "use at most 4 ranks, or micro_batch_size 8"
 )
 
@@ -83,7 +87,7 @@ def test_what_is_not_exact_is_refused_with_the_nearest_legal_values(
 
 
 def test_a_plan_in_samples_has_no_tokens_and_knows_its_ranks() -> None:
-    plan = BatchPlan(num_leaves=2, micro_batch_size=1, world_size=2)
+    plan = BatchPlan(num_micro_batches=2, micro_batch_size=1, world_size=2)
     with pytest.raises(ConfigError, match="no seq_len"):
         _ = plan.tokens_per_update
     with pytest.raises(ValueError, match=r"rank must be in 0\.\.1"):
@@ -101,8 +105,8 @@ def test_a_step_is_cut_alike_for_every_world_size(
 ) -> None:
     def leaves(rank: int, ranks: int) -> list[tuple[int, int, int]]:
         span = cut_step(start, start + size, micro_batch_size=micro, rank=rank, world_size=ranks)
-        assert span.everyone_has_some == (span.num_leaves >= ranks)
-        return list(span.leaves)
+        assert span.everyone_has_some == (span.num_micro_batches >= ranks)
+        return list(span.micro_batches)
 
     together = [leaf for rank in range(world_size) for leaf in leaves(rank, world_size)]
     assert together == leaves(0, 1)

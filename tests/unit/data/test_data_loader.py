@@ -177,10 +177,10 @@ def test_what_comes_too_late_says_so() -> None:
     steps = iter(one)
     first = next(steps)
     list(first)
-    with pytest.raises(RuntimeError, match="leaves of step 0 can be read once"):
+    with pytest.raises(RuntimeError, match="micro-batches of step 0 can be read once"):
         list(first)
     second, third = next(steps), next(steps)
-    with pytest.raises(RuntimeError, match="leaves of step 1 can be read once"):
+    with pytest.raises(RuntimeError, match="micro-batches of step 1 can be read once"):
         list(second)
     new = iter(one)
     next(new)
@@ -954,3 +954,18 @@ def test_last_bits_of_data_do_not_count() -> None:
 )
 def test_of_other_data_nothing_is_read(dataset: Any) -> None:
     assert glimpse_of(dataset) == ""
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "ends"), [(8, "0101"), (10, "00101"), (3, "111111"), (20, "0000100001")]
+)
+def test_a_batch_says_that_an_epoch_ends_in_it(num_samples: int, ends: str) -> None:
+    """On all ranks, and after a resume."""
+    sizes = {"global_batch_size": 4, "micro_batch_size": 2}
+    for rank in range(2):
+        made = loader(range(num_samples), World(rank=rank, world_size=2), **sizes)
+        batches = zip(ends, made, strict=False)
+        assert all(batch.ends_epoch == (end == "1") for end, batch in batches)
+    again = loader(range(num_samples), World(), **sizes)
+    again.load_state_dict({**again.state_dict(), "samples": 4, "steps": 1})
+    assert next(iter(again)).ends_epoch == (ends[1] == "1")

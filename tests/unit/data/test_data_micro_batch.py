@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gradsync.data.loader import loader
-from gradsync.data.micro_batch import MicroBatch, Step, count_targets, make_micro_batch, move_to
+from gradsync.data.micro_batch import Batch, MicroBatch, count_targets, make_micro_batch, move_to
 from gradsync.errors import DataError
 from gradsync.world import World
 
@@ -21,7 +21,7 @@ X, Y = torch.arange(6.0).view(3, 2), torch.tensor([4, 5, 6])
 
 
 @dataclass
-class Batch:
+class Encoding:
     """A batch as a collate function may return it."""
 
     x: Any
@@ -33,10 +33,12 @@ def leaf_of(batch: Any) -> MicroBatch:
 
 def test_a_step_that_gives_fewer_leaves_than_it_has_is_an_error() -> None:
     """Sums without order, as in `bucketed`, would not notice: the mean would be another batch's."""
-    step = Step(iter([leaf_of(X), leaf_of(X)]), number=6, num_leaves=8, num_local_micro_batches=3)
+    step = Batch(
+        iter([leaf_of(X), leaf_of(X)]), number=6, num_micro_batches=8, num_local_micro_batches=3
+    )
     leaves = iter(step)
     assert [next(leaves).num_samples, next(leaves).num_samples] == [3, 3]
-    with pytest.raises(DataError, match=r"^step 7 brought 2 of its 3 leaves on this rank"):
+    with pytest.raises(DataError, match=r"^step 7 brought 2 of its 3 micro-batches on this rank"):
         next(leaves)
 
 
@@ -47,7 +49,7 @@ def test_a_data_set_of_tensors_has_inputs_only() -> None:
     leaf, _ = [leaf for step in loader(samples, World(), **options) for leaf in step]
     assert leaf.inputs.tolist() == leaf.batch.tolist() == [[0, 1], [2, 3], [4, 5]]
     with pytest.raises(
-        DataError, match=r"leaf.targets: this batch is one tensor of shape \[3, 2\]"
+        DataError, match=r"micro_batch.targets: this batch is one tensor of shape \[3, 2\]"
     ):
         _ = leaf.targets
 
@@ -67,7 +69,7 @@ def test_the_first_two_parts_are_inputs_and_targets(batch: Any) -> None:
         ((1, 2, 3), "a tuple of 3 texts or numbers"),
         ([], "a list of 0 texts or numbers"),
         ("text", "a str"),
-        (Batch(X), "a Batch"),
+        (Encoding(X), "a Encoding"),
         (None, "a NoneType"),
         ([X], "a list of 1"),
         ((X,), "a tuple of 1"),  # as `TensorDataset(x)` gives it
@@ -79,7 +81,7 @@ def test_what_has_no_second_part_has_inputs_only(batch: Any, said: str) -> None:
     assert leaf.inputs is (X if said.endswith("of 1") else leaf.batch)
     with pytest.raises(DataError) as raised:
         _ = leaf.targets
-    assert f"this batch is {said}: use leaf.batch or leaf.inputs" in str(raised.value)
+    assert f"this batch is {said}: use micro_batch.batch or micro_batch.inputs" in str(raised.value)
 
 
 @pytest.mark.parametrize("kind", [dict, UserDict])
@@ -90,8 +92,9 @@ def test_a_dict_is_named_with_its_keys(kind: type, name: str) -> None:
     with pytest.raises(DataError) as raised:
         getattr(leaf, name, None)  # a DataError is no AttributeError: nothing swallows it
     assert str(raised.value) == (
-        f"leaf.{name}: this batch is a dict with 'input_ids', 'labels': use leaf.batch, as in "
-        "model(**leaf.batch) or leaf.batch['input_ids']"
+        f"micro_batch.{name}: this batch is a dict with 'input_ids', 'labels': use "
+        "micro_batch.batch, as in "
+        "model(**micro_batch.batch) or micro_batch.batch['input_ids']"
     )
 
 
@@ -160,7 +163,7 @@ def test_every_tensor_of_a_batch_moves_and_the_shape_of_the_batch_stays() -> Non
         ([(X, X), (X, X)], 4, 4),
         ("text", 4, 4),
         (None, 4, 4),
-        (Batch(X), 4, 4),
+        (Encoding(X), 4, 4),
     ],
 )
 def test_rows_that_a_collate_function_left_out_do_not_count(
@@ -202,7 +205,9 @@ def test_a_second_pass_draws_for_each_leaf_on_its_own() -> None:
             )
             for i in indices
         )
-        step = Step(leaves, number=0, num_leaves=2, num_local_micro_batches=len(indices), seed=7)
+        step = Batch(
+            leaves, number=0, num_micro_batches=2, num_local_micro_batches=len(indices), seed=7
+        )
         taken, found = list(step), []
         for _ in range(3):
             for leaf in taken:
@@ -215,3 +220,11 @@ def test_a_second_pass_draws_for_each_leaf_on_its_own() -> None:
         both, first, second = drawn([0, 1]), drawn([0]), drawn([1])
     assert sorted(both) == sorted(first + second)
     assert len({value for _, value in both}) == 6
+
+
+def test_labels_that_a_model_shifts_are_counted_without_the_first() -> None:
+    labels = torch.tensor([[5, 1, -100, 2], [-100, -100, 3, -100]])
+    found = leaf_of({"input_ids": labels, "labels": labels})
+    assert (found.num_targets, found.num_shifted_targets) == (4, 3)
+    assert leaf_of({"labels": labels[:, 0]}).num_shifted_targets is None
+    assert leaf_of((labels, labels)).num_shifted_targets is None

@@ -126,8 +126,8 @@ WRONG: dict[str, list[str]] = {
     ],
     "GS107": [
         """
-        for leaf in step:
-            sync.backward(loss(leaf), leaf=leaf)
+        for micro_batch in batch:
+            sync.backward(loss(micro_batch), micro_batch)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # GS107
         sync.step(optimizer)
         """,
@@ -335,10 +335,10 @@ RIGHT: dict[str, str] = {
         path = f"model-{rank}.pt"
         torch.save(model.state_dict(), path)
         """,
-    "leaves by the handle, by the mean over them, and a step for each": """
+    "micro-batches by the handle, by the mean over them, and a step for each": """
         for step in gs.loader(data, world, global_batch_size=64, micro_batch_size=8):
             for leaf in step:
-                sync.backward(model(leaf.inputs).sum(), leaf=leaf)
+                sync.backward(model(leaf.inputs).mean(), leaf)
             sync.step(optimizer, clip_norm=1.0)
             for leaf in step:
                 (model(leaf.inputs).mean() / len(step)).backward()

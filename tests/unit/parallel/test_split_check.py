@@ -29,8 +29,12 @@ CONFIG = TrainConfig(
         (2, {"parallel": "tp=2", "model": GPTConfig(architecture="gpt2")}, "this one is gpt2"),
         (3, {"parallel": "tp=3"}, "tp=3 does not divide the model's 8 query heads"),
         (4, {"parallel": "foo"}, "got 'foo', expected sizes such as"),
-        (4, {"parallel": "pp=4,dp=1", "micro_batch_size": 8}, "pp=4 stages need a leaf each"),
-        (6, {"parallel": "pp=2"}, "8 leaves a step cannot be dealt equally to dp=3"),
+        (
+            4,
+            {"parallel": "pp=4,dp=1", "micro_batch_size": 8},
+            "pp=4 stages need a micro-batch",
+        ),
+        (6, {"parallel": "pp=2"}, "8 micro-batches a step cannot be dealt equally to dp=3"),
         (2, {"parallel": "pp=2", "dtype": "fp16"}, "fp16"),
         (2, {"parallel": "pp=2", "compile": "model"}, "drop compile=model"),
         (2, {"parallel": "tp=2", "sync": "auto"}, "sync=auto measures whole models"),
@@ -52,7 +56,7 @@ def test_refused_in_one_line(ranks: int, changes: dict[str, Any], message: str) 
 def test_replicas_share_the_leaves(sync: str) -> None:
     plan = check_request(replace(CONFIG, parallel="pp=2,tp=2,dp=2", sync=sync), 8)
     assert [plan.grad_accum_steps(replica) for replica in range(plan.world_size)] == [4, 4]
-    assert plan.describe("replica").endswith("leaves per replica: 4, 4")
+    assert plan.describe("replica").endswith("micro-batches per replica: 4, 4")
 
 
 def test_replicas_of_one_rank_are_plain_data_parallelism() -> None:

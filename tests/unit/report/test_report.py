@@ -174,7 +174,7 @@ def test_comparisons_of_bits_are_on_the_time_axis(tmp_path: Path) -> None:
     assert not any(chart.checks for chart in others)
     for said in (
         "Replicas compared 2 times, last after step 20: different bits after step 20",
-        "A leaf computed by two ranks once in step 15: equal bits",
+        "A micro-batch computed by two ranks once in step 15: equal bits",
     ):
         assert said in read_page(page([run])).text
     many = [Event(step, "equal", bad=step == 999) for step in range(1000)]

@@ -99,7 +99,7 @@ def test_a_rank_that_hears_itself_alone_says_so() -> None:
 def leaf_from(order: str, step: int, index: int) -> MicroBatch:
     return MicroBatch(
         **{"index": index, "step": step, "batch": None, "num_samples": 1, "num_targets": 1},
-        **{"is_last": False, "order": order, "num_leaves": 4},
+        **{"is_last": False, "order": order, "num_micro_batches": 4},
     )
 
 
@@ -112,7 +112,7 @@ def leaf_from(order: str, step: int, index: int) -> MicroBatch:
         ((), 0),  # nobody knows
         ((("a", 0), ("b", 0)), 0),  # several loaders
         ((("", 0),), 0),  # ranks that may have data of their own
-        ((("a", 0), ("", 1)), 0),  # some without leaf=
+        ((("a", 0), ("", 1)), 0),  # some without a micro-batch
     ],
 )
 def test_leaves_that_nobody_was_given_are_counted(
@@ -125,7 +125,9 @@ def test_leaves_that_nobody_was_given_are_counted(
     assert agreed.missing == missing
     for _ in range(2):
         sums.warn_of_data(agreed.missing)
-    expected = {0: [], 1: ["1 leaf of this step"], 3: ["3 leaves of this step"]}[missing]
+    expected = {0: [], 1: ["1 micro-batch of this step"], 3: ["3 micro-batches of this step"]}[
+        missing
+    ]
     found = [text for text in caplog.messages if "came from gs.loader" in text]
     assert [text.split(" came from")[0] for text in found] == expected
     sums.clear()

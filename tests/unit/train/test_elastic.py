@@ -171,7 +171,7 @@ def test_memory_that_is_too_small_or_not_told(
         limit_bytes=10**5, works=True, clear=lambda: None, run=lambda _: pytest.fail("it was tried")
     )
     monkeypatch.setattr(micro_batch, "MemoryProbe", lambda *_, **__: found)
-    with pytest.raises(ConfigError, match=r"does not fit: a leaf of 1 x 16 tokens .* GB short"):
+    with pytest.raises(ConfigError, match=r"does not fit: a micro-batch of 1 x 16 .* GB short"):
         probe(config)
     found.works = False
     assert probe(config)[0] == 2  # it stays

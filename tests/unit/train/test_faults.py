@@ -61,8 +61,8 @@ OTHER = "different operations at the same time: "
         ("shape", f"{OTHER}rank 0, 1: {CALL}; rank 2: {CALL} (all ranks must", {2}),
         ("swap", f"{OTHER}rank 0: {CALL}; rank 1, 2: {CALL} (all ranks must", {0}),
         ("dtype", f"{OTHER}rank 0: {CALL}; rank 1: {CALL} (all ranks must", {0, 1}),
-        ("drop-leaf", FIRST + "step 3 brought 3 of its 4 leaves on this rank: no", {2}),
-        ("drop-leaf", FIRST + "leaf 7 came where leaf 6 was due: a rank's", {2}),
+        ("drop-leaf", FIRST + "step 3 brought 3 of its 4 micro-batches on this rank: no", {2}),
+        ("drop-leaf", FIRST + "micro-batch 7 came where micro-batch 6 was due: a rank's", {2}),
         (
             "flip-bit",
             "replicas differ, first in 'x.2': rank 2 holds other bits than ranks 0,1",

@@ -86,8 +86,8 @@ def run(made: Scene, passes: Callable[[Variant], bool] = lambda variant: False) 
         (0.5, "1/2: divided by the number of ranks once more"),
         (16.0, "16, the number of targets: a sum, not a mean"),
         (0.0625, "1/16: divided by the number of targets twice"),
-        (5.0, "5, the number of leaves"),
-        (0.2, "1/5: divided by the number of leaves as well"),
+        (5.0, "5, the number of micro-batches"),
+        (0.2, "1/5: divided by the number of micro-batches as well"),
         (7.5, "7.5"),
     ],
 )
@@ -107,7 +107,7 @@ def test_a_leaf_lost_or_double(sign: int, word: str) -> None:
     ]
     found = run(scene(wrong))
     assert found.cause == Cause.DATA
-    assert f"leaf 3 is {word}" in found.sentence
+    assert f"micro-batch 3 is {word}" in found.sentence
     assert found.ranks == [1]
 
 

@@ -77,7 +77,7 @@ def test_nothing_is_handed_over(changes: dict[str, Any]) -> None:
         ({"batch_norm": "none"}, "unknown batch_norm 'none'"),
         (
             {"num_steps": 50, "num_samples": 5_000, "leaf_size": 3},
-            "5000 samples are 334 steps of 15 (5 leaves of 3), and num_steps is 50",
+            "5000 samples are 334 steps of 15 (5 micro-batches of 3), and num_steps is 50",
         ),
     ],
 )

@@ -238,7 +238,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "broken": (
         lambda: given(Odd(two_lines)),
-        f"a step on one leaf raised ValueError: no such thing {LINE}",
+        f"a step on one micro-batch raised ValueError: no such thing {LINE}",
     ),
     "raises": (two_lines, f"the factory raised ValueError: no such thing {LINE}"),
     "leaves": (sys.exit, "the factory raised SystemExit: "),

@@ -170,9 +170,9 @@ def raise_failed(result: Mapping[str, Any]) -> None:
 
 def from_json(kind: type[T], data: Mapping[str, Any]) -> T:
     """The dataclass `kind` from what `dataclasses.asdict` and JSON made of it. Fields may be
-    dataclasses, and tuples of one type."""
+    dataclasses, and tuples of one type. Other keys, of an older record, are left out."""
     hints = get_type_hints(kind)
-    return kind(**{name: _value(hints[name], value) for name, value in data.items()})
+    return kind(**{name: _value(hints[name], data[name]) for name in hints if name in data})
 
 
 def _value(hint: Any, value: Any) -> Any:

@@ -25,7 +25,6 @@ Dtype = Literal["auto", "bf16", "fp32", "fp16"]
 Schedule = Literal["cosine", "wsd", "constant"]
 LrScaling = Literal["none", "linear", "sqrt"]
 CompileOrder = Literal["none", "model", "ddp"]
-ScheduleName = Literal["1f1b", "gpipe"]
 OnDrift = Literal["stop", "heal"]
 
 AUTO = "auto"  # What `gradsync tune` found for this kind of run: strategy and options.
@@ -293,8 +292,6 @@ class TrainConfig:
     """Split the model: pp=2,dp=2 (two pipeline stages, two replicas), tp=2 (heads and SwiGLU over
     two ranks) …; the product of the sizes is the number of ranks, and dp may be left out. Empty:
     every rank has a replica."""
-    pipeline_schedule: Fixed[ScheduleName] = "1f1b"
-    """Order of a pipeline's leaves: 1f1b (fewer activations in memory) or gpipe; the same bits."""
     model: GPTConfig = field(default_factory=GPTConfig)
     """Shape of the model; its vocabulary follows the data unless set."""
     optim: OptimConfig = field(default_factory=OptimConfig)  # Optimizer and schedule.
@@ -315,7 +312,6 @@ class TrainConfig:
             f"cpu:gloo,cuda:nccl; got {self.backend[:80]!r}",
         )
         tracker_names(self.track)
-        _require_one_of("pipeline_schedule", self.pipeline_schedule, ScheduleName)
         for name in ("steps", "tokens_per_update", "micro_batch_size", "log_every"):
             value = getattr(self, name)
             _require(isinstance(value, int), f"{name} must be an integer; got {value!r}")

@@ -175,8 +175,7 @@ def read_verified(run: Path) -> dict[str, Any] | None:
     Raises:
         ConfigError: the file has other content.
     """
-    path = run / "verify.json"
-    if not path.is_file():
+    if not (path := run / "verify.json").is_file():
         return None
     found = read_object(path)
     cells, loaded = found.get("cells"), found.setdefault("cross_load", [])

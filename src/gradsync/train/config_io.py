@@ -56,11 +56,11 @@ def parse_config(argv: Sequence[str]) -> TrainConfig:
         else:
             start = recipe(first)
     _refuse_file_only(arguments)
-    # A switch that is on already has no flag to turn it on.
-    set_already = {_switch(name, attrgetter(name)(start)) for name in _SWITCHES}
+    # A switch that is on has no flag that turns it on: typed again, it changes nothing.
+    on = {_switch(name, attrgetter(name)(start)) for name, hint in HINTS.items() if hint is bool}
     parsed = parse(
         TrainConfig,
-        _joined([word for word in arguments if word not in set_already]),
+        _joined([word for word in arguments if word not in on]),
         "train",
         takes=" [PRESET|FILE]",
         description=(
@@ -233,7 +233,6 @@ HINTS = _hints(TrainConfig)
 """The type of each setting."""
 _FIXED = get_args(Fixed[int])[1]
 _FILE_ONLY = {name for name, t in _hints(TrainConfig, marked=True).items() if _FIXED in get_args(t)}
-_SWITCHES = tuple(name for name, hint in HINTS.items() if hint is bool)
 
 
 def to_flags(values: Mapping[str, Any], prefix: str = "") -> list[str]:

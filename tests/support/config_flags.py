@@ -10,8 +10,8 @@ from gradsync.train.config_io import write_config
 
 def train_arguments(config: TrainConfig) -> list[str]:
     """Arguments after `gradsync` that train with exactly `config`, from a file beside its `out`."""
-    path = Path(f"{config.out}.yaml")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    out = Path(config.out)
+    path = next(parent for parent in out.parents if parent.is_dir()) / f"{out.name}.yaml"
     write_config(config, path)
     ranks = config.nproc_per_node
     return ["train", str(path), *([] if ranks is None else ["--nproc-per-node", str(ranks)])]

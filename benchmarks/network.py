@@ -60,8 +60,6 @@ _USUAL = (
     "--strategies=invariant,invariant_bf16,bucketed,bf16,torch_ddp",
     *("--model-size=mini", "--num-warmup=1", "--rounds=3", "--threads=1"),
 )
-_ALWAYS = ("--device=cpu", "--same-allocator")
-"""Of `bench sync`, whatever is asked for."""
 
 
 def parsed(argv: Sequence[str]) -> tuple[argparse.Namespace, sync.SyncOptions, str]:
@@ -92,7 +90,7 @@ def parsed(argv: Sequence[str]) -> tuple[argparse.Namespace, sync.SyncOptions, s
         f"--world-size={own.hosts * own.ranks_per_host}",
         f"--num-steps={own.num_steps or _STEPS}",
     ]
-    options = parse(sync.SyncOptions, [*_USUAL, *rest, *_ALWAYS, *mine], "bench sync")
+    options = parse(sync.SyncOptions, [*_USUAL, *rest, "--device=cpu", *mine], "bench sync")
     words = ["python", "benchmarks/network.py"]
     for name in _OWN:
         if (value := getattr(own, name)) != parser.get_default(name):

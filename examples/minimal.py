@@ -16,8 +16,8 @@ with gs.init(seed=0, threads=1) as world:
     data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True).sin())
     for batch in gs.loader(data, world, global_batch_size=64, micro_batch_size=8, num_epochs=9):
         for micro_batch in batch:
-            errors = model(micro_batch.inputs) - micro_batch.targets
-            sync.backward(errors.square().mean(), micro_batch)
+            loss = (model(micro_batch.inputs) - micro_batch.targets).square().mean()
+            sync.backward(loss, micro_batch)
         sync.step(optimizer)
     if world.is_main:
         print(f"loss {sync.mean_loss:.4f}, weights {gs.weights_sha256(model.named_parameters())}")

@@ -37,8 +37,7 @@ with gs.init(seed=0, threads=1) as world:
     model = build_model().to(world.device)
     sync = gs.replicate(model, world)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    loader = gs.loader(dataset, world, global_batch_size=64, micro_batch_size=8, num_epochs=30)
-    for batch in loader:
+    for batch in gs.loader(dataset, world, global_batch_size=64, micro_batch_size=8, num_epochs=30):
         for micro_batch in batch:
             loss = F.cross_entropy(model(micro_batch.inputs), micro_batch.targets)
             sync.backward(loss, micro_batch)

@@ -1,12 +1,11 @@
-"""Put a benchmark's record into docs/guide/strategies.md: one table, and a line per strategy.
+"""Put a benchmark's record into docs/guide/strategies.md.
 
     python tools/benchmark_table.py                        render the record that the page names
     python tools/benchmark_table.py --record RECORD.json   take this one from now on
     python tools/benchmark_table.py --check                exit 1 when the page is not up to date
 
 The table stands between `<!-- benchmark: RECORD.json -->` (a path from the repository's root) and
-`<!-- benchmark: end -->`; a strategy's line follows `<!-- measured: NAME -->`. Everything in them
-comes from the record.
+`<!-- benchmark: end -->`. Everything in it comes from the record.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from gradsync.bench.sync_plan import turns
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "guide" / "strategies.md"
 SECTION = re.compile(r"<!-- benchmark: (\S+\.json) -->\n.*?<!-- benchmark: end -->", re.DOTALL)
-LINE = re.compile(r"<!-- measured: (\w+) -->\n[^\n]*")
 ALONE = "none"
 COLUMNS = (
     *("strategy", "step, ms", "to `none`", "exposed, ms"),
@@ -65,14 +63,6 @@ class Row:
         name = f"`{self.name}`" + (f" ({self.options})" if self.options else "")
         cells = (name, self.step_ms, self.ratio, self.exposed_ms)
         return _cells(*cells, self.sent, self.operations, self.held)
-
-    def in_words(self) -> str:
-        """The line under a strategy's heading."""
-        options = f" ({self.options})" if self.options else ""
-        return (
-            f"*Measured*{options}: a step takes {self.ratio} of `none`'s time, sends {self.sent} S "
-            f"in {self.operations} operations, holds {self.held} S. [All figures](#measured)"
-        )
 
 
 def rows(record: dict[str, Any]) -> dict[str, Row]:
@@ -137,7 +127,7 @@ def _where(record: dict[str, Any]) -> str:
 
 
 def render(page: str, root: Path, path: str | None = None) -> str:
-    """`page` with its table and its lines made anew.
+    """`page` with its table made anew.
 
     Args:
         page: the text of the guide.
@@ -145,23 +135,15 @@ def render(page: str, root: Path, path: str | None = None) -> str:
         path: of another record, from `root`; None keeps the one that the page names.
 
     Raises:
-        ValueError: the page does not have exactly one section, or wants a line of a strategy that
-            the record does not have.
+        ValueError: the page does not have exactly one section.
     """
     found = SECTION.findall(page)
     if len(found) != 1:
         raise ValueError(f"the page must have one benchmark section, it has {len(found)}")
     path = path or found[0]
     record = json.loads((root / path).read_text(encoding="utf-8"))
-    known = rows(record)
-
-    def line(match: re.Match[str]) -> str:
-        if match[1] not in known:
-            raise ValueError(f"{path} has no strategy {match[1]!r}")
-        return f"<!-- measured: {match[1]} -->\n{known[match[1]].in_words()}"
-
     section = f"<!-- benchmark: {path} -->\n\n{table(record)}\n\n<!-- benchmark: end -->"
-    return LINE.sub(line, SECTION.sub(lambda _: section, page))
+    return SECTION.sub(lambda _: section, page)
 
 
 def main(argv: list[str]) -> int:

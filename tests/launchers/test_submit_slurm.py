@@ -179,18 +179,18 @@ def test_preempted_and_requeued_with_the_bits_of_one_turn(jobs: Submitter, tmp_p
 @pytest.mark.launcher("mpirun")
 @pytest.mark.launcher("torchrun")
 def test_every_launcher_hands_the_signal_to_all_ranks(jobs: Submitter) -> None:
-    """Side by side, as most of it is waiting: mpirun, torchrun on two nodes, an array of srun.
+    """Side by side, as most of it is waiting: mpirun, torchrun on two nodes, srun.
     torch before 2.13 has no torchrun that could, and `submit` refuses it (see its own tests)."""
     program = ("--", "turns.py")
-    folders = [jobs.folder / name for name in ("mpirun", "srun 3", "srun 5")]
+    folders = [jobs.folder / name for name in ("mpirun", "srun 3")]
     ids = {
         "mpirun": jobs.submit(
             *("--launcher=mpirun", "--ntasks-per-node=2", "--run-dir=mpirun", "--job-name=m"),
             *(*program, "mpirun", "2"),
         ),
         "srun": jobs.submit(
-            *("--array=3,5", "--run-dir=srun {task}", "--ntasks-per-node=2", "--job-name=s"),
-            *(*program, "srun {task}", "2"),
+            *("--run-dir=srun 3", "--ntasks-per-node=2", "--job-name=s"),
+            *(*program, "srun 3", "2"),
         ),
     }
     with suppress(ConfigError):
@@ -229,10 +229,12 @@ def test_a_cancelled_job_stays_cancelled(jobs: Submitter) -> None:
 
 def test_no_endless_turns_and_the_exit_code_is_the_jobs(jobs: Submitter) -> None:
     (jobs.folder / "stop.py").write_text("print('no step', flush=True)\nraise SystemExit(75)\n")
-    done = jobs.call("--time=30", "--wait", "--fruitless-turns=1", "--", "stop.py")
+    two = "echo '{\"fruitless\": 2}' > slurm/stop-$SLURM_JOB_ID.turns.json"
+    words = ("--time=30", "--wait", "--job-name=stop", f"--setup={two}")
+    done = jobs.call(*words, "--", "stop.py")
     assert done.returncode == 75, done.describe()
     assert "no step\n" in done.stdout
-    assert "not requeued: 1 turn(s) in a row ended within 300 s" in done.stdout
+    assert "not requeued: 3 turn(s) in a row ended within 300 s" in done.stdout
     assert "FAILED on n1, exit code 75" in done.stderr
 
 

@@ -14,11 +14,8 @@ from gradsync.comm.shared_memory.segment import SharedMemoryError
 from gradsync.world import World
 from support.rank_session import open_session
 
-EVERY = CollectivesOptions(sizes="4,100K", rounds=1, seconds_per_point=0.0)
-FAULTY = CollectivesOptions(
-    **{"operations": "all_reduce,broadcast", "sizes": "400", "dtype": "bf16", "rounds": 1},
-    **{"burst": 2, "seconds_per_point": 0.0},
-)
+EVERY = CollectivesOptions(sizes="4,100K", rounds=1)
+FAULTY = CollectivesOptions(operations="all_reduce,broadcast", sizes="400", dtype="bf16", rounds=1)
 
 
 def _measured(
@@ -29,6 +26,7 @@ def _measured(
     fakes: dict[str, Any] = {
         "Session": lambda _: open_session(rank, world_size, store_path),
         "progress_bar": lambda: lambda *what: told.append(what),
+        "repetitions_of": lambda *_: 1,
     }
     if options == FAULTY:
         fakes["p2p"] = mock.Mock(wraps=p2p_collectives, tree_broadcast=mock.Mock())

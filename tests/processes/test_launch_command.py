@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from gradsync.cli.main import main
+from gradsync.launch import agent
 from gradsync.runtime.store import wait_until
 from gradsync.train.config_io import parse_config
 from support import foreign_files
@@ -110,10 +111,16 @@ def test_two_nodes(script: Path, tmp_path: Path) -> None:
     [(0, "but node(s) 1 did not come"), (1, "but node 0 does not answer")],
 )
 def test_a_missing_node_is_named(
-    node: int, message: str, script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    node: int,
+    message: str,
+    script: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(agent, "_WAIT_S", 0.2)
     argv = ["launch", "--nproc-per-node", "1", "--nnodes", "2", "--node-rank", str(node)]
-    argv += ["--master-addr", "127.0.0.1", "--master-port", str(free_port()), "--wait-s", "0.2"]
+    argv += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     assert main([*argv, "--", str(script), str(tmp_path), "0"]) == 1
     printed = capsys.readouterr().err
     assert message in printed

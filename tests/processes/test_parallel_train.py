@@ -81,10 +81,10 @@ def finished(out: Path, results: list[RankResult]) -> Outcome:
 @pytest.mark.parametrize(
     ("ranks", "changes"),
     [
-        (2, {"parallel": "pp=2", "pipeline_schedule": "gpipe", "activation_checkpointing": True}),
+        (2, {"parallel": "pp=2", "activation_checkpointing": True}),
         (4, {"parallel": "pp=2,dp=2", "check_replicas_every": 2}),
     ],
-    ids=["gpipe", "1f1b-dp"],
+    ids=["pp", "pp-dp"],
 )
 def test_a_pipeline_has_one_ranks_bits(
     pool: Any,

@@ -1,15 +1,17 @@
-"""A TrainConfig as command-line flags, for runs under real launchers."""
+"""A TrainConfig as arguments of `gradsync train`, for runs under real launchers."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from pathlib import Path
 
 from gradsync.train.config import TrainConfig
-from gradsync.train.config_io import to_flags
+from gradsync.train.config_io import write_config
 
 
 def train_arguments(config: TrainConfig) -> list[str]:
-    """Arguments after `gradsync` that train with exactly `config`."""
-    values = asdict(config)
-    preset = values.pop("preset")
-    return ["train", preset, *to_flags(values)]
+    """Arguments after `gradsync` that train with exactly `config`, from a file beside its `out`."""
+    out = Path(config.out)
+    path = next(parent for parent in out.parents if parent.is_dir()) / f"{out.name}.yaml"
+    write_config(config, path)
+    ranks = config.nproc_per_node
+    return ["train", str(path), *([] if ranks is None else ["--nproc-per-node", str(ranks)])]

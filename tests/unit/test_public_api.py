@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import gradsync
+from gradsync import compat
 
 ROOT = Path(gradsync.__file__).parent
 MODULES = sorted(
@@ -45,12 +46,13 @@ def test_every_name_resolves_and_is_explained(name: str) -> None:
 
 
 def test_the_reference_has_every_name() -> None:
-    """Each once; and what `gs.replicate` and the loaders return."""
+    """Each once, those of `compat` too; and what `gs.replicate` and the loaders return."""
     page = (ROOT.parents[1] / "docs" / "reference.md").read_text()
     listed = re.findall(r"^\.\. auto\w+:: ([\w.]+)\.(\w+)$", page, re.MULTILINE)
     values = [getattr(import_module(module), name) for module, name in listed]
     assert len(set(values)) == len(values)
     promised = {getattr(gradsync, name) for name in gradsync.__all__ if name != "__version__"}
+    promised |= {getattr(compat, name) for name in compat.__all__}
     assert promised <= set(values)
     assert {v.__name__ for v in set(values) - promised} == {
         *("GradientSync", "StepResult", "Batch", "MicroBatch")

@@ -28,7 +28,6 @@ from gradsync.bench.experiment import (
 )
 from gradsync.bench.report import (
     Spread,
-    csv_text,
     percentile,
     print_notes,
     print_table,
@@ -59,7 +58,8 @@ DTYPES = {
 }
 """By the name that users type: torch's dtype, and bytes."""
 GB = 1e9
-_SMALLEST = 4
+_SMALLEST, _LARGEST = 4, 2**30
+_TURN_S = 0.04  # approximate time of one turn
 _BUFFERS = 7  # per rank: two ordinary, two shared, one to receive in, two in a backend
 _SPARE = 0.9  # fraction of the free memory to use at most
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
@@ -84,19 +84,12 @@ class CollectivesOptions:
     shared_copies; or all."""
     sizes: str = ""
     """Sizes of the tensor, separated by commas: 4K,25M (K, M, G are powers of 1024; KB, MB, GB of
-    1000). Default: 4 B, 16 B, 64 B, ... up to what fits in memory."""
-    max_bytes: str = "1G"  # Largest of the default sizes.
+    1000). Default: 4 B, 16 B, 64 B, ... up to 1 GiB or what fits in memory."""
     world_size: int = 2  # Ranks to start on this host.
     dtype: str = "fp32"  # fp64, fp32, bf16, fp16, int64, int32 or int8.
     device: str = "auto"  # cpu, cuda, or auto: GPUs if each rank of a host has one.
-    threads: int | None = None  # Intra-op threads of a rank; default: cores / ranks.
     rounds: int = 7  # Turns of each algorithm at each size; slow ones get fewer, at least 3.
-    burst: int = 1
-    """Back-to-back operations per repetition, which counts as their mean. 1 pauses before each
-    operation, as training does; nccl-tests use 20."""
-    seconds_per_point: float = 0.3  # Approximate time for one algorithm at one size, seconds.
     save: bool = False  # Keep the fitted costs in the user's cache, for planning.
-    csv: str = ""  # Write one row per operation, size and algorithm to this file.
     out: str = ""  # Write record.json, with every sample, into this folder.
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print one JSON document on standard output; the tables go to standard error."""
@@ -109,13 +102,9 @@ class CollectivesSettings:
     operations: tuple[str, ...]
     algorithms: tuple[str, ...]
     sizes: tuple[int, ...]  # bytes; empty for the default ones
-    max_bytes: int
     dtype: str
     device: str
-    threads: int | None
     rounds: int
-    burst: int
-    seconds_per_point: float
 
     def __post_init__(self) -> None:
         for what, names, known in (
@@ -133,10 +122,7 @@ class CollectivesSettings:
                 f"nothing to measure: {', '.join(self.operations)} by "
                 f"{', '.join(self.algorithms)} does not exist"
             )
-        check_least(self, rounds=1, burst=1, threads=1)
-        seconds = self.seconds_per_point
-        if not (math.isfinite(seconds) and seconds >= 0):
-            raise ConfigError(f"--seconds-per-point {seconds}: must be a finite number, at least 0")
+        check_least(self, rounds=1)
 
     def algorithms_of(self, operation: str) -> list[str]:
         """The requested algorithms that implement the operation."""
@@ -157,7 +143,6 @@ def plan_of(options: CollectivesOptions, world: World) -> CollectivesSettings:
         operations=tuple(OPERATIONS) if operations == "all" else names_in(operations),
         algorithms=ALGORITHMS if algorithms == "all" else names_in(algorithms),
         sizes=tuple(parse_size("--sizes", word) for word in names_in(options.sizes)),
-        max_bytes=parse_size("--max-bytes", options.max_bytes),
     )
     uses_cuda(options.device)  # raises if there is no GPU
     return settings
@@ -205,11 +190,9 @@ def choose_sizes(settings: CollectivesSettings, *, available_bytes: int, ranks: 
             )
         return sorted(set(settings.sizes))
     sizes, size = [], _SMALLEST
-    while size <= settings.max_bytes and _BUFFERS * ranks * size <= usable:
+    while size <= _LARGEST and _BUFFERS * ranks * size <= usable:
         sizes.append(size)
         size *= 4
-    if not sizes:
-        raise ConfigError(f"--max-bytes {settings.max_bytes}: the smallest size is {_SMALLEST}")
     return sizes
 
 
@@ -222,16 +205,15 @@ def counts_of(operation: str, sizes: Sequence[int], dtype: str, world_size: int)
     return list(dict.fromkeys(counts))
 
 
-def repetitions_of(seconds: float, settings: CollectivesSettings, overhead_s: float) -> int:
+def repetitions_of(seconds: float, overhead_s: float) -> int:
     """How often one turn repeats an operation that takes `seconds`."""
-    turn_s = settings.seconds_per_point / settings.rounds
-    return max(1, min(int(turn_s / (seconds + overhead_s)), 50))
+    return max(1, min(int(_TURN_S / (seconds + overhead_s)), 50))
 
 
 def rounds_of(seconds: Sequence[float], settings: CollectivesSettings) -> int:
     """Rounds for algorithms that take `seconds` each: fewer for slow ones, but at least three
     (unless fewer were requested)."""
-    affordable = int(settings.seconds_per_point * len(seconds) / sum(seconds))
+    affordable = int(settings.rounds * _TURN_S * len(seconds) / sum(seconds))
     return max(min(3, settings.rounds), min(affordable, settings.rounds))
 
 
@@ -357,28 +339,9 @@ def _findings(
         },
         samples=result["samples"],
         show=partial(print_report, rows, fits, result, settings.dtype),
-        csv=lambda: csv_text([_csv_row(row, about) for row in rows]),
         keep=(lambda: f"kept alpha and beta in {save_fits(found | about, fits)}") if save else None,
         code=1 if result["wrong"] else 0,
     )
-
-
-def _csv_row(row: AlgorithmRow, about: Mapping[str, Any]) -> dict[str, Any]:
-    """Times in microseconds; empty for None."""
-    return {
-        "operation": row.operation,
-        "algorithm": row.algorithm,
-        "size_bytes": row.size_bytes,
-        "count": row.count,
-        **about,
-        "repetitions": row.repetitions,
-        "p50_us": round(row.p50_s * 1e6, 3),
-        "p95_us": round(row.p95_s * 1e6, 3),
-        "algbw_gbs": row.algbw_gbs,
-        "busbw_gbs": row.busbw_gbs,
-        "limit_us": None if row.limit_s is None else round(row.limit_s * 1e6, 3),
-        "of_limit": None if row.of_limit is None else round(row.of_limit.median, 4),
-    }
 
 
 _OF_LIMIT = (

@@ -145,7 +145,7 @@ class Clock:
         [lap] = slowest(comm, [Lap((time.perf_counter() - begin) / _TRIALS)])
         self.overhead_s = lap.seconds
 
-    def lap(self, run: Callable[[], None]) -> Lap:
+    def lap(self, run: Callable[[], object]) -> Lap:
         """One repetition on this rank; all ranks call it."""
         self._comm.barrier()
         begin = time.perf_counter()
@@ -167,7 +167,7 @@ class MomentClock(Clock):
         self._ahead_ns = int(min(max(longest.seconds * 1e9, _SHORTEST_NS), _LONGEST_NS))
         self.overhead_s = 2e-9 * self._ahead_ns
 
-    def lap(self, run: Callable[[], None]) -> Lap:
+    def lap(self, run: Callable[[], object]) -> Lap:
         begin = self._agree() + self._ahead_ns
         while time.perf_counter_ns() < begin:
             if self._crowded:
@@ -190,7 +190,7 @@ class EventClock(Clock):
         self._small = torch.zeros(1, device=device)
         super().__init__(comm)
 
-    def lap(self, run: Callable[[], None]) -> Lap:
+    def lap(self, run: Callable[[], object]) -> Lap:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         # All ranks, float32 [1]: later work on the stream starts together on all ranks.
         self._comm.all_reduce(self._small).wait()
@@ -286,7 +286,7 @@ def measure(settings_json: dict[str, Any]) -> dict[str, Any]:
     """Open a session, measure everything; returns the data for `--json` and the record, with
     samples as `Samples` holds them."""
     settings = from_json(CollectivesSettings, settings_json)
-    session = Session(SessionOptions(device=_device(settings.device), threads=settings.threads))
+    session = Session(SessionOptions(device=_device(settings.device)))
     with session as world:
         if world.world_size < 2:
             raise ConfigError("collectives need at least 2 ranks: one rank has nothing to move")
@@ -417,8 +417,8 @@ class Bench:
         self, operation: str, count: int, contestants: list[TimedOperation]
     ) -> list[Samples]:
         settings, overhead_s = self._settings, self._clock.overhead_s
-        estimates = [settings.burst * min(self._turn(c, _WARM_UP)) for c in contestants]
-        repetitions = [repetitions_of(s, settings, overhead_s) for s in estimates]
+        estimates = [min(self._turn(c, _WARM_UP)) for c in contestants]
+        repetitions = [repetitions_of(s, overhead_s) for s in estimates]
         rounds = rounds_of([s + overhead_s for s in estimates], settings)
         times: list[list[list[float]]] = [[] for _ in contestants]
         for first in range(rounds):
@@ -438,14 +438,8 @@ class Bench:
 
     def _turn(self, contestant: TimedOperation, repetitions: int) -> list[float]:
         """Seconds per operation in each repetition, to the nanosecond; the same on all ranks."""
-        burst = self._settings.burst
-
-        def run() -> None:
-            for _ in range(burst):
-                contestant.run()
-
-        laps = slowest(self._comm, [self._clock.lap(run) for _ in range(repetitions)])
-        return [round(seconds / burst, 9) for seconds in in_time(laps)]
+        laps = slowest(self._comm, [self._clock.lap(contestant.run) for _ in range(repetitions)])
+        return [round(seconds, 9) for seconds in in_time(laps)]
 
 
 def _device(asked: str) -> str:

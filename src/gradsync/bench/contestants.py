@@ -42,7 +42,6 @@ _SEVERAL = {
     "all": (*STRATEGIES, *OTHERS),
 }
 _KEEP, _LOOP = "keep_memory", "loop"
-_OVERLAPPING = ("ddp", "powersgd", "fsdp")  # strategies outside the engine that overlap
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,16 +64,6 @@ class Contestant:
     def is_ours(self) -> bool:
         """Whether it is a strategy of the registry."""
         return self.name in STRATEGIES
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether some of its communication may run while backward or forward runs."""
-        if not self.is_ours:
-            return True
-        recipe = STRATEGIES[self.name].recipe
-        if recipe is None:
-            return self.name in _OVERLAPPING
-        return bool(self.options.get("overlap", recipe.overlap))
 
 
 def parse_contestants(text: str) -> list[Contestant]:

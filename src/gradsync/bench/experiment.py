@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from gradsync.world import World
 
 _HEAD = ("environment", "command", "benchmark")
-_PLACES = ("csv", "plot", "out", "save", "as_json", "dry_run")
+_PLACES = ("csv", "out", "save", "as_json", "dry_run")
 """Options that do not change what is measured."""
 
 T = TypeVar("T")
@@ -46,7 +46,6 @@ class Findings:
     command: str = ""  # for the same measurement; usually as typed, without output flags
     samples: Any = None  # for the record alone
     csv: Callable[[], str] | None = None
-    draw: Callable[[Path], None] | None = None
     keep: Callable[[], str] | None = None  # saves what other commands use, last; returns where
     code: int = 0  # exit code
 
@@ -170,9 +169,9 @@ def raise_failed(result: Mapping[str, Any]) -> None:
 
 def from_json(kind: type[T], data: Mapping[str, Any]) -> T:
     """The dataclass `kind` from what `dataclasses.asdict` and JSON made of it. Fields may be
-    dataclasses, and tuples of one type."""
+    dataclasses, and tuples of one type. Other keys, of an older record, are left out."""
     hints = get_type_hints(kind)
-    return kind(**{name: _value(hints[name], value) for name, value in data.items()})
+    return kind(**{name: _value(hints[name], data[name]) for name in hints if name in data})
 
 
 def _value(hint: Any, value: Any) -> Any:

@@ -8,10 +8,8 @@ The baseline is one rank without any wrapper. All world sizes stay alive and tak
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -19,7 +17,6 @@ import tyro
 
 from gradsync.bench.contestants import ALONE, Contestant, parse_contestants
 from gradsync.bench.experiment import Experiment, Findings, check_alone, check_least, taken
-from gradsync.bench.plot import COMPUTE, DASHED, EXPOSED, GRID, INK, SOFT, new_figure, save_figure
 from gradsync.bench.report import Spread, interval, print_table, spread, where
 from gradsync.bench.sync_plan import (
     USUAL_TOKENS,
@@ -42,6 +39,7 @@ if TYPE_CHECKING:
 
 Verdict = Literal["yes", "no", "cannot tell"]
 MODES = ("weak", "strong")
+THRESHOLD = 0.85  # efficiency to reach
 FEWEST_ROUNDS = 6
 """The bootstrap's interval lies within its values. All n lie on one side of the median once in
 2**(n-1) times, so fewer rounds give no interval of 95 %."""
@@ -61,7 +59,6 @@ class ScalingOptions:
     mode: str = "both"  # weak, strong or both.
     strategy: str = "invariant"
     """How gradients are synchronised, optionally with options: bucketed:bucket_mb=1."""
-    threshold: float = 0.85  # Efficiency to reach.
     model_size: str = "tiny"
     """tiny, mini, small, medium, large, xl, 1.3b, 2.7b; auto takes the largest that fits."""
     batch_size: int = 1
@@ -72,12 +69,7 @@ class ScalingOptions:
     num_warmup: int = 2  # Optimizer steps before those, not measured.
     rounds: int = 10  # Turns of each world size; the interval comes from these.
     dtype: str = "bf16"  # fp32, or bf16 (autocast over fp32 weights).
-    bucket_mb: float | None = None  # Size of buckets, MiB; default: the strategy's.
-    threads: int | None = None
-    """Intra-op threads of a rank, the same for all; default: cores / the most ranks."""
     device: str = "auto"  # auto, cpu or cuda.
-    seed: int = 0  # Names tokens and weights.
-    plot: str = ""  # Draw a picture: FILE.png, FILE.svg or FILE.pdf.
     out: str = ""  # Write record.json, with every sample, into this folder.
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print one JSON document on standard output; the table goes to standard error."""
@@ -109,10 +101,6 @@ class ScalingPlan:
 def plan_of(options: ScalingOptions, world: World) -> ScalingPlan:
     """Check the request."""
     check_alone(world, "bench scaling")
-    if not 0 < options.threshold < math.inf:
-        raise ConfigError(
-            f"--threshold must be positive and finite, 0.85 for 85 %; got {options.threshold}"
-        )
     check_least(options, batch_size=1, context_length=1, rounds=FEWEST_ROUNDS)
     sizes = parse_world_sizes(options.world_sizes or usual_sizes(usable_cores()))
     tokens = options.batch_size * (options.context_length or USUAL_TOKENS)
@@ -121,7 +109,7 @@ def plan_of(options: ScalingOptions, world: World) -> ScalingPlan:
         SyncSettings,
         options,
         model_size=room.choose(options.model_size),
-        threads=choose_threads(sizes[-1], requested=options.threads),
+        threads=choose_threads(sizes[-1]),
     )
     mode, batch_size = options.mode, options.batch_size
     if mode != "both" and mode not in MODES:
@@ -203,8 +191,8 @@ class ScalingPoint:
     verdict: Verdict  # whether the efficiency reaches the threshold
 
 
-def points_of(scaling: ScalingPlan, results: Results, threshold: float) -> list[ScalingPoint]:
-    """One point per mode and world size; `threshold` is the efficiency to reach."""
+def points_of(scaling: ScalingPlan, results: Results) -> list[ScalingPoint]:
+    """One point per mode and world size."""
     plan, found = scaling.plan, []
     for mode in scaling.modes:
         baseline = step_seconds(plan.ranks(results, scaling.entry(mode, 1)))
@@ -228,15 +216,15 @@ def points_of(scaling: ScalingPlan, results: Results, threshold: float) -> list[
                     efficiency=median(rounds),
                     low=low,
                     high=high,
-                    verdict=judge(low, high, threshold),
+                    verdict=judge(low, high),
                 )
             )
     return found
 
 
-def judge(low: float, high: float, threshold: float) -> Verdict:
+def judge(low: float, high: float) -> Verdict:
     """Where the threshold lies relative to the interval."""
-    return "yes" if low >= threshold else "no" if high < threshold else "cannot tell"
+    return "yes" if low >= THRESHOLD else "no" if high < THRESHOLD else "cannot tell"
 
 
 _LEGEND = (
@@ -279,15 +267,14 @@ def _findings(
     options: ScalingOptions, scaling: ScalingPlan, results: Results, world: World
 ) -> Findings:
     environment = results[-1]["environment"]  # of the largest world size
-    on_cpu, threshold = results[-1]["device"] == "cpu", options.threshold
-    points = points_of(scaling, results, threshold)
+    on_cpu, points = results[-1]["device"] == "cpu", points_of(scaling, results)
     notes, place = notes_of(scaling, on_cpu=on_cpu, cores=environment["cores"]), where(environment)
-    verdict, cells = f"at least {threshold:.0%}?", [_cells(point) for point in points]
+    verdict, cells = f"at least {THRESHOLD:.0%}?", [_cells(point) for point in points]
     said, columns = (*notes, _LEGEND, place), (*_COLUMNS, verdict)
     return Findings(
         environment=environment,
         data={
-            "threshold": threshold,
+            "threshold": THRESHOLD,
             "same_host_cpu": on_cpu,
             "notes": notes,
             "plan": asdict(scaling.plan),
@@ -295,7 +282,6 @@ def _findings(
         },
         samples=[result["contestants"] for result in results],
         show=lambda file: print_table(file, scaling.title, columns, cells, said, words=(verdict,)),
-        draw=lambda path: _draw(path, scaling, points, threshold, (*notes, place)),
     )
 
 
@@ -308,56 +294,3 @@ EXPERIMENT = Experiment(
     metrics=_findings,
     dry=lambda scaling: asdict(scaling.plan),
 )
-
-
-_MODES = {"weak": (COMPUTE, 0.99, (8, 6)), "strong": (EXPOSED, 1.01, (8, -14))}
-"""Each mode's color, and the offsets of its intervals and figures."""
-
-
-def _draw(
-    path: Path,
-    scaling: ScalingPlan,
-    points: Sequence[ScalingPoint],
-    threshold: float,
-    notes: Sequence[str],
-) -> None:
-    """Draw efficiency over the number of ranks, with its interval."""
-    figure, axes = new_figure(8.5, 5.2)
-    for mode in scaling.modes:
-        color, shift, aside = _MODES[mode]
-        chosen = [point for point in points if point.mode == mode]
-        below = [point.efficiency - point.low for point in chosen]
-        above = [point.high - point.efficiency for point in chosen]
-        axes.errorbar(
-            [point.world_size * shift for point in chosen],
-            [point.efficiency for point in chosen],
-            yerr=[below, above],
-            color=color,
-            marker="o",
-            capsize=4,
-            linewidth=1.8,
-            label=f"{mode} scaling (bars: 95 % interval)",
-        )
-        for point in chosen[1:]:
-            axes.annotate(
-                f"{point.efficiency:.0%}",
-                (point.world_size * shift, point.efficiency),
-                xytext=aside,
-                textcoords="offset points",
-                color=color,
-                fontsize=9.5,
-            )
-    sizes, highest = scaling.plan.world_sizes, max(point.high for point in points)
-    axes.axhline(1.0, color=INK, linewidth=1.2, label="perfect: one rank without any wrapper")
-    label = f"threshold, {threshold:.0%}"
-    axes.axhline(threshold, color=SOFT, linewidth=1.2, ls=DASHED, label=label)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(sizes, [str(size) for size in sizes])
-    axes.minorticks_off()
-    axes.set_xlim(sizes[0] * 0.85, sizes[-1] * 1.35)
-    axes.set_ylim(0, max(1.1, 1.05 * highest))
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    axes.set_xlabel("ranks", color=INK)
-    axes.set_ylabel("efficiency: speed-up per rank", color=INK)
-    axes.grid(axis="y", color=GRID, linewidth=0.8)
-    save_figure(figure, path, scaling.title, *notes)

@@ -15,7 +15,6 @@ import tyro
 from gradsync.bench import host
 from gradsync.bench.contestants import left_out, parse_contestants, with_ideals
 from gradsync.bench.experiment import Ask, Experiment, Findings, check_least, command_of, taken
-from gradsync.bench.plot import Bar, plot_sync
 from gradsync.bench.report import Spread, csv_text, print_table, ratios, spread, where
 from gradsync.bench.sync_plan import (
     BUDGET_S,
@@ -32,8 +31,7 @@ from gradsync.bench.sync_plan import (
     trial_step,
     uses_cuda,
 )
-from gradsync.errors import ConfigError
-from gradsync.models.config import PRESETS, preset
+from gradsync.models.config import PRESETS
 from gradsync.plan.machine import fast_dtype
 from gradsync.runtime.machine import choose_threads
 
@@ -49,7 +47,8 @@ class SyncOptions:
     and Fabric as their users run them, and `none`, which does not communicate.
 
     All ranks hold all contestants, which take turns. Each step is compared with `none` of the same
-    round. A check comes first: each contestant must train and give the expected losses. Under
+    round, and torch_ddp, accelerate and fabric with a `none` that, as they do, gives freed memory
+    back. A check comes first: each contestant must train and give the expected losses. Under
     torchrun, mpirun or srun, it measures the launched ranks.
     """
 
@@ -71,20 +70,13 @@ class SyncOptions:
     leaves_per_rank: int = 1  # Micro-batches into which these are divided.
     dtype: str = "auto"
     """fp32, bf16 (autocast over fp32 weights), or auto: bf16, except where a CPU emulates it."""
-    bucket_mb: float | None = None
-    """Size of buckets, for contestants that have some; default: each contestant's own. MiB."""
     threads: int | None = None  # Intra-op threads of a rank; default: cores / ranks.
     device: str = "auto"  # auto, cpu or cuda.
     host: bool = False
     """Measure what a step costs the host: the model's tensors and buckets, 8 wide, so that
     computing costs nothing. Counts operations and calls, and lists the slowest functions. `default`
     stands for torch_ddp, bucketed and invariant, in both loops, and auto for small."""
-    same_allocator: bool = False
-    """All keep freed memory in the process, as gradsync does. Default: torch_ddp, accelerate and
-    fabric use the system's setting, and are compared with a `none` that does so too."""
-    seed: int = 0  # Names tokens and weights.
     csv: str = ""  # Write one row per contestant to this file.
-    plot: str = ""  # Draw a picture: FILE.png, FILE.svg or FILE.pdf.
     out: str = ""  # Write record.json, with every sample, into this folder.
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print one JSON document on standard output; the table goes to standard error."""
@@ -98,11 +90,8 @@ def plan_of(options: SyncOptions, world: World) -> BenchPlan:
     chosen = parse_contestants(options.strategies)
     world_size = world.world_size if world.is_distributed else options.world_size
     check_least(options, world_size=1, batch_size=1, leaves_per_rank=1, context_length=1)
-    for each in chosen:
-        if options.same_allocator and each.chose_memory and not each.keep_memory:
-            raise ConfigError(f"--same-allocator: all keep freed memory, and {each.label} does not")
     # Only ranks that we start can run twice, once for each allocator setting.
-    one_set = options.same_allocator or world.is_distributed or uses_cuda(options.device)
+    one_set = options.host or world.is_distributed or uses_cuda(options.device)
     contestants = with_ideals(chosen, same_allocator=one_set)
     local = world.local_world_size if world.is_distributed else world_size
     sets, tokens = (
@@ -128,8 +117,6 @@ def plan_of(options: SyncOptions, world: World) -> BenchPlan:
 
 def _for_host(options: SyncOptions) -> SyncOptions:
     """The request as `--host` measures it."""
-    if options.plot:
-        raise ConfigError("--host counts, and draws no picture: leave --plot out")
     size = "small" if options.model_size == "auto" else options.model_size
     mine = options.strategies == "default"
     return replace(
@@ -138,8 +125,6 @@ def _for_host(options: SyncOptions) -> SyncOptions:
         strategies=host.CONTESTANTS if mine else options.strategies,
         context_length=options.context_length or host.TOKENS,
         dtype="fp32" if options.dtype == "auto" else options.dtype,
-        bucket_mb=options.bucket_mb or host.bucket_mb(preset(size)),
-        same_allocator=True,
     )
 
 
@@ -153,7 +138,7 @@ def as_measured(options: SyncOptions, world: World) -> SyncOptions:
     """The options that repeat the measurement without a launcher."""
     if not world.is_distributed:
         return options
-    return replace(options, world_size=world.world_size, same_allocator=True)
+    return replace(options, world_size=world.world_size)
 
 
 def _collect(options: SyncOptions, plan: BenchPlan, world: World, ask: Ask) -> Results:
@@ -176,10 +161,9 @@ def _decided(options: SyncOptions, plan: BenchPlan, world: World) -> list[str]:
             "dtype fp32: this processor emulates bf16; --dtype bf16 measures it all the same"
         )
     others = any(not entry.contestant.is_ours for entry in plan.entries[1:])
-    if world.is_distributed and others and not options.same_allocator:
+    if world.is_distributed and others:
         lines.append(
-            f"under {world.launcher} there is one set of ranks: all contestants keep freed memory "
-            "(as with --same-allocator)"
+            f"under {world.launcher} there is one set of ranks: all contestants keep freed memory"
         )
     if options.model_size == "auto":
         name, done = plan.settings.model_size, plan.takes_s <= BUDGET_S
@@ -297,30 +281,6 @@ def title(plan: BenchPlan) -> str:
     )
 
 
-def bars_of(plan: BenchPlan, rows: Sequence[ContestantRow]) -> list[Bar]:
-    """Lengths to draw: ratios to `none` of the same round, times `none`'s median. Disturbances of a
-    round affect both."""
-    known = {row.contestant: row for row in rows}
-    found = []
-    for entry, row in zip(plan.entries, rows, strict=True):
-        ideal = known[plan.ideal_of(entry).label].total_ms.median
-        step = row.ratio.median * ideal
-        exposed = max(step - ideal, 0.0)
-        timed = (row.comm_ms or 0.0) if entry.contestant.overlaps else 0.0
-        found.append(
-            Bar(
-                name=row.contestant,
-                ideal=ideal,
-                computing=step - exposed,
-                exposed=exposed,
-                hidden=max(timed - exposed, 0.0),
-                low=row.ratio.low * ideal,
-                high=row.ratio.high * ideal,
-            )
-        )
-    return found
-
-
 def rows_csv(plan: BenchPlan, rows: Sequence[ContestantRow]) -> str:
     """A header and a line for each row; unmeasured values are empty. The first eight columns are
     the same as in other benchmarks."""
@@ -378,7 +338,6 @@ def _findings(options: SyncOptions, plan: BenchPlan, results: Results, world: Wo
         samples=[result["contestants"] for result in results],
         show=lambda file: print_table(file, title(plan), _COLUMNS, cells, notes, words=words),
         csv=partial(rows_csv, plan, rows),
-        draw=lambda path: plot_sync(path, bars_of(plan, rows), title(plan), environment),
     )
 
 

@@ -10,7 +10,6 @@ one works at a time, the others sleep. No torch here.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 
 from gradsync.bench.contestants import ALONE, Contestant
 from gradsync.bench.experiment import Ask, check_least
-from gradsync.bench.host import shrunk
+from gradsync.bench.host import bucket_mb, shrunk
 from gradsync.core.files import counted
 from gradsync.errors import ConfigError
 from gradsync.models.config import PRESETS, GPTConfig, preset
@@ -38,7 +37,6 @@ SETTLING = 2  # first steps, which build buckets (DDP) or state (late updates)
 DECIDING = 5  # steps until overlap_publish=auto has chosen, plus one
 USUAL_TOKENS = 512
 _SHARE = 0.9  # fraction of the free memory to use at most
-_LARGEST_SEED = 2**32  # each leaf's seed is a multiple of it; generators take 64 bits
 
 
 Ranks = Sequence[Mapping[str, Any]]  # per rank: what `Runner.run` found for a contestant
@@ -57,10 +55,8 @@ class SyncSettings:
     rounds: int = 5  # turns of each contestant
     leaves_per_rank: int = 1  # micro-batches of a rank and step
     dtype: str = "bf16"  # fp32, or bf16 (autocast over fp32 weights)
-    bucket_mb: float | None = None  # MiB; None: each contestant's default
     threads: int = 1  # intra-op threads of a rank
     device: str = "auto"  # auto, cpu or cuda
-    seed: int = 0  # of tokens and weights
     side_by_side: bool = True  # models stay from turn to turn; else each turn builds its own
     host: bool = False  # shrink the model until computing costs nothing, see host.py
 
@@ -72,10 +68,6 @@ class SyncSettings:
         for name, known in (("dtype", DTYPES), ("device", DEVICES)):
             if (value := getattr(self, name)) not in known:
                 raise ConfigError(f"--{name} must be one of {', '.join(known)}; got {value!r}")
-        if self.bucket_mb is not None and not 0 < self.bucket_mb < math.inf:
-            raise ConfigError(f"--bucket-mb must be positive and finite; got {self.bucket_mb}")
-        if abs(self.seed) > _LARGEST_SEED:
-            raise ConfigError(f"--seed must be within +-{_LARGEST_SEED}; got {self.seed}")
         longest = self.config.block_size
         if not 1 <= self.tokens <= longest:
             raise ConfigError(
@@ -89,6 +81,11 @@ class SyncSettings:
         shape = PRESETS[self.model_size]
         shape = shape if self.vocab_size is None else replace(shape, vocab_size=self.vocab_size)
         return shrunk(shape) if self.host else shape
+
+    @property
+    def bucket_mb(self) -> float | None:
+        """Size of all contestants' buckets in MiB; None: each one's default."""
+        return bucket_mb(PRESETS[self.model_size]) if self.host else None
 
     @property
     def tokens(self) -> int:

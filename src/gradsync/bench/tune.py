@@ -55,7 +55,6 @@ class TuneRequest:
     batch_size: int  # sequences of a rank and step
     world_size: int
     promise: str = "bitwise"  # the weakest promise to accept: bitwise, or rounding
-    keep_memory: bool = True  # whether freed memory stays in the process
     compile: bool = False  # whether to try `torch.compile`
 
     def __post_init__(self) -> None:
@@ -86,7 +85,7 @@ class TuneStage:
     candidates: tuple[TunedStrategy, ...] = ()
     skipped: str = ""  # why there is nothing to measure
 
-    def contestants(self, *, keep_memory: bool) -> list[Contestant]:
+    def contestants(self) -> list[Contestant]:
         """The first candidate twice, which measures the noise, and the others."""
         twice = [self.candidates[0], *self.candidates]
         made = [
@@ -94,7 +93,6 @@ class TuneStage:
                 label=choice.text,
                 name=choice.sync,
                 options=choice.options,
-                keep_memory=keep_memory,
                 compile=choice.compile,
             )
             for choice in twice
@@ -303,7 +301,7 @@ def measure(request_json: dict[str, Any]) -> dict[str, Any]:
 
     request = from_json(TuneRequest, request_json)
     settings = request.settings
-    session = quiet_session(settings.device, settings.threads, keep_memory=request.keep_memory)
+    session = quiet_session(settings.device, settings.threads, keep_memory=True)
     with session as (world, keeps):
         tell = progress_bar() if world.is_main else silent
         try:
@@ -353,7 +351,7 @@ class Tuner:
             self._stages.append({"name": stage.name, "skipped": stage.skipped})
             return before
         request = self._request
-        chosen = stage.contestants(keep_memory=request.keep_memory)
+        chosen = stage.contestants()
         size = self._world.world_size
         all_of_them = with_ideals(chosen, same_allocator=False)
         plan = bench_plan(request.settings, [(c, size, request.batch_size) for c in all_of_them])

@@ -26,7 +26,7 @@ EXAMPLES = {
     ),
     "bench": ("gradsync bench sync", "gradsync bench scaling"),
     "bench sync": ("gradsync bench sync --model-size mini --strategies invariant,torch_ddp",),
-    "bench collectives": ("gradsync bench collectives --operations all_reduce --max-bytes 64M",),
+    "bench collectives": ("gradsync bench collectives --operations all_reduce --sizes 64K,64M",),
     "bench scaling": ("gradsync bench scaling --world-sizes 1,2 --mode weak",),
     "drill": ("gradsync drill --fault stop --rank 0 --step 5 -- tiny --sync bucketed",),
     "tune": ("gradsync tune mini --world-size 2",),

@@ -36,8 +36,6 @@ class LaunchOptions(LaunchRequest):
     ranks. The exit code is the ranks': 75 means stopped with a checkpoint.
     """
 
-    nnodes: Annotated[int, tyro.conf.arg(aliases=["--nodes"])] = 1
-    """Nodes."""
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print the plan as one JSON document; nothing is started."""
     dry_run: bool = False

@@ -20,7 +20,7 @@ from gradsync.core.files import write_result
 from gradsync.errors import ConfigError
 from gradsync.launch import slurm
 from gradsync.launch.request import Program, parse_program
-from gradsync.launch.sbatch import TASK, JobRequest, SbatchPlan, sbatch_script
+from gradsync.launch.sbatch import JobRequest, SbatchPlan, sbatch_script
 from gradsync.launch.slurm import Submitted, remember, remembered
 from gradsync.runtime.arguments import parse
 
@@ -76,7 +76,7 @@ def plan_of(options: SubmitOptions, words: list[str]) -> SbatchPlan:
     program = parse_program(words)
     if not options.time:
         raise ConfigError("--time is missing: the longest turn of the job, for example 24:00:00")
-    if options.launcher == "torchrun" and not options.python:
+    if options.launcher == "torchrun":
         check_torchrun(metadata.version("torch"))
     check_program(program, on_this_host=not (options.module or options.setup))
     run_dir, name = options.run_dir, program.name
@@ -84,11 +84,11 @@ def plan_of(options: SubmitOptions, words: list[str]) -> SbatchPlan:
         if run_dir:
             raise ConfigError("--run-dir is for other programs; train has --out")
         ranks = options.nodes * options.ranks_per_node
-        program, run_dir, name = _checked_train(program, ranks, options.array)
+        program, run_dir, name = _checked_train(program, ranks)
     request = {field.name: getattr(options, field.name) for field in fields(JobRequest)}
     request["job_name"] = options.job_name or re.sub(r"[^A-Za-z0-9._-]", "-", name)[:64]
-    request |= {"run_dir": run_dir, "python": options.python or sys.executable}
-    return SbatchPlan(program=program, **request)
+    request |= {"run_dir": run_dir}
+    return SbatchPlan(program=program, python=sys.executable, **request)
 
 
 def check_torchrun(version: str) -> None:
@@ -100,7 +100,7 @@ def check_torchrun(version: str) -> None:
         )
 
 
-def _checked_train(program: Program, world_size: int, array: str) -> tuple[Program, str, str]:
+def _checked_train(program: Program, world_size: int) -> tuple[Program, str, str]:
     """The program without `--out`, the run directory, and a name for the job.
 
     The whole configuration is checked for `world_size` ranks, to find a typo before the job is
@@ -120,8 +120,7 @@ def _checked_train(program: Program, world_size: int, array: str) -> tuple[Progr
         )
     if "--dry-run" in flags:
         raise ConfigError("--dry-run of train says nothing in a job; put it before the --")
-    one = [flag.replace(TASK, "1") for flag in flags] if array else flags
-    config = parse_config(one)
+    config = parse_config(flags)
     if config.nproc_per_node is not None:
         raise ConfigError(
             "--nproc-per-node starts ranks on one host; in a job, --ntasks-per-node (before the "
@@ -157,9 +156,8 @@ def _submit(options: SubmitOptions, plan: SbatchPlan, script: str) -> int:
     path = Path(plan.output, f"{plan.job_name}.sbatch").absolute()
     write_result(path, script)  # creates the folder: Slurm does not, and reports nothing
     job = slurm.submit(str(path))
-    numbers = f"{job}_%a" if plan.array else job
-    log = path.with_name(f"{plan.job_name}-{numbers}.out")
-    run_dir = plan.run_dir or (f"runs/{plan.job_name}-{numbers}" if _is_training(plan) else "")
+    log = path.with_name(f"{plan.job_name}-{job}.out")
+    run_dir = plan.run_dir or (f"runs/{plan.job_name}-{job}" if _is_training(plan) else "")
     done = Submitted(
         job=job,
         name=plan.job_name,
@@ -175,7 +173,7 @@ def _submit(options: SubmitOptions, plan: SbatchPlan, script: str) -> int:
     except OSError as error:
         print(f"gradsync: --status will not know it: {error.strerror}", file=sys.stderr)
     if options.wait:
-        return _wait(options, done, array=bool(plan.array))
+        return _wait(options, done)
     if options.as_json:
         print(json.dumps(asdict(done), indent=1))
     return 0
@@ -185,12 +183,12 @@ def _is_training(plan: SbatchPlan) -> bool:
     return plan.program.command == "train"
 
 
-def _wait(options: SubmitOptions, job: Submitted, *, array: bool) -> int:
+def _wait(options: SubmitOptions, job: Submitted) -> int:
     from gradsync.launch.slurm import follow
 
     out = sys.stderr if options.as_json else sys.stdout
     try:
-        last = follow(job.job, None if array else Path(job.log), out=out)
+        last = follow(job.job, Path(job.log), out=out)
     except KeyboardInterrupt:
         print(
             f"gradsync: job {job.job} goes on; gradsync submit --status {job.job} shows it, "

@@ -40,7 +40,7 @@ _SIDE_BY_SIDE = 10  # models that the largest stage holds
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TuneOptions:
     """Measure strategies, collectives, bucket sizes and, on request, compilation for one model on
-    this machine; `gradsync train --sync auto` uses the result.
+    this machine; `gradsync train` with `sync: auto` uses the result.
 
     Candidates take turns; one replaces the default only if it is faster beyond the noise. Sizes
     default to those of `gradsync train MODEL`. Under torchrun, mpirun or srun, it measures the
@@ -61,14 +61,11 @@ class TuneOptions:
     context_length: int | None = None  # Tokens of a sequence; default: the model's.
     data: str = ""  # Directory with train.bin, for the vocabulary; default: the built-in text's.
     num_steps: int = 5  # Measured optimizer steps per turn.
-    num_warmup: int = 1  # Optimizer steps before those, not measured.
     rounds: int = 12  # Turns of each candidate.
     threads: int | None = None
     """Intra-op threads of a rank; default: that of `gradsync train`, 1 on a CPU."""
     device: str = "auto"  # auto, cpu or cuda.
-    keep_memory: bool = True  # CPU: keep freed memory in the process, as in `gradsync train`.
-    compile: bool = False  # Try torch.compile too (changes bits; `--sync auto` then compiles).
-    seed: int = 0  # Names tokens and weights.
+    compile: bool = False  # Try torch.compile too (changes bits; `sync: auto` then compiles).
     out: str = ""  # Write record.json, with every sample, into this folder.
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print one JSON document on standard output; tables go to standard error."""
@@ -94,6 +91,7 @@ def request_of(options: TuneOptions, world: World) -> TuneRequest:
         context_length=options.context_length or start.sequence_length,
         leaves_per_rank=leaves,
         dtype=options.dtype or fast_dtype(options.device),
+        num_warmup=1,
         threads=choose_threads(local, requested=options.threads or (None if on_cuda else 1)),
     )
     tokens = batch // leaves * settings.tokens
@@ -105,7 +103,6 @@ def request_of(options: TuneOptions, world: World) -> TuneRequest:
         batch_size=batch,
         world_size=world_size,
         promise=options.promise,
-        keep_memory=options.keep_memory,
         compile=options.compile,
     )
 
@@ -168,9 +165,8 @@ def _findings(
 
 def command_text(options: TuneOptions) -> str:
     """The command line for the same measurement, without its output flags."""
-    flags = replace(options, model=TuneOptions().model, keep_memory=True)
-    text = command_of(flags, (*_COMMAND, options.model))
-    return text if options.keep_memory else f"{text} --no-keep-memory"
+    flags = replace(options, model=TuneOptions().model)
+    return command_of(flags, (*_COMMAND, options.model))
 
 
 def verdict_of(result: Mapping[str, Any]) -> str:
@@ -193,7 +189,7 @@ def measured_conditions(
         tokens_per_update=micro * settings.tokens * leaves * request.world_size,
         dtype=dtype,
         data=options.data,
-        keep_memory=options.keep_memory,
+        keep_memory=True,
     )
     nodes = result["num_nodes"]
     world = World(

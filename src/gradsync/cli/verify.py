@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import signal
 import sys
 import time
@@ -14,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from gradsync.cli.ranks import WORKER, Signals, Stopped, start_ranks, until_stopped, work_folder
-from gradsync.core.files import check_place
 from gradsync.errors import ConfigError, PeerError
 from gradsync.runtime import environ
 from gradsync.runtime.arguments import parse
@@ -36,7 +34,8 @@ _QUICK_STEPS = 3
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerifyOptions:
     """Train every strategy on one rank and on W, on the same global batches, and compare losses,
-    gradients, weights and optimizer states step by step.
+    gradients, weights and optimizer states step by step. Checkpoints are loaded on another number
+    of ranks and by another strategy, too.
 
     `invariant` must give the same bits. Others may differ only by the order of sums; lossy ones
     must keep their promise. A failure report names what failed, where, and the cause. Under
@@ -57,8 +56,6 @@ class VerifyOptions:
     """mlp, conv, gpt (default: all)."""
     dtypes: str = ""
     """fp64, fp32, bf16 (autocast over fp32 weights; default: fp32,bf16)."""
-    dtype: str = ""
-    """Only this one."""
     target: str = ""
     """Your own pkg.module:factory; factory() returns (model, map-style data set of (input, target),
     loss_sum(output, target))."""
@@ -67,22 +64,6 @@ class VerifyOptions:
     num_samples: int | None = None
     """Samples to train on in each run; with --num-steps, batches are as large as that requires. By
     default, as many as make the last step a short one."""
-    num_leaves: int = 5
-    """Micro-batches in a global batch, over all ranks."""
-    leaf_size: int | None = None
-    """Samples in a micro-batch (default: 3, or as --num-samples and --num-steps require)."""
-    optimizer: str = "adamw"
-    """adamw or sgd (with momentum)."""
-    clip_norm: float = 0.5
-    """Largest norm of the gradient; 0 does not clip."""
-    batch_norm: str = "local"
-    """sync, local or freeze, for models that have BatchNorm."""
-    cross_load: bool = True
-    """Also load checkpoints of one world size and strategy into another."""
-    seed: int = 0
-    """Names weights, order and dropout."""
-    csv: str = ""
-    """Write one row per cell to this file."""
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print one JSON document on standard output; the table goes to standard error."""
     dry_run: bool = False
@@ -97,7 +78,7 @@ def run(argv: list[str]) -> int:
 
     Raises:
         ConfigError: an unknown strategy, model or dtype, invalid numbers.
-        RunError: ranks could not start, or rows could not be written.
+        RunError: ranks could not start.
     """
     if argv[:1] == [WORKER]:
         from gradsync.verify.matrix import run_worker
@@ -140,12 +121,6 @@ def plan_of(options: VerifyOptions, world: World) -> VerifyPlan:
     Raises:
         ConfigError: see `run`.
     """
-    if not (math.isfinite(options.clip_norm) and options.clip_norm >= 0):
-        raise ConfigError(
-            f"--clip-norm {options.clip_norm}: must be a finite number, at least 0 (no clipping)"
-        )
-    if options.csv and world.is_main:
-        check_place("--csv", Path(options.csv))
     quick = _is_quick(options, world)
     sizes = [_number(word) for word in _split(options.world_sizes or ("1,2,3,4", "1,2,3")[quick])]
     if options.world_size is not None:
@@ -161,16 +136,9 @@ def plan_of(options: VerifyOptions, world: World) -> VerifyPlan:
         strategies=strategies,
         world_sizes=sizes,
         models=["target"] if options.target else _split(options.models or ",".join(MODELS)),
-        dtypes=_split(options.dtype or options.dtypes or ("fp32,bf16", "fp32")[quick]),
-        cross_load=options.cross_load,
+        dtypes=_split(options.dtypes or ("fp32,bf16", "fp32")[quick]),
         num_steps=options.num_steps or (_QUICK_STEPS if few else None),
         num_samples=options.num_samples,
-        leaf_size=options.leaf_size,
-        num_leaves=options.num_leaves,
-        optimizer=options.optimizer,
-        clip_norm=options.clip_norm or None,
-        batch_norm=options.batch_norm,
-        seed=options.seed,
         target=options.target,
     )
     if options.target and world.is_main:  # before any rank is started
@@ -185,7 +153,7 @@ def plan_of(options: VerifyOptions, world: World) -> VerifyPlan:
 def _is_quick(options: VerifyOptions, world: World) -> bool:
     """Whether no option was chosen: the run must then be short."""
     chosen = (options.strategies, options.world_sizes, options.models, options.dtypes)
-    chosen += (options.dtype, options.target)
+    chosen += (options.target,)
     return not (
         options.thorough or any(chosen) or options.world_size is not None or world.is_distributed
     )
@@ -249,14 +217,12 @@ def _tell(result: Result) -> None:
 
 
 def _report(options: VerifyOptions, plan: VerifyPlan, results: list[Result], seconds: float) -> int:
-    from gradsync.verify.result import document, print_report, write_csv
+    from gradsync.verify.result import document, print_report
 
     print_report(results, seconds, sys.stderr if options.as_json else sys.stdout)
     if options.as_json:
         made = document(plan.settings, results, seconds)
         print(json.dumps(made, indent=1, allow_nan=False), flush=True)
-    if options.csv:
-        write_csv(Path(options.csv), results)
     return 0 if all(result.passed for result in results) else 1
 
 

@@ -48,9 +48,6 @@ class MicroBatch:
     num_targets: int
     """Weight of this micro-batch in the mean loss: targets other than -100, or samples; see
     [Note: What counts as a target]."""
-    num_shifted_targets: int | None = None
-    """The same without the first label of each sequence, for models of `transformers` that predict
-    `labels[:, 1:]`; None if the batch is no dict with "labels" of shape [B, T]."""
     is_last: bool
     """True on a rank's last micro-batch, if every rank has a micro-batch in this step. So all ranks
     synchronise, or none does."""
@@ -59,6 +56,8 @@ class MicroBatch:
     `sync.step` compares it; "" is not compared."""
     num_micro_batches: int = 0
     """Micro-batches of the step over all ranks; `sync.step` expects them if `order` is known."""
+    shifted: int | None = field(default=None, repr=False, compare=False)
+    """See `num_shifted_targets`; None if the batch has no such labels."""
     key: tuple[int, int, int] | None = field(default=None, repr=False, compare=False)
     """Seeds its random numbers, see [Note: Keyed streams]; None seeds nothing."""
     is_passed: bool = field(default=False, repr=False, compare=False)
@@ -80,6 +79,15 @@ class MicroBatch:
             seed, step, index = self.key
             object.__setattr__(self, "key", (stream_seed(seed, "again"), step, index))
             object.__setattr__(self, "is_read", False)
+
+    @property
+    def num_shifted_targets(self) -> int:
+        """`num_targets` without the first label of each sequence, for language models of
+        `transformers`, which predict `labels[:, 1:]`. DataError if the batch is no dict with
+        integer "labels", [B, T]."""
+        if self.shifted is None:
+            raise DataError(f"micro_batch.num_shifted_targets: {_described(self.batch)}")
+        return self.shifted
 
     @property
     def inputs(self) -> Any:
@@ -223,7 +231,7 @@ def make_micro_batch(
         batch=move_to(batch, device),
         num_samples=num_samples,
         num_targets=num_targets,
-        num_shifted_targets=shifted,
+        shifted=shifted,
         is_last=is_last,
         order=order,
         num_micro_batches=num_micro_batches,

@@ -73,8 +73,8 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
         elif len(high) < 16 or not high.max() < 4 <= low.max():  # halves of tokens below 2**18
             return
         raise DataError(
-            f"{self.path}: {what}, and no meta.json beside it names the type. Give --token-dtype "
-            "(TokenDataset(dtype=...)): uint32, or uint16 if that is right. Convert int64: "
+            f"{self.path}: {what}, and no meta.json beside it names the type. Set token_dtype "
+            "(YAML; TokenDataset(dtype=...)): uint32, or uint16 if that is right. Convert int64: "
             "numpy.fromfile(path, '<i8').astype('<u4').tofile(path)"
         )
 

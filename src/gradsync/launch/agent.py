@@ -67,6 +67,7 @@ END_S = 10.0
 _TORCH_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 _LOOPBACK = "127.0.0.1"
 _KNOCK_S = 1.0
+_WAIT_S = 300.0  # for the other nodes, at the start
 _OTHERS_END_S = {False: 5.0, True: 300.0}  # to tell the others, and to wait for them, as torch does
 _NAME_S = 60.0  # name servers cache an unknown name for half a minute
 
@@ -275,7 +276,7 @@ class AgentRendezvous(RendezvousHandler):
             where = RendezvousStoreInfo(_LOOPBACK, self._store.port)
             return RendezvousInfo(PrefixStore(self._run_id, self._store), 0, 1, where)
         plan, node = self._plan, _node_of(self._plan)
-        deadline_s = time.monotonic() + plan.wait_s
+        deadline_s = time.monotonic() + _WAIT_S
         if self._store is None:
             self._store = self._open(plan, deadline_s)
         store = PrefixStore(self._run_id, self._store)
@@ -340,7 +341,7 @@ class AgentRendezvous(RendezvousHandler):
         if self.stopped():
             return RendezvousError(f"stopped while waiting: {problem}")
         return RendezvousError(
-            f"node {plan.node_rank} of {plan.nnodes} waited {plan.wait_s:.0f} s at "
+            f"node {plan.node_rank} of {plan.nnodes} waited {_WAIT_S:.0f} s at "
             f"{plan.master_addr}:{plan.master_port}, but {problem}. Is each node's line running, "
             "do all lines say the same --master-addr and --master-port, and is that port open "
             "between the nodes?"

@@ -23,7 +23,6 @@ LAUNCHERS = ("srun", "mpirun", "torchrun")
 DEFAULT_PORT = 29_500
 """Port on the first node at which ranks of several nodes meet; torch's default."""
 
-WAIT_S = 300.0
 """How long nodes wait for each other at the start by default, seconds."""
 
 _HOST = re.compile(r"[A-Za-z0-9._:%-]{1,255}")
@@ -125,8 +124,6 @@ class LaunchRequest:
     """Start all ranks again after a failure, at most this often; on one node."""
     log_dir: str = ""
     """Keep the standard output of ranks above 0 in this folder; otherwise it is dropped."""
-    wait_s: float = WAIT_S
-    """How long nodes wait for each other at the start, seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,8 +155,6 @@ class LaunchPlan(LaunchRequest):
             raise ConfigError("--nnodes above 1 needs --master-addr: how others reach node 0")
         if self.nnodes > 1 and self.max_restarts:
             raise ConfigError("--max-restarts works on one node; start again by hand on several")
-        if not self.wait_s > 0:
-            raise ConfigError(f"--wait-s must be positive; got {self.wait_s}")
 
     @property
     def world_size(self) -> int:
@@ -176,7 +171,6 @@ class LaunchPlan(LaunchRequest):
         if self.nnodes > 1:
             words += ["--nnodes", str(self.nnodes), "--node-rank", node_rank]
             words += ["--master-addr", self.master_addr, "--master-port", str(self.master_port)]
-            words += [] if self.wait_s == WAIT_S else ["--wait-s", f"{self.wait_s:g}"]
         command = self.program.words[2:] if self.program.command else None
         given = ("python", *self.program.words) if self.program.by_python else self.program.words
         return [*words, "--", *(command or given)]

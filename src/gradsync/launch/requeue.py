@@ -1,6 +1,6 @@
 """Ends or requeues the Slurm job after the ranks have ended.
 
-    python -m gradsync.launch.requeue --status CODE --seconds S --history FILE [--run-dir DIR] …
+    python -m gradsync.launch.requeue --status CODE --seconds S --history FILE [--run-dir DIR]
 
 The last line of every job script. Exit code 75 in the run's `exit.json` means: stopped, checkpoint
 written, start again (torchrun and mpirun change exit codes, the file does not). It then asks Slurm
@@ -27,6 +27,7 @@ from gradsync.launch.request import STOPPED
 from gradsync.launch.slurm import ask, check_job_id, own_words, states_of
 from gradsync.runtime import environ
 
+_FRUITLESS_TURNS = 3
 LONG_TURN_S = 300.0
 """If no steps are counted, a turn of this length counts as progress, seconds."""
 
@@ -60,8 +61,8 @@ class RequeueDecision:
     note: str = ""  # a line to print
 
 
-def decide(turn: Turn, history: History, *, fruitless_turns: int) -> RequeueDecision:
-    """Decide on another turn: no after `fruitless_turns` in a row without a step."""
+def decide(turn: Turn, history: History) -> RequeueDecision:
+    """Decide on another turn: no after three in a row without a step."""
     if turn.code != STOPPED:
         return RequeueDecision(again=False, history=history)
     if turn.steps is None:
@@ -74,7 +75,7 @@ def decide(turn: Turn, history: History, *, fruitless_turns: int) -> RequeueDeci
         steps=max(history.steps, turn.steps or 0),
         fruitless=0 if fruitful else history.fruitless + 1,
     )
-    if after.fruitless >= fruitless_turns:
+    if after.fruitless >= _FRUITLESS_TURNS:
         note = (
             f"not requeued: {after.fruitless} turn(s) in a row {what}. Is --time too short for "
             "start-up and one step, or is the job stopped by hand? `scontrol requeue` tries again"
@@ -102,7 +103,7 @@ def main(argv: Sequence[str]) -> int:
     turn = read_turn(options.run_dir, options.status, options.seconds)
     before = read_object(options.history)
     history = History(steps=before.get("steps", 0), fruitless=before.get("fruitless", 0))
-    decision = decide(turn, history, fruitless_turns=options.fruitless_turns)
+    decision = decide(turn, history)
     if decision.note:
         _say(decision.note)
     if turn.code == STOPPED:
@@ -119,7 +120,7 @@ def main(argv: Sequence[str]) -> int:
 def _requeue(turn: Turn) -> None:
     """Ask Slurm for another turn; print the result."""
     try:
-        job = check_job_id(_own_job())
+        job = check_job_id(environ.get("SLURM_JOB_ID"))
         states = states_of(job)
         state = states[0].state if states else "gone"
         if state != "RUNNING":
@@ -138,20 +139,12 @@ def _requeue(turn: Turn) -> None:
         )
 
 
-def _own_job() -> str:
-    """This job's id. SLURM_JOB_ID of an array task is the id of the whole array. Requeueing that
-    would start all tasks again, so tasks use their number."""
-    array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
-    return f"{array}_{task}" if array and task else environ.get("SLURM_JOB_ID")
-
-
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="gradsync.launch.requeue", description=__doc__)
     parser.add_argument("--status", type=int, required=True)
     parser.add_argument("--seconds", type=float, required=True)
     parser.add_argument("--history", type=Path, required=True)
     parser.add_argument("--run-dir", type=Path)
-    parser.add_argument("--fruitless-turns", type=int, default=3)
     return parser.parse_args(argv)
 
 

@@ -27,10 +27,6 @@ from gradsync.errors import ConfigError
 from gradsync.launch.request import LAUNCHERS, Program
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_MEMORY = re.compile(r"[1-9][0-9]*[KMGT]?")
-_ARRAY = re.compile(
-    r"[0-9]+(-[0-9]+(:[1-9][0-9]*)?)?(,[0-9]+(-[0-9]+(:[1-9][0-9]*)?)?)*(%[1-9][0-9]*)?"
-)
 _DIRECTIVE = re.compile(r"--[a-z][a-z0-9-]*(=.*)?")
 _TIMES = (
     (r"([0-9]{1,9})", (60,)),
@@ -43,19 +39,15 @@ _TIMES = (
 """sbatch's six time formats, with the seconds of each part."""
 
 _WRITTEN = (
-    *("job-name", "nodes", "ntasks-per-node", "gres", "cpus-per-task", "mem", "time", "partition"),
-    *("account", "qos", "array", "signal", "open-mode", "requeue", "no-requeue", "output"),
+    *("job-name", "nodes", "ntasks-per-node", "gres", "cpus-per-task", "time", "partition"),
+    *("account", "array", "signal", "open-mode", "requeue", "no-requeue", "output"),
     *("ntasks", "gpus", "gpus-per-node", "gpus-per-task", "error", "wait"),
 )
 """Options that the script sets itself."""
 
-TASK = "{task}"
-"""In the words of an array's program: the number of the task."""
-
 _SLURM_IS_EARLY_S = 60
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
 _JOB = '"$SLURM_JOB_ID"'
-_ARRAY_JOB = '"${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"'
 _KILL_GRACE_S = 10
 _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
@@ -76,17 +68,10 @@ class JobRequest:
     """Partition."""
     account: str = ""
     """Account to charge."""
-    qos: str = ""
-    """Quality of service."""
     cpus_per_task: int | None = None
     """Cores of each rank; default: the cluster's."""
-    mem: str = ""
-    """Memory of each node: 64G."""
     job_name: str = ""
     """Name of the job; default: the program's."""
-    array: str = ""
-    """Task numbers of an array: 0-9, 1,3,5, 0-99%4. {task} in the program's arguments becomes the
-    task's number."""
     launcher: str = "srun"
     """Launcher of the ranks: srun, mpirun or torchrun."""
     module: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
@@ -94,17 +79,13 @@ class JobRequest:
     setup: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Shell line to run before the ranks start; may be given several times."""
     sbatch_arg: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Another option of sbatch, as --sbatch-arg=--constraint=h100; may be given several times."""
+    """Another option of sbatch, as --sbatch-arg=--mem=64G; may be given several times."""
     output: str = "slurm"
     """Folder for the script and the log."""
     run_dir: str = ""
     """For programs other than train: the directory to which they write exit.json."""
-    python: str = ""
-    """Interpreter on the nodes; default: this one."""
     warn_s: int = 120
     """Seconds between Slurm's signal and the time limit: long enough to save."""
-    fruitless_turns: int = 3
-    """Do not requeue after this many turns in a row without a step."""
 
     @property
     def ranks_per_node(self) -> int:
@@ -120,16 +101,11 @@ class JobRequest:
             ("--gpus-per-node", self.gpus_per_node, 0),
             ("--cpus-per-task", self.cpus_per_task, 1),
             ("--warn-s", self.warn_s, 1),
-            ("--fruitless-turns", self.fruitless_turns, 1),
         ):
             require(
                 value is None or value >= smallest,
                 f"{flag} must be at least {smallest}; got {value}",
             )
-        require(
-            not self.mem or _MEMORY.fullmatch(self.mem) is not None,
-            f"--mem must be a number with K, M, G or T after it (64G); got {self.mem[:80]!r}",
-        )
         if self.gpus_per_node and self.ranks_per_node != self.gpus_per_node:
             more = self.ranks_per_node > self.gpus_per_node
             raise ConfigError(
@@ -146,7 +122,7 @@ class JobRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SbatchPlan(JobRequest):
-    """One Slurm job, or an array of them. Invalid requests are refused on creation.
+    """One Slurm job. Invalid requests are refused on creation.
 
     `run_dir` will hold exit.json; "" creates a directory per job for `train`, and means no
     exit.json for other programs.
@@ -184,18 +160,8 @@ class SbatchPlan(JobRequest):
         )
         for flag, value in (("--job-name", self.job_name), ("--account", self.account)):
             _check_name(flag, value, may_be_empty=flag != "--job-name")
-        _check_name("--qos", self.qos)
         for part in self.partition.split(","):
             _check_name("--partition", part, may_be_empty=not self.partition)
-        require(
-            not self.array or _ARRAY.fullmatch(self.array) is not None,
-            f"--array must be numbers such as 0-9, 1,3,5 or 0-99%4; got {self.array[:80]!r}",
-        )
-        require(
-            not self.array or not self.run_dir or TASK in self.run_dir,
-            f"all tasks of the array would write into {self.run_dir}; put {TASK} into its name, "
-            "which becomes the task's number, or leave --out away",
-        )
         for flag, value in (("--output", self.output), ("--run-dir", self.run_dir)):
             _check_line(flag, value)
         require(self.output != "", "--output must name a folder")
@@ -294,17 +260,10 @@ def sbatch_script(plan: SbatchPlan) -> str:
     )
 
 
-def shell_word(text: str, *, array: bool = False, torchrun: bool = False) -> str:
-    """`text` quoted as one word of a shell.
-
-    In an array `{task}` stands for the task's number. torchrun's agent substitutes ${…} in
-    arguments and turns a doubled dollar sign into one.
-    """
-    text = text.replace("$", "$$") if torchrun else text
-    if not array or TASK not in text:
-        return shlex.quote(text)
-    parts = [shlex.quote(part) if part else "" for part in text.split(TASK)]
-    return '"$SLURM_ARRAY_TASK_ID"'.join(parts)
+def shell_word(text: str, *, torchrun: bool = False) -> str:
+    """`text` quoted as one word of a shell. torchrun's agent substitutes ${…} in arguments and
+    turns a doubled dollar sign into one."""
+    return shlex.quote(text.replace("$", "$$") if torchrun else text)
 
 
 def directive_value(text: str) -> str:
@@ -316,27 +275,22 @@ def _headline(plan: SbatchPlan) -> str:
     each = counted(plan.ranks_per_node, "rank")
     if plan.gpus_per_node:
         each += ", one a GPU"
-    array = f", for each task of {plan.array}" if plan.array else ""
     nodes = counted(plan.nodes, "node")
-    return f"{plan.job_name}: {nodes} with {each}, started by {plan.launcher}{array}."
+    return f"{plan.job_name}: {nodes} with {each}, started by {plan.launcher}."
 
 
 def _directives(plan: SbatchPlan) -> list[str]:
     only_shell = "B:" if plan.launcher == "mpirun" else ""
-    numbers = "%A_%a" if plan.array else "%j"
-    log = f"{plan.output.replace('%', '%%')}/%x-{numbers}.out"
+    log = f"{plan.output.replace('%', '%%')}/%x-%j.out"
     options: list[tuple[str, object]] = [
         ("job-name", plan.job_name),
         ("nodes", plan.nodes),
         ("ntasks-per-node", plan.tasks_per_node),
         ("cpus-per-task", plan.cores_per_task),
         ("gres", f"gpu:{plan.gpus_per_node}" if plan.gpus_per_node else None),
-        ("mem", plan.mem),
         ("time", plan.time),
         ("partition", plan.partition),
         ("account", plan.account),
-        ("qos", plan.qos),
-        ("array", plan.array),
         ("signal", f"{only_shell}USR1@{plan.warn_s}"),
         ("open-mode", "append"),
         ("output", log),
@@ -354,14 +308,10 @@ def _free_directive(directive: str) -> str:
 
 def _run_dir(plan: SbatchPlan) -> str:
     if plan.run_dir:
-        return shell_word(plan.run_dir, array=bool(plan.array))
+        return shell_word(plan.run_dir)
     if plan.program.command != "train":
         return ""
-    return shlex.quote(f"runs/{plan.job_name}-") + _job_id(plan)
-
-
-def _job_id(plan: SbatchPlan) -> str:
-    return _ARRAY_JOB if plan.array else _JOB
+    return shlex.quote(f"runs/{plan.job_name}-") + _JOB
 
 
 def _signal_note(plan: SbatchPlan) -> str:
@@ -403,9 +353,8 @@ def _launcher_words(plan: SbatchPlan) -> list[str]:
 
 def _program_words(plan: SbatchPlan) -> list[str]:
     """The program, as words for the shell."""
-    program, array = plan.program, bool(plan.array)
-    by_torchrun = plan.launcher == "torchrun"
-    words = [shell_word(word, array=array, torchrun=by_torchrun) for word in program.words]
+    program, by_torchrun = plan.program, plan.launcher == "torchrun"
+    words = [shell_word(word, torchrun=by_torchrun) for word in program.words]
     if program.command == "train":
         doubled = by_torchrun and "$" in plan.run_dir
         words += ["--out", r'"${run_dir//\$/\$\$}"' if doubled else '"$run_dir"']
@@ -419,10 +368,9 @@ def _program_words(plan: SbatchPlan) -> list[str]:
 
 
 def _afterwards(plan: SbatchPlan) -> list[str]:
-    history = shlex.quote(f"{plan.output}/{plan.job_name}-") + _job_id(plan) + ".turns.json"
+    history = shlex.quote(f"{plan.output}/{plan.job_name}-") + _JOB + ".turns.json"
     words = ['"$python" -m gradsync.launch.requeue', '--status="$status"', '--seconds="$SECONDS"']
-    words += [f"--history={history}", f"--fruitless-turns={plan.fruitless_turns}"]
-    return [*words, *(['--run-dir="$run_dir"'] if _run_dir(plan) else [])]
+    return [*words, f"--history={history}", *(['--run-dir="$run_dir"'] if _run_dir(plan) else [])]
 
 
 def _lines(words: Sequence[str]) -> str:

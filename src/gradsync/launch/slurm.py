@@ -24,14 +24,14 @@ ENDED = (
 
 _TIMEOUT_S = 60
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0
-_JOB_ID = re.compile(r"[0-9]{1,18}(_[0-9]{1,10})?")
+_JOB_ID = re.compile(r"[0-9]{1,18}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobState:
-    """One job, or one task of an array, in Slurm's view."""
+    """One job in Slurm's view."""
 
-    job: str  # its id, `12` or `12_3`
+    job: str  # its id
     name: str  # its name
     state: str  # PENDING, RUNNING, COMPLETING, COMPLETED, FAILED …
     reason: str = ""  # why it waits; "" if it does not
@@ -61,7 +61,7 @@ class JobState:
 def check_job_id(text: str) -> str:
     """`text` if it is a valid job id."""
     if _JOB_ID.fullmatch(text) is None:
-        raise LaunchError(f"{text[:80]!r} is no job id; it looks like 1234, or 1234_5 in an array")
+        raise LaunchError(f"{text[:80]!r} is no job id; it looks like 1234")
     return text
 
 
@@ -95,7 +95,7 @@ def own_words(text: str) -> str:
 
 
 def states_of(job: str) -> list[JobState]:
-    """The job, or each task of the array, from `scontrol`, else from `sacct`; [] if unknown."""
+    """The job, from `scontrol`, else from `sacct`; [] if unknown."""
     shown = ask(["scontrol", "--oneliner", "show", "job", job])
     if shown.returncode == 0:
         return [parse_shown(line) for line in shown.stdout.splitlines() if line.strip()]
@@ -118,10 +118,9 @@ def parse_shown(line: str) -> JobState:
         found = re.search(rf"(?:^|\s){name}=(\S*)", line)
         return "" if found is None or found[1] in ("(null)", "None", "N/A") else found[1]
 
-    array, task = value("ArrayJobId"), value("ArrayTaskId")
     state = value("JobState")
     return JobState(
-        job=f"{array}_{task}" if task else value("JobId"),
+        job=value("JobId"),
         name=value("JobName"),
         state=state,
         reason=value("Reason") if state == "PENDING" else "",
@@ -154,14 +153,14 @@ def _code(text: str, state: str) -> int:
 
 def follow(
     job: str,
-    log: Path | None,
+    log: Path,
     *,
     out: TextIO,
     err: TextIO | None = None,
     states: Callable[[str], list[JobState]] = states_of,
     pause: Callable[[float], None] = time.sleep,
 ) -> list[JobState]:
-    """Follow a job, or an array (`log` None: each task has a log), until it has ended for good.
+    """Follow a job until it has ended for good.
 
     Prints changes of state to `err` and new log text to `out`; returns the last states. Asks Slurm
     every half second at first; while nothing changes, the interval grows up to ten seconds.
@@ -189,10 +188,8 @@ def follow(
         pause(pause_s)
 
 
-def copy_new(log: Path | None, offset: int, out: TextIO) -> int:
+def copy_new(log: Path, offset: int, out: TextIO) -> int:
     """Copy the bytes of the file `log` after `offset` to `out`; returns the new offset."""
-    if log is None:
-        return offset
     try:
         with log.open("rb") as file:
             file.seek(offset)
@@ -215,7 +212,7 @@ class Submitted:
     job: str  # slurm's id
     name: str  # its name
     script: str  # absolute path of the script
-    log: str  # absolute path of the log, %a standing for the task in an array
+    log: str  # absolute path of the log
     run_dir: str  # run directory; "" for none
     when: str  # local time, ISO 8601
 

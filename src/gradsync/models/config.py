@@ -1,10 +1,12 @@
-"""The shape of a decoder, its arithmetic, and presets. No torch here."""
+"""The shape of a decoder (`Fixed`: no flag sets it), its arithmetic, and presets. No torch here."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Literal
+
+from tyro.conf import Fixed
 
 from gradsync.errors import ConfigError
 
@@ -29,7 +31,7 @@ class GPTConfig:
     """Decoder blocks."""
     n_head: int = 4
     """Query heads; each is `n_embd / n_head` wide."""
-    n_kv_head: int | None = None
+    n_kv_head: Fixed[int | None] = None
     """Key and value heads, shared by groups of query heads (arXiv 2305.13245); default:
     `n_head`."""
     n_embd: int = 256
@@ -38,20 +40,20 @@ class GPTConfig:
     """Number of token ids."""
     block_size: int = 256
     """Longest sequence, in tokens."""
-    hidden_dim: int | None = None
+    hidden_dim: Fixed[int | None] = None
     """Width inside the SwiGLU; default: 8/3 of `n_embd`, rounded up to a multiple of 64. gpt2:
     inside the GELU; default: 4 times `n_embd`."""
     dropout: float = 0.0
     """Probability of zeroing an element of the embeddings and of each branch's output."""
-    tie_head: bool = True
+    tie_head: Fixed[bool] = True
     """Whether the output layer uses the embedding's weights (arXiv 1608.05859)."""
-    rope_theta: float = 10_000.0
+    rope_theta: Fixed[float] = 10_000.0
     """Base of the rotary wave lengths (arXiv 2104.09864)."""
-    norm_eps: float = 1e-5
+    norm_eps: Fixed[float] = 1e-5
     """Added to the mean square inside each RMSNorm (arXiv 1910.07467), to LayerNorm's variance."""
-    architecture: Literal["llama", "gpt2"] = "llama"
+    architecture: Fixed[Literal["llama", "gpt2"]] = "llama"
     """llama: RMSNorm, rotary positions, SwiGLU. gpt2: LayerNorm, learned positions, GELU."""
-    bias: bool = False
+    bias: Fixed[bool] = False
     """gpt2: whether the norms and all matrices but the head have biases."""
 
     def __post_init__(self) -> None:

@@ -1,10 +1,7 @@
-"""Run leaves through a replica's stages: forward and backward, in a schedule's order.
+"""Run leaves through a replica's stages: forward and backward, in the order of 1F1B, a backward as
+soon as there is one to make (PipeDream-Flush, arXiv 2006.09503).
 
-    gpipe   all forwards, then all backwards                  arXiv 1811.06965
-    1f1b    a backward as soon as there is one to make        arXiv 2006.09503, PipeDream-Flush
-
-A leaf is a micro-batch. Both schedules run the same backwards in the same order on each stage, so
-they give the same bits; 1F1B keeps the activations of at most as many leaves as there are stages. A
+A leaf is a micro-batch. 1F1B keeps the activations of at most as many leaves as there are stages. A
 single stage has nothing to schedule: it runs forward and backward leaf after leaf.
 """
 
@@ -14,11 +11,11 @@ import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from gradsync.comm.values import all_sum
 from gradsync.core.torch_private import drop_received, renew_received
@@ -29,9 +26,6 @@ from gradsync.parallel.split_sync import SplitGroups, SplitSync
 from gradsync.parallel.stage_model import GPTStage
 from gradsync.runtime.seeds import seed_micro_batch
 from gradsync.sync.step_metadata import LossSum
-
-ScheduleName = Literal["1f1b", "gpipe"]
-SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,8 +41,8 @@ class LeafShape:
 class Pipeline:
     """This rank's stage between its neighbours.
 
-    `sync` receives each leaf's backward and loss, `schedule` orders them, `autocast` is the context
-    of a forward. Dropout is keyed by (seed, step, leaf), see [Note: Keyed streams].
+    `sync` receives each leaf's backward and loss, `autocast` is the context of a forward. Dropout
+    is keyed by (seed, step, leaf), see [Note: Keyed streams].
     """
 
     def __init__(
@@ -58,7 +52,6 @@ class Pipeline:
         sync: SplitSync,
         *,
         shape: LeafShape,
-        schedule: ScheduleName,
         autocast: AbstractContextManager[Any],
         seed: int,
     ) -> None:
@@ -67,9 +60,9 @@ class Pipeline:
         self._autocast, self._seed = autocast, seed
         self._device = next(model.parameters()).device
         self._leaves: list[MicroBatch] = []
-        self._schedule = self._make_schedule(schedule) if self.part.layout.pp > 1 else None
+        self._schedule = self._make_schedule() if self.part.layout.pp > 1 else None
 
-    def _make_schedule(self, name: ScheduleName) -> Any:
+    def _make_schedule(self) -> Any:
         # Shapes are given, so that stages need not send them to each other (torch pickles them).
         stream = torch.empty(self._stream_shape(self.shape.micro_batch_size), device="meta")
         tokens = torch.empty(stream.shape[:2], dtype=torch.int64, device="meta")
@@ -80,7 +73,7 @@ class Pipeline:
             group=getattr(self._groups.stages, "group", None),
         )
         # A loss function, on any stage, tells torch that there are backwards.
-        return SCHEDULES[name](stage, self.shape.num_leaves, loss_fn=stage.loss, scale_grads=False)
+        return Schedule1F1B(stage, self.shape.num_leaves, loss_fn=stage.loss, scale_grads=False)
 
     def run(self, leaves: Sequence[MicroBatch]) -> None:
         """Forward and backward of all leaves in this replica's share of a step."""

@@ -140,7 +140,6 @@ class Candidate:
             "strategy": self.split.strategy,
             "ranks": self.split.world_size,
             "parallel": asdict(self.split.layout),
-            "schedule": self.split.schedule if self.split.layout.pp > 1 else None,
             "shared_weights": self.split.shared_weights,
             "micro_batch_size": self.work.micro_batch_size,
             "num_leaves": self.work.num_leaves,

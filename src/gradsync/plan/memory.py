@@ -216,12 +216,10 @@ class Case:
         self.fresh = FP32 * shape.table_params * tables
         """The embedding's gradient, the last that backward makes. A tied one comes twice: autograd
         holds the head's until it can be added."""
-        stages = split.layout.pp
-        gpipe = stages > 1 and split.schedule == "gpipe"
-        self.leaves_in_flight = self.leaves if gpipe else min(self.leaves, stages - shape.stage)
-        """Leaves whose activations a pipeline stage keeps at once. GPipe (Huang et al. 2018, arXiv
-        1811.06965): all of a replica's. 1F1B (Narayanan et al. 2019 and 2021, arXiv 1806.03377,
-        2104.04473): as many as there are stages from this one to the last."""
+        self.leaves_in_flight = min(self.leaves, split.layout.pp - shape.stage)
+        """Leaves whose activations a pipeline stage keeps at once: as many as there are stages from
+        this one to the last (1F1B: Narayanan et al. 2019 and 2021, arXiv 1806.03377, 2104.04473).
+        """
 
     def shard(self, num_bytes: int) -> int:
         """A rank's share of a value that the replicas divide."""

@@ -10,9 +10,8 @@ time, multiplied by a randomly drawn measured ratio (the bootstrap). All ranks a
 thousands. Of ranks that wait for each other, only the few that may be last in something count. A
 pipeline's stages wait for their neighbours' messages:
 
-    gpipe    F F F F . . B B B B          all forwards first (arXiv 1811.06965)
-    1f1b     F F F B F B . B . B          at most as many leaves open as stages follow
-                                          (arXiv 1806.03377, 2104.04473)
+    F F F B F B . B . B          1F1B: at most as many leaves open as stages follow
+                                 (arXiv 1806.03377, 2104.04473)
 
 Every replica keeps its leaves, and the global batch grows with the ranks (weak scaling).
 """
@@ -144,9 +143,9 @@ def _round_s(costs: StepCosts, stragglers: Stragglers) -> float:
 Pass = tuple[Literal["forward", "backward"], int]  # Direction, leaf
 
 
-def order_of(schedule: str, stage: int, stages: int, leaves: int) -> list[Pass]:
+def order_of(stage: int, stages: int, leaves: int) -> list[Pass]:
     """The order in which a pipeline stage works."""
-    ahead = leaves if schedule == "gpipe" else min(leaves, stages - stage)
+    ahead = min(leaves, stages - stage)
     order: list[Pass] = [("forward", leaf) for leaf in range(ahead)]
     for leaf in range(leaves):
         order.append(("backward", leaf))
@@ -158,7 +157,7 @@ def order_of(schedule: str, stage: int, stages: int, leaves: int) -> list[Pass]:
 def _replica_s(costs: StepCosts, stragglers: Stragglers) -> float:
     """When the last stage of one replica has done its last backward, seconds."""
     stages, last = range(costs.stages), costs.stages - 1
-    orders = [order_of(costs.schedule, stage, costs.stages, costs.leaves) for stage in stages]
+    orders = [order_of(stage, costs.stages, costs.leaves) for stage in stages]
     places, free = [0] * costs.stages, [0.0] * costs.stages
     # The first stage has its inputs.
     arrived: dict[tuple[int, Pass], float] = {

@@ -17,7 +17,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any
 
 from gradsync.errors import ConfigError
 from gradsync.plan.collectives import GroupPlace, Traffic, all_reduce_s, half_s, traffic_of
@@ -104,7 +104,6 @@ class StepCosts:
 
     replicas: int  # Data-parallel ones
     stages: int  # A pipeline's; 1 without one
-    schedule: Literal["gpipe", "1f1b"]  # A pipeline's
     leaves: int  # Leaves of the replica with the most
     forward_s: float  # One leaf's, a rank's part of the model; likewise `backward_s`
     backward_s: float
@@ -186,7 +185,6 @@ def step_costs(
     return StepCosts(
         replicas=layout.dp,
         stages=layout.pp,
-        schedule=split.schedule,
         leaves=math.ceil(work.num_leaves / layout.dp),
         forward_s=forward_s,
         backward_s=backward_s,
@@ -341,8 +339,8 @@ def predict_step(
     """Duration of a step.
 
         data parallel    k leaves, buckets on one channel during the last backward, update
-        pipeline         (p - 1) / (m + p - 1) of the leaves' time is bubble, for GPipe and 1F1B
-                         alike (arXiv 1811.06965, 1806.03377); 1F1B only keeps fewer activations
+        pipeline         (p - 1) / (m + p - 1) of the leaves' time is bubble (1F1B, arXiv
+                         1806.03377)
         tensor parallel  four sums of activations per layer and leaf (arXiv 1909.08053)
         local_sgd        a synchronisation's messages, divided by the steps between two
 

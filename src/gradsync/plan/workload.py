@@ -42,7 +42,6 @@ class Split:
 
     strategy: str  # A name in `sync.registry.STRATEGIES`: how replicas synchronise
     layout: ParallelLayout = field(default_factory=ParallelLayout)
-    schedule: Literal["gpipe", "1f1b"] = "1f1b"
     shared_weights: bool = False
     """One copy of weights and optimizer state for all ranks of a host (CPU, shared memory)."""
 

@@ -169,15 +169,13 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     ]
 
 
-def read_verified(run: Path, file: str = "") -> dict[str, Any] | None:
-    """The document that `gradsync verify --json` printed into `file`; by default verify.json in the
-    run's directory, None without it.
+def read_verified(run: Path) -> dict[str, Any] | None:
+    """The output of `gradsync verify --json` in the run's verify.json; None without it.
 
     Raises:
-        ConfigError: the file is missing or has other content.
+        ConfigError: the file has other content.
     """
-    path = Path(file) if file else run / "verify.json"
-    if not file and not path.is_file():
+    if not (path := run / "verify.json").is_file():
         return None
     found = read_object(path)
     cells, loaded = found.get("cells"), found.setdefault("cross_load", [])

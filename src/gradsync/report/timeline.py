@@ -95,14 +95,16 @@ def _kinds(spans: Sequence[Span]) -> list[str]:
     return [kind for kind in _COLORS if any(span.kind == kind for span in spans)]
 
 
-def timeline_svg(run: Path, title: str = "Two steps") -> str:
+def timeline_svg(run: Path) -> str:
     """The picture as a file, with title and legend; "" if the run has no trace."""
     spans = read_spans(run)
     lines = [
         Line(name=_WORDS.get(kind, kind), points=[(0.0, 0.0)], color=_COLORS[kind])
         for kind in _kinds(spans)
     ]
-    return standing_alone(_svg(spans), Chart(title=title, y="ms", lines=lines)) if spans else ""
+    return (
+        standing_alone(_svg(spans), Chart(title="Two steps", y="ms", lines=lines)) if spans else ""
+    )
 
 
 def _svg(spans: Sequence[Span]) -> str:

@@ -17,9 +17,6 @@ from gradsync.errors import ConfigError, GradsyncError
 from gradsync.runtime import environ
 from gradsync.runtime.bounds import check_numbers
 
-PAIRED = ("train", "sample", "verify", "bench", "tune", "plan")
-"""Commands whose switches each have an opposite, `--no-NAME`."""
-
 T = TypeVar("T")
 
 _LONGEST = 600
@@ -35,7 +32,7 @@ _WORDS = (
     (r"Unrecognized options: ", "unknown options: "),
 )
 """Python's and tyro's wording, and ours."""
-_NO_DEFAULT = r" *\(default:(?: None| \'\'| )\)"
+_NO_DEFAULT = r" *\(default:(?: None| \'\'| True| False| )\)"
 _WIDEST = 100
 _ONE_COLUMN = "129"  # tyro puts boxes of long help side by side, of 65 characters and more each
 _ELSEWHERE = (  # flags of `gradsync train`, and their names in other trainers
@@ -66,7 +63,6 @@ def parse(
         ConfigError: an unknown flag (the message names the nearest), or an invalid value.
         SystemExit: 0 for `--help`.
     """
-    pairs = command.partition(" ")[0] in PAIRED
     asks = not {"-h", "--help"}.isdisjoint(argv)
     columns = min(get_terminal_size().columns, _WIDEST)
     said, shown = io.StringIO(), io.TextIOWrapper(io.BytesIO(), "utf-8")
@@ -82,7 +78,7 @@ def parse(
                 options,
                 args=argv,
                 prog=f"gradsync {command}{takes}",
-                config=() if pairs else (tyro.conf.FlagCreatePairsOff,),
+                config=(tyro.conf.FlagCreatePairsOff, tyro.conf.SuppressFixed),
                 **more,
             )
     except SystemExit as stop:

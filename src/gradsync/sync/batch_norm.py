@@ -33,12 +33,13 @@ if TYPE_CHECKING:
 
 CHOICES: dict[str, str] = {
     "sync": "normalise over all ranks' samples of a micro-step; two small messages a layer",
-    "local": "normalise each micro-batch alone, average the running statistics over micro-batches; no waiting",
+    "local": "normalise each micro-batch alone, average the running statistics over them; no "
+    "waiting",
     "freeze": "keep the running statistics as they are and use them, for pretrained layers",
 }
 NOT_INVARIANT = {
-    "sync": "batch_norm='sync' normalises over as many micro-batches at once as there are ranks, so other "
-    "world sizes give other bits; use 'local' or 'freeze'",
+    "sync": "batch_norm='sync' normalises over as many micro-batches at once as there are ranks, "
+    "so other world sizes give other bits; use 'local' or 'freeze'",
 }
 """Choices that the invariant order refuses, and the reason."""
 _TWICE = (

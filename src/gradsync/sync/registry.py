@@ -165,8 +165,8 @@ STRATEGIES: dict[str, Strategy] = {
         ),
         Strategy(
             name="invariant",
-            summary="bucketed, summed along a fixed tree over micro-batches: the same bits on any number "
-            "of ranks",
+            summary="bucketed, summed along a fixed tree over micro-batches: the same bits on any "
+            "number of ranks",
             cost="2(W-1)/W S bytes with equal shares (more with uneven ones), two operations per "
             "bucket, a bucket, and S per open tree level (none with one micro-batch a rank)",
             promise="bitwise",

@@ -1,4 +1,5 @@
-"""A training run as one frozen value. No torch here: `--help` must be quick."""
+"""A training run as one frozen value. No torch here: `--help` must be quick. Files set `Fixed`
+fields; there is no flag for them."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from dataclasses import dataclass, field, fields, make_dataclass, replace
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal, cast, get_args
 
-from tyro.conf import Suppress
+from tyro.conf import Fixed, Suppress
 from tyro.constructors import PrimitiveConstructorSpec
 
 from gradsync.data.batch_plan import BatchPlan, solve_batch_plan
@@ -24,7 +25,6 @@ Dtype = Literal["auto", "bf16", "fp32", "fp16"]
 Schedule = Literal["cosine", "wsd", "constant"]
 LrScaling = Literal["none", "linear", "sqrt"]
 CompileOrder = Literal["none", "model", "ddp"]
-ScheduleName = Literal["1f1b", "gpipe"]
 OnDrift = Literal["stop", "heal"]
 
 AUTO = "auto"  # What `gradsync tune` found for this kind of run: strategy and options.
@@ -62,16 +62,16 @@ class OptimConfig:
     scales too; the number of warm-up steps does not."""
     lr_base_batch: int | None = None
     """Tokens per update at which lr was found; required by lr_scaling."""
-    min_lr_ratio: float = 0.1  # Final learning rate as a fraction of the peak.
+    min_lr_ratio: Fixed[float] = 0.1  # Final learning rate as a fraction of the peak.
     schedule: Schedule = "cosine"
     """cosine (arXiv 1608.03983), wsd = warm-up, stable, decay (arXiv 2404.06395), or constant."""
     warmup_steps: int = 100  # Linear warm-up, optimizer steps; at most `steps`.
-    decay_fraction: float = 0.2
+    decay_fraction: Fixed[float] = 0.2
     """wsd: fraction of all steps over which the learning rate falls linearly."""
     weight_decay: float = 0.1  # Decay of matrices and embeddings; vectors (norms) are not decayed.
-    beta1: float = 0.9  # Decay of the first moment.
-    beta2: float = 0.95  # Decay of the second moment.
-    eps: float = 1e-8  # Added to the root of the second moment.
+    beta1: Fixed[float] = 0.9  # Decay of the first moment.
+    beta2: Fixed[float] = 0.95  # Decay of the second moment.
+    eps: Fixed[float] = 1e-8  # Added to the root of the second moment.
     clip_norm: float | None = 1.0  # Largest L2 norm of the mean gradient; None does not clip.
     fused: bool = True  # Torch's fused AdamW kernel.
 
@@ -223,7 +223,7 @@ class TrainConfig:
     """Directory with train.bin and val.bin; or a stream: FILE.jsonl, a folder or pattern of .jsonl
     files, hf:NAME[:CONFIG], hf:json:FILES (or csv, parquet, text). A stream's first documents are
     for validation. Empty: the Python standard library's source."""
-    token_dtype: str = ""  # Token type without a meta.json: uint16 (if empty), uint32.
+    token_dtype: Fixed[str] = ""  # Token type without a meta.json: uint16 (if empty), uint32.
     text_key: str = "text"  # Streams: field that holds the text.
     tokenizer: str = ""
     """Streams: prepared data directory whose tokenizer to use; empty: bytes."""
@@ -238,7 +238,7 @@ class TrainConfig:
     backend: str = "auto"
     """Communication backend between ranks: gloo, nccl, mpi, or one per device such as
     cpu:gloo,cuda:nccl; auto uses gloo, and on CUDA also nccl."""
-    tf32: bool = True  # CUDA: allow TF32 in fp32 matrix products.
+    tf32: bool = True  # CUDA: TF32 in fp32 matrix products.
     threads: int | None = None
     """Intra-op threads per rank; default: 1 under sync=invariant on a CPU (the number changes
     bits), else cores of the host / ranks on the host."""
@@ -282,7 +282,8 @@ class TrainConfig:
     """After a failed check or audit: stop; or heal: copy the majority's weights, or repeat the
     step, and go on. Without a majority the run stops."""
     timeout_s: float = 1800.0  # Longest duration of a collective, seconds.
-    rendezvous_timeout_s: float = 60.0  # Longest wait for the other ranks at the start, seconds.
+    rendezvous_timeout_s: Fixed[float] = 60.0
+    """Longest wait for the other ranks at the start, seconds."""
     silence_s: float = 10.0
     """Longest silence of another rank's host, seconds; then its connections count as cut
     (Linux)."""
@@ -291,8 +292,6 @@ class TrainConfig:
     """Split the model: pp=2,dp=2 (two pipeline stages, two replicas), tp=2 (heads and SwiGLU over
     two ranks) …; the product of the sizes is the number of ranks, and dp may be left out. Empty:
     every rank has a replica."""
-    pipeline_schedule: ScheduleName = "1f1b"
-    """Order of a pipeline's leaves: 1f1b (fewer activations in memory) or gpipe; the same bits."""
     model: GPTConfig = field(default_factory=GPTConfig)
     """Shape of the model; its vocabulary follows the data unless set."""
     optim: OptimConfig = field(default_factory=OptimConfig)  # Optimizer and schedule.
@@ -313,7 +312,6 @@ class TrainConfig:
             f"cpu:gloo,cuda:nccl; got {self.backend[:80]!r}",
         )
         tracker_names(self.track)
-        _require_one_of("pipeline_schedule", self.pipeline_schedule, ScheduleName)
         for name in ("steps", "tokens_per_update", "micro_batch_size", "log_every"):
             value = getattr(self, name)
             _require(isinstance(value, int), f"{name} must be an integer; got {value!r}")

@@ -10,10 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, is_dataclass, replace
 from difflib import get_close_matches
+from operator import attrgetter
 from pathlib import Path
 from shlex import quote
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from tyro.conf import Fixed
 
 from gradsync.core.document import Document, brief, read_document
 from gradsync.core.files import PRIVATE, replace_text
@@ -52,9 +55,12 @@ def parse_config(argv: Sequence[str]) -> TrainConfig:
             )
         else:
             start = recipe(first)
+    _refuse_file_only(arguments)
+    # A switch that is on has no flag that turns it on: typed again, it changes nothing.
+    on = {_switch(name, attrgetter(name)(start)) for name, hint in HINTS.items() if hint is bool}
     parsed = parse(
         TrainConfig,
-        _joined(arguments),
+        _joined([word for word in arguments if word not in on]),
         "train",
         takes=" [PRESET|FILE]",
         description=(
@@ -69,6 +75,16 @@ def parse_config(argv: Sequence[str]) -> TrainConfig:
     )
     options = start.sync_options.given() | parsed.sync_options.given()
     return replace(parsed, sync_options=SyncConfig(**options))
+
+
+def _refuse_file_only(arguments: Sequence[str]) -> None:
+    for word in arguments:
+        name = word.removeprefix("--").partition("=")[0].replace("-", "_").replace(".no_", ".")
+        if word.startswith("--") and name in _FILE_ONLY:
+            raise ConfigError(
+                f"{name} is no flag: set it in a file (`gradsync train FILE.yaml`; "
+                "--dry-run prints one)"
+            )
 
 
 def _joined(arguments: Sequence[str]) -> list[str]:
@@ -204,18 +220,19 @@ def _words(hint: Any) -> str:
     return names.get(hint, "text")
 
 
-def _hints(part: type, prefix: str = "") -> dict[str, Any]:
-    """The type of every field that is not a section, by dotted name."""
+def _hints(part: type, prefix: str = "", *, marked: bool = False) -> dict[str, Any]:
+    """The type of every field but sections, by dotted name; `marked`: with tyro's marks."""
     found: dict[str, Any] = {}
-    for name, hint in get_type_hints(part).items():
-        found |= (
-            _hints(hint, f"{prefix}{name}.") if is_dataclass(hint) else {f"{prefix}{name}": hint}
-        )
+    for name, hint in get_type_hints(part, include_extras=marked).items():
+        way = f"{prefix}{name}"
+        found |= _hints(hint, f"{way}.", marked=marked) if is_dataclass(hint) else {way: hint}
     return found
 
 
 HINTS = _hints(TrainConfig)
 """The type of each setting."""
+_FIXED = get_args(Fixed[int])[1]
+_FILE_ONLY = {name for name, t in _hints(TrainConfig, marked=True).items() if _FIXED in get_args(t)}
 
 
 def to_flags(values: Mapping[str, Any], prefix: str = "") -> list[str]:
@@ -229,12 +246,16 @@ def to_flags(values: Mapping[str, Any], prefix: str = "") -> list[str]:
         elif isinstance(value, Mapping):
             flags += to_flags(value, f"{name}.")
         elif isinstance(value, bool):
-            head, _, tail = name.rpartition(".")
-            negated = f"{head}.no-{tail}" if head else f"no-{tail}"
-            flags.append(f"--{name if value else negated}")
+            flags.append(_switch(name, value))
         else:
             flags += [f"--{name}", str(value)]
     return flags
+
+
+def _switch(name: str, value: bool) -> str:
+    """The flag that sets the boolean `name` to `value`."""
+    head, dot, tail = name.replace("_", "-").rpartition(".")
+    return f"--{head}{dot}{tail if value else f'no-{tail}'}"
 
 
 def write_config(config: TrainConfig, path: Path) -> None:

@@ -206,7 +206,6 @@ def _planned_gib(trainer: Trainer) -> float | None:
     split = Split(
         strategy=config.sync,
         layout=config.layout(world.world_size),
-        schedule=config.pipeline_schedule,
         shared_weights=isinstance(replica_of(trainer.learner.sync).comm, SharedMemoryCommunicator),
     )
     try:
@@ -231,8 +230,7 @@ def _introduce(trainer: Trainer, resumed: Resumed, threads: int, notes: Sequence
     )
     layout = config.layout(world.world_size)
     if layout.model_ranks > 1:
-        by = f", {config.pipeline_schedule}" if layout.pp > 1 else ""
-        say(f"split {layout}{by}: each replica of the model is {layout.model_ranks} ranks")
+        say(f"split {layout}: each replica of the model is {layout.model_ranks} ranks")
     say(f"data {data.source}")
     say(data.plan.describe("replica" if config.parallel else "rank"))
     if scaling := config.optim.describe_scaling(config.tokens_per_update):

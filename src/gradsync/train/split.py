@@ -156,7 +156,6 @@ def build_split_learner(
             micro_batch_size=plan.micro_batch_size,
             seq_len=config.sequence_length,
         ),
-        schedule=config.pipeline_schedule,
         autocast=mixed,
         seed=config.seed,
     )

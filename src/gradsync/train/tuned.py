@@ -171,6 +171,8 @@ def tune_command(config: TrainConfig, conditions: Conditions) -> str:
         return f"{only}: {config.preset} takes {named.block_size} tokens"
     if conditions["dtype"] == "fp16":
         return "gradsync tune measures bf16 and fp32"
+    if not conditions["keep_memory"]:
+        return "gradsync tune measures runs that keep freed memory"
     start = recipe(config.preset)
     flags = {
         "--world-size": (world_size, _TUNED_FROM),
@@ -191,8 +193,6 @@ def tune_command(config: TrainConfig, conditions: Conditions) -> str:
         taken = None
     if (start.micro_batch_size, taken) != (micro, leaves):
         words += ["--batch-size", str(micro * leaves), "--leaves-per-rank", str(leaves)]
-    if not conditions["keep_memory"]:
-        words.append("--no-keep-memory")
     return f"`{shlex.join(words)}`"
 
 

@@ -5,8 +5,6 @@ No torch here.
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 import platform
 import re
@@ -15,13 +13,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from importlib import metadata
-from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console
 from rich.table import Table
 
-from gradsync.core.files import write_result
 from gradsync.verify.settings import Cell, VerifySettings, promise_of
 
 
@@ -169,16 +165,6 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
-# -- JSON and CSV ---------------------------------------------------------------------------------
-
-_COLUMNS = (
-    *(*_NAMES, "promise", "loaded_from", "status", "bitwise"),
-    *("part_of_bound", "weights_sha256", "cause", "step", "sentence", "seconds"),
-)
-_PARTS = ("loss", "gradient", "weight", "state")
-_MEASURES = ("max_abs", "max_rel", "max_ulp", "first_step", "first_name")
-
-
 def document(settings: VerifySettings, results: Sequence[Result], seconds: float) -> dict[str, Any]:
     """The document that `--json` prints."""
     versions = {name: metadata.version(name) for name in ("gradsync", "torch")}
@@ -201,19 +187,6 @@ def _strict(value: Any) -> Any:
     if isinstance(value, list):
         return [_strict(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def write_csv(path: Path, results: Sequence[Result]) -> None:
-    """One row per result; differences as `gradient_max_abs` and so on, empty if not a number."""
-    names = [f"{part}_{measure}" for part in _PARTS for measure in _MEASURES]
-    writer = csv.DictWriter(text := io.StringIO(), [*_COLUMNS, *names])
-    writer.writeheader()
-    for result in results:
-        row = {name: getattr(result, name) for name in _COLUMNS}
-        for part, values in result.differences.items():
-            row |= {f"{part}_{measure}": values[measure] for measure in _MEASURES}
-        writer.writerow(_strict(row))
-    write_result(path, text.getvalue())
 
 
 # -- a table for people ---------------------------------------------------------------------------

@@ -49,8 +49,6 @@ class VerifySettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
-        _check_known("optimizer", self.optimizer, ("adamw", "sgd"))
-        _check_known("batch_norm", self.batch_norm, ("sync", "local", "freeze"))
 
     @property
     def global_batch_size(self) -> int:
@@ -167,7 +165,6 @@ def make_plan(
     cross_load: bool = True,
     num_steps: int | None = None,
     num_samples: int | None = None,
-    leaf_size: int | None = None,
     **others: Any,
 ) -> VerifyPlan:
     """The full matrix: every strategy x world size x model x dtype, checked.
@@ -180,9 +177,9 @@ def make_plan(
         cross_load: also continue checkpoints at another world size and with another strategy.
         num_samples: train this many: steps follow from the size of a leaf, or the size from the
             steps, rounded up (the last step then starts a second pass over the data).
-        num_steps, leaf_size, others: fields of `VerifySettings`.
+        num_steps, others: fields of `VerifySettings`.
     """
-    asked = {"num_steps": num_steps, "num_samples": num_samples, "leaf_size": leaf_size}
+    asked = {"num_steps": num_steps, "num_samples": num_samples}
     given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
     settings = VerifySettings(**given, **others)
     sizes = sorted(set(world_sizes))
@@ -203,7 +200,12 @@ def make_plan(
         _check_known("dtype", dtype, DTYPES)
     settings = replace(settings, num_leaves=max(settings.num_leaves, sizes[-1] + 1))
     if num_samples is not None:
-        settings = _sized(settings, num_samples, num_steps, leaf_size)
+        if num_steps is not None:
+            leaf_size = -(-num_samples // (num_steps * settings.num_leaves))
+            settings = replace(settings, leaf_size=leaf_size)
+        else:
+            steps = -(-num_samples // settings.global_batch_size)
+            settings = replace(settings, num_steps=steps)
     cells = [
         Cell(strategy=strategy, world_size=world_size, model=model, dtype=dtype)
         for world_size in sizes
@@ -222,22 +224,6 @@ def make_plan(
             both = (own + more for own, more in zip(launches[1:], handed[:-1], strict=True))
             launches = [launches[0], *both, handed[-1]]
     return VerifyPlan(settings=settings, launches=launches)
-
-
-def _sized(
-    settings: VerifySettings, num_samples: int, num_steps: int | None, leaf_size: int | None
-) -> VerifySettings:
-    """`settings` with enough steps, or large enough leaves, to train `num_samples`."""
-    if num_steps is not None and leaf_size is None:
-        return replace(settings, leaf_size=-(-num_samples // (num_steps * settings.num_leaves)))
-    needed = -(-num_samples // settings.global_batch_size)
-    if num_steps is not None and num_steps < needed:
-        raise ConfigError(
-            f"verify: {num_samples} samples are {needed} steps of {settings.global_batch_size} "
-            f"({settings.num_leaves} micro-batches of {settings.leaf_size}), and num_steps is "
-            f"{num_steps}; leave num_steps or leaf_size out, and it follows"
-        )
-    return replace(settings, num_steps=num_steps or needed)
 
 
 def _handovers(first: Cell, strategies: Sequence[str], before: int, after: int) -> list[Cell]:

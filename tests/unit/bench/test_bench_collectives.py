@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 from dataclasses import asdict, replace
@@ -35,7 +34,7 @@ from gradsync.errors import ConfigError
 from gradsync.world import World
 from support.bench_results import COLLECTIVES, collective
 
-SETTINGS = plan_of(CollectivesOptions(device="cpu", seconds_per_point=0.35), World())
+SETTINGS = plan_of(CollectivesOptions(device="cpu"), World())
 
 
 @pytest.mark.parametrize(
@@ -69,7 +68,6 @@ def test_sizes_go_as_far_as_memory() -> None:
     assert everything == [4**k for k in range(1, 16)]
     small = choose_sizes(SETTINGS, available_bytes=16 * 2**20, ranks=2)
     assert small == [4**k for k in range(1, 11)]  # 7 buffers of 1 MiB on 2 ranks
-    assert choose_sizes(replace(SETTINGS, max_bytes=100), available_bytes=2**40, ranks=2)[-1] == 64
     asked = replace(SETTINGS, sizes=(2**20, 4, 4))
     assert choose_sizes(asked, available_bytes=2**30, ranks=2) == [4, 2**20]
     with pytest.raises(ConfigError, match=r"--sizes: 1 MiB takes 0.0 GiB for 3 ranks") as found:
@@ -92,11 +90,11 @@ def test_counts_are_whole_elements_and_parts(operation: str, dtype: str, counts:
 
 
 def test_time_is_shared_out() -> None:
-    assert repetitions_of(0.004, SETTINGS, 0.0009) == 10
-    assert repetitions_of(1e-6, SETTINGS, 1e-6) == 50
-    assert repetitions_of(9.0, SETTINGS, 0.0) == 1
+    assert repetitions_of(0.003, 0.0009) == 10
+    assert repetitions_of(1e-6, 1e-6) == 50
+    assert repetitions_of(9.0, 0.0) == 1
     assert rounds_of([0.001, 0.001], SETTINGS) == 7
-    assert rounds_of([0.069, 0.069], SETTINGS) == 5
+    assert rounds_of([0.055, 0.055], SETTINGS) == 5
     assert rounds_of([1.0, 1.0], SETTINGS) == 3
     assert rounds_of([1.0], replace(SETTINGS, rounds=1)) == 1
 
@@ -190,10 +188,3 @@ def test_what_is_printed_and_written() -> None:
     assert "an operation in place (all_reduce) does not, and may pass 100%" in text
     assert "skipped: shared: not here" in text
     assert "WRONG all_reduce by tree: element 3" in text
-    assert found.csv is not None
-    first, second, *_ = written = list(csv.DictReader(io.StringIO(found.csv())))
-    assert [row["algorithm"] for row in written] == ["ring", "copy"] * 2
-    assert first["operation"] == "all_reduce"
-    assert (first["size_bytes"], first["count"], first["world_size"]) == ("1000", "250", "2")
-    assert (first["p50_us"], first["limit_us"], first["of_limit"]) == ("2.0", "1.0", "0.5")
-    assert second["busbw_gbs"] == ""

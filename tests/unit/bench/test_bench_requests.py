@@ -30,17 +30,12 @@ REFUSALS = {
         ("--operations ,", "no operation given (there are: all_reduce,"),
         ("--operations broadcast --algorithms ring", "nothing to measure: broadcast by"),
         ("--sizes 12Q", "--sizes: '12Q' is no size"),
-        ("--max-bytes 0", "--max-bytes: '0' is less than one byte"),
+        ("--sizes 0", "--sizes: '0' is less than one byte"),
         ("--world-size 0", "--world-size 0: collectives need at least 2 ranks"),
         ("--dtype fp31", "unknown dtype 'fp31'; perhaps you meant 'fp32'"),
         ("--device gpu", "unknown device 'gpu'"),
         ("--device cuda", "--device cuda: torch finds no CUDA device here"),
         ("--rounds 0", "--rounds must be at least 1; got 0"),
-        ("--burst 0", "--burst must be at least 1; got 0"),
-        ("--threads 0", "--threads must be at least 1; got 0"),
-        ("--seconds-per-point nan", "--seconds-per-point must be a finite number"),
-        ("--csv /dev/null/x.csv", "--csv /dev/null/x.csv: /dev/null is no folder"),
-        ("--csv .", "--csv .: . is a folder"),
         ("--out file/x", "--out file/x: file is no folder"),
     ],
     "bench scaling": [
@@ -54,22 +49,15 @@ REFUSALS = {
         ("--strategy naive,flat", "--strategy takes one name"),
         ("--strategy flat:keep_memory=false", "here all keep freed memory"),
         ("--rounds 5", "--rounds must be at least 6"),
-        ("--threshold 0", "--threshold must be positive"),
-        ("--threshold inf", "--threshold must be a finite number"),
         ("--device cudax", "--device must be one of auto, cpu, cuda"),
         ("--world-sizes 2,3 --mode strong", "does not divide among 2 ranks"),
     ],
     "bench sync": [
         ("--model-size tinny", "did you mean tiny"),
         ("--model-size 2.7b --world-size 64", "GB short"),
-        ("--host --plot x.png", "--host counts, and draws no picture"),
         (
             "--host --strategies naive:loop=mine",
             "naive: loop must be user or sync.step, got 'mine'",
-        ),
-        (
-            "--same-allocator --strategies torch_ddp:keep_memory=false",
-            "torch_ddp:keep_memory=false",
         ),
     ],
     "bench sync --model-size tiny": [
@@ -80,13 +68,9 @@ REFUSALS = {
         ("--dtype fp8", "--dtype must be one of fp32, bf16"),
         ("--rounds 0", "--rounds must be at least 1"),
         ("--num-warmup -1", "--num-warmup must not be negative"),
-        ("--bucket-mb 0", "--bucket-mb must be positive"),
-        ("--bucket-mb inf", "must be a finite number in 32 bits; got inf"),
-        ("--seed 99999999999999999999", "--seed must be at most 92233720"),
         ("--device cudax", "--device must be one of auto, cpu, cuda"),
         ("--device cuda", "torch finds no CUDA device here"),
         ("--threads 0", "--threads must be at least 1"),
-        ("--plot x.jpg", "ends in .png, .svg, .pdf"),
         ("--csv /dev/null/x.csv", "/dev/null is no folder"),
     ],
     "tune": [
@@ -148,8 +132,8 @@ def test_dry_run_says_what_would_be_measured(
 
     monkeypatch.setattr(bench_plan, "available_bytes", lambda: 6 * GB)
     sync = ("bench", "sync", "--strategies", "naive,torch_ddp", "--model-size")
-    plan = from_json(BenchPlan, said(*sync, "tiny", "--same-allocator"))
-    assert [entry.label for entry in plan.entries] == ["none", "naive", "torch_ddp"]
+    plan = from_json(BenchPlan, said(*sync, "tiny"))
+    assert {entry.label for entry in plan.entries} >= {"none", "naive", "torch_ddp"}
     assert (plan.settings.side_by_side, plan.settings.tokens) == (True, 256)
     plan = from_json(BenchPlan, said(*sync, "mini", "--batch-size", "2"))
     assert len(plan.sets) == 2
@@ -184,7 +168,7 @@ def test_the_command_line_of_a_record() -> None:
     asked = SyncOptions(model_size="tiny")
     world = World(world_size=4, local_world_size=4, launcher="torchrun")
     found = command_of(as_measured(asked, world), ("bench", "sync"))
-    assert found == "gradsync bench sync --model-size tiny --world-size 4 --same-allocator"
+    assert found == "gradsync bench sync --model-size tiny --world-size 4"
     assert as_measured(asked, World()) == asked
     options = SyncOptions(strategies="naive", host=True, out="somewhere", rounds=3)
     expected = "gradsync bench sync --strategies naive --rounds 3 --host"
@@ -213,7 +197,7 @@ def test_the_document_and_the_places(
 ) -> None:
     monkeypatch.setenv("GRADSYNC_CACHE", str(tmp_path / "cache"))
     pretend(monkeypatch, COLLECTIVES, code=0)
-    places = ["--out", str(tmp_path / "out"), "--csv", str(tmp_path / "rows.csv"), "--save"]
+    places = ["--out", str(tmp_path / "out"), "--save"]
     assert main(["bench", "collectives", "--json", "--sizes", "1000,4K", *places]) == 0
     printed = capsys.readouterr()
     document = json.loads(printed.out)
@@ -227,7 +211,6 @@ def test_the_document_and_the_places(
     assert "all_reduce" in printed.err
     [kept] = (tmp_path / "cache" / "alpha-beta").iterdir()
     assert f"kept alpha and beta in {kept}" in printed.err
-    assert (tmp_path / "rows.csv").exists()
 
 
 @pytest.mark.parametrize(

@@ -50,12 +50,6 @@ def test_options_belong_to_the_name_before_them() -> None:
     assert parse_contestants("flat:overlap=false")[0].options == {"overlap": False}
 
 
-def test_who_can_hide_communication() -> None:
-    names = "naive,local_sgd,flat,flat:overlap=true,bucketed,bucketed:overlap=false,fsdp,torch_ddp"
-    can = [each.overlaps for each in parse_contestants(names)]
-    assert can == [False, False, False, True, True, False, True, True]
-
-
 def test_each_setting_of_the_allocator_has_its_ideal() -> None:
     chosen = parse_contestants("naive,torch_ddp,torch_ddp:keep_memory=true")
     both = with_ideals(chosen, same_allocator=False)

@@ -138,10 +138,9 @@ def test_the_default_takes_part_twice() -> None:
     stage = bucket_stage(
         TunedStrategy(sync="zero1"), first=False, has_messages=True, gradient_bytes=30 * MIB
     )
-    labels = [each.label for each in stage.contestants(keep_memory=False)]
+    labels = [each.label for each in stage.contestants()]
     assert labels[:3] == ["zero1", "zero1 (again)", "zero1:bucket_mb=2.0"]
     assert len(set(labels)) == len(labels)
-    assert not any(each.keep_memory for each in stage.contestants(keep_memory=False))
 
 
 def test_only_sizes_that_cut_otherwise_are_tried() -> None:
@@ -184,7 +183,7 @@ def test_compilation_only_on_request() -> None:
     assert [
         c.compile for c in compile_stage(TunedStrategy(sync="ddp"), wanted=True).candidates
     ] == [*("none", "model", "ddp")]
-    (_, _, compiled) = compile_stage(TunedStrategy(), wanted=True).contestants(keep_memory=True)
+    (_, _, compiled) = compile_stage(TunedStrategy(), wanted=True).contestants()
     assert (compiled.label, compiled.compile) == ("invariant, compile model", "model")
 
 
@@ -248,7 +247,7 @@ def test_threads_are_those_of_the_training_run(monkeypatch: pytest.MonkeyPatch) 
     "options",
     [
         TuneOptions(),
-        TuneOptions(model="mini", keep_memory=False, compile=True, dtype="fp32", batch_size=2),
+        TuneOptions(model="mini", compile=True, dtype="fp32", batch_size=2),
     ],
 )
 def test_the_record_says_what_to_type(options: TuneOptions) -> None:

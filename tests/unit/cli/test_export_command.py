@@ -33,8 +33,7 @@ from gradsync.models.llama import from_llama, llama_config, shape_of, to_llama
 TEXT = "the quick brown fox, Größe 3 µm \u200b🦊\n\tdef f(x): return x  # <|endoftext|>\n"
 FLAGS = (
     *("--steps", "2", "--device", "cpu", "--dtype", "fp32", "--sample-tokens", "0"),
-    *("--model.n-layer", "2", "--model.n-embd", "32", "--model.n-head", "4"),
-    *("--model.n-kv-head", "2", "--optim.lr", "0.05", "--optim.warmup-steps", "0"),
+    *("--optim.lr", "0.05", "--optim.warmup-steps", "0"),
     *("--model.block-size", "16", "--micro-batch-size", "2", "--tokens-per-update", "64"),
 )
 
@@ -46,9 +45,11 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     text.write_text(TEXT * 60)
     vocab = {"tokenizer": "bpe", "vocab_size": 280} if request.param == "bpe" else {}
     prepare([text], home / "data", val_fraction=0.2, **vocab)
-    tied = ["--model.no-tie-head"] if request.param == "bpe" else []
+    start = home / "start.yaml"
+    shape = "n_layer: 2, n_embd: 32, n_head: 4, n_kv_head: 2"
+    start.write_text(f"model: {{{shape}, tie_head: {str(request.param == 'byte').lower()}}}")
     out = home / "run"
-    words = ["train", "tiny", *FLAGS, *tied, "--data", str(home / "data"), "--out", str(out)]
+    words = ["train", str(start), *FLAGS, "--data", str(home / "data"), "--out", str(out)]
     assert main(words) == 0
     return out
 
@@ -92,13 +93,11 @@ def test_training_begins_with_its_weights(
     assert main(["export", str(run), "--out", str(folder)]) == 0
     saved = json.loads((run / "summary.json").read_text())["weights_sha256"]
     data = str(run.parent / "data")
-    flags = [*FLAGS, "--data", data]
-    if not (folder / "config.json").read_text().count('"tie_word_embeddings": true'):
-        flags.append("--model.no-tie-head")
+    flags = [str(run.parent / "start.yaml"), *FLAGS, "--data", data]
     hashes = set()
     for name, source in (("a", run), ("b", folder)):
         out = tmp_path / name
-        words = ["train", "tiny", *flags, "--init", str(source), "--out", str(out)]
+        words = ["train", *flags, "--init", str(source), "--out", str(out)]
         assert main([*words, "--steps", "3", "--seed", "5"]) == 0
         said = capsys.readouterr().out
         assert f"weights of {source}" in said
@@ -110,7 +109,7 @@ def test_training_begins_with_its_weights(
 
     shutil.rmtree(folder)
     assert main(["train", str(tmp_path / "b" / "config.yaml"), "--steps", "4"]) == 0
-    words = ["train", "tiny", *flags, "--init", str(run), "--model.n-layer", "1"]
+    words = ["train", *flags, "--init", str(run), "--model.n-layer", "1"]
     assert main([*words, "--out", str(tmp_path / "c")]) == 2
     assert "model.n_layer is 2 there, 1 here" in capsys.readouterr().err
 

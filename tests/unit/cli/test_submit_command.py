@@ -40,7 +40,6 @@ def submit(*argv: str) -> int:
         (["--time=60", "--nodes=3", "--", "train", "--sync", "zero3"], "zero3"),
         (["--time=60", "--", "train", "--tokens-per-update", "5"], "nearest legal"),
         (["--time=60", "--", "train", "--stps", "5"], "--steps"),
-        (["--time=60", "--array=0-3", "--", "train", "--out", "x"], "put {task} into its name"),
         (["--time=60", "--nodes=0", "--", "script.py"], "--nodes must be at least 1; got 0"),
         (["--status", "x"], "'x' is no job id"),
         (["--status"], "no job was submitted from here"),

@@ -226,5 +226,6 @@ def test_labels_that_a_model_shifts_are_counted_without_the_first() -> None:
     labels = torch.tensor([[5, 1, -100, 2], [-100, -100, 3, -100]])
     found = leaf_of({"input_ids": labels, "labels": labels})
     assert (found.num_targets, found.num_shifted_targets) == (4, 3)
-    assert leaf_of({"labels": labels[:, 0]}).num_shifted_targets is None
-    assert leaf_of((labels, labels)).num_shifted_targets is None
+    for other in ({"labels": labels[:, 0]}, (labels, labels)):
+        with pytest.raises(DataError, match=r"^micro_batch\.num_shifted_targets: this batch is a"):
+            _ = leaf_of(other).num_shifted_targets

@@ -187,7 +187,7 @@ def test_tokens_of_a_type_that_nothing_names_are_not_taken_for_narrower_ones(
     tokens = np.random.default_rng(0).integers(0, 50_000 if written != "uint32" else 200_000, 999)
     write_tokens(tmp_path / "train.bin", tokens, written)
     if words:
-        with pytest.raises(DataError, match=rf"train.bin: {words}.*--token-dtype.*uint32"):
+        with pytest.raises(DataError, match=rf"train.bin: {words}.*token_dtype.*uint32"):
             open_dataset(tmp_path, "train", 8, dtype=read_as, vocab_size=vocab_size)
         return
     data = open_dataset(tmp_path, "train", 8, dtype=read_as, vocab_size=vocab_size)

@@ -26,7 +26,7 @@ from gradsync.launch.slurm import (
 )
 
 SHOWN = (
-    "JobId=12 ArrayJobId=10 ArrayTaskId=3 JobName=xl UserId=me(1) JobState=PENDING "
+    "JobId=12 JobName=xl UserId=me(1) JobState=PENDING "
     "Reason=BeginTime Dependency=(null) Requeue=1 Restarts=2 BatchFlag=1 ExitCode=0:0 "
     "RunTime=00:00:00 ReqNodeList=n7 NodeList=(null) Command=/a JobState=FAKE"
 )
@@ -34,7 +34,7 @@ SHOWN = (
 
 def test_one_line_of_scontrol() -> None:
     state = parse_shown(SHOWN)
-    assert (state.job, state.name, state.state) == ("10_3", "xl", "PENDING")
+    assert (state.job, state.name, state.state) == ("12", "xl", "PENDING")
     assert (state.reason, state.nodes, state.restarts) == ("BeginTime", "", 2)
     assert state.describe() == "PENDING (BeginTime), turn 3"
     assert not state.ended
@@ -67,7 +67,7 @@ def test_own_words() -> None:
     assert own_words("") == "no reason given"
 
 
-@pytest.mark.parametrize("text", ["", "x", "1;2", "-1", "1_2_3", "$(id)"])
+@pytest.mark.parametrize("text", ["", "x", "1;2", "-1", "1_2", "$(id)"])
 def test_no_job_ids(text: str) -> None:
     with pytest.raises(LaunchError, match="is no job id"):
         check_job_id(text)
@@ -131,9 +131,9 @@ def test_following_a_job(tmp_path: Path) -> None:
     assert pauses == [0.5, 0.75, 0.5, 0.5, 0.5, 0.5]
 
 
-def test_a_forgotten_job() -> None:
+def test_a_forgotten_job(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="Slurm has forgotten job 7"):
-        follow("7", None, out=io.StringIO(), states=lambda job: [])
+        follow("7", tmp_path / "log", out=io.StringIO(), states=lambda job: [])
 
 
 def test_a_log_that_is_not_there_yet(tmp_path: Path) -> None:

@@ -428,19 +428,16 @@ def cell(strategy: str, world_size: int, **fields: object) -> dict[str, object]:
     return {**base, "promise": "rounding", "bitwise": False, "model": "mlp", **fields}
 
 
-@pytest.mark.parametrize("given", [True, False])
-def test_what_verify_found_is_a_table(tmp_path: Path, given: bool) -> None:
+def test_what_verify_found_is_a_table(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     cells = [
         cell("ring", 2),
         cell("ring", 3, status="failed", sentence="step 1: <wrong>"),
         cell("invariant", 2, bitwise=True),
     ]
-    where = tmp_path / "v.json" if given else run / "verify.json"
-    where.write_text(json.dumps({"cells": cells, "versions": {"gradsync": "0.1"}}))
+    (run / "verify.json").write_text(json.dumps({"cells": cells, "versions": {"gradsync": "0.1"}}))
     out = tmp_path / "page.html"
-    more = ["--verify", str(where)] if given else []
-    assert main(["report", str(run), "--out", str(out), *more]) == 0
+    assert main(["report", str(run), "--out", str(out)]) == 0
     text = out.read_text("utf-8")
     rows = [re.findall(r"<td>([^<]*)</td>", row) for row in text.split("<tr>")]
     assert ["ring", "fp32", "rounding", "rounding", "failed"] in rows
@@ -463,9 +460,9 @@ def test_what_verify_found_is_a_table(tmp_path: Path, given: bool) -> None:
 def test_what_is_no_document_of_verify_is_refused(
     tmp_path: Path, document: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    where = tmp_path / "v.json"
-    where.write_text(document)
-    assert main(["report", str(make_run(tmp_path)), "--verify", str(where)]) == 2
+    run = make_run(tmp_path)
+    (run / "verify.json").write_text(document)
+    assert main(["report", str(run)]) == 2
     assert "not a document of gradsync verify --json" in capsys.readouterr().err
 
 
@@ -493,32 +490,6 @@ def test_several_runs_stand_side_by_side(
     assert main(["report", *map(str, same)]) == 0
     written = f"written to {same[0] / 'report.html'}, in the first run's directory"
     assert capsys.readouterr().out.startswith(written)
-
-
-SVG = ["--format", "svg"]
-
-
-@pytest.mark.parametrize("named", [True, False])
-def test_charts_as_files(
-    tmp_path: Path, named: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    run = make_run(tmp_path)
-    folder = tmp_path / "drawn" if named else run / "charts"
-    out = ["--out", str(folder)] if named else []
-    if not named:  # what an older call drew is not mixed with the new
-        assert main(["report", str(run), str(make_run(tmp_path, name="second")), *SVG]) == 0
-        told = f"9 charts in {folder}, in the first run's directory (--out names another place)"
-        assert capsys.readouterr().out.rstrip() == told
-    assert main(["report", str(run), *SVG, *out]) == 0
-    assert capsys.readouterr().out.rstrip() == f"8 charts in {folder}"
-    assert not (tmp_path / "charts").exists()
-    files = sorted(path.name for path in folder.iterdir())
-    assert "loss.svg" in files
-    assert len(files) == 8
-    assert "validation" in (folder / "loss.svg").read_text()
-    for path in folder.iterdir():
-        assert ElementTree.parse(path).getroot().tag == "{http://www.w3.org/2000/svg}svg"
 
 
 @pytest.mark.parametrize("threads", [[1], "many", {}, None])
@@ -651,24 +622,13 @@ def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
     assert main(["report", *words]) == 0
     text = (runs[0] / "report.html").read_text()
     assert all(f"Two steps of {word}</b>" in text for word in words)
-    assert main(["report", *words, "--format", "svg", "--out", str(tmp_path / "charts")]) == 0
-    timelines = [p.read_text() for p in (tmp_path / "charts").iterdir() if "timeline" in p.name]
-    assert len(timelines) == 2
-    assert all(">backward</text>" in text for text in timelines)
+    assert ">backward</text>" in timeline_svg(runs[0])
 
 
 def test_a_run_given_twice_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path)
     assert main(["report", "--json", str(run), f"{run}/../first"]) == 0
     assert list(json.loads(capsys.readouterr().out)) == [str(run)]
-
-
-def test_charts_whose_titles_are_alike_have_files_of_their_own(tmp_path: Path) -> None:
-    runs = [str(make_run(tmp_path, name=name)) for name in ("lr.1", "lr-1", "lr" * 40, "LR" * 40)]
-    assert main(["report", *runs, "--format", "svg", "--out", str(tmp_path / "charts")]) == 0
-    drawn = [path.read_text() for path in (tmp_path / "charts").glob("*lr*")]
-    assert len(drawn) == len(runs)
-    assert all(any(f", {Path(run).name} (" in text for text in drawn) for run in runs)
 
 
 def test_collectives_of_a_library_are_bars_where_nothing_else_is(tmp_path: Path) -> None:

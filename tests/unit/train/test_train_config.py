@@ -282,13 +282,27 @@ def test_options_of_the_strategy_are_words(tmp_path: Path) -> None:
         parse_config(["--sync-options", "bucket_mb"])
 
 
+@pytest.mark.parametrize("word", ["--optim.eps", "--optim.beta1=0.5", "--model.no-tie-head"])
+def test_a_setting_of_the_file_is_no_flag(word: str) -> None:
+    with pytest.raises(ConfigError, match=r"^(optim|model)\.\w+ is no flag: set it in a file"):
+        parse_config(["tiny", word])
+
+
+def test_a_switch_that_is_on_already_may_be_given_again(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("allow_numeric_change: true\ntf32: false\n")
+    for words in ([], ["--allow-numeric-change", "--no-tf32"]):
+        config = parse_config([str(tmp_path / "a.yaml"), *words])
+        assert (config.allow_numeric_change, config.tf32) == (True, False)
+    assert parse_config([str(tmp_path / "a.yaml"), "--tf32"]).tf32
+
+
 def test_values_become_flags() -> None:
-    values = {"steps": 5, "tf32": False, "optim": {"min_lr_ratio": 0.5, "fused": False}, "out": ""}
+    values = {"steps": 5, "tf32": False, "optim": {"clip_norm": 0.5, "fused": False}, "out": ""}
     values |= {"sync_options": {"wire": None, "overlap": False, "bucket_mb": 5.0}}
     assert to_flags(values) == [
         *("--steps", "5"),
         "--no-tf32",
-        *("--optim.min-lr-ratio", "0.5"),
+        *("--optim.clip-norm", "0.5"),
         "--optim.no-fused",
         *("--out", ""),
         *("--sync-options", "overlap=False", "bucket_mb=5.0"),

@@ -92,8 +92,10 @@ def until_stopped(world: World, body: Callable[[], int]) -> int:
         return 128 + stopped.number
 
 
-def start_ranks(argv: list[str], world_size: int, signals: Signals) -> LaunchOutcome:
-    """Run `gradsync ARGV` as ranks on this host and wait for them; see `launch.local`.
+def start_ranks(
+    argv: list[str], world_size: int, signals: Signals, module: str = "gradsync"
+) -> LaunchOutcome:
+    """Run `python -m MODULE ARGV` as ranks on this host and wait for them; see `launch.local`.
 
     Raises:
         Stopped: a signal came, before or during the run.
@@ -101,7 +103,7 @@ def start_ranks(argv: list[str], world_size: int, signals: Signals) -> LaunchOut
     from gradsync.launch import local
 
     signals.check()
-    ended = local.launch_ranks(argv, world_size, log_dir=None)
+    ended = local.launch_ranks(argv, world_size, log_dir=None, module=module)
     if ended.received is not None:
         raise Stopped(ended.received)
     return ended

@@ -50,11 +50,11 @@ class VerifyOptions:
     """Names separated by commas, each optionally with options: zero1,invariant:collective=backend;
     or all (the default)."""
     world_sizes: str = ""
-    """Numbers of ranks, started on this host one after the other (default: 1,2,3,4)."""
+    """Numbers of ranks, started on this host one after the other; empty: 1,2,3,4."""
     world_size: int | None = None
     """Only this one."""
     models: str = ""
-    """mlp, conv, gpt (default: all)."""
+    """mlp, conv, gpt; empty: all."""
     dtypes: str = ""
     """fp64, fp32, bf16 (autocast over fp32 weights; default: fp32,bf16)."""
     dtype: str = ""
@@ -63,14 +63,14 @@ class VerifyOptions:
     """Your own pkg.module:factory; factory() returns (model, map-style data set of (input, target),
     loss_sum(output, target))."""
     num_steps: int | None = None
-    """Optimizer steps of each run (default: 4, or as many as --num-samples takes)."""
+    """Optimizer steps of each run; None: 4, or as many as --num-samples takes."""
     num_samples: int | None = None
     """Samples to train on in each run; with --num-steps, batches are as large as that requires. By
     default, as many as make the last step a short one."""
     num_leaves: int = 5
     """Micro-batches in a global batch, over all ranks."""
     leaf_size: int | None = None
-    """Samples in a micro-batch (default: 3, or as --num-samples and --num-steps require)."""
+    """Samples in a micro-batch; None: 3, or as --num-samples and --num-steps require."""
     optimizer: str = "adamw"
     """adamw or sgd (with momentum)."""
     clip_norm: float = 0.5

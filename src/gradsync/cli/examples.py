@@ -36,10 +36,7 @@ EXAMPLES = {
         "gradsync launch --nproc-per-node 4 -- my_script.py --lr 0.1",
         "gradsync launch --nnodes 2 --nproc-per-node 8 -- train mini",
     ),
-    "submit": (
-        "gradsync submit --nodes 2 --gpus-per-node 4 --time 72:00:00 -- train mini",
-        "gradsync submit --status",
-    ),
+    "submit": ("gradsync submit --nodes 2 --gpus-per-node 4 --time 72:00:00 -- train mini",),
     "doctor": ("gradsync doctor", "mpirun -np 2 gradsync doctor"),
 }
 """By command, as typed."""

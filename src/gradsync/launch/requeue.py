@@ -24,7 +24,7 @@ from signal import Signals
 from gradsync.core.files import json_text, read_object, write_text
 from gradsync.errors import GradsyncError
 from gradsync.launch.request import STOPPED
-from gradsync.launch.slurm import ask, check_job_id, own_words, states_of
+from gradsync.launch.slurm import ask, own_words, state_of
 from gradsync.runtime import environ
 
 LONG_TURN_S = 300.0
@@ -119,9 +119,8 @@ def main(argv: Sequence[str]) -> int:
 def _requeue(turn: Turn) -> None:
     """Ask Slurm for another turn; print the result."""
     try:
-        job = check_job_id(_own_job())
-        states = states_of(job)
-        state = states[0].state if states else "gone"
+        job = _own_job()
+        state = state_of(job)
         if state != "RUNNING":
             _say(f"not requeued: job {job} is being ended from outside ({state})")
             return

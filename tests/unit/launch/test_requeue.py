@@ -11,7 +11,6 @@ import pytest
 
 from gradsync.launch import requeue
 from gradsync.launch.requeue import History, Turn, decide, read_turn
-from gradsync.launch.slurm import JobState
 
 
 def turn(code: int = 75, steps: int | None = 5, seconds: float = 10.0) -> Turn:
@@ -99,9 +98,7 @@ def test_the_end_of_a_turn(
         return subprocess.CompletedProcess([], int(bool(answer)), "", answer)
 
     monkeypatch.setattr(requeue, "ask", ask)
-    monkeypatch.setattr(
-        requeue, "states_of", lambda job: [JobState(job=job, name="x", state=state)]
-    )
+    monkeypatch.setattr(requeue, "state_of", lambda job: state)
     for name, value in ({"SLURM_JOB_ID": "7"} | env).items():
         monkeypatch.setenv(name, value)
     (tmp_path / "summary.json").write_text('{"steps": 12}')

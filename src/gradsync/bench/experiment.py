@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from gradsync.world import World
 
 _HEAD = ("environment", "command", "benchmark")
-_PLACES = ("csv", "plot", "out", "save", "as_json", "dry_run")
+_PLACES = ("csv", "out", "save", "as_json", "dry_run")
 """Options that do not change what is measured."""
 
 T = TypeVar("T")
@@ -46,7 +46,6 @@ class Findings:
     command: str = ""  # for the same measurement; usually as typed, without output flags
     samples: Any = None  # for the record alone
     csv: Callable[[], str] | None = None
-    draw: Callable[[Path], None] | None = None
     keep: Callable[[], str] | None = None  # saves what other commands use, last; returns where
     code: int = 0  # exit code
 

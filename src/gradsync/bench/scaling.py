@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -19,7 +18,6 @@ import tyro
 
 from gradsync.bench.contestants import ALONE, Contestant, parse_contestants
 from gradsync.bench.experiment import Experiment, Findings, check_alone, check_least, taken
-from gradsync.bench.plot import COMPUTE, DASHED, EXPOSED, GRID, INK, SOFT, new_figure, save_figure
 from gradsync.bench.report import Spread, interval, print_table, spread, where
 from gradsync.bench.sync_plan import (
     USUAL_TOKENS,
@@ -77,7 +75,6 @@ class ScalingOptions:
     """Intra-op threads of a rank, the same for all; default: cores / the most ranks."""
     device: str = "auto"  # auto, cpu or cuda.
     seed: int = 0  # Names tokens and weights.
-    plot: str = ""  # Draw a picture: FILE.png, FILE.svg or FILE.pdf.
     out: str = ""  # Write record.json, with every sample, into this folder.
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print one JSON document on standard output; the table goes to standard error."""
@@ -295,7 +292,6 @@ def _findings(
         },
         samples=[result["contestants"] for result in results],
         show=lambda file: print_table(file, scaling.title, columns, cells, said, words=(verdict,)),
-        draw=lambda path: _draw(path, scaling, points, threshold, (*notes, place)),
     )
 
 
@@ -308,56 +304,3 @@ EXPERIMENT = Experiment(
     metrics=_findings,
     dry=lambda scaling: asdict(scaling.plan),
 )
-
-
-_MODES = {"weak": (COMPUTE, 0.99, (8, 6)), "strong": (EXPOSED, 1.01, (8, -14))}
-"""Each mode's color, and the offsets of its intervals and figures."""
-
-
-def _draw(
-    path: Path,
-    scaling: ScalingPlan,
-    points: Sequence[ScalingPoint],
-    threshold: float,
-    notes: Sequence[str],
-) -> None:
-    """Draw efficiency over the number of ranks, with its interval."""
-    figure, axes = new_figure(8.5, 5.2)
-    for mode in scaling.modes:
-        color, shift, aside = _MODES[mode]
-        chosen = [point for point in points if point.mode == mode]
-        below = [point.efficiency - point.low for point in chosen]
-        above = [point.high - point.efficiency for point in chosen]
-        axes.errorbar(
-            [point.world_size * shift for point in chosen],
-            [point.efficiency for point in chosen],
-            yerr=[below, above],
-            color=color,
-            marker="o",
-            capsize=4,
-            linewidth=1.8,
-            label=f"{mode} scaling (bars: 95 % interval)",
-        )
-        for point in chosen[1:]:
-            axes.annotate(
-                f"{point.efficiency:.0%}",
-                (point.world_size * shift, point.efficiency),
-                xytext=aside,
-                textcoords="offset points",
-                color=color,
-                fontsize=9.5,
-            )
-    sizes, highest = scaling.plan.world_sizes, max(point.high for point in points)
-    axes.axhline(1.0, color=INK, linewidth=1.2, label="perfect: one rank without any wrapper")
-    label = f"threshold, {threshold:.0%}"
-    axes.axhline(threshold, color=SOFT, linewidth=1.2, ls=DASHED, label=label)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(sizes, [str(size) for size in sizes])
-    axes.minorticks_off()
-    axes.set_xlim(sizes[0] * 0.85, sizes[-1] * 1.35)
-    axes.set_ylim(0, max(1.1, 1.05 * highest))
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    axes.set_xlabel("ranks", color=INK)
-    axes.set_ylabel("efficiency: speed-up per rank", color=INK)
-    axes.grid(axis="y", color=GRID, linewidth=0.8)
-    save_figure(figure, path, scaling.title, *notes)

@@ -15,7 +15,6 @@ import tyro
 from gradsync.bench import host
 from gradsync.bench.contestants import left_out, parse_contestants, with_ideals
 from gradsync.bench.experiment import Ask, Experiment, Findings, check_least, command_of, taken
-from gradsync.bench.plot import Bar, plot_sync
 from gradsync.bench.report import Spread, csv_text, print_table, ratios, spread, where
 from gradsync.bench.sync_plan import (
     BUDGET_S,
@@ -84,7 +83,6 @@ class SyncOptions:
     fabric use the system's setting, and are compared with a `none` that does so too."""
     seed: int = 0  # Names tokens and weights.
     csv: str = ""  # Write one row per contestant to this file.
-    plot: str = ""  # Draw a picture: FILE.png, FILE.svg or FILE.pdf.
     out: str = ""  # Write record.json, with every sample, into this folder.
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print one JSON document on standard output; the table goes to standard error."""
@@ -128,8 +126,6 @@ def plan_of(options: SyncOptions, world: World) -> BenchPlan:
 
 def _for_host(options: SyncOptions) -> SyncOptions:
     """The request as `--host` measures it."""
-    if options.plot:
-        raise ConfigError("--host counts, and draws no picture: leave --plot out")
     size = "small" if options.model_size == "auto" else options.model_size
     mine = options.strategies == "default"
     return replace(
@@ -297,30 +293,6 @@ def title(plan: BenchPlan) -> str:
     )
 
 
-def bars_of(plan: BenchPlan, rows: Sequence[ContestantRow]) -> list[Bar]:
-    """Lengths to draw: ratios to `none` of the same round, times `none`'s median. Disturbances of a
-    round affect both."""
-    known = {row.contestant: row for row in rows}
-    found = []
-    for entry, row in zip(plan.entries, rows, strict=True):
-        ideal = known[plan.ideal_of(entry).label].total_ms.median
-        step = row.ratio.median * ideal
-        exposed = max(step - ideal, 0.0)
-        timed = (row.comm_ms or 0.0) if entry.contestant.overlaps else 0.0
-        found.append(
-            Bar(
-                name=row.contestant,
-                ideal=ideal,
-                computing=step - exposed,
-                exposed=exposed,
-                hidden=max(timed - exposed, 0.0),
-                low=row.ratio.low * ideal,
-                high=row.ratio.high * ideal,
-            )
-        )
-    return found
-
-
 def rows_csv(plan: BenchPlan, rows: Sequence[ContestantRow]) -> str:
     """A header and a line for each row; unmeasured values are empty. The first eight columns are
     the same as in other benchmarks."""
@@ -378,7 +350,6 @@ def _findings(options: SyncOptions, plan: BenchPlan, results: Results, world: Wo
         samples=[result["contestants"] for result in results],
         show=lambda file: print_table(file, title(plan), _COLUMNS, cells, notes, words=words),
         csv=partial(rows_csv, plan, rows),
-        draw=lambda path: plot_sync(path, bars_of(plan, rows), title(plan), environment),
     )
 
 

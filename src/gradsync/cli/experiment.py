@@ -16,7 +16,6 @@ from gradsync.bench.experiment import (
     command_of,
     write_record,
 )
-from gradsync.bench.plot import check_plot
 from gradsync.cli.ranks import WORKER, be_rank, measure_on_ranks, until_stopped
 from gradsync.core.files import check_place, write_result
 from gradsync.runtime import environ
@@ -93,8 +92,6 @@ def check_places(options: Any) -> None:
     """
     if out := getattr(options, "out", ""):
         check_place("--out", Path(out), folder=True)
-    if plot := getattr(options, "plot", ""):
-        check_plot(Path(plot))
     if csv := getattr(options, "csv", ""):
         check_place("--csv", Path(csv))
 
@@ -108,8 +105,6 @@ def _deliver(options: Any, name: str, command: str, found: Findings) -> None:
         print(json.dumps({**head, **found.data}, indent=1, allow_nan=False), flush=True)
     if found.csv and options.csv:
         write_result(Path(options.csv), found.csv())
-    if found.draw and options.plot:
-        found.draw(Path(options.plot))
     if options.out:
         samples = {} if found.samples is None else {"samples": found.samples}
         path = write_record(

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 
-from gradsync.core.files import counted, write_result
+from gradsync.core.files import write_result
 from gradsync.errors import ConfigError
-from gradsync.report.charts import standing_alone, svg
-from gradsync.report.page import charts_of, figures_of, page
+from gradsync.report.page import figures_of, page
 from gradsync.report.run import read_runs, read_verified
-from gradsync.report.timeline import timeline_svg
 from gradsync.runtime.arguments import parse
 
 
@@ -30,10 +27,7 @@ class ReportOptions:
     )
     """Run directories."""
     out: str = ""
-    """File, or for svg a folder. Default: report.html or charts (replaced) in the run's directory,
-    for several runs in the first one's."""
-    format: Literal["html", "svg"] = "html"
-    """html: the page. svg: one file for each chart."""
+    """File. Default: report.html in the run's directory, for several runs in the first one's."""
     verify: str = ""
     """Output of `gradsync verify --json` to show as a table; default: verify.json in the first
     run's directory, if present."""
@@ -57,28 +51,8 @@ def run(argv: list[str]) -> int:
     verified = read_verified(runs[0].path, options.verify)
     told = len(runs) > 1 and not options.out
     where = ", in the first run's directory (--out names another place)" if told else ""
-    if options.format == "html":
-        out = Path(options.out) if options.out else runs[0].path / "report.html"
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write_result(out, page(runs, verified))
-        print(f"written to {out}{where}")
-        return 0
-    out = Path(options.out) if options.out else runs[0].path / "charts"
-    out.mkdir(parents=True, exist_ok=True)
-    for older in () if options.out else out.glob("*.svg"):
-        older.unlink()
-    drawn = {
-        chart.title: standing_alone(d, chart) for chart in charts_of(runs) if (d := svg(chart))
-    }
-    for each in runs:
-        title = f"Timeline of {each.name}" if len(runs) > 1 else "Timeline"
-        if steps := timeline_svg(each.path, title):
-            drawn[title] = steps
-    taken = Counter[str]()
-    for title, text in drawn.items():
-        name = "".join(c if c.isalnum() else "-" for c in title.lower()).strip("-")[:60]
-        taken[name] += 1
-        name += f"-{taken[name]}" * (taken[name] > 1)
-        write_result(out / f"{name}.svg", text)
-    print(f"{counted(len(drawn), 'chart')} in {out}{where}")
+    out = Path(options.out) if options.out else runs[0].path / "report.html"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_result(out, page(runs, verified))
+    print(f"written to {out}{where}")
     return 0

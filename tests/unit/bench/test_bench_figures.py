@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +12,9 @@ from hypothesis import strategies as st
 
 from gradsync.bench import scaling
 from gradsync.bench.contestants import parse_contestants, with_ideals
-from gradsync.bench.plot import plot_sync
 from gradsync.bench.report import Spread, interval, percentile, ratios, spread
 from gradsync.bench.scaling import ScalingOptions, ScalingPlan, judge, notes_of, usual_sizes
-from gradsync.bench.sync import bars_of, rows_csv, rows_of
+from gradsync.bench.sync import rows_csv, rows_of
 from gradsync.bench.sync_plan import BenchPlan, SyncSettings, bench_plan, turns
 from gradsync.world import World
 from support.bench_results import ENVIRONMENT
@@ -135,20 +133,6 @@ def test_csv_begins_with_the_common_columns(plan: BenchPlan, results: list[dict[
     assert (fsdp["comm_time_ms"], fsdp["comm_fraction"]) == ("", "")
 
 
-def test_bars_are_ratios_to_their_own_ideal(
-    plan: BenchPlan, results: list[dict[str, Any]], tmp_path: Path
-) -> None:
-    bars = bars_of(plan, rows_of(plan, results))
-    plot_sync(tmp_path / "x.svg", bars, "a title", ENVIRONMENT)
-    assert "<!-- a title -->" in (tmp_path / "x.svg").read_text()
-    none, default, naive, fsdp, ddp = bars
-    assert (none.ideal, default.ideal, ddp.ideal) == pytest.approx((100, 200, 200))
-    assert (naive.computing, naive.exposed) == pytest.approx((100, 50))
-    assert naive.hidden == 0  # 60 ms of communication, 50 of them in the step: it cannot hide any
-    assert (fsdp.computing, fsdp.exposed, fsdp.hidden) == pytest.approx((90, 0, 0))
-    assert (ddp.computing, ddp.exposed, ddp.hidden) == pytest.approx((200, 100, 100))
-
-
 def scaling_planned(mode: str = "both", **changes: Any) -> ScalingPlan:
     asked = {"strategy": "bucketed", "world_sizes": "4,2", "context_length": 10, "threads": 1}
     return scaling.plan_of(ScalingOptions(mode=mode, **{**asked, **changes}), World())
@@ -168,7 +152,7 @@ def test_one_rank_without_a_wrapper_is_the_baseline() -> None:
     assert [usual_sizes(cores) for cores in (1, 2, 7, 8)] == ["1,2", "1,2", "1,2,4", "1,2,4,8"]
 
 
-def test_efficiencies_compare_rounds_with_themselves(tmp_path: Path) -> None:
+def test_efficiencies_compare_rounds_with_themselves() -> None:
     planned = scaling_planned(world_sizes="2")
     step_s = {
         "1 rank, 1 a rank": [1.0, 1.0, 4.0, 1.0],
@@ -184,9 +168,6 @@ def test_efficiencies_compare_rounds_with_themselves(tmp_path: Path) -> None:
     found = scaling.EXPERIMENT.metrics(ScalingOptions(), planned, results, World())
     found.show(stream := io.StringIO())
     assert "80.0% (80.0%-80.0%)" in stream.getvalue()
-    assert found.draw is not None
-    found.draw(tmp_path / "x.svg")
-    assert "<!-- weak scaling (bars: 95 % interval) -->" in (tmp_path / "x.svg").read_text()
     points = scaling.points_of(planned, results, threshold=0.85)
     weak, strong = points[1], points[3]
     assert [point.mode for point in points] == ["weak", "weak", "strong", "strong"]

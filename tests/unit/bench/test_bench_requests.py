@@ -62,7 +62,6 @@ REFUSALS = {
     "bench sync": [
         ("--model-size tinny", "did you mean tiny"),
         ("--model-size 2.7b --world-size 64", "GB short"),
-        ("--host --plot x.png", "--host counts, and draws no picture"),
         (
             "--host --strategies naive:loop=mine",
             "naive: loop must be user or sync.step, got 'mine'",
@@ -86,7 +85,6 @@ REFUSALS = {
         ("--device cudax", "--device must be one of auto, cpu, cuda"),
         ("--device cuda", "torch finds no CUDA device here"),
         ("--threads 0", "--threads must be at least 1"),
-        ("--plot x.jpg", "ends in .png, .svg, .pdf"),
         ("--csv /dev/null/x.csv", "/dev/null is no folder"),
     ],
     "tune": [

@@ -30,7 +30,7 @@ from gradsync.report.charts import (
 )
 from gradsync.report.page import charts_of, figures_of, page
 from gradsync.report.run import read_run, read_runs
-from gradsync.report.timeline import read_spans, timeline_svg
+from gradsync.report.timeline import read_spans, timeline
 from support.requirements import require
 
 STEPS = 30
@@ -495,32 +495,6 @@ def test_several_runs_stand_side_by_side(
     assert capsys.readouterr().out.startswith(written)
 
 
-SVG = ["--format", "svg"]
-
-
-@pytest.mark.parametrize("named", [True, False])
-def test_charts_as_files(
-    tmp_path: Path, named: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    run = make_run(tmp_path)
-    folder = tmp_path / "drawn" if named else run / "charts"
-    out = ["--out", str(folder)] if named else []
-    if not named:  # what an older call drew is not mixed with the new
-        assert main(["report", str(run), str(make_run(tmp_path, name="second")), *SVG]) == 0
-        told = f"9 charts in {folder}, in the first run's directory (--out names another place)"
-        assert capsys.readouterr().out.rstrip() == told
-    assert main(["report", str(run), *SVG, *out]) == 0
-    assert capsys.readouterr().out.rstrip() == f"8 charts in {folder}"
-    assert not (tmp_path / "charts").exists()
-    files = sorted(path.name for path in folder.iterdir())
-    assert "loss.svg" in files
-    assert len(files) == 8
-    assert "validation" in (folder / "loss.svg").read_text()
-    for path in folder.iterdir():
-        assert ElementTree.parse(path).getroot().tag == "{http://www.w3.org/2000/svg}svg"
-
-
 @pytest.mark.parametrize("threads", [[1], "many", {}, None])
 def test_threads_that_cannot_be_leave_a_page(tmp_path: Path, threads: object) -> None:
     runs = [make_run(tmp_path, ranks=n, name=f"run-{n}") for n in (1, 2)]
@@ -638,7 +612,8 @@ def test_the_timeline_shows_what_the_traces_say(tmp_path: Path) -> None:
     for said in ("rank 0 computes", "rank 0 communicates", "rank 1 computes", "in 2: 5.0 ms"):
         assert said in tags.text
     assert "rank 1 communicates" not in tags.text
-    bars = ElementTree.fromstring(timeline_svg(run)).findall("{*}rect")
+    drawn = timeline(run).partition("</figcaption>")[2].removesuffix("</figure>")
+    bars = ElementTree.fromstring(drawn).findall("rect")
     tops = {bar[0].text: float(bar.attrib["y"]) for bar in bars}
     assert tops["in 1: 2.0 ms"] < tops["in 2: 5.0 ms"], "one below the other, since both are shown"
 
@@ -651,10 +626,6 @@ def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
     assert main(["report", *words]) == 0
     text = (runs[0] / "report.html").read_text()
     assert all(f"Two steps of {word}</b>" in text for word in words)
-    assert main(["report", *words, "--format", "svg", "--out", str(tmp_path / "charts")]) == 0
-    timelines = [p.read_text() for p in (tmp_path / "charts").iterdir() if "timeline" in p.name]
-    assert len(timelines) == 2
-    assert all(">backward</text>" in text for text in timelines)
 
 
 def test_a_run_given_twice_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -663,19 +634,11 @@ def test_a_run_given_twice_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert list(json.loads(capsys.readouterr().out)) == [str(run)]
 
 
-def test_charts_whose_titles_are_alike_have_files_of_their_own(tmp_path: Path) -> None:
-    runs = [str(make_run(tmp_path, name=name)) for name in ("lr.1", "lr-1", "lr" * 40, "LR" * 40)]
-    assert main(["report", *runs, "--format", "svg", "--out", str(tmp_path / "charts")]) == 0
-    drawn = [path.read_text() for path in (tmp_path / "charts").glob("*lr*")]
-    assert len(drawn) == len(runs)
-    assert all(any(f", {Path(run).name} (" in text for text in drawn) for run in runs)
-
-
 def test_collectives_of_a_library_are_bars_where_nothing_else_is(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     make_trace(run, 0, [event("forward", 0, 10), event("nccl:all_reduce", 5, 9, cat="kernel")])
     assert [(s.kind, s.bucket) for s in read_spans(run)] == [("forward", -1), ("sum", -2)]
-    assert timeline_svg(make_run(tmp_path, name="none")) == ""
+    assert timeline(make_run(tmp_path, name="none")) == ""
 
 
 # -- charts ---------------------------------------------------------------------------------------

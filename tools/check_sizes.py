@@ -23,7 +23,7 @@ BUDGETS = {
     **{"core": 1_002, "runtime": 4_611, "comm": 2_721, "sync": 11_496, "data": 2_854},
     **{"checkpoint": 1_365, "models": 970, "parallel": 1_262, "plan": 4_477, "train": 5_121},
     **{"launch": 1_423, "compat": 1_167, "verify": 3_284, "bench": 4_109},
-    **{"cli": 4_035, "lint": 1_063, "report": 1_513},
+    **{"cli": 4_021, "lint": 1_014, "report": 1_372},
 }
 """Lines of each package, docstrings and blanks included. They only go down: raising one takes a
 commit that says why."""

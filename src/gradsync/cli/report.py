@@ -12,7 +12,7 @@ import tyro
 from gradsync.core.files import write_result
 from gradsync.errors import ConfigError
 from gradsync.report.page import figures_of, page
-from gradsync.report.run import read_runs, read_verified
+from gradsync.report.run import read_runs
 from gradsync.runtime.arguments import parse
 
 
@@ -28,9 +28,6 @@ class ReportOptions:
     """Run directories."""
     out: str = ""
     """File. Default: report.html in the run's directory, for several runs in the first one's."""
-    verify: str = ""
-    """Output of `gradsync verify --json` to show as a table; default: verify.json in the first
-    run's directory, if present."""
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print the figures as one JSON document, and write nothing."""
 
@@ -48,11 +45,10 @@ def run(argv: list[str]) -> int:
     if options.as_json:
         print(json.dumps({str(each.path): dict(figures_of(each)) for each in runs}))
         return 0
-    verified = read_verified(runs[0].path, options.verify)
     told = len(runs) > 1 and not options.out
     where = ", in the first run's directory (--out names another place)" if told else ""
     out = Path(options.out) if options.out else runs[0].path / "report.html"
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_result(out, page(runs, verified))
+    write_result(out, page(runs))
     print(f"written to {out}{where}")
     return 0

@@ -169,34 +169,6 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     ]
 
 
-def read_verified(run: Path, file: str = "") -> dict[str, Any] | None:
-    """The document that `gradsync verify --json` printed into `file`; by default verify.json in the
-    run's directory, None without it.
-
-    Raises:
-        ConfigError: the file is missing or has other content.
-    """
-    path = Path(file) if file else run / "verify.json"
-    if not file and not path.is_file():
-        return None
-    found = read_object(path)
-    cells, loaded = found.get("cells"), found.setdefault("cross_load", [])
-    named = (
-        isinstance(found.setdefault("versions", {}), Mapping)
-        and isinstance(cells, list)
-        and isinstance(loaded, list)
-        and all(
-            isinstance(cell, Mapping)
-            and isinstance(cell.get("world_size"), int)
-            and all(isinstance(cell.get(name), str) for name in ("strategy", "dtype", "status"))
-            for cell in (*cells, *loaded)
-        )
-    )
-    if not named:
-        raise ConfigError(f"{path}: not a document of gradsync verify --json (no cells in it)")
-    return found
-
-
 RANKS_HEAD = ("rank", "step", "steps/s", "phase", "waited", "lag", "where")
 _MOST_RANKS = 16
 _OLD_S = 10.0

@@ -30,9 +30,10 @@ import secrets
 import socket
 import stat
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, TextIO, TypeVar
@@ -175,6 +176,19 @@ def counted(number: object, noun: str, several: str = "") -> str:
     is_number = isinstance(number, int | float)
     shown = f"{number:,g}" if isinstance(number, float) else f"{number:,}" if is_number else "?"
     return f"{shown} {noun if number == 1 else several or noun + 's'}"
+
+
+def perhaps(name: str, known: Collection[str]) -> str:
+    """A hint at the nearest of the `known` names, for the middle of an error; "" for none."""
+    near = get_close_matches(name, known, n=1)
+    return f"; perhaps you meant {near[0]!r}" if near else ""
+
+
+def check_name(what: str, name: str, known: Collection[str]) -> None:
+    """Refuse a name that is not `known`, and suggest the nearest one."""
+    if name not in known:
+        there = f"(there are: {', '.join(known)})"
+        raise ConfigError(f"unknown {what} {name!r}{perhaps(name, known)} {there}")
 
 
 # -- one file -------------------------------------------------------------------------------------

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from itertools import pairwise
 from typing import Any
 
+from gradsync.core.files import check_name
 from gradsync.errors import ConfigError
 from gradsync.sync.options import Recipe
 from gradsync.sync.registry import Promise as Kind
@@ -49,8 +49,8 @@ class VerifySettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
-        _check_known("optimizer", self.optimizer, ("adamw", "sgd"))
-        _check_known("batch_norm", self.batch_norm, ("sync", "local", "freeze"))
+        check_name("optimizer", self.optimizer, ("adamw", "sgd"))
+        check_name("batch_norm", self.batch_norm, ("sync", "local", "freeze"))
 
     @property
     def global_batch_size(self) -> int:
@@ -198,9 +198,9 @@ def make_plan(
     if sizes[0] < 1:
         raise ConfigError(f"verify: a world size must be at least 1, got {sizes[0]}")
     for model in lists["models"]:
-        _check_known("model", model, ("target",) if settings.target else MODELS)
+        check_name("model", model, ("target",) if settings.target else MODELS)
     for dtype in lists["dtypes"]:
-        _check_known("dtype", dtype, DTYPES)
+        check_name("dtype", dtype, DTYPES)
     settings = replace(settings, num_leaves=max(settings.num_leaves, sizes[-1] + 1))
     if num_samples is not None:
         settings = _sized(settings, num_samples, num_steps, leaf_size)
@@ -253,10 +253,3 @@ def _handovers(first: Cell, strategies: Sequence[str], before: int, after: int) 
         for strategy, neighbour in zip(strategies, [*strategies[1:], strategies[0]], strict=True)
         for source in dict.fromkeys((strategy, neighbour))
     ]
-
-
-def _check_known(what: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        near = get_close_matches(value, known, n=1)
-        hint = f"; perhaps you meant {near[0]!r}" if near else ""
-        raise ConfigError(f"verify: unknown {what} {value!r}{hint} (there are: {', '.join(known)})")

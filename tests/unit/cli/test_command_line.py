@@ -1,44 +1,14 @@
-"""The command line as a whole: examples, and the version."""
+"""The version, as a bug report needs it."""
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 
 import pytest
 import torch
-import tyro
 
 from gradsync.cli import version
-from gradsync.cli.examples import EXAMPLES
 from gradsync.cli.main import main
-
-
-class Parsed(Exception):  # noqa: N818
-    """Raised where a command would begin its work."""
-
-
-def check_parses(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command takes these arguments; it does not run."""
-    cli = tyro.cli
-
-    def only(*args: object, **options: object) -> None:
-        raise Parsed(cli(*args, **options))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(tyro, "cli", only)
-        with pytest.raises(Parsed):
-            main(words)
-
-
-@pytest.mark.parametrize("command", EXAMPLES)
-def test_examples_parse(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for line in EXAMPLES[command]:
-        words = shlex.split(line, comments=True)
-        words = words[words.index("gradsync") + 1 :]
-        assert " ".join(words).startswith(command)
-        check_parses(words, monkeypatch)
 
 
 def test_the_version_tells_what_a_bug_report_needs(

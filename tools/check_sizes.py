@@ -23,7 +23,7 @@ BUDGETS = {
     **{"core": 991, "runtime": 4_609, "comm": 2_714, "sync": 11_496, "data": 2_854},
     **{"checkpoint": 1_365, "models": 970, "parallel": 1_262, "plan": 4_475, "train": 5_121},
     **{"launch": 1_418, "compat": 1_167, "verify": 3_277, "bench": 4_099},
-    **{"cli": 3_961, "lint": 1_014, "report": 1_372},
+    **{"cli": 3_930, "lint": 1_014, "report": 1_372},
 }
 """Lines of each package, docstrings and blanks included. They only go down: raising one takes a
 commit that says why."""

@@ -18,12 +18,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from signal import SIGKILL
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import tyro
 
 from gradsync.cli.launch import split
-from gradsync.cli.ranks import WORKER, Signals, start_ranks, until_stopped, work_folder
+from gradsync.cli.ranks import WORKER, Signals, start_ranks, until_stopped
 from gradsync.cli.train import run as train
 from gradsync.core.files import counted, printable, read_object
 from gradsync.errors import ConfigError, RunError
@@ -145,7 +146,8 @@ def drill(
     world_size = config.nproc_per_node or 1
     if plan.rank >= world_size:
         raise ConfigError(f"--rank {plan.rank}, but the ranks are 0 to {world_size - 1}")
-    with Signals() as signals, work_folder("gradsync-drill-") as folder:
+    with Signals() as signals, TemporaryDirectory(prefix="gradsync-drill-") as place:
+        folder = Path(place)
 
         def start(name: str, fault: FaultPlan | None = None, ranks: int = world_size) -> Ended:
             words = [*flags, f"--nproc-per-node={ranks}", "--out", str(folder / name)]

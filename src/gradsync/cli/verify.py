@@ -9,11 +9,12 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from gradsync.cli.ranks import WORKER, Signals, Stopped, start_ranks, until_stopped, work_folder
+from gradsync.cli.ranks import WORKER, Signals, Stopped, start_ranks, until_stopped
 from gradsync.core.files import check_place
 from gradsync.errors import ConfigError, PeerError
 from gradsync.runtime import environ
@@ -123,10 +124,10 @@ def _work(options: VerifyOptions, plan: VerifyPlan, world: World) -> int:
     # Torch's warnings about its sockets repeat our one-line results, with stacks.
     quiet = {"TORCH_CPP_LOG_LEVEL": environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
     with Signals() as signals:
-        with environ.exported(quiet), work_folder("gradsync-verify-") as folder:
+        with environ.exported(quiet), TemporaryDirectory(prefix="gradsync-verify-") as folder:
             try:
                 work = _join if world.is_distributed else _start
-                results = work(plan, folder, signals)
+                results = work(plan, Path(folder), signals)
             finally:
                 signals.hold()
         if world.is_main:

@@ -20,10 +20,10 @@ FILE_LIMIT = 600
 FUNCTION_LIMIT = 80
 PACKAGES = REPOSITORY / "src" / "gradsync"
 BUDGETS = {
-    **{"core": 1_002, "runtime": 4_686, "comm": 2_721, "sync": 11_496, "data": 2_854},
-    **{"checkpoint": 1_365, "models": 972, "parallel": 1_255, "plan": 4_758, "train": 5_269},
-    **{"launch": 1_646, "compat": 1_167, "verify": 3_243, "bench": 4_028},
-    **{"cli": 4_072, "lint": 1_063, "report": 1_565},
+    **{"core": 991, "runtime": 4_609, "comm": 2_714, "sync": 11_496, "data": 2_854},
+    **{"checkpoint": 1_365, "models": 970, "parallel": 1_262, "plan": 4_475, "train": 5_121},
+    **{"launch": 1_418, "compat": 1_167, "verify": 3_277, "bench": 4_099},
+    **{"cli": 3_930, "lint": 1_014, "report": 1_372},
 }
 """Lines of each package, docstrings and blanks included. They only go down: raising one takes a
 commit that says why."""

@@ -15,7 +15,7 @@ import json
 import os
 import re
 from contextlib import redirect_stdout, suppress
-from io import StringIO
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -26,8 +26,9 @@ Command = dict[str, str]
 
 _SUB_COMMAND = re.compile(r"^  ([a-z][a-z-]*)  +\S.*$", re.MULTILINE)
 _FLAG = re.compile(r"(?<![\w-])--[a-z][\w.-]*\w")
-_LISTS = re.compile(r"^(?:positional arguments|(?:[\w-]+ )?options|[\w-]+-options):$", re.MULTILINE)
-_DEFAULT = re.compile(r"\((?:default: .*|required)\)$")
+_DEFAULT = re.compile(r"\((?:default: [^()]*|required)\)$")
+_NO_DEFAULT = ("(default: )", "(default: None)", "(default: '')")
+_COLUMNS = "125"  # with more of them boxes stand side by side
 
 
 def commands_today() -> dict[str, Command]:
@@ -43,26 +44,30 @@ def commands_today() -> dict[str, Command]:
 
 
 def help_of(words: list[str]) -> str:
-    """Output of `gradsync WORDS --help`, in one column."""
+    """Output of `gradsync WORDS --help`."""
     from gradsync.cli.main import main
 
-    said = StringIO()
-    with redirect_stdout(said), suppress(SystemExit), patch.dict(os.environ, COLUMNS="80"):
+    said = TextIOWrapper(BytesIO(), "utf-8")  # without an encoding tyro draws other boxes
+    with redirect_stdout(said), suppress(SystemExit), patch.dict(os.environ, COLUMNS=_COLUMNS):
         main([*words, "--help"])
-    return said.getvalue()
+    said.seek(0)
+    return said.read()
 
 
 def read_help(text: str) -> Command:
     """The flags in a help text: those in its lists, and those that stand in the words above."""
     plain = re.split(r"^examples?:$", text, maxsplit=1, flags=re.MULTILINE)[0]
-    usage, _, words = _LISTS.split(plain, maxsplit=1)[0].partition("\n")
+    usage, _, words = plain.partition("╭─")[0].partition("\n")
     found = {"usage": usage} | dict.fromkeys(_FLAG.findall(_SUB_COMMAND.sub("", words)), "")
-    for entry in re.findall(r"^  (--?[a-z].*(?:\n    .*)*)", plain, re.MULTILINE):
-        takes, _, said = entry.partition("\n")
+    rows = "\n".join(re.findall("^│ (.*?) *│$", plain, re.MULTILINE))
+    for entry in re.findall(r"^(--?[a-z].*(?:\n .*)*)", rows, re.MULTILINE):
+        takes, _, said = re.sub(" {2,}", "\n", entry, count=1).partition("\n")
+        takes = re.sub(r"\{None\}\||(?<=\{)None,", "", takes)
         default = _DEFAULT.search(" ".join(said.split()))
+        shown = default[0] if default and default[0] not in _NO_DEFAULT else ""
         value = re.sub(r"(?<!\S)-[\w.-]+(, )?", "", takes).strip()
         for name in re.findall(r"(?<!\S)-[\w.-]+", takes):
-            found[name] = " ".join(filter(None, (value, default[0] if default else "")))
+            found[name] = " ".join(filter(None, (value, shown)))
     return found
 
 

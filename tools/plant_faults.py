@@ -11,6 +11,7 @@ on on one rank, to the bits of all. Prints a line for each fault, then a table;
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,10 @@ from typing import Any
 from gradsync.bench.experiment import environment, write_record
 from gradsync.cli.drill import Verdict, drill
 from gradsync.train.faults import FAULTS, FaultPlan
+
+TESTS = str(Path(__file__).resolve().parents[1] / "tests")
+sys.path.append(TESTS)
+from support import more_faults  # noqa: E402
 
 FLAGS = (
     *("tiny", "--steps=8", "--dtype=fp32", "--device=cpu", "--eval.every=0"),
@@ -85,10 +90,12 @@ def main() -> int:
     facts = environment(world_size=max(ranks), threads=1)
     command = shlex.join(["python", "tools/plant_faults.py", "FOLDER", *sys.argv[2:]])
     faults, expect, written = [], "", given.folder
+    os.environ["PYTHONPATH"] = os.pathsep.join([TESTS, os.environ.get("PYTHONPATH", "")])
     for plan, world_size, path in draw(given.count, given.seed, kinds, ranks):
         quick = QUICK if FAULTS[plan.kind].within_s <= 5 else ()
-        flags = [*FLAGS, *quick, f"--nproc-per-node={world_size}", *PATHS[path]]
-        verdict = drill(plan, flags, expect=expect, resume_on=1)
+        flags = [*FLAGS, *quick, f"--nproc-per-node={world_size}"]
+        flags += [*more_faults.FLAGS.get(plan.kind, ()), *PATHS[path]]
+        verdict = drill(plan, flags, expect=expect, resume_on=1, module=more_faults.__name__)
         expect = verdict.weights  # the default, `invariant`, has one on all of these
         print(told(verdict, path), flush=True)
         faults.append({**asdict(verdict), "path": path})

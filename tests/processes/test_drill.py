@@ -11,6 +11,7 @@ from random import Random
 import pytest
 
 from gradsync.train.faults import FAULTS, FaultPlan, named
+from support import more_faults
 from support.fork_server import Forked, run_forked, torch_ranks
 from support.launchers import clean_environment
 from support.small_run import summary_of
@@ -27,7 +28,6 @@ TINY = (
     *("--model.n-layer=1", "--model.n-embd=48", "--model.block-size=16", "--eval.max-tokens=64"),
     *("--tokens-per-update=128", "--micro-batch-size=1", "--sample-tokens=0"),
 )
-REPLICAS = ("--check-replicas-every=1", "--sync-options", "weights=replicas")
 QUICK = ("kill", "nan", "skip-collective", "drop-leaf", "flip-bit", "disk-full")
 
 
@@ -42,7 +42,7 @@ def train(folder: Path, plan: FaultPlan | None, *flags: str) -> list[tuple[int |
     """Exit code and standard error of two ranks."""
     work = {"flags": [*TINY, *flags, f"--out={folder}/run"], "fault": plan and asdict(plan)}
     (folder / "work.json").write_text(json.dumps(work))
-    command = ["-m", "gradsync", "drill", "--worker", folder / "work.json"]
+    command = ["-m", "support.more_faults", "drill", "--worker", folder / "work.json"]
     with contextlib.ExitStack() as stack:
         ranks = [
             stack.enter_context(Forked(command, clean_environment(variables)))
@@ -57,7 +57,7 @@ def test_the_rank_is_named_and_no_bit_is_lost(tmp_path: Path, undisturbed: str, 
     phase = random.choice(FAULTS[kind].phases)
     rank = 0 if phase == "save" else random.randrange(2)
     plan = FaultPlan(kind=kind, rank=rank, step=random.randint(2, 4), phase=phase)
-    flags = REPLICAS if kind == "flip-bit" else ()
+    flags = more_faults.FLAGS.get(kind, ())
     ends = train(tmp_path, plan, *flags)
     lines = "".join(stderr for _, stderr in ends).splitlines()
     said = [ranks for line in lines if (ranks := named(FAULTS[kind], line)) is not None]

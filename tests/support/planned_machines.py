@@ -36,7 +36,7 @@ def hardware(ranks: int, *, per_host: int = 8, kind: Kind = "cuda", cores: int =
     return Hardware(hosts=(host,) * hosts, network=FAR if hosts > 1 else None)
 
 
-def profile(jitter: tuple[float, ...] = (1.0,)) -> StepProfile:
+def profile() -> StepProfile:
     """0.1 s forward, 0.2 s backward whose gradients come evenly, 0.03 s update."""
     total = MODEL.num_params() * 4
     return StepProfile(
@@ -44,7 +44,6 @@ def profile(jitter: tuple[float, ...] = (1.0,)) -> StepProfile:
         backward_s=0.2,
         update_s=0.03,
         buckets=(BucketReady(num_bytes=total, ready_s=0.2),),
-        jitter=jitter,
     )
 
 

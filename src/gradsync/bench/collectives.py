@@ -21,7 +21,6 @@ from gradsync.bench.experiment import (
     Experiment,
     Findings,
     check_least,
-    check_name,
     command_of,
     names_in,
     taken,
@@ -35,7 +34,7 @@ from gradsync.bench.report import (
     spread,
 )
 from gradsync.bench.sync_plan import DEVICES, uses_cuda
-from gradsync.core.files import counted
+from gradsync.core.files import check_name, counted
 from gradsync.errors import ConfigError
 from gradsync.plan.collectives import Fit, fit_line, quality, save_fits
 

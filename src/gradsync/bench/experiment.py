@@ -12,10 +12,9 @@ from __future__ import annotations
 import os
 import platform
 import shlex
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from datetime import UTC, datetime
-from difflib import get_close_matches
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -94,14 +93,6 @@ def check_alone(world: World, command: str) -> None:
             f"{command} starts ranks itself: run it as one process, without {world.launcher}; "
             "bench sync measures the ranks that a launcher started"
         )
-
-
-def check_name(what: str, name: str, known: Collection[str]) -> None:
-    """Refuse a name that is not `known`, and suggest the nearest one."""
-    if name not in known:
-        near = get_close_matches(name, known, n=1)
-        hint = f"; perhaps you meant {near[0]!r}" if near else ""
-        raise ConfigError(f"unknown {what} {name!r}{hint} (there are: {', '.join(known)})")
 
 
 def taken(kind: type[T], options: Any, **others: Any) -> T:

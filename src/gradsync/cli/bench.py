@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from gradsync.bench.experiment import check_name
-from gradsync.cli.examples import examples
 from gradsync.cli.experiment import run_experiment
+from gradsync.core.files import check_name
 
 BENCHMARKS = {
     "sync": "training steps of every strategy, beside DDP, Accelerate, Fabric and no communication",
@@ -23,8 +22,6 @@ benchmarks:
 {benchmarks}
 
 `gradsync bench NAME --help` says more.
-
-{examples}
 """
 
 
@@ -38,7 +35,7 @@ def run(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help", "help"):
         width = max(map(len, BENCHMARKS))
         lines = [f"  {name:<{width}}  {summary}" for name, summary in BENCHMARKS.items()]
-        print(_HELP.format(benchmarks="\n".join(lines), examples=examples("bench")), end="")
+        print(_HELP.format(benchmarks="\n".join(lines)), end="")
         return 0 if argv else 2
     name, *rest = argv
     check_name("benchmark", name, BENCHMARKS)

@@ -18,20 +18,20 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from signal import SIGKILL
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import tyro
 
 from gradsync.cli.launch import split
-from gradsync.cli.ranks import WORKER, Signals, start_ranks, until_stopped, work_folder
+from gradsync.cli.ranks import WORKER, Signals, start_ranks, until_stopped
 from gradsync.cli.train import run as train
 from gradsync.core.files import counted, printable, read_object
 from gradsync.errors import ConfigError, RunError
 from gradsync.runtime import environ
 from gradsync.runtime.arguments import parse
 from gradsync.runtime.resolve import resolve
-from gradsync.sync.registry import find_strategy
-from gradsync.train.config import AUTO, TrainConfig
+from gradsync.train.config import TrainConfig
 from gradsync.train.config_io import parse_config
 from gradsync.train.faults import FAULTS, FaultPlan, named
 
@@ -129,6 +129,7 @@ def drill(
     *,
     expect: str = "",
     resume_on: int | None = None,
+    module: str = "gradsync",
     show: Callable[[float, str], None] = lambda seconds, line: None,
 ) -> Verdict:
     """Run one drill.
@@ -138,20 +139,22 @@ def drill(
         flags: arguments of `gradsync train`.
         expect: weights_sha256 of the undisturbed run, which is then skipped.
         resume_on: ranks of the resumed run; None for the same number.
+        module: what a rank runs, as `python -m`.
         show: gets each line of the disturbed run with its time, seconds after the fault.
     """
     flags, config = _complete(plan, list(flags))
     world_size = config.nproc_per_node or 1
     if plan.rank >= world_size:
         raise ConfigError(f"--rank {plan.rank}, but the ranks are 0 to {world_size - 1}")
-    with Signals() as signals, work_folder("gradsync-drill-") as folder:
+    with Signals() as signals, TemporaryDirectory(prefix="gradsync-drill-") as place:
+        folder = Path(place)
 
         def start(name: str, fault: FaultPlan | None = None, ranks: int = world_size) -> Ended:
             words = [*flags, f"--nproc-per-node={ranks}", "--out", str(folder / name)]
             work = {"flags": words, "fault": fault and asdict(fault)}
             (folder / _WORK).write_text(json.dumps(work))
             command = ["drill", WORKER, str(folder / _WORK)]
-            return _watched(folder, name, lambda: start_ranks(command, ranks, signals).code)
+            return _watched(folder, name, lambda: start_ranks(command, ranks, signals, module).code)
 
         try:
             expect = expect or _weights(start("undisturbed"))
@@ -204,12 +207,8 @@ def _complete(plan: FaultPlan, flags: list[str]) -> tuple[list[str], TrainConfig
     first = [flags.pop(0)] if flags and not flags[0].startswith("-") else []
     own = ["--nproc-per-node=2", f"--steps={plan.step + 4}", "--checkpoint.every=2"]
     own += ["--timeout-s=15", "--sample-tokens=0", "--log-every=1"]
-    config = parse_config([*first, *own, *flags])
-    if plan.kind == "flip-bit":
-        own.append("--check-replicas-every=1")
-        if config.sync != AUTO and find_strategy(config.sync).recipe is not None:
-            own += ["--sync-options", "weights=replicas"]  # not one copy for all ranks of the host
-    return [*first, *own, *flags], config
+    complete = [*first, *own, *flags]
+    return complete, parse_config(complete)
 
 
 def _named(plan: FaultPlan, world_size: int, lines: Sequence[Line]) -> tuple[float, str, bool]:

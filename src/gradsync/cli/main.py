@@ -15,11 +15,9 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from difflib import get_close_matches
 from importlib import import_module
 
-from gradsync.cli.examples import EXAMPLES, examples
-from gradsync.core.files import one_line, printable
+from gradsync.core.files import check_name, one_line, printable
 from gradsync.errors import ConfigError, DivergenceError, GradsyncError, PeerError, UsageError
 from gradsync.runtime import environ
 from gradsync.runtime.signals import SAID_BY_ANOTHER
@@ -57,7 +55,8 @@ commands:
 
 `gradsync COMMAND --help` says more; `gradsync --version` names torch, devices and launchers too.
 
-{examples}
+example:
+  gradsync train tiny --nproc-per-node 2     # a small GPT on two ranks of this machine
 """
 
 
@@ -94,16 +93,8 @@ def _main(argv: Sequence[str] | None) -> int:
 
 def _run_command(name: str, arguments: list[str]) -> int:
     try:
-        if name not in COMMANDS:
-            near = get_close_matches(name, COMMANDS, n=1)
-            hint = f"; perhaps you meant {near[0]!r}" if near else ""
-            raise ConfigError(f"unknown command {name!r}{hint} (there are: {', '.join(COMMANDS)})")
+        check_name("command", name, COMMANDS)
         return import_module(f"gradsync.cli.{name}").run(arguments)
-    except SystemExit as stop:
-        if not stop.code and not {"-h", "--help"}.isdisjoint(arguments) and not _rank():
-            below = " ".join([name, *arguments[:1]])
-            print(f"\n{examples(below if below in EXAMPLES else name)}")
-        raise
     except GradsyncError as error:
         return _fail(error)
     except OSError as error:
@@ -142,7 +133,7 @@ class _PrintableFormatter(logging.Formatter):
 def _help() -> str:
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {summary}" for name, summary in COMMANDS.items()]
-    return _HELP.format(commands="\n".join(lines), examples=examples(""))
+    return _HELP.format(commands="\n".join(lines))
 
 
 def _rank() -> int:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
-import shutil
 import signal
 import sys
-import tempfile
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +26,6 @@ WORKER = "--worker"
 
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _WORK, _RESULT = "work.json", "result.json"
-_IN_USE = ".gradsync-in-use"
-"""In each `work_folder`; locked until its command ends in any way."""
 
 
 class Stopped(KeyboardInterrupt):
@@ -92,8 +86,10 @@ def until_stopped(world: World, body: Callable[[], int]) -> int:
         return 128 + stopped.number
 
 
-def start_ranks(argv: list[str], world_size: int, signals: Signals) -> LaunchOutcome:
-    """Run `gradsync ARGV` as ranks on this host and wait for them; see `launch.local`.
+def start_ranks(
+    argv: list[str], world_size: int, signals: Signals, module: str = "gradsync"
+) -> LaunchOutcome:
+    """Run `python -m MODULE ARGV` as ranks on this host and wait for them; see `launch.local`.
 
     Raises:
         Stopped: a signal came, before or during the run.
@@ -101,39 +97,10 @@ def start_ranks(argv: list[str], world_size: int, signals: Signals) -> LaunchOut
     from gradsync.launch import local
 
     signals.check()
-    ended = local.launch_ranks(argv, world_size, log_dir=None)
+    ended = local.launch_ranks(argv, world_size, log_dir=None, module=module)
     if ended.received is not None:
         raise Stopped(ended.received)
     return ended
-
-
-@contextmanager
-def work_folder(prefix: str) -> Generator[Path]:
-    """A temporary folder for one command; first removes folders that killed commands left.
-
-    Args:
-        prefix: of its name, such as `gradsync-verify-`.
-    """
-    for mark in Path(tempfile.gettempdir()).glob(f"gradsync-*/{_IN_USE}"):
-        with suppress(OSError):
-            _remove_if_left(mark)
-    with tempfile.TemporaryDirectory(prefix=prefix) as name:
-        mark = Path(name, _IN_USE)
-        with mark.with_suffix(".new").open("w") as file:
-            with suppress(OSError):  # a file system without locks: the folder stays if killed
-                fcntl.flock(file, fcntl.LOCK_EX)
-                Path(file.name).rename(mark)  # other commands see the file only when it is locked
-            yield Path(name)
-
-
-def _remove_if_left(mark: Path) -> None:
-    """Remove the folder of `mark` if it is this user's and its command has ended."""
-    folder = mark.parent
-    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-        return
-    with mark.open() as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(folder)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,7 +144,8 @@ def measure_on_ranks(
         # Torch's warnings about its sockets repeat our one-line errors, with stacks.
         quiet = {"TORCH_CPP_LOG_LEVEL": environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
         prefix = "-".join(("gradsync", *command, ""))
-        with environ.exported(quiet), work_folder(prefix) as folder:
+        with environ.exported(quiet), TemporaryDirectory(prefix=prefix) as name:
+            folder = Path(name)
             try:
                 (folder / _WORK).write_text(json.dumps(dict(settings)))
                 ended = start_ranks([*command, WORKER, str(folder)], world_size, signals)

@@ -12,7 +12,7 @@ import tyro
 from gradsync.core.files import write_result
 from gradsync.errors import ConfigError
 from gradsync.report.page import figures_of, page
-from gradsync.report.run import read_runs, read_verified
+from gradsync.report.run import read_runs
 from gradsync.runtime.arguments import parse
 
 
@@ -28,7 +28,7 @@ class ReportOptions:
     )
     """Run directories."""
     out: str = ""
-    """File; default: report.html in the run's directory, for several runs in the first one's."""
+    """File. Default: report.html in the run's directory, for several runs in the first one's."""
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print the figures as one JSON document, and write nothing."""
 
@@ -50,6 +50,6 @@ def run(argv: list[str]) -> int:
     where = ", in the first run's directory (--out names another place)" if told else ""
     out = Path(options.out) if options.out else runs[0].path / "report.html"
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_result(out, page(runs, read_verified(runs[0].path)))
+    write_result(out, page(runs))
     print(f"written to {out}{where}")
     return 0

@@ -7,8 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
-import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated
@@ -21,11 +20,7 @@ from gradsync.errors import ConfigError
 from gradsync.launch import slurm
 from gradsync.launch.request import Program, parse_program
 from gradsync.launch.sbatch import JobRequest, SbatchPlan, sbatch_script
-from gradsync.launch.slurm import Submitted, remember, remembered
 from gradsync.runtime.arguments import parse
-
-_SHOWN = 10
-"""Jobs shown by --status without arguments."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,10 +32,6 @@ class SubmitOptions(JobRequest):
     All possible checks run before it is submitted.
     """
 
-    wait: bool = False
-    """Follow the job: its states, its log, its exit code. Ctrl-C leaves it running."""
-    status: tuple[str, ...] | None = None
-    """Show this job, or the last ones submitted from here; nothing is submitted."""
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print one JSON document on standard output."""
     dry_run: bool = False
@@ -50,9 +41,6 @@ class SubmitOptions(JobRequest):
 def run(argv: list[str]) -> int:
     """Run `gradsync submit ARGV`.
 
-    Returns:
-        0 if the job was submitted; with `--wait`, the job's exit code, 130 after Ctrl-C.
-
     Raises:
         ConfigError: an invalid request.
         LaunchError: this machine has no Slurm.
@@ -60,8 +48,6 @@ def run(argv: list[str]) -> int:
     """
     own, words = split(argv)
     options = parse(SubmitOptions, own, "submit")
-    if options.status is not None:
-        return _show_status(options.status, as_json=options.as_json)
     plan = plan_of(options, words)
     script = sbatch_script(plan)
     _check_syntax(script)
@@ -157,76 +143,12 @@ def _submit(options: SubmitOptions, plan: SbatchPlan, script: str) -> int:
     write_result(path, script)  # creates the folder: Slurm does not, and reports nothing
     job = slurm.submit(str(path))
     log = path.with_name(f"{plan.job_name}-{job}.out")
-    run_dir = plan.run_dir or (f"runs/{plan.job_name}-{job}" if _is_training(plan) else "")
-    done = Submitted(
-        job=job,
-        name=plan.job_name,
-        script=str(path),
-        log=str(log),
-        run_dir=str(Path(run_dir).absolute()) if run_dir else "",
-        when=time.strftime("%Y-%m-%dT%H:%M:%S"),
-    )
+    training = plan.program.command == "train"
+    run_dir = plan.run_dir or (f"runs/{plan.job_name}-{job}" if training else "")
     human = sys.stderr if options.as_json else sys.stdout
-    print(f"job {job} submitted: {done.script}\nlog {done.log}", file=human, flush=True)
-    try:
-        remember(done)
-    except OSError as error:
-        print(f"gradsync: --status will not know it: {error.strerror}", file=sys.stderr)
-    if options.wait:
-        return _wait(options, done)
+    print(f"job {job} submitted: {path}\nlog {log}", file=human, flush=True)
     if options.as_json:
-        print(json.dumps(asdict(done), indent=1))
+        run_dir = str(Path(run_dir).absolute()) if run_dir else ""
+        paths = {"script": str(path), "log": str(log), "run_dir": run_dir}
+        print(json.dumps({"job": job, "name": plan.job_name, **paths}, indent=1))
     return 0
-
-
-def _is_training(plan: SbatchPlan) -> bool:
-    return plan.program.command == "train"
-
-
-def _wait(options: SubmitOptions, job: Submitted) -> int:
-    from gradsync.launch.slurm import follow
-
-    out = sys.stderr if options.as_json else sys.stdout
-    try:
-        last = follow(job.job, Path(job.log), out=out)
-    except KeyboardInterrupt:
-        print(
-            f"gradsync: job {job.job} goes on; gradsync submit --status {job.job} shows it, "
-            f"scancel {job.job} ends it",
-            file=sys.stderr,
-            flush=True,
-        )
-        return 130
-    code = max(each.exit_code for each in last)
-    if options.as_json:
-        states = [asdict(each) for each in last]
-        print(json.dumps(asdict(job) | {"states": states, "exit_code": code}, indent=1))
-    return code
-
-
-def _show_status(jobs: tuple[str, ...], *, as_json: bool) -> int:
-    """Print the table of jobs; returns 0, or 1 if Slurm does not know a requested one."""
-    known = {each.job: each for each in remembered()}
-    asked = [slurm.check_job_id(job) for job in jobs] or list(known)[-_SHOWN:]
-    if not asked:
-        raise ConfigError("no job was submitted from here; name one: gradsync submit --status 1234")
-    states = {job: slurm.states_of(job) for job in asked}
-    if as_json:
-        document = {
-            job: {
-                "submitted": asdict(known[job]) if job in known else None,
-                "states": [asdict(each) for each in found],
-            }
-            for job, found in states.items()
-        }
-        print(json.dumps(document, indent=1))
-    else:
-        for job, found in states.items():
-            for each in found:
-                print(f"{each.job}  {each.name}  {each.describe()}  {each.elapsed}".rstrip())
-            if not found:
-                name = f"  {known[job].name}" if job in known else ""
-                print(f"{job}{name}  unknown to Slurm (ended long ago?)")
-            if job in known:
-                print(f"    log {known[job].log}")
-    return int(bool(jobs) and not all(states.values()))

@@ -8,11 +8,12 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from gradsync.cli.ranks import WORKER, Signals, Stopped, start_ranks, until_stopped, work_folder
+from gradsync.cli.ranks import WORKER, Signals, Stopped, start_ranks, until_stopped
 from gradsync.errors import ConfigError, PeerError
 from gradsync.runtime import environ
 from gradsync.runtime.arguments import parse
@@ -49,18 +50,18 @@ class VerifyOptions:
     """Names separated by commas, each optionally with options: zero1,invariant:collective=backend;
     or all (the default)."""
     world_sizes: str = ""
-    """Numbers of ranks, started on this host one after the other (default: 1,2,3,4)."""
+    """Numbers of ranks, started on this host one after the other; empty: 1,2,3,4."""
     world_size: int | None = None
     """Only this one."""
     models: str = ""
-    """mlp, conv, gpt (default: all)."""
+    """mlp, conv, gpt; empty: all."""
     dtypes: str = ""
     """fp64, fp32, bf16 (autocast over fp32 weights; default: fp32,bf16)."""
     target: str = ""
     """Your own pkg.module:factory; factory() returns (model, map-style data set of (input, target),
     loss_sum(output, target))."""
     num_steps: int | None = None
-    """Optimizer steps of each run (default: 4, or as many as --num-samples takes)."""
+    """Optimizer steps of each run; None: 4, or as many as --num-samples takes."""
     num_samples: int | None = None
     """Samples to train on in each run; with --num-steps, batches are as large as that requires. By
     default, as many as make the last step a short one."""
@@ -104,10 +105,10 @@ def _work(options: VerifyOptions, plan: VerifyPlan, world: World) -> int:
     # Torch's warnings about its sockets repeat our one-line results, with stacks.
     quiet = {"TORCH_CPP_LOG_LEVEL": environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
     with Signals() as signals:
-        with environ.exported(quiet), work_folder("gradsync-verify-") as folder:
+        with environ.exported(quiet), TemporaryDirectory(prefix="gradsync-verify-") as folder:
             try:
                 work = _join if world.is_distributed else _start
-                results = work(plan, folder, signals)
+                results = work(plan, Path(folder), signals)
             finally:
                 signals.hold()
         if world.is_main:

@@ -16,7 +16,6 @@ from gradsync.plan.machine import detect_hardware
 from gradsync.runtime import environ
 
 LAUNCHERS = ("torchrun", "mpirun", "srun", "flux")
-_BACKENDS = ("Gloo", "NCCL", "MPI", "UCC", "XCCL")
 _BUILDS = {"CUDA": "cuda", "ROCm": "hip", "XPU": "xpu"}
 
 
@@ -39,16 +38,7 @@ def _torch_line() -> str:
         return f"torch: {error.filename}: {error.strerror}"
     said = dict(re.findall(r"^(\w+)\b.*= '(.+)'$", text, re.MULTILINE))
     built = [f"{name} {said[key]}" for name, key in _BUILDS.items() if key in said] or ["CPU"]
-    backends = ", ".join(compiled_backends(folder)) or "unknown (gradsync doctor asks torch)"
-    return f"torch {said.get('__version__', '?')}, built for {built[0]}; backends: {backends}"
-
-
-def compiled_backends(torch_folder: Path) -> list[str]:
-    """Backends that torch.distributed was compiled with: the library of its bindings contains a
-    type for each C++ class. Importing torch takes seconds, this 30 milliseconds."""
-    library = b"".join(path.read_bytes() for path in torch_folder.glob("lib/libtorch_python.*"))
-    types = {name.lower(): f"ProcessGroup{name}" for name in _BACKENDS}
-    return [n for n, t in types.items() if f"N4c10d{len(t)}{t}E".encode() in library]
+    return f"torch {said.get('__version__', '?')}, built for {built[0]}"
 
 
 def _devices() -> str:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -18,6 +17,7 @@ from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
 from gradsync.comm.shared_memory.hierarchy import all_reduce_over_hosts
 from gradsync.comm.values import call_site, check_same_call
+from gradsync.core.files import check_name
 from gradsync.errors import ConfigError
 from gradsync.world import World
 
@@ -137,8 +137,7 @@ def all_reduce(
         kind = type(tensor).__name__
         raise ConfigError(f"all_reduce works in place on a tensor; got {kind}: use torch.tensor")
     op = _named_op(op)
-    if algorithm not in ALGORITHMS:
-        raise ConfigError(_unknown("algorithm", algorithm, ALGORITHMS))
+    check_name("algorithm", algorithm, ALGORITHMS)
     comm = default_communicator(world) if comm is None else getattr(comm, "unchecked", comm)
     where = call_site() if name is None else f"named {name!r}"
     # Before any refusal that this rank alone may make: the others would wait for it.
@@ -198,11 +197,5 @@ def _named_op(op: Any) -> Op:
     given = getattr(given, "name", given)
     word = "mean" if str(given).lower() == "avg" else str(given).lower()
     if word not in get_args(Op):
-        raise ConfigError(_unknown("op", given, get_args(Op)))
+        check_name("op", str(given), get_args(Op))
     return cast("Op", word)
-
-
-def _unknown(what: str, name: object, known: Collection[str]) -> str:
-    near = get_close_matches(str(name), known, n=1)
-    hint = f"; perhaps you meant {near[0]!r}" if near else ""
-    return f"unknown {what} {name!r}{hint} (there are: {', '.join(known)})"

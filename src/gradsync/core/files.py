@@ -30,9 +30,10 @@ import secrets
 import socket
 import stat
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, TextIO, TypeVar
@@ -50,9 +51,6 @@ TEMPORARY_PREFIX = ".tmp-"
 _FOREIGN_AGE_S = 3600.0
 _LARGEST = 1 << 26
 """Largest JSON document, bytes. Reading one takes about ten times as much memory."""
-_DEEPEST = 64
-_LONGEST_INTEGER = 40
-"""Digits: 128 bits."""
 
 
 # -- reading --------------------------------------------------------------------------------------
@@ -100,40 +98,24 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def parse_json(text: bytes, *, finite: bool = True) -> Any:
-    """The value of an untrusted JSON text.
+    """The value of a JSON text in UTF-8.
 
     Args:
-        text: UTF-8.
         finite: refuse NaN and Infinity, which Python writes.
 
     Raises:
-        ValueError: one line: no JSON, text that UTF-8 cannot encode, a repeated key in an object,
-            an integer of more than 40 digits, a number that is not finite, more than 64 levels of
-            nesting.
+        ValueError: one line: no JSON, a repeated key in an object, or a number that is not finite.
     """
+    number = _finite if finite else float
     try:
-        value = json.loads(
+        return json.loads(
             text.decode(),
             object_pairs_hook=_each_key_once,
-            parse_int=_integer,
-            parse_float=_finite if finite else float,
-            parse_constant=_finite if finite else float,
+            parse_float=number,
+            parse_constant=number,
         )
-        if b"\\u" in text:  # a lone surrogate is legal in JSON, but cannot be printed
-            json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
-        raise ValueError(f"more than {_DEEPEST} levels of nesting") from None
-    level = _inside([value])
-    for _ in range(_DEEPEST):
-        level = [inner for outer in level for inner in _inside(outer)]
-        if not level:
-            return value
-    raise ValueError(f"more than {_DEEPEST} levels of nesting")
-
-
-def _inside(value: dict[str, Any] | list[Any]) -> list[Any]:
-    values = value.values() if isinstance(value, dict) else value
-    return [inner for inner in values if isinstance(inner, dict | list)]
+        raise ValueError("nested too deeply") from None
 
 
 def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -143,12 +125,6 @@ def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))
         raise ValueError(f"key {twice[:80]!r} twice in one object")
     return found
-
-
-def _integer(digits: str) -> int:
-    if len(digits) > _LONGEST_INTEGER:
-        raise ValueError(f"a number of {len(digits)} digits")
-    return int(digits)
 
 
 def _finite(text: str) -> float:
@@ -175,6 +151,19 @@ def counted(number: object, noun: str, several: str = "") -> str:
     is_number = isinstance(number, int | float)
     shown = f"{number:,g}" if isinstance(number, float) else f"{number:,}" if is_number else "?"
     return f"{shown} {noun if number == 1 else several or noun + 's'}"
+
+
+def perhaps(name: str, known: Collection[str]) -> str:
+    """A hint at the nearest of the `known` names, for the middle of an error; "" for none."""
+    near = get_close_matches(name, known, n=1)
+    return f"; perhaps you meant {near[0]!r}" if near else ""
+
+
+def check_name(what: str, name: str, known: Collection[str]) -> None:
+    """Refuse a name that is not `known`, and suggest the nearest one."""
+    if name not in known:
+        there = f"(there are: {', '.join(known)})"
+        raise ConfigError(f"unknown {what} {name!r}{perhaps(name, known)} {there}")
 
 
 # -- one file -------------------------------------------------------------------------------------

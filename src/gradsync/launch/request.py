@@ -6,8 +6,8 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 
+from gradsync.core.files import perhaps
 from gradsync.errors import ConfigError
 
 STOPPED = 75
@@ -81,7 +81,7 @@ def parse_program(words: Sequence[str]) -> Program:
         return Program(words=("-m", "gradsync", *rest))
     if len(rest) < len(words):
         raise ConfigError(
-            f"gradsync {first} is no command for ranks{_near(first)} (there are: "
+            f"gradsync {first} is no command for ranks{perhaps(first, RANK_COMMANDS)} (there are: "
             f"{', '.join(RANK_COMMANDS)})"
         )
     if rest == ("-m",):
@@ -97,13 +97,8 @@ def unknown_program(first: str) -> ConfigError:
     """The error for a program that is not found."""
     return ConfigError(
         f"{first!r} is neither a command of gradsync for ranks ({', '.join(RANK_COMMANDS)}), nor a "
-        f"script that ends in .py, nor a program on the PATH{_near(first)}"
+        f"script that ends in .py, nor a program on the PATH{perhaps(first, RANK_COMMANDS)}"
     )
-
-
-def _near(first: str) -> str:
-    near = get_close_matches(first, RANK_COMMANDS, n=1)
-    return f"; perhaps you meant {near[0]!r}" if near else ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

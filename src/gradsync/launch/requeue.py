@@ -24,8 +24,7 @@ from signal import Signals
 from gradsync.core.files import json_text, read_object, write_text
 from gradsync.errors import GradsyncError
 from gradsync.launch.request import STOPPED
-from gradsync.launch.slurm import ask, check_job_id, own_words, states_of
-from gradsync.runtime import environ
+from gradsync.launch.slurm import ask, own_words, state_of
 
 _FRUITLESS_TURNS = 3
 LONG_TURN_S = 300.0
@@ -120,9 +119,8 @@ def main(argv: Sequence[str]) -> int:
 def _requeue(turn: Turn) -> None:
     """Ask Slurm for another turn; print the result."""
     try:
-        job = check_job_id(environ.get("SLURM_JOB_ID"))
-        states = states_of(job)
-        state = states[0].state if states else "gone"
+        job = _own_job()
+        state = state_of(job)
         if state != "RUNNING":
             _say(f"not requeued: job {job} is being ended from outside ({state})")
             return
@@ -137,6 +135,13 @@ def _requeue(turn: Turn) -> None:
             f"not requeued, Slurm says: {own_words(done.stderr)}; submit the script again, and "
             "the run goes on from its checkpoint if --out names its directory"
         )
+
+
+def _own_job() -> str:
+    """This job's id. SLURM_JOB_ID of an array task is the id of the whole array. Requeueing that
+    would start all tasks again, so tasks use their number."""
+    array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{task}" if array and task else environ.get("SLURM_JOB_ID")
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:

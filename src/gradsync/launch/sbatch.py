@@ -26,26 +26,6 @@ from gradsync.core.files import counted
 from gradsync.errors import ConfigError
 from gradsync.launch.request import LAUNCHERS, Program
 
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_DIRECTIVE = re.compile(r"--[a-z][a-z0-9-]*(=.*)?")
-_TIMES = (
-    (r"([0-9]{1,9})", (60,)),
-    (r"([0-9]{1,9}):([0-5]?[0-9])", (60, 1)),
-    (r"([0-9]{1,9}):([0-5]?[0-9]):([0-5]?[0-9])", (3600, 60, 1)),
-    (r"([0-9]{1,9})-([0-9]{1,9})", (86_400, 3600)),
-    (r"([0-9]{1,9})-([0-9]{1,9}):([0-5]?[0-9])", (86_400, 3600, 60)),
-    (r"([0-9]{1,9})-([0-9]{1,9}):([0-5]?[0-9]):([0-5]?[0-9])", (86_400, 3600, 60, 1)),
-)
-"""sbatch's six time formats, with the seconds of each part."""
-
-_WRITTEN = (
-    *("job-name", "nodes", "ntasks-per-node", "gres", "cpus-per-task", "time", "partition"),
-    *("account", "array", "signal", "open-mode", "requeue", "no-requeue", "output"),
-    *("ntasks", "gpus", "gpus-per-node", "gpus-per-task", "error", "wait"),
-)
-"""Options that the script sets itself."""
-
-_SLURM_IS_EARLY_S = 60
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
 _JOB = '"$SLURM_JOB_ID"'
 _KILL_GRACE_S = 10
@@ -122,7 +102,8 @@ class JobRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SbatchPlan(JobRequest):
-    """One Slurm job. Invalid requests are refused on creation.
+    """One Slurm job. sbatch itself checks names, times and the like; what it
+    would take silently for something else is refused on creation.
 
     `run_dir` will hold exit.json; "" creates a directory per job for `train`, and means no
     exit.json for other programs.
@@ -134,7 +115,6 @@ class SbatchPlan(JobRequest):
     def __post_init__(self) -> None:
         self.check_numbers()
         self._check_words()
-        self._check_time()
 
     @property
     def world_size(self) -> int:
@@ -158,45 +138,13 @@ class SbatchPlan(JobRequest):
             self.launcher in LAUNCHERS,
             f"--launcher must be one of {', '.join(LAUNCHERS)}; got {self.launcher!r}",
         )
-        for flag, value in (("--job-name", self.job_name), ("--account", self.account)):
-            _check_name(flag, value, may_be_empty=flag != "--job-name")
-        for part in self.partition.split(","):
-            _check_name("--partition", part, may_be_empty=not self.partition)
-        for flag, value in (("--output", self.output), ("--run-dir", self.run_dir)):
-            _check_line(flag, value)
+        require(self.job_name != "", "--job-name must not be empty")
+        require("/" not in self.job_name, "--job-name is part of file names: it holds no /")
         require(self.output != "", "--output must name a folder")
-        require("\\" not in self.output, f"--output {self.output!r}: Slurm reads a backslash")
-        for module in self.module:
-            _check_line("--module", module)
-            require(bool(module) and module[0] != "-", f"--module {module!r} is no module's name")
-        for line in self.setup:
-            require("\0" not in line, "--setup holds a zero byte")
-        for word in (self.python, *self.program.words):
-            require("\0" not in word, "an argument holds a zero byte; no program can get it")
-        for directive in self.sbatch_arg:
-            _check_directive(directive)
-
-    def _check_time(self) -> None:
-        seconds = seconds_of(self.time)
-        shortest = self.warn_s + _SLURM_IS_EARLY_S
-        require(
-            seconds > shortest,
-            f"--time {self.time} is {seconds} s: Slurm may warn {shortest} s before the end (it is "
-            "up to a minute early), so the run would be told to stop as soon as it begins; ask for "
-            "more time, or take a smaller --warn-s",
-        )
-
-
-def seconds_of(time: str) -> int:
-    """Seconds of a time in sbatch's format: 30, 30:00, 1:30:00, 2-12, 2-12:30, 2-12:30:00."""
-    for pattern, parts in _TIMES:
-        found = re.fullmatch(pattern, time)
-        if found is not None:
-            return sum(int(text) * unit for text, unit in zip(found.groups(), parts, strict=True))
-    raise ConfigError(
-        "--time must be MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, DAYS-HOURS, "
-        f"DAYS-HOURS:MINUTES or DAYS-HOURS:MINUTES:SECONDS; got {time[:80]!r}"
-    )
+        for name in ("job_name", "time", "partition", "account", "output"):
+            _check_line(f"--{name.replace('_', '-')}", getattr(self, name))
+        for argument in self.sbatch_arg:
+            _check_line("--sbatch-arg", argument)
 
 
 def require(holds: bool, message: str) -> None:
@@ -205,31 +153,11 @@ def require(holds: bool, message: str) -> None:
         raise ConfigError(message)
 
 
-def _check_name(flag: str, value: str, *, may_be_empty: bool = True) -> None:
-    require(
-        (may_be_empty and not value) or _NAME.fullmatch(value) is not None,
-        f"{flag} must be 1 to 64 letters, digits, dots, dashes or underscores; got {value[:80]!r}",
-    )
-
-
 def _check_line(flag: str, value: str) -> None:
     """Slurm reads directives line by line: a value must not end a line or start a directive."""
     require(
-        value.isprintable() and "#SBATCH" not in value,
-        f"{flag} must be one printable line without #SBATCH in it; got {value[:80]!r}",
-    )
-
-
-def _check_directive(directive: str) -> None:
-    _check_line("--sbatch-arg", directive)
-    require(
-        _DIRECTIVE.fullmatch(directive) is not None and "\\" not in directive,
-        f"--sbatch-arg must look like --constraint=h100; got {directive[:80]!r}",
-    )
-    name = directive[2:].partition("=")[0]
-    require(
-        name not in _WRITTEN,
-        f"--sbatch-arg --{name}: submit writes this one itself, from its flags",
+        value.isprintable() and "#SBATCH" not in value and "\\" not in value,
+        f"{flag} must be one printable line without #SBATCH or a backslash; got {value[:80]!r}",
     )
 
 

@@ -205,13 +205,6 @@ def _loaders(s: Script) -> Iterator[tuple[ast.Call, bool]]:
         yield call, given is not None or any(each.arg is None for each in call.keywords)
 
 
-def shuffle_and_sampler(s: Script) -> Iterator[ast.AST]:
-    """Loaders with both arguments."""
-    for call, has_sampler in _loaders(s):
-        if has_sampler and is_true(keyword(call, "shuffle")):
-            yield call
-
-
 def whole_data_on_each_rank(s: Script) -> Iterator[ast.AST]:
     """Shuffled loaders without a sampler in a script that uses DDP."""
     divided = "split_dataset_by_node" in s.text or bool(list(s.calls("prepare")))
@@ -463,29 +456,3 @@ def own_batch_norm(s: Script) -> Iterator[ast.AST]:
     """The first BatchNorm of a DDP model that is not converted."""
     if s.wrapped and not any(s.calls("convert_sync_batchnorm", "SyncBatchNorm")):
         yield from list(s.calls(*_BATCH_NORM))[:1]
-
-
-def one_process_only(s: Script) -> Iterator[ast.AST]:
-    """The first launcher variable that is read without a check that it is set."""
-    if not s.is_distributed:
-        return
-    for node in s.nodes:
-        if (
-            isinstance(node, ast.Subscript)
-            and last(node.value) == "environ"
-            and isinstance(node.slice, ast.Constant)
-            and node.slice.value in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-            and isinstance(node.ctx, ast.Load)
-            and not _asked_before(s, node)
-        ):
-            yield node
-            return  # one finding is enough
-
-
-def _asked_before(s: Script, node: ast.AST) -> bool:
-    """Whether the script checks if a launcher's variables are set."""
-    inside = any(isinstance(each, ast.Try | ast.If | ast.IfExp) for each in s.parents(node))
-    return inside or any(
-        isinstance(each, ast.Compare) and any("environ" in ast.dump(c) for c in each.comparators)
-        for each in s.nodes
-    )

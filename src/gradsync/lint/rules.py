@@ -122,14 +122,6 @@ RULES = (
         find=find.no_set_epoch,
     ),
     Rule(
-        id="GS202",
-        level="error",
-        says="shuffle=True beside a sampler",
-        why="DataLoader refuses it: the sampler shuffles",
-        fix="leave shuffle out",
-        find=find.shuffle_and_sampler,
-    ),
-    Rule(
         id="GS203",
         level="warning",
         says="a shuffled DataLoader without a sampler for the rank",
@@ -265,13 +257,5 @@ RULES = (
         why="results depend on how the batch is divided",
         fix="SyncBatchNorm.convert_sync_batchnorm(model), then wrap, or batch_norm='sync'",
         find=find.own_batch_norm,
-    ),
-    Rule(
-        id="GS701",
-        level="note",
-        says="a launcher's variable is taken for granted",
-        why="under plain python it is a KeyError, under mpirun and srun it has another name",
-        fix="gs.init() reads all launchers, and is one rank without any",
-        find=find.one_process_only,
     ),
 )

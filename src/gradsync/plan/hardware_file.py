@@ -26,13 +26,13 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from decimal import Decimal
-from difflib import get_close_matches
 from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
 from gradsync.core.document import brief, read_document
+from gradsync.core.files import perhaps
 from gradsync.errors import ConfigError
 from gradsync.plan.catalog import (
     LINKS,
@@ -209,8 +209,7 @@ class Section:
             )
         for key in value:
             if key not in known:
-                near = get_close_matches(str(key), known, n=1)
-                hint = f"; perhaps {near[0]!r}" if near else ""
+                hint = perhaps(str(key), known)
                 raise ConfigError(
                     f"{where}: unknown key {brief(key)}{hint} (there are: {', '.join(known)})"
                 )
@@ -290,8 +289,7 @@ def load_network(name_or_path: str) -> Link:
         document = read_document(path, "network file")
         usual = {"name": path.stem, "source": f"file {path.name}"}
         return _read_link(Section.of(document.values, document.where, _LINK), usual)
-    near = get_close_matches(name_or_path, NETWORKS, n=1)
-    hint = f"; perhaps you meant {near[0]!r}" if near else ""
+    hint = perhaps(name_or_path, NETWORKS)
     raise ConfigError(
         f"unknown network {name_or_path!r}{hint} (there are: {', '.join(NETWORKS)}; or a file that "
         f"ends in {' or '.join(suffixes)})"

@@ -136,14 +136,12 @@ def _measure(work: Workload, device: torch.device, repeats: int, budget_s: float
 
 
 def _profile(found: Sequence[_Marks], sizes: Sequence[int]) -> StepProfile:
-    """Medians over leaves; the jitter is that of whole leaves."""
+    """Medians over leaves."""
     backward_s = median(_between(marks.forward, marks.backward) for marks in found)
     ready = {
         number: min(backward_s, median(_between(m.forward, m.ready[number]) for m in found))
         for number in range(len(sizes))
     }
-    leaves = [_between(marks.begin, marks.backward) for marks in found]
-    middle = median(leaves)
     return StepProfile(
         forward_s=median(_between(marks.begin, marks.forward) for marks in found),
         backward_s=backward_s,
@@ -152,7 +150,6 @@ def _profile(found: Sequence[_Marks], sizes: Sequence[int]) -> StepProfile:
             BucketReady(num_bytes=sizes[number], ready_s=ready[number])
             for number in sorted(ready, key=ready.__getitem__)
         ),
-        jitter=tuple(round(seconds / middle, 6) for seconds in leaves),
         measured=True,
     )
 

@@ -60,8 +60,6 @@ class StepProfile:
     backward_s: float
     update_s: float  # Clipping and optimizer over all parameters
     buckets: tuple[BucketReady, ...]  # In the order in which they fill
-    jitter: tuple[float, ...] = (1.0,)
-    """Measured durations of a leaf over their median; stragglers are drawn from them."""
     measured: bool = False  # False: estimated from peak arithmetic and bandwidth
 
     @property
@@ -73,7 +71,7 @@ class StepProfile:
     def from_json(cls, document: Mapping[str, Any]) -> StepProfile:
         """The inverse of `dataclasses.asdict`, as JSON keeps it."""
         buckets = tuple(BucketReady(**bucket) for bucket in document["buckets"])
-        read: dict[str, Any] = {"buckets": buckets, "jitter": tuple(document["jitter"])}
+        read: dict[str, Any] = {"buckets": buckets}
         return cls(**{each.name: document[each.name] for each in fields(cls)} | read)
 
 

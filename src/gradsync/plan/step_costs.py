@@ -6,8 +6,7 @@
     after            weights gathered, if each rank updated a share
 
 `predict_step` adds them up: every rank equally fast, no failures, the computing first, then the
-communication that it could not hide. `simulate` uses the same parts with ranks of unequal speed;
-with equal speeds, both agree.
+communication that it could not hide.
 """
 
 from __future__ import annotations
@@ -102,13 +101,11 @@ class Sending:
 class StepCosts:
     """Durations of one rank's step, seconds."""
 
-    replicas: int  # Data-parallel ones
     stages: int  # A pipeline's; 1 without one
     leaves: int  # Leaves of the replica with the most
     forward_s: float  # One leaf's, a rank's part of the model; likewise `backward_s`
     backward_s: float
     leaf_wait_s: float  # Waiting in each leaf except the last
-    leaves_meet: bool  # Whether all replicas synchronise in every leaf (fsdp's gathers)
     last_leaf_wait_s: float  # Waiting in the last one, without buckets
     hop_s: float  # From stage to stage: activations, or their gradients
     sendings: tuple[Sending, ...]  # In the order in which they are launched
@@ -165,7 +162,7 @@ def step_costs(
         sums = _TENSOR_PARALLEL_SUMS * work.model.n_layer
         tensor = sums * all_reduce_s(prices.shards, activation_bytes)
     waits, last_waits = 0.0, 0.0
-    if in_blocks := traffic.shard == "weights" and not alone:
+    if traffic.shard == "weights" and not alone:
         gathers = [prices.half_s(_bytes(b) * traffic.gathered / parts) for b in _blocks(parameters)]
         waits, last_waits = _gather_waits(gathers, forward_s, backward_s, hides=prices.hides)
     in_shares = traffic.shard != "none" or prices.divided
@@ -183,13 +180,11 @@ def step_costs(
     if late and late_s:
         after_s = _not_in_forward(late_s, sendings, forward_s, hides=prices.hides)
     return StepCosts(
-        replicas=layout.dp,
         stages=layout.pp,
         leaves=math.ceil(work.num_leaves / layout.dp),
         forward_s=forward_s,
         backward_s=backward_s,
         leaf_wait_s=tensor + waits,
-        leaves_meet=in_blocks,
         last_leaf_wait_s=tensor + last_waits,
         hop_s=prices.hop_s(activation_bytes) if layout.pp > 1 else 0.0,
         sendings=sendings,

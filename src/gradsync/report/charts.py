@@ -6,7 +6,6 @@ Text stays text, sizes follow the page, and nothing is loaded or executed.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
@@ -16,7 +15,6 @@ WIDTH, HEIGHT = 480.0, 225.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58.0, 14.0, 20.0, 38.0
 _MOST_TOLD = 100
 """Points of a line that show their value under the pointer; more could not be distinguished."""
-_LEGEND_ROW = 17.0
 _MOST_POINTS = 400
 COLORS = 6
 LIGHT = "--c0:#2f6fdf;--c1:#d9601a;--c2:#1f8a5b;--c3:#9250c8;--c4:#b98900;--c5:#c2346c;"
@@ -178,45 +176,6 @@ def figure(chart: Chart) -> str:
     unit = f" <small>{escape(chart.y)}</small>" if chart.y else ""
     head = f"<figcaption><b>{escape(chart.title)}</b>{unit}{''.join(names)}</figcaption>"
     return f"<figure>{head}{drawn}</figure>"
-
-
-def standing_alone(drawn: str, chart: Chart) -> str:
-    """A drawing as a separate file, in light colours, with title and legend of `chart`."""
-    head, rest = drawn.split(">", 1)
-    style = f"svg{{{LIGHT}background:#fff;font-family:sans-serif}}{STYLE}"
-    legend, rows = _legend(chart)
-    top = 30 + _LEGEND_ROW * rows
-    before, width, height, after = re.split(r"0 0 (\S+) ([^\s\"]+)", head)
-    head = f"{before}0 {-top:g} {width} {float(height) + top:g}{after}"
-    words = f"{chart.title} ({chart.y})" if chart.y else chart.title
-    title = _text(10, -10 - _LEGEND_ROW * rows, words, "start")
-    return (
-        f'{head} xmlns="http://www.w3.org/2000/svg"><style>{style}</style>{title}{legend}{rest}\n'
-    )
-
-
-def _legend(chart: Chart) -> tuple[str, int]:
-    """Names of several lines, each with a sample, and the number of rows that they take; widths are
-    estimates."""
-    named = [line for line in chart.lines if _finite(line.points)] if len(chart.lines) > 1 else []
-    placed: list[tuple[int, float, Line]] = []
-    row, left = 0, 10.0
-    for line in named:
-        width = 36 + 6.8 * len(line.name)
-        if left > 10 and left + width > WIDTH:
-            row, left = row + 1, 10.0
-        placed.append((row, left, line))
-        left += width
-    rows, parts = row + bool(named), []
-    for row, left, line in placed:
-        below = -2 - _LEGEND_ROW * (rows - 1 - row)
-        dash = ' stroke-dasharray="4 3"' if line.dashed else ""
-        piece = f'x1="{left:g}" x2="{left + 16:g}" {_y(below - 4)}'
-        parts.append(
-            f'<line class="line" {piece} stroke="var(--c{line.color % COLORS})"{dash}/>'
-            + _text(left + 21, below, line.name, "start")
-        )
-    return "".join(parts), rows
 
 
 def thinned(points: Sequence[Point]) -> list[Point]:

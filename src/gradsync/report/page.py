@@ -82,13 +82,8 @@ details { margin: .5rem 0; } summary { cursor: pointer; color: var(--soft); }
 )
 
 
-def page(runs: Sequence[Run], verified: Mapping[str, Any] | None = None) -> str:
-    """The whole document.
-
-    Args:
-        runs: one, or several side by side.
-        verified: what `gradsync verify --json` printed.
-    """
+def page(runs: Sequence[Run]) -> str:
+    """The whole document about one run, or several side by side."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     charts = "".join(figure(chart) for chart in charts_of(runs))
     parts = [
@@ -103,7 +98,6 @@ def page(runs: Sequence[Run], verified: Mapping[str, Any] | None = None) -> str:
         "".join(timeline(run.path, run.name if len(runs) > 1 else "") for run in runs[:4])
         or '<p class="sub screen">For a timeline of two steps, train with --profile STEP.</p>',
         *([_differences(runs)] if len(runs) > 1 else []),
-        _matrix(verified) if verified else "",
         *(_details(run, alone=len(runs) == 1) for run in runs),
     ]
     return (
@@ -171,11 +165,10 @@ def charts_of(runs: Sequence[Run]) -> list[Chart]:
         arithmetic,
     ]
     every = list(chain(*events))
-    found = [
+    return [
         ch if ch.stacked else replace(ch, lines=[*_told_apart(ch.lines)], events=every)
         for ch in found
     ]
-    return [*found[:2], *_scaling(runs), *found[2:]]
 
 
 def _told_apart(lines: Iterable[Line]) -> Iterable[Line]:
@@ -230,63 +223,6 @@ def _share(run: Run) -> Points:
     steps = dict(run.metrics.get("perf/step_s", []))
     exposed = run.metrics.get("comm/exposed_s", [])
     return [(x, 100 * y / steps[x]) for x, y in exposed if steps.get(x)]
-
-
-def _scaled(runs: Sequence[Run]) -> dict[Path, tuple[float, float, float]]:
-    """(ranks, tokens a second, efficiency in %) of each run with a summary, if their ranks differ;
-    else {}. Efficiency is a rank's tokens a second, as a share of those of the best run with the
-    fewest ranks. Runs whose ranks changed are left out. If runs differ in their work, only the
-    largest group with equal work stays."""
-    rated: dict[str, dict[Path, tuple[float, float]]] = {}
-    for run in runs:
-        ranks, rate = run.summary.get("world_size"), run.summary.get("tokens_per_s")
-        known = isinstance(ranks, int) and isinstance(rate, int | float) and ranks > 0 < rate
-        if known and len(run.ranks) < 2:
-            rated.setdefault(_work(run), {})[run.path] = (float(ranks), float(rate))
-    found = max(rated.values(), key=len, default={})
-    if len({ranks for ranks, _ in found.values()}) < 2:
-        return {}
-    fewest, best = min(found.values(), key=lambda each: (each[0], -each[1]))
-    return {path: (n, r, 100 * r / n / (best / fewest)) for path, (n, r) in found.items()}
-
-
-def _work(run: Run) -> str:
-    """The work of a step, whatever the ranks: the model, the data, tokens."""
-    names = ("preset", "data", "dtype", "seq_len", "tokens_per_update")
-    shape = (name for name in sorted(run.config) if name.startswith("model."))
-    return repr([_plain(name, run.config) for name in (*names, *shape)])
-
-
-def _scaling(runs: Sequence[Run]) -> list[Chart]:
-    """Tokens a second and efficiency over ranks, if runs differ in them: a line, or dots in the
-    runs' colours if several have equally many ranks."""
-    scaled = _scaled(runs)
-    points = sorted(scaled.values(), key=lambda each: (each[0], -each[1]))
-    if not points:
-        return []
-    (first, rate, _), last = points[0], points[-1][0]
-    dots = [(run.name, k, [scaled[run.path]]) for k, run in enumerate(runs) if run.path in scaled]
-    if len({ranks for ranks, *_ in points}) == len(points):
-        dots = [("measured", 0, points)]
-
-    def lines(column: int) -> list[Line]:
-        return [
-            Line(name=name, points=[(each[0], each[column]) for each in its], color=k, marks=True)
-            for name, k, its in dots
-        ]
-
-    linear = [(first, rate), (last, rate * last / first)]
-    words = f"in proportion to {counted(first, 'rank')}"
-    proportion = Line(name=words, points=linear, color=len(dots), dashed=True)
-    unit = f"% of a rank's tokens a second with {counted(first, 'rank')}"
-    threads = [run.environment.get("threads") for run in runs if run.path in scaled]
-    if isinstance(threads[0], int) and threads.count(threads[0]) == len(threads):
-        unit += f", each of {counted(threads[0], 'thread')}"
-    charts = (
-        _from_zero("Tokens a second over ranks", "of all ranks", [*lines(1), proportion]),
-        _from_zero("Efficiency", unit, lines(2)),
-    )
-    return [replace(chart, x="ranks") for chart in charts]
 
 
 # -- words ----------------------------------------------------------------------------------------
@@ -387,16 +323,11 @@ def _sentence(run: Run) -> str:
 
 def _compared(runs: Sequence[Run]) -> str:
     """The runs' figures: a column for each run, which also fits a phone."""
-    scaled = _scaled(runs)
     columns = [{"ended": run.outcome} | dict(figures_of(run)) for run in runs]
     for run, column in zip(runs, columns, strict=True):
         load, cores = (run.environment.get(name) for name in ("load_at_start", "cores"))
         if isinstance(load, int | float) and isinstance(cores, int) and busy(load, cores):
             column["at the start"] = busy(load, cores)
-        if run.path in scaled:
-            column["efficiency"] = f"{scaled[run.path][2]:.1f} %"
-        elif scaled and "tokens_per_s" in run.summary:
-            column["efficiency"] = "ranks changed" if len(run.ranks) > 1 else "other work"
     names = dict.fromkeys(name for column in columns for name in column)
     rows = [(name, *(column.get(name, "") for column in columns)) for name in names]
     return _same_bits(runs) + _table(("", *(run.name for run in runs)), rows)
@@ -487,50 +418,6 @@ def _tells_more(line: str, error: str) -> bool:
         return False
     told = words.partition(": ")[2]
     return words[:1].isdigit() or not (told and told in error)
-
-
-def _matrix(document: Mapping[str, Any]) -> str:
-    """Result of `gradsync verify --json`: a row for each strategy and dtype, then each failure."""
-    cells = document["cells"]
-    sizes = sorted({cell["world_size"] for cell in cells})
-    rows = []
-    for strategy, dtype in dict.fromkeys((cell["strategy"], cell["dtype"]) for cell in cells):
-        row = [cell for cell in cells if (cell["strategy"], cell["dtype"]) == (strategy, dtype)]
-        marks = (_mark([cell for cell in row if cell["world_size"] == size]) for size in sizes)
-        rows.append((strategy, dtype, str(row[0].get("promise", "")), *marks))
-    failed = [cell for cell in (*cells, *document["cross_load"]) if _failed(cell)]
-    listed = "".join(f"<li class=bad>{escape(_told(cell))}</li>" for cell in failed)
-    kind, words = ("bad", f"{len(failed)} failed") if failed else ("good", "all as promised")
-    head = ("strategy", "dtype", "promise", *(counted(size, "rank") for size in sizes))
-    version = document["versions"].get("gradsync", "?")
-    return (
-        f"<h2>Strategies against one rank</h2><p class=sub>gradsync verify {escape(str(version))}: "
-        f"{len(cells)} cells, <span class={kind}>{words}</span>. bitwise: one rank's bits; "
-        "rounding: as near as the order of sums explains; lossy: within its own promise.</p>"
-        f"{_table(head, rows)}"
-        f"<ul>{listed}</ul>"
-    )
-
-
-def _told(cell: Mapping[str, Any]) -> str:
-    loaded = f" from {cell['loaded_from']}" if cell.get("loaded_from") else ""
-    name = f"{cell['strategy']} W={cell['world_size']} {cell.get('model', '')} {cell['dtype']}"
-    return f"{name}{loaded}: {cell.get('sentence', '')}"
-
-
-def _failed(cell: Mapping[str, Any]) -> bool:
-    return cell.get("status") != "passed"
-
-
-def _mark(cells: Sequence[Mapping[str, Any]]) -> str:
-    """One word for several cells: the worst of them; "" for none."""
-    if not cells:
-        return ""
-    if bad := [str(cell.get("status")) for cell in cells if _failed(cell)]:
-        return "error" if "error" in bad else bad[0]
-    if all(cell.get("bitwise") for cell in cells):
-        return "bitwise"
-    return "lossy" if cells[0].get("promise") == "lossy" else "rounding"
 
 
 def log_lines(run: Run) -> list[str]:

@@ -169,32 +169,6 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     ]
 
 
-def read_verified(run: Path) -> dict[str, Any] | None:
-    """The output of `gradsync verify --json` in the run's verify.json; None without it.
-
-    Raises:
-        ConfigError: the file has other content.
-    """
-    if not (path := run / "verify.json").is_file():
-        return None
-    found = read_object(path)
-    cells, loaded = found.get("cells"), found.setdefault("cross_load", [])
-    named = (
-        isinstance(found.setdefault("versions", {}), Mapping)
-        and isinstance(cells, list)
-        and isinstance(loaded, list)
-        and all(
-            isinstance(cell, Mapping)
-            and isinstance(cell.get("world_size"), int)
-            and all(isinstance(cell.get(name), str) for name in ("strategy", "dtype", "status"))
-            for cell in (*cells, *loaded)
-        )
-    )
-    if not named:
-        raise ConfigError(f"{path}: not a document of gradsync verify --json (no cells in it)")
-    return found
-
-
 RANKS_HEAD = ("rank", "step", "steps/s", "phase", "waited", "lag", "where")
 _MOST_RANKS = 16
 _OLD_S = 10.0

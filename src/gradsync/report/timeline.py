@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gradsync.core.files import read_bytes
-from gradsync.report.charts import Chart, Line, standing_alone
 
 _NAMED = re.compile(r"(forward|backward|step|update|in|out|sum)(?: (\d+))?$")
 _LIBRARY = re.compile(r"(?:gloo|nccl|c10d)[:_](all_?reduce|all_?gather|reduce_?scatter)\w*$")
@@ -93,18 +92,6 @@ def timeline(run: Path, name: str = "") -> str:
 
 def _kinds(spans: Sequence[Span]) -> list[str]:
     return [kind for kind in _COLORS if any(span.kind == kind for span in spans)]
-
-
-def timeline_svg(run: Path) -> str:
-    """The picture as a file, with title and legend; "" if the run has no trace."""
-    spans = read_spans(run)
-    lines = [
-        Line(name=_WORDS.get(kind, kind), points=[(0.0, 0.0)], color=_COLORS[kind])
-        for kind in _kinds(spans)
-    ]
-    return (
-        standing_alone(_svg(spans), Chart(title="Two steps", y="ms", lines=lines)) if spans else ""
-    )
 
 
 def _svg(spans: Sequence[Span]) -> str:

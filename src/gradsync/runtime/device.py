@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from difflib import get_close_matches
 
+from gradsync.core.files import perhaps
 from gradsync.errors import ConfigError, LaunchError
 
 AUTO = "auto"
@@ -145,9 +145,7 @@ def choose_backend(requested: str | None, device: str) -> str:
         names.setdefault("cpu", "gloo")
     for each, name in names.items():
         if name not in carries:
-            near = get_close_matches(name, NEEDS, n=1)
-            hint = f"; perhaps you meant {near[0]!r}" if near else ""
-            needs = f"needs {NEEDS[name]}" if name in NEEDS else f"is unknown{hint}"
+            needs = f"needs {NEEDS[name]}" if name in NEEDS else f"is unknown{perhaps(name, NEEDS)}"
             raise ConfigError(f"backend {name[:40]!r} {needs}; {_listed(carries, name)}")
         if each not in carries[name]:
             raise ConfigError(

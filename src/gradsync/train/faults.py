@@ -7,20 +7,14 @@ communicator's small message, in a checkpoint's files. A run without a plan cont
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import io
 import json
 import os
 import re
 import signal
-import socket
-import struct
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,9 +31,6 @@ if TYPE_CHECKING:
 PHASES = ("data", "backward", "reduce", "save")
 """Moments of a step: its data are due; half of its first backward is done; its small message is due
 (sync/step_metadata.py); rank 0 writes the checkpoint after it."""
-_SLOW_S = 12.0
-_ATTACH_FILTER = 26  # SO_ATTACH_FILTER, which Python does not name
-_KEEP = 0x06  # BPF_RET | BPF_K: bytes of a packet to keep
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,11 +70,11 @@ class FaultPlan:
 
     def plant(self, trainer: Trainer) -> None:
         """Install the fault in `trainer`; every rank calls it once, before the first step."""
-        if self.kind in _UNLIKE or trainer.world.rank == self.rank:
-            _Planted(self, trainer)
+        if trainer.world.rank == self.rank:
+            Planted(self, trainer)
 
 
-class _Planted:
+class Planted:
     """A plan in its trainer, and whether it has happened."""
 
     def __init__(self, plan: FaultPlan, trainer: Trainer) -> None:
@@ -94,8 +85,8 @@ class _Planted:
         trainer.data = replace(data, train=_Loader(data.train, self))
         if plan.moment == "backward":
             parts: Any = trainer.learner.model.modules()
-            own = (each for each in parts if [*each.parameters(recurse=False)])
-            _middle(own).register_forward_hook(lambda _, inputs, out: self._watch(out))
+            own = [each for each in parts if [*each.parameters(recurse=False)]]
+            own[len(own) // 2].register_forward_hook(lambda _, inputs, out: self._watch(out))
         elif plan.moment == "reduce":
             from gradsync.sync.replica import replica_of
 
@@ -105,168 +96,65 @@ class _Planted:
             store = trainer.store
             trainer.store = type(store)(store.directory, store.keep_last, fs=_Files(self))
 
-    def happen(self) -> None:
-        """Carry out the fault."""
-        FAULTS[self.plan.kind].act(self)
-
-    def comes(self, moment: str) -> bool:
-        """Whether the fault happens now, once; writes the note."""
+    def meet(self, moment: str, passing: Any) -> Any:
+        """What goes on in place of `passing`; writes the note if the fault happens now."""
         plan, now = self.plan, self._step
-        if self._came or plan.moment != moment or now < plan.step:
-            return False
-        if now > plan.step and moment != "save":
-            return False
+        late = now > plan.step and moment != "save"
+        if self._came or plan.moment != moment or now < plan.step or late:
+            return passing
         self._came = True
         if plan.note and self.trainer.world.rank == plan.rank:
             came = {"at": time.monotonic(), "step": now, "step_s": self._step_s}
             Path(plan.note).write_text(json.dumps(came))
-        return True
+        return FAULTS[plan.kind].act(self, passing)
 
-    def disturbed(self, step: Batch) -> Batch:
+    def deal(self, batch: Batch) -> Batch:
         """The next step, after the fault or changed by it."""
         before, self._dealt = self._dealt, time.monotonic()
-        self._step, self._step_s = step.number + 1, self._dealt - before
-        if not self.comes("data"):
-            return step
-        if self.plan.kind != "drop-leaf":
-            self.happen()
-            return step
-        size, number = len(step), step.number
-        kept = (place != number % size for place in range(size))
-        return type(step)(
-            compress(step, kept),
-            number=number,
-            num_micro_batches=step.num_micro_batches,
-            num_local_micro_batches=size,
-        )
+        self._step, self._step_s = batch.number + 1, self._dealt - before
+        return self.meet("data", batch)
 
     def _watch(self, out: Tensor) -> None:
         if out.requires_grad:
-            out.register_hook(self._on_gradient)
-
-    def _on_gradient(self, gradient: Tensor) -> Tensor:
-        if self.comes("backward"):
-            if self.plan.kind == "nan":
-                return gradient * float("nan")
-            self.happen()
-        return gradient
+            out.register_hook(lambda gradient: self.meet("backward", gradient))
 
     def _around_all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
-        if self.comes("reduce"):
-            if self.plan.kind == "skip-collective":
-                from gradsync.comm.process_group import Done
-
-                return Done()
-            if self.plan.kind == "extra-collective":
-                self._all_reduce(tensor.new_zeros(1)).wait()
-            else:
-                self.happen()
-        return self._all_reduce(tensor, op)
+        return self.meet("reduce", self._all_reduce)(tensor, op)
 
 
 class _Loader:
     """A loader that disturbs one of its steps."""
 
-    def __init__(self, loader: Any, planted: _Planted) -> None:
+    def __init__(self, loader: Any, planted: Planted) -> None:
         self._loader, self._planted = loader, planted
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
 
     def __iter__(self) -> Iterator[Batch]:
-        return map(self._planted.disturbed, self._loader)
+        return map(self._planted.deal, self._loader)
 
 
 class _Files(Filesystem):
-    """Files of checkpoints; one write is disturbed, or all writes fail from then on."""
+    """Files of checkpoints, of which one write is disturbed."""
 
-    def __init__(self, planted: _Planted) -> None:
-        self._planted, self._full = planted, False
+    def __init__(self, planted: Planted) -> None:
+        self._planted = planted
 
     def write(self, file: io.FileIO, data: memoryview) -> int:
-        if self._planted.comes("save"):
-            self._full = self._planted.plan.kind == "disk-full"
-            self._planted.happen()
-        if self._full:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return super().write(file, data)
+        return super().write(file, self._planted.meet("save", data))
 
 
-def _middle(found: Iterable[Any]) -> Any:
-    several = list(found)
-    return several[len(several) // 2]
+def _signal(number: signal.Signals) -> Callable[[Planted, Any], Any]:
+    def act(_: Planted, passing: Any) -> Any:
+        os.kill(os.getpid(), number)
+        return passing
+
+    return act
 
 
-# -- what happens ---------------------------------------------------------------------------------
-
-
-def _signal(number: signal.Signals) -> Callable[[_Planted], None]:
-    return lambda _: os.kill(os.getpid(), number)
-
-
-def _spin(_: _Planted) -> None:
-    while True:
-        pass
-
-
-def _dawdle(_: _Planted) -> None:
-    time.sleep(_SLOW_S)
-
-
-def _fail(_: _Planted) -> None:
+def _fail(_: Planted, passing: Any) -> Any:
     raise ValueError("a fault of gradsync drill")
-
-
-def _take_memory(_: _Planted) -> None:
-    import torch
-
-    torch.empty(2**60, dtype=torch.uint8)
-
-
-def _flip_bit(planted: _Planted) -> None:
-    """Like a hardware error: no operation on the tensor, which would count as another version."""
-    import torch
-
-    weight = _middle(planted.trainer.learner.model.parameters())
-    octets = weight.data.view(torch.uint8).view(-1)
-    octets[len(octets) // 2] ^= 1
-
-
-def _hear_nothing(_: _Planted) -> None:
-    """The kernel drops what arrives at this process's connections: the filter keeps nothing."""
-    code = ctypes.create_string_buffer(struct.pack("=HBBI", _KEEP, 0, 0, 0))
-    program = struct.pack("@HP", 1, ctypes.addressof(code))
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as one:
-            if one.family in (socket.AF_INET, socket.AF_INET6):
-                one.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, program)
-
-
-def _sum_tensors(planted: _Planted) -> None:
-    """Two all-reduces by all ranks, as a program makes between its steps; one rank's differ."""
-    import torch
-
-    from gradsync.comm.reductions import all_reduce
-
-    plan, trainer = planted.plan, planted.trainer
-    named = {"loss": torch.zeros(4), "accuracy": torch.zeros(4)}
-    if trainer.world.rank == plan.rank:
-        named = _UNLIKE[plan.kind](named)
-    for name, tensor in named.items():
-        all_reduce(tensor, name=name, comm=trainer.comm)
-
-
-def _at_its_moment(_: _Planted) -> None:
-    """The code at the fault's moment carries it out."""
-
-
-_UNLIKE: dict[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]] = {
-    "shape": lambda named: {**named, "loss": named["loss"].new_zeros(5)},
-    "dtype": lambda named: {**named, "loss": named["loss"].int()},
-    "swap": lambda named: dict(reversed(named.items())),
-}
-
-# -- what is promised -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +163,9 @@ class Fault:
 
     phases: tuple[str, ...]
     """Moments at which it can happen, the default first."""
-    act: Callable[[_Planted], None]
+    act: Callable[[Planted, Any], Any]
+    """Carries it out; from what passes at its moment (the step, a gradient, the function that sends
+    the small message, the bytes of a file) to what goes on."""
     code: int
     """Exit code of the run."""
     says: str
@@ -284,47 +174,22 @@ class Fault:
     """Longest time from the fault to that line, seconds, plus a step: only waiting ranks report."""
 
 
-_RANK = r"rank (?P<ranks>\d+) "
-_FIRST = _RANK + r"on \S+ failed first: "
-_BUSY = _RANK + r"\(process \d+\) is in \S*faults\.py:\d+ "
-_SILENT = _RANK + r"\(process \d+\) gives no sign of life"
+FIRST = r"rank (?P<ranks>\d+) on \S+ failed first: "
+SILENT = r"rank (?P<ranks>\d+) \(process \d+\) gives no sign of life"
 _GONE = (
     r"rank(?:\(s\))? (?P<ranks>\d[\d, ]*)(?:on \S+ |which serves the rendezvous store, )*"
     r"(?:vanished without|was ended by SIGKILL)"
 )
-_OTHER = (
-    r"rank(?:\(s\))? (?P<ranks>[\d, ]+)"
-    r"(?:something else|was ended by SIGABRT \(Gloo does it where ranks called different)"
-)
-_CALLS = r"(?:: |; )rank (?P<ranks>[\d, ]+): all_reduce "
-_LEAVES = r".*(?:micro-batch \d+ came where|of its \d+ micro-batches)"
-_REPLICAS = (
-    r"replicas differ.*?: ranks? (?P<ranks>\d[^a-z]*(?:(?:and|rank|ranks) \d[^a-z]*)*)holds? "
-)
-_STOPPED = r"stopped by (?:SIGTERM|a signal to another rank) after step"
-_FULL = r"(?:rank (?P<ranks>\d+) on \S+ failed first: )?cannot write .*No space left"
 _NAN = r"rank (?P<ranks>\d+), step \d+: nan or inf in this rank's gradient of"
-_EARLY = PHASES[:2]
+_STOPPED = r"stopped by (?:SIGTERM|a signal to another rank) after step"
 FAULTS = {
     "kill": Fault(PHASES, _signal(signal.SIGKILL), 1, _GONE),
-    "stop": Fault(PHASES, _signal(signal.SIGSTOP), 124, _SILENT + r" \(it is stopped", 3.5),
-    "busy": Fault(_EARLY, _spin, 124, _BUSY, 12.0),
-    "slow": Fault(_EARLY, _dawdle, 0, _BUSY, 12.0),
-    "raise": Fault(("data", "backward", "save"), _fail, 1, _FIRST + "ValueError: a fault"),
-    "oom": Fault(_EARLY, _take_memory, 1, _FIRST + ".*can't allocate memory"),
-    "nan": Fault(("backward",), _at_its_moment, 1, _NAN),
-    "skip-collective": Fault(("reduce",), _at_its_moment, 1, _OTHER),
-    "extra-collective": Fault(("reduce",), _at_its_moment, 1, _OTHER),
-    "shape": Fault(("data",), _sum_tensors, 1, _CALLS),
-    "dtype": Fault(("data",), _sum_tensors, 1, _CALLS),
-    "swap": Fault(("data",), _sum_tensors, 1, _CALLS),
-    "drop-leaf": Fault(("data",), _at_its_moment, 2, _FIRST + _LEAVES),
-    "flip-bit": Fault(("data",), _flip_bit, 1, _REPLICAS),
-    "disk-full": Fault(("save",), _at_its_moment, 1, _FULL),
+    "stop": Fault(PHASES, _signal(signal.SIGSTOP), 124, SILENT + r" \(it is stopped", 3.5),
+    "raise": Fault(("data", "backward", "save"), _fail, 1, FIRST + "ValueError: a fault"),
+    "nan": Fault(("backward",), lambda _, gradient: gradient * float("nan"), 1, _NAN),
     "sigterm": Fault(PHASES, _signal(signal.SIGTERM), 75, _STOPPED),
-    "partition": Fault(("data",), _hear_nothing, 124, _SILENT, 5.0),
 }
-"""By the name that users type."""
+"""By the name that users type; tests/support/more_faults.py has others."""
 
 
 def named(fault: Fault, line: str) -> set[int] | None:

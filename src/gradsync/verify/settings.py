@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from itertools import pairwise
 from typing import Any
 
+from gradsync.core.files import check_name
 from gradsync.errors import ConfigError
 from gradsync.sync.options import Recipe
 from gradsync.sync.registry import Promise as Kind
@@ -195,9 +195,9 @@ def make_plan(
     if sizes[0] < 1:
         raise ConfigError(f"verify: a world size must be at least 1, got {sizes[0]}")
     for model in lists["models"]:
-        _check_known("model", model, ("target",) if settings.target else MODELS)
+        check_name("model", model, ("target",) if settings.target else MODELS)
     for dtype in lists["dtypes"]:
-        _check_known("dtype", dtype, DTYPES)
+        check_name("dtype", dtype, DTYPES)
     settings = replace(settings, num_leaves=max(settings.num_leaves, sizes[-1] + 1))
     if num_samples is not None:
         if num_steps is not None:
@@ -239,10 +239,3 @@ def _handovers(first: Cell, strategies: Sequence[str], before: int, after: int) 
         for strategy, neighbour in zip(strategies, [*strategies[1:], strategies[0]], strict=True)
         for source in dict.fromkeys((strategy, neighbour))
     ]
-
-
-def _check_known(what: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        near = get_close_matches(value, known, n=1)
-        hint = f"; perhaps you meant {near[0]!r}" if near else ""
-        raise ConfigError(f"verify: unknown {what} {value!r}{hint} (there are: {', '.join(known)})")

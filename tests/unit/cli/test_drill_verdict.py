@@ -15,7 +15,9 @@ from gradsync.cli.drill import Ended, describe, drill
 from gradsync.cli.main import main
 from gradsync.errors import ConfigError, RunError
 from gradsync.train.faults import FaultPlan
+from support import more_faults
 
+assert more_faults.FLAGS  # its import adds "slow"
 KILL = FaultPlan(kind="kill", rank=1, step=3)
 GONE = "gradsync: error: rank(s) 1 vanished without a word (killed, …)"
 DONE = Ended(code=0, lines=[], at=109.0, weights="abc", left=[])
@@ -102,17 +104,10 @@ def test_weights_that_came_out_otherwise(
 
 
 def test_one_that_goes_on_is_not_started_again(runs: Callable[..., list[str]]) -> None:
-    line = "waiting for rank 1 for 10 s: rank 1 (process 4711) is in gradsync/train/faults.py:9 x"
+    line = "waiting for rank 1 for 10 s: rank 1 (process 4711) is in support/more_faults.py:9 x"
     names = runs(ended((110.2, line), code=0, at=113.0, weights="abc"))
     verdict = drill(FaultPlan(kind="slow", rank=1, step=3), FLAGS)
     assert (verdict.broken, len(names), verdict.went_on_from) == ([], 2, None)
-
-
-def test_a_flipped_bit_needs_replicas_to_compare(runs: Callable[..., list[str]]) -> None:
-    names = runs(ended())
-    drill(FaultPlan(kind="flip-bit", rank=1, step=3), FLAGS)
-    assert all("--check-replicas-every=1" in name for name in names)
-    assert all("weights=replicas" in name for name in names)
 
 
 def test_what_cannot_be_drilled(runs: Callable[..., list[str]]) -> None:

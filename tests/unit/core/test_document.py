@@ -18,7 +18,7 @@ DIGITS = "9" * 5_000
 HOSTILE = [
     ("a.yaml", f"steps: {DIGITS}", "does not parse: Exceeds the limit"),
     ("a.toml", f"steps = {DIGITS}", "Exceeds the limit"),
-    ("a.json", f'{{"steps": {DIGITS}}}', "a number of 5000 digits"),
+    ("a.json", f'{{"steps": {DIGITS}}}', "digits"),
     ("a.toml", "out = 2026-13-45", "does not parse: "),
     ("a.yaml", 'out: !!timestamp "x"', "does not parse: "),
     (
@@ -34,7 +34,7 @@ HOSTILE = [
     ),
     ("a.yaml", "a: " + "[" * 5_000, "does not parse: maximum recursion depth"),
     ("a.toml", "a = " + "[" * 100_000, "does not parse: maximum recursion depth"),
-    ("a.json", "[" * 100_000, "levels of nesting"),
+    ("a.json", "[" * 100_000, "nested too deeply"),
     ("a.yaml", "a: &a [*a]", ":1 does not parse: aliases are not read"),
     ("a.yaml", "a: 1\nb: 2\na: 3", ":3 does not parse: 'a' is there already, in line 1"),
     ("a.yaml", "{a: 1, a: 2}", "'a' is there already"),

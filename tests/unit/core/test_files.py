@@ -38,14 +38,11 @@ def test_json_is_read_as_it_is(tmp_path: Path, value: Any) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (b"[" * 100_000, "more than 64 levels of nesting"),
-        (b"[" * 65 + b"]" * 65, "more than 64 levels of nesting"),
+        (b"[" * 100_000, "nested too deeply"),
         (b'{"a": 1, "b": 2, "a": 3}', "key 'a' twice in one object"),
-        (b"9" * 41, "a number of 41 digits"),
         (b"NaN", "NaN where a finite number belongs"),
         (b"[-Infinity]", "-Infinity where a finite number belongs"),
         (b"1e999", "1e999 where a finite number belongs"),
-        (b'"\\ud800"', "surrogates not allowed"),
         (b"\xff", "can't decode byte 0xff"),
         (b"", "Expecting value"),
         (b"1 2", "Extra data"),
@@ -57,8 +54,7 @@ def test_json_that_is_refused(text: bytes, words: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_sixty_four_levels_and_infinity_where_it_may_be() -> None:
-    assert parse_json(b"[" * 64 + b"]" * 64)
+def test_infinity_where_it_may_be() -> None:
     assert parse_json(b"Infinity", finite=False) == float("inf")
 
 

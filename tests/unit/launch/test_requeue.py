@@ -11,7 +11,6 @@ import pytest
 
 from gradsync.launch import requeue
 from gradsync.launch.requeue import History, Turn, decide, read_turn
-from gradsync.launch.slurm import JobState
 
 
 def turn(code: int = 75, steps: int | None = 5, seconds: float = 10.0) -> Turn:
@@ -20,12 +19,12 @@ def turn(code: int = 75, steps: int | None = 5, seconds: float = 10.0) -> Turn:
 
 @pytest.mark.parametrize("code", [0, 1, 2, 124, 137])
 def test_what_did_not_stop_is_not_requeued(code: int) -> None:
-    decision = decide(turn(code), History(steps=1, fruitless=1))
+    decision = decide(turn(code), History(steps=1, fruitless=1), fruitless_turns=3)
     assert (decision.again, decision.note) == (False, "")
 
 
 def test_progress_forgives() -> None:
-    decision = decide(turn(steps=5), History(steps=4, fruitless=2))
+    decision = decide(turn(steps=5), History(steps=4, fruitless=2), fruitless_turns=3)
     assert decision.again
     assert decision.history == History(steps=5, fruitless=0)
 
@@ -33,7 +32,7 @@ def test_progress_forgives() -> None:
 def test_no_endless_turns() -> None:
     history, again = History(steps=5), []
     for _ in range(3):
-        decision = decide(turn(steps=5), history)
+        decision = decide(turn(steps=5), history, fruitless_turns=3)
         history = decision.history
         again.append(decision.again)
     assert again == [True, True, False]
@@ -43,7 +42,7 @@ def test_no_endless_turns() -> None:
 
 @pytest.mark.parametrize(("seconds", "again"), [(1.0, False), (301.0, True)])
 def test_without_steps_time_tells(seconds: float, again: bool) -> None:
-    decision = decide(turn(steps=None, seconds=seconds), History(fruitless=2))
+    decision = decide(turn(steps=None, seconds=seconds), History(), fruitless_turns=1)
     assert decision.again == again
 
 
@@ -64,22 +63,26 @@ def test_a_signal_before_the_ranks_listened(status: int) -> None:
     assert read_turn(None, status, 1.0) == Turn(code=75, steps=None, seconds=1.0)
 
 
+TASK = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
 REFUSED = "slurm_requeue error: Requested operation is presently disabled"
 
 
 @pytest.mark.parametrize(
-    ("code", "state", "answer", "asked", "said"),
+    ("code", "env", "state", "answer", "asked", "said"),
     [
-        (75, "RUNNING", "", "7", "stopped after step 12 with a checkpoint"),
-        (0, "RUNNING", "", "", ""),
-        (75, "COMPLETING", "", "", "not requeued: job 7 is being ended from outside"),
-        (75, "CANCELLED", "", "", "not requeued: job 7 is being ended from outside"),
-        (75, "RUNNING", REFUSED, "7", f"not requeued, Slurm says: {REFUSED}"),
-        (75, "history is a folder", "", "", "not requeued: cannot write"),
+        (75, {}, "RUNNING", "", "7", "stopped after step 12 with a checkpoint"),
+        # The last task's SLURM_JOB_ID is the whole array's.
+        (75, TASK, "RUNNING", "", "7_3", "another turn of job 7_3"),
+        (0, {}, "RUNNING", "", "", ""),
+        (75, {}, "COMPLETING", "", "", "not requeued: job 7 is being ended from outside"),
+        (75, {}, "CANCELLED", "", "", "not requeued: job 7 is being ended from outside"),
+        (75, {}, "RUNNING", REFUSED, "7", f"not requeued, Slurm says: {REFUSED}"),
+        (75, {}, "history is a folder", "", "", "not requeued: cannot write"),
     ],
 )
 def test_the_end_of_a_turn(
     code: int,
+    env: dict[str, str],
     state: str,
     answer: str,
     asked: str,
@@ -95,10 +98,9 @@ def test_the_end_of_a_turn(
         return subprocess.CompletedProcess([], int(bool(answer)), "", answer)
 
     monkeypatch.setattr(requeue, "ask", ask)
-    monkeypatch.setattr(
-        requeue, "states_of", lambda job: [JobState(job=job, name="x", state=state)]
-    )
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(requeue, "state_of", lambda job: state)
+    for name, value in ({"SLURM_JOB_ID": "7"} | env).items():
+        monkeypatch.setenv(name, value)
     (tmp_path / "summary.json").write_text('{"steps": 12}')
     (tmp_path / "exit.json").write_text(json.dumps({"exit_code": code}))
     history = tmp_path / "turns.json"

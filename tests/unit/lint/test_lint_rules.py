@@ -144,13 +144,6 @@ WRONG: dict[str, list[str]] = {
         loader = DataLoader(dataset, 8, sampler=DistributedSampler(dataset))  # GS201
         """,
     ],
-    "GS202": [
-        """
-        sampler = DistributedSampler(dataset)
-        loader = DataLoader(dataset, 8, shuffle=True, sampler=sampler)  # GS202
-        sampler.set_epoch(0)
-        """,
-    ],
     "GS203": [
         """
         ddp = DDP(model)
@@ -533,13 +526,8 @@ def test_a_right_script_is_not_accused(name: str) -> None:
     assert [(e.line, e.rule.id) for e in lint(Script("train.py", written(RIGHT[name])))] == []
 
 
-def test_a_variable_that_is_taken_for_granted() -> None:
-    text = "import os\nimport torch.distributed\nrank = int(os.environ['RANK'])\n"
-    assert [(e.line, e.rule.id) for e in lint(Script("train.py", text))] == [(3, "GS701")]
-
-
 def test_every_rule_is_tried() -> None:
-    assert {rule.id for rule in RULES} == {*WRONG, "GS701"}
+    assert {rule.id for rule in RULES} == {*WRONG}
 
 
 def test_the_guide_has_them_all() -> None:

@@ -285,7 +285,7 @@ def test_listed_devices(tmp_path: Path) -> None:
 
 ERRORS = """
 hosts: []                               hosts: got [], expected a list with at least one entry
-host: 1                                 unknown key 'host'; perhaps 'hosts'
+host: 1                                 unknown key 'host'; perhaps you meant 'hosts'
 - 1                                     got [1], expected keys and values (hosts, network, notes)
 null                                    got None, expected keys and values
 1: 2                                    unknown key 1
@@ -305,7 +305,7 @@ HOST link: nvlnk4                       hosts[0].link: unknown link 'nvlnk4'
 HOST link: 4                            hosts[0].link: got 4, expected keys and values
 HOST link: {name: a, latency: 1us}      hosts[0].link.bandwidth is missing; expected a rate
 HOST link: {name: a, latency: -1us, bandwidth: 1GB/s}  .link.latency: got '-1us', expected a time
-DEVICE type: h100, memroy: 3GB          hosts[0].devices[0]: unknown key 'memroy'; perhaps 'memory'
+DEVICE type: h100, memroy: 3GB          hosts[0].devices[0]: unknown key 'memroy'; perhaps you meant
 DEVICE type: h100, memory: 80 Gb        .memory: got '80 Gb', expected a size such as 80GB or 80GiB
 DEVICE type: h100, free: 81GB           .free: got '81GB', expected at most
 DEVICE type: h100, kind: gpu            .kind: got 'gpu', expected cuda or cpu
@@ -367,7 +367,7 @@ NO_NETWORKS = {
     "latency: soon\nbandwidth: 1GB/s": "latency: got 'soon', expected a time",
     "latency: 1ms\nbandwidth: 0": "bandwidth: got 0, expected a rate such as",
     "latency: 1ms\nbandwidth: 1ms": "bandwidth: got '1ms'",
-    "latency: 1ms\nbandwith: 1GB/s": "unknown key 'bandwith'; perhaps 'bandwidth'",
+    "latency: 1ms\nbandwith: 1GB/s": "unknown key 'bandwith'; perhaps you meant 'bandwidth'",
     "latency: 1\nbandwidth: 1\nper_host: 2": "per_host: got 2, expected true or false",
     "latency: 1\nbandwidth: 1\nname: 7": "name: got 7, expected text",
     "- 1": "got [1], expected keys and values (name, latency",

@@ -36,8 +36,6 @@ def test_a_measured_leaf(cache: Path) -> None:
     assert times == sorted(times)
     assert 0 < times[0] < times[-1] <= found.backward_s
     assert found.buckets[-1].num_bytes == 4 * MODEL.vocab_size * MODEL.n_embd  # the embedding
-    assert len(found.jitter) == 4
-    assert sorted(found.jitter)[1] <= 1 <= sorted(found.jitter)[2]
 
 
 def test_threads_are_those_of_a_rank_and_put_back(

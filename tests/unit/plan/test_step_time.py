@@ -149,7 +149,6 @@ def test_sharded_strategies() -> None:
     fsdp = step_costs(work(8), split("fsdp", dp=4), hardware(4), profile())
     assert len(fsdp.sendings) == 1 + MODEL.n_layer
     assert fsdp.leaf_wait_s > fsdp.last_leaf_wait_s > 0
-    assert fsdp.leaves_meet
     costs = {
         name: step_costs(
             work(8), split("fsdp", dp=4), hardware(4), profile(), options={name: "bf16"}

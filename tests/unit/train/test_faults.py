@@ -6,12 +6,16 @@ import pytest
 
 from gradsync.errors import ConfigError
 from gradsync.train.faults import FAULTS, PHASES, FaultPlan, named
+from support import more_faults
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"kind": "quake"}, r"there is no fault 'quake' \(there are: kill, stop, busy,"),
+        (
+            {"kind": "quake"},
+            r"there is no fault 'quake' \(there are: kill, stop, raise, nan, ",
+        ),
         ({"kind": "nan", "phase": "data"}, "nan can come in backward; got 'data'"),
         ({"step": 0}, "step counts from 1 on"),
         ({"rank": -1}, "its rank from 0"),
@@ -25,6 +29,7 @@ def test_a_plan_that_cannot_come(values: dict[str, object], message: str) -> Non
 
 
 def test_each_kind_has_moments_of_its_own() -> None:
+    assert more_faults.FLAGS.keys() < FAULTS.keys()
     for kind, fault in FAULTS.items():
         assert set(fault.phases) <= set(PHASES)
         plan = FaultPlan(kind=kind, rank=0, step=1)
@@ -47,7 +52,7 @@ OTHER = "different operations at the same time: "
         ("stop", "rank 2 (process 4711) gives no sign of life (it is stopped, by a …)", {2}),
         ("stop", "rank 2 (process 4711) gives no sign of life (something holds …)", None),
         ("partition", "rank 2 (process 4711) gives no sign of life (something holds …)", {2}),
-        ("busy", "rank 2 (process 4711) is in gradsync/train/faults.py:9 _spin; ranks 0", {2}),
+        ("busy", "rank 2 (process 4711) is in support/more_faults.py:9 _spin; ranks 0", {2}),
         ("raise", FIRST + "ValueError: a fault of gradsync drill", {2}),
         (
             "oom",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -17,7 +16,6 @@ import tyro
 
 from gradsync.cli import verify
 from gradsync.cli.main import main
-from gradsync.cli.ranks import work_folder
 from gradsync.launch import local
 from gradsync.sync.registry import STRATEGIES
 from gradsync.verify.matrix import WORK
@@ -182,33 +180,3 @@ def test_handlers_are_put_back_and_what_nohup_ignores_stays_ignored(
             signal.signal(number, handler)
     assert signal.SIG_DFL not in inside
     assert inside[2] == signal.SIG_IGN
-
-
-KILLED = """
-import os, signal
-from gradsync.cli.ranks import work_folder
-with work_folder("gradsync-verify-") as folder:
-    (folder / "checkpoints").mkdir()
-    print(folder, flush=True)
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_what_a_killed_command_left_goes_with_the_next_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    run, env = [sys.executable, "-c", KILLED], {"TMPDIR": str(tmp_path)}
-    killed = subprocess.run(run, env=env, stdout=subprocess.PIPE, text=True, check=False)
-    left = Path(killed.stdout.strip())
-    assert left.parent == tmp_path
-    others = tmp_path / "gradsync-verify-results"  # of the user's own
-    others.mkdir()
-    (tmp_path / "gradsync-link").symlink_to(left)
-    with work_folder("gradsync-verify-") as running:
-        assert not left.exists()
-        with work_folder("gradsync-bench-") as second:
-            assert running.is_dir()
-        assert not second.exists()
-        assert others.is_dir()
-    assert not running.exists()

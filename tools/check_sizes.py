@@ -19,14 +19,20 @@ from source_tree import REPOSITORY, run
 FILE_LIMIT = 600
 FUNCTION_LIMIT = 80
 PACKAGES = REPOSITORY / "src" / "gradsync"
-BUDGETS = {
-    **{"core": 991, "runtime": 4_609, "comm": 2_714, "sync": 11_496, "data": 2_854},
-    **{"checkpoint": 1_365, "models": 970, "parallel": 1_262, "plan": 4_475, "train": 5_121},
-    **{"launch": 1_418, "compat": 1_167, "verify": 3_277, "bench": 4_099},
-    **{"cli": 3_930, "lint": 1_014, "report": 1_372},
+LIBRARY = {
+    **{"checkpoint": 1_365, "comm": 2_822, "core": 991, "data": 2_920},
+    **{"runtime": 4_607, "sync": 11_587},
 }
-"""Lines of each package, docstrings and blanks included. They only go down: raising one takes a
-commit that says why."""
+COMMANDS = {
+    **{"bench": 4_023, "cli": 3_889, "compat": 1_229, "launch": 1_374, "lint": 1_016},
+    **{"models": 972, "parallel": 1_256, "plan": 4_471, "report": 1_372, "train": 5_155},
+    **{"verify": 3_249},
+}
+"""Lines of each package of a floor, docstrings and blanks included."""
+FLOORS = (("library", LIBRARY, 24_292), ("commands", COMMANDS, 28_006))
+"""Most lines of each floor: a package grows only by what another one of its floor gives. Totals
+only fall; the aim is 20,000 each."""
+BUDGETS = LIBRARY | COMMANDS
 
 
 def check_sizes(path: Path, text: str) -> list[str]:
@@ -53,8 +59,12 @@ def package_sizes() -> dict[str, int]:
 
 
 def check_budgets(sizes: dict[str, int]) -> list[str]:
-    """The packages that are larger than their budget, or have none."""
+    """The packages that are larger than their budget, or have none; floors over their total."""
     return [
+        f"the budgets of the {name} are {sum(budgets.values())} lines > {most}"
+        for name, budgets, most in FLOORS
+        if sum(budgets.values()) > most
+    ] + [
         f"{PACKAGES.name}/{name} {lines} lines > {BUDGETS.get(name, 0)}"
         for name, lines in sizes.items()
         if lines > BUDGETS.get(name, 0)

@@ -17,7 +17,6 @@ SHORTER = {
     '"num_epochs": 5': '"num_epochs": 1',
     "(1, 2, 3, 4, 8)": "(1, 2, 3)",
     "(2, 3, 4, 8)": "(2,)",
-    "--steps 5 ": "--steps 5 --model.n-layer 1 --eval.max-tokens 512 ",
 }
 
 
@@ -31,7 +30,6 @@ def test_its_cells_run(monkeypatch: pytest.MonkeyPatch) -> None:
             for whole, part in SHORTER.items():
                 source = source.replace(whole, part)
             exec(compile(source, "cell", "exec"), names)  # noqa: S102  our own cells
-    assert "rank 1 communicates" in names["picture"]
     lines = printed.getvalue().splitlines()
     found = [line.split() for line in lines]
     hashes = {(name, words[-1]) for name, *words in found if words[1] == "rank(s)"}
@@ -46,5 +44,5 @@ def test_its_cells_run(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_is_executed_and_small() -> None:
     assert [cell["execution_count"] for cell in CELLS] == list(range(1, len(CELLS) + 1))
     kinds = [kind for cell in CELLS for o in cell["outputs"] for kind in o.get("data", ())]
-    assert kinds.count("image/svg+xml") == 2
+    assert kinds.count("image/svg+xml") == 1
     assert NOTEBOOK.stat().st_size < 200_000

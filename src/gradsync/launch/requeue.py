@@ -25,6 +25,7 @@ from gradsync.core.files import json_text, read_object, write_text
 from gradsync.errors import GradsyncError
 from gradsync.launch.request import STOPPED
 from gradsync.launch.slurm import ask, own_words, state_of
+from gradsync.runtime import environ
 
 _FRUITLESS_TURNS = 3
 LONG_TURN_S = 300.0

@@ -19,12 +19,12 @@ def turn(code: int = 75, steps: int | None = 5, seconds: float = 10.0) -> Turn:
 
 @pytest.mark.parametrize("code", [0, 1, 2, 124, 137])
 def test_what_did_not_stop_is_not_requeued(code: int) -> None:
-    decision = decide(turn(code), History(steps=1, fruitless=1), fruitless_turns=3)
+    decision = decide(turn(code), History(steps=1, fruitless=1))
     assert (decision.again, decision.note) == (False, "")
 
 
 def test_progress_forgives() -> None:
-    decision = decide(turn(steps=5), History(steps=4, fruitless=2), fruitless_turns=3)
+    decision = decide(turn(steps=5), History(steps=4, fruitless=2))
     assert decision.again
     assert decision.history == History(steps=5, fruitless=0)
 
@@ -32,7 +32,7 @@ def test_progress_forgives() -> None:
 def test_no_endless_turns() -> None:
     history, again = History(steps=5), []
     for _ in range(3):
-        decision = decide(turn(steps=5), history, fruitless_turns=3)
+        decision = decide(turn(steps=5), history)
         history = decision.history
         again.append(decision.again)
     assert again == [True, True, False]
@@ -42,7 +42,7 @@ def test_no_endless_turns() -> None:
 
 @pytest.mark.parametrize(("seconds", "again"), [(1.0, False), (301.0, True)])
 def test_without_steps_time_tells(seconds: float, again: bool) -> None:
-    decision = decide(turn(steps=None, seconds=seconds), History(), fruitless_turns=1)
+    decision = decide(turn(steps=None, seconds=seconds), History(fruitless=2))
     assert decision.again == again
 
 

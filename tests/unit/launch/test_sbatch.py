@@ -105,7 +105,6 @@ def test_cores_are_said_twice() -> None:
         ({"output": "a#SBATCH"}, "--output must be one printable line"),
         ({"output": "a\\b"}, "--output must be one printable line"),
         ({"sbatch_arg": ("--comment=a\n#SBATCH --uid=0",)}, "one printable line"),
-        ({"fruitless_turns": 0}, "--fruitless-turns must be at least 1"),
     ],
 )
 def test_refused(changes: dict[str, Any], message: str) -> None:

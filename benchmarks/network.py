@@ -36,10 +36,16 @@ from typing import Any, NoReturn
 
 from delay import DelayingSwitch
 
-from gradsync.bench import sync
-from gradsync.bench.experiment import check_least, command_of, flag_of, names_in, write_record
-from gradsync.bench.report import Spread, print_table, say, where
-from gradsync.bench.sync_plan import CHECKED
+from gradsync.commands.bench import sync
+from gradsync.commands.bench.experiment import (
+    check_least,
+    command_of,
+    flag_of,
+    names_in,
+    write_record,
+)
+from gradsync.commands.bench.report import Spread, print_table, say, where
+from gradsync.commands.bench.sync_plan import CHECKED
 from gradsync.core.files import check_place, one_line
 from gradsync.errors import ConfigError, GradsyncError, RunError
 from gradsync.runtime import environ

@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gradsync.bench.experiment import from_json
-from gradsync.bench.sync import title
-from gradsync.bench.sync_plan import BenchPlan
+from gradsync.commands.bench.experiment import from_json
+from gradsync.commands.bench.sync import title
+from gradsync.commands.bench.sync_plan import BenchPlan
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("docs/figures.md", "docs/guide/strategies.md", "docs/guide/between-hosts.md")

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import mean, median, quantiles
 from typing import Any
 
-from gradsync.bench.sync_plan import turns
+from gradsync.commands.bench.sync_plan import turns
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "guide" / "strategies.md"

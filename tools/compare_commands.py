@@ -45,7 +45,7 @@ def commands_today() -> dict[str, Command]:
 
 def help_of(words: list[str]) -> str:
     """Output of `gradsync WORDS --help`."""
-    from gradsync.cli.main import main
+    from gradsync.commands.cli.main import main
 
     said = TextIOWrapper(BytesIO(), "utf-8")  # without an encoding tyro draws other boxes
     with redirect_stdout(said), suppress(SystemExit), patch.dict(os.environ, COLUMNS=_COLUMNS):

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 
-from gradsync.cli.plan import run
+from gradsync.commands.cli.plan import run
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("docs/guide/planning.md",)

@@ -20,9 +20,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from gradsync.bench.experiment import environment, write_record
-from gradsync.cli.drill import Verdict, drill
-from gradsync.train.faults import FAULTS, FaultPlan
+from gradsync.commands.bench.experiment import environment, write_record
+from gradsync.commands.cli.drill import Verdict, drill
+from gradsync.commands.train.faults import FAULTS, FaultPlan
 
 TESTS = str(Path(__file__).resolve().parents[1] / "tests")
 sys.path.append(TESTS)

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from gradsync.verify.result import Result, largest, mark, short
+from gradsync.commands.verify.result import Result, largest, mark, short
 
 BEGIN = "<!-- verify: begin (made by tools/verify_table.py) -->"
 END = "<!-- verify: end -->"

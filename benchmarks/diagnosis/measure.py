@@ -25,8 +25,8 @@ import torch
 
 import gradsync as gs
 from gradsync.comm.values import all_gather_json
-from gradsync.models.config import PRESETS
-from gradsync.models.gpt import GPT, loss_sum
+from gradsync.commands.models.config import PRESETS
+from gradsync.commands.models.gpt import GPT, loss_sum
 from gradsync.sync.replica import replica_of
 
 WARM_UP = 2

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsync as gs
-from gradsync.bench.experiment import environment, write_record
-from gradsync.bench.report import ratios, spread
+from gradsync.commands.bench.experiment import environment, write_record
+from gradsync.commands.bench.report import ratios, spread
 
 WIDTH = 64
 """Elements of a parameter."""

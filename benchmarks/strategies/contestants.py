@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from wire import CountedCommunicator
 
 from gradsync.comm.groups import Groups, communicator
-from gradsync.models.config import GPTConfig, preset
-from gradsync.models.gpt import GPT, loss_sum
+from gradsync.commands.models.config import GPTConfig, preset
+from gradsync.commands.models.gpt import GPT, loss_sum
 from gradsync.sync.registry import STRATEGIES
 from gradsync.sync.replica import replica_of
 from gradsync.sync.replicate import replicate

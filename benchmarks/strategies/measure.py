@@ -17,10 +17,10 @@ from contestants import Contestant, Settings, enter
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from gradsync.bench.meter import bytes_sent, operations_issued
 from gradsync.comm.base import Communicator
 from gradsync.comm.groups import communicator, groups
 from gradsync.comm.values import all_gather_json
+from gradsync.commands.bench.meter import bytes_sent, operations_issued
 from gradsync.sync.registry import STRATEGIES
 from gradsync.world import World
 

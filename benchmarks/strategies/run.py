@@ -49,7 +49,7 @@ def _flag(name: str) -> str:
 
 def launch(argv: list[str], world_size: int) -> int:
     """Start this file as `world_size` ranks; returns the exit code."""
-    from gradsync.launch.local import launch_ranks
+    from gradsync.commands.launch.local import launch_ranks
     from gradsync.runtime import environ
 
     path = ":".join(filter(None, (str(HERE), environ.get("PYTHONPATH"))))
@@ -72,7 +72,7 @@ def record_of(arguments: argparse.Namespace, world: Any) -> dict[str, Any]:
     from contestants import Settings
     from measure import measure
 
-    from gradsync.bench.experiment import environment
+    from gradsync.commands.bench.experiment import environment
 
     settings = Settings(
         only=tuple(arguments.only), **{name: getattr(arguments, name) for name in NUMBERS}
@@ -93,7 +93,7 @@ def show(record: dict[str, Any], folder: Path | None) -> None:
 
     print(table(record))
     if folder is not None:
-        from gradsync.bench.experiment import write_record
+        from gradsync.commands.bench.experiment import write_record
 
         made = dict(record)
         head = {name: made.pop(name) for name in ("environment", "command")}

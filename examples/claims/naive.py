@@ -9,8 +9,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import gradsync as gs
-from gradsync.models.config import preset
-from gradsync.models.gpt import GPT
+from gradsync.commands.models.config import preset
+from gradsync.commands.models.gpt import GPT
 
 BATCH, TOKENS, STEPS = 4, 128, 3
 

@@ -26,9 +26,9 @@ import gradsync as gs
 from gradsync.comm.groups import Subset
 from gradsync.comm.p2p_collectives import hierarchical_all_reduce, ring_all_reduce
 from gradsync.comm.process_group import Channel, ProcessGroupCommunicator
+from gradsync.commands.models.config import GPTConfig
+from gradsync.commands.models.gpt import GPT
 from gradsync.core.torch_private import process_groups
-from gradsync.models.config import GPTConfig
-from gradsync.models.gpt import GPT
 from gradsync.sync.registry import STRATEGIES
 from gradsync.sync.replica import replica_of
 

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from gradsync.models.config import GPTConfig
-from gradsync.models.gpt import GPT, generate, loss_sum
+from gradsync.commands.models.config import GPTConfig
+from gradsync.commands.models.gpt import GPT, generate, loss_sum
 
 pytestmark = pytest.mark.gpu
 

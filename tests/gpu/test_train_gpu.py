@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from gradsync.models.config import GPTConfig
+from gradsync.commands.models.config import GPTConfig
+from gradsync.commands.train.config import TrainConfig
+from gradsync.commands.train.run import TrainOutcome, train
 from gradsync.runtime.session import Session, SessionOptions
-from gradsync.train.config import TrainConfig
-from gradsync.train.run import TrainOutcome, train
 from support.small_run import losses, make_data, small_config
 
 pytestmark = pytest.mark.gpu

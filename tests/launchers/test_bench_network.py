@@ -18,8 +18,8 @@ import network
 import pytest
 from network import namespaces
 
+from gradsync.commands.models.config import PRESETS
 from gradsync.errors import RunError
-from gradsync.models.config import PRESETS
 from support.fork_server import run_forked
 from support.launchers import run_python
 from support.namespaces import enter

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gradsync.train.config import SyncConfig
+from gradsync.commands.train.config import SyncConfig
 from support.cable import Cable
 from support.host_runs import Move, arguments, has_ended, has_logged, run_on_hosts, weights_of
 from support.namespaces import two_hosts

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from gradsync.cli.main import main
-from gradsync.cli.submit import check_torchrun
+from gradsync.commands.cli.main import main
+from gradsync.commands.cli.submit import check_torchrun
 from gradsync.errors import ConfigError
 from support.config_flags import train_arguments
 from support.launchers import Finished, clean_environment

@@ -110,8 +110,8 @@ def test_a_killed_rank_is_named_by_the_others(data: Path, tmp_path: Path) -> Non
     script = tmp_path / "killed.py"
     script.write_text(
         "import os, signal, sys\n"
-        "from gradsync.cli.main import main\n"
-        "from gradsync.train.loop import Trainer\n"
+        "from gradsync.commands.cli.main import main\n"
+        "from gradsync.commands.train.loop import Trainer\n"
         "step = Trainer._train_step\n"
         "def killed(self, *rest):\n"
         "    if (self.world.rank, rest[0].number) == (1, 3):\n"

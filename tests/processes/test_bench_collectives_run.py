@@ -7,10 +7,10 @@ from dataclasses import asdict
 from typing import Any
 from unittest import mock
 
-from gradsync.bench import collectives_run
-from gradsync.bench.collectives import EXPERIMENT, OPERATIONS, CollectivesOptions, plan_of
 from gradsync.comm import p2p_collectives
 from gradsync.comm.shared_memory.segment import SharedMemoryError
+from gradsync.commands.bench import collectives_run
+from gradsync.commands.bench.collectives import EXPERIMENT, OPERATIONS, CollectivesOptions, plan_of
 from gradsync.world import World
 from support.rank_session import open_session
 

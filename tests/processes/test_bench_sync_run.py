@@ -12,11 +12,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from gradsync.bench import steps
-from gradsync.bench.contestants import parse_contestants, with_ideals
-from gradsync.bench.entrants import Alone, BenchSite, Entrant, TorchDdp
-from gradsync.bench.meter import StepClock
-from gradsync.bench.steps import (
+from gradsync.commands.bench import steps
+from gradsync.commands.bench.contestants import parse_contestants, with_ideals
+from gradsync.commands.bench.entrants import Alone, BenchSite, Entrant, TorchDdp
+from gradsync.commands.bench.meter import StepClock
+from gradsync.commands.bench.steps import (
     NotTrainingError,
     Runner,
     check,
@@ -24,8 +24,8 @@ from gradsync.bench.steps import (
     reference_losses,
     whole_periods,
 )
-from gradsync.bench.sync_plan import CHECKED, SyncSettings, bench_plan
-from gradsync.models.config import PRESETS, GPTConfig
+from gradsync.commands.bench.sync_plan import CHECKED, SyncSettings, bench_plan
+from gradsync.commands.models.config import PRESETS, GPTConfig
 from gradsync.runtime.memory import PeakMemory
 from support.fork_server import run_forked
 from support.rank_session import open_session
@@ -173,7 +173,9 @@ def test_peak_memory_sees_what_has_gone_again(pool: Any) -> None:
 
 def test_computing_ends_with_the_last_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time in backward after the last gradient counts as communication."""
-    monkeypatch.setattr("gradsync.bench.meter.time.perf_counter", lambda: float(next(ticks)))
+    monkeypatch.setattr(
+        "gradsync.commands.bench.meter.time.perf_counter", lambda: float(next(ticks))
+    )
     ticks = iter([10, 13, 16, 20])
     parameter = torch.nn.Parameter(torch.ones(1))
     clock = StepClock(on_cuda=False)

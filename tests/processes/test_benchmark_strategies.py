@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from benchmark_table import rows
 
-from gradsync.launch import local
+from gradsync.commands.launch import local
 from gradsync.runtime import environ
 from support.rank_session import open_session
 

@@ -26,7 +26,7 @@ def test_two_ranks_give_one_report(tmp_path):
 
 WITHOUT_ROOM = """
 import os, resource, sys
-from gradsync.cli.main import main
+from gradsync.commands.cli.main import main
 if os.environ["RANK"] == "1":
     resource.setrlimit(resource.RLIMIT_NOFILE, (33, 33))
 sys.exit(main(["doctor"]))

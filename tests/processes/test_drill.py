@@ -10,7 +10,7 @@ from random import Random
 
 import pytest
 
-from gradsync.train.faults import FAULTS, FaultPlan, named
+from gradsync.commands.train.faults import FAULTS, FaultPlan, named
 from support import more_faults
 from support.fork_server import Forked, run_forked, torch_ranks
 from support.launchers import clean_environment

@@ -299,7 +299,7 @@ def test_an_error_of_many_ranks_has_one_traceback(tmp_path: Path) -> None:
 STUCK = """
 import os, signal, sys, time
 from gradsync.runtime import session
-from gradsync.train.loop import Trainer
+from gradsync.commands.train.loop import Trainer
 real, hung = Trainer._train_step, sys.argv.pop(1)
 
 def step(self, *arguments):
@@ -311,7 +311,7 @@ def step(self, *arguments):
 
 Trainer._train_step = step
 session.SessionOptions.__init__.__kwdefaults__["report_wait_s"] = 1.0
-from gradsync.cli.main import main
+from gradsync.commands.cli.main import main
 sys.exit(main())
 """
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from gradsync.cli.main import main
-from gradsync.launch import agent
+from gradsync.commands.cli.main import main
+from gradsync.commands.launch import agent
+from gradsync.commands.train.config_io import parse_config
 from gradsync.runtime.store import wait_until
-from gradsync.train.config_io import parse_config
 from support import foreign_files
 from support.config_flags import train_arguments
 from support.fork_server import Forked, free_port, run_forked, torch_ranks
@@ -190,8 +190,8 @@ def test_the_note_comes_before_anybody_leaves(tmp_path: Path) -> None:
     late.write_text(
         "import atexit, os, sys, time\n"
         "from pathlib import Path\n"
-        "from gradsync.cli.main import main\n"
-        "from gradsync.train import run\n"
+        "from gradsync.commands.cli.main import main\n"
+        "from gradsync.commands.train import run\n"
         f"left, note_end = Path({str(tmp_path / 'left')!r}), run.note_end\n"
         "def slowly(config, outcome):\n"
         "    end = time.monotonic() + 1\n"

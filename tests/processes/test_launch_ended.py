@@ -12,8 +12,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from gradsync.cli.main import main
-from gradsync.launch.local import LaunchOutcome, launch_ranks
+from gradsync.commands.cli.main import main
+from gradsync.commands.launch.local import LaunchOutcome, launch_ranks
 from support.fork_server import Forked, free_port
 from support.launchers import clean_environment
 

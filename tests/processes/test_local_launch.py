@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from gradsync.commands.launch.local import _signals_to, launch_ranks
 from gradsync.errors import ConfigError
-from gradsync.launch.local import _signals_to, launch_ranks
 from gradsync.runtime.store import wait_until
 from support import processes
 from support.fork_server import Forked
@@ -49,7 +49,7 @@ sys.exit(75)
 LAUNCHER = """
 import signal, sys
 from pathlib import Path
-from gradsync.launch.local import launch_ranks
+from gradsync.commands.launch.local import launch_ranks
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever the tests were started by
 sys.exit(launch_ranks(sys.argv[1:], 2, log_dir=None, module="rank_module").code)
 """
@@ -150,7 +150,7 @@ def test_the_exit_code_is_that_of_the_rank_that_failed_first(
 ):
     """`wait` is a rank that would go on for ever: it is ended, and its code then is no cause.
     `late` is one that gives up waiting after another one has failed."""
-    monkeypatch.setattr("gradsync.launch.agent.LAST_WORDS_S", 1.0)
+    monkeypatch.setattr("gradsync.commands.launch.agent.LAST_WORDS_S", 1.0)
     rank_module("""
 mine = sys.argv[2].split()[rank]
 if mine == "wait":
@@ -313,8 +313,8 @@ def test_after_a_failure_no_rank_keeps_the_launcher(
     """A stopped rank prints no message, and is woken to end; one that saves may finish; one that
     ignores it is killed."""
     last_words_s = 30.0 if other == "stops" else 0.3
-    monkeypatch.setattr("gradsync.launch.agent.LAST_WORDS_S", last_words_s)
-    monkeypatch.setattr("gradsync.launch.agent.END_S", 3.0)
+    monkeypatch.setattr("gradsync.commands.launch.agent.LAST_WORDS_S", last_words_s)
+    monkeypatch.setattr("gradsync.commands.launch.agent.END_S", 3.0)
     rank_module("""
 def save(number, frame):
     time.sleep(1.0)
@@ -342,7 +342,7 @@ sys.exit(1)
 def test_a_stop_wakes_a_rank_that_is_stopped_and_ends_one_that_others_gave_up(
     tmp_path, rank_module, monkeypatch
 ):
-    monkeypatch.setattr("gradsync.launch.agent.END_S", 0.5)
+    monkeypatch.setattr("gradsync.commands.launch.agent.END_S", 0.5)
     rank_module("""
 number = [signal.SIG_IGN, lambda number, frame: sys.exit(124)][rank]
 signal.signal(signal.SIGTERM, number)

@@ -9,10 +9,10 @@ from typing import Literal
 
 import pytest
 
-from gradsync.models.config import GPTConfig
-from gradsync.parallel.layout import ParallelLayout
-from gradsync.plan.memory import CPU_PROCESS, memory_need
-from gradsync.plan.workload import Split, Workload
+from gradsync.commands.models.config import GPTConfig
+from gradsync.commands.parallel.layout import ParallelLayout
+from gradsync.commands.plan.memory import CPU_PROCESS, memory_need
+from gradsync.commands.plan.workload import Split, Workload
 from support import memory_rank
 from support.fork_server import run_forked, torch_ranks
 

@@ -20,10 +20,10 @@ from unittest import mock
 import pytest
 import torch
 
-from gradsync.models.config import GPTConfig
-from gradsync.parallel.split_sync import SplitSync
-from gradsync.train.config import CheckpointConfig, EvalConfig, OptimConfig, TrainConfig
-from gradsync.train.faults import FaultPlan
+from gradsync.commands.models.config import GPTConfig
+from gradsync.commands.parallel.split_sync import SplitSync
+from gradsync.commands.train.config import CheckpointConfig, EvalConfig, OptimConfig, TrainConfig
+from gradsync.commands.train.faults import FaultPlan
 from support.small_run import VOCAB, RankResult, losses, make_data, small_config, train_rank
 
 TIED = GPTConfig(

@@ -19,13 +19,13 @@ import pytest
 from gradsync.checkpoint.store import CheckpointStore
 from gradsync.checkpoint.weights import load_weights
 from gradsync.comm.process_group import ProcessGroupCommunicator
+from gradsync.commands.models.config import GPTConfig
+from gradsync.commands.models.gpt import GPT
+from gradsync.commands.train.config import CheckpointConfig, EvalConfig, OptimConfig, TrainConfig
+from gradsync.commands.train.loop import Trainer
 from gradsync.core.files import Filesystem
-from gradsync.models.config import GPTConfig
-from gradsync.models.gpt import GPT
 from gradsync.sync.fsdp import FsdpShards
 from gradsync.sync.sharded_optimizer import ShardedOptimizer
-from gradsync.train.config import CheckpointConfig, EvalConfig, OptimConfig, TrainConfig
-from gradsync.train.loop import Trainer
 from support.small_run import VOCAB, RankResult, losses, make_data, small_config, train_rank
 
 # A width that 64 does not divide, so that shares end inside of rows.

@@ -12,8 +12,8 @@ from unittest import mock
 
 import pytest
 
-from gradsync.train.config import TrainConfig
-from gradsync.train.trackers import KINDS
+from gradsync.commands.train.config import TrainConfig
+from gradsync.commands.train.trackers import KINDS
 from support.launchers import run_python
 from support.requirements import require
 from support.small_run import RankResult, losses, make_data, small_config, train_rank

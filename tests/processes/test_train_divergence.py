@@ -9,8 +9,8 @@ from unittest import mock
 
 import pytest
 
-from gradsync.train import loop
-from gradsync.train.config import CheckpointConfig, EvalConfig, OptimConfig, TrainConfig
+from gradsync.commands.train import loop
+from gradsync.commands.train.config import CheckpointConfig, EvalConfig, OptimConfig, TrainConfig
 from support.small_run import RankResult, make_data, small_config, train_rank
 
 

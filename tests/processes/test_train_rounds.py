@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gradsync.train.config import (
+from gradsync.commands.train.config import (
     CheckpointConfig,
     EvalConfig,
     OptimConfig,

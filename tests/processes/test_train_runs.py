@@ -15,15 +15,15 @@ from unittest import mock
 import pytest
 import torch
 
+from gradsync.commands.report.run import read_run
+from gradsync.commands.train.audit import choose_leaf
+from gradsync.commands.train.config import EvalConfig, SyncConfig, TrainConfig
+from gradsync.commands.train.faults import FaultPlan
+from gradsync.commands.train.loop import Interval, Trainer
 from gradsync.data.micro_batch import Batch
-from gradsync.report.run import read_run
 from gradsync.runtime.activity import Sampler
 from gradsync.runtime.environ import exported
 from gradsync.sync.registry import STRATEGIES
-from gradsync.train.audit import choose_leaf
-from gradsync.train.config import EvalConfig, SyncConfig, TrainConfig
-from gradsync.train.faults import FaultPlan
-from gradsync.train.loop import Interval, Trainer
 from support.small_run import RankResult, losses, make_data, small_config, train_rank
 
 BITWISE = [name for name, strategy in STRATEGIES.items() if strategy.promise == "bitwise"]

@@ -10,9 +10,9 @@ from unittest import mock
 
 import pytest
 
+from gradsync.commands.train.config import EvalConfig, OptimConfig, TrainConfig
+from gradsync.commands.train.faults import FaultPlan
 from gradsync.data.streaming import StreamLoader
-from gradsync.train.config import EvalConfig, OptimConfig, TrainConfig
-from gradsync.train.faults import FaultPlan
 from support.small_run import RankResult, losses, small_config, train_rank
 
 

@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from gradsync.bench import steps, tune
-from gradsync.bench.contestants import Contestant
-from gradsync.bench.steps import Checked
-from gradsync.bench.sync_plan import SyncSettings
-from gradsync.bench.tune import StageOutcome, Tuner, TuneRequest
-from gradsync.cli.train import _named_sync
-from gradsync.models.config import PRESETS, GPTConfig
+from gradsync.commands.bench import steps, tune
+from gradsync.commands.bench.contestants import Contestant
+from gradsync.commands.bench.steps import Checked
+from gradsync.commands.bench.sync_plan import SyncSettings
+from gradsync.commands.bench.tune import StageOutcome, Tuner, TuneRequest
+from gradsync.commands.cli.train import _named_sync
+from gradsync.commands.models.config import PRESETS, GPTConfig
+from gradsync.commands.train.tuned import TUNED, Tuned, TunedStrategy, conditions_of
 from gradsync.runtime import environ
-from gradsync.train.tuned import TUNED, Tuned, TunedStrategy, conditions_of
 from support.rank_session import open_session
 from support.small_run import make_data, small_config
 

@@ -11,12 +11,12 @@ import pytest
 
 from gradsync.comm.base import Communicator
 from gradsync.comm.groups import communicator
+from gradsync.commands.verify.cell import Setting, run_cell
+from gradsync.commands.verify.record import State
+from gradsync.commands.verify.run import read, save
+from gradsync.commands.verify.settings import Cell, VerifySettings, promise_of
 from gradsync.sync.buffers import BufferSync
 from gradsync.sync.watch import ReplicaWatch
-from gradsync.verify.cell import Setting, run_cell
-from gradsync.verify.record import State
-from gradsync.verify.run import read, save
-from gradsync.verify.settings import Cell, VerifySettings, promise_of
 from support import verify_faults
 from support.rank_session import open_session
 
@@ -42,7 +42,9 @@ def _verify(
             if fault == "promised_bitwise":
                 promise = replace(promise, kind="bitwise", same_bits=True)
             with (
-                mock.patch("gradsync.verify.cell.promise_of", lambda _, promise=promise: promise),
+                mock.patch(
+                    "gradsync.commands.verify.cell.promise_of", lambda _, promise=promise: promise
+                ),
                 # Verify must find a fault also where the step itself would refuse it.
                 mock.patch.object(ReplicaWatch, "refuse_unlike"),
                 mock.patch.object(BufferSync, "refuse_unlike"),

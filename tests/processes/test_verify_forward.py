@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from gradsync.comm.groups import communicator
-from gradsync.verify.cell import Setting, run_cell
-from gradsync.verify.settings import Cell, VerifySettings
+from gradsync.commands.verify.cell import Setting, run_cell
+from gradsync.commands.verify.settings import Cell, VerifySettings
 from support.rank_session import open_session
 
 SETTINGS = VerifySettings(num_steps=2)

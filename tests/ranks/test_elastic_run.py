@@ -9,12 +9,12 @@ import pytest
 import torch.distributed as dist
 import yaml
 
-from gradsync.cli.main import main
 from gradsync.comm.process_group import ProcessGroupCommunicator
-from gradsync.train import tuned
-from gradsync.train.config import TrainConfig
-from gradsync.train.config_io import write_config
-from gradsync.train.tuned import resolve_dtype
+from gradsync.commands.cli.main import main
+from gradsync.commands.train import tuned
+from gradsync.commands.train.config import TrainConfig
+from gradsync.commands.train.config_io import write_config
+from gradsync.commands.train.tuned import resolve_dtype
 from gradsync.world import World
 from support.small_run import make_data, small_config
 from support.thread_ranks import run_thread_ranks
@@ -41,7 +41,7 @@ def test_a_run_writes_down_what_was_found(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     line = ["train", str(config_file), "--elastic", "--nproc-per-node", "1"]
-    monkeypatch.setattr("gradsync.cli.train.host_cores", lambda: 0)
+    monkeypatch.setattr("gradsync.commands.cli.train.host_cores", lambda: 0)
     assert main(line) == 0
     said = capsys.readouterr().out
     assert "\n1 ranks share 0 cores: no faster than 0 ranks\n" in said

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from gradsync.comm.groups import SingleCommunicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
+from gradsync.commands.models.config import GPTConfig
+from gradsync.commands.models.gpt import GPT
+from gradsync.commands.train.learner import evaluate
 from gradsync.data.loader import EvalLoader
 from gradsync.errors import RunError
-from gradsync.models.config import GPTConfig
-from gradsync.models.gpt import GPT
-from gradsync.train.learner import evaluate
 from gradsync.world import World
 from support.thread_ranks import run_thread_ranks
 
@@ -130,7 +130,9 @@ def test_it_computes_under_the_given_autocast() -> None:
 def test_sums_are_kept_in_double_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     """In fp32 a sum of 2**24 + 1 + 1 loses the ones."""
     values = iter((float(2**24), 1.0, 1.0))
-    monkeypatch.setattr("gradsync.train.learner.loss_sum", lambda *_: torch.tensor(next(values)))
+    monkeypatch.setattr(
+        "gradsync.commands.train.learner.loss_sum", lambda *_: torch.tensor(next(values))
+    )
     leaves = leaves_of(0, 1, 10)
     targets = sum(leaf.num_targets for leaf in leaves)
     loss = evaluate(GPT(SHAPE), leaves, SingleCommunicator(), nullcontext())

@@ -13,7 +13,7 @@ from torch import nn
 
 from gradsync.comm.groups import SingleCommunicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
-from gradsync.train.micro_batch import (
+from gradsync.commands.train.micro_batch import (
     Cost,
     MemoryProbe,
     Rehearsal,

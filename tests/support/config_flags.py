@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gradsync.train.config import TrainConfig
-from gradsync.train.config_io import write_config
+from gradsync.commands.train.config import TrainConfig
+from gradsync.commands.train.config_io import write_config
 
 
 def train_arguments(config: TrainConfig) -> list[str]:

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from gradsync.plan import machine
-from gradsync.plan.description import Hardware
-from gradsync.plan.machine import Interfaces, Processor, detect_hardware
+from gradsync.commands.plan import machine
+from gradsync.commands.plan.description import Hardware
+from gradsync.commands.plan.machine import Interfaces, Processor, detect_hardware
 
 GIB = 2**30
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gradsync.checkpoint.manifest import seal
-from gradsync.cli.main import main
+from gradsync.commands.cli.main import main
 from gradsync.data.prepare import prepare
 
 FLAGS = (

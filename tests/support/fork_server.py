@@ -38,7 +38,13 @@ from support.launchers import (
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     # The first optimizer imports torch._dynamo; the rest comes with the first training step.
-    ["torch._dynamo", "torch.distributed.fsdp", "gradsync.cli.main", "gradsync.train.run", "pytest"]
+    [
+        "torch._dynamo",
+        "torch.distributed.fsdp",
+        "gradsync.commands.cli.main",
+        "gradsync.commands.train.run",
+        "pytest",
+    ]
 )
 
 _PORTS_A_WORKER = 2_000

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import torch
 
-from gradsync.bench.entrants import leaves_of
-from gradsync.bench.steps import quiet_session
 from gradsync.comm.groups import communicator
 from gradsync.comm.values import all_gather_json
-from gradsync.models.config import GPTConfig
-from gradsync.train.config import TrainConfig
-from gradsync.train.learner import build_learner
+from gradsync.commands.bench.entrants import leaves_of
+from gradsync.commands.bench.steps import quiet_session
+from gradsync.commands.models.config import GPTConfig
+from gradsync.commands.train.config import TrainConfig
+from gradsync.commands.train.learner import build_learner
 
 
 def peak_bytes() -> int:

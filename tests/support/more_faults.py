@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradsync.cli import drill
-from gradsync.cli.main import main
 from gradsync.comm.process_group import Done
 from gradsync.comm.reductions import all_reduce
-from gradsync.train.faults import FAULTS, FIRST, PHASES, SILENT, Fault, FaultPlan, Planted
-from gradsync.train.loop import Trainer
+from gradsync.commands.cli import drill
+from gradsync.commands.cli.main import main
+from gradsync.commands.train.faults import FAULTS, FIRST, PHASES, SILENT, Fault, FaultPlan, Planted
+from gradsync.commands.train.loop import Trainer
 
 _SLOW_S = 12.0
 _ATTACH_FILTER = 26  # SO_ATTACH_FILTER, which Python does not name

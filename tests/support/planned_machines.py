@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from gradsync.models.config import GPTConfig
-from gradsync.parallel.layout import ParallelLayout
-from gradsync.plan.collectives import Fit
-from gradsync.plan.description import Device, Hardware, Host, Kind, Link
-from gradsync.plan.profile import BucketReady, StepProfile
-from gradsync.plan.workload import Split, Workload
+from gradsync.commands.models.config import GPTConfig
+from gradsync.commands.parallel.layout import ParallelLayout
+from gradsync.commands.plan.collectives import Fit
+from gradsync.commands.plan.description import Device, Hardware, Host, Kind, Link
+from gradsync.commands.plan.profile import BucketReady, StepProfile
+from gradsync.commands.plan.workload import Split, Workload
 
 MODEL = GPTConfig(n_layer=2, n_head=2, n_embd=8, vocab_size=16, block_size=8)
 NEAR = Link(name="near", alpha_s=1e-3, bytes_per_s=1e6)

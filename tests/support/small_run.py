@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from gradsync.models.config import GPTConfig
-from gradsync.train.config import CheckpointConfig, EvalConfig, OptimConfig, TrainConfig
-from gradsync.train.faults import FaultPlan
-from gradsync.train.run import train
+from gradsync.commands.models.config import GPTConfig
+from gradsync.commands.train.config import CheckpointConfig, EvalConfig, OptimConfig, TrainConfig
+from gradsync.commands.train.faults import FaultPlan
+from gradsync.commands.train.run import train
 from support.rank_session import open_session
 
 VOCAB = 64

@@ -24,10 +24,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a program, without pytest's path
 
-from gradsync.cli.main import main as gradsync
+from gradsync.commands.cli.main import main as gradsync
 from support.namespaces import become_host
 
-WARM = ("torch._dynamo", "gradsync.train.run")
+WARM = ("torch._dynamo", "gradsync.commands.train.run")
 """Modules that every rank would import, the former in its first optimizer step."""
 
 RANKS_A_HOST = 2

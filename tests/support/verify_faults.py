@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradsync.commands.verify.run import Parts
 from gradsync.data.micro_batch import MicroBatch
 from gradsync.sync.reducer import Stopwatch, sum_gradients, trainable
 from gradsync.sync.replica import replica_of
-from gradsync.verify.run import Parts
 
 Fault = Callable[[Parts], Parts]
 NAME = "head.weight"

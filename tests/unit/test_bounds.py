@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from gradsync.cli.main import main
+from gradsync.commands.cli.main import main
+from gradsync.commands.train.config import TrainConfig
 from gradsync.errors import ConfigError
 from gradsync.runtime.bounds import LONGEST_S, check_numbers
 from gradsync.runtime.session import SessionOptions
-from gradsync.train.config import TrainConfig
 
 FLOATS = (float("nan"), float("inf"), float("-inf"), 1e300)
 INTEGERS = (10**30, -(10**30), 10**400)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from gradsync.cli.main import main
+from gradsync.commands.cli.main import main
 from gradsync.data.prepare import prepare
 from gradsync.errors import DataError
 from support.foreign_files import (

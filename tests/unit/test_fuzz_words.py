@@ -14,15 +14,15 @@ import pytest
 import yaml
 from hypothesis import given
 
-from gradsync.cli.doctor import launcher_document, launcher_text
+from gradsync.commands.cli.doctor import launcher_document, launcher_text
+from gradsync.commands.plan.catalog import hardware_of
+from gradsync.commands.plan.hardware_file import dump_hardware, load_hardware
+from gradsync.commands.train.check import check_request
+from gradsync.commands.train.config import TrainConfig, recipe
+from gradsync.commands.train.config_io import parse_config, write_config
 from gradsync.errors import GradsyncError, LaunchError
-from gradsync.plan.catalog import hardware_of
-from gradsync.plan.hardware_file import dump_hardware, load_hardware
 from gradsync.runtime.coordinator import System, plan_coordinator
 from gradsync.runtime.resolve import explain_world, resolve
-from gradsync.train.check import check_request
-from gradsync.train.config import TrainConfig, recipe
-from gradsync.train.config_io import parse_config, write_config
 from support.fuzz import changed, damaged, fuzzed, randoms, within_seconds
 
 CONFIG = asdict(recipe("mini"))

@@ -20,12 +20,14 @@ import pytest
 import gradsync
 from gradsync import compat
 from gradsync.comm.reductions import ALGORITHMS
+from gradsync.commands.launch.local import obituary
+from gradsync.commands.lint.rules import RULES, lint
+from gradsync.commands.lint.script import Script
+from gradsync.commands.models.config import preset
+from gradsync.commands.train.check import check_size
+from gradsync.commands.train.config_io import parse_config
 from gradsync.data.batch_plan import solve_batch_plan
 from gradsync.errors import GradsyncError
-from gradsync.launch.local import obituary
-from gradsync.lint.rules import RULES, lint
-from gradsync.lint.script import Script
-from gradsync.models.config import preset
 from gradsync.runtime.coordinator import plan_coordinator
 from gradsync.runtime.device import check_not_shared, device_name
 from gradsync.runtime.rendezvous import meet
@@ -33,8 +35,6 @@ from gradsync.runtime.resolve import resolve
 from gradsync.runtime.store import host_store
 from gradsync.sync.options import Recipe
 from gradsync.sync.registry import STRATEGIES
-from gradsync.train.check import check_size
-from gradsync.train.config_io import parse_config
 from support.launchers import run_python
 
 ROOT = Path(__file__).parents[2]

@@ -67,7 +67,7 @@ def test_errors_are_said_so(said: str) -> None:
 
 def test_every_command_of_the_page_is_one(capsys: pytest.CaptureFixture[str]) -> None:
     """The lines that the page shows for two nodes are what the command prints."""
-    from gradsync.cli.main import main
+    from gradsync.commands.cli.main import main
 
     shown = PAGE.partition("$ gradsync launch ")[2].partition("```")[0].splitlines()
     assert main(["launch", *shown[0].split()]) == 0

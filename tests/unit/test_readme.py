@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gradsync.cli.main import COMMANDS
+from gradsync.commands.cli.main import COMMANDS
 from gradsync.sync.registry import STRATEGIES
 from support.launchers import run_python
 

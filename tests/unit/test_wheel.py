@@ -12,7 +12,7 @@ from support.requirements import require
 ROOT = Path(__file__).parents[2]
 ASK = """
 import gradsync
-from gradsync.cli.main import main
+from gradsync.commands.cli.main import main
 print(gradsync.__file__)
 for line in LINES:
     assert main(line.split()) == 0, line

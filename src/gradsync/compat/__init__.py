@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gradsync.commands.plan.placement import place_parts as place_parts
     from gradsync.compat.course import NaiveDDPTrainer as NaiveDDPTrainer
     from gradsync.compat.course import shard_batch as shard_batch
     from gradsync.compat.elastic_gpu import ElasticGPUConfig as ElasticGPUConfig
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from gradsync.compat.functions import setup_distributed as setup_distributed
     from gradsync.compat.manager import DDPManager as DDPManager
     from gradsync.data.loader import DatasetLoader as DatasetLoader
-    from gradsync.plan.placement import place_parts as place_parts
 
 _HOMES = {
     "gradsync.compat.course": (
@@ -42,7 +42,7 @@ _HOMES = {
     ),
     "gradsync.compat.manager": ("DDPManager",),
     "gradsync.data.loader": ("DatasetLoader",),
-    "gradsync.plan.placement": ("place_parts",),
+    "gradsync.commands.plan.placement": ("place_parts",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

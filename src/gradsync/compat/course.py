@@ -30,10 +30,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gradsync.comm.groups import communicator
-from gradsync.compat.frozen import map_tensors, tensors_in
+from gradsync.compat.frozen import tensors_in
 from gradsync.compat.functions import setup_distributed as setup_distributed  # noqa: PLC0414  a re-export
 from gradsync.data.batch_plan import share
-from gradsync.data.micro_batch import count_targets
+from gradsync.data.micro_batch import count_targets, map_tensors
 from gradsync.errors import ConfigError, DataError
 from gradsync.sync.replicate import replicate
 from gradsync.sync.sharded_optimizer import ShardedOptimizer

@@ -27,13 +27,13 @@ from typing import Any
 
 from torch import nn
 
+from gradsync.commands.plan.description import Device, Hardware, Switches, speed_switches
+from gradsync.commands.plan.hardware_file import load_hardware
+from gradsync.commands.plan.machine import detect_hardware
+from gradsync.commands.plan.placement import FrozenPart, FrozenPlacement, place_parts
 from gradsync.compat.frozen import AnyDevice, PlacedParts, place_frozen
 from gradsync.core.files import counted
 from gradsync.errors import ConfigError
-from gradsync.plan.description import Device, Hardware, Switches, speed_switches
-from gradsync.plan.hardware_file import load_hardware
-from gradsync.plan.machine import detect_hardware
-from gradsync.plan.placement import FrozenPart, FrozenPlacement, place_parts
 from gradsync.runtime import environ
 from gradsync.runtime.resolve import resolve
 

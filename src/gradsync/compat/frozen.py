@@ -10,16 +10,16 @@ device of its inputs. Gradients return the same way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, MutableMapping, Sequence
-from copy import copy
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from gradsync.commands.plan.placement import FrozenPart, FrozenPlacement, PartPlace
 from gradsync.core.torch_private import move_own
+from gradsync.data.micro_batch import map_tensors
 from gradsync.errors import ConfigError
-from gradsync.plan.placement import FrozenPart, FrozenPlacement, PartPlace
 
 AnyDevice = torch.device | str
 
@@ -157,24 +157,6 @@ def _bytes(module: nn.Module) -> int:
 
 def _moved(value: Any, device: AnyDevice) -> Any:
     return map_tensors(value, lambda tensor: tensor.to(device))
-
-
-def map_tensors(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
-    """Apply `fn` to each tensor in nested tuples, lists and mappings; the structure is the same."""
-    if isinstance(value, Tensor):
-        return fn(value)
-    if isinstance(value, MutableMapping):
-        mapped = copy(value)  # keeps the type: models' outputs are often mappings with attributes
-        for key, part in value.items():
-            mapped[key] = map_tensors(part, fn)
-        return mapped
-    if isinstance(value, Mapping):
-        return {key: map_tensors(part, fn) for key, part in value.items()}
-    if isinstance(value, tuple | list):
-        parts = [map_tensors(part, fn) for part in value]
-        # A named tuple takes its fields as separate arguments.
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    return value
 
 
 def tensors_in(value: Any) -> list[Tensor]:

@@ -18,7 +18,8 @@ averages over another count, pass it: `sync.backward(..., weight=...)`. Language
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -287,3 +288,21 @@ def move_to(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, (tuple, list)):
         return type(batch)(move_to(value, device) for value in batch)
     return batch.to(device) if hasattr(batch, "to") else batch
+
+
+def map_tensors(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
+    """Apply `fn` to each tensor in nested tuples, lists and mappings; the structure is the same."""
+    if isinstance(value, Tensor):
+        return fn(value)
+    if isinstance(value, MutableMapping):
+        mapped = copy(value)  # keeps the type: models' outputs are often mappings with attributes
+        for key, part in value.items():
+            mapped[key] = map_tensors(part, fn)
+        return mapped
+    if isinstance(value, Mapping):
+        return {key: map_tensors(part, fn) for key, part in value.items()}
+    if isinstance(value, tuple | list):
+        parts = [map_tensors(part, fn) for part in value]
+        # A named tuple takes its fields as separate arguments.
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value

@@ -166,7 +166,7 @@ def interrupted_line(error: KeyboardInterrupt) -> str:
     trace = error.__traceback__
     frame = None if trace is None else trace.tb_frame
     while frame is not None and _module(frame).startswith("gradsync."):
-        if _module(frame).startswith("gradsync.cli."):
+        if _module(frame).startswith("gradsync.commands.cli."):
             return ""
         frame = frame.f_back
     if frame is None:

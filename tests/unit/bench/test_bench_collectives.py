@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from gradsync.bench.collectives import (
+from gradsync.commands.bench.collectives import (
     EXPERIMENT,
     OPERATIONS,
     AlgorithmRow,
@@ -28,8 +28,8 @@ from gradsync.bench.collectives import (
     size_text,
     time_text,
 )
-from gradsync.bench.collectives_run import Lap, Patterns, in_time
-from gradsync.bench.experiment import from_json
+from gradsync.commands.bench.collectives_run import Lap, Patterns, in_time
+from gradsync.commands.bench.experiment import from_json
 from gradsync.errors import ConfigError
 from gradsync.world import World
 from support.bench_results import COLLECTIVES, collective

@@ -10,12 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradsync.bench import scaling
-from gradsync.bench.contestants import parse_contestants, with_ideals
-from gradsync.bench.report import Spread, interval, percentile, ratios, spread
-from gradsync.bench.scaling import ScalingOptions, ScalingPlan, judge, notes_of, usual_sizes
-from gradsync.bench.sync import rows_csv, rows_of
-from gradsync.bench.sync_plan import BenchPlan, SyncSettings, bench_plan, turns
+from gradsync.commands.bench import scaling
+from gradsync.commands.bench.contestants import parse_contestants, with_ideals
+from gradsync.commands.bench.report import Spread, interval, percentile, ratios, spread
+from gradsync.commands.bench.scaling import (
+    ScalingOptions,
+    ScalingPlan,
+    judge,
+    notes_of,
+    usual_sizes,
+)
+from gradsync.commands.bench.sync import rows_csv, rows_of
+from gradsync.commands.bench.sync_plan import BenchPlan, SyncSettings, bench_plan, turns
 from gradsync.world import World
 from support.bench_results import ENVIRONMENT
 

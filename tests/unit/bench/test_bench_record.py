@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gradsync.bench.experiment import environment, write_record
+from gradsync.commands.bench.experiment import environment, write_record
 from gradsync.core.files import check_place, json_text, write_result, write_text
 from gradsync.errors import ConfigError, RunError
 

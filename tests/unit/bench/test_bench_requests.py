@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from gradsync.bench import sync_plan as bench_plan
-from gradsync.bench.collectives import CollectivesSettings
-from gradsync.bench.experiment import command_of, from_json
-from gradsync.bench.sync import SyncOptions, as_measured
-from gradsync.bench.sync_plan import BenchPlan
-from gradsync.cli import experiment
-from gradsync.cli.main import main
-from gradsync.launch import local
+from gradsync.commands.bench import sync_plan as bench_plan
+from gradsync.commands.bench.collectives import CollectivesSettings
+from gradsync.commands.bench.experiment import command_of, from_json
+from gradsync.commands.bench.sync import SyncOptions, as_measured
+from gradsync.commands.bench.sync_plan import BenchPlan
+from gradsync.commands.cli import experiment
+from gradsync.commands.cli.main import main
+from gradsync.commands.launch import local
 from gradsync.world import World
 from support.bench_results import COLLECTIVES, GB
 
@@ -152,7 +152,7 @@ def test_dry_run_says_what_would_be_measured(
 def test_one_rank_of_a_launcher_says_what_would_be_measured(
     module: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = import_module(f"gradsync.{module}").EXPERIMENT
+    found = import_module(f"gradsync.commands.{module}").EXPERIMENT
     said = []
     for rank in range(2):
         world = World(rank=rank, world_size=2, local_rank=rank, local_world_size=2)

@@ -11,11 +11,11 @@ from unittest import mock
 import pytest
 import tyro
 
-from gradsync.bench import sync
-from gradsync.bench.contestants import parse_contestants, with_ideals
-from gradsync.bench.experiment import from_json
-from gradsync.bench.steps import Baton, Runner, my_set
-from gradsync.bench.sync_plan import (
+from gradsync.commands.bench import sync
+from gradsync.commands.bench.contestants import parse_contestants, with_ideals
+from gradsync.commands.bench.experiment import from_json
+from gradsync.commands.bench.steps import Baton, Runner, my_set
+from gradsync.commands.bench.sync_plan import (
     BUDGET_S,
     BenchPlan,
     Room,
@@ -25,11 +25,11 @@ from gradsync.bench.sync_plan import (
     seconds_of,
     shortened,
 )
+from gradsync.commands.models.config import PRESETS
+from gradsync.commands.parallel.layout import ParallelLayout
+from gradsync.commands.plan.memory import memory_need
+from gradsync.commands.plan.workload import Split, Workload
 from gradsync.errors import ConfigError
-from gradsync.models.config import PRESETS
-from gradsync.parallel.layout import ParallelLayout
-from gradsync.plan.memory import memory_need
-from gradsync.plan.workload import Split, Workload
 from gradsync.world import World
 from support.bench_results import GB
 
@@ -101,7 +101,7 @@ def test_contestants_that_cannot_be(text: str, message: str) -> None:
 
 
 def test_a_missing_package_is_named_or_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradsync.bench.contestants.find_spec", lambda name: None)
+    monkeypatch.setattr("gradsync.commands.bench.contestants.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs the package lightning_fabric.*gradsync\[bench\]"):
         parse_contestants("naive,fabric")
     assert names("default")[-1] == "torch_ddp"

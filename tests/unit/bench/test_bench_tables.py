@@ -12,7 +12,7 @@ import pytest
 from bench_tables import PAGES, ROOT, TABLE
 from benchmark_table import PAGE, SECTION
 
-from gradsync.bench.report import progress_bar
+from gradsync.commands.bench.report import progress_bar
 from gradsync.sync.registry import STRATEGIES
 
 

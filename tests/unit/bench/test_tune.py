@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import tyro
 
-from gradsync.bench.experiment import from_json
-from gradsync.bench.sync_plan import SyncSettings
-from gradsync.bench.tune import (
+from gradsync.commands.bench.experiment import from_json
+from gradsync.commands.bench.sync_plan import SyncSettings
+from gradsync.commands.bench.tune import (
     StageOutcome,
     TuneRequest,
     bucket_stage,
@@ -27,11 +27,11 @@ from gradsync.bench.tune import (
     strategy_stage,
     verdicts,
 )
-from gradsync.cli.train import _threads
-from gradsync.cli.tune import TuneOptions, command_text, request_of
+from gradsync.commands.cli.train import _threads
+from gradsync.commands.cli.tune import TuneOptions, command_text, request_of
+from gradsync.commands.train.config import TrainConfig
+from gradsync.commands.train.tuned import TunedStrategy
 from gradsync.sync.registry import STRATEGIES
-from gradsync.train.config import TrainConfig
-from gradsync.train.tuned import TunedStrategy
 from gradsync.world import World
 
 MIB = 2**20

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gradsync.cli.main import COMMANDS, main
-from gradsync.cli.train import complete_flags
+from gradsync.commands.cli.main import COMMANDS, main
+from gradsync.commands.cli.train import complete_flags
+from gradsync.commands.launch import local
+from gradsync.commands.models.config import PRESETS
 from gradsync.data import tokenizer
 from gradsync.data.prepare import prepare
-from gradsync.launch import local
-from gradsync.models.config import PRESETS
 from support.foreign_files import rewrite_json
 from support.launchers import run_python
 from support.small_run import make_data
@@ -35,7 +35,8 @@ def test_answers_without_torch() -> None:
         "train tiny --model.vocab-size 4000000000": 2,
     }
     code = (
-        "import sys; from gradsync.cli.main import main; import gradsync.launch.requeue\n"
+        "import sys; from gradsync.commands.cli.main import main\n"
+        "import gradsync.commands.launch.requeue\n"
         f"for line, expected in {lines}.items():\n"
         "    try: code = main(line.split())\n"
         "    except SystemExit as stop: code = stop.code or 0\n"
@@ -240,7 +241,7 @@ def test_a_model_whose_optimizer_has_no_room_is_refused_unbuilt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("gradsync.train.check.total_bytes", lambda: 12 * 10**6)
+    monkeypatch.setattr("gradsync.commands.train.check.total_bytes", lambda: 12 * 10**6)
     assert (
         run(*TRAIN, "--steps", "1") == 2
     )  # 1.8 M parameters: 7 MB of weights, and three times that
@@ -380,7 +381,7 @@ def test_a_start_that_fails_leaves_its_log(tmp_path: Path) -> None:
 HOLDER = """
 import os, sys
 from pathlib import Path
-from gradsync.train.output import RunDir
+from gradsync.commands.train.output import RunDir
 run_dir = RunDir(Path(sys.argv[1]))
 run_dir.hold(begin=True)
 if os.fork() == 0:  # as a data loader's worker, which may outlive its rank
@@ -444,7 +445,7 @@ def test_toml_and_its_typo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_saved_config_reads_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from gradsync.train.config_io import parse_config, write_config
+    from gradsync.commands.train.config_io import parse_config, write_config
 
     config = parse_config(["tiny", "--steps", "9", "--no-tf32", "--optim.clip-norm", "None"])
     write_config(config, tmp_path / "config.yaml")
@@ -453,7 +454,7 @@ def test_saved_config_reads_back(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_a_log_line_does_not_steer_the_terminal() -> None:
     code = (
-        "import logging; from gradsync.cli.main import main; main(['--version']);"
+        "import logging; from gradsync.commands.cli.main import main; main(['--version']);"
         r"logging.getLogger('gradsync').warning('%s', '\x1bc\x07EVIL\r\x9b31m\x7f')"
     )
     said = run_python(["-c", code]).ok().stderr

@@ -7,8 +7,8 @@ from importlib.machinery import ModuleSpec
 import pytest
 import torch
 
-from gradsync.cli import version
-from gradsync.cli.main import main
+from gradsync.commands.cli import version
+from gradsync.commands.cli.main import main
 
 
 def test_the_version_tells_what_a_bug_report_needs(

@@ -6,9 +6,9 @@ import re
 import pytest
 import torch
 
-from gradsync.cli import doctor
+from gradsync.commands.cli import doctor
+from gradsync.commands.plan.hardware_file import load_hardware
 from gradsync.errors import ConfigError, LaunchError
-from gradsync.plan.hardware_file import load_hardware
 
 MPI = {
     "OMPI_COMM_WORLD_RANK": "1",

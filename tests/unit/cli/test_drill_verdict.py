@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from gradsync.cli import drill as module
-from gradsync.cli.drill import Ended, describe, drill
-from gradsync.cli.main import main
+from gradsync.commands.cli import drill as module
+from gradsync.commands.cli.drill import Ended, describe, drill
+from gradsync.commands.cli.main import main
+from gradsync.commands.train.faults import FaultPlan
 from gradsync.errors import ConfigError, RunError
-from gradsync.train.faults import FaultPlan
 from support import more_faults
 
 assert more_faults.FLAGS  # its import adds "slow"

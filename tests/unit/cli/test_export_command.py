@@ -21,14 +21,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from gradsync.checkpoint.pieces import FlatPiece, part_stem, piece_of_run, places_of, whole_piece
 from gradsync.checkpoint.store import CheckpointStore, Snapshot, resolve
 from gradsync.checkpoint.weights import load_weights
-from gradsync.cli.main import main
+from gradsync.commands.cli.main import main
+from gradsync.commands.models.config import GPTConfig
+from gradsync.commands.models.gpt import GPT
+from gradsync.commands.models.llama import from_llama, llama_config, shape_of, to_llama
 from gradsync.data.meta import read_meta
 from gradsync.data.prepare import prepare
 from gradsync.data.tokenizer import load_tokenizer
 from gradsync.errors import ConfigError
-from gradsync.models.config import GPTConfig
-from gradsync.models.gpt import GPT
-from gradsync.models.llama import from_llama, llama_config, shape_of, to_llama
 
 TEXT = "the quick brown fox, Größe 3 µm \u200b🦊\n\tdef f(x): return x  # <|endoftext|>\n"
 FLAGS = (

@@ -21,11 +21,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gradsync.checkpoint.store import CheckpointStore, resolve
 from gradsync.checkpoint.weights import load_weights
-from gradsync.cli.main import main
-from gradsync.models.config import GPTConfig
-from gradsync.models.gpt import GPT, generate
-from gradsync.train.foreign import read_hf
-from gradsync.train.state import saved_model
+from gradsync.commands.cli.main import main
+from gradsync.commands.models.config import GPTConfig
+from gradsync.commands.models.gpt import GPT, generate
+from gradsync.commands.train.foreign import read_hf
+from gradsync.commands.train.state import saved_model
 from support.foreign_files import Stranger
 
 TEXT = "To be, or not to be: that is the question.\n" * 60

@@ -8,8 +8,15 @@ from typing import Any
 
 import pytest
 
-from gradsync.cli import health
-from gradsync.cli.health import Finding, from_message, judge, judge_alike, judge_disk, judge_ranks
+from gradsync.commands.cli import health
+from gradsync.commands.cli.health import (
+    Finding,
+    from_message,
+    judge,
+    judge_alike,
+    judge_disk,
+    judge_ranks,
+)
 from gradsync.world import World
 
 MIB, GIB = 2**20, 2**30

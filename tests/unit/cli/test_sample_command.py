@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradsync.cli.main import main
-from gradsync.cli.sample import TextPieces
+from gradsync.commands.cli.main import main
+from gradsync.commands.cli.sample import TextPieces
 from gradsync.data.prepare import prepare
 from gradsync.data.tokenizer import ByteTokenizer
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gradsync.commands.plan.description import Device, Hardware, Host, Link
+from gradsync.commands.plan.placement import FrozenPart, PartPlace
 from gradsync.compat import log_gpu_memory
 from gradsync.compat.elastic_gpu import ElasticGPUConfig
 from gradsync.errors import ConfigError
-from gradsync.plan.description import Device, Hardware, Host, Link
-from gradsync.plan.placement import FrozenPart, PartPlace
 
 GB = 10**9
 LINK = Link(name="nvlink4", alpha_s=1e-6, bytes_per_s=1e11)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from gradsync.commands.plan.hardware_file import load_hardware, load_network
+from gradsync.commands.train.config_io import parse_config
 from gradsync.core.document import LARGEST_BYTES, read_document
 from gradsync.errors import ConfigError
-from gradsync.plan.hardware_file import load_hardware, load_network
-from gradsync.train.config_io import parse_config
 
 DIGITS = "9" * 5_000
 

@@ -24,9 +24,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.nn.parallel import DistributedDataParallel
 
+from gradsync.commands.launch.agent import LocalAgent, build_agent
+from gradsync.commands.parallel import stage_model
 from gradsync.core import torch_private
-from gradsync.launch.agent import LocalAgent, build_agent
-from gradsync.parallel import stage_model
 from support.fork_server import run_forked
 from support.launchers import run_python
 from support.thread_ranks import run_thread_ranks

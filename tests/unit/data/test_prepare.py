@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gradsync.cli import prepare as command
+from gradsync.commands.cli import prepare as command
 from gradsync.data import documents as documents_file
 from gradsync.data import prepare as prepare_file
 from gradsync.data.documents import Documents
@@ -409,5 +409,5 @@ def test_what_is_left_out_or_no_text_is_said(
 
 
 def test_the_command_imports_no_torch() -> None:
-    code = "import sys, gradsync.cli.prepare; sys.exit('torch' in sys.modules)"
+    code = "import sys, gradsync.commands.cli.prepare; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 
+from gradsync.commands.train.check import check_request
+from gradsync.commands.train.config import EvalConfig, TrainConfig
 from gradsync.data.documents import is_stream
 from gradsync.data.prepare import prepare
 from gradsync.data.text_stream import StreamedText, TextStream, open_streamed_text, open_texts
 from gradsync.data.tokens import open_dataset
 from gradsync.errors import ConfigError, DataError
-from gradsync.train.check import check_request
-from gradsync.train.config import EvalConfig, TrainConfig
 
 TEXTS = ["one", "", "a much longer one than the sequences are", "two", *"abcdef", "ü" * 9, "last"]
 

@@ -4,8 +4,8 @@ import signal
 
 import pytest
 
-from gradsync.launch.local import after_failure, after_signal, obituary
-from gradsync.launch.request import may_restart
+from gradsync.commands.launch.local import after_failure, after_signal, obituary
+from gradsync.commands.launch.request import may_restart
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from gradsync.cli import launch, train_places
-from gradsync.cli.launch import split
-from gradsync.cli.main import main
-from gradsync.cli.train_places import Places, settle, take_places
+from gradsync.commands.cli import launch, train_places
+from gradsync.commands.cli.launch import split
+from gradsync.commands.cli.main import main
+from gradsync.commands.cli.train_places import Places, settle, take_places
+from gradsync.commands.launch import local
+from gradsync.commands.launch.local import LaunchOutcome
+from gradsync.commands.launch.request import LaunchPlan, Program, parse_program
 from gradsync.errors import ConfigError
-from gradsync.launch import local
-from gradsync.launch.local import LaunchOutcome
-from gradsync.launch.request import LaunchPlan, Program, parse_program
 from gradsync.world import World
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from gradsync.launch import requeue
-from gradsync.launch.requeue import History, Turn, decide, read_turn
+from gradsync.commands.launch import requeue
+from gradsync.commands.launch.requeue import History, Turn, decide, read_turn
 
 
 def turn(code: int = 75, steps: int | None = 5, seconds: float = 10.0) -> Turn:

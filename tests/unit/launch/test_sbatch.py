@@ -14,9 +14,9 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from gradsync.commands.launch.request import Program, parse_program
+from gradsync.commands.launch.sbatch import SbatchPlan, sbatch_script
 from gradsync.errors import ConfigError
-from gradsync.launch.request import Program, parse_program
-from gradsync.launch.sbatch import SbatchPlan, sbatch_script
 
 GOLDEN = Path(__file__).parent / "golden"
 

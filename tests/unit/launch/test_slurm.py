@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from gradsync.commands.launch import slurm
+from gradsync.commands.launch.slurm import own_words, state_of
 from gradsync.errors import LaunchError
-from gradsync.launch import slurm
-from gradsync.launch.slurm import own_words, state_of
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from gradsync.cli.main import main
+from gradsync.commands.cli.main import main
+from gradsync.commands.lint.rules import RULES, lint
+from gradsync.commands.lint.script import Script
 from gradsync.errors import ConfigError
-from gradsync.lint.rules import RULES, lint
-from gradsync.lint.script import Script
 
 SETUP = """
 import os

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
+from gradsync.commands.models.config import PRESETS, GPTConfig, preset
 from gradsync.errors import ConfigError
-from gradsync.models.config import PRESETS, GPTConfig, preset
 
 
 @pytest.mark.parametrize(
@@ -86,5 +86,5 @@ def test_gpt2_has_its_published_sizes():
 
 
 def test_shapes_need_no_torch():
-    code = "import sys, gradsync.models.config; sys.exit('torch' in sys.modules)"
+    code = "import sys, gradsync.commands.models.config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

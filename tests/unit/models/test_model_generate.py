@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gradsync.commands.models.config import GPTConfig
+from gradsync.commands.models.gpt import GPT, generate
 from gradsync.errors import ConfigError
-from gradsync.models.config import GPTConfig
-from gradsync.models.gpt import GPT, generate
 
 CONFIG = GPTConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=40, block_size=8)
 

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from gradsync.commands.models.config import GPTConfig
+from gradsync.commands.models.gpt import GPT, loss_sum, loss_sum_in_rows, rope_tables, rotate
+from gradsync.commands.train.config import TrainConfig
 from gradsync.errors import ConfigError
-from gradsync.models.config import GPTConfig
-from gradsync.models.gpt import GPT, loss_sum, loss_sum_in_rows, rope_tables, rotate
-from gradsync.train.config import TrainConfig
 from support.launchers import run_python
 
 SMALL = GPTConfig(n_layer=2, n_head=4, n_embd=32, vocab_size=61, block_size=24, hidden_dim=48)
@@ -287,7 +287,7 @@ def test_no_more_than_its_rows_are_in_memory(monkeypatch):
         seen.append((len(x), weight.dtype))
         return x @ weight.T
 
-    monkeypatch.setattr("gradsync.models.gpt.F.linear", linear)
+    monkeypatch.setattr("gradsync.commands.models.gpt.F.linear", linear)
     x = torch.randn(23, 4, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = loss_sum_in_rows(x, torch.randn(11, 4), torch.zeros(23, dtype=torch.int64), 10)
@@ -306,9 +306,9 @@ def test_what_the_loss_in_rows_does_not_go_with(changes):
 
 SLOW_IMPORTS = """
 import sys
-from gradsync.models.config import GPTConfig
-from gradsync.models.gpt import GPT
-import gradsync.train.run
+from gradsync.commands.models.config import GPTConfig
+from gradsync.commands.models.gpt import GPT
+import gradsync.commands.train.run
 GPT(GPTConfig(n_layer=1, n_embd=32, n_head=2, vocab_size=64, block_size=16, tie_head=False))
 slow = ["torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy"]
 slow += ["torch.utils.tensorboard", "wandb"]

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from gradsync.checkpoint.optimizer_state import pack_optimizer
 from gradsync.checkpoint.pieces import PartFiles, join, part_stem, places_of
 from gradsync.checkpoint.store import CheckpointStore, Snapshot
-from gradsync.errors import CheckpointError, ConfigError
-from gradsync.models.config import GPTConfig
-from gradsync.models.gpt import GPT
-from gradsync.parallel.layout import (
+from gradsync.commands.models.config import GPTConfig
+from gradsync.commands.models.gpt import GPT
+from gradsync.commands.parallel.layout import (
     Coordinates,
     ModelPart,
     ParallelLayout,
@@ -30,8 +29,9 @@ from gradsync.parallel.layout import (
     place_tensors,
     state_of_part,
 )
-from gradsync.train.config import OptimConfig
-from gradsync.train.learner import build_optimizer
+from gradsync.commands.train.config import OptimConfig
+from gradsync.commands.train.learner import build_optimizer
+from gradsync.errors import CheckpointError, ConfigError
 
 SHAPE = GPTConfig(n_layer=5, n_head=4, n_kv_head=2, n_embd=8, vocab_size=10, hidden_dim=12)
 ANY_LAYOUT = st.builds(

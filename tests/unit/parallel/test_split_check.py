@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from gradsync.commands.models.config import GPTConfig
+from gradsync.commands.plan.workload import goes_with_parts
+from gradsync.commands.train.check import check_request
+from gradsync.commands.train.config import SyncConfig, TrainConfig
 from gradsync.errors import ConfigError
-from gradsync.models.config import GPTConfig
-from gradsync.plan.workload import goes_with_parts
 from gradsync.sync.registry import STRATEGIES
-from gradsync.train.check import check_request
-from gradsync.train.config import SyncConfig, TrainConfig
 
 CONFIG = TrainConfig(
     tokens_per_update=4_096,  # 8 leaves

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradsync.errors import ConfigError
-from gradsync.plan.catalog import (
+from gradsync.commands.plan.catalog import (
     GB,
     LINKS,
     MAX_DEVICES,
@@ -27,8 +26,8 @@ from gradsync.plan.catalog import (
     nvlink,
     pcie,
 )
-from gradsync.plan.description import Device, Hardware, Host, Link
-from gradsync.plan.hardware_file import (
+from gradsync.commands.plan.description import Device, Hardware, Host, Link
+from gradsync.commands.plan.hardware_file import (
     FLOP_RATE,
     FLOPS,
     RATE,
@@ -44,6 +43,7 @@ from gradsync.plan.hardware_file import (
     read_quantity,
     write_bytes,
 )
+from gradsync.errors import ConfigError
 
 BOOST = {
     **{"h100": (132, 1.83e9), "a100-40": (108, 1.41e9), "t4": (40, 1.59e9)},

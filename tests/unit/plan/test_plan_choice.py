@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from gradsync.models.config import preset
-from gradsync.parallel.layout import ParallelLayout
-from gradsync.plan.choice import (
+from gradsync.commands.models.config import preset
+from gradsync.commands.parallel.layout import ParallelLayout
+from gradsync.commands.plan.choice import (
     ERROR,
     Candidate,
     Costs,
@@ -24,13 +24,13 @@ from gradsync.plan.choice import (
     room_bytes,
     splits,
 )
-from gradsync.plan.description import Device, Hardware, Host, Kind, Link
-from gradsync.plan.memory import MemoryNeed
-from gradsync.plan.placement import MARGIN, gb
-from gradsync.plan.profile import BucketReady, StepProfile
-from gradsync.plan.report import commands
-from gradsync.plan.step_costs import StepTime
-from gradsync.plan.workload import Split, Workload
+from gradsync.commands.plan.description import Device, Hardware, Host, Kind, Link
+from gradsync.commands.plan.memory import MemoryNeed
+from gradsync.commands.plan.placement import MARGIN, gb
+from gradsync.commands.plan.profile import BucketReady, StepProfile
+from gradsync.commands.plan.report import commands
+from gradsync.commands.plan.step_costs import StepTime
+from gradsync.commands.plan.workload import Split, Workload
 
 GB = 10**9
 LINK = Link(name="fast", alpha_s=1e-6, bytes_per_s=1e11)

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from gradsync.errors import RunError
-from gradsync.plan.collectives import (
+from gradsync.commands.plan.collectives import (
     ALL_REDUCE,
     GroupPlace,
     all_reduce_s,
@@ -22,7 +21,8 @@ from gradsync.plan.collectives import (
     quality,
     save_fits,
 )
-from gradsync.plan.description import Link
+from gradsync.commands.plan.description import Link
+from gradsync.errors import RunError
 from support.planned_machines import line
 
 SIZES = [4**k for k in range(1, 16)]

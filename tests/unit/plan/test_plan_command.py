@@ -17,22 +17,22 @@ import plan_output
 import pytest
 import tyro
 
-from gradsync.cli.main import main
-from gradsync.cli.plan import PlanOptions, hardware_of, request_of
+from gradsync.commands.cli.main import main
+from gradsync.commands.cli.plan import PlanOptions, hardware_of, request_of
+from gradsync.commands.models.config import preset
+from gradsync.commands.parallel.layout import ParallelLayout
+from gradsync.commands.plan.choice import Candidate, Costs, Recommendation, choose, obstacle, splits
+from gradsync.commands.plan.description import Hardware, Host, Link
+from gradsync.commands.plan.hardware_file import load_hardware
+from gradsync.commands.plan.memory import memory_need
+from gradsync.commands.plan.placement import MARGIN
+from gradsync.commands.plan.profile import StepProfile, estimate_profile
+from gradsync.commands.plan.report import print_table
+from gradsync.commands.plan.workload import Split, Workload, goes_with_parts
+from gradsync.commands.train.check import check_layout
+from gradsync.commands.train.config import recipe
 from gradsync.errors import ConfigError
-from gradsync.models.config import preset
-from gradsync.parallel.layout import ParallelLayout
-from gradsync.plan.choice import Candidate, Costs, Recommendation, choose, obstacle, splits
-from gradsync.plan.description import Hardware, Host, Link
-from gradsync.plan.hardware_file import load_hardware
-from gradsync.plan.memory import memory_need
-from gradsync.plan.placement import MARGIN
-from gradsync.plan.profile import StepProfile, estimate_profile
-from gradsync.plan.report import print_table
-from gradsync.plan.workload import Split, Workload, goes_with_parts
 from gradsync.sync.registry import STRATEGIES
-from gradsync.train.check import check_layout
-from gradsync.train.config import recipe
 from support.launchers import run_python
 
 ROOT = Path(__file__).parents[3]
@@ -154,7 +154,7 @@ def test_hosts_are_joined_where_the_network_allows(network: str, ranks: int) -> 
 def test_answers_without_torch() -> None:
     """Help, and a plan for a described machine."""
     code = (
-        "import sys; from gradsync.cli.main import main\n"
+        "import sys; from gradsync.commands.cli.main import main\n"
         "assert main(['plan', 'mini', '--hardware', 't4']) == 0\n"
         "try: main(['plan', '--help'])\n"
         "except SystemExit as stop: assert not stop.code\n"
@@ -302,7 +302,7 @@ def test_bad_request_gets_one_clear_message(request_: str, ask: Ask) -> None:
 
 
 def test_this_machine(monkeypatch: pytest.MonkeyPatch, ask: Ask) -> None:
-    monkeypatch.setattr("gradsync.cli.plan.detect_hardware", seen_here)
+    monkeypatch.setattr("gradsync.commands.cli.plan.detect_hardware", seen_here)
     document = ask("tiny --no-probe --nproc-per-node 3 --nodes 2 --json")
     assert document["hardware"]["hosts"][0]["count"] == 2
     assert max(each["ranks"] for each in document["candidates"]) == 6
@@ -328,8 +328,8 @@ def test_a_leaf_is_measured_here(load: float, ask: Ask, monkeypatch: pytest.Monk
 
     hardware = load_hardware("box.yaml")
     monkeypatch.setenv("GRADSYNC_CACHE", "cache")
-    monkeypatch.setattr("gradsync.cli.plan.detect_hardware", lambda *_, **__: hardware)
-    monkeypatch.setattr("gradsync.plan.probe.probe_profile", probe)
+    monkeypatch.setattr("gradsync.commands.cli.plan.detect_hardware", lambda *_, **__: hardware)
+    monkeypatch.setattr("gradsync.commands.plan.probe.probe_profile", probe)
     monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
     printed = ask("tiny")
     assert asked == [{"device": "cpu", "ranks_per_host": 2, "cached": load < 1}]

@@ -12,10 +12,9 @@ from typing import Any
 import psutil
 import pytest
 
-from gradsync.errors import ConfigError, LaunchError, RunError
-from gradsync.plan import machine
-from gradsync.plan.collectives import Fit
-from gradsync.plan.machine import (
+from gradsync.commands.plan import machine
+from gradsync.commands.plan.collectives import Fit
+from gradsync.commands.plan.machine import (
     DEFAULT_LINK,
     Processor,
     cpu_devices,
@@ -25,6 +24,7 @@ from gradsync.plan.machine import (
     read_interfaces,
     read_processor,
 )
+from gradsync.errors import ConfigError, LaunchError, RunError
 from support.fake_machine import EPYC, WIRED, found
 from support.fake_nvml import FakeGpu, FakeNvml, h100
 from support.planned_machines import line

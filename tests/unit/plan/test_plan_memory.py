@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from gradsync.data.batch_plan import share
-from gradsync.errors import ConfigError
-from gradsync.models.config import PRESETS, GPTConfig
-from gradsync.models.gpt import GPT
-from gradsync.parallel.layout import ParallelLayout
-from gradsync.plan.memory import (
+from gradsync.commands.models.config import PRESETS, GPTConfig
+from gradsync.commands.models.gpt import GPT
+from gradsync.commands.parallel.layout import ParallelLayout
+from gradsync.commands.plan.memory import (
     CPU_PROCESS,
     FP32,
     Case,
@@ -25,7 +23,9 @@ from gradsync.plan.memory import (
     rank_shape,
     strategy_memory,
 )
-from gradsync.plan.workload import Split, Workload
+from gradsync.commands.plan.workload import Split, Workload
+from gradsync.data.batch_plan import share
+from gradsync.errors import ConfigError
 from gradsync.sync.buckets import LeafStack
 from gradsync.sync.registry import STRATEGIES
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from gradsync.errors import ConfigError
-from gradsync.plan.hardware_file import load_hardware
-from gradsync.plan.placement import (
+from gradsync.commands.plan.hardware_file import load_hardware
+from gradsync.commands.plan.placement import (
     FrozenPart,
     PartPlace,
     parse_submodel,
     place_parts,
     place_submodels,
 )
+from gradsync.errors import ConfigError
 
 GB = 10**9
 

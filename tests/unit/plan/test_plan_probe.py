@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from gradsync.plan import probe
-from gradsync.plan.collectives import fits_path
-from gradsync.plan.machine import DEFAULT_LINK, cpu_link
-from gradsync.plan.probe import probe_profile
-from gradsync.plan.profile import known_profile, profile_conditions
+from gradsync.commands.plan import probe
+from gradsync.commands.plan.collectives import fits_path
+from gradsync.commands.plan.machine import DEFAULT_LINK, cpu_link
+from gradsync.commands.plan.probe import probe_profile
+from gradsync.commands.plan.profile import known_profile, profile_conditions
 from gradsync.runtime.machine import choose_threads
 from support.planned_machines import MODEL, work
 
@@ -77,8 +77,8 @@ def test_a_cache_that_cannot_be_written_does_no_harm(cache: Path) -> None:
 @pytest.mark.parametrize("build", ["", "+cu130"])
 def test_saved_lines_of_this_machine(cache: Path, build: str) -> None:
     """The key is that of `bench collectives --save`, also where torch's metadata name no build."""
-    from gradsync.bench.experiment import environment
-    from gradsync.plan.collectives import save_fits
+    from gradsync.commands.bench.experiment import environment
+    from gradsync.commands.plan.collectives import save_fits
     from support.planned_machines import line
 
     assert cpu_link(2) == (DEFAULT_LINK, "")

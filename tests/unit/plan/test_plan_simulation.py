@@ -6,9 +6,9 @@ import json
 
 import pytest
 
+from gradsync.commands.plan.simulation import Simulation, report_text, simulate
+from gradsync.commands.plan.step_costs import predict_step
 from gradsync.errors import ConfigError
-from gradsync.plan.simulation import Simulation, report_text, simulate
-from gradsync.plan.step_costs import predict_step
 from support.planned_machines import FAR, hardware, profile, split, work
 
 

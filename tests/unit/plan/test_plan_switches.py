@@ -9,11 +9,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from gradsync.bench import sync as bench_sync
-from gradsync.cli.main import main
-from gradsync.plan import machine
-from gradsync.plan.description import Device, Hardware, Host, Link, Switches, speed_switches
-from gradsync.plan.machine import fast_dtype
+from gradsync.commands.bench import sync as bench_sync
+from gradsync.commands.cli.main import main
+from gradsync.commands.plan import machine
+from gradsync.commands.plan.description import (
+    Device,
+    Hardware,
+    Host,
+    Link,
+    Switches,
+    speed_switches,
+)
+from gradsync.commands.plan.machine import fast_dtype
 
 LINK = Link(name="nvlink4", alpha_s=1e-6, bytes_per_s=1e11)
 

@@ -8,12 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gradsync.errors import ConfigError
-from gradsync.models.config import GPTConfig, preset
-from gradsync.models.gpt import GPT
-from gradsync.plan.collectives import GroupPlace, Traffic, all_reduce_s, half_s, traffic_of
-from gradsync.plan.description import Device, Hardware
-from gradsync.plan.profile import (
+from gradsync.commands.models.config import GPTConfig, preset
+from gradsync.commands.models.gpt import GPT
+from gradsync.commands.plan.collectives import GroupPlace, Traffic, all_reduce_s, half_s, traffic_of
+from gradsync.commands.plan.description import Device, Hardware
+from gradsync.commands.plan.profile import (
     UPDATE_BYTES,
     UTILISATION,
     bucket_timeline,
@@ -23,8 +22,9 @@ from gradsync.plan.profile import (
     probe_work,
     scaled_profile,
 )
-from gradsync.plan.step_costs import Sending, channel_end, predict_step, step_costs
-from gradsync.plan.workload import Split, Workload
+from gradsync.commands.plan.step_costs import Sending, channel_end, predict_step, step_costs
+from gradsync.commands.plan.workload import Split, Workload
+from gradsync.errors import ConfigError
 from gradsync.sync.registry import STRATEGIES
 from support.planned_machines import FAR, MODEL, NEAR, hardware, profile, split, work
 

@@ -16,8 +16,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from gradsync.cli.main import main
-from gradsync.report.charts import (
+from gradsync.commands.cli.main import main
+from gradsync.commands.report.charts import (
     Chart,
     Event,
     Line,
@@ -28,9 +28,9 @@ from gradsync.report.charts import (
     ticks,
     whole_ticks,
 )
-from gradsync.report.page import charts_of, figures_of, page
-from gradsync.report.run import read_run, read_runs
-from gradsync.report.timeline import read_spans, timeline
+from gradsync.commands.report.page import charts_of, figures_of, page
+from gradsync.commands.report.run import read_run, read_runs
+from gradsync.commands.report.timeline import read_spans, timeline
 from support.requirements import require
 
 STEPS = 30

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from gradsync.cli import watch as command
-from gradsync.cli.main import main
-from gradsync.report.page import page
-from gradsync.report.run import RANKS_HEAD, read_ranks, read_run
-from gradsync.report.watch import Follower, follow
+from gradsync.commands.cli import watch as command
+from gradsync.commands.cli.main import main
+from gradsync.commands.report.page import page
+from gradsync.commands.report.run import RANKS_HEAD, read_ranks, read_run
+from gradsync.commands.report.watch import Follower, follow
 
 FAILED = {"exit_code": 1, "reason": "failed", "error": "rank 1 vanished"}
 

@@ -53,8 +53,8 @@ STEP = function("step", f"{PACKAGE}/sync/gradient_sync.py", "gradsync.sync.gradi
 SEND = function("all_reduce", f"{PACKAGE}/comm/tree.py", "gradsync.comm.tree")
 CORE = function("backend_of", f"{PACKAGE}/core/torch_private.py", "gradsync.core.torch_private")
 SCRIPT = function("script", "/usr/local/bin/gradsync", "__main__")
-MAIN = function("main", f"{PACKAGE}/cli/main.py", "gradsync.cli.main")
-LOOP = function("_train_step", f"{PACKAGE}/train/loop.py", "gradsync.train.loop")
+MAIN = function("main", f"{PACKAGE}/commands/cli/main.py", "gradsync.commands.cli.main")
+LOOP = function("_train_step", f"{PACKAGE}/commands/train/loop.py", "gradsync.commands.train.loop")
 SAVE = function("write", f"{PACKAGE}/checkpoint/store.py", "gradsync.checkpoint.store")
 C10D = function("barrier", f"{TORCH}/distributed/distributed_c10d.py", "torch.distributed.c10d")
 ELSEWHERE = "/opt/modules/lib/python3.12/dist-packages/torch/distributed/distributed_c10d.py"
@@ -117,7 +117,7 @@ def test_who_waits(calls: list[Callable[..., Any]], waits: str | None) -> None:
         ([USER, WRAPPER, C10D], "/home/me/train.py:2 loop (barrier)"),
         ([USER, OTHER_C10D], "/home/me/train.py:2 loop (barrier)"),
         ([USER, STEP, HOOK], "/home/me/hooks.py:2 my_hook"),
-        ([SCRIPT, MAIN, LOOP, STEP, SEND], "gradsync/train/loop.py:2 _train_step (step)"),
+        ([SCRIPT, MAIN, LOOP, STEP, SEND], "gradsync/commands/train/loop.py:2 _train_step (step)"),
         ([SCRIPT, MAIN, LOOP, SAVE], "gradsync/checkpoint/store.py:2 write"),
     ],
 )

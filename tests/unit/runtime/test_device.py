@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradsync.cli.main import main
+from gradsync.commands.cli.main import main
 from gradsync.errors import ConfigError, LaunchError
 from gradsync.runtime.device import (
     NEEDS,

@@ -7,6 +7,8 @@ from typing import Any, get_args
 
 import pytest
 
+from gradsync.commands.train.config import SyncConfig
+from gradsync.commands.train.config_io import parse_config
 from gradsync.errors import ConfigError
 from gradsync.sync.options import (
     Grouping,
@@ -18,8 +20,6 @@ from gradsync.sync.options import (
     every_option,
 )
 from gradsync.sync.registry import STRATEGIES, check_options, find_strategy, wants_groups
-from gradsync.train.config import SyncConfig
-from gradsync.train.config_io import parse_config
 
 REFUSALS = [
     ({"grouping": "bucket"}, "grouping must be one of parameter, flat, buckets; got 'bucket'"),

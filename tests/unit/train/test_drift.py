@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from gradsync.commands.train import drift
+from gradsync.commands.train.output import RunDir
 from gradsync.errors import DriftError
-from gradsync.train import drift
-from gradsync.train.output import RunDir
 
 RIGHT, WRONG = {"a": [1, 2], "b": [3, 4]}, {"a": [1, 2], "b": [3, 5]}
 

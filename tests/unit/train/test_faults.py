@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from gradsync.commands.train.faults import FAULTS, PHASES, FaultPlan, named
 from gradsync.errors import ConfigError
-from gradsync.train.faults import FAULTS, PHASES, FaultPlan, named
 from support import more_faults
 
 

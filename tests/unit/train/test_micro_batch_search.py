@@ -7,7 +7,13 @@ from collections.abc import Iterable
 
 import pytest
 
-from gradsync.train.micro_batch import Trial, chosen_size, legal_sizes, next_size, predicted
+from gradsync.commands.train.micro_batch import (
+    Trial,
+    chosen_size,
+    legal_sizes,
+    next_size,
+    predicted,
+)
 
 
 def search(sizes: tuple[int, ...], fits_up_to: int, *, careful: bool = False) -> list[int]:

@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from gradsync.errors import ConfigError
-from gradsync.models.config import PRESETS, GPTConfig
-from gradsync.train import config as config_module
-from gradsync.train.config import (
+from gradsync.commands.models.config import PRESETS, GPTConfig
+from gradsync.commands.train import config as config_module
+from gradsync.commands.train.config import (
     CheckpointConfig,
     EvalConfig,
     OptimConfig,
@@ -22,7 +21,8 @@ from gradsync.train.config import (
     TrainConfig,
     recipe,
 )
-from gradsync.train.config_io import parse_config, to_flags, write_config
+from gradsync.commands.train.config_io import parse_config, to_flags, write_config
+from gradsync.errors import ConfigError
 
 PARTS = (TrainConfig, OptimConfig, EvalConfig, CheckpointConfig, SyncConfig)
 

@@ -16,19 +16,19 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradsync as gs
-from gradsync.bench.entrants import leaves_of
 from gradsync.comm.groups import SingleCommunicator
-from gradsync.errors import ConfigError
-from gradsync.models.config import GPTConfig
-from gradsync.models.gpt import GPT
-from gradsync.train.config import OptimConfig
-from gradsync.train.learner import (
+from gradsync.commands.bench.entrants import leaves_of
+from gradsync.commands.models.config import GPTConfig
+from gradsync.commands.models.gpt import GPT
+from gradsync.commands.train.config import OptimConfig
+from gradsync.commands.train.learner import (
     Learner,
     build_optimizer,
     compile_blocks,
     learning_rate,
     set_learning_rate,
 )
+from gradsync.errors import ConfigError
 from gradsync.world import World
 
 CONFIG = OptimConfig(lr=0.01, weight_decay=0.25, beta1=0.8, beta2=0.9, eps=1e-6)

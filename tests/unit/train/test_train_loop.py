@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from gradsync.commands.train import loop
+from gradsync.commands.train.loop import Interval
 from gradsync.sync import reducer as stopwatch
 from gradsync.sync.reducer import Stopwatch
-from gradsync.train import loop
-from gradsync.train.loop import Interval
 
 
 class Clock:

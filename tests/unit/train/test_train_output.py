@@ -16,14 +16,20 @@ import pytest
 import torch
 
 from gradsync.checkpoint.store import CheckpointStore, Snapshot
+from gradsync.commands.plan.description import Device
+from gradsync.commands.train import output
+from gradsync.commands.train.config import recipe
+from gradsync.commands.train.config_io import parse_config
+from gradsync.commands.train.output import (
+    Progress,
+    RankTable,
+    RunDir,
+    default_out,
+    describe_environment,
+)
+from gradsync.commands.train.run import note_failure
 from gradsync.errors import ConfigError, RunError
-from gradsync.plan.description import Device
 from gradsync.runtime.activity import Activity
-from gradsync.train import output
-from gradsync.train.config import recipe
-from gradsync.train.config_io import parse_config
-from gradsync.train.output import Progress, RankTable, RunDir, default_out, describe_environment
-from gradsync.train.run import note_failure
 from gradsync.world import World
 
 COLOUR = re.compile(r"\x1b\[(?:\d+;)*(?:3[0-8]|4[0-8]|9[0-7]|10[0-7])[;m]")

@@ -11,23 +11,23 @@ import pytest
 import torch
 
 from gradsync.checkpoint.store import CheckpointStore, Snapshot
-from gradsync.errors import ConfigError
-from gradsync.sync.buckets import TREE_VERSION
-from gradsync.train.config import (
+from gradsync.commands.train.config import (
     CheckpointConfig,
     EvalConfig,
     OptimConfig,
     SyncConfig,
     TrainConfig,
 )
-from gradsync.train.learnt import Fingerprint
-from gradsync.train.state import (
+from gradsync.commands.train.learnt import Fingerprint
+from gradsync.commands.train.state import (
     _find_checkpoint,
     changed_settings,
     compare,
     numeric_fingerprint,
     take_strategy_state,
 )
+from gradsync.errors import ConfigError
+from gradsync.sync.buckets import TREE_VERSION
 from gradsync.world import World
 
 CONFIG = TrainConfig(

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from gradsync.cli import train as command
-from gradsync.cli.main import main
+from gradsync.commands.cli import train as command
+from gradsync.commands.cli.main import main
+from gradsync.commands.train import trackers
+from gradsync.commands.train.faults import FaultPlan
+from gradsync.commands.train.trackers import Trackers, require_packages, tracker_names
 from gradsync.errors import ConfigError
-from gradsync.train import trackers
-from gradsync.train.faults import FaultPlan
-from gradsync.train.trackers import Trackers, require_packages, tracker_names
 from support.small_run import make_data, summary_of
 
 FLAGS = (

@@ -13,16 +13,15 @@ import pytest
 import tyro
 import yaml
 
-from gradsync.bench.experiment import environment
-from gradsync.cli import experiment
-from gradsync.cli.main import main
-from gradsync.cli.ranks import RanksOutcome
-from gradsync.cli.tune import TuneOptions, measured_conditions, request_of, verdict_of
-from gradsync.errors import ConfigError, RunError
-from gradsync.plan.profile import Conditions
-from gradsync.train.config import SyncConfig, TrainConfig
-from gradsync.train.config_io import parse_config, write_config
-from gradsync.train.tuned import (
+from gradsync.commands.bench.experiment import environment
+from gradsync.commands.cli import experiment
+from gradsync.commands.cli.main import main
+from gradsync.commands.cli.ranks import RanksOutcome
+from gradsync.commands.cli.tune import TuneOptions, measured_conditions, request_of, verdict_of
+from gradsync.commands.plan.profile import Conditions
+from gradsync.commands.train.config import SyncConfig, TrainConfig
+from gradsync.commands.train.config_io import parse_config, write_config
+from gradsync.commands.train.tuned import (
     TUNED,
     Tuned,
     TunedStrategy,
@@ -31,6 +30,7 @@ from gradsync.train.tuned import (
     resolve_auto,
     tune_command,
 )
+from gradsync.errors import ConfigError, RunError
 from gradsync.world import World
 
 WORLD = World(world_size=2, local_world_size=2)

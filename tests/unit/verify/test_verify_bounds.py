@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradsync.verify.compare import (
+from gradsync.commands.verify.compare import (
     UNIT_ROUNDOFF,
     Difference,
     add_up,
@@ -24,10 +24,10 @@ from gradsync.verify.compare import (
     part_of_bound,
     update_bounds,
 )
-from gradsync.verify.judge import moved_rightly, wrong_meeting
-from gradsync.verify.record import State
-from gradsync.verify.reference import LeafResult
-from gradsync.verify.settings import Promise
+from gradsync.commands.verify.judge import moved_rightly, wrong_meeting
+from gradsync.commands.verify.record import State
+from gradsync.commands.verify.reference import LeafResult
+from gradsync.commands.verify.settings import Promise
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 

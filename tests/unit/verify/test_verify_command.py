@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import tyro
 
-from gradsync.cli import verify
-from gradsync.cli.main import main
-from gradsync.launch import local
+from gradsync.commands.cli import verify
+from gradsync.commands.cli.main import main
+from gradsync.commands.launch import local
+from gradsync.commands.verify.matrix import WORK
+from gradsync.commands.verify.result import Result, print_report
+from gradsync.commands.verify.settings import Cell
 from gradsync.sync.registry import STRATEGIES
-from gradsync.verify.matrix import WORK
-from gradsync.verify.result import Result, print_report
-from gradsync.verify.settings import Cell
 from gradsync.world import World
 
 SMALL = ["--strategies", "naive", "--models", "mlp", "--dtypes", "fp32"]

@@ -12,12 +12,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradsync.verify.compare import add_up
-from gradsync.verify.diagnose import Scene, _leaf, common_ratio, diagnose, name_of_factor, ratio
-from gradsync.verify.judge import Verdict, minority, samples_text
-from gradsync.verify.reference import LeafResult
-from gradsync.verify.result import Cause, Finding, Kind, Result, listed
-from gradsync.verify.settings import Variant
+from gradsync.commands.verify.compare import add_up
+from gradsync.commands.verify.diagnose import (
+    Scene,
+    _leaf,
+    common_ratio,
+    diagnose,
+    name_of_factor,
+    ratio,
+)
+from gradsync.commands.verify.judge import Verdict, minority, samples_text
+from gradsync.commands.verify.reference import LeafResult
+from gradsync.commands.verify.result import Cause, Finding, Kind, Result, listed
+from gradsync.commands.verify.settings import Variant
 
 WEIGHTS = (1.0, 2.0, 4.0, 4.0, 5.0)
 OWNERS = (0, 0, 1, 1, 1)

@@ -14,12 +14,18 @@ import pytest
 import verify_table
 from torch.distributed import DistBackendError
 
+from gradsync.commands.verify import matrix
+from gradsync.commands.verify.compare import Difference
+from gradsync.commands.verify.matrix import (
+    WORK,
+    RunEnd,
+    broken_off,
+    compare_world_sizes,
+    run_matrix,
+)
+from gradsync.commands.verify.result import Result, document, mark, print_report
+from gradsync.commands.verify.settings import Cell, VerifyPlan, VerifySettings, make_plan
 from gradsync.errors import LostPeerError, RendezvousError, RunError
-from gradsync.verify import matrix
-from gradsync.verify.compare import Difference
-from gradsync.verify.matrix import WORK, RunEnd, broken_off, compare_world_sizes, run_matrix
-from gradsync.verify.result import Result, document, mark, print_report
-from gradsync.verify.settings import Cell, VerifyPlan, VerifySettings, make_plan
 from gradsync.world import World
 
 CELL = Cell(strategy="invariant", world_size=1, model="mlp", dtype="fp32")

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from gradsync.comm.groups import SingleCommunicator
-from gradsync.verify.compare import Difference
-from gradsync.verify.problem import build_problem
-from gradsync.verify.record import digest, sample_digests
-from gradsync.verify.reference import Reference
-from gradsync.verify.run import Task, disturb, read, save, train_traced
-from gradsync.verify.settings import MODELS, PLAIN, Variant, VerifySettings
+from gradsync.commands.verify.compare import Difference
+from gradsync.commands.verify.problem import build_problem
+from gradsync.commands.verify.record import digest, sample_digests
+from gradsync.commands.verify.reference import Reference
+from gradsync.commands.verify.run import Task, disturb, read, save, train_traced
+from gradsync.commands.verify.settings import MODELS, PLAIN, Variant, VerifySettings
 
 SETTINGS = VerifySettings(num_steps=2)
 

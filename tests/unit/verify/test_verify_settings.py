@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from gradsync.commands.verify.settings import Cell, VerifyPlan, VerifySettings, make_plan
 from gradsync.errors import ConfigError
-from gradsync.verify.settings import Cell, VerifyPlan, VerifySettings, make_plan
 
 
 def plan_of(**changes: Any) -> VerifyPlan:

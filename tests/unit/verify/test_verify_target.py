@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from gradsync.comm.groups import SingleCommunicator
+from gradsync.commands.verify.problem import build_problem
+from gradsync.commands.verify.record import digest
+from gradsync.commands.verify.run import Task, train_traced
+from gradsync.commands.verify.settings import VerifySettings
+from gradsync.commands.verify.target import find_factory
+from gradsync.commands.verify.target_check import check_target
 from gradsync.errors import ConfigError
-from gradsync.verify.problem import build_problem
-from gradsync.verify.record import digest
-from gradsync.verify.run import Task, train_traced
-from gradsync.verify.settings import VerifySettings
-from gradsync.verify.target import find_factory
-from gradsync.verify.target_check import check_target
 
 SETTINGS = VerifySettings(num_steps=2)
 INPUTS = torch.arange(320.0).reshape(40, 8).sin()

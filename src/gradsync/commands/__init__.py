@@ -1,0 +1,1 @@
+"""The upper floor: commands, which use the library and which nothing below imports."""

@@ -1,0 +1,432 @@
+"""`gradsync bench collectives`: the cost of collectives, compared with memory bandwidth.
+
+Sizes, `algbw` and `busbw` are those of nccl-tests. For ranks that share a host's memory there is a
+reference: the fewest bytes that an operation must move, at the rate of a plain copy that all ranks
+run at the same time. docs/guide/verifying.md explains both."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import chain, groupby
+from statistics import median
+from typing import IO, TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from gradsync.commands.bench.experiment import (
+    Experiment,
+    Findings,
+    check_least,
+    command_of,
+    names_in,
+    taken,
+)
+from gradsync.commands.bench.report import (
+    Spread,
+    percentile,
+    print_notes,
+    print_table,
+    ratios,
+    spread,
+)
+from gradsync.commands.bench.sync_plan import DEVICES, uses_cuda
+from gradsync.commands.plan.collectives import Fit, fit_line, quality, save_fits
+from gradsync.core.files import check_name, counted
+from gradsync.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gradsync.world import World
+
+OPERATIONS = {
+    "all_reduce": ("backend", "ring", "hierarchical", "tree", "shared", "shared_copies"),
+    "reduce_scatter": ("backend", "ring", "shared", "shared_copies"),
+    "all_gather": ("backend", "ring", "shared", "shared_copies"),
+    "broadcast": ("backend", "tree", "shared", "shared_copies"),
+}
+"""`backend` is the process group's collective, `shared` works in place on buffers in shared memory,
+`shared_copies` copies ordinary buffers through shared memory."""
+ALGORITHMS = tuple(dict.fromkeys(name for names in OPERATIONS.values() for name in names))
+COPY = "copy"  # the reference: each rank copies its own buffer
+DTYPES = {
+    **{"fp64": ("float64", 8), "fp32": ("float32", 4), "bf16": ("bfloat16", 2)},
+    **{"fp16": ("float16", 2), "int64": ("int64", 8), "int32": ("int32", 4), "int8": ("int8", 1)},
+}
+"""By the name that users type: torch's dtype, and bytes."""
+GB = 1e9
+_SMALLEST, _LARGEST = 4, 2**30
+_TURN_S = 0.04  # approximate time of one turn
+_BUFFERS = 7  # per rank: two ordinary, two shared, one to receive in, two in a backend
+_SPARE = 0.9  # fraction of the free memory to use at most
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+_COMMAND = ("bench", "collectives")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CollectivesOptions:
+    """Time all_reduce, reduce_scatter, all_gather and broadcast by every algorithm, from 4 B to
+    1 GiB: p50, p95, algbw and busbw as nccl-tests define them.
+
+    A plain copy runs as a reference, on all ranks at once. For ranks of one host, "of limit" is an
+    operation's rate relative to that copy. In place it can exceed 100 %, because a copy reads the
+    destination's cache lines before it writes them. Each algorithm's result is checked at each
+    size. Under torchrun, mpirun or srun, it measures the launched ranks.
+    """
+
+    operations: str = "all"
+    """all_reduce, reduce_scatter, all_gather, broadcast, separated by commas; or all."""
+    algorithms: str = "all"
+    """backend (gloo or nccl), ring, hierarchical, tree, shared (in place, over shared memory),
+    shared_copies; or all."""
+    sizes: str = ""
+    """Sizes of the tensor, separated by commas: 4K,25M (K, M, G are powers of 1024; KB, MB, GB of
+    1000). Default: 4 B, 16 B, 64 B, ... up to 1 GiB or what fits in memory."""
+    world_size: int = 2  # Ranks to start on this host.
+    dtype: str = "fp32"  # fp64, fp32, bf16, fp16, int64, int32 or int8.
+    device: str = "auto"  # cpu, cuda, or auto: GPUs if each rank of a host has one.
+    rounds: int = 7  # Turns of each algorithm at each size; slow ones get fewer, at least 3.
+    save: bool = False  # Keep the fitted costs in the user's cache, for planning.
+    out: str = ""  # Write record.json, with every sample, into this folder.
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
+    """Print one JSON document on standard output; the tables go to standard error."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CollectivesSettings:
+    """The checked request that every rank receives; see `CollectivesOptions`."""
+
+    operations: tuple[str, ...]
+    algorithms: tuple[str, ...]
+    sizes: tuple[int, ...]  # bytes; empty for the default ones
+    dtype: str
+    device: str
+    rounds: int
+
+    def __post_init__(self) -> None:
+        for what, names, known in (
+            ("operation", self.operations, OPERATIONS),
+            ("algorithm", self.algorithms, ALGORITHMS),
+            ("dtype", (self.dtype,), DTYPES),
+            ("device", (self.device,), DEVICES),
+        ):
+            if not names:
+                raise ConfigError(f"no {what} given (there are: {', '.join(known)})")
+            for name in names:
+                check_name(what, name, known)
+        if not any(self.algorithms_of(operation) for operation in self.operations):
+            raise ConfigError(
+                f"nothing to measure: {', '.join(self.operations)} by "
+                f"{', '.join(self.algorithms)} does not exist"
+            )
+        check_least(self, rounds=1)
+
+    def algorithms_of(self, operation: str) -> list[str]:
+        """The requested algorithms that implement the operation."""
+        return [name for name in OPERATIONS[operation] if name in self.algorithms]
+
+
+def plan_of(options: CollectivesOptions, world: World) -> CollectivesSettings:
+    """Check the request."""
+    if options.world_size < 2:
+        raise ConfigError(
+            f"--world-size {options.world_size}: collectives need at least 2 ranks; one has "
+            "nothing to move"
+        )
+    operations, algorithms = options.operations, options.algorithms
+    settings = taken(
+        CollectivesSettings,
+        options,
+        operations=tuple(OPERATIONS) if operations == "all" else names_in(operations),
+        algorithms=ALGORITHMS if algorithms == "all" else names_in(algorithms),
+        sizes=tuple(parse_size("--sizes", word) for word in names_in(options.sizes)),
+    )
+    uses_cuda(options.device)  # raises if there is no GPU
+    return settings
+
+
+def parse_size(option: str, text: str) -> int:
+    """Bytes from `4`, `4B`, `64K`, `25M`, `25MiB` (powers of 1024) or `25MB` (of 1000)."""
+    pattern = r"([0-9]{1,19}(?:\.[0-9]+)?) ?([KMG]?)(iB|B|)"
+    found = re.fullmatch(pattern, text.strip(), re.IGNORECASE)
+    if found is None:
+        raise ConfigError(
+            f"{option}: {text[:80]!r} is no size; write bytes, or a number with K, M or G: 64K"
+        )
+    number, unit, suffix = found[1], found[2].upper(), found[3].lower()
+    factor = _UNITS[unit]
+    if suffix == "b" and unit:
+        factor = 1000 ** (list(_UNITS).index(unit))
+    size = int(float(number) * factor)
+    if size < 1:
+        raise ConfigError(f"{option}: {text!r} is less than one byte")
+    return size
+
+
+def size_text(size_bytes: int) -> str:
+    """Short and exact: `4 B`, `64 KiB`, `25 MiB`; plain bytes if no unit divides the size."""
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size_bytes >= factor:
+            even = size_bytes % (factor // 4) == 0
+            return f"{size_bytes / factor:g} {unit}" if even else f"{size_bytes} B"
+    return f"{size_bytes} B"
+
+
+def choose_sizes(settings: CollectivesSettings, *, available_bytes: int, ranks: int) -> list[int]:
+    """Sizes in bytes, ascending, for `ranks` ranks that share `available_bytes`: the requested
+    ones, or 4 B, 16 B, 64 B, ... up to what fits in memory."""
+    usable = int(_SPARE * available_bytes)
+    if settings.sizes:
+        largest = max(settings.sizes)
+        needed = _BUFFERS * ranks * largest
+        if needed > usable:
+            raise ConfigError(
+                f"--sizes: {size_text(largest)} takes {needed / 2**30:.1f} GiB "
+                f"for {counted(ranks, 'rank')}, and {usable / 2**30:.1f} GiB may be taken here; "
+                f"the largest size is {usable // (_BUFFERS * ranks)} bytes"
+            )
+        return sorted(set(settings.sizes))
+    sizes, size = [], _SMALLEST
+    while size <= _LARGEST and _BUFFERS * ranks * size <= usable:
+        sizes.append(size)
+        size *= 4
+    return sizes
+
+
+def counts_of(operation: str, sizes: Sequence[int], dtype: str, world_size: int) -> list[int]:
+    """Elements of the whole tensor for each size: rounded down to whole elements. If each rank owns
+    a part, rounded up to a multiple of `world_size`."""
+    counts = [max(size // DTYPES[dtype][1], 1) for size in sizes]
+    if operation in ("reduce_scatter", "all_gather"):
+        counts = [math.ceil(count / world_size) * world_size for count in counts]
+    return list(dict.fromkeys(counts))
+
+
+def repetitions_of(seconds: float, overhead_s: float) -> int:
+    """How often one turn repeats an operation that takes `seconds`."""
+    return max(1, min(int(_TURN_S / (seconds + overhead_s)), 50))
+
+
+def rounds_of(seconds: Sequence[float], settings: CollectivesSettings) -> int:
+    """Rounds for algorithms that take `seconds` each: fewer for slow ones, but at least three
+    (unless fewer were requested)."""
+    affordable = int(settings.rounds * _TURN_S * len(seconds) / sum(seconds))
+    return max(min(3, settings.rounds), min(affordable, settings.rounds))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Samples:
+    """Times of one algorithm at one size."""
+
+    operation: str
+    algorithm: str  # one of the operation's, or `COPY`
+    size_bytes: int
+    count: int  # elements
+    rounds_s: list[list[float]]  # per round and repetition: seconds on the slowest rank
+
+    @property
+    def medians_s(self) -> list[float]:
+        """Seconds of each round."""
+        return [median(times) for times in self.rounds_s]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AlgorithmRow:
+    """One row of the table: one algorithm at one size."""
+
+    operation: str
+    algorithm: str  # one of the operation's, or `COPY`
+    size_bytes: int
+    count: int  # elements
+    repetitions: int  # over all rounds
+    p50_s: float
+    p95_s: float
+    algbw_gbs: float  # 1e9 bytes per second
+    busbw_gbs: float | None  # None for the copy
+    limit_s: float | None  # the fewest bytes at a copy's rate; None for the copy, and between hosts
+    of_limit: Spread | None  # the rate relative to a copy's, by rounds
+
+
+def bus_factor(operation: str, world_size: int) -> float:
+    """busbw / algbw."""
+    others = (world_size - 1) / world_size
+    return {"all_reduce": 2 * others, "broadcast": 1.0}.get(operation, others)
+
+
+def rows_of(found: Sequence[Samples], world_size: int, *, one_memory: bool) -> list[AlgorithmRow]:
+    """A row for each entry of `found`, which includes the copy's samples. The copy is the reference
+    if ranks share `one_memory`."""
+    copies = {(s.operation, s.count): s.medians_s for s in found if s.algorithm == COPY}
+    rows = []
+    for samples in found:
+        times, size = list(chain.from_iterable(samples.rounds_s)), samples.size_bytes
+        p50_s, is_copy = median(times), samples.algorithm == COPY
+        # A copy reads and writes each byte once; an algorithm's size counts once.
+        algbw = (2 * size if is_copy else size) / p50_s / GB
+        # The fewest bytes that the operation moves, over the 2 S that a copy moves.
+        part = (1 + 1 / world_size) / 2 if samples.operation == "reduce_scatter" else 1
+        limits = [part * copy_s for copy_s in copies[samples.operation, samples.count]]
+        limited = one_memory and not is_copy
+        row = AlgorithmRow(
+            operation=samples.operation,
+            algorithm=samples.algorithm,
+            size_bytes=size,
+            count=samples.count,
+            repetitions=len(times),
+            p50_s=p50_s,
+            p95_s=percentile(times, 95),
+            algbw_gbs=algbw,
+            busbw_gbs=None if is_copy else algbw * bus_factor(samples.operation, world_size),
+            limit_s=median(limits) if limited else None,
+            of_limit=spread(ratios(limits, samples.medians_s)) if limited else None,
+        )
+        rows.append(row)
+    return rows
+
+
+def fits_of(rows: Sequence[AlgorithmRow]) -> list[Fit]:
+    """A line for each operation and algorithm that was measured at two sizes or more."""
+    by_name: dict[tuple[str, str], dict[int, float]] = {}
+    for row in rows:
+        if row.algorithm != COPY:
+            points = by_name.setdefault((row.operation, row.algorithm), {})
+            points[row.size_bytes] = row.p50_s
+    return [fit_of(*name, points) for name, points in by_name.items() if len(points) > 1]
+
+
+def fit_of(operation: str, algorithm: str, points: Mapping[int, float]) -> Fit:
+    """The line through `points`: seconds by bytes."""
+    sizes, seconds = list(points), list(points.values())
+    alpha, beta = fit_line(sizes, seconds)
+    residual, worst = quality(alpha, beta, sizes, seconds)
+    return Fit(
+        operation=operation,
+        algorithm=algorithm,
+        alpha_s=alpha,
+        beta_s_per_byte=beta,
+        residual=residual,
+        worst=worst,
+        num_sizes=len(points),
+    )
+
+
+def _findings(
+    options: CollectivesOptions, settings: CollectivesSettings, result: dict[str, Any], world: World
+) -> Findings:
+    found, num_nodes = result["environment"], result["num_nodes"]
+    samples = [Samples(**entry) for entry in result["samples"]]
+    rows = rows_of(samples, found["world_size"], one_memory=result["one_memory"])
+    fits = fits_of(rows)
+    about = {"dtype": settings.dtype, "world_size": found["world_size"], "num_nodes": num_nodes}
+    # The command with the number of ranks that ran.
+    words = (*_COMMAND, "--world-size", str(found["world_size"]))
+    flags = replace(options, world_size=CollectivesOptions().world_size)
+    save = options.save and fits
+    return Findings(
+        environment=found,
+        command=command_of(flags, words),
+        data={
+            "passed": not result["wrong"],
+            "num_nodes": num_nodes,
+            "settings": asdict(settings),
+            "rows": [asdict(row) for row in rows],
+            "fits": [fit.to_json() for fit in fits],
+            "skipped": result["skipped"],
+            "wrong": result["wrong"],
+        },
+        samples=result["samples"],
+        show=partial(print_report, rows, fits, result, settings.dtype),
+        keep=(lambda: f"kept alpha and beta in {save_fits(found | about, fits)}") if save else None,
+        code=1 if result["wrong"] else 0,
+    )
+
+
+_OF_LIMIT = (
+    "of limit: the least bytes of the operation, moved at the rate of the plain copy beside it. A "
+    "copy reads the lines of its destination before it writes them, and has more buffers for the "
+    "caches to hold; an operation in place (all_reduce) does not, and may pass 100%."
+)
+
+
+def print_report(
+    rows: Sequence[AlgorithmRow],
+    fits: Sequence[Fit],
+    result: Mapping[str, Any],
+    dtype: str,
+    stream: IO[str],
+) -> None:
+    """A table per operation, the fits, what was skipped and what failed."""
+    found = result["environment"]
+    device = found["accelerator"] if found["backend"].endswith("nccl") else found["cpu"]
+    print(
+        f"{found['world_size']} ranks on {counted(result['num_nodes'], 'host')}, {dtype}, "
+        f"{found['backend']}; {device}, {found['cores']} cores, load {found['load_at_start']} "
+        f"at the start, torch {found['torch']}, {found['date']}",
+        file=stream,
+    )
+    limited = any(row.of_limit is not None for row in rows)
+    columns = ["size", "algorithm", "p50", "p95", "algbw GB/s", "busbw GB/s"]
+    columns += ["of limit"] if limited else []
+    for operation, group in groupby(rows, key=lambda row: row.operation):
+        cells = [
+            _cells(row, first=not place)[: len(columns)]
+            for _, entries in groupby(group, key=lambda row: row.size_bytes)
+            for place, row in enumerate(entries)
+        ]
+        print(file=stream)
+        print_table(stream, operation, columns, cells, words=("algorithm",), framed=False)
+    if limited:
+        print(file=stream)
+        print_notes(stream, (_OF_LIMIT,))
+    if fits:
+        columns = ["operation", "algorithm", "alpha", "1/beta GB/s"]
+        columns += ["half of the sizes within", "worst factor"]
+        cells = [
+            (
+                *(fit.operation, fit.algorithm, time_text(fit.alpha_s)),
+                "" if not fit.beta_s_per_byte else rate_text(1 / fit.beta_s_per_byte / 1e9),
+                *(f"{fit.residual:.0%}", f"{fit.worst:.2f}"),
+            )
+            for fit in fits
+        ]
+        print(file=stream)
+        title = "seconds = alpha + beta * bytes"
+        print_table(stream, title, columns, cells, words=columns[:2], framed=False)
+    for word, lines in (("skipped:", result["skipped"]), ("WRONG", result["wrong"])):
+        for line in lines:
+            print(word, line, file=stream)
+
+
+def _cells(row: AlgorithmRow, *, first: bool) -> tuple[str, ...]:
+    return (
+        size_text(row.size_bytes) if first else "",
+        "copy (reads + writes)" if row.algorithm == COPY else row.algorithm,
+        time_text(row.p50_s),
+        time_text(row.p95_s),
+        rate_text(row.algbw_gbs),
+        "" if row.busbw_gbs is None else rate_text(row.busbw_gbs),
+        "" if row.of_limit is None else f"{row.of_limit.median:.0%}",
+    )
+
+
+def time_text(seconds: float) -> str:
+    """Three digits: `4.21 us`, `1.30 ms`, `2.05 s`."""
+    unit, factor = ("s", 1) if seconds >= 1 else ("ms", 1e3) if seconds >= 1e-3 else ("us", 1e6)
+    value = seconds * factor
+    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {unit}"
+
+
+def rate_text(gbs: float) -> str:
+    """Three significant digits, more for small rates."""
+    return f"{gbs:.3g}" if gbs < 100 else f"{gbs:.0f}"
+
+
+EXPERIMENT = Experiment(
+    command=_COMMAND,
+    options=CollectivesOptions,
+    measure="gradsync.commands.bench.collectives_run:measure",
+    variants=plan_of,
+    metrics=_findings,
+)

@@ -1,0 +1,471 @@
+"""Contestants: all train the same model on the same leaves, each in its library's idiom.
+
+A step has two parts, so that the clock can be read in between. Each contestant decides what belongs
+to `update`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from gradsync.comm.base import Communicator
+from gradsync.comm.groups import communicator
+from gradsync.comm.process_group import ProcessGroupCommunicator
+from gradsync.commands.bench.contestants import ALONE, Contestant, few_steps
+from gradsync.commands.bench.host import OPTIONS
+from gradsync.commands.bench.meter import StepClock, Watched, taking
+from gradsync.commands.bench.sync_plan import SyncSettings
+from gradsync.commands.models.gpt import GPT
+from gradsync.commands.train.config import OptimConfig
+from gradsync.commands.train.learner import (
+    Learner,
+    build_optimizer,
+    compile_blocks,
+    trainer_options,
+)
+from gradsync.data.micro_batch import MicroBatch, make_micro_batch
+from gradsync.runtime import environ
+from gradsync.runtime.machine import pin_threads
+from gradsync.sync.exchange import OverHosts
+from gradsync.sync.registry import STRATEGIES
+from gradsync.sync.replica import replica_of
+from gradsync.sync.replicate import replicate
+from gradsync.sync.torch_ddp import TorchDdpReducer
+from gradsync.world import World
+
+if TYPE_CHECKING:
+    from gradsync.comm.groups import Groups
+
+CLIP_NORM = 1.0  # largest norm of the gradient, as `gradsync train` has it
+_UNSEEN = ("fsdp", "powersgd")
+"""Torch's own, whose messages cannot be made to block from outside."""
+_DRIFTING = ("local_sgd", "diloco")  # ranks differ between synchronisations
+
+Leaves = Sequence[MicroBatch]  # a rank's: tokens and targets, each [sequences, tokens], int64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchSite:
+    """What all contestants share: world, settings, groups."""
+
+    settings: SyncSettings
+    world: World
+    groups: Groups | None = None  # within and between hosts, for strategies that need them
+
+    @property
+    def device(self) -> torch.device:
+        """The rank's device."""
+        return self.world.device
+
+    @property
+    def on_cuda(self) -> bool:
+        """Whether the rank computes on CUDA."""
+        return self.device.type == "cuda"
+
+    @property
+    def comm(self) -> Communicator:
+        """Over the ranks of the set, for work that is not measured."""
+        return communicator(self.world)
+
+    def model(self) -> GPT:
+        """The model with its initial weights, the same on all ranks."""
+        return GPT(self.settings.config, seed=0).to(self.device)
+
+    def optimizer(self, model: torch.nn.Module) -> torch.optim.AdamW:
+        """The trainer's: fused AdamW, matrices decay."""
+        return build_optimizer(model, OptimConfig())
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The mixed precision of a forward."""
+        enabled = self.settings.dtype == "bf16"
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=enabled)
+
+    def leaves(self, batch_size: int) -> Leaves:
+        """Random tokens of this rank, the same in every step; they differ by rank and leaf."""
+        settings, batches = self.settings, []
+        shape = (2, batch_size // settings.leaves_per_rank, settings.tokens)
+        for leaf in range(settings.leaves_per_rank):
+            place = self.world.rank * settings.leaves_per_rank + leaf
+            generator = torch.Generator().manual_seed(place)
+            batch = torch.randint(settings.config.vocab_size, shape, generator=generator)
+            batches.append(batch.unbind())
+        return leaves_of(batches, self.world)
+
+
+def leaves_of(batches: Sequence[tuple[Tensor, ...]], world: World) -> list[MicroBatch]:
+    """A rank's micro-batches of a step, in order."""
+    place: Any = {"step": 0, "device": world.device}
+    first, last = world.rank * len(batches), len(batches) - 1
+    return [
+        make_micro_batch(
+            each, index=first + n, num_samples=len(each[0]), is_last=n == last, **place
+        )
+        for n, each in enumerate(batches)
+    ]
+
+
+class Blocking:
+    """Total time of collectives when nothing overlaps and all ranks start them together."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self.seconds = 0.0
+
+    def register(self, ddp: DistributedDataParallel) -> None:
+        """Register as the communication hook of `ddp`, on its process group."""
+        comm = ProcessGroupCommunicator(ddp.process_group)
+
+        def hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+            self._comm.barrier()
+            tensor = bucket.buffer()
+            with taking(self):
+                # Whole group, the bucket's [n] and dtype; overlaps nothing, on purpose.
+                comm.all_reduce(tensor).wait()
+            done: torch.futures.Future[Tensor] = torch.futures.Future()
+            done.set_result(tensor.div_(comm.world_size))
+            return done
+
+        # DDP compares the annotations themselves; here they are strings.
+        hook.__annotations__ |= {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
+        ddp.register_comm_hook(None, hook)
+
+
+class Entrant:
+    """A contestant on this rank: the plain torch loop. Subclasses override what their library's
+    documentation writes differently. `clock` is called when a step's last gradient is ready; with
+    `blocking`, which times communication, nothing may overlap.
+    """
+
+    knows_communication = True  # whether `blocking` can see all of it
+    period = 1  # steps after which the communication pattern repeats
+    own_precision = False  # whether the wrapped model enters mixed precision itself
+
+    def __init__(
+        self, contestant: Contestant, site: BenchSite, clock: StepClock, blocking: Blocking | None
+    ) -> None:
+        self.contestant, self.site, self.blocking = contestant, site, blocking
+        self.model = site.model()
+        clock.watch(self.model.embed.weight)
+        self.called: Any = self.model
+        self.optimizer: Any = None
+        self.mean_loss: Any = None  # of this rank's leaves, or of all, in the last step
+        self.set_up()
+
+    def set_up(self) -> None:
+        """Wrap the model, create the optimizer."""
+        self.optimizer = self.site.optimizer(self.model)
+
+    def step(self, leaves: Leaves) -> Tensor:
+        """One step; its mean loss, []."""
+        self.backward(leaves)
+        self.update()
+        return self.mean_loss
+
+    def backward(self, leaves: Leaves) -> None:
+        """Forward and backward of this rank's leaves."""
+        total = torch.zeros((), device=self.site.device)
+        for leaf in leaves:
+            with self.accumulating(last=leaf.is_last):
+                loss = self.loss(leaf)
+                self.differentiate(loss, len(leaves))
+            total += loss.detach()
+        self.mean_loss = total / len(leaves)
+
+    def accumulating(self, *, last: bool) -> AbstractContextManager[Any]:
+        """Context of a leaf; gradients are synchronised in the last one only."""
+        return nullcontext()
+
+    def loss(self, leaf: MicroBatch) -> Tensor:
+        """A leaf's mean loss, []."""
+        with nullcontext() if self.own_precision else self.site.autocast():
+            return mean_loss(self.called(leaf.inputs), leaf.targets)
+
+    def differentiate(self, loss: Tensor, leaves: int) -> None:
+        """Add the gradients of a leaf's loss, divided by `leaves`."""
+        (loss / leaves).backward()
+
+    def update(self) -> None:
+        """The rest of the step."""
+        self.clip()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def clip(self) -> None:
+        """Clip gradients to `CLIP_NORM`."""
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM)
+
+    def communicators(self) -> list[Communicator]:
+        """Communicators to count; see `Wire`."""
+        return []
+
+    def wait(self) -> None:
+        """Return when the last step has no pending work."""
+
+    def weights(self) -> list[Tensor] | None:
+        """This rank's copy of the weights; None if no rank holds a whole copy, or if ranks may
+        differ."""
+        return [parameter.detach() for parameter in self.model.parameters()]
+
+    def close(self) -> None:
+        """Remove hooks and stop threads."""
+
+
+class Alone(Entrant):
+    """The ideal: a training loop on this rank's leaves, nothing else."""
+
+    def weights(self) -> list[Tensor] | None:
+        return None  # ranks diverge
+
+
+class TorchDdp(Entrant):
+    """torch's DistributedDataParallel, as its tutorial writes it, with the given options. On one
+    rank it is the loop alone, as users run it."""
+
+    def set_up(self) -> None:
+        super().set_up()
+        site = self.site
+        if not site.world.is_distributed:
+            return
+        options = dict(self.contestant.options)
+        if site.settings.bucket_mb is not None:
+            options.setdefault("bucket_cap_mb", site.settings.bucket_mb)
+        ids = [site.device.index] if site.on_cuda else None
+        self.called = DistributedDataParallel(self.model, device_ids=ids, **options)
+        if self.blocking is not None:
+            self.blocking.register(self.called)
+
+    def accumulating(self, *, last: bool) -> AbstractContextManager[Any]:
+        skip = not last and isinstance(self.called, DistributedDataParallel)
+        return self.called.no_sync() if skip else nullcontext()
+
+
+class Accelerated(Entrant):
+    """Hugging Face Accelerate, as its users write a loop: `Accelerator.prepare`, `accumulate`,
+    `backward`; it uses the existing process group.
+
+    It divides by the number of leaves itself. Its optimizer steps only when gradients are complete,
+    so calling it after the last leaf is enough.
+    """
+
+    own_precision = True
+
+    def set_up(self) -> None:
+        from accelerate import Accelerator, DistributedDataParallelKwargs
+
+        site, size = self.site, self.site.settings.bucket_mb
+        handlers = [] if size is None else [DistributedDataParallelKwargs(bucket_cap_mb=size)]
+        # One rank runs without a launcher; these variables would make it distributed.
+        alone = {} if site.world.is_distributed else {"LOCAL_RANK": "-1", "WORLD_SIZE": "1"}
+        with environ.exported(alone):
+            self.accelerator = Accelerator(
+                cpu=not site.on_cuda,
+                mixed_precision="bf16" if site.settings.dtype == "bf16" else "no",
+                gradient_accumulation_steps=site.settings.leaves_per_rank,
+                kwargs_handlers=handlers,
+            )
+        optimizer = site.optimizer(self.model)
+        self.called, self.optimizer = self.accelerator.prepare(self.model, optimizer)
+        if self.blocking is not None and isinstance(self.called, DistributedDataParallel):
+            self.blocking.register(self.called)
+
+    def accumulating(self, *, last: bool) -> AbstractContextManager[Any]:
+        return self.accelerator.accumulate(self.called)
+
+    def differentiate(self, loss: Tensor, leaves: int) -> None:
+        self.accelerator.backward(loss)
+
+    def clip(self) -> None:
+        self.accelerator.clip_grad_norm_(self.called.parameters(), CLIP_NORM)
+
+    def close(self) -> None:  # it keeps what it prepared for the life of the process
+        """Accelerate keeps what it prepared for the life of the process."""
+        self.accelerator.free_memory()
+
+
+class Fabricated(Entrant):
+    """Lightning Fabric, as its users write a loop: `Fabric.setup`, `backward`, `clip_gradients`; it
+    uses the existing process group."""
+
+    own_precision = True
+
+    def set_up(self) -> None:
+        from lightning_fabric import Fabric
+        from lightning_fabric.plugins.environments import TorchElasticEnvironment
+        from lightning_fabric.strategies import DDPStrategy
+
+        # Its import messages do not belong in a table.
+        logging.getLogger("lightning_fabric").setLevel(logging.ERROR)
+        site, strategy = self.site, "auto"
+        if site.world.is_distributed:  # over the existing ranks, however started
+            size = site.settings.bucket_mb
+            options = {} if size is None else {"bucket_cap_mb": size}
+            strategy = DDPStrategy(cluster_environment=TorchElasticEnvironment(), **options)
+        self.fabric = Fabric(
+            accelerator="cuda" if site.on_cuda else "cpu",
+            devices=site.world.local_world_size,
+            num_nodes=site.world.num_nodes,
+            strategy=strategy,
+            precision="bf16-mixed" if site.settings.dtype == "bf16" else "32-true",
+        )
+        self.fabric.launch()
+        self.called, self.optimizer = self.fabric.setup(self.model, site.optimizer(self.model))
+        if self.blocking is not None:
+            for part in self.called.modules():
+                if isinstance(part, DistributedDataParallel):
+                    self.blocking.register(part)
+
+    def accumulating(self, *, last: bool) -> AbstractContextManager[Any]:
+        return self.fabric.no_backward_sync(self.called, enabled=not last)
+
+    def differentiate(self, loss: Tensor, leaves: int) -> None:
+        self.fabric.backward(loss / leaves)
+
+    def clip(self) -> None:
+        self.fabric.clip_gradients(self.called, self.optimizer, max_norm=CLIP_NORM)
+
+
+class Synchronised(Entrant):
+    """A strategy of the registry, used as `gradsync train` uses it.
+
+    To time communication, nothing may overlap. Strategies of the engine get `overlap=False` and
+    report their stopwatch; others wait at each collective.
+    """
+
+    _watched: Watched | None = None
+
+    def set_up(self) -> None:
+        contestant, site, blocking = self.contestant, self.site, self.blocking
+        by_engine = STRATEGIES[contestant.name].recipe is not None
+        options = given_options(contestant, site)
+        if blocking is not None and by_engine:
+            options["overlap"] = False
+        if contestant.compile == "ddp":
+            options["compile_wrapper"] = True
+        if contestant.compile == "model":
+            compile_blocks(self.model)
+        self.period = options.get("inner_steps", 1)
+        self.knows_communication = contestant.name not in _UNSEEN
+        self.sync = replicate(
+            self.model, site.world, strategy=contestant.name, groups=site.groups, **options
+        )
+        self.optimizer = site.optimizer(self.model)  # fsdp replaces the parameters
+        self._learner = Learner(
+            model=self.model,
+            optimizer=self.optimizer,
+            sync=self.sync,
+            scaler=None,
+            comm=site.comm,
+            autocast=site.autocast(),
+        )
+        self._learner.prime((1, 2))
+        self._replica = replica_of(self.sync)
+        if blocking is not None and isinstance(self._replica.reducer, TorchDdpReducer):
+            if self.knows_communication and site.world.is_distributed:
+                blocking.register(self._replica.reducer.ddp)
+        elif blocking is not None:
+            # The engine's collectives after the update: parameters of sharded strategies.
+            timed = ("all_gather",) if by_engine else ("all_reduce", "broadcast", "all_gather")
+            barrier = site.comm.barrier
+            self._watched = Watched(self._replica.comm, timed=timed, before=barrier, total=blocking)
+        self._stopwatch = blocking if by_engine else None  # the engine's time is added to it
+
+    def backward(self, leaves: Leaves) -> None:
+        self._learner.run_leaves(leaves)
+
+    def update(self) -> None:
+        if self._stopwatch is not None:
+            self.site.comm.barrier()
+        result = self.sync.step(self.optimizer, clip_norm=CLIP_NORM)
+        self.mean_loss = result.mean_loss
+        if self._stopwatch is not None:
+            self._stopwatch.seconds += result.exposed.seconds()
+
+    def wait(self) -> None:
+        self._replica.wait()
+
+    def communicators(self) -> list[Communicator]:
+        levels = self.site.groups
+        found = [self._replica.comm]
+        found += [] if levels is None else [levels.intra, levels.inter]
+        transport = getattr(self._replica.reducer, "exchange", None)
+        if isinstance(transport, OverHosts):
+            found.append(transport.host)
+        return list({id(comm): comm for comm in found}.values())
+
+    def weights(self) -> list[Tensor] | None:
+        if not self._replica.whole_parameters or self.contestant.name in _DRIFTING:
+            return None
+        return super().weights()
+
+    def close(self) -> None:
+        if self._watched is not None:
+            self._watched.stop()
+        self.sync.close()
+
+
+class InTheirLoop(Entrant):
+    """A strategy of the registry in a plain loop: two lines replace DDP's."""
+
+    knows_communication = False
+
+    def set_up(self) -> None:
+        super().set_up()
+        site, name = self.site, self.contestant.name
+        own = given_options(self.contestant, site)
+        self.sync = replicate(self.model, site.world, strategy=name, groups=site.groups, **own)
+
+    def accumulating(self, *, last: bool) -> AbstractContextManager[Any]:
+        return nullcontext() if last else self.sync.no_sync()
+
+    def communicators(self) -> list[Communicator]:
+        return [replica_of(self.sync).comm]
+
+    def close(self) -> None:
+        self.sync.close()
+
+
+_OTHERS: dict[str, type[Entrant]] = {
+    ALONE: Alone,
+    "torch_ddp": TorchDdp,
+    "accelerate": Accelerated,
+    "fabric": Fabricated,
+}
+
+
+def enter(
+    contestant: Contestant, site: BenchSite, clock: StepClock, *, blocking: Blocking | None = None
+) -> Entrant:
+    """Build the contestant, see `Entrant`; all ranks of the set call this together."""
+    ours = InTheirLoop if contestant.own_loop else Synchronised
+    entrant = _OTHERS.get(contestant.name, ours)(contestant, site, clock, blocking)
+    pin_threads(site.settings.threads)  # Accelerate changes the number
+    return entrant
+
+
+def mean_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+    """Cross-entropy as most loops write it: the mean over targets, []."""
+    return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
+
+
+def given_options(contestant: Contestant, site: BenchSite) -> dict[str, Any]:
+    """Options of the contestant and of the trainer. `inner_steps` is shortened unless it is given,
+    so that ranks synchronise within a turn."""
+    settings = site.settings
+    options = few_steps(contestant.name, settings.num_steps)  # one synchronisation in each turn
+    strategy = STRATEGIES[contestant.name]
+    has_buckets = strategy.recipe is None or strategy.recipe.grouping == "buckets"
+    if settings.bucket_mb is not None and "bucket_mb" in strategy.options and has_buckets:
+        options = {**options, "bucket_mb": settings.bucket_mb}
+    by_host = {n: v for n, v in OPTIONS.items() if settings.host and n in strategy.options}
+    options = {**options, **by_host, **contestant.options}
+    return options if contestant.own_loop else trainer_options(contestant.name, options)

@@ -1,0 +1,111 @@
+"""`gradsync lint`: finds known mistakes in data-parallel training scripts without running them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from gradsync.commands.lint.rules import RULES, Found, lint
+from gradsync.commands.lint.script import Script
+from gradsync.core.files import printable
+from gradsync.errors import ConfigError
+from gradsync.runtime.arguments import parse
+
+_LARGEST = 2 * 2**20
+"""Bytes of a script; larger files are no scripts."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LintOptions:
+    """Find known mistakes in training scripts: no_sync around a part of a step, a sampler without
+    set_epoch, cuda:RANK, collectives on one rank, and others. Nothing is imported or run.
+
+    `# gradsync: ignore[GS204]` at the end of a line suppresses that rule there. Exit code 1: an
+    error or a warning was found.
+    """
+
+    paths: Annotated[list[str], tyro.conf.Positional, tyro.conf.arg(metavar="PATH …")] = field(
+        default_factory=list
+    )
+    """Scripts, or folders of them."""
+    rules: bool = False
+    """Only list the rules."""
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
+    """Print one JSON document."""
+
+
+def run(argv: list[str]) -> int:
+    """Run `gradsync lint ARGV`; returns the exit code.
+
+    Raises:
+        ConfigError: no path, a missing path, or a file that is not Python.
+    """
+    options = parse(LintOptions, argv, "lint")
+    if options.rules:
+        listed = [{name: getattr(rule, name) for name in _TOLD} for rule in RULES]
+        lines = [f"{r['id']}  {r['level']:8} {r['says']}" for r in listed]
+        print(json.dumps({"rules": listed}) if options.as_json else "\n".join(lines))
+        return 0
+    if not options.paths:
+        raise ConfigError("lint: name a script or a folder: gradsync lint train.py")
+    paths = [path for name in options.paths for path in _scripts(Path(name))]
+    found = [each for path in paths for each in lint(Script(str(path), _read(path)))]
+    serious = [each for each in found if each.rule.level != "note"]
+    if options.as_json:
+        document = {"files": len(paths), "found": [_entry(each) for each in found]}
+        print(json.dumps(document))
+    else:
+        for each in found:
+            print(_text(each))
+        print(_summary(len(paths), found))
+    return 1 if serious else 0
+
+
+_TOLD = ("id", "level", "says", "why", "fix")
+
+
+def _entry(found: Found) -> dict[str, object]:
+    place = {"path": found.path, "line": found.line}
+    return place | {name: getattr(found.rule, name) for name in _TOLD}
+
+
+def _text(found: Found) -> str:
+    rule = found.rule
+    head = f"{printable(found.path)}:{found.line}: {rule.id} {rule.level}: {rule.says}"
+    return f"{head}\n    why: {rule.why}\n    fix: {rule.fix}"
+
+
+def _summary(files: int, found: list[Found]) -> str:
+    counts = dict.fromkeys(("error", "warning", "note"), 0)
+    for each in found:
+        counts[each.rule.level] += 1
+    said = ", ".join(f"{n} {level}{'s' * (n != 1)}" for level, n in counts.items() if n)
+    return f"{files} file{'s' * (files != 1)}: {said or 'nothing found'}"
+
+
+def _scripts(path: Path) -> Iterator[Path]:
+    if path.is_dir():
+        hidden = (".", "__pycache__")
+        yield from (
+            each
+            for each in sorted(path.rglob("*.py"))
+            if not any(part.startswith(hidden) for part in each.relative_to(path).parts)
+        )
+    elif path.is_file():
+        yield path
+    else:
+        raise ConfigError(f"lint: {path} is not there")
+
+
+def _read(path: Path) -> str:
+    try:
+        if path.stat().st_size > _LARGEST:
+            raise ConfigError(f"lint: {path} has more than {_LARGEST // 2**20} MiB: no script")
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ConfigError(f"lint: {path} is not UTF-8 text") from None

@@ -1,0 +1,97 @@
+"""`gradsync prepare`: convert text files to token files."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from gradsync.commands.models.config import preset
+from gradsync.core.files import counted
+from gradsync.data.meta import Meta
+from gradsync.data.prepare import prepare
+from gradsync.errors import ConfigError
+from gradsync.runtime.arguments import parse
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrepareOptions:
+    """Turn text into a data directory: train.bin, val.bin (nanoGPT's layout) and meta.json.
+
+    gradsync prepare my_texts/ --out data/
+    """
+
+    paths: Annotated[
+        tyro.conf.Positional[tuple[Path, ...]],
+        tyro.conf.arg(metavar="PATHS", help_behavior_hint="(required)"),
+    ]
+    """Files, folders (read recursively) and .jsonl files."""
+    out: Annotated[str, tyro.conf.arg(metavar="DIR", help_behavior_hint="(required)")] = ""
+    """The directory to create."""
+    tokenizer: Literal["byte", "bpe"] = "byte"
+    """byte: 257 tokens, no dependency. bpe: trained on this text (extra gradsync[tokenizers])."""
+    vocab_size: int | None = None
+    """Tokens of the bpe vocabulary; default: 4096."""
+    val_fraction: float = 0.05
+    """Share of the documents to hold out for validation, whole and chosen by content; with fewer
+    than 20 documents, share of the tokens: the last ones. 0 writes no val.bin."""
+    text_key: str = "text"
+    """Key of the text in .jsonl files."""
+    overwrite: bool = False
+    """Replace --out if it already holds prepared data."""
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
+    """Print meta.json instead of a summary."""
+
+
+def run(argv: list[str]) -> int:
+    """See `gradsync prepare --help`."""
+    options = parse(PrepareOptions, argv, "prepare")
+    missing = [] if options.paths else ["name at least one file or folder to prepare"]
+    missing += [] if options.out else ["say with --out which directory to make"]
+    if missing:
+        raise ConfigError(f"{' and '.join(missing)}: gradsync prepare my_texts/ --out data/")
+    meta = prepare(
+        options.paths,
+        out := Path(options.out),
+        tokenizer=options.tokenizer,
+        vocab_size=options.vocab_size,
+        val_fraction=options.val_fraction,
+        text_key=options.text_key,
+        overwrite=options.overwrite,
+    )
+    if options.as_json:
+        print(json.dumps({"out": str(out), **asdict(meta)}))
+    else:
+        print(_describe(meta, out))
+    return 0
+
+
+def _describe(meta: Meta, out: Path) -> str:
+    names = (f"hidden or binary {each}" for each in ("file or folder", "files or folders"))
+    skipped = f", {counted(meta.skipped_files, *names)} skipped" if meta.skipped_files else ""
+    held_out = 100 * meta.tokens.get("val", 0) / sum(meta.tokens.values())
+    how = {"documents": "whole documents, chosen by content", "tail": "the last ones"}
+    splits = ", ".join(f"{name} {tokens:,}" for name, tokens in meta.tokens.items())
+    return (
+        f"read      {counted(meta.documents, 'document')}, {meta.text_bytes:,} bytes{skipped}\n"
+        f"tokens    {splits} ({meta.tokenizer}, vocabulary {meta.vocab_size:,}, {meta.dtype})\n"
+        f"held out  {held_out:.1f} % of the tokens: {how.get(meta.split_by, 'no val.bin')}\n"
+        f"unigrams  {meta.unigram_entropy_nats:.3f} nats: a model should get well below\n"
+        f"written   {out}\n"
+        f"next      {_next(meta, out)}"
+    )
+
+
+def _next(meta: Meta, out: Path) -> str:
+    """The next command, or what is missing for it."""
+    need = preset("tiny").block_size + 1
+    short = [f"{name} has {tokens:,}" for name, tokens in meta.tokens.items() if tokens < need]
+    if not short:
+        return f"gradsync train tiny --data {shlex.quote(str(out))}"
+    other = "larger" if meta.tokens["train"] >= need else "smaller"
+    share = f", or a {other} --val-fraction" * (sum(meta.tokens.values()) >= 2 * need)
+    return f"more text{share}: `train tiny` needs {need} tokens in each ({', '.join(short)})"

@@ -1,0 +1,499 @@
+"""A Llama-style decoder, or GPT-2's, its loss, and text from it.
+
+Shape suffixes: B batch, T time (tokens), C channels (width), H query heads, G key/value heads,
+K head size, F hidden width of the SwiGLU or GELU, V vocabulary.
+
+    tokens_BT -> embed -> n_layer x { + attention(norm(x)), + SwiGLU(norm(x)) } -> norm -> head
+
+With `architecture="gpt2"` (Radford et al. 2019) positions are added to the embedding instead of
+rotating, norms are LayerNorms, and a GELU replaces the SwiGLU.
+
+[Note: a head without weights]
+With `tie_head` there is no second parameter to keep equal: the output layer multiplies by the
+embedding's weight. So by construction it is counted, reduced, clipped and saved once, and it
+survives `to_empty`, which separates parameters that are merely shared.
+
+[Note: Loss in rows]
+Logits, their fp32 copy, log-probabilities and two gradients of them take 14 bytes for each token
+and each word of the vocabulary: 720 MB for 1,024 tokens and 50,257 words. Computed a few hundred
+rows (tokens) at a time, only those rows are in memory. Their gradient is computed with them, so
+backward recomputes nothing. It keeps the gradient with respect to the head's weight, which backward
+needs anyway, and the one with respect to the head's input.
+
+The sums are the same, in another order: the bits differ from those of whole logits, but are the
+same on any number of ranks, because the rows are cut from a leaf.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+from gradsync.commands.models.config import GPTConfig
+from gradsync.errors import ConfigError
+
+_INIT_STD = 0.02
+_IGNORED = -100
+
+
+def rope_tables(config: GPTConfig) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of every position's angles, always computed in fp32 on the CPU.
+
+    Half the frequencies are written twice, side by side, for the rotate-half convention
+    (arXiv 2104.09864, in the layout of Llama): cos_TK, sin_TK, T is `block_size`. The first half
+    of the sines is negated, see `rotate`.
+    """
+    # Device and dtype are explicit, so that torch's defaults do not affect these values.
+    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.int64, device="cpu").float()
+    frequency = 1.0 / (config.rope_theta ** (exponent / config.head_dim))
+    position = torch.arange(config.block_size, dtype=torch.float32, device="cpu")
+    angle_TL = torch.outer(position, frequency)
+    cos_TL, sin_TL = angle_TL.cos(), angle_TL.sin()
+    return torch.cat((cos_TL, cos_TL), dim=1), torch.cat((-sin_TL, sin_TL), dim=1)
+
+
+def rotate(x_BTHK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
+    """Turn each pair (k, k + K/2) by its position's angle; the result has x's dtype."""
+    low, high = x_BTHK.chunk(2, dim=-1)
+    # The tables are fp32, so the products are too: in bf16, with 8 bits, far positions would blur.
+    # The first half of sin_TK is negative, which avoids negating `high`.
+    turned = x_BTHK * cos_TK[:, None] + torch.cat((high, low), dim=-1) * sin_TK[:, None]
+    return turned.to(x_BTHK.dtype)
+
+
+def initial_weight(
+    name: str, shape: tuple[int, ...], n_layer: int, generator: torch.Generator
+) -> Tensor:
+    """The initial value of one parameter of a model with `n_layer` blocks, fp32 on the CPU.
+
+    Normal with deviation 0.02. Projections into the residual stream are scaled by
+    `1 / sqrt(2 n_layer)`, so that its variance does not grow with depth (GPT-2). Gains are one,
+    biases zero; both draw nothing from the generator.
+    """
+    if len(shape) < 2:
+        value = 0.0 if name.endswith(".bias") else 1.0
+        return torch.full(shape, value, dtype=torch.float32, device="cpu")
+    into_residual = name.endswith(("attention.out.weight", "down.weight"))
+    std = _INIT_STD / math.sqrt(2 * n_layer) if into_residual else _INIT_STD
+    drawn = torch.empty(shape, dtype=torch.float32, device="cpu")
+    return drawn.normal_(0.0, std, generator=generator)
+
+
+class KeyValueCache:
+    """Keys and values that one attention has computed for earlier positions, for generation."""
+
+    def __init__(self) -> None:
+        self._kept: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def length(self) -> int:
+        """Number of positions so far."""
+        return 0 if self._kept is None else self._kept[0].shape[2]
+
+    def extend(self, k_BGTK: Tensor, v_BGTK: Tensor) -> tuple[Tensor, Tensor]:
+        """Append these keys and values; returns those of all positions."""
+        if self._kept is not None:
+            old_k, old_v = self._kept
+            k_BGTK, v_BGTK = torch.cat((old_k, k_BGTK), dim=2), torch.cat((old_v, v_BGTK), dim=2)
+        self._kept = k_BGTK, v_BGTK
+        return self._kept
+
+
+class Attention(nn.Module):
+    """Causal self-attention with grouped key/value heads; rotary positions except for GPT-2."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.n_head = config.n_head
+        self.n_kv_head = config.num_kv_heads
+        self.is_rotary = not config.is_gpt2
+        kv_width = config.num_kv_heads * config.head_dim
+        self.q = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.k = nn.Linear(config.n_embd, kv_width, bias=config.bias)
+        self.v = nn.Linear(config.n_embd, kv_width, bias=config.bias)
+        self.out = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+
+    def forward(
+        self, x_BTC: Tensor, cos_TK: Tensor, sin_TK: Tensor, cache: KeyValueCache | None = None
+    ) -> Tensor:
+        """(B, T, C) -> (B, T, C); if `cache` already holds positions, T is 1."""
+        q_BTHK = self.q(x_BTC).unflatten(-1, (self.n_head, -1))
+        k_BTGK = self.k(x_BTC).unflatten(-1, (self.n_kv_head, -1))
+        v_BGTK = self.v(x_BTC).unflatten(-1, (self.n_kv_head, -1)).transpose(1, 2)
+        if self.is_rotary:  # both at once: each operation is a launch
+            both = rotate(torch.cat((q_BTHK, k_BTGK), dim=2), cos_TK, sin_TK)
+            q_BTHK, k_BTGK = both.split((self.n_head, self.n_kv_head), dim=2)
+        q_BHTK, k_BGTK = q_BTHK.transpose(1, 2), k_BTGK.transpose(1, 2)
+        is_causal = True
+        if cache is not None:
+            is_causal = cache.length == 0  # a single new position may attend to all others
+            k_BGTK, v_BGTK = cache.extend(k_BGTK, v_BGTK)
+        y_BHTK = F.scaled_dot_product_attention(
+            q_BHTK,
+            k_BGTK,
+            v_BGTK,
+            is_causal=is_causal,
+            enable_gqa=self.n_kv_head != self.n_head,
+        )
+        return self.out(y_BHTK.transpose(1, 2).flatten(2))
+
+
+class SwiGLU(nn.Module):
+    """`down(silu(gate(x)) * up(x))`, arXiv 2002.05202."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.gate = nn.Linear(config.n_embd, config.mlp_dim, bias=False)
+        self.up = nn.Linear(config.n_embd, config.mlp_dim, bias=False)
+        self.down = nn.Linear(config.mlp_dim, config.n_embd, bias=False)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        """(B, T, C) -> (B, T, C), (B, T, F) inside."""
+        hidden_BTF = F.silu(self.gate(x_BTC)) * self.up(x_BTC)
+        return self.down(hidden_BTF)
+
+
+class GELU(nn.Module):
+    """`down(gelu(up(x)))`, the exact GELU of arXiv 1606.08415."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.up = nn.Linear(config.n_embd, config.mlp_dim, bias=config.bias)
+        self.down = nn.Linear(config.mlp_dim, config.n_embd, bias=config.bias)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        """(B, T, C) -> (B, T, C), (B, T, F) inside."""
+        return self.down(F.gelu(self.up(x_BTC)))
+
+
+def make_norm(config: GPTConfig) -> nn.Module:
+    """The norm before each part of a block, and before the head."""
+    if config.is_gpt2:
+        return nn.LayerNorm(config.n_embd, eps=config.norm_eps, bias=config.bias)
+    return nn.RMSNorm(config.n_embd, eps=config.norm_eps)
+
+
+class Block(nn.Module):
+    """Attention and SwiGLU or GELU, each with a norm before it and a residual connection."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.attention_norm = make_norm(config)
+        self.attention = Attention(config)
+        self.mlp_norm = make_norm(config)
+        self.mlp = GELU(config) if config.is_gpt2 else SwiGLU(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self, x_BTC: Tensor, cos_TK: Tensor, sin_TK: Tensor, cache: KeyValueCache | None = None
+    ) -> Tensor:
+        """(B, T, C) -> (B, T, C)."""
+        normed_BTC = narrowed(self.attention_norm(x_BTC))
+        x_BTC = x_BTC + self.dropout(self.attention(normed_BTC, cos_TK, sin_TK, cache))
+        return x_BTC + self.dropout(self.mlp(narrowed(self.mlp_norm(x_BTC))))
+
+
+def narrowed(x: Tensor) -> Tensor:
+    """`x` in autocast's dtype, cast once: otherwise each layer that reads it would cast it."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
+
+class _Undrawn(TorchFunctionMode):
+    """Skips initialisation of new weights. ("meta" would work too, but makes torch import sympy and
+    its compiler, a second and a half.)"""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        if getattr(func, "__module__", "") == nn.init.__name__:
+            return given["tensor"] if "tensor" in given else args[0]
+        return func(*args, **given)
+
+
+class GPT(nn.Module):
+    """The decoder. The same seed gives the same weights, whatever the rank or the device.
+
+    Weights are drawn on the CPU from a separate generator, so building a model neither reads nor
+    advances torch's global random state; then they move to the default device. Under
+    `torch.device("meta")` nothing is drawn: call `to_empty(device=…)`, then `init_weights`.
+
+    Args:
+        config: the shape.
+        seed: of the initial weights.
+        activation_checkpointing: recompute each block in backward instead of keeping its
+            activations (arXiv 1604.06174); gradients keep the same bits.
+        loss_rows: compute the loss of this many positions at a time, see [Note: Loss in rows]; None
+            computes it at once.
+    """
+
+    read_after: ClassVar[Mapping[str, str]] = {"head": "norm", "positions": "embed"}
+    """Modules whose weights the forward reads, each with the module that is called before it."""
+    rope_cos: Tensor
+    rope_sin: Tensor
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        *,
+        seed: int = 0,
+        activation_checkpointing: bool = False,
+        loss_rows: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.activation_checkpointing = activation_checkpointing
+        self.loss_rows = loss_rows
+        with _Undrawn():  # layers would draw rank-dependent initial values
+            self.embed = nn.Embedding(config.vocab_size, config.n_embd)
+            self.positions = None
+            if config.is_gpt2:
+                self.positions = nn.Embedding(config.block_size, config.n_embd)
+            self.dropout = nn.Dropout(config.dropout)
+            self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+            self.norm = make_norm(config)
+            # [Note: a head without weights]
+            self.head = None
+            if not config.tie_head:
+                self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+            turned = 0 if config.is_gpt2 else config.block_size
+            table = torch.empty(turned, config.head_dim, dtype=torch.float32)
+        self.register_buffer("rope_cos", table, persistent=False)
+        self.register_buffer("rope_sin", table.clone(), persistent=False)
+        if table.device.type != "meta":
+            self.init_weights(torch.Generator().manual_seed(seed))
+
+    @torch.no_grad()
+    def init_weights(self, generator: torch.Generator) -> None:
+        """Draw all weights from a CPU generator, in `named_parameters` order, and fill the rotary
+        tables."""
+        for name, parameter in self.named_parameters():
+            shape = tuple(parameter.shape)
+            parameter.copy_(initial_weight(name, shape, self.config.n_layer, generator))
+        if self.positions is None:
+            cos_TK, sin_TK = rope_tables(self.config)
+            self.rope_cos.copy_(cos_TK)
+            self.rope_sin.copy_(sin_TK)
+
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+        """Logits of the next token at every position, logits_BTV, or the loss if targets are given,
+        see `loss_sum`. Token ids are int64; ConfigError if T exceeds `block_size`."""
+        x_BTC = self.features(tokens_BT)
+        if targets_BT is None:
+            return self.logits(x_BTC)
+        if self.loss_rows is None:
+            return loss_sum(self.logits(x_BTC), targets_BT)
+        return loss_sum_in_rows(
+            x_BTC.flatten(0, 1), self._head_weight, targets_BT.flatten(), self.loss_rows
+        )
+
+    def features(self, tokens_BT: Tensor, caches: Sequence[KeyValueCache] | None = None) -> Tensor:
+        """Input of the head: `tokens_BT -> x_BTC`, after the last norm.
+
+        `caches`, one per block, hold the earlier positions, and afterwards these too. If they hold
+        some, only one token is allowed at a time.
+        """
+        first = 0 if caches is None else caches[0].length
+        T = first + tokens_BT.shape[1]
+        if self.config.block_size < T:
+            raise ConfigError(
+                f"sequence of {T} tokens: this model was built for block_size="
+                f"{self.config.block_size}; shorten it or build a longer model"
+            )
+        cos_TK, sin_TK = self.rope_cos[first:T], self.rope_sin[first:T]
+        x_BTC = self.embed(tokens_BT)
+        if self.positions is not None:
+            x_BTC = x_BTC + self.positions.weight[first:T]
+        x_BTC = self.dropout(x_BTC)
+        recompute = self.activation_checkpointing and self.training and torch.is_grad_enabled()
+        for number, block in enumerate(self.blocks):
+            if recompute:
+                x_BTC = checkpoint(block, x_BTC, cos_TK, sin_TK, use_reentrant=False)
+            elif caches is not None:
+                x_BTC = block(x_BTC, cos_TK, sin_TK, caches[number])
+            else:
+                x_BTC = block(x_BTC, cos_TK, sin_TK)
+        return self.norm(x_BTC)
+
+    def logits(self, x_BTC: Tensor) -> Tensor:
+        """The head alone: `x_BTC -> logits_BTV`; any number of positions."""
+        return F.linear(x_BTC, self._head_weight)
+
+    @property
+    def _head_weight(self) -> Tensor:
+        return self.embed.weight if self.head is None else self.head.weight
+
+
+def loss_sum(logits_BTV: Tensor, targets_BT: Tensor, ignore_index: int = -100) -> Tensor:
+    """Cross-entropy summed over the targets that count, in nats.
+
+    A sum, not a mean: the leaves' sums add up to the batch's sum however the batch is cut, and one
+    division by the global number of targets gives the exact mean. Targets are int64 token ids, or
+    `ignore_index` for no target. Computed in fp32; 0-dim.
+    """
+    return F.cross_entropy(
+        logits_BTV.float().flatten(0, 1),  # a bf16 sum over thousands of targets stops growing
+        targets_BT.flatten(),
+        ignore_index=ignore_index,
+        reduction="sum",
+    )
+
+
+def loss_sum_in_rows(x_NC: Tensor, weight_VC: Tensor, targets_N: Tensor, rows: int) -> Tensor:
+    """Cross-entropy of `x @ weight.T`, summed over the targets that are not -100, in nats.
+
+    Logits of `rows` positions are in memory at once. Any float dtype; the result is fp32, 0-dim,
+    differentiable once.
+    """
+    if torch.is_grad_enabled() and (x_NC.requires_grad or weight_VC.requires_grad):
+        return _InRows.apply(x_NC, weight_VC, targets_N, rows)
+    return _in_rows(x_NC, weight_VC, targets_N, rows, None)
+
+
+class _InRows(torch.autograd.Function):
+    """See [Note: Loss in rows]."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NC: Tensor, weight_VC: Tensor, targets_N: Tensor, rows: int) -> Tensor:
+        """The loss, []; the gradients are computed with it."""
+        gradients = torch.empty_like(x_NC), torch.zeros_like(weight_VC)
+        loss = _in_rows(x_NC, weight_VC, targets_N, rows, gradients)
+        ctx.save_for_backward(*gradients)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyrefly: ignore[bad-override]
+        """Gradients of x, weight, targets and rows."""
+        grad_x_NC, grad_VC = ctx.saved_tensors
+        return grad_x_NC * grad_outputs[0], grad_VC * grad_outputs[0], None, None
+
+
+def _in_rows(
+    x_NC: Tensor,
+    weight_VC: Tensor,
+    targets_N: Tensor,
+    rows: int,
+    gradients: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    """The loss, []. `gradients` (zeros for the weight's) receive those of x and weight."""
+    kind, dtype = x_NC.device.type, x_NC.dtype
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+    loss = torch.zeros((), dtype=torch.float32, device=x_NC.device)
+    with torch.autocast(kind, enabled=False):
+        narrow_NC, narrow_VC = x_NC.to(dtype), weight_VC.to(dtype)
+        for start in range(0, len(x_NC), rows):
+            cut = slice(start, start + rows)
+            log_p_RV = F.linear(narrow_NC[cut], narrow_VC).float().log_softmax(-1)
+            loss += F.nll_loss(log_p_RV, targets_N[cut], ignore_index=_IGNORED, reduction="sum")
+            if gradients is not None:
+                grad_RV = _gradient(log_p_RV, targets_N[cut]).to(dtype)
+                gradients[0][cut] = grad_RV @ narrow_VC
+                gradients[1].add_(grad_RV.T @ narrow_NC[cut])
+    return loss
+
+
+def _gradient(log_p_RV: Tensor, targets_R: Tensor) -> Tensor:
+    """Gradient of the summed loss with respect to the logits; overwrites `log_p_RV`."""
+    counts_R = targets_R != _IGNORED
+    p_RV = log_p_RV.exp_().mul_(counts_R.unsqueeze(1))
+    row_R = torch.arange(len(targets_R), device=targets_R.device)
+    p_RV[row_R, targets_R.clamp_min(0)] -= counts_R.float()
+    return p_RV
+
+
+@torch.no_grad()
+def generate(
+    model: GPT,
+    prompt_ids: Sequence[int],
+    max_new_tokens: int,
+    *,
+    temperature: float = 0.8,
+    top_k: int | None = 50,
+    seed: int = 0,
+    generator: torch.Generator | None = None,
+    use_cache: bool = True,
+    show: Callable[[Sequence[int]], object] = len,
+) -> list[int]:
+    """Continue `prompt_ids`. The same call on the same kind of device gives the same tokens.
+
+    A token costs a forward over one position, because keys and values of earlier ones are kept.
+    After `block_size` tokens it costs a forward over the last `block_size`: the window slides, and
+    deeper layers' kept values come from positions that it no longer contains.
+
+    Args:
+        model: on any device; put into eval mode during the call, then restored.
+        prompt_ids: at least one token id.
+        max_new_tokens: how many to add.
+        temperature: divides the logits; 0 takes the most likely token.
+        top_k: sample only among the k most likely; None: among all.
+        seed: of the draws, if no generator is given.
+        generator: a CPU generator; draws continue from its state.
+        use_cache: False recomputes the whole context for each token: the same tokens, slowly.
+        show: called with all tokens so far, at first and after each new one.
+
+    Returns:
+        The prompt followed by the new tokens.
+
+    Raises:
+        ConfigError: an empty prompt, an id outside the vocabulary, temperature < 0, top_k < 1.
+    """
+    _check(model, prompt_ids, temperature, top_k)
+    if generator is None:
+        generator = torch.Generator().manual_seed(seed)
+    device = model.embed.weight.device
+    ids = [int(token) for token in prompt_ids]
+    caches = [KeyValueCache() for _ in model.blocks]
+    was_training = model.training
+    model.eval()
+    try:
+        show(ids)
+        for _ in range(max_new_tokens):
+            if use_cache and len(ids) <= model.config.block_size:
+                new_BT = torch.tensor([ids[caches[0].length :]], device=device)
+                x_BTC = model.features(new_BT, caches)
+            else:
+                context_BT = torch.tensor([ids[-model.config.block_size :]], device=device)
+                x_BTC = model.features(context_BT)
+            last_V = model.logits(x_BTC[:, -1])[0]
+            ids.append(_draw(last_V.float().cpu(), temperature, top_k, generator))
+            show(ids)
+    finally:
+        model.train(was_training)
+    return ids
+
+
+def _draw(
+    logits_V: Tensor, temperature: float, top_k: int | None, generator: torch.Generator
+) -> int:
+    if temperature == 0:
+        return int(logits_V.argmax())
+    kept, index = logits_V.topk(min(top_k or len(logits_V), len(logits_V)))
+    chosen = torch.multinomial((kept / temperature).softmax(-1), 1, generator=generator)
+    return int(index[chosen])
+
+
+def _check(model: GPT, prompt_ids: Sequence[int], temperature: float, top_k: int | None) -> None:
+    vocab_size = model.config.vocab_size
+    if not len(prompt_ids):
+        raise ConfigError("the prompt is empty: at least one token is needed to continue from")
+    outside = [token for token in prompt_ids if not 0 <= token < vocab_size]
+    if outside:
+        raise ConfigError(
+            f"the prompt has token id {outside[0]}, "
+            f"outside the model's vocabulary 0..{vocab_size - 1}"
+        )
+    if temperature < 0:
+        raise ConfigError(f"temperature: got {temperature}, expected 0 or more")
+    if top_k is not None and top_k < 1:
+        raise ConfigError(f"top_k: got {top_k}, expected at least 1, or None for all tokens")

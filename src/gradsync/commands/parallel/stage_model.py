@@ -1,0 +1,231 @@
+"""One rank's part of the decoder: some blocks, and at the ends embedding, norm and head.
+
+Tensor parallelism in a block divides heads and the SwiGLU's width over ranks. Shoeybi et al. 2019,
+"Megatron-LM", arXiv 1909.08053: a matrix that computes heads (or hidden columns) is cut by outputs,
+the next matrix by inputs, so that only its product is summed over shards:
+
+    x ─ enter ─► q k v / gate up (columns) ─► attention / silu ─► out / down (rows) ─ leave ─► y
+        backward: sum over shards                        forward: sum over shards
+
+Between `leave` and the next `enter` every shard holds the same activations, bit for bit, because an
+all-reduce gives all ranks the same bits. So norms, embedding and head are replicated and stay equal
+without communication, and dropout there is the same on all shards.
+
+[Note: Plain shards] The styles below are `parallelize_module`'s, but they leave plain tensors, not
+DTensors: our strategies sum flat memory, and any of them can sum a plain gradient over the replicas
+of a shard.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel.style import ParallelStyle
+from torch.utils.checkpoint import checkpoint
+
+from gradsync.comm.base import Communicator
+from gradsync.comm.process_group import ProcessGroupCommunicator
+from gradsync.commands.models.gpt import (
+    GPT,
+    Block,
+    initial_weight,
+    loss_sum,
+    loss_sum_in_rows,
+    rope_tables,
+)
+from gradsync.commands.parallel.layout import COLUMNS, ROWS, ModelPart
+from gradsync.commands.parallel.split_sync import SplitGroups
+from gradsync.core.torch_private import mesh_of
+
+
+class GPTStage(nn.Module):
+    """`part` of a GPT, with the whole model's parameter names and the same start values.
+
+    The other parts are never in memory, except for one matrix at a time while initial values are
+    drawn: the generator has to pass through all of them.
+
+    Shards sum over `groups.shards` in each block; the other arguments are those of `GPT`.
+    """
+
+    rope_cos: Tensor
+    rope_sin: Tensor
+
+    def __init__(
+        self,
+        part: ModelPart,
+        groups: SplitGroups,
+        *,
+        seed: int,
+        device: torch.device,
+        activation_checkpointing: bool = False,
+        loss_rows: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.part, self.config = part, part.config
+        self.activation_checkpointing = activation_checkpointing
+        self.loss_rows = loss_rows
+        with torch.device("meta"):
+            whole = GPT(part.config)
+        names = part.pieces()
+        self.embed = whole.embed if "embed.weight" in names else None
+        self.dropout = whole.dropout
+        # Keys, not indices: a block keeps its number in the whole model.
+        self.blocks = nn.ModuleDict({str(index): whole.blocks[index] for index in part.blocks})
+        self.norm = whole.norm if part.is_last else None
+        self.head = whole.head if part.is_last else None
+        if part.layout.tp > 1:
+            assert isinstance(groups.shards, ProcessGroupCommunicator), "several ranks"
+            mesh = mesh_of(groups.shards.group, device, self)
+            for block in self.blocks.values():
+                assert isinstance(block, Block)
+                divide_block(block, mesh, groups.shards)
+        self.register_buffer("rope_cos", whole.rope_cos, persistent=False)
+        self.register_buffer("rope_sin", whole.rope_sin, persistent=False)
+        self.to_empty(device=device)
+        self._init_weights(torch.Generator().manual_seed(seed))
+
+    @torch.no_grad()
+    def _init_weights(self, generator: torch.Generator) -> None:
+        own, pieces = dict(self.named_parameters()), self.part.pieces()
+        for weight in self.part.weights:
+            drawn = initial_weight(weight.name, weight.shape, self.config.n_layer, generator)
+            if weight.name in own:
+                own[weight.name].copy_(drawn[pieces[weight.name].slices])
+        cos_TK, sin_TK = rope_tables(self.config)
+        self.rope_cos.copy_(cos_TK)
+        self.rope_sin.copy_(sin_TK)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """From tokens_BT (first stage) or x_BTC to x_BTC; on the last stage, after the norm."""
+        x_BTC = x
+        if self.part.is_first:
+            assert self.embed is not None
+            x_BTC = self.dropout(self.embed(x))
+        T = x_BTC.shape[1]
+        cos_TK, sin_TK = self.rope_cos[:T], self.rope_sin[:T]
+        recompute = self.activation_checkpointing and self.training and torch.is_grad_enabled()
+        for block in self.blocks.values():
+            if recompute:
+                x_BTC = checkpoint(block, x_BTC, cos_TK, sin_TK, use_reentrant=False)
+            else:
+                x_BTC = block(x_BTC, cos_TK, sin_TK)
+        return x_BTC if self.norm is None else self.norm(x_BTC)
+
+    def loss(self, x_BTC: Tensor, targets_BT: Tensor) -> Tensor:
+        """On the last stage: cross-entropy summed over the targets, as `GPT` computes it."""
+        owner = self.embed if self.head is None else self.head
+        assert owner is not None
+        if self.loss_rows is None:
+            return loss_sum(F.linear(x_BTC, owner.weight), targets_BT)
+        rows = x_BTC.flatten(0, 1), owner.weight, targets_BT.flatten()
+        return loss_sum_in_rows(*rows, self.loss_rows)
+
+    def pass_over_dropout(self, like_BTC: Tensor, branch_dtype: torch.dtype) -> None:
+        """Draw what earlier stages draw for a leaf, so that this stage's dropout is the whole
+        model's: one mask for the embedding, two for each block. `like_BTC` has the shape and dtype
+        of the residual stream; a block's branches have dtype `branch_dtype`."""
+        first = self.part.blocks.start
+        if self.part.is_first or not self.config.dropout or not self.training:
+            return
+        self.dropout(torch.zeros_like(like_BTC))
+        branch = torch.zeros_like(like_BTC, dtype=branch_dtype)
+        for _ in range(2 * first):
+            self.dropout(branch)
+
+
+def divide_block(block: Block, mesh: DeviceMesh, comm: Communicator) -> None:
+    """Keep only this rank's shard of `block`, which is still on the meta device."""
+    columns, rows = _Cut(comm, COLUMNS), _Cut(comm, ROWS)
+    enter = _Enter(comm)
+    parallelize_module(
+        block,
+        mesh,
+        {
+            "attention": enter,
+            "attention.q": columns,
+            "attention.k": columns,
+            "attention.v": columns,
+            "attention.out": rows,
+            "mlp": enter,
+            "mlp.gate": columns,
+            "mlp.up": columns,
+            "mlp.down": rows,
+        },
+    )
+    block.attention.n_head //= comm.world_size
+    block.attention.n_kv_head //= comm.world_size
+
+
+class _Enter(ParallelStyle):
+    """The module's input is the same on every shard; its gradient is the sum over shards."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        comm = self._comm
+
+        def enter(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            return (_CopyToShards.apply(inputs[0], comm), *inputs[1:])
+
+        module.register_forward_pre_hook(enter)
+        return module
+
+
+class _Cut(ParallelStyle):
+    """A linear layer keeps its share of outputs (columns) or of inputs (rows); with rows its output
+    is summed over shards."""
+
+    def __init__(self, comm: Communicator, dim: int) -> None:
+        self._comm, self._dim = comm, dim
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, nn.Linear)
+        assert module.weight.is_meta, "nothing of the whole matrix is in memory"
+        share = module.weight.chunk(self._comm.world_size, self._dim)[0]
+        module.weight = nn.Parameter(torch.empty_like(share))
+        module.out_features, module.in_features = share.shape
+        if self._dim == ROWS:
+            comm = self._comm
+            module.register_forward_hook(lambda _, __, output: _SumOfShards.apply(output, comm))
+        return module
+
+
+class _CopyToShards(torch.autograd.Function):
+    """Forward: the input. Backward: the sum of the shards' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
+        """Nothing is sent."""
+        ctx.comm = comm
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """One all-reduce over the shards, x's shape and dtype; nothing to overlap with."""
+        return _summed(grads[0], ctx.comm), None
+
+
+class _SumOfShards(torch.autograd.Function):
+    """Forward: the sum of the shards' products. Backward: the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
+        """One all-reduce over the shards, x's shape and dtype; nothing to overlap with."""
+        return _summed(x, comm)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Nothing is sent."""
+        return grads[0], None
+
+
+def _summed(x: Tensor, comm: Communicator) -> Tensor:
+    total = x.detach().clone(memory_format=torch.contiguous_format)
+    comm.all_reduce(total).wait()
+    return total

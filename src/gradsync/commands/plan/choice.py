@@ -1,0 +1,540 @@
+"""Chooses a split, micro-batch and recomputation for given hardware, with reasons; no torch.
+
+Every combination is judged by arithmetic, then memory, then time. The global batch,
+`micro_batch_size x num_leaves`, stays the same. Several choices may be as fast as the fastest,
+within the model's error: bits independent of the number of ranks come first, then the simplest.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from math import log2
+from typing import Any
+
+from gradsync.commands.models.config import PRESETS
+from gradsync.commands.parallel.layout import ParallelLayout
+from gradsync.commands.plan.collectives import shares_memory
+from gradsync.commands.plan.description import Device, Hardware
+from gradsync.commands.plan.memory import MemoryNeed, memory_need
+from gradsync.commands.plan.placement import MARGIN, gb
+from gradsync.commands.plan.profile import (
+    StepProfile,
+    estimate_profile,
+    known_profile,
+    probe_work,
+    profile_conditions,
+    scaled_profile,
+)
+from gradsync.commands.plan.step_costs import StepTime, predict_step
+from gradsync.commands.plan.workload import Split, Workload, goes_with_parts
+from gradsync.runtime.machine import busy, choose_threads
+from gradsync.sync.registry import STRATEGIES, Promise
+
+USUAL = ("invariant", "bucketed", "zero1", "zero2", "fsdp", "ddp")
+"""Tried unless names are given, the simplest first: none that loses precision on purpose, and only
+one for each cost."""
+ERROR = 0.15  # Times within this fraction count as equal: the time model is no better
+PROMISES: tuple[Promise, ...] = ("bitwise", "rounding", "lossy")  # The strongest first
+
+
+class Costs:
+    """Memory by formula; time from data sheets, or from a leaf measured here."""
+
+    measured: tuple[StepProfile, Workload] | None = None
+    load: float | None = None  # The machine's load, if it was busy during the measurement
+    memory = staticmethod(memory_need)
+    step = staticmethod(predict_step)
+
+    def profile(self, work: Workload, device: Device) -> StepProfile:
+        """A leaf and an update on a device."""
+        if self.measured is None:
+            return estimate_profile(work, device)
+        return scaled_profile(*self.measured, work)
+
+    def measure(self, work: Workload, hardware: Hardware) -> bool:
+        """Time a leaf on this machine, a few seconds, unless that was done before; false if a whole
+        replica does not fit on a device."""
+        leaf = probe_work(work)
+        if memory_need(leaf, Split(strategy="bucketed")).total > room_bytes(hardware, 1):
+            return False
+        from gradsync.commands.plan.probe import probe_profile
+
+        host, device = hardware.hosts[0], leaf.kind
+        ranks = len(host.devices)
+        conditions = profile_conditions(leaf, device=device, threads=choose_threads(ranks))
+        load = os.getloadavg()[0]
+        if known_profile(conditions) is None and busy(load, host.cores):
+            self.load = load
+        # A measurement under load is not kept.
+        cached = self.load is None
+        profile = probe_profile(leaf, device=device, ranks_per_host=ranks, cached=cached)
+        self.measured = profile, leaf
+        return True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Search:
+    """The variants to try."""
+
+    strategies: tuple[str, ...]  # The simplest first: it wins if times are equal
+    micro_batch_sizes: tuple[int, ...]
+    """Sequences of a leaf; the usual one first. Each divides the global batch."""
+    checkpointing: tuple[bool, ...] = (False, True)
+    """Whether activations may be kept, recomputed, or either."""
+
+    def works(self, work: Workload) -> Iterator[Workload]:
+        """`work` with every micro-batch and recomputation setting; its global batch stays."""
+        sequences = work.num_leaves * work.micro_batch_size
+        for recompute in self.checkpointing:
+            for size in self.micro_batch_sizes:
+                yield replace(
+                    work,
+                    micro_batch_size=size,
+                    num_leaves=sequences // size,
+                    activation_checkpointing=recompute,
+                )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """A workload with its micro-batch, its split, and the verdict."""
+
+    work: Workload
+    split: Split
+    memory: MemoryNeed | None = None  # None if arithmetic alone forbids it
+    room_bytes: int = 0  # Memory available to a rank on the smallest device
+    time: StepTime | None = None  # Predicted; None if it cannot run
+    obstacle: str = ""  # Why it cannot run; empty: it can
+    remark: str = ""  # Why it was chosen or not
+
+    @property
+    def runs(self) -> bool:
+        """Whether it can."""
+        return self.time is not None
+
+    @property
+    def seconds(self) -> float:
+        """Duration of a step; only for a candidate that runs."""
+        assert self.time is not None
+        return self.time.total_s
+
+    @property
+    def promise(self) -> Promise:
+        """The strategy's promise; if the model itself is divided, sums have another order."""
+        promise = STRATEGIES[self.split.strategy].promise
+        whole = self.split.layout.model_ranks == 1
+        return promise if whole else max(promise, "rounding", key=PROMISES.index)
+
+    @property
+    def short_bytes(self) -> int:
+        """How much memory is missing; 0 or less if it fits."""
+        return 0 if self.memory is None else self.memory.total - self.room_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        """Values for JSON."""
+        memory = self.memory
+        return {
+            "strategy": self.split.strategy,
+            "ranks": self.split.world_size,
+            "parallel": asdict(self.split.layout),
+            "shared_weights": self.split.shared_weights,
+            "micro_batch_size": self.work.micro_batch_size,
+            "num_leaves": self.work.num_leaves,
+            "activation_checkpointing": self.work.activation_checkpointing,
+            "memory_bytes": None if memory is None else asdict(memory) | {"total": memory.total},
+            "room_bytes": self.room_bytes or None,
+            "step": None if self.time is None else self.time.to_json(),
+            "promise": self.promise,
+            "obstacle": self.obstacle or None,
+            "remark": self.remark or None,
+        }
+
+
+def counts(hardware: Hardware) -> list[int]:
+    """How many devices to try: one, a host's, the largest power of two, and all."""
+    total = len(hardware.devices)
+    return sorted({1, len(hardware.hosts[0].devices), 1 << (total.bit_length() - 1), total})
+
+
+def splits(count: int, hardware: Hardware, strategies: Sequence[str]) -> Iterator[Split]:
+    """Every split of `count` devices: strategies x (replicas, stages, shards), replicas first. A
+    single replica synchronises with no other: it is listed once for each promise."""
+    most_shards = max(len(host.devices) for host in hardware.hosts)
+    for model_ranks in _divisors(count):
+        for tp in _divisors(model_ranks):
+            if tp > most_shards:  # shards communicate in every layer: never between hosts
+                continue
+            layout = ParallelLayout(dp=count // model_ranks, pp=model_ranks // tp, tp=tp)
+            for strategy in _usable(strategies, layout):
+                shared = _shares_weights(strategy, layout, hardware)
+                yield Split(strategy=strategy, layout=layout, shared_weights=shared)
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def _usable(strategies: Sequence[str], layout: ParallelLayout) -> Sequence[str]:
+    """Strategies that can synchronise replicas in this layout."""
+    if layout.model_ranks > 1:
+        strategies = [name for name in strategies if goes_with_parts(name)]
+    if layout.dp > 1:
+        return strategies
+    # Alone, strategies differ only in how they sum leaves, which is their promise.
+    promises = {STRATEGIES[name].promise: name for name in reversed(strategies)}
+    return [name for name in strategies if name in promises.values()]
+
+
+def _shares_weights(strategy: str, layout: ParallelLayout, hardware: Hardware) -> bool:
+    """Whether `gradsync train` keeps one copy of the weights for all ranks."""
+    recipe, on_cpu = STRATEGIES[strategy].recipe, hardware.devices[0].kind == "cpu"
+    if recipe is None or layout.model_ranks > 1 or len(hardware.hosts) > 1 or layout.dp == 1:
+        return False
+    return on_cpu and shares_memory(recipe)
+
+
+def obstacle(work: Workload, split: Split) -> str:
+    """Why arithmetic or `train/check.py` forbids it; empty if neither does."""
+    layout, leaves, model = split.layout, work.num_leaves, work.model
+    if layout.dp > leaves:
+        return f"{layout.dp} replicas cannot share {leaves} leaves"
+    equal = layout.model_ranks > 1 or STRATEGIES[split.strategy].equal_leaves
+    if equal and leaves % layout.dp:
+        return f"{leaves} leaves do not divide by {layout.dp}"
+    if layout.model_ranks == 1:
+        return ""
+    for name, size in (("layers", model.n_layer), ("leaves of a replica", leaves // layout.dp)):
+        if layout.pp > size:
+            return f"{size} {name} are fewer than {layout.pp} stages"
+    for name, size in (
+        ("heads", model.n_head),
+        ("key and value heads", model.num_kv_heads),
+        ("channels of the SwiGLU", model.mlp_dim),
+    ):
+        if size % layout.tp:
+            return f"{size:,} {name} do not divide by {layout.tp}"
+    return "fp16's loss scale is not known to all parts" if work.dtype == "fp16" else ""
+
+
+def room_bytes(hardware: Hardware, count: int) -> int:
+    """Bytes that each of `count` ranks may take; the device with least memory decides."""
+    used = hardware.with_devices(count)
+    usable = min(device.usable_bytes for device in used.devices)
+    if used.devices[0].kind == "cpu":
+        # CPU ranks share the host's memory: with fewer ranks each gets more.
+        usable = min(
+            sum(device.usable_bytes for device in whole.devices) // len(part.devices)
+            for whole, part in zip(hardware.hosts, used.hosts, strict=False)
+        )
+    return int((1 - MARGIN) * usable)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recommendation:
+    """All candidates, and the one to take."""
+
+    candidates: tuple[Candidate, ...]  # In the order in which they were tried
+    pick: Candidate | None  # None: the model fits nowhere
+    search: Search
+
+    def rows(self) -> list[Candidate]:
+        """The best candidate of each split: the pick first, then the others by time, then what
+        cannot run, by missing memory. Splits that leave devices idle are reduced to the best one,
+        splits that arithmetic forbids to one per reason."""
+        of_split: dict[Split, list[Candidate]] = {}
+        for candidate in self.candidates:
+            of_split.setdefault(candidate.split, []).append(candidate)
+        rows = sorted((self._best(group) for group in of_split.values()), key=self._place)
+        most = max(row.split.world_size for row in rows)
+        seen: set[int | str] = set()
+        kept = []
+        for row in rows:
+            count, reason = row.split.world_size, row.obstacle if row.memory is None else ""
+            if reason not in seen and (count == most or count not in seen):
+                kept.append(row)
+            seen |= {count, reason} if reason else {count}
+        return kept
+
+    def to_json(self) -> dict[str, Any]:
+        """Values for JSON."""
+        return {
+            "pick": None if self.pick is None else self.pick.to_json(),
+            "candidates": [candidate.to_json() for candidate in self.candidates],
+        }
+
+    def _best(self, group: Sequence[Candidate]) -> Candidate:
+        if self.pick is not None and self.pick.split == group[0].split:
+            return self.pick
+        if fitting := [candidate for candidate in group if candidate.runs]:
+            return preferred(fitting, self.search)
+        judged = [candidate for candidate in group if candidate.memory is not None]
+        return min(judged, key=lambda c: c.short_bytes, default=group[0])
+
+    def _place(self, candidate: Candidate) -> tuple[int, float]:
+        if candidate is self.pick:
+            return 0, 0.0
+        if candidate.runs:
+            return 1, candidate.seconds
+        return (2, candidate.short_bytes) if candidate.memory is not None else (3, 0.0)
+
+
+def choose(work: Workload, hardware: Hardware, costs: Costs, search: Search) -> Recommendation:
+    """Judge every combination and take one. Every candidate keeps the `step_tokens` of `work`, and
+    uses all of the hardware, one host, or one device."""
+    profile = cache(costs.profile)
+    judged: list[Candidate] = []
+    for count in counts(hardware):
+        used, room = hardware.with_devices(count), room_bytes(hardware, count)
+        for split in splits(count, hardware, search.strategies):
+            fitting: set[int] = set()
+            for variant in search.works(work):
+                # Recompute only if kept activations do not fit.
+                if variant.micro_batch_size not in fitting:
+                    case = _judge(variant, split, used, room=room, costs=costs, profile=profile)
+                    judged.append(case)
+                    if case.runs:
+                        fitting.add(variant.micro_batch_size)
+    choice = Recommendation(candidates=tuple(judged), pick=_pick(judged, search), search=search)
+    pick = choice.pick
+    if pick is None:
+        return choice
+    told = replace(pick, remark=_why_taken(pick, choice.rows(), judged))
+    others = (
+        told if each is pick else replace(each, remark=_why_not(each, pick)) for each in judged
+    )
+    return replace(choice, candidates=tuple(others), pick=told)
+
+
+def _judge(
+    work: Workload,
+    split: Split,
+    used: Hardware,
+    *,
+    room: int,
+    costs: Costs,
+    profile: Callable[[Workload, Device], StepProfile],
+) -> Candidate:
+    """Arithmetic, memory, time: the first that fails is the obstacle."""
+    if reason := obstacle(work, split):
+        return Candidate(work=work, split=split, obstacle=reason)
+    need = costs.memory(work, split)
+    judged = Candidate(work=work, split=split, memory=need, room_bytes=room)
+    if need.total > room:
+        short = f"needs {gb(need.total)} of {gb(room)}: {gb(need.total - room)} short"
+        return replace(judged, obstacle=short)
+    # All ranks wait for the slowest device.
+    profiles = [profile(work, device) for device in dict.fromkeys(used.devices)]
+    slowest = max(profiles, key=lambda each: each.leaf_s)
+    return replace(judged, time=costs.step(work, split, used, slowest))
+
+
+def _pick(judged: Sequence[Candidate], search: Search) -> Candidate | None:
+    """The fastest of the preferred candidates for each number of devices."""
+    fitting: dict[int, list[Candidate]] = {}
+    for candidate in judged:
+        if candidate.runs:
+            fitting.setdefault(candidate.split.world_size, []).append(candidate)
+    best = [preferred(group, search) for group in fitting.values()]
+    return min(best, key=lambda c: (c.seconds, c.split.world_size), default=None)
+
+
+def preferred(fitting: Sequence[Candidate], search: Search) -> Candidate:
+    """The best candidate among those as fast as the fastest: strongest promise, whole model on each
+    rank, first strategy, activations kept, micro-batch nearest to the usual one."""
+    usual = search.micro_batch_sizes[0]
+
+    def order(candidate: Candidate) -> tuple[float, ...]:
+        split, work = candidate.split, candidate.work
+        return (
+            PROMISES.index(candidate.promise),
+            split.layout.model_ranks,
+            search.strategies.index(split.strategy),
+            work.activation_checkpointing,
+            abs(log2(work.micro_batch_size / usual)),
+            candidate.seconds,
+        )
+
+    fastest = min(candidate.seconds for candidate in fitting)
+    return min((c for c in fitting if c.seconds <= (1 + ERROR) * fastest), key=order)
+
+
+_PROMISE = {
+    "bitwise": "one rank's bits on any number of ranks",
+    "rounding": "one rank's numbers but for the order of sums",
+    "lossy": "lossy",
+}
+_EQUAL = 0.01  # Times within this fraction are called equal
+_FACTOR = 1.95  # From here on, print a factor instead of percents
+
+
+def percent(share: float) -> str:
+    """Whole percents, with one digit below 1 %."""
+    return f"{share:.0%}" if share >= 0.01 else f"{share:.1%}"
+
+
+def _why_not(candidate: Candidate, pick: Candidate) -> str:
+    """Why `candidate` was not taken; empty if it cannot run."""
+    if not candidate.runs:
+        return ""
+    ratio = candidate.seconds / pick.seconds
+    if ratio >= _FACTOR:
+        return f"takes {ratio:.1f} times as long as {pick.split}"
+    if ratio > 1 + ERROR:
+        return f"slower than {pick.split} by {percent(ratio - 1)}"
+    by = f"faster by {percent(1 - ratio)}, within the model's error"
+    if abs(ratio - 1) < _EQUAL:
+        by = "as fast"
+    elif ratio > 1:
+        by = f"slower by {percent(ratio - 1)}"
+    # An advantage of the pick that it lacks:
+    lacks, parts = "not as simple", pick.split.layout.model_ranks
+    if candidate.promise != pick.promise:
+        lacks = f"{candidate.promise} only"
+    elif candidate.split.layout.model_ranks > parts:
+        lacks = "divides the model " + ("without need" if parts == 1 else "further")
+    elif candidate.work.activation_checkpointing and not pick.work.activation_checkpointing:
+        lacks = "recomputes without need"
+    return f"{by}; {lacks}"
+
+
+def _why_taken(pick: Candidate, rows: Sequence[Candidate], judged: Sequence[Candidate]) -> str:
+    """Why `pick`, one of `rows`, was taken: what rules out simpler ones, and the next best."""
+    others = [each for each in rows if each.runs and each.split != pick.split]
+    rival = min(others, key=lambda each: each.seconds, default=None)
+    parts = [*_forced(pick, judged), _beside(pick, rival)]
+    if pick.promise != "bitwise" and (rival is None or rival.promise != "bitwise"):
+        parts += _no_bits(pick, [e for e in _on_as_many(pick, judged) if e.promise == "bitwise"])
+    if pick.split.world_size > 1:
+        parts.append(f"it gives {_PROMISE[pick.promise]}")
+    return "; ".join(parts)
+
+
+def _on_as_many(pick: Candidate, judged: Sequence[Candidate]) -> list[Candidate]:
+    """Candidates on as many devices as the pick that arithmetic allows."""
+    count = pick.split.world_size
+    return [e for e in judged if e.split.world_size == count and e.memory is not None]
+
+
+def _forced(pick: Candidate, judged: Sequence[Candidate]) -> list[str]:
+    """Why a replica per device, kept activations, or the usual micro-batch (the first to be judged)
+    were not possible; empty if they were."""
+    plain = [
+        each
+        for each in _on_as_many(pick, judged)
+        if each.split.layout.model_ranks == 1 and STRATEGIES[each.split.strategy].recipe is not None
+    ]
+    parts = []
+    if pick.split.layout.model_ranks > 1 and plain and all(each.obstacle for each in plain):
+        least = min(plain, key=lambda each: each.short_bytes)
+        parts.append(f"no replica fits on one device (at best {least.obstacle})")
+    own = [each for each in judged if each.split == pick.split]
+    recomputes = pick.work.activation_checkpointing
+    kept = [each for each in own if not each.work.activation_checkpointing]
+    if recomputes and kept and all(each.obstacle for each in kept):
+        parts.append("activations must be recomputed to fit")
+    alike = (each for each in own if each.work.activation_checkpointing == recomputes)
+    usual = next(alike, pick)
+    size, wanted = pick.work.micro_batch_size, usual.work.micro_batch_size
+    if size != wanted and usual.obstacle:
+        parts.append(f"micro-batch {size}, as with {wanted} a rank {usual.obstacle}")
+    return parts
+
+
+def _no_bits(pick: Candidate, bitwise: Sequence[Candidate]) -> list[str]:
+    """Why none of the candidates with one rank's bits was taken."""
+    if not bitwise:
+        return []
+    fitting = [each for each in bitwise if each.runs]
+    if not fitting:
+        least = min(bitwise, key=lambda each: each.short_bytes)
+        return [f"{least.split}, with one rank's bits, at best {least.obstacle}"]
+    best = min(fitting, key=lambda each: each.seconds)
+    ratio = best.seconds / pick.seconds
+    longer = f"{ratio:.1f} times as long" if ratio >= _FACTOR else f"{percent(ratio - 1)} longer"
+    return [f"{best.split}, with one rank's bits, takes {longer}"]
+
+
+def _beside(pick: Candidate, rival: Candidate | None) -> str:
+    """The pick compared with the fastest other split."""
+    if rival is None:
+        return "the only one that fits"
+    ratio = rival.seconds / pick.seconds
+    if ratio > 1 + ERROR:
+        return f"the fastest by {percent(1 - 1 / ratio)} (next: {rival.split})"
+    if ratio > 1 - _EQUAL:
+        return f"as fast as any (next: {rival.split})"
+    return (
+        f"{rival.split} is predicted to take {percent(1 - ratio)} less, within the model's "
+        f"error of {ERROR:.0%}"
+    )
+
+
+_MOST_DEVICES = 1024  # Do not look beyond this number
+_ONE_BY_ONE = 64  # From here on, add whole hosts
+_GPUS_OF_A_HOST = 8  # Assumed per host when devices are added
+
+
+def remedy(
+    name: str, choice: Recommendation, work: Workload, hardware: Hardware, costs: Costs
+) -> str:
+    """The error line if `choice` finds no fit for the model `name`: the candidate that lacks the
+    least memory, the smallest number of these devices on which the model fits, and the largest
+    smaller preset that fits here."""
+    search, devices = choice.search, hardware.devices
+    there = f"{len(devices)} x {devices[0].name}"
+    said = f"{name} cannot be divided over {there}"
+    judged = [candidate for candidate in choice.candidates if candidate.memory is not None]
+    if judged:
+        near = min(judged, key=lambda candidate: candidate.short_bytes)
+        recomputed = ", recomputing activations" if near.work.activation_checkpointing else ""
+        said = (
+            f"{name} fits nowhere on {there}: at best ({near.split}, micro-batch "
+            f"{near.work.micro_batch_size}{recomputed}) a rank {near.obstacle}"
+        )
+    cures = []
+    enough = (len(more.devices) for more in _more(hardware) if _fits(work, more, costs, search))
+    if count := next(enough, None):
+        # Devices of a CPU are shares of a host: count hosts there.
+        last = hardware.hosts[-1].devices
+        on_cpu = last[0].kind == "cpu"
+        amount = f"{count // len(last)} such hosts" if on_cpu else f"{count} such devices"
+        cures.append(f"it would fit on {amount}")
+    params = {preset: config.num_params() for preset, config in PRESETS.items()}
+    smaller = [preset for preset in params if params[preset] < work.model.num_params()]
+    for preset in sorted(smaller, key=lambda preset: (params[preset], preset), reverse=True):
+        config = PRESETS[preset]
+        small = replace(work, model=config, seq_len=min(work.seq_len, config.block_size))
+        if _fits(small, hardware, costs, search):
+            cures.append(f"{preset!r} fits here")
+            break
+    return f"{said}; {' and '.join(cures) or 'no preset fits here'}"
+
+
+def _fits(work: Workload, hardware: Hardware, costs: Costs, search: Search) -> bool:
+    """Whether any variant fits on all of these devices."""
+    count = len(hardware.devices)
+    room = room_bytes(hardware, count)
+    return any(
+        not obstacle(variant, split) and costs.memory(variant, split).total <= room
+        for split in splits(count, hardware, search.strategies)
+        for variant in search.works(work)
+    )
+
+
+def _more(hardware: Hardware) -> Iterator[Hardware]:
+    """The same hardware with more and more devices of the last kind: by host, on GPUs singly."""
+    last = hardware.hosts[-1]
+    on_cpu = last.devices[0].kind == "cpu"
+    per_host = len(last.devices) if on_cpu else max(len(last.devices), _GPUS_OF_A_HOST)
+    step = per_host if on_cpu else 1
+    count = len(hardware.devices) + step
+    while count <= _MOST_DEVICES:
+        full, rest = divmod(count, per_host)
+        sizes = [per_host] * full + [rest] * (rest > 0)
+        hosts = tuple(replace(last, devices=(last.devices[0],) * size) for size in sizes)
+        yield Hardware(hosts=hosts, network=hardware.network or last.link)
+        step = step if count < _ONE_BY_ONE else max(step, per_host)
+        count += step

@@ -1,0 +1,543 @@
+"""Memory that a rank needs to train, in bytes, by closed formulas; no torch.
+
+Memory can peak at a few moments of a step; the need is the largest of them, on the pipeline stage
+that needs most. N tokens of a leaf, V vocabulary, C width, e bytes of an element in which products
+are computed (2 under autocast, 4 in fp32):
+
+    loss       blocks' activations, last norm, and for the head
+               whole: 12 N V (logarithms of probabilities, the gradients of these and of logits)
+               in R rows: 4 V C (gradient of the head) + (8 + 4 e) R V
+    head       activations, e N V (gradient of the logits), (e + e + 4) V C (the head's 16-bit copy,
+               its gradient in 16 bits and in fp32)
+    block      activations, one block's own gradients, what checkpointing recomputes
+    backward   all gradients, and the embedding's once more (two when it is tied: the head's waits
+               until the embedding's comes)
+    update     activations are gone: all gradients, optimizer; what the strategy gathers
+
+Gradients, optimizer state and buffers are the strategy's: S = 4 x parameters of the rank (gradients
+are fp32), W replicas, k leaves of a rank, b the largest bucket (bytes). AdamW keeps two fp32
+moments: 2 S (Kingma & Ba 2014, arXiv 1412.6980); Rajbhandari et al. 2020 (ZeRO, arXiv 1910.02054,
+section 3.1) count the same 16 bytes a parameter with weights and gradients, and divide them by W
+stage by stage.
+
+[Note: Activations] Counted tensor by tensor. With G = K x key/value heads, F width of the SwiGLU
+and H heads, a block keeps, in bytes a token (after Korthikanti et al. 2022, arXiv 2205.05198,
+section 4, recounted for this decoder, with fp32 RMSNorm and fused attention; GPT-2's norms keep 4 C
++ 8, its GELU 2 e F after a single matrix):
+
+    two norms          2 (4 C + 4 C + 4)   the residual stream, the normalised, 1 / root mean square
+    inputs of q, k, v  3 e C               autocast casts each time; fp32: one C for all, 4 C
+    attention          e (2 C + 2 G) + 4 H q, k, v, the result (`out` needs it too), logsumexp
+    inputs of gate, up 2 e C               likewise; fp32: 4 C
+    SwiGLU             4 e F               gate, silu(gate), up, their product
+
+and under autocast a 16-bit copy of each weight that it multiplies by, for any number of tokens. A
+test counts the same with torch's saved-tensor hooks, to the byte. The count is the CPU's: on CUDA
+the fused RMSNorm does not keep the normalised input, so it is an upper bound there.
+
+[Note: Shared pages] With `Split.shared_weights` (and for gradients in shared memory) a rank counts
+its share: what all ranks of the host map, divided by their number, so that the sum over ranks is
+the host's need. The kernel's RSS counts such pages in every rank that has touched them; PSS
+(proportional set size, proc(5) smaps) counts them as here.
+
+[Note: Slack] On a CPU: what glibc's heap holds unused, with `keep_freed_memory`. Torch asks for
+blocks aligned to 64 bytes. glibc before 2.38 cannot put an aligned block into a hole of the same
+size (bug 14581). Temporaries therefore leave holes between lasting blocks, and all that passes
+through the process's memory leaves part of its place unused:
+
+    CPU_SLACK        of what a leaf takes
+    RECOMPUTE_SLACK  of a block that checkpointing computes twice
+    GATHER_SLACK     of the blocks under `fsdp`: each is gathered twice and its gradient sent once
+    RENEW_SLACK      of buckets, copies and gathered weights that each step allocates again
+    MOVE_SLACK       of what is built here and then moved into shared memory
+
+Measured: peaks with `keep_freed_memory` less the formulas' count (the measured peak when every
+block is mapped by itself), over 16 strategies at two sizes (benchmarks/memory of commit 8ff7521);
+one number for each, chosen for all cases together. The heap never shrinks below the model as it was
+built. On CUDA: what torch's caching allocator reserves beyond allocated memory (CUDA_SLACK): a
+default, not measured here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from typing import NamedTuple
+
+from gradsync.commands.models.config import GPTConfig
+from gradsync.commands.parallel.layout import (
+    EMBEDDING,
+    Coordinates,
+    ModelPart,
+    ParallelLayout,
+    check_divisible,
+)
+from gradsync.commands.plan.collectives import shares_memory
+from gradsync.commands.plan.workload import Split, Workload
+from gradsync.data.batch_plan import share
+from gradsync.sync.layout import Item, plan_buckets
+from gradsync.sync.options import Recipe
+from gradsync.sync.registry import find_strategy
+
+MIB = 2**20
+CPU_PROCESS = 333 * MIB
+"""Python, torch and gradsync after a step of an empty model; measured, torch 2.13, x86-64."""
+CUDA_PROCESS = 1024 * MIB  # CUDA context, kernels, cuBLAS workspace and NCCL's buffers; a default
+CPU_SLACK, RECOMPUTE_SLACK, GATHER_SLACK, RENEW_SLACK, MOVE_SLACK = 0.45, 2.0, 3.0, 0.2, 0.4
+CUDA_SLACK = 0.1  # See [Note: Slack]
+_IN_FLIGHT = 3
+"""Buckets of parameters that the sharded optimizer holds: one updated, two in flight."""
+FP32, _HALF = 4, 2  # Bytes of an element
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankShape:
+    """The parameters of a rank on one stage of a layout; all shards of a stage are alike."""
+
+    layout: ParallelLayout
+    stage: int
+    sizes: tuple[int, ...]  # Elements of each parameter, in `named_parameters` order
+    block_params: int  # Elements of one of its blocks
+    blocks: int
+    table_params: int  # Elements of the embedding, and of the head
+    is_tied: bool  # Whether both are one parameter of this rank
+    num_params: int  # Elements of all parameters
+    root_params: int  # Elements that are in no block
+
+
+@cache
+def rank_shape(model: GPTConfig, layout: ParallelLayout, stage: int) -> RankShape:
+    """The shape of a rank on this stage; ConfigError if the model cannot be divided this way."""
+    check_divisible(model, layout)
+    part = ModelPart(config=model, layout=layout, place=Coordinates(data=0, stage=stage, shard=0))
+    sizes = {name: piece.numel for name, piece in part.pieces().items()}
+    first, total = f"blocks.{part.blocks.start}.", sum(sizes.values())
+    block_params = sum(size for name, size in sizes.items() if name.startswith(first))
+    return RankShape(
+        layout=layout,
+        stage=stage,
+        sizes=tuple(sizes.values()),
+        block_params=block_params,
+        blocks=len(part.blocks),
+        table_params=model.vocab_size * model.n_embd,
+        is_tied=model.tie_head and EMBEDDING in sizes and layout.pp == 1,
+        num_params=total,
+        root_params=total - len(part.blocks) * block_params,
+    )
+
+
+class Activations(NamedTuple):
+    """Bytes that one rank holds for one leaf."""
+
+    element: int  # Of one element in which products are computed
+    weight_copies: int  # 16-bit copies of one block's matrices; 0 in fp32
+    block: int  # All that one block keeps, see [Note: Activations]
+    stream: int  # The residual stream at one place, fp32
+    kept: int
+    """By all blocks; with checkpointing, the stream before each (arXiv 1604.06174)."""
+    recomputed: int  # One block's, recomputed in backward; 0 without checkpointing
+    last_norm: int  # The norm before the head, and the head's input
+
+
+def activations(work: Workload, blocks: int, tp: int = 1) -> Activations:
+    """The bytes of a rank that holds `blocks` blocks in `tp` shards.
+
+    [Note: Tensor shards] Heads, the SwiGLU's width and the weights' copies are divided by `tp`.
+    The residual stream and what is computed from all of it (norms, inputs of q, k, v, gate and up)
+    is whole on every shard, as in Korthikanti et al. without sequence parallelism.
+    """
+    model, width, tokens = work.model, work.model.n_embd, work.leaf_tokens
+    kv_width, is_fp32 = model.num_kv_heads * model.head_dim, work.dtype == "fp32"
+    size = FP32 if is_fp32 else _HALF
+    gates = 1 if model.is_gpt2 else 2  # Matrices that produce hidden columns
+    norm = FP32 * (width + 2) if model.is_gpt2 else FP32 * (2 * width + 1)
+
+    def mask(element: int) -> int:
+        """A token's dropout: in the masked tensor's dtype on a CPU, bool on CUDA."""
+        return width * (1 if work.kind == "cuda" else element) if model.dropout else 0
+
+    matrices = 2 * width * width + 2 * width * kv_width
+    matrices += (gates + 1) * width * model.mlp_dim
+    copies = 0 if is_fp32 else _HALF * matrices // tp
+    whole = 2 * (norm + size * width)
+    parts = size * (2 * width + 2 * kv_width) + FP32 * model.n_head
+    parts += 2 * gates * size * model.mlp_dim
+    block = tokens * (whole + parts // tp + 2 * mask(size)) + copies
+    stream, recomputes = FP32 * tokens * width, work.activation_checkpointing
+    return Activations(
+        element=size,
+        weight_copies=copies,
+        block=block,
+        stream=stream,
+        kept=blocks * (stream if recomputes else block) + tokens * mask(FP32),
+        recomputed=block if recomputes and blocks else 0,
+        last_norm=tokens * (norm + size * width),
+    )
+
+
+class Moment(NamedTuple):
+    """Bytes of a strategy at one moment, without weights and optimizer state."""
+
+    gradients: int  # In `.grad`, or in this rank's shard of it
+    buckets: int = 0  # In addition to them, for communication
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StrategyMemory:
+    """Bytes of one rank under one strategy, at the moments of its last leaf."""
+
+    weights: int  # All the time; with one copy per host, a rank's share. Likewise `optimizer`.
+    optimizer: int
+    loss: Moment  # Forward is over, this leaf's gradient has not begun
+    backward: Moment
+    """All gradients exist, nothing else of the leaf except the embedding's gradient."""
+    update: Moment
+    fresh: int  # The embedding's gradients, just made by backward, in addition to `backward`
+    gathered_block: int = 0
+    """fsdp: the gathered weights and gradients of a block while it computes."""
+    gathered_blocks: int = 0  # Bytes of all blocks gathered this way
+    renewed: int = 0  # Allocated by each step for communication, then freed
+    moved: int = 0
+    """Bytes that were in the process's own memory before they moved to shared memory (CPU)."""
+
+
+class Case:
+    """A rank's share of a step under one strategy."""
+
+    def __init__(self, work: Workload, split: Split, shape: RankShape) -> None:
+        self.work, self.split, self.shape = work, split, shape
+        self.leaf = activations(work, shape.blocks, shape.layout.tp)
+        self.gradient_bytes = FP32 * shape.num_params  # S
+        self.replicas = split.layout.dp  # W
+        self.leaves = -(-work.num_leaves // self.replicas)  # k, of the rank with the most
+        self.added_up = self.gradient_bytes if self.leaves > 1 else 0  # By leaves before the last
+        tables = 0 if shape.stage else 2 if shape.is_tied else 1
+        self.fresh = FP32 * shape.table_params * tables
+        """The embedding's gradient, the last that backward makes. A tied one comes twice: autograd
+        holds the head's until it can be added."""
+        self.leaves_in_flight = min(self.leaves, split.layout.pp - shape.stage)
+        """Leaves whose activations a pipeline stage keeps at once: as many as there are stages from
+        this one to the last (1F1B: Narayanan et al. 2019 and 2021, arXiv 1806.03377, 2104.04473).
+        """
+
+    def shard(self, num_bytes: int) -> int:
+        """A rank's share of a value that the replicas divide."""
+        return -(-num_bytes // self.replicas)
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """Bytes of each bucket, by the recipe's sizes; DDP's are similar."""
+        recipe = find_strategy(self.split.strategy).recipe or Recipe()
+        return _buckets(self.shape.sizes, self.replicas, recipe.bucket_size_mb(self.work.kind))
+
+
+@cache
+def _buckets(sizes: tuple[int, ...], world_size: int, size_mb: float) -> tuple[int, ...]:
+    plans = plan_buckets(
+        [Item(numel=size, itemsize=FP32, kind=None) for size in sizes],
+        range(len(sizes))[::-1],
+        bucket_bytes=size_mb * MIB,
+        first_bucket_bytes=Recipe().first_bucket_mb * MIB,
+        world_size=world_size,
+    )
+    return tuple(FP32 * plan.numel for plan in plans)
+
+
+@cache
+def most_open_nodes(num_leaves: int, world_size: int) -> int:
+    """Largest number of tree nodes that a rank holds at once: `LeafStack` without torch."""
+    most = 1
+    for rank in range(world_size if num_leaves > world_size else 0):
+        leaves = share(num_leaves, rank, world_size)
+        most = max([most, *(_num_nodes(leaves.start, leaf + 1) for leaf in leaves)])
+    return most
+
+
+def _num_nodes(first: int, end: int) -> int:
+    """Number of the largest nodes that fit in leaves `first` to `end` - 1."""
+    number = 0
+    while first < end:
+        # A node of 2**k leaves begins at a multiple of 2**k.
+        longest = 1 << (end - first).bit_length() - 1
+        first += min(first & -first or longest, longest)
+        number += 1
+    return number
+
+
+def strategy_memory(case: Case) -> StrategyMemory:
+    """The memory of the strategy of `case`; ConfigError for an unknown one."""
+    strategy = find_strategy(case.split.strategy)
+    recipe = strategy.recipe
+    if strategy.needs_group and case.replicas == 1:  # no other replica, see `build_reducer`
+        return _naive(case)
+    if recipe is None:
+        return _OTHERS[strategy.name](case)
+    return _zero2(case) if recipe.shard == "gradients" else _engine(case, recipe)
+
+
+def _memory(
+    case: Case, loss: Moment, backward: Moment, update: Moment, **other: int
+) -> StrategyMemory:
+    """Weights and state whole on every rank, unless `other` says otherwise."""
+    size = case.gradient_bytes
+    whole = {"weights": size, "optimizer": 2 * size, "fresh": case.fresh}
+    return StrategyMemory(loss=loss, backward=backward, update=update, **whole | other)
+
+
+def _engine(case: Case, recipe: Recipe) -> StrategyMemory:
+    """Flat buffers that stay from step to step; `.grad` is a view of one. `invariant` has a buffer
+    for each open node of its tree."""
+    size, bucket = case.gradient_bytes, max(case.buckets)
+    other: dict[str, int] = {}
+    buffers, passing = 1, 0  # bytes in flight when backward ends
+    nodes = 0  # bytes of buffers in addition to the gradients
+    if recipe.order == "invariant":
+        buffers = most_open_nodes(case.work.num_leaves, case.replicas)
+        nodes = (buffers - 1) * size if recipe.node_dtype is None else buffers * size // 2
+        if case.work.kind == "cuda":  # CPU ranks of one host read slices in place
+            # Incoming slices for the tree's sums: this rank's part of each node of each rank.
+            passing = buffers * (case.replicas - 1) * case.shard(bucket)
+            passing //= 1 if recipe.node_dtype is None else 2
+    elif recipe.reduction in ("ring", "hierarchical"):
+        passing = case.shard(bucket)
+    elif recipe.wire != "same":  # every bucket's 16-bit copy exists when backward ends
+        passing = size // 2
+    if case.split.shared_weights and shares_memory(recipe):
+        # One copy of weights and state for all ranks of the host: count a rank's share. Gradients
+        # lie in shared memory too, and each rank has its own buffers. Moved: the weights, and each
+        # buffer except the first.
+        passing, other = 0, {"moved": buffers * size}
+        other |= {"weights": case.shard(size), "optimizer": case.shard(2 * size)}
+    held = Moment(size, nodes)
+    moving, update = Moment(size, held.buckets + passing), held
+    other["renewed"] = passing
+    if recipe.wire == "fp16":  # two fp32 copies of a bucket when it is scaled back
+        update = Moment(size, passing + 2 * bucket)
+        other["renewed"] += size
+    if recipe.shard == "optimizer":
+        update = Moment(size, held.buckets + _gathering(case))
+        other |= {"optimizer": case.shard(2 * size), "renewed": size + case.shard(size)}
+    return _memory(case, held, moving, update, **other)
+
+
+def _gathering(case: Case) -> int:
+    """Updated parameters in flight to the other ranks, bucket and own shard: all at once, while the
+    next forward runs; on CPUs a few at a time, as on one host."""
+    buckets = case.buckets
+    in_flight = _IN_FLIGHT if case.work.kind == "cpu" else len(buckets)
+    together = max(sum(buckets[n : n + in_flight]) for n in range(len(buckets)))
+    return together + case.shard(together)
+
+
+def _zero2(case: Case) -> StrategyMemory:
+    """Buckets stay whole until backward ends, then only this rank's shards. When the last gradient
+    is made, all other buckets are in flight, each into a shard."""
+    size = case.gradient_bytes
+    return _memory(
+        case,
+        Moment(case.added_up),
+        Moment(size, case.shard(sum(case.buckets[:-1]))),
+        Moment(case.shard(size), _gathering(case)),
+        optimizer=case.shard(2 * size),
+        renewed=2 * (size + case.shard(size)),
+    )
+
+
+def _naive(case: Case) -> StrategyMemory:
+    """Backward allocates `.grad`, the update drops it."""
+    return _memory(case, Moment(case.added_up), _made(case), Moment(case.gradient_bytes))
+
+
+def _made(case: Case, buckets: int = 0) -> Moment:
+    """When backward ends; the first leaf's embedding gradient does not exist yet."""
+    waits = FP32 * case.shape.table_params if case.fresh and case.leaves == 1 else 0
+    return Moment(case.gradient_bytes - waits, buckets)
+
+
+def _ddp(case: Case) -> StrategyMemory:
+    """Buckets stay; `.grad` is a view of them. Leaves before the last add up in separate memory,
+    since torch drops the views when gradients are cleared (arXiv 2006.15704)."""
+    held = Moment(case.added_up, case.gradient_bytes)
+    return _memory(case, held, held, held._replace(gradients=0))
+
+
+def _powersgd(case: Case) -> StrategyMemory:
+    """`ddp`, the error (S) and a copy of the current bucket (arXiv 1905.13727)."""
+    size = case.gradient_bytes
+    held = Moment(case.added_up, 2 * size)
+    moving = held._replace(buckets=2 * size + max(case.buckets))
+    return _memory(case, held, moving, moving._replace(gradients=0), renewed=size)
+
+
+def _local_sgd(case: Case) -> StrategyMemory:
+    """`naive` without communication; a flat copy of the weights to synchronise, gradients gone."""
+    size = case.gradient_bytes
+    return replace(_naive(case), update=Moment(0, size), renewed=size)
+
+
+def _diloco(case: Case) -> StrategyMemory:
+    """The round's start and the outer momentum; in synchronisation distances and their mean."""
+    size = case.gradient_bytes
+    loss = Moment(case.added_up, 2 * size)
+    return _memory(case, loss, _made(case, 2 * size), Moment(0, 4 * size), renewed=2 * size)
+
+
+def _fsdp(case: Case) -> StrategyMemory:
+    """Everything is sharded. Parameters in no block are gathered for the whole step, a block while
+    it computes. Leaves before the last keep whole gradients (arXiv 2304.11277)."""
+    size = case.gradient_bytes
+    root, block = FP32 * case.shape.root_params, FP32 * case.shape.block_params
+    shard = case.shard(size)
+    return _memory(
+        case,
+        Moment(case.added_up, root),
+        # The blocks' gradients are sharded by now, including those of leaves before the last.
+        # Parameters in no block: weights, gradients, and the gradients again while they are sent.
+        Moment(shard, 3 * root),
+        Moment(shard),
+        weights=shard,
+        optimizer=case.shard(2 * size),
+        fresh=0,
+        gathered_block=2 * block,
+        gathered_blocks=case.shape.blocks * block,
+    )
+
+
+_OTHERS: dict[str, Callable[[Case], StrategyMemory]] = {
+    "naive": _naive,
+    "fsdp": _fsdp,
+    "ddp": _ddp,
+    "powersgd": _powersgd,
+    "local_sgd": _local_sgd,
+    "diloco": _diloco,
+}
+"""Strategies that are no recipe."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryNeed:
+    """The sum of closed formulas; the module's docstring has each field's formula and source."""
+
+    weights: int = 0
+    gradients: int = 0
+    optimizer: int = 0  # The optimizer's state
+    buckets: int = 0
+    """Copies of gradients made for communication, gathered blocks and windows of a strategy."""
+    activations: int = 0  # Kept by forward for backward, at the schedule's peak
+    logits: int = 0  # The head's output and the loss's tensors
+    workspace: int = 0  # Temporary buffers in addition to these
+    slack: int = 0  # Held by the allocator but unused
+    process: int = 0  # The interpreter, torch, the CUDA context, communication buffers
+
+    @property
+    def total(self) -> int:
+        """The sum of all parts."""
+        return sum(getattr(self, f.name) for f in fields(self))
+
+    @property
+    def loose(self) -> int:
+        """The part that lives no longer than a leaf."""
+        return self.activations + self.logits + self.workspace
+
+
+def memory_need(work: Workload, split: Split) -> MemoryNeed:
+    """The need of the rank that needs most; ConfigError for an unknown strategy, or a model that
+    cannot be divided this way."""
+    stages = (
+        _of_stage(work, split, rank_shape(work.model, split.layout, stage))
+        for stage in range(split.layout.pp)
+    )
+    return max(stages, key=lambda need: need.total)
+
+
+def _of_stage(work: Workload, split: Split, shape: RankShape) -> MemoryNeed:
+    case = Case(work, split, shape)
+    strategy = strategy_memory(case)
+    moments = list(_moments(case, strategy))
+    fragments = _fragments(case, strategy, max(each.loose for each in moments))
+    rope = 2 * FP32 * work.model.block_size * work.model.head_dim
+    always = {
+        "weights": strategy.weights + rope,
+        "optimizer": strategy.optimizer,
+        "process": CUDA_PROCESS if work.kind == "cuda" else CPU_PROCESS,
+    }
+    return max(
+        (
+            replace(each, slack=_slack(case, strategy, each, fragments), **always)
+            for each in moments
+        ),
+        key=lambda need: need.total,
+    )
+
+
+def _fragments(case: Case, strategy: StrategyMemory, loose: int) -> int:
+    """Holes, see [Note: Slack]: made at a leaf's peak, kept until the process ends."""
+    if case.work.kind == "cuda":
+        return int(CUDA_SLACK * loose)
+    shares = (
+        (CPU_SLACK, loose),
+        (RECOMPUTE_SLACK, case.leaf.recomputed),
+        (GATHER_SLACK, strategy.gathered_blocks),
+        (RENEW_SLACK, strategy.renewed),
+        (MOVE_SLACK, strategy.moved),
+    )
+    return int(sum(share * size for share, size in shares))
+
+
+def _slack(case: Case, strategy: StrategyMemory, moment: MemoryNeed, fragments: int) -> int:
+    """Fragments; or the model as it was built, if less than that occupies its memory now."""
+    held = 0
+    if not case.split.shared_weights:
+        held = strategy.weights + strategy.optimizer + moment.gradients + moment.buckets
+    return max(fragments, case.gradient_bytes - held - moment.loose)
+
+
+def _moments(case: Case, strategy: StrategyMemory) -> Iterator[MemoryNeed]:
+    """Gradients, buckets and all that lives no longer than a leaf, at each moment of a step."""
+    work, shape, leaf, flying = case.work, case.shape, case.leaf, case.leaves_in_flight
+    kept = flying * leaf.kept
+    if shape.layout.pp > 1:  # a stage's output; its input is its first block's input
+        kept += flying * leaf.stream
+    head_waits = FP32 * shape.table_params if shape.is_tied else 0
+    block = FP32 * shape.block_params + 2 * leaf.stream + strategy.gathered_block
+    loss = MemoryNeed(**strategy.loss._asdict())
+    yield replace(loss, activations=kept + leaf.recomputed, workspace=block + head_waits)
+    backward = MemoryNeed(**strategy.backward._asdict())
+    yield replace(backward, activations=leaf.stream, workspace=strategy.fresh)
+    # A tied embedding at both ends of a pipeline: the other end's gradient.
+    stages, is_last = shape.layout.pp, shape.stage == shape.layout.pp - 1
+    is_end = stages > 1 and (shape.stage == 0 or is_last)
+    other_end = FP32 * shape.table_params if work.model.tie_head and is_end else 0
+    yield MemoryNeed(**strategy.update._asdict(), workspace=other_end)
+    if is_last:
+        # The loss keeps this for each leaf that waits for its backward.
+        in_rows = work.loss_rows is not None
+        kept_by_loss = shape.table_params if in_rows else work.leaf_tokens * work.model.vocab_size
+        of_others = (flying - 1) * FP32 * kept_by_loss
+        activations = kept + flying * leaf.last_norm
+        for own, workspace in _head(case):
+            logits = own + of_others
+            yield replace(loss, activations=activations, logits=logits, workspace=workspace)
+
+
+def _head(case: Case) -> list[tuple[int, int]]:
+    """Logits and workspace at the moments of the loss and of the head's gradient."""
+    work, shape, leaf = case.work, case.shape, case.leaf
+    size, vocab, table = leaf.element, work.model.vocab_size, FP32 * shape.table_params
+    copy = 0 if size == FP32 else size * shape.table_params
+    if work.loss_rows is not None:
+        rows = min(work.loss_rows, work.leaf_tokens) * vocab
+        return [
+            ((2 * FP32 + 4 * size) * rows, table + 2 * copy + leaf.stream),
+            (0, 2 * table + 2 * leaf.stream),
+        ]
+    logits = work.leaf_tokens * vocab
+    # Autocast keeps its copies of weights until forward ends, whether or not blocks keep them.
+    cached = shape.blocks * leaf.weight_copies if work.activation_checkpointing else 0
+    forward = 2 * FP32 + (size if copy else 0)
+    return [
+        (forward * logits, copy + cached),
+        (3 * FP32 * logits, copy),
+        (size * logits, 2 * copy + table),
+    ]

@@ -1,0 +1,210 @@
+"""The output of `gradsync plan`: hardware, candidates, the pick, commands to type; no torch."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import fields
+from itertools import groupby
+from typing import IO
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from gradsync.commands.plan.choice import Candidate, Costs, Recommendation, percent
+from gradsync.commands.plan.description import Hardware, Host, Link
+from gradsync.commands.plan.placement import MARGIN, gb
+from gradsync.commands.plan.profile import UTILISATION
+from gradsync.commands.plan.workload import Workload, sizes_text
+
+_WIDE = 240  # Columns without a terminal: a table in a file must not be cut
+_MOST_ROWS = 24
+_HEADS = ("strategy", "parallel", "micro-batch", "GB a rank", "step", "tokens/s", "efficiency")
+_HEADS += ("taken, or why not",)
+_NARROW_HEADS = ("strategy,\nparallel", "micro-\nbatch", "GB a\nrank", "step", "tokens/s")
+_NARROW_HEADS += ("effi-\nciency", "taken, or\nwhy not")
+
+
+def section(name: str, lines: Sequence[str]) -> str:
+    """Lines, with their name in front of the first."""
+    return "\n".join(f"{name if not n else '':<9} {line}" for n, line in enumerate(lines))
+
+
+def duration(seconds: float) -> str:
+    """In a suitable unit."""
+    if seconds >= 120:
+        return f"{seconds / 60:,.1f} min"
+    if seconds >= 1:
+        return f"{seconds:,.2f} s"
+    return f"{1e3 * seconds:,.3g} ms" if seconds >= 1e-3 else f"{1e6 * seconds:,.3g} µs"
+
+
+def hardware_lines(hardware: Hardware) -> list[str]:
+    """Equal hosts on one line, then their network, then the assumptions."""
+    lines = []
+    for host, equal in groupby(hardware.hosts):
+        count = len(list(equal))
+        several = "" if count == 1 else f"{count} hosts of "
+        between = f"; {_link_text(host.link)}" if len(host.devices) > 1 else ""
+        lines.append(f"{several}{_devices_text(host)}{between}")
+    if len(hardware.hosts) > 1 and hardware.network is not None:
+        lines.append(f"between hosts: {_link_text(hardware.network)}")
+    return [*lines, *hardware.notes]
+
+
+def _devices_text(host: Host) -> str:
+    if host.devices[0].kind == "cpu":
+        device, ranks = host.devices[0], len(host.devices)
+        share = f"{ranks} ranks with {gb(device.usable_bytes)} each"
+        return f"{host.cores} cores ({device.name}), {share if ranks > 1 else '1 rank'}"
+    return " + ".join(
+        f"{len(list(equal))} x {device.name} ({gb(device.usable_bytes)})"
+        for device, equal in groupby(host.devices)
+    )
+
+
+def _link_text(link: Link) -> str:
+    return f"{link.name} ({link.bytes_per_s / 1e9:,.4g} GB/s, {link.alpha_s * 1e6:,.3g} µs)"
+
+
+def work_lines(name: str, work: Workload) -> list[str]:
+    """The model and its batch."""
+    millions = work.model.num_params() / 1e6
+    size = f"{millions:.1f} M" if millions < 1e3 else f"{millions / 1e3:.2f} B"
+    return [
+        f"GPT {name} ({size} parameters, vocabulary "
+        f"{work.model.vocab_size:,}), {work.dtype}, {work.step_tokens:,} tokens per update in "
+        f"sequences of {work.seq_len:,}"
+    ]
+
+
+def figure_lines(costs: Costs, hardware: Hardware) -> list[str]:
+    """Sources of the figures."""
+    sources = dict.fromkeys(device.source for device in hardware.devices if device.source)
+    peak = f" ({'; '.join(sources)})" if sources else ""
+    computing = f"estimated, {UTILISATION:.1%} of the peak{peak}"
+    if costs.measured is not None:
+        profile, leaf = costs.measured
+        computing = (
+            f"measured here, forward {duration(profile.forward_s)}, backward "
+            f"{duration(profile.backward_s)} of {leaf.micro_batch_size} x {leaf.seq_len} "
+            f"tokens, update {duration(profile.update_s)}; other leaves in proportion"
+        )
+    lines = ["memory: closed formulas", f"computing: {computing}"]
+    if costs.load is not None:
+        lines.append(
+            f"the machine was busy with other work (load {costs.load:.1f}): too slow, and not "
+            "kept; ask again when it is quiet"
+        )
+    links = [host.link for host in hardware.hosts if len(host.devices) > 1]
+    if hardware.network is not None and len(hardware.hosts) > 1:
+        links.append(hardware.network)
+    for link in dict.fromkeys(links):
+        lines.append(f"messages: {link.name}, {link.source or 'as given'}")
+    return lines
+
+
+def print_table(choice: Recommendation, stream: IO[str]) -> None:
+    """A row per split: its best micro-batch and the verdict. On a narrow terminal a row takes
+    several lines; no figure is cut."""
+    console = Console(file=stream, width=None if stream.isatty() else _WIDE)
+    table = _table(choice, _HEADS, " ")
+    if console.measure(table, options=console.options.update(width=_WIDE)).maximum > console.width:
+        table = _table(choice, _NARROW_HEADS, "\n")
+    console.print(table)
+    if (more := len(choice.rows()) - _MOST_ROWS) > 0:
+        console.print(f"... and {more} more; --json has all", style="dim")
+
+
+def _table(choice: Recommendation, heads: Sequence[str], gap: str) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1 if gap == " " else 0, 0, 1))
+    for head in heads[:-6]:
+        table.add_column(head, no_wrap=True)
+    for head in heads[-6:-1]:
+        table.add_column(head, justify="right", no_wrap=True)
+    table.add_column(heads[-1], overflow="fold")
+    for row in choice.rows()[:_MOST_ROWS]:
+        taken, cells = row is choice.pick, _cells(row, row is choice.pick, gap)
+        cells = cells if gap == " " else [gap.join(cells[:2]), *cells[2:]]
+        table.add_row(*(f"[bold]{cell}[/bold]" if taken and cell else cell for cell in cells))
+    return table
+
+
+def _cells(row: Candidate, taken: bool, gap: str) -> list[str]:
+    """Cells under `_HEADS`; they may break at `gap`."""
+    work, time, memory, missing = row.work, row.time, "", row.obstacle
+    if row.memory is not None:
+        memory = f"{row.memory.total / 1e9:,.1f}{gap}of {row.room_bytes / 1e9:,.1f}"
+        missing = f"{gb(row.short_bytes)} short"
+    cells = [
+        row.split.strategy,
+        row.split.sizes or "one rank",
+        f"{work.micro_batch_size}" + f"{gap}recomputed" * work.activation_checkpointing,
+        memory,
+    ]
+    if time is None:
+        return [*cells, "", "", "", missing]
+    cells += [duration(time.total_s), f"{time.tokens_per_s:,.0f}", percent(time.efficiency)]
+    return [*cells, "taken" if taken else row.remark]
+
+
+def pick_sections(pick: Candidate, commands: Sequence[tuple[str, str]]) -> list[str]:
+    """The pick: the reason, its memory and time part by part, the commands."""
+    assert pick.memory is not None
+    assert pick.time is not None
+    work, time = pick.work, pick.time
+    recomputes = ", activations recomputed" if work.activation_checkpointing else ""
+    parts = {
+        "computing": time.compute_s,
+        "exposed communication": time.exposed_comm_s,
+        "pipeline idle": time.bubble_s,
+        "update": time.update_s,
+    }
+    shown = ", ".join(f"{name} {duration(s)}" for name, s in parts.items() if s > 0)
+    sizes = [(getattr(pick.memory, f.name), f.name) for f in fields(pick.memory)]
+    listed = ", ".join(f"{name} {gb(size)}" for size, name in sorted(sizes, reverse=True) if size)
+    memory = f"{gb(pick.memory.total)} a rank: {listed}"
+    width = max(len(where) for where, _ in commands)
+    taken = (
+        f"{pick.split}: {work.num_leaves:,} leaves x {work.micro_batch_size} x "
+        f"{work.seq_len:,} tokens{recomputes}"
+    )
+    return [
+        section("taken", [taken, *pick.remark.split("; ")]),
+        section("memory", [f"{memory}; a {MARGIN:.0%} margin stays free"]),
+        section("step", [f"{duration(time.total_s)}: {shown}"]),
+        section("run", [f"{where:<{width}}{'  ' * (width > 0)}{line}" for where, line in commands]),
+    ]
+
+
+_TIME = "24:00:00"  # Time limit of a turn; a job is requeued until it is done
+
+
+def commands(
+    pick: Candidate, hardware: Hardware, model: str, extra: Sequence[str]
+) -> list[tuple[str, str]]:
+    """Commands, each with the place to type it: a single host needs one command, several need a
+    launcher; `extra` holds more flags of `gradsync train MODEL`."""
+    used = hardware.with_devices(pick.split.world_size)
+    nodes, ranks = len(used.hosts), len(used.hosts[0].devices)
+    train = shlex.join(["train", model, *_train_flags(pick), *extra])
+    if nodes == 1:
+        nproc = f" --nproc-per-node {ranks}" if ranks > 1 else ""
+        return [("", f"gradsync {train}{nproc}")]
+    per_node = "--gpus-per-node" if used.devices[0].kind == "cuda" else "--ntasks-per-node"
+    by_hand = f"gradsync launch --nnodes {nodes} --nproc-per-node {ranks} -- {train}"
+    slurm = f"gradsync submit --nodes {nodes} {per_node} {ranks} --time {_TIME} -- {train}"
+    return [("by hand", by_hand), ("under Slurm", slurm)]
+
+
+def _train_flags(pick: Candidate) -> list[str]:
+    """The flags of `gradsync train` that express the choice."""
+    split, work, layout = pick.split, pick.work, pick.split.layout
+    flags = ["--sync", split.strategy]
+    if layout.model_ranks > 1:
+        flags += ["--parallel", sizes_text(layout)]
+    flags += ["--micro-batch-size", str(work.micro_batch_size)]
+    if work.activation_checkpointing:
+        flags.append("--activation-checkpointing")
+    return flags

@@ -1,0 +1,383 @@
+"""The parts of a step, each with its duration, and their sum by closed formula; no torch.
+
+    leaf 1 .. k-1    forward, backward, and the leaf's waits
+    leaf k           the same; its backward fills buckets, which are then sent
+    update           clipping and optimizer
+    after            weights gathered, if each rank updated a share
+
+`predict_step` adds them up: every rank equally fast, no failures, the computing first, then the
+communication that it could not hide.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+from gradsync.commands.plan.collectives import GroupPlace, Traffic, all_reduce_s, half_s, traffic_of
+from gradsync.commands.plan.description import Hardware
+from gradsync.commands.plan.profile import (
+    GRADIENT_BYTES,
+    Parameter,
+    StepProfile,
+    bucket_plan,
+    parameters_of,
+)
+from gradsync.commands.plan.workload import Split, Workload
+from gradsync.errors import ConfigError
+
+_AGREE_BYTES = 64
+"""The message in which ranks agree on loss, weight and flags at the end of each step."""
+_ACTIVATION_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+_TENSOR_PARALLEL_SUMS = 4
+"""Sums of activations, per layer and leaf: two in forward, two in backward (arXiv 1909.08053)."""
+
+
+class Prices:
+    """Seconds of one split's messages on exactly the used devices; ranks fill hosts in order."""
+
+    def __init__(self, hardware: Hardware, split: Split, traffic: Traffic) -> None:
+        layout, host, network = split.layout, hardware.hosts[0], hardware.network
+        on_host, on_cpu = len(hardware.hosts) == 1, host.devices[0].kind == "cpu"
+        local = min(len(host.devices), layout.world_size)
+        per_host = max(local // layout.model_ranks, 1)
+        self.data = GroupPlace(
+            ranks=layout.dp,
+            per_host=per_host,
+            link=host.link,
+            network=network,
+            groups_per_host=max(local // per_host, 1),
+        )
+        self.shards = GroupPlace(
+            ranks=layout.tp, per_host=min(layout.tp, local), link=host.link, network=network
+        )
+        self._stages_far = layout.model_ranks > local
+        self.hides = not (on_cpu and on_host)
+        """False for CPU ranks of one host: the cores that would communicate run backward."""
+        self.to_owners = traffic.shard == "optimizer" and traffic.algorithm == "tree"
+        self.to_owners &= self.hides or traffic.by_library
+        """Whether only the updating ranks get the sums; in one host's memory the sums are whole."""
+        self.divided = (
+            on_cpu and on_host and traffic.through_host and layout.model_ranks == 1 < layout.dp
+        )
+        """Whether the ranks of a host sum and update in shares, through shared memory."""
+        self._memory_bytes_per_s = host.devices[0].memory_bytes_per_s
+        self._traffic = traffic
+        # Gloo's all_reduce is always a ring; NCCL selects by size.
+        gloo = on_cpu and traffic.algorithm == "best"
+        self._algorithm = "ring" if gloo else traffic.algorithm
+
+    def all_reduce_s(self, num_bytes: float) -> float:
+        """Among replicas."""
+        return all_reduce_s(self.data, num_bytes, self._algorithm)
+
+    def half_s(self, num_bytes: float) -> float:
+        """reduce_scatter or all_gather among replicas, over `num_bytes` of the whole tensor."""
+        return half_s(self.data, num_bytes)
+
+    def bucket_s(self, num_bytes: float) -> float:
+        """The strategy's collective of a bucket."""
+        if self._traffic.shard in ("gradients", "weights"):
+            return self.half_s(num_bytes)
+        return self.all_reduce_s(num_bytes)
+
+    def hop_s(self, num_bytes: float) -> float:
+        """From stage to stage."""
+        return self.data.seconds(num_bytes, far=self._stages_far)
+
+    def copy_s(self, num_bytes: float) -> float:
+        """A copy in one rank's memory while all ranks copy; 0 if the rate is unknown."""
+        rate = self._memory_bytes_per_s
+        return 0.0 if rate is None else 2 * num_bytes / rate  # read and write
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sending:
+    """A bucket to send."""
+
+    ready_s: float  # After the last leaf's backward began
+    cost_s: float  # Time that it occupies the channel
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepCosts:
+    """Durations of one rank's step, seconds."""
+
+    stages: int  # A pipeline's; 1 without one
+    leaves: int  # Leaves of the replica with the most
+    forward_s: float  # One leaf's, a rank's part of the model; likewise `backward_s`
+    backward_s: float
+    leaf_wait_s: float  # Waiting in each leaf except the last
+    last_leaf_wait_s: float  # Waiting in the last one, without buckets
+    hop_s: float  # From stage to stage: activations, or their gradients
+    sendings: tuple[Sending, ...]  # In the order in which they are launched
+    hides: bool  # Whether they overlap with backward; else they follow it, one by one
+    copy_s: float  # Gradients into buckets and back, in every step
+    agree_s: float  # The small message at the step's end, and other synchronisation
+    update_s: float  # Clipping and optimizer, a rank's part
+    after_s: float  # Gathering after the update that no forward hides
+    late_s: float  # All of it
+    every: int
+    """Steps between synchronisations. Above 1, `sendings` and `agree_s` are those of one."""
+
+    @property
+    def leaf_s(self) -> float:
+        """Forward and backward."""
+        return self.forward_s + self.backward_s
+
+
+def step_costs(
+    work: Workload,
+    split: Split,
+    hardware: Hardware,
+    profile: StepProfile,
+    *,
+    options: Mapping[str, Any] | None = None,
+) -> StepCosts:
+    """Split a step into its costs; ranks fill hosts in order.
+
+    Args:
+        work: the training run; `num_leaves` of the whole step.
+        split: its strategy and layout.
+        hardware: at least as many devices as the split has ranks, else ConfigError.
+        profile: of the whole model on one of the devices.
+        options: of the strategy.
+    """
+    kind = hardware.hosts[0].devices[0].kind
+    layout, traffic = split.layout, traffic_of(split.strategy, options, kind)
+    if work.num_leaves < layout.dp:
+        raise ConfigError(
+            f"{work.num_leaves} leaves for {layout.dp} replicas: each needs at least one"
+        )
+    used = hardware.with_devices(split.world_size)
+    prices = Prices(used, split, traffic)
+    host, parts, alone = used.hosts[0], layout.model_ranks, layout.dp == 1
+    # CPU ranks compute more slowly if a host has more ranks than cores.
+    on_cpu = host.devices[0].kind == "cpu"
+    scale = (max(1.0, len(host.devices) / host.cores) if on_cpu else 1.0) / parts
+    forward_s, backward_s = profile.forward_s * scale, profile.backward_s * scale
+    parameters = parameters_of(work.model, work.seq_len)
+    whole_bytes = _bytes(parameters) / parts
+    activation_bytes = work.leaf_tokens * work.model.n_embd * _ACTIVATION_BYTES[work.dtype]
+    tensor = 0.0  # sums of activations between tensor shards; nothing hides them
+    if layout.tp > 1:
+        sums = _TENSOR_PARALLEL_SUMS * work.model.n_layer
+        tensor = sums * all_reduce_s(prices.shards, activation_bytes)
+    waits, last_waits = 0.0, 0.0
+    if traffic.shard == "weights" and not alone:
+        gathers = [prices.half_s(_bytes(b) * traffic.gathered / parts) for b in _blocks(parameters)]
+        waits, last_waits = _gather_waits(gathers, forward_s, backward_s, hides=prices.hides)
+    in_shares = traffic.shard != "none" or prices.divided
+    gathers = traffic.shard in ("optimizer", "gradients")
+    # Weights that all ranks of a host read are written between two more synchronisations.
+    meetings = 3 if prices.divided else 1
+    sendings: tuple[Sending, ...] = ()
+    if not alone:
+        sendings = _sendings(parameters, traffic, prices, profile, scale=scale, parts=parts)
+    late_s = after_s = prices.half_s(whole_bytes) if gathers else 0.0
+    late = traffic.late and not (in_shares and on_cpu and len(used.hosts) == 1)
+    if prices.to_owners or (late and not gathers and (on_cpu or traffic.algorithm == "tree")):
+        sendings = tuple(replace(each, cost_s=each.cost_s / 2) for each in sendings)
+        late_s = after_s = sum(each.cost_s for each in sendings)
+    if late and late_s:
+        after_s = _not_in_forward(late_s, sendings, forward_s, hides=prices.hides)
+    return StepCosts(
+        stages=layout.pp,
+        leaves=math.ceil(work.num_leaves / layout.dp),
+        forward_s=forward_s,
+        backward_s=backward_s,
+        leaf_wait_s=tensor + waits,
+        last_leaf_wait_s=tensor + last_waits,
+        hop_s=prices.hop_s(activation_bytes) if layout.pp > 1 else 0.0,
+        sendings=sendings,
+        hides=prices.hides and traffic.overlap,
+        copy_s=0.0 if alone else traffic.copies * prices.copy_s(whole_bytes),
+        agree_s=0.0 if alone else meetings * prices.all_reduce_s(_AGREE_BYTES),
+        update_s=profile.update_s * scale / (layout.dp if in_shares else 1),
+        after_s=after_s,
+        late_s=late_s,
+        every=1 if alone else traffic.every,
+    )
+
+
+def _sendings(
+    parameters: Sequence[Parameter],
+    traffic: Traffic,
+    prices: Prices,
+    profile: StepProfile,
+    *,
+    scale: float,
+    parts: int,
+) -> tuple[Sending, ...]:
+    """Buckets of the strategy, ready according to the profile's timeline."""
+    ready_s = _timeline(profile)
+    whole_bytes = _bytes(parameters)
+    if prices.divided:  # one pass over all buckets, after backward
+        cost_s = prices.half_s(whole_bytes / parts)
+        return (Sending(ready_s=ready_s(math.inf) * scale, cost_s=cost_s),)
+    in_blocks = traffic.shard == "weights"
+    if in_blocks:
+        blocks = _blocks(parameters)[::-1]
+    else:
+        plans = bucket_plan(parameters, traffic)
+        blocks = [[parameters[slot.index] for slot in plan.slots] for plan in plans]
+    done, found = 0.0, []
+    for block in blocks:
+        done += _bytes(block)
+        sent = _bytes(block) * traffic.wire
+        if traffic.low_rank is not None:
+            sent = _factor_bytes(block, traffic.low_rank)
+        seconds = prices.bucket_s(sent / parts)
+        if in_blocks and prices.hides:
+            # Backward gathers the next block's weights over the same channel.
+            seconds += prices.half_s(_bytes(block) * traffic.gathered / parts)
+        found.append(Sending(ready_s=ready_s(done) * scale, cost_s=seconds))
+    return tuple(found)
+
+
+def _not_in_forward(
+    whole_s: float, buckets: Sequence[Sending], forward_s: float, *, hides: bool
+) -> float:
+    """The part of the messages of `buckets`, `whole_s`, for which the next forward waits: the last
+    bucket, which it needs first, and what takes longer than the computing."""
+    if not hides:
+        return whole_s
+    first_s = whole_s * buckets[-1].cost_s / sum(each.cost_s for each in buckets)
+    return first_s + max(0.0, whole_s - first_s - forward_s)
+
+
+def _gather_waits(
+    gathers: Sequence[float], forward_s: float, backward_s: float, *, hides: bool
+) -> tuple[float, float]:
+    """The time that fsdp's gathers of weights add to a leaf, and to the last one.
+
+    The next block is gathered while one computes. A pass therefore waits for its first gather, and
+    for what takes longer than the computing. The last leaf's backward shares the channel with the
+    gradients: the buckets account for it there.
+    """
+    whole, first = sum(gathers), max(gathers)
+    if not hides:
+        return 2 * whole, 2 * whole
+    forward = first + max(0.0, whole - first - forward_s)
+    return forward + first + max(0.0, whole - first - backward_s), forward
+
+
+def _timeline(profile: StepProfile) -> Callable[[float], float]:
+    """When `num_bytes` of gradients are ready, seconds after backward began; linear between a
+    profile's buckets, since strategies cut buckets elsewhere."""
+    sizes = [0.0, *accumulate(bucket.num_bytes for bucket in profile.buckets)]
+    times = [0.0, *accumulate((bucket.ready_s for bucket in profile.buckets), max)]
+
+    def ready_s(num_bytes: float) -> float:
+        place = bisect_left(sizes, num_bytes * (1 - 1e-9))
+        if place >= len(sizes):
+            return times[-1]
+        if place == 0:
+            return 0.0
+        low, high = sizes[place - 1], sizes[place]
+        part = min(1.0, (num_bytes - low) / (high - low))
+        return times[place - 1] + part * (times[place] - times[place - 1])
+
+    return ready_s
+
+
+def _blocks(parameters: Sequence[Parameter]) -> list[list[Parameter]]:
+    """The groups that fsdp gathers: the root (embedding, last norm, head), then each block."""
+    found: dict[str, list[Parameter]] = {"": []}
+    for parameter in parameters:
+        words = parameter.name.split(".")
+        found.setdefault(words[1] if words[0] == "blocks" else "", []).append(parameter)
+    return list(found.values())
+
+
+def _bytes(parameters: Sequence[Parameter]) -> float:
+    return GRADIENT_BYTES * sum(parameter.numel for parameter in parameters)
+
+
+def _factor_bytes(parameters: Sequence[Parameter], rank: int) -> float:
+    """PowerSGD's message (arXiv 1905.13727): a matrix n x m as factors n x r and m x r, if that is
+    smaller."""
+    return GRADIENT_BYTES * sum(
+        min(p.numel, rank * sum(p.shape)) if len(p.shape) == 2 else p.numel for p in parameters
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTime:
+    """One optimizer step, seconds; the mean if ranks do not synchronise in each."""
+
+    compute_s: float  # Forward and backward of a rank's leaves
+    exposed_comm_s: float  # Communication that no computing hides
+    bubble_s: float  # Idle time of a pipeline stage
+    update_s: float  # Clipping and optimizer
+    comm_s: float  # All communication of a rank, hidden or not
+    tokens_per_s: float  # All ranks together
+    efficiency: float
+    """Tokens per second and rank, over one rank alone with as many leaves as a replica has."""
+
+    @property
+    def total_s(self) -> float:
+        """The whole step."""
+        return self.compute_s + self.exposed_comm_s + self.bubble_s + self.update_s
+
+    def to_json(self) -> dict[str, Any]:
+        """Values for JSON."""
+        return {**asdict(self), "total_s": self.total_s}
+
+
+def predict_step(
+    work: Workload,
+    split: Split,
+    hardware: Hardware,
+    profile: StepProfile,
+    *,
+    options: Mapping[str, Any] | None = None,
+) -> StepTime:
+    """Duration of a step.
+
+        data parallel    k leaves, buckets on one channel during the last backward, update
+        pipeline         (p - 1) / (m + p - 1) of the leaves' time is bubble (1F1B, arXiv
+                         1806.03377)
+        tensor parallel  four sums of activations per layer and leaf (arXiv 1909.08053)
+        local_sgd        a synchronisation's messages, divided by the steps between two
+
+    The arguments are those of `step_costs`.
+    """
+    costs = step_costs(work, split, hardware, profile, options=options)
+    compute = costs.leaves * costs.leaf_s
+    waits = (costs.leaves - 1) * costs.leaf_wait_s + costs.last_leaf_wait_s
+    # A pipeline's messages on the longest way: in while it fills, and out while it empties.
+    hops = 2 * (costs.stages - 1)
+    hop_s = costs.hop_s * (hops if costs.hides else hops + 2 * (costs.leaves - 1))
+    sent = sum(sending.cost_s for sending in costs.sendings)
+    # Waited for after backward: buckets in flight, and the small message.
+    late = max(0.0, channel_end(costs.sendings) - costs.backward_s) if costs.hides else sent
+    exposed = waits + hop_s + (late + costs.agree_s) / costs.every + costs.copy_s + costs.after_s
+    bubble = (costs.stages - 1) * (costs.leaf_s + costs.leaf_wait_s)
+    tokens = work.step_tokens / (compute + exposed + bubble + costs.update_s)
+    return StepTime(
+        compute_s=compute,
+        exposed_comm_s=exposed,
+        bubble_s=bubble,
+        update_s=costs.update_s,
+        comm_s=waits + hop_s + (sent + costs.agree_s) / costs.every + costs.late_s,
+        tokens_per_s=tokens,
+        efficiency=tokens / split.world_size / tokens_per_s_alone(work, profile, costs.leaves),
+    )
+
+
+def tokens_per_s_alone(work: Workload, profile: StepProfile, leaves: int) -> float:
+    """Throughput of one rank that holds the whole model and steps after `leaves` leaves."""
+    return leaves * work.leaf_tokens / (leaves * profile.leaf_s + profile.update_s)
+
+
+def channel_end(sendings: Sequence[Sending]) -> float:
+    """When a channel that sends one bucket after another is done, after backward began."""
+    free = 0.0
+    for sending in sendings:
+        free = max(free, sending.ready_s) + sending.cost_s
+    return free

@@ -1,0 +1,276 @@
+"""A run directory as data for the report: metrics, outcome, environment, configuration."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gradsync.commands.report.charts import Event
+from gradsync.core.files import counted, one_line, open_regular, read_object
+from gradsync.errors import ConfigError
+
+Points = list[tuple[float, float]]
+CHECKS = {
+    "check/replicas_equal": ("replicas compared", "after step"),
+    "check/audit_equal": ("a micro-batch computed by two ranks", "in step"),
+}
+"""Metrics of comparisons, 1 if bits were equal: what was done, and when."""
+_STOPPED = 75  # Exit code of a run that a signal stopped, with a checkpoint written
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """One run."""
+
+    path: Path
+    metrics: Mapping[str, Points]
+    """(step, value) of each metric, in the order of the file."""
+    summary: Mapping[str, Any]
+    exit: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    config: Mapping[str, Any]
+    starts: list[dict[str, Any]] = field(default_factory=list)
+    """Each start of the run, as `RunDir.begin` notes it."""
+    problems: list[str] = field(default_factory=list)
+    """Lines that could not be read, and missing files."""
+    told_apart: str = ""
+    """A longer name, if another run's folder has the same name."""
+
+    @property
+    def name(self) -> str:
+        """The name of its folder, or `told_apart`."""
+        return self.told_apart or self.path.name
+
+    def last(self, metric: str) -> float | None:
+        """The last value of a metric, None without one."""
+        points = self.metrics.get(metric)
+        return points[-1][1] if points else None
+
+    @property
+    def last_step(self) -> float | None:
+        """The last step that was logged, None without one."""
+        logged = (points for name, points in self.metrics.items() if name not in CHECKS)
+        return max((points[-1][0] for points in logged), default=None)
+
+    @property
+    def ranks(self) -> list[float]:
+        """Numbers of ranks, in order, of the steps that count."""
+        ends = [start["step"] for start in self.starts[1:]] + [math.inf]
+        began = zip(self.starts, ends, strict=False)
+        return [n for n, _ in groupby(s["world_size"] for s, end in began if end > s["step"])]
+
+    @property
+    def since(self) -> str:
+        """Words after figures of the last start alone; "" if there was only one."""
+        first = self.summary.get("first_step")
+        if self.summary and first is None and self.starts:  # older runs
+            first = self.starts[-1]["step"] + 1
+        return f" since step {first:g}" if isinstance(first, int | float) and first > 1 else ""
+
+    @property
+    def outcome(self) -> str:
+        """How it ended, in words."""
+        if self.exit:
+            return _ended(self.exit)
+        return "running" if read_ranks(self.path).fresh else "still running, or killed"
+
+    @property
+    def events(self) -> list[Event]:
+        """Points at which the run resumed or ended early, in order."""
+        found = []
+        # A run may have begun before starts were recorded.
+        known = self.starts if self.starts and not self.starts[0]["step"] else [{}, *self.starts]
+        for before, start in pairwise(known):
+            step, ended = start["step"], start.get("before")
+            ended = ended if isinstance(ended, Mapping) else {}
+            reached = start["reached"] if isinstance(start.get("reached"), int | float) else step
+            words = f"after step {reached:g}: {_ended(ended) if ended else 'killed'}; went on from "
+            words += f"step {step:g} with {counted(start['world_size'], 'rank')}"
+            if (ranks := before.get("world_size", start["world_size"])) != start["world_size"]:
+                words += f" in place of {ranks:g}"
+            found.append(Event(step, words, ended.get("exit_code") not in (0, _STOPPED)))
+        code, last = self.exit.get("exit_code", 0), self.last_step
+        if code != 0 and last is not None:
+            words = f"after step {last:g}: {_ended({**self.exit, 'error': ''})}"  # it is `outcome`
+            found.append(Event(last, words, code != _STOPPED))
+        return found
+
+    @property
+    def checks(self) -> list[Event]:
+        """Comparisons between the ranks' bits, in order."""
+        words = ("different bits", "equal bits")
+        found = [
+            Event(step, f"{name} {when} {step:g}: {words[bool(equal)]}", not equal)
+            for metric, (name, when) in CHECKS.items()
+            for step, equal in self.metrics.get(metric, ())
+        ]
+        return sorted(found, key=lambda check: check.step)
+
+    @property
+    def planned_memory(self) -> Points:
+        """GiB of a rank by `gradsync plan`'s formulas, from each start to the next."""
+        ends = [start["step"] for start in self.starts[1:]] + [self.last_step or 0.0]
+        return [
+            (float(x), _real(start["planned_gib"]))
+            for start, end in zip(self.starts, ends, strict=False)
+            if isinstance(start.get("planned_gib"), int | float)
+            for x in (max(start["step"], 1), max(start["step"], end))
+        ]
+
+
+def read_run(path: Path) -> Run:
+    """Read the run directory `path`, complete or not.
+
+    Raises:
+        ConfigError: no run directory.
+    """
+    if not (path / "metrics.jsonl").is_file():
+        raise ConfigError(f"{path}: no run directory (no metrics.jsonl in it)")
+    problems: list[str] = []
+    metrics: dict[str, Points] = {}
+    for step, entry in _lines(path / "metrics.jsonl", ("step",), problems):
+        for name, value in entry.items():
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                metrics.setdefault(name, []).append((step, _real(value)))
+    starts = []
+    if (path / "starts.jsonl").is_file():
+        read = _lines(path / "starts.jsonl", ("step", "world_size"), problems)
+        starts = [entry | {"step": step} for step, entry in read]
+    found = {name: read_object(path / f"{name}.json") for name in ("summary", "exit", "env")}
+    config = found["summary"].get("config")
+    if not isinstance(config, dict) or not config:
+        config = _config(path / "config.yaml", problems)
+    return Run(
+        path=path.resolve(),
+        metrics=metrics,
+        summary=found["summary"],
+        exit=found["exit"],
+        environment=found["env"],
+        config=flat(config),
+        starts=starts,
+        problems=problems,
+    )
+
+
+def read_runs(paths: Sequence[Path]) -> list[Run]:
+    """Each run once, see `read_run`; runs with equal folder names are called by their paths."""
+    paths = list({path.resolve(): path for path in paths}.values())
+    runs = [read_run(path) for path in paths]
+    names = [run.name for run in runs]
+    return [
+        replace(run, told_apart=str(path)) if names.count(run.name) > 1 else run
+        for path, run in zip(paths, runs, strict=True)
+    ]
+
+
+RANKS_HEAD = ("rank", "step", "steps/s", "phase", "waited", "lag", "where")
+_MOST_RANKS = 16
+_OLD_S = 10.0
+
+
+class RankRows(NamedTuple):
+    """What each rank was doing when `ranks.json` was written."""
+
+    rows: list[tuple[str, ...]]
+    """Under `RANKS_HEAD`; with many ranks, the ones that others wait for longest."""
+    age_s: float
+    fresh: bool
+    """Whether the next one is not overdue."""
+
+
+def read_ranks(run: Path) -> RankRows:
+    """The run's table of ranks; no rows if it has none."""
+    found = read_object(run / "ranks.json")
+    written, ranks = found.get("time"), found.get("ranks")
+    if not isinstance(written, int | float) or not isinstance(ranks, list):
+        return RankRows([], 0.0, False)
+    known = [r for r in ranks if isinstance(r, Mapping) and isinstance(r.get("rank"), int)]
+    if len(known) > _MOST_RANKS:
+        known.sort(key=_urgency)
+    rows = [_rank_row(each) for each in known[:_MOST_RANKS]]
+    if (more := len(known) - len(rows)) > 0:
+        rows.append((f"and {more} more", *[""] * (len(RANKS_HEAD) - 1)))
+    age_s = max(0.0, time.time() - written)
+    return RankRows(rows, age_s, age_s <= max(_OLD_S, 3 * _real(found.get("every_s"))))
+
+
+def _urgency(rank: Mapping[str, Any]) -> tuple[bool, float, float]:
+    """Silent ranks come first, then ranks that others wait for, then ranks that wait least."""
+    silent, lag_s = rank.get("phase") == "silent", _real(rank.get("lag_s"))
+    return not silent, -lag_s, _real(rank.get("waited"))
+
+
+def _rank_row(rank: Mapping[str, Any]) -> tuple[str, ...]:
+    rate, lag_s = rank.get("steps_per_s"), _real(rank.get("lag_s"))
+    return (
+        str(rank["rank"]),
+        one_line(rank.get("step", "?")),
+        "" if rate is None else f"{_real(rate):.2f}",
+        one_line(rank.get("phase", "?")),
+        f"{100 * _real(rank.get('waited')):.0f} %",
+        f"{lag_s:.1f} s" if lag_s else "",
+        one_line(rank.get("where", "")),
+    )
+
+
+def _real(value: object) -> float:
+    """0.0 if it is no number, infinity if it is an integer beyond all floats."""
+    try:
+        return float(value) if isinstance(value, int | float) else 0.0
+    except OverflowError:
+        return math.inf
+
+
+def flat(document: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """A nested document with one dotted name for each value."""
+    found: dict[str, Any] = {}
+    for name, value in document.items():
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{before}{name}.")
+        else:
+            found[f"{before}{name}"] = value
+    return found
+
+
+def _ended(exit_file: Mapping[str, Any]) -> str:
+    code, reason = exit_file.get("exit_code"), one_line(exit_file.get("reason", ""))
+    if code in (0, _STOPPED):
+        return reason
+    error = one_line(str(exit_file.get("error", "")).partition("\n")[0])
+    return f"exit code {code}: {reason}" + (f", {error}" if error else "")
+
+
+def _lines(
+    path: Path, numbers: Sequence[str], problems: list[str]
+) -> Iterator[tuple[float, dict[str, Any]]]:
+    """(step, the rest) of each line that is an object with these `numbers`."""
+    with open_regular(path) as file:
+        for number, line in enumerate(file, 1):
+            try:
+                entry = json.loads(line)
+                entry |= {name: float(entry[name]) for name in numbers}
+                step = entry.pop("step")
+            except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+                problems.append(
+                    f"{path.name}, line {number}: not an object with a {' and '.join(numbers)}"
+                )
+            else:
+                yield step, entry
+
+
+def _config(path: Path, problems: list[str]) -> dict[str, Any]:
+    import yaml
+
+    try:
+        with open_regular(path) as file:
+            document = yaml.safe_load(file)
+    except (OSError, yaml.YAMLError) as error:
+        problems.append(f"{path.name}: {one_line(error)}")
+        return {}
+    return document if isinstance(document, dict) else {}

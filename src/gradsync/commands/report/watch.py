@@ -1,0 +1,242 @@
+"""A live run, read from its directory: changes since the last look, as lines or as a panel.
+
+Nothing is sent to the run: rank 0 writes what each rank is doing to `ranks.json` every second.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from gradsync.commands.report.run import RANKS_HEAD, read_ranks, read_run
+from gradsync.core.files import counted, lock, one_line, open_regular, read_object
+
+_WARNING = re.compile(r" (WARNING|ERROR|CRITICAL) ")
+_OLD_WARNINGS = 5
+"""The most warnings from before the first look to show."""
+_MOST_TOLD = 4
+"""The most ranks to name in a line about a quiet run."""
+_QUIET_S = 60.0
+"""A run is quiet after this long without a record, and three times the usual interval."""
+
+
+class _Tail:
+    """Complete lines of a growing file, which may be replaced or missing at first."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._inode, self._offset = 0, 0
+        self.modified = 0.0
+
+    def lines(self) -> list[str]:
+        """Lines since the last call; all lines if the file was replaced."""
+        try:
+            with open_regular(self._path) as file:
+                found = os.fstat(file.fileno())
+                if found.st_ino != self._inode or found.st_size < self._offset:
+                    self._inode, self._offset = found.st_ino, 0
+                self.modified = found.st_mtime
+                file.seek(self._offset)
+                text = file.read()
+        except OSError:
+            return []
+        whole = text[: text.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return whole.decode(errors="replace").splitlines()
+
+    def objects(self) -> Iterator[dict[str, Any]]:
+        """The `lines` that are JSON objects with a step."""
+        for line in self.lines():
+            try:
+                entry = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(entry, dict) and isinstance(entry.get("step"), int):
+                yield entry
+
+
+class Follower:
+    """Looks at one run directory again and again.
+
+    Raises:
+        ConfigError: no run directory.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read_settings()
+        self._metrics, self._starts = _Tail(path / "metrics.jsonl"), _Tail(path / "starts.jsonl")
+        self._logs: dict[Path, _Tail] = {}
+        self._told, self._checkpoint = 0, 0
+        self._record: dict[str, Any] = {}
+        self._held_out: dict[str, Any] = {}
+        self._warned, self._quiet, self._looked = 0, False, False
+        self.ended: Mapping[str, Any] = {}  # `exit.json`, once it exists
+
+    def _read_settings(self) -> None:
+        run = read_run(self._path)
+        self._steps, self._ranks = run.config.get("steps"), run.environment.get("world_size", "?")
+        every = run.config.get("log_every")
+        self._log_every = every if isinstance(every, int) else 1
+
+    def news(self) -> list[str]:
+        """Changes since the last look, a line each; the first look reports only the newest."""
+        # First: a run writes its end after everything else.
+        self.ended = {} if self._holds() else read_object(self._path / "exit.json")
+        found = [*self._restarts(), *self._records(), *self._new_checkpoint(), *self._warnings()]
+        self._looked = True
+        silent_s = time.time() - self._metrics.modified
+        usual_s = (self._number("perf/step_s") or 0.0) * self._log_every
+        was_quiet, self._quiet = self._quiet, silent_s > max(_QUIET_S, 3 * usual_s)
+        if self._quiet and not was_quiet and not self.ended:
+            found.append(f"no record for {_duration(silent_s)}: {self._why_quiet()}")
+        if self.ended:
+            found.append(f"the run has ended: {read_run(self._path).outcome}")
+        return found
+
+    def _holds(self) -> bool:
+        """Whether a run holds its directory: an old exit.json is then the previous run's."""
+        with suppress(OSError), open_regular(self._path / "starts.jsonl") as file:
+            return not lock(file)
+        return False
+
+    def _why_quiet(self) -> str:
+        found = read_ranks(self._path)
+        ranks = [dict(zip(RANKS_HEAD, row, strict=True)) for row in found.rows if found.fresh]
+        said = [f"rank {r['rank']} {r['phase']} in {r['where']}" for r in ranks if r["where"]]
+        return "; ".join(said[:_MOST_TOLD]) or "evaluating, waiting, or killed"
+
+    def _restarts(self) -> Iterator[str]:
+        for start in self._starts.objects():
+            if self._looked:
+                self._read_settings()
+                self._told = start["step"]
+                yield f"started again from step {self._told} with {counted(self._ranks, 'rank')}"
+
+    def _records(self) -> list[str]:
+        found = []
+        for entry in self._metrics.objects():
+            # After a restart, a new file repeats records that were already reported.
+            if "val/loss" in entry and entry["step"] >= self._told and entry != self._held_out:
+                self._held_out = entry
+            elif "train/loss" in entry and entry["step"] > self._told:
+                self._record, self._told = entry, entry["step"]
+            else:
+                continue
+            found.append(self._words(entry))
+        if self._looked:
+            return found
+        return [self._words(entry) for entry in (self._record, self._held_out) if entry]
+
+    def _words(self, entry: Mapping[str, Any]) -> str:
+        if "val/loss" in entry:
+            return f"step {entry['step']}: validation loss {_figure(entry['val/loss'])}"
+        rate = self._number("perf/tokens_per_s")
+        parts = [
+            f"step {entry['step']}" + (f"/{self._steps}" if self._steps else ""),
+            f"loss {_figure(entry.get('train/loss'))}",
+            f"{rate:,.0f} tok/s in all" if rate is not None else "",
+            f"eta {left}" if (left := self._left()) else "",
+        ]
+        return "  ".join(filter(None, parts))
+
+    def _number(self, name: str) -> float | None:
+        value = self._record.get(name)
+        return value if isinstance(value, int | float) else None
+
+    def _left(self) -> str:
+        """Time for the remaining steps, without evaluation and saving."""
+        step_s = self._number("perf/step_s")
+        if step_s is None or not isinstance(self._steps, int):
+            return ""
+        return _duration(max(0, self._steps - self._record["step"]) * step_s)
+
+    def _new_checkpoint(self) -> Iterator[str]:
+        # A checkpoint's directory appears complete or not at all.
+        names = (path.name for path in self._path.glob("checkpoints/step-*"))
+        steps = [int(match[1]) for name in names if (match := re.fullmatch(r"step-(\d+)", name))]
+        newest = max(steps, default=0)
+        if newest != self._checkpoint:
+            self._checkpoint = newest
+            yield f"checkpoint of step {newest}"
+
+    def _warnings(self) -> list[str]:
+        found = []
+        for path in sorted(self._path.glob("logs/rank_*.log")):
+            rank = path.stem.removeprefix("rank_").lstrip("0") or "0"
+            lines = self._logs.setdefault(path, _Tail(path)).lines()
+            found += [f"rank {rank}: {one_line(line)}" for line in lines if _WARNING.search(line)]
+        self._warned += len(found)
+        return found if self._looked else found[-_OLD_WARNINGS:]
+
+    def panel(self) -> Group:
+        """The run in a few rows, and a row for each rank, for a terminal."""
+        held_out, record, rate = self._held_out, self._record, self._number("perf/tokens_per_s")
+        age_s = max(0.0, time.time() - self._metrics.modified)
+        rows = {
+            "step": f"{record.get('step', 0)} of {self._steps or '?'}",
+            "loss": _figure(record.get("train/loss")),
+            "validation loss": _figure(held_out["val/loss"]) if held_out else "",
+            "speed": f"{rate:,.0f} tokens/s by {counted(self._ranks, 'rank')}"
+            if rate is not None
+            else "",
+            "left": self._left(),
+            "checkpoint": f"step {self._checkpoint}" if self._checkpoint else "none yet",
+            "warnings": str(self._warned),
+            "last record": f"{_duration(age_s)} ago",
+        }
+        table = Table.grid(padding=(0, 2))
+        for name, value in rows.items():
+            if value:
+                table.add_row(Text(name, style="dim"), Text(value))
+        found = read_ranks(self._path)
+        ranks = Table(*(RANKS_HEAD if found.rows else ()), box=None, padding=(0, 2, 0, 0))
+        for row in found.rows:
+            ranks.add_row(*map(Text, row), style="" if found.fresh else "dim")
+        return Group(table, ranks)
+
+
+def follow(follower: Follower, stream: TextIO, pause: Callable[[], None]) -> int:
+    """Report on the run until it ends; returns its exit code.
+
+    Args:
+        follower: of the run.
+        stream: a terminal gets a panel below the lines.
+        pause: called between two looks.
+    """
+    console = Console(file=stream, markup=False, emoji=False, highlight=False, soft_wrap=True)
+    with ExitStack() as stack:
+        live = None
+        if console.is_terminal and not console.is_dumb_terminal:
+            live = stack.enter_context(Live(console=console, auto_refresh=False))
+        while True:
+            for line in follower.news():
+                console.print(line)
+            if live is not None:
+                live.update(follower.panel(), refresh=True)
+            else:
+                stream.flush()
+            if follower.ended:
+                code = follower.ended.get("exit_code")
+                return code if isinstance(code, int) else 1
+            pause()
+
+
+def _figure(value: object) -> str:
+    return f"{value:.4f}" if isinstance(value, int | float) else "?"
+
+
+def _duration(seconds: float) -> str:
+    return str(timedelta(seconds=int(seconds)))

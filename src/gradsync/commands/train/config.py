@@ -1,0 +1,413 @@
+"""A training run as one frozen value. No torch here: `--help` must be quick. Files set `Fixed`
+fields; there is no flag for them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, make_dataclass, replace
+from difflib import get_close_matches
+from typing import Annotated, Any, Literal, cast, get_args
+
+from tyro.conf import Fixed, Suppress
+from tyro.constructors import PrimitiveConstructorSpec
+
+from gradsync.commands.models.config import GPTConfig, preset
+from gradsync.commands.parallel.layout import ParallelLayout, parse_layout
+from gradsync.commands.train.trackers import tracker_names
+from gradsync.data.batch_plan import BatchPlan, solve_batch_plan
+from gradsync.errors import ConfigError
+from gradsync.runtime.bounds import check_numbers
+from gradsync.runtime.device import NEEDS, check_names
+from gradsync.sync.options import every_option, key_and_value
+
+Dtype = Literal["auto", "bf16", "fp32", "fp16"]
+Schedule = Literal["cosine", "wsd", "constant"]
+LrScaling = Literal["none", "linear", "sqrt"]
+CompileOrder = Literal["none", "model", "ddp"]
+OnDrift = Literal["stop", "heal"]
+
+AUTO = "auto"  # What `gradsync tune` found for this kind of run: strategy and options.
+
+
+_LEAST = {
+    0: ("num_workers", "sample_tokens", "check_replicas_every", "audit_every", "profile"),
+    1: (
+        *("steps", "tokens_per_update", "micro_batch_size", "log_every", "silence_s"),
+        *("threads", "nproc_per_node", "seq_len", "loss_rows"),
+    ),
+}
+"""Smallest allowed values of numbers in `TrainConfig`."""
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise ConfigError(message)
+
+
+def _require_one_of(name: str, value: str, allowed: object) -> None:
+    names = get_args(allowed)
+    _require(value in names, f"{name} must be one of {', '.join(names)}; got {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimConfig:
+    """AdamW (arXiv 1711.05101) and its learning-rate schedule."""
+
+    lr: float = 6e-4
+    """Peak learning rate; with lr_scaling, the peak for a batch of lr_base_batch tokens."""
+    lr_scaling: LrScaling = "none"
+    """Scale lr with tokens_per_update / lr_base_batch: linear (SGD, arXiv 1706.02677), or sqrt,
+    with its square root (arXiv 1404.5997; for Adam arXiv 2205.10343). The final learning rate
+    scales too; the number of warm-up steps does not."""
+    lr_base_batch: int | None = None
+    """Tokens per update at which lr was found; required by lr_scaling."""
+    min_lr_ratio: Fixed[float] = 0.1  # Final learning rate as a fraction of the peak.
+    schedule: Schedule = "cosine"
+    """cosine (arXiv 1608.03983), wsd = warm-up, stable, decay (arXiv 2404.06395), or constant."""
+    warmup_steps: int = 100  # Linear warm-up, optimizer steps; at most `steps`.
+    decay_fraction: Fixed[float] = 0.2
+    """wsd: fraction of all steps over which the learning rate falls linearly."""
+    weight_decay: float = 0.1  # Decay of matrices and embeddings; vectors (norms) are not decayed.
+    beta1: Fixed[float] = 0.9  # Decay of the first moment.
+    beta2: Fixed[float] = 0.95  # Decay of the second moment.
+    eps: Fixed[float] = 1e-8  # Added to the root of the second moment.
+    clip_norm: float | None = 1.0  # Largest L2 norm of the mean gradient; None does not clip.
+    fused: bool = True  # Torch's fused AdamW kernel.
+
+    def __post_init__(self) -> None:
+        _require_one_of("optim.schedule", self.schedule, Schedule)
+        _require_one_of("optim.lr_scaling", self.lr_scaling, LrScaling)
+        _require(
+            (self.lr_scaling == "none") == (self.lr_base_batch is None),
+            f"optim.lr_scaling={self.lr_scaling} and optim.lr_base_batch={self.lr_base_batch}: "
+            "give both (lr_base_batch: tokens of an update for which lr was found), or neither",
+        )
+        base, clip = self.lr_base_batch, self.clip_norm
+        for name, holds, rule in (
+            ("lr", 0 < self.lr < float("inf"), "a positive number"),
+            ("lr_base_batch", base is None or base >= 1, "at least 1"),
+            ("min_lr_ratio", 0 <= self.min_lr_ratio <= 1, "in 0..1"),
+            ("warmup_steps", self.warmup_steps >= 0, "at least 0"),
+            ("decay_fraction", 0 < self.decay_fraction <= 1, "in 0..1, 0 excluded"),
+            ("beta1", 0 <= self.beta1 < 1, "in 0..1, 1 excluded"),
+            ("beta2", 0 <= self.beta2 < 1, "in 0..1, 1 excluded"),
+            ("eps", self.eps > 0, "positive"),
+            ("weight_decay", self.weight_decay >= 0, "at least 0"),
+            ("clip_norm", clip is None or clip > 0, "positive, or None for no clipping"),
+        ):
+            _require(holds, f"optim.{name} must be {rule}; got {getattr(self, name)}")
+
+    def scaled(self, tokens_per_update: int) -> OptimConfig:
+        """The same with lr scaled for `tokens_per_update`, and nothing left to scale."""
+        if self.lr_base_batch is None:
+            return self
+        ratio = tokens_per_update / self.lr_base_batch
+        lr = self.lr * (ratio if self.lr_scaling == "linear" else math.sqrt(ratio))
+        return replace(self, lr=lr, lr_scaling="none", lr_base_batch=None)
+
+    def describe_scaling(self, tokens_per_update: int) -> str:
+        """The arithmetic of `scaled` in one line; "" if nothing is scaled."""
+        if self.lr_base_batch is None:
+            return ""
+        ratio = f"{tokens_per_update}/{self.lr_base_batch}"
+        factor = ratio if self.lr_scaling == "linear" else f"sqrt({ratio})"
+        peak = self.scaled(tokens_per_update).lr
+        return f"lr {self.lr:g} x {factor} = {peak:g} ({self.lr_scaling})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalConfig:
+    """Exact evaluation on the validation split, shared by all ranks."""
+
+    every: int = 100
+    """Optimizer steps between evaluations; one more follows the last step. 0: only that one. Under
+    local_sgd and diloco an evaluation ends the round, so this is part of the run's definition."""
+    max_tokens: int | None = 65_536
+    """Evaluate on the first max_tokens tokens (rounded down to whole sequences); None for all."""
+
+    def __post_init__(self) -> None:
+        _require(self.every >= 0, f"eval.every must be at least 0; got {self.every}")
+        _require(
+            self.max_tokens is None or self.max_tokens >= 1,
+            f"eval.max_tokens must be at least 1, or None for all; got {self.max_tokens}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig:
+    """When to save, and how many checkpoints to keep."""
+
+    every: int = 200
+    """Optimizer steps between checkpoints; one more follows the last step. 0: only that one. Under
+    local_sgd and diloco a checkpoint ends the round, so this is part of the run's definition."""
+    keep_last: int = 2  # Good checkpoints to keep, at least 1.
+
+    def __post_init__(self) -> None:
+        for name, least in (("every", 0), ("keep_last", 1)):
+            value = getattr(self, name)
+            _require(value >= least, f"checkpoint.{name} must be at least {least}; got {value}")
+
+
+class _GivenOptions:
+    """Options of the synchronisation strategy; by default the strategy chooses. A strategy accepts
+    only its options, checked by name."""
+
+    def __post_init__(self) -> None:
+        for name, value in self.given().items():
+            numeric = isinstance(value, int | float) and not isinstance(value, bool)
+            _require(
+                not numeric or value > 0 or (name == "outer_momentum" and value == 0),
+                f"sync_options.{name} must be positive; got {value}",
+            )
+
+    def given(self) -> dict[str, Any]:
+        values = {each.name: getattr(self, each.name) for each in fields(cast(Any, self))}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+SyncConfig: Any = make_dataclass(
+    "SyncConfig",
+    [(name, hint | None, field(default=None)) for name, (hint, _) in every_option().items()],
+    bases=(_GivenOptions,),
+    namespace={"__doc__": _GivenOptions.__doc__, "__module__": __name__},
+    frozen=True,
+    kw_only=True,
+)
+"""Every option of every strategy, as `sync/options.py` declares it."""
+
+
+def sync_options(words: Sequence[str]) -> Any:
+    """The `SyncConfig` of KEY=VALUE words.
+
+    Raises:
+        ConfigError: text of another form, or a key that no strategy has.
+    """
+    given: dict[str, Any] = {}
+    known = every_option()
+    for word in words:
+        key, value = key_and_value("--sync-options", word)
+        key = key.replace("-", "_")
+        if key not in known:
+            near = get_close_matches(key, known, n=1)
+            hint = f"; perhaps you meant {near[0]}" if near else ""
+            raise ConfigError(f"--sync-options: no strategy has an option {key[:80]!r}{hint}")
+        is_word = value is None and "none" in get_args(known[key][0])
+        given[key] = "none" if is_word else value
+    return SyncConfig(**given)
+
+
+_ON_THE_COMMAND_LINE = PrimitiveConstructorSpec[Any](
+    nargs="*",
+    metavar="KEY=VALUE …",
+    instance_from_str=sync_options,
+    is_instance=lambda value: isinstance(value, _GivenOptions),
+    str_from_instance=lambda value: [f"{name}={given}" for name, given in value.given().items()],
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """A training run. Sizes are global: they mean the same on any number of ranks."""
+
+    preset: Suppress[str] = "tiny"
+    """Model preset that this configuration starts from; the first argument on the command line."""
+    steps: int = 1000  # Optimizer steps.
+    seed: int = 1337  # Determines initial weights, sample order and dropout.
+    sync: str = "invariant"
+    """Synchronisation strategy: invariant (the same bits on any number of ranks), bucketed, ddp,
+    zero1 … (docs/guide/strategies.md lists them); auto uses what `gradsync tune` found for this
+    kind of run on this machine, else invariant."""
+    out: str = ""  # Run directory; empty makes runs/PRESET-DATE-TIME.
+    data: str = ""
+    """Directory with train.bin and val.bin; or a stream: FILE.jsonl, a folder or pattern of .jsonl
+    files, hf:NAME[:CONFIG], hf:json:FILES (or csv, parquet, text). A stream's first documents are
+    for validation. Empty: the Python standard library's source."""
+    token_dtype: Fixed[str] = ""  # Token type without a meta.json: uint16 (if empty), uint32.
+    text_key: str = "text"  # Streams: field that holds the text.
+    tokenizer: str = ""
+    """Streams: prepared data directory whose tokenizer to use; empty: bytes."""
+    tokens_per_update: int = 524_288
+    """Tokens per optimizer step over all ranks, whatever the world size."""
+    micro_batch_size: int = 4  # Sequences per forward and backward (one leaf).
+    seq_len: int | None = None  # Tokens per sequence; default: the model's block_size.
+    dtype: Dtype = "auto"
+    """bf16 and fp16 use autocast over fp32 weights; fp16 needs CUDA. auto: bf16 if every rank
+    multiplies it in hardware, else fp32; a resumed run keeps its dtype."""
+    device: str = "auto"  # auto, cpu, cuda or cuda:N.
+    backend: str = "auto"
+    """Communication backend between ranks: gloo, nccl, mpi, or one per device such as
+    cpu:gloo,cuda:nccl; auto uses gloo, and on CUDA also nccl."""
+    tf32: bool = True  # CUDA: TF32 in fp32 matrix products.
+    threads: int | None = None
+    """Intra-op threads per rank; default: 1 under sync=invariant on a CPU (the number changes
+    bits), else cores of the host / ranks on the host."""
+    keep_memory: bool = True
+    """CPU: memory that a step frees stays in the process for the next step, which saves page
+    faults; the process stays at its peak size (Linux with glibc; no effect elsewhere)."""
+    nproc_per_node: int | None = None
+    """Start this many ranks on this host; default: join the launcher that started this process."""
+    resume: str = "auto"
+    """auto (continue the run in --out; --resume alone means auto), none (refuse to), or the path of
+    a run or checkpoint."""
+    init: str = ""
+    """Initial weights, unless a run is resumed: a run, a checkpoint, or a folder of transformers (a
+    Llama: config.json and *.safetensors). Their shape must be the model's."""
+    allow_numeric_change: bool = False
+    """Resume even if bits may differ: another torch, CPU, dtype, thread count …"""
+    compile: CompileOrder = "none"
+    """torch.compile: none, model (each of its blocks, so that communication overlaps; --compile
+    alone means model) or ddp (around torch DDP)."""
+    activation_checkpointing: bool = False
+    """Recompute activations in backward: less memory, about a third more compute."""
+    loss_rows: int | None = None
+    """Compute the loss of this many positions at a time: at 124M and 1,024 tokens 256 saves 0.8 GB
+    and takes no longer. Default: all at once, which gives other bits."""
+    num_workers: int = 0  # Data-loading processes per rank.
+    log_every: int = 10
+    """Optimizer steps between log entries: a printed line, an object in metrics.jsonl."""
+    track: str = ""
+    """Trackers that also get every record of metrics.jsonl: tensorboard, wandb, or both, separated
+    by a comma; empty for none."""
+    profile: int = 0
+    """Trace this optimizer step and the next one: profile_trace/iteration_N/rankR_trace.json, for
+    Perfetto (ui.perfetto.dev) and `gradsync report`; 0 for none."""
+    check_replicas_every: int = 0
+    """Optimizer steps between bitwise comparisons of all ranks' weights, made before a step's
+    update can hide a difference; also before each checkpoint. 0 for none."""
+    audit_every: int = 0
+    """Optimizer steps between audits: another rank recomputes one leaf and compares the gradient's
+    bits before they are averaged, which finds wrong arithmetic; 0 for none."""
+    on_drift: OnDrift = "stop"
+    """After a failed check or audit: stop; or heal: copy the majority's weights, or repeat the
+    step, and go on. Without a majority the run stops."""
+    timeout_s: float = 1800.0  # Longest duration of a collective, seconds.
+    rendezvous_timeout_s: Fixed[float] = 60.0
+    """Longest wait for the other ranks at the start, seconds."""
+    silence_s: float = 10.0
+    """Longest silence of another rank's host, seconds; then its connections count as cut
+    (Linux)."""
+    sample_tokens: int = 200  # Tokens of text to generate at the end; 0 for none.
+    parallel: str = ""
+    """Split the model: pp=2,dp=2 (two pipeline stages, two replicas), tp=2 (heads and SwiGLU over
+    two ranks) …; the product of the sizes is the number of ranks, and dp may be left out. Empty:
+    every rank has a replica."""
+    model: GPTConfig = field(default_factory=GPTConfig)
+    """Shape of the model; its vocabulary follows the data unless set."""
+    optim: OptimConfig = field(default_factory=OptimConfig)  # Optimizer and schedule.
+    eval: EvalConfig = field(default_factory=EvalConfig)  # Evaluation.
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)  # Checkpoints.
+    sync_options: Annotated[SyncConfig, _ON_THE_COMMAND_LINE] = field(default_factory=SyncConfig)
+    """Options of the strategy, such as bucket_mb=50 overlap=false; docs/guide/strategies.md lists
+    them."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self)
+        _require_one_of("dtype", self.dtype, Dtype)
+        _require_one_of("compile", self.compile, CompileOrder)
+        _require_one_of("on_drift", self.on_drift, OnDrift)
+        _require(
+            set(check_names(self.backend).values()) <= {AUTO, *NEEDS},
+            f"backend must be {AUTO}, {', '.join(NEEDS)}, or one for each device such as "
+            f"cpu:gloo,cuda:nccl; got {self.backend[:80]!r}",
+        )
+        tracker_names(self.track)
+        for name in ("steps", "tokens_per_update", "micro_batch_size", "log_every"):
+            value = getattr(self, name)
+            _require(isinstance(value, int), f"{name} must be an integer; got {value!r}")
+        for least, names in _LEAST.items():
+            for name in names:
+                value = getattr(self, name)
+                holds = value is None or value >= least
+                _require(holds, f"{name} must be at least {least}; got {value}")
+        _require(
+            self.sequence_length <= self.model.block_size,
+            f"seq_len {self.seq_len} is longer than model.block_size {self.model.block_size}",
+        )
+        _require(
+            self.compile != "ddp" or self.sync == "ddp",
+            f"compile=ddp wraps torch DDP, but sync={self.sync}; use compile=model",
+        )
+        _require(
+            self.compile != "ddp" or not self.audit_every,
+            "audit_every compares gradients of the model as it is, and compile=ddp compiles it "
+            "with DDP around it: other bits; use compile=model",
+        )
+        _require(
+            self.profile <= self.steps,
+            f"profile={self.profile} names a step after the last one, {self.steps}",
+        )
+        _require(
+            self.on_drift == "stop" or bool(self.check_replicas_every or self.audit_every),
+            "on_drift=heal heals what a check finds: set check_replicas_every or audit_every too",
+        )
+        _require(
+            self.sync != AUTO or not self.sync_options.given(),
+            "sync=auto chooses options too; drop sync_options."
+            f"{', sync_options.'.join(self.sync_options.given())}, or name the strategy",
+        )
+        _require(
+            self.loss_rows is None or (self.dtype != "fp16" and self.compile == "none"),
+            "loss_rows works with dtype bf16 or fp32 and without compile; got "
+            f"dtype={self.dtype}, compile={self.compile}",
+        )
+
+    def batch_plan(self, world_size: int) -> BatchPlan:
+        """The exact batch arithmetic; the replicas of a split model share the leaves."""
+        return solve_batch_plan(
+            tokens_per_update=self.tokens_per_update,
+            seq_len=self.sequence_length,
+            micro_batch_size=self.micro_batch_size,
+            world_size=self.layout(world_size).dp,
+        )
+
+    def layout(self, world_size: int) -> ParallelLayout:
+        """How `world_size` ranks are divided."""
+        return parse_layout(self.parallel, world_size)
+
+    @property
+    def named_dtype(self) -> Literal["bf16", "fp32", "fp16"]:
+        """The dtype, after `auto` is resolved."""
+        assert self.dtype != "auto"
+        return self.dtype
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens per sequence."""
+        return self.model.block_size if self.seq_len is None else self.seq_len
+
+    @property
+    def sequences_per_update(self) -> int:
+        """Sequences per optimizer step, over all ranks."""
+        sequences, rest = divmod(self.tokens_per_update, self.sequence_length)
+        _require(
+            bool(sequences) and not rest,
+            f"tokens_per_update={self.tokens_per_update} is not a multiple of "
+            f"seq_len = {self.sequence_length}",
+        )
+        return sequences
+
+
+def recipe(name: str) -> TrainConfig:
+    """The configuration that `gradsync train NAME` starts from: a model preset with a suitable
+    batch and learning rate.
+    """
+    model = preset(name)
+    if name == "tiny":
+        return TrainConfig(
+            preset=name,
+            model=model,
+            steps=300,
+            tokens_per_update=4_096,
+            micro_batch_size=2,  # 8 leaves of 512 tokens: up to 8 ranks
+            optim=OptimConfig(lr=3e-3, warmup_steps=20),
+            eval=EvalConfig(every=100),
+            checkpoint=CheckpointConfig(every=100),
+        )
+    # Peak learning rates fall with the width, as in GPT-3 (arXiv 2005.14165, table 2.1).
+    rates = {"mini": 1e-3, "small": 6e-4, "medium": 3e-4, "large": 2.5e-4}
+    rates |= {"xl": 2e-4, "1.3b": 2e-4, "2.7b": 1.6e-4}
+    config = TrainConfig(preset=name, model=model, optim=OptimConfig(lr=rates[name]))
+    if name == "mini":
+        return replace(config, tokens_per_update=32_768, micro_batch_size=2)
+    return config

@@ -1,0 +1,371 @@
+"""The training loop, readable from top to bottom."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch.autograd.profiler import record_function
+
+from gradsync.checkpoint.store import CheckpointStore, Snapshot
+from gradsync.comm.base import Communicator
+from gradsync.commands.train import drift
+from gradsync.commands.train.audit import LeafAudit, require_equal_models
+from gradsync.commands.train.config import TrainConfig
+from gradsync.commands.train.data import Data
+from gradsync.commands.train.learner import Learner, learning_rate, set_learning_rate
+from gradsync.commands.train.learnt import ADVICE, RANDOM_STREAMS, Fingerprint, Whole
+from gradsync.commands.train.output import Progress, RunDir
+from gradsync.commands.train.profiler import StepProfiler
+from gradsync.data.micro_batch import Batch, MicroBatch
+from gradsync.errors import DataError, DivergenceError, DriftError, RunError
+from gradsync.runtime.signals import StopRequest
+from gradsync.sync.check_replicas import replica_hashes, replica_tensors
+from gradsync.sync.reducer import Stopwatch
+from gradsync.sync.replica import replica_of
+from gradsync.sync.step import StepResult
+from gradsync.world import World
+
+T = TypeVar("T")
+
+_ATTEMPTS = 3
+"""Attempts at a step in which audits find wrong bits."""
+
+_ADVICE_RESUMED = (
+    "that is the first step after the checkpoint, whose weights may be finite and yet past saving: "
+    "go back to an earlier one (--resume PATH), start anew with another --out, or look at the data "
+    "of that step"
+)
+
+
+@dataclass(slots=True)
+class Totals:
+    """Totals for the report at the end of a run."""
+
+    step: int  # Optimizer steps done, including earlier runs
+    train_loss: float = math.nan  # Global mean loss of the last step
+    val_loss: float = math.nan  # Validation loss after the last evaluation
+    wall_s: float = 0.0  # Seconds in steps, without evaluation and saving
+    exposed_s: float = 0.0  # Exposed communication in that time, seconds
+    steps_timed: int = 0  # Steps counted in `wall_s`
+    stopped_by: str = ""  # Signal that ended the run early; "" if it is complete
+
+
+class Interval:
+    """Steps, waiting for data and exposed communication since the last `reset`; read only on
+    request, so that no step waits for the device."""
+
+    def __init__(self, *, on_cuda: bool = False) -> None:
+        self._on_cuda = on_cuda
+        self.reset()
+
+    def reset(self) -> None:
+        """Start a new interval."""
+        self.steps = 0
+        self.data_s = 0.0
+        self._exposed: list[tuple[str, Stopwatch]] = []
+        self._spans: dict[str, list[Stopwatch]] = {}
+        self._started = time.perf_counter()
+
+    def waiting(self, items: Iterable[T]) -> Iterator[T]:
+        """Pass `items` on, and count the time spent waiting for them."""
+        iterator = iter(items)
+        while True:
+            before = time.perf_counter()
+            try:
+                item = next(iterator)
+            except StopIteration:
+                return
+            finally:
+                self.data_s += time.perf_counter() - before
+            yield item
+
+    @contextmanager
+    def span(self, name: str) -> Generator[None]:
+        """Time a part of a step; profilers show its name, too."""
+        watch = Stopwatch(on_cuda=self._on_cuda)
+        with record_function(name):
+            watch.start()
+            yield
+            watch.stop()
+        self._spans.setdefault(name, []).append(watch)
+
+    def seconds_of(self, name: str) -> float:
+        """Seconds in all spans of that name, minus their exposed communication; waits for the
+        device."""
+        inside = sum(watch.seconds() for part, watch in self._exposed if part == name)
+        return sum(watch.seconds() for watch in self._spans.get(name, ())) - inside
+
+    @contextmanager
+    def paused(self) -> Generator[None]:
+        """Exclude the block: evaluation, saving."""
+        before = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._started += time.perf_counter() - before
+
+    def add(self, exposed: Stopwatch, part: str = "step") -> None:
+        """Count one more step, and its communication, which `exposed` measured within `part`."""
+        self.steps += 1
+        self._exposed.append((part, exposed.copy()))
+
+    def read(self) -> tuple[float, float]:
+        """(wall seconds, exposed communication seconds) so far; waits for the device."""
+        exposed = sum(watch.seconds() for _, watch in self._exposed)
+        return time.perf_counter() - self._started, exposed
+
+
+@dataclass(kw_only=True)
+class Trainer:
+    """The parts of a run and the loop over them; made by `gradsync.commands.train.run.train`."""
+
+    config: TrainConfig
+    world: World
+    comm: Communicator
+    data: Data
+    learner: Learner
+    fingerprint: Fingerprint
+    run_dir: RunDir
+    store: CheckpointStore
+    progress: Progress
+    profiler: StepProfiler
+    peak_flops: float
+    """Of this rank's device: dense bf16 products, floating-point operations per second."""
+    interval: Interval = field(default_factory=Interval)
+    tell: Callable[[int], None]
+    """Tells the other ranks how many steps this rank has done."""
+
+    def run(self, done_steps: int, stop: StopRequest) -> Totals:
+        """Train from `done_steps` to `config.steps`, or to the step at which ranks agree to stop.
+
+        Raises:
+            DivergenceError: on all ranks: the loss, the gradient's norm or, before a checkpoint,
+                a weight or the optimizer's state is not finite.
+            DataError: a stream has no more text.
+        """
+        config, learner, totals = self.config, self.learner, Totals(done_steps)
+        optim = config.optim.scaled(config.tokens_per_update)
+        if config.audit_every:
+            require_equal_models(learner)
+        drifted = drift.read(self.run_dir.path) if self.world.is_main else {}
+        self._judge_drift(drifted, totals.step)
+        if done_steps < config.steps:
+            learner.prime((config.micro_batch_size, config.sequence_length))
+        self.interval.reset()
+        for batch in self.interval.waiting(self.data.train):
+            with self.interval.paused():
+                self.profiler.before(totals.step + 1)
+            if totals.step >= config.steps:
+                break
+            # Before the step: if ranks divide the update, it hides a difference.
+            if _due(totals.step + 1, config.check_replicas_every):
+                self._check_replicas(totals.step)
+            lr = learning_rate(optim, totals.step, config.steps)
+            result = self._train_step(batch, lr, stop)
+            totals.step += 1
+            self.progress.advance(totals.step)
+            self.tell(totals.step)
+            self._judge_drift(drifted, totals.step)
+            stopped = result.stop and totals.step < config.steps
+            last = stopped or totals.step == config.steps
+            with self.interval.paused():
+                self.profiler.after(totals.step, last=last)
+            saves = last or _due(totals.step, config.checkpoint.every)
+            logs = last or _due(totals.step, config.log_every) or totals.step == done_steps + 1
+            # Reading the loss is free on a CPU; on CUDA it waits for the device.
+            looks = saves or logs or self.world.device.type != "cuda"
+            diverged = self._why_diverged(result) if looks else ""
+            if logs or diverged:
+                self._log(totals, result, lr)
+            if diverged:
+                advice = _ADVICE_RESUMED if totals.step == done_steps + 1 > 1 else ADVICE
+                raise DivergenceError(f"{diverged} at step {totals.step}; {advice}")
+            if not stopped and (last or _due(totals.step, config.eval.every)):
+                self._evaluate(totals)
+            if saves:
+                self._save(totals.step)
+            if stopped:
+                totals.stopped_by = stop.signal_name or "a signal to another rank"
+            if last:
+                self.profiler.close()
+                break
+        else:
+            raise DataError(f"the data ended after step {totals.step} of {config.steps}")
+        return totals
+
+    def _check_replicas(self, step: int) -> None:
+        """Compare all ranks' bits. Without a majority, keep those of `step` for `_judge_drift`;
+        DriftError ends the run."""
+        sync, heal = self.learner.sync, self.config.on_drift == "heal"
+        try:
+            equal = sync.check_replicas(self.learner.optimizer, step=step, heal=heal)
+        except DriftError as error:
+            if self.config.parallel:
+                raise
+            self._log_check("replicas", step, equal=False)
+            if self.world.is_main:
+                drift.keep(self.run_dir, step, error)
+            again = "--resume auto does, and says after this step which rank was right"
+            raise DriftError(f"{error} ({again})", error.hashes) from None
+        if not self.config.parallel:  # else rank 0 knows only its part of the model
+            self._log_check("replicas", step, equal=equal)
+
+    def _log_check(self, what: str, step: int, *, equal: bool) -> None:
+        """Record a comparison of ranks; a single rank has nothing to compare with."""
+        if self.world.is_distributed:
+            self.run_dir.log_metrics({"step": step, f"check/{what}_equal": int(equal)})
+
+    def _judge_drift(self, drifted: Mapping[str, Any], step: int) -> None:
+        """If replicas differed after this step in the previous run (`drift.read`), report which
+        rank was right."""
+        if drifted and drifted["step"] == step:
+            replica_of(self.learner.sync).wait()
+            tensors = replica_tensors(self.learner.model, [self.learner.optimizer])
+            self.progress.say(f"note: {drift.verdict(drifted, replica_hashes(tensors))}")
+
+    def _train_step(self, batch: Batch, lr: float, stop: StopRequest) -> StepResult:
+        """One global batch: this rank's leaves, then the update that all ranks make."""
+        learner, sync = self.learner, self.learner.sync
+        set_learning_rate(learner.optimizer, lr)
+        self._run_leaves(batch)
+        with self.interval.span("step"):
+            result = sync.step(
+                learner.optimizer,
+                clip_norm=self.config.optim.clip_norm,
+                stop=stop.requested,
+                scale=learner.scaler,
+            )
+        waits_in_backward = replica_of(sync).reducer.waits_in_backward
+        self.interval.add(result.exposed, "backward" if waits_in_backward else "step")
+        return result
+
+    def _run_leaves(self, batch: Batch) -> None:
+        """This rank's leaves. RunError on all ranks if an audit finds wrong bits, and repeating the
+        step, if `on_drift` allows it, does not help."""
+        learner = self.learner
+        leaves: Iterable[MicroBatch] = self.interval.waiting(batch)
+        if not _due(batch.number + 1, self.config.audit_every):
+            learner.run_leaves(leaves, self.interval.span)
+            return
+        audit = LeafAudit(learner, self.config.seed, batch.number, batch.num_micro_batches)
+        for attempt in range(_ATTEMPTS):
+            learner.run_leaves(audit.overheard(leaves), self.interval.span)
+            wrong = audit.compare()
+            if not wrong:
+                self._log_check("audit", batch.number + 1, equal=attempt == 0)
+                return
+            if self.config.on_drift == "stop" or attempt == _ATTEMPTS - 1:
+                self._log_check("audit", batch.number + 1, equal=False)
+                raise RunError(wrong + (f", in each of {_ATTEMPTS} attempts" if attempt else ""))
+            self.progress.say(f"note: {wrong}; the step is done again")
+            learner.sync.discard()
+            leaves = audit.kept
+
+    def _why_diverged(self, result: StepResult) -> str:
+        """`the loss became nan`, or the norm; "" if both are finite. The same on all ranks; on CUDA
+        it waits for the device."""
+        if not result.weight:
+            return ""
+        if not math.isfinite(loss := float(result.mean_loss)):
+            return f"the loss became {loss}"
+        # A loss scaler skips a step with nan or inf; a rank that steps alone has a separate norm.
+        learner = self.learner
+        counts = learner.scaler is None and replica_of(learner.sync).equal_replicas
+        norm = result.grad_norm if counts else None
+        if norm is not None and not math.isfinite(norm := float(norm)):
+            return f"the gradient's norm became {norm}"
+        return ""
+
+    def _log(self, totals: Totals, result: StepResult, lr: float) -> None:
+        """Close the interval: read the device, print, write metrics; names contain the units."""
+        totals.train_loss = float(result.mean_loss)
+        wall_s, exposed_s = self.interval.read()
+        steps = self.interval.steps
+        totals.wall_s += wall_s
+        totals.exposed_s += exposed_s
+        totals.steps_timed += steps
+        tokens_per_s = self.config.tokens_per_update * steps / wall_s
+        per_token = self.learner.model.config.flops_per_token(self.config.sequence_length)
+        flops = per_token * tokens_per_s / self.world.world_size
+        metrics = {
+            "step": totals.step,
+            "train/loss": totals.train_loss,
+            "train/targets": result.weight,
+            "optim/lr": lr,
+            "optim/grad_norm": None if result.grad_norm is None else float(result.grad_norm),
+            "perf/tokens_per_s": tokens_per_s,
+            "perf/tflops_per_device": flops / 1e12,
+            "perf/mfu": flops / self.peak_flops,
+            "perf/step_s": wall_s / steps,
+            "perf/data_s": self.interval.data_s / steps,
+            # A split model's schedule shows only the end of the step.
+            "perf/forward_s": self.interval.seconds_of("forward") / steps or None,
+            "perf/backward_s": self.interval.seconds_of("backward") / steps or None,
+            "perf/update_s": self.interval.seconds_of("step") / steps,
+            "comm/exposed_s": exposed_s / steps,
+            "mem/max_reserved_gib": memory_gib(self.world),
+        }
+        self.progress.show(metrics)
+        self.run_dir.log_metrics(metrics)
+        self.interval.reset()
+
+    def _evaluate(self, totals: Totals) -> None:
+        """Evaluate the one model that a checkpoint at this step holds.
+
+        In the middle of a round no such model exists: see [Note: A checkpoint ends the round].
+        """
+        with self.interval.paused():
+            replica_of(self.learner.sync).synchronize_replicas()
+            totals.val_loss = self.learner.evaluate(self.data.val)
+        self.progress.say(f"step {totals.step}: validation loss {totals.val_loss:.4f}")
+        self.run_dir.log_metrics({"step": totals.step, "val/loss": totals.val_loss})
+
+    def _save(self, step: int) -> None:
+        """Rank 0 writes what replicas agree on, if they are compared; the others go on and meet it
+        in the next step's first collective."""
+        with self.interval.paused():
+            if self.config.check_replicas_every:
+                self._check_replicas(step)
+            self.learner.save(step, partial(self._keep, step))
+
+    def _keep(
+        self,
+        step: int,
+        tensors: Mapping[str, Whole],
+        optimizer: dict[str, Any],
+        places: dict[str, Any],
+    ) -> None:
+        scaler = self.learner.scaler
+        state = {
+            "optimizer": optimizer,
+            "data": dict(self.data.train.state_dict()),
+            "tokenizer": self.data.tokenizer,
+            "scaler": None if scaler is None else scaler.state_dict(),
+            "random": {"streams": RANDOM_STREAMS, "seed": self.config.seed},
+            "model": asdict(self.learner.model.config),
+            "config": asdict(self.config),
+        }
+        numerics = self.fingerprint
+        self.store.save(
+            Snapshot(step=step, tensors=tensors, state=state, fingerprint=numerics, places=places)
+        )
+
+
+def memory_gib(world: World) -> float:
+    """Peak memory so far: reserved by the allocator on CUDA, resident in RAM on a CPU."""
+    if world.device.type == "cuda":
+        return torch.cuda.max_memory_reserved() / 2**30
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

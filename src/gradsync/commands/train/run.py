@@ -1,0 +1,372 @@
+"""One training run from configuration to summary."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack, closing, suppress
+from dataclasses import asdict, dataclass, replace
+from operator import attrgetter
+from typing import Any, TextIO
+
+import torch
+
+from gradsync.checkpoint.store import CheckpointStore
+from gradsync.checkpoint.weights import weights_sha256
+from gradsync.comm.base import Communicator
+from gradsync.comm.groups import communicator
+from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
+from gradsync.comm.values import from_rank_0, same_on_all_ranks
+from gradsync.commands.models.config import GPTConfig
+from gradsync.commands.models.gpt import GPT, generate
+from gradsync.commands.plan.description import Device
+from gradsync.commands.plan.gpus import torch_devices
+from gradsync.commands.plan.machine import cpu_devices, read_processor
+from gradsync.commands.plan.memory import memory_need
+from gradsync.commands.plan.workload import Split, Workload
+from gradsync.commands.train.check import check_size
+from gradsync.commands.train.config import TrainConfig
+from gradsync.commands.train.config_io import HINTS
+from gradsync.commands.train.data import Data, model_config, open_data
+from gradsync.commands.train.faults import FaultPlan
+from gradsync.commands.train.learner import Learner, build_learner, kernels
+from gradsync.commands.train.loop import Interval, Totals, Trainer, memory_gib
+from gradsync.commands.train.output import Progress, RunDir, finite_or_none
+from gradsync.commands.train.profiler import StepProfiler
+from gradsync.commands.train.state import Resumed, numeric_fingerprint, restore
+from gradsync.commands.train.trackers import require_packages
+from gradsync.core.files import counted, read_object
+from gradsync.errors import ConfigError, GradsyncError, RunError, UsageError
+from gradsync.runtime.failure import FailureWatch
+from gradsync.runtime.signals import StopRequest
+from gradsync.sync.replica import replica_of
+from gradsync.sync.step_metadata import first_difference, refuse_difference
+from gradsync.world import World
+
+EXIT_REQUEUE = 75
+_OF_EACH_RANK = {"out", "data", "tokenizer", "init", "resume", "device", "backend", "threads"}
+_OF_EACH_RANK |= {"nproc_per_node", "num_workers", "keep_memory", "track", "profile"}
+_OF_EACH_RANK |= {"timeout_s", "rendezvous_timeout_s", "silence_s"}
+"""Settings that may differ between ranks."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainOutcome:
+    """How a run ended."""
+
+    exit_code: int  # 0 done, 75 stopped by a signal with the checkpoint written
+    summary: dict[str, Any]  # Contents of `summary.json`; empty except on rank 0
+
+
+def train(
+    config: TrainConfig,
+    world: World,
+    *,
+    threads: int,
+    stream: TextIO | None = None,
+    notes: Sequence[str] = (),
+    fault: FaultPlan | None = None,
+    watch: FailureWatch | None = None,
+) -> TrainOutcome:
+    """Train as `config` says, as one rank of `world`; call it in a `with gs.init()` block.
+
+    Args:
+        config: `out` must be set and `dtype` named; equal on all ranks.
+        threads: intra-op threads of this rank, for the fingerprint.
+        stream: output of rank 0; stdout by default.
+        notes: more lines for the introduction.
+        fault: injected into a rank, for a drill or a test.
+        watch: of the session; rank 0 writes its data on all ranks to `ranks.json`.
+    """
+    run_dir = RunDir(config.out)
+    progress = Progress(
+        config.steps,
+        world.world_size,
+        enabled=world.is_main,
+        stream=stream or sys.stdout,
+        # mpirun and srun may give rank 0 a terminal and write its output to a file.
+        live=world.launcher in ("python", "torchrun", "env"),
+    )
+    with ExitStack() as stack:
+        stop = stack.enter_context(StopRequest(announce=world.is_main))
+        stack.push(lambda kind, *_: run_dir.close(failed=kind is not None))
+        stack.callback(progress.stop)
+        comm = communicator(world)
+        from_rank_0(comm, lambda: _refuse_start(config, run_dir))
+        data = open_data(config, world, comm)
+        _refuse_unlike(config, data, comm)
+        shape, device = model_config(config, data.vocab_size), _device(world, threads)
+        config = replace(config, model=shape)
+        begin_log = stack.enter_context(run_dir.rank_log(world))
+        stack.enter_context(kernels(config, world))
+        trainer = Trainer(
+            config=config,
+            world=world,
+            comm=comm,
+            data=data,
+            learner=_learner(config, world, shape, comm),
+            fingerprint=numeric_fingerprint(config, world, data.plan, threads=threads),
+            run_dir=run_dir,
+            store=CheckpointStore(run_dir.checkpoints, config.checkpoint.keep_last),
+            progress=progress,
+            profiler=stack.enter_context(StepProfiler(config.profile, run_dir.path, world)),
+            peak_flops=device.peak_flops,
+            interval=Interval(on_cuda=world.device.type == "cuda"),
+            tell=watch.sampler.tell if watch else lambda _: None,
+        )
+        resumed = restore(trainer)
+        begin_log()
+        _introduce(trainer, resumed, threads, notes)
+        if resumed.source and resumed.step >= config.steps:
+            return _already_done(trainer, resumed)
+        if world.is_main:
+            run_dir.begin(
+                config,
+                world,
+                device,
+                threads=threads,
+                done_steps=resumed.step,
+                planned_gib=_planned_gib(trainer),
+                ranks=watch.peers.everyone if watch else None,
+            )
+        if fault is not None:
+            fault.plant(trainer)
+        progress.start(resumed.step)
+        totals = _run(trainer, resumed.step, stop, watch)
+        progress.stop()
+        data.train.close()
+        return _finish(trainer, totals)
+
+
+def _refuse_start(config: TrainConfig, run_dir: RunDir) -> None:
+    require_packages(config.track)
+    run_dir.hold()
+    if config.resume == "none":
+        run_dir.refuse_overwrite()
+
+
+def _run(trainer: Trainer, step: int, stop: StopRequest, watch: FailureWatch | None) -> Totals:
+    """The loop from `step` on; it ends the table of ranks, which leave one by one afterwards."""
+    try:
+        return trainer.run(step, stop)
+    except BaseException:
+        if watch is not None:
+            watch.sampler.hold()
+        raise
+    finally:
+        trainer.run_dir.end_table()
+
+
+def _refuse_unlike(config: TrainConfig, data: Data, comm: Communicator) -> None:
+    """Raise ConfigError on all ranks if some have other settings, or other data under the same
+    name: each would train its share of a different run. One all-reduce, int64 [2]."""
+    told = {name: repr(attrgetter(name)(config)) for name in HINTS if name not in _OF_EACH_RANK}
+    told["training data"] = data.train.state_dict()["dataset"]
+    told["validation data"] = data.val.fingerprint
+    if not same_on_all_ranks(comm, repr(told).encode()):
+        refuse_difference(comm, told, "start all ranks with the same arguments, files and data")
+
+
+def _learner(config: TrainConfig, world: World, shape: GPTConfig, comm: Communicator) -> Learner:
+    """A learner for a whole model, or for this rank's part of one."""
+    check_size(shape, device=world.device_name, num_nodes=world.num_nodes)
+    layout = config.layout(world.world_size)
+    if layout.model_ranks == 1:
+        return build_learner(config, world, shape, comm)
+    # Only split models pay for the import of torch's pipelining.
+    from gradsync.commands.train.split import build_split_learner
+
+    return build_split_learner(config, layout, world, shape, comm)
+
+
+def _device(world: World, threads: int) -> Device:
+    """This rank's device, with its data-sheet peak, or an estimate for `threads` cores."""
+    if world.device.type == "cuda":
+        return torch_devices(torch)[world.device.index or 0]
+    processor, ranks = read_processor(), world.local_world_size
+    used = replace(processor, cores=min(processor.cores, threads * ranks))
+    return cpu_devices(used, ranks)[0]
+
+
+def _planned_gib(trainer: Trainer) -> float | None:
+    """Memory that `gradsync plan` predicts for the rank with most; None without a prediction."""
+    config, world = trainer.config, trainer.world
+    work = Workload(
+        model=trainer.learner.model.config,
+        micro_batch_size=config.micro_batch_size,
+        seq_len=config.sequence_length,
+        num_leaves=trainer.data.plan.num_micro_batches,
+        dtype=config.named_dtype,
+        activation_checkpointing=config.activation_checkpointing,
+        loss_rows=config.loss_rows,
+        kind="cuda" if world.device.type == "cuda" else "cpu",
+    )
+    split = Split(
+        strategy=config.sync,
+        layout=config.layout(world.world_size),
+        shared_weights=isinstance(replica_of(trainer.learner.sync).comm, SharedMemoryCommunicator),
+    )
+    try:
+        return memory_need(work, split).total / 2**30
+    except ConfigError:
+        return None
+
+
+def _introduce(trainer: Trainer, resumed: Resumed, threads: int, notes: Sequence[str]) -> None:
+    config, world, data = trainer.config, trainer.world, trainer.data
+    say, shape = trainer.progress.say, trainer.learner.model.config
+    shares = isinstance(replica_of(trainer.learner.sync).comm, SharedMemoryCommunicator)
+    through = " through shared memory" if shares else ""
+    say(
+        f"{counted(world.world_size, 'rank')} by {world.launcher} on "
+        f"{counted(world.num_nodes, 'host')}, {world.device.type}, "
+        f"{counted(threads, 'thread')} a rank, {config.named_dtype}, sync {config.sync}{through}"
+    )
+    say(
+        f"model {config.preset}: {shape.n_embd} wide x {shape.n_layer} deep, "
+        f"{shape.num_params():,} parameters, vocabulary {shape.vocab_size}"
+    )
+    layout = config.layout(world.world_size)
+    if layout.model_ranks > 1:
+        say(f"split {layout}: each replica of the model is {layout.model_ranks} ranks")
+    say(f"data {data.source}")
+    say(data.plan.describe("replica" if config.parallel else "rank"))
+    if scaling := config.optim.describe_scaling(config.tokens_per_update):
+        say(scaling)
+    for line in notes:
+        say(line)
+    for note in [*resumed.notes, *_unlike_machines(trainer)]:
+        say(f"note: {note}")
+    if resumed.source:
+        say(f"continuing from {resumed.source} (step {resumed.step})")
+        if 0 < config.profile <= resumed.step:
+            say(f"note: no trace: step {config.profile} (--profile) is done")
+
+
+def _unlike_machines(trainer: Trainer) -> list[str]:
+    """A note if ranks compute with different bits. One all-reduce, int64 [2]."""
+    told = {name: repr(value) for name, value in trainer.fingerprint.items()}
+    if trainer.world.device.type == "cuda":
+        for name in ("threads", "cpu_capability", "math_env"):  # they determine nothing there
+            del told[name]
+    if same_on_all_ranks(trainer.comm, repr(told).encode()):
+        return []
+    found = first_difference(trainer.comm, told)
+    return [f"{found[1]}: replicas may drift, and bits of other runs are not kept"] if found else []
+
+
+def _already_done(trainer: Trainer, resumed: Resumed) -> TrainOutcome:
+    """Nothing to do: leave the finished run's files unchanged."""
+    steps = trainer.config.steps
+    trainer.progress.say(
+        f"{resumed.source} has {resumed.step} steps already and {steps} were asked for: "
+        "nothing to do (give more --steps to go on)"
+    )
+    is_main = trainer.world.is_main
+    summary = (
+        read_object(trainer.run_dir.path / "summary.json") | {"stopped_by": ""} if is_main else {}
+    )
+    return TrainOutcome(exit_code=0, summary=summary)
+
+
+def _finish(trainer: Trainer, totals: Totals) -> TrainOutcome:
+    learner, world = trainer.learner, trainer.world
+    figures = learner.closing_figures(memory_gib(world))
+    exit_code = EXIT_REQUEUE if totals.stopped_by else 0
+    weights = replica_of(learner.sync).full_weights(
+        copy=False
+    )  # all ranks: some may hold only a part
+    if not world.is_main:
+        return TrainOutcome(exit_code=exit_code, summary={})
+    summary = _summarise(trainer, totals) | figures
+    summary["weights_sha256"] = weights_sha256(
+        (name, weights[name]) for name in learner.parameter_names
+    )
+    trainer.run_dir.write_json("summary.json", summary)
+    if totals.stopped_by:
+        trainer.progress.say(
+            f"stopped by {totals.stopped_by} after step {totals.step}; checkpoint written, the "
+            f"same command with --out {trainer.run_dir.path} goes on from there"
+        )
+    else:
+        trainer.progress.say(f"weights_sha256 {summary['weights_sha256']}")
+        _farewell(trainer, totals, learner.whole_model(weights))
+    return TrainOutcome(exit_code=exit_code, summary=summary)
+
+
+def _summarise(trainer: Trainer, totals: Totals) -> dict[str, Any]:
+    config, world, meta = trainer.config, trainer.world, trainer.data.meta
+    tokens_timed = totals.steps_timed * config.tokens_per_update
+    return {
+        "steps": totals.step,
+        "first_step": totals.step - totals.steps_timed + 1,  # of this start, for speed and times
+        "tokens": totals.step * config.tokens_per_update,
+        "final_train_loss": finite_or_none(totals.train_loss),
+        "val_loss": finite_or_none(totals.val_loss),
+        "unigram_entropy": None if meta is None else meta.unigram_entropy_nats,
+        "world_size": world.world_size,
+        "launcher": world.launcher,
+        "sync": config.sync,
+        "peak_lr": config.optim.scaled(config.tokens_per_update).lr,
+        "tokens_per_s": tokens_timed / totals.wall_s if totals.wall_s else None,
+        "exposed_comm_fraction": totals.exposed_s / totals.wall_s if totals.wall_s else None,
+        "wall_s": totals.wall_s,
+        "stopped_by": totals.stopped_by,
+        "config": asdict(config),
+    }
+
+
+def _farewell(trainer: Trainer, totals: Totals, model: GPT) -> None:
+    """Final figures, a sample of text, and the paths of all files."""
+    say, meta = trainer.progress.say, trainer.data.meta
+    if math.isfinite(totals.train_loss):
+        say(f"final training loss {totals.train_loss:.4f}")
+    if math.isfinite(totals.val_loss):
+        say(f"final validation loss {totals.val_loss:.4f} nats per token")
+    if meta is not None:
+        say(
+            f"for comparison: {meta.unigram_entropy_nats:.4f} is the entropy of single "
+            f"{meta.tokenizer} tokens (a model that only counts them)"
+        )
+    if trainer.data.load_tokenizer is not None and trainer.config.sample_tokens:
+        config = trainer.config
+        try:
+            tokenizer = trainer.data.load_tokenizer()
+            prompt = tokenizer.encode("\n").tolist()
+            ids = generate(model, prompt, config.sample_tokens, seed=config.seed)
+        except UsageError as error:  # a finished run does not fail because of it
+            say(f"no sample: {error}")
+        else:
+            say(f"--- a sample ---\n{tokenizer.decode(ids)}\n----------------")
+    path, known = trainer.run_dir.path, trainer.data.load_tokenizer is not None
+    commands = ("sample", "report", "export") if known else ("report",)
+    say(f"everything lies in {path}")
+    say("next:\n" + "\n".join(f"  gradsync {each} {shlex.quote(str(path))}" for each in commands))
+
+
+def note_end(config: TrainConfig, outcome: TrainOutcome) -> None:
+    """Write `exit.json` for a run that ended normally or by a signal; rank 0 only."""
+    stopped_by = outcome.summary.get("stopped_by", "")
+    reason = f"stopped by {stopped_by}" if stopped_by else "done"
+    RunDir(config.out).write_json("exit.json", {"exit_code": outcome.exit_code, "reason": reason})
+
+
+def note_failure(config: TrainConfig, error: Exception) -> None:
+    """Write `exit.json` for a failed run: torchrun reports every failure as 1.
+
+    Rank 0 only, and only if a run directory exists; a failed write is ignored. A refused start
+    changes nothing in a finished run.
+    """
+    run_dir = RunDir(config.out)
+    if not config.out or not run_dir.path.is_dir():
+        return
+    if read_object(run_dir.path / "exit.json").get("exit_code") == 0:
+        return  # else `RunDir.begin` would have removed it
+    code = error.exit_code if isinstance(error, GradsyncError) else 1
+    with suppress(RunError), closing(run_dir):
+        run_dir.hold()
+        run_dir.write_json(
+            "exit.json", {"exit_code": code, "reason": "failed", "error": str(error)}
+        )

@@ -1,0 +1,172 @@
+"""A run whose model is split over ranks: each rank's part, and the checkpoints.
+
+Every rank of the first replica sends the pieces it owns to rank 0, which writes a file for each
+rank and holds at most two of the others' tensors. To load, rank 0 reads whole tensors, joined if
+the checkpoint is of a split model, and sends each rank its pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from torch.autograd.profiler import record_function
+
+from gradsync.checkpoint.optimizer_state import pack_optimizer, unpack_optimizer
+from gradsync.checkpoint.pieces import PartFiles, part_stem, places_of
+from gradsync.comm.base import Communicator
+from gradsync.comm.values import all_gather_json
+from gradsync.commands.models.config import GPTConfig
+from gradsync.commands.parallel.layout import (
+    ModelPart,
+    ParallelLayout,
+    join_states,
+    place_tensors,
+    state_of_part,
+)
+from gradsync.commands.parallel.pipeline import LeafShape, Pipeline
+from gradsync.commands.parallel.split_sync import SplitGroups, SplitSync, split_groups
+from gradsync.commands.parallel.stage_model import GPTStage
+from gradsync.commands.parallel.transfer import collect, distribute
+from gradsync.commands.train.check import BY_MESSAGES
+from gradsync.commands.train.config import TrainConfig
+from gradsync.commands.train.learner import Learner, Span, autocast, build_optimizer
+from gradsync.commands.train.learnt import Keep, Whole, check_finite
+from gradsync.data.loader import EvalLoader
+from gradsync.data.micro_batch import MicroBatch
+from gradsync.errors import CheckpointError
+from gradsync.sync.registry import find_strategy
+from gradsync.sync.replica import replica_of
+from gradsync.world import World
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SplitLearner(Learner):
+    """The part of a split model that one rank trains."""
+
+    model: GPTStage  # type: ignore[assignment]
+    sync: SplitSync  # type: ignore[assignment]
+    part: ModelPart
+    groups: SplitGroups
+    pipeline: Pipeline
+
+    @property
+    def parameter_names(self) -> list[str]:
+        return [weight.name for weight in self.part.weights]
+
+    def run_leaves(self, leaves: Iterable[MicroBatch], span: Span = record_function) -> None:
+        """This replica's leaves. The schedule orders them, so it needs all of them first."""
+        self.pipeline.run(list(leaves))
+
+    def prime(self, leaf_shape: tuple[int, int]) -> None:
+        """Each stage alone: it records the order of the stage's gradients."""
+        replica_of(self.sync).reducer.prime(self.pipeline.throwaway)
+
+    def evaluate(self, leaves: EvalLoader) -> float:
+        """Through all stages of each replica."""
+        return self.pipeline.evaluate(leaves)
+
+    def save(self, step: int, keep: Keep) -> None:
+        part, comm = self.part, self.groups.model
+        named = list(self.model.named_parameters())
+        kept, state = pack_optimizer(self.optimizer, named)
+        check_finite(
+            self.comm,
+            step,
+            chain(named, kept.items(), replica_of(self.sync).state_tensors().items()),
+        )
+        if part.place.data:
+            return
+        tensors = {f"model/{name}": parameter.detach() for name, parameter in named}
+        tensors |= {f"optimizer/{name}": tensor for name, tensor in kept.items()}
+        pieces = place_tensors(part, ((name, tuple(t.shape)) for name, t in tensors.items()))
+        note = {"places": places_of(pieces), "optimizer": state}
+        notes, contents = collect(comm, {name: tensors[name] for name in pieces}, note)
+        if comm.rank:
+            return
+        stems = [part_stem(index, comm.world_size) for index in range(comm.world_size)]
+        keep(
+            PartFiles(stems, contents),
+            join_states(part, [note["optimizer"] for note in notes]),
+            {stem: note["places"] for stem, note in zip(stems, notes, strict=True)},
+        )
+
+    def load(self, saved: Mapping[str, Whole], optimizer_state: Mapping[str, Any]) -> None:
+        tensors = {
+            f"{kind}/{name}": tensor
+            for kind in ("model", "optimizer")
+            for name, tensor in saved.get(kind, {}).items()
+        }
+        got = distribute(self.comm, self.part, tensors)
+        kept = {
+            name.removeprefix("optimizer/"): tensor
+            for name, tensor in got.items()
+            if name.startswith("optimizer/")
+        }
+        own = dict(self.model.named_parameters())
+        for name, parameter in own.items():
+            tensor = got.get(f"model/{name}")
+            if tensor is None or tensor.shape != parameter.shape:
+                raise CheckpointError(
+                    f"the weights are those of another model: {name!r} is missing"
+                )
+            parameter.data.copy_(tensor)
+        state = state_of_part(self.part, optimizer_state)
+        unpack_optimizer(self.optimizer, list(own.items()), kept, state)
+
+    def closing_figures(self, memory_gib: float) -> dict[str, Any]:
+        """The layout, and each rank's memory, on all ranks."""
+        memory = all_gather_json(self.comm, memory_gib)
+        return {"parallel": str(self.part.layout), "mem_max_gib_by_rank": memory}
+
+
+def build_split_learner(
+    config: TrainConfig, layout: ParallelLayout, world: World, shape: GPTConfig, comm: Communicator
+) -> SplitLearner:
+    """This rank's part of the model, its optimizer and its synchronisation.
+
+    All ranks call it at the same point: it creates process groups. Every rank draws the whole
+    model's initial values with this seed, so nothing is sent.
+    """
+    device = world.device
+    part = ModelPart(config=shape, layout=layout, place=layout.coordinates(world.rank))
+    groups = split_groups(layout, part.place, comm)
+    model = GPTStage(
+        part,
+        groups,
+        seed=config.seed,
+        device=device,
+        activation_checkpointing=config.activation_checkpointing,
+        loss_rows=config.loss_rows,
+    )
+    options = config.sync_options.given()
+    if find_strategy(config.sync).recipe is not None:
+        options |= BY_MESSAGES
+    sync = SplitSync(model, part, groups, sync=config.sync, options=options)
+    plan = config.batch_plan(world.world_size)
+    mixed = autocast(config, world)
+    pipeline = Pipeline(
+        model,
+        groups,
+        sync,
+        shape=LeafShape(
+            num_leaves=plan.num_micro_batches // layout.dp,
+            micro_batch_size=plan.micro_batch_size,
+            seq_len=config.sequence_length,
+        ),
+        autocast=mixed,
+        seed=config.seed,
+    )
+    return SplitLearner(
+        model=model,
+        optimizer=build_optimizer(model, config.optim),
+        sync=sync,
+        scaler=None,
+        comm=comm,
+        autocast=mixed,
+        part=part,
+        groups=groups,
+        pipeline=pipeline,
+    )

@@ -1,0 +1,431 @@
+"""Judge a recorded run against the one-rank reference, step by step, up to the first difference.
+
+docs/guide/verifying.md, "The bounds": what is compared, and the allowed differences."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradsync.comm.base import Communicator
+from gradsync.comm.values import all_gather_json
+from gradsync.commands.verify.compare import (
+    SMALLEST_NORMAL,
+    Exact,
+    add_up,
+    clip_factor,
+    compare,
+    gamma,
+    gradient_bounds,
+    norm_bound,
+    part_of_bound,
+    update_bounds,
+)
+from gradsync.commands.verify.record import DTYPE_NAMES, State, Tensors, Trace, digest
+from gradsync.commands.verify.reference import LeafResult, Reference
+from gradsync.commands.verify.result import Finding, Kind
+from gradsync.commands.verify.run import INNER_STEPS
+from gradsync.commands.verify.settings import Promise
+
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+_OUTER_LR, _OUTER_MOMENTUM = 0.7, 0.9
+_OUTER_ROUNDINGS = 8
+
+
+@dataclass(kw_only=True, slots=True)
+class Observed:
+    """One run as one rank sees it, and its reference."""
+
+    rank: int
+    promise: Promise
+    reference: Reference
+    trace: Trace
+    ranks: list[list[dict[str, Any]]]  # `StepTrace.digests` of every [rank][step]
+
+    def documents(self, place: int) -> list[dict[str, Any]]:
+        """Every rank's digests of the step at `place`."""
+        return [steps[place] for steps in self.ranks]
+
+    def leaf_results(self, place: int) -> list[LeafResult]:
+        """Every leaf of a step, computed alone at the run's weights."""
+        step = self.trace.steps[place]
+        return self.reference.leaf_results(step.number, step.before.weights, step.before.buffers)
+
+    def exact(self, place: int) -> Exact:
+        """The gradient that this rank must have in a step, at the run's weights."""
+        results = self.leaf_results(place)
+        if self.promise.local:
+            own = {leaf["index"] for leaf in self.ranks[self.rank][place]["leaves"]}
+            results = [result for result in results if result.index in own]
+        return add_up(results)
+
+
+@dataclass(slots=True)
+class Verdict:
+    """The findings in the first step that breaks a promise; none if all steps hold it."""
+
+    findings: list[Finding] = field(default_factory=list)
+    part_of_bound: float = 0.0  # largest part of a gradient's bound that was used
+
+    @property
+    def passed(self) -> bool:
+        """True when nothing was found."""
+        return not self.findings
+
+    def first(self, *kinds: Kind) -> Finding | None:
+        """The first finding of one of these kinds."""
+        return next((f for f in self.findings if f.kind in kinds), None)
+
+    def add(self, kind: Kind, step: int, names: Sequence[str] = (), **more: Any) -> None:
+        """Record one finding."""
+        self.findings.append(Finding(kind=kind, step=step, names=names, **more))
+
+
+def judge(run: Observed) -> Verdict:
+    """Check steps until one breaks the promise; later ones would only show its consequences."""
+    verdict = Verdict()
+    for place in range(len(run.trace.steps)):
+        check = _StepCheck(run, place, verdict)
+        if place == 0:
+            check.start()
+        check.data()
+        check.random()
+        check.moved()
+        if not run.promise.local:
+            check.replicas("gradient", Kind.GRADIENT_REPLICAS)
+        check.gradient()
+        check.update()
+        if not run.promise.local:
+            check.replicas("after", Kind.REPLICAS)
+            check.replicas("buffers", Kind.BUFFERS)
+        check.buffers()
+        if verdict.findings:
+            break
+    return verdict
+
+
+class _StepCheck:
+    """Compares a step of a run with the reference; each method adds findings to the verdict."""
+
+    def __init__(self, run: Observed, place: int, verdict: Verdict) -> None:
+        self._run, self._place, self._verdict = run, place, verdict
+        self._promise, self._reference = run.promise, run.reference
+        self._step = run.trace.steps[place]
+        self._documents = run.documents(place)
+
+    def _found(self, kind: Kind, names: Sequence[str] = (), **more: Any) -> None:
+        self._verdict.add(kind, self._step.number, names, **more)
+
+    def start(self) -> None:
+        """All ranks begin with rank 0's weights, or with the checkpoint's weights and state."""
+        saved = self._reference.saved
+        expected = self._reference.weights() if saved is None else saved.weights
+        wanted = {name: digest(tensor) for name, tensor in expected.items()}
+        wrong = [
+            {name for name, found in document["before"].items() if found != wanted[name]}
+            for document in self._documents
+        ]
+        lost = []
+        if saved is not None:
+            got, kept = self._step.before.optimizer, saved.optimizer
+            if self._reference.task.strategy == saved.strategy:
+                got, kept = {**got, **self._step.before.extra}, {**kept, **saved.extra}
+            lost = [key for key in {**kept, **got} if digest(got.get(key)) != digest(kept.get(key))]
+        all_wrong = set().union(*wrong, (key.partition("/")[2] for key in lost))
+        if all_wrong:
+            detail = "the optimizer's state is not the checkpoint's" if lost else ""
+            names = [name for name in wanted if name in all_wrong]
+            ranks = [rank for rank, each in enumerate(wrong) if each]
+            self._found(Kind.START, names, ranks=ranks, detail=detail)
+
+    def data(self) -> None:
+        """Each sample of the global batch was trained exactly once, on any rank."""
+        leaves = self._reference.traces[self._step.number]
+        wanted = Counter(sample for leaf in leaves for sample in leaf["samples"])
+        trained = [
+            [sample for leaf in document["leaves"] for sample in leaf["samples"]]
+            for document in self._documents
+        ]
+        seen = Counter(sample for samples in trained for sample in samples)
+        missing, extra = wanted - seen, seen - wanted
+        home = self._reference.owner_of
+        parts = [f"missing: {samples_text(missing, home)}"] if missing else []
+        parts += [f"too often: {samples_text(extra, home)}"] if extra else []
+        if parts:
+            ranks = [rank for rank, samples in enumerate(trained) if extra.keys() & set(samples)]
+            self._found(Kind.DATA, ranks=ranks, detail="; ".join(parts))
+
+    def random(self) -> None:
+        """Dropout's random state depends on (step, leaf), not on the rank."""
+        leaves = self._reference.traces[self._step.number]
+        wanted = {leaf["index"]: leaf["random"] for leaf in leaves}
+        wrong = [
+            (rank, leaf["index"])
+            for rank, document in enumerate(self._documents)
+            for leaf in document["leaves"]
+            if leaf["random"] != wanted.get(leaf["index"], leaf["random"])
+        ]
+        if wrong:
+            detail = f"micro-batch {wrong[0][1]} on rank {wrong[0][0]}"
+            self._found(Kind.RANDOM, ranks=sorted({rank for rank, _ in wrong}), detail=detail)
+
+    def moved(self) -> None:
+        """Weights do not change between forward and optimizer."""
+        moved = [
+            [name for name, now in document["at_step"].items() if now != document["before"][name]]
+            for document in self._documents
+        ]
+        if names := list(dict.fromkeys(chain.from_iterable(moved))):
+            self._found(Kind.MOVED, names, ranks=[rank for rank, each in enumerate(moved) if each])
+
+    def replicas(self, part: str, kind: Kind) -> None:
+        """One part of a step has the same bits on all ranks."""
+        documents = self._documents
+        ranks_of = {
+            name: minority([document[part].get(name, "") for document in documents])
+            for name in documents[0][part]
+        }
+        if names := [name for name, ranks in ranks_of.items() if ranks]:
+            ranks = sorted({rank for each in ranks_of.values() for rank in each})
+            self._found(kind, names, ranks=ranks)
+
+    def gradient(self) -> None:
+        """Gradient, norm and loss differ by no more than the order of sums explains."""
+        step, exact = self._step, self._run.exact(self._place)
+        if not exact.weight or self._is_not_finite(exact):
+            return
+        right = abs(step.loss - exact.loss) <= exact.loss_bound and step.weight == exact.weight
+        if not (right or self._promise.local):
+            detail = (
+                f"{step.loss:.9g} over {step.weight:g} targets, expected {exact.loss:.9g} over "
+            )
+            self._found(Kind.LOSS, detail=f"{detail}{exact.weight:g}")
+        if not self._promise.bounded:
+            return
+        clip_norm, ranks = self._reference.settings.clip_norm, len(self._documents)
+        bounds = gradient_bounds(exact, self._promise, ranks, clipped=clip_norm is not None)
+        factor, means = clip_factor(step.norm, clip_norm), exact.means()
+        parts = {}
+        for name in self._run.trace.trainable:
+            got = step.gradient.get(name)
+            if name in means and got is not None:
+                bound = bounds[name] * max(factor, 1e-30)
+                parts[name] = part_of_bound(got, means[name] * factor, bound)
+            else:  # no gradient is right only if no leaf has one
+                zeros = got is not None and self._promise.zeros_when_unused and not bool(got.any())
+                absent = got is None and name not in means
+                parts[name] = 0.0 if absent or zeros else math.inf
+        self._verdict.part_of_bound = max(self._verdict.part_of_bound, *parts.values())
+        if wrong := [name for name, part in parts.items() if part > 1]:
+            self._found(Kind.GRADIENT, wrong, detail=f"{parts[wrong[0]]:.3g} times the bound")
+        if step.norm is not None and abs(step.norm - exact.norm()) > norm_bound(exact, bounds):
+            self._found(Kind.NORM, detail=f"{step.norm:.9g}, expected {exact.norm():.9g}")
+
+    def _is_not_finite(self, exact: Exact) -> bool:
+        """Whether a value is not finite even on one rank: then no bound applies, and the strategy
+        is not the cause."""
+        norm, means = self._step.norm, exact.means()
+        names = [name for name, mean in means.items() if not bool(mean.isfinite().all())]
+        detail = ""
+        if not math.isfinite(exact.loss):
+            detail = f"the loss is {exact.loss}"
+        elif names:
+            detail = "the loss is finite, its gradient is not"
+        elif norm is not None and not math.isfinite(norm):
+            # Like torch's clipping, in the dtype of the gradients.
+            grads = [mean.to(_DTYPES[exact.dtype[name]]) for name, mean in means.items()]
+            if not bool(torch.nn.utils.get_total_norm(grads).isfinite()):
+                detail = f"the gradient norm, {exact.norm():.3g}, overflows when it is squared"
+        if detail:
+            self._found(Kind.FINITE, names, detail=detail)
+        return bool(detail)
+
+    def update(self) -> None:
+        """The optimizer, applied to the run's gradient, gives the run's weights and state."""
+        step = self._step
+        if not step.updated:
+            return
+        weights, states = self._reference.update(step.before, step.gradient)
+        wrong = [name for name in weights if not self._is_updated(name, weights[name], states)]
+        if wrong:
+            ranks = [self._run.rank] if self._promise.local else []
+            self._found(Kind.UPDATE, wrong, ranks=ranks)
+
+    def _is_updated(self, name: str, weight: Tensor, states: Tensors) -> bool:
+        """Whether a parameter and its state are the reference's, or within their bounds."""
+        step = self._step
+        expected = {"": weight} | _slots_of(name, states)
+        got = {"": step.updated[name]} | _slots_of(name, step.after.optimizer)
+        if all(compare(got.get(slot), expected[slot])[3] for slot in expected):
+            return True
+        gradient = step.gradient.get(name)
+        if self._promise.same_bits or gradient is None:
+            return False
+        bounds = update_bounds(
+            name,
+            group=self._reference.optimizer_group,
+            weight=step.before.weights[name],
+            gradient=gradient,
+            before=step.before.optimizer,
+            after=states,
+        )
+        return all(
+            slot in got and part_of_bound(got[slot], expected[slot].double(), bound) <= 1
+            for slot, bound in bounds.items()
+        )
+
+    def buffers(self) -> None:
+        """Floating buffers move by the mean change over leaves with targets, integers by the
+        largest change ([Note: Buffers] in sync/buffers.py). If ranks step alone, buffers that no
+        leaf changes must keep their values."""
+        results = [result for result in self._run.leaf_results(self._place) if result.weight]
+        wrong = []
+        for name, start in self._step.before.buffers.items():
+            ends = [result.buffers[name] for result in results]
+            if self._promise.local and not all(torch.equal(end, start) for end in ends):
+                continue
+            if not moved_rightly(start, self._step.after.buffers[name], ends):
+                wrong.append(name)
+        if wrong:
+            self._found(Kind.BUFFERS, wrong)
+
+
+def minority(values: list[str]) -> tuple[int, ...]:
+    """Ranks whose value is not the most frequent one. Of equally frequent values, rank 0's or the
+    lowest rank's counts as right."""
+    best = max(dict.fromkeys(values), key=values.count)
+    return tuple(rank for rank, value in enumerate(values) if value != best)
+
+
+def samples_text(counter: Counter[str], home: dict[str, int]) -> str:
+    """`sample 3, sample 5, 2 not in the data set …`, for digests of samples and their places."""
+    names = [f"sample {home[sample]}" for sample in counter.elements() if sample in home]
+    shown = [", ".join(names[:4]) + f" and {len(names) - 4} more" * (len(names) > 4)]
+    unknown = counter.total() - len(names)
+    rest = f"{unknown} not in the data set as rank 0 reads it"
+    return ", ".join(shown * bool(names) + [rest] * bool(unknown))
+
+
+def _slots_of(name: str, states: Tensors) -> Tensors:
+    """Optimizer state of one parameter, by slot."""
+    keys = {key: key.removesuffix(f"/{name}") for key in states if key.endswith(f"/{name}")}
+    return {slot: states[key] for key, slot in keys.items() if "/" not in slot}
+
+
+def moved_rightly(start: Tensor, got: Tensor, ends: list[Tensor]) -> bool:
+    """Whether a buffer ended at the value that its values after each leaf imply."""
+    changes = [end.double() - start.double() for end in ends if not torch.equal(end, start)]
+    moved = got.double() - start.double()
+    if not start.is_floating_point():
+        largest = max((float(change.abs().max()) for change in changes), default=0.0)
+        return float(moved.abs().max()) == largest
+    if not changes:
+        return torch.equal(got, start)
+    stack = torch.stack(changes)
+    dtype = DTYPE_NAMES[start.dtype]
+    # Rounded once at each leaf's end and once when the mean is written back.
+    bound = gamma(3, dtype) * (start.double().abs() + stack.abs().sum(0)) + SMALLEST_NORMAL[dtype]
+    return part_of_bound(got, start.double() + stack.mean(0), bound) <= 1
+
+
+# -- ranks that step alone ------------------------------------------------------------------------
+
+
+def judge_local(run: Observed, comm: Communicator) -> Verdict:
+    """Every rank checks its gradients and updates, and all ranks together check the meetings. All
+    ranks call it and get the same verdict."""
+    own = judge(run)
+    told = all_gather_json(comm, [asdict(finding) for finding in own.findings])
+    parts = all_gather_json(comm, own.part_of_bound)
+    verdict = Verdict([Finding(**found) for each in told for found in each], max(parts))
+    _check_meetings(run, comm, verdict)
+    _check_losses(run, comm, verdict)
+    first = min((finding.step for finding in verdict.findings), default=0)
+    verdict.findings = [finding for finding in verdict.findings if finding.step == first]
+    return verdict
+
+
+def _check_losses(run: Observed, comm: Communicator, verdict: Verdict) -> None:
+    """The reported loss is the mean over the leaves of all ranks."""
+    own = []
+    for place in range(len(run.trace.steps)):
+        exact = run.exact(place)
+        sums = (exact.loss * exact.weight, exact.weight, exact.loss_bound * exact.weight)
+        own.append(sums if exact.weight else (0.0, 0.0, 0.0))
+    everyone = all_gather_json(comm, own)
+    for place, step in enumerate(run.trace.steps):
+        losses, weights, bounds = zip(*(rank[place] for rank in everyone), strict=True)
+        total, weight = sum(losses), sum(weights)
+        # Summing the ranks' sums adds W roundings of fp64, far below 2^-40.
+        bound = (sum(bounds) + 2.0**-40 * sum(map(abs, losses))) / weight
+        if abs(step.loss - total / weight) > bound or step.weight != weight:
+            detail = f"{step.loss:.9g}, expected {total / weight:.9g}"
+            verdict.add(Kind.LOSS, step.number, detail=detail)
+
+
+def _check_meetings(run: Observed, comm: Communicator, verdict: Verdict) -> None:
+    """After each meeting all ranks hold the weights that it must give."""
+    for place, step in enumerate(run.trace.steps):
+        if (place + 1) % INNER_STEPS:
+            continue
+        # A rank without leaves did not move.
+        own = step.updated or step.before.weights
+        own = {name: own[name] for name in run.trace.trainable}
+        begun = run.trace.steps[place + 1 - INNER_STEPS].before
+        if name := wrong_meeting(begun, gather_tensors(comm, own, own), step.after):
+            verdict.add(Kind.MEETING, step.number, [name])
+        wanted = {name: digest(tensor) for name, tensor in step.after.weights.items()}
+        for rank, document in enumerate(run.documents(place)):
+            if wrong := [name for name in wanted if document["after"][name] != wanted[name]]:
+                verdict.add(Kind.REPLICAS, step.number, wrong, ranks=[rank])
+
+
+def wrong_meeting(begun: State, weights: Sequence[Tensors], after: State) -> str:
+    """The first parameter that does not end a round, begun at `begun`, as it must, or "". `weights`
+    are every rank's before the meeting; an outer optimizer has its momentum in `extra`."""
+    old = {key.partition("/")[2]: momentum.double() for key, momentum in begun.extra.items()}
+    new = {key.partition("/")[2]: momentum for key, momentum in after.extra.items()}
+    for name in weights[0]:
+        stack = torch.stack([each[name].double() for each in weights])
+        dtype = DTYPE_NAMES[after.weights[name].dtype]
+        expected = stack.mean(0)
+        bound = gamma(len(weights) + 1, dtype) * stack.abs().mean(0) + SMALLEST_NORMAL[dtype]
+        if name in new:  # diloco's algorithm 1
+            start = begun.weights[name].double()
+            before = old.get(name, torch.zeros_like(start))
+            sizes = start.abs() + expected.abs() + before.abs()
+            rounded = gamma(_OUTER_ROUNDINGS, dtype) * sizes
+            momentum = _OUTER_MOMENTUM * before + start - expected
+            if part_of_bound(new[name], momentum, bound + rounded) > 1:
+                return name
+            expected = start - _OUTER_LR * (start - expected + _OUTER_MOMENTUM * momentum)
+            bound = _OUTER_LR * (1 + _OUTER_MOMENTUM) * (bound + rounded) + rounded
+        if part_of_bound(after.weights[name], expected, bound) > 1:
+            return name
+    return ""
+
+
+def gather_tensors(
+    comm: Communicator, tensors: Mapping[str, Tensor | None], like: Tensors
+) -> list[Tensors]:
+    """Every rank's named CPU tensors, in rank order; None is left out. `like` has all names, with
+    shapes and dtypes. One all-gather per name over all ranks, uint8; it overlaps nothing."""
+    present = all_gather_json(comm, [name for name in like if tensors.get(name) is not None])
+    found: list[Tensors] = [{} for _ in present]
+    for name, shaped in like.items():
+        tensor = tensors.get(name)
+        mine = torch.zeros_like(shaped) if tensor is None else tensor.contiguous()
+        flat = mine.reshape(-1).view(torch.uint8)
+        output = torch.empty(comm.world_size * len(flat), dtype=torch.uint8)
+        comm.all_gather(output, flat).wait()
+        for rank, part in enumerate(output.view(comm.world_size, -1)):
+            if name in present[rank]:
+                found[rank][name] = part.clone().view(shaped.dtype).view(shaped.shape)
+    return found

@@ -1,0 +1,186 @@
+"""The problems to train: verify's three, or the user's.
+
+Each contains what goes wrong in practice: unequal weights (targets that count for nothing), a last
+leaf of one sample, dropout, and
+
+    mlp    a tied weight, a frozen part, a part that only some leaves use, one used by almost none
+    conv   GroupNorm and BatchNorm
+    gpt    the library's own decoder, embedding and head tied
+
+`target.py` loads the user's problem, and `target_check.py` tries it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Subset, TensorDataset
+
+from gradsync.commands.models.config import GPTConfig
+from gradsync.commands.models.gpt import GPT
+from gradsync.commands.models.gpt import loss_sum as token_loss_sum
+from gradsync.commands.verify.settings import PLAIN, Variant, VerifySettings
+from gradsync.commands.verify.target import find_factory, kept_randomness, parts_of
+from gradsync.core.torch_private import BatchNorm
+from gradsync.data.micro_batch import IGNORED_TARGET
+from gradsync.runtime.seeds import seed_everything, stream_seed
+
+LossSum = Callable[[Any, Any], Tensor]
+_CLASSES = 10
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """A model, its data, and the loss between them."""
+
+    model: nn.Module  # maps the inputs of a batch to an output
+    dataset: Any  # map-style; samples are (input, target)
+    loss_sum: LossSum  # `loss_sum(output, target)`: [], *summed* over targets
+    uses_all: bool = True  # False if some leaf leaves a parameter without gradient
+
+    @property
+    def has_batch_norm(self) -> bool:
+        """Whether any layer keeps statistics over the batch."""
+        return any(isinstance(module, BatchNorm) for module in self.model.modules())
+
+
+def build_problem(name: str, settings: VerifySettings, variant: Variant = PLAIN) -> Problem:
+    """Build the problem called `name`, the same on every rank.
+
+    The global generators are seeded before a factory's module is imported, which may draw data, and
+    again before the factory is called: only the first call imports.
+    """
+    seed = stream_seed(settings.seed, "verify")
+    with kept_randomness():
+        seed_everything(seed)
+        factory = find_factory(settings.target) if name == "target" else None
+        seed_everything(seed)
+        if factory is None:
+            problem = _OWN[name](settings)
+        else:
+            model, dataset, loss_sum = parts_of(settings.target, factory)
+            # A data set that is too small repeats, so that every step runs.
+            indices = [index % len(dataset) for index in range(settings.dataset_size)]
+            data = Subset(dataset, indices)
+            problem = Problem(model=model, dataset=data, loss_sum=loss_sum, uses_all=False)
+    if not variant.dropout:
+        freeze(problem.model, batch_norm=False)
+    if variant.frozen_batch_norm:
+        freeze(problem.model, batch_norm=True)
+    return problem
+
+
+def freeze(model: nn.Module, *, batch_norm: bool) -> None:
+    """Put BatchNorm into evaluation mode (it uses its stored statistics), or everything else, which
+    then draws nothing at random."""
+    for module in model.modules():
+        if isinstance(module, BatchNorm) is batch_norm:
+            module.training = False
+
+
+class MLP(nn.Module):
+    """[B, 12] -> [B, 10]; tied weights, a frozen layer, a branch that some leaves use, and one that
+    only a leaf of a single sample uses: in most steps no leaf does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(12, 16)
+        self.frozen = nn.Linear(16, 16).requires_grad_(False)
+        self.inner = nn.Linear(16, 16)
+        self.again = nn.Linear(16, 16)
+        self.again.weight = self.inner.weight
+        self.branch = nn.Linear(16, 16, bias=False)
+        self.rare = nn.Linear(16, 16, bias=False)
+        self.dropout = nn.Dropout(0.1)
+        self.head = nn.Linear(16, _CLASSES)
+
+    def forward(self, x_BC: Tensor) -> Tensor:
+        """Logits."""
+        y_BC = torch.tanh(self.first(x_BC))
+        y_BC = y_BC + 0.5 * torch.tanh(self.frozen(y_BC))
+        y_BC = y_BC + self.again(self.dropout(F.relu(self.inner(y_BC))))
+        if float(x_BC.detach().sum()) > 0:
+            y_BC = y_BC + self.branch(y_BC)
+        if len(x_BC) == 1:
+            y_BC = y_BC + self.rare(y_BC)
+        return self.head(y_BC)
+
+
+def class_loss_sum(logits_BV: Tensor, targets_B: Tensor) -> Tensor:
+    """Cross-entropy summed over the targets that count, in fp32 or wider."""
+    logits_BV = logits_BV.float() if logits_BV.dtype == torch.bfloat16 else logits_BV
+    return F.cross_entropy(logits_BV, targets_B, ignore_index=IGNORED_TARGET, reduction="sum")
+
+
+def _gpt_loss_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+    if logits_BTV.dtype == torch.float64:
+        return class_loss_sum(logits_BTV.flatten(0, 1), targets_BT.flatten())
+    return token_loss_sum(logits_BTV, targets_BT)
+
+
+def _mlp(settings: VerifySettings) -> Problem:
+    inputs = torch.randn(settings.dataset_size, 12)
+    targets = _drop_targets((inputs @ torch.randn(12, _CLASSES)).argmax(1))
+    return Problem(
+        model=MLP(), dataset=TensorDataset(inputs, targets), loss_sum=class_loss_sum, uses_all=False
+    )
+
+
+def _conv(settings: VerifySettings) -> Problem:
+    classes = torch.randint(_CLASSES, (settings.dataset_size,))
+    images = torch.randn(_CLASSES, 1, 8, 8)[classes]
+    images = images + 0.3 * torch.randn(images.shape)
+    layers = OrderedDict[str, nn.Module](
+        first=nn.Conv2d(1, 8, 3, padding=1),
+        group_norm=nn.GroupNorm(2, 8),
+        first_relu=nn.ReLU(),
+        second=nn.Conv2d(8, 8, 3, stride=2, padding=1, bias=False),
+        batch_norm=nn.BatchNorm2d(8),
+        second_relu=nn.ReLU(),
+        flatten=nn.Flatten(),
+        dropout=nn.Dropout(0.1),
+        head=nn.Linear(8 * 16, _CLASSES),
+    )
+    return Problem(
+        model=nn.Sequential(layers),
+        dataset=TensorDataset(images, _drop_targets(classes)),
+        loss_sum=class_loss_sum,
+    )
+
+
+def _gpt(settings: VerifySettings) -> Problem:
+    length, vocabulary = 12, 48
+    start = torch.randint(vocabulary, (settings.dataset_size, 1))
+    tokens = (start + 5 * torch.arange(length + 1)) % vocabulary
+    targets = tokens[:, 1:].clone()
+    lengths = torch.randint(2, length + 1, (settings.dataset_size, 1))
+    targets[torch.arange(length) >= lengths] = IGNORED_TARGET  # texts of different lengths
+    config = GPTConfig(
+        n_layer=2,
+        n_head=2,
+        n_embd=32,
+        hidden_dim=64,
+        vocab_size=vocabulary,
+        block_size=length,
+        dropout=0.1,
+    )
+    return Problem(
+        model=GPT(config, seed=settings.seed),
+        dataset=TensorDataset(tokens[:, :-1].contiguous(), targets),
+        loss_sum=_gpt_loss_sum,
+    )
+
+
+def _drop_targets(targets_N: Tensor) -> Tensor:
+    """About every fifth target counts for nothing, so that leaves have different weights."""
+    dropped = torch.rand(targets_N.shape) < 0.2
+    return torch.where(dropped, torch.full_like(targets_N, IGNORED_TARGET), targets_N)
+
+
+_OWN: dict[str, Callable[[VerifySettings], Problem]] = {"mlp": _mlp, "conv": _conv, "gpt": _gpt}

@@ -1,0 +1,273 @@
+"""Findings, their causes, and the result of a cell: as values, sentences, a table, JSON and CSV.
+
+No torch here.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from importlib import metadata
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.table import Table
+
+from gradsync.commands.verify.settings import Cell, VerifySettings, promise_of
+
+
+class Kind(StrEnum):
+    """Places of the first difference in a step, in the order of the checks."""
+
+    START = "the weights are not the one-rank run's"
+    DATA = "the global batch is not the one-rank run's"
+    RANDOM = "dropout is not the one-rank run's"
+    FINITE = "a number is not finite on one rank either"
+    FORWARD = "the forward is not reproducible"
+    MOVED = "weights changed during backward"
+    GRADIENT_REPLICAS = "the gradient differs between ranks"
+    GRADIENT = "the gradient is not the one-rank run's"
+    NORM = "the gradient norm is not the one-rank run's"
+    LOSS = "the mean loss is not the one-rank run's"
+    UPDATE = "the optimizer's step is not the one-rank run's"
+    REPLICAS = "the weights differ between ranks"
+    MEETING = "the weights are not what the ranks' meeting must give"
+    BUFFERS = "buffers are not the one-rank run's"
+    BITS = "the bits are not the one-rank run's"
+    FALL = "the loss does not fall"
+
+
+class Cause(StrEnum):
+    """The closed list of reasons."""
+
+    DATA = "data"
+    INITIAL_WEIGHTS = "initial weights"
+    LOSS_SCALING = "loss scaling"
+    UNSYNCHRONISED = "unsynchronised parameter"
+    FLAG_TOO_LATE = "synchronisation flag set too late"
+    BATCH_NORM = "BatchNorm"
+    RANDOM = "dropout/RNG"
+    DTYPE = "dtype"
+    ORDER = "order only"
+    OPTIMIZER = "optimizer step"
+    UNKNOWN = "unknown"
+
+
+_ADVICE: dict[Cause | Kind, str] = {
+    Cause.DATA: "Give each sample of a global batch to exactly one rank (gs.loader does).",
+    Cause.INITIAL_WEIGHTS: "Broadcast rank 0's weights before the first step (gs.replicate does).",
+    Cause.LOSS_SCALING: "Sum losses over targets and divide once, by the global number of targets.",
+    Cause.UNSYNCHRONISED: "Let every rank reduce every gradient in every step, in the same order.",
+    Cause.FLAG_TOO_LATE: "Enter micro_step or no_sync before the forward, not before the backward.",
+    Cause.BATCH_NORM: "Choose batch_norm=freeze, or use GroupNorm.",
+    Cause.RANDOM: "Seed by (seed, step, micro-batch) before each forward, never by rank.",
+    Cause.DTYPE: "Keep gradients in the weights' dtype, or choose a strategy that says it rounds.",
+    Cause.ORDER: "All is right up to rounding; sums are taken in another order at this world size.",
+    Cause.OPTIMIZER: "The optimizer must act elementwise on the whole mean gradient.",
+    Cause.UNKNOWN: "None of the known causes explains it; compare the first parameter by hand.",
+    Kind.FINITE: "Look for its first inf or nan on one rank: no strategy can help.",
+    Kind.FORWARD: "Let it depend on inputs, weights, buffers and torch's generator alone.",
+    Kind.REPLICAS: "Let nothing but the optimizer write to weights, alike on all ranks.",
+    Kind.MEETING: "Average the weights of all ranks, with equal shares.",
+    Kind.BUFFERS: "Leave buffers to gs.replicate, which moves them by what all micro-batches do.",
+    Kind.MOVED: "Reduce parameter.grad in the hook, and leave the parameter alone.",
+}
+"""Advice, by the kind of finding if it has an entry, else by the cause."""
+
+
+_NAMES = ("strategy", "world_size", "model", "dtype")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """The first difference of one kind in one step, in JSON types."""
+
+    kind: Kind
+    step: int
+    names: Sequence[str] = ()  # parameters (or buffers), first in the model's order
+    ranks: Sequence[int] = ()  # ranks that deviate; empty if all deviate alike
+    detail: str = ""  # numbers for the sentence
+
+
+@dataclass(kw_only=True, slots=True)
+class Result:
+    """The outcome of one cell of the matrix."""
+
+    strategy: str
+    world_size: int
+    model: str
+    dtype: str
+    promise: str  # bitwise, rounding or lossy
+    says: str = ""  # A lossy strategy's promise
+    loaded_from: str = ""  # name of the cell's source; "" for a run from the start
+    status: str = "passed"  # passed, failed or error
+    bitwise: bool = False
+    """Losses, gradients, weights and optimizer state have the bits of the one-rank run: the
+    strategy's for `bitwise` ones, plain PyTorch's for the others."""
+    differences: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """loss, gradient, weight and state of the free runs, each with the fields of `Difference`."""
+    part_of_bound: float = 0.0  # largest error of a gradient; above 1 it cannot be rounding
+    losses: list[float] = field(default_factory=list)  # global mean loss of each step
+    weights_sha256: str = ""  # digest of the final parameters
+    cause: str = ""
+    sentence: str = ""  # the difference, its place, its cause, and what to do
+    step: int | None = None  # first step that breaks the promise
+    names: list[str] = field(default_factory=list)  # parameters that differ there
+    ranks: list[int] = field(default_factory=list)  # that deviate or failed; empty: all, or unknown
+    tried: list[str] = field(default_factory=list)  # variants, and whether the difference vanished
+    seconds: float = 0.0
+
+    @classmethod
+    def of(cls, cell: Cell, **fields: Any) -> Result:
+        """The result of `cell`, with `fields` in addition to its names and its promise."""
+        promise = promise_of(cell.strategy)
+        names: Any = {name: getattr(cell, name) for name in _NAMES}
+        source = cell.source.name if cell.source else ""
+        return cls(**names, promise=promise.kind, says=promise.says, loaded_from=source, **fields)
+
+    @property
+    def passed(self) -> bool:
+        """Whether the promise holds."""
+        return self.status == "passed"
+
+    @property
+    def name(self) -> str:
+        """The result in a line of text."""
+        loaded = f" from {self.loaded_from}" if self.loaded_from else ""
+        return f"{self.strategy} W={self.world_size} {self.model} {self.dtype}{loaded}"
+
+    def explain(self, cause: Cause, finding: Finding, detail: str) -> None:
+        """Record the cause of a failure, and the sentence that reports it:
+        `step 2, 'head.weight', rank 1: finding; cause: why. Advice.`"""
+        self.cause = cause.value
+        self.step, self.names, self.ranks = finding.step, [*finding.names], [*finding.ranks]
+        where = [f"step {self.step}"]
+        where += [listed(self.names)] if self.names else []
+        where += [ranks_text(self.ranks)] if self.ranks else []
+        why = f"{cause}: {detail}" if detail else cause
+        advice = _ADVICE.get(finding.kind, _ADVICE[cause])
+        self.sentence = f"{', '.join(where)}: {finding.kind}; {why}. {advice}"
+
+
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """`'a', 'b', 'c' and 4 more`."""
+    shown = ", ".join(repr(name) for name in names[:most])
+    return f"{shown} and {len(names) - most} more" if len(names) > most else shown
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """`rank 1` or `ranks 1, 2`."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def document(settings: VerifySettings, results: Sequence[Result], seconds: float) -> dict[str, Any]:
+    """The document that `--json` prints."""
+    versions = {name: metadata.version(name) for name in ("gradsync", "torch")}
+    return _strict(
+        {
+            "passed": all(result.passed for result in results),
+            "settings": asdict(settings),
+            "versions": {**versions, "python": platform.python_version()},
+            "cells": [asdict(result) for result in results if not result.loaded_from],
+            "cross_load": [asdict(result) for result in results if result.loaded_from],
+            "seconds": round(seconds, 1),
+        }
+    )
+
+
+def _strict(value: Any) -> Any:
+    """A value with null instead of nan and infinity, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _strict(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_strict(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# -- a table for people ---------------------------------------------------------------------------
+
+
+_LEGEND = (
+    "loss, gradient, weights: largest relative difference from one rank's run, over all steps; of "
+    "bound: gradients' share of what rounding explains, against fp64 (docs/guide/verifying.md)"
+)
+
+
+def print_report(results: Sequence[Result], seconds: float, stream: TextIO) -> None:
+    """A row per strategy and dtype, then each reason of failures once."""
+    # A narrow terminal may wrap lines, because truncated words are unreadable. Messages of others
+    # are printed unchanged: no markup in brackets, no pictures between colons.
+    plain: Any = dict.fromkeys(("markup", "emoji", "highlight"), False)
+    width = max(shutil.get_terminal_size().columns, 110)
+    console = Console(file=stream, soft_wrap=True, width=width, **plain)
+    cells = [result for result in results if not result.loaded_from]
+    console.print(_table(cells))
+    console.print(_LEGEND)
+    for alike in _by_reason(results):
+        first, names = alike[0], ", ".join(result.name for result in alike)
+        console.print(first.status, style="bold red", end=" ")
+        if len(alike) == 1:
+            console.print(f"{names}: {first.sentence}")
+        else:
+            console.print(f"{len(alike)} cells: {first.sentence}\n    {names}")
+        for line in first.tried:
+            console.print(f"    tried: {line}")
+    failed = sum(not result.passed for result in results)
+    console.print(
+        f"{len(cells)} cells and {len(results) - len(cells)} checkpoints handed on, "
+        f"{failed} failed, {seconds:.0f} s"
+    )
+
+
+def _by_reason(results: Sequence[Result]) -> list[list[Result]]:
+    """Failed results, grouped by reason. Errors may have one reason although numbers in them (rank,
+    port, address) differ."""
+    groups: dict[tuple[str, ...], list[Result]] = {}
+    for result in results:
+        if not result.passed:
+            error = result.status == "error"
+            gist = re.sub(r"\d+", "", result.sentence) if error else result.sentence
+            groups.setdefault((result.status, gist, *result.tried), []).append(result)
+    return list(groups.values())
+
+
+def _table(cells: Sequence[Result]) -> Table:
+    sizes = sorted({cell.world_size for cell in cells})
+    table = Table(box=None, pad_edge=False)
+    for name in ("strategy", "dtype", "promise", *(f"W={size}" for size in sizes)):
+        table.add_column(name)
+    for name in ("loss", "gradient", "weights", "of bound"):
+        table.add_column(name, justify="right")
+    for strategy, dtype in dict.fromkeys((cell.strategy, cell.dtype) for cell in cells):
+        row = [cell for cell in cells if (cell.strategy, cell.dtype) == (strategy, dtype)]
+        marks = [mark([cell for cell in row if cell.world_size == size]) for size in sizes]
+        worst = [short(largest(row, part), 1) for part in ("loss", "gradient", "weight")]
+        bound = max(cell.part_of_bound for cell in row)
+        table.add_row(strategy, dtype, row[0].promise, *marks, *worst, f"{bound:.0%}")
+    return table
+
+
+def mark(cells: Sequence[Result]) -> str:
+    """One word for some cells: the worst outcome among them."""
+    for status in ("error", "failed"):
+        if any(cell.status == status for cell in cells):
+            return status
+    if all(cell.bitwise for cell in cells):
+        return "bitwise"
+    return "lossy" if cells[0].promise == "lossy" else "rounding"
+
+
+def largest(cells: Sequence[Result], part: str) -> float:
+    """Largest relative difference of `part` from one rank's run; null in JSON was not a number."""
+    found = [cell.differences[part]["max_rel"] for cell in cells if cell.differences]
+    return max((math.inf if value is None else value for value in found), default=0.0)
+
+
+def short(value: float, digits: int) -> str:
+    """`0` or `3.1e-07`."""
+    return "0" if value == 0 else f"{value:.{digits}e}"

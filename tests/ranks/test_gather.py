@@ -123,3 +123,28 @@ def test_an_evaluation_collates_as_training_does() -> None:
 def test_sizes_below_one_are_refused() -> None:
     with pytest.raises(GradsyncError, match="micro_batch_size must be at least 1; got 0"):
         gs.eval_loader([1], World(), micro_batch_size=0)
+
+
+def test_an_evaluation_draws_alike_on_any_rank_and_training_does_not_notice() -> None:
+    """Dropout that is left on, and a data set that draws; also when it is broken off."""
+
+    class Drawing(list[int]):
+        def __getitem__(self, index: Any) -> Tensor:
+            return torch.rand(())
+
+    found = []
+    for world_size in (1, 2):
+        torch.manual_seed(5)
+        expected = torch.rand(3)
+        torch.manual_seed(5)
+        drawn = []
+        for rank in range(world_size):
+            world = World(rank=rank, world_size=world_size)
+            for each in gs.eval_loader(Drawing(range(6)), world, micro_batch_size=2):
+                drawn.append(torch.cat([each.batch, torch.rand(2)]))
+            for _ in gs.eval_loader(Drawing(range(6)), world, micro_batch_size=2):
+                break
+        found.append(torch.stack(drawn))
+        assert torch.equal(torch.rand(3), expected)
+    assert torch.equal(*found)
+    assert len(found[0].unique()) == found[0].numel()

@@ -18,7 +18,7 @@ from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.data.batch_plan import share
 from gradsync.errors import ConfigError
 from gradsync.sync.gradient_sync import GradientSync
-from gradsync.sync.loss import MeanCheck
+from gradsync.sync.loss import LossCheck
 from gradsync.sync.replicate import replicate
 from support.thread_ranks import run_thread_ranks
 
@@ -31,11 +31,13 @@ ONES = torch.ones(B, C)
 LENGTHS = torch.full((B,), 6), torch.full((B,), 2)
 
 
-def alarm(loss: Tensor, caplog: pytest.LogCaptureFixture, weight: float = B) -> str:
+def alarm(
+    loss: Tensor, caplog: pytest.LogCaptureFixture, weight: float = B, reduction: str = "mean"
+) -> str:
     """The warning about `loss`, "" for none."""
     caplog.clear()
     caplog.set_level(logging.WARNING, logger="gradsync")
-    MeanCheck(said=True)(loss, weight)
+    LossCheck(0)(loss, weight, reduction)
     return caplog.text
 
 
@@ -89,6 +91,17 @@ def test_every_loss_of_torch_is_tried() -> None:
     known = {name.partition(",")[0] for name in LOSSES}
     there = {n for n in dir(F) if n.endswith(("_loss", "cross_entropy", "with_logits", "kl_div"))}
     assert there <= known
+
+
+def test_a_mean_is_told_from_a_sum(caplog: pytest.LogCaptureFixture) -> None:
+    x = VALUES.clone().requires_grad_()
+    loss = F.cross_entropy(x, CLASSES)
+    assert "this loss is a mean" in alarm(loss, caplog, reduction="sum")
+    assert not alarm(loss * B, caplog, reduction="sum")
+    assert not alarm(sum(map(F.mse_loss, x, VALUES)), caplog, reduction="sum")
+    terms = F.cross_entropy(x, CLASSES, reduction="none")
+    assert "this loss is a sum" in alarm(terms.sum(), caplog)
+    assert not alarm(terms.sum() / B, caplog)
 
 
 UNMARKED = {  # torch computes them by other operations, so their graphs look like anybody's

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 from gradsync.comm.groups import SingleCommunicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.data.batch_plan import share
-from gradsync.errors import ConfigError
+from gradsync.errors import ConfigError, GradsyncError
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.registry import STRATEGIES
 from gradsync.sync.replicate import replicate
@@ -90,8 +92,7 @@ def same(one: Any, other: Any) -> bool:
     return one == other
 
 
-@pytest.mark.parametrize("collective", ["auto", "backend"])
-@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize(("number", "collective"), [(1, "auto"), (2, "backend")])
 @pytest.mark.parametrize("strategy", SAME_BITS)
 def test_a_run_goes_on_with_the_same_bits(strategy: str, number: int, collective: str) -> None:
     """On 3 ranks, then 2, then under `invariant`, which keeps whole state."""
@@ -101,14 +102,16 @@ def test_a_run_goes_on_with_the_same_bits(strategy: str, number: int, collective
     assert same(whole, parts)
     assert parts["model"].keys() == Net().state_dict().keys()
     if STRATEGIES[strategy].promise == "bitwise":
-        assert same(whole, trained(2, "invariant", number, trained(3, strategy, number, **more)))
+        other = trained(2, "invariant", number, trained(3, strategy, number, **more))
+        assert all(same(whole[part], other[part]) for part in ("model", "optimizer"))
 
 
 @pytest.mark.parametrize("strategy", ["local_sgd", "diloco", "naive", "overlap"])
 def test_what_a_strategy_keeps_comes_along(strategy: str) -> None:
     more = {"inner_steps": 2} if strategy in ("local_sgd", "diloco") else {}
     begin = trained(2, strategy, 1, **more)
-    assert bool(begin["strategy"]) == (strategy == "diloco")
+    assert begin["strategy"]["name"] == strategy
+    assert bool(begin["strategy"]["tensors"]) == (strategy == "diloco")
     whole = trained(2, strategy, 1, begin, **more)
     assert not same(whole["model"], begin["model"])
 
@@ -124,8 +127,100 @@ def test_weights_alone() -> None:
     sync.load_state_dict(state)
     assert same(dict(model.state_dict()), dict(Net().state_dict()))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ConfigError, match=r"holds 0 optimizers, load_state_dict\(\) was given 1"):
+    with pytest.raises(ConfigError, match=r"the state holds 0 optimizers, but 1 came with it"):
         sync.load_state_dict(state, optimizer)
     with pytest.raises(ConfigError, match="it has no 'optimizer'"):
         sync.load_state_dict({"model": model.state_dict()})
     sync.close()
+
+
+def refused(
+    change: Callable[[dict[str, Any], int], Any], strategy: str = "invariant", **named: Any
+) -> list[str]:
+    """What ranks say to a state after `change`, or to what it returns; nothing is loaded then."""
+
+    def work(rank: int, group: dist.ProcessGroup) -> str:
+        model = Net()
+        sync = replicate(model, comm=ProcessGroupCommunicator(group), strategy=strategy, **named)
+        optimizer = optimizers(model, 1)
+        steps(sync, optimizer, rank, 2)
+        state = sync.state_dict(optimizer)
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        state["model"] = {name: tensor + 1 for name, tensor in state["model"].items()}
+        other = change(state, rank)
+        state = other if isinstance(other, dict | list) else state
+        with pytest.raises(GradsyncError) as raised:
+            sync.load_state_dict(state, optimizer)
+        assert same(before, dict(model.state_dict()))
+        sync.close()
+        return str(raised.value)
+
+    return run_thread_ranks(work, 2)
+
+
+def kinds(state: dict[str, Any], rank: int) -> None:
+    state["kinds"] = ["SGD"]
+
+
+WRONG: dict[str, tuple[Callable[[dict[str, Any], int], Any], str]] = {
+    "missing": (lambda s, r: s["model"].pop("seen"), "has no weight 'seen'"),
+    "unknown": (lambda s, r: s["model"].update(x=torch.ones(1)), "model has no weight 'x'"),
+    "shape": (
+        lambda s, r: s["model"].update(seen=torch.ones(1)),
+        r"'seen' is \[1\] in the state, \[2\] here",
+    ),
+    "optimizer": (kinds, "the state is of SGD, not of AdamW"),
+    "on one rank": (lambda s, r: {} if r else None, r"on rank 1: this is no state"),
+    "no dict": (lambda s, r: [1], "expected a state from sync.state_dict.., got list"),
+    "other weights": (
+        lambda s, r: s["model"]["second.bias"].add_(r),
+        "other states on other ranks: .*'model.second.bias'",
+    ),
+    "other moments": (
+        lambda s, r: s["optimizer"]["state"][1]["exp_avg"].add_(r),
+        "other states on other ranks: .*'optimizer.0.state.1.exp_avg'",
+    ),
+    "other settings": (
+        lambda s, r: s["optimizer"]["param_groups"][0].update(lr=0.1 + r),
+        "optimizers with other settings on other ranks",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_state_is_refused_on_all_ranks(name: str) -> None:
+    change, said = WRONG[name]
+    first, second = refused(change)
+    assert first == second
+    assert re.search(said, first), first
+
+
+@pytest.mark.parametrize("strategy", ["diloco", "local_sgd", "zero1"])
+def test_other_states_are_noticed_where_ranks_would_drift(strategy: str) -> None:
+    change, said = WRONG["other weights"]
+    assert all(re.search(said, found) for found in refused(change, strategy))
+
+
+def test_a_state_in_mid_step_is_refused() -> None:
+    model = Net()
+    sync = replicate(model, comm=SingleCommunicator())
+    optimizer = optimizers(model, 1)
+    state = sync.state_dict(optimizer)
+    sync.backward(sync.forward(X[0]).square().mean(), weight=4)
+    for call in (sync.state_dict, lambda: sync.load_state_dict(state)):
+        with pytest.raises(ConfigError, match="between backward and step"):
+            call()
+    sync.discard()
+    sync.load_state_dict(state, optimizer)
+    sync.close()
+
+
+def test_what_another_strategy_kept_is_left_out_and_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    begin = trained(2, "diloco", 1, inner_steps=2)
+    caplog.clear()
+    trained(2, "invariant", 1, begin)
+    (said,) = {r.getMessage() for r in caplog.records if "saved under" in r.getMessage()}
+    assert "strategy='diloco'" in said
+    assert "left out under 'invariant'" in said

@@ -26,7 +26,13 @@ from gradsync.data.order import SampleOrder, derive_key
 from gradsync.data.tokens import TokenDataset, open_dataset
 from gradsync.data.workers import begin_reading, begin_worker, next_batch, start_method
 from gradsync.errors import ConfigError, DataError
-from gradsync.runtime.seeds import seed_after, seed_read
+from gradsync.runtime.seeds import (
+    kept_generators,
+    seed_after,
+    seed_micro_batch,
+    seed_read,
+    stream_seed,
+)
 from gradsync.world import World
 
 log = logging.getLogger("gradsync")
@@ -458,7 +464,8 @@ class EvalLoader:
     share, so `gs.gather` of the ranks' results has the data set's order. May be iterated again.
 
     Ranks may have different numbers of micro-batches, or none: do not communicate within the loop,
-    but after it, as by `gs.all_reduce` of (sum, count).
+    but after it, as by `gs.all_reduce` of (sum, count). Random numbers (augmentation, dropout left
+    on) depend on the seed and the micro-batch, not the rank; training does not notice them.
 
     Args:
         dataset: as for `gs.loader`.
@@ -496,21 +503,27 @@ class EvalLoader:
         """Largest number of micro-batches of a rank."""
         self.fingerprint = fingerprint_of(dataset)
         self._reader = _Reader(dataset, collate_fn)
-        self._device = world.device
+        self._device, self._seed = world.device, stream_seed(world.seed, "evaluation")
 
     def __len__(self) -> int:
         return len(self._span.micro_batches)
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        for span in self._span.micro_batches:
-            yield make_micro_batch(
-                self._reader.read(np.arange(span.start, span.start + span.count)),
-                index=span.index,
-                step=0,
-                num_samples=span.count,
-                is_last=False,
-                device=self._device,
-            )
+        with kept_generators():  # after the evaluation, training goes on as without it
+            for span in self._span.micro_batches:
+                batch = self._reader[
+                    (self._seed, 0, span.index), np.arange(span.start, span.start + span.count)
+                ]
+                micro_batch = make_micro_batch(
+                    batch,
+                    index=span.index,
+                    step=0,
+                    num_samples=span.count,
+                    is_last=False,
+                    device=self._device,
+                )
+                seed_micro_batch(self._seed, 0, span.index)
+                yield micro_batch
 
 
 eval_loader = EvalLoader

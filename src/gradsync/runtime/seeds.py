@@ -16,6 +16,8 @@ alike. A program with its own random streams turns this off:
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Literal
 
 
@@ -61,6 +63,26 @@ def seed_after(seed: int, step: int) -> None:
     """Seed them alike on all ranks for draws after a loop of `step` steps, such as another
     model."""
     _seed_all(stream_seed(seed, "after", step))
+
+
+@contextmanager
+def kept_generators() -> Generator[None]:
+    """Enclose draws that later ones must not notice, as those of an evaluation."""
+    import random
+
+    import numpy as np
+    import torch
+
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda)
 
 
 def _seed_all(key: int) -> None:

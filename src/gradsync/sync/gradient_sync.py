@@ -6,7 +6,6 @@ import logging
 import operator
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from copy import deepcopy
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
@@ -21,9 +20,10 @@ from gradsync.runtime.gloo_group import wait_until_workers_sleep
 from gradsync.sync.batch_norm import BatchNormHandling, choose_batch_norm
 from gradsync.sync.buffers import BufferSync
 from gradsync.sync.check_replicas import check_replicas, replica_tensors
-from gradsync.sync.loss import MeanCheck, counts_for_nothing, to_sum, weight_of
+from gradsync.sync.loss import LossCheck, counts_for_nothing, refuse_other, to_sum, weight_of
 from gradsync.sync.reducer import Reducer, StragglerWatch
 from gradsync.sync.replica import Replica
+from gradsync.sync.state_dict import load_whole_state, whole_state
 from gradsync.sync.step import (
     Optimizers,
     StepCall,
@@ -103,7 +103,7 @@ class GradientSync(UserLoopMethods):
         if not reducer.parameters:
             raise RunError("the model has no trainable parameter: nothing to synchronise")
         self._loss = LossSum(reducer.parameters[0].device)
-        self._check_mean = MeanCheck(said=comm.rank == 0)
+        self._check_loss = LossCheck(comm.rank)
         self._last = self._failed = False
         self._index: int | None = None
         self._scale: Any = None
@@ -188,14 +188,14 @@ class GradientSync(UserLoopMethods):
         """
         last, index = self._last, self._index
         if micro_batch is not None:
+            refuse_other(micro_batch)
             last, index = micro_batch.is_last, micro_batch.index
         weight = weight_of(weight, micro_batch)
         self._refuse_if_failed()
         if self._replica.reducer.needs_micro_step and not self._user_loop.in_micro_step:
             raise ConfigError(f"strategy={self._replica.reducer.strategy!r}: {_OUTSIDE}")
         loss_sum = to_sum(loss, weight, reduction)
-        if reduction == "mean":
-            self._check_mean(loss, weight)
+        self._check_loss(loss, weight, reduction)
         nothing = reduction == "mean" and not weight
         self._sums.check()
         self._check_scale(scale)
@@ -326,18 +326,14 @@ class GradientSync(UserLoopMethods):
 
         Returns:
             "model": as `model.state_dict()` of the model without gradsync. "optimizer": of the one
-            optimizer, or a list; None if there is none. "strategy": what it keeps between steps.
+            optimizer, or a list; None if there is none. "kinds": classes of optimizers.
+            "strategy": its name, and what it keeps between steps.
+
+        Raises:
+            ConfigError: between `backward` and `step`.
         """
-        replica, optimizers = self._replica, None
-        if optimizer is not None:
-            replica.gather(optimizer)
-            states = [deepcopy(each.state_dict()) for each in each_optimizer(optimizer)]
-            optimizers = states if isinstance(optimizer, Sequence) else states[0]
-        strategy = {name: tensor.clone() for name, tensor in replica.state_tensors().items()}
-        weights = replica.full_weights()
-        if optimizer is not None:
-            replica.scatter(optimizer)
-        return {"model": weights, "optimizer": optimizers, "strategy": strategy}
+        self._refuse_in_step("state_dict")
+        return whole_state(self._replica, optimizer)
 
     def load_state_dict(
         self, state: Mapping[str, Any], optimizer: Optimizers | None = None
@@ -351,29 +347,20 @@ class GradientSync(UserLoopMethods):
             optimizer: as for `state_dict`; None restores weights only.
 
         Raises:
-            ConfigError: `state` has no state of the optimizers, or of another number of them.
+            ConfigError: on all ranks, before anything is loaded: names, shapes, or number or
+                classes of optimizers differ; between `backward` and `step`.
+            RunError: on all ranks, if they were given different states.
         """
-        missing = {"model", "optimizer", "strategy"} - set(state)
-        if missing:
-            raise ConfigError(f"this is no state of sync.state_dict(): it has no {min(missing)!r}")
-        replica = self._replica
-        optimizers = [] if optimizer is None else each_optimizer(optimizer)
-        states: list[Any] = []
-        if optimizer is not None:
-            states = state["optimizer"]
-            states = states if isinstance(states, list) else [states]
-            if None in states or len(states) != len(optimizers):
-                given = 0 if None in states else len(states)
-                raise ConfigError(
-                    f"the state holds {counted(given, 'optimizer')}, load_state_dict() was given "
-                    f"{len(optimizers)}: give both calls the same as sync.step()"
-                )
-        replica.load_full_weights(state["model"])
-        for each, held in zip(optimizers, states, strict=True):
-            each.load_state_dict(deepcopy(held))  # torch would train in the caller's tensors
-        if optimizer is not None:
-            replica.scatter(optimizer)
-        replica.load_state_tensors(state["strategy"])
+        self._refuse_in_step("load_state_dict")
+        load_whole_state(self._replica, self.model, state, optimizer)
+
+    def _refuse_in_step(self, what: str) -> None:
+        self._refuse_if_closed()
+        if self._user_loop.leaves or self._user_loop.pending:
+            raise ConfigError(
+                f"sync.{what}() was called between backward and step, where gradients are "
+                "unfinished sums: call it after sync.step(), or after sync.discard()"
+            )
 
     def synchronize_replicas(self) -> None:
         """Make replicas equal at the end of a run, on all ranks, under strategies that let them

@@ -24,12 +24,21 @@ from gradsync.errors import ConfigError
 
 log = logging.getLogger("gradsync")
 
-_MEAN, _SUM = 1, 2
-"""Values of `reduction` that the node of a loss stores; 0 is none."""
+_NONE, _MEAN, _SUM = 0, 1, 2
+"""Values of `reduction` that the node of a loss stores."""
 _LOOKED_AT = 100
 """Number of a graph's nodes that are searched for losses."""
 _PASSED = ("Add", "Sub", "Neg", "Mul", "Div", "ToCopy", "Clone", "Alias", "View", "Squeeze")
 """Operations between losses and the argument of `backward`: weighted sums, casts, reshapes."""
+
+
+def refuse_other(micro_batch: Any) -> None:
+    """Raise TypeError unless it has a micro-batch's place."""
+    if not hasattr(micro_batch, "is_last") or not hasattr(micro_batch, "index"):
+        raise TypeError(
+            "sync.backward(loss, micro_batch) takes a micro-batch of gs.loader as its second "
+            f"argument, got {type(micro_batch).__name__}; a number of targets goes by weight="
+        )
 
 
 def weight_of(weight: float | Tensor | None, micro_batch: Any) -> float:
@@ -86,35 +95,41 @@ def _zeros(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
     return tuple(None if g is None else torch.zeros_like(g) for g in gradients)
 
 
-class MeanCheck:
-    """Warns, once and on one rank (`said`), if the loss that was passed as a mean is a sum, or is a
-    cross-entropy over another number of targets than its weight.
+class LossCheck:
+    """Warns, once on each rank, of a sum that was passed as a mean, of a mean that was passed as a
+    sum, and of a cross-entropy over another number of targets than its weight.
 
     It reads the autograd graph, by names that torch does not document; the tests go through the
     losses of `torch.nn.functional`. A loss that is not recognised causes no warning. Only the first
     micro-batches are checked, since the form of a program's loss does not change.
     """
 
-    def __init__(self, *, said: bool) -> None:
-        self._left = 8 if said else 0
+    def __init__(self, rank: int) -> None:
+        self._left, self._rank = 8, rank
 
-    def __call__(self, loss: Tensor, weight: float) -> None:
-        """Check a micro-batch's mean `loss`, [], over `weight` targets, before its backward."""
+    def __call__(self, loss: Tensor, weight: float, reduction: str) -> None:
+        """Check a micro-batch's `loss`, [], over `weight` targets, before its backward."""
         if not self._left or weight <= 1:
             return  # the mean of one target is the sum
         self._left -= 1
-        if wrong := _wrong_mean(loss, weight):
+        if wrong := _wrong(loss, weight, reduction):
             self._left = 0
-            log.warning(wrong + " (said once)")
+            log.warning("rank %d: %s (said once)", self._rank, wrong)
 
 
-def _wrong_mean(loss: Tensor, weight: float) -> str:
-    found = list(_torchs_losses(loss))
-    if found and all(reduction == _SUM for _, reduction in found):
+def _wrong(loss: Tensor, weight: float, reduction: str) -> str:
+    if reduction == "sum":
+        if saved(loss.grad_fn, "reduction") != _MEAN:  # not times its count, for example
+            return ""
         return (
-            "this loss is a sum (reduction='sum' in the loss function), but sync.backward takes it "
-            f"as a mean and multiplies it by its {weight:g} targets: leave the loss function's "
-            "reduction out, or write sync.backward(..., reduction='sum')"
+            "this loss is a mean, but reduction='sum' makes sync.backward take it as a sum over "
+            f"{weight:g} targets: leave reduction out"
+        )
+    found = list(_torchs_losses(loss))
+    if found and all(kind == _SUM for _, kind in found):
+        return (
+            "this loss is a sum, but sync.backward takes it as a mean and multiplies it by its "
+            f"{weight:g} targets: take the mean, or write sync.backward(..., reduction='sum')"
         )
     means = [node for node, reduction in found if reduction == _MEAN and "NllLoss" in node.name()]
     if len(means) != 1:
@@ -134,7 +149,12 @@ def _wrong_mean(loss: Tensor, weight: float) -> str:
 def _torchs_losses(loss: Tensor) -> Iterator[tuple[Any, int]]:
     """Nodes of torch's loss functions that `loss`, [], is a weighted sum of, each with its
     reduction."""
-    nodes = [loss.grad_fn]
+    root = loss.grad_fn
+    if root is not None and root.name().startswith("SumBackward"):
+        of = root.next_functions[0][0]
+        if of is not None and saved(of, "reduction") == _NONE:
+            yield of, _SUM
+    nodes = [root]
     for _ in range(_LOOKED_AT):
         node = nodes.pop() if nodes else None
         if node is None:

@@ -27,7 +27,6 @@ import gradsync as gs
 from gradsync.comm.values import all_gather_json
 from gradsync.commands.models.config import PRESETS
 from gradsync.commands.models.gpt import GPT, loss_sum
-from gradsync.sync.replica import replica_of
 
 WARM_UP = 2
 
@@ -79,7 +78,7 @@ def main() -> None:
         timed(sync._parts.reducer.non_finite, "look", spent)
 
         def turn() -> float:
-            replica_of(sync).comm.barrier()
+            sync.replica.comm.barrier()
             began = time.perf_counter()
             for _ in range(steps):
                 sync.backward(
@@ -106,9 +105,9 @@ def main() -> None:
                     with unwatched(session, sync):
                         pair[0] = turn()
             mine.append((pair[0], pair[1]))
-        everyone = all_gather_json(replica_of(sync).comm, mine)
+        everyone = all_gather_json(sync.replica.comm, mine)
         watched_s = sum(on for _, on in mine) * steps / 1e3
-        shares = all_gather_json(replica_of(sync).comm, [watch_s / watched_s, step_s / watched_s])
+        shares = all_gather_json(sync.replica.comm, [watch_s / watched_s, step_s / watched_s])
         if world.is_main:
             off, on = (
                 [max(rank[i][which] for rank in everyone) for i in range(rounds)]

@@ -16,7 +16,6 @@ from gradsync.comm.groups import Groups, communicator
 from gradsync.commands.models.config import GPTConfig, preset
 from gradsync.commands.models.gpt import GPT, loss_sum
 from gradsync.sync.registry import STRATEGIES
-from gradsync.sync.replica import replica_of
 from gradsync.sync.replicate import replicate
 from gradsync.world import World
 
@@ -157,7 +156,7 @@ class Synchronised:
     def update(self) -> float:
         """See `Contestant.update`."""
         result = self.sync.step(self.optimizer)
-        replica_of(self.sync).wait()  # ranks meet before the next step: nothing is left for it
+        self.sync.replica.wait()  # ranks meet before the next step: nothing is left for it
         return result.exposed.seconds()
 
     def close(self) -> None:

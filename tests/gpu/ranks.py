@@ -30,7 +30,6 @@ from gradsync.commands.models.config import GPTConfig
 from gradsync.commands.models.gpt import GPT
 from gradsync.core.torch_private import process_groups
 from gradsync.sync.registry import STRATEGIES
-from gradsync.sync.replica import replica_of
 
 STEPS, LEAVES, TOKENS = 4, 6, 32
 SIZES = {"global_batch_size": 2 * LEAVES, "micro_batch_size": 2, "num_epochs": 1}
@@ -99,7 +98,7 @@ def trained(
                 sync.backward(loss, leaf, reduction="sum")
         shaken()
         sync.step(optimizer, clip_norm=0.5)
-    weights = {name: tensor.cpu() for name, tensor in replica_of(sync).full_weights().items()}
+    weights = {name: tensor.cpu() for name, tensor in sync.replica.full_weights().items()}
     sync.close()
     return weights
 

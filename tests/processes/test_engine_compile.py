@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from gradsync.comm.base import Communicator
 from gradsync.comm.groups import SingleCommunicator, communicator
-from gradsync.sync.replica import replica_of
 from gradsync.sync.replicate import replicate
 from support.rank_session import open_session
 from support.recording import RecordingCommunicator
@@ -60,7 +59,7 @@ def _train(
             optimizer.zero_grad()
         else:
             sync.step(optimizer)
-            replica_of(sync).wait()
+            sync.replica.wait()
     sync.close()
     return _weights(model), comm.operations.total(), sent
 

@@ -23,7 +23,6 @@ from gradsync.errors import ConfigError
 from gradsync.runtime.gloo_group import wait_until_workers_sleep
 from gradsync.sync.fsdp import FsdpReducer
 from gradsync.sync.gradient_sync import GradientSync
-from gradsync.sync.replica import replica_of
 from gradsync.sync.sharded_state import gather_weights
 from support.rank_session import open_session
 from support.sync_cases import (
@@ -73,7 +72,7 @@ def leaf_loss(sync: GradientSync, step: int, index: int) -> tuple[Tensor, int]:
 def do_step(
     sync: GradientSync, optimizer: torch.optim.Optimizer, step: int, num_leaves: int = 6
 ) -> float:
-    mine = share(num_leaves, replica_of(sync).comm.rank, replica_of(sync).comm.world_size)
+    mine = share(num_leaves, sync.replica.comm.rank, sync.replica.comm.world_size)
     for index in mine:
         with sync.micro_step(last=index == mine[-1]):
             loss, weight = leaf_loss(sync, step, index)
@@ -210,10 +209,10 @@ def _save(rank: int, world_size: int, store_path: str) -> Any:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
         do_step(sync, optimizer, 0)
         do_step(sync, optimizer, 1)
-        replica_of(sync).gather(optimizer)
+        sync.replica.gather(optimizer)
         saved = copy.deepcopy(pack_optimizer(optimizer, model.named_parameters()))
-        weights = replica_of(sync).full_weights()
-        replica_of(sync).scatter(optimizer)
+        weights = sync.replica.full_weights()
+        sync.replica.scatter(optimizer)
         elements = sum(
             value.to_local().numel()
             for state in optimizer.state.values()
@@ -221,7 +220,7 @@ def _save(rank: int, world_size: int, store_path: str) -> Any:
             if isinstance(value, DTensor)
         )
         do_step(sync, optimizer, 2)
-        return saved, weights, elements, replica_of(sync).full_weights()
+        return saved, weights, elements, sync.replica.full_weights()
 
 
 def _load(rank: int, world_size: int, store_path: str, saved: Any, weights: Any) -> Any:
@@ -231,11 +230,11 @@ def _load(rank: int, world_size: int, store_path: str, saved: Any, weights: Any)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
         with torch.no_grad():  # an evaluation keeps the root whole: it must not be used again
             sync.forward(torch.ones(2, 6))
-        replica_of(sync).load_full_weights(weights)
+        sync.replica.load_full_weights(weights)
         unpack_optimizer(optimizer, model.named_parameters(), *saved)
-        replica_of(sync).scatter(optimizer)
+        sync.replica.scatter(optimizer)
         do_step(sync, optimizer, 2)
-        return replica_of(sync).full_weights()
+        return sync.replica.full_weights()
 
 
 def test_state_and_weights_move_between_numbers_of_ranks(pool: Any) -> None:

@@ -30,7 +30,6 @@ from gradsync.sync.buckets import at_once, largest_nodes, merges_of, root, share
 from gradsync.sync.build import publishes_later
 from gradsync.sync.options import Recipe
 from gradsync.sync.registry import STRATEGIES
-from gradsync.sync.replica import replica_of
 from gradsync.sync.tree_exchange import TreeExchange
 from support.fork_server import run_forked, torch_ranks
 from support.rank_session import open_session
@@ -236,7 +235,7 @@ def gathered(rank: int, world_size: int, store_path: str) -> list[tuple[Any, lis
                             model(torch.randn(3, 5)).square().sum(), weight=3, reduction="sum"
                         )
                     handle.step(optimizer, clip_norm=0.1)
-                weights = replica_of(handle).full_weights()
+                weights = handle.replica.full_weights()
                 handle.close()
                 kinds = [kind for kind, dtype in sent if dtype == torch.float32]
                 sent.clear()

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import gradsync as gs
 from gradsync.comm.process_group import ProcessGroupCommunicator
-from gradsync.sync.replica import replica_of
 from support.rank_session import open_session
 
 LARGE = 1000
@@ -108,7 +107,7 @@ def _two_models(rank: int, world_size: int, store_path: str) -> list[float]:
             x = torch.ones(4, 6)
             used = models[1](x) if rank == 0 else models[1].first(x)
             handles[1].backward(used.square().sum(), weight=4, reduction="sum")
-        reducer: Any = replica_of(handles[1]).reducer
+        reducer: Any = handles[1].replica.reducer
         for work in reducer._works:
             work._works[0].wait()  # its all-reduce is under way
         metric = torch.full((reducer.buckets[0].plan.numel,), float(rank + 1))

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from gradsync.comm.base import Communicator
 from gradsync.comm.groups import communicator
 from gradsync.sync.gradient_sync import GradientSync
-from gradsync.sync.replica import replica_of
 from gradsync.sync.torch_ddp import TorchDdpReducer, build_powersgd
 from support.rank_session import open_session
 
@@ -68,9 +67,7 @@ def _train(
             lambda *_: gradients.append(model[0].weight.grad.detach().clone())
         )
         if prime:
-            replica_of(sync).prime(
-                lambda: sync.forward(torch.full((1, SIDE), 9.0)).sum().backward()
-            )
+            sync.replica.prime(lambda: sync.forward(torch.full((1, SIDE), 9.0)).sum().backward())
         for step in range(steps):
             seed = 10 * (step % data_seeds) + 2 * rank
             if step == empty_step:
@@ -80,7 +77,7 @@ def _train(
                 _leaf(sync, seed, last=False)
                 _leaf(sync, seed + 1, last=True)
             losses.append(float(sync.step(optimizer).mean_loss) / SIDE)
-        state = replica_of(sync).reducer.hook._state if options is not None else None
+        state = sync.replica.reducer.hook._state if options is not None else None
         size = 0 if state is None else sum(len(p) for p in state.p_memory_dict.values())
         return losses, gradients, [p.detach().clone() for p in model.parameters()], size
 

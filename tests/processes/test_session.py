@@ -517,7 +517,7 @@ with gs.init(threads=1) as world:
         print(codes)
     sync = gs.replicate(model := torch.nn.Linear(4, 4), world)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = replica_of(sync).full_weights()
+    before = sync.replica.full_weights()
     start, (stepped, step) = before["weight"].clone(), os.pipe()
     if world.is_main and (child := os.fork()) == 0:
         os.read(stepped, 1)

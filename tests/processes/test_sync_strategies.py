@@ -16,7 +16,6 @@ from gradsync.comm.groups import communicator, groups
 from gradsync.errors import ConfigError, GradsyncError
 from gradsync.sync.reducer import sum_gradients
 from gradsync.sync.registry import STRATEGIES
-from gradsync.sync.replica import replica_of
 from gradsync.sync.replicate import replicate
 from support.rank_session import open_session
 from support.sync_cases import (
@@ -109,7 +108,7 @@ def _unlike(rank: int, world_size: int, store_path: str, name: str) -> list[str]
         model = nn.Linear(2, 2)
         sync = replicate(model, world, strategy=name)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        whole = replica_of(sync).whole_parameters
+        whole = sync.replica.whole_parameters
         for mistake in ("rate", "plain", "weights")[: 3 if whole else 1]:
             optimizer.param_groups[0]["lr"] = 0.1 * (rank + 1) if mistake == "rate" else 0.1
             if (rank, mistake) == (0, "weights"):

@@ -18,7 +18,6 @@ from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.data.batch_plan import share
 from gradsync.errors import ConfigError
 from gradsync.sync.gradient_sync import GradientSync
-from gradsync.sync.replica import replica_of
 from gradsync.sync.replicate import replicate
 from support.thread_ranks import run_thread_ranks
 
@@ -48,7 +47,7 @@ def on_ranks(build: Callable[[], nn.Module], loop: Loop, world_size: int, **opti
 
 def leaves(sync: GradientSync) -> Iterator[Tensor]:
     """This rank's leaves of a step."""
-    mine = list(share(LEAVES, replica_of(sync).comm.rank, replica_of(sync).comm.world_size))
+    mine = list(share(LEAVES, sync.replica.comm.rank, sync.replica.comm.world_size))
     for index in mine:
         with sync.micro_step(last=index == mine[-1], index=index):
             yield X.split(len(X) // LEAVES)[index]

@@ -17,7 +17,6 @@ from gradsync.errors import GradsyncError
 from gradsync.sync.buckets import Bucket
 from gradsync.sync.engine import Engine
 from gradsync.sync.gradient_sync import GradientSync
-from gradsync.sync.replica import replica_of
 from gradsync.sync.replicate import replicate
 from gradsync.sync.step_metadata import NUM_BINS
 from support.recording import RecordingCommunicator
@@ -29,8 +28,8 @@ TINY_MB = 1e-9
 
 
 def engine_of(sync: GradientSync) -> Engine:
-    assert isinstance(replica_of(sync).reducer, Engine)
-    return replica_of(sync).reducer
+    assert isinstance(sync.replica.reducer, Engine)
+    return sync.replica.reducer
 
 
 def order_of(engine: Engine) -> list[int]:
@@ -166,7 +165,7 @@ def test_a_rank_0_without_a_leaf_learns_later(sync: str) -> None:
 
 
 def _prime(handle: GradientSync) -> None:
-    replica_of(handle).prime(lambda: handle.forward(torch.ones(1, 4)).sum().backward())
+    handle.replica.prime(lambda: handle.forward(torch.ones(1, 4)).sum().backward())
 
 
 def test_prime_learns_without_leaving_anything() -> None:
@@ -277,7 +276,7 @@ def test_bytes_are_what_the_registry_says(sync: str, halves: int) -> None:
             with handle.micro_step(last=True):
                 handle.backward(model(torch.ones(1, 64)).sum(), weight=1, reduction="sum")
             handle.step(optimizer)
-            replica_of(handle).wait()
+            handle.replica.wait()
             sent.append(comm.sent_bytes + comm.ring_bytes() - before)
         handle.close()
         return sent[-1]

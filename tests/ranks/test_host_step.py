@@ -22,7 +22,6 @@ from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
 from gradsync.comm.shared_memory.segment import SharedMemoryError
 from gradsync.errors import ConfigError
 from gradsync.sync.gradient_sync import GradientSync
-from gradsync.sync.replica import replica_of
 from gradsync.sync.replicate import replicate
 from gradsync.sync.shared_memory import SharedMemoryExchange, SharedMemoryShards
 from gradsync.sync.watch import why_not_now
@@ -107,8 +106,8 @@ def assert_equal(left: Any, right: Any) -> None:
 
 
 def was_divided(sync: GradientSync) -> bool:
-    assert isinstance(replica_of(sync).reducer.shards, SharedMemoryShards)
-    return bool(replica_of(sync).reducer.shards._updates)
+    assert isinstance(sync.replica.reducer.shards, SharedMemoryShards)
+    return bool(sync.replica.reducer.shards._updates)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -143,7 +142,7 @@ def test_no_rank_goes_on_before_all_have_written_their_shares() -> None:
         seen = copy.deepcopy(model.state_dict())
         gone_on.set()
         assert was_divided(sync)
-        replica_of(sync).comm.barrier()
+        sync.replica.comm.barrier()
         return seen, copy.deepcopy(model.state_dict())
 
     with mock.patch.object(torch.optim.SGD, "step", step_late):
@@ -169,7 +168,7 @@ def test_a_loaded_state_is_taken_in() -> None:
 
     def load_and_say(sync: GradientSync, optimizer: torch.optim.Optimizer) -> None:
         load(sync, optimizer)
-        replica_of(sync).scatter(optimizer)
+        sync.replica.scatter(optimizer)
 
     def clear(_: GradientSync, optimizer: torch.optim.Optimizer) -> None:
         optimizer.state.clear()
@@ -264,7 +263,7 @@ def test_betas_that_change_at_every_step_cost_nothing() -> None:
         sync = replicate(model, comm=ProcessGroupCommunicator(group))
         optimizer = OPTIMIZERS["adamw"](model.parameters())
         one_step(sync, optimizer, 0, rank)
-        (update,) = replica_of(sync).reducer.shards._updates.values()
+        (update,) = sync.replica.reducer.shards._updates.values()
         update._shared._make_room = mock.Mock(side_effect=AssertionError("tried again"))
         optimizer.param_groups[0] |= {"betas": (0.8, 0.99), "lr": 0.5, "weight_decay": 0.02}
         one_step(sync, optimizer, 1, rank)
@@ -428,13 +427,13 @@ def test_models_over_one_group_share_a_communicator_which_ends_with_the_last() -
     def work(_: int, group: dist.ProcessGroup) -> None:
         comm = ProcessGroupCommunicator(group)
         handles = [replicate(nn.Linear(3, 3), comm=comm) for _ in range(2)]
-        shared = replica_of(handles[0]).comm
+        shared = handles[0].replica.comm
         assert isinstance(shared, SharedMemoryCommunicator)
-        assert replica_of(handles[1]).comm is shared
+        assert handles[1].replica.comm is shared
         handles[0].close()
         shared.barrier()
         handles[1].close()
-        assert replica_of(replicate(nn.Linear(3, 3), comm=comm)).comm is not shared
+        assert replicate(nn.Linear(3, 3), comm=comm).replica.comm is not shared
 
     run_thread_ranks(work, 2)
 
@@ -451,7 +450,7 @@ def test_too_little_memory_for_buckets_leaves_messages(sync: str) -> None:
         comm.allocate = full
         model = Net()
         sync_ = replicate(model, comm=comm, strategy=sync)
-        assert not isinstance(replica_of(sync_).reducer.shards, SharedMemoryShards)
+        assert not isinstance(sync_.replica.reducer.shards, SharedMemoryShards)
         optimizer = OPTIMIZERS["adamw"](model.parameters())
         one_step(sync_, optimizer, 0, rank)
         found = copy.deepcopy(model.state_dict())
@@ -489,7 +488,7 @@ def test_zero1_adds_in_shared_memory() -> None:
     def work(rank: int, group: dist.ProcessGroup) -> Any:
         model = Net()
         sync = replicate(model, comm=ProcessGroupCommunicator(group), strategy="zero1")
-        assert isinstance(replica_of(sync).reducer.exchange, SharedMemoryExchange)
+        assert isinstance(sync.replica.reducer.exchange, SharedMemoryExchange)
         optimizer = OPTIMIZERS["adamw"](model.parameters())
         for leaves in (1, 3 - rank, 2 + rank):
             for leaf in range(leaves):
@@ -631,11 +630,11 @@ def test_memory_goes_with_who_uses_it() -> None:
     def work(rank: int, group: dist.ProcessGroup) -> None:
         model = Net()
         sync = replicate(model, comm=ProcessGroupCommunicator(group))
-        assert replica_of(sync).comm._regions == []
+        assert sync.replica.comm._regions == []
         assert model.scale.untyped_storage().nbytes() == 4  # saved alone, it is that
         optimizer = OPTIMIZERS["adamw"](model.parameters())
         one_step(sync, optimizer, 0, rank)
-        (update,) = replica_of(sync).reducer.shards._updates.values()
+        (update,) = sync.replica.reducer.shards._updates.values()
         memory = weakref.ref(update._shared)
         del update, optimizer
         gc.collect()
@@ -651,8 +650,8 @@ def test_one_copy_of_the_weights_takes_in_loaded_ones() -> None:
         sync = replicate(model, comm=ProcessGroupCommunicator(group), weights="shared")
         optimizer = OPTIMIZERS["sgd"](model.parameters())
         one_step(sync, optimizer, 0, rank)
-        saved = {name: tensor * 0.5 for name, tensor in replica_of(sync).full_weights().items()}
-        replica_of(sync).load_full_weights(saved)
+        saved = {name: tensor * 0.5 for name, tensor in sync.replica.full_weights().items()}
+        sync.replica.load_full_weights(saved)
         one_step(sync, optimizer, 1, rank)
         sync.close()
 

@@ -24,7 +24,6 @@ from gradsync.runtime.store import wait_until
 from gradsync.sync import late_update, zero
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.reducer import Stopwatch
-from gradsync.sync.replica import replica_of
 from gradsync.sync.replicate import replicate
 from gradsync.sync.sharded_state import ShardedBucket
 from support.engine_cases import pretend_hosts
@@ -81,26 +80,26 @@ class Trained:
     @property
     def waits(self) -> bool:
         """Whether updates of weights are still to be made."""
-        weights = getattr(replica_of(self.sync).reducer.shards, "_weights", None)
+        weights = getattr(self.sync.replica.reducer.shards, "_weights", None)
         return weights is not None and bool(weights._works)
 
     def state(self) -> list[Tensor]:
-        replica_of(self.sync).gather(self.optimizer)
+        self.sync.replica.gather(self.optimizer)
         entries = self.optimizer.state.values()
         state = [v for entry in entries for v in entry.values() if isinstance(v, Tensor)]
         return [t.detach().clone() for t in (*self.model.parameters(), *state)]
 
 
 READS: dict[str, Callable[[Trained], Tensor]] = {
-    "full_weights": lambda t: replica_of(t.sync).full_weights()["third.weight"],
+    "full_weights": lambda t: t.sync.replica.full_weights()["third.weight"],
     "gather": lambda t: (
-        replica_of(t.sync).gather(t.optimizer),
+        t.sync.replica.gather(t.optimizer),
         t.optimizer.state[t.held]["exp_avg"],
     )[1],
     "check_replicas": lambda t: (t.sync.check_replicas(), t.held)[1],
     "evaluation": lambda t: t.model(torch.eye(6)),
     "inference mode": lambda t: inferred(t.model),
-    "wait": lambda t: (replica_of(t.sync).wait(), t.held)[1],
+    "wait": lambda t: (t.sync.replica.wait(), t.held)[1],
 }
 """How `gradsync train` reads weights and state between two steps."""
 
@@ -120,7 +119,7 @@ def test_who_reads_between_steps_finds_the_update_done(way: str, sync: str) -> N
         assert trained.waits is late
         read = READS[way](trained).detach().clone()
         if way == "gather":
-            replica_of(trained.sync).scatter(trained.optimizer)
+            trained.sync.replica.scatter(trained.optimizer)
         trained.step(2, range(rank, rank + 1))
         found = [read, *trained.state()]
         trained.sync.close()
@@ -188,7 +187,7 @@ def test_options_of_the_step_hold_for_its_update() -> None:
     def work(_: int, group: dist.ProcessGroup, late: bool) -> list[Tensor]:
         trained = Trained(group, overlap_publish=late)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(trained.optimizer, 0.3)
-        rank = replica_of(trained.sync).comm.rank
+        rank = trained.sync.replica.comm.rank
         for number in range(3):
             trained.step(number, range(rank, rank + 1))
             scheduler.step()
@@ -329,9 +328,9 @@ def test_weights_that_never_come_can_be_loaded_after_close(
         trained = Trained(group, sync=sync)
         saved = {name: t.clone() for name, t in trained.model.state_dict().items()}
         trained.step(0, range(rank, rank + 1))
-        replica_of(trained.sync).reducer.shards._weights._works[0] = Lost()
+        trained.sync.replica.reducer.shards._weights._works[0] = Lost()
         with pytest.raises(RunError, match="closed by peer"):
-            replica_of(trained.sync).wait()
+            trained.sync.replica.wait()
         assert trained.waits
         trained.sync.close()
         trained.sync.close()
@@ -357,7 +356,7 @@ def test_gathered_copies_go_when_weights_have_come() -> None:
 
         with patch.object(ShardedBucket, "gather", watched) if rank == 0 else nullcontext():
             trained.step(0, range(rank, rank + 1))
-        replica_of(trained.sync).wait()
+        trained.sync.replica.wait()
         gc.collect()
         # Gloo's thread lets go of what it has sent when it next gets the processor.
         gone = wait_until(lambda: all(b() is None for b in buffers), time.monotonic() + 10)
@@ -425,7 +424,7 @@ def test_an_optimizer_that_keeps_nothing_has_no_entries() -> None:
         trained = Trained(group)
         trained.optimizer = torch.optim.SGD(trained.model.parameters(), lr=0.1)
         trained.step(0, range(rank, rank + 1))
-        replica_of(trained.sync).wait()
+        trained.sync.replica.wait()
         found = len(trained.optimizer.state)
         trained.sync.close()
         return found

@@ -16,7 +16,6 @@ from gradsync.comm.groups import SingleCommunicator
 from gradsync.errors import ConfigError
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.registry import STRATEGIES
-from gradsync.sync.replica import replica_of
 from gradsync.sync.replicate import replicate
 from support.engine_cases import MicroBatch
 from support.sync_cases import on_handles
@@ -264,7 +263,7 @@ def test_plain_backwards_in_micro_step_are_refused(name: str) -> None:
     ones."""
 
     def work(sync: GradientSync, _: Any) -> str:
-        last = replica_of(sync).comm.rank == 2
+        last = sync.replica.comm.rank == 2
         with sync.micro_step(last=last), pytest.raises(ConfigError) as caught:
             sync.model(X).sum().backward()
         return str(caught.value)
@@ -277,7 +276,7 @@ def test_plain_backwards_in_micro_step_are_refused(name: str) -> None:
 @pytest.mark.parametrize("collective", ["auto", "backend"])
 def test_a_skipped_step_is_named(name: str, collective: str) -> None:
     def work(sync: GradientSync, _: Any) -> None:
-        first = 2 * replica_of(sync).comm.rank
+        first = 2 * sync.replica.comm.rank
         for leaf in (MicroBatch(first, False, 4), MicroBatch(first + 1, True, 4)):
             sync.backward(sync.model(X).sum(), leaf, reduction="sum")
         loss = sync.model(X).sum()
@@ -429,7 +428,7 @@ def test_a_failed_backward_is_thrown_away(
     def work(
         sync: GradientSync, optimizer: Any, steps: tuple[int, ...]
     ) -> tuple[Tensor, list[bool]]:
-        model, rank = sync.model, replica_of(sync).comm.rank
+        model, rank = sync.model, sync.replica.comm.rank
         discarded = []
         for step in steps:
             try:
@@ -471,7 +470,7 @@ def test_leaves_can_be_thrown_away(name: str) -> None:
 @every_strategy
 def test_a_failed_backward_in_a_loop_of_ones_own(name: str) -> None:
     def work(sync: GradientSync, optimizer: Any) -> tuple[Tensor, Tensor | None]:
-        model, rank = sync.model, replica_of(sync).comm.rank
+        model, rank = sync.model, sync.replica.comm.rank
         model.left[0] = int(rank == 1)
         loss = model(X * (rank + 1)).square().sum()
         if rank == 1:
@@ -504,7 +503,7 @@ def test_a_rank_whose_forward_failed_discards(name: str, own: bool) -> None:
     """In the first step, before anything tells which of the two ways the program goes."""
 
     def work(sync: GradientSync, optimizer: Any) -> Tensor:
-        model, rank = sync.model, replica_of(sync).comm.rank
+        model, rank = sync.model, sync.replica.comm.rank
         before = model[0].weight.detach().clone()
         if rank == 1:
             sync.discard()
@@ -534,7 +533,7 @@ def test_sync_batch_norm_meets_once_a_backward_under_no_sync() -> None:
             return self.c(hidden) + (self.d(hidden) if both else 0.0)
 
     def work(sync: GradientSync, _: Any) -> None:
-        both = replica_of(sync).comm.rank == 0
+        both = sync.replica.comm.rank == 0
         with sync.no_sync():
             sync.model(X, both).square().sum().backward()
         sync.model(X, both).square().sum().backward()

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.errors import ConfigError, RunError
 from gradsync.sync.gradient_sync import GradientSync
-from gradsync.sync.replica import replica_of
 from gradsync.sync.replicate import replicate
 from support.engine_cases import global_random_state
 from support.recording import RecordingCommunicator
@@ -269,7 +268,7 @@ def test_no_sync_adds_up(name: str, overlap: bool) -> None:
             for turn in (0, 1):
                 with sync.no_sync():
                     loss_of(sync.model, rank, turn).backward()
-            for parameter in replica_of(sync).reducer.parameters:
+            for parameter in sync.replica.reducer.parameters:
                 assert parameter.grad is not None
                 parameter.grad.mul_(0.5)
             loss_of(sync.model, rank, 2).backward()
@@ -308,7 +307,7 @@ def test_the_flag_of_one_model_in_a_list_counts() -> None:
     def train(sync: GradientSync, _: Any) -> list[float]:
         first, second = sync.model
         first.require_backward_grad_sync = False
-        (second(first(torch.ones(1, 1))) * (1.0 + replica_of(sync).comm.rank)).sum().backward()
+        (second(first(torch.ones(1, 1))) * (1.0 + sync.replica.comm.rank)).sum().backward()
         early = second.bias.grad.item()
         first.require_backward_grad_sync = True
         second(first(torch.ones(1, 1))).sum().backward()
@@ -385,10 +384,10 @@ def test_gradients_put_there_by_hand_are_averaged(name: str) -> None:
     def loop(rank: int, sync: GradientSync, optimizer: Any) -> list[Tensor]:
         found = []
         for step in range(2):
-            for parameter in replica_of(sync).reducer.parameters:
+            for parameter in sync.replica.reducer.parameters:
                 parameter.grad = torch.full_like(parameter, float(rank + step))
             optimizer.step()
-            found.append(replica_of(sync).reducer.parameters[0].grad.clone())
+            found.append(sync.replica.reducer.parameters[0].grad.clone())
         return found
 
     for first, second in on_ranks(name, loop):
@@ -447,7 +446,7 @@ def test_what_is_left_over_after_buckets_are_laid_out_anew(name: str) -> None:
         model.zero_grad()
         options = {} if name == "ring" else {"collective": "backend"}
         sync = replicate(model, strategy=name, comm=ProcessGroupCommunicator(group), **options)
-        before = replica_of(sync).reducer.buckets
+        before = sync.replica.reducer.buckets
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         loss_of(model, rank, 0).backward()
         optimizer.step()
@@ -455,7 +454,7 @@ def test_what_is_left_over_after_buckets_are_laid_out_anew(name: str) -> None:
             optimizer.zero_grad()
             loss_of(model, rank, 1).backward()
         optimizer.step()
-        found = replica_of(sync).reducer.buckets is not before, gradients(model)
+        found = sync.replica.reducer.buckets is not before, gradients(model)
         sync.close()
         return found
 
@@ -511,14 +510,14 @@ def steps_another_models_optimizer(rank: int, sync: GradientSync, optimizer: Any
 @program
 def calls_backward_in_a_closure(rank: int, sync: GradientSync, _: Any) -> None:
     """LBFGS calls it inside of its step, several times, alike on all ranks."""
-    optimizer = torch.optim.LBFGS(replica_of(sync).reducer.parameters, max_iter=4)
+    optimizer = torch.optim.LBFGS(sync.replica.reducer.parameters, max_iter=4)
 
     def closure() -> Tensor:
         optimizer.zero_grad()
         loss = loss_of(sync.model, rank)
         loss.backward()
         total = loss.detach().clone()  # it needs the global loss, too
-        replica_of(sync).comm.all_reduce(total).wait()
+        sync.replica.comm.all_reduce(total).wait()
         return total / WORLD_SIZE
 
     for _ in range(2):

@@ -23,7 +23,6 @@ from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.options import DilocoOptions, LocalSgdOptions
 from gradsync.sync.periodic import AloneReducer, DilocoReplicas, LocalSgdReplicas
 from gradsync.sync.reducer import NaiveReducer
-from gradsync.sync.replica import replica_of
 from gradsync.sync.step import Optimizers, StepResult
 from support.recording import RecordingCommunicator
 from support.thread_ranks import run_thread_ranks
@@ -98,7 +97,7 @@ def train(
     """A user's loop, on one rank."""
     results = []
     for step in steps:
-        for index in shares.of(replica_of(sync).comm.rank, replica_of(sync).comm.world_size):
+        for index in shares.of(sync.replica.comm.rank, sync.replica.comm.world_size):
             loss = leaf_loss(sync.model, step, index, shares)
             sync.backward(loss, weight=shares.weight(index), reduction="sum")
         results.append(sync.step(optimizer))
@@ -268,7 +267,7 @@ def test_a_state_dict_in_mid_round_says_whose_weights_it_holds(
             sync.model.state_dict()
             sync.model.state_dict()  # said once
         copy.deepcopy(sync.model).state_dict()
-        replica_of(sync).full_weights()
+        sync.replica.full_weights()
         sync.model.state_dict()
         sync.close()
 
@@ -377,21 +376,21 @@ def test_a_checkpoint_in_mid_round_resumes_to_the_same_bits(kind: str, with_stat
         sync = handle(kind, comm, inner_steps=3)
         optimizer = adamw(sync.model)
         train(sync, optimizer, range(4), UNEVEN)
-        replica_of(sync).gather(optimizer)
+        sync.replica.gather(optimizer)
         weights, inner = weights_of(sync.model), copy.deepcopy(optimizer.state_dict())
-        outer = {name: tensor.clone() for name, tensor in replica_of(sync).state_tensors().items()}
-        replica_of(sync).scatter(optimizer)
+        outer = {name: tensor.clone() for name, tensor in sync.replica.state_tensors().items()}
+        sync.replica.scatter(optimizer)
         again = handle(kind, comm, inner_steps=3)
         optimizer_again = adamw(again.model)
         if kind == "diloco":
             again.model.load_state_dict(weights)  # past the reducer, as a checkpoint loader may
         else:
-            replica_of(again).load_full_weights(weights)
+            again.replica.load_full_weights(weights)
         optimizer_again.load_state_dict(inner)
-        replica_of(again).load_state_tensors(outer if with_state else {})
+        again.replica.load_state_tensors(outer if with_state else {})
         train(sync, optimizer, range(4, 9), UNEVEN)
         train(again, optimizer_again, range(4, 9), UNEVEN)
-        return [replica_of(sync).full_weights(), replica_of(again).full_weights()]
+        return [sync.replica.full_weights(), again.replica.full_weights()]
 
     results = on_ranks(work, 3)
     for went_on, resumed in results:
@@ -424,21 +423,21 @@ def test_a_checkpoint_gives_rank_0s_memory_to_all() -> None:
 
 def test_outer_momentum_by_name() -> None:
     sync = handle("diloco", SingleCommunicator(), inner_steps=1)
-    assert replica_of(sync).state_tensors() == {}  # no meeting yet
+    assert sync.replica.state_tensors() == {}  # no meeting yet
     train(sync, sgd(sync.model), [0], UNEVEN)
-    saved = replica_of(sync).state_tensors()
+    saved = sync.replica.state_tensors()
     names = ("0.weight", "2.weight", "2.bias")  # the frozen one has none
     assert list(saved) == [f"outer_momentum/{name}" for name in names]
     assert saved["outer_momentum/0.weight"].shape == (4, 5)
     other = handle("diloco", SingleCommunicator())
     with pytest.raises(CheckpointError, match=r"'2\.bias' is missing, expected \(3,\)"):
-        replica_of(other).load_state_tensors(
+        other.replica.load_state_tensors(
             {n: t for n, t in saved.items() if not n.endswith("2.bias")}
         )
     with pytest.raises(
         CheckpointError, match=r"'0\.weight' is of shape \(20,\), expected \(4, 5\)"
     ):
-        replica_of(other).load_state_tensors({n: t.reshape(-1) for n, t in saved.items()})
+        other.replica.load_state_tensors({n: t.reshape(-1) for n, t in saved.items()})
 
 
 @pytest.mark.parametrize(

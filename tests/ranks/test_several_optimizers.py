@@ -21,7 +21,6 @@ from gradsync.data.batch_plan import share
 from gradsync.errors import ConfigError
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.registry import STRATEGIES
-from gradsync.sync.replica import replica_of
 from gradsync.sync.replicate import replicate
 from gradsync.sync.shared_memory import SharedMemoryShards
 from support.engine_cases import global_random_state, raw
@@ -93,7 +92,7 @@ def train(
     if saved is not None:
         for part, state in zip([model, *parts], saved, strict=True):
             part.load_state_dict(copy.deepcopy(state))
-        replica_of(sync).scatter(optimizers)
+        sync.replica.scatter(optimizers)
     for step in steps:
         for index, last in leaves_of(comm):
             with sync.micro_step(last=last, index=index):
@@ -104,16 +103,16 @@ def train(
         for scheduler in parts[len(optimizers) :]:
             scheduler.step()
         assert all(parameter.grad is None for parameter in model.parameters())
-    held = replica_of(sync).sharded_state_dict(optimizers)
+    held = sync.replica.sharded_state_dict(optimizers)
     if held is None:
         sync.check_replicas(optimizers)
     else:  # each rank's share, into a checkpoint and back
-        replica_of(sync).load_sharded_state_dict(
+        sync.replica.load_sharded_state_dict(
             optimizers, {p: copy.deepcopy(state) for p, (_, state) in held.items()}
         )
-    replica_of(sync).gather(optimizers)
+    sync.replica.gather(optimizers)
     found = copy.deepcopy([part.state_dict() for part in (model, *parts)])
-    replica_of(sync).scatter(optimizers)
+    sync.replica.scatter(optimizers)
     sync.close()
     return found
 
@@ -142,7 +141,7 @@ def test_elementwise_optimizers_share_the_step_out() -> None:
         for step in range(2):
             sync.backward(model(x_of(step, rank)).square().sum(), weight=3, reduction="sum")
             sync.step(optimizers)
-        shards = replica_of(sync).reducer.shards
+        shards = sync.replica.reducer.shards
         assert isinstance(shards, SharedMemoryShards)
         updates = [shards._updates[optimizer] for optimizer in optimizers]
         sync.close()
@@ -213,7 +212,7 @@ def test_what_is_no_list_of_optimizers(wrong: Any, message: str) -> None:
 def test_muon_cannot_be_shared_out(name: str) -> None:
     def work(sync: GradientSync, _: Any) -> str:
         sync.backward(
-            sync.model(x_of(0, replica_of(sync).comm.rank)).square().sum(),
+            sync.model(x_of(0, sync.replica.comm.rank)).square().sum(),
             weight=3,
             reduction="sum",
         )
@@ -228,7 +227,7 @@ def test_muon_cannot_be_shared_out(name: str) -> None:
 
 def test_ranks_that_differ_in_one_of_them() -> None:
     def work(sync: GradientSync, _: Any) -> None:
-        rank = replica_of(sync).comm.rank
+        rank = sync.replica.comm.rank
         optimizers = adam_and_sgd(sync.model)
         optimizers[1].param_groups[0]["lr"] = 0.1 * (rank + 1)
         sync.backward(sync.model(x_of(0, rank)).square().sum(), weight=3, reduction="sum")
@@ -241,7 +240,7 @@ def test_ranks_that_differ_in_one_of_them() -> None:
 def test_one_copy_of_the_weights_needs_shares() -> None:
     def work(sync: GradientSync, _: Any) -> None:
         sync.backward(
-            sync.model(x_of(0, replica_of(sync).comm.rank)).square().sum(),
+            sync.model(x_of(0, sync.replica.comm.rank)).square().sum(),
             weight=3,
             reduction="sum",
         )

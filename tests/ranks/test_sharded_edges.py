@@ -20,7 +20,6 @@ from gradsync.errors import ConfigError
 from gradsync.sync.build import build_engine
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.options import Recipe
-from gradsync.sync.replica import replica_of
 from gradsync.sync.sharded_optimizer import ShardedOptimizer, layout_of
 from support.thread_ranks import run_thread_ranks
 
@@ -245,7 +244,7 @@ def train_in_parts(
         assert all(parameter.grad is None for parameter in model.parameters())
     states: list[State] = []
     for optimizer in parts:
-        replica_of(sync).gather(optimizer)
+        sync.replica.gather(optimizer)
         states.append({number: optimizer.state[p] for number, p in enumerate(optimizer.state)})
     sync.close()
     return [parameter.detach().clone() for parameter in model.parameters()], states

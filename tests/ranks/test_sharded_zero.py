@@ -24,7 +24,6 @@ from gradsync.sync.build import build_engine
 from gradsync.sync.engine import Engine
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.options import Recipe
-from gradsync.sync.replica import replica_of
 from gradsync.sync.replicate import replicate
 from gradsync.sync.zero import ZeroShards
 from support.engine_cases import pretend_hosts
@@ -56,7 +55,7 @@ def make(comm: Communicator, recipe: Recipe) -> tuple[GradientSync, Any]:
 
 
 def do_step(sync: GradientSync, optimizer: Any, step: int, *, leaves: int = 5) -> None:
-    mine = share(leaves, replica_of(sync).comm.rank, replica_of(sync).comm.world_size)
+    mine = share(leaves, sync.replica.comm.rank, sync.replica.comm.world_size)
     for index in mine:
         inputs, targets = leaf_of(step, index)
         with sync.micro_step(last=index == mine[-1], index=index):
@@ -121,14 +120,14 @@ def sent_in_a_step(
         )
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         for step in range(2):
-            replica_of(handle).wait()
+            handle.replica.wait()
             before, rings = comm.sent_to.copy(), comm.ring_bytes()
             with handle.micro_step(last=True, index=rank):
                 handle.backward(
                     model(torch.ones(1, 64) + rank + step).sum(), weight=1, reduction="sum"
                 )
             handle.step(optimizer, clip_norm=clip)
-        replica_of(handle).wait()
+        handle.replica.wait()
         sent, rings = comm.sent_to - before, comm.ring_bytes() - rings
         handle.close()
         inside = sum(size for peer, size in sent.items() if peer // local == rank // local)
@@ -162,7 +161,7 @@ def test_owners_stay_when_shares_of_leaves_change() -> None:
         for step, leaves in enumerate((4, 5, 8, 3)):
             do_step(sync, optimizer, step, leaves=leaves)
         sync.close()
-        return replica_of(sync).full_weights()
+        return sync.replica.full_weights()
 
     expected = train(SingleCommunicator(), Recipe(order="invariant"))
     for got in run_thread_ranks(lambda _, g: train(ProcessGroupCommunicator(g), ZERO1), 4):
@@ -182,28 +181,28 @@ def test_checkpoints_gather_scatter_and_load(recipe: Recipe) -> None:
         for step in range(4):
             do_step(sync, optimizer, step)
             if step == 1:
-                replica_of(sync).gather(optimizer)
+                sync.replica.gather(optimizer)
                 saved = pack_optimizer(optimizer, sync.model.named_parameters())
                 saved = ({k: v.clone() for k, v in saved[0].items()}, saved[1])
-                weights = {k: v.clone() for k, v in replica_of(sync).full_weights().items()}
+                weights = {k: v.clone() for k, v in sync.replica.full_weights().items()}
                 if comm.rank == 0:
                     bits.extend([saved, weights])
-                replica_of(sync).scatter(optimizer)
+                sync.replica.scatter(optimizer)
                 assert not optimizer.state
         sync.close()
-        return replica_of(sync).full_weights()
+        return sync.replica.full_weights()
 
     def resumed(comm: Communicator) -> dict[str, Tensor]:
         sync, optimizer = make(comm, recipe)
         saved, weights = bits
-        replica_of(sync).load_full_weights(weights)
+        sync.replica.load_full_weights(weights)
         unpack_optimizer(optimizer, sync.model.named_parameters(), *saved)
-        replica_of(sync).scatter(optimizer)
+        sync.replica.scatter(optimizer)
         assert not optimizer.state
         for step in (2, 3):
             do_step(sync, optimizer, step)
         sync.close()
-        return replica_of(sync).full_weights()
+        return sync.replica.full_weights()
 
     expected = run_thread_ranks(lambda _, g: undisturbed(ProcessGroupCommunicator(g)), first)[0]
     for world_size in (2, 3, first):
@@ -223,9 +222,9 @@ def test_a_state_dict_without_the_state_is_refused(recipe: Recipe, world_size: i
         do_step(sync, optimizer, 0)
         with pytest.raises(ConfigError, match=r"would hold none of it: call sync\.gather\(opt"):
             optimizer.state_dict()
-        replica_of(sync).gather(optimizer)
+        sync.replica.gather(optimizer)
         assert optimizer.state_dict()["state"]
-        replica_of(sync).scatter(optimizer)
+        sync.replica.scatter(optimizer)
         sync.close()
 
     run_thread_ranks(train, world_size)
@@ -241,10 +240,10 @@ def test_a_group_that_is_added_on_the_way_is_trained(recipe: Recipe) -> None:
             if step == 2:
                 optimizer.add_param_group({"params": rest, "lr": 0.1})
             do_step(sync, optimizer, step)
-        replica_of(sync).gather(optimizer)
+        sync.replica.gather(optimizer)
         assert [float(s["step"]) for s in optimizer.state.values()] == [4.0, 2.0, 2.0]
         sync.close()
-        return replica_of(sync).full_weights()
+        return sync.replica.full_weights()
 
     expected = train(SingleCommunicator(), Recipe(order="invariant"))
     for got in run_thread_ranks(lambda _, g: train(ProcessGroupCommunicator(g), recipe), 2):
@@ -259,7 +258,7 @@ def test_whole_gradients_do_not_outlive_backward_in_zero2() -> None:
     def work(comm: Communicator) -> tuple[int, int]:
         sync, optimizer = make(comm, ZERO2)
         kept = []
-        reducer = replica_of(sync).reducer
+        reducer = sync.replica.reducer
         assert isinstance(reducer, Engine)
         assert isinstance(reducer.shards, ZeroShards)
         update = reducer.shards.update
@@ -299,7 +298,7 @@ def test_a_hook_sees_whole_new_weights_and_may_raise(way: str) -> None:
         sync = replicate(model, comm=ProcessGroupCommunicator(group), **_WAYS[way])
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
         seen: list[Tensor] = []
-        raises = replica_of(sync).comm.rank == 0
+        raises = sync.replica.comm.rank == 0
 
         def look(*_: Any) -> None:
             nonlocal raises
@@ -364,10 +363,10 @@ def test_state_that_is_loaded_between_steps_counts(way: str, how: str) -> None:
         for step in range(3):
             do_step(sync, optimizer, step)
             if step == 0 or (step == 2 and how == "gathered and left"):
-                replica_of(sync).gather(optimizer)
+                sync.replica.gather(optimizer)
                 saved = copy.deepcopy(optimizer.state_dict())
                 if how != "gathered and left":
-                    replica_of(sync).scatter(optimizer)
+                    sync.replica.scatter(optimizer)
         if how == "loaded":
             optimizer.load_state_dict(saved)
         elif how == "a new dict":
@@ -376,7 +375,7 @@ def test_state_that_is_loaded_between_steps_counts(way: str, how: str) -> None:
         found = [p.detach().clone() for p in model.parameters()]
         # A copy left there would be saved later, stale.
         assert way == "whole" or not any(optimizer.state.values())
-        replica_of(sync).gather(optimizer)
+        sync.replica.gather(optimizer)
         found += [state["step"] for state in optimizer.state_dict()["state"].values()]
         sync.close()
         return found

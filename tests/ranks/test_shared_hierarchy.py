@@ -27,7 +27,6 @@ from gradsync.sync.buckets import Bucket
 from gradsync.sync.engine import Engine
 from gradsync.sync.exchange import OverHosts
 from gradsync.sync.layout import BucketPlan, Slot
-from gradsync.sync.replica import replica_of
 from gradsync.sync.replicate import replicate
 from support.comm_cases import FLOATS, INTEGERS, OPS, check_all, lengths, rank_input
 from support.engine_cases import PROBLEMS, Way, groups_of, pretend_hosts, train
@@ -141,7 +140,7 @@ def test_buckets_lie_in_memory_of_the_host() -> None:
         for _ in range(3):  # after the first one buckets are laid out in the order seen
             sync.backward(model(torch.full((1, 8), rank + 1.0)).sum(), weight=1, reduction="sum")
             sync.step(optimizer)
-        engine = replica_of(sync).reducer
+        engine = sync.replica.reducer
         assert isinstance(engine, Engine)
         assert isinstance(engine.exchange, OverHosts)
         host = engine.exchange.host

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.sync.registry import STRATEGIES
-from gradsync.sync.replica import replica_of
 from gradsync.sync.replicate import replicate
 from support.engine_cases import pretend_hosts
 from support.thread_ranks import run_thread_ranks
@@ -62,7 +61,7 @@ def one_step(rank: int, group: dist.ProcessGroup, name: str) -> Phases:
     groups: dict[str, Any] = {"groups": pretend_hosts(comm, 1)} if name == "hierarchical" else {}
     sync = replicate(model, strategy=name, comm=comm, **groups)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    reducer, shards, found = replica_of(sync).reducer, replica_of(sync).reducer.shards, {}
+    reducer, shards, found = sync.replica.reducer, sync.replica.reducer.shards, {}
     launch, reduce, clip, publish = reducer.launch, reducer.reduce, shards.clip, shards.publish
 
     def copies() -> list[Tensor | None]:

@@ -15,7 +15,6 @@ from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.errors import ConfigError, DriftError, GradsyncError, RunError
 from gradsync.sync.gradient_sync import HANDLE, GradientSync
 from gradsync.sync.registry import STRATEGIES
-from gradsync.sync.replica import replica_of
 from gradsync.sync.replicate import replicate
 from support.engine_cases import pretend_hosts
 from support.sync_cases import on_handles
@@ -70,8 +69,8 @@ def clip(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         model[0].weight.clamp_(max=0.05)
     model[1].weight.data = torch.full_like(model[1].weight, 0.25)
     sync = getattr(model, HANDLE)
-    if replica_of(sync).reducer.strategy in ("zero1", "zero2"):
-        replica_of(sync).gather(optimizer)
+    if sync.replica.reducer.strategy in ("zero1", "zero2"):
+        sync.replica.gather(optimizer)
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
 
@@ -106,7 +105,7 @@ def net() -> nn.Sequential:
 
 
 def step(sync: GradientSync, optimizer: torch.optim.Optimizer, own: bool, **named: Any) -> None:
-    loss = sync.model(torch.ones(2, 3) * (1 + replica_of(sync).comm.rank)).square().sum()
+    loss = sync.model(torch.ones(2, 3) * (1 + sync.replica.comm.rank)).square().sum()
     if own:
         loss.backward()
         optimizer.step()
@@ -235,8 +234,8 @@ def test_one_clip_norm_for_all_ranks() -> None:
         for mine in (0.5, None):
             refused = rf"clip_norm differs: rank 0 {mine}, rank 1 1\.0; no rank has updated"
             with pytest.raises(ConfigError, match=refused):
-                step(sync, optimizer, False, clip_norm=1.0 if replica_of(sync).comm.rank else mine)
-        step(sync, optimizer, False, clip_norm=1.0 if replica_of(sync).comm.rank else 1)
+                step(sync, optimizer, False, clip_norm=1.0 if sync.replica.comm.rank else mine)
+        step(sync, optimizer, False, clip_norm=1.0 if sync.replica.comm.rank else 1)
         return sync.model[0].weight.detach()
 
     first, second = on_handles(work, net)
@@ -246,7 +245,7 @@ def test_one_clip_norm_for_all_ranks() -> None:
 def test_who_only_looks_at_a_state_has_loaded_none() -> None:
     def work(sync: GradientSync, _: Any) -> None:
         optimizer = adamw(sync.model)
-        if replica_of(sync).comm.rank == 0:
+        if sync.replica.comm.rank == 0:
             assert not any(optimizer.state[parameter] for parameter in sync.model.parameters())
         step(sync, optimizer, False)
 
@@ -255,7 +254,7 @@ def test_who_only_looks_at_a_state_has_loaded_none() -> None:
 
 def test_a_step_goes_on_once_ranks_are_alike() -> None:
     def work(sync: GradientSync, optimizer: Any) -> Tensor:
-        optimizer.param_groups[0]["lr"] = torch.tensor(0.1 * (replica_of(sync).comm.rank + 1))
+        optimizer.param_groups[0]["lr"] = torch.tensor(0.1 * (sync.replica.comm.rank + 1))
         with pytest.raises(ConfigError, match=r"lr of group 0 differs: rank 0 0\.1\d+, rank 1 0"):
             step(sync, optimizer, False)
         optimizer.param_groups[0]["lr"].fill_(0.5)
@@ -271,7 +270,7 @@ def test_a_step_that_is_thrown_away_compares_nothing() -> None:
     """A rank that wants to stop, or has no leaf, does not change the message's length either."""
 
     def work(sync: GradientSync, _: Any) -> list[bool]:
-        model, rank = sync.model, replica_of(sync).comm.rank
+        model, rank = sync.model, sync.replica.comm.rank
         optimizer = adamw(model)
         if rank:
             sync.backward(model(torch.ones(1, 3)).sum(), weight=1, reduction="sum")
@@ -295,7 +294,7 @@ def test_the_two_ways_to_step_do_not_meet() -> None:
 
     def work(sync: GradientSync, optimizer: Any) -> str:
         with pytest.raises(ConfigError) as caught:
-            optimizer.step() if replica_of(sync).comm.rank else step(sync, optimizer, own=False)
+            optimizer.step() if sync.replica.comm.rank else step(sync, optimizer, own=False)
         return str(caught.value)
 
     for said in on_handles(work, net):
@@ -309,7 +308,7 @@ def test_a_handle_overwrites_weights_on_all_ranks() -> None:
     def work(sync: GradientSync, _: Any) -> Tensor:
         optimizer = adamw(sync.model)
         step(sync, optimizer, False)
-        replica_of(sync).load_full_weights({name: p * 2 for name, p in net().state_dict().items()})
+        sync.replica.load_full_weights({name: p * 2 for name, p in net().state_dict().items()})
         step(sync, optimizer, False)
         return sync.model[0].weight.detach()
 
@@ -325,7 +324,7 @@ def test_samples_go_round(monkeypatch: pytest.MonkeyPatch) -> None:
         optimizer = adamw(sync.model)
         for _ in range(2):  # after the first it looks into 2.*, then into 0.*
             step(sync, optimizer, False)
-            if replica_of(sync).comm.rank:
+            if sync.replica.comm.rank:
                 sync.model[0].bias.data.mul_(0.5)
         with pytest.raises(RunError, match=r"'0.bias' .* changed on rank 1, not"):
             step(sync, optimizer, False)
@@ -344,7 +343,7 @@ def test_an_edit_within_an_update_is_noticed_in_the_next_step(
         optimizer = adamw(handle.model)
 
         def edit(*_: Any) -> None:
-            if replica_of(handle).comm.rank == 1:
+            if handle.replica.comm.rank == 1:
                 handle.model[1].weight.data.mul_(0.5)
 
         hook = optimizer.register_step_post_hook(edit)
@@ -373,7 +372,7 @@ def test_samples_taken_after_unequal_counts_cost_one_comparison(
 
         watch.refuse_unlike = count
         step(sync, optimizer, False)
-        if replica_of(sync).comm.rank:
+        if sync.replica.comm.rank:
             watch.remember(optimizer)
         for _ in range(3):
             step(sync, optimizer, False)

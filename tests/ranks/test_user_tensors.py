@@ -20,7 +20,6 @@ from gradsync.comm.shared_memory.choose import share_memory
 from gradsync.errors import ConfigError
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.registry import STRATEGIES
-from gradsync.sync.replica import replica_of
 from gradsync.sync.replicate import replicate
 from support.sync_cases import NEEDS_MICRO_STEP, PERIODIC, on_handles, options_for
 from support.thread_ranks import run_thread_ranks
@@ -46,7 +45,7 @@ def linear() -> nn.Linear:
 
 
 def share_of(sync: GradientSync, x: Tensor = X) -> Tensor:
-    return x[replica_of(sync).comm.rank :: replica_of(sync).comm.world_size]
+    return x[sync.replica.comm.rank :: sync.replica.comm.world_size]
 
 
 def weights(model: nn.Module) -> Tensor:
@@ -130,7 +129,7 @@ def test_they_stay_there_on_a_rank_without_a_backward(name: str) -> None:
         sync.model.weight.grad = kept
         for step in range(3):
             optimizer.zero_grad(set_to_none=False)
-            if replica_of(sync).comm.rank == 0 or step == 0:
+            if sync.replica.comm.rank == 0 or step == 0:
                 sync.model(X).sum().backward()
             optimizer.step()
         return kept.flatten().tolist(), sync.model.weight.grad is kept
@@ -163,7 +162,7 @@ def written(model: nn.Module, rank: int, how: str) -> None:
 def test_gradients_written_in_place_are_averaged(name: str, world_size: int, how: str) -> None:
     def work(sync: GradientSync, optimizer: Any) -> Tensor:
         for _ in range(3):
-            written(sync.model, replica_of(sync).comm.rank, how)
+            written(sync.model, sync.replica.comm.rank, how)
             optimizer.step()
         return weights(sync.model)
 
@@ -185,9 +184,9 @@ def test_gradients_written_past_autograd_are_refused(name: str) -> None:
     """Writing through `.data` counts no version, so the ranks compare what they step with."""
 
     def work(sync: GradientSync, optimizer: Any) -> None:
-        written(sync.model, replica_of(sync).comm.rank, "replaced")
+        written(sync.model, sync.replica.comm.rank, "replaced")
         optimizer.step()
-        written(sync.model, replica_of(sync).comm.rank, "data")
+        written(sync.model, sync.replica.comm.rank, "data")
         with pytest.raises(ConfigError, match=r"differ between ranks .*\.data"):
             optimizer.step()
 
@@ -511,7 +510,7 @@ def test_full_weights_do_not_change_with_the_next_step(name: str) -> None:
         return drawn(nn.Sequential(first, last))
 
     def work(sync: GradientSync, optimizer: Any) -> None:
-        kept, before = replica_of(sync).full_weights(), weights(sync.model)
+        kept, before = sync.replica.full_weights(), weights(sync.model)
         assert kept["0.weight"] is kept["1.weight"]
         sync.backward(sync.model(X).sum(), weight=12, reduction="sum")
         sync.step(optimizer)

@@ -23,7 +23,6 @@ from gradsync.comm.groups import Groups, RankPlacement, SingleCommunicator, Subs
 from gradsync.data.batch_plan import share
 from gradsync.runtime.seeds import seed_micro_batch
 from gradsync.sync.gradient_sync import GradientSync
-from gradsync.sync.replica import replica_of
 from gradsync.sync.replicate import replicate
 from support.sync_cases import SmallNet
 
@@ -209,7 +208,7 @@ def _backward(
 ) -> None:
     told = way.told
     if told == "differently":
-        told = ("leaf", "last")[replica_of(sync).comm.rank % 2]
+        told = ("leaf", "last")[sync.replica.comm.rank % 2]
     enclosing = {
         "micro_step": lambda: sync.micro_step(last=last, index=index),
         "last": lambda: sync.micro_step(last=last),

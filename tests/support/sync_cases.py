@@ -24,7 +24,6 @@ from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.data.batch_plan import share
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.registry import STRATEGIES
-from gradsync.sync.replica import replica_of
 from gradsync.sync.replicate import replicate
 from support.thread_ranks import run_thread_ranks
 
@@ -177,7 +176,7 @@ def train_case(
     model.to(device)
     needed = options_for(sync_name, unused=case.branch_leaves is not None)
     sync = replicate(model, strategy=sync_name, comm=comm, **{**needed, **options})
-    frozen = replica_of(sync).full_weights()["frozen.weight"].clone()
+    frozen = sync.replica.full_weights()["frozen.weight"].clone()
     optimizers = _optimizers(case, model)
     losses, norms = [], []
     for step in range(NUM_STEPS):
@@ -192,7 +191,7 @@ def train_case(
         norms.append(None if result.grad_norm is None else float(result.grad_norm))
     assert all(parameter.grad is None for parameter in model.parameters())
     assert model.again.weight is model.inner.weight
-    whole = replica_of(sync).full_weights()
+    whole = sync.replica.full_weights()
     assert torch.equal(whole["frozen.weight"], frozen)
     weights = {name: tensor.detach().clone() for name, tensor in whole.items()}
     sync.close()

@@ -112,7 +112,7 @@ class GradientSync(UserLoopMethods):
         shards = reducer.shards
         handling = batch_norm or choose_batch_norm(model, comm, None)
         self._buffers = BufferSync(model, comm, handling, equal_replicas=shards.equal_replicas)
-        self._replica = Replica(comm, reducer, self._buffers)
+        self.replica = Replica(comm, reducer, self._buffers)
         watch = ReplicaWatch(model, comm, equal=shards.whole_parameters and shards.equal_replicas)
         self._stragglers = StragglerWatch(comm)
         self._parts = StepParts(reducer, comm, self._buffers, number, self._stragglers, watch)
@@ -135,7 +135,7 @@ class GradientSync(UserLoopMethods):
 
         Strategies that work by hooks do not need it; for them it only calls the model.
         """
-        return self._replica.reducer.forward
+        return self.replica.reducer.forward
 
     @contextmanager
     def micro_step(self, *, last: bool, index: int | None = None) -> Generator[None]:
@@ -152,7 +152,7 @@ class GradientSync(UserLoopMethods):
         self._stragglers.leaf_begins()
         self._user_loop.in_micro_step = True
         try:
-            with self._replica.reducer.micro_step(last=last):
+            with self.replica.reducer.micro_step(last=last):
                 yield
         finally:
             self._last, self._index = False, None
@@ -192,8 +192,8 @@ class GradientSync(UserLoopMethods):
             last, index = micro_batch.is_last, micro_batch.index
         weight = weight_of(weight, micro_batch)
         self._refuse_if_failed()
-        if self._replica.reducer.needs_micro_step and not self._user_loop.in_micro_step:
-            raise ConfigError(f"strategy={self._replica.reducer.strategy!r}: {_OUTSIDE}")
+        if self.replica.reducer.needs_micro_step and not self._user_loop.in_micro_step:
+            raise ConfigError(f"strategy={self.replica.reducer.strategy!r}: {_OUTSIDE}")
         loss_sum = to_sum(loss, weight, reduction)
         self._check_loss(loss, weight, reduction)
         nothing = reduction == "mean" and not weight
@@ -204,7 +204,7 @@ class GradientSync(UserLoopMethods):
         root = loss_sum if scale is None else scale.scale(loss_sum)
         with (
             self._user_loop.enclosed(root),
-            self._replica.reducer.leaf(last=last, index=index),
+            self.replica.reducer.leaf(last=last, index=index),
             counts_for_nothing(loss) if nothing else nullcontext(),
         ):
             self._user_loop.leaves += 1
@@ -247,7 +247,7 @@ class GradientSync(UserLoopMethods):
             RunError: on all ranks, before any update: weights changed since the last step on some
                 ranks, and differ.
         """
-        reducer, optimizers = self._replica.reducer, each_optimizer(optimizer)
+        reducer, optimizers = self.replica.reducer, each_optimizer(optimizer)
         self._refuse_if_failed()
         for each in optimizers:
             refuse_closure(each)
@@ -333,7 +333,7 @@ class GradientSync(UserLoopMethods):
             ConfigError: between `backward` and `step`.
         """
         self._refuse_in_step("state_dict")
-        return whole_state(self._replica, optimizer)
+        return whole_state(self.replica, optimizer)
 
     def load_state_dict(
         self, state: Mapping[str, Any], optimizer: Optimizers | None = None
@@ -352,7 +352,7 @@ class GradientSync(UserLoopMethods):
             RunError: on all ranks, if they were given different states.
         """
         self._refuse_in_step("load_state_dict")
-        load_whole_state(self._replica, self.model, state, optimizer)
+        load_whole_state(self.replica, self.model, state, optimizer)
 
     def _refuse_in_step(self, what: str) -> None:
         self._refuse_if_closed()
@@ -365,7 +365,7 @@ class GradientSync(UserLoopMethods):
     def synchronize_replicas(self) -> None:
         """Make replicas equal at the end of a run, on all ranks, under strategies that let them
         drift (`local_sgd`, `diloco`); does nothing under others."""
-        self._replica.synchronize_replicas()
+        self.replica.synchronize_replicas()
 
     def check_replicas(
         self,
@@ -394,16 +394,16 @@ class GradientSync(UserLoopMethods):
                 with `heal` only if no majority agrees.
             ConfigError: under a strategy whose ranks differ on purpose.
         """
-        shards = self._replica.reducer.shards
+        shards = self.replica.reducer.shards
         if not (shards.whole_parameters and shards.equal_replicas):
             raise ConfigError(
-                f"strategy={self._replica.reducer.strategy!r} lets ranks hold different values "
+                f"strategy={self.replica.reducer.strategy!r} lets ranks hold different values "
                 "on purpose: there is nothing to check"
             )
         shards.wait()
         optimizers = [] if optimizer is None else each_optimizer(optimizer)
         tensors = replica_tensors(self.model, optimizers)
-        healed = check_replicas(tensors, self._replica.comm, step=step, heal=heal)
+        healed = check_replicas(tensors, self.replica.comm, step=step, heal=heal)
         if healed and self._parts.watch:
             self._parts.watch.remember(*optimizers)
         return not healed
@@ -416,20 +416,20 @@ class GradientSync(UserLoopMethods):
         """
         self._user_loop.close()
         self._ddp_watch.remove()
-        self._replica.reducer.close()
+        self.replica.reducer.close()
         self._buffers.close()
         for part in self.model.modules():
             if part.__dict__.get(HANDLE) is self:
                 del part.__dict__[HANDLE]
         others = [listener.comm for listener in optimizer_watch().present()]
         own = (SharedMemoryCommunicator, ProcessGroupCommunicator)
-        if isinstance(self._replica.comm, own) and self._replica.comm not in others:
-            self._replica.comm.close()
-        if self._replica.comm.world_size > 1:
+        if isinstance(self.replica.comm, own) and self.replica.comm not in others:
+            self.replica.comm.close()
+        if self.replica.comm.world_size > 1:
             wait_until_workers_sleep()
 
     def __repr__(self) -> str:
-        replica = self._replica
+        replica = self.replica
         of = f"{type(self.model).__name__}, {counted(len(replica.reducer.parameters), 'parameter')}"
         ranks = f"rank {replica.comm.rank} of {replica.comm.world_size}"
         return f"<{type(self).__name__} {replica.reducer.strategy} of {of}, {ranks}>"

@@ -134,8 +134,3 @@ class Replica:
         self.wait()
         self.reducer.shards.load_full_weights(weights)
         self._buffers.refresh()
-
-
-def replica_of(handle: Any) -> Replica:
-    """The replica behind a handle of `gs.replicate`, or of a part of a split model."""
-    return handle._replica

@@ -38,7 +38,6 @@ from gradsync.runtime import environ
 from gradsync.runtime.machine import pin_threads
 from gradsync.sync.exchange import OverHosts
 from gradsync.sync.registry import STRATEGIES
-from gradsync.sync.replica import replica_of
 from gradsync.sync.replicate import replicate
 from gradsync.sync.torch_ddp import TorchDdpReducer
 from gradsync.world import World
@@ -368,15 +367,15 @@ class Synchronised(Entrant):
             autocast=site.autocast(),
         )
         self._learner.prime((1, 2))
-        self._replica = replica_of(self.sync)
-        if blocking is not None and isinstance(self._replica.reducer, TorchDdpReducer):
+        self.replica = self.sync.replica
+        if blocking is not None and isinstance(self.replica.reducer, TorchDdpReducer):
             if self.knows_communication and site.world.is_distributed:
-                blocking.register(self._replica.reducer.ddp)
+                blocking.register(self.replica.reducer.ddp)
         elif blocking is not None:
             # The engine's collectives after the update: parameters of sharded strategies.
             timed = ("all_gather",) if by_engine else ("all_reduce", "broadcast", "all_gather")
             barrier = site.comm.barrier
-            self._watched = Watched(self._replica.comm, timed=timed, before=barrier, total=blocking)
+            self._watched = Watched(self.replica.comm, timed=timed, before=barrier, total=blocking)
         self._stopwatch = blocking if by_engine else None  # the engine's time is added to it
 
     def backward(self, leaves: Leaves) -> None:
@@ -391,19 +390,19 @@ class Synchronised(Entrant):
             self._stopwatch.seconds += result.exposed.seconds()
 
     def wait(self) -> None:
-        self._replica.wait()
+        self.replica.wait()
 
     def communicators(self) -> list[Communicator]:
         levels = self.site.groups
-        found = [self._replica.comm]
+        found = [self.replica.comm]
         found += [] if levels is None else [levels.intra, levels.inter]
-        transport = getattr(self._replica.reducer, "exchange", None)
+        transport = getattr(self.replica.reducer, "exchange", None)
         if isinstance(transport, OverHosts):
             found.append(transport.host)
         return list({id(comm): comm for comm in found}.values())
 
     def weights(self) -> list[Tensor] | None:
-        if not self._replica.whole_parameters or self.contestant.name in _DRIFTING:
+        if not self.replica.whole_parameters or self.contestant.name in _DRIFTING:
             return None
         return super().weights()
 
@@ -428,7 +427,7 @@ class InTheirLoop(Entrant):
         return nullcontext() if last else self.sync.no_sync()
 
     def communicators(self) -> list[Communicator]:
-        return [replica_of(self.sync).comm]
+        return [self.sync.replica.comm]
 
     def close(self) -> None:
         self.sync.close()

@@ -226,7 +226,7 @@ class SplitSync:
         self._loss = LossSum(self.reducer.parameters[0].device)
         # Rotary tables are constants: there is nothing to keep equal.
         self._buffers = BufferSync(model, groups.data, equal_replicas=False)
-        self._replica = Replica(self.comm, self.reducer, self._buffers)
+        self.replica = Replica(self.comm, self.reducer, self._buffers)
         self._parts = StepParts(
             self.reducer, groups.everyone, self._buffers, 0, StragglerWatch(None)
         )

@@ -26,7 +26,6 @@ from gradsync.errors import ConfigError
 from gradsync.runtime.seeds import seed_micro_batch, stream_seed
 from gradsync.sync.check_model import group_ranks, name_ranks
 from gradsync.sync.check_replicas import hash_bits
-from gradsync.sync.replica import replica_of
 
 
 class Chosen(NamedTuple):
@@ -51,7 +50,7 @@ def choose_leaf(seed: int, step: int, num_leaves: int, world_size: int) -> Chose
 def require_equal_models(learner: Learner) -> None:
     """Raise ConfigError if ranks hold shares of the weights, or different weights on purpose."""
     sync = learner.sync
-    if not (replica_of(sync).whole_parameters and replica_of(sync).equal_replicas):
+    if not (sync.replica.whole_parameters and sync.replica.equal_replicas):
         raise ConfigError(
             "audit_every: ranks do not hold the same whole model (a split model, fsdp, local_sgd, "
             "diloco), so they cannot recompute each other's micro-batches; leave it out"

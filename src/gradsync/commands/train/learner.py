@@ -23,7 +23,6 @@ from gradsync.data.micro_batch import MicroBatch
 from gradsync.errors import ConfigError, RunError
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.registry import STRATEGIES
-from gradsync.sync.replica import replica_of
 from gradsync.sync.replicate import replicate
 from gradsync.sync.step_metadata import LossSum
 from gradsync.world import World
@@ -106,7 +105,7 @@ class Learner:
         # Autocast keeps its casts of weights until the outermost context ends: one cast serves all
         # leaves but the last, whose gradients are sent while backward runs. Not used if memory
         # matters more.
-        once = replica_of(sync).whole_parameters and not self.model.activation_checkpointing
+        once = sync.replica.whole_parameters and not self.model.activation_checkpointing
         with torch.autocast(kind, enabled=False) if once else nullcontext():
             for leaf in leaves:
                 if leaf.is_last:  # autograd runs an older forward's nodes last
@@ -130,18 +129,18 @@ class Learner:
                 loss = summed_loss(self.sync.forward, self.model, tokens, tokens)
             loss.backward()
 
-        replica_of(self.sync).prime(forward_backward)
+        self.sync.replica.prime(forward_backward)
 
     def evaluate(self, leaves: EvalLoader) -> float:
         """See the function `evaluate`."""
-        spread = not replica_of(self.sync).whole_parameters
+        spread = not self.sync.replica.whole_parameters
         return evaluate(self.model, leaves, self.comm, self.autocast, equal_forwards=spread)
 
     def save(self, step: int, keep: Keep) -> None:
         """Pass the trained state to `keep`, on rank 0; all ranks call it. Tensors that are sharded
         over ranks are never whole on one.
         """
-        held = replica_of(self.sync).sharded_state_dict(self.optimizer)
+        held = self.sync.replica.sharded_state_dict(self.optimizer)
         if held is None:
             save_replica(self, step, keep)
         else:
@@ -155,7 +154,7 @@ class Learner:
 
     def whole_model(self, weights: Whole) -> GPT:
         """A model that one rank can use alone: the trained model, or a copy of a sharded one."""
-        if replica_of(self.sync).whole_parameters:
+        if self.sync.replica.whole_parameters:
             return self.model
         model = GPT(self.model.config, seed=0)
         model.load_state_dict(weights)

@@ -42,7 +42,6 @@ from gradsync.comm.values import all_gather_json, broadcast_json, broadcast_tens
 from gradsync.commands.parallel.transfer import collect, describe, hand_out, layout_of
 from gradsync.errors import CheckpointError, DivergenceError
 from gradsync.sync.gradient_sync import GradientSync
-from gradsync.sync.replica import replica_of
 from gradsync.sync.sharded_state import HeldState, Share
 
 Whole = Mapping[str, Tensor]
@@ -93,29 +92,29 @@ def check_finite(comm: Communicator, step: int, named: Iterable[tuple[str, Tenso
 def save_replica(learner: Replica, step: int, keep: Keep) -> None:
     """Whole tensors, from rank 0."""
     comm, sync = learner.comm, learner.sync
-    replica_of(sync).gather(learner.optimizer)
-    weights = replica_of(sync).full_weights(copy=False)
+    sync.replica.gather(learner.optimizer)
+    weights = sync.replica.full_weights(copy=False)
     kept, state = pack_optimizer(learner.optimizer, learner.model.named_parameters())
-    remembered = replica_of(sync).state_tensors()
+    remembered = sync.replica.state_tensors()
     check_finite(comm, step, chain(weights.items(), kept.items(), remembered.items()))
     if comm.rank == 0:
         tensors = {"model": pack_weights(weights), "optimizer": kept, "sync": remembered}
         keep(tensors, state, {})
-    replica_of(sync).scatter(learner.optimizer)
+    sync.replica.scatter(learner.optimizer)
 
 
 def save_shares(learner: Replica, held: HeldState, step: int, keep: Keep) -> None:
     """Each rank's shares; `held` is its `GradientSync.sharded_state_dict`."""
     comm, sync = learner.comm, learner.sync
     # First: after a forward FSDP2 may still hold whole parameters in place of the sharded ones.
-    weights = replica_of(sync).sharded_weights()
+    weights = sync.replica.sharded_weights()
     named = list(learner.model.named_parameters())
     clean = clean_names(name for name, _ in named)
     names = {parameter: clean[name] for name, parameter in named}
     whole: dict[str, Whole] = {}
     if weights is None:
-        whole["model"] = replica_of(sync).full_weights(copy=False)
-    remembered = replica_of(sync).state_tensors()
+        whole["model"] = sync.replica.full_weights(copy=False)
+    remembered = sync.replica.state_tensors()
     placed = dict(chain(_placed_weights(weights or {}), _placed_state(held, names)))
     tensors = {name: tensor for name, (_, tensor) in placed.items()}
     here = chain(tensors.items(), whole.get("model", {}).items(), remembered.items())
@@ -182,18 +181,18 @@ def load_learnt(learner: Replica, saved: Mapping[str, Whole], state: Mapping[str
     comm, sync, optimizer = learner.comm, learner.sync, learner.optimizer
     # Settings come from the configuration, state from the checkpoint.
     settings = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-    held = replica_of(sync).sharded_state_dict(optimizer)
+    held = sync.replica.sharded_state_dict(optimizer)
     load_weights(learner, comm, saved.get("model", {}))
     named = list(learner.model.named_parameters())
     if held is None:
         unpack_optimizer(optimizer, named, broadcast_tensors(comm, saved.get("optimizer")), state)
-        replica_of(sync).scatter(optimizer)
+        sync.replica.scatter(optimizer)
     else:
         states = _states_of_shares(learner, held, saved.get("optimizer", {}), state)
-        replica_of(sync).load_sharded_state_dict(optimizer, states)
+        sync.replica.load_sharded_state_dict(optimizer, states)
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)
-    replica_of(sync).load_state_tensors(broadcast_tensors(comm, saved.get("sync")))
+    sync.replica.load_state_tensors(broadcast_tensors(comm, saved.get("sync")))
 
 
 def _states_of_shares(
@@ -225,10 +224,10 @@ def _states_of_shares(
 
 def load_weights(learner: Replica, comm: Communicator, whole: Whole) -> None:
     """Load whole weights that rank 0 has; each rank keeps its part."""
-    held = replica_of(learner.sync).sharded_weights()
+    held = learner.sync.replica.sharded_weights()
     if held is None:
         weights = match_weights(learner.model, broadcast_tensors(comm, whole))
-        replica_of(learner.sync).load_full_weights(weights)
+        learner.sync.replica.load_full_weights(weights)
         return
     layout = layout_of(broadcast_json(comm, describe(whole)))
     match_weights(learner.model, layout)
@@ -241,7 +240,7 @@ def load_weights(learner: Replica, comm: Communicator, whole: Whole) -> None:
     }
     got = hand_out(comm, whole or layout, runs)
     weights = {name: got[source] for name, source in sources.items() if source}
-    replica_of(learner.sync).load_sharded_weights(weights)
+    learner.sync.replica.load_sharded_weights(weights)
 
 
 def _run(key: str, shape: tuple[int, ...], share: Share) -> tuple[int, int]:

@@ -28,7 +28,6 @@ from gradsync.errors import DataError, DivergenceError, DriftError, RunError
 from gradsync.runtime.signals import StopRequest
 from gradsync.sync.check_replicas import replica_hashes, replica_tensors
 from gradsync.sync.reducer import Stopwatch
-from gradsync.sync.replica import replica_of
 from gradsync.sync.step import StepResult
 from gradsync.world import World
 
@@ -226,7 +225,7 @@ class Trainer:
         """If replicas differed after this step in the previous run (`drift.read`), report which
         rank was right."""
         if drifted and drifted["step"] == step:
-            replica_of(self.learner.sync).wait()
+            self.learner.sync.replica.wait()
             tensors = replica_tensors(self.learner.model, [self.learner.optimizer])
             self.progress.say(f"note: {drift.verdict(drifted, replica_hashes(tensors))}")
 
@@ -242,7 +241,7 @@ class Trainer:
                 stop=stop.requested,
                 scale=learner.scaler,
             )
-        waits_in_backward = replica_of(sync).reducer.waits_in_backward
+        waits_in_backward = sync.replica.reducer.waits_in_backward
         self.interval.add(result.exposed, "backward" if waits_in_backward else "step")
         return result
 
@@ -277,7 +276,7 @@ class Trainer:
             return f"the loss became {loss}"
         # A loss scaler skips a step with nan or inf; a rank that steps alone has a separate norm.
         learner = self.learner
-        counts = learner.scaler is None and replica_of(learner.sync).equal_replicas
+        counts = learner.scaler is None and learner.sync.replica.equal_replicas
         norm = result.grad_norm if counts else None
         if norm is not None and not math.isfinite(norm := float(norm)):
             return f"the gradient's norm became {norm}"
@@ -322,7 +321,7 @@ class Trainer:
         In the middle of a round no such model exists: see [Note: A checkpoint ends the round].
         """
         with self.interval.paused():
-            replica_of(self.learner.sync).synchronize_replicas()
+            self.learner.sync.replica.synchronize_replicas()
             totals.val_loss = self.learner.evaluate(self.data.val)
         self.progress.say(f"step {totals.step}: validation loss {totals.val_loss:.4f}")
         self.run_dir.log_metrics({"step": totals.step, "val/loss": totals.val_loss})

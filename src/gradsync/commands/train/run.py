@@ -41,7 +41,6 @@ from gradsync.core.files import counted, read_object
 from gradsync.errors import ConfigError, GradsyncError, RunError, UsageError
 from gradsync.runtime.failure import FailureWatch
 from gradsync.runtime.signals import StopRequest
-from gradsync.sync.replica import replica_of
 from gradsync.sync.step_metadata import first_difference, refuse_difference
 from gradsync.world import World
 
@@ -206,7 +205,7 @@ def _planned_gib(trainer: Trainer) -> float | None:
     split = Split(
         strategy=config.sync,
         layout=config.layout(world.world_size),
-        shared_weights=isinstance(replica_of(trainer.learner.sync).comm, SharedMemoryCommunicator),
+        shared_weights=isinstance(trainer.learner.sync.replica.comm, SharedMemoryCommunicator),
     )
     try:
         return memory_need(work, split).total / 2**30
@@ -217,7 +216,7 @@ def _planned_gib(trainer: Trainer) -> float | None:
 def _introduce(trainer: Trainer, resumed: Resumed, threads: int, notes: Sequence[str]) -> None:
     config, world, data = trainer.config, trainer.world, trainer.data
     say, shape = trainer.progress.say, trainer.learner.model.config
-    shares = isinstance(replica_of(trainer.learner.sync).comm, SharedMemoryCommunicator)
+    shares = isinstance(trainer.learner.sync.replica.comm, SharedMemoryCommunicator)
     through = " through shared memory" if shares else ""
     say(
         f"{counted(world.world_size, 'rank')} by {world.launcher} on "
@@ -275,9 +274,7 @@ def _finish(trainer: Trainer, totals: Totals) -> TrainOutcome:
     learner, world = trainer.learner, trainer.world
     figures = learner.closing_figures(memory_gib(world))
     exit_code = EXIT_REQUEUE if totals.stopped_by else 0
-    weights = replica_of(learner.sync).full_weights(
-        copy=False
-    )  # all ranks: some may hold only a part
+    weights = learner.sync.replica.full_weights(copy=False)  # all ranks: some may hold only a part
     if not world.is_main:
         return TrainOutcome(exit_code=exit_code, summary={})
     summary = _summarise(trainer, totals) | figures

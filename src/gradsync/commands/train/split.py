@@ -38,7 +38,6 @@ from gradsync.data.loader import EvalLoader
 from gradsync.data.micro_batch import MicroBatch
 from gradsync.errors import CheckpointError
 from gradsync.sync.registry import find_strategy
-from gradsync.sync.replica import replica_of
 from gradsync.world import World
 
 
@@ -62,7 +61,7 @@ class SplitLearner(Learner):
 
     def prime(self, leaf_shape: tuple[int, int]) -> None:
         """Each stage alone: it records the order of the stage's gradients."""
-        replica_of(self.sync).reducer.prime(self.pipeline.throwaway)
+        self.sync.replica.reducer.prime(self.pipeline.throwaway)
 
     def evaluate(self, leaves: EvalLoader) -> float:
         """Through all stages of each replica."""
@@ -75,7 +74,7 @@ class SplitLearner(Learner):
         check_finite(
             self.comm,
             step,
-            chain(named, kept.items(), replica_of(self.sync).state_tensors().items()),
+            chain(named, kept.items(), self.sync.replica.state_tensors().items()),
         )
         if part.place.data:
             return

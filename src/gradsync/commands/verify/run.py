@@ -31,7 +31,6 @@ from gradsync.runtime.seeds import seed_micro_batch
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.options import with_options
 from gradsync.sync.registry import chosen_strategy, find_strategy
-from gradsync.sync.replica import replica_of
 from gradsync.sync.replicate import replicate
 from gradsync.world import World
 
@@ -123,7 +122,7 @@ def train_traced(
         parts = prepare(parts)
     whole = not promise_of(task.strategy).local
     observer = Observer(
-        parts.model, trace, parts.optimizer, replica_of(parts.sync).reducer, whole=whole
+        parts.model, trace, parts.optimizer, parts.sync.replica.reducer, whole=whole
     )
     try:
         for step in islice(parts.loader, settings.num_steps - parts.loader.state_dict()["steps"]):
@@ -259,9 +258,9 @@ def _load(saved: State, strategy: str, parts: Parts) -> None:
     makes; all ranks call it."""
     parts.loader.load_state_dict(saved.data)
     weights = match_weights(parts.model, {**saved.weights, **saved.buffers})
-    replica_of(parts.sync).load_full_weights(weights)
+    parts.sync.replica.load_full_weights(weights)
     named = list(parts.model.named_parameters())
     unpack_optimizer(parts.optimizer, named, saved.optimizer, saved.description)
-    replica_of(parts.sync).scatter(parts.optimizer)
+    parts.sync.replica.scatter(parts.optimizer)
     if saved.extra and strategy == saved.strategy:
-        replica_of(parts.sync).load_state_tensors(saved.extra)
+        parts.sync.replica.load_state_tensors(saved.extra)

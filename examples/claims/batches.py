@@ -8,7 +8,7 @@ from itertools import product
 
 import torch
 
-import gradsync as gs
+from gradsync.compat import shard_batch
 
 
 def effective(micro_batch: int, steps: int, ranks: int) -> int:
@@ -34,6 +34,6 @@ print(f"forward passes for 2^19 tokens: {leaves} on one rank, {leaves // 4} on e
 print(f"batch 32 a rank, 4 ranks, 2 micro-batches: {32 * 4 * 2} samples in a step")
 print(f"steps in an epoch of 1,280, batch 32 a rank: {1280 // 32} alone, {1280 // 128} on 4 ranks")
 print(f"i % 4 == 0 steps after micro-batch {next(i for i in range(9) if i % 4 == 0) + 1} of 4")
-parts = [len(gs.shard_batch((torch.zeros(50),), rank, 4)[0]) for rank in range(4)]
+parts = [len(shard_batch((torch.zeros(50),), rank, 4)[0]) for rank in range(4)]
 print(f"50 samples over 4 ranks: {parts}")
 print(f"2 hosts of 4 GPUs: cuda:RANK exists for {sum(rank < 4 for rank in range(8))} of 8 ranks")

@@ -1,4 +1,4 @@
-"""Steps of the naive trainer on a GPT: the block of figures, and what each rank computes and holds.
+"""Steps of the naive trainer on a GPT: its figures, and what each rank computes and holds.
 
 torchrun --nproc-per-node 2 examples/claims/naive.py tiny
 """
@@ -11,16 +11,16 @@ from torch.utils.flop_counter import FlopCounterMode
 import gradsync as gs
 from gradsync.commands.models.config import preset
 from gradsync.commands.models.gpt import GPT
+from gradsync.compat import NaiveDDPTrainer, shard_batch
 
 BATCH, TOKENS, STEPS = 4, 128, 3
-
 with gs.init(seed=0, threads=1) as world:
     config = preset(sys.argv[1])
     model = GPT(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    trainer = gs.NaiveDDPTrainer(model, optimizer, world.rank, world.world_size, world.device)
+    trainer = NaiveDDPTrainer(model, optimizer, world.rank, world.world_size, world.device)
     tokens = torch.randint(config.vocab_size, (BATCH, TOKENS + 1))
-    shard = gs.shard_batch((tokens[:, :-1], tokens[:, 1:]), world.rank, world.world_size)
+    shard = shard_batch((tokens[:, :-1], tokens[:, 1:]), world.rank, world.world_size)
     with FlopCounterMode(display=False) as counter:
         trainer.train_step(*shard)
     steps = [trainer.train_step(*shard) for _ in range(STEPS)]

@@ -225,10 +225,11 @@ def test_a_cancelled_job_stays_cancelled(jobs: Submitter) -> None:
 
 def test_no_endless_turns_and_the_exit_code_is_the_jobs(jobs: Submitter) -> None:
     (jobs.folder / "stop.py").write_text("print('no step', flush=True)\nraise SystemExit(75)\n")
-    job = jobs.submit("--fruitless-turns=1", "--", "stop.py")
+    two = "echo '{\"fruitless\": 2}' > slurm/stop-$SLURM_JOB_ID.turns.json"
+    job = jobs.submit("--job-name=stop", f"--setup={two}", "--", "stop.py")
     jobs.wait_for(lambda: jobs.shown(job, "JobState", "ExitCode") == [("FAILED", "75:0")])
     assert "no step\n" in jobs.log()
-    assert "not requeued: 1 turn(s) in a row ended within 300 s" in jobs.log()
+    assert "not requeued: 3 turn(s) in a row ended within 300 s" in jobs.log()
 
 
 def test_slurms_own_words(jobs: Submitter) -> None:

@@ -72,7 +72,7 @@ def test_our_launcher_gives_the_same_numbers_though_the_reader_of_its_output_goe
 def test_one_rank_without_a_launcher(one_rank: OneRank) -> None:
     one_rank.check_equal(one_rank.out, "python", world_size=1)
     assert "1 thread a rank" in one_rank.printed
-    assert "8 leaves x 2 samples x 16 tokens" in one_rank.printed
+    assert "8 micro-batches x 2 samples x 16 tokens" in one_rank.printed
     assert "\x1b[" not in one_rank.printed  # no colours in a file
 
 

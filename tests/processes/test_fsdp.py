@@ -273,7 +273,7 @@ def test_unequal_numbers_of_leaves_are_refused_everywhere(pool: Any) -> None:
     fewer = [rank for rank in range(3) if counts[rank] < max(counts)]
     assert len(fewer) == 1
     for message in pool.run(_too_few, 3):
-        assert "needs the same number of leaves" in message
+        assert "needs the same number of micro-batches" in message
         assert f"rank(s) {fewer[0]} had fewer" in message
 
 
@@ -376,7 +376,7 @@ def test_misuse_is_named(pool: Any) -> None:
         assert len(short) == 2
         assert all("'blocks.3.weight'" in said and "max_norm" in said for said in short)
         assert "a forward changes the weight 'blocks.0.weight'" in changed
-        assert "`with sync.micro_step(last=leaf.is_last, index=leaf.index):`" in outside
+        assert "sync.micro_step(last=micro_batch.is_last, index=micro_batch.index)" in outside
         assert "make it after gs.replicate" in early
         assert "torch.optim.Muon orthogonalises whole matrices" in muon
         assert "no micro-step of this step was `last=True`" in never_last

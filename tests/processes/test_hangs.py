@@ -50,7 +50,7 @@ try:
         if sync == "torch":
             model = torch.nn.parallel.DistributedDataParallel(model)
         else:
-            handle = gs.replicate(model, world, sync=sync)
+            handle = gs.replicate(model, world, strategy=sync)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(4):
             loss = model(read(step, world.rank)).sum()

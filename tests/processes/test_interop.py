@@ -213,7 +213,9 @@ def test_data_parallel_is_named(caplog: pytest.LogCaptureFixture) -> None:
     sync = replicate(nn.DataParallel(nn.Linear(3, 1)), comm=SingleCommunicator())
     sync.close()
     (record,) = caplog.records
-    assert record.getMessage().startswith("torch's DataParallel splits each leaf over all GPUs")
+    assert record.getMessage().startswith(
+        "torch's DataParallel splits each micro-batch over all GPUs"
+    )
 
 
 # -- examples --------------------------------------------------------------------------------------

@@ -97,7 +97,7 @@ def _misuse_ddp(rank: int, world_size: int, store_path: str) -> list[str]:
 
 def test_misuse_of_ddp_is_named(pool: Any) -> None:
     for outside, past in pool.run(_misuse_ddp, 2):
-        assert "`with sync.micro_step(last=leaf.is_last, index=leaf.index):`" in outside
+        assert "sync.micro_step(last=micro_batch.is_last, index=micro_batch.index)" in outside
         assert "the forward did not go through `sync.forward(...)`" in past
 
 

@@ -77,7 +77,7 @@ def test_other_text_is_refused_in_words_of_the_command_line(
     pool: Any, data: Path, tmp_path: Path
 ) -> None:
     first, _ = pool.run(_reads_its_own, 2, stream_config(tmp_path / "run", data))
-    assert "DataError: the ranks read different streams at step 0: leaf 0 has" in first.error
+    assert "DataError: the ranks read different streams at step 0: micro-batch 0 has" in first.error
     assert "--data must name the same text" in first.error
     assert "compare=" not in first.error
 

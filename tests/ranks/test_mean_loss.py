@@ -17,8 +17,8 @@ from gradsync.comm.groups import SingleCommunicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.data.batch_plan import share
 from gradsync.errors import ConfigError
+from gradsync.sync.check_loss import LossCheck
 from gradsync.sync.gradient_sync import GradientSync
-from gradsync.sync.loss import LossCheck
 from gradsync.sync.replicate import replicate
 from support.thread_ranks import run_thread_ranks
 

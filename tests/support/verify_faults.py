@@ -121,10 +121,10 @@ class _Own:
         sync: Any = parts.sync
         backward, step = sync.backward, sync.step
 
-        def counted(loss: Tensor, *, leaf: MicroBatch) -> None:
+        def counted(loss: Tensor, leaf: MicroBatch, **named: Any) -> None:
             self.loss += float(loss.detach())
             self.weight += leaf.num_targets
-            backward(loss, leaf, reduction="sum")
+            backward(loss, leaf, **named)
 
         def cleared(*arguments: Any, **named: Any) -> Any:
             result = step(*arguments, **named)
@@ -174,8 +174,8 @@ def leaf_lost_in_backward(parts: Parts) -> Parts:
     sync: Any = parts.sync
     original, seen = sync.backward, []
 
-    def backward(loss: Tensor, *, leaf: MicroBatch) -> None:
-        original(loss, leaf, reduction="sum")
+    def backward(loss: Tensor, leaf: MicroBatch, **named: Any) -> None:
+        original(loss, leaf, **named)
         if parts.comm.rank == 0 and leaf.index == 0 and leaf.step not in seen:
             seen.append(leaf.step)
             for parameter in parts.model.parameters():
@@ -409,9 +409,9 @@ def no_sync_after_forward(parts: Parts) -> Parts:
         reducer._in_micro_step = False
         reducer._synchronised = True
 
-    def backward(loss: Tensor, *, leaf: MicroBatch) -> None:
+    def backward(loss: Tensor, leaf: MicroBatch, **named: Any) -> None:
         reducer.ddp.require_backward_grad_sync = leaf.is_last
-        original(loss, leaf, reduction="sum")
+        original(loss, leaf, **named)
 
     reducer.micro_step, sync.backward = micro_step, backward
     sync._sums.check = lambda **_: None  # else the sums that DDP replaces are refused

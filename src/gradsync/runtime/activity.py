@@ -40,7 +40,7 @@ R = TypeVar("R")
 
 _WAITS = tuple(PACKAGE + name + os.sep for name in ("comm", "sync"))
 _SAVES = (PACKAGE + "checkpoint" + os.sep, os.sep + os.path.join("torch", "serialization.py"))
-_COMMANDS = PACKAGE + "cli" + os.sep
+_COMMANDS = os.path.join(PACKAGE, "commands", "cli", "")
 _LONGEST = 300  # characters of a place
 _RECORD_LIMIT = 4_096  # bytes
 _PASSES_ON = ("wrapper", "_run_code", "_GeneratorContextManager", "Module._")

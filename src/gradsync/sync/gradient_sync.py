@@ -1,8 +1,17 @@
-"""The handle of a replicated model: micro-batches, then the step (see `step.py`)."""
+"""The handle of a replicated model: micro-batches, then the step (see `step.py`).
+
+[Note: Mean or sum] A step divides once, by the targets of the whole global batch, so it needs each
+micro-batch's *sum*. A mean, the default of torch's loss functions, is multiplied by the number of
+targets that it was taken over: loss_sum = loss x weight. For cross-entropy and `.mean()` this gives
+the sum's gradient bit for bit (weight / weight is 1). For `mse_loss` and similar losses it is equal
+up to rounding, because they divide by the number of elements first. A penalty added to the mean
+counts once per target, as it would in one big batch.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
 import operator
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -19,8 +28,8 @@ from gradsync.errors import ConfigError, RunError
 from gradsync.runtime.gloo_group import wait_until_workers_sleep
 from gradsync.sync.batch_norm import BatchNormHandling, choose_batch_norm
 from gradsync.sync.buffers import BufferSync
+from gradsync.sync.check_loss import LossCheck, counts_for_nothing
 from gradsync.sync.check_replicas import check_replicas, replica_tensors
-from gradsync.sync.loss import LossCheck, counts_for_nothing, refuse_other, to_sum, weight_of
 from gradsync.sync.reducer import Reducer, StragglerWatch
 from gradsync.sync.replica import Replica
 from gradsync.sync.state_dict import load_whole_state, whole_state
@@ -195,7 +204,8 @@ class GradientSync(UserLoopMethods):
         if self.replica.reducer.needs_micro_step and not self._user_loop.in_micro_step:
             raise ConfigError(f"strategy={self.replica.reducer.strategy!r}: {_OUTSIDE}")
         loss_sum = to_sum(loss, weight, reduction)
-        self._check_loss(loss, weight, reduction)
+        if self._check_loss.left:
+            self._check_loss(loss, weight, reduction)
         nothing = reduction == "mean" and not weight
         self._sums.check()
         self._check_scale(scale)
@@ -473,3 +483,43 @@ class _Sums:
     def _now(self) -> tuple[list[Any], list[int]]:
         grads = [p.grad for p in self._parameters]
         return grads, [version(grad) for grad in grads if grad is not None]
+
+
+def refuse_other(micro_batch: Any) -> None:
+    """Raise TypeError unless it has a micro-batch's place."""
+    if not hasattr(micro_batch, "is_last") or not hasattr(micro_batch, "index"):
+        raise TypeError(
+            "sync.backward(loss, micro_batch) takes a micro-batch of gs.loader as its second "
+            f"argument, got {type(micro_batch).__name__}; a number of targets goes by weight="
+        )
+
+
+def weight_of(weight: float | Tensor | None, micro_batch: Any) -> float:
+    """Weight of a micro-batch, a finite number >= 0: `weight`, or its number of targets."""
+    if weight is None:
+        if not hasattr(micro_batch, "num_targets"):
+            raise TypeError(
+                "backward() needs the micro-batch of gs.loader, as in sync.backward(loss, "
+                "micro_batch), or weight=, the number of targets that the loss is the mean of"
+            )
+        weight = micro_batch.num_targets
+    weight = float(weight)
+    if not 0 <= weight < math.inf:
+        raise ConfigError(f"backward(weight=...) must be a finite number >= 0, got {weight}")
+    return weight
+
+
+def to_sum(loss: Tensor, weight: float, reduction: str) -> Tensor:
+    """Convert a micro-batch's loss, [], to the sum over its `weight` targets, see [Note: Mean or
+    sum]."""
+    if reduction not in ("mean", "sum"):
+        raise ConfigError(f"backward(reduction=...) must be 'mean' or 'sum', got {reduction!r}")
+    if not isinstance(loss, Tensor):
+        raise TypeError(
+            f"backward() needs the loss's tensor (without .item()), got {type(loss).__name__}"
+        )
+    if loss.dim() and loss.numel() == 1:
+        loss = loss.reshape(())
+    if reduction == "sum":
+        return loss
+    return loss * weight if weight else loss.nan_to_num(0.0, 0.0, 0.0) * 0.0

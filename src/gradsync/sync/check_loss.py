@@ -1,12 +1,4 @@
-"""The loss of a micro-batch: from the mean that people write to the sum that a step needs.
-
-[Note: Mean or sum] A step divides once, by the targets of the whole global batch, so it needs each
-micro-batch's *sum*. A mean, the default of torch's loss functions, is multiplied by the number of
-targets that it was taken over: loss_sum = loss x weight. For cross-entropy and `.mean()` this gives
-the sum's gradient bit for bit (weight / weight is 1). For `mse_loss` and similar losses it is equal
-up to rounding, because they divide by the number of elements first. A penalty added to the mean
-counts once per target, as it would in one big batch.
-"""
+"""What a loss is, as far as its autograd graph shows: a mean, a sum, over how many targets."""
 
 from __future__ import annotations
 
@@ -20,7 +12,6 @@ import torch
 from torch import Tensor
 
 from gradsync.core.torch_private import saved
-from gradsync.errors import ConfigError
 
 log = logging.getLogger("gradsync")
 
@@ -30,46 +21,6 @@ _LOOKED_AT = 100
 """Number of a graph's nodes that are searched for losses."""
 _PASSED = ("Add", "Sub", "Neg", "Mul", "Div", "ToCopy", "Clone", "Alias", "View", "Squeeze")
 """Operations between losses and the argument of `backward`: weighted sums, casts, reshapes."""
-
-
-def refuse_other(micro_batch: Any) -> None:
-    """Raise TypeError unless it has a micro-batch's place."""
-    if not hasattr(micro_batch, "is_last") or not hasattr(micro_batch, "index"):
-        raise TypeError(
-            "sync.backward(loss, micro_batch) takes a micro-batch of gs.loader as its second "
-            f"argument, got {type(micro_batch).__name__}; a number of targets goes by weight="
-        )
-
-
-def weight_of(weight: float | Tensor | None, micro_batch: Any) -> float:
-    """Weight of a micro-batch, a finite number >= 0: `weight`, or its number of targets."""
-    if weight is None:
-        if not hasattr(micro_batch, "num_targets"):
-            raise TypeError(
-                "backward() needs the micro-batch of gs.loader, as in sync.backward(loss, "
-                "micro_batch), or weight=, the number of targets that the loss is the mean of"
-            )
-        weight = micro_batch.num_targets
-    weight = float(weight)
-    if not 0 <= weight < math.inf:
-        raise ConfigError(f"backward(weight=...) must be a finite number >= 0, got {weight}")
-    return weight
-
-
-def to_sum(loss: Tensor, weight: float, reduction: str) -> Tensor:
-    """Convert a micro-batch's loss, [], to the sum over its `weight` targets, see [Note: Mean or
-    sum]."""
-    if reduction not in ("mean", "sum"):
-        raise ConfigError(f"backward(reduction=...) must be 'mean' or 'sum', got {reduction!r}")
-    if not isinstance(loss, Tensor):
-        raise TypeError(
-            f"backward() needs the loss's tensor (without .item()), got {type(loss).__name__}"
-        )
-    if loss.dim() and loss.numel() == 1:
-        loss = loss.reshape(())
-    if reduction == "sum":
-        return loss
-    return loss * weight if weight else loss.nan_to_num(0.0, 0.0, 0.0) * 0.0
 
 
 @contextmanager
@@ -105,15 +56,15 @@ class LossCheck:
     """
 
     def __init__(self, rank: int) -> None:
-        self._left, self._rank = 8, rank
+        self.left, self._rank = 8, rank
 
     def __call__(self, loss: Tensor, weight: float, reduction: str) -> None:
         """Check a micro-batch's `loss`, [], over `weight` targets, before its backward."""
-        if not self._left or weight <= 1:
+        if weight <= 1:
             return  # the mean of one target is the sum
-        self._left -= 1
+        self.left -= 1
         if wrong := _wrong(loss, weight, reduction):
-            self._left = 0
+            self.left = 0
             log.warning("rank %d: %s (said once)", self._rank, wrong)
 
 

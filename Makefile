@@ -43,9 +43,10 @@ types: $(VENV)/.ready-lint ## Types (pyrefly)
 layers: $(VENV)/.ready-lint ## Imports go down only (import-linter)
 	$(BIN)/lint-imports
 
-sizes: $(VENV)/.ready-lint ## Sizes of files, functions and classes; unsafe calls
+sizes: $(VENV)/.ready-lint ## Sizes of files and functions; unsafe calls; turns of phrase
 	$(BIN)/python tools/check_sizes.py
 	$(BIN)/python tools/check_safety.py
+	$(BIN)/python tools/check_prose.py
 
 docs: $(VENV)/.ready-docs ## The pages as a site, with the reference: build/docs/docs/index.html (Sphinx)
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -c docs . build/docs

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from check_prose import check as check_prose
 from check_safety import check_safety
 from check_sizes import BUDGETS, check_budgets, check_sizes, package_sizes
 from source_tree import REPOSITORY
@@ -188,3 +189,13 @@ def test_each_package_keeps_to_its_budget() -> None:
         f"gradsync/sync {BUDGETS['sync'] + 1} lines > {BUDGETS['sync']}",
         "gradsync/new 1 lines > 0",
     ]
+
+
+def test_turns_of_phrase_are_found_in_prose_only(tmp_path: Path) -> None:
+    code = tmp_path / "code.py"
+    code.write_text('"""It has gone."""\n\nanew = "nobody"  # beside it\n')
+    page = tmp_path / "page.md"
+    page.write_text("Such a page.\n```\nnobody\n```\n")
+    words, found = check_prose([code, page])
+    assert words == 3 + 3 + 3
+    assert [line.rpartition(": ")[2] for line in found] == ["'has gone'", "'beside'", "'Such a'"]

@@ -69,7 +69,7 @@ def test_another_stream_is_not_resumed(pool: Any, data: Path, tmp_path: Path) ->
 def _reads_its_own(rank: int, world_size: int, store_path: str, config: TrainConfig) -> RankResult:
     """Files that are too large to tell apart by samples of them, say."""
     mine = replace(config, data=f"{config.data}/{rank}.jsonl")
-    with mock.patch("gradsync.data.text_stream.sample_content", return_value=""):
+    with mock.patch("gradsync.commands.prepare.text_stream.sample_content", return_value=""):
         return train_rank(rank, world_size, store_path, mine)
 
 

@@ -23,7 +23,7 @@ from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.registry import STRATEGIES
 from gradsync.sync.replicate import replicate
 from gradsync.sync.shared_memory import SharedMemoryShards
-from support.engine_cases import global_random_state, raw
+from support.engine_cases import bits, global_random_state, raw
 from support.sync_cases import on_handles
 from support.thread_ranks import run_thread_ranks
 
@@ -63,15 +63,6 @@ def on_ranks(world_size: int, work: Callable[[Communicator], Any]) -> list[Any]:
     if world_size == 1:
         return [work(SingleCommunicator())]
     return run_thread_ranks(lambda _, group: work(ProcessGroupCommunicator(group)), world_size)
-
-
-def bits(value: Any) -> Any:
-    """Comparable by ==, bit for bit."""
-    if isinstance(value, Tensor):
-        return value.dtype, tuple(value.shape), raw(value)
-    if isinstance(value, dict):
-        return {name: bits(entry) for name, entry in value.items()}
-    return [bits(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
 # -- one step of all -------------------------------------------------------------------------------

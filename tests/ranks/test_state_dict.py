@@ -19,6 +19,7 @@ from gradsync.errors import ConfigError, GradsyncError
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.registry import STRATEGIES
 from gradsync.sync.replicate import replicate
+from support.engine_cases import bits
 from support.thread_ranks import run_thread_ranks
 
 X = torch.linspace(-1, 1, 6 * 4 * 3).sin().view(6, 4, 3)
@@ -74,22 +75,12 @@ def trained(world_size: int, strategy: str, number: int, begin: Any = None, **mo
         sync.close()
         kept.seek(0)
         saved = torch.load(kept, weights_only=True)
-        assert same(state, saved)
+        assert bits(state) == bits(saved)
         return saved
 
     first, *rest = run_thread_ranks(work, world_size)
-    assert all(same(first, other) for other in rest)
+    assert all(bits(first) == bits(other) for other in rest)
     return first
-
-
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        return torch.equal(one, other) and one.dtype == other.dtype
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return one == other
 
 
 @pytest.mark.parametrize(("number", "collective"), [(1, "auto"), (2, "backend")])
@@ -99,11 +90,11 @@ def test_a_run_goes_on_with_the_same_bits(strategy: str, number: int, collective
     more = {"collective": collective}
     whole = trained(1, strategy, number, trained(1, strategy, number))
     parts = trained(2, strategy, number, trained(3, strategy, number, **more), **more)
-    assert same(whole, parts)
+    assert bits(whole) == bits(parts)
     assert parts["model"].keys() == Net().state_dict().keys()
     if STRATEGIES[strategy].promise == "bitwise":
         other = trained(2, "invariant", number, trained(3, strategy, number, **more))
-        assert all(same(whole[part], other[part]) for part in ("model", "optimizer"))
+        assert all(bits(whole[part]) == bits(other[part]) for part in ("model", "optimizer"))
 
 
 @pytest.mark.parametrize("strategy", ["local_sgd", "diloco", "naive", "overlap"])
@@ -113,7 +104,7 @@ def test_what_a_strategy_keeps_comes_along(strategy: str) -> None:
     assert begin["strategy"]["name"] == strategy
     assert bool(begin["strategy"]["tensors"]) == (strategy == "diloco")
     whole = trained(2, strategy, 1, begin, **more)
-    assert not same(whole["model"], begin["model"])
+    assert bits(whole["model"]) != bits(begin["model"])
 
 
 def test_weights_alone() -> None:
@@ -125,7 +116,7 @@ def test_weights_alone() -> None:
     with torch.no_grad():
         model.first.weight.zero_()
     sync.load_state_dict(state)
-    assert same(dict(model.state_dict()), dict(Net().state_dict()))
+    assert bits(model.state_dict()) == bits(Net().state_dict())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ConfigError, match=r"the state holds 0 optimizers, but 1 came with it"):
         sync.load_state_dict(state, optimizer)
@@ -151,7 +142,7 @@ def refused(
         state = other if isinstance(other, dict | list) else state
         with pytest.raises(GradsyncError) as raised:
             sync.load_state_dict(state, optimizer)
-        assert same(before, dict(model.state_dict()))
+        assert bits(before) == bits(model.state_dict())
         sync.close()
         return str(raised.value)
 

@@ -264,3 +264,12 @@ def raw(tensor: Tensor) -> bytes:
 def one_rank(name: str, sync: str = "invariant") -> str:
     """The hash of one rank for a problem, in the plainest way."""
     return train(PROBLEMS[name], Way(sync=sync), SingleCommunicator())
+
+
+def bits(value: Any) -> Any:
+    """Comparable by ==, bit for bit."""
+    if isinstance(value, Tensor):
+        return value.dtype, tuple(value.shape), raw(value)
+    if isinstance(value, dict):
+        return {name: bits(entry) for name, entry in value.items()}
+    return [bits(entry) for entry in value] if isinstance(value, list | tuple) else value

@@ -10,7 +10,7 @@ from typing import Any
 
 from gradsync.checkpoint.manifest import seal
 from gradsync.commands.cli.main import main
-from gradsync.data.prepare import prepare
+from gradsync.commands.prepare.prepare import prepare
 
 FLAGS = (
     *("--device", "cpu", "--dtype", "fp32", "--sample-tokens", "0", "--eval.max-tokens", "16"),

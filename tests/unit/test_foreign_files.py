@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from gradsync.commands.cli.main import main
-from gradsync.data.prepare import prepare
+from gradsync.commands.prepare.prepare import prepare
 from gradsync.errors import DataError
 from support.foreign_files import (
     make_run,

@@ -16,8 +16,8 @@ from gradsync.commands.cli.main import COMMANDS, main
 from gradsync.commands.cli.train import complete_flags
 from gradsync.commands.launch import local
 from gradsync.commands.models.config import PRESETS
+from gradsync.commands.prepare.prepare import prepare
 from gradsync.data import tokenizer
-from gradsync.data.prepare import prepare
 from support.foreign_files import rewrite_json
 from support.launchers import run_python
 from support.small_run import make_data

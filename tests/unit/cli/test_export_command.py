@@ -25,8 +25,8 @@ from gradsync.commands.cli.main import main
 from gradsync.commands.models.config import GPTConfig
 from gradsync.commands.models.gpt import GPT
 from gradsync.commands.models.llama import from_llama, llama_config, shape_of, to_llama
+from gradsync.commands.prepare.prepare import prepare
 from gradsync.data.meta import read_meta
-from gradsync.data.prepare import prepare
 from gradsync.data.tokenizer import load_tokenizer
 from gradsync.errors import ConfigError
 

@@ -10,7 +10,7 @@ import torch
 
 from gradsync.commands.cli.main import main
 from gradsync.commands.cli.sample import TextPieces
-from gradsync.data.prepare import prepare
+from gradsync.commands.prepare.prepare import prepare
 from gradsync.data.tokenizer import ByteTokenizer
 
 FLAGS = (

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradsync.data.prepare import prepare
+from gradsync.commands.prepare.prepare import prepare
 from gradsync.data.tokenizer import BpeTokenizer, ByteTokenizer, load_tokenizer
 from gradsync.errors import ConfigError, DataError
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from gradsync.commands.prepare.prepare import prepare
 from gradsync.data.meta import read_meta
-from gradsync.data.prepare import prepare
 from gradsync.data.tokens import TokenDataset, open_dataset
 from gradsync.errors import DataError
 

@@ -14,11 +14,16 @@ import numpy as np
 import pytest
 
 from gradsync.commands.cli import prepare as command
-from gradsync.data import documents as documents_file
-from gradsync.data import prepare as prepare_file
-from gradsync.data.documents import Documents
+from gradsync.commands.prepare import documents as documents_file
+from gradsync.commands.prepare import prepare as prepare_file
+from gradsync.commands.prepare.documents import Documents
+from gradsync.commands.prepare.prepare import (
+    choose_validation,
+    default_corpus,
+    entropy_nats,
+    prepare,
+)
 from gradsync.data.meta import read_meta
-from gradsync.data.prepare import choose_validation, default_corpus, entropy_nats, prepare
 from gradsync.data.tokenizer import load_tokenizer
 from gradsync.data.tokens import open_dataset
 from gradsync.errors import ConfigError, DataError, RunError

@@ -13,11 +13,16 @@ import numpy as np
 import pytest
 import torch
 
+from gradsync.commands.prepare.documents import is_stream
+from gradsync.commands.prepare.prepare import prepare
+from gradsync.commands.prepare.text_stream import (
+    StreamedText,
+    TextStream,
+    open_streamed_text,
+    open_texts,
+)
 from gradsync.commands.train.check import check_request
 from gradsync.commands.train.config import EvalConfig, TrainConfig
-from gradsync.data.documents import is_stream
-from gradsync.data.prepare import prepare
-from gradsync.data.text_stream import StreamedText, TextStream, open_streamed_text, open_texts
 from gradsync.data.tokens import open_dataset
 from gradsync.errors import ConfigError, DataError
 

@@ -11,9 +11,9 @@ from typing import Annotated, Literal
 import tyro
 
 from gradsync.commands.models.config import preset
+from gradsync.commands.prepare.prepare import prepare
 from gradsync.core.files import counted
 from gradsync.data.meta import Meta
-from gradsync.data.prepare import prepare
 from gradsync.errors import ConfigError
 from gradsync.runtime.arguments import parse
 

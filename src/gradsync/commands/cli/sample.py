@@ -132,9 +132,9 @@ class TextPieces:
 def tokenizer_of(state: Mapping[str, Any], data: str) -> Any:
     """The tokenizer of a checkpoint's `state`, from the folder `data`, or from the one that the run
     was trained on; DataError if it is different or missing."""
-    from gradsync.data.documents import is_stream
+    from gradsync.commands.prepare.documents import is_stream
+    from gradsync.commands.prepare.prepare import default_corpus
     from gradsync.data.meta import read_meta
-    from gradsync.data.prepare import default_corpus
     from gradsync.data.tokenizer import load_tokenizer
 
     saved, trained_with = state["config"], state["tokenizer"]

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradsync.commands.models.config import GPTConfig, preset
+from gradsync.commands.prepare.documents import is_stream
 from gradsync.commands.train.config import TrainConfig
 from gradsync.data.batch_plan import BatchPlan
-from gradsync.data.documents import is_stream
 from gradsync.data.meta import Meta, read_meta
 from gradsync.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from gradsync.errors import ConfigError
@@ -51,8 +51,8 @@ def open_data(config: TrainConfig, world: World, comm: Communicator) -> Data:
     limit = config.eval.max_tokens
     val_sequences = None if limit is None else max(limit // config.sequence_length, 1)
     if is_stream(config.data):
+        from gradsync.commands.prepare.text_stream import open_streamed_text
         from gradsync.data.streaming import stream_loader
-        from gradsync.data.text_stream import open_streamed_text
 
         assert val_sequences is not None
         text = open_streamed_text(
@@ -95,7 +95,7 @@ def open_data(config: TrainConfig, world: World, comm: Communicator) -> Data:
 
 
 def _default_directory(world: World, comm: Communicator) -> Path:
-    from gradsync.data.prepare import default_corpus
+    from gradsync.commands.prepare.prepare import default_corpus
 
     if world.local_rank == 0:
         default_corpus()
@@ -124,7 +124,7 @@ def vocabulary(data: str, tokenizer: str = "") -> int | None:
     directory `tokenizer`, if given), or in the built-in text for ""; None if it is not stated.
     """
     if is_stream(data):
-        from gradsync.data.text_stream import stream_tokenizer
+        from gradsync.commands.prepare.text_stream import stream_tokenizer
 
         return stream_tokenizer(tokenizer)[0].vocab_size
     if not data:

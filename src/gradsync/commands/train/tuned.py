@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from gradsync.commands.models.config import GPTConfig, preset
 from gradsync.commands.plan.machine import fast_dtype
 from gradsync.commands.plan.profile import Cache, Conditions, machine_conditions
+from gradsync.commands.prepare.documents import is_stream
 from gradsync.commands.train.config import (
     AUTO,
     CompileOrder,
@@ -27,7 +28,6 @@ from gradsync.commands.train.config import (
 )
 from gradsync.commands.train.config_io import HINTS, read_file, typed
 from gradsync.commands.train.data import shape_before
-from gradsync.data.documents import is_stream
 from gradsync.errors import ConfigError
 from gradsync.sync.registry import check_options, find_strategy
 from gradsync.world import World

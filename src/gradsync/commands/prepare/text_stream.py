@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradsync.data.documents import HUGGING_FACE, Documents, json_lines
+from gradsync.commands.prepare.documents import HUGGING_FACE, Documents, json_lines
 from gradsync.data.meta import read_meta
 from gradsync.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from gradsync.data.tokens import sample_content

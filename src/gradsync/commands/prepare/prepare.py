@@ -21,10 +21,10 @@ from typing import Any, Literal
 
 import numpy as np
 
+from gradsync.commands.prepare.documents import Documents
 from gradsync.core.files import Filesystem, StagedDirectory, counted
 from gradsync.data import meta as meta_file
 from gradsync.data import tokenizer as tokenizer_file
-from gradsync.data.documents import Documents
 from gradsync.data.meta import DTYPES, FileMeta, Meta, file_sha256, read_meta
 from gradsync.data.tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer
 from gradsync.errors import ConfigError, DataError, RunError

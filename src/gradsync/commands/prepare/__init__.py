@@ -1,0 +1,1 @@
+"""Texts: prepared as token files, or tokenized while a run reads them."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import PurePosixPath
 
 from xdist.scheduler import LoadScopeScheduling
+from xdist.workermanage import WorkerController
 
 WHOLE_FOLDERS = ("processes",)
 """Each file of these is one piece of work."""
@@ -25,6 +26,22 @@ class Tiers(LoadScopeScheduling):
         """Hand out; never the largest pieces first."""
         self.config.option.loadscopereorder = False
         super().schedule()
+
+    def remove_node(self, node: WorkerController) -> str | None:
+        """Hand out again what an ended worker had left, but for the test that it ended in.
+
+        A piece with nothing left in it would keep the next worker waiting for ever (pytest-xdist
+        3.8), and a test that ends its worker would end the next one too.
+        """
+        work = self.assigned_work[node]
+        ended_in = next((name for unit in work.values() for name in unit if not unit[name]), None)
+        for piece, unit in list(work.items()):
+            if ended_in in unit:
+                unit[ended_in] = True
+            if all(unit.values()):
+                del work[piece]
+        super().remove_node(node)
+        return ended_in
 
     def _split_scope(self, nodeid: str) -> str:
         return piece_of(nodeid)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 import threading
-import traceback
+
+from gradsync.runtime.frames import read_stack, running_threads, stack_lines
 
 
 def all_stacks() -> str:
     """Name and stack of every Python thread, innermost call last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     parts = []
-    for ident, frame in sys._current_frames().items():
+    for ident in running_threads():
         parts.append(f"--- thread {names.get(ident, ident)}")
-        parts.append("".join(traceback.format_stack(frame)))
+        parts.append("".join(stack_lines(read_stack(ident))))
     return "\n".join(parts)

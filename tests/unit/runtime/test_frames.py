@@ -72,43 +72,28 @@ def test_a_mark_stays_as_long_as_the_call() -> None:
         assert all(each.unseen for each in read_stack(thread))
 
 
-@pytest.mark.parametrize("read", [read_stack, lambda thread: list(read_plainly(thread))])
-def test_nothing_is_collected_meanwhile(
-    read: Callable[[int], list[Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A collection may let another thread go on, while Python has the address of its call."""
-    current_frames, enable, reading, collections = sys._current_frames, gc.enable, [False], []
+def test_nothing_is_collected_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A collection may let another thread go on, while Python has the address of its call.
 
-    def note(phase: str, info: dict[str, int]) -> None:
-        if reading[0] and phase == "start":
-            collections.append(info)
+    It is asked whether the collector is off. To let one collect meanwhile can stop Python 3.11 for
+    good: it holds a lock that a thread takes when it begins or ends.
+    """
+    current_frames, enable, states = sys._current_frames, gc.enable, []
 
     def begin() -> dict[int, FrameType]:
-        reading[0] = True
+        states.append(gc.isenabled())
         return current_frames()
 
     def end() -> None:
-        reading[0] = False
+        states.append(gc.isenabled())
         enable()
 
     monkeypatch.setattr(sys, "_current_frames", begin)
     monkeypatch.setattr(gc, "enable", end)
-    before = gc.get_threshold()
     with thread_in(*[outer] * 50) as thread:
-        gc.callbacks.append(note)
-        gc.set_threshold(1)
-        try:
-            found = read(thread)
-        finally:
-            reading[0] = False
-            gc.set_threshold(*before)
-            gc.callbacks.remove(note)
-    assert len(found) > 50
+        assert len(read_stack(thread)) > 50
+    assert states == [False, False]
     assert gc.isenabled()
-    if read is read_stack:
-        assert not collections
-    elif sys.version_info < (3, 12):
-        assert collections, "the twin shows that the test can see them"
 
 
 def test_the_collector_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ import math
 import re
 import subprocess
 import time
-from dataclasses import replace
 from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
@@ -19,7 +18,6 @@ import pytest
 from gradsync.commands.cli.main import main
 from gradsync.commands.report.charts import (
     Chart,
-    Event,
     Line,
     figure,
     number,
@@ -156,31 +154,19 @@ def test_points_are_those_of_the_metrics(tmp_path: Path) -> None:
     )
     assert charts["Exposed communication"].lines[0].points[-1] == (STEPS, 20)
     assert charts["Model FLOPs utilisation"].lines[0].points[-1] == (STEPS, 12.5)
-    assert "Arithmetic" not in charts
 
 
-def test_comparisons_of_bits_are_on_the_time_axis(tmp_path: Path) -> None:
+def test_comparisons_of_bits_are_sentences(tmp_path: Path) -> None:
     path = make_run(tmp_path)
     with (path / "metrics.jsonl").open("a") as file:
         for step, name, equal in ((10, "replicas", 1), (20, "replicas", 0), (15, "audit", 1)):
             file.write(json.dumps({"step": step, f"check/{name}_equal": equal}) + "\n")
     run = read_run(path)
-    (loss, *others) = charts_of([run])
-    marks = ElementTree.fromstring(svg(loss)).findall("*[@class='check']")
-    (wrong,) = ElementTree.fromstring(svg(loss)).findall("*[@class='check bad']")
-    places = [float(each.attrib["x1"]) for each in (*marks, wrong)]
-    assert places == sorted(places)
-    assert wrong[0].text == "replicas compared after step 20: different bits"
-    assert not any(chart.checks for chart in others)
     for said in (
         "Replicas compared 2 times, last after step 20: different bits after step 20",
         "A micro-batch computed by two ranks once in step 15: equal bits",
     ):
         assert said in read_page(page([run])).text
-    many = [Event(step, "equal", bad=step == 999) for step in range(1000)]
-    drawn = ElementTree.fromstring(svg(replace(loss, checks=many, lines=[LINE])))
-    assert len(drawn.findall("*[@class='check']")) == 100
-    assert len(drawn.findall("*[@class='check bad']")) == 1
 
 
 @pytest.mark.parametrize(
@@ -236,7 +222,8 @@ def test_interruptions_stand_in_a_list_and_in_each_chart(tmp_path: Path) -> None
     text = page([found])
     assert text.count('<line class="event') == 4 * sum(bool(svg(chart)) for chart in charts)
     assert "after step 14: exit code 1" in read_page(text).text
-    older = make_run(tmp_path, name="older")  # than the file of starts
+    older = make_run(tmp_path, name="older")
+    add_start(older)
     add_start(older, step=10, reached=12)
     (event,) = read_run(older).events
     assert event.words == "after step 12: killed; went on from step 10 with 2 ranks"
@@ -251,7 +238,7 @@ def test_interruptions_stand_in_a_list_and_in_each_chart(tmp_path: Path) -> None
     (alone,) = [c for c in charts_of([*both, undisturbed]) if c.title.endswith("undisturbed")]
     assert not alone.events
     text = page(both)
-    assert 'Events of older</h2><ol start="5">' in text
+    assert 'Events of older</h2>\n<ol start="5">' in text
     assert "Events" not in page([read_run(make_run(tmp_path, name="whole"))])
 
 
@@ -268,7 +255,7 @@ gradsync.errors.LostPeerError: {said}
 
 
 def test_an_error_is_told_once(tmp_path: Path) -> None:
-    """Its traceback is there to unfold; what a rank says besides stays."""
+    """No traceback is shown; what a rank says besides stays."""
     run = make_run(tmp_path)
     error = f"rank(s) 1 vanished without a word; this rank (0) saw: {'very ' * 60}long"
     (run / "exit.json").write_text(json.dumps({"exit_code": 1, "reason": "failed", "error": error}))
@@ -276,10 +263,9 @@ def test_an_error_is_told_once(tmp_path: Path) -> None:
     (run / "logs" / "rank_00000.log").write_text(own)
     (run / "logs" / "rank_00001.log").write_text(TRACEBACK.format(said="of its own"))
     text = page([read_run(run)])
-    before, folded = text.split("<details><summary>With tracebacks</summary>")
-    assert before.count(error) == 1
-    assert "<li class=bad>after step 30: exit code 1: failed</li>" in before
-    shown = re.findall(r"<h2>Warnings and errors</h2><pre>(.*?)</pre>", before, re.DOTALL)
+    assert text.count(error) == 1
+    assert "<li class=bad>after step 30: exit code 1: failed</li>" in text
+    shown = re.findall(r"<h2>Warnings and errors</h2><pre>(.*?)</pre>", text, re.DOTALL)
     assert [line.partition(": ")[0] for line in shown[0].splitlines()] == [
         "[0] 10:03 WARNING late",
         "[0] 10:04 ERROR ended by LostPeerError",
@@ -287,7 +273,6 @@ def test_an_error_is_told_once(tmp_path: Path) -> None:
         "[1] 10:04 ERROR ended by LostPeerError",
         "[1] gradsync.errors.LostPeerError",
     ]
-    assert folded.count("in take_step") == 2
     assert "still well" not in text
 
 
@@ -341,7 +326,7 @@ def test_the_table_of_a_long_run_is_thinned_and_ends_with_its_last_step(tmp_path
     lines = [json.dumps({"step": step, "train/loss": 1.0}) + "\n" for step in range(1, 1002)]
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
     numbers = page([read_run(tmp_path)]).partition("<summary>Numbers")[2]
-    steps = re.findall(r'<tr><td class="n">(\d+)<', numbers)
+    steps = re.findall(r"<tr><td class=n>(\d+)<", numbers)
     assert len(steps) < 210
     assert (steps[0], steps[-1]) == ("1", "1001")
 
@@ -355,15 +340,13 @@ def test_runs_of_as_many_ranks_are_told_apart(tmp_path: Path) -> None:
     assert names == ["a", "b (equal to a)", "c (equal to a)"]
 
 
-@pytest.mark.parametrize("older", [False, True])
-def test_figures_of_the_last_start_say_since_when(tmp_path: Path, older: bool) -> None:
+def test_figures_of_the_last_start_say_since_when(tmp_path: Path) -> None:
     path = make_run(tmp_path, ranks=1)
     summary = json.loads((path / "summary.json").read_text())
     assert "since" not in page([read_run(path)])
     add_start(path)
     add_start(path, step=20, world_size=1, before={"exit_code": 75, "reason": "a stop"})
-    first = {} if older else {"first_step": 21}
-    (path / "summary.json").write_text(json.dumps(summary | first))
+    (path / "summary.json").write_text(json.dumps(summary | {"first_step": 21}))
     figures = dict(figures_of(read_run(path)))
     assert figures["tokens/s, all ranks"] == "1,000 since step 21"
     assert figures["exposed communication"] == "20.0 % since step 21"
@@ -407,7 +390,7 @@ def test_the_figures_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert not (run / "report.html").exists()
 
 
-@pytest.mark.parametrize("value", ["Infinity", "NaN", "1e308", "1" + "0" * 400])
+@pytest.mark.parametrize("value", ["Infinity", "NaN"])
 def test_numbers_that_cannot_be_leave_a_page(tmp_path: Path, value: str) -> None:
     run = make_run(tmp_path)
     (run / "summary.json").write_text('{"config": true}')

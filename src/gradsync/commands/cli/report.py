@@ -19,8 +19,7 @@ from gradsync.runtime.arguments import parse
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportOptions:
     """Write one HTML page about one or several runs: losses, speed, how each step's time is spent,
-    memory, settings. It needs no network and no script, and can be printed. A verify.json in the
-    first run's directory, the output of `gradsync verify` as JSON, is a table in it.
+    memory, settings. It needs no network and no script, and can be printed.
     """
 
     paths: Annotated[list[str], tyro.conf.Positional, tyro.conf.arg(metavar="RUN …")] = field(

@@ -23,7 +23,6 @@ STYLE = (
     ".grid{stroke:var(--rule,#dfe3e8)}.line{fill:none;stroke-width:2;stroke-linejoin:round}"
     ".area{opacity:.85}svg text{fill:var(--soft,#667085);font-size:12px}"
     "svg .on{fill:var(--paper,#fff)}.event{stroke:var(--soft,#667085);stroke-dasharray:3 3}"
-    ".check{stroke:var(--good,#197a3d);stroke-width:2}.check.bad{stroke:var(--bad,#b42318)}"
     ".event.bad{stroke:var(--bad,#b42318)}svg text.bad{fill:var(--bad,#b42318)}"
 )
 """Styles of a chart's parts, in a page or alone."""
@@ -64,8 +63,6 @@ class Chart:
     """Areas on top of each other; all lines have the same x."""
     from_zero: bool = False
     events: Sequence[Event] = ()
-    checks: Sequence[Event] = ()
-    """Marks on the x axis, which show their words under the pointer."""
 
 
 def svg(chart: Chart) -> str:
@@ -79,7 +76,6 @@ def svg(chart: Chart) -> str:
         lines = _on_top(lines)
     xs = [x for line in lines for x, _ in line.points]
     ys = [y for line in lines for _, y in line.points]
-    xs += [check.step for check in chart.checks if check.bad]  # even after the last logged step
     x_low, x_high = min(xs), max(xs)
     zero = chart.from_zero or chart.stacked
     y_ticks = ticks(0.0 if zero else min(ys), max(ys))
@@ -108,13 +104,6 @@ def svg(chart: Chart) -> str:
     for step in dict.fromkeys(e.step for e in numbered if x_low <= e.step <= x_high):
         here = [event for event in numbered if event.step == step]
         parts.append(_event(at(step, y_low)[0], here))
-    for check in _few(chart.checks):
-        if x_low <= check.step <= x_high:
-            across, low = at(check.step, y_low)
-            parts.append(
-                f'<line class="check{" bad" * check.bad}" x1="{across:.1f}" x2="{across:.1f}" '
-                f'y1="{low - 7:.1f}" y2="{low:.1f}"><title>{escape(check.words)}</title></line>'
-            )
     floor = [(x, 0.0) for x, _ in lines[0].points]
     for line, said in zip(lines, values, strict=True):
         here = [at(x, y) for x, y in line.points]
@@ -143,12 +132,6 @@ def _event(across: float, here: Sequence[Event]) -> str:
     )
 
 
-def _few(checks: Sequence[Event]) -> list[Event]:
-    """The checks to draw: all bad ones, and as many others as an axis has room for."""
-    every = -(-len(checks) // _MOST_TOLD) or 1
-    return [each for number, each in enumerate(checks) if each.bad or number % every == 0]
-
-
 def _told(line: Line, values: Sequence[Point], here: Sequence[Point], color: str) -> Iterator[str]:
     """Dots that show their values: visible if the line has marks, else only under the pointer."""
     seen = line.marks or len(here) == 1
@@ -171,8 +154,6 @@ def figure(chart: Chart) -> str:
         for line in chart.lines
         if len(chart.lines) > 1 and _finite(line.points)
     ]
-    if chart.checks:
-        names.append('<span><i class="tick"></i>ranks compared</span>')
     unit = f" <small>{escape(chart.y)}</small>" if chart.y else ""
     head = f"<figcaption><b>{escape(chart.title)}</b>{unit}{''.join(names)}</figcaption>"
     return f"<figure>{head}{drawn}</figure>"

@@ -69,8 +69,6 @@ class Run:
     def since(self) -> str:
         """Words after figures of the last start alone; "" if there was only one."""
         first = self.summary.get("first_step")
-        if self.summary and first is None and self.starts:  # older runs
-            first = self.starts[-1]["step"] + 1
         return f" since step {first:g}" if isinstance(first, int | float) and first > 1 else ""
 
     @property
@@ -84,33 +82,20 @@ class Run:
     def events(self) -> list[Event]:
         """Points at which the run resumed or ended early, in order."""
         found = []
-        # A run may have begun before starts were recorded.
-        known = self.starts if self.starts and not self.starts[0]["step"] else [{}, *self.starts]
-        for before, start in pairwise(known):
+        for before, start in pairwise(self.starts):
             step, ended = start["step"], start.get("before")
             ended = ended if isinstance(ended, Mapping) else {}
             reached = start["reached"] if isinstance(start.get("reached"), int | float) else step
             words = f"after step {reached:g}: {_ended(ended) if ended else 'killed'}; went on from "
             words += f"step {step:g} with {counted(start['world_size'], 'rank')}"
-            if (ranks := before.get("world_size", start["world_size"])) != start["world_size"]:
-                words += f" in place of {ranks:g}"
+            if before["world_size"] != start["world_size"]:
+                words += f" in place of {before['world_size']:g}"
             found.append(Event(step, words, ended.get("exit_code") not in (0, _STOPPED)))
         code, last = self.exit.get("exit_code", 0), self.last_step
         if code != 0 and last is not None:
             words = f"after step {last:g}: {_ended({**self.exit, 'error': ''})}"  # it is `outcome`
             found.append(Event(last, words, code != _STOPPED))
         return found
-
-    @property
-    def checks(self) -> list[Event]:
-        """Comparisons between the ranks' bits, in order."""
-        words = ("different bits", "equal bits")
-        found = [
-            Event(step, f"{name} {when} {step:g}: {words[bool(equal)]}", not equal)
-            for metric, (name, when) in CHECKS.items()
-            for step, equal in self.metrics.get(metric, ())
-        ]
-        return sorted(found, key=lambda check: check.step)
 
     @property
     def planned_memory(self) -> Points:

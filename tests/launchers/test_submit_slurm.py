@@ -8,16 +8,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from datetime import datetime
-from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 from gradsync.commands.cli.main import main
-from gradsync.commands.cli.submit import check_torchrun
-from gradsync.errors import ConfigError
 from support.config_flags import train_arguments
 from support.launchers import Finished, clean_environment
 from support.slurm_cluster import SlurmCluster
@@ -32,7 +28,7 @@ import json, os, signal, sys, time
 from pathlib import Path
 
 run, others = Path(sys.argv[1]), range(int(sys.argv[2]))
-names = ("OMPI_COMM_WORLD_RANK", "RANK", "SLURM_PROCID")
+names = ("OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 rank = next(os.environ[name] for name in names if name in os.environ)
 turn = os.environ.get("SLURM_RESTART_COUNT", "0")
 again = turn == "0"
@@ -173,10 +169,8 @@ def test_preempted_and_requeued_with_the_bits_of_one_turn(jobs: Submitter, tmp_p
 
 
 @pytest.mark.launcher("mpirun")
-@pytest.mark.launcher("torchrun")
 def test_every_launcher_hands_the_signal_to_all_ranks(jobs: Submitter) -> None:
-    """Side by side, as most of it is waiting: mpirun, torchrun on two nodes, srun.
-    torch before 2.13 has no torchrun that could, and `submit` refuses it (see its own tests)."""
+    """Side by side, as most of it is waiting."""
     program = ("--", "turns.py")
     folders = [jobs.folder / name for name in ("mpirun", "srun 3")]
     ids = {
@@ -185,25 +179,17 @@ def test_every_launcher_hands_the_signal_to_all_ranks(jobs: Submitter) -> None:
             *(*program, "mpirun", "2"),
         ),
         "srun": jobs.submit(
-            *("--run-dir=srun 3", "--ntasks-per-node=2", "--job-name=s"),
+            *("--run-dir=srun 3", "--nodes=2", "--job-name=s"),
             *(*program, "srun 3", "2"),
         ),
     }
-    with suppress(ConfigError):
-        check_torchrun(metadata.version("torch"))
-        ids["torchrun"] = jobs.submit(
-            *("--launcher=torchrun", "--nodes=2", "--run-dir=torchrun", "--job-name=t"),
-            *(*program, "torchrun", "2"),
-        )
-        folders.append(jobs.folder / "torchrun")
 
     def ups(turn: int) -> bool:
         return all((each / f"up-{turn}-{rank}").exists() for each in folders for rank in (0, 1))
 
     jobs.wait_for(lambda: ups(0))
     jobs.signal(ids["mpirun"], "--batch")  # as `--signal=B:` of the script does
-    for name in ids.keys() - {"mpirun"}:
-        jobs.signal(ids[name])
+    jobs.signal(ids["srun"])
     for job in ids.values():
         jobs.start_now(job)
     for job in ids.values():

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, fields
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
@@ -62,8 +61,6 @@ def plan_of(options: SubmitOptions, words: list[str]) -> SbatchPlan:
     program = parse_program(words)
     if not options.time:
         raise ConfigError("--time is missing: the longest turn of the job, for example 24:00:00")
-    if options.launcher == "torchrun":
-        check_torchrun(metadata.version("torch"))
     check_program(program, on_this_host=not (options.module or options.setup))
     run_dir, name = options.run_dir, program.name
     if program.command == "train":
@@ -75,15 +72,6 @@ def plan_of(options: SubmitOptions, words: list[str]) -> SbatchPlan:
     request["job_name"] = options.job_name or re.sub(r"[^A-Za-z0-9._-]", "-", name)[:64]
     request |= {"run_dir": run_dir}
     return SbatchPlan(program=program, python=sys.executable, **request)
-
-
-def check_torchrun(version: str) -> None:
-    """Raise ConfigError for a torch whose torchrun cannot forward Slurm's warning."""
-    if [int(part) for part in version.split(".")[:2]] < [2, 13]:
-        raise ConfigError(
-            f"torchrun of torch {version} ends its ranks at Slurm's warning (2.13 has "
-            "--signals-to-handle and --shutdown-timeout); take --launcher srun"
-        )
 
 
 def _checked_train(program: Program, world_size: int) -> tuple[Program, str, str]:

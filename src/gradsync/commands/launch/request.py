@@ -17,13 +17,8 @@ RANK_COMMANDS = ("train", "verify", "bench", "tune", "doctor")
 """Commands of gradsync that can run as one rank of many."""
 _PYTHONS = ("python", "python3")
 
-LAUNCHERS = ("srun", "mpirun", "torchrun")
-"""Launchers of a Slurm job's ranks."""
-
 DEFAULT_PORT = 29_500
 """Port on the first node at which ranks of several nodes meet; torch's default."""
-
-"""How long nodes wait for each other at the start by default, seconds."""
 
 _HOST = re.compile(r"[A-Za-z0-9._:%-]{1,255}")
 

@@ -3,9 +3,6 @@
 [Note: how the signal travels]
 The ranks must receive Slurm's warning under every launcher.
 - srun: ranks are tasks of a step, and steps are signalled unless `--signal=B:` says otherwise.
-- torchrun: its agents are the tasks. Under proctrack/cgroup no other process is signalled; under
-  proctrack/linuxproc the ranks are, too. The agents therefore forward the signal (by default USR1
-  ends them), and wait for the checkpoint; ranks accept the signal twice.
 - mpirun: runs in the batch shell, and its daemons on other nodes are a step that must not get the
   signal. Only the shell gets it (`B:`), and forwards it to mpirun, which sends it to all ranks.
 In every script the shell forwards what it gets, as USR1: from `scancel --batch` or `--full`, or a
@@ -19,17 +16,16 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
+from typing import Literal
 
 import tyro
 
-from gradsync.commands.launch.request import LAUNCHERS, Program
+from gradsync.commands.launch.request import Program
 from gradsync.core.files import counted
 from gradsync.errors import ConfigError
 
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
 _JOB = '"$SLURM_JOB_ID"'
-_KILL_GRACE_S = 10
-_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,8 +48,8 @@ class JobRequest:
     """Cores of each rank; default: the cluster's."""
     job_name: str = ""
     """Name of the job; default: the program's."""
-    launcher: str = "srun"
-    """Launcher of the ranks: srun, mpirun or torchrun."""
+    launcher: Literal["srun", "mpirun"] = "srun"
+    """Launcher of the ranks."""
     module: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Module to load; may be given several times."""
     setup: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
@@ -87,16 +83,10 @@ class JobRequest:
                 f"{flag} must be at least {smallest}; got {value}",
             )
         if self.gpus_per_node and self.ranks_per_node != self.gpus_per_node:
-            more = self.ranks_per_node > self.gpus_per_node
             raise ConfigError(
                 f"{counted(self.ranks_per_node, 'rank')} on a node of "
-                f"{counted(self.gpus_per_node, 'GPU')}: "
-                + (
-                    "two ranks would share a GPU"
-                    if more
-                    else f"{self.gpus_per_node - self.ranks_per_node} would be paid for and idle"
-                )
-                + "; --ntasks-per-node must equal --gpus-per-node (or leave it out)"
+                f"{counted(self.gpus_per_node, 'GPU')}: --ntasks-per-node must equal "
+                "--gpus-per-node (or leave it out)"
             )
 
 
@@ -121,23 +111,7 @@ class SbatchPlan(JobRequest):
         """Ranks over all nodes."""
         return self.nodes * self.ranks_per_node
 
-    @property
-    def tasks_per_node(self) -> int:
-        """Slurm's tasks: ranks, but under torchrun one agent per node, which starts them."""
-        return 1 if self.launcher == "torchrun" else self.ranks_per_node
-
-    @property
-    def cores_per_task(self) -> int | None:
-        """Cores of one of Slurm's tasks."""
-        if self.cpus_per_task is None:
-            return None
-        return self.cpus_per_task * (self.ranks_per_node // self.tasks_per_node)
-
     def _check_words(self) -> None:
-        require(
-            self.launcher in LAUNCHERS,
-            f"--launcher must be one of {', '.join(LAUNCHERS)}; got {self.launcher!r}",
-        )
         require(self.job_name != "", "--job-name must not be empty")
         require("/" not in self.job_name, "--job-name is part of file names: it holds no /")
         require(self.output != "", "--output must name a folder")
@@ -164,7 +138,7 @@ def _check_line(flag: str, value: str) -> None:
 def sbatch_script(plan: SbatchPlan) -> str:
     """The job script for `plan`, readable and valid for `sbatch`.
 
-    Names, paths and arguments are data: each is quoted by `shell_word`, or, in a directive, by
+    Names, paths and arguments are data: each is quoted by `shlex.quote`, or, in a directive, by
     `directive_value`. Only `plan.setup` is shell.
     """
     from jinja2 import Environment, StrictUndefined
@@ -178,22 +152,15 @@ def sbatch_script(plan: SbatchPlan) -> str:
     return environment.from_string(source).render(
         headline=_headline(plan),
         directives=_directives(plan),
-        modules=[shell_word(module) for module in plan.module],
+        modules=list(map(shlex.quote, plan.module)),
         setup=plan.setup,
-        python=shell_word(plan.python),
+        python=shlex.quote(plan.python),
         run_dir=_run_dir(plan),
         launcher=plan.launcher,
-        nodes=plan.nodes,
         signal_note=_signal_note(plan),
         command=_lines([*_launcher_words(plan), *_program_words(plan)]),
         afterwards=_lines(_afterwards(plan)),
     )
-
-
-def shell_word(text: str, *, torchrun: bool = False) -> str:
-    """`text` quoted as one word of a shell. torchrun's agent substitutes ${…} in arguments and
-    turns a doubled dollar sign into one."""
-    return shlex.quote(text.replace("$", "$$") if torchrun else text)
 
 
 def directive_value(text: str) -> str:
@@ -215,8 +182,8 @@ def _directives(plan: SbatchPlan) -> list[str]:
     options: list[tuple[str, object]] = [
         ("job-name", plan.job_name),
         ("nodes", plan.nodes),
-        ("ntasks-per-node", plan.tasks_per_node),
-        ("cpus-per-task", plan.cores_per_task),
+        ("ntasks-per-node", plan.ranks_per_node),
+        ("cpus-per-task", plan.cpus_per_task),
         ("gres", f"gpu:{plan.gpus_per_node}" if plan.gpus_per_node else None),
         ("time", plan.time),
         ("partition", plan.partition),
@@ -238,7 +205,7 @@ def _free_directive(directive: str) -> str:
 
 def _run_dir(plan: SbatchPlan) -> str:
     if plan.run_dir:
-        return shell_word(plan.run_dir)
+        return shlex.quote(plan.run_dir)
     if plan.program.command != "train":
         return ""
     return shlex.quote(f"runs/{plan.job_name}-") + _JOB
@@ -247,8 +214,6 @@ def _run_dir(plan: SbatchPlan) -> str:
 def _signal_note(plan: SbatchPlan) -> str:
     if plan.launcher == "mpirun":
         return "Slurm's warning comes to this shell alone; mpirun hands USR1 to all ranks."
-    if plan.launcher == "torchrun":
-        return "Slurm warns torchrun's agents, which tell their ranks. What comes here goes there."
     return "Slurm warns the ranks themselves. What this shell gets goes to them, too."
 
 
@@ -259,42 +224,20 @@ def _launcher_words(plan: SbatchPlan) -> list[str]:
     # A rank that exits with 75 slightly before the others must not end them. Since Slurm 22.05 a
     # step does not inherit the job's cores per task.
     srun = ["srun", "--kill-on-bad-exit=0"]
-    if plan.cores_per_task is not None:
-        srun.append(f"--cpus-per-task={plan.cores_per_task}")
-    if plan.launcher == "srun":
-        return srun
-    meeting = ["--standalone"]
-    if plan.nodes > 1:
-        meeting = [
-            "--rdzv-backend=c10d",
-            '--rdzv-endpoint="$endpoint"',
-            '--rdzv-id="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"',
-        ]
-    return [
-        *srun,
-        '"$python" -m torch.distributed.run',
-        f"--nnodes={plan.nodes}",
-        f"--nproc-per-node={plan.ranks_per_node}",
-        *meeting,
-        f"--signals-to-handle={_SIGNALS}",
-        f"--shutdown-timeout={max(plan.warn_s - _KILL_GRACE_S, 1)}",
-    ]
+    if plan.cpus_per_task is not None:
+        srun.append(f"--cpus-per-task={plan.cpus_per_task}")
+    return srun
 
 
 def _program_words(plan: SbatchPlan) -> list[str]:
     """The program, as words for the shell."""
-    program, by_torchrun = plan.program, plan.launcher == "torchrun"
-    words = [shell_word(word, torchrun=by_torchrun) for word in program.words]
+    program = plan.program
+    words = list(map(shlex.quote, program.words))
     if program.command == "train":
-        doubled = by_torchrun and "$" in plan.run_dir
-        words += ["--out", r'"${run_dir//\$/\$\$}"' if doubled else '"$run_dir"']
+        words += ["--out", '"$run_dir"']
     if program.command:  # `-m gradsync train` stays on one line
         words[:3] = [" ".join(words[:3])]
-    if not by_torchrun:
-        return ['"$python" ' + words[0], *words[1:]] if program.by_python else words
-    if program.by_python and (program.words[0] == "-m" or program.words[0][:1] != "-"):
-        return words  # torchrun takes -m and scripts itself
-    return ["--no-python", *(['"$python"'] if program.by_python else []), *words]
+    return ['"$python" ' + words[0], *words[1:]] if program.by_python else words
 
 
 def _afterwards(plan: SbatchPlan) -> list[str]:

@@ -28,12 +28,12 @@ from typing import Any, Literal
 import psutil
 
 from gradsync import __version__
-from gradsync.commands.plan.machine import read_interfaces, version_of
+from gradsync.commands.plan.machine import version_of
 from gradsync.commands.plan.placement import gb
 from gradsync.core.files import counted
 from gradsync.errors import LaunchError
 from gradsync.runtime.coordinator import given_port, run_command
-from gradsync.runtime.machine import available_bytes, busy, choose_threads, host_cores, total_bytes
+from gradsync.runtime.machine import available_bytes, choose_threads, host_cores, total_bytes
 from gradsync.runtime.network import interface_towards, own_address
 from gradsync.runtime.rendezvous import first_line
 from gradsync.runtime.store import TOKEN
@@ -141,11 +141,7 @@ def _host_facts(world: World) -> dict[str, Any]:
     return {
         **{"ranks": world.world_size, "ranks_here": world.local_world_size},
         "files": limit(resource.RLIMIT_NOFILE),
-        "processes": limit(resource.RLIMIT_NPROC)[0] if os.geteuid() else math.inf,
-        "locked": limit(resource.RLIMIT_MEMLOCK)[0],
-        "infiniband": bool(read_interfaces().infiniband_gigabits),
         **{"cores": host_cores(), "cores_machine": os.cpu_count() or 1},
-        "load": os.getloadavg()[0],
         **{"free": available_bytes(), "memory": total_bytes()},
         "memory_machine": psutil.virtual_memory().total,
         "shm": shutil.disk_usage(shm).total if shm.is_dir() else 0,
@@ -254,21 +250,14 @@ def judge_network(facts: Facts) -> list[Finding]:
 
 
 def judge_limits(facts: Facts) -> list[Finding]:
-    """Open files (a rank has a dozen, and a connection to each other rank in each group), processes
-    (each thread counts), and locked memory, which InfiniBand needs."""
-    (soft, hard), processes, ranks = facts["files"], facts["processes"], facts["ranks"]
+    """Open files: a rank has a dozen, and a connection to each other rank in each group."""
+    (soft, hard), ranks = facts["files"], facts["ranks"]
     needed = 32 + 2 * ranks
     said = f"{_count(soft)} of at most {_count(hard)}; some {needed} for {counted(ranks, 'rank')}"
     cure = f"`ulimit -n {min(hard, 65_536):.0f}` where ranks start"
     if hard < 1024:
         cure = "raise `nofile` in /etc/security/limits.conf, or the container's --ulimit"
-    found = [grade("open files", said, cure, blocker=soft < needed, warning=soft < 1024)]
-    cure = "`ulimit -u 4096` or more where ranks start"
-    found.append(grade("processes", _count(processes), cure, warning=processes < 1024))
-    infiniband, locked = facts["infiniband"], facts["locked"]
-    said = f"{_count(locked / _MIB)} MiB" + ("" if infiniband else ", and no InfiniBand needs it")
-    cure = "`ulimit -l unlimited` where ranks start"
-    return [*found, grade("locked memory", said, cure, warning=infiniband and locked < _GIB)]
+    return [grade("open files", said, cure, blocker=soft < needed, warning=soft < 1024)]
 
 
 def judge_host(facts: Facts) -> list[Finding]:
@@ -279,8 +268,6 @@ def judge_host(facts: Facts) -> list[Finding]:
     said += f"{limit}{facts['cores_machine']}" if cores < facts["cores_machine"] else ""
     cure = f"start at most {counted(cores, 'rank')} on this host"
     found = [grade("cores", said, cure, warning=ranks > cores)]
-    if said := busy(facts["load"], cores):
-        found.append(Finding("load", "warning", said, "end them before you measure"))
     said, machine = f"{gb(free)} free of {gb(memory)}", facts["memory_machine"]
     said += f"{limit}{gb(machine)}" if memory < machine else ""
     cure = "end other programs, raise the container's limit, or start fewer ranks here"
@@ -318,16 +305,10 @@ def judge_disk(facts: Facts) -> Finding:
 
 
 def judge_ranks(ranks: Sequence[Facts]) -> list[Finding]:
-    """Findings about all ranks from what each reported: its `facts`, `time_s` (all clocks at the
-    same time), and each backend's sum: right, seconds of 8 bytes, bytes per second."""
+    """Findings about all ranks from what each reported: its `facts`, and each backend's sum:
+    right, seconds of 8 bytes, bytes per second."""
     findings = _merge([judge(rank["facts"]) for rank in ranks])
     findings += judge_alike([rank["facts"]["alike"] for rank in ranks])
-    first = {rank["facts"]["host"]: rank["time_s"] for rank in reversed(ranks)}
-    early, late = min(first, key=first.__getitem__), max(first, key=first.__getitem__)
-    apart = first[late] - first[early]
-    said = f"{late} is {apart:.1f} s ahead of {early}" if apart > 0.05 else "alike"
-    cure = "start chrony or ntpd on all hosts"
-    findings.append(grade("clocks", said, cure, warning=apart > 1))
     cure = "name the fastest network's interface by GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
     for backend in set.intersection(*(set(rank["sums"]) for rank in ranks)):
         right, latencies, rates = zip(*(rank["sums"][backend] for rank in ranks), strict=True)

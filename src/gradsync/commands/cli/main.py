@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from importlib import import_module
 
+from gradsync import __version__
 from gradsync.core.files import check_name, one_line, printable
 from gradsync.errors import ConfigError, DivergenceError, GradsyncError, PeerError, UsageError
 from gradsync.runtime import environ
@@ -53,7 +54,7 @@ Data-parallel training for PyTorch: the same script on 1..N ranks.
 commands:
 {commands}
 
-`gradsync COMMAND --help` says more; `gradsync --version` names torch, devices and launchers too.
+`gradsync COMMAND --help` says more; `gradsync doctor` says what this machine has.
 
 example:
   gradsync train tiny --nproc-per-node 2     # a small GPT on two ranks of this machine
@@ -84,9 +85,7 @@ def _main(argv: Sequence[str] | None) -> int:
         print(_help(), end="")
         return 0 if arguments else 2
     if arguments[0] in ("-V", "--version"):
-        from gradsync.commands.cli.version import describe
-
-        print(describe())
+        print(f"gradsync {__version__}")
         return 0
     return _run_command(arguments[0], arguments[1:])
 

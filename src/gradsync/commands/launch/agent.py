@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -69,7 +68,6 @@ _LOOPBACK = "127.0.0.1"
 _KNOCK_S = 1.0
 _WAIT_S = 300.0  # for the other nodes, at the start
 _OTHERS_END_S = {False: 5.0, True: 300.0}  # to tell the others, and to wait for them, as torch does
-_NAME_S = 60.0  # name servers cache an unknown name for half a minute
 
 
 class RankLogs(LogsSpecs):
@@ -295,7 +293,6 @@ class AgentRendezvous(RendezvousHandler):
     def _open(self, plan: LaunchPlan, deadline_s: float) -> Any:
         node = _node_of(plan)
         if node == 0:
-            self._wait_for_name(plan.master_addr, min(deadline_s, time.monotonic() + _NAME_S))
             return host_store(plan.master_addr, plan.master_port, one_host=False)
         while True:  # in short tries, to notice signals in between
             slice_s = min(deadline_s, time.monotonic() + _KNOCK_S)
@@ -304,19 +301,6 @@ class AgentRendezvous(RendezvousHandler):
             except RendezvousError:
                 if self.stopped() or time.monotonic() >= deadline_s:
                     raise self._vain(plan, "node 0 does not answer") from None
-
-    def _wait_for_name(self, name: str, deadline_s: float) -> None:
-        """A Kubernetes pod starts before its name can be resolved."""
-        told = False
-        while not self.stopped() and time.monotonic() < deadline_s:
-            with suppress(OSError):
-                socket.getaddrinfo(name, None)
-                return
-            if not told:
-                said = f"gradsync: {name} does not resolve; trying for {_NAME_S:.0f} s"
-                print(said, file=sys.stderr, flush=True)
-            told = True
-            time.sleep(_KNOCK_S)
 
     def _wait_for_nodes(self, plan: LaunchPlan, store: SignedStore, deadline_s: float) -> None:
         keys = [f"here/{node}" for node in range(plan.nnodes)]

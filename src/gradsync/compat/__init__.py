@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from gradsync.compat.functions import is_main_process as is_main_process
     from gradsync.compat.functions import log_gpu_memory as log_gpu_memory
     from gradsync.compat.functions import setup_distributed as setup_distributed
+    from gradsync.compat.loaders import DatasetLoader as DatasetLoader
     from gradsync.compat.manager import DDPManager as DDPManager
-    from gradsync.data.loader import DatasetLoader as DatasetLoader
 
 _HOMES = {
     "gradsync.compat.course": (
@@ -40,8 +40,8 @@ _HOMES = {
         "log_gpu_memory",
         "setup_distributed",
     ),
+    "gradsync.compat.loaders": ("DatasetLoader",),
     "gradsync.compat.manager": ("DDPManager",),
-    "gradsync.data.loader": ("DatasetLoader",),
     "gradsync.commands.plan.placement": ("place_parts",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

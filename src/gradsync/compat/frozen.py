@@ -54,11 +54,8 @@ class PlacedParts:
             self.hooks.append(module.register_forward_hook(after))
 
 
-def frozen_parts(model: nn.Module, *, least_bytes: int = 0) -> tuple[FrozenPart, ...]:
-    """The largest submodules without trainable parameters, in the model's order.
-
-    Trainable parameters have `requires_grad`. Parts below `least_bytes` stay with the rest.
-    """
+def frozen_parts(model: nn.Module) -> tuple[FrozenPart, ...]:
+    """The largest submodules whose parameters have no `requires_grad`, in the model's order."""
     found: list[FrozenPart] = []
     inside = ""
     for name, module in model.named_modules():
@@ -68,10 +65,8 @@ def frozen_parts(model: nn.Module, *, least_bytes: int = 0) -> tuple[FrozenPart,
         if not parameters or any(parameter.requires_grad for parameter in parameters):
             continue
         inside = f"{name}."
-        num_bytes = _bytes(module)
-        if num_bytes >= least_bytes:
-            blocks = tuple(map(_bytes, _blocks(module)))
-            found.append(FrozenPart(name=name, num_bytes=num_bytes, blocks=blocks))
+        blocks = tuple(map(_bytes, _blocks(module)))
+        found.append(FrozenPart(name=name, num_bytes=_bytes(module), blocks=blocks))
     return tuple(found)
 
 
@@ -91,14 +86,12 @@ def place_frozen(
         rest: device of the other parts of `model`; None does not move them.
 
     Raises:
-        ConfigError: an unknown submodule, a submodule that trains, too few devices.
+        ConfigError: no such frozen submodule; too few devices.
     """
     modules = dict(model.named_modules())
     for name, place in placement.places.items():
-        if name not in modules:
-            raise ConfigError(f"the model has no submodule {name!r}")
-        if any(parameter.requires_grad for parameter in modules[name].parameters()):
-            raise ConfigError(f"submodule {name!r} trains: only frozen ones are placed")
+        if name not in modules or any(p.requires_grad for p in modules[name].parameters()):
+            raise ConfigError(f"{name!r} is no frozen submodule of the model")
         if max(place.devices) >= len(devices):
             raise ConfigError(
                 f"{name} is placed on device {max(place.devices)}, {len(devices)} were given"

@@ -11,7 +11,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from gradsync.commands.lint.script import Script, dotted, is_true, keyword, last
+from gradsync.commands.lint.script import (
+    Script,
+    calls_in,
+    dotted,
+    is_constant,
+    keyword,
+    last,
+    owner,
+)
 
 Level = Literal["error", "warning"]
 """Wrong results or a hang; wrong or slow in common cases."""
@@ -20,6 +28,8 @@ _COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gathe
 _COLLECTIVES += ("reduce_scatter", "reduce_scatter_tensor", "barrier", "broadcast", "reduce")
 _COLLECTIVES += ("broadcast_object_list", "gather", "gather_object", "scatter", "all_to_all")
 _COLLECTIVES += ("all_to_all_single", "monitored_barrier", "new_group", "wait_for_everyone")
+_LIBRARIES = ("dist", "torch.distributed", "distributed", "accelerator", "fabric", "gs", "gradsync")
+_MEANS = ("mean", "criterion", "cross_entropy", "mse_loss")
 _IGNORED = re.compile(r"#\s*gradsync:\s*ignore(?:\[([\w, ]+)\])?")
 
 
@@ -75,26 +85,11 @@ def _rule(
 )
 def _forward_outside_no_sync(s: Script) -> Iterator[ast.AST]:
     for block in s.nodes:
-        if not isinstance(block, ast.With):
-            continue
-        named = [
-            last(i.context_expr.func) for i in block.items if isinstance(i.context_expr, ast.Call)
-        ]
-        if "no_sync" not in named:
-            continue
-        inside = [node for each in block.body for node in ast.walk(each)]
-        backward = [n for n in inside if _is_backward(n)]
-        models = {
-            dotted(i.context_expr.func.value)
-            for i in block.items
-            if isinstance(i.context_expr, ast.Call)
-            and isinstance(i.context_expr.func, ast.Attribute)
-        }
-        forward = any(isinstance(n, ast.Call) and dotted(n.func) in models for n in inside)
-        # A user's function (`loss = step(batch)`) may contain the forward.
-        others = any(isinstance(n, ast.Call) and n not in backward for n in inside)
-        if backward and not forward and not others:
-            yield backward[0]
+        if isinstance(block, ast.With) and _is_no_sync(block):
+            calls = [call for each in block.body for call in calls_in(each)]
+            # Any other call may contain the forward, as the user's own `loss = step(batch)`.
+            if calls and all(last(call.func) == "backward" for call in calls):
+                yield calls[0]
 
 
 @_rule(
@@ -105,7 +100,7 @@ def _forward_outside_no_sync(s: Script) -> Iterator[ast.AST]:
     fix="the last micro-batch of a step outside of it, forward included",
 )
 def _never_synchronised(s: Script) -> Iterator[ast.AST]:
-    backward = [node for node in s.nodes if _is_backward(node)]
+    backward = list(s.calls("backward"))
     steps = s.wrapped and any(s.calls("step")) and not any(s.calls("all_reduce"))
     if steps and all(any(map(_is_no_sync, s.parents(node))) for node in backward):
         yield from backward[:1]
@@ -134,25 +129,12 @@ def _flag_after_forward(s: Script) -> Iterator[ast.AST]:
             continue
         model = dotted(target.value)
         for block, place in s.blocks(node):
-            before = any(_calls(each, model) for each in block[:place])
-            after = [n for each in block[place + 1 :] for n in ast.walk(each)]
-            backward = any(_is_backward(n) for n in after)
-            if before and backward and not any(_calls(each, model) for each in block[place + 1 :]):
+            before = [dotted(c.func) for each in block[:place] for c in calls_in(each)]
+            after = [dotted(c.func) for each in block[place + 1 :] for c in calls_in(each)]
+            loss = [c for each in block[place + 1 :] for c in calls_in(each, "backward")]
+            if model in before and loss and model not in after:
                 yield node
             break
-
-
-def _is_backward(node: ast.AST) -> bool:
-    """Whether it is `loss.backward()`."""
-    return (
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr == "backward"
-    )
-
-
-def _calls(statement: ast.stmt, name: str) -> bool:
-    return any(isinstance(n, ast.Call) and dotted(n.func) == name for n in ast.walk(statement))
 
 
 def _accumulations(s: Script) -> Iterator[tuple[ast.For, ast.If, str]]:
@@ -167,13 +149,9 @@ def _accumulations(s: Script) -> Iterator[tuple[ast.For, ast.If, str]]:
                 if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Mod)
             ]
             loop = next((each for each in s.parents(above) if isinstance(each, ast.For)), None)
-            if every and loop is not None and _has_backward(loop):
+            if every and loop is not None and any(calls_in(loop, "backward")):
                 yield loop, above, ast.unparse(every[0])
                 break
-
-
-def _has_backward(loop: ast.For) -> bool:
-    return any(_is_backward(n) for n in ast.walk(loop))
 
 
 @_rule(
@@ -193,26 +171,23 @@ def _not_divided(s: Script) -> Iterator[ast.AST]:
         ]
         summed = any(isinstance(n, ast.Constant) and n.value == "sum" for n in ast.walk(s.tree))
         if not any(every in part or part in every for part in parts) and not summed:
-            yield next(n for n in ast.walk(loop) if _is_backward(n))
-    for loop in s.nodes:  # over the leaves of a step of gs.loader
+            yield next(calls_in(loop, "backward"))
+    for loop in s.nodes:  # over the micro-batches of a batch of gs.loader
         if not isinstance(loop, ast.For) or not isinstance(loop.iter, ast.Name):
             continue
         steps = [each for each in s.parents(loop) if isinstance(each, ast.For)]
         steps = [each for each in steps if dotted(each.target) == loop.iter.id]
         made = [v for each in steps for v in [each.iter, *s.values(dotted(each.iter))]]
         dealt = any(isinstance(v, ast.Call) and keyword(v, "global_batch_size") for v in made)
-        nodes = list(ast.walk(loop))
-        divided = any(isinstance(getattr(n, "op", None), ast.Div | ast.Mult) for n in nodes)
-        stepped = any(isinstance(n, ast.Call) and last(n.func) == "step" for n in nodes)
-        if dealt and not divided and not stepped:
-            yield from [n for n in nodes if _is_backward(n) and not _is_of_handle(n)][:1]
+        ops = (getattr(node, "op", None) for node in ast.walk(loop))
+        divided = any(isinstance(op, ast.Div | ast.Mult) for op in ops)
+        if dealt and not divided and not any(calls_in(loop, "step")):
+            yield from [c for c in calls_in(loop, "backward") if not _is_of_handle(c)][:1]
 
 
-def _is_of_handle(node: ast.AST) -> bool:
+def _is_of_handle(call: ast.Call) -> bool:
     """Whether it is `sync.backward(loss, micro_batch)`."""
-    if not isinstance(node, ast.Call):
-        return False
-    return len(node.args) == 2 or bool(keyword(node, "micro_batch") or keyword(node, "weight"))
+    return len(call.args) == 2 or bool(keyword(call, "micro_batch") or keyword(call, "weight"))
 
 
 @_rule(
@@ -226,13 +201,13 @@ def _is_of_handle(node: ast.AST) -> bool:
 def _changed_sums(s: Script) -> Iterator[ast.AST]:
     for clip in s.calls("clip_grad_norm_", "clip_grad_value_"):
         handles = {
-            dotted(call.func).removesuffix(".backward")
+            owner(call)
             for call in s.calls("backward")
             if _is_of_handle(call) and call.lineno < clip.lineno
         }
         steps = (call for call in s.calls("step") if call.lineno > clip.lineno)
         near = (each for each in steps if s.function_of(each) is s.function_of(clip))
-        if any(dotted(each.func).removesuffix(".step") in handles for each in near):
+        if any(owner(each) in handles for each in near):
             yield clip
 
 
@@ -267,11 +242,10 @@ def _fires_at_once(s: Script) -> Iterator[ast.AST]:
     "GS103",
     "warning",
     "gradients are synchronised in every micro-batch",
-    why="under accumulation only the last one needs it: the others send all gradients for "
-    "nothing",
+    why="under accumulation only the last one needs it: the others send all gradients for nothing",
     fix="all but the last under `with model.no_sync():`, forward included",
 )
-def _syncs_every_leaf(s: Script) -> Iterator[ast.AST]:
+def _syncs_every_micro_batch(s: Script) -> Iterator[ast.AST]:
     if s.wrapped and "no_sync" not in s.text and "require_backward_grad_sync" not in s.text:
         for loop, _, _ in _accumulations(s):
             yield loop
@@ -290,16 +264,8 @@ def _syncs_every_leaf(s: Script) -> Iterator[ast.AST]:
 def _no_set_epoch(s: Script) -> Iterator[ast.AST]:
     if not any(s.calls("set_epoch")):
         for call in s.calls("DistributedSampler"):
-            shuffle = keyword(call, "shuffle")
-            if not (isinstance(shuffle, ast.Constant) and shuffle.value is False):
+            if not is_constant(keyword(call, "shuffle"), value=False):
                 yield call
-
-
-def _loaders(s: Script) -> Iterator[tuple[ast.Call, bool]]:
-    """DataLoaders, and whether each has a sampler."""
-    for call in s.calls("DataLoader"):
-        given = keyword(call, "sampler") or keyword(call, "batch_sampler")
-        yield call, given is not None or any(each.arg is None for each in call.keywords)
 
 
 @_rule(
@@ -313,8 +279,9 @@ def _whole_data_on_each_rank(s: Script) -> Iterator[ast.AST]:
     divided = "split_dataset_by_node" in s.text or bool(list(s.calls("prepare")))
     if not s.wrapped or divided:
         return
-    for call, has_sampler in _loaders(s):
-        if not has_sampler and is_true(keyword(call, "shuffle")):
+    for call in s.calls("DataLoader"):
+        given = {each.arg for each in call.keywords} & {"sampler", "batch_sampler", None}
+        if not given and is_constant(keyword(call, "shuffle"), value=True):
             yield call
 
 
@@ -354,8 +321,8 @@ def _is_of_batch(s: Script, node: ast.BinOp) -> bool:
 )
 def _padded_evaluation(s: Script) -> Iterator[ast.AST]:
     for call in s.calls("DistributedSampler"):
-        shuffle, whole = keyword(call, "shuffle"), is_true(keyword(call, "drop_last"))
-        ordered = isinstance(shuffle, ast.Constant) and shuffle.value is False
+        ordered = is_constant(keyword(call, "shuffle"), value=False)
+        whole = is_constant(keyword(call, "drop_last"), value=True)
         if ordered and not whole and "gather_for_metrics" not in s.text:
             yield call
 
@@ -411,7 +378,7 @@ def _device_of_global_rank(s: Script) -> Iterator[ast.AST]:
 )
 def _moved_after_wrapping(s: Script) -> Iterator[ast.AST]:
     for call in s.calls("to", "cuda"):
-        on = dotted(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+        on = owner(call)
         if on in s.wrapped and call.lineno > s.wrapped[on]:
             yield call
 
@@ -444,9 +411,7 @@ def _loaded_to_one_device(s: Script) -> Iterator[ast.AST]:
 )
 def _collective_on_one_rank(s: Script) -> Iterator[ast.AST]:
     for call in s.calls(*_COLLECTIVES):
-        owner = dotted(call.func.value) if isinstance(call.func, ast.Attribute) else ""
-        theirs = owner in ("dist", "torch.distributed", "distributed", "accelerator", "fabric")
-        if (theirs or owner in ("gs", "gradsync")) and s.on_some_ranks(call):
+        if owner(call) in _LIBRARIES and s.on_some_ranks(call):
             yield call
 
 
@@ -512,8 +477,7 @@ def _called_by_one_rank(s: Script, call: ast.Call) -> bool:
 )
 def _loaded_on_one_rank(s: Script) -> Iterator[ast.AST]:
     for call in s.calls("load_state_dict"):
-        on = dotted(call.func.value) if isinstance(call.func, ast.Attribute) else ""
-        base = on.removesuffix(".module")
+        base = owner(call).removesuffix(".module")
         if base in s.wrapped and call.lineno > s.wrapped[base] and s.on_one_rank(call):
             yield call
 
@@ -534,16 +498,9 @@ def _mean_of_means(s: Script) -> Iterator[ast.AST]:
         if not any(word in name.lower() for word in ("loss", "acc", "metric")):
             continue
         values = s.values(name)
-        if values and not any(
-            (
-                isinstance(n, ast.Call)
-                and last(n.func) in ("mean", "criterion", "cross_entropy", "mse_loss")
-            )
-            or (isinstance(n, ast.BinOp) and isinstance(n.op, ast.Div))
-            for value in values
-            for n in ast.walk(value)
-        ):
-            continue
+        means = any(any(calls_in(value, *_MEANS)) for value in values) or any(
+            isinstance(getattr(n, "op", None), ast.Div) for v in values for n in ast.walk(v)
+        )
         average = any(last(n) == "AVG" for n in ast.walk(call))
         divided = any(
             isinstance(n, ast.BinOp | ast.AugAssign)
@@ -551,7 +508,7 @@ def _mean_of_means(s: Script) -> Iterator[ast.AST]:
             and s.is_world_size(n.right if isinstance(n, ast.BinOp) else n.value)
             for n in s.nodes
         )
-        if values and (average or divided):
+        if means and (average or divided):
             yield call
 
 

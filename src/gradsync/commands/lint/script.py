@@ -42,9 +42,21 @@ def keyword(call: ast.Call, name: str) -> ast.expr | None:
     return next((each.value for each in call.keywords if each.arg == name), None)
 
 
-def is_true(node: ast.expr | None) -> bool:
-    """Whether it is the constant True."""
-    return isinstance(node, ast.Constant) and node.value is True
+def is_constant(node: ast.expr | None, *, value: bool) -> bool:
+    """Whether it is the constant True, or False."""
+    return isinstance(node, ast.Constant) and node.value is value
+
+
+def owner(call: ast.Call) -> str:
+    """`a.b` of a call `a.b.c()`."""
+    return dotted(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+
+
+def calls_in(node: ast.AST, *names: str) -> Iterator[ast.Call]:
+    """Calls in a node of functions or methods with one of these last names, or with any name."""
+    for each in ast.walk(node):
+        if isinstance(each, ast.Call) and (not names or last(each.func) in names):
+            yield each
 
 
 class Script:
@@ -140,8 +152,7 @@ class Script:
             name
             for name, values in self._values.items()
             for value in values
-            if self._from_environment(value, variable)
-            or any(isinstance(n, ast.Call) and last(n.func) == call for n in ast.walk(value))
+            if self._from_environment(value, variable) or any(calls_in(value, call))
         }
         while more := {  # copies of copies
             name
@@ -230,11 +241,11 @@ class Script:
         if self.is_rank(test):
             return "others"
         name = last(test.func if isinstance(test, ast.Call) else test)
-        if name in _MAIN or name in names:
-            return "one" if name in _MAIN else ""
         said = [v for v in self.values(name) if isinstance(v, ast.Compare | ast.BoolOp)]
-        is_one = any(self._chooses(value, (*names, name)) == "one" for value in said)
-        return "one" if is_one else ""
+        is_one = name not in names and any(
+            self._chooses(value, (*names, name)) == "one" for value in said
+        )
+        return "one" if name in _MAIN or is_one else ""
 
     def on_one_rank(self, node: ast.AST) -> bool:
         """Whether only one rank reaches a statement, judging by its function."""
@@ -271,14 +282,9 @@ class Script:
         chosen = self._around(node)
         if chosen is None or not isinstance(node, ast.Call):
             return False
-        return all(
-            any(
-                isinstance(each, ast.Call) and last(each.func) == last(node.func)
-                for statement in side
-                for each in ast.walk(statement)
-            )
-            for side in (chosen.body, chosen.orelse)
-        )
+        name = last(node.func)
+        sides = (chosen.body, chosen.orelse)
+        return all(any(any(calls_in(each, name)) for each in side) for side in sides)
 
     def _around(self, node: ast.AST) -> ast.If | None:
         """The innermost condition on the rank around a statement."""

@@ -31,7 +31,7 @@ from gradsync.commands.plan.description import Device, Hardware
 from gradsync.commands.plan.hardware_file import load_hardware
 from gradsync.commands.plan.machine import detect_hardware
 from gradsync.commands.plan.placement import FrozenPart, FrozenPlacement, place_parts
-from gradsync.compat.frozen import AnyDevice, PlacedParts, place_frozen
+from gradsync.compat.frozen import AnyDevice, Hook, place_frozen
 from gradsync.core.files import counted
 from gradsync.errors import ConfigError
 from gradsync.runtime import environ
@@ -132,7 +132,7 @@ class ElasticGPUConfig:
             "device": self._replica_devices()[0],
         }
 
-    def place(self, model: nn.Module, devices: Sequence[AnyDevice] | None = None) -> PlacedParts:
+    def place(self, model: nn.Module, devices: Sequence[AnyDevice] | None = None) -> list[Hook]:
         """Move `model`, the one whose `frozen_parts` were given, to the devices of this process's
         replica (or to `devices`); activations follow.
 

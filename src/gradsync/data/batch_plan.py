@@ -115,13 +115,7 @@ class BatchPlan:
     def micro_batches_of(self, rank: int) -> range:
         """Indices of the micro-batches that `rank` owns: contiguous; sizes differ by at most
         one."""
-        if not 0 <= rank < self.world_size:
-            raise ValueError(f"rank must be in 0..{self.world_size - 1}; got {rank}")
         return share(self.num_micro_batches, rank, self.world_size)
-
-    def grad_accum_steps(self, rank: int) -> int:
-        """Forward and backward passes of `rank` in one optimizer step."""
-        return len(self.micro_batches_of(rank))
 
     def describe(self, sharer: str = "rank") -> str:
         """Two lines for the start of a run: the arithmetic of a step, and each `sharer`'s share."""
@@ -132,7 +126,7 @@ class BatchPlan:
         else:
             tokens = f"{self.tokens_per_update:,} tokens per update"
             total = f"{tokens} = {factors} x {self.seq_len:,} tokens"
-        shares = [self.grad_accum_steps(rank) for rank in range(self.world_size)]
+        shares = [len(self.micro_batches_of(rank)) for rank in range(self.world_size)]
         if len(shares) <= _MOST_SHARES_SHOWN:
             listed = ", ".join(map(str, shares))
         else:

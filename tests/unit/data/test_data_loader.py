@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from gradsync.comm.groups import SingleCommunicator
-from gradsync.data.loader import DatasetLoader, EvalLoader, Loader, glimpse_of, loader
+from gradsync.data.loader import EvalLoader, Loader, glimpse_of, loader
 from gradsync.data.micro_batch import MicroBatch
 from gradsync.data.streaming import StreamLoader, stream_loader
 from gradsync.data.tokens import TokenDataset
@@ -336,25 +336,12 @@ def test_another_global_batch_goes_on_at_the_same_sample() -> None:
 @pytest.mark.parametrize(
     ("dataset", "options", "message"),
     [
-        (Numbers(8), {"global_batch_size": 6, "micro_batch_size": 4}, "is 4 or 8; or keep it"),
-        (Numbers(8), {"num_workers": -1}, "num_workers must be at least 0"),
+        (Numbers(8), {"global_batch_size": 6, "micro_batch_size": 4}, "is 4 or 8"),
         (Numbers(8), {"num_epochs": 0}, "num_epochs must be at least 1"),
-        *(
-            (Numbers(8), {"worker_options": {"timeout": 1, name: 0}}, f"is taken .*; got '{name}'")
-            for name in ("in_order", "sampler", "batch_size", "collate_fn", "drop_last", "bogus")
-        ),
-        (
-            Numbers(8),
-            {"worker_options": {"prefetch_factor": 0}},
-            "prefetch_factor must be at least",
-        ),
-        (Numbers(8), {"worker_options": "abc"}, "worker_options='abc': expected a dict"),
-        (Numbers(8), {"worker_options": [1]}, r"worker_options=\[1\]: expected a dict"),
+        (Numbers(8), {"worker_options": {"timeout": 1, "in_order": 0}}, "; got 'in_order'"),
         (Numbers(0), {}, "no samples"),
         (iter([1]), {}, "list_iterator has no __len__"),
-        (torch.utils.data.DataLoader(Numbers(4)), {}, r"batches of its own: .*dataloader\.dataset"),
-        ({"train": Numbers(4), "test": Numbers(2)}, {}, r"\('train', 'test'\): pass one of them"),
-        (Numbers, {}, r"Numbers is a class: pass an object, Numbers\(...\)"),
+        (torch.utils.data.DataLoader(Numbers(4)), {}, "DataLoader has no __len__ and __getitem__"),
     ],
 )
 def test_what_cannot_be_loaded_is_named(
@@ -529,38 +516,13 @@ def test_a_loader_without_a_seed_takes_that_of_init() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [
-        ("batch_size", "'batch_size': global_batch_size (over all ranks) and micro_batch_size"),
-        ("sampler", "'sampler': shuffle= and seed=: it deals samples to ranks"),
-        ("drop_last", "'drop_last': nothing is dropped"),
-        ("prefetch_factor", "'prefetch_factor': worker_options={...}"),
-        ("bacth", "'bacth'$"),
-    ],
-)
-def test_arguments_of_dataloader_are_answered_with_ours(name: str, hint: str) -> None:
-    hint = hint.replace("(", r"\(").replace(")", r"\)").replace("{...}", r"\{\.\.\.\}")
-    with pytest.raises(TypeError, match=rf"gs\.loader\(\) takes no argument {hint}"):
-        loader(range(12), World(), **OPTIONS, **{name: 1})
-
-
-@pytest.mark.parametrize("mine", [True, False])
-def test_a_loader_at_its_end_says_that_it_gives_nothing(
-    mine: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    first = loader(range(12), World(), **OPTIONS, num_epochs=1)
-    assert len(list(first)) == 1
+def test_a_loader_at_its_end_says_that_it_gives_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    one = loader(range(12), World(), **OPTIONS, num_epochs=1)
+    assert len(list(one)) == 1
     assert not caplog.messages
-    other = loader(range(12), World(), **OPTIONS, num_epochs=1)
-    other.load_state_dict(first.state_dict())  # a run that was complete already
-    for _ in range(3):
-        assert list(first if mine else other) == []
-        if not mine:
-            break
-    assert len(caplog.messages) == mine
-    if mine:
-        assert "iterating it again gives nothing" in caplog.messages[0]
+    assert list(one) == []
+    (said,) = caplog.messages
+    assert "gives nothing now: all passes are one loop" in said
 
 
 @pytest.mark.usefixtures("random_state")
@@ -780,55 +742,7 @@ def test_evaluation_sees_each_sample_once_on_one_rank(
     assert leaves.total_samples == len(seen)
 
 
-def dataset_loaders(directory: Path, count: int, batch: int) -> list[DatasetLoader]:
-    return [DatasetLoader(batch, 4, rank, count, directory, seed=5) for rank in range(count)]
-
-
-def firsts(ranks: list[DatasetLoader]) -> list[int]:
-    """The samples of one call on all ranks, by their first tokens."""
-    batches = [one.next_batch() for one in ranks]
-    assert all(torch.equal(x + 1, y) for x, y in batches)
-    return [n for x, _ in batches for n in x[:, 0].tolist()]
-
-
-def test_dataset_loaders_of_one_call_are_disjoint_and_together_complete(directory: Path) -> None:
-    ranks = dataset_loaders(directory, 3, 2)
-    for _ in range(2):
-        epoch = [n for _ in range(7) for n in firsts(ranks)]
-        assert sorted(epoch) == list(range(0, 168, 4))
-    batches = iter(DatasetLoader(40, 4, 0, 1, directory))
-    assert [next(batches)[0].shape for _ in range(5)] == [(40, 4)] * 5
-
-
-def test_a_dataset_loader_goes_on_with_another_number_of_processes(directory: Path) -> None:
-    undisturbed = dataset_loaders(directory, 1, 6)
-    expected = [firsts(undisturbed) for _ in range(4)]
-    before = dataset_loaders(directory, 2, 3)
-    assert [firsts(before) for _ in range(2)] == expected[:2]
-    after = dataset_loaders(directory, 3, 2)
-    firsts(after)  # loading ends what a loader was doing
-    for one in after:
-        one.load_state_dict(before[0].state_dict())
-    assert [firsts(after) for _ in range(2)] == expected[2:]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"batch": 0}, "batch must be at least 1; got 0"),
-        ({"seq_len": -2}, "seq_len must be at least 1; got -2"),
-        ({"num_processes": 0}, "num_processes must be at least 1"),
-        ({"process_rank": 2}, "process_rank must be in 0..1; got 2"),
-        ({"process_rank": -1}, "process_rank must be in 0..1; got -1"),
-        ({"split": "val"}, r"val.bin does not exist"),
-    ],
-)
-def test_senseless_arguments_are_refused(
-    directory: Path, changes: dict[str, Any], message: str
-) -> None:
-    arguments = {"batch": 1, "seq_len": 4, "process_rank": 0, "num_processes": 2}
-    with pytest.raises((ConfigError, DataError), match=message):
-        DatasetLoader(**(arguments | changes), dataset_dir=directory)
+def test_senseless_sizes_of_an_evaluation_are_refused() -> None:
     for micro, most in ((0, None), (1, 0)):
         with pytest.raises(ConfigError, match="must be at least 1; got 0"):
             EvalLoader([1], World(), micro, most)
@@ -865,17 +779,9 @@ class Attributes(FileNames):
         self.paths, self.x = [], x
 
 
-class Endless(FileNames):
-    def __init__(self) -> None:
-        super().__init__(["a"])
-        self.paths, self.within = [], list[Any]()
-        self.within.append(self.within)
-
-
 @pytest.mark.parametrize("kind", [TensorDataset, Subset, np.ndarray, list, Attributes])
 def test_data_in_memory_are_told_apart_by_their_numbers(kind: type) -> None:
     found = glimpse_of(random_data(0, kind))
-    assert found.startswith("content ")
     assert found == glimpse_of(random_data(0, kind)) != glimpse_of(random_data(1, kind))
 
 
@@ -883,8 +789,7 @@ def test_data_in_memory_are_told_apart_by_their_numbers(kind: type) -> None:
 def test_data_that_ranks_divide_themselves_are_told_apart(make: Callable[[Any], Any]) -> None:
     """As a DistributedSampler would: gs.loader divides them a second time."""
     first, second = (glimpse_of(make(range(rank, 12, 2))) for rank in range(2))
-    assert first.startswith("content ")
-    assert first != second
+    assert "" != first != second
 
 
 def test_files_are_told_apart_by_their_names_and_not_by_their_folders() -> None:
@@ -925,11 +830,11 @@ def test_a_state_of_another_split_of_one_data_set_is_refused(kind: str) -> None:
     rows = [*range(12)]
     state = of(rows).state_dict()
     of([*range(12)]).load_state_dict(state)
-    with pytest.raises(DataError, match=r"saved with samples 'content .*random_split"):
+    with pytest.raises(DataError, match=r"saved with samples '.*random_split"):
         of(rows[::-1]).load_state_dict(state)
     with pytest.raises(DataError, match="saved with samples"):
         of([*range(8, 20)]).load_state_dict(state)
-    del state["content"]  # as of an earlier version
+    del state["glimpse"]  # as of an earlier version
     of(rows[::-1]).load_state_dict(state)
 
 
@@ -941,16 +846,13 @@ def test_last_bits_of_data_do_not_count() -> None:
 @pytest.mark.parametrize(
     "dataset",
     [
-        np.array(["a", "b"], dtype=object),
+        np.array([object(), None], dtype=object),
         torch.eye(3).to_sparse(),
         torch.ones(3, device="meta"),
-        torch.ones(3, 0),
         torch.ones(0),
-        Attributes(torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)),
-        Endless(),
         Numbers(4),
     ],
-    ids=["objects", "sparse", "meta", "empty", "no rows", "nested", "endless", "none"],
+    ids=["objects", "sparse", "meta", "empty", "none"],
 )
 def test_of_other_data_nothing_is_read(dataset: Any) -> None:
     assert glimpse_of(dataset) == ""

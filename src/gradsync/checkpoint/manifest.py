@@ -43,7 +43,7 @@ class Manifest:
     aliases: dict[str, dict[str, str]]
     """For each file of tensors: names that are the same tensor as another name (tied weights)."""
     fingerprint: Fingerprint
-    """Settings that the numbers depend on (torch, threads, dtype, leaf shape, data set …)."""
+    """Settings that the numbers depend on (torch, threads, dtype, micro-batch, data set …)."""
     places: dict[str, Any] = field(default_factory=dict)
     """For each file that holds pieces of tensors: the place of each in its whole tensor, see
     `pieces.py`. Empty, and not written, if all tensors are whole."""

@@ -142,8 +142,10 @@ class CheckpointStore:
                 self._clear_way(target)
                 staged.commit(target)
         except OSError as error:
-            info, _ = self.latest()
-            rest = f"{info.path} is the last good one" if info else "there is no earlier good one"
+            last, _ = self.latest()
+            rest = "there is no earlier good checkpoint"
+            if last is not None:
+                rest = f"the last good checkpoint, {last.path}, is intact"
             raise CheckpointError(
                 f"cannot write {target}: {error.strerror or error}; {rest}"
             ) from error

@@ -109,9 +109,7 @@ def _place(module: nn.Module, place: PartPlace, devices: Sequence[AnyDevice]) ->
     return hooks
 
 
-def _place_around(
-    kept: Container[int], module: nn.Module, device: AnyDevice
-) -> list[nn.Module]:
+def _place_around(kept: Container[int], module: nn.Module, device: AnyDevice) -> list[nn.Module]:
     """Move all of `module` except the submodules in `kept`, which may be too large for `device`.
     Returns the largest submodules that hold none of them."""
     move_own(module, device)

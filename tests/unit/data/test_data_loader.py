@@ -52,7 +52,7 @@ def make(size: int, rank: int = 0, world_size: int = 1, **options: Any) -> Loade
 
 
 def read(one: Loader, num_steps: int | None = None) -> list[list[MicroBatch]]:
-    """This rank's leaves of the next steps, at most `num_steps`."""
+    """This rank's micro-batches of the next steps, at most `num_steps`."""
     steps = []
     for step in one if num_steps != 0 else ():
         steps.append(list(step))
@@ -62,21 +62,24 @@ def read(one: Loader, num_steps: int | None = None) -> list[list[MicroBatch]]:
     return steps
 
 
-def numbers(leaves: list[MicroBatch]) -> list[int]:
-    return [number for leaf in leaves for number in leaf.batch.tolist()]
+def numbers(micro_batches: list[MicroBatch]) -> list[int]:
+    return [number for micro_batch in micro_batches for number in micro_batch.batch.tolist()]
 
 
 def together(loaders: list[Loader], num_steps: int | None = None) -> list[list[MicroBatch]]:
-    """The leaves of all ranks, step by step in rank order."""
+    """The micro-batches of all ranks, step by step in rank order."""
     per_rank = [read(one, num_steps) for one in loaders]
-    return [[leaf for leaves in step for leaf in leaves] for step in zip(*per_rank, strict=True)]
+    return [
+        [micro_batch for micro_batches in step for micro_batch in micro_batches]
+        for step in zip(*per_rank, strict=True)
+    ]
 
 
 @dataclass
 class Case:
     size: int
     micro: int
-    leaves: int
+    micro_batches: int
     worlds: tuple[int, int]
     epochs: int
     stop: int
@@ -84,7 +87,7 @@ class Case:
 
     def ranks(self, world_size: int) -> list[Loader]:
         options = {
-            "global_batch_size": self.micro * self.leaves,
+            "global_batch_size": self.micro * self.micro_batches,
             "micro_batch_size": self.micro,
             "num_epochs": self.epochs,
             "shuffle": self.shuffle,
@@ -95,12 +98,12 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    leaves = draw(st.integers(1, 9))
+    micro_batches = draw(st.integers(1, 9))
     return Case(
         size=draw(st.integers(1, 50)),
         micro=draw(st.integers(1, 5)),
-        leaves=leaves,
-        worlds=(draw(st.integers(1, leaves)), draw(st.integers(1, leaves))),
+        micro_batches=micro_batches,
+        worlds=(draw(st.integers(1, micro_batches)), draw(st.integers(1, micro_batches))),
         epochs=draw(st.integers(1, 3)),
         stop=draw(st.integers(0, 12)),
         shuffle=draw(st.booleans()),
@@ -113,16 +116,21 @@ def test_all_ranks_together_read_exactly_the_global_batches_in_order(case: Case)
     per_rank = [read(rank) for rank in case.ranks(case.worlds[0])]
     stream = [number for step in one for number in numbers(step)]
     for number, step in enumerate(zip(*per_rank, strict=True)):
-        leaves = [leaf for mine in step for leaf in mine]
-        assert numbers(leaves) == numbers(one[number])
-        assert [leaf.index for leaf in leaves] == list(range(len(leaves)))
-        assert {leaf.step for leaf in leaves} <= {number}
-        assert all(leaf.num_samples == leaf.num_targets == len(leaf.batch) for leaf in leaves)
+        micro_batches = [micro_batch for mine in step for micro_batch in mine]
+        assert numbers(micro_batches) == numbers(one[number])
+        assert [micro_batch.index for micro_batch in micro_batches] == list(
+            range(len(micro_batches))
+        )
+        assert {micro_batch.step for micro_batch in micro_batches} <= {number}
+        assert all(
+            micro_batch.num_samples == micro_batch.num_targets == len(micro_batch.batch)
+            for micro_batch in micro_batches
+        )
         for mine in step:  # all ranks agree on whether to synchronise
             last = [all(step) and place == len(mine) for place in range(1, len(mine) + 1)]
-            assert [leaf.is_last for leaf in mine] == last
+            assert [micro_batch.is_last for micro_batch in mine] == last
     assert len(one) == number + 1
-    assert all(len(numbers(step)) == case.micro * case.leaves for step in one[:-1])
+    assert all(len(numbers(step)) == case.micro * case.micro_batches for step in one[:-1])
     epochs = [stream[at : at + case.size] for at in range(0, len(stream), case.size)]
     assert [sorted(epoch) for epoch in epochs] == [list(range(case.size))] * case.epochs
 
@@ -139,8 +147,10 @@ def test_a_resumed_run_goes_on_alike_at_another_world_size(case: Case) -> None:
         one.load_state_dict(states[0])
     resumed = first + together(after)
     assert [numbers(step) for step in resumed] == [numbers(step) for step in undisturbed]
-    places = [[(leaf.step, leaf.index) for leaf in step] for step in resumed]
-    assert places == [[(leaf.step, leaf.index) for leaf in step] for step in undisturbed]
+    places = [[(micro_batch.step, micro_batch.index) for micro_batch in step] for step in resumed]
+    assert places == [
+        [(micro_batch.step, micro_batch.index) for micro_batch in step] for step in undisturbed
+    ]
 
 
 def test_the_stream_has_no_end_by_default_and_epochs_advance_alone() -> None:
@@ -159,14 +169,14 @@ def test_leaving_the_loop_and_coming_back_goes_on_with_the_next_step() -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_leaves_that_nobody_read_do_not_shift_the_following_steps(num_workers: int) -> None:
+def test_micro_batches_that_nobody_read_do_not_shift_the_following_steps(num_workers: int) -> None:
     options = {"global_batch_size": 6, "micro_batch_size": 2, "num_workers": num_workers}
     whole = read(make(24, **options), 4)
     one = make(24, **options)
     steps = iter(one)
     next(steps)
-    leaf = next(iter(next(steps)))
-    assert leaf.batch.tolist() == whole[1][0].batch.tolist()
+    micro_batch = next(iter(next(steps)))
+    assert micro_batch.batch.tolist() == whole[1][0].batch.tolist()
     assert numbers(list(next(steps))) == numbers(whole[2])
     one.close()
 
@@ -366,11 +376,13 @@ class Pairs(Numbers):
 def test_batches_go_to_the_device_after_their_targets_were_counted(num_workers: int) -> None:
     """The device `meta` holds no data: counting there could only fail."""
     options = {"global_batch_size": 2, "micro_batch_size": 2, "num_workers": num_workers}
-    (leaf,) = read(loader(Pairs(4), World(device_name="meta"), **options), 1)[0]
-    assert leaf.inputs.device.type == leaf.targets.device.type == "meta"
-    assert (leaf.num_samples, leaf.num_targets) == (2, 4)
-    (leaf,) = read(loader(Pairs(4), World(device_name="meta"), device="cpu", **options), 1)[0]
-    assert leaf.inputs.shape == leaf.targets.shape == (2, 3)
+    (micro_batch,) = read(loader(Pairs(4), World(device_name="meta"), **options), 1)[0]
+    assert micro_batch.inputs.device.type == micro_batch.targets.device.type == "meta"
+    assert (micro_batch.num_samples, micro_batch.num_targets) == (2, 4)
+    (micro_batch,) = read(loader(Pairs(4), World(device_name="meta"), device="cpu", **options), 1)[
+        0
+    ]
+    assert micro_batch.inputs.shape == micro_batch.targets.shape == (2, 3)
     one = make(4, collate_fn=sorted, shuffle=False, **options)  # makes the batch
     assert read(one, 1)[0][0].batch == [0, 1]
 
@@ -381,7 +393,7 @@ def test_hugging_face_data_sets_are_read_as_they_are() -> None:
     data = datasets.Dataset.from_dict(columns).with_format("torch")
     options = {"global_batch_size": 4, "micro_batch_size": 2, "num_epochs": 1}
     one = loader(data, World(), **options)
-    batches = [leaf.batch for step in one for leaf in step]
+    batches = [micro_batch.batch for step in one for micro_batch in step]
     found = [n for batch in batches for n in batch["number"].tolist()]
     assert sorted(found) == list(range(10))
     texts = [text for batch in batches for text in batch["text"]]
@@ -404,10 +416,15 @@ def test_every_token_is_a_target_once_an_epoch_with_and_without_workers(director
     found = []
     for num_workers in (0, 2):
         one = loader(data, World(), num_workers=num_workers, **options)
-        leaves = [leaf for step in one for leaf in step]
-        assert sum(leaf.num_targets for leaf in leaves) == 168
+        micro_batches = [micro_batch for step in one for micro_batch in step]
+        assert sum(micro_batch.num_targets for micro_batch in micro_batches) == 168
         assert data.fingerprint in one.state_dict()["dataset"]
-        found.append([(leaf.inputs.tolist(), leaf.targets.tolist()) for leaf in leaves])
+        found.append(
+            [
+                (micro_batch.inputs.tolist(), micro_batch.targets.tolist())
+                for micro_batch in micro_batches
+            ]
+        )
     assert found[0] == found[1]
     targets = [t for _, rows in found[0] for row in rows for t in row]
     assert sorted(targets) == list(range(1, 169))
@@ -416,7 +433,7 @@ def test_every_token_is_a_target_once_an_epoch_with_and_without_workers(director
 # -- draws -----------------------------------------------------------------------------------------
 
 Drawn = dict[tuple[int, int], list[float]]
-"""By (step, leaf): the next random numbers when the leaf was handed out."""
+"""By (step, micro-batch): the next random numbers when the micro-batch was handed out."""
 OPTIONS: dict[str, Any] = {"global_batch_size": 12, "micro_batch_size": 2}
 
 
@@ -445,18 +462,22 @@ def draw_from_all() -> list[float]:
 
 
 def draw(steps: Any, num_steps: int = 3) -> Drawn:
-    """Numbers drawn at each leaf, as dropout would, with other draws in between."""
+    """Numbers drawn at each micro-batch, as dropout would, with other draws in between."""
     drawn = {}
     for step in islice(steps, num_steps):
-        for leaf in step:
-            drawn[leaf.step, leaf.index] = torch.rand(3).tolist()
-            torch.rand(leaf.index)
+        for micro_batch in step:
+            drawn[micro_batch.step, micro_batch.index] = torch.rand(3).tolist()
+            torch.rand(micro_batch.index)
         torch.rand(5)
     return drawn
 
 
 def of_batches(steps: Any) -> Drawn:
-    return {(leaf.step, leaf.index): leaf.batch.tolist() for s in islice(steps, 2) for leaf in s}
+    return {
+        (micro_batch.step, micro_batch.index): micro_batch.batch.tolist()
+        for s in islice(steps, 2)
+        for micro_batch in s
+    }
 
 
 def over_ranks(
@@ -472,23 +493,28 @@ def over_ranks(
 
 def keyed(seed: int, keys: Any) -> Drawn:
     drawn = {}
-    for step, leaf in keys:
-        seed_micro_batch(seed, step, leaf)
-        drawn[step, leaf] = torch.rand(3).tolist()
+    for step, micro_batch in keys:
+        seed_micro_batch(seed, step, micro_batch)
+        drawn[step, micro_batch] = torch.rand(3).tolist()
     return drawn
 
 
 @pytest.mark.usefixtures("random_state")
 @pytest.mark.parametrize(("world_size", "num_workers"), [(1, 0), (2, 1), (3, 0), (4, 1)])
-def test_draws_are_keyed_by_seed_step_and_leaf(world_size: int, num_workers: int) -> None:
+def test_draws_are_keyed_by_seed_step_and_micro_batch(world_size: int, num_workers: int) -> None:
     drawn = over_ranks(world_size, seed=5, num_workers=num_workers)
-    assert sorted(drawn) == [(step, leaf) for step in range(3) for leaf in range(6)]
+    assert sorted(drawn) == [(step, micro_batch) for step in range(3) for micro_batch in range(6)]
     assert drawn == keyed(5, drawn)
     others = [*drawn.values(), *keyed(6, drawn).values()]
     assert len({tuple(numbers) for numbers in others}) == 36
     batches = over_ranks(world_size, Noisy(), of_batches, num_workers=num_workers)
     assert batches == over_ranks(1, Noisy(), of_batches)
-    noise = [number % 1 for leaf in batches.values() for sample in leaf for number in sample]
+    noise = [
+        number % 1
+        for micro_batch in batches.values()
+        for sample in micro_batch
+        for number in sample
+    ]
     assert len(set(noise)) == len(noise) == 12 * 2 * 3
 
 
@@ -531,7 +557,7 @@ def test_a_resumed_loader_draws_what_the_undisturbed_one_did() -> None:
     draw(one, 2)
     other = loader(range(12), World(), **OPTIONS, seed=5)
     other.load_state_dict(one.state_dict())
-    assert draw(other, 1) == keyed(5, [(2, leaf) for leaf in range(6)])
+    assert draw(other, 1) == keyed(5, [(2, micro_batch) for micro_batch in range(6)])
 
 
 def stream(rank: int, **options: Any) -> StreamLoader:
@@ -549,17 +575,17 @@ def stream(rank: int, **options: Any) -> StreamLoader:
 
 
 ByPlace = dict[str, list[list[float]]]
-"""Numbers drawn before and behind the leaves of each step."""
+"""Numbers drawn before and behind the micro-batches of each step."""
 
 
-def around_leaves(steps: Any) -> ByPlace:
-    """Draw in a loop over steps, where dropout would draw at the leaves too."""
+def around_micro_batches(steps: Any) -> ByPlace:
+    """Draw in a loop over steps, where dropout would draw at the micro-batches too."""
     drawn: ByPlace = {"before": [], "behind": []}
     for step in steps:
         drawn["before"].append(draw_from_all())
-        for leaf in step:
-            len(leaf.batch)
-            torch.rand(leaf.index)
+        for micro_batch in step:
+            len(micro_batch.batch)
+            torch.rand(micro_batch.index)
         drawn["behind"].append(draw_from_all())
     return drawn
 
@@ -575,52 +601,56 @@ def make_any(kind: str, rank: int = 0, world_size: int = 1) -> Any:
 @pytest.mark.usefixtures("random_state")
 @pytest.mark.parametrize("kind", ["loader", "workers", "stream"])
 def test_what_is_drawn_once_a_step_is_the_steps(kind: str) -> None:
-    whole = around_leaves(make_any(kind))
+    whole = around_micro_batches(make_any(kind))
     numbers = [number for place in whole.values() for step in place for number in step]
     assert len(set(numbers)) == 2 * 3 * 3
     for rank in range(3):
-        assert around_leaves(make_any(kind, rank, 3)) == whole
+        assert around_micro_batches(make_any(kind, rank, 3)) == whole
     one, other = make_any(kind), make_any(kind)
-    around_leaves(islice(one, 1))
+    around_micro_batches(islice(one, 1))
     other.load_state_dict(one.state_dict())
-    assert around_leaves(other) == {place: drawn[1:] for place, drawn in whole.items()}
+    assert around_micro_batches(other) == {place: drawn[1:] for place, drawn in whole.items()}
 
 
 @pytest.mark.usefixtures("random_state")
 @pytest.mark.parametrize("kind", ["loader", "stream"])
-@pytest.mark.parametrize("take", [list, tuple, lambda step: [leaf for leaf in step]])  # noqa: C416
-def test_leaves_that_are_taken_at_once_draw_what_they_draw_in_a_loop(kind: str, take: Any) -> None:
+@pytest.mark.parametrize("take", [list, tuple, lambda step: [micro_batch for micro_batch in step]])  # noqa: C416
+def test_micro_batches_that_are_taken_at_once_draw_what_they_draw_in_a_loop(
+    kind: str, take: Any
+) -> None:
     """As dropout does, behind the first look at the batch."""
     expected = {
-        (leaf.step, leaf.index): draw_from_all() for step in make_any(kind) for leaf in step
+        (micro_batch.step, micro_batch.index): draw_from_all()
+        for step in make_any(kind)
+        for micro_batch in step
     }
     found, lambdas = {}, []
     for step in make_any(kind):
-        leaves = take(step)
+        micro_batches = take(step)
         lambdas.append(draw_from_all())
-        for leaf in leaves:
-            assert len(leaf.batch) == 2
-            found[leaf.step, leaf.index] = draw_from_all()
-            assert len(leaf.inputs) == 2  # is no first look
-            assert draw_from_all() != found[leaf.step, leaf.index]
+        for micro_batch in micro_batches:
+            assert len(micro_batch.batch) == 2
+            found[micro_batch.step, micro_batch.index] = draw_from_all()
+            assert len(micro_batch.inputs) == 2  # is no first look
+            assert draw_from_all() != found[micro_batch.step, micro_batch.index]
     assert found == expected
-    assert lambdas == around_leaves(make_any(kind))["behind"]
+    assert lambdas == around_micro_batches(make_any(kind))["behind"]
 
 
 @pytest.mark.usefixtures("random_state")
-def test_the_only_leaf_of_a_rank_can_be_unpacked() -> None:
-    expected = keyed(5, [(step, leaf) for step in range(3) for leaf in range(6)])
+def test_the_only_micro_batch_of_a_rank_can_be_unpacked() -> None:
+    expected = keyed(5, [(step, micro_batch) for step in range(3) for micro_batch in range(6)])
     drawn = {}
     for rank in range(6):
-        for (leaf,) in make_any("loader", rank, 6):
-            assert len(leaf.inputs) == 2
-            drawn[leaf.step, leaf.index] = torch.rand(3).tolist()
+        for (micro_batch,) in make_any("loader", rank, 6):
+            assert len(micro_batch.inputs) == 2
+            drawn[micro_batch.step, micro_batch.index] = torch.rand(3).tolist()
     assert drawn == expected
 
 
 @pytest.mark.usefixtures("random_state")
 @pytest.mark.parametrize("make", [loader, stream_loader])
-def test_what_a_collate_function_draws_is_the_leafs(make: Any) -> None:
+def test_what_a_collate_function_draws_is_the_micro_batchs(make: Any) -> None:
     def masked(rows: list[Any]) -> list[float]:
         return [row * random.random() + np.random.rand() for row in rows]
 
@@ -636,7 +666,11 @@ def test_what_a_collate_function_draws_is_the_leafs(make: Any) -> None:
         first, second = one(), one()
         list(islice(first, skip))
         second.load_state_dict(first.state_dict())
-        return {(leaf.step, leaf.index): leaf.batch for step in second for leaf in step}
+        return {
+            (micro_batch.step, micro_batch.index): micro_batch.batch
+            for step in second
+            for micro_batch in step
+        }
 
     whole = batches(0, 1)
     assert {key: whole[key] for key in whole if key[0]} == batches(0, 1, skip=1)
@@ -651,13 +685,17 @@ def test_what_a_collate_function_draws_is_the_leafs(make: Any) -> None:
             seed=5,
             shuffle=False,
         )
-        assert whole == {(leaf.step, leaf.index): leaf.batch for step in alike for leaf in step}
+        assert whole == {
+            (micro_batch.step, micro_batch.index): micro_batch.batch
+            for step in alike
+            for micro_batch in step
+        }
 
 
 @pytest.mark.usefixtures("random_state")
 @pytest.mark.parametrize("ends", [True, False])
 def test_ranks_draw_alike_after_the_loop(ends: bool) -> None:
-    """As the initial weights of another model; the last leaf is another one on each rank."""
+    """As the initial weights of another model; the last micro-batch is another one on each rank."""
 
     def after(steps: Any) -> list[float]:
         for step in steps:
@@ -689,11 +727,13 @@ next(steps)
 
 
 @pytest.mark.usefixtures("random_state")
-def test_a_stream_keys_its_leaves_too() -> None:
+def test_a_stream_keys_its_micro_batches_too() -> None:
     for rank in (0, 1):
         torch.manual_seed(rank)
         drawn = draw(stream(rank))
-        assert sorted(drawn) == [(step, 2 * rank + leaf) for step in range(3) for leaf in range(2)]
+        assert sorted(drawn) == [
+            (step, 2 * rank + micro_batch) for step in range(3) for micro_batch in range(2)
+        ]
         assert drawn == keyed(5, drawn)
 
 
@@ -710,9 +750,9 @@ def test_generators_are_left_alone_on_request(make: Callable[[], Any]) -> None:
     torch.manual_seed(3)
     drawn = draw(make(), 1)
     torch.manual_seed(3)
-    for leaf in range(len(drawn)):
-        assert drawn[0, leaf] == torch.rand(3).tolist()
-        torch.rand(leaf)
+    for micro_batch in range(len(drawn)):
+        assert drawn[0, micro_batch] == torch.rand(3).tolist()
+        torch.rand(micro_batch)
 
 
 # -- evaluation, and batches without steps ---------------------------------------------------------
@@ -730,16 +770,18 @@ def test_evaluation_sees_each_sample_once_on_one_rank(
     data = list(range(size))
     seen, places = [], []
     for rank in range(world_size):
-        leaves = EvalLoader(data, World(rank=rank, world_size=world_size), micro, max_samples=most)
+        micro_batches = EvalLoader(
+            data, World(rank=rank, world_size=world_size), micro, max_samples=most
+        )
         for _ in range(2):  # it may be gone through again
-            found = list(leaves)
-        assert len(found) == len(leaves) <= leaves.most
-        assert not any(leaf.is_last for leaf in found)
+            found = list(micro_batches)
+        assert len(found) == len(micro_batches) <= micro_batches.most
+        assert not any(micro_batch.is_last for micro_batch in found)
         seen += numbers(found)
-        places += [leaf.index for leaf in found]
+        places += [micro_batch.index for micro_batch in found]
     assert seen == data[:most]
     assert places == list(range(-(-len(seen) // micro)))
-    assert leaves.total_samples == len(seen)
+    assert micro_batches.total_samples == len(seen)
 
 
 def test_senseless_sizes_of_an_evaluation_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""A leaf's batch: its two parts where it has them, what counts in it, and its way to the device."""
+"""A micro-batch: its two parts, what counts in it, and its way to the device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Encoding:
     x: Any
 
 
-def leaf_of(batch: Any, num_samples: int = 3) -> MicroBatch:
+def micro_batch_of(batch: Any, num_samples: int = 3) -> MicroBatch:
     return make_micro_batch(
         batch, index=0, step=0, num_samples=num_samples, is_last=True, device=CPU
     )
@@ -40,51 +40,53 @@ def step_of(indices: list[int], **options: Any) -> Batch:
     return Batch(span, lambda: torch.zeros(2), device=CPU, **options)
 
 
-def test_a_step_that_gives_fewer_leaves_than_it_has_is_an_error() -> None:
+def test_a_step_that_gives_fewer_micro_batches_than_it_has_is_an_error() -> None:
     """Sums without order, as in `bucketed`, would not notice: the mean would be another batch's."""
     step = step_of([0, 1], number=6)
-    leaves = iter(step)
-    next(leaves)
+    micro_batches = iter(step)
+    next(micro_batches)
     step.drain()  # as where the next step is taken meanwhile
     with pytest.raises(DataError, match=r"^step 7 brought 1 of its 2 micro-batches on this rank"):
-        next(leaves)
+        next(micro_batches)
 
 
 def test_a_data_set_of_tensors_has_inputs_only() -> None:
     """A row of a tensor is a sample: rows 0 and 1 of the batch are not inputs and targets."""
     samples = torch.arange(12.0).view(6, 2)
     options = {"global_batch_size": 3, "micro_batch_size": 3, "num_epochs": 1, "shuffle": False}
-    leaf, _ = [leaf for step in loader(samples, World(), **options) for leaf in step]
-    assert leaf.inputs.tolist() == leaf.batch.tolist() == [[0, 1], [2, 3], [4, 5]]
-    with pytest.raises(DataError, match="micro_batch.targets: this batch is a Tensor"):
-        _ = leaf.targets
+    micro_batch, _ = [
+        micro_batch for step in loader(samples, World(), **options) for micro_batch in step
+    ]
+    assert micro_batch.inputs.tolist() == micro_batch.batch.tolist() == [[0, 1], [2, 3], [4, 5]]
+    with pytest.raises(DataError, match=r"micro_batch\.targets: this batch is a Tensor"):
+        _ = micro_batch.targets
 
 
 @pytest.mark.parametrize("batch", [(X, Y), [X, Y], (X, Y, "more"), Point(X, Y)])
 def test_the_first_two_parts_are_inputs_and_targets(batch: Any) -> None:
-    leaf = leaf_of(batch)
-    assert leaf.inputs is X
-    assert leaf.targets is Y
+    micro_batch = micro_batch_of(batch)
+    assert micro_batch.inputs is X
+    assert micro_batch.targets is Y
 
 
 @pytest.mark.parametrize(
     "batch", [X, ["a", "b", "c"], (1, 2, 3), [], "text", Encoding(X), None, [X], (X,), Single(X)]
 )
 def test_what_has_no_second_part_has_inputs_only(batch: Any) -> None:
-    leaf = leaf_of(batch)
+    micro_batch = micro_batch_of(batch)
     alone = isinstance(batch, (list, tuple)) and len(batch) == 1  # as `TensorDataset(x)` gives it
-    assert leaf.inputs is (X if alone else leaf.batch)
-    with pytest.raises(DataError, match="micro_batch.targets: this batch is a"):
-        _ = leaf.targets
+    assert micro_batch.inputs is (X if alone else micro_batch.batch)
+    with pytest.raises(DataError, match=r"micro_batch\.targets: this batch is a"):
+        _ = micro_batch.targets
 
 
 @pytest.mark.parametrize("kind", [dict, UserDict])
 @pytest.mark.parametrize("name", ["inputs", "targets"])
 def test_a_dict_is_named_with_its_keys(kind: type, name: str) -> None:
     """A Hugging Face BatchEncoding is a UserDict."""
-    leaf = leaf_of(kind({"input_ids": X, "labels": Y}))
+    micro_batch = micro_batch_of(kind({"input_ids": X, "labels": Y}))
     with pytest.raises(DataError, match=rf"micro_batch.{name}: .* \('input_ids', 'labels'\)"):
-        getattr(leaf, name, None)  # a DataError is no AttributeError: nothing swallows it
+        getattr(micro_batch, name, None)  # a DataError is no AttributeError: nothing swallows it
 
 
 # -- what counts -----------------------------------------------------------------------------------
@@ -158,16 +160,16 @@ def test_every_tensor_of_a_batch_moves_and_the_shape_of_the_batch_stays() -> Non
 def test_rows_that_a_collate_function_left_out_do_not_count(
     batch: Any, planned: int, rows: int
 ) -> None:
-    leaf = leaf_of(batch, planned)
-    assert leaf.num_samples == rows
-    assert leaf.num_targets == rows
+    micro_batch = micro_batch_of(batch, planned)
+    assert micro_batch.num_samples == rows
+    assert micro_batch.num_targets == rows
 
 
 def test_ignored_targets_of_the_rows_that_are_left_do_not_count_either() -> None:
     targets = torch.tensor([1, -100, 2])
     for batch in ([X, targets], {"x": X, "labels": targets}):
-        leaf = leaf_of(batch, 4)
-        assert (leaf.num_samples, leaf.num_targets) == (3, 2)
+        micro_batch = micro_batch_of(batch, 4)
+        assert (micro_batch.num_samples, micro_batch.num_targets) == (3, 2)
 
 
 @pytest.mark.parametrize(
@@ -180,20 +182,20 @@ def test_ignored_targets_of_the_rows_that_are_left_do_not_count_either() -> None
     ],
 )
 def test_what_has_fewer_rows_and_all_samples(batch: object) -> None:
-    assert leaf_of(batch, 8).num_samples == 8
+    assert micro_batch_of(batch, 8).num_samples == 8
 
 
-def test_a_second_pass_draws_for_each_leaf_on_its_own() -> None:
-    """Whichever leaves the rank has, and not again what the first pass drew."""
+def test_a_second_pass_draws_for_each_micro_batch_on_its_own() -> None:
+    """Whichever micro-batches the rank has, and not again what the first pass drew."""
 
     def drawn(indices: list[int]) -> list[list[float]]:
         step = step_of(indices, number=0, seed=7)
         taken, found = list(step), []
         for _ in range(3):
-            for leaf in taken:
-                found.append([leaf.index, float(torch.rand(()) + leaf.batch.sum())])
+            for micro_batch in taken:
+                found.append([micro_batch.index, float(torch.rand(()) + micro_batch.batch.sum())])
                 found[-1][1] = float(torch.rand(()))
-                leaf.backward_ended()
+                micro_batch.backward_ended()
         return found
 
     with torch.random.fork_rng():
@@ -204,8 +206,8 @@ def test_a_second_pass_draws_for_each_leaf_on_its_own() -> None:
 
 def test_labels_that_a_model_shifts_are_counted_without_the_first() -> None:
     labels = torch.tensor([[5, 1, -100, 2], [-100, -100, 3, -100]])
-    found = leaf_of({"input_ids": labels, "labels": labels})
+    found = micro_batch_of({"input_ids": labels, "labels": labels})
     assert (found.num_targets, found.num_shifted_targets) == (4, 3)
     for other in ({"labels": labels[:, 0]}, (labels, labels)):
         with pytest.raises(DataError, match=r"^micro_batch\.num_shifted_targets: this batch is a"):
-            _ = leaf_of(other).num_shifted_targets
+            _ = micro_batch_of(other).num_shifted_targets

@@ -370,14 +370,6 @@ def test_ranks_that_read_different_streams_are_refused(make: Any, found: str) ->
         read_all(make, 2)
 
 
-def test_samples_may_differ_on_purpose() -> None:
-    per_rank = read_all(lambda rank: data_set([20]).shuffle(seed=rank), 2, compare=False)
-    assert [len(steps) for steps in per_rank] == [4, 4]
-    one = stream(KINDS["plain"](), compare=False)
-    read(one, 2)
-    stream(KINDS["shuffled"](), compare=False).load_state_dict(one.state_dict())
-
-
 def test_tensors_and_images_are_compared() -> None:
     values = [torch.zeros(2), torch.zeros(2).bfloat16(), torch.ones(2), torch.zeros(2).numpy()]
     values += [b"a", b"b", "a", 1, 1.5, None, {"a": [1]}, {"a": [2]}, torch.zeros(1, 2)]

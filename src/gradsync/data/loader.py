@@ -24,7 +24,7 @@ from gradsync.data.batch_plan import StepSpan, cut_step, require_at_least, solve
 from gradsync.data.micro_batch import Batch, MicroBatch, make_micro_batch
 from gradsync.data.order import SampleOrder, derive_key
 from gradsync.data.tokens import TokenDataset
-from gradsync.data.workers import begin_reading, begin_worker, next_batch, start_method
+from gradsync.data.workers import begin_reading, begin_worker, start_method
 from gradsync.errors import ConfigError, DataError
 from gradsync.runtime.seeds import (
     kept_generators,
@@ -218,7 +218,7 @@ class Loader:
     def _read(self, batches: Iterator[Any]) -> Any:
         """The next micro-batch's batch."""
         self._check_current(batches)
-        return next_batch(batches)
+        return next(batches)
 
     def state_dict(self) -> dict[str, Any]:
         """Position of the loader after the last step handed out: equal on all ranks, valid for any

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import atexit
-import gc
 import logging
-import multiprocessing
 import os
 import socket
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,8 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch import nn
 
 from gradsync.compat import (
     DDPManager,
@@ -40,9 +36,7 @@ from gradsync.compat.functions import (
     is_distributed,
     per_process_batch,
 )
-from gradsync.compat.manager import BatchLoader
 from gradsync.errors import ConfigError, LaunchError, PeerError, RunError
-from gradsync.runtime.store import wait_until
 from gradsync.sync.replicate import replicate
 from gradsync.world import World
 from support.launchers import run_python, run_torchrun
@@ -55,13 +49,6 @@ def started_by_mpirun(rank: int, world_size: int, store_path: str) -> Iterator[N
     env = open_session(rank, world_size, store_path)._env
     with mock.patch.dict(os.environ, env):
         yield
-
-
-class Numbers(list[int]):
-    """A data set whose samples are their own indices."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__(range(size))
 
 
 # -- DDPManager -----------------------------------------------------------------------------------
@@ -87,6 +74,8 @@ def use_every_method(rank: int, world_size: int, store_path: str) -> dict[str, A
         with pytest.raises(RunError, match=r"rank 0: .* named 'norm'; rank 1: .* named 'loss'"):
             manager.all_reduce(torch.tensor(1.0), name="loss" if rank else "norm")
         seen["default"] = manager.all_reduce(torch.tensor(float(rank))).item()
+        batches = manager.get_dataloader(range(10), 2, shuffle=False)
+        seen["batches"] = [batch.tolist() for batch in batches]
         flag = Path(f"{store_path}-flag")
         if rank == 1:
             flag.touch()
@@ -109,6 +98,7 @@ def test_every_method_on_two_ranks(pool: Any) -> None:
             "main": rank == 0,
             **{"sum": [3.0, 10.0], "mean": [1.5, 5.0], "min": [1.0, 0.0], "max": [2.0, 10.0]},
             **{"SUM": 3.0, "AVG": 1.5, "MIN": 1.0, "MAX": 2.0, "default": 1.0},
+            "batches": [[[0, 1], [4, 5], [8]], [[2, 3], [6, 7], [9]]][rank],
             "passed the barrier": True,
             "group after": False,
         }
@@ -183,15 +173,8 @@ def test_what_a_wrapper_would_have_is_answered_with_ours(name: str, hint: str) -
     assert not hasattr(caught.value, "__notes__")
 
 
-@pytest.mark.parametrize(
-    "joins",
-    [
-        "compat.init_distributed(); model = net; gs.replicate(net)",
-        "m = compat.DDPManager(); m.initialize(); model = m.wrap_model(net)",
-        "m = compat.DDPManager().__enter__(); model = m.wrap_model(net)",
-    ],
-)
-def test_without_a_with_it_is_answered_too(joins: str, tmp_path: Path) -> None:
+def test_without_a_with_it_is_answered_too(tmp_path: Path) -> None:
+    joins = "compat.init_distributed(); model = net; gs.replicate(net)"
     begins = "import torch; import gradsync as gs; from gradsync import compat\n"
     begins += "net = torch.nn.Linear(1, 1)"
     (script := tmp_path / "script.py").write_text(f"{begins}\n{joins}\nmodel.module\n")
@@ -230,134 +213,13 @@ def test_wrap_model_in_place(pool: Any) -> None:
     assert len(first["gradients"]) == 2
 
 
-def take_passes(
-    rank: int, world_size: int, store_path: str, size: int, passes: int, options: Mapping[str, Any]
-) -> dict[str, Any]:
-    with started_by_mpirun(rank, world_size, store_path), DDPManager() as manager:
-        batches = manager.get_dataloader(Numbers(size), batch_size=2, **options)
-        taken = [[batch.tolist() for batch in batches] for _ in range(passes)]
-        return {"len": len(batches), "taken": taken, "state": batches.state_dict()}
-
-
-def dealt(pool: Any, ranks: int, size: int, passes: int, **options: Any) -> list[list[list[int]]]:
-    """Per rank and pass the batches, as one list: rank 0's samples come first in each batch."""
-    seen = pool.run(take_passes, ranks, size, passes, options)
-    assert len({rank["len"] for rank in seen}) == 1
-    assert len({str(rank["state"]) for rank in seen}) == 1
-    for rank in seen:
-        assert [len(one_pass) for one_pass in rank["taken"]] == [rank["len"]] * passes
-    return [rank["taken"] for rank in seen]
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("batch_size", [2, 3, 4])
-@pytest.mark.parametrize("size", [3, 4, 7, 10, 13, 24])
-def test_a_pass_is_each_sample_once(size: int, batch_size: int, ranks: int) -> None:
-    """Every rank has as many batches, none of them empty or longer than `batch_size`."""
-    worlds = [World(rank=r, world_size=ranks, local_world_size=ranks) for r in range(ranks)]
-    made = [BatchLoader(Numbers(size), w, batch_size, drop_last=False) for w in worlds]
-    for _ in range(2):
-        taken = [list(batches) for batches in made]
-        assert {len(mine) for mine in taken} == {len(made[0])}
-        lengths = [[len(batch) for batch in mine] for mine in taken]
-        assert all(0 < length <= batch_size for mine in lengths for length in mine)
-        samples = [x for mine in taken for batch in mine for x in batch.tolist()]
-        assert sorted(samples) == list(range(size))
-        assert [sum(mine) for mine in lengths] == [len(batches.sampler) for batches in made]
-
-
-def test_orders(pool: Any) -> None:
-    """Ten samples, four a step: each pass is all ten, in the data set's own order."""
-    first, second = dealt(pool, 2, 10, 2, shuffle=False)
-    assert first == [[[0, 1], [4, 5], [8]]] * 2
-    assert second == [[[2, 3], [6, 7], [9]]] * 2
-    first, second, third = dealt(pool, 3, 13, 1, shuffle=False)  # 6, then 4 of 7: none is empty
-    assert first == [[[0, 1], [6], [10]]]
-    assert second == [[[2, 3], [7], [11]]]
-    assert third == [[[4, 5], [8, 9], [12]]]
-    orders = [dealt(pool, 1, 12, 2, seed=seed)[0] for seed in (0, 0, 1)]
-    assert orders[0] == orders[1] != orders[2]
-    assert orders[0][0] != orders[0][1]  # another order in each pass, by itself
-
-
-def test_passes_as_torchs_loader_has_them() -> None:
-    """A look at the first batch costs a pass no sample; `set_epoch` names the order."""
-    with DDPManager() as manager:
-        data = Numbers(5)
-        batches = manager.get_dataloader(data, 2)
-        assert (batches.dataset, batches.batch_size, len(batches.sampler)) == (data, 2, 5)
-        epochs = [torch.cat(list(batches)).tolist() for _ in range(3)]
-        batches.sampler.set_epoch(1)
-        assert torch.cat(list(batches)).tolist() == epochs[1]
-        assert torch.cat(list(batches)).tolist() == epochs[2]
-        next(iter(batches))
-        assert sorted(torch.cat(list(batches)).tolist()) == [0, 1, 2, 3, 4]
-        whole = manager.get_dataloader(data, 2, drop_last=True)
-        passes = [[len(batch) for batch in whole] for _ in range(2)]
-        assert passes == [[2, 2], [2, 2]]
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_pass_goes_on_where_its_state_was_saved(ranks: int) -> None:
-    """Also on another number of ranks, and where the script names the epoch again."""
-    saved = BatchLoader(Numbers(11), World(), 2, drop_last=False)
-    list(saved)
-    second = iter(saved)
-    taken = [next(second).tolist(), next(second).tolist()]
-    state = saved.state_dict()
-    rest = []
-    for rank in range(ranks):
-        world = World(rank=rank, world_size=ranks, local_world_size=ranks)
-        batches = BatchLoader(Numbers(11), world, 2, drop_last=False)
-        batches.load_state_dict(state)
-        batches.set_epoch(1)
-        rest += [x for batch in batches for x in batch.tolist()]
-        assert len(list(batches)) == len(batches)  # the third pass is whole
-    assert sorted([*rest, *taken[0], *taken[1]]) == list(range(11))
-
-
-@pytest.mark.parametrize(
-    ("ranks", "size", "options"),
-    [(3, 10, {"batch_size": 1}), (3, 2, {"batch_size": 4}), (2, 7, {"batch_size": 4})],
-)
-def test_samples_that_cannot_be_dealt_are_refused(
-    ranks: int, size: int, options: dict[str, Any]
-) -> None:
-    world = World(world_size=ranks, local_world_size=ranks)
-    with pytest.raises(ConfigError, match=f"{size} samples .* {ranks} ranks"):
-        BatchLoader(Numbers(size), world, drop_last=size == 7, **options)
-
-
-def double(batch: list[int]) -> Tensor:
-    return 2 * torch.tensor(batch)
-
-
-def test_options_of_torch_are_taken_or_named(caplog: pytest.LogCaptureFixture) -> None:
-    """An option without meaning here gets a debug line; a sampler is refused."""
-    with caplog.at_level(logging.DEBUG, "gradsync"), DDPManager() as manager:
-        batches = manager.get_dataloader(
-            Numbers(4), 2, shuffle=False, pin_memory=True, drop_last=True, sampler=None
-        )
-        assert [batch.tolist() for batch in batches] == [[0, 1], [2, 3]]
-        with pytest.raises(ConfigError, match="samples are dealt to ranks here; got"):
-            manager.get_dataloader(Numbers(4), 2, sampler=range(4))
-        in_order = (False, None, None, 0, double, True)  # as torch's DataLoader takes them
-        batches = manager.get_dataloader(Numbers(4), 2, *in_order)
-        assert [batch.tolist() for batch in batches] == [[0, 2], [4, 6]]
-    assert "pin_memory=True of DataLoader is ignored" in caplog.text
-
-
 @pytest.mark.parametrize(
     ("sync", "name", "value"),
     [
         ("naive", "bucket_cap_mb", 25),
-        ("diloco", "bucket_cap_mb", 1.5),
-        ("invariant", "bucket_cap_mb", None),
         ("naive", "static_graph", True),
         ("invariant", "init_sync", True),  # DDP's default
-        ("bucketed", "check_reduction", False),
         ("naive", "device_mesh", None),
-        ("invariant", "dim", 1),
     ],
 )
 def test_options_of_ddp_that_change_no_result_are_ignored(
@@ -395,7 +257,6 @@ def test_replicate_takes_the_options_of_ddp(sync: str) -> None:
             "strategy='naive' has no option 'param_to_hook_all_reduce'",
         ),
         ("bucket_cap_mb", -1, "bucket_cap_mb must be positive; got -1"),
-        ("world", World(), "strategy='naive' has no option 'world'"),
     ],
 )
 def test_options_of_ddp_that_would_change_results_are_refused(
@@ -403,109 +264,6 @@ def test_options_of_ddp_that_would_change_results_are_refused(
 ) -> None:
     with DDPManager() as manager, pytest.raises(ConfigError, match=words):
         manager.wrap_model(nn.Linear(1, 1), strategy="naive", **{name: value})
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"bucket_cap_mb": 5, "bucket_mb": 6}, "bucket_cap_mb and bucket_mb are one option"),
-        ({"strategy": "ddp", "bogus": 2}, "strategy='ddp' has no option 'bogus'"),
-        ({"strategy": "ddp", "bucket_cap_mb": "x"}, "bucket_cap_mb must be .*; got 'x'"),
-        ({"strategy": "ddp", "module": 1}, "strategy='ddp' has no option 'module'"),
-        ({"strategy": "ddp", "process_group": 1}, "process_group= of torch is .*comm="),
-    ],
-)
-def test_options_are_refused_on_any_number_of_ranks(options: dict[str, Any], words: str) -> None:
-    """On one rank, where torch's DDP is not even made."""
-    with DDPManager() as manager, pytest.raises(ConfigError, match=words):
-        manager.wrap_model(nn.Linear(1, 1), **options)
-
-
-@pytest.mark.parametrize(
-    ("values", "options", "words"),
-    [
-        ((4,), {"bogus": 1}, "get_dataloader has no option 'bogus'"),
-        ((4,), {"global_batch_size": 8}, "get_dataloader has no option 'global_batch_size'"),
-        ((4,), {"micro_batch_size": 8}, "get_dataloader has no option 'micro_batch_size'"),
-        ((4,), {"worker_options": {"timeout": 1}}, "no option 'worker_options' .*timeout"),
-        ((None,), {}, "batch_size must be a whole number, at least 1; got None"),
-        ((4, True), {"shuffle": False}, "get_dataloader: multiple values for argument 'shuffle'"),
-        ((4, *[None] * 12), {}, "get_dataloader: too many positional arguments"),
-    ],
-)
-def test_arguments_that_no_data_loader_has_are_refused(
-    values: tuple[Any, ...], options: dict[str, Any], words: str
-) -> None:
-    with DDPManager() as manager, pytest.raises(ConfigError, match=words):
-        manager.get_dataloader(Numbers(8), *values, **options)
-
-
-class Slow(Numbers):
-    """A data set whose samples never come."""
-
-    def __getitem__(self, index: Any) -> Any:
-        threading.Event().wait()
-
-
-def greet(worker: int) -> None:
-    """A function for workers."""
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_workers_take_the_options_of_torchs(num_workers: int) -> None:
-    options = {
-        "timeout": 30,
-        "prefetch_factor": 3,
-        "multiprocessing_context": "spawn",
-        "worker_init_fn": greet,
-        "persistent_workers": True,
-    }
-    made = mock.create_autospec(DataLoader.__init__, side_effect=DataLoader.__init__)
-    with DDPManager() as manager, mock.patch.object(DataLoader, "__init__", made):
-        batches = manager.get_dataloader(
-            Numbers(4), 2, shuffle=False, num_workers=num_workers, **options
-        )
-        assert [batch.tolist() for batch in batches] == [[0, 1], [2, 3]]
-    init = made.call_args.kwargs["worker_init_fn"]  # ours, which calls it
-    assert greet in getattr(init, "args", (init,))
-    del options["persistent_workers"], options["worker_init_fn"]
-    assert options.items() <= made.call_args.kwargs.items()
-    assert made.call_count == 1 + num_workers  # as a check, and where there are workers
-
-
-def test_a_worker_that_hangs_ends_at_the_timeout() -> None:
-    before = set(multiprocessing.active_children())  # others' ranks
-    with DDPManager() as manager:
-        batches = manager.get_dataloader(Slow(4), 2, num_workers=1, timeout=0.5)
-        with pytest.raises(RuntimeError, match=r"timed out after 0\.5 seconds"):
-            next(iter(batches))
-    gc.collect()  # before 2.13 torch ends its workers with the iterator, which the error held
-    deadline = time.monotonic() + 10
-    assert wait_until(lambda: set(multiprocessing.active_children()) == before, deadline)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "words"),
-    [
-        ("timeout", -1, "timeout"),
-        ("timeout", "soon", "'soon'"),
-        ("prefetch_factor", -1, "prefetch_factor"),
-        ("multiprocessing_context", "teleport", "teleport"),
-        ("generator", torch.Generator(), "generator= of torch is seed= here"),
-    ],
-)
-def test_options_of_the_data_loader_that_cannot_be_are_refused(
-    name: str, value: object, words: str
-) -> None:
-    with DDPManager() as manager, pytest.raises(ConfigError, match=words):
-        manager.get_dataloader(Numbers(4), 2, num_workers=1, **{name: value})
-
-
-def test_what_is_no_model_is_refused() -> None:
-    refused = {"none": (), "'str'": ("x",), "'list'": (nn.Linear(1, 1), [])}
-    for got, models in refused.items():
-        with DDPManager() as manager, pytest.raises(ConfigError, match=f"wrap_model takes .*{got}"):
-            manager.wrap_model(*models)
 
 
 def test_nccl_without_a_gpu_is_gloo(
@@ -517,25 +275,6 @@ def test_nccl_without_a_gpu_is_gloo(
         assert backend_here("nccl") is None
         assert caplog.text.count("'nccl' needs a GPU, and there is none: gloo is used") == said
     assert backend_here("gloo") == "gloo"
-
-
-def go_on(rank: int, world_size: int, store_path: str) -> tuple[list[Any], list[Any]]:
-    with started_by_mpirun(rank, world_size, store_path), DDPManager() as manager:
-        first = manager.get_dataloader(Numbers(11), batch_size=2, seed=3)
-        undisturbed = iter(first)
-        next(undisturbed)
-        state = first.state_dict()
-        assert state["samples"] == 4
-        rest = [batch.tolist() for batch in undisturbed]
-        resumed = manager.get_dataloader(Numbers(11), batch_size=2, seed=3)
-        resumed.load_state_dict(state)
-        return rest, [batch.tolist() for batch in resumed]
-
-
-def test_a_loader_goes_on_from_its_state(pool: Any) -> None:
-    for undisturbed, resumed in pool.run(go_on, 2):
-        assert resumed == undisturbed
-        assert len(resumed) == 2
 
 
 def one_fails(rank: int, world_size: int, store_path: str) -> str:
@@ -643,22 +382,18 @@ def test_getters_barrier_and_broadcast(pool: Any, ranks: int) -> None:
     assert pool.run(use_the_getters, ranks) == [[*each, *each, ranks - 1.0] for each in place]
 
 
-@pytest.mark.parametrize("micro", range(1, 9))
-@pytest.mark.parametrize("accumulation", [1, 2, 3, 8])
-@pytest.mark.parametrize("ranks", range(1, 9))
-def test_the_batch_of_a_process_is_exact(micro: int, accumulation: int, ranks: int) -> None:
-    total = micro * accumulation
-    if total % ranks:
-        with pytest.raises(ConfigError, match=f"{total} samples .* {ranks} processes"):
-            per_process_batch(micro, accumulation, ranks)
-        return
-    size, steps = per_process_batch(micro, accumulation, ranks)
-    assert size * steps * ranks == total
-    assert 1 <= size <= max(micro // ranks, 1)
-    if micro % ranks == 0:  # the published formula is exact there
-        assert (size, steps) == (micro // ranks, accumulation)
-    if micro < ranks:
-        assert (size, steps) == (1, total // ranks)
+def test_the_batch_of_a_process_is_exact() -> None:
+    for micro, accumulation, ranks in product(range(1, 9), (1, 2, 3, 8), range(1, 9)):
+        total = micro * accumulation
+        if total % ranks:
+            with pytest.raises(ConfigError, match=f"{total} samples .* {ranks} processes"):
+                per_process_batch(micro, accumulation, ranks)
+            continue
+        size, steps = per_process_batch(micro, accumulation, ranks)
+        assert size * steps * ranks == total
+        assert 1 <= size <= max(micro // ranks, 1)
+        if micro % ranks == 0:  # the published formula is exact there
+            assert (size, steps) == (micro // ranks, accumulation)
 
 
 def test_the_device_needs_no_group(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,22 +26,20 @@ def _train_by_hooks(rank: int, world_size: int, store_path: str, kind: str) -> d
         module[3].weight.requires_grad_(False)
         wrapped: Any
         if kind == "plain":
-            wrapped, after_backward = module, lambda *_: None
+            wrapped = module
         elif kind == "individual":
             wrapped = course.get_ddp_individual_parameters(module)
-            after_backward = course.ddp_individual_parameters_on_after_backward
         else:
             wrapped = course.get_ddp_bucketed(module, 0.0001)
-            after_backward = course.ddp_bucketed_on_after_backward
         make = course.get_sharded_optimizer if kind == "sharded" else _plain
         optimizer = make(wrapped.parameters(), torch.optim.AdamW, lr=0.05)
         for step in range(STEPS):
             x_BC = torch.randn(6, 6, generator=torch.Generator().manual_seed(step))
             mine = x_BC.chunk(world_size)[rank]
             optimizer.zero_grad()
-            course.ddp_bucketed_on_train_batch_start(wrapped, optimizer)
             F.mse_loss(wrapped(mine), mine.sin()).backward()
-            after_backward(wrapped, optimizer)
+            if wrapped is not module:
+                wrapped.finish_gradient_synchronization()
             optimizer.step()
         return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
 

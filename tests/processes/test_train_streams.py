@@ -66,22 +66,6 @@ def test_another_stream_is_not_resumed(pool: Any, data: Path, tmp_path: Path) ->
     assert "from document" in refused.error
 
 
-def _reads_its_own(rank: int, world_size: int, store_path: str, config: TrainConfig) -> RankResult:
-    """Files that are too large to tell apart by samples of them, say."""
-    mine = replace(config, data=f"{config.data}/{rank}.jsonl")
-    with mock.patch("gradsync.commands.prepare.text_stream.sample_content", return_value=""):
-        return train_rank(rank, world_size, store_path, mine)
-
-
-def test_other_text_is_refused_in_words_of_the_command_line(
-    pool: Any, data: Path, tmp_path: Path
-) -> None:
-    first, _ = pool.run(_reads_its_own, 2, stream_config(tmp_path / "run", data))
-    assert "DataError: the ranks read different streams at step 0: micro-batch 0 has" in first.error
-    assert "--data must name the same text" in first.error
-    assert "compare=" not in first.error
-
-
 def _dries_up(rank: int, world_size: int, store_path: str, config: TrainConfig) -> RankResult:
     next_step = StreamLoader._next_step
 

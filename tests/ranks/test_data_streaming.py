@@ -1,4 +1,4 @@
-"""Iterable data sets: any number of ranks takes the same leaves; exact resume; no hang. Offline."""
+"""Iterable data sets: any number of ranks takes the same micro-batches; exact resume; no hang."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def read(steps: Any, count: int | None = None) -> Steps:
 
 
 def numbers(steps: Steps) -> list[list[list[int]]]:
-    return [[leaf.batch["number"].tolist() for leaf in step] for step in steps]
+    return [[micro_batch.batch["number"].tolist() for micro_batch in step] for step in steps]
 
 
 def read_all(make: Any, world_size: int, state: Any = None, **options: Any) -> list[Steps]:
@@ -68,15 +68,18 @@ def read_all(make: Any, world_size: int, state: Any = None, **options: Any) -> l
 
 
 def over_ranks(per_rank: list[Steps]) -> dict[tuple[int, int], list[int]]:
-    """Samples by (step, leaf), over all ranks; no leaf is on two of them."""
-    leaves = [leaf for steps in per_rank for step in steps for leaf in step]
-    found = {(leaf.step, leaf.index): leaf.batch["number"].tolist() for leaf in leaves}
-    assert len(found) == len(leaves)
+    """Samples by (step, micro-batch), over all ranks; no micro-batch is on two of them."""
+    micro_batches = [micro_batch for steps in per_rank for step in steps for micro_batch in step]
+    found = {
+        (micro_batch.step, micro_batch.index): micro_batch.batch["number"].tolist()
+        for micro_batch in micro_batches
+    }
+    assert len(found) == len(micro_batches)
     return found
 
 
 @pytest.mark.parametrize("sizes", [[3, 17], [0, 9], [12], [1]])
-def test_any_number_of_ranks_takes_the_same_leaves(sizes: list[int]) -> None:
+def test_any_number_of_ranks_takes_the_same_micro_batches(sizes: list[int]) -> None:
     expected = over_ranks([read(stream(data_set(sizes), num_epochs=2))])
     assert sum(map(len, expected.values())) == 2 * sum(sizes)
     for world_size in (2, 3):
@@ -91,7 +94,7 @@ def test_a_stream_does_not_know_where_its_epoch_ends() -> None:
         _ = batch.ends_epoch
 
 
-def test_the_leaves_are_those_of_a_map_style_data_set() -> None:
+def test_the_micro_batches_are_those_of_a_map_style_data_set() -> None:
     rows = [{"number": number} for number in range(20)]
     known = loader(rows, World(), **OPTIONS, num_epochs=2, shuffle=False)
     assert numbers(read(stream(rows, num_epochs=2))) == numbers(read(known))
@@ -99,7 +102,7 @@ def test_the_leaves_are_those_of_a_map_style_data_set() -> None:
 
 def test_ranks_agree_on_whether_to_synchronise() -> None:
     per_rank = read_all(lambda _: data_set([9]), 3)
-    last = [[[leaf.is_last for leaf in step] for step in steps] for steps in per_rank]
+    last = [[[micro_batch.is_last for micro_batch in step] for step in steps] for steps in per_rank]
     assert last == [[[True], [False]], [[True], [False]], [[True], []]]
     assert numbers(per_rank[1]) == [[[2, 3]], [[8]]]
 
@@ -113,10 +116,10 @@ def test_a_training_gives_the_same_bits_on_any_number_of_ranks() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-7)
         weights = []
         for step in stream(data_set([5, 12]), world, comm=comm, num_epochs=2):
-            for leaf in step:
-                number = leaf.batch["number"].float()[:, None]
+            for micro_batch in step:
+                number = micro_batch.batch["number"].float()[:, None]
                 loss = (model(number) - torch.sin(number)).square().sum()
-                sync.backward(loss, leaf, weight=leaf.num_targets, reduction="sum")
+                sync.backward(loss, micro_batch, weight=micro_batch.num_targets, reduction="sum")
             sync.step(optimizer)
             weights.append(model.weight.item())
         return weights
@@ -306,7 +309,7 @@ def test_whatever_a_data_set_keeps_all_that_follows_a_resume_is_the_same(
         return stream(make(), num_epochs=passes, collate_fn=list)
 
     def rows(steps: Any, count: int | None = None) -> list[Any]:
-        return [leaf.batch for step in read(steps, count) for leaf in step]
+        return [micro_batch.batch for step in read(steps, count) for micro_batch in step]
 
     whole = rows(one())
     for stop in (1, 5, 9, 11, 19, 25):
@@ -367,14 +370,6 @@ def test_ranks_that_read_different_streams_are_refused(make: Any, found: str) ->
         read_all(make, 2)
 
 
-def test_samples_may_differ_on_purpose() -> None:
-    per_rank = read_all(lambda rank: data_set([20]).shuffle(seed=rank), 2, compare=False)
-    assert [len(steps) for steps in per_rank] == [4, 4]
-    one = stream(KINDS["plain"](), compare=False)
-    read(one, 2)
-    stream(KINDS["shuffled"](), compare=False).load_state_dict(one.state_dict())
-
-
 def test_tensors_and_images_are_compared() -> None:
     values = [torch.zeros(2), torch.zeros(2).bfloat16(), torch.ones(2), torch.zeros(2).numpy()]
     values += [b"a", b"b", "a", 1, 1.5, None, {"a": [1]}, {"a": [2]}, torch.zeros(1, 2)]
@@ -419,7 +414,7 @@ def test_what_failed_is_read_again_from_where_it_was() -> None:
     for fails in (True, True, False):
         with pytest.raises(OSError, match="storage server") if fails else nullcontext():
             for step in one:
-                found += [number for leaf in step for number in leaf.batch.tolist()]
+                found += [number for micro_batch in step for number in micro_batch.batch.tolist()]
     assert found == [*range(30)]
 
 
@@ -431,7 +426,7 @@ def test_a_state_of_another_batch_size_goes_on_and_can_be_saved_again() -> None:
         other.load_state_dict(one.state_dict())
         again = stream([*range(60)], global_batch_size=size)
         again.load_state_dict(other.state_dict())
-        batches = [leaf.batch.tolist() for step in read(again) for leaf in step]
+        batches = [micro_batch.batch.tolist() for step in read(again) for micro_batch in step]
         assert batches == [[number, number + 1] for number in range(18, 60, 2)]
 
 

@@ -38,14 +38,14 @@ class Samples:
         return inputs, targets
 
 
-def leaves_of(rank: int, world_size: int, micro_batch_size: int) -> EvalLoader:
+def micro_batches_of(rank: int, world_size: int, micro_batch_size: int) -> EvalLoader:
     world = World(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size)
     return EvalLoader(Samples(), world, micro_batch_size)
 
 
 def one_rank(micro_batch_size: int) -> float:
-    leaves = leaves_of(0, 1, micro_batch_size)
-    return evaluate(GPT(SHAPE), leaves, SingleCommunicator(), nullcontext())
+    micro_batches = micro_batches_of(0, 1, micro_batch_size)
+    return evaluate(GPT(SHAPE), micro_batches, SingleCommunicator(), nullcontext())
 
 
 def test_the_mean_of_all_targets_that_count() -> None:
@@ -62,14 +62,14 @@ def test_the_mean_of_all_targets_that_count() -> None:
     assert one_rank(4) == pytest.approx(total / count, rel=1e-6)
 
 
-# 23 samples: 6 leaves of 4, the last of 3; 3 leaves of 10, fewer than four ranks; 23 leaves of 1.
+# Of 23 samples: 6 micro-batches, the last of 3; 3, fewer than four ranks; 23.
 @pytest.mark.parametrize("micro_batch_size", [4, 10, 1])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_every_world_size_gives_the_same(world_size: int, micro_batch_size: int) -> None:
     def work(rank: int, group: Any) -> tuple[float, int]:
-        leaves = leaves_of(rank, world_size, micro_batch_size)
-        loss = evaluate(GPT(SHAPE), leaves, ProcessGroupCommunicator(group), nullcontext())
-        return loss, len(leaves)
+        micro_batches = micro_batches_of(rank, world_size, micro_batch_size)
+        loss = evaluate(GPT(SHAPE), micro_batches, ProcessGroupCommunicator(group), nullcontext())
+        return loss, len(micro_batches)
 
     results = run_thread_ranks(work, world_size)
     losses = [loss for loss, _ in results]
@@ -84,9 +84,9 @@ def test_every_world_size_gives_the_same(world_size: int, micro_batch_size: int)
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_a_missing_sample_fails_on_all_ranks(world_size: int) -> None:
     def work(rank: int, group: Any) -> str:
-        leaves = leaves_of(rank, world_size, 4)
-        kept = list(leaves)[1:] if rank == world_size - 1 else list(leaves)
-        lossy: Any = type("Lossy", (list,), {"total_samples": leaves.total_samples})(kept)
+        micro_batches = micro_batches_of(rank, world_size, 4)
+        kept = list(micro_batches)[1:] if rank == world_size - 1 else list(micro_batches)
+        lossy: Any = type("Lossy", (list,), {"total_samples": micro_batches.total_samples})(kept)
         with pytest.raises(RunError) as caught:
             evaluate(GPT(SHAPE), lossy, ProcessGroupCommunicator(group), nullcontext())
         return str(caught.value)
@@ -99,7 +99,9 @@ def test_a_missing_sample_fails_on_all_ranks(world_size: int) -> None:
 def test_the_model_is_left_as_it_was(training: bool) -> None:
     model = GPT(SHAPE).train(training)
     random = torch.get_rng_state()
-    with_dropout_off = evaluate(model, leaves_of(0, 1, 4), SingleCommunicator(), nullcontext())
+    with_dropout_off = evaluate(
+        model, micro_batches_of(0, 1, 4), SingleCommunicator(), nullcontext()
+    )
     assert with_dropout_off == one_rank(4)
     assert model.training is training
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -122,7 +124,7 @@ def test_it_computes_under_the_given_autocast() -> None:
     model = GPT(SHAPE)
     model.register_forward_hook(lambda _m, _i, logits: seen.append(logits.dtype))
     autocast = torch.autocast("cpu", dtype=torch.bfloat16)
-    loss = evaluate(model, leaves_of(0, 1, 10), SingleCommunicator(), autocast)
+    loss = evaluate(model, micro_batches_of(0, 1, 10), SingleCommunicator(), autocast)
     assert seen == [torch.bfloat16] * 3
     assert loss == pytest.approx(one_rank(10), rel=1e-2)
 
@@ -133,7 +135,7 @@ def test_sums_are_kept_in_double_precision(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(
         "gradsync.commands.train.learner.loss_sum", lambda *_: torch.tensor(next(values))
     )
-    leaves = leaves_of(0, 1, 10)
-    targets = sum(leaf.num_targets for leaf in leaves)
-    loss = evaluate(GPT(SHAPE), leaves, SingleCommunicator(), nullcontext())
+    micro_batches = micro_batches_of(0, 1, 10)
+    targets = sum(micro_batch.num_targets for micro_batch in micro_batches)
+    loss = evaluate(GPT(SHAPE), micro_batches, SingleCommunicator(), nullcontext())
     assert loss == (2**24 + 2) / targets

@@ -70,21 +70,17 @@ def test_frozen_parts_are_found_with_their_blocks() -> None:
     llama, qwen = frozen_parts(Pair())
     assert llama == FrozenPart(name="llama", num_bytes=6 * linear + 16, blocks=(linear,) * 4)
     assert qwen == FrozenPart(name="qwen", num_bytes=linear, blocks=(linear, 0))
-    assert frozen_parts(Pair(), least_bytes=100) == (llama,)
 
 
 def test_tensors_go_where_they_belong() -> None:
     """The meta device stands for another one."""
     model = Pair()
-    handle = place_frozen(model, two_and_one(), ["cpu", "meta", "meta"])
+    place_frozen(model, two_and_one(), ["cpu", "meta", "meta"])
     homes = {name: p.device.type for name, p in model.named_parameters()}
     assert {name for name, home in homes.items() if home == "meta"} == {
         *(f"llama.layers.{i}.{what}" for i in (2, 3) for what in ("weight", "bias")),
         *("qwen.0.weight", "qwen.0.bias"),
     }
-    assert handle.hooks
-    handle.remove()
-    assert not handle.hooks
 
 
 def test_inputs_follow_and_outputs_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,10 +110,9 @@ def test_what_cannot_be_placed_is_named() -> None:
         placement = FrozenPlacement(places={name: PartPlace(devices=(device,))}, left=(0,))
         place_frozen(Pair(), placement, ["cpu"])
 
-    with pytest.raises(ConfigError, match="no submodule 'medium'"):
-        place("medium")
-    with pytest.raises(ConfigError, match="'head' trains"):
-        place("head")
+    for name in ("medium", "head"):
+        with pytest.raises(ConfigError, match=f"'{name}' is no frozen submodule"):
+            place(name)
     with pytest.raises(ConfigError, match="qwen is placed on device 1, 1 were given"):
         place("qwen", 1)
 

@@ -105,30 +105,18 @@ def unpack_settings(
 
 
 def check_packed(state: Any) -> None:
-    """Check that a value from a file has the form of packed state; CheckpointError names the
-    malformed part."""
-    is_object = isinstance(state, dict)
-    groups, params = (state.get("groups"), state.get("params")) if is_object else (None, None)
-    if not isinstance(groups, list) or not isinstance(params, dict) or "class" not in state:
-        raise CheckpointError("optimizer state: expected its class, groups and params")
-    for index, group in enumerate(groups):
-        if not isinstance(group, dict) or not _are_texts(group.get("params")):
-            raise CheckpointError(f"optimizer state: group {index} lists no parameters")
-    for name, entry in params.items():
-        if (
-            not isinstance(entry, dict)
-            or not isinstance(entry.get("shape"), list)
-            or not all(type(size) is int for size in entry["shape"])
-            or not _are_texts(entry.get("slots"))
-            or not isinstance(entry.get("values"), dict)
-        ):
-            raise CheckpointError(
-                f"optimizer state: parameter {name[:80]!r} needs its shape, slots and values"
-            )
-
-
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+    """Check that a value from a file has the form of packed state."""
+    try:
+        texts = [state["class"], *(name for group in state["groups"] for name in group["params"])]
+        for entry in state["params"].values():
+            texts += entry["slots"]
+            is_right = all(type(size) is int for size in entry["shape"])
+            if not is_right or not isinstance(entry["values"], dict):
+                raise TypeError
+        if not all(isinstance(text, str) for text in texts):
+            raise TypeError
+    except (KeyError, TypeError, AttributeError):
+        raise CheckpointError("optimizer state: expected its class, groups and params") from None
 
 
 def state_device(slot: str, param: Tensor, group: Mapping[str, Any]) -> torch.device:

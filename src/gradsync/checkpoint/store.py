@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -42,7 +42,6 @@ from gradsync.checkpoint.manifest import (
     TENSORS_SUFFIX,
     Fingerprint,
     Manifest,
-    check_file_name,
     json_bytes,
 )
 from gradsync.checkpoint.pieces import Places, is_part, join_files
@@ -135,8 +134,6 @@ class CheckpointStore:
         optimizer's state or the strategy's has nan or inf: that checkpoint would push out one from
         which a run can resume.
         """
-        if snapshot.step < 0:
-            raise ConfigError(f"step: got {snapshot.step}, expected 0 or more")
         target = self.directory / f"step-{snapshot.step:08d}"
         try:
             make_dirs(self._fs, self.directory)
@@ -145,8 +142,12 @@ class CheckpointStore:
                 self._clear_way(target)
                 staged.commit(target)
         except OSError as error:
+            last, _ = self.latest()
+            rest = "there is no earlier good checkpoint"
+            if last is not None:
+                rest = f"the last good checkpoint, {last.path}, is intact"
             raise CheckpointError(
-                f"cannot write {target}: {error.strerror or error}; {self._last_good()}"
+                f"cannot write {target}: {error.strerror or error}; {rest}"
             ) from error
         self._verified.add(target)
         self._clean_up()
@@ -156,7 +157,7 @@ class CheckpointStore:
         """The newest good checkpoint, with every byte checked, or None; and a line for each newer
         unusable one. A checkpoint with nan or inf is not good; earlier versions wrote them."""
         problems = []
-        for path in self._newest_first():
+        for _, path in reversed(self._ordered()):
             found = self._examine(path, contents=True)
             if isinstance(found, CheckpointInfo):
                 return found, problems
@@ -170,30 +171,32 @@ class CheckpointStore:
         Tensors are on the CPU, backed by the file until they are copied elsewhere.
         """
         manifest = Manifest.read(path)
-        _check_files(path, manifest)
         manifest.verify(path)
         tensors = _read_files(path, manifest)
         try:
             parts = [stem for stem in tensors if is_part(stem) and manifest.places]
             tensors |= join_files({stem: tensors.pop(stem) for stem in parts}, manifest.places)
-        except CheckpointError as error:
+            state = read_json(path / _STATE_NAME, finite=False)  # a clip norm may be infinite
+        except (CheckpointError, OSError, ValueError) as error:
             raise CheckpointError(f"{path}: {one_line(error)}") from None
         return Snapshot(
             step=manifest.step,
             tensors=tensors,
-            state=_read_state(path / _STATE_NAME),
+            state=state,
             fingerprint=manifest.fingerprint,
         )
 
     def _write(self, staged: StagedDirectory, snapshot: Snapshot) -> None:
-        json_bytes(dict(snapshot.fingerprint), "fingerprint")
         files = {
             _STATE_NAME: staged.write(_STATE_NAME, [json_bytes(snapshot.state, "state")]),
         }
         aliases: dict[str, dict[str, str]] = {}
         for stem, tensors in snapshot.tensors.items():
-            once, aliases[stem] = _each_once(tensors)
-            name = check_file_name(f"{stem}{TENSORS_SUFFIX}")
+            once, aliases[stem] = tensors, {}
+            if not isinstance(tensors, ArrivingTensors):
+                clean = clean_names(tensors)
+                once, aliases[stem] = split_aliases({clean[n]: t for n, t in tensors.items()})
+            name = f"{stem}{TENSORS_SUFFIX}"
             finite = partial(_is_learnt, stem)
             files[name] = staged.write(name, encode_tensors(once, finite=finite))
         manifest = Manifest(
@@ -228,7 +231,7 @@ class CheckpointStore:
         try:
             remove_leftovers(self._fs, self.directory)
             good: set[str] = set()
-            for path in self._newest_first():
+            for _, path in reversed(self._ordered()):
                 if len(good) >= self.keep_last or _plain(path) in good:
                     self._verified.discard(path)
                     discard(self._fs, path)
@@ -239,15 +242,6 @@ class CheckpointStore:
                     good.add(_plain(path))
         except OSError as error:
             _log.warning("old checkpoints in %s stay: %s", self.directory, error)
-
-    def _last_good(self) -> str:
-        info, _ = self.latest()
-        if info is None:
-            return "there is no earlier good checkpoint"
-        return f"the last good checkpoint, {info.path}, is intact"
-
-    def _newest_first(self) -> Iterator[Path]:
-        return (path for _, path in reversed(self._ordered()))
 
     def _ordered(self) -> Sequence[tuple[int, Path]]:
         """Sequence numbers and checkpoint directories, oldest first.
@@ -270,32 +264,12 @@ class CheckpointStore:
             manifest = Manifest.read(path)
             if f"step-{manifest.step:08d}" != _plain(path):
                 raise CheckpointError(f"{path / MANIFEST_NAME}: is of step {manifest.step}")
-            _check_files(path, manifest)
             manifest.verify(path, contents=contents)
             if contents:
                 _read_files(path, manifest)
         except CheckpointError as error:
             return error
-        except ConfigError as error:  # an invalid file name in it
-            return CheckpointError(f"{path / MANIFEST_NAME}: {error}")
         return CheckpointInfo(path=path, manifest=manifest)
-
-
-def _check_files(path: Path, manifest: Manifest) -> None:
-    """Raise CheckpointError unless the manifest lists the state and each kind of tensor."""
-    expected = {_STATE_NAME, *(f"{stem}{TENSORS_SUFFIX}" for stem in manifest.aliases)}
-    if expected != set(manifest.files):
-        raise CheckpointError(
-            f"{path / MANIFEST_NAME}: lists {one_line(sorted(manifest.files))}, "
-            f"expected {one_line(sorted(expected))}"
-        )
-
-
-def _each_once(tensors: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], dict[str, str]]:
-    """The tensors of a file, under clean names, and the other names of its tied tensors."""
-    if isinstance(tensors, ArrivingTensors):
-        return tensors, {}
-    return split_aliases({clean: tensors[name] for name, clean in clean_names(tensors).items()})
 
 
 def _read_files(path: Path, manifest: Manifest) -> dict[str, dict[str, Tensor]]:
@@ -303,7 +277,7 @@ def _read_files(path: Path, manifest: Manifest) -> dict[str, dict[str, Tensor]]:
     finite."""
     found = {}
     for stem, aliases in manifest.aliases.items():
-        file = path / check_file_name(f"{stem}{TENSORS_SUFFIX}")
+        file = path / f"{stem}{TENSORS_SUFFIX}"
         found[stem] = read_tensors(file, aliases)
         learnt = ((name, t) for name, t in found[stem].items() if _is_learnt(stem, name))
         if bad := non_finite(learnt):
@@ -314,18 +288,6 @@ def _read_files(path: Path, manifest: Manifest) -> dict[str, dict[str, Tensor]]:
 def _is_learnt(stem: str, name: str) -> bool:
     """Whether nan or inf in this tensor prevents a resume."""
     return (name.partition("/")[0] if is_part(stem) else stem) in _LEARNT
-
-
-def _read_state(path: Path) -> dict[str, Any]:
-    try:
-        state = read_json(path, finite=False)  # a clip norm may be infinite
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path}: does not parse ({one_line(error)})") from error
-    if not isinstance(state, dict):
-        raise CheckpointError(f"{path}: holds no object")
-    return state
 
 
 def _plain(path: Path) -> str:

@@ -20,31 +20,24 @@ if TYPE_CHECKING:
     from gradsync.compat.functions import is_main_process as is_main_process
     from gradsync.compat.functions import log_gpu_memory as log_gpu_memory
     from gradsync.compat.functions import setup_distributed as setup_distributed
+    from gradsync.compat.loaders import DatasetLoader as DatasetLoader
     from gradsync.compat.manager import DDPManager as DDPManager
-    from gradsync.data.loader import DatasetLoader as DatasetLoader
 
-_HOMES = {
-    "gradsync.compat.course": (
-        "NaiveDDPTrainer",
-        "shard_batch",
-    ),
-    "gradsync.compat.elastic_gpu": ("ElasticGPUConfig",),
-    "gradsync.compat.frozen": (
-        "frozen_parts",
-        "place_frozen",
-    ),
-    "gradsync.compat.functions": (
-        "get_device",
-        "init_distributed",
-        "is_main_process",
-        "log_gpu_memory",
-        "setup_distributed",
-    ),
-    "gradsync.compat.manager": ("DDPManager",),
-    "gradsync.data.loader": ("DatasetLoader",),
-    "gradsync.commands.plan.placement": ("place_parts",),
+_HOME_OF = {
+    "DDPManager": "compat.manager",
+    "DatasetLoader": "compat.loaders",
+    "ElasticGPUConfig": "compat.elastic_gpu",
+    "NaiveDDPTrainer": "compat.course",
+    "frozen_parts": "compat.frozen",
+    "get_device": "compat.functions",
+    "init_distributed": "compat.functions",
+    "is_main_process": "compat.functions",
+    "log_gpu_memory": "compat.functions",
+    "place_frozen": "compat.frozen",
+    "place_parts": "commands.plan.placement",
+    "setup_distributed": "compat.functions",
+    "shard_batch": "compat.course",
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = list(_HOME_OF)
 
@@ -52,7 +45,7 @@ __all__ = list(_HOME_OF)
 def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
         raise AttributeError(f"module 'gradsync.compat' has no attribute {name!r}")
-    return getattr(import_module(_HOME_OF[name]), name)
+    return getattr(import_module(f"gradsync.{_HOME_OF[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -9,9 +9,8 @@
         print(trainer.train_step(inputs, targets))
 
     ddp_model = get_ddp_bucketed(module, bucket_size_mb=25)
-    ddp_bucketed_on_train_batch_start(ddp_model, optimizer)
     loss_fn(ddp_model(inputs), targets).backward()
-    ddp_bucketed_on_after_backward(ddp_model, optimizer)       # gradients are means over ranks now
+    ddp_model.finish_gradient_synchronization()                # gradients are means over ranks now
     optimizer.step()
 
 A new training script is shorter with `gs.replicate(model)`, which wraps nothing.
@@ -20,7 +19,7 @@ A new training script is shorter with `gs.replicate(model)`, which wraps nothing
 from __future__ import annotations
 
 import time
-import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Literal, TypedDict
@@ -94,9 +93,11 @@ class NaiveDDPTrainer:
                 f"rank {comm.rank} of {comm.world_size}"
             )
         self._sync = replicate(self.model, strategy="naive", comm=comm)
-        self._num_gradients = 0
-        trainer = weakref.proxy(self)
-        optimizer.register_step_pre_hook(lambda *_: trainer._count_gradients())
+        counted = self._counted = deque([0], maxlen=1)
+        # What has a gradient when the optimizer steps has been reduced.
+        optimizer.register_step_pre_hook(
+            lambda *_: counted.append(sum(p.grad is not None for p in model.parameters()))
+        )
 
     def train_step(self, inputs: Any, targets: Any, loss_fn: LossFn | None = None) -> StepInfo:
         """One optimizer step on this rank's shard of the global batch; all ranks call it.
@@ -119,11 +120,15 @@ class NaiveDDPTrainer:
         inputs, targets = map_tensors((inputs, targets), lambda tensor: tensor.to(self.device))
         begin = self._now()
         if num_samples := _num_samples((inputs, targets)):
-            outputs = _call(self.model, inputs)
+            if isinstance(inputs, Mapping):
+                outputs = self.model(**inputs)
+            else:
+                several = isinstance(inputs, tuple | list)
+                outputs = self.model(*inputs) if several else self.model(inputs)
             loss, weight, reduction = _loss(outputs, targets, loss_fn, num_samples)
             self._sync.backward(loss, weight=weight, reduction=reduction)
         computed = self._now()
-        self._num_gradients = 0
+        self._counted.append(0)
         result = self._sync.step(self.optimizer)
         total_time = self._now() - begin
         comm_time = result.exposed.seconds()
@@ -133,12 +138,8 @@ class NaiveDDPTrainer:
             compute_time=computed - begin,
             comm_time=comm_time,
             comm_fraction=comm_time / total_time,
-            num_comm_ops=self._num_gradients,
+            num_comm_ops=self._counted[-1],
         )
-
-    def _count_gradients(self) -> None:
-        """Count gradients when the optimizer steps: those present have been reduced."""
-        self._num_gradients = sum(p.grad is not None for p in self.model.parameters())
 
     def _now(self) -> float:
         """The time after the device has finished all work; otherwise it would time the launch."""
@@ -200,12 +201,6 @@ def _loss(
     return loss, count_targets((outputs, targets), num_samples), "sum"
 
 
-def _call(model: nn.Module, inputs: Any) -> Any:
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
-
-
 def _num_samples(batch: Any) -> int | None:
     """The common length of all tensors in a batch; None without tensors."""
     lengths = dict.fromkeys(len(tensor) for tensor in tensors_in(batch) if tensor.dim())
@@ -243,22 +238,6 @@ def get_ddp_individual_parameters(module: nn.Module) -> SynchronisedModule:
 def get_ddp_bucketed(module: nn.Module, bucket_size_mb: float) -> SynchronisedModule:
     """All-reduce gradients in buckets of `bucket_size_mb` (MiB) while backward runs."""
     return SynchronisedModule(module, strategy="bucketed", bucket_mb=bucket_size_mb)
-
-
-def ddp_bucketed_on_train_batch_start(
-    ddp_model: SynchronisedModule, optimizer: torch.optim.Optimizer
-) -> None:
-    """Call it before the forward; there is nothing to prepare."""
-
-
-def ddp_bucketed_on_after_backward(
-    ddp_model: SynchronisedModule, optimizer: torch.optim.Optimizer
-) -> None:
-    """Call it between backward and the optimizer's step."""
-    ddp_model.finish_gradient_synchronization()
-
-
-ddp_individual_parameters_on_after_backward = ddp_bucketed_on_after_backward
 
 
 def get_sharded_optimizer(

@@ -27,11 +27,11 @@ from typing import Any
 
 from torch import nn
 
-from gradsync.commands.plan.description import Device, Hardware, Switches, speed_switches
+from gradsync.commands.plan.description import Device, Hardware
 from gradsync.commands.plan.hardware_file import load_hardware
 from gradsync.commands.plan.machine import detect_hardware
 from gradsync.commands.plan.placement import FrozenPart, FrozenPlacement, place_parts
-from gradsync.compat.frozen import AnyDevice, PlacedParts, place_frozen
+from gradsync.compat.frozen import AnyDevice, Hook, place_frozen
 from gradsync.core.files import counted
 from gradsync.errors import ConfigError
 from gradsync.runtime import environ
@@ -54,8 +54,8 @@ class ElasticGPUConfig:
             such as "a100-40x3".
 
     Raises:
-        ConfigError: impossible numbers; or a replica that does not fit on all devices together, and
-            by how many GB.
+        ConfigError: a replica that does not fit on all devices together, and by how many GB; fewer
+            samples than replicas.
     """
 
     def __init__(
@@ -68,24 +68,17 @@ class ElasticGPUConfig:
         frozen: Sequence[FrozenPart] = (),
         hardware: Hardware | str | None = None,
     ) -> None:
-        sized = model_size_gb is None or model_size_gb > 0
-        if base_batch_size < 1 or not sized or not 0 < target_util <= 1:
-            raise ConfigError(
-                "ElasticGPUConfig needs base_batch_size >= 1, model_size_gb > 0 and target_util in "
-                f"0..1; got {base_batch_size}, {model_size_gb}, {target_util}"
-            )
         self.base_batch_size = base_batch_size
         self.frozen = tuple(frozen)
         frozen_gb = sum(part.num_bytes for part in self.frozen) / _GB
         self.model_size_gb = frozen_gb if model_size_gb is None else model_size_gb
         self.target_util = target_util
         self.sample_gb = sample_gb
-        env = environ.snapshot()
         if isinstance(hardware, str):
             hardware = load_hardware(hardware)
+        env = environ.snapshot()
         world = resolve(env).world
         self.hardware = hardware or detect_hardware(env, ranks_per_host=world.local_world_size)
-        self.switches: Switches = speed_switches(self.hardware, env)
         self._room = [int(target_util * device.usable_bytes) for device in self.devices]
         self.groups = self._groups()
         """Devices of each replica."""
@@ -139,15 +132,12 @@ class ElasticGPUConfig:
             "device": self._replica_devices()[0],
         }
 
-    def place(self, model: nn.Module, devices: Sequence[AnyDevice] | None = None) -> PlacedParts:
-        """Move `model` to the devices of this process's replica; activations follow.
+    def place(self, model: nn.Module, devices: Sequence[AnyDevice] | None = None) -> list[Hook]:
+        """Move `model`, the one whose `frozen_parts` were given, to the devices of this process's
+        replica (or to `devices`); activations follow.
 
         Frozen parts go to the devices in `placement`, everything else to the first device, where
         inputs belong. Create the optimizer and call `gs.replicate`, over what trains, afterwards.
-
-        Args:
-            model: the one whose `frozen_parts` were given.
-            devices: of the replica; None uses those of `groups`.
 
         Raises:
             ConfigError: a plan with several devices per replica has no frozen parts, or `model` has
@@ -174,11 +164,10 @@ class ElasticGPUConfig:
             f"batch {config['effective_batch_size']} (of {self.base_batch_size} asked for) = "
             f"{counted(self.replicas, 'replica')} x {config['batch_size']} samples x "
             f"{counted(config['grad_accum_steps'], 'forward')}",
-            *self.switches.reasons,
         ]
         if self.placement is not None:
             lines.append(self.placement.describe())
-        return "\n".join([*lines, *self.switches.suggestion_lines()])
+        return "\n".join(lines)
 
     def _replica_devices(self) -> list[str]:
         """Devices of this process's replica, as torch names."""
@@ -214,7 +203,6 @@ class ElasticGPUConfig:
         return place_parts(self.frozen, room, replicated_bytes=trains)
 
     def _most_samples(self) -> int:
-        """Number of samples that one forward has room for."""
         if self.sample_gb is None:
             return self.base_batch_size
         rooms = [sum(self._room[index] for index in group) for group in self.groups]

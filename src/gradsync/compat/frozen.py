@@ -1,7 +1,7 @@
 """Place frozen submodules on separate devices, around a trainable rest that is replicated.
 
     placement = place_parts(frozen_parts(model), room=[60 * 10**9, 60 * 10**9])
-    handle = place_frozen(model, placement, ["cuda:0", "cuda:1"])
+    place_frozen(model, placement, ["cuda:0", "cuda:1"])
     sync = gs.replicate(model, world)              # what trains, on this rank's own device
 
 Hooks move the activations: inputs of a submodule go to its device, and its outputs come back to the
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle as Hook
 
 from gradsync.commands.plan.placement import FrozenPart, FrozenPlacement, PartPlace
 from gradsync.core.torch_private import move_own
@@ -24,41 +25,25 @@ from gradsync.errors import ConfigError
 AnyDevice = torch.device | str
 
 
-class PlacedParts:
-    """The hooks of `place_frozen`; without them, activations do not move."""
+def _follow(module: nn.Module, device: AnyDevice, *, comes_back: bool = False) -> list[Hook]:
+    """Move inputs to `device`; with `comes_back`, move outputs to the first input's device."""
+    origins: list[AnyDevice] = []
 
-    def __init__(self) -> None:
-        self.hooks: list[Any] = []
-
-    def remove(self) -> None:
-        """Remove the hooks; the parts stay on their devices."""
-        for hook in self.hooks:
-            hook.remove()
-        self.hooks.clear()
-
-    def follow(self, module: nn.Module, device: AnyDevice, *, comes_back: bool = False) -> None:
-        """Move inputs to `device`; with `comes_back`, move outputs to the first input's device."""
-        origins: list[AnyDevice] = []
-
-        def before(_: nn.Module, inputs: Any, named: Any) -> tuple[Any, Any]:
-            if comes_back:
-                homes = [tensor.device for tensor in tensors_in((inputs, named))]
-                origins.append(homes[0] if homes else device)
-            return _moved(inputs, device), _moved(named, device)
-
-        def after(_: nn.Module, inputs: Any, outputs: Any) -> Any:
-            return _moved(outputs, origins.pop())
-
-        self.hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
+    def before(_: nn.Module, inputs: Any, named: Any) -> tuple[Any, Any]:
         if comes_back:
-            self.hooks.append(module.register_forward_hook(after))
+            homes = [tensor.device for tensor in tensors_in((inputs, named))]
+            origins.append(homes[0] if homes else device)
+        return _moved(inputs, device), _moved(named, device)
+
+    def after(_: nn.Module, inputs: Any, outputs: Any) -> Any:
+        return _moved(outputs, origins.pop())
+
+    hooks = [module.register_forward_pre_hook(before, with_kwargs=True)]
+    return [*hooks, module.register_forward_hook(after)] if comes_back else hooks
 
 
-def frozen_parts(model: nn.Module, *, least_bytes: int = 0) -> tuple[FrozenPart, ...]:
-    """The largest submodules without trainable parameters, in the model's order.
-
-    Trainable parameters have `requires_grad`. Parts below `least_bytes` stay with the rest.
-    """
+def frozen_parts(model: nn.Module) -> tuple[FrozenPart, ...]:
+    """The largest submodules whose parameters have no `requires_grad`, in the model's order."""
     found: list[FrozenPart] = []
     inside = ""
     for name, module in model.named_modules():
@@ -68,10 +53,8 @@ def frozen_parts(model: nn.Module, *, least_bytes: int = 0) -> tuple[FrozenPart,
         if not parameters or any(parameter.requires_grad for parameter in parameters):
             continue
         inside = f"{name}."
-        num_bytes = _bytes(module)
-        if num_bytes >= least_bytes:
-            blocks = tuple(map(_bytes, _blocks(module)))
-            found.append(FrozenPart(name=name, num_bytes=num_bytes, blocks=blocks))
+        blocks = tuple(map(_bytes, _blocks(module)))
+        found.append(FrozenPart(name=name, num_bytes=_bytes(module), blocks=blocks))
     return tuple(found)
 
 
@@ -81,8 +64,8 @@ def place_frozen(
     devices: Sequence[AnyDevice],
     *,
     rest: AnyDevice | None = None,
-) -> PlacedParts:
-    """Move frozen submodules to their devices; activations follow.
+) -> list[Hook]:
+    """Move frozen submodules to their devices; activations follow by the hooks that it returns.
 
     Args:
         model: a part that is split in two must call its blocks as modules, one after the other.
@@ -91,57 +74,54 @@ def place_frozen(
         rest: device of the other parts of `model`; None does not move them.
 
     Raises:
-        ConfigError: an unknown submodule, a submodule that trains, too few devices.
+        ConfigError: no such frozen submodule; too few devices.
     """
     modules = dict(model.named_modules())
     for name, place in placement.places.items():
-        if name not in modules:
-            raise ConfigError(f"the model has no submodule {name!r}")
-        if any(parameter.requires_grad for parameter in modules[name].parameters()):
-            raise ConfigError(f"submodule {name!r} trains: only frozen ones are placed")
+        if name not in modules or any(p.requires_grad for p in modules[name].parameters()):
+            raise ConfigError(f"{name!r} is no frozen submodule of the model")
         if max(place.devices) >= len(devices):
             raise ConfigError(
                 f"{name} is placed on device {max(place.devices)}, {len(devices)} were given"
             )
     if rest is not None:
         _place_around({id(modules[name]) for name in placement.places}, model, rest)
-    placed = PlacedParts()
-    for name, place in placement.places.items():
-        _place(modules[name], place, [devices[index] for index in place.devices], placed)
-    return placed
+    return [
+        hook
+        for name, place in placement.places.items()
+        for hook in _place(modules[name], place, [devices[index] for index in place.devices])
+    ]
 
 
-def _place(
-    module: nn.Module, place: PartPlace, devices: Sequence[AnyDevice], placed: PlacedParts
-) -> None:
+def _place(module: nn.Module, place: PartPlace, devices: Sequence[AnyDevice]) -> list[Hook]:
     first, last = devices[0], devices[-1]
-    placed.follow(module, first, comes_back=True)
+    hooks = _follow(module, first, comes_back=True)
     if len(devices) == 1:
         module.to(first)
-        return
+        return hooks
     blocks = _blocks(module)
-    _place_around({id(block) for block in blocks}, module, first, placed)
+    for outside in _place_around({id(block) for block in blocks}, module, first):
+        hooks += _follow(outside, first)
     for index, block in enumerate(blocks):
         home = first if index < place.first_blocks else last
         block.to(home)
-        placed.follow(block, home)
+        hooks += _follow(block, home)
+    return hooks
 
 
-def _place_around(
-    kept: Container[int], module: nn.Module, device: AnyDevice, placed: PlacedParts | None = None
-) -> None:
-    """Move all of `module` except the submodules in `kept`, which may be too large for `device`;
-    with `placed`, the inputs of submodules that hold none of them follow."""
+def _place_around(kept: Container[int], module: nn.Module, device: AnyDevice) -> list[nn.Module]:
+    """Move all of `module` except the submodules in `kept`, which may be too large for `device`.
+    Returns the largest submodules that hold none of them."""
     move_own(module, device)
+    outside = []
     for child in module.children():
         if id(child) in kept:
             continue
         if any(id(part) in kept for part in child.modules()):
-            _place_around(kept, child, device, placed)
+            outside += _place_around(kept, child, device)
         else:
-            child.to(device)
-            if placed is not None:
-                placed.follow(child, device)
+            outside.append(child.to(device))
+    return outside
 
 
 def _blocks(module: nn.Module) -> list[nn.Module]:

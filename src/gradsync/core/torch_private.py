@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial, wraps
-from multiprocessing.connection import wait
 from operator import attrgetter, methodcaller
 from typing import Any
 
@@ -130,14 +129,6 @@ def end_workers(batches: object) -> None:
     shut_down = getattr(batches, "_shutdown_workers", None)
     if shut_down is not None:
         shut_down()
-
-
-def killed_workers(batches: object) -> list[tuple[int, int]]:
-    """Process and signal of each worker that a signal killed; waits a moment for an ending one."""
-    workers = getattr(batches, "_workers", ())
-    if workers:
-        wait([worker.sentinel for worker in workers], timeout=1.0)
-    return [(worker.pid, -worker.exitcode) for worker in workers if (worker.exitcode or 0) < 0]
 
 
 # -- torch's DDP ----------------------------------------------------------------------------------

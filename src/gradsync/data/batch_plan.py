@@ -93,7 +93,12 @@ class BatchPlan:
             seq_len=self.seq_len,
         )
         if self.world_size > self.num_micro_batches:
-            raise ConfigError(_too_many_ranks(self))
+            shared = counted(self.num_micro_batches, "micro-batch", "micro-batches")
+            raise ConfigError(
+                f"{self.world_size} ranks cannot share {shared} ({self.global_batch_size} samples "
+                f"per update / micro_batch_size {self.micro_batch_size}): take fewer ranks, a "
+                "smaller micro_batch_size or a larger batch"
+            )
 
     @property
     def global_batch_size(self) -> int:
@@ -110,13 +115,7 @@ class BatchPlan:
     def micro_batches_of(self, rank: int) -> range:
         """Indices of the micro-batches that `rank` owns: contiguous; sizes differ by at most
         one."""
-        if not 0 <= rank < self.world_size:
-            raise ValueError(f"rank must be in 0..{self.world_size - 1}; got {rank}")
         return share(self.num_micro_batches, rank, self.world_size)
-
-    def grad_accum_steps(self, rank: int) -> int:
-        """Forward and backward passes of `rank` in one optimizer step."""
-        return len(self.micro_batches_of(rank))
 
     def describe(self, sharer: str = "rank") -> str:
         """Two lines for the start of a run: the arithmetic of a step, and each `sharer`'s share."""
@@ -127,7 +126,7 @@ class BatchPlan:
         else:
             tokens = f"{self.tokens_per_update:,} tokens per update"
             total = f"{tokens} = {factors} x {self.seq_len:,} tokens"
-        shares = [self.grad_accum_steps(rank) for rank in range(self.world_size)]
+        shares = [len(self.micro_batches_of(rank)) for rank in range(self.world_size)]
         if len(shares) <= _MOST_SHARES_SHOWN:
             listed = ", ".join(map(str, shares))
         else:
@@ -164,19 +163,18 @@ def solve_batch_plan(
     )
     if tokens_per_update is not None:
         assert seq_len is not None
-        name, total, item = "tokens_per_update", tokens_per_update, seq_len
-        unit_text = f"micro_batch_size x seq_len = {micro_batch_size} x {seq_len}"
+        name, total, unit = "tokens_per_update", tokens_per_update, micro_batch_size * seq_len
+        product = f"micro_batch_size x seq_len = {micro_batch_size} x {seq_len} = {unit}"
     else:
         assert global_batch_size is not None
-        name, total, item = "global_batch_size", global_batch_size, 1
-        unit_text = f"micro_batch_size = {micro_batch_size}"
-    unit = micro_batch_size * item
+        name, total, unit = "global_batch_size", global_batch_size, micro_batch_size
+        product = f"micro_batch_size = {unit}"
     if total % unit:
+        least = unit * world_size
+        below = max(total // unit * unit, least)
         raise ConfigError(
-            f"{name}={total} is not a multiple of {unit_text}"
-            f"{f' = {unit}' if item > 1 else ''}; "
-            f"the nearest legal {name} is {_nearest(total, unit, world_size)}"
-            f"{_other_micro_batches(total, item, micro_batch_size, world_size)}"
+            f"{name}={total} is not a multiple of {product}; the nearest legal {name} is "
+            f"{below}{f' or {below + unit}' if total > least else ''}"
         )
     return BatchPlan(
         num_micro_batches=total // unit,
@@ -184,42 +182,3 @@ def solve_batch_plan(
         world_size=world_size,
         seq_len=seq_len,
     )
-
-
-def _nearest(total: int, unit: int, world_size: int) -> str:
-    below = total // unit * unit
-    least = unit * world_size
-    legal = [value for value in (below, below + unit) if value >= least] or [least]
-    return " or ".join(map(str, legal))
-
-
-def _other_micro_batches(total: int, item: int, micro_batch_size: int, world_size: int) -> str:
-    """Micro-batch sizes that would make `total` exact, as the end of a message; may be empty."""
-    legal = [] if total % item else _micro_batches(total // item, world_size)
-    below = [size for size in legal if size < micro_batch_size][-1:]
-    above = [size for size in legal if size > micro_batch_size][:1]
-    if not legal:
-        return ""
-    return f"; or keep it, with micro_batch_size {' or '.join(map(str, below + above))}"
-
-
-def _too_many_ranks(plan: BatchPlan) -> str:
-    samples = plan.global_batch_size
-    fitting = _micro_batches(samples, plan.world_size)
-    if fitting:
-        remedy = f"or micro_batch_size {fitting[-1]}"
-    else:
-        remedy = f"or a global batch of at least {plan.world_size} samples"
-    shared = counted(plan.num_micro_batches, "micro-batch", "micro-batches")
-    return (
-        f"{plan.world_size} ranks cannot share {shared} ({samples} samples per update / "
-        f"micro_batch_size {plan.micro_batch_size}): "
-        f"use at most {counted(plan.num_micro_batches, 'rank')}, {remedy}"
-    )
-
-
-def _micro_batches(samples: int, world_size: int) -> list[int]:
-    """Sizes that divide `samples` exactly into at least one micro-batch per rank."""
-    small = [d for d in range(1, int(samples**0.5) + 1) if samples % d == 0]
-    divisors = sorted({*small, *(samples // d for d in small)})
-    return [size for size in divisors if samples // size >= world_size]

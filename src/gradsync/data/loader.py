@@ -1,5 +1,5 @@
 """Loaders of map-style data sets: endless global batches, the same for every world size; exact
-evaluation; `DatasetLoader`."""
+evaluation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import index
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -23,8 +23,8 @@ from gradsync.core.torch_private import end_workers
 from gradsync.data.batch_plan import StepSpan, cut_step, require_at_least, solve_batch_plan
 from gradsync.data.micro_batch import Batch, MicroBatch, make_micro_batch
 from gradsync.data.order import SampleOrder, derive_key
-from gradsync.data.tokens import TokenDataset, open_dataset
-from gradsync.data.workers import begin_reading, begin_worker, next_batch, start_method
+from gradsync.data.tokens import TokenDataset
+from gradsync.data.workers import begin_reading, begin_worker, start_method
 from gradsync.errors import ConfigError, DataError
 from gradsync.runtime.seeds import (
     kept_generators,
@@ -44,25 +44,13 @@ WORKER_OPTIONS += ("persistent_workers",)
 """The options of torch's `DataLoader` that do not change the contents of a micro-batch."""
 
 
-_GLIMPSES = 16
-"""Rows of a tensor or items of a list that are sampled; up to twice as many if the length is not a
-multiple."""
-_DEEPEST = 2
-"""Depth of nested lists that are sampled."""
-_OF_DATALOADER = {
-    "batch_size": "global_batch_size (over all ranks) and micro_batch_size (of a micro-batch)",
-    **dict.fromkeys(("sampler", "batch_sampler"), "shuffle= and seed=: it deals samples to ranks"),
-    "drop_last": "nothing is dropped: with num_epochs= the last step may be shorter",
-    "generator": "seed=",
-    **dict.fromkeys(("pin_memory", "pin_memory_device"), "batches come on this rank's device"),
-    **dict.fromkeys(WORKER_OPTIONS, "worker_options={...}"),
-}
-"""For arguments of torch's `DataLoader` that differ here: the replacement."""
+_DEEPEST = 4
+"""Depth of nested lists and data sets that `glimpse_of` looks into."""
 
 
 class _Reader(Dataset[Any]):
-    """Reads whole micro-batches: indexed with a micro-batch's key and indices, it returns the
-    batch.
+    """Reads whole micro-batches: indexed with a micro-batch's key and its samples, int64 [B], it
+    returns the batch.
 
     The same object works in this process and in DataLoader workers, so both give the same batch.
     The key is (seed, step, micro-batch) for the data set's random draws; None leaves generators
@@ -79,10 +67,6 @@ class _Reader(Dataset[Any]):
         key, indices = index
         if key is not None and type(self._dataset) is not TokenDataset:  # it draws nothing
             seed_read(*key)
-        return self.read(indices)
-
-    def read(self, indices: np.ndarray) -> Any:
-        """The batch of samples `indices`, int64 [B]."""
         if self._whole:
             return self._dataset.read_batch(indices)
         numbers = indices.tolist()
@@ -123,12 +107,10 @@ class Loader:
             micro-batch, so that dropout depends on the micro-batch, not the rank. False leaves them
             alone.
         device: destination of batches; None uses the world's device.
-        others: no argument; for names of torch's `DataLoader` the error gives ours.
 
     Raises:
-        TypeError: an unknown argument.
         ConfigError: the batch arithmetic is not exact, or ranks outnumber micro-batches; a worker
-            option is not supported here, or torch refuses its value.
+            option that could change micro-batches.
         DataError: the data set is empty or not map-style.
     """
 
@@ -147,13 +129,13 @@ class Loader:
         shuffle: bool = True,
         seed_micro_batches: bool = True,
         device: torch.device | str | None = None,
-        **others: Any,
     ) -> None:
-        for name in others:
-            hint = f": {_OF_DATALOADER[name]}" if name in _OF_DATALOADER else ""
-            raise TypeError(f"gs.loader() takes no argument {name!r}{hint}")
-        require_at_least(0, num_workers=num_workers)
         require_at_least(1, num_epochs=num_epochs)
+        self._worker_options = dict(worker_options or {})
+        if other := self._worker_options.keys() - {*WORKER_OPTIONS}:
+            raise ConfigError(
+                f"worker_options takes {', '.join(WORKER_OPTIONS)}; got {min(other)!r}"
+            )
         self.plan = solve_batch_plan(
             global_batch_size=global_batch_size,
             micro_batch_size=micro_batch_size,
@@ -165,17 +147,16 @@ class Loader:
         shuffle = bool(shuffle)
         self._order = SampleOrder(size_of(dataset), seed, shuffle)
         self._fingerprint = fingerprint_of(dataset)
-        self._described = self._content = ""
+        self._described = self._glimpse = ""
         group_size = dist.get_world_size() if dist.is_initialized() else 1
         if group_size == world.world_size:
             # Detects ranks with different data. Not `_fingerprint`: a Hugging Face data set may
             # have a different one in each process.
-            own = getattr(dataset, "fingerprint", None) or glimpse_of(dataset)
-            self._content = own if isinstance(own, str) else ""
-            named = f" ({self._content})" if self._content else ""
+            own = getattr(dataset, "fingerprint", None)
+            self._glimpse = own if isinstance(own, str) else glimpse_of(dataset)
             self._described = (
-                f"{type(dataset).__name__} of {self._order.num_samples}{named}, seed {seed}"
-                f"{', shuffled' * shuffle}, {global_batch_size} by {micro_batch_size}"
+                f"{type(dataset).__name__} of {self._order.num_samples} ({self._glimpse}), seed "
+                f"{seed}{', shuffled' * shuffle}, {global_batch_size} by {micro_batch_size}"
             )
         self._rank = world.rank
         self._device = torch.device(world.device if device is None else device)
@@ -183,20 +164,7 @@ class Loader:
         self._seed = seed if seed_micro_batches else None
         self._stop = math.inf if num_epochs is None else num_epochs * self._order.num_samples
         self._samples = self._steps = 0
-        self._ended: bool | None = False  # whether an iteration ended; None: reported
         self._batches: Iterator[Any] | None = None  # of the iteration in progress
-        try:
-            if not isinstance(worker_options, Mapping | None):
-                raise ConfigError("expected a dict")
-            self._worker_options = dict(worker_options or {})
-            if other := self._worker_options.keys() - {*WORKER_OPTIONS}:
-                taken = f"only what changes no micro-batch is taken ({', '.join(WORKER_OPTIONS)})"
-                raise ConfigError(f"{taken}; got {min(other)!r}")
-            require_at_least(1, prefetch_factor=self._worker_options.get("prefetch_factor"))
-            if self._worker_options:
-                self._read_ahead(())
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"worker_options={worker_options!r}: {error}") from error
 
     @property
     def epoch(self) -> float:
@@ -205,11 +173,10 @@ class Loader:
 
     def __iter__(self) -> Iterator[Batch]:
         self.close()
-        if self._samples >= self._stop and self._ended and not self._rank:
-            self._ended = None
+        if self._samples >= self._stop and not self._rank:
             log.warning(
-                "gs.loader has given all that num_epochs= asks for: iterating it again gives "
-                "nothing, and all passes are one loop, which loader.epoch counts (said once)"
+                "gs.loader has given all that num_epochs= asks for, and gives nothing now: all "
+                "passes are one loop, which loader.epoch counts"
             )
         batches = self._batches = self._open_batches()
         finalizing = sys.is_finalizing  # at exit this module's names may be gone
@@ -220,18 +187,17 @@ class Loader:
                 order = self._described and f"{self._described}, sample {start}"
                 self._samples, self._steps = stop, number + 1
                 batch = Batch(
-                    self._micro_batches(span, number, batches, order),
+                    span,
+                    partial(self._read, batches),
                     number=number,
-                    num_micro_batches=span.num_micro_batches,
-                    num_local_micro_batches=len(span.micro_batches),
-                    ends_epoch=stop % length < stop - start,
+                    device=self._device,
                     seed=self._seed,
+                    order=order,
+                    ends_epoch=stop % length < stop - start,
                 )
                 yield batch
                 self._check_current(batches)
                 batch.drain()
-            if self._ended is False:
-                self._ended = True
         finally:
             if self._batches is batches and not finalizing():
                 self.close()
@@ -249,6 +215,11 @@ class Loader:
                 "this iteration of the loader is over: it was closed, began anew or was moved"
             )
 
+    def _read(self, batches: Iterator[Any]) -> Any:
+        """The next micro-batch's batch."""
+        self._check_current(batches)
+        return next(batches)
+
     def state_dict(self) -> dict[str, Any]:
         """Position of the loader after the last step handed out: equal on all ranks, valid for any
         world size, `num_workers` and global batch size."""
@@ -258,14 +229,14 @@ class Loader:
             "seed": self._order.seed,
             "shuffle": self._order.shuffle,
             "dataset": self._fingerprint,
-            "content": self._content,
+            "glimpse": self._glimpse,
             "global_batch_size": self.plan.global_batch_size,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from `state`, saved with any world size; an iteration in progress ends. DataError
         if the state is malformed, or from another data set, seed or order."""
-        known = ("content",) if state.get("content") and self._content else ()
+        known = ("glimpse",) if state.get("glimpse") and self._glimpse else ()
         fixed = ("dataset", *known, "seed", "shuffle")
         check_state(state, self.state_dict(), ("samples", "steps"), fixed)
         self.close()
@@ -319,23 +290,6 @@ class Loader:
             **options,
         )
 
-    def _micro_batches(
-        self, span: StepSpan, step: int, batches: Iterator[Any], order: str
-    ) -> Iterator[MicroBatch]:
-        for place, micro_batch in enumerate(span.micro_batches, start=1):
-            self._check_current(batches)
-            yield make_micro_batch(
-                next_batch(batches),
-                index=micro_batch.index,
-                step=step,
-                num_samples=micro_batch.count,
-                is_last=span.everyone_has_some and place == len(span.micro_batches),
-                device=self._device,
-                seed=self._seed,
-                order=order,
-                num_micro_batches=span.num_micro_batches,
-            )
-
 
 loader = Loader
 """The name in training loops: `for batch in gs.loader(...)`."""
@@ -355,11 +309,11 @@ def check_state(
     of at least 0, `fixed` keys must be equal. A DataError names the key."""
     for name in fixed:
         if state.get(name) != mine[name]:
-            what = {"dataset": "data set", "content": "samples"}.get(name, name)
+            what = {"dataset": "data set", "glimpse": "samples"}.get(name, name)
             hint = " (data drawn anew, as by random_split, need a seed; or set dataset.fingerprint)"
             raise DataError(
                 f"the data state was saved with {what} {state.get(name)!r}, this loader has "
-                f"{mine[name]!r}; a run can only go on with the same{hint * (name == 'content')}"
+                f"{mine[name]!r}; a run can only go on with the same{hint * (name == 'glimpse')}"
             )
     for name in counters:
         value = state.get(name)
@@ -369,31 +323,10 @@ def check_state(
 
 def size_of(dataset: Any) -> int:
     """Number of samples; DataError when the data set is not map-style."""
-    if isinstance(dataset, DataLoader):
-        raise DataError(
-            "a DataLoader makes batches of its own: pass its data set (dataloader.dataset); "
-            "num_workers and collate_fn are arguments here, too"
-        )
-    if isinstance(dataset, str | bytes | Path):
-        raise DataError(
-            f"{str(dataset)!r} names a data set: open it first, with a class of yours or "
-            "np.memmap; gradsync train --data takes folders of tokens"
-        )
-    parts: Any = dataset.values() if isinstance(dataset, Mapping) else dataset
-    if isinstance(dataset, tuple | Mapping) and all(isinstance(p, Tensor) for p in parts):
-        raise DataError(
-            f"a {type(dataset).__name__} of {len(dataset)} tensors is no data set of samples: "
-            "write torch.utils.data.TensorDataset(inputs, targets)"
-        )
-    if isinstance(dataset, Mapping) and 0 not in dataset:
-        names = ", ".join(map(repr, dataset))
-        raise DataError(f"a dict of data sets ({names}): pass one of them, as in data['train']")
-    if isinstance(dataset, type):
-        raise DataError(f"{dataset.__name__} is a class: pass an object, {dataset.__name__}(...)")
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise DataError(
-            f"{type(dataset).__name__} has no __len__ and __getitem__; "
-            "iterable data sets go through stream_loader"
+            f"{type(dataset).__name__} has no __len__ and __getitem__: take the data set of a "
+            "DataLoader, and gs.stream_loader for an iterable one"
         )
     return len(dataset)
 
@@ -413,48 +346,45 @@ def fingerprint_of(dataset: Any) -> str:
 
 
 def glimpse_of(dataset: Any) -> str:
-    """A hash of a sample of the data in memory: the items of a list, a `Subset`'s indices, a tensor
-    or array, and these among its attributes, also of nested data sets. It differs between ranks
-    that generated their own data by seed, or divided the data themselves.
+    """A hash of some of the data in memory: a list's items, a `Subset`'s indices, a tensor's or an
+    array's elements, also in attributes and nested data sets. It differs between ranks that
+    generated their own data by seed, or divided the data themselves.
 
     "" if nothing is found. It reads no sample, which could have side effects. Floating-point
-    numbers count to three digits, since the last bits may differ between hosts.
+    numbers count to three digits, since the last bits may differ between hosts; of paths, only the
+    file's name counts.
     """
-    in_memory = isinstance(dataset, Tensor | np.ndarray | list | tuple)
-    found = _glimpses(dataset) if in_memory else _of_attributes(dataset, 0)
-    return f"content {hashlib.sha256(repr(found).encode()).hexdigest()[:8]}" if found else ""
+    found = _glimpses(dataset, 0)
+    return hashlib.sha256(repr(found).encode()).hexdigest()[:8] if found else ""
 
 
-def _of_attributes(dataset: Any, depth: int) -> list[str]:
-    plain = int | float | np.generic | str | bytes | PurePath
-    held = (value for _, value in sorted(getattr(dataset, "__dict__", {}).items()))
-    some = (value for value in held if not isinstance(value, plain))
-    return [part for value in some for part in _glimpses(value, paths=True, depth=depth)]
-
-
-def _glimpses(value: Any, *, paths: bool = False, depth: int = 0) -> list[str]:
-    """Some of the numbers and texts in a tensor, an array, a list or a data set; nothing of other
-    objects. With `paths`, texts may be paths, whose folders may differ between hosts."""
-    if depth and type(value) is dict:
-        value = list(value.values())
-    if type(value) in (list, tuple, range):
-        some = value[:: max(1, len(value) // _GLIMPSES)] if depth <= _DEEPEST else ()
-        return [part for item in some for part in _glimpses(item, paths=paths, depth=depth + 1)]
-    if isinstance(value, float | np.floating):
+def _glimpses(value: Any, depth: int) -> list[str]:
+    if isinstance(value, Tensor | np.ndarray):
+        try:
+            rows = value[:: max(1, len(value) // 16)].reshape(-1)
+            value = rows[:: max(1, len(rows) // 61)].tolist()  # 61 meets various columns
+        except (TypeError, RuntimeError):  # no rows, sparse, on no device
+            return []
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float):
         return [f"{value:.3g}"]
-    if isinstance(value, int | np.integer | str | bytes | PurePath):
-        return [(PurePath(str(value)).name if paths else str(value))[:1000]]
-    if type(value) not in (Tensor, np.ndarray, np.memmap):
-        is_data = hasattr(value, "__getitem__") and not isinstance(value, Tensor)
-        return _of_attributes(value, depth + 1) if is_data and depth <= _DEEPEST else []
-    try:
-        rows = value[:: max(1, len(value) // _GLIMPSES)] if value.ndim else value
-        rows = rows if isinstance(rows, Tensor) else torch.from_numpy(np.array(rows))
-        rows = rows.reshape(len(rows), -1) if rows.ndim else rows.reshape(1, 1)
-        places = (number * 7919 % rows.shape[1] for number in range(len(rows)))
-        return [f"{row[place].item():.3g}" for row, place in zip(rows, places, strict=True)]
-    except (TypeError, RuntimeError, ArithmeticError):  # objects, empty, sparse, on no device
+    if isinstance(value, int | str | PurePath):
+        return [PurePath(str(value)).name[:1000]]
+    if depth > _DEEPEST:
         return []
+    if isinstance(value, dict):
+        some = value.values() if depth else ()
+    elif isinstance(value, list | tuple | range):
+        some = value[:: max(1, len(value) // 8)]
+    elif hasattr(value, "__getitem__"):
+        # Plain attributes may belong to the rank, such as its number or a folder.
+        plain = int | float | str | np.generic | PurePath
+        parts = getattr(value, "__dict__", {}).values()
+        some = [part for part in parts if not isinstance(part, plain)]
+    else:
+        some = ()
+    return [text for part in some for text in _glimpses(part, depth + 1)]
 
 
 class EvalLoader:
@@ -528,64 +458,3 @@ class EvalLoader:
 
 eval_loader = EvalLoader
 """The name in scripts: `for micro_batch in gs.eval_loader(...)`."""
-
-
-class DatasetLoader:
-    """Endless (x, y) batches of tokens, for loops with their own arithmetic. Each `next_batch`
-    takes the next `batch` samples of this process; the processes' batches of one call are disjoint.
-
-    Args:
-        batch: B, samples per process and call.
-        seq_len: T, tokens in a sample.
-        process_rank: this process, 0 .. num_processes-1.
-        num_processes: processes that share the data.
-        dataset_dir: a data directory from `gradsync prepare`.
-        device: where batches go.
-        split: "train" or "val".
-        seed, seed_micro_batches: as for `Loader`; a micro-batch is a process's batch.
-    """
-
-    def __init__(  # noqa: PLR0917  the call that readers of other guides know
-        self,
-        batch: int,
-        seq_len: int,
-        process_rank: int,
-        num_processes: int,
-        dataset_dir: Path | str,
-        device: torch.device | str = "cpu",
-        *,
-        split: str = "train",
-        seed: int = 0,
-        seed_micro_batches: bool = True,
-    ) -> None:
-        require_at_least(1, batch=batch, seq_len=seq_len, num_processes=num_processes)
-        if not 0 <= process_rank < num_processes:
-            raise ConfigError(f"process_rank must be in 0..{num_processes - 1}; got {process_rank}")
-        self._loader = Loader(
-            open_dataset(dataset_dir, split, seq_len),
-            World(rank=process_rank, world_size=num_processes),
-            global_batch_size=batch * num_processes,
-            micro_batch_size=batch,
-            seed=seed,
-            seed_micro_batches=seed_micro_batches,
-            device=device,
-        )
-        self._steps = iter(self._loader)
-
-    def next_batch(self) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, int64, shape [B, T] each; endless, epochs advance by themselves."""
-        (micro_batch,) = next(self._steps)
-        return micro_batch.inputs, micro_batch.targets
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        while True:
-            yield self.next_batch()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Position in the data; equal on all processes."""
-        return self._loader.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from `state`, saved with any number of processes."""
-        self._loader.load_state_dict(state)
-        self._steps = iter(self._loader)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -61,21 +60,12 @@ class Meta:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise DataError(f"dtype must be one of {', '.join(DTYPES)}; got {self.dtype!r}")
-        if not self.tokenizer.isprintable() or len(self.tokenizer) > 80:
-            raise DataError(f"tokenizer must be a short name; got {self.tokenizer!r}")
-        if self.vocab_size < 1:
-            raise DataError(f"vocab_size must be at least 1; got {self.vocab_size}")
-        if self.vocab_size - 1 > np.iinfo(DTYPES[self.dtype]).max:
+        if not 1 <= self.vocab_size <= np.iinfo(DTYPES[self.dtype]).max + 1:
             raise DataError(f"{self.vocab_size} tokens do not fit into {self.dtype}")
         for split, num_tokens in self.tokens.items():
             file = self.files.get(f"{split}.bin")
-            if file is None:
-                raise DataError(f"split {split!r} has no entry {split}.bin under files")
-            if file.num_bytes != num_tokens * DTYPES[self.dtype].itemsize:
-                raise DataError(
-                    f"{num_tokens} tokens of {self.dtype} in {split}.bin "
-                    f"cannot take {file.num_bytes} bytes"
-                )
+            if file is None or file.num_bytes != num_tokens * DTYPES[self.dtype].itemsize:
+                raise DataError(f"files has no {split}.bin of {num_tokens} tokens of {self.dtype}")
 
     @property
     def tokenizer_identity(self) -> str:
@@ -102,47 +92,34 @@ def read_meta(directory: Path) -> Meta | None:
         raw = read_json(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise DataError(f"{path}: cannot be read as JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise DataError(f"{path}: must hold a JSON object, holds a {type(raw).__name__}")
-    version = raw.get("format_version")
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read: {one_line(error)}") from error
+    version = raw.get("format_version") if isinstance(raw, dict) else None
     if version != FORMAT_VERSION:
         raise DataError(
-            f"{path}: format_version is {repr(version)[:40]}, this gradsync reads "
-            f"{FORMAT_VERSION}; prepare the data again"
+            f"{path}: format_version is {one_line(version)}, this gradsync reads {FORMAT_VERSION}; "
+            "prepare the data again"
         )
     try:
-        return _from_json(raw)
+        values = _checked(raw, get_type_hints(Meta))
+        for split in values["tokens"]:
+            _checked(values["tokens"], {split: int})
+        values["files"] = {
+            name: FileMeta(**_checked(entry, get_type_hints(FileMeta)))
+            for name, entry in values["files"].items()
+        }
+        return Meta(**values)
     except DataError as error:
         raise DataError(f"{path}: {one_line(error)}") from error
 
 
-def _from_json(raw: Mapping[str, Any]) -> Meta:
-    kinds = get_type_hints(Meta)
+def _checked(raw: Any, kinds: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of `kinds` in `raw`; DataError names a key that is missing or of another type."""
     for name, kind in kinds.items():
-        _check(raw, name, (int, float) if kind is float else get_origin(kind) or kind)
-    for split in raw["tokens"]:
-        _check(raw["tokens"], split, int)
-    files = {}
-    for name, entry in raw["files"].items():
-        _check(raw["files"], name, dict)
-        _check(entry, "num_bytes", int)
-        _check(entry, "sha256", str)
-        if not re.fullmatch("[0-9a-f]{64}", entry["sha256"]):
-            raise DataError(f"files: {name!r} has no SHA-256 in 64 hexadecimal digits")
-        files[name] = FileMeta(num_bytes=entry["num_bytes"], sha256=entry["sha256"])
-    values: dict[str, Any] = {name: raw[name] for name in kinds} | {"files": files}
-    return Meta(**values)
-
-
-def _check(raw: Mapping[str, Any], name: str, kind: Any) -> None:
-    if name not in raw:
-        raise DataError(f"key {name!r} is missing")
-    value = raw[name]
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise DataError(f"key {name!r} has a value of the wrong type: {value!r}")
-    if isinstance(value, int | float) and value < 0:
-        raise DataError(f"key {name!r} must not be negative; got {value}")
+        value = raw.get(name) if isinstance(raw, dict) else None
+        expected = (int, float) if kind is float else get_origin(kind) or kind
+        if not isinstance(value, expected) or isinstance(value, bool):
+            raise DataError(f"key {name!r} has a value of the wrong type: {value!r}")
+        if isinstance(value, int | float) and value < 0:
+            raise DataError(f"key {name!r} must not be negative; got {value}")
+    return {name: raw[name] for name in kinds}

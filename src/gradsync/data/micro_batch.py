@@ -18,6 +18,7 @@ averages over another count, pass it: `sync.backward(..., weight=...)`. Language
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from copy import copy
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradsync.data.batch_plan import StepSpan
 from gradsync.errors import DataError
 from gradsync.runtime.seeds import seed_micro_batch, seed_step, stream_seed
 
@@ -114,24 +116,26 @@ class Batch:
 
     def __init__(
         self,
-        micro_batches: Iterator[MicroBatch],
+        span: StepSpan,
+        read: Callable[[], Any],
         *,
         number: int,
-        num_micro_batches: int,
-        num_local_micro_batches: int,
-        ends_epoch: bool | None = None,
+        device: torch.device,
         seed: int | None = None,
+        order: str = "",
+        ends_epoch: bool | None = None,
     ) -> None:
-        self._micro_batches, self._seed = micro_batches, seed
-        self._num_local_micro_batches = num_local_micro_batches
+        """`read` returns this rank's collated micro-batches, one after the other."""
+        self._span, self._read = span, read
+        self._device, self._seed, self._order, self._ends_epoch = device, seed, order, ends_epoch
+        self._left = deque(span.micro_batches)
         self._taken = False
         if seed is not None:
             seed_step(seed, number, "before")
         self.number = number
         """Number of the step in the stream, from 0."""
-        self.num_micro_batches = num_micro_batches
+        self.num_micro_batches = span.num_micro_batches
         """Micro-batches of the step over all ranks."""
-        self._ends_epoch = ends_epoch
 
     @property
     def ends_epoch(self) -> bool:
@@ -145,7 +149,7 @@ class Batch:
         return self._ends_epoch
 
     def __len__(self) -> int:
-        return self._num_local_micro_batches
+        return len(self._span.micro_batches)
 
     def __iter__(self) -> Iterator[MicroBatch]:
         if self._taken:
@@ -154,12 +158,24 @@ class Batch:
                 "begins"
             )
         self._taken = True
-        return self._all()
+        return self._hand_out()
 
-    def _all(self) -> Iterator[MicroBatch]:
+    def _hand_out(self) -> Iterator[MicroBatch]:
         given = 0
-        for micro_batch in self._micro_batches:
+        while self._left:
+            part = self._left.popleft()
             given += 1
+            micro_batch = make_micro_batch(
+                self._read(),
+                index=part.index,
+                step=self.number,
+                num_samples=part.count,
+                is_last=self._span.everyone_has_some and not self._left,
+                device=self._device,
+                seed=self._seed,
+                order=self._order,
+                num_micro_batches=self.num_micro_batches if self._order else 0,
+            )
             if micro_batch.key is not None:
                 seed_micro_batch(*micro_batch.key)
             yield micro_batch
@@ -175,8 +191,9 @@ class Batch:
     def drain(self) -> None:
         """Read the rest of the step, so that the next one starts in the right place."""
         self._taken = True
-        for _ in self._micro_batches:
-            pass
+        while self._left:
+            self._left.popleft()
+            self._read()
 
 
 def _has_parts(batch: Any) -> bool:
@@ -189,21 +206,11 @@ def _has_parts(batch: Any) -> bool:
 def _described(batch: Any) -> str:
     """The reason for an error: the kind of batch, and what to write instead."""
     if isinstance(batch, Mapping):
-        keys = [repr(key) for key in batch] or ["no keys"]
-        return (
-            f"this batch is a dict with {', '.join(keys)}: use micro_batch.batch, as in "
-            f"model(**micro_batch.batch) or micro_batch.batch[{keys[0]}]"
-        )
-    if isinstance(batch, Tensor):
-        what = f"one tensor of shape {list(batch.shape)}"
-    elif isinstance(batch, (tuple, list)):
-        parts = "" if _has_parts(batch) else " texts or numbers"
-        what = f"a {type(batch).__name__} of {len(batch)}{parts}"
-    else:
-        what = f"a {type(batch).__name__}"
+        keys = ", ".join(map(repr, batch))
+        return f"this batch is a dict ({keys}): use micro_batch.batch, as in model(**batch)"
     return (
-        f"this batch is {what}: use micro_batch.batch or micro_batch.inputs; only a tuple or list "
-        "of two or more has targets"
+        f"this batch is a {type(batch).__name__}: use micro_batch.batch or micro_batch.inputs; "
+        "only a tuple or list of two or more has targets"
     )
 
 
@@ -275,34 +282,34 @@ def count_targets(batch: Any, num_samples: int) -> int:
 
 
 def move_to(batch: Any, device: torch.device) -> Any:
-    """`batch` with every tensor in it on `device`; tuples and lists are rebuilt, mappings become
-    dicts. Copies to a GPU use page-locked memory and are asynchronous."""
-    if isinstance(batch, Tensor):
-        if device.type == "cuda" and batch.device.type == "cpu" and not batch.is_pinned():
-            batch = batch.pin_memory()
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, Mapping):
-        return {key: move_to(value, device) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(move_to(value, device) for value in batch))
-    if isinstance(batch, (tuple, list)):
-        return type(batch)(move_to(value, device) for value in batch)
-    return batch.to(device) if hasattr(batch, "to") else batch
+    """`batch` with everything that has a `to` on `device`. Copies to a GPU use page-locked memory
+    and are asynchronous."""
+
+    def move(part: Any) -> Any:
+        if not isinstance(part, Tensor):
+            return part.to(device) if hasattr(part, "to") else part
+        if device.type == "cuda" and part.device.type == "cpu" and not part.is_pinned():
+            part = part.pin_memory()
+        return part.to(device, non_blocking=True)
+
+    return _map(batch, move)
 
 
 def map_tensors(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
     """Apply `fn` to each tensor in nested tuples, lists and mappings; the structure is the same."""
-    if isinstance(value, Tensor):
-        return fn(value)
+    return _map(value, lambda part: fn(part) if isinstance(part, Tensor) else part)
+
+
+def _map(value: Any, fn: Callable[[Any], Any]) -> Any:
     if isinstance(value, MutableMapping):
         mapped = copy(value)  # keeps the type: models' outputs are often mappings with attributes
         for key, part in value.items():
-            mapped[key] = map_tensors(part, fn)
+            mapped[key] = _map(part, fn)
         return mapped
     if isinstance(value, Mapping):
-        return {key: map_tensors(part, fn) for key, part in value.items()}
+        return {key: _map(part, fn) for key, part in value.items()}
     if isinstance(value, tuple | list):
-        parts = [map_tensors(part, fn) for part in value]
+        parts = [_map(part, fn) for part in value]
         # A named tuple takes its fields as separate arguments.
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    return value
+    return fn(value)

@@ -49,8 +49,6 @@ class SampleOrder:
     def indices(self, start: int, count: int) -> np.ndarray:
         """Dataset indices of stream positions `start .. start+count-1`, which may cross the end of
         one or more epochs: int64, shape [count]."""
-        if start < 0 or count < 0:
-            raise ValueError(f"start and count must not be negative; got {start} and {count}")
         parts = [np.empty(0, dtype=np.int64)]
         while count > 0:
             epoch, offset = divmod(start, self.num_samples)
@@ -77,11 +75,7 @@ def derive_key(*parts: int) -> int:
 def permute(positions: np.ndarray, n: int, key: int) -> np.ndarray:
     """Images of `positions` (integers in 0..n-1, any shape) under the permutation of `range(n)`
     given by the 64-bit `key`: int64 of the same shape, distinct for distinct positions."""
-    if n < 1:
-        raise ValueError(f"cannot permute {n} items")
     positions = np.asarray(positions, dtype=np.int64)
-    if positions.size and (positions.min() < 0 or positions.max() >= n):
-        raise ValueError(f"positions must lie in 0..{n - 1}")
     num_bits = (n - 1).bit_length()
     round_keys = [derive_key(key, index) for index in range(_NUM_ROUNDS)]
     values = _feistel(positions.astype(np.uint64).ravel(), num_bits, round_keys)

@@ -21,9 +21,9 @@ from torch.utils.data import default_collate
 from gradsync.comm.base import Communicator
 from gradsync.comm.groups import communicator
 from gradsync.comm.values import all_gather_json, same_on_all_ranks
-from gradsync.data.batch_plan import require_at_least, solve_batch_plan
+from gradsync.data.batch_plan import MicroBatchSpan, StepSpan, require_at_least, solve_batch_plan
 from gradsync.data.loader import check_state, fingerprint_of
-from gradsync.data.micro_batch import Batch, MicroBatch, make_micro_batch
+from gradsync.data.micro_batch import Batch
 from gradsync.errors import ConfigError, DataError
 from gradsync.runtime.seeds import seed_after, seed_read
 from gradsync.world import World
@@ -34,7 +34,12 @@ complete passes, samples taken of the current pass, a digest of all samples befo
 set's own state there (None if it has no usable one)."""
 _START: Place = dict(steps=0, samples=0, epoch=0, taken=0, digest="", source=None)  # noqa: C408
 _COMPARED = 8
-"""Steps that are read again and compared when a data set resumes from its own state."""
+"""Steps that are read again and compared when a data set resumes from its own state: that state
+may lack samples, such as a shuffle buffer's."""
+_REMEDY = (
+    "give all ranks, and a run that goes on, the same data in the same order (a shuffle needs a "
+    "seed, files must be equal, nothing may be split by rank)"
+)
 
 
 class StreamLoader:
@@ -57,8 +62,6 @@ class StreamLoader:
         num_epochs: passes over the data; None never ends.
         collate_fn, device: as in `loader`.
         seed, seed_micro_batches: as in `loader`.
-        compare: refuse ranks that read different samples, and a resume that finds different ones.
-            False, for deliberately random samples, compares only their number.
 
     Raises:
         ConfigError: inexact batch arithmetic; a data set split for ranks, or readable only once.
@@ -77,7 +80,6 @@ class StreamLoader:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         seed: int | None = None,
         seed_micro_batches: bool = True,
-        compare: bool = True,
         device: torch.device | str | None = None,
     ) -> None:
         require_at_least(1, num_epochs=num_epochs)
@@ -88,18 +90,11 @@ class StreamLoader:
             world_size=world.world_size,
         )
         """The batch arithmetic; `plan.describe()` prints it."""
-        self.remedy = (
-            "give all ranks, and a run that goes on, the same data in the same order (a shuffle "
-            "needs a seed, files must be equal, nothing may be split by rank; compare=False if "
-            "samples are random on purpose)"
-        )
-        """Advice for errors about samples that differ."""
-        self._source = _Source(dataset, num_epochs, compare=compare)
+        self._source = _Source(dataset, num_epochs)
         self._rank = world.rank
         self._comm = comm or communicator(world)
         self._collate_fn = collate_fn or default_collate
         self._device = torch.device(world.device if device is None else device)
-        self._compare = compare
         self._state: dict[str, Any] = {
             **{"samples": 0, "steps": 0, "digest": ""},
             "seed": world.seed if seed is None else seed,
@@ -158,7 +153,7 @@ class StreamLoader:
                 return
         raise DataError(
             f"the stream has other samples before step {state['steps']} than when the state was "
-            f"saved: {self.remedy}"
+            f"saved: {_REMEDY}"
         )
 
     def _read_again(self, place: Place, state: Mapping[str, Any]) -> bool:
@@ -174,7 +169,7 @@ class StreamLoader:
             if not count:
                 return False
             self._count(start, digests, count)
-        return not (self._compare and state["digest"]) or state["digest"] == self._state["digest"]
+        return state["digest"] in ("", self._state["digest"])
 
     def _place(self) -> Place:
         here = {name: self._state[name] for name in ("steps", "samples")}
@@ -196,20 +191,21 @@ class StreamLoader:
             return None
         self._count(start, digests, count)
         last_rank = self.plan.micro_batches_of(self.plan.world_size - 1)
+        first, size = start["samples"], self.plan.micro_batch_size
+        parts = [MicroBatchSpan(i, first + i * size, held) for i, (_, held) in own.items()]
         return Batch(
-            self._micro_batches(own, number, everyone_has_some=last_rank[0] < len(digests)),
+            StepSpan(len(digests), parts, everyone_has_some=last_rank[0] < len(digests)),
+            iter([batch for batch, _ in own.values()]).__next__,
             number=number,
-            num_micro_batches=len(digests),
-            num_local_micro_batches=len(own),
+            device=self._device,
             seed=self._seed,
         )
 
     def _read_step(
         self, count: int, size: int, mine: Container[int]
     ) -> tuple[dict[int, tuple[Any, int]], list[str], int]:
-        """Read up to `count` samples as micro-batches of `size`. Returns the batches of the
-        micro-batches in
-        `mine`, with their samples; the digest after each micro-batch; the total of samples.
+        """Read up to `count` samples as micro-batches of `size`. Returns the micro-batches in
+        `mine`, each with its number of samples; the digest after each micro-batch; all samples.
 
         Random draws of the data set and the collate function belong to the micro-batch.
         """
@@ -248,21 +244,7 @@ class StreamLoader:
             pairs = enumerate(zip(first[1], theirs[1], strict=True))
             micro_batch = next(index for index, (one, two) in pairs if one != two)
             what = f"micro-batch {micro_batch} has other samples on rank {other} than on rank 0"
-        raise DataError(f"the ranks read different streams at step {step}: {what}; {self.remedy}")
-
-    def _micro_batches(
-        self, own: dict[int, tuple[Any, int]], step: int, *, everyone_has_some: bool
-    ) -> Iterator[MicroBatch]:
-        for index, (batch, count) in own.items():
-            yield make_micro_batch(
-                batch,
-                index=index,
-                step=step,
-                num_samples=count,
-                is_last=everyone_has_some and index == max(own),
-                device=self._device,
-                seed=self._seed,
-            )
+        raise DataError(f"the ranks read different streams at step {step}: {what}; {_REMEDY}")
 
 
 stream_loader = StreamLoader
@@ -291,8 +273,8 @@ class _Source:
     A pass without samples is the last one, regardless of `num_epochs`.
     """
 
-    def __init__(self, dataset: Any, num_epochs: int | None, *, compare: bool) -> None:
-        self._dataset, self._num_epochs, self._compare = dataset, num_epochs, compare
+    def __init__(self, dataset: Any, num_epochs: int | None) -> None:
+        self._dataset, self._num_epochs = dataset, num_epochs
         self._beginning = self._own_state()
         self._from_state = False
         """Whether iterating the data set again may start from a loaded state."""
@@ -312,7 +294,7 @@ class _Source:
             try:
                 for sample in self._samples:
                     self._taken += 1
-                    self.digest = digest_of(sample, self.digest) if self._compare else ""
+                    self.digest = digest_of(sample, self.digest)
                     return sample
             except BaseException:
                 self.close()  # a generator that raised would look finished
@@ -325,10 +307,9 @@ class _Source:
 
     def place(self) -> Place:
         """Place of the next sample."""
-        # Only if compared: a state may lack samples, such as a shuffle buffer's.
-        within = self._samples is not None and self._compare
+        source = None if self._samples is None else self._own_state()
         here = {"epoch": self._epoch, "taken": self._taken, "digest": self.digest}
-        return here | {"source": self._own_state() if within else None}
+        return here | {"source": source}
 
     def seek(self, place: Place) -> bool:
         """Go to `place`, by the data set's own state if it has one, else by reading up to it in its
@@ -341,9 +322,7 @@ class _Source:
         if not is_alone and not hasattr(self._dataset, "set_epoch"):
             return False
         self._from_state = True  # whatever it did before
-        if (
-            own is not None or self._taken
-        ):  # else it begins with the micro-batch, for its random draws
+        if own is not None or self._taken:  # else with the micro-batch, for its random draws
             self._begin_pass(own)
         skipped = 0 if own is not None else self._taken
         return sum(1 for _ in islice(self._samples or (), skipped)) == skipped

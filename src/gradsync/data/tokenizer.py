@@ -44,11 +44,9 @@ class ByteTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids; the end of a text reads `<|endoftext|>`. Invalid UTF-8 becomes
-        U+FFFD, an id above 256 is a DataError."""
+        U+FFFD."""
         raw = bytearray()
         for token in ids:
-            if not 0 <= token < self.vocab_size:
-                raise DataError(f"token {token} is outside the byte vocabulary of 257")
             raw += END_OF_TEXT.encode() if token == _NUM_BYTES else bytes((token,))
         return raw.decode(errors="replace")
 

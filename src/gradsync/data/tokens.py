@@ -13,8 +13,9 @@ from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from gradsync.core.files import open_regular
-from gradsync.data.meta import DTYPES, FileMeta, Meta, file_sha256, read_meta
+from gradsync.core.files import check_name, open_regular
+from gradsync.data.batch_plan import require_at_least
+from gradsync.data.meta import DTYPES, FileMeta, file_sha256, read_meta
 from gradsync.errors import DataError
 
 _LARGEST_HASHED_BYTES = 1 << 30
@@ -74,8 +75,7 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
             return
         raise DataError(
             f"{self.path}: {what}, and no meta.json beside it names the type. Set token_dtype "
-            "(YAML; TokenDataset(dtype=...)): uint32, or uint16 if that is right. Convert int64: "
-            "numpy.fromfile(path, '<i8').astype('<u4').tofile(path)"
+            "(YAML; TokenDataset(dtype=...)) to uint32, or to uint16 if that is right"
         )
 
     def _open(self) -> np.ndarray:
@@ -138,24 +138,21 @@ def open_dataset(directory: Path | str, split: str, seq_len: int, **otherwise: A
     if split not in meta.tokens:
         raise DataError(f"{directory} was prepared without a {split!r} split")
     file = meta.files[path.name]
-    _check_file(path, file, meta)
+    _check_file(path, file)
     return TokenDataset(
         path, seq_len, dtype=meta.dtype, vocab_size=meta.vocab_size, content=file.sha256
     )
 
 
-def _check_file(path: Path, file: FileMeta, meta: Meta) -> None:
+def _check_file(path: Path, file: FileMeta) -> None:
     num_bytes = _size_of(path)
     if num_bytes != file.num_bytes:
-        raise DataError(
-            f"{path}: has {num_bytes} bytes, meta.json says {file.num_bytes} "
-            f"({meta.tokens[path.stem]} tokens): cut off or replaced; prepare the data again"
-        )
-    if num_bytes <= _LARGEST_HASHED_BYTES and (found := file_sha256(path)) != file.sha256:
-        raise DataError(
-            f"{path}: SHA-256 is {found[:12]}…, meta.json says {file.sha256[:12]}…: "
-            "damaged or replaced; prepare the data again"
-        )
+        found = f"has {num_bytes} bytes, meta.json says {file.num_bytes}"
+    elif num_bytes <= _LARGEST_HASHED_BYTES and (sha256 := file_sha256(path)) != file.sha256:
+        found = f"SHA-256 is {sha256[:12]}…, meta.json says {file.sha256[:12]}…"
+    else:
+        return
+    raise DataError(f"{path}: {found}: damaged or replaced; prepare the data again")
 
 
 def _size_of(path: Path) -> int:
@@ -163,25 +160,16 @@ def _size_of(path: Path) -> int:
     try:
         with open_regular(path) as file:
             return os.fstat(file.fileno()).st_size
-    except FileNotFoundError:
-        raise DataError(f"{path} does not exist") from None
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _count_tokens(path: Path, dtype: str, seq_len: int) -> int:
-    if seq_len < 1:
-        raise DataError(f"seq_len must be at least 1; got {seq_len}")
-    if dtype not in DTYPES:
-        raise DataError(f"{path}: dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
-    num_bytes, itemsize = _size_of(path), DTYPES[dtype].itemsize
-    if num_bytes == 0:
-        raise DataError(f"{path} is empty")
-    if num_bytes % itemsize:
-        raise DataError(
-            f"{path}: {num_bytes} bytes is no whole number of {dtype} tokens: the file is cut off"
-        )
-    num_tokens = num_bytes // itemsize
+    require_at_least(1, seq_len=seq_len)
+    check_name("dtype", dtype, DTYPES)
+    num_tokens, rest = divmod(_size_of(path), DTYPES[dtype].itemsize)
+    if rest:
+        raise DataError(f"{path} is cut off: no whole number of {dtype} tokens")
     if num_tokens < seq_len + 1:
         raise DataError(
             f"{path}: {num_tokens} tokens are too few for seq_len={seq_len}, "

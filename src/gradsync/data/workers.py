@@ -12,8 +12,6 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from gradsync.core.torch_private import killed_workers
-from gradsync.errors import RunError
 from gradsync.runtime.signals import HANDLED
 
 _HELD = HANDLED if hasattr(signal, "sigwaitinfo") else ()
@@ -55,17 +53,3 @@ def _end_when_told() -> None:
     while told := signal.sigwaitinfo(_HELD):
         if told.si_signo == signal.SIGTERM and rank is not None and told.si_pid == rank.pid:
             os._exit(0)
-
-
-def next_batch(batches: Iterator[Any]) -> Any:
-    """The next batch; RunError if the system has killed a worker."""
-    try:
-        return next(batches)
-    except (RuntimeError, OSError, EOFError) as error:  # any error of a broken worker
-        for pid, number in killed_workers(batches):
-            raise RunError(
-                f"a loader worker (process {pid}) was killed by {signal.Signals(number).name}. The "
-                "likely cause is memory: the host's, or /dev/shm, through which batches come. Give "
-                "it more (docker: --shm-size), or take fewer workers or smaller micro-batches"
-            ) from error
-        raise

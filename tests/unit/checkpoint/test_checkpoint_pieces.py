@@ -69,14 +69,13 @@ def test_holes_and_overlaps_are_refused(cut: Cut, data: st.DataObject) -> None:
     full = [piece for piece in pieces if prod(piece.shape)]
     one, other = data.draw(st.sampled_from(full)), data.draw(st.sampled_from(full))
     rest = [piece for piece in full if piece is not one]
-    if rest:
-        with pytest.raises(CheckpointError, match=r"'w': pieces hold \d+ of the"):
-            join("w", contents(rest, whole))
-    with pytest.raises(CheckpointError, match=r"'w': pieces hold \d+ of the"):
-        join("w", contents([*full, one], whole))
+    wrong = [rest] if rest else []
+    wrong.append([*full, one])
     if one is not other and one.shape == other.shape:
-        with pytest.raises(CheckpointError, match="'w': pieces overlap in"):
-            join("w", contents([*rest, other], whole))
+        wrong.append([*rest, other])
+    for some in wrong:
+        with pytest.raises(CheckpointError, match="'w': pieces overlap, or leave a gap"):
+            join("w", contents(some, whole))
 
 
 def test_pieces_of_another_tensor_are_refused() -> None:
@@ -97,17 +96,6 @@ def test_runs_of_whole_rows_are_boxes() -> None:
         assert piece_of_run(shape, 0, numel) == whole_piece(shape)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: piece_of_run((4, 3), 5, 13), "elements 5 to 13 in"),
-        (lambda: FlatPiece(whole=(4, 3), begin=-1, end=2), "elements -1 to 2 in"),
-        (lambda: SavedPiece(whole=(4,), start=(3,), shape=(2,)), "a piece at"),
-        (lambda: SavedPiece(whole=(4,), start=(-1,), shape=(2,)), "a piece at"),
-        (lambda: SavedPiece(whole=(4, 4), start=(0,), shape=(4,)), "a piece at"),
-        (lambda: nth_piece((4, 3), 0, 0, 3), "no 3 equal parts"),
-    ],
-)
-def test_pieces_lie_inside(make: object, message: str) -> None:
-    with pytest.raises(CheckpointError, match=message):
-        make()
+def test_parts_are_equal() -> None:
+    with pytest.raises(CheckpointError, match="no 3 equal parts"):
+        nth_piece((4, 3), 0, 0, 3)

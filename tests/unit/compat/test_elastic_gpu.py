@@ -114,8 +114,6 @@ def test_two_and_one() -> None:
 
 
 def test_bad_numbers() -> None:
-    with pytest.raises(ConfigError, match="base_batch_size >= 1"):
-        ElasticGPUConfig(0)
     with pytest.raises(ConfigError, match="2 replicas cannot share 1 samples"):
         ElasticGPUConfig(1, 10.0, hardware=gpus(2, 80))
     with pytest.raises(ConfigError, match=r"2 devices with 60.0 GB to plan with: 10.0 GB are"):

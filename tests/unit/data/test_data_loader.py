@@ -23,12 +23,10 @@ from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from gradsync.comm.groups import SingleCommunicator
-from gradsync.data.loader import DatasetLoader, EvalLoader, Loader, glimpse_of, loader
+from gradsync.data.loader import EvalLoader, Loader, glimpse_of, loader
 from gradsync.data.micro_batch import MicroBatch
 from gradsync.data.streaming import StreamLoader, stream_loader
-from gradsync.data.tokens import TokenDataset
-from gradsync.data.workers import next_batch
-from gradsync.errors import ConfigError, DataError, RunError
+from gradsync.errors import ConfigError, DataError
 from gradsync.runtime.seeds import seed_micro_batch
 from gradsync.world import World
 
@@ -52,7 +50,7 @@ def make(size: int, rank: int = 0, world_size: int = 1, **options: Any) -> Loade
 
 
 def read(one: Loader, num_steps: int | None = None) -> list[list[MicroBatch]]:
-    """This rank's leaves of the next steps, at most `num_steps`."""
+    """This rank's micro-batches of the next steps, at most `num_steps`."""
     steps = []
     for step in one if num_steps != 0 else ():
         steps.append(list(step))
@@ -62,21 +60,24 @@ def read(one: Loader, num_steps: int | None = None) -> list[list[MicroBatch]]:
     return steps
 
 
-def numbers(leaves: list[MicroBatch]) -> list[int]:
-    return [number for leaf in leaves for number in leaf.batch.tolist()]
+def numbers(micro_batches: list[MicroBatch]) -> list[int]:
+    return [number for micro_batch in micro_batches for number in micro_batch.batch.tolist()]
 
 
 def together(loaders: list[Loader], num_steps: int | None = None) -> list[list[MicroBatch]]:
-    """The leaves of all ranks, step by step in rank order."""
+    """The micro-batches of all ranks, step by step in rank order."""
     per_rank = [read(one, num_steps) for one in loaders]
-    return [[leaf for leaves in step for leaf in leaves] for step in zip(*per_rank, strict=True)]
+    return [
+        [micro_batch for micro_batches in step for micro_batch in micro_batches]
+        for step in zip(*per_rank, strict=True)
+    ]
 
 
 @dataclass
 class Case:
     size: int
     micro: int
-    leaves: int
+    micro_batches: int
     worlds: tuple[int, int]
     epochs: int
     stop: int
@@ -84,7 +85,7 @@ class Case:
 
     def ranks(self, world_size: int) -> list[Loader]:
         options = {
-            "global_batch_size": self.micro * self.leaves,
+            "global_batch_size": self.micro * self.micro_batches,
             "micro_batch_size": self.micro,
             "num_epochs": self.epochs,
             "shuffle": self.shuffle,
@@ -95,12 +96,12 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    leaves = draw(st.integers(1, 9))
+    micro_batches = draw(st.integers(1, 9))
     return Case(
         size=draw(st.integers(1, 50)),
         micro=draw(st.integers(1, 5)),
-        leaves=leaves,
-        worlds=(draw(st.integers(1, leaves)), draw(st.integers(1, leaves))),
+        micro_batches=micro_batches,
+        worlds=(draw(st.integers(1, micro_batches)), draw(st.integers(1, micro_batches))),
         epochs=draw(st.integers(1, 3)),
         stop=draw(st.integers(0, 12)),
         shuffle=draw(st.booleans()),
@@ -113,16 +114,21 @@ def test_all_ranks_together_read_exactly_the_global_batches_in_order(case: Case)
     per_rank = [read(rank) for rank in case.ranks(case.worlds[0])]
     stream = [number for step in one for number in numbers(step)]
     for number, step in enumerate(zip(*per_rank, strict=True)):
-        leaves = [leaf for mine in step for leaf in mine]
-        assert numbers(leaves) == numbers(one[number])
-        assert [leaf.index for leaf in leaves] == list(range(len(leaves)))
-        assert {leaf.step for leaf in leaves} <= {number}
-        assert all(leaf.num_samples == leaf.num_targets == len(leaf.batch) for leaf in leaves)
+        micro_batches = [micro_batch for mine in step for micro_batch in mine]
+        assert numbers(micro_batches) == numbers(one[number])
+        assert [micro_batch.index for micro_batch in micro_batches] == list(
+            range(len(micro_batches))
+        )
+        assert {micro_batch.step for micro_batch in micro_batches} <= {number}
+        assert all(
+            micro_batch.num_samples == micro_batch.num_targets == len(micro_batch.batch)
+            for micro_batch in micro_batches
+        )
         for mine in step:  # all ranks agree on whether to synchronise
             last = [all(step) and place == len(mine) for place in range(1, len(mine) + 1)]
-            assert [leaf.is_last for leaf in mine] == last
+            assert [micro_batch.is_last for micro_batch in mine] == last
     assert len(one) == number + 1
-    assert all(len(numbers(step)) == case.micro * case.leaves for step in one[:-1])
+    assert all(len(numbers(step)) == case.micro * case.micro_batches for step in one[:-1])
     epochs = [stream[at : at + case.size] for at in range(0, len(stream), case.size)]
     assert [sorted(epoch) for epoch in epochs] == [list(range(case.size))] * case.epochs
 
@@ -139,8 +145,10 @@ def test_a_resumed_run_goes_on_alike_at_another_world_size(case: Case) -> None:
         one.load_state_dict(states[0])
     resumed = first + together(after)
     assert [numbers(step) for step in resumed] == [numbers(step) for step in undisturbed]
-    places = [[(leaf.step, leaf.index) for leaf in step] for step in resumed]
-    assert places == [[(leaf.step, leaf.index) for leaf in step] for step in undisturbed]
+    places = [[(micro_batch.step, micro_batch.index) for micro_batch in step] for step in resumed]
+    assert places == [
+        [(micro_batch.step, micro_batch.index) for micro_batch in step] for step in undisturbed
+    ]
 
 
 def test_the_stream_has_no_end_by_default_and_epochs_advance_alone() -> None:
@@ -159,14 +167,14 @@ def test_leaving_the_loop_and_coming_back_goes_on_with_the_next_step() -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_leaves_that_nobody_read_do_not_shift_the_following_steps(num_workers: int) -> None:
+def test_micro_batches_that_nobody_read_do_not_shift_the_following_steps(num_workers: int) -> None:
     options = {"global_batch_size": 6, "micro_batch_size": 2, "num_workers": num_workers}
     whole = read(make(24, **options), 4)
     one = make(24, **options)
     steps = iter(one)
     next(steps)
-    leaf = next(iter(next(steps)))
-    assert leaf.batch.tolist() == whole[1][0].batch.tolist()
+    micro_batch = next(iter(next(steps)))
+    assert micro_batch.batch.tolist() == whole[1][0].batch.tolist()
     assert numbers(list(next(steps))) == numbers(whole[2])
     one.close()
 
@@ -249,7 +257,7 @@ class Killed(Numbers):
         (Broken(8), 0, KeyError, "no sample"),
         (Broken(8), 1, KeyError, "no sample"),
         (Deadly(8), 1, RuntimeError, "exited unexpectedly"),
-        (Killed(8), 1, RunError, r"process \d+\) was killed by SIGKILL.* memory"),
+        (Killed(8), 1, RuntimeError, r"worker .*\d+\) (is killed by signal|exited unexpectedly)"),
     ],
 )
 def test_an_error_while_reading_comes_through_and_is_no_hang(
@@ -259,29 +267,6 @@ def test_an_error_while_reading_comes_through_and_is_no_hang(
     with pytest.raises(error, match=message):
         read(loader(data, World(), **options), 1)
     assert multiprocessing.active_children() == []
-
-
-def test_a_connection_that_a_killed_worker_reset_is_not_the_news() -> None:
-    worker = multiprocessing.get_context("fork").Process(target=signal.pause)
-    worker.start()
-    worker.kill()
-    worker.join()
-
-    class Batches:
-        _workers = (worker,)
-
-        def __iter__(self) -> Any:
-            return self
-
-        def __next__(self) -> None:
-            raise ConnectionResetError("[Errno 104] Connection reset by peer")
-
-    with pytest.raises(RunError, match=rf"process {worker.pid}\) was killed by SIGKILL"):
-        next_batch(Batches())
-    Batches._workers = ()  # type: ignore[assignment]
-    with pytest.raises(ConnectionResetError):
-        next_batch(Batches())
-    worker.join()
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])  # that becomes spawn
@@ -336,25 +321,12 @@ def test_another_global_batch_goes_on_at_the_same_sample() -> None:
 @pytest.mark.parametrize(
     ("dataset", "options", "message"),
     [
-        (Numbers(8), {"global_batch_size": 6, "micro_batch_size": 4}, "is 4 or 8; or keep it"),
-        (Numbers(8), {"num_workers": -1}, "num_workers must be at least 0"),
+        (Numbers(8), {"global_batch_size": 6, "micro_batch_size": 4}, "is 4 or 8"),
         (Numbers(8), {"num_epochs": 0}, "num_epochs must be at least 1"),
-        *(
-            (Numbers(8), {"worker_options": {"timeout": 1, name: 0}}, f"is taken .*; got '{name}'")
-            for name in ("in_order", "sampler", "batch_size", "collate_fn", "drop_last", "bogus")
-        ),
-        (
-            Numbers(8),
-            {"worker_options": {"prefetch_factor": 0}},
-            "prefetch_factor must be at least",
-        ),
-        (Numbers(8), {"worker_options": "abc"}, "worker_options='abc': expected a dict"),
-        (Numbers(8), {"worker_options": [1]}, r"worker_options=\[1\]: expected a dict"),
+        (Numbers(8), {"worker_options": {"timeout": 1, "in_order": 0}}, "; got 'in_order'"),
         (Numbers(0), {}, "no samples"),
         (iter([1]), {}, "list_iterator has no __len__"),
-        (torch.utils.data.DataLoader(Numbers(4)), {}, r"batches of its own: .*dataloader\.dataset"),
-        ({"train": Numbers(4), "test": Numbers(2)}, {}, r"\('train', 'test'\): pass one of them"),
-        (Numbers, {}, r"Numbers is a class: pass an object, Numbers\(...\)"),
+        (torch.utils.data.DataLoader(Numbers(4)), {}, "DataLoader has no __len__ and __getitem__"),
     ],
 )
 def test_what_cannot_be_loaded_is_named(
@@ -379,11 +351,13 @@ class Pairs(Numbers):
 def test_batches_go_to_the_device_after_their_targets_were_counted(num_workers: int) -> None:
     """The device `meta` holds no data: counting there could only fail."""
     options = {"global_batch_size": 2, "micro_batch_size": 2, "num_workers": num_workers}
-    (leaf,) = read(loader(Pairs(4), World(device_name="meta"), **options), 1)[0]
-    assert leaf.inputs.device.type == leaf.targets.device.type == "meta"
-    assert (leaf.num_samples, leaf.num_targets) == (2, 4)
-    (leaf,) = read(loader(Pairs(4), World(device_name="meta"), device="cpu", **options), 1)[0]
-    assert leaf.inputs.shape == leaf.targets.shape == (2, 3)
+    (micro_batch,) = read(loader(Pairs(4), World(device_name="meta"), **options), 1)[0]
+    assert micro_batch.inputs.device.type == micro_batch.targets.device.type == "meta"
+    assert (micro_batch.num_samples, micro_batch.num_targets) == (2, 4)
+    (micro_batch,) = read(loader(Pairs(4), World(device_name="meta"), device="cpu", **options), 1)[
+        0
+    ]
+    assert micro_batch.inputs.shape == micro_batch.targets.shape == (2, 3)
     one = make(4, collate_fn=sorted, shuffle=False, **options)  # makes the batch
     assert read(one, 1)[0][0].batch == [0, 1]
 
@@ -394,7 +368,7 @@ def test_hugging_face_data_sets_are_read_as_they_are() -> None:
     data = datasets.Dataset.from_dict(columns).with_format("torch")
     options = {"global_batch_size": 4, "micro_batch_size": 2, "num_epochs": 1}
     one = loader(data, World(), **options)
-    batches = [leaf.batch for step in one for leaf in step]
+    batches = [micro_batch.batch for step in one for micro_batch in step]
     found = [n for batch in batches for n in batch["number"].tolist()]
     assert sorted(found) == list(range(10))
     texts = [text for batch in batches for text in batch["text"]]
@@ -404,32 +378,10 @@ def test_hugging_face_data_sets_are_read_as_they_are() -> None:
     assert loader(data, World(), **options).state_dict()["dataset"] == "Dataset:10:mine"
 
 
-@pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    """42 samples of 4 tokens; sample i begins with token 4i."""
-    np.arange(42 * 4 + 1, dtype=np.uint16).tofile(tmp_path / "train.bin")
-    return tmp_path
-
-
-def test_every_token_is_a_target_once_an_epoch_with_and_without_workers(directory: Path) -> None:
-    data = TokenDataset(directory / "train.bin", 4)
-    options = {"global_batch_size": 8, "micro_batch_size": 4, "num_epochs": 1}
-    found = []
-    for num_workers in (0, 2):
-        one = loader(data, World(), num_workers=num_workers, **options)
-        leaves = [leaf for step in one for leaf in step]
-        assert sum(leaf.num_targets for leaf in leaves) == 168
-        assert data.fingerprint in one.state_dict()["dataset"]
-        found.append([(leaf.inputs.tolist(), leaf.targets.tolist()) for leaf in leaves])
-    assert found[0] == found[1]
-    targets = [t for _, rows in found[0] for row in rows for t in row]
-    assert sorted(targets) == list(range(1, 169))
-
-
 # -- draws -----------------------------------------------------------------------------------------
 
 Drawn = dict[tuple[int, int], list[float]]
-"""By (step, leaf): the next random numbers when the leaf was handed out."""
+"""By (step, micro-batch): the next random numbers when the micro-batch was handed out."""
 OPTIONS: dict[str, Any] = {"global_batch_size": 12, "micro_batch_size": 2}
 
 
@@ -458,18 +410,22 @@ def draw_from_all() -> list[float]:
 
 
 def draw(steps: Any, num_steps: int = 3) -> Drawn:
-    """Numbers drawn at each leaf, as dropout would, with other draws in between."""
+    """Numbers drawn at each micro-batch, as dropout would, with other draws in between."""
     drawn = {}
     for step in islice(steps, num_steps):
-        for leaf in step:
-            drawn[leaf.step, leaf.index] = torch.rand(3).tolist()
-            torch.rand(leaf.index)
+        for micro_batch in step:
+            drawn[micro_batch.step, micro_batch.index] = torch.rand(3).tolist()
+            torch.rand(micro_batch.index)
         torch.rand(5)
     return drawn
 
 
 def of_batches(steps: Any) -> Drawn:
-    return {(leaf.step, leaf.index): leaf.batch.tolist() for s in islice(steps, 2) for leaf in s}
+    return {
+        (micro_batch.step, micro_batch.index): micro_batch.batch.tolist()
+        for s in islice(steps, 2)
+        for micro_batch in s
+    }
 
 
 def over_ranks(
@@ -485,23 +441,28 @@ def over_ranks(
 
 def keyed(seed: int, keys: Any) -> Drawn:
     drawn = {}
-    for step, leaf in keys:
-        seed_micro_batch(seed, step, leaf)
-        drawn[step, leaf] = torch.rand(3).tolist()
+    for step, micro_batch in keys:
+        seed_micro_batch(seed, step, micro_batch)
+        drawn[step, micro_batch] = torch.rand(3).tolist()
     return drawn
 
 
 @pytest.mark.usefixtures("random_state")
 @pytest.mark.parametrize(("world_size", "num_workers"), [(1, 0), (2, 1), (3, 0), (4, 1)])
-def test_draws_are_keyed_by_seed_step_and_leaf(world_size: int, num_workers: int) -> None:
+def test_draws_are_keyed_by_seed_step_and_micro_batch(world_size: int, num_workers: int) -> None:
     drawn = over_ranks(world_size, seed=5, num_workers=num_workers)
-    assert sorted(drawn) == [(step, leaf) for step in range(3) for leaf in range(6)]
+    assert sorted(drawn) == [(step, micro_batch) for step in range(3) for micro_batch in range(6)]
     assert drawn == keyed(5, drawn)
     others = [*drawn.values(), *keyed(6, drawn).values()]
     assert len({tuple(numbers) for numbers in others}) == 36
     batches = over_ranks(world_size, Noisy(), of_batches, num_workers=num_workers)
     assert batches == over_ranks(1, Noisy(), of_batches)
-    noise = [number % 1 for leaf in batches.values() for sample in leaf for number in sample]
+    noise = [
+        number % 1
+        for micro_batch in batches.values()
+        for sample in micro_batch
+        for number in sample
+    ]
     assert len(set(noise)) == len(noise) == 12 * 2 * 3
 
 
@@ -529,38 +490,13 @@ def test_a_loader_without_a_seed_takes_that_of_init() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [
-        ("batch_size", "'batch_size': global_batch_size (over all ranks) and micro_batch_size"),
-        ("sampler", "'sampler': shuffle= and seed=: it deals samples to ranks"),
-        ("drop_last", "'drop_last': nothing is dropped"),
-        ("prefetch_factor", "'prefetch_factor': worker_options={...}"),
-        ("bacth", "'bacth'$"),
-    ],
-)
-def test_arguments_of_dataloader_are_answered_with_ours(name: str, hint: str) -> None:
-    hint = hint.replace("(", r"\(").replace(")", r"\)").replace("{...}", r"\{\.\.\.\}")
-    with pytest.raises(TypeError, match=rf"gs\.loader\(\) takes no argument {hint}"):
-        loader(range(12), World(), **OPTIONS, **{name: 1})
-
-
-@pytest.mark.parametrize("mine", [True, False])
-def test_a_loader_at_its_end_says_that_it_gives_nothing(
-    mine: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    first = loader(range(12), World(), **OPTIONS, num_epochs=1)
-    assert len(list(first)) == 1
+def test_a_loader_at_its_end_says_that_it_gives_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    one = loader(range(12), World(), **OPTIONS, num_epochs=1)
+    assert len(list(one)) == 1
     assert not caplog.messages
-    other = loader(range(12), World(), **OPTIONS, num_epochs=1)
-    other.load_state_dict(first.state_dict())  # a run that was complete already
-    for _ in range(3):
-        assert list(first if mine else other) == []
-        if not mine:
-            break
-    assert len(caplog.messages) == mine
-    if mine:
-        assert "iterating it again gives nothing" in caplog.messages[0]
+    assert list(one) == []
+    (said,) = caplog.messages
+    assert "gives nothing now: all passes are one loop" in said
 
 
 @pytest.mark.usefixtures("random_state")
@@ -569,7 +505,7 @@ def test_a_resumed_loader_draws_what_the_undisturbed_one_did() -> None:
     draw(one, 2)
     other = loader(range(12), World(), **OPTIONS, seed=5)
     other.load_state_dict(one.state_dict())
-    assert draw(other, 1) == keyed(5, [(2, leaf) for leaf in range(6)])
+    assert draw(other, 1) == keyed(5, [(2, micro_batch) for micro_batch in range(6)])
 
 
 def stream(rank: int, **options: Any) -> StreamLoader:
@@ -587,17 +523,17 @@ def stream(rank: int, **options: Any) -> StreamLoader:
 
 
 ByPlace = dict[str, list[list[float]]]
-"""Numbers drawn before and behind the leaves of each step."""
+"""Numbers drawn before and behind the micro-batches of each step."""
 
 
-def around_leaves(steps: Any) -> ByPlace:
-    """Draw in a loop over steps, where dropout would draw at the leaves too."""
+def around_micro_batches(steps: Any) -> ByPlace:
+    """Draw in a loop over steps, where dropout would draw at the micro-batches too."""
     drawn: ByPlace = {"before": [], "behind": []}
     for step in steps:
         drawn["before"].append(draw_from_all())
-        for leaf in step:
-            len(leaf.batch)
-            torch.rand(leaf.index)
+        for micro_batch in step:
+            len(micro_batch.batch)
+            torch.rand(micro_batch.index)
         drawn["behind"].append(draw_from_all())
     return drawn
 
@@ -613,52 +549,56 @@ def make_any(kind: str, rank: int = 0, world_size: int = 1) -> Any:
 @pytest.mark.usefixtures("random_state")
 @pytest.mark.parametrize("kind", ["loader", "workers", "stream"])
 def test_what_is_drawn_once_a_step_is_the_steps(kind: str) -> None:
-    whole = around_leaves(make_any(kind))
+    whole = around_micro_batches(make_any(kind))
     numbers = [number for place in whole.values() for step in place for number in step]
     assert len(set(numbers)) == 2 * 3 * 3
     for rank in range(3):
-        assert around_leaves(make_any(kind, rank, 3)) == whole
+        assert around_micro_batches(make_any(kind, rank, 3)) == whole
     one, other = make_any(kind), make_any(kind)
-    around_leaves(islice(one, 1))
+    around_micro_batches(islice(one, 1))
     other.load_state_dict(one.state_dict())
-    assert around_leaves(other) == {place: drawn[1:] for place, drawn in whole.items()}
+    assert around_micro_batches(other) == {place: drawn[1:] for place, drawn in whole.items()}
 
 
 @pytest.mark.usefixtures("random_state")
 @pytest.mark.parametrize("kind", ["loader", "stream"])
-@pytest.mark.parametrize("take", [list, tuple, lambda step: [leaf for leaf in step]])  # noqa: C416
-def test_leaves_that_are_taken_at_once_draw_what_they_draw_in_a_loop(kind: str, take: Any) -> None:
+@pytest.mark.parametrize("take", [list, tuple])
+def test_micro_batches_that_are_taken_at_once_draw_what_they_draw_in_a_loop(
+    kind: str, take: Any
+) -> None:
     """As dropout does, behind the first look at the batch."""
     expected = {
-        (leaf.step, leaf.index): draw_from_all() for step in make_any(kind) for leaf in step
+        (micro_batch.step, micro_batch.index): draw_from_all()
+        for step in make_any(kind)
+        for micro_batch in step
     }
     found, lambdas = {}, []
     for step in make_any(kind):
-        leaves = take(step)
+        micro_batches = take(step)
         lambdas.append(draw_from_all())
-        for leaf in leaves:
-            assert len(leaf.batch) == 2
-            found[leaf.step, leaf.index] = draw_from_all()
-            assert len(leaf.inputs) == 2  # is no first look
-            assert draw_from_all() != found[leaf.step, leaf.index]
+        for micro_batch in micro_batches:
+            assert len(micro_batch.batch) == 2
+            found[micro_batch.step, micro_batch.index] = draw_from_all()
+            assert len(micro_batch.inputs) == 2  # is no first look
+            assert draw_from_all() != found[micro_batch.step, micro_batch.index]
     assert found == expected
-    assert lambdas == around_leaves(make_any(kind))["behind"]
+    assert lambdas == around_micro_batches(make_any(kind))["behind"]
 
 
 @pytest.mark.usefixtures("random_state")
-def test_the_only_leaf_of_a_rank_can_be_unpacked() -> None:
-    expected = keyed(5, [(step, leaf) for step in range(3) for leaf in range(6)])
+def test_the_only_micro_batch_of_a_rank_can_be_unpacked() -> None:
+    expected = keyed(5, [(step, micro_batch) for step in range(3) for micro_batch in range(6)])
     drawn = {}
     for rank in range(6):
-        for (leaf,) in make_any("loader", rank, 6):
-            assert len(leaf.inputs) == 2
-            drawn[leaf.step, leaf.index] = torch.rand(3).tolist()
+        for (micro_batch,) in make_any("loader", rank, 6):
+            assert len(micro_batch.inputs) == 2
+            drawn[micro_batch.step, micro_batch.index] = torch.rand(3).tolist()
     assert drawn == expected
 
 
 @pytest.mark.usefixtures("random_state")
 @pytest.mark.parametrize("make", [loader, stream_loader])
-def test_what_a_collate_function_draws_is_the_leafs(make: Any) -> None:
+def test_what_a_collate_function_draws_is_the_micro_batchs(make: Any) -> None:
     def masked(rows: list[Any]) -> list[float]:
         return [row * random.random() + np.random.rand() for row in rows]
 
@@ -674,7 +614,11 @@ def test_what_a_collate_function_draws_is_the_leafs(make: Any) -> None:
         first, second = one(), one()
         list(islice(first, skip))
         second.load_state_dict(first.state_dict())
-        return {(leaf.step, leaf.index): leaf.batch for step in second for leaf in step}
+        return {
+            (micro_batch.step, micro_batch.index): micro_batch.batch
+            for step in second
+            for micro_batch in step
+        }
 
     whole = batches(0, 1)
     assert {key: whole[key] for key in whole if key[0]} == batches(0, 1, skip=1)
@@ -689,13 +633,17 @@ def test_what_a_collate_function_draws_is_the_leafs(make: Any) -> None:
             seed=5,
             shuffle=False,
         )
-        assert whole == {(leaf.step, leaf.index): leaf.batch for step in alike for leaf in step}
+        assert whole == {
+            (micro_batch.step, micro_batch.index): micro_batch.batch
+            for step in alike
+            for micro_batch in step
+        }
 
 
 @pytest.mark.usefixtures("random_state")
 @pytest.mark.parametrize("ends", [True, False])
 def test_ranks_draw_alike_after_the_loop(ends: bool) -> None:
-    """As the initial weights of another model; the last leaf is another one on each rank."""
+    """As the initial weights of another model; the last micro-batch is another one on each rank."""
 
     def after(steps: Any) -> list[float]:
         for step in steps:
@@ -727,11 +675,13 @@ next(steps)
 
 
 @pytest.mark.usefixtures("random_state")
-def test_a_stream_keys_its_leaves_too() -> None:
+def test_a_stream_keys_its_micro_batches_too() -> None:
     for rank in (0, 1):
         torch.manual_seed(rank)
         drawn = draw(stream(rank))
-        assert sorted(drawn) == [(step, 2 * rank + leaf) for step in range(3) for leaf in range(2)]
+        assert sorted(drawn) == [
+            (step, 2 * rank + micro_batch) for step in range(3) for micro_batch in range(2)
+        ]
         assert drawn == keyed(5, drawn)
 
 
@@ -748,9 +698,9 @@ def test_generators_are_left_alone_on_request(make: Callable[[], Any]) -> None:
     torch.manual_seed(3)
     drawn = draw(make(), 1)
     torch.manual_seed(3)
-    for leaf in range(len(drawn)):
-        assert drawn[0, leaf] == torch.rand(3).tolist()
-        torch.rand(leaf)
+    for micro_batch in range(len(drawn)):
+        assert drawn[0, micro_batch] == torch.rand(3).tolist()
+        torch.rand(micro_batch)
 
 
 # -- evaluation, and batches without steps ---------------------------------------------------------
@@ -768,67 +718,21 @@ def test_evaluation_sees_each_sample_once_on_one_rank(
     data = list(range(size))
     seen, places = [], []
     for rank in range(world_size):
-        leaves = EvalLoader(data, World(rank=rank, world_size=world_size), micro, max_samples=most)
+        micro_batches = EvalLoader(
+            data, World(rank=rank, world_size=world_size), micro, max_samples=most
+        )
         for _ in range(2):  # it may be gone through again
-            found = list(leaves)
-        assert len(found) == len(leaves) <= leaves.most
-        assert not any(leaf.is_last for leaf in found)
+            found = list(micro_batches)
+        assert len(found) == len(micro_batches) <= micro_batches.most
+        assert not any(micro_batch.is_last for micro_batch in found)
         seen += numbers(found)
-        places += [leaf.index for leaf in found]
+        places += [micro_batch.index for micro_batch in found]
     assert seen == data[:most]
     assert places == list(range(-(-len(seen) // micro)))
-    assert leaves.total_samples == len(seen)
+    assert micro_batches.total_samples == len(seen)
 
 
-def dataset_loaders(directory: Path, count: int, batch: int) -> list[DatasetLoader]:
-    return [DatasetLoader(batch, 4, rank, count, directory, seed=5) for rank in range(count)]
-
-
-def firsts(ranks: list[DatasetLoader]) -> list[int]:
-    """The samples of one call on all ranks, by their first tokens."""
-    batches = [one.next_batch() for one in ranks]
-    assert all(torch.equal(x + 1, y) for x, y in batches)
-    return [n for x, _ in batches for n in x[:, 0].tolist()]
-
-
-def test_dataset_loaders_of_one_call_are_disjoint_and_together_complete(directory: Path) -> None:
-    ranks = dataset_loaders(directory, 3, 2)
-    for _ in range(2):
-        epoch = [n for _ in range(7) for n in firsts(ranks)]
-        assert sorted(epoch) == list(range(0, 168, 4))
-    batches = iter(DatasetLoader(40, 4, 0, 1, directory))
-    assert [next(batches)[0].shape for _ in range(5)] == [(40, 4)] * 5
-
-
-def test_a_dataset_loader_goes_on_with_another_number_of_processes(directory: Path) -> None:
-    undisturbed = dataset_loaders(directory, 1, 6)
-    expected = [firsts(undisturbed) for _ in range(4)]
-    before = dataset_loaders(directory, 2, 3)
-    assert [firsts(before) for _ in range(2)] == expected[:2]
-    after = dataset_loaders(directory, 3, 2)
-    firsts(after)  # loading ends what a loader was doing
-    for one in after:
-        one.load_state_dict(before[0].state_dict())
-    assert [firsts(after) for _ in range(2)] == expected[2:]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"batch": 0}, "batch must be at least 1; got 0"),
-        ({"seq_len": -2}, "seq_len must be at least 1; got -2"),
-        ({"num_processes": 0}, "num_processes must be at least 1"),
-        ({"process_rank": 2}, "process_rank must be in 0..1; got 2"),
-        ({"process_rank": -1}, "process_rank must be in 0..1; got -1"),
-        ({"split": "val"}, r"val.bin does not exist"),
-    ],
-)
-def test_senseless_arguments_are_refused(
-    directory: Path, changes: dict[str, Any], message: str
-) -> None:
-    arguments = {"batch": 1, "seq_len": 4, "process_rank": 0, "num_processes": 2}
-    with pytest.raises((ConfigError, DataError), match=message):
-        DatasetLoader(**(arguments | changes), dataset_dir=directory)
+def test_senseless_sizes_of_an_evaluation_are_refused() -> None:
     for micro, most in ((0, None), (1, 0)):
         with pytest.raises(ConfigError, match="must be at least 1; got 0"):
             EvalLoader([1], World(), micro, most)
@@ -865,17 +769,9 @@ class Attributes(FileNames):
         self.paths, self.x = [], x
 
 
-class Endless(FileNames):
-    def __init__(self) -> None:
-        super().__init__(["a"])
-        self.paths, self.within = [], list[Any]()
-        self.within.append(self.within)
-
-
 @pytest.mark.parametrize("kind", [TensorDataset, Subset, np.ndarray, list, Attributes])
 def test_data_in_memory_are_told_apart_by_their_numbers(kind: type) -> None:
     found = glimpse_of(random_data(0, kind))
-    assert found.startswith("content ")
     assert found == glimpse_of(random_data(0, kind)) != glimpse_of(random_data(1, kind))
 
 
@@ -883,8 +779,7 @@ def test_data_in_memory_are_told_apart_by_their_numbers(kind: type) -> None:
 def test_data_that_ranks_divide_themselves_are_told_apart(make: Callable[[Any], Any]) -> None:
     """As a DistributedSampler would: gs.loader divides them a second time."""
     first, second = (glimpse_of(make(range(rank, 12, 2))) for rank in range(2))
-    assert first.startswith("content ")
-    assert first != second
+    assert "" != first != second
 
 
 def test_files_are_told_apart_by_their_names_and_not_by_their_folders() -> None:
@@ -925,11 +820,11 @@ def test_a_state_of_another_split_of_one_data_set_is_refused(kind: str) -> None:
     rows = [*range(12)]
     state = of(rows).state_dict()
     of([*range(12)]).load_state_dict(state)
-    with pytest.raises(DataError, match=r"saved with samples 'content .*random_split"):
+    with pytest.raises(DataError, match=r"saved with samples '.*random_split"):
         of(rows[::-1]).load_state_dict(state)
     with pytest.raises(DataError, match="saved with samples"):
         of([*range(8, 20)]).load_state_dict(state)
-    del state["content"]  # as of an earlier version
+    del state["glimpse"]  # as of an earlier version
     of(rows[::-1]).load_state_dict(state)
 
 
@@ -941,16 +836,13 @@ def test_last_bits_of_data_do_not_count() -> None:
 @pytest.mark.parametrize(
     "dataset",
     [
-        np.array(["a", "b"], dtype=object),
+        np.array([object(), None], dtype=object),
         torch.eye(3).to_sparse(),
         torch.ones(3, device="meta"),
-        torch.ones(3, 0),
         torch.ones(0),
-        Attributes(torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)),
-        Endless(),
         Numbers(4),
     ],
-    ids=["objects", "sparse", "meta", "empty", "no rows", "nested", "endless", "none"],
+    ids=["objects", "sparse", "meta", "empty", "none"],
 )
 def test_of_other_data_nothing_is_read(dataset: Any) -> None:
     assert glimpse_of(dataset) == ""

@@ -1,4 +1,4 @@
-"""A leaf's batch: its two parts where it has them, what counts in it, and its way to the device."""
+"""A micro-batch: its two parts, what counts in it, and its way to the device."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from gradsync.data.batch_plan import MicroBatchSpan, StepSpan
 from gradsync.data.loader import loader
 from gradsync.data.micro_batch import Batch, MicroBatch, count_targets, make_micro_batch, move_to
 from gradsync.errors import DataError
@@ -27,75 +28,65 @@ class Encoding:
     x: Any
 
 
-def leaf_of(batch: Any) -> MicroBatch:
-    return make_micro_batch(batch, index=0, step=0, num_samples=3, is_last=True, device=CPU)
-
-
-def test_a_step_that_gives_fewer_leaves_than_it_has_is_an_error() -> None:
-    """Sums without order, as in `bucketed`, would not notice: the mean would be another batch's."""
-    step = Batch(
-        iter([leaf_of(X), leaf_of(X)]), number=6, num_micro_batches=8, num_local_micro_batches=3
+def micro_batch_of(batch: Any, num_samples: int = 3) -> MicroBatch:
+    return make_micro_batch(
+        batch, index=0, step=0, num_samples=num_samples, is_last=True, device=CPU
     )
-    leaves = iter(step)
-    assert [next(leaves).num_samples, next(leaves).num_samples] == [3, 3]
-    with pytest.raises(DataError, match=r"^step 7 brought 2 of its 3 micro-batches on this rank"):
-        next(leaves)
+
+
+def step_of(indices: list[int], **options: Any) -> Batch:
+    parts = [MicroBatchSpan(index, index, 1) for index in indices]
+    span = StepSpan(2, parts, everyone_has_some=False)
+    return Batch(span, lambda: torch.zeros(2), device=CPU, **options)
+
+
+def test_a_step_that_gives_fewer_micro_batches_than_it_has_is_an_error() -> None:
+    """Sums without order, as in `bucketed`, would not notice: the mean would be another batch's."""
+    step = step_of([0, 1], number=6)
+    micro_batches = iter(step)
+    next(micro_batches)
+    step.drain()  # as where the next step is taken meanwhile
+    with pytest.raises(DataError, match=r"^step 7 brought 1 of its 2 micro-batches on this rank"):
+        next(micro_batches)
 
 
 def test_a_data_set_of_tensors_has_inputs_only() -> None:
     """A row of a tensor is a sample: rows 0 and 1 of the batch are not inputs and targets."""
     samples = torch.arange(12.0).view(6, 2)
     options = {"global_batch_size": 3, "micro_batch_size": 3, "num_epochs": 1, "shuffle": False}
-    leaf, _ = [leaf for step in loader(samples, World(), **options) for leaf in step]
-    assert leaf.inputs.tolist() == leaf.batch.tolist() == [[0, 1], [2, 3], [4, 5]]
-    with pytest.raises(
-        DataError, match=r"micro_batch.targets: this batch is one tensor of shape \[3, 2\]"
-    ):
-        _ = leaf.targets
+    micro_batch, _ = [
+        micro_batch for step in loader(samples, World(), **options) for micro_batch in step
+    ]
+    assert micro_batch.inputs.tolist() == micro_batch.batch.tolist() == [[0, 1], [2, 3], [4, 5]]
+    with pytest.raises(DataError, match=r"micro_batch\.targets: this batch is a Tensor"):
+        _ = micro_batch.targets
 
 
 @pytest.mark.parametrize("batch", [(X, Y), [X, Y], (X, Y, "more"), Point(X, Y)])
 def test_the_first_two_parts_are_inputs_and_targets(batch: Any) -> None:
-    leaf = leaf_of(batch)
-    assert leaf.inputs is X
-    assert leaf.targets is Y
+    micro_batch = micro_batch_of(batch)
+    assert micro_batch.inputs is X
+    assert micro_batch.targets is Y
 
 
 @pytest.mark.parametrize(
-    ("batch", "said"),
-    [
-        (X, "one tensor of shape [3, 2]"),
-        (["a", "b", "c"], "a list of 3 texts or numbers"),
-        ((1, 2, 3), "a tuple of 3 texts or numbers"),
-        ([], "a list of 0 texts or numbers"),
-        ("text", "a str"),
-        (Encoding(X), "a Encoding"),
-        (None, "a NoneType"),
-        ([X], "a list of 1"),
-        ((X,), "a tuple of 1"),  # as `TensorDataset(x)` gives it
-        (Single(X), "a Single of 1"),
-    ],
+    "batch", [X, ["a", "b", "c"], (1, 2, 3), [], "text", Encoding(X), None, [X], (X,), Single(X)]
 )
-def test_what_has_no_second_part_has_inputs_only(batch: Any, said: str) -> None:
-    leaf = leaf_of(batch)
-    assert leaf.inputs is (X if said.endswith("of 1") else leaf.batch)
-    with pytest.raises(DataError) as raised:
-        _ = leaf.targets
-    assert f"this batch is {said}: use micro_batch.batch or micro_batch.inputs" in str(raised.value)
+def test_what_has_no_second_part_has_inputs_only(batch: Any) -> None:
+    micro_batch = micro_batch_of(batch)
+    alone = isinstance(batch, (list, tuple)) and len(batch) == 1  # as `TensorDataset(x)` gives it
+    assert micro_batch.inputs is (X if alone else micro_batch.batch)
+    with pytest.raises(DataError, match=r"micro_batch\.targets: this batch is a"):
+        _ = micro_batch.targets
 
 
 @pytest.mark.parametrize("kind", [dict, UserDict])
 @pytest.mark.parametrize("name", ["inputs", "targets"])
 def test_a_dict_is_named_with_its_keys(kind: type, name: str) -> None:
     """A Hugging Face BatchEncoding is a UserDict."""
-    leaf = leaf_of(kind({"input_ids": X, "labels": Y}))
-    with pytest.raises(DataError) as raised:
-        getattr(leaf, name, None)  # a DataError is no AttributeError: nothing swallows it
-    assert str(raised.value) == (
-        f"micro_batch.{name}: this batch is a dict with 'input_ids', 'labels': use "
-        "micro_batch.batch, as in "
-        "model(**micro_batch.batch) or micro_batch.batch['input_ids']"
-    )
+    micro_batch = micro_batch_of(kind({"input_ids": X, "labels": Y}))
+    with pytest.raises(DataError, match=rf"micro_batch.{name}: .* \('input_ids', 'labels'\)"):
+        getattr(micro_batch, name, None)  # a DataError is no AttributeError: nothing swallows it
 
 
 # -- what counts -----------------------------------------------------------------------------------
@@ -169,16 +160,16 @@ def test_every_tensor_of_a_batch_moves_and_the_shape_of_the_batch_stays() -> Non
 def test_rows_that_a_collate_function_left_out_do_not_count(
     batch: Any, planned: int, rows: int
 ) -> None:
-    leaf = make_micro_batch(batch, index=0, step=0, num_samples=planned, is_last=True, device=CPU)
-    assert leaf.num_samples == rows
-    assert leaf.num_targets == rows
+    micro_batch = micro_batch_of(batch, planned)
+    assert micro_batch.num_samples == rows
+    assert micro_batch.num_targets == rows
 
 
 def test_ignored_targets_of_the_rows_that_are_left_do_not_count_either() -> None:
     targets = torch.tensor([1, -100, 2])
     for batch in ([X, targets], {"x": X, "labels": targets}):
-        leaf = make_micro_batch(batch, index=0, step=0, num_samples=4, is_last=True, device=CPU)
-        assert (leaf.num_samples, leaf.num_targets) == (3, 2)
+        micro_batch = micro_batch_of(batch, 4)
+        assert (micro_batch.num_samples, micro_batch.num_targets) == (3, 2)
 
 
 @pytest.mark.parametrize(
@@ -191,29 +182,20 @@ def test_ignored_targets_of_the_rows_that_are_left_do_not_count_either() -> None
     ],
 )
 def test_what_has_fewer_rows_and_all_samples(batch: object) -> None:
-    leaf = make_micro_batch(batch, index=0, step=0, num_samples=8, is_last=True, device=CPU)
-    assert leaf.num_samples == 8
+    assert micro_batch_of(batch, 8).num_samples == 8
 
 
-def test_a_second_pass_draws_for_each_leaf_on_its_own() -> None:
-    """Whichever leaves the rank has, and not again what the first pass drew."""
+def test_a_second_pass_draws_for_each_micro_batch_on_its_own() -> None:
+    """Whichever micro-batches the rank has, and not again what the first pass drew."""
 
     def drawn(indices: list[int]) -> list[list[float]]:
-        leaves = (
-            make_micro_batch(
-                torch.zeros(2), index=i, step=0, num_samples=2, is_last=False, device=CPU, seed=7
-            )
-            for i in indices
-        )
-        step = Batch(
-            leaves, number=0, num_micro_batches=2, num_local_micro_batches=len(indices), seed=7
-        )
+        step = step_of(indices, number=0, seed=7)
         taken, found = list(step), []
         for _ in range(3):
-            for leaf in taken:
-                found.append([leaf.index, float(torch.rand(()) + leaf.batch.sum())])
+            for micro_batch in taken:
+                found.append([micro_batch.index, float(torch.rand(()) + micro_batch.batch.sum())])
                 found[-1][1] = float(torch.rand(()))
-                leaf.backward_ended()
+                micro_batch.backward_ended()
         return found
 
     with torch.random.fork_rng():
@@ -224,8 +206,8 @@ def test_a_second_pass_draws_for_each_leaf_on_its_own() -> None:
 
 def test_labels_that_a_model_shifts_are_counted_without_the_first() -> None:
     labels = torch.tensor([[5, 1, -100, 2], [-100, -100, 3, -100]])
-    found = leaf_of({"input_ids": labels, "labels": labels})
+    found = micro_batch_of({"input_ids": labels, "labels": labels})
     assert (found.num_targets, found.num_shifted_targets) == (4, 3)
     for other in ({"labels": labels[:, 0]}, (labels, labels)):
         with pytest.raises(DataError, match=r"^micro_batch\.num_shifted_targets: this batch is a"):
-            _ = leaf_of(other).num_shifted_targets
+            _ = micro_batch_of(other).num_shifted_targets

@@ -29,8 +29,6 @@ def test_bytes_come_back(text: str) -> None:
 def test_byte_decoding_shows_ends_and_replaces_what_is_no_utf8() -> None:
     tokenizer = ByteTokenizer()
     assert tokenizer.decode([72, 256, 0xFF]) == "H<|endoftext|>\ufffd"
-    with pytest.raises(DataError, match="token 257 is outside"):
-        tokenizer.decode([257])
 
 
 @pytest.mark.parametrize("text", [text.decode() for text in TEXTS] + ["日本 never seen", ""])

@@ -55,7 +55,7 @@ def test_refused_in_one_line(ranks: int, changes: dict[str, Any], message: str) 
 @pytest.mark.parametrize("sync", [name for name in STRATEGIES if goes_with_parts(name)])
 def test_replicas_share_the_leaves(sync: str) -> None:
     plan = check_request(replace(CONFIG, parallel="pp=2,tp=2,dp=2", sync=sync), 8)
-    assert [plan.grad_accum_steps(replica) for replica in range(plan.world_size)] == [4, 4]
+    assert [len(plan.micro_batches_of(replica)) for replica in range(2)] == [4, 4]
     assert plan.describe("replica").endswith("micro-batches per replica: 4, 4")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from functools import cached_property
+from typing import Literal
 
 from gradsync.errors import ConfigError
 
@@ -41,9 +42,21 @@ def keyword(call: ast.Call, name: str) -> ast.expr | None:
     return next((each.value for each in call.keywords if each.arg == name), None)
 
 
-def is_true(node: ast.expr | None) -> bool:
-    """Whether it is the constant True."""
-    return isinstance(node, ast.Constant) and node.value is True
+def is_constant(node: ast.expr | None, *, value: bool) -> bool:
+    """Whether it is the constant True, or False."""
+    return isinstance(node, ast.Constant) and node.value is value
+
+
+def owner(call: ast.Call) -> str:
+    """`a.b` of a call `a.b.c()`."""
+    return dotted(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+
+
+def calls_in(node: ast.AST, *names: str) -> Iterator[ast.Call]:
+    """Calls in a node of functions or methods with one of these last names, or with any name."""
+    for each in ast.walk(node):
+        if isinstance(each, ast.Call) and (not names or last(each.func) in names):
+            yield each
 
 
 class Script:
@@ -139,8 +152,7 @@ class Script:
             name
             for name, values in self._values.items()
             for value in values
-            if self._from_environment(value, variable)
-            or any(isinstance(n, ast.Call) and last(n.func) == call for n in ast.walk(value))
+            if self._from_environment(value, variable) or any(calls_in(value, call))
         }
         while more := {  # copies of copies
             name
@@ -210,34 +222,30 @@ class Script:
 
     # -- rank 0 only ------------------------------------------------------------------------------
 
-    def _means_one_rank(self, test: ast.AST, names: tuple[str, ...] = ()) -> bool:
-        """Whether a condition is true on rank 0 (or another one) alone; `names` were followed."""
+    def _chooses(self, test: ast.AST, names: tuple[str, ...] = ()) -> Literal["one", "others", ""]:
+        """Whether a condition is true on one rank alone, on all ranks but one, or neither; `names`
+        were followed."""
         if isinstance(test, ast.BoolOp):
-            ways = [self._means_one_rank(each, names) for each in test.values]
-            return any(ways) if isinstance(test.op, ast.And) else all(ways)
+            ways = [self._chooses(each, names) == "one" for each in test.values]
+            is_one = any(ways) if isinstance(test.op, ast.And) else all(ways)
+            return "one" if is_one else ""
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-            return self.is_rank(test.operand)
-        if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq):
-            sides = (test.left, test.comparators[0])
-            named = any(self.is_rank(s) or last(s) in ("rank", "local_rank") for s in sides)
-            return named and any(isinstance(side, ast.Constant) for side in sides)
-        if isinstance(test, ast.Call):
-            test = test.func
-        name = last(test)
-        if name in _MAIN or name in names:
-            return name in _MAIN
-        said = [v for v in self.values(name) if isinstance(v, ast.Compare | ast.BoolOp)]
-        return any(self._means_one_rank(value, (*names, name)) for value in said)
-
-    def _means_other_ranks(self, test: ast.AST) -> bool:
-        """Whether a condition is true on all ranks but one."""
-        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-            return self._means_one_rank(test.operand)
+            opposite: dict[str, Literal["one", "others", ""]] = {"one": "others", "others": "one"}
+            return opposite.get(self._chooses(test.operand, names), "")
         if isinstance(test, ast.Compare) and len(test.ops) == 1:
             sides = (test.left, test.comparators[0])
             named = any(self.is_rank(s) or last(s) in ("rank", "local_rank") for s in sides)
-            return named and isinstance(test.ops[0], ast.NotEq | ast.Gt)
-        return self.is_rank(test)
+            if named and isinstance(test.ops[0], ast.Eq):
+                return "one" if any(isinstance(side, ast.Constant) for side in sides) else ""
+            return "others" if named and isinstance(test.ops[0], ast.NotEq | ast.Gt) else ""
+        if self.is_rank(test):
+            return "others"
+        name = last(test.func if isinstance(test, ast.Call) else test)
+        said = [v for v in self.values(name) if isinstance(v, ast.Compare | ast.BoolOp)]
+        is_one = name not in names and any(
+            self._chooses(value, (*names, name)) == "one" for value in said
+        )
+        return "one" if name in _MAIN or is_one else ""
 
     def on_one_rank(self, node: ast.AST) -> bool:
         """Whether only one rank reaches a statement, judging by its function."""
@@ -246,9 +254,8 @@ class Script:
             if isinstance(above, ast.If | ast.IfExp):
                 body = above.body if isinstance(above.body, list) else [above.body]
                 inside = here in body
-                if inside and self._means_one_rank(above.test):
-                    return True
-                if not inside and here is not above.test and self._means_other_ranks(above.test):
+                side = "one" if inside else "others"
+                if here is not above.test and self._chooses(above.test) == side:
                     return True
             if isinstance(above, ast.FunctionDef):
                 named = [
@@ -260,7 +267,7 @@ class Script:
             here = above
         return any(
             isinstance(earlier, ast.If)
-            and self._means_other_ranks(earlier.test)
+            and self._chooses(earlier.test) == "others"
             and isinstance(earlier.body[-1], ast.Return | ast.Continue | ast.Raise)
             for block, place in self.blocks(node)
             for earlier in block[:place]
@@ -275,14 +282,9 @@ class Script:
         chosen = self._around(node)
         if chosen is None or not isinstance(node, ast.Call):
             return False
-        return all(
-            any(
-                isinstance(each, ast.Call) and last(each.func) == last(node.func)
-                for statement in side
-                for each in ast.walk(statement)
-            )
-            for side in (chosen.body, chosen.orelse)
-        )
+        name = last(node.func)
+        sides = (chosen.body, chosen.orelse)
+        return all(any(any(calls_in(each, name)) for each in side) for side in sides)
 
     def _around(self, node: ast.AST) -> ast.If | None:
         """The innermost condition on the rank around a statement."""
@@ -291,7 +293,7 @@ class Script:
             if isinstance(above, ast.FunctionDef):
                 return None
             inside = isinstance(above, ast.If) and here is not above.test
-            if inside and (self._means_one_rank(above.test) or self._means_other_ranks(above.test)):
+            if inside and self._chooses(above.test):
                 return above
             here = above
         return None

@@ -63,7 +63,6 @@ def open_data(config: TrainConfig, world: World, comm: Communicator) -> Data:
             val_sequences=val_sequences,
         )
         stream = stream_loader(text.train, share, comm=comm, num_epochs=None, **sizes)
-        stream.remedy = "--data must name the same text, unchanged, on all hosts and to go on"
         return Data(
             source=config.data,
             plan=plan,

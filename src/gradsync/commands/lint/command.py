@@ -10,14 +10,11 @@ from typing import Annotated
 
 import tyro
 
-from gradsync.commands.lint.rules import RULES, Found, lint
+from gradsync.commands.lint.rules import RULES, lint
 from gradsync.commands.lint.script import Script
-from gradsync.core.files import printable
+from gradsync.core.files import counted, printable
 from gradsync.errors import ConfigError
 from gradsync.runtime.arguments import parse
-
-_LARGEST = 2 * 2**20
-"""Bytes of a script; larger files are no scripts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,37 +52,26 @@ def run(argv: list[str]) -> int:
         raise ConfigError("lint: name a script or a folder: gradsync lint train.py")
     paths = [path for name in options.paths for path in _scripts(Path(name))]
     found = [each for path in paths for each in lint(Script(str(path), _read(path)))]
-    serious = [each for each in found if each.rule.level != "note"]
     if options.as_json:
-        document = {"files": len(paths), "found": [_entry(each) for each in found]}
-        print(json.dumps(document))
-    else:
-        for each in found:
-            print(_text(each))
-        print(_summary(len(paths), found))
-    return 1 if serious else 0
+        entries = [
+            {"path": each.path, "line": each.line}
+            | {name: getattr(each.rule, name) for name in _TOLD}
+            for each in found
+        ]
+        print(json.dumps({"files": len(paths), "found": entries}))
+        return 1 if found else 0
+    for each in found:
+        rule = each.rule
+        print(f"{printable(each.path)}:{each.line}: {rule.id} {rule.level}: {rule.says}")
+        print(f"    why: {rule.why}\n    fix: {rule.fix}")
+    levels = [each.rule.level for each in found]
+    counts = [counted(levels.count(level), level) for level in ("error", "warning")]
+    said = ", ".join(count for count in counts if not count.startswith("0 "))
+    print(f"{counted(len(paths), 'file')}: {said or 'nothing found'}")
+    return 1 if found else 0
 
 
 _TOLD = ("id", "level", "says", "why", "fix")
-
-
-def _entry(found: Found) -> dict[str, object]:
-    place = {"path": found.path, "line": found.line}
-    return place | {name: getattr(found.rule, name) for name in _TOLD}
-
-
-def _text(found: Found) -> str:
-    rule = found.rule
-    head = f"{printable(found.path)}:{found.line}: {rule.id} {rule.level}: {rule.says}"
-    return f"{head}\n    why: {rule.why}\n    fix: {rule.fix}"
-
-
-def _summary(files: int, found: list[Found]) -> str:
-    counts = dict.fromkeys(("error", "warning", "note"), 0)
-    for each in found:
-        counts[each.rule.level] += 1
-    said = ", ".join(f"{n} {level}{'s' * (n != 1)}" for level, n in counts.items() if n)
-    return f"{files} file{'s' * (files != 1)}: {said or 'nothing found'}"
 
 
 def _scripts(path: Path) -> Iterator[Path]:
@@ -104,8 +90,6 @@ def _scripts(path: Path) -> Iterator[Path]:
 
 def _read(path: Path) -> str:
     try:
-        if path.stat().st_size > _LARGEST:
-            raise ConfigError(f"lint: {path} has more than {_LARGEST // 2**20} MiB: no script")
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise ConfigError(f"lint: {path} is not UTF-8 text") from None

@@ -9,10 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-
-from gradsync.comm.groups import SingleCommunicator
-from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.commands.train.micro_batch import (
     Cost,
     MemoryProbe,
@@ -23,6 +19,10 @@ from gradsync.commands.train.micro_batch import (
     is_out_of_memory,
     try_sizes,
 )
+from torch import nn
+
+from gradsync.comm.groups import SingleCommunicator
+from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.world import World
 from support.small_run import small_config
 from support.thread_ranks import run_thread_ranks

@@ -13,11 +13,11 @@ import pytest
 from gradsync.commands.cli import launch
 from gradsync.commands.cli.launch import split
 from gradsync.commands.cli.main import main
-from gradsync.commands.train import places as train_places
-from gradsync.commands.train.places import Places, settle, take_places
 from gradsync.commands.launch import local
 from gradsync.commands.launch.local import LaunchOutcome
 from gradsync.commands.launch.request import LaunchPlan, Program, parse_program
+from gradsync.commands.train import places as train_places
+from gradsync.commands.train.places import Places, settle, take_places
 from gradsync.errors import ConfigError
 from gradsync.world import World
 

@@ -9,22 +9,22 @@ from typing import Any
 
 import pytest
 import torch
-
-from gradsync.comm.groups import SingleCommunicator
-from gradsync.commands.cli import elastic as command
 from gradsync.commands.cli.elastic import before_ranks, given_fields, take_flag, with_ranks
-from gradsync.commands.plan.hardware_file import load_hardware
-from gradsync.commands.plan.profile import Conditions
-from gradsync.commands.train import micro_batch
-from gradsync.commands.train.config import SyncConfig, TrainConfig, recipe
-from gradsync.commands.train.config_io import parse_config, write_config
-from gradsync.commands.train.elastic import ConfigChanges, decide
 from gradsync.commands.train.micro_batch import (
     PROBED,
     Probed,
     find_micro_batch,
     sizes_of,
 )
+
+from gradsync.comm.groups import SingleCommunicator
+from gradsync.commands.cli import elastic as command
+from gradsync.commands.plan.hardware_file import load_hardware
+from gradsync.commands.plan.profile import Conditions
+from gradsync.commands.train import micro_batch
+from gradsync.commands.train.config import SyncConfig, TrainConfig, recipe
+from gradsync.commands.train.config_io import parse_config, write_config
+from gradsync.commands.train.elastic import ConfigChanges, decide
 from gradsync.errors import ConfigError, RunError
 from gradsync.world import World
 from support.small_run import small_config

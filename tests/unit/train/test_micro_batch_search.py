@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Iterable
 
 import pytest
-
 from gradsync.commands.train.micro_batch import (
     Trial,
     chosen_size,

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from gradsync.commands.train.learnt import Fingerprint
 
 from gradsync.checkpoint.store import CheckpointStore, Snapshot
 from gradsync.commands.train.config import (
@@ -18,7 +19,6 @@ from gradsync.commands.train.config import (
     SyncConfig,
     TrainConfig,
 )
-from gradsync.commands.train.learnt import Fingerprint
 from gradsync.commands.train.state import (
     _find_checkpoint,
     changed_settings,

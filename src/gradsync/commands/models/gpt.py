@@ -21,7 +21,7 @@ backward recomputes nothing. It keeps the gradient with respect to the head's we
 needs anyway, and the one with respect to the head's input.
 
 The sums are the same, in another order: the bits differ from those of whole logits, but are the
-same on any number of ranks, because the rows are cut from a leaf.
+same on any number of ranks, because the rows are cut from a micro-batch.
 """
 
 from __future__ import annotations
@@ -336,7 +336,7 @@ class GPT(nn.Module):
 def loss_sum(logits_BTV: Tensor, targets_BT: Tensor, ignore_index: int = -100) -> Tensor:
     """Cross-entropy summed over the targets that count, in nats.
 
-    A sum, not a mean: the leaves' sums add up to the batch's sum however the batch is cut, and one
+    A sum, not a mean: the micro-batches' sums add up to the batch's sum however the batch is cut, and one
     division by the global number of targets gives the exact mean. Targets are int64 token ids, or
     `ignore_index` for no target. Computed in fp32; 0-dim.
     """

@@ -229,7 +229,7 @@ class TrainConfig:
     """Streams: prepared data directory whose tokenizer to use; empty: bytes."""
     tokens_per_update: int = 524_288
     """Tokens per optimizer step over all ranks, whatever the world size."""
-    micro_batch_size: int = 4  # Sequences per forward and backward (one leaf).
+    micro_batch_size: int = 4  # Sequences per forward and backward.
     seq_len: int | None = None  # Tokens per sequence; default: the model's block_size.
     dtype: Dtype = "auto"
     """bf16 and fp16 use autocast over fp32 weights; fp16 needs CUDA. auto: bf16 if every rank
@@ -276,11 +276,11 @@ class TrainConfig:
     """Optimizer steps between bitwise comparisons of all ranks' weights, made before a step's
     update can hide a difference; also before each checkpoint. 0 for none."""
     audit_every: int = 0
-    """Optimizer steps between audits: another rank recomputes one leaf and compares the gradient's
-    bits before they are averaged, which finds wrong arithmetic; 0 for none."""
+    """Optimizer steps between audits: another rank recomputes one micro-batch and compares the
+    gradient's bits before they are averaged, which finds wrong arithmetic; 0 for none."""
     on_drift: OnDrift = "stop"
-    """After a failed check or audit: stop; or heal: copy the majority's weights, or repeat the
-    step, and go on. Without a majority the run stops."""
+    """After a failed comparison of weights: stop; or heal: copy the majority's and go on. Without a
+    majority the run stops."""
     timeout_s: float = 1800.0  # Longest duration of a collective, seconds.
     rendezvous_timeout_s: Fixed[float] = 60.0
     """Longest wait for the other ranks at the start, seconds."""
@@ -338,8 +338,8 @@ class TrainConfig:
             f"profile={self.profile} names a step after the last one, {self.steps}",
         )
         _require(
-            self.on_drift == "stop" or bool(self.check_replicas_every or self.audit_every),
-            "on_drift=heal heals what a check finds: set check_replicas_every or audit_every too",
+            self.on_drift == "stop" or bool(self.check_replicas_every),
+            "on_drift=heal heals what a check finds: set check_replicas_every too",
         )
         _require(
             self.sync != AUTO or not self.sync_options.given(),
@@ -353,7 +353,7 @@ class TrainConfig:
         )
 
     def batch_plan(self, world_size: int) -> BatchPlan:
-        """The exact batch arithmetic; the replicas of a split model share the leaves."""
+        """The exact batch arithmetic; the replicas of a split model share the micro-batches."""
         return solve_batch_plan(
             tokens_per_update=self.tokens_per_update,
             seq_len=self.sequence_length,
@@ -399,7 +399,7 @@ def recipe(name: str) -> TrainConfig:
             model=model,
             steps=300,
             tokens_per_update=4_096,
-            micro_batch_size=2,  # 8 leaves of 512 tokens: up to 8 ranks
+            micro_batch_size=2,  # 8 of 512 tokens: up to 8 ranks
             optim=OptimConfig(lr=3e-3, warmup_steps=20),
             eval=EvalConfig(every=100),
             checkpoint=CheckpointConfig(every=100),

@@ -1,9 +1,9 @@
 """`gradsync train --ddp --gpus-per-node G --nodes N`: nodes and ranks in familiar words.
 
-    started by a launcher       the numbers must match the launcher's; join it
-    one node                    start the ranks here, as --nproc-per-node does
-    in a Slurm allocation       become srun, with one task per rank
-    several nodes, no Slurm     an error that names the line to submit, and the one to run by hand
+started by a launcher       the numbers must match the launcher's; join it
+one node                    start the ranks here, as --nproc-per-node does
+in a Slurm allocation       become srun, with one task per rank
+several nodes, no Slurm     an error that names the line to submit, and the one to run by hand
 """
 
 from __future__ import annotations

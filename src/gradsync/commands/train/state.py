@@ -25,8 +25,8 @@ from gradsync.commands.models.config import GPTConfig
 from gradsync.commands.models.gpt import GPT
 from gradsync.commands.train.config import TrainConfig
 from gradsync.commands.train.foreign import read_hf
-from gradsync.commands.train.learnt import Fingerprint, Whole, load_weights
 from gradsync.commands.train.loop import Trainer
+from gradsync.commands.train.saving import Fingerprint, Whole
 from gradsync.core.files import one_line
 from gradsync.data.batch_plan import BatchPlan
 from gradsync.errors import CheckpointError, ConfigError, DataError
@@ -145,7 +145,7 @@ def restore(run: Trainer) -> Resumed:
     if not header["path"]:
         if config.init:
             whole = _start_weights(Path(config.init), learner.model) if comm.rank == 0 else {}
-            load_weights(learner, comm, whole)
+            learner.load_weights(whole)
             notes = (*notes, f"weights of {config.init}")
         return Resumed(notes=notes)
     state = header["state"]

@@ -217,7 +217,6 @@ class RunDir:
         *,
         threads: int,
         done_steps: int,
-        planned_gib: float | None = None,
         ranks: Callable[[], Mapping[int, Activity]] | None = None,
     ) -> None:
         """Write what is known at the start; drop metrics of steps that will be repeated; start the
@@ -243,7 +242,6 @@ class RunDir:
                 "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
                 "step": done_steps,
                 "world_size": world.world_size,
-                "planned_gib": planned_gib,
                 "reached": max((step for step in trained if step < sys.maxsize), default=None),
                 "before": before or None,
             }

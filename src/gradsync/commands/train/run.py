@@ -24,8 +24,6 @@ from gradsync.commands.models.gpt import GPT, generate
 from gradsync.commands.plan.description import Device
 from gradsync.commands.plan.gpus import torch_devices
 from gradsync.commands.plan.machine import cpu_devices, read_processor
-from gradsync.commands.plan.memory import memory_need
-from gradsync.commands.plan.workload import Split, Workload
 from gradsync.commands.train.check import check_size
 from gradsync.commands.train.config import TrainConfig
 from gradsync.commands.train.config_io import HINTS
@@ -93,7 +91,14 @@ def train(
         stack.push(lambda kind, *_: run_dir.close(failed=kind is not None))
         stack.callback(progress.stop)
         comm = communicator(world)
-        from_rank_0(comm, lambda: _refuse_start(config, run_dir))
+
+        def may_start() -> None:
+            require_packages(config.track)
+            run_dir.hold()
+            if config.resume == "none":
+                run_dir.refuse_overwrite()
+
+        from_rank_0(comm, may_start)
         data = open_data(config, world, comm)
         _refuse_unlike(config, data, comm)
         shape, device = model_config(config, data.vocab_size), _device(world, threads)
@@ -127,7 +132,6 @@ def train(
                 device,
                 threads=threads,
                 done_steps=resumed.step,
-                planned_gib=_planned_gib(trainer),
                 ranks=watch.peers.everyone if watch else None,
             )
         if fault is not None:
@@ -137,13 +141,6 @@ def train(
         progress.stop()
         data.train.close()
         return _finish(trainer, totals)
-
-
-def _refuse_start(config: TrainConfig, run_dir: RunDir) -> None:
-    require_packages(config.track)
-    run_dir.hold()
-    if config.resume == "none":
-        run_dir.refuse_overwrite()
 
 
 def _run(trainer: Trainer, step: int, stop: StopRequest, watch: FailureWatch | None) -> Totals:
@@ -189,35 +186,11 @@ def _device(world: World, threads: int) -> Device:
     return cpu_devices(used, ranks)[0]
 
 
-def _planned_gib(trainer: Trainer) -> float | None:
-    """Memory that `gradsync plan` predicts for the rank with most; None without a prediction."""
-    config, world = trainer.config, trainer.world
-    work = Workload(
-        model=trainer.learner.model.config,
-        micro_batch_size=config.micro_batch_size,
-        seq_len=config.sequence_length,
-        num_leaves=trainer.data.plan.num_micro_batches,
-        dtype=config.named_dtype,
-        activation_checkpointing=config.activation_checkpointing,
-        loss_rows=config.loss_rows,
-        kind="cuda" if world.device.type == "cuda" else "cpu",
-    )
-    split = Split(
-        strategy=config.sync,
-        layout=config.layout(world.world_size),
-        shared_weights=isinstance(trainer.learner.sync.replica.comm, SharedMemoryCommunicator),
-    )
-    try:
-        return memory_need(work, split).total / 2**30
-    except ConfigError:
-        return None
-
-
 def _introduce(trainer: Trainer, resumed: Resumed, threads: int, notes: Sequence[str]) -> None:
     config, world, data = trainer.config, trainer.world, trainer.data
     say, shape = trainer.progress.say, trainer.learner.model.config
-    shares = isinstance(trainer.learner.sync.replica.comm, SharedMemoryCommunicator)
-    through = " through shared memory" if shares else ""
+    shares_memory = isinstance(trainer.learner.sync.replica.comm, SharedMemoryCommunicator)
+    through = " through shared memory" if shares_memory else ""
     say(
         f"{counted(world.world_size, 'rank')} by {world.launcher} on "
         f"{counted(world.num_nodes, 'host')}, {world.device.type}, "

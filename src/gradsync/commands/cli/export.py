@@ -1,5 +1,5 @@
-"""`gradsync export`: convert a trained model for transformers, or make a run of a model that another
-program (transformers, nanoGPT) saved."""
+"""`gradsync export`: convert a trained model for transformers, or make a run of a model that
+another program (transformers, nanoGPT) saved."""
 
 from __future__ import annotations
 

@@ -60,45 +60,26 @@ class GPTConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name}: got {value!r}, expected a positive integer")
-        for holds, rule in (
-            (
-                self.n_embd % self.n_head == 0,
-                f"n_embd must be a multiple of n_head: got n_embd={self.n_embd}, "
-                f"n_head={self.n_head} (remainder {self.n_embd % self.n_head})",
+        width, heads, gpt2 = self.n_embd, self.n_head, self.is_gpt2
+        rules = {
+            f"n_embd must be a multiple of n_head; got {width} and {heads}": width % heads == 0,
+            f"architecture: got {self.architecture!r}, expected llama or gpt2": (
+                self.architecture in ("llama", "gpt2")
             ),
-            (
-                self.architecture in ("llama", "gpt2"),
-                f"architecture: got {self.architecture!r}, expected llama or gpt2",
+            "bias: got True, but only architecture gpt2 has biases": gpt2 or not self.bias,
+            f"n_kv_head: got {self.n_kv_head}, but architecture gpt2 has as many as n_head": (
+                not gpt2 or self.num_kv_heads == heads
             ),
-            (
-                self.is_gpt2 or not self.bias,
-                "bias: got True, but only architecture gpt2 has biases",
+            "the head size n_embd / n_head must be even for rotary positions": (
+                gpt2 or self.head_dim % 2 == 0
             ),
-            (
-                not self.is_gpt2 or self.num_kv_heads == self.n_head,
-                f"n_kv_head: got {self.n_kv_head}, but architecture gpt2 has as many as n_head "
-                f"({self.n_head}): leave it out",
+            f"n_head must be a multiple of n_kv_head; got {heads} and {self.n_kv_head}": (
+                heads % self.num_kv_heads == 0
             ),
-            (
-                self.is_gpt2 or self.head_dim % 2 == 0,
-                "the head size n_embd / n_head must be even for rotary positions: "
-                f"got {self.n_embd} / {self.n_head} = {self.head_dim}",
-            ),
-            (
-                self.n_head % self.num_kv_heads == 0,
-                f"n_head must be a multiple of n_kv_head: got n_head={self.n_head}, "
-                f"n_kv_head={self.n_kv_head}",
-            ),
-            (
-                0.0 <= self.dropout < 1.0,
-                f"dropout: got {self.dropout}, expected 0 <= dropout < 1",
-            ),
-            (
-                self.rope_theta > 0 and self.norm_eps > 0,
-                "rope_theta and norm_eps must be positive; got "
-                f"{self.rope_theta} and {self.norm_eps}",
-            ),
-        ):
+            f"dropout: got {self.dropout}, expected 0 <= dropout < 1": 0 <= self.dropout < 1,
+            "rope_theta and norm_eps must be positive": self.rope_theta > 0 and self.norm_eps > 0,
+        }
+        for rule, holds in rules.items():
             if not holds:
                 raise ConfigError(rule)
 

@@ -336,7 +336,7 @@ class GPT(nn.Module):
 def loss_sum(logits_BTV: Tensor, targets_BT: Tensor, ignore_index: int = -100) -> Tensor:
     """Cross-entropy summed over the targets that count, in nats.
 
-    A sum, not a mean: the micro-batches' sums add up to the batch's sum however the batch is cut, and one
+    A sum, not a mean: sums of micro-batches add up to the batch's sum however it is cut, and one
     division by the global number of targets gives the exact mean. Targets are int64 token ids, or
     `ignore_index` for no target. Computed in fp32; 0-dim.
     """
@@ -448,7 +448,9 @@ def generate(
     if not ids or not all(0 <= token < vocab_size for token in ids):
         raise ConfigError(f"the prompt must be token ids of 0..{vocab_size - 1}, at least one")
     if temperature < 0 or (top_k is not None and top_k < 1):
-        raise ConfigError(f"temperature must be 0 or more, top_k at least 1; got {temperature}, {top_k}")
+        raise ConfigError(
+            f"temperature must be 0 or more, top_k at least 1; got {temperature}, {top_k}"
+        )
     generator = torch.Generator().manual_seed(seed)
     device = model.embed.weight.device
     caches = [KeyValueCache() for _ in model.blocks]

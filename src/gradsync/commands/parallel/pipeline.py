@@ -52,7 +52,7 @@ class Pipeline:
         self._mine: list[MicroBatch] = []
         self._schedule: Schedule1F1B | None = None
         if self.part.layout.pp > 1:
-            # Shapes are given, so that stages need not send them to each other (torch pickles them).
+            # Shapes are given, so that stages need not send them (torch pickles them).
             stream = torch.empty(self._shape, device="meta")
             tokens = torch.empty(shape, dtype=torch.int64, device="meta")
             stage = _Stage(

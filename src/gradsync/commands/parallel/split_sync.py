@@ -232,7 +232,7 @@ class SplitSync:
         )
 
     def add_loss(self, loss_sum: Tensor, weight: float) -> None:
-        """One micro-batch's summed loss, [], and its targets; one rank of each replica reports it."""
+        """A micro-batch's summed loss, [], and its targets; one rank of a replica reports it."""
         if self._part.counts_loss:
             self._loss.add(loss_sum, weight)
 

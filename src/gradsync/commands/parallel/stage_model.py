@@ -127,8 +127,8 @@ class GPTStage(nn.Module):
 
     def pass_over_dropout(self, like_BTC: Tensor, branch_dtype: torch.dtype) -> None:
         """Draw what earlier stages draw for a micro-batch, so that this stage's dropout is the
-        whole model's: one mask for the embedding, two for each block. `like_BTC` has the shape and dtype
-        of the residual stream; a block's branches have dtype `branch_dtype`."""
+        whole model's: one mask for the embedding, two for each block. `like_BTC` has the shape and
+        dtype of the residual stream; a block's branches have dtype `branch_dtype`."""
         first = self.part.blocks.start
         if self.part.is_first or not self.config.dropout or not self.training:
             return

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, make_dataclass, replace
-from difflib import get_close_matches
 from typing import Annotated, Any, Literal, cast, get_args
 
 from tyro.conf import Fixed, Suppress
@@ -15,6 +14,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 from gradsync.commands.models.config import GPTConfig, preset
 from gradsync.commands.parallel.layout import ParallelLayout, parse_layout
 from gradsync.commands.train.trackers import tracker_names
+from gradsync.core.files import check_name
 from gradsync.data.batch_plan import BatchPlan, solve_batch_plan
 from gradsync.errors import ConfigError
 from gradsync.runtime.bounds import check_numbers
@@ -153,15 +153,8 @@ class _GivenOptions:
     """Options of the synchronisation strategy; by default the strategy chooses. A strategy accepts
     only its options, checked by name."""
 
-    def __post_init__(self) -> None:
-        for name, value in self.given().items():
-            numeric = isinstance(value, int | float) and not isinstance(value, bool)
-            _require(
-                not numeric or value > 0 or (name == "outer_momentum" and value == 0),
-                f"sync_options.{name} must be positive; got {value}",
-            )
-
     def given(self) -> dict[str, Any]:
+        """The options that are set."""
         values = {each.name: getattr(self, each.name) for each in fields(cast(Any, self))}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -188,10 +181,7 @@ def sync_options(words: Sequence[str]) -> Any:
     for word in words:
         key, value = key_and_value("--sync-options", word)
         key = key.replace("-", "_")
-        if key not in known:
-            near = get_close_matches(key, known, n=1)
-            hint = f"; perhaps you meant {near[0]}" if near else ""
-            raise ConfigError(f"--sync-options: no strategy has an option {key[:80]!r}{hint}")
+        check_name("option of a strategy", key, known)
         is_word = value is None and "none" in get_args(known[key][0])
         given[key] = "none" if is_word else value
     return SyncConfig(**given)
@@ -312,9 +302,6 @@ class TrainConfig:
             f"cpu:gloo,cuda:nccl; got {self.backend[:80]!r}",
         )
         tracker_names(self.track)
-        for name in ("steps", "tokens_per_update", "micro_batch_size", "log_every"):
-            value = getattr(self, name)
-            _require(isinstance(value, int), f"{name} must be an integer; got {value!r}")
         for least, names in _LEAST.items():
             for name in names:
                 value = getattr(self, name)

@@ -162,7 +162,6 @@ class Trainer:
             lr = learning_rate(optim, totals.step, config.steps)
             result = self._train_step(batch, lr, stop)
             totals.step += 1
-            self.progress.advance(totals.step)
             self.tell(totals.step)
             stopped = result.stop and totals.step < config.steps
             last = stopped or totals.step == config.steps

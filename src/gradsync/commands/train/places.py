@@ -96,3 +96,4 @@ def settle(places: Places, flags: Sequence[str], world: World, env: Mapping[str,
     sys.stdout.flush()
     with environ.exported({TOKEN: secrets.token_hex(32)}):
         os.execvp("srun", [*srun, sys.executable, "-m", "gradsync", "train", *flags])
+    raise AssertionError("execvp does not return")

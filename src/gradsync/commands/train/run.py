@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shlex
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, replace
@@ -36,7 +35,7 @@ from gradsync.commands.train.profiler import StepProfiler
 from gradsync.commands.train.state import Resumed, numeric_fingerprint, restore
 from gradsync.commands.train.trackers import require_packages
 from gradsync.core.files import counted, read_object
-from gradsync.errors import ConfigError, GradsyncError, RunError, UsageError
+from gradsync.errors import GradsyncError, RunError, UsageError
 from gradsync.runtime.failure import FailureWatch
 from gradsync.runtime.signals import StopRequest
 from gradsync.sync.step_metadata import first_difference, refuse_difference
@@ -78,18 +77,10 @@ def train(
         watch: of the session; rank 0 writes its data on all ranks to `ranks.json`.
     """
     run_dir = RunDir(config.out)
-    progress = Progress(
-        config.steps,
-        world.world_size,
-        enabled=world.is_main,
-        stream=stream or sys.stdout,
-        # mpirun and srun may give rank 0 a terminal and write its output to a file.
-        live=world.launcher in ("python", "torchrun", "env"),
-    )
+    progress = Progress(config.steps, world.world_size, enabled=world.is_main, stream=stream)
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest(announce=world.is_main))
         stack.push(lambda kind, *_: run_dir.close(failed=kind is not None))
-        stack.callback(progress.stop)
         comm = communicator(world)
 
         def may_start() -> None:
@@ -124,7 +115,12 @@ def train(
         begin_log()
         _introduce(trainer, resumed, threads, notes)
         if resumed.source and resumed.step >= config.steps:
-            return _already_done(trainer, resumed)
+            trainer.progress.say(
+                f"{resumed.source} has {resumed.step} steps already and {config.steps} were asked "
+                "for: nothing to do (give more --steps to go on)"
+            )
+            kept = read_object(run_dir.path / "summary.json") | {"stopped_by": ""}
+            return TrainOutcome(exit_code=0, summary=kept if world.is_main else {})
         if world.is_main:
             run_dir.begin(
                 config,
@@ -137,22 +133,16 @@ def train(
         if fault is not None:
             fault.plant(trainer)
         progress.start(resumed.step)
-        totals = _run(trainer, resumed.step, stop, watch)
-        progress.stop()
+        try:
+            totals = trainer.run(resumed.step, stop)
+        except BaseException:
+            if watch is not None:
+                watch.sampler.hold()
+            raise
+        finally:
+            run_dir.end_table()  # of ranks, which leave one by one from now on
         data.train.close()
         return _finish(trainer, totals)
-
-
-def _run(trainer: Trainer, step: int, stop: StopRequest, watch: FailureWatch | None) -> Totals:
-    """The loop from `step` on; it ends the table of ranks, which leave one by one afterwards."""
-    try:
-        return trainer.run(step, stop)
-    except BaseException:
-        if watch is not None:
-            watch.sampler.hold()
-        raise
-    finally:
-        trainer.run_dir.end_table()
 
 
 def _refuse_unlike(config: TrainConfig, data: Data, comm: Communicator) -> None:
@@ -229,20 +219,6 @@ def _unlike_machines(trainer: Trainer) -> list[str]:
     return [f"{found[1]}: replicas may drift, and bits of other runs are not kept"] if found else []
 
 
-def _already_done(trainer: Trainer, resumed: Resumed) -> TrainOutcome:
-    """Nothing to do: leave the finished run's files unchanged."""
-    steps = trainer.config.steps
-    trainer.progress.say(
-        f"{resumed.source} has {resumed.step} steps already and {steps} were asked for: "
-        "nothing to do (give more --steps to go on)"
-    )
-    is_main = trainer.world.is_main
-    summary = (
-        read_object(trainer.run_dir.path / "summary.json") | {"stopped_by": ""} if is_main else {}
-    )
-    return TrainOutcome(exit_code=0, summary=summary)
-
-
 def _finish(trainer: Trainer, totals: Totals) -> TrainOutcome:
     learner, world = trainer.learner, trainer.world
     figures = learner.closing_figures(memory_gib(world))
@@ -300,16 +276,15 @@ def _farewell(trainer: Trainer, totals: Totals, model: GPT) -> None:
             f"for comparison: {meta.unigram_entropy_nats:.4f} is the entropy of single "
             f"{meta.tokenizer} tokens (a model that only counts them)"
         )
-    if trainer.data.load_tokenizer is not None and trainer.config.sample_tokens:
-        config = trainer.config
+    config = trainer.config
+    if trainer.data.load_tokenizer is not None and config.sample_tokens:
         try:
             tokenizer = trainer.data.load_tokenizer()
             prompt = tokenizer.encode("\n").tolist()
             ids = generate(model, prompt, config.sample_tokens, seed=config.seed)
+            say(f"--- a sample ---\n{tokenizer.decode(ids)}\n----------------")
         except UsageError as error:  # a finished run does not fail because of it
             say(f"no sample: {error}")
-        else:
-            say(f"--- a sample ---\n{tokenizer.decode(ids)}\n----------------")
     path, known = trainer.run_dir.path, trainer.data.load_tokenizer is not None
     commands = ("sample", "report", "export") if known else ("report",)
     say(f"everything lies in {path}")

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from gradsync.commands.train.learnt import Fingerprint
 
 from gradsync.checkpoint.store import CheckpointStore, Snapshot
 from gradsync.commands.train.config import (
@@ -19,6 +18,7 @@ from gradsync.commands.train.config import (
     SyncConfig,
     TrainConfig,
 )
+from gradsync.commands.train.saving import Fingerprint
 from gradsync.commands.train.state import (
     _find_checkpoint,
     changed_settings,

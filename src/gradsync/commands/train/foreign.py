@@ -79,7 +79,7 @@ def read_nanogpt(path: Path) -> Foreign:
         ) from error
     try:
         return _nanogpt(found, path)
-    except (ConfigError, CheckpointError, TypeError, ValueError) as error:
+    except (ConfigError, CheckpointError, AttributeError, TypeError, ValueError) as error:
         raise DataError(f"{path} is no checkpoint of nanoGPT: {one_line(error)}") from error
 
 
@@ -157,7 +157,7 @@ def _settings(theirs: Mapping[str, Any], shape: GPTConfig) -> dict[str, Any]:
     if "max_iters" in given:
         found["steps"] = given["max_iters"]
     if "batch_size" in given:
-        size, times = given["batch_size"], given.get("gradient_accumulation_steps", 1)
+        size, times = int(given["batch_size"]), int(given.get("gradient_accumulation_steps", 1))
         found["micro_batch_size"] = size
         found["tokens_per_update"] = size * times * shape.block_size
     replace(recipe("tiny"), model=shape, **found)  # validates

@@ -133,16 +133,21 @@ def train(
         if fault is not None:
             fault.plant(trainer)
         progress.start(resumed.step)
-        try:
-            totals = trainer.run(resumed.step, stop)
-        except BaseException:
-            if watch is not None:
-                watch.sampler.hold()
-            raise
-        finally:
-            run_dir.end_table()  # of ranks, which leave one by one from now on
+        totals = _run(trainer, resumed.step, stop, watch)
         data.train.close()
         return _finish(trainer, totals)
+
+
+def _run(trainer: Trainer, step: int, stop: StopRequest, watch: FailureWatch | None) -> Totals:
+    """The loop from `step` on; it ends the table of ranks, which leave one by one afterwards."""
+    try:
+        return trainer.run(step, stop)
+    except BaseException:
+        if watch is not None:
+            watch.sampler.hold()
+        raise
+    finally:
+        trainer.run_dir.end_table()
 
 
 def _refuse_unlike(config: TrainConfig, data: Data, comm: Communicator) -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from gradsync.commands.report.run import read_run
-from gradsync.commands.train.audit import choose_leaf
+from gradsync.commands.train.audit import choose_micro_batch
 from gradsync.commands.train.config import EvalConfig, SyncConfig, TrainConfig
 from gradsync.commands.train.faults import FaultPlan
 from gradsync.commands.train.loop import Interval, Trainer
@@ -168,11 +168,11 @@ def test_resuming_something_else_is_refused_by_name(pool: Any, data: Path, tmp_p
     config = small_config(tmp_path / "run", data, steps=2)
     assert pool.run(train_rank, 1, config)[0].exit_code == 0
     refusals: list[tuple[dict[str, Any], str]] = [
-        ({"seed": 2}, "was begun with --seed 1337, this is 2: leave"),
+        ({"seed": 2}, "was trained with --seed 1337 --data "),
         ({"tokens_per_update": 128}, "num_leaves: 8 then, 4 now"),
         ({"dtype": "bf16"}, "dtype: 'fp32' then, 'bf16, one cast' now"),
         ({"model": replace(config.model, n_embd=48)}, "model.n_embd is 32 there, 48 here"),
-        ({"data": str(make_data(tmp_path / "other", seed=1))}, f"was trained on {data}, not on"),
+        ({"data": str(make_data(tmp_path / "other", seed=1))}, f"--seed 1337 --data {data}: give"),
         ({"resume": "none"}, "already holds a run"),
     ]
     for changes, message in refusals:
@@ -316,7 +316,6 @@ def test_the_run_directory_holds_what_it_promises_and_a_finished_run_is_left_as_
     assert [name for name in names if not (tmp_path / name).is_file()] == []
     start = json.loads((tmp_path / "starts.jsonl").read_text())
     assert (start["step"], start["world_size"], start["before"]) == (0, 2, None)
-    assert 0.3 < start["planned_gib"] < 1  # most of it is the process
     steps = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert steps == ["step-00000004", "step-00000006"]
     assert (first.exit_code, first.summary["stopped_by"]) == (0, "")
@@ -354,15 +353,15 @@ def test_what_changes_no_bit(
 
 
 def flip_one_bit(
-    rank: int, world_size: int, store_path: str, config: TrainConfig, where: str, bad_rank: int = 1
+    rank: int, world_size: int, store_path: str, config: TrainConfig, where: str
 ) -> RankResult:
-    """As `train_rank`, with one bit flipped on `bad_rank` right after step 3: of a weight, `seen`
+    """As `train_rank`, with one bit flipped on rank 1 right after step 3: of a weight, `seen`
     or `unseen` by autograd's counters, or of the optimizer's `state`."""
     original = Trainer._train_step
 
     def step_and_flip(self: Trainer, batch: Batch, *rest: Any) -> Any:
         result = original(self, batch, *rest)
-        if (rank, batch.number) == (bad_rank, 3):
+        if (rank, batch.number) == (1, 3):
             weight = self.learner.model.get_parameter("blocks.1.mlp.up.weight")
             state = self.learner.optimizer.state[weight].get("exp_avg_sq", weight)
             tensor = {"seen": weight.detach(), "unseen": weight.data, "state": state}[where]
@@ -417,29 +416,11 @@ def test_a_flipped_bit_heals(
     assert [check.step for check in read_run(tmp_path / "2").checks if check.bad] == [4]
 
 
-@pytest.mark.parametrize("bad_rank", [0, 1])
-@pytest.mark.parametrize("where", ["unseen", "state"])
-def test_of_two_ranks_the_steps_done_again_say_who_was_right(
-    pool: Any, data: Path, tmp_path: Path, undisturbed: Undisturbed, where: str, bad_rank: int
-) -> None:
-    """Also when the flip would have come into a checkpoint: none is written of such replicas."""
-    given = SyncConfig(weights="replicas", update="whole" if where == "state" else None)
-    config = small_config(tmp_path, data, check_replicas_every=100, sync_options=given)
-    results = pool.run(flip_one_bit, 2, config, where, bad_rank)
-    assert "without a majority" in results[0].error
-    saved = [each.name for each in (tmp_path / "checkpoints").glob("step*")]
-    assert saved == ["step-00000002"]
-    again = replace(config, resume="auto")
-    result = pool.run(train_rank, 1 + bad_rank, again)[0]  # on any number of ranks
-    assert f"step 4, done again, gives other bits than rank {bad_rank} held" in result.printed
-    assert result.summary["weights_sha256"] == undisturbed("invariant", 1).weights_sha256
-
-
 def compute_wrongly(
     rank: int, world_size: int, store_path: str, config: TrainConfig, bad_step: int, always: bool
 ) -> RankResult:
-    """As `train_rank`, but rank 1 flips a bit of a gradient of each leaf that it computes in one
-    step: of its own leaves, or `always`."""
+    """As `train_rank`, but rank 1 flips a bit of a gradient of each micro-batch that it computes
+    in one step: of its own, or `always`."""
     original = Trainer._train_step
 
     def step_wrongly(self: Trainer, batch: Batch, *rest: Any) -> Any:
@@ -466,7 +447,7 @@ def compute_wrongly(
 
 def step_audited_on(role: str, world_size: int) -> int:
     """The first step after two whose audit has rank 1 in this role."""
-    choices = ((s, choose_leaf(TrainConfig().seed, s, 8, world_size)) for s in range(2, 100))
+    choices = ((s, choose_micro_batch(TrainConfig().seed, s, 8, world_size)) for s in range(2, 100))
     return next(step for step, chosen in choices if getattr(chosen, role) == 1)
 
 
@@ -490,21 +471,6 @@ def test_an_audit_names_a_rank_that_computes_wrongly(
         assert f"of step {step + 1} has two gradients, first in 'blocks.1.mlp.up" in result.error
         assert verdict in result.error
     assert read_run(tmp_path).checks[-1][:3:2] == (step + 1, True)
-
-
-def test_a_step_with_a_wrong_leaf_is_done_again(
-    pool: Any, data: Path, tmp_path: Path, undisturbed: Undisturbed
-) -> None:
-    step = step_audited_on("owner", 2)
-    assert step < 6, "the undisturbed run has so many"
-    config = small_config(tmp_path, data, audit_every=1, on_drift="heal")
-    results = pool.run(compute_wrongly, 2, config, step, False)
-    assert results[0].exit_code == 0, results[0].error
-    assert "rank 1 computed wrong bits" in results[0].printed
-    checks = [(check.step, check.bad) for check in read_run(tmp_path).checks]
-    assert checks == [(number, number == step + 1) for number in range(1, 7)]
-    expected = undisturbed("invariant", 1).weights_sha256
-    assert results[0].summary["weights_sha256"] == expected
 
 
 @pytest.mark.parametrize("sync", UNEQUAL)

@@ -11,7 +11,7 @@ from gradsync.commands.bench.contestants import Contestant
 from gradsync.commands.bench.steps import Checked
 from gradsync.commands.bench.sync_plan import SyncSettings
 from gradsync.commands.bench.tune import StageOutcome, Tuner, TuneRequest
-from gradsync.commands.cli.train import _named_sync
+from gradsync.commands.cli.train import _with_all_ranks
 from gradsync.commands.models.config import PRESETS, GPTConfig
 from gradsync.commands.train.tuned import TUNED, Tuned, TunedStrategy, conditions_of
 from gradsync.runtime import environ
@@ -98,8 +98,8 @@ def _auto(rank: int, world_size: int, store_path: str, folder: Path) -> tuple[st
         )
         tuned = Tuned(choice=choice, verdict="it is faster", date="2026-01-02")
         TUNED.save(conditions_of(config, world, threads=1), tuned)
-        named, note = _named_sync(config, world, threads=1)
-    return named.sync, named.sync_options.given(), note
+        named, lines = _with_all_ranks(config, None, world, threads=1)
+    return named.sync, named.sync_options.given(), lines[-1]
 
 
 def test_all_ranks_take_rank_0s_answer(pool: Any, tmp_path: Path) -> None:

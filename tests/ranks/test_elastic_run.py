@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import threading
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -11,9 +14,10 @@ import yaml
 
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.commands.cli.main import main
+from gradsync.commands.cli.train import _with_all_ranks
 from gradsync.commands.train import tuned
 from gradsync.commands.train.config import TrainConfig
-from gradsync.commands.train.config_io import write_config
+from gradsync.commands.train.config_io import parse_config, write_config
 from gradsync.commands.train.tuned import resolve_dtype
 from gradsync.world import World
 from support.small_run import make_data, small_config
@@ -21,11 +25,9 @@ from support.thread_ranks import run_thread_ranks
 
 
 @pytest.fixture
-def config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def config_file(tmp_path: Path) -> Path:
     """Everything but the micro-batch is said."""
-    monkeypatch.setenv("GRADSYNC_CACHE", str(tmp_path / "cache"))
-    data = make_data(tmp_path / "data")
-    config = small_config(tmp_path / "run", data, steps=2, keep_memory=False, tokens_per_update=32)
+    config = small_config(tmp_path / "run", make_data(tmp_path / "data"), steps=2)
     path = tmp_path / "small.yaml"
     write_config(config, path)
     values = yaml.safe_load(path.read_text())
@@ -34,7 +36,11 @@ def config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_a_run_writes_down_what_was_found(
+def written(tmp_path: Path) -> dict[str, Any]:
+    return yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+
+
+def test_a_run_writes_down_what_was_found_and_keeps_it(
     config_file: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -43,20 +49,18 @@ def test_a_run_writes_down_what_was_found(
     line = ["train", str(config_file), "--elastic", "--nproc-per-node", "1"]
     monkeypatch.setattr("gradsync.commands.cli.train.host_cores", lambda: 0)
     assert main(line) == 0
-    said = capsys.readouterr().out
-    assert "\n1 ranks share 0 cores: no faster than 0 ranks\n" in said
-    run = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
-    found = run["micro_batch_size"]
-    assert f"--micro-batch-size {found} " in said  # how to have the bits of this choice again
-    (kept,) = (tmp_path / "cache" / "micro-batch").iterdir()
-    assert json.loads(kept.read_text())["size"] == found
-    assert (run["sync"], run["dtype"]) == ("invariant", "fp32")
-    # It goes on with the same leaf, whatever the cache says by now.
-    kept.unlink()
+    printed = capsys.readouterr()
+    assert "\n1 ranks share 0 cores: no faster than 0 ranks\n" in printed.out
+    found = written(tmp_path)
+    assert f"micro-batch {found['micro_batch_size']}: " in printed.err
+    assert found["sync"] == "invariant"
     assert main([*line, "--steps", "3"]) == 0
-    assert not kept.exists()
-    again = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
-    assert (again["micro_batch_size"], again["steps"]) == (found, 3)
+    assert "goes on as it began in " in capsys.readouterr().err
+    assert written(tmp_path) == found | {"steps": 3}
+    other = 1 if found["micro_batch_size"] == 2 else 2
+    config_file.write_text(f"{config_file.read_text()}\nmicro_batch_size: {other}\n")
+    assert main([*line, "--steps", "4"]) == 2, "what is given changes bits"
+    assert "leaf_shape" in capsys.readouterr().err
 
 
 def test_a_dry_run_shows_it_and_writes_nothing(
@@ -68,9 +72,27 @@ def test_a_dry_run_shows_it_and_writes_nothing(
     out, err = capsys.readouterr()
     document = json.loads(out)
     assert document["config"]["nproc_per_node"] == 2
-    assert document["plan"]["num_micro_batches"] == 2
     assert "elastic: " in err
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_ranks_of_a_launcher_take_what_rank_0_chose(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = threading.local()
+    monkeypatch.setattr("gradsync.comm.groups.communicator", lambda _: here.comm)
+    config = replace(parse_config([str(config_file)]), micro_batch_size=16)  # too large for two
+
+    def one(rank: int, group: dist.ProcessGroup) -> tuple[TrainConfig, list[str]]:
+        here.comm = ProcessGroupCommunicator(group)
+        world = World(rank=rank, world_size=2, local_rank=rank, local_world_size=2, launcher="env")
+        found, lines = _with_all_ranks(config, frozenset({"sync"}), world, threads=1)
+        return found, list(lines)
+
+    (first, lines), (second, _) = run_thread_ranks(one, 2)
+    assert first == second
+    assert first.micro_batch_size < 16
+    assert lines[-1].startswith("elastic: invariant dp=2, micro-batch ")
 
 
 def test_ranks_agree_on_a_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,7 @@ def main(folder: Path) -> None:
         batch = torch.randint(model.vocab_size, (2, 1, tokens)).unbind()
         leaves = leaves_of([batch], world)
         for _ in range(2):  # the first makes the optimizer's state
-            learner.run_leaves(leaves)
+            learner.run_micro_batches(leaves)
             learner.sync.step(learner.optimizer, clip_norm=config.optim.clip_norm)
         peak = peak_bytes()
         learner.sync.close()

@@ -1,5 +1,4 @@
-"""`gradsync export`: transformers opens the folder, and computes the same; safetensors hold the
-checkpoint's very bits."""
+"""`gradsync export`: transformers opens the folder, and computes the same."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -175,7 +174,7 @@ def test_a_folder_that_holds_something_is_left_alone(
     assert "no checkpoint there" in capsys.readouterr().err
 
 
-# -- safetensors ----------------------------------------------------------------------------------
+# -- checkpoints of several ranks -----------------------------------------------------------------
 
 
 def snapshot_of(run: Path) -> Snapshot:
@@ -216,45 +215,36 @@ def in_shares(whole: Snapshot, directory: Path, kinds: tuple[str, ...]) -> Path:
     return CheckpointStore(directory).save(cut)
 
 
-@pytest.mark.parametrize("kinds", [(), ("optimizer",), ("model", "optimizer")])
-def test_the_bits_go_to_safetensors(run: Path, tmp_path: Path, kinds: tuple[str, ...]) -> None:
-    whole = snapshot_of(run)
-    source = in_shares(whole, tmp_path / "run" / "checkpoints", kinds) if kinds else run
-    weights = dict(whole.tensors["model"])
-    file = tmp_path / "w.safetensors"
-    command = ["export", str(source), "--to", "safetensors", "--out", str(file)]
-    assert main(command) == 0
-    assert same_bits(load_file(file), weights)
-    assert main(command) == 2  # there is something by now
+@pytest.mark.parametrize("kinds", [("optimizer",), ("model", "optimizer")])
+def test_shares_of_ranks_are_exported_whole(
+    run: Path, tmp_path: Path, kinds: tuple[str, ...]
+) -> None:
+    cut = in_shares(snapshot_of(run), tmp_path / "run" / "checkpoints", kinds)
+    for source, out in ((run, "whole"), (cut, "joined")):
+        assert main(["export", str(source), "--out", str(tmp_path / out)]) == 0
+    found = load_file(tmp_path / "joined" / "model.safetensors")
+    assert same_bits(found, load_file(tmp_path / "whole" / "model.safetensors"))
 
 
-def test_tied_weights_of_any_model(tmp_path: Path) -> None:
-    tied = torch.ones(2, 3)
-    snapshot = Snapshot(step=1, tensors={"model": {"a.w": tied, "b.w": tied}}, state={})
-    CheckpointStore(tmp_path / "checkpoints").save(snapshot)
-    assert main(["export", str(tmp_path), "--to", "safetensors"]) == 0
-    with safe_open(tmp_path / "model.safetensors", "pt") as file:
-        assert (list(file.keys()), file.metadata()) == (["a.w"], {"format": "pt", "b.w": "a.w"})
-        assert torch.equal(file.get_tensor("a.w"), tied)
-
-
-@pytest.mark.parametrize("to", ["hf", "safetensors"])
+@pytest.mark.parametrize(
+    ("broken", "error"),
+    [
+        ("pathlib.Path.write_text", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))),
+        ("safetensors.torch.save_file", SafetensorError("I/O error: No space left on device")),
+    ],
+)
 def test_a_full_disk_is_one_line_and_leaves_nothing(
     run: Path,
-    to: str,
+    broken: str,
+    error: Exception,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    out, no_space = tmp_path / "out", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    if to == "hf":
-        monkeypatch.setattr(Path, "write_text", Mock(side_effect=no_space))
-    else:
-        said = SafetensorError(f"I/O error: {no_space.strerror}")
-        monkeypatch.setattr("safetensors.torch.save_file", Mock(side_effect=said))
-    assert main(["export", str(run), "--to", to, "--out", str(out)]) == 1
-    lines = capsys.readouterr().err.splitlines()
-    assert [f"cannot write to {out}: " in line and "No space left" in line for line in lines] == [
-        True
-    ]
+    out = tmp_path / "out"
+    monkeypatch.setattr(broken, Mock(side_effect=error))
+    assert main(["export", str(run), "--out", str(out)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"cannot write to {out}: " in line
+    assert "No space left" in line
     assert list(tmp_path.iterdir()) == []

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from gradsync.commands.cli import launch, train_places
+from gradsync.commands.cli import launch
 from gradsync.commands.cli.launch import split
 from gradsync.commands.cli.main import main
-from gradsync.commands.cli.train_places import Places, settle, take_places
 from gradsync.commands.launch import local
 from gradsync.commands.launch.local import LaunchOutcome
 from gradsync.commands.launch.request import LaunchPlan, Program, parse_program
+from gradsync.commands.train import places as train_places
+from gradsync.commands.train.places import Places, settle, take_places
 from gradsync.errors import ConfigError
 from gradsync.world import World
 
@@ -222,7 +223,6 @@ def test_an_allocation_becomes_srun(monkeypatch: pytest.MonkeyPatch) -> None:
         raise SystemExit
 
     monkeypatch.setattr(train_places.os, "execvp", execvp)
-    monkeypatch.setattr(train_places.shutil, "which", lambda name: f"/usr/bin/{name}")
     env = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"}
     two = Places(nodes=2, gpus_per_node=4)
     with pytest.raises(SystemExit):

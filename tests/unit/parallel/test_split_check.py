@@ -29,14 +29,10 @@ CONFIG = TrainConfig(
         (2, {"parallel": "tp=2", "model": GPTConfig(architecture="gpt2")}, "this one is gpt2"),
         (3, {"parallel": "tp=3"}, "tp=3 does not divide the model's 8 query heads"),
         (4, {"parallel": "foo"}, "got 'foo', expected sizes such as"),
-        (
-            4,
-            {"parallel": "pp=4,dp=1", "micro_batch_size": 8},
-            "pp=4 stages need a micro-batch",
-        ),
-        (6, {"parallel": "pp=2"}, "8 micro-batches a step cannot be dealt equally to dp=3"),
+        (4, {"parallel": "pp=4,dp=1", "micro_batch_size": 8}, "pp=4 stages with 2 micro-batches"),
+        (6, {"parallel": "pp=2"}, "8 micro-batches a step, which dp=3 replicas cannot"),
         (2, {"parallel": "pp=2", "dtype": "fp16"}, "fp16"),
-        (2, {"parallel": "pp=2", "compile": "model"}, "drop compile=model"),
+        (2, {"parallel": "pp=2", "compile": "model"}, "compile=model; change it"),
         (2, {"parallel": "tp=2", "sync": "auto"}, "sync=auto measures whole models"),
         *(
             (2, {"parallel": "pp=2", "sync": name}, f"sync={name} does not go with a split model")

@@ -18,7 +18,7 @@ from gradsync.commands.train.config import (
     SyncConfig,
     TrainConfig,
 )
-from gradsync.commands.train.learnt import Fingerprint
+from gradsync.commands.train.saving import Fingerprint
 from gradsync.commands.train.state import (
     _find_checkpoint,
     changed_settings,

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import sys
-import threading
 from collections.abc import Mapping
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -17,7 +16,6 @@ import pytest
 
 from gradsync.commands.cli import train as command
 from gradsync.commands.cli.main import main
-from gradsync.commands.train import trackers
 from gradsync.commands.train.faults import FaultPlan
 from gradsync.commands.train.trackers import Trackers, require_packages, tracker_names
 from gradsync.errors import ConfigError
@@ -35,15 +33,13 @@ Record = tuple[int, str, float]
 
 
 class Fake:
-    """Stands for both packages: keeps what it was told. That of W&B raises in the call `fails`, and
-    in the call `blocks` returns when `go_on` is set."""
+    """Stands for both packages: keeps what it was told. That of W&B raises in the call `fails`."""
 
     def __init__(self) -> None:
         self.begun: list[dict[str, Any]] = []
         self.got: dict[str, list[Record]] = {"tensorboard": [], "wandb": []}
         self.ended: list[tuple[str, int]] = []
-        self.fails = self.blocks = ""
-        self.go_on = threading.Event()
+        self.fails = ""
 
     def begin(self, tracker: str, /, **given: Any) -> None:
         self._may_fail(tracker, "begin")
@@ -59,8 +55,6 @@ class Fake:
         self.ended.append((name, exit_code))
 
     def _may_fail(self, name: str, call: str) -> None:
-        if name == "wandb" and self.blocks == call:
-            assert self.go_on.wait(30)
         if name == "wandb" and self.fails == call:
             raise OSError(28, f"no room\nto {call}")
 
@@ -180,56 +174,6 @@ def test_a_tracker_that_raises_is_warned_of_once_and_left_alone(
     assert bool(fake.got["wandb"]) == (call == "end")
     assert fake.ended == [("tensorboard", 0)]
     assert fake.got["tensorboard"] == written(tmp_path)
-
-
-STARTS_LATE = ["tracker wandb did not start within 0.2 s; going on without it"]
-ENDS_LATE = (
-    "tracker wandb did not finish within 0.2 s and is left alone; metrics.jsonl has all records"
-)
-BEHIND = (
-    "tracker wandb is 3 records behind: the oldest that it has not got are dropped from now on; "
-    "metrics.jsonl has them all"
-)
-
-
-@pytest.mark.parametrize(
-    ("call", "says", "steps"),
-    [
-        ("begin", STARTS_LATE, set()),
-        ("take", [BEHIND, ENDS_LATE], {4}),  # two records, and the end
-        ("end", [ENDS_LATE], {2, 3, 4}),
-    ],
-)
-def test_a_tracker_that_blocks_holds_up_nobody(
-    fake: Fake,
-    data: Path,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    call: str,
-    says: list[str],
-    steps: set[int],
-) -> None:
-    for name, value in {"_START_S": 0.2, "_FINISH_S": 0.2, "_KEPT": 3}.items():
-        monkeypatch.setattr(trackers, name, value)
-    fake.blocks, before = call, dict(os.environ)
-    flags = ("--steps", "4", "--log-every", "1", "--track", ALL, "--json")
-    assert train(data, tmp_path, *flags) == 0
-    assert [each.getMessage() for each in caplog.records if each.levelname == "WARNING"] == says
-    json.loads(capsys.readouterr().out)
-    assert dict(os.environ) == before
-    assert {step for step, _, _ in written(tmp_path)} == {1, 2, 3, 4}
-    assert fake.got["tensorboard"] == written(tmp_path)
-
-    fake.go_on.set()
-    for thread in threading.enumerate():
-        if thread.name == "tracker wandb":
-            thread.join(10)
-    assert fake.ended == [("tensorboard", 0), ("wandb", int(call == "begin"))]
-    # Whether it was given the first one depends on how soon its thread looked.
-    assert {step for step, _, _ in fake.got["wandb"]} - {1} == steps
-    assert len(caplog.records) == len(says)
 
 
 @pytest.mark.parametrize(("kind", "code", "failed"), [("raise", 1, 1), ("sigterm", 75, 0)])

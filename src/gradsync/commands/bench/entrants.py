@@ -379,7 +379,7 @@ class Synchronised(Entrant):
         self._stopwatch = blocking if by_engine else None  # the engine's time is added to it
 
     def backward(self, leaves: Leaves) -> None:
-        self._learner.run_leaves(leaves)
+        self._learner.run_micro_batches(leaves)
 
     def update(self) -> None:
         if self._stopwatch is not None:

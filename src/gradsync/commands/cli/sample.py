@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 from tyro.conf import Positional
@@ -16,6 +14,10 @@ from tyro.conf import Positional
 from gradsync.core.files import one_line
 from gradsync.errors import ConfigError, DataError
 from gradsync.runtime.arguments import parse
+
+if TYPE_CHECKING:
+    from gradsync.checkpoint.store import Snapshot
+    from gradsync.commands.models.config import GPTConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,38 +50,35 @@ class SampleOptions:
 
 def run(argv: list[str]) -> int:
     """See `gradsync sample --help`."""
-    arguments = parse(SampleOptions, argv, "sample")
-    if arguments.json:
-        checkpoint, text = sample(Path(arguments.path), arguments)
-        print(json.dumps({"checkpoint": str(checkpoint), "text": text}))
-    else:
-        sample(Path(arguments.path), arguments, partial(print, end="", flush=True))
-        print()
+    options = parse(SampleOptions, argv, "sample")
+    checkpoint, text = sample(Path(options.path), options)
+    print(json.dumps({"checkpoint": str(checkpoint), "text": text}) if options.json else text)
     return 0
 
 
-def sample(
-    path: Path, config: SampleOptions, write: Callable[[str], object] = len
-) -> tuple[Path, str]:
-    """Continue `config.prompt` with the model under `path`. Returns the checkpoint used, and prompt
-    and continuation as text; `write` gets this text piece by piece during generation."""
+def load_run(path: Path, data: str) -> tuple[Path, Snapshot, GPTConfig, Any]:
+    """The checkpoint that `path` means, what it holds, its model's shape, and its tokenizer (from
+    the folder `data`, if given)."""
     from gradsync.checkpoint.store import CheckpointStore, resolve
-    from gradsync.checkpoint.weights import load_weights
-    from gradsync.commands.models.gpt import GPT, generate
     from gradsync.commands.train.state import check_state, saved_model
-    from gradsync.runtime.device import choose_device
-    from gradsync.runtime.machine import choose_threads, pin_threads
 
-    try:
-        config.prompt.encode()
-    except UnicodeEncodeError as error:
-        raise ConfigError(f"--prompt is not UTF-8: {ascii(config.prompt)[:60]}") from error
     checkpoint, _ = resolve(path)
     snapshot = CheckpointStore(checkpoint.parent).load(checkpoint)
     check_state(snapshot, checkpoint)
-    tokenizer = tokenizer_of(snapshot.state, config.data)
+    tokenizer = tokenizer_of(snapshot.state, data)
+    return checkpoint, snapshot, saved_model(snapshot, checkpoint), tokenizer
+
+
+def sample(path: Path, config: SampleOptions) -> tuple[Path, str]:
+    """Continue `config.prompt` with the model under `path`. Returns the checkpoint used, and prompt
+    and continuation as text."""
+    from gradsync.checkpoint.weights import load_weights
+    from gradsync.commands.models.gpt import GPT, generate
+    from gradsync.runtime.device import choose_device
+    from gradsync.runtime.machine import choose_threads, pin_threads
+
+    checkpoint, snapshot, shape, tokenizer = load_run(path, config.data)
     prompt = tokenizer.encode(config.prompt or "\n").tolist()
-    shape = saved_model(snapshot, checkpoint)
     if not shape.is_gpt2:  # unused positions need no rotary table
         needed = max(1, min(shape.block_size, len(prompt) + config.tokens))
         shape = replace(shape, block_size=needed)
@@ -87,9 +86,8 @@ def sample(
     load_weights(model, snapshot.tensors["model"])
     model.to(choose_device(config.device, 0))
     # Less work is not worth a thread: it would mostly wait for the next operation.
-    with ExitStack() as stack:
-        threads = min(choose_threads(1), -(-shape.num_params() // 2**24))
-        stack.callback(pin_threads, pin_threads(threads))
+    before = pin_threads(min(choose_threads(1), -(-shape.num_params() // 2**24)))
+    try:
         ids = generate(
             model,
             prompt,
@@ -97,36 +95,10 @@ def sample(
             temperature=config.temperature,
             top_k=config.top_k or None,
             seed=config.seed,
-            show=(pieces := TextPieces(tokenizer.decode, write)).show,
         )
-    pieces.show(ids, end=True)
+    finally:
+        pin_threads(before)
     return checkpoint, tokenizer.decode(ids)
-
-
-class TextPieces:
-    """Writes the text of a growing list of tokens; waits for all tokens of a character.
-
-    Args:
-        decode: text of tokens; U+FFFD for an invalid or incomplete character.
-        write: gets the pieces; together they are the text of all tokens.
-    """
-
-    def __init__(
-        self, decode: Callable[[Sequence[int]], str], write: Callable[[str], object]
-    ) -> None:
-        self._decode, self._write = decode, write
-        self._done = 0  # Tokens whose text is written
-        self._shown = 0  # Written characters of the tokens after those
-
-    def show(self, ids: Sequence[int], *, end: bool = False) -> None:
-        """Write the new text of `ids`; all of it at the `end`."""
-        text = self._decode(ids[self._done :])
-        whole = text if end else text.rstrip("\ufffd")
-        if whole[self._shown :]:
-            self._write(whole[self._shown :])
-        self._shown = len(whole)
-        if whole == text:
-            self._done, self._shown = len(ids), 0
 
 
 def tokenizer_of(state: Mapping[str, Any], data: str) -> Any:

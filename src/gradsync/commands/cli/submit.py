@@ -80,10 +80,10 @@ def _checked_train(program: Program, world_size: int) -> tuple[Program, str, str
     The whole configuration is checked for `world_size` ranks, to find a typo before the job is
     queued.
     """
-    from gradsync.commands.cli.elastic import take_flag
-    from gradsync.commands.cli.train_places import take_places
     from gradsync.commands.train.check import check_request
     from gradsync.commands.train.config_io import parse_config
+    from gradsync.commands.train.elastic import take_flag
+    from gradsync.commands.train.places import take_places
 
     elastic, flags = take_flag([word for word in program.arguments if word != "--json"])
     places, flags = take_places(flags)
@@ -100,7 +100,7 @@ def _checked_train(program: Program, world_size: int) -> tuple[Program, str, str
             "--nproc-per-node starts ranks on one host; in a job, --ntasks-per-node (before the "
             "--) says how many each node gets"
         )
-    if elastic is None and world_size > 0:  # elastic chooses on the nodes
+    if not elastic and world_size > 0:  # elastic chooses on the nodes
         check_request(config, world_size)
     kept, out = [], ""
     rest = iter(program.words)

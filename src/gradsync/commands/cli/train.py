@@ -7,21 +7,20 @@ import io
 import json
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
-from gradsync.commands.cli.elastic import before_ranks, take_flag, with_ranks
-from gradsync.commands.cli.train_places import settle, take_places
 from gradsync.commands.plan.machine import fast_dtype
 from gradsync.commands.train.check import check_request, check_size
 from gradsync.commands.train.config import AUTO, TrainConfig
-from gradsync.commands.train.config_io import parse_config
+from gradsync.commands.train.config_io import config_text, given_fields, parse_config, to_flags
+from gradsync.commands.train.elastic import Decision, decide, hardware_of, take_flag
 from gradsync.commands.train.faults import FaultPlan
+from gradsync.commands.train.places import settle, take_places
 from gradsync.commands.train.trackers import require_packages
-from gradsync.commands.train.tuned import apply_choice, begun_dtype, resolve_auto, resolve_dtype
+from gradsync.commands.train.tuned import apply_choice, dtype_alone, resolve_auto, resolve_dtype
 from gradsync.core.files import counted
-from gradsync.data.batch_plan import BatchPlan
 from gradsync.errors import ConfigError
 from gradsync.runtime import environ
 from gradsync.runtime.machine import busy, choose_threads, host_cores
@@ -46,25 +45,25 @@ def run(argv: list[str], fault: FaultPlan | None = None) -> int:
     as_json, dry_run = "--json" in argv, "--dry-run" in argv
     flags = [flag for flag in argv if flag not in ("--json", "--dry-run")]
     elastic, flags = take_flag(flags)
-    config = _parse_once(flags, world)
-    if elastic:
-        config, flags = before_ranks(config, elastic, flags, world, dry_run=dry_run)
+    with contextlib.redirect_stdout(sys.stdout if world.is_main else io.StringIO()):
+        config = parse_config(flags)  # its help only on the main rank
+    if ".." in (out := Path(config.out)).parts:
+        config = replace(config, out=str(out.resolve()))
+    if elastic and (dry_run or not world.is_distributed):
+        config, flags = _for_this_machine(config, flags, world)
+        elastic = False
     if world.is_distributed and config.nproc_per_node not in (None, world.world_size):
         raise ConfigError(
             f"--nproc-per-node {config.nproc_per_node}, but {world.launcher} has started "
             f"{counted(world.world_size, 'rank')} already; drop the flag, or start with python"
         )
     world_size = world.world_size if world.is_distributed else config.nproc_per_node or 1
-    plan = check_request(config, world_size)
+    if not elastic:  # else rank 0 has yet to choose
+        check_request(config, world_size)
     if not world.is_distributed:  # otherwise only rank 0 checks, and tells the others
         require_packages(config.track)
     if dry_run:
-        if config.dtype == AUTO:
-            named: Any = begun_dtype(config)[0] or fast_dtype(config.device)
-            config = replace(config, dtype=named)
-        if config.sync == AUTO:
-            config = _would_be(config, world, world_size)
-        return _show_plan(config, plan, as_json=as_json)
+        return _show_plan(config, world, world_size, as_json=as_json)
     # The run checks again, with the data's vocabulary; this check comes before torch is imported.
     check_size(config.model, device=config.device, num_nodes=world.num_nodes)
     if world_size > world.world_size:
@@ -72,7 +71,7 @@ def run(argv: list[str], fault: FaultPlan | None = None) -> int:
     # Torch's warnings about its sockets repeat our one-line errors, with stacks.
     quiet = {"TORCH_CPP_LOG_LEVEL": environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
     with environ.exported(quiet):
-        return _join_run(config, as_json, flags if elastic else None, fault)
+        return _join_run(config, as_json, given_fields(flags) if elastic else None, fault)
 
 
 def complete_flags(argv: list[str]) -> list[str]:
@@ -85,12 +84,22 @@ def complete_flags(argv: list[str]) -> list[str]:
     ]
 
 
-def _parse_once(flags: list[str], world: World) -> TrainConfig:
-    """Parse, with the same help only on the main rank; a `..` in `out` is resolved."""
-    with contextlib.redirect_stdout(sys.stdout if world.is_main else io.StringIO()):
-        config = parse_config(flags)
-    out = Path(config.out)
-    return replace(config, out=str(out.resolve())) if ".." in out.parts else config
+def _for_this_machine(
+    config: TrainConfig, flags: list[str], world: World
+) -> tuple[TrainConfig, list[str]]:
+    """The configuration that `--elastic` chooses, and the flags that say it to the ranks."""
+    fixed = world.world_size if world.is_distributed else config.nproc_per_node
+    hardware = hardware_of(config, environ.snapshot(), world)
+    found = decide(dtype_alone(config), given_fields(flags), hardware, world_size=fixed)
+    changes, notes = dict(found.changes), [*found.notes]
+    config = found.applied_to(config)
+    if fixed is None and found.ranks > 1:
+        changes["nproc_per_node"] = found.ranks
+        config = replace(config, nproc_per_node=found.ranks)
+        notes.append(f"{found.ranks} ranks, one per device")
+    for note in notes if world.is_main else ():
+        print(f"elastic: {note}", file=sys.stderr, flush=True)
+    return config, [*flags, *to_flags(changes)]
 
 
 def _start_ranks(config: TrainConfig, flags: list[str], as_json: bool) -> int:
@@ -111,9 +120,12 @@ def _start_ranks(config: TrainConfig, flags: list[str], as_json: bool) -> int:
 
 
 def _join_run(
-    config: TrainConfig, as_json: bool, elastic: list[str] | None, fault: FaultPlan | None
+    config: TrainConfig,
+    as_json: bool,
+    given: frozenset[str] | None,
+    fault: FaultPlan | None,
 ) -> int:
-    """Be one rank of the run; `elastic`: the arguments that request it."""
+    """Be one rank of the run; `given`: the fields that the user set, if rank 0 chooses others."""
     from gradsync.comm.groups import communicator
     from gradsync.comm.values import broadcast_json
     from gradsync.commands.train.output import default_out
@@ -133,38 +145,20 @@ def _join_run(
     )
     try:
         with session as world:
+            comm = communicator(world)
             if not config.out:
-                out = broadcast_json(communicator(world), default_out(config))
-                config = replace(config, out=out)
+                config = replace(config, out=broadcast_json(comm, default_out(config)))
             session.stacks.folder = f"{config.out}/stacks"
-            stream = sys.stderr if as_json else sys.stdout
-            cores, ranks = host_cores(), world.local_world_size
-            notes = [_KEEPS_MEMORY] if session.keeps_memory else []
-            if ranks > cores and world.device_name == "cpu":
-                few = counted(cores, "rank")
-                notes.append(f"{ranks} ranks share {counted(cores, 'core')}: no faster than {few}")
-            if said := busy(os.getloadavg()[0], cores):
-                notes.append(f"{said}; the eta and all times change with theirs")
-            given = config.dtype == "bf16" and elastic is None
-            if given and fast_dtype(world.device_name) != "bf16":
-                notes.append(_EMULATED)
-            if elastic is not None:
-                config, lines = with_ranks(
-                    config, elastic, world, communicator(world), threads=session.threads
-                )
-                check_request(config, world.world_size)
-                notes += lines
-            config, note = resolve_dtype(config, world, communicator(world))
-            notes += [note] if note else []
-            if config.sync == AUTO:
-                config, note = _named_sync(config, world, threads=session.threads)
-                notes.append(note)
+            notes = _notes(config, world)
+            if session.keeps_memory:
+                notes.insert(0, _KEEPS_MEMORY)
+            config, lines = _with_all_ranks(config, given, world, threads=session.threads)
             outcome = train(
                 config,
                 world,
                 threads=session.threads,
-                stream=stream,
-                notes=notes,
+                stream=sys.stderr if as_json else sys.stdout,
+                notes=[*notes, *lines],
                 fault=fault,
                 watch=session.watch,
             )
@@ -172,7 +166,7 @@ def _join_run(
                 note_end(config, outcome)
             # Launchers end all ranks when the first one exits with a code (75), so the note is
             # written before any rank exits. Whole group, one small message.
-            broadcast_json(communicator(world), None)
+            broadcast_json(comm, None)
     except Exception as error:
         # The session has asked the others, so it is known whose failure it was.
         if session.world.is_main:
@@ -183,39 +177,61 @@ def _join_run(
     return outcome.exit_code
 
 
-def _would_be(config: TrainConfig, world: World, world_size: int) -> TrainConfig:
-    """The same as `_named_sync`, without ranks; the line goes to standard error."""
-    if not world.is_distributed:
-        world = replace(world, world_size=world_size, local_world_size=world_size)
-    on_cpu = _on_cpu(config)
-    threads = choose_threads(world.local_world_size, requested=_threads(config))
-    device = "cpu" if on_cpu else "cuda"
-    choice, note = resolve_auto(config, replace(world, device_name=device), threads=threads)
-    print(note, file=sys.stderr)
-    return apply_choice(config, choice, threads=threads if on_cpu else None)
+def _notes(config: TrainConfig, world: World) -> list[str]:
+    """What slows the run down on this host."""
+    cores, ranks = host_cores(), world.local_world_size
+    notes = []
+    if ranks > cores and world.device_name == "cpu":
+        few = counted(cores, "rank")
+        notes.append(f"{ranks} ranks share {counted(cores, 'core')}: no faster than {few}")
+    if said := busy(os.getloadavg()[0], cores):
+        notes.append(f"{said}; the eta and all times change with theirs")
+    if config.dtype == "bf16" and fast_dtype(world.device_name) != "bf16":
+        notes.append(_EMULATED)
+    return notes
 
 
-def _named_sync(config: TrainConfig, world: World, *, threads: int) -> tuple[TrainConfig, str]:
-    """The strategy that `auto` stands for, as rank 0 knows it, and a line about it.
+def _with_all_ranks(
+    config: TrainConfig, given: frozenset[str] | None, world: World, *, threads: int
+) -> tuple[TrainConfig, Sequence[str]]:
+    """The configuration with every `auto` and, if `given` is not None, every elastic choice
+    resolved, the same on all ranks, and lines about them.
 
     Raises:
-        ConfigError: it conflicts with the rest of the configuration.
+        ConfigError: a choice conflicts with the rest of the configuration.
     """
     from gradsync.comm.groups import communicator
-    from gradsync.comm.values import broadcast_json
+    from gradsync.comm.values import from_rank_0
     from gradsync.commands.train.tuned import TunedStrategy
 
-    mine = None
-    if world.is_main:
-        choice, note = resolve_auto(config, world, threads=threads)
-        mine = [asdict(choice), note]
-    # Whole group, two small messages, before other communication starts.
-    named, note = broadcast_json(communicator(world), mine)
-    config = apply_choice(
-        config, TunedStrategy(**named), threads=threads if _on_cpu(config) else None
-    )
+    comm = communicator(world)
+    config, line = resolve_dtype(config, world, comm)
+    lines = [line] if line else []
+    on_cpu = _on_cpu(config)
+    if given is not None:
+
+        def chosen() -> list[object]:
+            hardware = hardware_of(config, environ.snapshot(), world)
+            found = decide(config, given, hardware, world_size=world.world_size)
+            return [dict(found.changes), found.notes]
+
+        changes, notes = from_rank_0(comm, chosen)
+        config = Decision(changes=changes).applied_to(config)
+        if "sync" in changes and config.threads is None and on_cpu:
+            config = replace(config, threads=threads)  # the session has its threads already
+        lines += [f"elastic: {note}" for note in notes]
+    if config.sync == AUTO:
+
+        def tuned() -> list[object]:
+            choice, note = resolve_auto(config, world, threads=threads)
+            return [asdict(choice), note]
+
+        named, note = from_rank_0(comm, tuned)
+        choice = TunedStrategy(**named)
+        config = apply_choice(config, choice, threads=threads if on_cpu else None)
+        lines.append(note)
     check_request(config, world.world_size)
-    return config, note
+    return config, lines
 
 
 def _threads(config: TrainConfig) -> int | None:
@@ -231,15 +247,23 @@ def _on_cpu(config: TrainConfig) -> bool:
     return config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available())
 
 
-def _show_plan(config: TrainConfig, plan: BatchPlan, *, as_json: bool) -> int:
+def _show_plan(config: TrainConfig, world: World, world_size: int, *, as_json: bool) -> int:
     """The resolved configuration and batch arithmetic; nothing is started or written."""
+    config = dtype_alone(config)
+    if config.sync == AUTO:
+        if not world.is_distributed:
+            world = replace(world, world_size=world_size, local_world_size=world_size)
+        on_cpu = _on_cpu(config)
+        threads = choose_threads(world.local_world_size, requested=_threads(config))
+        world = replace(world, device_name="cpu" if on_cpu else "cuda")
+        choice, note = resolve_auto(config, world, threads=threads)
+        print(note, file=sys.stderr)
+        config = apply_choice(config, choice, threads=threads if on_cpu else None)
+    plan = config.batch_plan(world_size)
     if as_json:
-        document = {"config": asdict(config), "plan": asdict(plan)}
-        print(json.dumps(document, indent=2))
+        print(json.dumps({"config": asdict(config), "plan": asdict(plan)}, indent=2))
         return 0
-    import yaml
-
-    print(yaml.safe_dump(asdict(config), sort_keys=False), end="")
+    print(config_text(config), end="")
     print(plan.describe("replica" if config.parallel else "rank"))
     if scaling := config.optim.describe_scaling(config.tokens_per_update):
         print(scaling)

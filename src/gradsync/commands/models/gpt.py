@@ -21,13 +21,13 @@ backward recomputes nothing. It keeps the gradient with respect to the head's we
 needs anyway, and the one with respect to the head's input.
 
 The sums are the same, in another order: the bits differ from those of whole logits, but are the
-same on any number of ranks, because the rows are cut from a leaf.
+same on any number of ranks, because the rows are cut from a micro-batch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -336,7 +336,7 @@ class GPT(nn.Module):
 def loss_sum(logits_BTV: Tensor, targets_BT: Tensor, ignore_index: int = -100) -> Tensor:
     """Cross-entropy summed over the targets that count, in nats.
 
-    A sum, not a mean: the leaves' sums add up to the batch's sum however the batch is cut, and one
+    A sum, not a mean: sums of micro-batches add up to the batch's sum however it is cut, and one
     division by the global number of targets gives the exact mean. Targets are int64 token ids, or
     `ignore_index` for no target. Computed in fp32; 0-dim.
     """
@@ -421,9 +421,7 @@ def generate(
     temperature: float = 0.8,
     top_k: int | None = 50,
     seed: int = 0,
-    generator: torch.Generator | None = None,
     use_cache: bool = True,
-    show: Callable[[Sequence[int]], object] = len,
 ) -> list[int]:
     """Continue `prompt_ids`. The same call on the same kind of device gives the same tokens.
 
@@ -437,10 +435,8 @@ def generate(
         max_new_tokens: how many to add.
         temperature: divides the logits; 0 takes the most likely token.
         top_k: sample only among the k most likely; None: among all.
-        seed: of the draws, if no generator is given.
-        generator: a CPU generator; draws continue from its state.
+        seed: of the draws.
         use_cache: False recomputes the whole context for each token: the same tokens, slowly.
-        show: called with all tokens so far, at first and after each new one.
 
     Returns:
         The prompt followed by the new tokens.
@@ -448,16 +444,19 @@ def generate(
     Raises:
         ConfigError: an empty prompt, an id outside the vocabulary, temperature < 0, top_k < 1.
     """
-    _check(model, prompt_ids, temperature, top_k)
-    if generator is None:
-        generator = torch.Generator().manual_seed(seed)
+    ids, vocab_size = [int(token) for token in prompt_ids], model.config.vocab_size
+    if not ids or not all(0 <= token < vocab_size for token in ids):
+        raise ConfigError(f"the prompt must be token ids of 0..{vocab_size - 1}, at least one")
+    if temperature < 0 or (top_k is not None and top_k < 1):
+        raise ConfigError(
+            f"temperature must be 0 or more, top_k at least 1; got {temperature}, {top_k}"
+        )
+    generator = torch.Generator().manual_seed(seed)
     device = model.embed.weight.device
-    ids = [int(token) for token in prompt_ids]
     caches = [KeyValueCache() for _ in model.blocks]
     was_training = model.training
     model.eval()
     try:
-        show(ids)
         for _ in range(max_new_tokens):
             if use_cache and len(ids) <= model.config.block_size:
                 new_BT = torch.tensor([ids[caches[0].length :]], device=device)
@@ -465,35 +464,13 @@ def generate(
             else:
                 context_BT = torch.tensor([ids[-model.config.block_size :]], device=device)
                 x_BTC = model.features(context_BT)
-            last_V = model.logits(x_BTC[:, -1])[0]
-            ids.append(_draw(last_V.float().cpu(), temperature, top_k, generator))
-            show(ids)
+            logits_V = model.logits(x_BTC[:, -1])[0].float().cpu()
+            if temperature == 0:
+                ids.append(int(logits_V.argmax()))
+                continue
+            kept, index = logits_V.topk(min(top_k or vocab_size, vocab_size))
+            chosen = torch.multinomial((kept / temperature).softmax(-1), 1, generator=generator)
+            ids.append(int(index[chosen]))
     finally:
         model.train(was_training)
     return ids
-
-
-def _draw(
-    logits_V: Tensor, temperature: float, top_k: int | None, generator: torch.Generator
-) -> int:
-    if temperature == 0:
-        return int(logits_V.argmax())
-    kept, index = logits_V.topk(min(top_k or len(logits_V), len(logits_V)))
-    chosen = torch.multinomial((kept / temperature).softmax(-1), 1, generator=generator)
-    return int(index[chosen])
-
-
-def _check(model: GPT, prompt_ids: Sequence[int], temperature: float, top_k: int | None) -> None:
-    vocab_size = model.config.vocab_size
-    if not len(prompt_ids):
-        raise ConfigError("the prompt is empty: at least one token is needed to continue from")
-    outside = [token for token in prompt_ids if not 0 <= token < vocab_size]
-    if outside:
-        raise ConfigError(
-            f"the prompt has token id {outside[0]}, "
-            f"outside the model's vocabulary 0..{vocab_size - 1}"
-        )
-    if temperature < 0:
-        raise ConfigError(f"temperature: got {temperature}, expected 0 or more")
-    if top_k is not None and top_k < 1:
-        raise ConfigError(f"top_k: got {top_k}, expected at least 1, or None for all tokens")

@@ -106,10 +106,7 @@ def nanogpt_shape(args: Any, *, tie_head: bool) -> GPTConfig:
         raise ConfigError(f"model_args has no {', '.join(missing)}")
     if unknown := [name for name in args if name not in (*_NANOGPT, "bias", "dropout")]:
         raise ConfigError(f"model_args.{one_line(unknown[0])} is not a field of nanoGPT's model")
-    dropout = args.get("dropout", 0.0)
-    if isinstance(dropout, bool) or not isinstance(dropout, int | float):
-        raise ConfigError(f"model_args.dropout: got {one_line(repr(dropout))}, expected a number")
-    given: dict[str, Any] = {"bias": True, **args, "dropout": float(dropout)}
+    given: dict[str, Any] = {"bias": True, **args, "dropout": float(args.get("dropout", 0.0))}
     return GPTConfig(architecture="gpt2", tie_head=tie_head, **given)
 
 

@@ -102,28 +102,24 @@ def shape_of(config: Mapping[str, Any]) -> GPTConfig:
         if config.get(name, value) != value:
             raise ConfigError(f"{name} must be {value!r}; got {config[name]!r}")
     try:
-        return _shape(config)
+        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind != "default":
+            raise ConfigError(f"rotary positions of type {kind!r} are not known here")
+        heads, width = config["num_attention_heads"], config["hidden_size"]
+        if config.get("head_dim") not in (None, width // heads):
+            raise ConfigError(f"head_dim must be {width // heads}; got {config['head_dim']}")
+        return GPTConfig(
+            n_layer=config["num_hidden_layers"],
+            n_head=heads,
+            n_kv_head=config.get("num_key_value_heads"),
+            n_embd=width,
+            vocab_size=config["vocab_size"],
+            block_size=config["max_position_embeddings"],
+            hidden_dim=config["intermediate_size"],
+            tie_head=config.get("tie_word_embeddings", False),
+            rope_theta=float(rope.get("rope_theta") or config.get("rope_theta", 10_000.0)),
+            norm_eps=config.get("rms_norm_eps", 1e-6),
+        )
     except (KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"config.json is not of a Llama: {one_line(error)}") from None
-
-
-def _shape(config: Mapping[str, Any]) -> GPTConfig:
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise ConfigError(f"rotary positions of type {kind!r} are not known here")
-    heads, width = config["num_attention_heads"], config["hidden_size"]
-    if config.get("head_dim") not in (None, width // heads):
-        raise ConfigError(f"head_dim must be {width // heads}; got {config['head_dim']}")
-    return GPTConfig(
-        n_layer=config["num_hidden_layers"],
-        n_head=heads,
-        n_kv_head=config.get("num_key_value_heads"),
-        n_embd=width,
-        vocab_size=config["vocab_size"],
-        block_size=config["max_position_embeddings"],
-        hidden_dim=config["intermediate_size"],
-        tie_head=config.get("tie_word_embeddings", False),
-        rope_theta=float(rope.get("rope_theta") or config.get("rope_theta", 10_000.0)),
-        norm_eps=config.get("rms_norm_eps", 1e-6),
-    )

@@ -53,7 +53,7 @@ class ParallelLayout:
     that is not a positive integer."""
 
     dp: int = 1
-    """Replicas, which divide the leaves of a step."""
+    """Replicas, which divide the micro-batches of a step."""
     pp: int = 1
     """Pipeline stages of a replica."""
     tp: int = 1
@@ -194,7 +194,7 @@ class ModelPart:
 
     @property
     def counts_loss(self) -> bool:
-        """Whether this rank reports its leaves' losses, which only ranks with the head know."""
+        """Whether this rank reports losses, which only ranks with the head know."""
         return self.is_last and self.place.shard == 0
 
     @property

@@ -1,8 +1,8 @@
-"""Run leaves through a replica's stages: forward and backward, in the order of 1F1B, a backward as
-soon as there is one to make (PipeDream-Flush, arXiv 2006.09503).
+"""Run micro-batches through a replica's stages: forward and backward, in the order of 1F1B, a
+backward as soon as there is one to make (PipeDream-Flush, arXiv 2006.09503).
 
-A leaf is a micro-batch. 1F1B keeps the activations of at most as many leaves as there are stages. A
-single stage has nothing to schedule: it runs forward and backward leaf after leaf.
+1F1B keeps the activations of at most as many micro-batches as there are stages. A single stage has
+nothing to schedule: it runs forward and backward, one micro-batch after the other.
 """
 
 from __future__ import annotations
@@ -10,39 +10,28 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from gradsync.comm.values import all_sum
+from gradsync.commands.models.evaluation import mean_over_ranks
 from gradsync.commands.parallel.split_sync import SplitGroups, SplitSync
 from gradsync.commands.parallel.stage_model import GPTStage
 from gradsync.core.torch_private import drop_received, renew_received
 from gradsync.data.loader import EvalLoader
 from gradsync.data.micro_batch import MicroBatch
-from gradsync.errors import RunError
 from gradsync.runtime.seeds import seed_micro_batch
 from gradsync.sync.step_metadata import LossSum
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LeafShape:
-    """A replica's leaves per step, sequences per leaf, tokens per sequence: they determine the
-    shapes of messages between stages."""
-
-    num_leaves: int
-    micro_batch_size: int
-    seq_len: int
 
 
 class Pipeline:
     """This rank's stage between its neighbours.
 
-    `sync` receives each leaf's backward and loss, `autocast` is the context of a forward. Dropout
-    is keyed by (seed, step, leaf), see [Note: Keyed streams].
+    `sync` receives each micro-batch's backward and loss, `autocast` is the context of a forward. A
+    replica has `num_micro_batches` in each step, of `shape` (sequences, tokens), which determines
+    the messages between stages. Dropout is keyed by (seed, step, index), see [Note: Keyed streams].
     """
 
     def __init__(
@@ -51,143 +40,123 @@ class Pipeline:
         groups: SplitGroups,
         sync: SplitSync,
         *,
-        shape: LeafShape,
+        num_micro_batches: int,
+        shape: tuple[int, int],
         autocast: AbstractContextManager[Any],
         seed: int,
     ) -> None:
         self.model, self.part, self._groups = model, model.part, groups
-        self.sync, self.shape = sync, shape
+        self.sync, self._shape = sync, (*shape, model.config.n_embd)
         self._autocast, self._seed = autocast, seed
         self._device = next(model.parameters()).device
-        self._leaves: list[MicroBatch] = []
-        self._schedule = self._make_schedule() if self.part.layout.pp > 1 else None
+        self._mine: list[MicroBatch] = []
+        self._schedule: Schedule1F1B | None = None
+        if self.part.layout.pp > 1:
+            # Shapes are given, so that stages need not send them (torch pickles them).
+            stream = torch.empty(self._shape, device="meta")
+            tokens = torch.empty(shape, dtype=torch.int64, device="meta")
+            stage = _Stage(
+                self,
+                input_args=tokens if self.part.is_first else stream.requires_grad_(),
+                output_args=torch.empty_like(stream, requires_grad=True),
+                group=getattr(groups.stages, "group", None),
+            )
+            # A loss function, on any stage, tells torch that there are backwards.
+            self._schedule = Schedule1F1B(
+                stage, num_micro_batches, loss_fn=stage.loss, scale_grads=False
+            )
 
-    def _make_schedule(self) -> Any:
-        # Shapes are given, so that stages need not send them to each other (torch pickles them).
-        stream = torch.empty(self._stream_shape(self.shape.micro_batch_size), device="meta")
-        tokens = torch.empty(stream.shape[:2], dtype=torch.int64, device="meta")
-        stage = _Stage(
-            self,
-            input_args=tokens if self.part.is_first else stream.requires_grad_(),
-            output_args=torch.empty_like(stream, requires_grad=True),
-            group=getattr(self._groups.stages, "group", None),
-        )
-        # A loss function, on any stage, tells torch that there are backwards.
-        return Schedule1F1B(stage, self.shape.num_leaves, loss_fn=stage.loss, scale_grads=False)
-
-    def run(self, leaves: Sequence[MicroBatch]) -> None:
-        """Forward and backward of all leaves in this replica's share of a step."""
-        self._leaves = list(leaves)
-        try:
-            if self._schedule is None:
-                losses = [self._whole_leaf(place) for place in range(len(leaves))]
-            else:
-                losses = self._scheduled()
-        finally:
-            self._leaves = []
-        for leaf, loss in zip(leaves, losses, strict=self.part.is_last):
-            self.sync.add_loss(loss, leaf.num_targets)
-
-    def _scheduled(self) -> list[Tensor]:
-        assert self._schedule is not None
+    def run(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Forward and backward of all micro-batches in this replica's share of a step."""
+        self._mine = list(micro_batches)
         losses: list[Tensor] = []
-        inputs = (torch.cat([leaf.inputs for leaf in self._leaves]),)
-        targets = torch.cat([leaf.targets for leaf in self._leaves])
-        self._schedule.step(
-            *(inputs if self.part.is_first else ()),
-            target=targets if self.part.is_last else None,
-            losses=losses,
-            return_outputs=False,
-        )
-        return losses
-
-    def _whole_leaf(self, place: int) -> Tensor:
-        """One leaf, if there is only one stage."""
-        leaf = self._leaves[place]
-        loss = self.loss(self.forward(place, leaf.inputs), leaf.targets)
-        with self.backward(place):
-            loss.backward()
-        return loss
+        try:
+            if self._schedule is not None:
+                inputs = (torch.cat([each.inputs for each in micro_batches]),)
+                targets = torch.cat([each.targets for each in micro_batches])
+                self._schedule.step(
+                    *(inputs if self.part.is_first else ()),
+                    target=targets if self.part.is_last else None,
+                    losses=losses,
+                    return_outputs=False,
+                )
+            else:
+                for place, each in enumerate(micro_batches):
+                    loss = self.loss(self.forward(place, each.inputs), each.targets)
+                    with self.backward(place):
+                        loss.backward()
+                    losses.append(loss)
+        finally:
+            self._mine = []
+        for each, loss in zip(micro_batches, losses, strict=self.part.is_last):
+            self.sync.add_loss(loss, each.num_targets)
 
     def forward(self, place: int, x: Tensor) -> Tensor:
-        """This stage's forward of the replica's leaf number `place`."""
-        leaf = self._leaves[place]
+        """This stage's forward of the replica's micro-batch number `place`."""
+        mine = self._mine[place]
         with self._autocast:
             if self.model.config.dropout:
-                seed_micro_batch(self._seed, leaf.step, leaf.index)
-                stream = torch.empty(self._stream_shape(len(leaf.inputs)), device=self._device)
-                self.model.pass_over_dropout(stream, _branch_dtype(self._device))
+                seed_micro_batch(self._seed, mine.step, mine.index)
+                stream = torch.empty((len(mine.inputs), *self._shape[1:]), device=self._device)
+                kind = self._device.type
+                branch = torch.float32  # dtype of a linear layer's output
+                if torch.is_autocast_enabled(kind):
+                    branch = torch.get_autocast_dtype(kind)
+                self.model.pass_over_dropout(stream, branch)
             return self.model(x)
 
     def backward(self, place: int) -> AbstractContextManager[None]:
-        """Encloses this stage's backward of the replica's leaf number `place`."""
-        return self.sync.leaf(last=place == len(self._leaves) - 1, index=self._leaves[place].index)
+        """Encloses this stage's backward of the replica's micro-batch number `place`."""
+        last = place == len(self._mine) - 1
+        return self.sync.reducer.leaf(last=last, index=self._mine[place].index)
 
     def loss(self, x_BTC: Tensor, targets_BT: Tensor) -> Tensor:
-        """Loss of one leaf, on the last stage."""
+        """Loss of one micro-batch, on the last stage."""
         with self._autocast:
             return self.model.loss(x_BTC, targets_BT)
 
     def throwaway(self) -> None:
         """One forward and backward of this stage alone, for `Reducer.prime`."""
-        shape = self._stream_shape(self.shape.micro_batch_size)
-        tokens = torch.zeros(shape[:2], dtype=torch.int64, device=self._device)
-        x = tokens if self.part.is_first else torch.zeros(shape, device=self._device)
+        tokens = torch.zeros(self._shape[:2], dtype=torch.int64, device=self._device)
+        x = tokens if self.part.is_first else torch.zeros(self._shape, device=self._device)
         with self._autocast:
             out = self.model(x)
             loss = self.model.loss(out, tokens) if self.part.is_last else out.float().sum()
         loss.backward()
 
     @torch.no_grad()
-    def evaluate(self, leaves: EvalLoader) -> float:
-        """See `train.learner.evaluate`: each sample once, through all stages of one replica.
+    def evaluate(self, loader: EvalLoader) -> float:
+        """See `models.evaluation.evaluate`: each sample once, through all stages of one replica.
 
-        Stages work at the same time, each on a different leaf.
+        Stages work at the same time, each on a different micro-batch.
         """
         self.model.eval()
         total, samples = LossSum(self._device), 0
+        stages, stage = self._groups.stages, self.part.place.stage
         try:
-            for leaf in leaves:
-                loss = self._pass_on(leaf)
-                if self.part.counts_loss and loss is not None:
-                    total.add(loss, leaf.num_targets)
-                    samples += leaf.num_samples
+            for mine in loader:
+                x = mine.inputs
+                if not self.part.is_first:
+                    x = torch.empty((*x.shape, self._shape[2]), device=self._device)
+                    stages.exchange([], [(x, stage - 1)]).wait()
+                with self._autocast:
+                    out = self.model(x)
+                if not self.part.is_last:
+                    stages.exchange([(out.contiguous(), stage + 1)], []).wait()
+                elif self.part.counts_loss:
+                    total.add(self.loss(out, mine.targets), mine.num_targets)
+                    samples += mine.num_samples
         finally:
             self.model.train()
-        comm = self._groups.everyone
-        *summed, num_samples = all_sum(comm, *total.message(), samples)
-        total_loss, num_targets = total.over_ranks(comm, summed)
-        if num_samples != leaves.total_samples:
-            raise RunError(
-                f"evaluation counted {num_samples:.0f} samples, the set has {leaves.total_samples}"
-            )
-        if not num_targets:
-            raise RunError("the evaluation set has no target that counts: all of them are -100")
-        return float(total_loss) / num_targets
-
-    def _pass_on(self, leaf: MicroBatch) -> Tensor | None:
-        """This stage's forward; returns the loss on the last stage, else sends the stream on."""
-        stages, x = self._groups.stages, leaf.inputs
-        if not self.part.is_first:
-            x = torch.empty(self._stream_shape(*leaf.inputs.shape), device=self._device)
-            stages.exchange([], [(x, self.part.place.stage - 1)]).wait()
-        with self._autocast:
-            out = self.model(x)
-        if self.part.is_last:
-            return self.loss(out, leaf.targets)
-        stages.exchange([(out.contiguous(), self.part.place.stage + 1)], []).wait()
-        return None
-
-    def _stream_shape(self, batch: int, seq_len: int | None = None) -> tuple[int, int, int]:
-        """Shape of the residual stream, [batch, tokens, n_embd]; its dtype is the embedding's."""
-        return (batch, seq_len or self.shape.seq_len, self.model.config.n_embd)
+        return mean_over_ranks(total, samples, loader, self._groups.everyone)
 
 
 class _Stage(PipelineStage):
-    """Torch's stage, plus the context of a leaf in each backward and its dropout in each forward.
+    """Torch's stage, plus the context of a micro-batch in each backward and its dropout in each
+    forward.
 
-    Torch keeps a receive buffer for each leaf of a step, in both directions. Here a buffer lives
-    from the receive to the leaf's backward, so 1F1B holds as many as it has leaves in flight.
+    Torch keeps a receive buffer for each micro-batch of a step, in both directions. Here a buffer
+    lives from the receive to the backward, so 1F1B holds as many as are in flight.
     """
 
     def __init__(self, pipeline: Pipeline, **shapes: Any) -> None:
@@ -213,7 +182,7 @@ class _Stage(PipelineStage):
         return self._pipeline.loss(x_BTC, targets_BT)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """See torch; records which leaf it is."""
+        """See torch; records which micro-batch it is."""
         self._forwarded = fwd_chunk_id
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
@@ -222,7 +191,7 @@ class _Stage(PipelineStage):
         return self._pipeline.forward(self._forwarded, *args)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """See torch; gradients computed here belong to one leaf."""
+        """See torch; gradients computed here belong to one micro-batch."""
         with self._pipeline.backward(bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         for infos in (self.args_recv_info, self.grad_recv_info):
@@ -240,10 +209,3 @@ class _Stage(PipelineStage):
         for info in self.grad_recv_info[bwd_chunk_id]:
             renew_received(info, self.device)
         return super().get_bwd_recv_ops(bwd_chunk_id)
-
-
-def _branch_dtype(device: torch.device) -> torch.dtype:
-    """Dtype of a linear layer's output here."""
-    if torch.is_autocast_enabled(device.type):
-        return torch.get_autocast_dtype(device.type)
-    return torch.float32

@@ -4,7 +4,7 @@ the part, and the handle, the counterpart of `GradientSync` for a whole model.""
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -89,10 +89,10 @@ class SplitReducer(Reducer):
     """`inner` over the replicas of this rank's part, plus what the whole model needs.
 
     [Note: Tied ends] A tied head is the embedding's weight, which is at both ends of a pipeline.
-    Each end sums its gradient over leaves and replicas; then both exchange their sums and add them.
+    Each end sums its gradient over micro-batches and replicas; then both exchange and add.
     Both add the same two numbers and get the same bits, so AdamW keeps the weights equal. One rank
-    adds the two gradients leaf by leaf, in another order, so a tied model's losses equal one rank's
-    to rounding; a model with a separate head gives the same bits.
+    adds the two gradients within each micro-batch, in another order, so a tied model's losses equal
+    one rank's to rounding; a model with a separate head gives the same bits.
 
     `inner` sums over `groups.data`.
     """
@@ -199,7 +199,7 @@ class SplitShards(Replicas):
 
 
 class SplitSync:
-    """Per step: `leaf` around each backward, then `step` once, on all ranks.
+    """Per step: `reducer.leaf` around each backward, then `step` once, on all ranks.
 
     The step's small message covers all ranks of the run, so the loss, the weight and a request to
     stop are the same everywhere; gradients are summed over the replicas of a part.
@@ -231,12 +231,8 @@ class SplitSync:
             self.reducer, groups.everyone, self._buffers, 0, StragglerWatch(None)
         )
 
-    def leaf(self, *, last: bool, index: int) -> AbstractContextManager[None]:
-        """Encloses one leaf's backward through this part; see `Reducer.leaf`."""
-        return self.reducer.leaf(last=last, index=index)
-
     def add_loss(self, loss_sum: Tensor, weight: float) -> None:
-        """One leaf's summed loss, [], and its targets; one rank of each replica reports it."""
+        """A micro-batch's summed loss, [], and its targets; one rank of a replica reports it."""
         if self._part.counts_loss:
             self._loss.add(loss_sum, weight)
 

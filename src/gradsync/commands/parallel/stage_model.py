@@ -126,9 +126,9 @@ class GPTStage(nn.Module):
         return loss_sum_in_rows(*rows, self.loss_rows)
 
     def pass_over_dropout(self, like_BTC: Tensor, branch_dtype: torch.dtype) -> None:
-        """Draw what earlier stages draw for a leaf, so that this stage's dropout is the whole
-        model's: one mask for the embedding, two for each block. `like_BTC` has the shape and dtype
-        of the residual stream; a block's branches have dtype `branch_dtype`."""
+        """Draw what earlier stages draw for a micro-batch, so that this stage's dropout is the
+        whole model's: one mask for the embedding, two for each block. `like_BTC` has the shape and
+        dtype of the residual stream; a block's branches have dtype `branch_dtype`."""
         first = self.part.blocks.start
         if self.part.is_first or not self.config.dropout or not self.training:
             return

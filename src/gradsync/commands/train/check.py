@@ -5,8 +5,6 @@ They raise ConfigError or DataError, in one line that says what to change.
 
 from __future__ import annotations
 
-import shlex
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,45 +52,29 @@ def _check_data(config: TrainConfig) -> None:
     if is_stream(config.data):
         if not config.data.startswith(HUGGING_FACE):
             json_lines(config.data)
-        if config.num_workers:
+        if config.num_workers or config.eval.max_tokens is None:
             raise ConfigError(
-                f"num_workers reads ahead in a prepared data directory, {config.data} is a stream; "
-                "leave it at 0"
-            )
-        if config.eval.max_tokens is None:
-            raise ConfigError(
-                f"{config.data} is a stream, and its first tokens are for validation: say how many "
-                "with --eval.max-tokens"
+                f"{config.data} is a stream: leave num_workers at 0 (they read ahead in a prepared "
+                "data directory), and say with --eval.max-tokens how many of its first tokens are "
+                "for validation"
             )
         return
-    if config.tokenizer:
-        raise ConfigError("tokenizer is for streams; a prepared data directory has its own")
-    if config.text_key != TrainConfig().text_key:
+    if config.tokenizer or config.text_key != "text":
         raise ConfigError(
-            "text_key is for streams; a prepared data directory has tokens, no fields"
+            "tokenizer and text_key are for streams; a prepared data directory has tokens, and a "
+            "tokenizer of its own"
         )
-    _check_prepared(config.data)
-    if config.data and config.sample_tokens:  # the sample is decoded after the run
-        check_tokenizer(Path(config.data))
-
-
-def _check_prepared(data: str) -> None:
-    """Refuse a path that is text, empty or missing, in place of a prepared directory."""
-    path = Path(data)
-    if not data or any((path / name).exists() for name in ("train.bin", "val.bin", "meta.json")):
+    path, data = Path(config.data), config.data
+    if not data:
         return
-    if path.is_dir() and not any(path.iterdir()):
-        raise DataError(f"{data} is empty; `gradsync prepare PATHS --out {data}` fills it")
-    if not path.exists():
-        cure = f"`gradsync prepare PATHS --out {data}` makes it"
-        if path.suffix:  # a text's name, not a directory's
-            cure = "--data takes a prepared directory, .jsonl files or hf:NAME"
-        raise DataError(f"{data} does not exist; {cure}")
-    text, out = (shlex.quote(str(each)) for each in (path, path.parent / f"{path.stem}-data"))
-    raise DataError(
-        f"{data} is not prepared (it has no train.bin): `gradsync prepare {text} --out {out}`, "
-        f"then --data {out}"
-    )
+    if not any((path / name).exists() for name in ("train.bin", "val.bin", "meta.json")):
+        what = "is no prepared data directory" if path.exists() else "does not exist"
+        raise DataError(
+            f"{data} {what} (--data takes one, .jsonl files or hf:NAME): "
+            "`gradsync prepare PATHS --out DIR` makes it"
+        )
+    if config.sample_tokens:  # the sample is decoded after the run
+        check_tokenizer(path)
 
 
 def check_size(shape: GPTConfig, *, device: str, num_nodes: int) -> None:
@@ -118,47 +100,38 @@ def check_layout(config: TrainConfig, layout: ParallelLayout, plan: BatchPlan) -
     if layout.model_ranks == 1:
         return
     check_divisible(config.model, layout)
-    _check_parts_sync(config)
-    if config.dtype == "fp16":
-        raise ConfigError(
-            "parallel: dtype fp16 scales losses, on which the parts of a model would have to "
-            "agree; use bf16 or fp32"
-        )
-    if config.init:
-        raise ConfigError("parallel: a split model does not begin with init's weights; drop init")
-    if config.compile != "none":
-        raise ConfigError(f"parallel: a split model is not compiled; drop compile={config.compile}")
-    share, rest = divmod(plan.num_micro_batches, layout.dp)
-    if rest:
-        raise ConfigError(
-            f"parallel: {plan.num_micro_batches} micro-batches a step cannot be dealt equally to "
-            f"dp={layout.dp} replicas; change --tokens-per-update, --micro-batch-size or dp"
-        )
-    if share < layout.pp:
-        raise ConfigError(
-            f"parallel: pp={layout.pp} stages need a micro-batch each at a time, a replica has "
-            f"{share} in a step; raise --tokens-per-update, or lower --micro-batch-size or pp"
-        )
-
-
-def _check_parts_sync(config: TrainConfig) -> None:
     strategy = find_strategy(config.sync)
+    options: dict[str, Any] = config.sync_options.given()
     if not goes_with_parts(config.sync):
         known = ", ".join(name for name in STRATEGIES if goes_with_parts(name))
         raise ConfigError(
             f"parallel: sync={config.sync} does not go with a split model; these do: {known}"
         )
-    if strategy.recipe is None:
-        return
-    given = config.sync_options.given()
-    if given.get("shard", "none") != "none" or given.get("reduction") == "hierarchical":
-        raise ConfigError(
-            "parallel: sync_options.shard and reduction=hierarchical do not go with a split model"
-        )
-    if given.get("collective", "backend") == "shared_memory":
-        raise ConfigError(
-            "parallel: ranks of a split model hold different parts and share no memory; drop "
-            "sync_options.collective"
-        )
-    options: dict[str, Any] = {**given, **BY_MESSAGES}
-    replace(strategy.recipe, **options)  # validates the options
+    share, rest = divmod(plan.num_micro_batches, layout.dp)
+    for refused, words in (
+        (config.dtype == "fp16", "dtype fp16: parts would have to agree on the loss's scale"),
+        (config.init, "init: a split model draws its weights"),
+        (config.compile != "none", f"compile={config.compile}"),
+        (
+            strategy.recipe is not None
+            and (
+                options.get("shard", "none") != "none"
+                or options.get("reduction") == "hierarchical"
+                or options.get("collective") == "shared_memory"
+            ),
+            "sync_options shard, reduction=hierarchical and collective=shared_memory",
+        ),
+        (
+            rest,
+            f"{plan.num_micro_batches} micro-batches a step, which dp={layout.dp} replicas cannot "
+            "share equally",
+        ),
+        (
+            share < layout.pp,
+            f"pp={layout.pp} stages with {share} micro-batches a step in a replica: each needs one",
+        ),
+    ):
+        if refused:
+            raise ConfigError(f"parallel: a split model does not go with {words}; change it")
+    if strategy.recipe is not None:
+        check_options(strategy, options | BY_MESSAGES)

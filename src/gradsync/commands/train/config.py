@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, make_dataclass, replace
-from difflib import get_close_matches
 from typing import Annotated, Any, Literal, cast, get_args
 
 from tyro.conf import Fixed, Suppress
@@ -15,6 +14,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 from gradsync.commands.models.config import GPTConfig, preset
 from gradsync.commands.parallel.layout import ParallelLayout, parse_layout
 from gradsync.commands.train.trackers import tracker_names
+from gradsync.core.files import check_name
 from gradsync.data.batch_plan import BatchPlan, solve_batch_plan
 from gradsync.errors import ConfigError
 from gradsync.runtime.bounds import check_numbers
@@ -153,15 +153,8 @@ class _GivenOptions:
     """Options of the synchronisation strategy; by default the strategy chooses. A strategy accepts
     only its options, checked by name."""
 
-    def __post_init__(self) -> None:
-        for name, value in self.given().items():
-            numeric = isinstance(value, int | float) and not isinstance(value, bool)
-            _require(
-                not numeric or value > 0 or (name == "outer_momentum" and value == 0),
-                f"sync_options.{name} must be positive; got {value}",
-            )
-
     def given(self) -> dict[str, Any]:
+        """The options that are set."""
         values = {each.name: getattr(self, each.name) for each in fields(cast(Any, self))}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -188,10 +181,7 @@ def sync_options(words: Sequence[str]) -> Any:
     for word in words:
         key, value = key_and_value("--sync-options", word)
         key = key.replace("-", "_")
-        if key not in known:
-            near = get_close_matches(key, known, n=1)
-            hint = f"; perhaps you meant {near[0]}" if near else ""
-            raise ConfigError(f"--sync-options: no strategy has an option {key[:80]!r}{hint}")
+        check_name("option of a strategy", key, known)
         is_word = value is None and "none" in get_args(known[key][0])
         given[key] = "none" if is_word else value
     return SyncConfig(**given)
@@ -229,7 +219,7 @@ class TrainConfig:
     """Streams: prepared data directory whose tokenizer to use; empty: bytes."""
     tokens_per_update: int = 524_288
     """Tokens per optimizer step over all ranks, whatever the world size."""
-    micro_batch_size: int = 4  # Sequences per forward and backward (one leaf).
+    micro_batch_size: int = 4  # Sequences per forward and backward.
     seq_len: int | None = None  # Tokens per sequence; default: the model's block_size.
     dtype: Dtype = "auto"
     """bf16 and fp16 use autocast over fp32 weights; fp16 needs CUDA. auto: bf16 if every rank
@@ -276,11 +266,11 @@ class TrainConfig:
     """Optimizer steps between bitwise comparisons of all ranks' weights, made before a step's
     update can hide a difference; also before each checkpoint. 0 for none."""
     audit_every: int = 0
-    """Optimizer steps between audits: another rank recomputes one leaf and compares the gradient's
-    bits before they are averaged, which finds wrong arithmetic; 0 for none."""
+    """Optimizer steps between audits: another rank recomputes one micro-batch and compares the
+    gradient's bits before they are averaged, which finds wrong arithmetic; 0 for none."""
     on_drift: OnDrift = "stop"
-    """After a failed check or audit: stop; or heal: copy the majority's weights, or repeat the
-    step, and go on. Without a majority the run stops."""
+    """After a failed comparison of weights: stop; or heal: copy the majority's and go on. Without a
+    majority the run stops."""
     timeout_s: float = 1800.0  # Longest duration of a collective, seconds.
     rendezvous_timeout_s: Fixed[float] = 60.0
     """Longest wait for the other ranks at the start, seconds."""
@@ -312,9 +302,6 @@ class TrainConfig:
             f"cpu:gloo,cuda:nccl; got {self.backend[:80]!r}",
         )
         tracker_names(self.track)
-        for name in ("steps", "tokens_per_update", "micro_batch_size", "log_every"):
-            value = getattr(self, name)
-            _require(isinstance(value, int), f"{name} must be an integer; got {value!r}")
         for least, names in _LEAST.items():
             for name in names:
                 value = getattr(self, name)
@@ -338,8 +325,8 @@ class TrainConfig:
             f"profile={self.profile} names a step after the last one, {self.steps}",
         )
         _require(
-            self.on_drift == "stop" or bool(self.check_replicas_every or self.audit_every),
-            "on_drift=heal heals what a check finds: set check_replicas_every or audit_every too",
+            self.on_drift == "stop" or bool(self.check_replicas_every),
+            "on_drift=heal heals what a check finds: set check_replicas_every too",
         )
         _require(
             self.sync != AUTO or not self.sync_options.given(),
@@ -353,7 +340,7 @@ class TrainConfig:
         )
 
     def batch_plan(self, world_size: int) -> BatchPlan:
-        """The exact batch arithmetic; the replicas of a split model share the leaves."""
+        """The exact batch arithmetic; the replicas of a split model share the micro-batches."""
         return solve_batch_plan(
             tokens_per_update=self.tokens_per_update,
             seq_len=self.sequence_length,
@@ -399,7 +386,7 @@ def recipe(name: str) -> TrainConfig:
             model=model,
             steps=300,
             tokens_per_update=4_096,
-            micro_batch_size=2,  # 8 leaves of 512 tokens: up to 8 ranks
+            micro_batch_size=2,  # 8 of 512 tokens: up to 8 ranks
             optim=OptimConfig(lr=3e-3, warmup_steps=20),
             eval=EvalConfig(every=100),
             checkpoint=CheckpointConfig(every=100),

@@ -103,7 +103,7 @@ def _default_directory(world: World, comm: Communicator) -> Path:
 
 
 def _replicas(config: TrainConfig, world: World) -> World:
-    """The ranks that divide the leaves: all, or the replicas of a split model."""
+    """The ranks that divide the micro-batches: all, or the replicas of a split model."""
     layout = config.layout(world.world_size)
     if layout.model_ranks == 1:
         return world

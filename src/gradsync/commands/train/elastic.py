@@ -1,19 +1,19 @@
-"""Decisions of `gradsync train --elastic` from the hardware, as values for the configuration.
+"""`gradsync train --elastic`: ranks, strategy and micro-batch chosen for the machine, by formula.
 
-[Note: Resolved once] Strategy, dtype and micro-batch determine bits: the micro-batch is the shape
-of a leaf. So they are chosen when a run begins and written to its config.yaml by name. A resumed
-run keeps them, whatever is measured or found later, as under `--sync auto`.
+    started by us       the choice is made in this process; the ranks get it as flags
+    by a launcher       rank 0 chooses, and tells the others
 
+[Note: Resolved once] Strategy, dtype and micro-batch determine bits. They are chosen when a run
+begins and written to its config.yaml by name; a resumed run keeps them, see `begun_config`.
 Settings that the user gave, by flag or file, never change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gradsync.commands.models.config import GPTConfig
 from gradsync.commands.plan.choice import (
     USUAL,
     Candidate,
@@ -24,28 +24,34 @@ from gradsync.commands.plan.choice import (
     preferred,
     remedy,
 )
-from gradsync.commands.plan.description import Hardware, speed_switches
+from gradsync.commands.plan.description import Hardware
+from gradsync.commands.plan.machine import detect_hardware
 from gradsync.commands.plan.workload import Workload, sizes_text
 from gradsync.commands.train.config import AUTO, SyncConfig, TrainConfig
-from gradsync.commands.train.config_io import HINTS, typed
-from gradsync.commands.train.micro_batch import legal_sizes
-from gradsync.commands.train.tuned import begun_options, begun_with
+from gradsync.commands.train.config_io import begun_config
+from gradsync.commands.train.data import shape_before
 from gradsync.errors import ConfigError, RunError
 from gradsync.sync.registry import find_strategy
+from gradsync.world import World
 
-_KEPT = ("dtype", "tf32", "sync", "sync_options", "parallel", "activation_checkpointing")
-_KEPT += ("micro_batch_size",)
+_SPELLINGS = ("--elastic", "--elastic-gpu", "--elastic_gpu")
+_KEPT = ("sync", "sync_options", "parallel", "activation_checkpointing", "micro_batch_size")
 """Fields that a resumed run keeps."""
 
 
+def take_flag(argv: Sequence[str]) -> tuple[bool, list[str]]:
+    """Whether the arguments request it, and all other arguments."""
+    others = [word for word in argv if word not in _SPELLINGS]
+    return len(others) < len(argv), others
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ConfigChanges:
+class Decision:
     """Changes to the configuration, and why."""
 
     changes: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `TrainConfig`; plain values that JSON can write."""
-    ranks: int | None = None
-    """Number of ranks worth starting on this host; None if it is decided elsewhere."""
+    ranks: int = 1  # Number of ranks worth starting
     notes: tuple[str, ...] = ()  # One line each
 
     def applied_to(self, config: TrainConfig) -> TrainConfig:
@@ -59,109 +65,112 @@ class ConfigChanges:
 def decide(
     config: TrainConfig,
     given: frozenset[str],
-    shape: GPTConfig,
     hardware: Hardware,
-    env: Mapping[str, str],
     *,
     world_size: int | None = None,
-) -> ConfigChanges:
-    """All settings but the micro-batch, which is probed; RunError if the model fits nowhere.
+) -> Decision:
+    """What a run on `hardware` should be; RunError if the model fits nowhere.
 
     Args:
-        config: as parsed.
+        config: with its dtype named.
         given: fields that the user set.
-        shape: of the model, with the data's vocabulary.
         hardware: of the hosts that take part; one device per possible rank.
-        env: the environment, for suggestions.
         world_size: number of ranks, if fixed; None: to be chosen.
     """
-    given -= {"dtype"} if config.dtype == AUTO else set()
-    begun = begun_with(config)
+    if "sync" in given:
+        given |= {"sync_options"}  # a run's or a choice's would be another strategy's
+    begun = begun_config(config)
     if begun is not None:
-        given |= {"sync_options"} if "sync" in given else set()  # they belonged to another strategy
-        place, values = begun
-        changes = {name: values[name] for name in _KEPT if name in values and name not in given}
-        for name in changes.keys() & HINTS.keys():
-            changes[name] = typed(changes[name], HINTS[name], f"{place}: {name}")
+        place, before = begun
+        changes = {name: getattr(before, name) for name in _KEPT if name not in given}
         if "sync_options" in changes:
-            changes["sync_options"] = begun_options(place, values)
-        goes_on = ConfigChanges(changes=changes).applied_to(config)
+            changes["sync_options"] = before.sync_options.given()
         named = ", ".join(f"{name} {value}" for name, value in changes.items() if value)
-        return ConfigChanges(
-            changes=changes,
-            ranks=None if world_size else _most_ranks(goes_on, hardware),
-            notes=(f"goes on as it began: {named}",),
-        )
-    switches = speed_switches(hardware, env)
-    changes: dict[str, Any] = {}
-    if "dtype" not in given:
-        changes["dtype"] = switches.dtype
-    if "tf32" not in given and hardware.devices[0].kind == "cuda":
-        changes["tf32"] = switches.tf32
-    notes = [*switches.reasons]
-    if "dtype" in given and config.dtype != switches.dtype:
-        notes = [f"dtype {config.dtype} as given; fastest here is {switches.dtype}"]
-    notes += [f"may help, not set: {line}" for line in switches.suggestion_lines()]
-    config = replace(config, **changes)
+        ranks = world_size or _most_ranks(Decision(changes=changes).applied_to(config), hardware)
+        notes = (f"goes on as it began in {place}: {named}",)
+        return Decision(changes=changes, ranks=ranks, notes=notes)
     if "parallel" in given or config.sync == AUTO:
-        smallest = config if "micro_batch_size" in given else replace(config, micro_batch_size=1)
-        ranks = None if world_size else _most_ranks(smallest, hardware)
-        return ConfigChanges(changes=changes, ranks=ranks, notes=tuple(notes))
-    taken = _choose(config, given, shape, hardware, world_size)
+        return _ranks_only(config, given, hardware, world_size)
+    taken = _choose(config, given, hardware, world_size)
+    changes: dict[str, Any] = {}
     if not given & {"sync", "sync_options"}:
         changes["sync"] = taken.split.strategy
     layout = taken.split.layout
     if layout.model_ranks > 1:
         changes["parallel"] = sizes_text(layout)
-        if "micro_batch_size" not in given:  # a split model is not probed
-            changes["micro_batch_size"] = taken.work.micro_batch_size
+    if "micro_batch_size" not in given:
+        changes["micro_batch_size"] = taken.work.micro_batch_size
     if taken.work.activation_checkpointing and not config.activation_checkpointing:
         changes["activation_checkpointing"] = True
-    notes.append(
-        f"{taken.split}: {taken.remark or 'the fastest that fits'} (gradsync plan shows all)"
+    why = taken.remark or "the fastest that fits"
+    notes = (
+        f"{taken.split}, micro-batch {taken.work.micro_batch_size}: {why} "
+        "(gradsync plan shows all)",
     )
-    return ConfigChanges(changes=changes, ranks=layout.world_size, notes=tuple(notes))
+    return Decision(changes=changes, ranks=layout.world_size, notes=notes)
+
+
+def _ranks_only(
+    config: TrainConfig, given: frozenset[str], hardware: Hardware, world_size: int | None
+) -> Decision:
+    """As many ranks as can share the batch, with the largest micro-batch up to the usual one."""
+    sizes = [config.micro_batch_size]
+    if "micro_batch_size" not in given:
+        sizes = [size for size in _divisors(config) if size <= config.micro_batch_size]
+    ranks = world_size or _most_ranks(replace(config, micro_batch_size=sizes[0]), hardware)
+    for size in reversed(sizes):
+        if _shared_by(replace(config, micro_batch_size=size), ranks):
+            changes = {} if size == config.micro_batch_size else {"micro_batch_size": size}
+            return Decision(changes=changes, ranks=ranks)
+    return Decision(ranks=ranks)  # `check_request` says what is wrong
 
 
 def _most_ranks(config: TrainConfig, hardware: Hardware) -> int:
-    """The largest number of ranks that have a device each and that the batch can be cut for."""
+    """The largest number of ranks that have a device each and can share the batch."""
+    counts = range(len(hardware.devices), 0, -1)
+    return next((ranks for ranks in counts if _shared_by(config, ranks)), 1)
+
+
+def _shared_by(config: TrainConfig, ranks: int) -> bool:
+    """Whether so many ranks can share the batch."""
     equal = config.sync != AUTO and find_strategy(config.sync).equal_leaves
-    for ranks in range(len(hardware.devices), 1, -1):
-        try:
-            plan = config.batch_plan(ranks)
-        except ConfigError:
-            continue
-        if not (equal and plan.num_micro_batches % ranks):
-            return ranks
-    return 1
+    try:
+        plan = config.batch_plan(ranks)
+    except ConfigError:
+        return False
+    return not (equal and plan.num_micro_batches % ranks)
+
+
+def _divisors(config: TrainConfig) -> list[int]:
+    """Micro-batches that keep the global batch, ascending."""
+    sequences = config.sequences_per_update
+    return [size for size in range(1, sequences + 1) if sequences % size == 0]
 
 
 def _choose(
-    config: TrainConfig,
-    given: frozenset[str],
-    shape: GPTConfig,
-    hardware: Hardware,
-    world_size: int | None,
+    config: TrainConfig, given: frozenset[str], hardware: Hardware, world_size: int | None
 ) -> Candidate:
-    """The split to use, by closed formulas; on `world_size` ranks if given."""
-    sequences = config.sequences_per_update
-    size = config.micro_batch_size
-    sizes: tuple[int, ...] = (size,)
+    """The candidate to take, on `world_size` ranks if given. Whole replicas come first: they give
+    the same bits on any number of ranks."""
+    sizes = [config.micro_batch_size]
     if "micro_batch_size" not in given:
-        sizes = legal_sizes(sequences, 1)
-        size = size if size in sizes else sizes[0]
-    named = given & {"sync", "sync_options"}
+        sizes = _divisors(config)
+        if hardware.devices[0].kind == "cuda":  # the larger, the fewer launches
+            sizes.reverse()
+        else:  # one sequence keeps a core busy: the usual size first
+            sizes.sort(key=lambda size: abs(size - config.micro_batch_size))
+    named = config.sync if given & {"sync", "sync_options"} else ""
     recompute = "activation_checkpointing" in given or config.activation_checkpointing
     search = Search(
-        strategies=tuple(dict.fromkeys(((config.sync,) if named else ()) + USUAL)),
-        micro_batch_sizes=tuple(dict.fromkeys((size, *sizes))),
+        strategies=tuple(dict.fromkeys((*filter(None, [named]), *USUAL))),
+        micro_batch_sizes=tuple(sizes),
         checkpointing=(config.activation_checkpointing,) if recompute else (False, True),
     )
     work = Workload(
-        model=shape,
-        micro_batch_size=size,
+        model=shape_before(config),
+        micro_batch_size=sizes[0],
         seq_len=config.sequence_length,
-        num_leaves=sequences // size,
+        num_leaves=config.sequences_per_update // sizes[0],
         dtype=config.named_dtype,
         activation_checkpointing=config.activation_checkpointing,
         loss_rows=config.loss_rows,
@@ -169,7 +178,7 @@ def _choose(
     )
     costs = Costs()
     choice = choose(work, hardware, costs, search)
-    taken = _best(choice, world_size, config.sync if named else "")
+    taken = _best(choice, world_size, named)
     if taken is None:
         raise RunError(remedy(config.preset, choice, work, hardware, costs))
     return taken
@@ -177,7 +186,7 @@ def _choose(
 
 def _best(choice: Recommendation, world_size: int | None, strategy: str) -> Candidate | None:
     """The pick, unless its strategy or number of ranks is not the requested one, or it splits a
-    model that fits whole: whole replicas can be probed, and give the same bits on any number."""
+    model that fits whole."""
     fitting = [
         each
         for each in choice.candidates
@@ -188,5 +197,23 @@ def _best(choice: Recommendation, world_size: int | None, strategy: str) -> Cand
     fitting = [c for c in fitting if c.split.layout.model_ranks == 1] or fitting
     if not fitting or choice.pick in fitting:
         return choice.pick if fitting else None
-    taken = preferred(fitting, choice.search)
-    return replace(taken, remark="as fast as any of those that were asked for")
+    return replace(preferred(fitting, choice.search), remark="the best of those asked for")
+
+
+def hardware_of(config: TrainConfig, env: Mapping[str, str], world: World) -> Hardware:
+    """Hardware of the ranks: this host's devices, on each of the launcher's hosts."""
+    import torch
+
+    env = dict(env)
+    if config.device == "cpu" or not torch.cuda.is_available():
+        env["CUDA_VISIBLE_DEVICES"] = ""
+    local = world.local_world_size if world.is_distributed else config.nproc_per_node
+    found = detect_hardware(env, num_hosts=world.num_nodes, ranks_per_host=local)
+    host = found.hosts[0]
+    if config.device.startswith("cuda:") and not world.is_distributed:
+        local = 1
+    if local is not None and host.devices[0].kind == "cuda":
+        # A scheduler may show each rank only its GPU.
+        devices = (host.devices * local)[:local]
+        found = replace(found, hosts=(replace(host, devices=devices),) * world.num_nodes)
+    return found

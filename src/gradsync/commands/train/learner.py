@@ -9,25 +9,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.profiler import record_function
 
 from gradsync.comm.base import Communicator
-from gradsync.comm.values import all_sum
 from gradsync.commands.models.config import GPTConfig
-from gradsync.commands.models.gpt import GPT, loss_sum
+from gradsync.commands.models.evaluation import Autocast, evaluate, summed_loss
+from gradsync.commands.models.gpt import GPT
 from gradsync.commands.train.config import OptimConfig, TrainConfig
-from gradsync.commands.train.learnt import Keep, Whole, load_learnt, save_replica, save_shares
+from gradsync.commands.train.saving import Trained
 from gradsync.data.loader import EvalLoader
 from gradsync.data.micro_batch import MicroBatch
-from gradsync.errors import ConfigError, RunError
-from gradsync.sync.gradient_sync import GradientSync
+from gradsync.errors import ConfigError
 from gradsync.sync.registry import STRATEGIES
 from gradsync.sync.replicate import replicate
-from gradsync.sync.step_metadata import LossSum
 from gradsync.world import World
 
-Autocast = AbstractContextManager[Any]
 Span = Callable[[str], AbstractContextManager[Any]]
 """Encloses a named part of a step."""
 
@@ -84,45 +81,39 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Learner:
+class Learner(Trained):
     """A replica and its part in the run; `SplitLearner` has the same methods."""
 
-    model: GPT
-    optimizer: torch.optim.Optimizer
-    sync: GradientSync
     scaler: Any  # `torch.amp.GradScaler` for fp16, else None
-    comm: Communicator  # All ranks
     autocast: Autocast  # Mixed precision of a forward
 
-    @property
-    def parameter_names(self) -> list[str]:
-        """Names of the whole model's parameters, in its order."""
-        return [name for name, _ in self.model.named_parameters()]
-
-    def run_leaves(self, leaves: Iterable[MicroBatch], span: Span = record_function) -> None:
-        """Forward and backward of this rank's leaves of a step, each in a `span`."""
+    def run_micro_batches(
+        self, micro_batches: Iterable[MicroBatch], span: Span = record_function
+    ) -> None:
+        """Forward and backward of this rank's micro-batches of a step, each in a `span`."""
         sync, kind = self.sync, self.model.embed.weight.device.type
         # Autocast keeps its casts of weights until the outermost context ends: one cast serves all
-        # leaves but the last, whose gradients are sent while backward runs. Not used if memory
-        # matters more.
+        # micro-batches but the last, whose gradients are sent while backward runs. Not used if
+        # memory matters more.
         once = sync.replica.whole_parameters and not self.model.activation_checkpointing
         with torch.autocast(kind, enabled=False) if once else nullcontext():
-            for leaf in leaves:
-                if leaf.is_last:  # autograd runs an older forward's nodes last
+            for mine in micro_batches:
+                if mine.is_last:  # autograd runs an older forward's nodes last
                     torch.clear_autocast_cache()
                 # All ranks know before the forward whether this backward synchronises.
-                with sync.micro_step(last=leaf.is_last, index=leaf.index):
+                with sync.micro_step(last=mine.is_last, index=mine.index):
                     with span("forward"), self.autocast:
-                        loss = summed_loss(sync.forward, self.model, leaf.inputs, leaf.targets)
+                        loss = summed_loss(sync.forward, self.model, mine.inputs, mine.targets)
                     with span("backward"):
                         sync.backward(
-                            loss, weight=leaf.num_targets, reduction="sum", scale=self.scaler
+                            loss, weight=mine.num_targets, reduction="sum", scale=self.scaler
                         )
 
-    def prime(self, leaf_shape: tuple[int, int]) -> None:
-        """Record what a strategy learns from its first backward; see `GradientSync.prime`."""
+    def prime(self, shape: tuple[int, int]) -> None:
+        """Record what a strategy learns from its first backward; see `GradientSync.prime`. `shape`
+        is that of a micro-batch."""
         device = self.model.embed.weight.device
-        tokens = torch.zeros(leaf_shape, dtype=torch.int64, device=device)
+        tokens = torch.zeros(shape, dtype=torch.int64, device=device)
 
         def forward_backward() -> None:
             with self.autocast:
@@ -131,91 +122,14 @@ class Learner:
 
         self.sync.replica.prime(forward_backward)
 
-    def evaluate(self, leaves: EvalLoader) -> float:
-        """See the function `evaluate`."""
+    def evaluate(self, loader: EvalLoader) -> float:
+        """Mean loss per target over the validation set, nats, the same on all ranks."""
         spread = not self.sync.replica.whole_parameters
-        return evaluate(self.model, leaves, self.comm, self.autocast, equal_forwards=spread)
-
-    def save(self, step: int, keep: Keep) -> None:
-        """Pass the trained state to `keep`, on rank 0; all ranks call it. Tensors that are sharded
-        over ranks are never whole on one.
-        """
-        held = self.sync.replica.sharded_state_dict(self.optimizer)
-        if held is None:
-            save_replica(self, step, keep)
-        else:
-            save_shares(self, held, step, keep)
-
-    def load(self, saved: Mapping[str, Whole], optimizer_state: Mapping[str, Any]) -> None:
-        """Load weights, optimizer and strategy from what rank 0 has read. All ranks call it with
-        the state that is no tensor. `saved`: whole tensors by kind and name on rank 0, else {}.
-        """
-        load_learnt(self, saved, optimizer_state)
-
-    def whole_model(self, weights: Whole) -> GPT:
-        """A model that one rank can use alone: the trained model, or a copy of a sharded one."""
-        if self.sync.replica.whole_parameters:
-            return self.model
-        model = GPT(self.model.config, seed=0)
-        model.load_state_dict(weights)
-        return model
+        return evaluate(self.model, loader, self.comm, self.autocast, equal_forwards=spread)
 
     def closing_figures(self, memory_gib: float) -> dict[str, Any]:
         """More entries for the summary; all ranks call it at the end of the run."""
         return {}
-
-
-def summed_loss(
-    forward: Callable[..., Tensor], model: Any, inputs: Tensor, targets: Tensor
-) -> Tensor:
-    """Loss summed over the targets; the model computes it if it must not keep all logits."""
-    return forward(inputs, targets) if model.loss_rows else loss_sum(forward(inputs), targets)
-
-
-@torch.no_grad()
-def evaluate(
-    model: GPT,
-    leaves: EvalLoader,
-    comm: Communicator,
-    autocast: Autocast,
-    *,
-    equal_forwards: bool = False,
-) -> float:
-    """Mean loss per target over the evaluation set, nats, the same on all ranks. Every sample
-    counts once, with no padded duplicates.
-
-    Ranks may have different numbers of leaves: no rank communicates until its leaves are done, then
-    one all-reduce sums loss, targets and samples (see `LossSum`). It calls the model, not its
-    wrapper, whose forward would communicate. With `equal_forwards` all ranks call the model equally
-    often and discard some results: if parameters are sharded, a forward takes all ranks.
-
-    Raises:
-        RunError: the number of samples counted is not that of the set, or no target counts.
-    """
-    was_training = model.training
-    model.eval()
-    device = model.embed.weight.device
-    total, samples = LossSum(device), 0
-    try:
-        for leaf in leaves:
-            with autocast:
-                loss = summed_loss(model, model, leaf.inputs, leaf.targets)
-            total.add(loss, leaf.num_targets)
-            samples += leaf.num_samples
-        for _ in range(leaves.most - len(leaves) if equal_forwards else 0):
-            with autocast:
-                model(torch.zeros((1, 1), dtype=torch.int64, device=device))
-    finally:
-        model.train(was_training)
-    *summed, num_samples = all_sum(comm, *total.message(), samples)
-    total_loss, num_targets = total.over_ranks(comm, summed)
-    if num_samples != leaves.total_samples:
-        raise RunError(
-            f"evaluation counted {num_samples:.0f} samples, the set has {leaves.total_samples}"
-        )
-    if not num_targets:
-        raise RunError("the evaluation set has no target that counts: all of them are -100")
-    return float(total_loss) / num_targets
 
 
 def build_learner(

@@ -15,26 +15,21 @@ from torch.autograd.profiler import record_function
 
 from gradsync.checkpoint.store import CheckpointStore, Snapshot
 from gradsync.comm.base import Communicator
-from gradsync.commands.train import drift
-from gradsync.commands.train.audit import LeafAudit, require_equal_models
+from gradsync.commands.train.audit import Audit, require_equal_models
 from gradsync.commands.train.config import TrainConfig
 from gradsync.commands.train.data import Data
 from gradsync.commands.train.learner import Learner, learning_rate, set_learning_rate
-from gradsync.commands.train.learnt import ADVICE, RANDOM_STREAMS, Fingerprint, Whole
 from gradsync.commands.train.output import Progress, RunDir
 from gradsync.commands.train.profiler import StepProfiler
+from gradsync.commands.train.saving import ADVICE, RANDOM_STREAMS, Fingerprint, Whole
 from gradsync.data.micro_batch import Batch, MicroBatch
-from gradsync.errors import DataError, DivergenceError, DriftError, RunError
+from gradsync.errors import DataError, DivergenceError
 from gradsync.runtime.signals import StopRequest
-from gradsync.sync.check_replicas import replica_hashes, replica_tensors
 from gradsync.sync.reducer import Stopwatch
 from gradsync.sync.step import StepResult
 from gradsync.world import World
 
 T = TypeVar("T")
-
-_ATTEMPTS = 3
-"""Attempts at a step in which audits find wrong bits."""
 
 _ADVICE_RESUMED = (
     "that is the first step after the checkpoint, whose weights may be finite and yet past saving: "
@@ -153,8 +148,6 @@ class Trainer:
         optim = config.optim.scaled(config.tokens_per_update)
         if config.audit_every:
             require_equal_models(learner)
-        drifted = drift.read(self.run_dir.path) if self.world.is_main else {}
-        self._judge_drift(drifted, totals.step)
         if done_steps < config.steps:
             learner.prime((config.micro_batch_size, config.sequence_length))
         self.interval.reset()
@@ -169,9 +162,7 @@ class Trainer:
             lr = learning_rate(optim, totals.step, config.steps)
             result = self._train_step(batch, lr, stop)
             totals.step += 1
-            self.progress.advance(totals.step)
             self.tell(totals.step)
-            self._judge_drift(drifted, totals.step)
             stopped = result.stop and totals.step < config.steps
             last = stopped or totals.step == config.steps
             with self.interval.paused():
@@ -200,40 +191,29 @@ class Trainer:
         return totals
 
     def _check_replicas(self, step: int) -> None:
-        """Compare all ranks' bits. Without a majority, keep those of `step` for `_judge_drift`;
-        DriftError ends the run."""
+        """Compare all ranks' bits; DriftError ends the run."""
         sync, heal = self.learner.sync, self.config.on_drift == "heal"
+        equal = False
         try:
             equal = sync.check_replicas(self.learner.optimizer, step=step, heal=heal)
-        except DriftError as error:
-            if self.config.parallel:
-                raise
-            self._log_check("replicas", step, equal=False)
-            if self.world.is_main:
-                drift.keep(self.run_dir, step, error)
-            again = "--resume auto does, and says after this step which rank was right"
-            raise DriftError(f"{error} ({again})", error.hashes) from None
-        if not self.config.parallel:  # else rank 0 knows only its part of the model
-            self._log_check("replicas", step, equal=equal)
+        finally:
+            if not self.config.parallel:  # else rank 0 knows only its part of the model
+                self._log_check("replicas", step, equal=equal)
 
     def _log_check(self, what: str, step: int, *, equal: bool) -> None:
         """Record a comparison of ranks; a single rank has nothing to compare with."""
         if self.world.is_distributed:
             self.run_dir.log_metrics({"step": step, f"check/{what}_equal": int(equal)})
 
-    def _judge_drift(self, drifted: Mapping[str, Any], step: int) -> None:
-        """If replicas differed after this step in the previous run (`drift.read`), report which
-        rank was right."""
-        if drifted and drifted["step"] == step:
-            self.learner.sync.replica.wait()
-            tensors = replica_tensors(self.learner.model, [self.learner.optimizer])
-            self.progress.say(f"note: {drift.verdict(drifted, replica_hashes(tensors))}")
-
     def _train_step(self, batch: Batch, lr: float, stop: StopRequest) -> StepResult:
-        """One global batch: this rank's leaves, then the update that all ranks make."""
+        """One global batch: this rank's micro-batches, then the update that all ranks make."""
         learner, sync = self.learner, self.learner.sync
         set_learning_rate(learner.optimizer, lr)
-        self._run_leaves(batch)
+        mine = self.interval.waiting(batch)
+        if _due(batch.number + 1, self.config.audit_every):
+            self._audited(batch, mine)
+        else:
+            learner.run_micro_batches(mine, self.interval.span)
         with self.interval.span("step"):
             result = sync.step(
                 learner.optimizer,
@@ -245,27 +225,16 @@ class Trainer:
         self.interval.add(result.exposed, "backward" if waits_in_backward else "step")
         return result
 
-    def _run_leaves(self, batch: Batch) -> None:
-        """This rank's leaves. RunError on all ranks if an audit finds wrong bits, and repeating the
-        step, if `on_drift` allows it, does not help."""
-        learner = self.learner
-        leaves: Iterable[MicroBatch] = self.interval.waiting(batch)
-        if not _due(batch.number + 1, self.config.audit_every):
-            learner.run_leaves(leaves, self.interval.span)
-            return
-        audit = LeafAudit(learner, self.config.seed, batch.number, batch.num_micro_batches)
-        for attempt in range(_ATTEMPTS):
-            learner.run_leaves(audit.overheard(leaves), self.interval.span)
-            wrong = audit.compare()
-            if not wrong:
-                self._log_check("audit", batch.number + 1, equal=attempt == 0)
-                return
-            if self.config.on_drift == "stop" or attempt == _ATTEMPTS - 1:
-                self._log_check("audit", batch.number + 1, equal=False)
-                raise RunError(wrong + (f", in each of {_ATTEMPTS} attempts" if attempt else ""))
-            self.progress.say(f"note: {wrong}; the step is done again")
-            learner.sync.discard()
-            leaves = audit.kept
+    def _audited(self, batch: Batch, mine: Iterable[MicroBatch]) -> None:
+        """This rank's micro-batches; RunError on all ranks if one of them computes wrong bits."""
+        audit = Audit(self.learner, self.config.seed, batch.number, batch.num_micro_batches)
+        self.learner.run_micro_batches(audit.overheard(mine), self.interval.span)
+        equal = False
+        try:
+            audit.compare()
+            equal = True
+        finally:
+            self._log_check("audit", batch.number + 1, equal=equal)
 
     def _why_diverged(self, result: StepResult) -> str:
         """`the loss became nan`, or the norm; "" if both are finite. The same on all ranks; on CUDA

@@ -16,12 +16,11 @@ import platform
 import re
 import socket
 import sys
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TextIO
@@ -29,6 +28,7 @@ from typing import Any, TextIO
 from gradsync.commands.plan.description import Device
 from gradsync.commands.train.config import TrainConfig
 from gradsync.commands.train.config_io import write_config
+from gradsync.commands.train.rank_table import RankTable
 from gradsync.commands.train.trackers import Trackers
 from gradsync.core.files import (
     PRIVATE,
@@ -43,14 +43,10 @@ from gradsync.core.files import (
 from gradsync.errors import ConfigError, RunError, UsageError
 from gradsync.runtime.activity import Activity
 from gradsync.runtime.failure import communication_error
-from gradsync.runtime.waiting import waiting_ranks
 from gradsync.world import World
 
 log = logging.getLogger("gradsync")
 
-_WIDTH_FOR_BAR = 88
-_LOOKS = 30
-"""Looks at the ranks over which rates and shares are averaged."""
 _UNEQUAL = re.compile(r'"check/\w+": 0\b')
 """Marks a record of different bits, which is kept even if its step is repeated."""
 _SHOWN = (
@@ -64,120 +60,45 @@ Metrics = Mapping[str, Any]
 
 
 class Progress:
-    """A live line on a terminal (rich honours NO_COLOR) unless `live` is False; elsewhere a plain
-    line per interval. Prints only if `enabled`, on rank 0.
+    """A line per logged interval on rank 0, and what else the run says; nothing unless `enabled`.
 
     If the reader goes away (`| head`, a closed terminal), printing ends and training goes on.
     """
 
     def __init__(
-        self,
-        steps: int,
-        world_size: int,
-        *,
-        enabled: bool,
-        stream: TextIO | None = None,
-        live: bool = True,
+        self, steps: int, world_size: int, *, enabled: bool, stream: TextIO | None = None
     ) -> None:
-        self._steps, self._world_size = steps, world_size
-        self._enabled, self._wants_live = enabled, live
+        self._steps, self._world_size, self._enabled = steps, world_size, enabled
         self._stream = stream or sys.stdout
-        self._live: Any = None
-        self._task: Any = None
-        self._since: tuple[int, float] | None = None
+        self._since = (0, time.monotonic())
 
     def start(self, done_steps: int) -> None:
         """Start at `done_steps`."""
         self._since = (done_steps, time.monotonic())
-        if not (self._enabled and self._wants_live and self._stream.isatty()):
-            return
-        live = _live_line(self._stream)
-        if not live.console.is_dumb_terminal:
-            self._live = live
-            self._task = live.add_task("train", total=self._steps, completed=done_steps, say="")
-            with self._printing():
-                live.start()
 
     def say(self, text: str) -> None:
-        """Print a line, above the live one if it exists."""
+        """Print a line at once."""
         if not self._enabled:
             return
-        text = printable(text)
-        with self._printing():
-            if self._live is not None:
-                self._live.console.print(
-                    text, markup=False, emoji=False, highlight=False, soft_wrap=True
-                )
-            else:
-                print(text, file=self._stream, flush=True)
-
-    def advance(self, step: int) -> None:
-        """Show on the live line that `step` is done; elsewhere, print nothing."""
-        if self._live is not None:
-            with self._printing():
-                self._live.update(self._task, completed=step)
+        try:
+            print(printable(text), file=self._stream, flush=True)
+        except OSError as error:
+            self._enabled = False
+            log.warning("output ended (%s); the run goes on", error.strerror)
 
     def show(self, metrics: Metrics) -> None:
         """Print the figures of one logged interval."""
-        if not self._enabled:
-            return
         step, loss, norm, lr, tokens_per_s, step_s, comm_s = (metrics[name] for name in _SHOWN)
         share = 100 * comm_s / step_s if step_s else 0.0
-        speed = f"{tokens_per_s / self._world_size:,.0f} tok/s/device  exposed {share:.0f}%"
-        if self._live is not None:  # must fit 80 columns with step, bar and eta
-            with self._printing():
-                line = f"loss {loss:.4f}  {speed}"
-                self._live.update(self._task, say=line)
-            return
         norm_text = "" if norm is None else f"norm {norm:.2f}  "
+        first, started = self._since
+        each_s = (time.monotonic() - started) / max(step - first, 1)
+        left = timedelta(seconds=int(each_s * (self._steps - step)))
         self.say(
             f"step {step:>{len(str(self._steps))}}/{self._steps}  loss {loss:.4f}  {norm_text}"
-            f"lr {lr:.2e}  {speed}  eta {self._time_left(step)}"
+            f"lr {lr:.2e}  {tokens_per_s / self._world_size:,.0f} tok/s/device  "
+            f"exposed {share:.0f}%  eta {left}"
         )
-
-    def stop(self) -> None:
-        """End the live line; safe to call twice."""
-        live, self._live = self._live, None
-        if live is not None:
-            with self._printing():
-                live.stop()
-
-    @contextmanager
-    def _printing(self) -> Generator[None]:
-        try:
-            yield
-        except OSError as error:
-            self._enabled = False
-            self._live = None
-            log.warning("output ended (%s); the run goes on", error.strerror)
-
-    def _time_left(self, step: int) -> str:
-        seconds = 0.0
-        if self._since is not None and step > self._since[0]:
-            first, started = self._since
-            seconds = (time.monotonic() - started) / (step - first) * (self._steps - step)
-        minutes, rest = divmod(int(seconds), 60)
-        hours, minutes = divmod(minutes, 60)
-        return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-def _live_line(stream: TextIO) -> Any:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Live
-
-    console = Console(file=stream)
-    # The figures matter more than the bar if both do not fit.
-    bar = [BarColumn(bar_width=10)] if console.width >= _WIDTH_FOR_BAR else []
-    return Live(
-        TextColumn("step"),
-        MofNCompleteColumn(),
-        *bar,
-        TextColumn("{task.fields[say]}", markup=False),
-        TextColumn("eta"),
-        TimeRemainingColumn(),
-        console=console,
-    )
 
 
 def default_out(config: TrainConfig) -> str:
@@ -217,7 +138,6 @@ class RunDir:
         *,
         threads: int,
         done_steps: int,
-        planned_gib: float | None = None,
         ranks: Callable[[], Mapping[int, Activity]] | None = None,
     ) -> None:
         """Write what is known at the start; drop metrics of steps that will be repeated; start the
@@ -233,18 +153,17 @@ class RunDir:
             for name in ("exit.json", "ranks.json"):
                 (self.path / name).unlink(missing_ok=True)
             write_config(config, self.path / "config.yaml")
-            lines: list[str] = []
+            text = ""
             if metrics.exists():
                 with open_regular(metrics) as file:
-                    lines = file.read().decode(errors="replace").splitlines(keepends=True)
-            steps = [_step_of(line) for line in lines]
-            trained = [n for line, n in zip(lines, steps, strict=True) if '"check/' not in line]
+                    text = file.read().decode(errors="replace")
+            records = [(line, _step_of(line)) for line in text.splitlines(keepends=True)]
+            trained = [n for line, n in records if '"check/' not in line and n < sys.maxsize]
             start = {
                 "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
                 "step": done_steps,
                 "world_size": world.world_size,
-                "planned_gib": planned_gib,
-                "reached": max((step for step in trained if step < sys.maxsize), default=None),
+                "reached": max(trained, default=None),
                 "before": before or None,
             }
             assert self._starts is not None, "held"
@@ -252,7 +171,7 @@ class RunDir:
             self._starts.flush()
             kept = [
                 line
-                for line, step in zip(lines, steps, strict=True)
+                for line, step in records
                 if done_steps and (step <= done_steps or _UNEQUAL.search(line))
             ]
             replace_text(metrics, "".join(kept), mode=PRIVATE)
@@ -348,84 +267,6 @@ class RunDir:
                 f"{self.path} already holds a run; continue it with --resume auto, or choose "
                 "another --out"
             )
-
-
-class RankTable:
-    """Writes `ranks.json` from a thread, at most once a second: what each rank is doing, for
-    `gradsync watch`. The last version stays after the run.
-
-    Args:
-        path: of the file.
-        read: returns the ranks' activities; an exception ends the thread.
-        world_size: number of ranks whose records a store is asked for.
-        done_steps: optimizer steps of the run before its ranks report more.
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        read: Callable[[], Mapping[int, Activity]],
-        world_size: int,
-        done_steps: int,
-    ) -> None:
-        self._path, self._read, self._done_steps = path, read, done_steps
-        self.every_s = max(1.0, world_size / 64)
-        self._over = threading.Event()
-        self._beats: dict[int, tuple[int, float]] = {}  # A rank's heartbeat number, and since when
-        self._looks: deque[tuple[float, dict[int, int], list[int]]] = deque(maxlen=_LOOKS)
-        """The time, the ranks' steps, and the ranks that waited."""
-        self._thread = threading.Thread(target=self._run, name="gradsync-ranks", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        over = False
-        try:
-            while not over:
-                rows = self.rows(self._read(), time.monotonic())
-                document = {"time": time.time(), "every_s": self.every_s, "ranks": rows}
-                with suppress(OSError):  # a full disk may have room later
-                    text = json.dumps(document) + "\n"
-                    replace_text(self._path, text, mode=PRIVATE, durable=False)
-                over = self._over.wait(self.every_s)
-        except Exception as error:  # the store is gone: the watch reports it
-            log.debug("ranks.json is not kept any more: %s", error)
-
-    def rows(self, found: Mapping[int, Activity], now: float) -> list[dict[str, Any]]:
-        """A row per rank: its optimizer step and rate, its phase and location, the share of recent
-        looks in which it waited, and the seconds for which others have waited for it."""
-        for rank, each in found.items():
-            if self._beats.get(rank, (-2, 0.0))[0] != each.beat:
-                self._beats[rank] = (each.beat, now)
-        silent = [r for r, (_, since) in self._beats.items() if now - since > 4 * self.every_s]
-        waiting = waiting_ranks(found, silent)
-        longest_s = max((found[rank].since_s for rank in waiting), default=0.0)
-        steps = {rank: max(each.step, self._done_steps) for rank, each in found.items()}
-        self._looks.append((now, steps, waiting))
-        then, before, _ = self._looks[0]
-        passed = now - then
-
-        def phase(rank: int, each: Activity) -> str:
-            if rank in silent:
-                return "silent"
-            return "waits" if rank in waiting else "saves" if each.excused else "computes"
-
-        return [
-            {
-                "rank": rank,
-                "step": steps[rank],
-                "steps_per_s": (steps[rank] - before[rank]) / passed if passed else None,
-                "phase": phase(rank, each),
-                "where": each.where,
-                "waited": sum(rank in who for _, _, who in self._looks) / len(self._looks),
-                "lag_s": 0.0 if rank in waiting or each.excused else longest_s,
-            }
-            for rank, each in found.items()
-        ]
-
-    def close(self) -> None:
-        """Stop writing; does not wait for a disk that does not answer."""
-        self._over.set()
-        self._thread.join(timeout=2.0)
 
 
 def _make(folder: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shlex
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, replace
@@ -24,8 +23,6 @@ from gradsync.commands.models.gpt import GPT, generate
 from gradsync.commands.plan.description import Device
 from gradsync.commands.plan.gpus import torch_devices
 from gradsync.commands.plan.machine import cpu_devices, read_processor
-from gradsync.commands.plan.memory import memory_need
-from gradsync.commands.plan.workload import Split, Workload
 from gradsync.commands.train.check import check_size
 from gradsync.commands.train.config import TrainConfig
 from gradsync.commands.train.config_io import HINTS
@@ -38,7 +35,7 @@ from gradsync.commands.train.profiler import StepProfiler
 from gradsync.commands.train.state import Resumed, numeric_fingerprint, restore
 from gradsync.commands.train.trackers import require_packages
 from gradsync.core.files import counted, read_object
-from gradsync.errors import ConfigError, GradsyncError, RunError, UsageError
+from gradsync.errors import GradsyncError, RunError, UsageError
 from gradsync.runtime.failure import FailureWatch
 from gradsync.runtime.signals import StopRequest
 from gradsync.sync.step_metadata import first_difference, refuse_difference
@@ -80,20 +77,19 @@ def train(
         watch: of the session; rank 0 writes its data on all ranks to `ranks.json`.
     """
     run_dir = RunDir(config.out)
-    progress = Progress(
-        config.steps,
-        world.world_size,
-        enabled=world.is_main,
-        stream=stream or sys.stdout,
-        # mpirun and srun may give rank 0 a terminal and write its output to a file.
-        live=world.launcher in ("python", "torchrun", "env"),
-    )
+    progress = Progress(config.steps, world.world_size, enabled=world.is_main, stream=stream)
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest(announce=world.is_main))
         stack.push(lambda kind, *_: run_dir.close(failed=kind is not None))
-        stack.callback(progress.stop)
         comm = communicator(world)
-        from_rank_0(comm, lambda: _refuse_start(config, run_dir))
+
+        def may_start() -> None:
+            require_packages(config.track)
+            run_dir.hold()
+            if config.resume == "none":
+                run_dir.refuse_overwrite()
+
+        from_rank_0(comm, may_start)
         data = open_data(config, world, comm)
         _refuse_unlike(config, data, comm)
         shape, device = model_config(config, data.vocab_size), _device(world, threads)
@@ -119,7 +115,12 @@ def train(
         begin_log()
         _introduce(trainer, resumed, threads, notes)
         if resumed.source and resumed.step >= config.steps:
-            return _already_done(trainer, resumed)
+            trainer.progress.say(
+                f"{resumed.source} has {resumed.step} steps already and {config.steps} were asked "
+                "for: nothing to do (give more --steps to go on)"
+            )
+            kept = read_object(run_dir.path / "summary.json") | {"stopped_by": ""}
+            return TrainOutcome(exit_code=0, summary=kept if world.is_main else {})
         if world.is_main:
             run_dir.begin(
                 config,
@@ -127,23 +128,14 @@ def train(
                 device,
                 threads=threads,
                 done_steps=resumed.step,
-                planned_gib=_planned_gib(trainer),
                 ranks=watch.peers.everyone if watch else None,
             )
         if fault is not None:
             fault.plant(trainer)
         progress.start(resumed.step)
         totals = _run(trainer, resumed.step, stop, watch)
-        progress.stop()
         data.train.close()
         return _finish(trainer, totals)
-
-
-def _refuse_start(config: TrainConfig, run_dir: RunDir) -> None:
-    require_packages(config.track)
-    run_dir.hold()
-    if config.resume == "none":
-        run_dir.refuse_overwrite()
 
 
 def _run(trainer: Trainer, step: int, stop: StopRequest, watch: FailureWatch | None) -> Totals:
@@ -189,35 +181,11 @@ def _device(world: World, threads: int) -> Device:
     return cpu_devices(used, ranks)[0]
 
 
-def _planned_gib(trainer: Trainer) -> float | None:
-    """Memory that `gradsync plan` predicts for the rank with most; None without a prediction."""
-    config, world = trainer.config, trainer.world
-    work = Workload(
-        model=trainer.learner.model.config,
-        micro_batch_size=config.micro_batch_size,
-        seq_len=config.sequence_length,
-        num_leaves=trainer.data.plan.num_micro_batches,
-        dtype=config.named_dtype,
-        activation_checkpointing=config.activation_checkpointing,
-        loss_rows=config.loss_rows,
-        kind="cuda" if world.device.type == "cuda" else "cpu",
-    )
-    split = Split(
-        strategy=config.sync,
-        layout=config.layout(world.world_size),
-        shared_weights=isinstance(trainer.learner.sync.replica.comm, SharedMemoryCommunicator),
-    )
-    try:
-        return memory_need(work, split).total / 2**30
-    except ConfigError:
-        return None
-
-
 def _introduce(trainer: Trainer, resumed: Resumed, threads: int, notes: Sequence[str]) -> None:
     config, world, data = trainer.config, trainer.world, trainer.data
     say, shape = trainer.progress.say, trainer.learner.model.config
-    shares = isinstance(trainer.learner.sync.replica.comm, SharedMemoryCommunicator)
-    through = " through shared memory" if shares else ""
+    shares_memory = isinstance(trainer.learner.sync.replica.comm, SharedMemoryCommunicator)
+    through = " through shared memory" if shares_memory else ""
     say(
         f"{counted(world.world_size, 'rank')} by {world.launcher} on "
         f"{counted(world.num_nodes, 'host')}, {world.device.type}, "
@@ -254,20 +222,6 @@ def _unlike_machines(trainer: Trainer) -> list[str]:
         return []
     found = first_difference(trainer.comm, told)
     return [f"{found[1]}: replicas may drift, and bits of other runs are not kept"] if found else []
-
-
-def _already_done(trainer: Trainer, resumed: Resumed) -> TrainOutcome:
-    """Nothing to do: leave the finished run's files unchanged."""
-    steps = trainer.config.steps
-    trainer.progress.say(
-        f"{resumed.source} has {resumed.step} steps already and {steps} were asked for: "
-        "nothing to do (give more --steps to go on)"
-    )
-    is_main = trainer.world.is_main
-    summary = (
-        read_object(trainer.run_dir.path / "summary.json") | {"stopped_by": ""} if is_main else {}
-    )
-    return TrainOutcome(exit_code=0, summary=summary)
 
 
 def _finish(trainer: Trainer, totals: Totals) -> TrainOutcome:
@@ -327,16 +281,15 @@ def _farewell(trainer: Trainer, totals: Totals, model: GPT) -> None:
             f"for comparison: {meta.unigram_entropy_nats:.4f} is the entropy of single "
             f"{meta.tokenizer} tokens (a model that only counts them)"
         )
-    if trainer.data.load_tokenizer is not None and trainer.config.sample_tokens:
-        config = trainer.config
+    config = trainer.config
+    if trainer.data.load_tokenizer is not None and config.sample_tokens:
         try:
             tokenizer = trainer.data.load_tokenizer()
             prompt = tokenizer.encode("\n").tolist()
             ids = generate(model, prompt, config.sample_tokens, seed=config.seed)
+            say(f"--- a sample ---\n{tokenizer.decode(ids)}\n----------------")
         except UsageError as error:  # a finished run does not fail because of it
             say(f"no sample: {error}")
-        else:
-            say(f"--- a sample ---\n{tokenizer.decode(ids)}\n----------------")
     path, known = trainer.run_dir.path, trainer.data.load_tokenizer is not None
     commands = ("sample", "report", "export") if known else ("report",)
     say(f"everything lies in {path}")

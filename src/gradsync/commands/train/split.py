@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
 from torch.autograd.profiler import record_function
 
 from gradsync.checkpoint.optimizer_state import pack_optimizer, unpack_optimizer
-from gradsync.checkpoint.pieces import PartFiles, part_stem, places_of
 from gradsync.comm.base import Communicator
 from gradsync.comm.values import all_gather_json
 from gradsync.commands.models.config import GPTConfig
@@ -26,14 +26,14 @@ from gradsync.commands.parallel.layout import (
     place_tensors,
     state_of_part,
 )
-from gradsync.commands.parallel.pipeline import LeafShape, Pipeline
+from gradsync.commands.parallel.pipeline import Pipeline
 from gradsync.commands.parallel.split_sync import SplitGroups, SplitSync, split_groups
 from gradsync.commands.parallel.stage_model import GPTStage
-from gradsync.commands.parallel.transfer import collect, distribute
+from gradsync.commands.parallel.transfer import distribute
 from gradsync.commands.train.check import BY_MESSAGES
 from gradsync.commands.train.config import TrainConfig
 from gradsync.commands.train.learner import Learner, Span, autocast, build_optimizer
-from gradsync.commands.train.learnt import Keep, Whole, check_finite
+from gradsync.commands.train.saving import Keep, Whole, check_finite, keep_parts
 from gradsync.data.loader import EvalLoader
 from gradsync.data.micro_batch import MicroBatch
 from gradsync.errors import CheckpointError
@@ -55,42 +55,34 @@ class SplitLearner(Learner):
     def parameter_names(self) -> list[str]:
         return [weight.name for weight in self.part.weights]
 
-    def run_leaves(self, leaves: Iterable[MicroBatch], span: Span = record_function) -> None:
-        """This replica's leaves. The schedule orders them, so it needs all of them first."""
-        self.pipeline.run(list(leaves))
+    def run_micro_batches(
+        self, micro_batches: Iterable[MicroBatch], span: Span = record_function
+    ) -> None:
+        """This replica's micro-batches. The schedule orders them, so it needs all of them first."""
+        self.pipeline.run(list(micro_batches))
 
-    def prime(self, leaf_shape: tuple[int, int]) -> None:
+    def prime(self, shape: tuple[int, int]) -> None:
         """Each stage alone: it records the order of the stage's gradients."""
         self.sync.replica.reducer.prime(self.pipeline.throwaway)
 
-    def evaluate(self, leaves: EvalLoader) -> float:
+    def evaluate(self, loader: EvalLoader) -> float:
         """Through all stages of each replica."""
-        return self.pipeline.evaluate(leaves)
+        return self.pipeline.evaluate(loader)
 
     def save(self, step: int, keep: Keep) -> None:
-        part, comm = self.part, self.groups.model
+        part = self.part
         named = list(self.model.named_parameters())
         kept, state = pack_optimizer(self.optimizer, named)
-        check_finite(
-            self.comm,
-            step,
-            chain(named, kept.items(), self.sync.replica.state_tensors().items()),
-        )
+        remembered = self.sync.replica.state_tensors()
+        check_finite(self.comm, step, chain(named, kept.items(), remembered.items()))
         if part.place.data:
             return
         tensors = {f"model/{name}": parameter.detach() for name, parameter in named}
         tensors |= {f"optimizer/{name}": tensor for name, tensor in kept.items()}
         pieces = place_tensors(part, ((name, tuple(t.shape)) for name, t in tensors.items()))
-        note = {"places": places_of(pieces), "optimizer": state}
-        notes, contents = collect(comm, {name: tensors[name] for name in pieces}, note)
-        if comm.rank:
-            return
-        stems = [part_stem(index, comm.world_size) for index in range(comm.world_size)]
-        keep(
-            PartFiles(stems, contents),
-            join_states(part, [note["optimizer"] for note in notes]),
-            {stem: note["places"] for stem, note in zip(stems, notes, strict=True)},
-        )
+        placed = {name: (piece, tensors[name]) for name, piece in pieces.items()}
+        join = partial(join_states, part)
+        keep_parts(self.groups.model, placed, state, keep, join=join, whole={})
 
     def load(self, saved: Mapping[str, Whole], optimizer_state: Mapping[str, Any]) -> None:
         tensors = {
@@ -99,19 +91,15 @@ class SplitLearner(Learner):
             for name, tensor in saved.get(kind, {}).items()
         }
         got = distribute(self.comm, self.part, tensors)
-        kept = {
-            name.removeprefix("optimizer/"): tensor
-            for name, tensor in got.items()
-            if name.startswith("optimizer/")
-        }
         own = dict(self.model.named_parameters())
         for name, parameter in own.items():
-            tensor = got.get(f"model/{name}")
+            tensor = got.pop(f"model/{name}", None)
             if tensor is None or tensor.shape != parameter.shape:
                 raise CheckpointError(
                     f"the weights are those of another model: {name!r} is missing"
                 )
             parameter.data.copy_(tensor)
+        kept = {name.removeprefix("optimizer/"): tensor for name, tensor in got.items()}
         state = state_of_part(self.part, optimizer_state)
         unpack_optimizer(self.optimizer, list(own.items()), kept, state)
 
@@ -150,11 +138,8 @@ def build_split_learner(
         model,
         groups,
         sync,
-        shape=LeafShape(
-            num_leaves=plan.num_micro_batches // layout.dp,
-            micro_batch_size=plan.micro_batch_size,
-            seq_len=config.sequence_length,
-        ),
+        num_micro_batches=plan.num_micro_batches // layout.dp,
+        shape=(plan.micro_batch_size, config.sequence_length),
         autocast=mixed,
         seed=config.seed,
     )

@@ -14,19 +14,15 @@ from typing import Any
 
 import torch
 
-from gradsync.checkpoint.optimizer_state import (
-    check_packed,
-)
+from gradsync.checkpoint.optimizer_state import check_packed
 from gradsync.checkpoint.store import CheckpointStore, Snapshot, resolve
-from gradsync.comm.values import (
-    from_rank_0,
-)
+from gradsync.comm.values import from_rank_0
 from gradsync.commands.models.config import GPTConfig
 from gradsync.commands.models.gpt import GPT
 from gradsync.commands.train.config import TrainConfig
 from gradsync.commands.train.foreign import read_hf
-from gradsync.commands.train.learnt import Fingerprint, Whole, load_weights
 from gradsync.commands.train.loop import Trainer
+from gradsync.commands.train.saving import Fingerprint, Whole
 from gradsync.core.files import one_line
 from gradsync.data.batch_plan import BatchPlan
 from gradsync.errors import CheckpointError, ConfigError, DataError
@@ -81,11 +77,11 @@ def numeric_fingerprint(
 
 
 def compare(saved: Mapping[str, Any], now: Fingerprint, *, allow_change: bool) -> list[str]:
-    """Differences that only deserve a warning.
+    """Differences that only deserve a warning; ConfigError names each field that changes the bits.
 
     Between world sizes or layouts most strategies promise the same samples, not the same bits, so
     differences of the machine only warn there. Under the invariant order the world size is not
-    compared, and every difference counts. ConfigError names each field that changes the bits.
+    compared, and every difference counts.
     """
     differs = {
         name: f"{name}: {saved.get(name)!r} then, {now.get(name)!r} now"
@@ -145,32 +141,22 @@ def restore(run: Trainer) -> Resumed:
     if not header["path"]:
         if config.init:
             whole = _start_weights(Path(config.init), learner.model) if comm.rank == 0 else {}
-            load_weights(learner, comm, whole)
+            learner.load_weights(whole)
             notes = (*notes, f"weights of {config.init}")
         return Resumed(notes=notes)
     state = header["state"]
     try:
         run.data.train.load_state_dict(state["data"])
     except DataError as error:
-        before, seed = (state["config"].get(name) for name in ("data", "seed"))
-        if seed != config.seed:
-            raise DataError(
-                f"{header['path']} was begun with --seed {seed}, this is {config.seed}: leave "
-                "--seed out, or take another --out"
-            ) from error
-        if before == config.data:
-            raise
-        was, now = (one_line(data or "the built-in text") for data in (before, config.data))
+        before = {name: state["config"].get(name) for name in ("seed", "data")}
         raise DataError(
-            f"{header['path']} was trained on {was}, not on {now}: name the same --data, or begin "
-            f"anew from its weights (--init); {error}"
+            f"{header['path']} was trained with --seed {before['seed']} --data "
+            f"{one_line(before['data']) or repr('')}: give it the same, or begin anew from its "
+            f"weights (--init, and another --out); {error}"
         ) from error
     learner.load(saved, state["optimizer"])
     if learner.scaler is not None and state["scaler"]:
-        try:
-            learner.scaler.load_state_dict(state["scaler"])
-        except (KeyError, TypeError, RuntimeError) as error:
-            raise CheckpointError(f"{header['path']}: no state of a loss scaler") from error
+        learner.scaler.load_state_dict(state["scaler"])
     return Resumed(header["step"], header["path"], notes)
 
 
@@ -223,30 +209,17 @@ def check_state(found: Snapshot, path: Path) -> None:
         check_packed(found.state["optimizer"])
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {one_line(error)}") from None
-    params, slots = found.state["optimizer"]["params"], ("step", "exp_avg", "exp_avg_sq")
-    for key, tensor in found.tensors.get("optimizer", {}).items():
-        slot, _, name = key.partition("/")
-        shape = () if slot == "step" else tuple(params.get(name, {}).get("shape", ()))
-        if slot not in slots or tuple(tensor.shape) != shape or not tensor.is_floating_point():
-            raise CheckpointError(
-                f"{path}: {one_line(key)} of shape {tuple(tensor.shape)} is not what AdamW keeps"
-            )
-    for name, entry in params.items():
-        if entry["values"] or sorted(entry["slots"]) not in ([], sorted(slots)):
-            raise CheckpointError(f"{path}: {one_line(name)} has not the state that AdamW keeps")
 
 
 def saved_model(found: Snapshot, path: Path) -> GPTConfig:
     """The shape of a saved model, compared with its tensors before anything is built."""
     try:
         shape = GPTConfig(**found.state["model"])
-        expected = shape.num_params()
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise CheckpointError(
             f"{path}: state.json has no model to build: {one_line(error)}"
         ) from None
-    except TypeError:
-        raise CheckpointError(f"{path}: state.json has other fields than a model's") from None
+    expected = shape.num_params()
     distinct = {id(tensor): tensor for tensor in found.tensors.get("model", {}).values()}
     held = sum(tensor.numel() for tensor in distinct.values())
     if held != expected:

@@ -174,11 +174,11 @@ class ElasticGPUConfig:
             f"batch {config['effective_batch_size']} (of {self.base_batch_size} asked for) = "
             f"{counted(self.replicas, 'replica')} x {config['batch_size']} samples x "
             f"{counted(config['grad_accum_steps'], 'forward')}",
-            *self.switches.reasons,
+            self.switches.reason,
         ]
         if self.placement is not None:
             lines.append(self.placement.describe())
-        return "\n".join([*lines, *self.switches.suggestion_lines()])
+        return "\n".join([*lines, *self.switches.suggestions])
 
     def _replica_devices(self) -> list[str]:
         """Devices of this process's replica, as torch names."""

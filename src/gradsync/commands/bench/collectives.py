@@ -34,7 +34,7 @@ from gradsync.commands.bench.report import (
     spread,
 )
 from gradsync.commands.bench.sync_plan import DEVICES, uses_cuda
-from gradsync.commands.plan.collectives import Fit, fit_line, quality, save_fits
+from gradsync.commands.plan.measured import Fit, fit_line, quality, save_fits
 from gradsync.core.files import check_name, counted
 from gradsync.errors import ConfigError
 
@@ -332,7 +332,7 @@ def _findings(
             "num_nodes": num_nodes,
             "settings": asdict(settings),
             "rows": [asdict(row) for row in rows],
-            "fits": [fit.to_json() for fit in fits],
+            "fits": [asdict(fit) for fit in fits],
             "skipped": result["skipped"],
             "wrong": result["wrong"],
         },

@@ -98,10 +98,10 @@ def decide(
         changes["dtype"] = switches.dtype
     if "tf32" not in given and hardware.devices[0].kind == "cuda":
         changes["tf32"] = switches.tf32
-    notes = [*switches.reasons]
+    notes = [switches.reason]
     if "dtype" in given and config.dtype != switches.dtype:
         notes = [f"dtype {config.dtype} as given; fastest here is {switches.dtype}"]
-    notes += [f"may help, not set: {line}" for line in switches.suggestion_lines()]
+    notes += [f"may help, not set: {line}" for line in switches.suggestions]
     config = replace(config, **changes)
     if "parallel" in given or config.sync == AUTO:
         smallest = config if "micro_batch_size" in given else replace(config, micro_batch_size=1)

@@ -33,8 +33,8 @@ from gradsync.comm.values import all_gather_numbers, broadcast_json
 from gradsync.commands.models.config import GPTConfig
 from gradsync.commands.models.gpt import GPT
 from gradsync.commands.parallel.layout import ParallelLayout
+from gradsync.commands.plan.measured import Cache
 from gradsync.commands.plan.memory import memory_need
-from gradsync.commands.plan.profile import Cache
 from gradsync.commands.plan.workload import Split, Workload
 from gradsync.commands.train.config import AUTO, TrainConfig
 from gradsync.commands.train.learner import autocast, build_optimizer, summed_loss

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from gradsync.commands.models.config import GPTConfig, preset
 from gradsync.commands.plan.machine import fast_dtype
-from gradsync.commands.plan.profile import Cache, Conditions, machine_conditions
+from gradsync.commands.plan.measured import Cache, Conditions, machine_conditions
 from gradsync.commands.prepare.documents import is_stream
 from gradsync.commands.train.config import (
     AUTO,

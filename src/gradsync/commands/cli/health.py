@@ -29,7 +29,7 @@ import psutil
 
 from gradsync import __version__
 from gradsync.commands.plan.description import gb
-from gradsync.commands.plan.machine import read_interfaces
+from gradsync.commands.plan.machine import infiniband_ports
 from gradsync.commands.plan.measured import version_of
 from gradsync.core.files import counted
 from gradsync.errors import LaunchError
@@ -144,7 +144,7 @@ def _host_facts(world: World) -> dict[str, Any]:
         "files": limit(resource.RLIMIT_NOFILE),
         "processes": limit(resource.RLIMIT_NPROC)[0] if os.geteuid() else math.inf,
         "locked": limit(resource.RLIMIT_MEMLOCK)[0],
-        "infiniband": bool(read_interfaces().infiniband_gigabits),
+        "infiniband": bool(infiniband_ports()),
         **{"cores": host_cores(), "cores_machine": os.cpu_count() or 1},
         "load": os.getloadavg()[0],
         **{"free": available_bytes(), "memory": total_bytes()},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -34,7 +33,7 @@ from gradsync.commands.plan.simulation import (
     simulate,
 )
 from gradsync.commands.plan.workload import Split, Workload
-from gradsync.commands.train.config import AUTO, TrainConfig, recipe
+from gradsync.commands.train.config import AUTO, recipe
 from gradsync.commands.train.data import vocabulary
 from gradsync.errors import ConfigError, RunError
 from gradsync.runtime import environ
@@ -42,9 +41,8 @@ from gradsync.runtime.arguments import parse
 from gradsync.runtime.bounds import MOST_NODES, whole_number
 from gradsync.sync.registry import STRATEGIES, find_strategy
 
-_BETWEEN_HOSTS = "hierarchical"  # Also tried on several hosts
-_LARGEST_MICRO_BATCH = 32
-_SIZES = ("tokens_per_update", "micro_batch_size", "seq_len", "dtype")
+_SIZES = ("tokens_per_update", "seq_len", "dtype", "micro_batch_size")
+_MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,37 +115,39 @@ def run(argv: list[str]) -> int:
 
 def request_of(options: PlanOptions) -> Request:
     """The request, checked; raises as `run`."""
-    strategies = _strategies(options.strategies)
-    largest = max(sizes_of(options), default=1)
-    if options.data and not Path(options.data).is_dir():
-        raise ConfigError(f"--data {options.data} is no directory")
-    config = _config(options)
-    hardware = hardware_of(options)
-    each = len(hardware.hosts[0].devices)
+    usual, hardware = recipe(options.model), hardware_of(options)
+    each, largest = len(hardware.hosts[0].devices), max(sizes_of(options), default=1)
     if hardware.network is None and largest > each:
         raise ConfigError(
             f"--simulate {largest} is more than a host's {each} ranks: name what joins hosts, "
             f"--network NAME (there are: {', '.join(NETWORKS)})"
         )
-    kind = hardware.devices[0].kind
+    given = {n: value for n in _SIZES if (value := getattr(options, n)) is not None}
+    config = replace(usual, **given)
     if config.dtype == AUTO:
         fast = speed_switches(hardware, {}).dtype
         config = replace(config, dtype="bf16" if fast == "bf16" else "fp32")
+    kind = hardware.devices[0].kind
     if config.dtype == "fp16" and kind == "cpu":
         raise ConfigError("--dtype fp16 needs CUDA; use bf16 or fp32 on a CPU")
-    if not options.strategies and len(hardware.hosts) > 1 and each > 1:
-        strategies += (_BETWEEN_HOSTS,)
-    model = config.model
+    more_sizes = []
+    if options.micro_batch_size is None:  # one that divides the batch, and others to try
+        sequences = config.tokens_per_update // config.sequence_length
+        fitting = math.gcd(sequences, config.micro_batch_size) or 1
+        config = replace(config, micro_batch_size=fitting)
+        more_sizes = [size for size in _MICRO_BATCHES if sequences % size == 0]
+    plan, model = config.batch_plan(1), config.model
     if options.data:
+        if not Path(options.data).is_dir():
+            raise ConfigError(f"--data {options.data} is no directory")
         model = replace(model, vocab_size=vocabulary(options.data) or model.vocab_size)
-    plan = config.batch_plan(1)
-    sizes = [config.micro_batch_size]
-    if options.micro_batch_size is None:
-        sizes += [
-            size
-            for size in (2**power for power in range(_LARGEST_MICRO_BATCH.bit_length()))
-            if plan.global_batch_size % size == 0 and size not in sizes
-        ]
+    strategies = _strategies(options.strategies)
+    if not options.strategies and len(hardware.hosts) > 1 and each > 1:
+        strategies += ("hierarchical",)
+    flags = ["--data", options.data] if options.data else []
+    for name, value in given.items():
+        if name != "micro_batch_size" and value != getattr(usual, name):
+            flags += [f"--{name.replace('_', '-')}", str(value)]
     return Request(
         hardware=hardware,
         here=not options.hardware,
@@ -159,8 +159,11 @@ def request_of(options: PlanOptions) -> Request:
             dtype=config.named_dtype,
             kind=kind,
         ),
-        search=Search(strategies=strategies, micro_batch_sizes=tuple(sizes)),
-        flags=tuple(_train_flags(options)),
+        search=Search(
+            strategies=strategies,
+            micro_batch_sizes=tuple(dict.fromkeys((config.micro_batch_size, *more_sizes))),
+        ),
+        flags=tuple(flags),
     )
 
 
@@ -209,33 +212,8 @@ def sizes_of(options: PlanOptions) -> list[int]:
 def _strategies(text: str) -> tuple[str, ...]:
     if text.strip() == "all":
         return tuple(dict.fromkeys((*USUAL, *STRATEGIES)))
-    names = [name.strip() for name in text.split(",") if name.strip()] if text else list(USUAL)
-    if text and not names:
-        raise ConfigError(f"--strategies names none: got {text!r}")
-    return tuple(dict.fromkeys(find_strategy(name).name for name in names))
-
-
-def _config(options: PlanOptions) -> TrainConfig:
-    """The model's configuration with the requested values; a micro-batch that was not requested is
-    one that divides the batch."""
-    given = {name: getattr(options, name) for name in _SIZES}
-    config = replace(recipe(options.model), **{k: v for k, v in given.items() if v is not None})
-    if options.micro_batch_size is None:
-        sequences = config.tokens_per_update // config.sequence_length
-        usual = math.gcd(sequences, config.micro_batch_size) or 1
-        config = replace(config, micro_batch_size=usual)
-    config.batch_plan(1)
-    return config
-
-
-def _train_flags(options: PlanOptions) -> Iterator[str]:
-    """Flags of `gradsync train` for given values that differ from the model's configuration."""
-    for name in ("tokens_per_update", "seq_len", "dtype"):
-        value = getattr(options, name)
-        if value is not None and value != getattr(recipe(options.model), name):
-            yield from (f"--{name.replace('_', '-')}", str(value))
-    if options.data:
-        yield from ("--data", options.data)
+    names = text.split(",") if text else USUAL
+    return tuple(dict.fromkeys(find_strategy(name.strip()).name for name in names))
 
 
 def _simulated(

@@ -92,7 +92,7 @@ def read_quantity(kind: type[Quantity], value: Any) -> Any:
     """The number, in the base unit of `kind`, of text such as "3.35TB/s"; ValueError says what was
     expected. Rates are above 0, sizes and times at least 0."""
     found = None if isinstance(value, bool) else _NUMBER.fullmatch(str(value).strip())
-    units = UNITS[kind] | {None: Decimal(1)}
+    units: dict[str | None, Decimal] = {None: Decimal(1), **UNITS[kind]}
     if found is not None and found[2] in units:
         number = Decimal(found[1]) * units[found[2]]
         if 0 < number <= _LARGEST or (number == 0 and kind in (Size, Time)):
@@ -185,8 +185,8 @@ def load_network(name_or_path: str) -> Link:
         check_name("network", name_or_path, NETWORKS)
         return NETWORKS[name_or_path]
     document = read_document(path, "network file")
-    given = _convert(document.values, _Link, document.where).given()
-    return Link(**{"name": path.stem, "source": f"file {path.name}", **given})
+    usual = {"name": path.stem, "source": f"file {path.name}"}
+    return _with_figures(_convert(document.values, _Link, document.where), usual)
 
 
 def read_hardware(document: Any, where: str) -> Hardware:
@@ -238,7 +238,12 @@ def _link(link: str | _Link, what: str, known: Mapping[str, Link]) -> Link:
     if isinstance(link, str):
         check_name(what, link, known)
         return known[link]
-    return Link(**{"name": "given", **link.given()})
+    return _with_figures(link, {"name": "given"})
+
+
+def _with_figures(link: _Link, usual: dict[str, Any]) -> Link:
+    """A link of a file; `usual` holds what the file may omit."""
+    return Link(**usual | link.given())
 
 
 def dump_hardware(hardware: Hardware) -> str:

@@ -6,7 +6,7 @@ cores and memory, the launcher (equal) hosts. Nothing is set.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -157,45 +157,31 @@ def cpu_link(ranks: int) -> Link:
     return DEFAULT_LINK
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Interfaces:
-    """Rates of the network interfaces that are up."""
-
-    megabits: int  # Rate of the fastest, as its driver reports; 0 if unknown
-    infiniband_gigabits: tuple[float, ...]  # Rate of each active InfiniBand (or RoCE) port
-
-
-def read_interfaces(root: Path = Path("/")) -> Interfaces:
-    """Read the system's /sys under `root`."""
-    up = [interface.speed for interface in psutil.net_if_stats().values() if interface.isup]
-    return Interfaces(
-        megabits=max((speed for speed in up if speed != _UNKNOWN_SPEED), default=0),
-        infiniband_gigabits=tuple(_active_ports(root / "sys/class/infiniband")),
-    )
-
-
-def _active_ports(adapters: Path) -> Iterator[float]:
-    """Rates of the ports that are up, from lines such as `400 Gb/sec (4X NDR)`."""
-    for state in sorted(adapters.glob("*/ports/*/state")):
+def infiniband_ports(root: Path = Path("/")) -> list[float]:
+    """Gbit/s of the InfiniBand (or RoCE) ports that are up, by the system's /sys under `root`, which
+    has lines such as `400 Gb/sec (4X NDR)`."""
+    found = []
+    for state in sorted((root / "sys/class/infiniband").glob("*/ports/*/state")):
         try:
             if "ACTIVE" in state.read_text():
-                yield float(state.with_name("rate").read_text().split()[0])
+                found.append(float(state.with_name("rate").read_text().split()[0]))
         except (OSError, ValueError, IndexError):
             continue
+    return found
 
 
-def network_link(interfaces: Interfaces, ranks_per_host: int) -> Link:
+def network_link(ranks_per_host: int, root: Path = Path("/")) -> Link:
     """Between this host and equal ones: the rate comes from the adapters, the latency is that of
     the usual network of their kind (`gradsync plan --network` takes measured ones)."""
-    if interfaces.infiniband_gigabits:
-        total = sum(interfaces.infiniband_gigabits)
-        source = f"{total:g} Gbit/s of active ports, divided among {ranks_per_host} ranks"
-        return replace(infiniband("infiniband", total / ranks_per_host), source=source)
-    if not interfaces.megabits:
-        # As in most virtual machines.
+    if ports := infiniband_ports(root):
+        source = f"{sum(ports):g} Gbit/s of active ports, divided among {ranks_per_host} ranks"
+        return replace(infiniband("infiniband", sum(ports) / ranks_per_host), source=source)
+    speeds = [interface.speed for interface in psutil.net_if_stats().values() if interface.isup]
+    megabits = max((speed for speed in speeds if speed != _UNKNOWN_SPEED), default=0)
+    if not megabits:  # as in most virtual machines
         return replace(NETWORKS["ethernet-10g"], source="assumed: no interface tells its speed")
-    source = f"{interfaces.megabits} Mbit/s, as the fastest interface says"
-    return replace(ethernet(interfaces.megabits / 1000), source=source)
+    source = f"{megabits} Mbit/s, as the fastest interface says"
+    return replace(ethernet(megabits / 1000), source=source)
 
 
 def detect_hardware(
@@ -236,6 +222,6 @@ def detect_hardware(
     hosts = num_hosts or world.num_nodes
     return Hardware(
         hosts=(host,) * hosts,
-        network=network_link(read_interfaces(), len(devices)) if hosts > 1 else None,
+        network=network_link(len(devices)) if hosts > 1 else None,
         notes=tuple(notes),
     )

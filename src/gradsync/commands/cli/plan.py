@@ -116,20 +116,11 @@ def run(argv: list[str]) -> int:
 def request_of(options: PlanOptions) -> Request:
     """The request, checked; raises as `run`."""
     usual, hardware = recipe(options.model), hardware_of(options)
-    each, largest = len(hardware.hosts[0].devices), max(sizes_of(options), default=1)
-    if hardware.network is None and largest > each:
-        raise ConfigError(
-            f"--simulate {largest} is more than a host's {each} ranks: name what joins hosts, "
-            f"--network NAME (there are: {', '.join(NETWORKS)})"
-        )
     given = {n: value for n in _SIZES if (value := getattr(options, n)) is not None}
     config = replace(usual, **given)
     if config.dtype == AUTO:
         fast = speed_switches(hardware, {}).dtype
         config = replace(config, dtype="bf16" if fast == "bf16" else "fp32")
-    kind = hardware.devices[0].kind
-    if config.dtype == "fp16" and kind == "cpu":
-        raise ConfigError("--dtype fp16 needs CUDA; use bf16 or fp32 on a CPU")
     more_sizes = []
     if options.micro_batch_size is None:  # one that divides the batch, and others to try
         sequences = config.tokens_per_update // config.sequence_length
@@ -142,7 +133,7 @@ def request_of(options: PlanOptions) -> Request:
             raise ConfigError(f"--data {options.data} is no directory")
         model = replace(model, vocab_size=vocabulary(options.data) or model.vocab_size)
     strategies = _strategies(options.strategies)
-    if not options.strategies and len(hardware.hosts) > 1 and each > 1:
+    if not options.strategies and len(hardware.hosts) > 1 and len(hardware.hosts[0].devices) > 1:
         strategies += ("hierarchical",)
     flags = ["--data", options.data] if options.data else []
     for name, value in given.items():
@@ -157,7 +148,7 @@ def request_of(options: PlanOptions) -> Request:
             seq_len=config.sequence_length,
             num_leaves=plan.num_micro_batches,
             dtype=config.named_dtype,
-            kind=kind,
+            kind=hardware.devices[0].kind,
         ),
         search=Search(
             strategies=strategies,
@@ -182,11 +173,8 @@ def hardware_of(options: PlanOptions) -> Hardware:
     else:
         asked = {"num_hosts": options.nodes, "ranks_per_host": options.nproc_per_node}
         hardware = detect_hardware(environ.snapshot(), **asked)
-    if not options.network:
-        return hardware
-    if len(hardware.hosts) == 1 and not options.simulate:
-        raise ConfigError("--network joins hosts, and there is one; give --nodes or --simulate")
-    return replace(hardware, network=load_network(options.network))
+    network = load_network(options.network) if options.network else hardware.network
+    return replace(hardware, network=network)
 
 
 def _repeated(hardware: Hardware, nodes: int) -> Hardware:

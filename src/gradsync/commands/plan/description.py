@@ -89,7 +89,7 @@ class Hardware:
 
     def __post_init__(self) -> None:
         if len(self.hosts) > 1 and self.network is None:
-            raise ConfigError(f"{len(self.hosts)} hosts, but no network between them")
+            raise ConfigError(f"{len(self.hosts)} hosts need a network (--network, or in the file)")
 
     @property
     def devices(self) -> tuple[Device, ...]:

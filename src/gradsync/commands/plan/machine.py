@@ -158,8 +158,8 @@ def cpu_link(ranks: int) -> Link:
 
 
 def infiniband_ports(root: Path = Path("/")) -> list[float]:
-    """Gbit/s of the InfiniBand (or RoCE) ports that are up, by the system's /sys under `root`, which
-    has lines such as `400 Gb/sec (4X NDR)`."""
+    """Gbit/s of the InfiniBand (or RoCE) ports that are up, from the system's /sys under `root`:
+    lines such as `400 Gb/sec (4X NDR)`."""
     found = []
     for state in sorted((root / "sys/class/infiniband").glob("*/ports/*/state")):
         try:

@@ -18,10 +18,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from statistics import median
 from typing import Any, Generic, TypeVar
 
 import msgspec
+import numpy as np
 
 from gradsync.core.files import cache_entry, read_entry, write_entry
 from gradsync.errors import ConfigError
@@ -113,13 +113,11 @@ class Fit:
     num_sizes: int  # Number of fitted sizes
 
 
-def fit_line(sizes: Sequence[float], times: Sequence[float]) -> tuple[float, float]:
-    """Alpha (seconds) and beta (seconds per byte) of the line through times, one per size; at least
-    two different sizes."""
-    import numpy as np  # planning itself needs no numpy
-
+def fit_line(operation: str, algorithm: str, points: Mapping[int, float]) -> Fit:
+    """The line through `points`: seconds above 0 by bytes, at two sizes or more."""
+    times = np.array(list(points.values()))
     # Rows are divided by the time, so that the right side is 1.
-    rows = np.array([(1, size) for size in sizes]) / np.array(times)[:, None]
+    rows = np.array([(1, size) for size in points]) / times[:, None]
     line, ratios = np.zeros(2), np.ones(len(rows))  # predicted / measured
     for _ in range(_ITERATIONS):
         # Weights that make (ratio - 1)**2 count as e**2, and a large one as |e|.
@@ -131,18 +129,16 @@ def fit_line(sizes: Sequence[float], times: Sequence[float]) -> tuple[float, flo
             line = np.where(line < 0, 0.0, right / products.diagonal())
         # The mean of old and new: without it the iteration can oscillate between two lines.
         ratios = (ratios + rows @ line) / 2
-    return float(line[0]), float(line[1])
-
-
-def quality(
-    alpha_s: float, beta_s_per_byte: float, sizes: Sequence[float], times: Sequence[float]
-) -> tuple[float, float]:
-    """`Fit.residual` and `Fit.worst` of a line."""
-    found = [
-        (alpha_s + beta_s_per_byte * size) / time for size, time in zip(sizes, times, strict=True)
-    ]
-    residual = median(abs(ratio - 1) for ratio in found)
-    return residual, max(max(ratio, 1 / ratio) for ratio in found)
+    found = rows @ line
+    return Fit(
+        operation=operation,
+        algorithm=algorithm,
+        alpha_s=float(line[0]),
+        beta_s_per_byte=float(line[1]),
+        residual=float(np.median(abs(found - 1))),
+        worst=float(np.maximum(found, 1 / found).max()),
+        num_sizes=len(points),
+    )
 
 
 @dataclass(frozen=True, slots=True)

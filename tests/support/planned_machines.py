@@ -6,8 +6,8 @@ from typing import Any
 
 from gradsync.commands.models.config import GPTConfig
 from gradsync.commands.parallel.layout import ParallelLayout
-from gradsync.commands.plan.collectives import Fit
 from gradsync.commands.plan.description import Device, Hardware, Host, Kind, Link
+from gradsync.commands.plan.measured import Fit
 from gradsync.commands.plan.profile import BucketReady, StepProfile
 from gradsync.commands.plan.workload import Split, Workload
 

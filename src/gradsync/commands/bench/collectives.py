@@ -34,7 +34,7 @@ from gradsync.commands.bench.report import (
     spread,
 )
 from gradsync.commands.bench.sync_plan import DEVICES, uses_cuda
-from gradsync.commands.plan.collectives import Fit, fit_line, quality, save_fits
+from gradsync.commands.plan.measured import Fit, fit_line, save_fits
 from gradsync.core.files import check_name, counted
 from gradsync.errors import ConfigError
 
@@ -293,23 +293,7 @@ def fits_of(rows: Sequence[AlgorithmRow]) -> list[Fit]:
         if row.algorithm != COPY:
             points = by_name.setdefault((row.operation, row.algorithm), {})
             points[row.size_bytes] = row.p50_s
-    return [fit_of(*name, points) for name, points in by_name.items() if len(points) > 1]
-
-
-def fit_of(operation: str, algorithm: str, points: Mapping[int, float]) -> Fit:
-    """The line through `points`: seconds by bytes."""
-    sizes, seconds = list(points), list(points.values())
-    alpha, beta = fit_line(sizes, seconds)
-    residual, worst = quality(alpha, beta, sizes, seconds)
-    return Fit(
-        operation=operation,
-        algorithm=algorithm,
-        alpha_s=alpha,
-        beta_s_per_byte=beta,
-        residual=residual,
-        worst=worst,
-        num_sizes=len(points),
-    )
+    return [fit_line(*name, points) for name, points in by_name.items() if len(points) > 1]
 
 
 def _findings(
@@ -332,7 +316,7 @@ def _findings(
             "num_nodes": num_nodes,
             "settings": asdict(settings),
             "rows": [asdict(row) for row in rows],
-            "fits": [fit.to_json() for fit in fits],
+            "fits": [asdict(fit) for fit in fits],
             "skipped": result["skipped"],
             "wrong": result["wrong"],
         },

@@ -333,9 +333,7 @@ def trial_step(work: Workload, *, ranks_per_host: int) -> float:
     from gradsync.commands.plan.probe import probe_profile
 
     small = probe_work(work)
-    measured = probe_profile(
-        small, device=work.kind, ranks_per_host=ranks_per_host, budget_s=1.0, cached=False
-    )
+    measured = probe_profile(small, ranks_per_host=ranks_per_host, budget_s=1.0)
     profile = scaled_profile(measured, small, work)
     alone_s = work.num_leaves * (profile.forward_s + profile.backward_s) + profile.update_s
     return _COMPANY * alone_s

@@ -18,8 +18,10 @@ import tyro
 
 from gradsync.commands.cli import health
 from gradsync.commands.cli.health import Facts, Finding, from_message
-from gradsync.commands.plan.hardware_file import dump_hardware, hardware_document, hardware_rows
-from gradsync.commands.plan.machine import detect_hardware, version_of
+from gradsync.commands.plan.hardware_file import dump_hardware, hardware_document
+from gradsync.commands.plan.machine import detect_hardware
+from gradsync.commands.plan.measured import version_of
+from gradsync.commands.plan.report import hardware_lines
 from gradsync.core.files import counted, printable
 from gradsync.errors import ConfigError, GradsyncError, LaunchError, RunError
 from gradsync.runtime import environ
@@ -91,11 +93,10 @@ def run(argv: list[str]) -> int:
     def report(findings: Sequence[Finding]) -> int:
         hardware = detect_hardware(env)
         machine = describe_machine(resolution.world.local_world_size)
-        shown = machine.keys() - {"memory_gib"}  # the hardware shows it already
-        rows = [(name.replace("_", " "), machine[name]) for name in machine if name in shown]
+        rows = [f"{name.replace('_', ' '):<16}  {value}" for name, value in machine.items()]
         lines = [text]
-        for title, part in (("machine", rows), ("hardware", hardware_rows(hardware))):
-            lines += ["", title, *(f"  {name:<16}  {value}" for name, value in part)]
+        for title, part in (("machine", rows), ("hardware", hardware_lines(hardware))):
+            lines += ["", title, *(f"  {line}" for line in part)]
         described = {"machine": machine, "hardware": hardware_document(hardware)}
         return _print(options, document | described, "\n".join(lines), findings)
 

@@ -28,8 +28,8 @@ from typing import Any, Literal
 import psutil
 
 from gradsync import __version__
-from gradsync.commands.plan.machine import version_of
-from gradsync.commands.plan.placement import gb
+from gradsync.commands.plan.description import gb
+from gradsync.commands.plan.measured import version_of
 from gradsync.core.files import counted
 from gradsync.errors import LaunchError
 from gradsync.runtime.coordinator import given_port, run_command

@@ -5,32 +5,35 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
-from gradsync.commands.plan.catalog import DEFAULT_NETWORK, NETWORKS, check_size
+from gradsync.commands.plan.catalog import DEFAULT_NETWORK, NETWORKS
 from gradsync.commands.plan.choice import USUAL, Costs, Recommendation, Search, choose, remedy
 from gradsync.commands.plan.description import Hardware, speed_switches
 from gradsync.commands.plan.hardware_file import hardware_document, load_hardware, load_network
 from gradsync.commands.plan.machine import detect_hardware
-from gradsync.commands.plan.memory import memory_need
-from gradsync.commands.plan.placement import gb, parse_submodel, place_submodels
 from gradsync.commands.plan.report import (
     commands,
     figure_lines,
     hardware_lines,
+    link_text,
     pick_sections,
     print_table,
     section,
     work_lines,
 )
-from gradsync.commands.plan.simulation import DEFAULT_STRATEGIES, Simulation, report_text, simulate
+from gradsync.commands.plan.simulation import (
+    DEFAULT_STRATEGIES,
+    SplitPoint,
+    efficiency_table,
+    simulate,
+)
 from gradsync.commands.plan.workload import Split, Workload
-from gradsync.commands.train.config import AUTO, TrainConfig, recipe
+from gradsync.commands.train.config import AUTO, recipe
 from gradsync.commands.train.data import vocabulary
 from gradsync.errors import ConfigError, RunError
 from gradsync.runtime import environ
@@ -38,9 +41,8 @@ from gradsync.runtime.arguments import parse
 from gradsync.runtime.bounds import MOST_NODES, whole_number
 from gradsync.sync.registry import STRATEGIES, find_strategy
 
-_BETWEEN_HOSTS = "hierarchical"  # Also tried on several hosts
-_LARGEST_MICRO_BATCH = 32
-_SIZES = ("tokens_per_update", "micro_batch_size", "seq_len", "dtype")
+_SIZES = ("tokens_per_update", "seq_len", "dtype", "micro_batch_size")
+_MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,10 +78,6 @@ class PlanOptions:
     """Names separated by commas, or all; default: all that keep one rank's numbers."""
     probe: bool = True
     """Measure a few leaves here; --no-probe estimates."""
-    submodel: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """A frozen model next to the trained one, as NAME:SIZE: llama:16GB, or llama:8e9params (of 16
-    bits); llama:16GB/32 may be cut between 32 blocks. Repeat the flag for several. The answer is
-    then which device holds which."""
     simulate: str = ""
     """Also simulate the step on these numbers of devices: 8,64,512."""
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
@@ -107,50 +105,40 @@ def run(argv: list[str]) -> int:
     """
     options = parse(PlanOptions, argv, "plan")
     request = request_of(options)
-    if options.submodel:
-        return _tell_submodels(options, request)
     costs, work, hardware = Costs(), request.work, request.hardware
     choice = choose(work, hardware, costs, request.search)
     if options.probe and request.here and choice.pick is not None and costs.measure(work, hardware):
         choice = choose(work, hardware, costs, request.search)
-    simulation = _simulated(options, request, costs, choice)
-    _tell(options, request, costs, choice, simulation)
+    _tell(options, request, costs, choice, _simulated(options, request, costs, choice))
     return 0
 
 
 def request_of(options: PlanOptions) -> Request:
     """The request, checked; raises as `run`."""
-    strategies = _strategies(options.strategies)
-    largest = max(sizes_of(options), default=1)
-    if options.data and not Path(options.data).is_dir():
-        raise ConfigError(f"--data {options.data} is no directory")
-    config = _config(options)
-    hardware = hardware_of(options)
-    each = len(hardware.hosts[0].devices)
-    if hardware.network is None and largest > each:
-        raise ConfigError(
-            f"--simulate {largest} is more than a host's {each} ranks: name what joins hosts, "
-            f"--network NAME (there are: {', '.join(NETWORKS)})"
-        )
-    kind = hardware.devices[0].kind
+    usual, hardware = recipe(options.model), hardware_of(options)
+    given = {n: value for n in _SIZES if (value := getattr(options, n)) is not None}
+    config = replace(usual, **given)
     if config.dtype == AUTO:
         fast = speed_switches(hardware, {}).dtype
         config = replace(config, dtype="bf16" if fast == "bf16" else "fp32")
-    if config.dtype == "fp16" and kind == "cpu":
-        raise ConfigError("--dtype fp16 needs CUDA; use bf16 or fp32 on a CPU")
-    if not options.strategies and len(hardware.hosts) > 1 and each > 1:
-        strategies += (_BETWEEN_HOSTS,)
-    model = config.model
+    more_sizes = []
+    if options.micro_batch_size is None:  # one that divides the batch, and others to try
+        sequences = config.tokens_per_update // config.sequence_length
+        fitting = math.gcd(sequences, config.micro_batch_size) or 1
+        config = replace(config, micro_batch_size=fitting)
+        more_sizes = [size for size in _MICRO_BATCHES if sequences % size == 0]
+    plan, model = config.batch_plan(1), config.model
     if options.data:
+        if not Path(options.data).is_dir():
+            raise ConfigError(f"--data {options.data} is no directory")
         model = replace(model, vocab_size=vocabulary(options.data) or model.vocab_size)
-    plan = config.batch_plan(1)
-    sizes = [config.micro_batch_size]
-    if options.micro_batch_size is None:
-        sizes += [
-            size
-            for size in (2**power for power in range(_LARGEST_MICRO_BATCH.bit_length()))
-            if plan.global_batch_size % size == 0 and size not in sizes
-        ]
+    strategies = _strategies(options.strategies)
+    if not options.strategies and len(hardware.hosts) > 1 and len(hardware.hosts[0].devices) > 1:
+        strategies += ("hierarchical",)
+    flags = ["--data", options.data] if options.data else []
+    for name, value in given.items():
+        if name != "micro_batch_size" and value != getattr(usual, name):
+            flags += [f"--{name.replace('_', '-')}", str(value)]
     return Request(
         hardware=hardware,
         here=not options.hardware,
@@ -160,10 +148,13 @@ def request_of(options: PlanOptions) -> Request:
             seq_len=config.sequence_length,
             num_leaves=plan.num_micro_batches,
             dtype=config.named_dtype,
-            kind=kind,
+            kind=hardware.devices[0].kind,
         ),
-        search=Search(strategies=strategies, micro_batch_sizes=tuple(sizes)),
-        flags=tuple(_train_flags(options)),
+        search=Search(
+            strategies=strategies,
+            micro_batch_sizes=tuple(dict.fromkeys((config.micro_batch_size, *more_sizes))),
+        ),
+        flags=tuple(flags),
     )
 
 
@@ -174,82 +165,52 @@ def hardware_of(options: PlanOptions) -> Hardware:
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1; got {value}")
     if options.hardware:
-        hardware = _repeated(load_hardware(options.hardware), options.nodes, options.hardware)
+        hardware = load_hardware(options.hardware)
         if options.nproc_per_node is not None:
             raise ConfigError("--nproc-per-node is for this machine; --hardware says how many")
+        if options.nodes is not None and options.nodes != len(hardware.hosts):
+            hardware = _repeated(hardware, options.nodes)
     else:
         asked = {"num_hosts": options.nodes, "ranks_per_host": options.nproc_per_node}
         hardware = detect_hardware(environ.snapshot(), **asked)
-    if not options.network:
-        return hardware
-    if len(hardware.hosts) == 1 and not options.simulate:
-        raise ConfigError("--network joins hosts, and there is one; give --nodes or --simulate")
-    return replace(hardware, network=load_network(options.network))
+    network = load_network(options.network) if options.network else hardware.network
+    return replace(hardware, network=network)
 
 
-def sizes_of(options: PlanOptions) -> list[int]:
-    """Numbers of ranks to simulate."""
-    words = [word.strip() for word in options.simulate.split(",") if word.strip()]
-    sizes = [number for word in words if (number := whole_number(word, MOST_NODES))]
-    if len(sizes) < len(words) or (options.simulate and not words):
-        raise ConfigError(
-            f"--simulate takes numbers of ranks such as 8,64,512, at most {MOST_NODES}; got "
-            f"{options.simulate[:80]!r}"
-        )
-    return sizes
-
-
-def _repeated(hardware: Hardware, nodes: int | None, name: str) -> Hardware:
+def _repeated(hardware: Hardware, nodes: int) -> Hardware:
     """Repeat the described host."""
-    if nodes is None or nodes == len(hardware.hosts):
-        return hardware
     if len(hardware.hosts) > 1:
-        raise ConfigError(f"--nodes {nodes}, but {name} has {len(hardware.hosts)} hosts; drop one")
-    check_size(nodes * len(hardware.devices), f"--nodes {nodes}")
+        raise ConfigError(f"--nodes {nodes}, but --hardware has {len(hardware.hosts)} hosts")
     network = hardware.network or NETWORKS[DEFAULT_NETWORK]
     note = f"assumed: {network.name} between the hosts (--network names another)"
     return Hardware(hosts=hardware.hosts * nodes, network=network, notes=(*hardware.notes, note))
 
 
+def sizes_of(options: PlanOptions) -> list[int]:
+    """Numbers of ranks to simulate."""
+    sizes = [whole_number(word.strip(), MOST_NODES) for word in options.simulate.split(",")]
+    if options.simulate and not all(sizes):
+        raise ConfigError(
+            f"--simulate takes numbers of ranks such as 8,64,512, at most {MOST_NODES}; got "
+            f"{options.simulate[:80]!r}"
+        )
+    return [size for size in sizes if size]
+
+
 def _strategies(text: str) -> tuple[str, ...]:
     if text.strip() == "all":
         return tuple(dict.fromkeys((*USUAL, *STRATEGIES)))
-    names = [name.strip() for name in text.split(",") if name.strip()] if text else list(USUAL)
-    if text and not names:
-        raise ConfigError(f"--strategies names none: got {text!r}")
-    return tuple(dict.fromkeys(find_strategy(name).name for name in names))
-
-
-def _config(options: PlanOptions) -> TrainConfig:
-    """The model's configuration with the requested values; a micro-batch that was not requested is
-    one that divides the batch."""
-    given = {name: getattr(options, name) for name in _SIZES}
-    config = replace(recipe(options.model), **{k: v for k, v in given.items() if v is not None})
-    if options.micro_batch_size is None:
-        sequences = config.tokens_per_update // config.sequence_length
-        usual = math.gcd(sequences, config.micro_batch_size) or 1
-        config = replace(config, micro_batch_size=usual)
-    config.batch_plan(1)
-    return config
-
-
-def _train_flags(options: PlanOptions) -> Iterator[str]:
-    """Flags of `gradsync train` for given values that differ from the model's configuration."""
-    for name in ("tokens_per_update", "seq_len", "dtype"):
-        value = getattr(options, name)
-        if value is not None and value != getattr(recipe(options.model), name):
-            yield from (f"--{name.replace('_', '-')}", str(value))
-    if options.data:
-        yield from ("--data", options.data)
+    names = text.split(",") if text else USUAL
+    return tuple(dict.fromkeys(find_strategy(name.strip()).name for name in names))
 
 
 def _simulated(
     options: PlanOptions, request: Request, costs: Costs, choice: Recommendation
-) -> Simulation | None:
+) -> list[SplitPoint]:
     """More of the first host: every replica keeps the leaves that it has under the pick."""
     sizes, pick = sizes_of(options), choice.pick
     if not sizes or pick is None:
-        return None
+        return []
     hardware = request.hardware
     names = _strategies(options.strategies) if options.strategies else DEFAULT_STRATEGIES
     splits = [Split(strategy=name) for name in names]
@@ -261,65 +222,52 @@ def _simulated(
     return simulate(*about, splits=list(dict.fromkeys(splits)))
 
 
-def _switch_lines(request: Request) -> list[str]:
-    """Lines on the devices' capabilities and what may help; nothing is set."""
-    switches = speed_switches(request.hardware, environ.snapshot() if request.here else {})
-    lines = list(switches.reasons)
-    if switches.dtype != (dtype := request.work.dtype):
-        lines.append(f"--dtype {switches.dtype} would be faster here than {dtype}")
-    return [*lines, *switches.suggestion_lines()]
-
-
-def _figures(options: PlanOptions, request: Request, costs: Costs) -> list[str]:
-    size = f"vocabulary: the preset's (the built-in text has {vocabulary('')}); --data DIR: its own"
-    return [*figure_lines(costs, request.hardware), *([] if options.data else [size])]
-
-
-def _tell_submodels(options: PlanOptions, request: Request) -> int:
-    """Print the places of frozen parts; the rest is replicated."""
-    parts = [parse_submodel(text) for text in options.submodel]
-    trained = memory_need(request.work, Split(strategy="bucketed")).total
-    found = place_submodels(parts, trained, request.hardware)
-    if options.as_json:
-        document = {"model": options.model, "hardware": hardware_document(request.hardware)}
-        print(json.dumps({**document, "submodels": found.to_json()}, indent=1), flush=True)
-        return 0
-    print(section("trained", work_lines(options.model, request.work)))
-    print(section("frozen", [f"{part.name} {gb(part.num_bytes)}" for part in parts]))
-    print(section("hardware", hardware_lines(request.hardware)))
-    print(section("taken", found.lines()))
-    return 0
-
-
 def _tell(
     options: PlanOptions,
     request: Request,
     costs: Costs,
     choice: Recommendation,
-    simulation: Simulation | None,
+    simulation: list[SplitPoint],
 ) -> None:
     """Print it; raises RunError if nothing fits."""
-    name, pick = options.model, choice.pick
-    lines = [] if pick is None else commands(pick, request.hardware, name, request.flags)
+    name, pick, hardware = options.model, choice.pick, request.hardware
+    lines = [] if pick is None else commands(pick, hardware, name, request.flags)
+    figures = figure_lines(costs, hardware)
+    if not options.data:
+        built_in = vocabulary("")
+        figures.append(
+            f"vocabulary: the preset's (the built-in text has {built_in}); --data DIR: its own"
+        )
     if options.as_json:
         document = {
             "model": name,
-            "hardware": hardware_document(request.hardware),
+            "hardware": hardware_document(hardware),
             **choice.to_json(),
             "commands": [line for _, line in lines],
-            "figures": _figures(options, request, costs),
-            "simulation": None if simulation is None else simulation.to_json(),
+            "figures": figures,
+            "simulation": [asdict(point) for point in simulation] or None,
         }
         print(json.dumps(document, indent=1, allow_nan=False), flush=True)
     else:
         print(section("model", work_lines(name, request.work)))
-        print(section("hardware", hardware_lines(request.hardware)))
+        print(section("hardware", hardware_lines(hardware)))
         print_table(choice, sys.stdout)
         if pick is not None:
             print("\n".join(pick_sections(pick, lines)))
             print(section("switches", _switch_lines(request)))
-            print(section("figures", _figures(options, request, costs)))
-        if simulation is not None:
-            print(f"\n{report_text(simulation)}")
+            print(section("figures", figures))
+        if simulation:
+            network = hardware.network
+            joined = [] if network is None else [f"between hosts: {link_text(network)}"]
+            print("\n".join(["", *efficiency_table(simulation), *joined]))
     if pick is None:
-        raise RunError(remedy(name, choice, request.work, request.hardware, costs))
+        raise RunError(remedy(name, choice, request.work, hardware, costs))
+
+
+def _switch_lines(request: Request) -> list[str]:
+    """Lines on the devices' capabilities and what may help; nothing is set."""
+    switches = speed_switches(request.hardware, environ.snapshot() if request.here else {})
+    lines = [switches.reason]
+    if switches.dtype != (dtype := request.work.dtype):
+        lines.append(f"--dtype {switches.dtype} would be faster here than {dtype}")
+    return [*lines, *switches.suggestions]

@@ -24,7 +24,7 @@ from gradsync.commands.bench.tune import STAGES, TuneRequest, print_report
 from gradsync.commands.cli.experiment import run_experiment
 from gradsync.commands.models.config import preset
 from gradsync.commands.plan.machine import fast_dtype
-from gradsync.commands.plan.profile import Conditions
+from gradsync.commands.plan.measured import Conditions
 from gradsync.commands.train.config import TrainConfig, recipe
 from gradsync.commands.train.data import vocabulary
 from gradsync.commands.train.tuned import TUNED, Tuned, TunedStrategy, conditions_of

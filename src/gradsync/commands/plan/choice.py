@@ -9,33 +9,35 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
+from itertools import product
 from math import log2
 from typing import Any
 
 from gradsync.commands.models.config import PRESETS
 from gradsync.commands.parallel.layout import ParallelLayout
 from gradsync.commands.plan.collectives import shares_memory
-from gradsync.commands.plan.description import Device, Hardware
+from gradsync.commands.plan.description import Device, Hardware, gb
 from gradsync.commands.plan.memory import MemoryNeed, memory_need
-from gradsync.commands.plan.placement import MARGIN, gb
 from gradsync.commands.plan.profile import (
     StepProfile,
     estimate_profile,
-    known_profile,
     probe_work,
-    profile_conditions,
     scaled_profile,
 )
 from gradsync.commands.plan.step_costs import StepTime, predict_step
 from gradsync.commands.plan.workload import Split, Workload, goes_with_parts
+from gradsync.errors import GradsyncError
 from gradsync.runtime.machine import busy, choose_threads
 from gradsync.sync.registry import STRATEGIES, Promise
 
 USUAL = ("invariant", "bucketed", "zero1", "zero2", "fsdp", "ddp")
 """Tried unless names are given, the simplest first: none that loses precision on purpose, and only
 one for each cost."""
+MARGIN = 0.1
+"""Fraction of a device's usable memory that stays free: the memory model is accurate to 10 %."""
 ERROR = 0.15  # Times within this fraction count as equal: the time model is no better
 PROMISES: tuple[Promise, ...] = ("bitwise", "rounding", "lossy")  # The strongest first
 
@@ -60,17 +62,20 @@ class Costs:
         leaf = probe_work(work)
         if memory_need(leaf, Split(strategy="bucketed")).total > room_bytes(hardware, 1):
             return False
-        from gradsync.commands.plan.probe import probe_profile
+        from gradsync.commands.plan.probe import PROFILES, probe_profile, profile_conditions
 
-        host, device = hardware.hosts[0], leaf.kind
+        host = hardware.hosts[0]
         ranks = len(host.devices)
-        conditions = profile_conditions(leaf, device=device, threads=choose_threads(ranks))
-        load = os.getloadavg()[0]
-        if known_profile(conditions) is None and busy(load, host.cores):
-            self.load = load
-        # A measurement under load is not kept.
-        cached = self.load is None
-        profile = probe_profile(leaf, device=device, ranks_per_host=ranks, cached=cached)
+        conditions = profile_conditions(leaf, choose_threads(ranks))
+        profile = PROFILES.read(conditions)
+        if profile is None:
+            load = os.getloadavg()[0]
+            profile = probe_profile(leaf, ranks_per_host=ranks)
+            if busy(load, host.cores):
+                self.load = load
+            else:
+                with suppress(GradsyncError):  # a cache that cannot be written does no harm
+                    PROFILES.save(conditions, profile)
         self.measured = profile, leaf
         return True
 
@@ -146,7 +151,7 @@ class Candidate:
             "activation_checkpointing": self.work.activation_checkpointing,
             "memory_bytes": None if memory is None else asdict(memory) | {"total": memory.total},
             "room_bytes": self.room_bytes or None,
-            "step": None if self.time is None else self.time.to_json(),
+            "step": None if self.time is None else asdict(self.time) | {"total_s": self.seconds},
             "promise": self.promise,
             "obstacle": self.obstacle or None,
             "remark": self.remark or None,
@@ -162,38 +167,25 @@ def counts(hardware: Hardware) -> list[int]:
 def splits(count: int, hardware: Hardware, strategies: Sequence[str]) -> Iterator[Split]:
     """Every split of `count` devices: strategies x (replicas, stages, shards), replicas first. A
     single replica synchronises with no other: it is listed once for each promise."""
+    on_cpu_host = hardware.devices[0].kind == "cpu" and len(hardware.hosts) == 1
     most_shards = max(len(host.devices) for host in hardware.hosts)
-    for model_ranks in _divisors(count):
-        for tp in _divisors(model_ranks):
-            if tp > most_shards:  # shards communicate in every layer: never between hosts
-                continue
-            layout = ParallelLayout(dp=count // model_ranks, pp=model_ranks // tp, tp=tp)
-            for strategy in _usable(strategies, layout):
-                shared = _shares_weights(strategy, layout, hardware)
-                yield Split(strategy=strategy, layout=layout, shared_weights=shared)
-
-
-def _divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]
-
-
-def _usable(strategies: Sequence[str], layout: ParallelLayout) -> Sequence[str]:
-    """Strategies that can synchronise replicas in this layout."""
-    if layout.model_ranks > 1:
-        strategies = [name for name in strategies if goes_with_parts(name)]
-    if layout.dp > 1:
-        return strategies
-    # Alone, strategies differ only in how they sum leaves, which is their promise.
-    promises = {STRATEGIES[name].promise: name for name in reversed(strategies)}
-    return [name for name in strategies if name in promises.values()]
-
-
-def _shares_weights(strategy: str, layout: ParallelLayout, hardware: Hardware) -> bool:
-    """Whether `gradsync train` keeps one copy of the weights for all ranks."""
-    recipe, on_cpu = STRATEGIES[strategy].recipe, hardware.devices[0].kind == "cpu"
-    if recipe is None or layout.model_ranks > 1 or len(hardware.hosts) > 1 or layout.dp == 1:
-        return False
-    return on_cpu and shares_memory(recipe)
+    divisors = [size for size in range(1, count + 1) if count % size == 0]
+    for model_ranks, tp in product(divisors, repeat=2):
+        # Shards communicate in every layer: never between hosts.
+        if model_ranks % tp or tp > most_shards:
+            continue
+        layout = ParallelLayout(dp=count // model_ranks, pp=model_ranks // tp, tp=tp)
+        usable = [name for name in strategies if model_ranks == 1 or goes_with_parts(name)]
+        if layout.dp == 1:
+            # Alone, strategies differ only in how they sum leaves, which is their promise.
+            first = {STRATEGIES[name].promise: name for name in reversed(usable)}
+            usable = [name for name in usable if name in first.values()]
+        for strategy in usable:
+            recipe = STRATEGIES[strategy].recipe
+            # Then `gradsync train` keeps one copy of the weights for all ranks.
+            shared = recipe is not None and shares_memory(recipe)
+            shared &= on_cpu_host and model_ranks == 1 < layout.dp
+            yield Split(strategy=strategy, layout=layout, shared_weights=shared)
 
 
 def obstacle(work: Workload, split: Split) -> str:
@@ -302,10 +294,11 @@ def choose(work: Workload, hardware: Hardware, costs: Costs, search: Search) -> 
     if pick is None:
         return choice
     told = replace(pick, remark=_why_taken(pick, choice.rows(), judged))
-    others = (
-        told if each is pick else replace(each, remark=_why_not(each, pick)) for each in judged
-    )
-    return replace(choice, candidates=tuple(others), pick=told)
+    candidates = [
+        replace(each, remark=_why_not(each, pick)) if each.runs else each for each in judged
+    ]
+    candidates[judged.index(pick)] = told
+    return replace(choice, candidates=tuple(candidates), pick=told)
 
 
 def _judge(
@@ -366,8 +359,6 @@ _PROMISE = {
     "rounding": "one rank's numbers but for the order of sums",
     "lossy": "lossy",
 }
-_EQUAL = 0.01  # Times within this fraction are called equal
-_FACTOR = 1.95  # From here on, print a factor instead of percents
 
 
 def percent(share: float) -> str:
@@ -375,106 +366,64 @@ def percent(share: float) -> str:
     return f"{share:.0%}" if share >= 0.01 else f"{share:.1%}"
 
 
-def _why_not(candidate: Candidate, pick: Candidate) -> str:
-    """Why `candidate` was not taken; empty if it cannot run."""
-    if not candidate.runs:
-        return ""
+def _beside(candidate: Candidate, pick: Candidate) -> str:
+    """How long the candidate takes, against the pick."""
     ratio = candidate.seconds / pick.seconds
-    if ratio >= _FACTOR:
-        return f"takes {ratio:.1f} times as long as {pick.split}"
-    if ratio > 1 + ERROR:
-        return f"slower than {pick.split} by {percent(ratio - 1)}"
-    by = f"faster by {percent(1 - ratio)}, within the model's error"
-    if abs(ratio - 1) < _EQUAL:
-        by = "as fast"
-    elif ratio > 1:
-        by = f"slower by {percent(ratio - 1)}"
+    if ratio >= 1.95:  # from here on a factor
+        return f"takes {ratio:.1f} times as long"
+    if abs(ratio - 1) < 0.01:
+        return "as fast"
+    if ratio > 1:
+        return f"slower by {percent(ratio - 1)}"
+    return f"faster by {percent(1 - ratio)}, within the model's error"
+
+
+def _why_not(candidate: Candidate, pick: Candidate) -> str:
+    """Why `candidate`, which can run, was not taken."""
+    said = _beside(candidate, pick)
+    if candidate.seconds > (1 + ERROR) * pick.seconds:
+        return said
     # An advantage of the pick that it lacks:
-    lacks, parts = "not as simple", pick.split.layout.model_ranks
+    parts = pick.split.layout.model_ranks
     if candidate.promise != pick.promise:
-        lacks = f"{candidate.promise} only"
-    elif candidate.split.layout.model_ranks > parts:
-        lacks = "divides the model " + ("without need" if parts == 1 else "further")
-    elif candidate.work.activation_checkpointing and not pick.work.activation_checkpointing:
-        lacks = "recomputes without need"
-    return f"{by}; {lacks}"
+        return f"{said}; {candidate.promise} only"
+    if candidate.split.layout.model_ranks > parts:
+        return f"{said}; divides the model {'without need' if parts == 1 else 'further'}"
+    if candidate.work.activation_checkpointing and not pick.work.activation_checkpointing:
+        return f"{said}; recomputes without need"
+    return f"{said}; not as simple"
 
 
 def _why_taken(pick: Candidate, rows: Sequence[Candidate], judged: Sequence[Candidate]) -> str:
-    """Why `pick`, one of `rows`, was taken: what rules out simpler ones, and the next best."""
+    """Why `pick`, one of `rows`: what rules out a replica per device, kept activations or the usual
+    micro-batch, the next best split, and the promise."""
+    parts = []
+    whole = [
+        each
+        for each in judged
+        if each.split.world_size == pick.split.world_size
+        and each.split.layout.model_ranks == 1
+        and each.memory is not None
+    ]
+    if pick.split.layout.model_ranks > 1 and whole and not any(each.runs for each in whole):
+        least = min(whole, key=lambda each: each.short_bytes)
+        parts.append(f"no replica fits on one device (at best {least.split} {least.obstacle})")
+    own = [each for each in judged if each.split == pick.split]  # the usual micro-batch is first
+    recomputes = pick.work.activation_checkpointing
+    kept = [each for each in own if not each.work.activation_checkpointing]
+    if recomputes and kept and not any(each.runs for each in kept):
+        parts.append("activations must be recomputed to fit")
+    usual = next(each for each in own if each.work.activation_checkpointing == recomputes)
+    if usual.obstacle:
+        size, wanted = pick.work.micro_batch_size, usual.work.micro_batch_size
+        parts.append(f"micro-batch {size}, as with {wanted} a rank {usual.obstacle}")
     others = [each for each in rows if each.runs and each.split != pick.split]
     rival = min(others, key=lambda each: each.seconds, default=None)
-    parts = [*_forced(pick, judged), _beside(pick, rival)]
-    if pick.promise != "bitwise" and (rival is None or rival.promise != "bitwise"):
-        parts += _no_bits(pick, [e for e in _on_as_many(pick, judged) if e.promise == "bitwise"])
+    next_best = "" if rival is None else f" (next: {rival.split}, {_beside(rival, pick)})"
+    parts.append(f"the best of what fits{next_best}" if next_best else "the only one that fits")
     if pick.split.world_size > 1:
         parts.append(f"it gives {_PROMISE[pick.promise]}")
     return "; ".join(parts)
-
-
-def _on_as_many(pick: Candidate, judged: Sequence[Candidate]) -> list[Candidate]:
-    """Candidates on as many devices as the pick that arithmetic allows."""
-    count = pick.split.world_size
-    return [e for e in judged if e.split.world_size == count and e.memory is not None]
-
-
-def _forced(pick: Candidate, judged: Sequence[Candidate]) -> list[str]:
-    """Why a replica per device, kept activations, or the usual micro-batch (the first to be judged)
-    were not possible; empty if they were."""
-    plain = [
-        each
-        for each in _on_as_many(pick, judged)
-        if each.split.layout.model_ranks == 1 and STRATEGIES[each.split.strategy].recipe is not None
-    ]
-    parts = []
-    if pick.split.layout.model_ranks > 1 and plain and all(each.obstacle for each in plain):
-        least = min(plain, key=lambda each: each.short_bytes)
-        parts.append(f"no replica fits on one device (at best {least.obstacle})")
-    own = [each for each in judged if each.split == pick.split]
-    recomputes = pick.work.activation_checkpointing
-    kept = [each for each in own if not each.work.activation_checkpointing]
-    if recomputes and kept and all(each.obstacle for each in kept):
-        parts.append("activations must be recomputed to fit")
-    alike = (each for each in own if each.work.activation_checkpointing == recomputes)
-    usual = next(alike, pick)
-    size, wanted = pick.work.micro_batch_size, usual.work.micro_batch_size
-    if size != wanted and usual.obstacle:
-        parts.append(f"micro-batch {size}, as with {wanted} a rank {usual.obstacle}")
-    return parts
-
-
-def _no_bits(pick: Candidate, bitwise: Sequence[Candidate]) -> list[str]:
-    """Why none of the candidates with one rank's bits was taken."""
-    if not bitwise:
-        return []
-    fitting = [each for each in bitwise if each.runs]
-    if not fitting:
-        least = min(bitwise, key=lambda each: each.short_bytes)
-        return [f"{least.split}, with one rank's bits, at best {least.obstacle}"]
-    best = min(fitting, key=lambda each: each.seconds)
-    ratio = best.seconds / pick.seconds
-    longer = f"{ratio:.1f} times as long" if ratio >= _FACTOR else f"{percent(ratio - 1)} longer"
-    return [f"{best.split}, with one rank's bits, takes {longer}"]
-
-
-def _beside(pick: Candidate, rival: Candidate | None) -> str:
-    """The pick compared with the fastest other split."""
-    if rival is None:
-        return "the only one that fits"
-    ratio = rival.seconds / pick.seconds
-    if ratio > 1 + ERROR:
-        return f"the fastest by {percent(1 - 1 / ratio)} (next: {rival.split})"
-    if ratio > 1 - _EQUAL:
-        return f"as fast as any (next: {rival.split})"
-    return (
-        f"{rival.split} is predicted to take {percent(1 - ratio)} less, within the model's "
-        f"error of {ERROR:.0%}"
-    )
-
-
-_MOST_DEVICES = 1024  # Do not look beyond this number
-_ONE_BY_ONE = 64  # From here on, add whole hosts
-_GPUS_OF_A_HOST = 8  # Assumed per host when devices are added
 
 
 def remedy(
@@ -495,19 +444,16 @@ def remedy(
             f"{near.work.micro_batch_size}{recomputed}) a rank {near.obstacle}"
         )
     cures = []
-    enough = (len(more.devices) for more in _more(hardware) if _fits(work, more, costs, search))
-    if count := next(enough, None):
+    enough = next((more for more in _larger(hardware) if _fits(work, more, costs, search)), None)
+    if enough is not None:
         # Devices of a CPU are shares of a host: count hosts there.
-        last = hardware.hosts[-1].devices
-        on_cpu = last[0].kind == "cpu"
-        amount = f"{count // len(last)} such hosts" if on_cpu else f"{count} such devices"
-        cures.append(f"it would fit on {amount}")
-    params = {preset: config.num_params() for preset, config in PRESETS.items()}
-    smaller = [preset for preset in params if params[preset] < work.model.num_params()]
-    for preset in sorted(smaller, key=lambda preset: (params[preset], preset), reverse=True):
-        config = PRESETS[preset]
+        on_cpu = devices[0].kind == "cpu"
+        count = len(enough.hosts if on_cpu else enough.devices)
+        cures.append(f"it would fit on {count} such {'hosts' if on_cpu else 'devices'}")
+    for preset, config in sorted(PRESETS.items(), key=lambda each: -each[1].num_params()):
         small = replace(work, model=config, seq_len=min(work.seq_len, config.block_size))
-        if _fits(small, hardware, costs, search):
+        smaller = config.num_params() < work.model.num_params()
+        if smaller and _fits(small, hardware, costs, search):
             cures.append(f"{preset!r} fits here")
             break
     return f"{said}; {' and '.join(cures) or 'no preset fits here'}"
@@ -524,17 +470,17 @@ def _fits(work: Workload, hardware: Hardware, costs: Costs, search: Search) -> b
     )
 
 
-def _more(hardware: Hardware) -> Iterator[Hardware]:
-    """The same hardware with more and more devices of the last kind: by host, on GPUs singly."""
-    last = hardware.hosts[-1]
-    on_cpu = last.devices[0].kind == "cpu"
+def _larger(hardware: Hardware) -> Iterator[Hardware]:
+    """The same hardware with more devices of the last kind: GPUs one by one, then whole hosts."""
+    last, device = hardware.hosts[-1], hardware.devices[-1]
+    on_cpu = device.kind == "cpu"
     per_host = len(last.devices) if on_cpu else max(len(last.devices), _GPUS_OF_A_HOST)
-    step = per_host if on_cpu else 1
-    count = len(hardware.devices) + step
-    while count <= _MOST_DEVICES:
-        full, rest = divmod(count, per_host)
-        sizes = [per_host] * full + [rest] * (rest > 0)
-        hosts = tuple(replace(last, devices=(last.devices[0],) * size) for size in sizes)
-        yield Hardware(hosts=hosts, network=hardware.network or last.link)
-        step = step if count < _ONE_BY_ONE else max(step, per_host)
-        count += step
+    sizes = [] if on_cpu else [(count,) for count in range(1, per_host)]
+    for each in [*sizes, *((per_host,) * hosts for hosts in range(1, _MOST_HOSTS + 1))]:
+        if sum(each) > len(hardware.devices):
+            hosts = tuple(replace(last, devices=(device,) * size) for size in each)
+            yield Hardware(hosts=hosts, network=hardware.network or last.link)
+
+
+_GPUS_OF_A_HOST = 8  # Assumed when devices are added
+_MOST_HOSTS = 64  # Do not look beyond this number

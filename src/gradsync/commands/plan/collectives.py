@@ -1,5 +1,4 @@
-"""The messages of each strategy in a step, the cost of a collective by formula, and lines through
-measured times; no torch.
+"""The messages of each strategy in a step, and the cost of a collective by formula; no torch.
 
 The formulas count only the latency and bandwidth of each message: n ranks, S bytes of the whole
 tensor, a the latency of a message (s), b its seconds per byte (Hockney 1994, "The communication
@@ -17,117 +16,17 @@ Thakur, Rabenseifner, Gropp 2005, "Optimization of collective communication oper
 (ring, recursive doubling); Rabenseifner 2004, "Optimization of collective reduction operations"
 (recursive halving, then doubling). If n is no power of two, the ranks beyond it first send their
 whole tensor to a partner and get the sum back: 2 (a + S b) more.
-
-A measured line is `seconds = alpha + beta * bytes`. Times span five decades, so errors are
-relative, and half the time is as wrong as twice the time. With p the predicted and t the measured
-time, an error is e = (p - t) / sqrt(p t); for small ones that is p / t - 1. The line minimises
-weighted squares; each iteration derives the weights from the last line's errors until they
-converge: Huber's (1964, "Robust estimation of a location parameter"). A few sizes that fit no line
-(the end of a cache, other load) therefore bend it little.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from statistics import median
-from typing import Any, Literal
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from gradsync.commands.plan.description import Kind, Link
-from gradsync.core.files import cache_entry, read_entry, write_entry
-from gradsync.errors import ConfigError
-from gradsync.runtime import environ
 from gradsync.sync.options import Grouping, Recipe
-from gradsync.sync.registry import check_options, find_strategy
-
-_ITERATIONS = 200
-_SMALL_ERROR = 0.1  # Errors count squared up to here, linearly beyond
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fit:
-    """The line through one algorithm's times."""
-
-    operation: str  # Such as all_reduce
-    algorithm: str  # Such as ring
-    alpha_s: float  # Seconds; at least 0
-    beta_s_per_byte: float
-    """Seconds per byte of the whole tensor (S in the formulas above); at least 0."""
-    residual: float
-    """Median of |predicted / measured - 1|: 0.1 means that half of the sizes lie within 10 %."""
-    worst: float  # Largest factor between predicted and measured, either way; at least 1
-    num_sizes: int  # Number of fitted sizes
-
-    def to_json(self) -> dict[str, Any]:
-        """As a dictionary of its fields."""
-        return asdict(self)
-
-
-def fit_line(sizes: Sequence[float], times: Sequence[float]) -> tuple[float, float]:
-    """Alpha (seconds) and beta (seconds per byte) of the line through times, one per size.
-    ValueError for fewer than two different sizes, or a time that is not above 0."""
-    if len(set(sizes)) < 2 or min(times) <= 0:
-        raise ValueError(f"no line through sizes {list(sizes)} and times {list(times)}")
-    import numpy as np  # planning itself needs no numpy
-
-    # Rows are divided by the time, so that the right side is 1.
-    rows = np.array([(1, size) for size in sizes]) / np.array(times)[:, None]
-    line, ratios = np.zeros(2), np.ones(len(rows))  # predicted / measured
-    for _ in range(_ITERATIONS):
-        # Weights that make (ratio - 1)**2 count as e**2, and a large one as |e|.
-        errors = abs(ratios - 1) / ratios**0.5
-        weights = _SMALL_ERROR / np.maximum(errors, _SMALL_ERROR) / ratios
-        products, right = (rows.T * weights) @ rows, rows.T @ weights
-        line = np.linalg.solve(products, right)
-        if line.min() < 0:  # the best allowed line lies on that border
-            line = np.where(line < 0, 0.0, right / products.diagonal())
-        # The mean of old and new: without it the iteration can oscillate between two lines.
-        ratios = (ratios + rows @ line) / 2
-    return float(line[0]), float(line[1])
-
-
-def quality(
-    alpha_s: float, beta_s_per_byte: float, sizes: Sequence[float], times: Sequence[float]
-) -> tuple[float, float]:
-    """`Fit.residual` and `Fit.worst` of a line."""
-    found = [
-        (alpha_s + beta_s_per_byte * size) / time for size, time in zip(sizes, times, strict=True)
-    ]
-    residual = median(abs(ratio - 1) for ratio in found)
-    return residual, max(max(ratio, 1 / ratio) for ratio in found)
-
-
-_KEY = (
-    *("cpu", "cores", "accelerator", "backend", "world_size", "threads_per_rank", "torch"),
-    *("num_nodes", "dtype"),
-)
-"""The parts of the environment and of the benchmark's settings that affect a cost."""
-
-
-def fits_path(environment: Mapping[str, Any]) -> Path:
-    """File for this machine's lines; `environment` includes `num_nodes` and `dtype`."""
-    release = environment["torch"].partition("+")[0]  # metadata of PyPI's wheels omits the build
-    key = json.dumps({name: environment[name] for name in _KEY} | {"torch": release})
-    return cache_entry(environ.cache_dir() / "alpha-beta", key)
-
-
-def save_fits(environment: Mapping[str, Any], fits: Sequence[Fit]) -> Path:
-    """Save `fits`; keep the stored lines of other operations and algorithms. RunError if the cache
-    cannot be written."""
-    known = {(fit.operation, fit.algorithm): fit for fit in [*load_fits(environment), *fits]}
-    document = {
-        "environment": {name: environment[name] for name in ("date", *_KEY)},
-        "fits": [fit.to_json() for fit in known.values()],
-    }
-    return write_entry(fits_path(environment), document)
-
-
-def load_fits(environment: Mapping[str, Any]) -> list[Fit]:
-    """The lines that `save_fits` stored for this environment; empty if there are none."""
-    found = read_entry(fits_path(environment), lambda value: [Fit(**fit) for fit in value["fits"]])
-    return found or []
+from gradsync.sync.registry import find_strategy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -209,13 +108,20 @@ def _fold(place: GroupPlace, num_bytes: float) -> float:
     return 2 * place.seconds(num_bytes, far=place.num_hosts > 1, senders=place.local)
 
 
+def _two_levels(place: GroupPlace) -> tuple[GroupPlace, GroupPlace]:
+    """The ranks of one host, and those that own the same shard on all hosts."""
+    groups = place.local * place.groups_per_host
+    return (
+        replace(place, ranks=place.local, network=None),
+        replace(place, ranks=place.num_hosts, per_host=1, groups_per_host=groups),
+    )
+
+
 def hierarchical(place: GroupPlace, num_bytes: float) -> float:
     """all_reduce in two levels: shards in each host, each shard between hosts, then back."""
     if place.num_hosts == 1:
         return ring(place, num_bytes)
-    groups = place.local * place.groups_per_host
-    inside = replace(place, ranks=place.local, network=None)
-    between = replace(place, ranks=place.num_hosts, per_host=1, groups_per_host=groups)
+    inside, between = _two_levels(place)
     return 2 * ring_pass(inside, num_bytes) + ring(between, num_bytes / place.local)
 
 
@@ -224,9 +130,7 @@ def tree(place: GroupPlace, num_bytes: float) -> float:
     host, each shard between hosts, and back; across all ranks if hosts are unequal."""
     if place.num_hosts == 1 or place.ranks % place.local:
         return _up_and_down(place, num_bytes)
-    groups = place.local * place.groups_per_host
-    inside = replace(place, ranks=place.local, network=None)
-    between = replace(place, ranks=place.num_hosts, per_host=1, groups_per_host=groups)
+    inside, between = _two_levels(place)
     return _up_and_down(inside, num_bytes) + _up_and_down(between, num_bytes / place.local)
 
 
@@ -242,13 +146,13 @@ def _up_and_down(place: GroupPlace, num_bytes: float) -> float:
     return 2 * one_way
 
 
-_CHOSEN: dict[str, Callable[[GroupPlace, float], float]] = {
+ALL_REDUCE: dict[str, Callable[[GroupPlace, float], float]] = {
     "ring": ring,
     "halving": halving,
     "doubling": doubling,
     "hierarchical": hierarchical,
+    "tree": tree,
 }
-ALL_REDUCE = {**_CHOSEN, "tree": tree}
 
 
 def all_reduce_s(place: GroupPlace, num_bytes: float, algorithm: str = "best") -> float:
@@ -257,7 +161,7 @@ def all_reduce_s(place: GroupPlace, num_bytes: float, algorithm: str = "best") -
     if place.ranks == 1:
         return 0.0
     if algorithm == "best":
-        return min(cost(place, num_bytes) for cost in _CHOSEN.values())
+        return min(cost(place, num_bytes) for cost in (ring, halving, doubling, hierarchical))
     return ALL_REDUCE[algorithm](place, num_bytes)
 
 
@@ -271,13 +175,13 @@ def half_s(place: GroupPlace, num_bytes: float) -> float:
 
 
 _INNER_STEPS = {"local_sgd": 8, "diloco": 100}
-"""Steps between synchronisations if no option sets it; the same as their reducers' defaults."""
+"""Steps between synchronisations by their reducers' defaults."""
 _POWERSGD_RANK = 1  # Torch's default
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
-    """The messages of one strategy with its options.
+    """The messages of one strategy.
 
     in backward     all_reduce or reduce_scatter of each bucket, during backward or after it
     after update    all_gather of the weights, if each rank updated a share
@@ -299,7 +203,6 @@ class Traffic:
     weights: they are gathered in each leaf's forward and backward, which reduces gradients, too."""
     algorithm: str = "best"  # A name in `ALL_REDUCE`, or best
     wire: float = 1.0  # Bytes that travel over bytes of gradients
-    gathered: float = 1.0  # Likewise, of weights gathered in each leaf
     every: int = 1  # Steps between synchronisations; above 1: no other communication
     through_host: bool = False
     """Whether ranks of one host may use shared memory instead, and divide the update among them."""
@@ -309,18 +212,23 @@ class Traffic:
     low_rank: int | None = None  # PowerSGD's rank; matrices travel as their factors
 
 
-def traffic_of(
-    strategy: str, options: Mapping[str, Any] | None = None, device: Kind = "cpu"
-) -> Traffic:
-    """The messages of a strategy with the options of `gradsync train` (ConfigError if either is
-    unknown). Buckets have their usual sizes on these devices."""
+def traffic_of(strategy: str, device: Kind = "cpu") -> Traffic:
+    """The messages of a strategy, with buckets of their usual sizes on these devices; ConfigError
+    for an unknown one."""
     found = find_strategy(strategy)
-    given = dict(options or {})
-    check_options(found, given)
     if found.recipe is not None:
-        given.setdefault("overlap_publish", "auto")  # as the trainer sets it
-        return _of_recipe(replace(found.recipe, **given), device)
-    return _of_other(found.name, given)
+        recipe = replace(found.recipe, overlap_publish="auto")  # as the trainer sets it
+        return _of_recipe(recipe, device)
+    library = Traffic(by_library=True)
+    apart = replace(library, overlap=False, copies=0)
+    others = {
+        "ddp": library,
+        "fsdp": replace(library, shard="weights"),
+        "powersgd": replace(library, low_rank=_POWERSGD_RANK),
+        "naive": replace(apart, grouping="parameter"),
+    }
+    others |= {n: replace(apart, grouping="flat", every=e) for n, e in _INNER_STEPS.items()}
+    return others[found.name]
 
 
 def shares_memory(recipe: Recipe) -> bool:
@@ -349,26 +257,3 @@ def _of_recipe(recipe: Recipe, device: Kind) -> Traffic:
         by_library=recipe.collective == "backend",
         through_host=through_host and shares_memory(recipe),
     )
-
-
-def _of_other(name: str, options: Mapping[str, Any]) -> Traffic:
-    library = Traffic(bucket_mb=float(options.get("bucket_mb", 25.0)), by_library=True)
-    if name == "ddp":
-        return library
-    if name == "powersgd":
-        rank = options.get("matrix_approximation_rank", _POWERSGD_RANK)
-        return replace(library, low_rank=rank)
-    if name == "fsdp":
-        # Gradients are summed in fp32 unless `reduce_dtype` says otherwise.
-        gathered, wire = (
-            0.5 if options.get(name) in ("bf16", "fp16") else 1.0
-            for name in ("compute_dtype", "reduce_dtype")
-        )
-        return replace(library, shard="weights", wire=wire, gathered=gathered)
-    apart = replace(library, overlap=False, copies=0)
-    if name == "naive":
-        return replace(apart, grouping="parameter")
-    if name in _INNER_STEPS:
-        steps = options.get("inner_steps", _INNER_STEPS[name])
-        return replace(apart, grouping="flat", every=steps)
-    raise ConfigError(f"no traffic is known of strategy {name!r}")

@@ -21,9 +21,10 @@ Environment variables are suggested, never set; the ones that the user has set a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Literal, TypeVar
 
 from gradsync.errors import ConfigError
 
@@ -41,7 +42,6 @@ class Device:
     free_bytes: int | None = None  # The free part; None: unknown, so all of it counts
     compute_capability: tuple[int, int] | None = None
     memory_bytes_per_s: float | None = None
-    shared: bool = False  # Other processes used it at detection
     source: str = ""  # Origin of `peak_flops` and `memory_bytes_per_s`
 
     @property
@@ -77,7 +77,6 @@ class Host:
     memory_bytes: int  # The host's, or the container's
     instructions: tuple[str, ...] = ()
     """Such as avx512_bf16, amx_bf16: they determine how fast bf16 is on the CPU."""
-    interfaces: tuple[str, ...] = ()  # Network interfaces that are up, except loopback
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +89,7 @@ class Hardware:
 
     def __post_init__(self) -> None:
         if len(self.hosts) > 1 and self.network is None:
-            raise ConfigError(f"{len(self.hosts)} hosts, but no network between them")
+            raise ConfigError(f"{len(self.hosts)} hosts need a network (--network, or in the file)")
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -109,6 +108,20 @@ class Hardware:
         return replace(self, hosts=tuple(hosts))
 
 
+def gb(num_bytes: float) -> str:
+    """Gigabytes of 10**9 bytes, as in data sheets."""
+    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:,.1f} MB"
+
+
+T = TypeVar("T")
+
+
+def runs(values: Iterable[T]) -> Iterator[tuple[T, int]]:
+    """Runs of equal neighbours as one value, with their count."""
+    for value, same in groupby(values):
+        yield value, len(list(same))
+
+
 _AMPERE, _VOLTA = (8, 0), (7, 0)
 _CPU_BF16 = ("amx_bf16", "avx512_bf16", "bf16")
 
@@ -119,13 +132,9 @@ class Switches:
 
     dtype: Literal["bf16", "fp16", "fp32"]  # The fastest that every device multiplies in hardware
     tf32: bool = False
-    reasons: tuple[str, ...]
-    suggestions: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables that may help and are not set."""
-
-    def suggestion_lines(self) -> list[str]:
-        """`export NAME=value`, for the user to type."""
-        return [f"export {name}={value}" for name, value in self.suggestions.items()]
+    reason: str
+    suggestions: tuple[str, ...] = ()
+    """`export NAME=value` of variables that may help and are not set, for the user to type."""
 
 
 def speed_switches(hardware: Hardware, env: Mapping[str, str]) -> Switches:
@@ -135,27 +144,13 @@ def speed_switches(hardware: Hardware, env: Mapping[str, str]) -> Switches:
         if all(multiplies_bf16(host.instructions) for host in hardware.hosts):
             fast = next(name for name in _CPU_BF16 if name in hardware.hosts[0].instructions)
             dtype, reason = "bf16", f"bf16: the CPU multiplies it in hardware ({fast})"
-        return Switches(dtype=dtype, reasons=(f"{reason}; fused AdamW; freed memory kept",))
+        return Switches(dtype=dtype, reason=f"{reason}; fused AdamW; freed memory kept")
     oldest = min(device.compute_capability or (0, 0) for device in hardware.devices)
-    capability, new = f"compute capability {oldest[0]}.{oldest[1]}", oldest >= _AMPERE
     dtype, said = "fp32", " has no tensor cores (7.0 has): fp32"
-    if new:
+    if oldest >= _AMPERE:
         dtype, said = "bf16", ": bf16, TF32, flash attention"
     elif oldest >= _VOLTA:
         dtype, said = "fp16", " has no bf16 (8.0 has): fp16"
-    reason = f"{capability}{said}, fused AdamW"
-    return Switches(
-        dtype=dtype, tf32=new, reasons=(reason,), suggestions=_suggestions(hardware, env)
-    )
-
-
-def multiplies_bf16(instructions: Collection[str]) -> bool:
-    """Whether a CPU with these instructions has bf16 in hardware, without emulation."""
-    return any(name in instructions for name in _CPU_BF16)
-
-
-def _suggestions(hardware: Hardware, env: Mapping[str, str]) -> dict[str, str]:
-    """NCCL's and the allocator's variables, except the ones already set."""
     wanted = {}
     if "PYTORCH_CUDA_ALLOC_CONF" not in env:  # the older name
         wanted["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
@@ -164,4 +159,14 @@ def _suggestions(hardware: Hardware, env: Mapping[str, str]) -> dict[str, str]:
     if len(hardware.hosts) > 1 and (interface := env.get("GLOO_SOCKET_IFNAME")):
         # The user's choice for Gloo also suits NCCL; "=" makes NCCL match the exact name.
         wanted["NCCL_SOCKET_IFNAME"] = f"={interface}"
-    return {name: value for name, value in wanted.items() if name not in env}
+    return Switches(
+        dtype=dtype,
+        tf32=oldest >= _AMPERE,
+        reason=f"compute capability {oldest[0]}.{oldest[1]}{said}, fused AdamW",
+        suggestions=tuple(f"export {n}={value}" for n, value in wanted.items() if n not in env),
+    )
+
+
+def multiplies_bf16(instructions: Collection[str]) -> bool:
+    """Whether a CPU with these instructions has bf16 in hardware, without emulation."""
+    return any(name in instructions for name in _CPU_BF16)

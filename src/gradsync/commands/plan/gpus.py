@@ -1,106 +1,140 @@
-"""GPUs of a host, which of them a process may use, and their links.
+"""GPUs of this host that a process may use, and the link between them.
 
-The NVIDIA driver reports them through `nvidia-ml-py` (module pynvml, here `nvml`, initialised);
-without it torch does. Memory is always the driver's figure; the catalogue supplies only the peak
-arithmetic for a name. Devices communicate over NVLink if present, else over PCIe.
+The NVIDIA driver reports them through `nvidia-ml-py` (module pynvml, here `nvml`); without it torch
+does. Memory is always the driver's figure; the catalogue supplies only the peak arithmetic for a
+name. Devices communicate over NVLink if all of them are joined by it, else over PCIe.
 """
 
 from __future__ import annotations
 
-import os
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from importlib import import_module
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
-from gradsync.commands.plan.catalog import detected_device, nvlink, pcie
+from gradsync.commands.plan.catalog import detected_device, nvlink, pcie, pcie_of
 from gradsync.commands.plan.description import Device, Link
-from gradsync.runtime.bounds import whole_number
+from gradsync.commands.plan.measured import version_of
+from gradsync.core.files import counted
 
-_CORES_PER_SM = {(7, 0): 64, (7, 2): 64, (7, 5): 64, (8, 0): 64}
+_DRIVER_SIGNS = ("proc/driver/nvidia/version", "dev/nvidiactl", "dev/dxg")
+"""Files that an NVIDIA driver creates, the last one on Windows."""
+_CORES_PER_SM = {(7, 0): 64, (7, 5): 64, (8, 0): 64}
 """CUDA cores of a multiprocessor, by compute capability; 128 for all others since Maxwell."""
-_ACROSS_SOCKETS = 10e9
-"""Bytes per second: NCCL's figure for two Skylake CPUs (`src/graph/topo.h`, SKL_QPI_BW). Newer CPUs
-are faster, but the driver does not identify them."""
-_USUAL_GENERATION, _USUAL_LANES = 3, 16
+_USUAL_PCIE = (3, 16)  # Generation and lanes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
     """One GPU of the host, whether or not this process may use it."""
 
-    index: int  # In `nvidia-smi` order, by PCI bus
     device: Device
     uuid: str
     handle: Any
-    bus: str  # PCI bus id
-    wires: Sequence[str]  # Bus id at the other end of each NVLink that is up; "": unknown
+    nvlinks: int  # Those that are up
     pcie: tuple[int, int]
     """Highest generation and lanes of GPU and slot; the current ones drop to save power."""
 
 
-def read_gpus(nvml: Any) -> tuple[list[Gpu], list[str]]:
-    """Every GPU that the driver reports, and a line for each that cannot be queried or is divided;
-    raises NVMLError if the driver does not answer at all."""
-    gpus, notes = [], []
+def has_driver(root: Path) -> bool:
+    """Whether an NVIDIA driver is loaded on the system whose /proc and /dev lie under `root`."""
+    return any((root / sign).exists() for sign in _DRIVER_SIGNS)
+
+
+def find_gpus(
+    env: Mapping[str, str], root: Path, notes: list[str]
+) -> tuple[list[Device], Link | None]:
+    """The usable GPUs and the link between them; adds problems to `notes`."""
+    nvml = _module("pynvml")
+    if nvml is not None:
+        try:
+            nvml.nvmlInit()
+            try:
+                gpus = _read_gpus(nvml, notes)
+                if gpus:
+                    return _usable(nvml, gpus, env, notes)
+            finally:
+                nvml.nvmlShutdown()
+        except nvml.NVMLError as error:
+            # Without a driver its library's error is no news.
+            notes += [f"the NVIDIA driver does not answer: {error}"] if has_driver(root) else []
+    torch = _module("torch") if has_driver(root) else None
+    devices = torch_devices(torch) if torch is not None else []
+    if not devices:
+        return [], None
+    notes.append("the GPUs are as torch sees them; nvidia-ml-py tells free memory and links")
+    return devices, pcie_of(devices)
+
+
+def _module(name: str) -> Any | None:
+    """`pynvml` or `torch`; None if it is not installed."""
+    try:
+        return import_module(name)
+    except ImportError:
+        return None
+
+
+def _usable(
+    nvml: Any, gpus: Sequence[Gpu], env: Mapping[str, str], notes: list[str]
+) -> tuple[list[Device], Link | None]:
+    visible = visible_gpus(env, gpus)
+    if gpus and not visible:
+        notes.append(
+            f"none of {counted(len(gpus), 'GPU')} here may be used: "
+            f"CUDA_VISIBLE_DEVICES={env.get('CUDA_VISIBLE_DEVICES', '')!r}"
+        )
+    if not visible:
+        return [], None
+    torch = version_of("torch")
+    if torch.endswith("+cpu"):
+        notes.append(f"torch {torch} is built for the CPU and cannot use the GPUs")
+    return [gpu.device for gpu in visible], _link_between(nvml, visible)
+
+
+def _read_gpus(nvml: Any, notes: list[str]) -> list[Gpu]:
+    """Every GPU that the driver reports; NVMLError if the driver does not answer at all."""
+    gpus = []
     for index in range(nvml.nvmlDeviceGetCount()):
         try:
-            handle = nvml.nvmlDeviceGetHandleByIndex(index)
-            if ask(nvml, (0, 0), nvml.nvmlDeviceGetMigMode, handle)[0]:
-                notes.append(f"GPU {index} is left out: it is divided into slices (MIG)")
-            else:
-                gpus.append(_read_gpu(nvml, index, handle))
+            gpus.append(_read_gpu(nvml, nvml.nvmlDeviceGetHandleByIndex(index)))
         except nvml.NVMLError as error:
             notes.append(f"GPU {index} is left out: {error}")
-    return gpus, notes
+    return gpus
 
 
-def _read_gpu(nvml: Any, index: int, handle: Any) -> Gpu:
-    name = _text(nvml.nvmlDeviceGetName(handle))
+def _read_gpu(nvml: Any, handle: Any) -> Gpu:
+    def ask(otherwise: Any, question: Callable[..., Any], *arguments: Any) -> Any:
+        """The answer, or `otherwise` if the device or the driver has none."""
+        try:
+            return question(handle, *arguments)
+        except nvml.NVMLError:
+            return otherwise
+
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
-    cores = ask(nvml, 0, nvml.nvmlDeviceGetNumGpuCores, handle)
-    megahertz = ask(nvml, 0, nvml.nvmlDeviceGetMaxClockInfo, handle, nvml.NVML_CLOCK_SM)
-    num_sms = max(cores // _CORES_PER_SM.get((major, minor), 128), 1)
+    cores = ask(0, nvml.nvmlDeviceGetNumGpuCores)
+    megahertz = ask(0, nvml.nvmlDeviceGetMaxClockInfo, nvml.NVML_CLOCK_SM)
     device = detected_device(
-        *(name, (major, minor), num_sms, megahertz * 1e6 or None),
+        nvml.nvmlDeviceGetName(handle),
+        (major, minor),
+        max(cores // _CORES_PER_SM.get((major, minor), 128), 1),
+        megahertz * 1e6 or None,
         memory_bytes=int(memory.total),
         free_bytes=int(memory.free),
-        shared=_is_shared(nvml, handle),
     )
-    bus = ask(nvml, None, nvml.nvmlDeviceGetPciInfo, handle)
+    links = range(nvml.NVML_NVLINK_MAX_LINKS)
     return Gpu(
-        index=index,
-        uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
-        handle=handle,
         device=device,
-        bus=f"GPU {index}" if bus is None else _text(bus.busId).lower(),
-        wires=_wires(nvml, handle),
+        uuid=nvml.nvmlDeviceGetUUID(handle),
+        handle=handle,
+        nvlinks=sum(ask(0, nvml.nvmlDeviceGetNvLinkState, link) for link in links),
         pcie=(
-            ask(nvml, _USUAL_GENERATION, nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle),
-            ask(nvml, _USUAL_LANES, nvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
+            ask(_USUAL_PCIE[0], nvml.nvmlDeviceGetMaxPcieLinkGeneration),
+            ask(_USUAL_PCIE[1], nvml.nvmlDeviceGetMaxPcieLinkWidth),
         ),
     )
-
-
-def _is_shared(nvml: Any, handle: Any) -> bool:
-    """Whether another process computes on it. In a container the driver may not know."""
-    processes = ask(nvml, [], nvml.nvmlDeviceGetComputeRunningProcesses, handle)
-    return any(process.pid != os.getpid() for process in processes)
-
-
-def ask(nvml: Any, otherwise: Any, question: Callable[..., Any], *arguments: Any) -> Any:
-    """The answer, or `otherwise` if the device or the driver has none."""
-    try:
-        return question(*arguments)
-    except nvml.NVMLError:
-        return otherwise
-
-
-def _text(value: str | bytes) -> str:
-    """Older versions of the library return bytes."""
-    return value.decode() if isinstance(value, bytes) else value
 
 
 def torch_devices(torch: Any) -> list[Device]:
@@ -116,7 +150,7 @@ def torch_devices(torch: Any) -> list[Device]:
     ]
 
 
-def visible_devices(env: Mapping[str, str], gpus: Sequence[Gpu]) -> list[Gpu]:
+def visible_gpus(env: Mapping[str, str], gpus: Sequence[Gpu]) -> list[Gpu]:
     """GPUs in the order in which CUDA counts them.
 
     `CUDA_VISIBLE_DEVICES` is parsed as CUDA does (CUDA C++ Programming Guide, "CUDA Environment
@@ -130,9 +164,11 @@ def visible_devices(env: Mapping[str, str], gpus: Sequence[Gpu]) -> list[Gpu]:
     value = env.get("CUDA_VISIBLE_DEVICES")
     if value is None:
         return ordered
+    by_index = {str(index): gpu for index, gpu in enumerate(ordered)}
     chosen: list[Gpu] = []
-    for word in value.split(","):
-        found = _find(word.strip(), ordered)
+    for word in map(str.strip, value.split(",")):
+        named = [gpu for gpu in gpus if word.startswith("GPU-") and gpu.uuid.startswith(word)]
+        found = by_index.get(word) or (named[0] if len(named) == 1 else None)
         if found is None:
             break
         if found in chosen:
@@ -141,72 +177,22 @@ def visible_devices(env: Mapping[str, str], gpus: Sequence[Gpu]) -> list[Gpu]:
     return chosen
 
 
-def _find(word: str, gpus: Sequence[Gpu]) -> Gpu | None:
-    """The GPU that an identifier stands for."""
-    if word.isascii() and word.isdecimal():
-        number = whole_number(word)
-        return None if number is None or number >= len(gpus) else gpus[number]
-    found = [gpu for gpu in gpus if word.startswith("GPU-") and gpu.uuid.startswith(word)]
-    return found[0] if len(found) == 1 else None
+def _link_between(nvml: Any, gpus: Sequence[Gpu]) -> Link:
+    """The link between any two of these GPUs, as the slowest pair has it; for one GPU its PCIe."""
 
+    def joined(one: Gpu, other: Gpu) -> bool:
+        """Whether NVLink connects them, directly or through switches."""
+        try:
+            status = nvml.nvmlDeviceGetP2PStatus(
+                one.handle, other.handle, nvml.NVML_P2P_CAPS_INDEX_NVLINK
+            )
+        except nvml.NVMLError:
+            return False
+        return status == nvml.NVML_P2P_STATUS_OK
 
-def host_link(nvml: Any, used: Sequence[Gpu], gpus: Sequence[Gpu]) -> tuple[Link, str]:
-    """The slowest link between two of the visible devices, `used` (for one device, its PCIe), and a
-    line on all pairs, "" if all are equal. NVLinks that lead to none of the host's `gpus` lead to a
-    switch."""
-    if len(used) == 1:
-        alone = _pcie(used[0], used[0])
-        return replace(alone, source=f"the one device's own; {alone.source}"), ""
-    pairs = [
-        (_between(nvml, one, other, gpus), i, j)
-        for (i, one), (j, other) in combinations(enumerate(used), 2)
-    ]
-    slowest, i, j = min(pairs, key=lambda pair: pair[0].bytes_per_s)
-    note = ""
-    if len({link.bytes_per_s for link, _, _ in pairs}) > 1:
-        counts = Counter(link.name for link, _, _ in pairs)
-        all_pairs = ", ".join(f"{name} {count}" for name, count in counts.most_common())
-        note = f"pairs of devices by link: {all_pairs}; plans reckon with the slowest, {i} to {j}"
-    which = f"devices {i} and {j}, the slowest pair" if note else "every pair of devices"
-    return replace(slowest, source=f"{which}; {slowest.source}"), note
-
-
-def _between(nvml: Any, one: Gpu, other: Gpu, gpus: Sequence[Gpu]) -> Link:
-    """The link between two GPUs."""
-    links = one.wires.count(other.bus)
-    if not links and _joined(nvml, one, other):
-        known = {gpu.bus for gpu in gpus}
-        links = min(sum(end not in known for end in gpu.wires) for gpu in (one, other))
-    if links and one.device.compute_capability is not None:
-        return nvlink(one.device.compute_capability, links)
-    link = _pcie(one, other)
-    level = ask(nvml, 0, nvml.nvmlDeviceGetTopologyCommonAncestor, one.handle, other.handle)
-    if level >= nvml.NVML_TOPOLOGY_SYSTEM:
-        return replace(
-            link,
-            name=f"{link.name} across sockets",
-            bytes_per_s=min(link.bytes_per_s, _ACROSS_SOCKETS),
-            source=f"{link.source}; at most {_ACROSS_SOCKETS / 1e9:g} GB/s between CPUs",
-        )
-    return link
-
-
-def _wires(nvml: Any, handle: Any) -> list[str]:
-    ends = [
-        ask(nvml, None, nvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, link)
-        for link in range(nvml.NVML_NVLINK_MAX_LINKS)
-        if ask(nvml, 0, nvml.nvmlDeviceGetNvLinkState, handle, link)
-    ]
-    return ["" if end is None else _text(end.busId).lower() for end in ends]
-
-
-def _joined(nvml: Any, one: Gpu, other: Gpu) -> bool:
-    """Whether two GPUs are connected by NVLink, directly or through switches."""
-    what = (one.handle, other.handle, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
-    return ask(nvml, None, nvml.nvmlDeviceGetP2PStatus, *what) == nvml.NVML_P2P_STATUS_OK
-
-
-def _pcie(one: Gpu, other: Gpu) -> Link:
-    """The narrower of two."""
-    generation, lanes = map(min, one.pcie, other.pcie)
-    return pcie(generation, max(lanes, 1))
+    capability = gpus[0].device.compute_capability
+    links = min(gpu.nvlinks for gpu in gpus)
+    if capability and links and len(gpus) > 1 and all(joined(*p) for p in combinations(gpus, 2)):
+        return nvlink(capability, links)
+    generation, lanes = (min(figures) for figures in zip(*(g.pcie for g in gpus), strict=True))
+    return pcie(generation, lanes)

@@ -36,14 +36,13 @@ test counts the same with torch's saved-tensor hooks, to the byte. The count is 
 the fused RMSNorm does not keep the normalised input, so it is an upper bound there.
 
 [Note: Shared pages] With `Split.shared_weights` (and for gradients in shared memory) a rank counts
-its share: what all ranks of the host map, divided by their number, so that the sum over ranks is
-the host's need. The kernel's RSS counts such pages in every rank that has touched them; PSS
-(proportional set size, proc(5) smaps) counts them as here.
+its share: what all ranks of the host map, divided by their number. The kernel's RSS counts such
+pages in every rank that has touched them; PSS (proportional set size, proc(5) smaps) counts them as
+here.
 
-[Note: Slack] On a CPU: what glibc's heap holds unused, with `keep_freed_memory`. Torch asks for
-blocks aligned to 64 bytes. glibc before 2.38 cannot put an aligned block into a hole of the same
-size (bug 14581). Temporaries therefore leave holes between lasting blocks, and all that passes
-through the process's memory leaves part of its place unused:
+[Note: Slack] On a CPU: what glibc's heap holds unused, with `keep_freed_memory`. glibc before 2.38
+cannot put an aligned block, as torch asks for, into a hole of the same size (bug 14581), so that
+all that passes through the process's memory leaves part of its place unused:
 
     CPU_SLACK        of what a leaf takes
     RECOMPUTE_SLACK  of a block that checkpointing computes twice
@@ -51,16 +50,14 @@ through the process's memory leaves part of its place unused:
     RENEW_SLACK      of buckets, copies and gathered weights that each step allocates again
     MOVE_SLACK       of what is built here and then moved into shared memory
 
-Measured: peaks with `keep_freed_memory` less the formulas' count (the measured peak when every
-block is mapped by itself), over 16 strategies at two sizes (benchmarks/memory of commit 8ff7521);
-one number for each, chosen for all cases together. The heap never shrinks below the model as it was
-built. On CUDA: what torch's caching allocator reserves beyond allocated memory (CUDA_SLACK): a
-default, not measured here.
+Fitted to peaks of 16 strategies at two sizes less the formulas' count (benchmarks/memory of commit
+8ff7521); one number for each. The heap never shrinks below the model as it was built. On CUDA: what
+torch's caching allocator reserves beyond allocated memory (CUDA_SLACK): a default, not measured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import NamedTuple
@@ -211,7 +208,6 @@ class Case:
         self.gradient_bytes = FP32 * shape.num_params  # S
         self.replicas = split.layout.dp  # W
         self.leaves = -(-work.num_leaves // self.replicas)  # k, of the rank with the most
-        self.added_up = self.gradient_bytes if self.leaves > 1 else 0  # By leaves before the last
         tables = 0 if shape.stage else 2 if shape.is_tied else 1
         self.fresh = FP32 * shape.table_params * tables
         """The embedding's gradient, the last that backward makes. A tied one comes twice: autograd
@@ -220,16 +216,13 @@ class Case:
         """Leaves whose activations a pipeline stage keeps at once: as many as there are stages from
         this one to the last (1F1B: Narayanan et al. 2019 and 2021, arXiv 1806.03377, 2104.04473).
         """
+        recipe = find_strategy(split.strategy).recipe or Recipe()  # DDP's buckets are similar
+        size_mb = recipe.bucket_size_mb(work.kind)
+        self.buckets = _buckets(shape.sizes, self.replicas, size_mb)  # Bytes of each
 
     def shard(self, num_bytes: int) -> int:
         """A rank's share of a value that the replicas divide."""
         return -(-num_bytes // self.replicas)
-
-    @property
-    def buckets(self) -> tuple[int, ...]:
-        """Bytes of each bucket, by the recipe's sizes; DDP's are similar."""
-        recipe = find_strategy(self.split.strategy).recipe or Recipe()
-        return _buckets(self.shape.sizes, self.replicas, recipe.bucket_size_mb(self.work.kind))
 
 
 @cache
@@ -250,19 +243,15 @@ def most_open_nodes(num_leaves: int, world_size: int) -> int:
     most = 1
     for rank in range(world_size if num_leaves > world_size else 0):
         leaves = share(num_leaves, rank, world_size)
-        most = max([most, *(_num_nodes(leaves.start, leaf + 1) for leaf in leaves)])
+        for end in range(leaves.start + 1, leaves.stop + 1):
+            first, nodes = leaves.start, 0
+            while first < end:
+                # The largest node that fits: one of 2**k leaves begins at a multiple of 2**k.
+                longest = 1 << (end - first).bit_length() - 1
+                first += min(first & -first or longest, longest)
+                nodes += 1
+            most = max(most, nodes)
     return most
-
-
-def _num_nodes(first: int, end: int) -> int:
-    """Number of the largest nodes that fit in leaves `first` to `end` - 1."""
-    number = 0
-    while first < end:
-        # A node of 2**k leaves begins at a multiple of 2**k.
-        longest = 1 << (end - first).bit_length() - 1
-        first += min(first & -first or longest, longest)
-        number += 1
-    return number
 
 
 def strategy_memory(case: Case) -> StrategyMemory:
@@ -270,10 +259,10 @@ def strategy_memory(case: Case) -> StrategyMemory:
     strategy = find_strategy(case.split.strategy)
     recipe = strategy.recipe
     if strategy.needs_group and case.replicas == 1:  # no other replica, see `build_reducer`
-        return _naive(case)
-    if recipe is None:
-        return _OTHERS[strategy.name](case)
-    return _zero2(case) if recipe.shard == "gradients" else _engine(case, recipe)
+        return _other(case, "naive")
+    if recipe is None or recipe.shard == "gradients":
+        return _other(case, strategy.name)
+    return _engine(case, recipe)
 
 
 def _memory(
@@ -310,13 +299,13 @@ def _engine(case: Case, recipe: Recipe) -> StrategyMemory:
         passing, other = 0, {"moved": buffers * size}
         other |= {"weights": case.shard(size), "optimizer": case.shard(2 * size)}
     held = Moment(size, nodes)
-    moving, update = Moment(size, held.buckets + passing), held
+    moving, update = Moment(size, nodes + passing), held
     other["renewed"] = passing
     if recipe.wire == "fp16":  # two fp32 copies of a bucket when it is scaled back
         update = Moment(size, passing + 2 * bucket)
         other["renewed"] += size
     if recipe.shard == "optimizer":
-        update = Moment(size, held.buckets + _gathering(case))
+        update = Moment(size, nodes + _gathering(case))
         other |= {"optimizer": case.shard(2 * size), "renewed": size + case.shard(size)}
     return _memory(case, held, moving, update, **other)
 
@@ -330,89 +319,53 @@ def _gathering(case: Case) -> int:
     return together + case.shard(together)
 
 
-def _zero2(case: Case) -> StrategyMemory:
-    """Buckets stay whole until backward ends, then only this rank's shards. When the last gradient
-    is made, all other buckets are in flight, each into a shard."""
-    size = case.gradient_bytes
-    return _memory(
-        case,
-        Moment(case.added_up),
-        Moment(size, case.shard(sum(case.buckets[:-1]))),
-        Moment(case.shard(size), _gathering(case)),
-        optimizer=case.shard(2 * size),
-        renewed=2 * (size + case.shard(size)),
-    )
-
-
-def _naive(case: Case) -> StrategyMemory:
-    """Backward allocates `.grad`, the update drops it."""
-    return _memory(case, Moment(case.added_up), _made(case), Moment(case.gradient_bytes))
-
-
-def _made(case: Case, buckets: int = 0) -> Moment:
-    """When backward ends; the first leaf's embedding gradient does not exist yet."""
+def _other(case: Case, name: str) -> StrategyMemory:
+    """Strategies without flat buffers that stay. `.grad` is allocated by backward and dropped by
+    the update; leaves before the last add up in it."""
+    size, shard = case.gradient_bytes, case.shard(case.gradient_bytes)
+    added_up = size if case.leaves > 1 else 0
+    # The first leaf's embedding gradient does not exist yet when backward ends.
     waits = FP32 * case.shape.table_params if case.fresh and case.leaves == 1 else 0
-    return Moment(case.gradient_bytes - waits, buckets)
-
-
-def _ddp(case: Case) -> StrategyMemory:
-    """Buckets stay; `.grad` is a view of them. Leaves before the last add up in separate memory,
-    since torch drops the views when gradients are cleared (arXiv 2006.15704)."""
-    held = Moment(case.added_up, case.gradient_bytes)
-    return _memory(case, held, held, held._replace(gradients=0))
-
-
-def _powersgd(case: Case) -> StrategyMemory:
-    """`ddp`, the error (S) and a copy of the current bucket (arXiv 1905.13727)."""
-    size = case.gradient_bytes
-    held = Moment(case.added_up, 2 * size)
-    moving = held._replace(buckets=2 * size + max(case.buckets))
-    return _memory(case, held, moving, moving._replace(gradients=0), renewed=size)
-
-
-def _local_sgd(case: Case) -> StrategyMemory:
-    """`naive` without communication; a flat copy of the weights to synchronise, gradients gone."""
-    size = case.gradient_bytes
-    return replace(_naive(case), update=Moment(0, size), renewed=size)
-
-
-def _diloco(case: Case) -> StrategyMemory:
-    """The round's start and the outer momentum; in synchronisation distances and their mean."""
-    size = case.gradient_bytes
-    loss = Moment(case.added_up, 2 * size)
-    return _memory(case, loss, _made(case, 2 * size), Moment(0, 4 * size), renewed=2 * size)
-
-
-def _fsdp(case: Case) -> StrategyMemory:
-    """Everything is sharded. Parameters in no block are gathered for the whole step, a block while
-    it computes. Leaves before the last keep whole gradients (arXiv 2304.11277)."""
-    size = case.gradient_bytes
-    root, block = FP32 * case.shape.root_params, FP32 * case.shape.block_params
-    shard = case.shard(size)
-    return _memory(
-        case,
-        Moment(case.added_up, root),
-        # The blocks' gradients are sharded by now, including those of leaves before the last.
-        # Parameters in no block: weights, gradients, and the gradients again while they are sent.
-        Moment(shard, 3 * root),
-        Moment(shard),
-        weights=shard,
-        optimizer=case.shard(2 * size),
-        fresh=0,
-        gathered_block=2 * block,
-        gathered_blocks=case.shape.blocks * block,
-    )
-
-
-_OTHERS: dict[str, Callable[[Case], StrategyMemory]] = {
-    "naive": _naive,
-    "fsdp": _fsdp,
-    "ddp": _ddp,
-    "powersgd": _powersgd,
-    "local_sgd": _local_sgd,
-    "diloco": _diloco,
-}
-"""Strategies that are no recipe."""
+    made = size - waits
+    other: dict[str, int] = {}
+    loss, backward, update = Moment(added_up), Moment(made), Moment(size)
+    match name:
+        case "ddp":
+            # Buckets stay; `.grad` is a view of them. Leaves before the last add up in separate
+            # memory: torch drops the views when gradients are cleared (arXiv 2006.15704).
+            loss = backward = Moment(added_up, size)
+            update = Moment(0, size)
+        case "powersgd":
+            # `ddp`, the error (S) and a copy of the current bucket (arXiv 1905.13727).
+            moving = 2 * size + max(case.buckets)
+            loss, backward = Moment(added_up, 2 * size), Moment(added_up, moving)
+            update, other = Moment(0, moving), {"renewed": size}
+        case "local_sgd":
+            # A flat copy of the weights to synchronise, gradients gone.
+            update, other = Moment(0, size), {"renewed": size}
+        case "diloco":
+            # The round's start and the outer momentum; in synchronisation distances and their mean.
+            loss, backward = Moment(added_up, 2 * size), Moment(made, 2 * size)
+            update, other = Moment(0, 4 * size), {"renewed": 2 * size}
+        case "zero2":
+            # Buckets stay whole until backward ends, then only this rank's shards. When the last
+            # gradient is made, all other buckets are in flight, each into a shard.
+            backward = Moment(size, case.shard(sum(case.buckets[:-1])))
+            update = Moment(shard, _gathering(case))
+            other = {"optimizer": case.shard(2 * size), "renewed": 2 * (size + shard)}
+        case "fsdp":
+            # Everything is sharded. Parameters in no block are gathered for the whole step, a block
+            # while it computes. Leaves before the last keep whole gradients (arXiv 2304.11277).
+            root, block = FP32 * case.shape.root_params, FP32 * case.shape.block_params
+            loss = Moment(added_up, root)
+            # The blocks' gradients are sharded by now, including those of leaves before the last.
+            # Parameters in no block: weights, gradients, and these again while they are sent.
+            backward, update = Moment(shard, 3 * root), Moment(shard)
+            other = {"weights": shard, "optimizer": case.shard(2 * size), "fresh": 0}
+            other |= {"gathered_block": 2 * block, "gathered_blocks": case.shape.blocks * block}
+        case _:
+            assert name == "naive", f"no memory is known of {name}"
+    return _memory(case, loss, backward, update, **other)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -455,26 +408,14 @@ def _of_stage(work: Workload, split: Split, shape: RankShape) -> MemoryNeed:
     case = Case(work, split, shape)
     strategy = strategy_memory(case)
     moments = list(_moments(case, strategy))
-    fragments = _fragments(case, strategy, max(each.loose for each in moments))
     rope = 2 * FP32 * work.model.block_size * work.model.head_dim
     always = {
         "weights": strategy.weights + rope,
         "optimizer": strategy.optimizer,
         "process": CUDA_PROCESS if work.kind == "cuda" else CPU_PROCESS,
     }
-    return max(
-        (
-            replace(each, slack=_slack(case, strategy, each, fragments), **always)
-            for each in moments
-        ),
-        key=lambda need: need.total,
-    )
-
-
-def _fragments(case: Case, strategy: StrategyMemory, loose: int) -> int:
-    """Holes, see [Note: Slack]: made at a leaf's peak, kept until the process ends."""
-    if case.work.kind == "cuda":
-        return int(CUDA_SLACK * loose)
+    # Holes, see [Note: Slack]: made at a leaf's peak, kept until the process ends.
+    loose = max(moment.loose for moment in moments)
     shares = (
         (CPU_SLACK, loose),
         (RECOMPUTE_SLACK, case.leaf.recomputed),
@@ -482,15 +423,16 @@ def _fragments(case: Case, strategy: StrategyMemory, loose: int) -> int:
         (RENEW_SLACK, strategy.renewed),
         (MOVE_SLACK, strategy.moved),
     )
-    return int(sum(share * size for share, size in shares))
-
-
-def _slack(case: Case, strategy: StrategyMemory, moment: MemoryNeed, fragments: int) -> int:
-    """Fragments; or the model as it was built, if less than that occupies its memory now."""
-    held = 0
-    if not case.split.shared_weights:
+    if work.kind == "cuda":
+        shares = ((CUDA_SLACK, loose),)
+    holes = int(sum(share * size for share, size in shares))
+    needs = []
+    for moment in moments:
         held = strategy.weights + strategy.optimizer + moment.gradients + moment.buckets
-    return max(fragments, case.gradient_bytes - held - moment.loose)
+        # Or the model as it was built, if less than that occupies its memory now.
+        built = case.gradient_bytes - moment.loose - (0 if split.shared_weights else held)
+        needs.append(replace(moment, slack=max(holes, built), **always))
+    return max(needs, key=lambda need: need.total)
 
 
 def _moments(case: Case, strategy: StrategyMemory) -> Iterator[MemoryNeed]:

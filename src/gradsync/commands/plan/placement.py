@@ -5,36 +5,15 @@ fewest bins): the largest part first, each on the first device with room. The tr
 replicated, so its bytes are taken from every device first. If a part fits on no single device and
 is a sequence of blocks, it is cut in two, between the first pair of devices that holds it, at the
 cut that leaves the fuller of the two emptiest.
-
-`place_submodels` computes how many devices a replica needs: as few as its parts fit on. Published
-for one to four GPUs and a pair of frozen language models: data parallel if both fit with the
-trained part, else a model split, with three GPUs 2 + 1, with four two replicas of two. Here it
-follows from sizes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from decimal import Decimal
+from dataclasses import dataclass
 from itertools import accumulate, combinations
-from typing import Any
 
-from gradsync.commands.plan.description import Hardware
-from gradsync.commands.plan.hardware_file import SIZES, read_quantity
-from gradsync.errors import ConfigError, RunError
-from gradsync.runtime.bounds import whole_number
-
-MARGIN = 0.1
-"""Fraction of a device's usable memory that stays free: the memory model is accurate to 10 %."""
-_PARAMETERS = "params"
-_BYTES_OF_A_WEIGHT = 2  # Frozen weights are stored in 16 bits
-_MOST_BLOCKS = 10_000
-
-
-def gb(num_bytes: float) -> str:
-    """Gigabytes of 10**9 bytes, as in data sheets."""
-    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:,.1f} MB"
+from gradsync.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,10 +27,8 @@ class FrozenPart:
     stays with the first."""
 
     def __post_init__(self) -> None:
-        if self.num_bytes < 0 or min(self.blocks, default=0) < 0:
-            raise ConfigError(f"part {self.name}: bytes must not be negative")
-        if sum(self.blocks) > self.num_bytes:
-            raise ConfigError(f"part {self.name}: its blocks are larger than it")
+        if min(self.blocks, default=0) < 0 or sum(self.blocks) > self.num_bytes:
+            raise ConfigError(f"part {self.name}: its blocks are larger than it, or below 0 bytes")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,8 +73,6 @@ def place_parts(
     Raises:
         ConfigError: a part fits nowhere; says how much memory is missing.
     """
-    if not room:
-        raise ConfigError("placement needs a device")
     left = [free - replicated_bytes for free in room]
     if min(left) < 0:
         device = left.index(min(left))
@@ -109,9 +84,8 @@ def place_parts(
     for part in sorted(parts, key=lambda part: -part.num_bytes):
         if part.name in places:
             raise ConfigError(f"two parts are called {part.name}")
-        whole = (n for n, free in enumerate(left) if part.num_bytes <= free)
-        device = next(whole, None)
-        place = _in_two(part, left) if device is None else PartPlace(devices=(device,))
+        whole = next((n for n, free in enumerate(left) if part.num_bytes <= free), None)
+        place = _in_two(part, left) if whole is None else PartPlace(devices=(whole,))
         if place is None:
             raise ConfigError(_nowhere(part, left))
         places[part.name] = place
@@ -145,121 +119,12 @@ def _shares(part: FrozenPart, place: PartPlace) -> tuple[int, ...]:
 
 
 def _nowhere(part: FrozenPart, left: Sequence[int]) -> str:
-    most = sorted(left, reverse=True)
-    missing = part.num_bytes - most[0]
-    where = f"the roomiest of {len(left)} devices has {most[0] / 1e9:.1f} GB left"
-    if len(part.blocks) > 1 and len(most) > 1:
-        missing = max(part.num_bytes - most[0] - most[1], 0)
-        where = f"the two roomiest have {(most[0] + most[1]) / 1e9:.1f} GB left"
+    most = sorted(left, reverse=True)[: 2 if len(part.blocks) > 1 else 1]
+    missing = max(part.num_bytes - sum(most), 0)
+    where = "roomiest device has" if len(most) == 1 else "two roomiest devices have"
     short = f"{missing / 1e9:.1f} GB are missing" if missing else "no cut between blocks fits"
     return (
-        f"{part.name} ({part.num_bytes / 1e9:.1f} GB) fits nowhere: {where}, {short}; use devices "
-        "with more memory, more of them, or fewer bytes a weight"
+        f"{part.name} ({part.num_bytes / 1e9:.1f} GB) fits nowhere: the {where} "
+        f"{sum(most) / 1e9:.1f} GB left, {short}; use devices with more memory, more of them, or "
+        "fewer bytes a weight"
     )
-
-
-def parse_submodel(text: str) -> FrozenPart:
-    """`NAME:SIZE`, or `NAME:SIZE/BLOCKS` for one that may be cut between equal blocks."""
-    name, _, rest = text.partition(":")
-    size, cut, count = rest.partition("/")
-    units = SIZES
-    if size.endswith(_PARAMETERS):
-        size, units = size.removesuffix(_PARAMETERS), {"": Decimal(_BYTES_OF_A_WEIGHT)}
-    num_bytes = int(read_quantity(size, units) or 0)
-    blocks = whole_number(count, _MOST_BLOCKS) or 0
-    if not name or num_bytes < 1 or (cut and blocks < 1):
-        raise ConfigError(
-            f"--submodel: got {text[:80]!r}, expected NAME:SIZE, such as llama:16GB, "
-            "llama:8e9params, or llama:16GB/32 for 32 blocks"
-        )
-    return FrozenPart(
-        name=name, num_bytes=num_bytes, blocks=(num_bytes // blocks,) * blocks if cut else ()
-    )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Submodels:
-    """Replicas, and the places of each one's parts."""
-
-    groups: tuple[tuple[int, ...], ...]  # Devices of each replica, counted over all hosts
-    placements: tuple[FrozenPlacement, ...]  # Each replica's; devices are numbered within it
-    idle: tuple[int, ...]  # Devices in no replica
-    trained_bytes: int  # Bytes of the trained part, on the first device of each replica
-
-    def words(self) -> str:
-        """The strategy, under the published table's name."""
-        replicas, most = len(self.groups), max(map(len, self.groups))
-        if most == 1:
-            return "data parallel" if replicas > 1 else "single device"
-        if replicas > 1:
-            return "data parallel x model split"
-        return "model split" if most == 2 else f"hybrid: one replica over {most} devices"
-
-    def lines(self) -> list[str]:
-        """For people: the strategy, then each kind of replica."""
-        found = [f"{self.words()}; what trains takes {gb(self.trained_bytes)} of a replica"]
-        alike: dict[str, list[str]] = {}
-        for group, placement in zip(self.groups, self.placements, strict=True):
-            alike.setdefault(placement.describe(), []).append("+".join(map(str, group)))
-        for text, groups in alike.items():
-            found.append(f"replica{'s' * (len(groups) > 1)} on {', '.join(groups)}:")
-            found += [f"  {line}" for line in text.splitlines()]
-        if self.idle:
-            found.append(f"not needed: device {', '.join(map(str, self.idle))}")
-        return found
-
-    def to_json(self) -> dict[str, Any]:
-        """Values for JSON."""
-        return {
-            "strategy": self.words(),
-            "replicas": [list(group) for group in self.groups],
-            "idle": list(self.idle),
-            "trained_bytes": self.trained_bytes,
-            "placements": [asdict(placement) for placement in self.placements],
-        }
-
-
-def place_submodels(
-    parts: Sequence[FrozenPart], trained_bytes: int, hardware: Hardware
-) -> Submodels:
-    """As many replicas as fit, each on neighbours of one host. Other devices stay free: a replica
-    that fits is not faster on more. RunError if not even a whole host has room for one replica."""
-    names = [part.name for part in parts]
-    if len(set(names)) < len(names):
-        raise ConfigError(f"--submodel: two parts have one name: {', '.join(names)}")
-    sizes = [len(host.devices) for host in hardware.hosts]
-    ends = list(accumulate(sizes))
-    room = [int((1 - MARGIN) * device.usable_bytes) for device in hardware.devices]
-    trouble = ""
-    for each in range(1, max(sizes) + 1):
-        groups = [
-            tuple(range(start, start + each))
-            for end, size in zip(ends, sizes, strict=True)
-            for start in range(end - size, end - each + 1, each)
-        ]
-        try:
-            placements = [
-                _place_replica(parts, trained_bytes, [room[n] for n in group]) for group in groups
-            ]
-        except ConfigError as error:
-            trouble = str(error)
-            continue
-        used = {device for group in groups for device in group}
-        return Submodels(
-            groups=tuple(groups),
-            placements=tuple(placements),
-            idle=tuple(device for device in range(sum(sizes)) if device not in used),
-            trained_bytes=trained_bytes,
-        )
-    raise RunError(f"--submodel: {trouble}")
-
-
-def _place_replica(
-    parts: Sequence[FrozenPart], trained_bytes: int, room: Sequence[int]
-) -> FrozenPlacement:
-    if room[0] < trained_bytes:
-        missing = gb(trained_bytes - room[0])
-        raise ConfigError(
-            f"what trains needs {gb(trained_bytes)} of {gb(room[0])}: {missing} short"
-        )
-    return place_parts(parts, [room[0] - trained_bytes, *room[1:]])

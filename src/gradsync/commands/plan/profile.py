@@ -6,38 +6,23 @@ reverse order.
 
 A profile is estimated from peaks, or measured (`probe.py`). A probe must take seconds, but a real
 run's leaf can take minutes on a CPU. A smaller leaf is therefore measured, and scaled by the number
-of operations (`GPTConfig.flops_per_token`); recomputed activations add one forward. The cache has
-one file per model, leaf and machine. It is only a cache: an unreadable file is measured again, one
-that cannot be written is lost.
+of operations (`GPTConfig.flops_per_token`); recomputed activations add one forward.
 """
 
 from __future__ import annotations
 
-import json
-import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from importlib.metadata import version
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
-from pathlib import Path
-from typing import Any, Generic, TypeVar
 
 from gradsync.commands.models.config import GPTConfig
 from gradsync.commands.parallel.layout import EMBEDDING, weights_of
 from gradsync.commands.plan.collectives import Traffic, traffic_of
 from gradsync.commands.plan.description import Device
 from gradsync.commands.plan.workload import Workload
-from gradsync.core.files import cache_entry, read_entry, write_entry
-from gradsync.errors import ConfigError, GradsyncError
-from gradsync.runtime import environ
-from gradsync.runtime.machine import cpu_model, host_cores
-from gradsync.sync.layout import BucketPlan, Item, plan_buckets
-
-log = logging.getLogger("gradsync")
-
-T = TypeVar("T")
+from gradsync.sync.layout import Item, plan_buckets
 
 MIB = 2**20
 GRADIENT_BYTES = 4  # Weights and gradients are fp32, with any autocast
@@ -66,13 +51,6 @@ class StepProfile:
     def leaf_s(self) -> float:
         """Forward and backward."""
         return self.forward_s + self.backward_s
-
-    @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> StepProfile:
-        """The inverse of `dataclasses.asdict`, as JSON keeps it."""
-        buckets = tuple(BucketReady(**bucket) for bucket in document["buckets"])
-        read: dict[str, Any] = {"buckets": buckets}
-        return cls(**{each.name: document[each.name] for each in fields(cls)} | read)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,11 +90,12 @@ def parameters_of(config: GPTConfig, seq_len: int) -> list[Parameter]:
     return found
 
 
-def bucket_plan(parameters: Sequence[Parameter], traffic: Traffic) -> tuple[BucketPlan, ...]:
-    """Which parameters travel together, in the order in which backward finishes them."""
+def buckets_of(parameters: Sequence[Parameter], traffic: Traffic) -> list[list[int]]:
+    """Indices of the parameters that travel together, in the order in which backward finishes
+    them."""
     sizes = {"parameter": 0.0, "flat": math.inf, "buckets": traffic.bucket_mb * MIB}
     first = traffic.first_bucket_mb * MIB if traffic.grouping == "buckets" else None
-    return plan_buckets(
+    plans = plan_buckets(
         [Item(numel=p.numel, itemsize=GRADIENT_BYTES, kind="fp32") for p in parameters],
         range(len(parameters))[::-1],
         bucket_bytes=sizes[traffic.grouping],
@@ -124,6 +103,7 @@ def bucket_plan(parameters: Sequence[Parameter], traffic: Traffic) -> tuple[Buck
         like_ddp=traffic.by_library,
         world_size=1,
     )
+    return [[slot.index for slot in plan.slots] for plan in plans]
 
 
 def bucket_timeline(work: Workload, traffic: Traffic, backward_s: float) -> tuple[BucketReady, ...]:
@@ -134,10 +114,10 @@ def bucket_timeline(work: Workload, traffic: Traffic, backward_s: float) -> tupl
     ready = [backward_s * units / done[-1] for units in reversed(done)]
     buckets = [
         BucketReady(
-            num_bytes=sum(slot.numel for slot in plan.slots) * GRADIENT_BYTES,
-            ready_s=max(ready[slot.index] for slot in plan.slots),
+            num_bytes=sum(parameters[index].numel for index in bucket) * GRADIENT_BYTES,
+            ready_s=max(ready[index] for index in bucket),
         )
-        for plan in bucket_plan(parameters, traffic)
+        for bucket in buckets_of(parameters, traffic)
     ]
     return tuple(sorted(buckets, key=lambda bucket: bucket.ready_s))
 
@@ -217,81 +197,3 @@ def scaled_profile(profile: StepProfile, measured: Workload, work: Workload) -> 
             for bucket in profile.buckets
         ),
     )
-
-
-_FORMAT_VERSION = 1
-Conditions = dict[str, Any]
-"""The facts that a measurement depends on, for JSON; an answer holds if all are equal."""
-
-
-def machine_conditions(device: str, threads: int) -> Conditions:
-    """Conditions of any measurement here: the machine, and a rank's intra-op threads."""
-    accelerator = "cpu"
-    if device.startswith("cuda"):
-        import torch
-
-        accelerator = torch.cuda.get_device_name(device)
-    about = {"device": accelerator, "cpu": cpu_model(), "cores": host_cores()}
-    return about | {"threads": threads, "torch": version("torch")}
-
-
-def profile_conditions(work: Workload, *, device: str, threads: int) -> Conditions:
-    """Conditions of the profile of `work`; the number of leaves does not matter."""
-    about = {k: v for k, v in asdict(work).items() if k not in ("num_leaves", "kind")}
-    return machine_conditions(device, threads) | about
-
-
-@dataclass(frozen=True, slots=True)
-class Cache(Generic[T]):
-    """Answers measured here, one file for each `Conditions`."""
-
-    kind: str  # Name of its folder in the user's cache
-    build: Callable[[Any], T]
-    """Builds an answer from a file's JSON object; raises ValueError or similar if it is invalid."""
-
-    def folder(self) -> Path:
-        """The folder."""
-        return environ.cache_dir() / self.kind
-
-    def path(self, conditions: Conditions) -> Path:
-        """File of the answer for `conditions`."""
-        return cache_entry(self.folder(), json.dumps(conditions, sort_keys=True))
-
-    def save(self, conditions: Conditions, found: T) -> Path:
-        """Store a dataclass, replacing an older one; returns the path."""
-        answer: Any = found
-        heading = {"format_version": _FORMAT_VERSION, "conditions": conditions}
-        return write_entry(self.path(conditions), heading | asdict(answer))
-
-    def read(self, conditions: Conditions) -> T | None:
-        """The answer for `conditions`; None if it is missing or invalid."""
-
-        def checked(document: Any) -> T:
-            if not isinstance(document, dict):
-                raise ValueError("it holds no object")
-            if (found := document["format_version"]) != _FORMAT_VERSION:
-                raise ValueError(f"format_version {found}, not {_FORMAT_VERSION}")
-            if document["conditions"] != conditions:
-                raise ValueError("it was measured for something else")
-            return self.build(document)
-
-        return read_entry(self.path(conditions), checked)
-
-
-PROFILES = Cache("profiles", StepProfile.from_json)
-
-
-def known_profile(conditions: Conditions) -> StepProfile | None:
-    """The stored profile; None without one, or without a cache folder."""
-    try:
-        return PROFILES.read(conditions)
-    except ConfigError:
-        return None
-
-
-def keep_profile(conditions: Conditions, profile: StepProfile) -> None:
-    """Store it, if that is possible."""
-    try:
-        PROFILES.save(conditions, profile)
-    except GradsyncError as error:
-        log.info("the measured profile is not kept: %s", str(error))

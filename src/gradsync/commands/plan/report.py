@@ -5,16 +5,14 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import fields
-from itertools import groupby
 from typing import IO
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from gradsync.commands.plan.choice import Candidate, Costs, Recommendation, percent
-from gradsync.commands.plan.description import Hardware, Host, Link
-from gradsync.commands.plan.placement import MARGIN, gb
+from gradsync.commands.plan.choice import MARGIN, Candidate, Costs, Recommendation, percent
+from gradsync.commands.plan.description import Hardware, Host, Link, gb, runs
 from gradsync.commands.plan.profile import UTILISATION
 from gradsync.commands.plan.workload import Workload, sizes_text
 
@@ -22,8 +20,6 @@ _WIDE = 240  # Columns without a terminal: a table in a file must not be cut
 _MOST_ROWS = 24
 _HEADS = ("strategy", "parallel", "micro-batch", "GB a rank", "step", "tokens/s", "efficiency")
 _HEADS += ("taken, or why not",)
-_NARROW_HEADS = ("strategy,\nparallel", "micro-\nbatch", "GB a\nrank", "step", "tokens/s")
-_NARROW_HEADS += ("effi-\nciency", "taken, or\nwhy not")
 
 
 def section(name: str, lines: Sequence[str]) -> str:
@@ -43,13 +39,12 @@ def duration(seconds: float) -> str:
 def hardware_lines(hardware: Hardware) -> list[str]:
     """Equal hosts on one line, then their network, then the assumptions."""
     lines = []
-    for host, equal in groupby(hardware.hosts):
-        count = len(list(equal))
+    for host, count in runs(hardware.hosts):
         several = "" if count == 1 else f"{count} hosts of "
-        between = f"; {_link_text(host.link)}" if len(host.devices) > 1 else ""
+        between = f"; {link_text(host.link)}" if len(host.devices) > 1 else ""
         lines.append(f"{several}{_devices_text(host)}{between}")
     if len(hardware.hosts) > 1 and hardware.network is not None:
-        lines.append(f"between hosts: {_link_text(hardware.network)}")
+        lines.append(f"between hosts: {link_text(hardware.network)}")
     return [*lines, *hardware.notes]
 
 
@@ -59,12 +54,13 @@ def _devices_text(host: Host) -> str:
         share = f"{ranks} ranks with {gb(device.usable_bytes)} each"
         return f"{host.cores} cores ({device.name}), {share if ranks > 1 else '1 rank'}"
     return " + ".join(
-        f"{len(list(equal))} x {device.name} ({gb(device.usable_bytes)})"
-        for device, equal in groupby(host.devices)
+        f"{count} x {device.name} ({gb(device.usable_bytes)})"
+        for device, count in runs(host.devices)
     )
 
 
-def _link_text(link: Link) -> str:
+def link_text(link: Link) -> str:
+    """Its name and figures."""
     return f"{link.name} ({link.bytes_per_s / 1e9:,.4g} GB/s, {link.alpha_s * 1e6:,.3g} µs)"
 
 
@@ -107,40 +103,31 @@ def figure_lines(costs: Costs, hardware: Hardware) -> list[str]:
 
 def print_table(choice: Recommendation, stream: IO[str]) -> None:
     """A row per split: its best micro-batch and the verdict. On a narrow terminal a row takes
-    several lines; no figure is cut."""
+    several lines."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1))
+    for head in _HEADS:
+        words = head in ("strategy", "parallel", _HEADS[-1])
+        table.add_column(head, justify="left" if words else "right", no_wrap=head == "parallel")
+    rows = choice.rows()
+    for row in rows[:_MOST_ROWS]:
+        taken = row is choice.pick
+        table.add_row(*_cells(row, taken), style="bold" * taken)
     console = Console(file=stream, width=None if stream.isatty() else _WIDE)
-    table = _table(choice, _HEADS, " ")
-    if console.measure(table, options=console.options.update(width=_WIDE)).maximum > console.width:
-        table = _table(choice, _NARROW_HEADS, "\n")
     console.print(table)
-    if (more := len(choice.rows()) - _MOST_ROWS) > 0:
+    if (more := len(rows) - _MOST_ROWS) > 0:
         console.print(f"... and {more} more; --json has all", style="dim")
 
 
-def _table(choice: Recommendation, heads: Sequence[str], gap: str) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1 if gap == " " else 0, 0, 1))
-    for head in heads[:-6]:
-        table.add_column(head, no_wrap=True)
-    for head in heads[-6:-1]:
-        table.add_column(head, justify="right", no_wrap=True)
-    table.add_column(heads[-1], overflow="fold")
-    for row in choice.rows()[:_MOST_ROWS]:
-        taken, cells = row is choice.pick, _cells(row, row is choice.pick, gap)
-        cells = cells if gap == " " else [gap.join(cells[:2]), *cells[2:]]
-        table.add_row(*(f"[bold]{cell}[/bold]" if taken and cell else cell for cell in cells))
-    return table
-
-
-def _cells(row: Candidate, taken: bool, gap: str) -> list[str]:
-    """Cells under `_HEADS`; they may break at `gap`."""
+def _cells(row: Candidate, taken: bool) -> list[str]:
+    """Cells under `_HEADS`."""
     work, time, memory, missing = row.work, row.time, "", row.obstacle
     if row.memory is not None:
-        memory = f"{row.memory.total / 1e9:,.1f}{gap}of {row.room_bytes / 1e9:,.1f}"
+        memory = f"{row.memory.total / 1e9:,.1f} of {row.room_bytes / 1e9:,.1f}"
         missing = f"{gb(row.short_bytes)} short"
     cells = [
         row.split.strategy,
         row.split.sizes or "one rank",
-        f"{work.micro_batch_size}" + f"{gap}recomputed" * work.activation_checkpointing,
+        f"{work.micro_batch_size}" + " recomputed" * work.activation_checkpointing,
         memory,
     ]
     if time is None:

@@ -12,11 +12,11 @@ communication that it could not hide.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+
+import numpy as np
 
 from gradsync.commands.plan.collectives import GroupPlace, Traffic, all_reduce_s, half_s, traffic_of
 from gradsync.commands.plan.description import Hardware
@@ -24,7 +24,7 @@ from gradsync.commands.plan.profile import (
     GRADIENT_BYTES,
     Parameter,
     StepProfile,
-    bucket_plan,
+    buckets_of,
     parameters_of,
 )
 from gradsync.commands.plan.workload import Split, Workload
@@ -55,7 +55,6 @@ class Prices:
         self.shards = GroupPlace(
             ranks=layout.tp, per_host=min(layout.tp, local), link=host.link, network=network
         )
-        self._stages_far = layout.model_ranks > local
         self.hides = not (on_cpu and on_host)
         """False for CPU ranks of one host: the cores that would communicate run backward."""
         self.to_owners = traffic.shard == "optimizer" and traffic.algorithm == "tree"
@@ -65,7 +64,6 @@ class Prices:
             on_cpu and on_host and traffic.through_host and layout.model_ranks == 1 < layout.dp
         )
         """Whether the ranks of a host sum and update in shares, through shared memory."""
-        self._memory_bytes_per_s = host.devices[0].memory_bytes_per_s
         self._traffic = traffic
         # Gloo's all_reduce is always a ring; NCCL selects by size.
         gloo = on_cpu and traffic.algorithm == "best"
@@ -81,21 +79,11 @@ class Prices:
 
     def bucket_s(self, num_bytes: float) -> float:
         """The strategy's collective of a bucket."""
-        if self._traffic.shard in ("gradients", "weights"):
-            return self.half_s(num_bytes)
-        return self.all_reduce_s(num_bytes)
-
-    def hop_s(self, num_bytes: float) -> float:
-        """From stage to stage."""
-        return self.data.seconds(num_bytes, far=self._stages_far)
-
-    def copy_s(self, num_bytes: float) -> float:
-        """A copy in one rank's memory while all ranks copy; 0 if the rate is unknown."""
-        rate = self._memory_bytes_per_s
-        return 0.0 if rate is None else 2 * num_bytes / rate  # read and write
+        in_halves = self._traffic.shard in ("gradients", "weights")
+        return self.half_s(num_bytes) if in_halves else self.all_reduce_s(num_bytes)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Sending:
     """A bucket to send."""
 
@@ -130,14 +118,7 @@ class StepCosts:
         return self.forward_s + self.backward_s
 
 
-def step_costs(
-    work: Workload,
-    split: Split,
-    hardware: Hardware,
-    profile: StepProfile,
-    *,
-    options: Mapping[str, Any] | None = None,
-) -> StepCosts:
+def step_costs(work: Workload, split: Split, hardware: Hardware, profile: StepProfile) -> StepCosts:
     """Split a step into its costs; ranks fill hosts in order.
 
     Args:
@@ -145,10 +126,9 @@ def step_costs(
         split: its strategy and layout.
         hardware: at least as many devices as the split has ranks, else ConfigError.
         profile: of the whole model on one of the devices.
-        options: of the strategy.
     """
     kind = hardware.hosts[0].devices[0].kind
-    layout, traffic = split.layout, traffic_of(split.strategy, options, kind)
+    layout, traffic = split.layout, traffic_of(split.strategy, kind)
     if work.num_leaves < layout.dp:
         raise ConfigError(
             f"{work.num_leaves} leaves for {layout.dp} replicas: each needs at least one"
@@ -163,13 +143,15 @@ def step_costs(
     parameters = parameters_of(work.model, work.seq_len)
     whole_bytes = _bytes(parameters) / parts
     activation_bytes = work.leaf_tokens * work.model.n_embd * _ACTIVATION_BYTES[work.dtype]
-    tensor = 0.0  # sums of activations between tensor shards; nothing hides them
-    if layout.tp > 1:
+    tensor = hop_s = 0.0
+    if layout.pp > 1:
+        hop_s = prices.data.seconds(activation_bytes, far=parts > len(host.devices))
+    if layout.tp > 1:  # sums of activations between shards; nothing hides them
         sums = _TENSOR_PARALLEL_SUMS * work.model.n_layer
         tensor = sums * all_reduce_s(prices.shards, activation_bytes)
     waits, last_waits = 0.0, 0.0
     if traffic.shard == "weights" and not alone:
-        gathers = [prices.half_s(_bytes(b) * traffic.gathered / parts) for b in _blocks(parameters)]
+        gathers = [prices.half_s(_bytes(b) / parts) for b in _blocks(parameters)]
         waits, last_waits = _gather_waits(gathers, forward_s, backward_s, hides=prices.hides)
     in_shares = traffic.shard != "none" or prices.divided
     gathers = traffic.shard in ("optimizer", "gradients")
@@ -178,13 +160,16 @@ def step_costs(
     sendings: tuple[Sending, ...] = ()
     if not alone:
         sendings = _sendings(parameters, traffic, prices, profile, scale=scale, parts=parts)
+    rate = host.devices[0].memory_bytes_per_s  # None: unknown, copies count as free
+    copy_s = 0.0 if alone or rate is None else traffic.copies * 2 * whole_bytes / rate
     late_s = after_s = prices.half_s(whole_bytes) if gathers else 0.0
     late = traffic.late and not (in_shares and on_cpu and len(used.hosts) == 1)
     if prices.to_owners or (late and not gathers and (on_cpu or traffic.algorithm == "tree")):
         sendings = tuple(replace(each, cost_s=each.cost_s / 2) for each in sendings)
         late_s = after_s = sum(each.cost_s for each in sendings)
-    if late and late_s:
-        after_s = _not_in_forward(late_s, sendings, forward_s, hides=prices.hides)
+    if late and late_s and prices.hides:  # the next forward needs the last bucket first
+        first_s = late_s * sendings[-1].cost_s / sum(each.cost_s for each in sendings)
+        after_s = _not_hidden(late_s, first_s, forward_s)
     return StepCosts(
         stages=layout.pp,
         leaves=math.ceil(work.num_leaves / layout.dp),
@@ -192,10 +177,10 @@ def step_costs(
         backward_s=backward_s,
         leaf_wait_s=tensor + waits,
         last_leaf_wait_s=tensor + last_waits,
-        hop_s=prices.hop_s(activation_bytes) if layout.pp > 1 else 0.0,
+        hop_s=hop_s,
         sendings=sendings,
         hides=prices.hides and traffic.overlap,
-        copy_s=0.0 if alone else traffic.copies * prices.copy_s(whole_bytes),
+        copy_s=copy_s,
         agree_s=0.0 if alone else meetings * prices.all_reduce_s(_AGREE_BYTES),
         update_s=profile.update_s * scale / (layout.dp if in_shares else 1),
         after_s=after_s,
@@ -214,75 +199,46 @@ def _sendings(
     parts: int,
 ) -> tuple[Sending, ...]:
     """Buckets of the strategy, ready according to the profile's timeline."""
-    ready_s = _timeline(profile)
-    whole_bytes = _bytes(parameters)
     if prices.divided:  # one pass over all buckets, after backward
-        cost_s = prices.half_s(whole_bytes / parts)
-        return (Sending(ready_s=ready_s(math.inf) * scale, cost_s=cost_s),)
-    in_blocks = traffic.shard == "weights"
-    if in_blocks:
+        last_s = max(bucket.ready_s for bucket in profile.buckets)
+        return (Sending(last_s * scale, prices.half_s(_bytes(parameters) / parts)),)
+    blocks = [[parameters[index] for index in each] for each in buckets_of(parameters, traffic)]
+    if traffic.shard == "weights":
         blocks = _blocks(parameters)[::-1]
-    else:
-        plans = bucket_plan(parameters, traffic)
-        blocks = [[parameters[slot.index] for slot in plan.slots] for plan in plans]
-    done, found = 0.0, []
-    for block in blocks:
-        done += _bytes(block)
+    # Between the buckets of the profile gradients come evenly: strategies cut buckets elsewhere.
+    sizes = [0.0, *accumulate(bucket.num_bytes for bucket in profile.buckets)]
+    times = [0.0, *accumulate((bucket.ready_s for bucket in profile.buckets), max)]
+    ready_s = np.interp(list(accumulate(map(_bytes, blocks))), sizes, times)
+    found = []
+    for block, block_ready_s in zip(blocks, ready_s, strict=True):
         sent = _bytes(block) * traffic.wire
         if traffic.low_rank is not None:
             sent = _factor_bytes(block, traffic.low_rank)
         seconds = prices.bucket_s(sent / parts)
-        if in_blocks and prices.hides:
+        if traffic.shard == "weights" and prices.hides:
             # Backward gathers the next block's weights over the same channel.
-            seconds += prices.half_s(_bytes(block) * traffic.gathered / parts)
-        found.append(Sending(ready_s=ready_s(done) * scale, cost_s=seconds))
+            seconds += prices.half_s(_bytes(block) / parts)
+        found.append(Sending(float(block_ready_s) * scale, seconds))
     return tuple(found)
 
 
-def _not_in_forward(
-    whole_s: float, buckets: Sequence[Sending], forward_s: float, *, hides: bool
-) -> float:
-    """The part of the messages of `buckets`, `whole_s`, for which the next forward waits: the last
-    bucket, which it needs first, and what takes longer than the computing."""
-    if not hides:
-        return whole_s
-    first_s = whole_s * buckets[-1].cost_s / sum(each.cost_s for each in buckets)
-    return first_s + max(0.0, whole_s - first_s - forward_s)
+def _not_hidden(whole_s: float, first_s: float, computing_s: float) -> float:
+    """What a pass waits for if it computes beside its messages: the first of them, and what takes
+    longer than the computing."""
+    return first_s + max(0.0, whole_s - first_s - computing_s)
 
 
 def _gather_waits(
     gathers: Sequence[float], forward_s: float, backward_s: float, *, hides: bool
 ) -> tuple[float, float]:
-    """The time that fsdp's gathers of weights add to a leaf, and to the last one.
-
-    The next block is gathered while one computes. A pass therefore waits for its first gather, and
-    for what takes longer than the computing. The last leaf's backward shares the channel with the
-    gradients: the buckets account for it there.
-    """
+    """The time that fsdp's gathers of weights add to a leaf, and to the last one: the next block is
+    gathered while one computes. The last leaf's backward shares the channel with the gradients: the
+    buckets account for it there."""
     whole, first = sum(gathers), max(gathers)
     if not hides:
         return 2 * whole, 2 * whole
-    forward = first + max(0.0, whole - first - forward_s)
-    return forward + first + max(0.0, whole - first - backward_s), forward
-
-
-def _timeline(profile: StepProfile) -> Callable[[float], float]:
-    """When `num_bytes` of gradients are ready, seconds after backward began; linear between a
-    profile's buckets, since strategies cut buckets elsewhere."""
-    sizes = [0.0, *accumulate(bucket.num_bytes for bucket in profile.buckets)]
-    times = [0.0, *accumulate((bucket.ready_s for bucket in profile.buckets), max)]
-
-    def ready_s(num_bytes: float) -> float:
-        place = bisect_left(sizes, num_bytes * (1 - 1e-9))
-        if place >= len(sizes):
-            return times[-1]
-        if place == 0:
-            return 0.0
-        low, high = sizes[place - 1], sizes[place]
-        part = min(1.0, (num_bytes - low) / (high - low))
-        return times[place - 1] + part * (times[place] - times[place - 1])
-
-    return ready_s
+    forward = _not_hidden(whole, first, forward_s)
+    return forward + _not_hidden(whole, first, backward_s), forward
 
 
 def _blocks(parameters: Sequence[Parameter]) -> list[list[Parameter]]:
@@ -324,18 +280,9 @@ class StepTime:
         """The whole step."""
         return self.compute_s + self.exposed_comm_s + self.bubble_s + self.update_s
 
-    def to_json(self) -> dict[str, Any]:
-        """Values for JSON."""
-        return {**asdict(self), "total_s": self.total_s}
-
 
 def predict_step(
-    work: Workload,
-    split: Split,
-    hardware: Hardware,
-    profile: StepProfile,
-    *,
-    options: Mapping[str, Any] | None = None,
+    work: Workload, split: Split, hardware: Hardware, profile: StepProfile
 ) -> StepTime:
     """Duration of a step.
 
@@ -347,7 +294,7 @@ def predict_step(
 
     The arguments are those of `step_costs`.
     """
-    costs = step_costs(work, split, hardware, profile, options=options)
+    costs = step_costs(work, split, hardware, profile)
     compute = costs.leaves * costs.leaf_s
     waits = (costs.leaves - 1) * costs.leaf_wait_s + costs.last_leaf_wait_s
     # A pipeline's messages on the longest way: in while it fills, and out while it empties.
@@ -359,6 +306,8 @@ def predict_step(
     exposed = waits + hop_s + (late + costs.agree_s) / costs.every + costs.copy_s + costs.after_s
     bubble = (costs.stages - 1) * (costs.leaf_s + costs.leaf_wait_s)
     tokens = work.step_tokens / (compute + exposed + bubble + costs.update_s)
+    alone_s = costs.leaves * profile.leaf_s + profile.update_s
+    alone = costs.leaves * work.leaf_tokens / alone_s
     return StepTime(
         compute_s=compute,
         exposed_comm_s=exposed,
@@ -366,13 +315,8 @@ def predict_step(
         update_s=costs.update_s,
         comm_s=waits + hop_s + (sent + costs.agree_s) / costs.every + costs.late_s,
         tokens_per_s=tokens,
-        efficiency=tokens / split.world_size / tokens_per_s_alone(work, profile, costs.leaves),
+        efficiency=tokens / split.world_size / alone,
     )
-
-
-def tokens_per_s_alone(work: Workload, profile: StepProfile, leaves: int) -> float:
-    """Throughput of one rank that holds the whole model and steps after `leaves` leaves."""
-    return leaves * work.leaf_tokens / (leaves * profile.leaf_s + profile.update_s)
 
 
 def channel_end(sendings: Sequence[Sending]) -> float:

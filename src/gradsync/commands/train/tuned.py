@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, get_args
 
 from gradsync.commands.plan.machine import fast_dtype
-from gradsync.commands.plan.profile import Cache, Conditions, machine_conditions
+from gradsync.commands.plan.measured import Cache, Conditions, machine_conditions
 from gradsync.commands.train.config import AUTO, CompileOrder, SyncConfig, TrainConfig
 from gradsync.commands.train.config_io import begun_config
 from gradsync.commands.train.data import shape_before

@@ -1,0 +1,175 @@
+"""What was measured on this machine: a cache of answers, and lines through times; no torch.
+
+The cache has one file for each answer and everything that it depends on. It is only a cache: an
+unreadable file is measured again, one that cannot be written is lost.
+
+A measured line is `seconds = alpha + beta * bytes`. Times span five decades, so errors are
+relative, and half the time is as wrong as twice the time. With p the predicted and t the measured
+time, an error is e = (p - t) / sqrt(p t); for small ones that is p / t - 1. The line minimises
+weighted squares; each iteration derives the weights from the last line's errors until they
+converge: Huber's (1964, "Robust estimation of a location parameter"). A few sizes that fit no line
+(the end of a cache, other load) therefore bend it little.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import numpy as np
+
+from gradsync.core.files import cache_entry, read_entry, write_entry
+from gradsync.errors import ConfigError
+from gradsync.runtime import environ
+from gradsync.runtime.machine import cpu_model, host_cores
+
+T = TypeVar("T")
+
+_FORMAT_VERSION = 1
+_ITERATIONS = 200
+_SMALL_ERROR = 0.1  # Errors count squared up to here, linearly beyond
+
+Conditions = dict[str, Any]
+"""The facts that a measurement depends on, for JSON; an answer holds if all are equal."""
+
+
+def version_of(package: str) -> str:
+    """Its version, without importing it; "" if it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def machine_conditions(device: str, threads: int) -> Conditions:
+    """Conditions of any measurement here: the machine, and a rank's intra-op threads."""
+    accelerator = "cpu"
+    if device.startswith("cuda"):
+        import torch
+
+        accelerator = torch.cuda.get_device_name(device)
+    about = {"device": accelerator, "cpu": cpu_model(), "cores": host_cores()}
+    return about | {"threads": threads, "torch": version_of("torch")}
+
+
+@dataclass(frozen=True, slots=True)
+class Cache(Generic[T]):
+    """Answers measured here, one file for each `Conditions`."""
+
+    kind: str  # Name of its folder in the user's cache
+    build: Callable[[Any], T]
+    """Builds an answer from a file's JSON object; raises ValueError or similar if it is invalid."""
+
+    def folder(self) -> Path:
+        """The folder."""
+        return environ.cache_dir() / self.kind
+
+    def path(self, conditions: Conditions) -> Path:
+        """File of the answer for `conditions`."""
+        return cache_entry(self.folder(), json.dumps(conditions, sort_keys=True))
+
+    def save(self, conditions: Conditions, found: T) -> Path:
+        """Store a dataclass, replacing an older one; returns the path. RunError if that fails."""
+        answer: Any = found
+        heading = {"format_version": _FORMAT_VERSION, "conditions": conditions}
+        return write_entry(self.path(conditions), heading | asdict(answer))
+
+    def read(self, conditions: Conditions) -> T | None:
+        """The answer for `conditions`; None if it is missing or invalid."""
+
+        def checked(document: Any) -> T:
+            if document["format_version"] != _FORMAT_VERSION:
+                raise ValueError(f"not of format_version {_FORMAT_VERSION}")
+            if document["conditions"] != conditions:
+                raise ValueError("it was measured for something else")
+            try:
+                return self.build(document)
+            except msgspec.ValidationError as error:
+                raise ValueError(str(error)) from error
+
+        try:
+            return read_entry(self.path(conditions), checked)
+        except ConfigError:  # there is no folder for caches
+            return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fit:
+    """The line through one algorithm's times."""
+
+    operation: str  # Such as all_reduce
+    algorithm: str  # Such as ring
+    alpha_s: float  # Seconds; at least 0
+    beta_s_per_byte: float
+    """Seconds per byte of the whole tensor (S in `collectives.py`); at least 0."""
+    residual: float
+    """Median of |predicted / measured - 1|: 0.1 means that half of the sizes lie within 10 %."""
+    worst: float  # Largest factor between predicted and measured, either way; at least 1
+    num_sizes: int  # Number of fitted sizes
+
+
+def fit_line(operation: str, algorithm: str, points: Mapping[int, float]) -> Fit:
+    """The line through `points`: seconds above 0 by bytes, at two sizes or more."""
+    times = np.array(list(points.values()))
+    # Rows are divided by the time, so that the right side is 1.
+    rows = np.array([(1, size) for size in points]) / times[:, None]
+    line, ratios = np.zeros(2), np.ones(len(rows))  # predicted / measured
+    for _ in range(_ITERATIONS):
+        # Weights that make (ratio - 1)**2 count as e**2, and a large one as |e|.
+        errors = abs(ratios - 1) / ratios**0.5
+        weights = _SMALL_ERROR / np.maximum(errors, _SMALL_ERROR) / ratios
+        products, right = (rows.T * weights) @ rows, rows.T @ weights
+        line = np.linalg.solve(products, right)
+        if line.min() < 0:  # the best allowed line lies on that border
+            line = np.where(line < 0, 0.0, right / products.diagonal())
+        # The mean of old and new: without it the iteration can oscillate between two lines.
+        ratios = (ratios + rows @ line) / 2
+    found = rows @ line
+    return Fit(
+        operation=operation,
+        algorithm=algorithm,
+        alpha_s=float(line[0]),
+        beta_s_per_byte=float(line[1]),
+        residual=float(np.median(abs(found - 1))),
+        worst=float(np.maximum(found, 1 / found).max()),
+        num_sizes=len(points),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Fits:
+    """All lines of one machine."""
+
+    fits: tuple[Fit, ...] = ()
+
+
+FITS = Cache("alpha-beta", lambda document: msgspec.convert(document, Fits))
+_KEY = (
+    *("cpu", "cores", "accelerator", "backend", "world_size", "threads_per_rank", "torch"),
+    *("num_nodes", "dtype"),
+)
+"""The parts of the environment and of the benchmark's settings that affect a cost."""
+
+
+def _conditions(environment: Mapping[str, Any]) -> Conditions:
+    """Of this machine's lines; `environment` includes `num_nodes` and `dtype`."""
+    release = environment["torch"].partition("+")[0]  # metadata of PyPI's wheels omits the build
+    return {name: environment[name] for name in _KEY} | {"torch": release}
+
+
+def save_fits(environment: Mapping[str, Any], fits: Sequence[Fit]) -> Path:
+    """Save `fits`; keep the stored lines of other operations and algorithms. RunError if the cache
+    cannot be written."""
+    known = {(fit.operation, fit.algorithm): fit for fit in [*load_fits(environment), *fits]}
+    return FITS.save(_conditions(environment), Fits(tuple(known.values())))
+
+
+def load_fits(environment: Mapping[str, Any]) -> tuple[Fit, ...]:
+    """The lines that `save_fits` stored for this environment; empty if there are none."""
+    found = FITS.read(_conditions(environment))
+    return () if found is None else found.fits

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain, groupby
 from statistics import median
@@ -21,14 +21,12 @@ from gradsync.commands.bench.experiment import (
     Experiment,
     Findings,
     check_least,
-    command_of,
     names_in,
     taken,
 )
 from gradsync.commands.bench.report import (
     Spread,
     percentile,
-    print_notes,
     print_table,
     ratios,
     spread,
@@ -61,8 +59,11 @@ _SMALLEST, _LARGEST = 4, 2**30
 _TURN_S = 0.04  # approximate time of one turn
 _BUFFERS = 7  # per rank: two ordinary, two shared, one to receive in, two in a backend
 _SPARE = 0.9  # fraction of the free memory to use at most
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
-_COMMAND = ("bench", "collectives")
+_UNITS = {"": 1, "b": 1} | {
+    f"{letter}{suffix}": base**power
+    for power, letter in enumerate("kmg", 1)
+    for suffix, base in (("", 1024), ("ib", 1024), ("b", 1000))
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,6 +102,7 @@ class CollectivesSettings:
     operations: tuple[str, ...]
     algorithms: tuple[str, ...]
     sizes: tuple[int, ...]  # bytes; empty for the default ones
+    world_size: int  # ranks to start, unless a launcher did
     dtype: str
     device: str
     rounds: int
@@ -141,27 +143,22 @@ def plan_of(options: CollectivesOptions, world: World) -> CollectivesSettings:
         options,
         operations=tuple(OPERATIONS) if operations == "all" else names_in(operations),
         algorithms=ALGORITHMS if algorithms == "all" else names_in(algorithms),
-        sizes=tuple(parse_size("--sizes", word) for word in names_in(options.sizes)),
+        sizes=tuple(map(parse_size, names_in(options.sizes))),
     )
     uses_cuda(options.device)  # raises if there is no GPU
     return settings
 
 
-def parse_size(option: str, text: str) -> int:
+def parse_size(text: str) -> int:
     """Bytes from `4`, `4B`, `64K`, `25M`, `25MiB` (powers of 1024) or `25MB` (of 1000)."""
-    pattern = r"([0-9]{1,19}(?:\.[0-9]+)?) ?([KMG]?)(iB|B|)"
-    found = re.fullmatch(pattern, text.strip(), re.IGNORECASE)
-    if found is None:
+    found = re.fullmatch(r"([0-9]{1,19}(?:\.[0-9]+)?) ?([a-z]*)", text.strip(), re.IGNORECASE)
+    if found is None or found[2].lower() not in _UNITS:
         raise ConfigError(
-            f"{option}: {text[:80]!r} is no size; write bytes, or a number with K, M or G: 64K"
+            f"--sizes: {text[:80]!r} is no size; write bytes, or a number with K, M or G: 64K"
         )
-    number, unit, suffix = found[1], found[2].upper(), found[3].lower()
-    factor = _UNITS[unit]
-    if suffix == "b" and unit:
-        factor = 1000 ** (list(_UNITS).index(unit))
-    size = int(float(number) * factor)
+    size = int(float(found[1]) * _UNITS[found[2].lower()])
     if size < 1:
-        raise ConfigError(f"{option}: {text!r} is less than one byte")
+        raise ConfigError(f"--sizes: {text!r} is less than one byte")
     return size
 
 
@@ -287,46 +284,42 @@ def rows_of(found: Sequence[Samples], world_size: int, *, one_memory: bool) -> l
 
 
 def fits_of(rows: Sequence[AlgorithmRow]) -> list[Fit]:
-    """A line for each operation and algorithm that was measured at two sizes or more."""
+    """The line through the points of each operation and algorithm: seconds by bytes. It takes two
+    sizes or more."""
     by_name: dict[tuple[str, str], dict[int, float]] = {}
     for row in rows:
         if row.algorithm != COPY:
             points = by_name.setdefault((row.operation, row.algorithm), {})
             points[row.size_bytes] = row.p50_s
-    return [fit_of(*name, points) for name, points in by_name.items() if len(points) > 1]
+    fits = []
+    for (operation, algorithm), points in by_name.items():
+        if len(points) == 1:
+            continue
+        sizes, seconds = list(points), list(points.values())
+        alpha, beta = fit_line(sizes, seconds)
+        residual, worst = quality(alpha, beta, sizes, seconds)
+        fit = Fit(
+            operation=operation,
+            algorithm=algorithm,
+            alpha_s=alpha,
+            beta_s_per_byte=beta,
+            residual=residual,
+            worst=worst,
+            num_sizes=len(points),
+        )
+        fits.append(fit)
+    return fits
 
 
-def fit_of(operation: str, algorithm: str, points: Mapping[int, float]) -> Fit:
-    """The line through `points`: seconds by bytes."""
-    sizes, seconds = list(points), list(points.values())
-    alpha, beta = fit_line(sizes, seconds)
-    residual, worst = quality(alpha, beta, sizes, seconds)
-    return Fit(
-        operation=operation,
-        algorithm=algorithm,
-        alpha_s=alpha,
-        beta_s_per_byte=beta,
-        residual=residual,
-        worst=worst,
-        num_sizes=len(points),
-    )
-
-
-def _findings(
-    options: CollectivesOptions, settings: CollectivesSettings, result: dict[str, Any], world: World
-) -> Findings:
+def findings_of(settings: CollectivesSettings, result: Mapping[str, Any]) -> Findings:
+    """The tables, the fits to keep, and what goes into the record."""
     found, num_nodes = result["environment"], result["num_nodes"]
     samples = [Samples(**entry) for entry in result["samples"]]
     rows = rows_of(samples, found["world_size"], one_memory=result["one_memory"])
     fits = fits_of(rows)
     about = {"dtype": settings.dtype, "world_size": found["world_size"], "num_nodes": num_nodes}
-    # The command with the number of ranks that ran.
-    words = (*_COMMAND, "--world-size", str(found["world_size"]))
-    flags = replace(options, world_size=CollectivesOptions().world_size)
-    save = options.save and fits
     return Findings(
         environment=found,
-        command=command_of(flags, words),
         data={
             "passed": not result["wrong"],
             "num_nodes": num_nodes,
@@ -338,7 +331,7 @@ def _findings(
         },
         samples=result["samples"],
         show=partial(print_report, rows, fits, result, settings.dtype),
-        keep=(lambda: f"kept alpha and beta in {save_fits(found | about, fits)}") if save else None,
+        keep=(lambda: f"kept alpha and beta in {save_fits(found | about, fits)}") if fits else None,
         code=1 if result["wrong"] else 0,
     )
 
@@ -378,8 +371,7 @@ def print_report(
         print(file=stream)
         print_table(stream, operation, columns, cells, words=("algorithm",), framed=False)
     if limited:
-        print(file=stream)
-        print_notes(stream, (_OF_LIMIT,))
+        print(f"\n{_OF_LIMIT}", file=stream)
     if fits:
         columns = ["operation", "algorithm", "alpha", "1/beta GB/s"]
         columns += ["half of the sizes within", "worst factor"]
@@ -424,9 +416,10 @@ def rate_text(gbs: float) -> str:
 
 
 EXPERIMENT = Experiment(
-    command=_COMMAND,
+    command=("bench", "collectives"),
     options=CollectivesOptions,
+    plan=plan_of,
+    ranks=lambda settings: settings.world_size,
     measure="gradsync.commands.bench.collectives_run:measure",
-    variants=plan_of,
-    metrics=_findings,
+    findings=findings_of,
 )

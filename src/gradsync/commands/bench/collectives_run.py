@@ -14,16 +14,17 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradsync.comm import p2p_collectives as p2p
 from gradsync.comm.base import Communicator
-from gradsync.comm.groups import communicator, groups
+from gradsync.comm.groups import Groups, communicator, groups
 from gradsync.comm.reductions import check_supported
 from gradsync.comm.shared_memory.choose import share_memory
+from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
 from gradsync.comm.shared_memory.segment import SharedMemoryError
 from gradsync.comm.values import all_gather_numbers
 from gradsync.commands.bench.collectives import (
@@ -38,17 +39,13 @@ from gradsync.commands.bench.collectives import (
     size_text,
 )
 from gradsync.commands.bench.experiment import environment, from_json
-from gradsync.commands.bench.report import Tell, percentile, progress_bar, silent
+from gradsync.commands.bench.report import Tell, percentile, show_progress, silent
 from gradsync.errors import ConfigError
 from gradsync.runtime import environ
 from gradsync.runtime.machine import available_bytes, usable_cores
 from gradsync.runtime.resolve import resolve
 from gradsync.runtime.session import Session, SessionOptions
 from gradsync.world import World
-
-if TYPE_CHECKING:
-    from gradsync.comm.groups import Groups
-    from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
 
 _WARM_UP = 2
 _SHARED = ("shared", "shared_copies")
@@ -88,27 +85,22 @@ class Patterns:
 
     def first_wrong(self, operation: str, result: Tensor) -> int:
         """Index of the first wrong element of this rank's `result`, or -1."""
-        if operation == "all_gather":
-            parts = result.view(self._world_size, -1)
-            for rank, part in enumerate(parts):
-                found = _first_difference(self._tiles[rank], part, 0)
-                if found >= 0:
-                    return rank * parts.shape[1] + found
-            return -1
-        if operation == "broadcast":
-            return _first_difference(self._tiles[0], result, 0)
         start = self._rank * len(result) if operation == "reduce_scatter" else 0
-        return _first_difference(self._sum, result, start)
-
-
-def _first_difference(tile: Tensor, found: Tensor, start: int) -> int:
-    """First index at which [n] differs from the repeated tile, from `start`; -1 for none."""
-    turned = tile.roll(-(start % len(tile)))
-    for number, piece in enumerate(found.split(len(tile))):
-        expected = turned[: len(piece)]
-        if not torch.equal(piece, expected):
-            return number * len(tile) + int((piece != expected).nonzero()[0])
-    return -1
+        parts = [(self._sum, result, start)]
+        if operation == "broadcast":
+            parts = [(self._tiles[0], result, 0)]
+        if operation == "all_gather":
+            every = result.view(self._world_size, -1)
+            parts = [(tile, part, 0) for tile, part in zip(self._tiles, every, strict=True)]
+        place = 0
+        for tile, part, start in parts:
+            turned = tile.roll(-(start % _LENGTH))
+            for piece in part.split(_LENGTH):
+                differs = piece != turned[: len(piece)]
+                if bool(differs.any()):
+                    return place + int(differs.nonzero()[0])
+                place += len(piece)
+        return -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,43 +204,12 @@ class TimedOperation:
     run: Callable[[], object]  # once, blocking (on CUDA: until the stream may use the result)
 
 
-class Buffers:
-    """Ordinary tensors like `like`, and shared ones if `shared` is set, of [count] and of [count /
-    ranks]. Raises `SharedMemoryError` on all ranks if shared memory is too small."""
-
-    def __init__(
-        self, count: int, ranks: int, like: Tensor, shared: SharedMemoryCommunicator | None
-    ) -> None:
-        part = max(count // ranks, 1)
-        # Filled, so that the system allocates the pages now.
-        self.whole, self.other, self.part = (
-            like.new_empty(size).zero_() for size in (count, count, part)
-        )
-        self._shared = shared
-        self.shared_whole, self.shared_part = self.whole, self.part
-        if shared is not None:
-            self.shared_whole = shared.allocate(count, like.dtype)
-            self.shared_part = shared.allocate(part, like.dtype)
-
-    def clear(self) -> None:
-        """Fill with zeros."""
-        for tensor in (self.whole, self.other, self.part, self.shared_whole, self.shared_part):
-            tensor.zero_()
-
-    def release(self) -> None:
-        """Free the shared memory."""
-        if self._shared is not None:
-            self._shared.release(self.shared_whole)
-            self._shared.release(self.shared_part)
-
-
 def build(
-    operation: str, algorithm: str, comm: Communicator, levels: Groups, buffers: Buffers
+    name: tuple[str, str], comm: Communicator, levels: Groups, whole: Tensor, part: Tensor
 ) -> TimedOperation:
-    """`operation` by `algorithm` over `buffers`; `comm` is all ranks."""
-    in_place = algorithm == "shared"
-    whole = buffers.shared_whole if in_place else buffers.whole
-    part = buffers.shared_part if in_place else buffers.part
+    """The operation and algorithm `name` over `whole`, [n], and `part`, [n / ranks]; `comm` is all
+    ranks."""
+    operation, algorithm = name
     source = part if operation == "all_gather" else whole
     result = part if operation == "reduce_scatter" else whole
     if algorithm == "ring" and operation != "all_reduce":
@@ -260,8 +221,8 @@ def build(
         p2p.tree_reduce(comm, whole)
         p2p.tree_broadcast(comm, whole)
 
-    # All over all ranks, whole [n], part [n / ranks]; none overlaps anything. First the
-    # communicator's collectives, then those composed of messages.
+    # All over all ranks; none overlaps anything. First the communicator's collectives, then those
+    # composed of messages.
     by_backend = {
         "all_reduce": lambda: comm.all_reduce(whole).wait(),
         "reduce_scatter": lambda: comm.reduce_scatter(part, whole).wait(),
@@ -278,7 +239,7 @@ def build(
         ("all_gather", "ring"): lambda: p2p.ring_all_gather(comm, whole),
         ("broadcast", "tree"): lambda: p2p.tree_broadcast(comm, whole),
     }
-    run: Callable[[], object] = by_messages.get((operation, algorithm), by_backend[operation])
+    run: Callable[[], object] = by_messages.get(name, by_backend[operation])
     return TimedOperation(algorithm=algorithm, source=source, result=result, run=run)
 
 
@@ -286,12 +247,17 @@ def measure(settings_json: dict[str, Any]) -> dict[str, Any]:
     """Open a session, measure everything; returns the data for `--json` and the record, with
     samples as `Samples` holds them."""
     settings = from_json(CollectivesSettings, settings_json)
-    session = Session(SessionOptions(device=_device(settings.device)))
+    device = settings.device
+    if device == "auto":  # GPUs, if each rank of this host has one
+        ranks = resolve(environ.snapshot()).world.local_world_size
+        on_cuda = torch.cuda.is_available() and torch.cuda.device_count() >= ranks
+        device = "cuda" if on_cuda else "cpu"
+    session = Session(SessionOptions(device=device))
     with session as world:
         if world.world_size < 2:
             raise ConfigError("collectives need at least 2 ranks: one rank has nothing to move")
         before = environment(world_size=world.world_size, threads=session.threads)
-        bench = Bench(settings, world, progress_bar())
+        bench = Bench(settings, world, show_progress)
         samples = bench.run()
         return {
             "environment": before,
@@ -311,13 +277,12 @@ class Bench:
         self._tell = tell if world.is_main else silent
         self._comm, self._groups = communicator(world), groups(world)
         self._shared: SharedMemoryCommunicator | None = None
-        self._device = world.device
+        self._on_cpu = world.device.type == "cpu"
         dtype: torch.dtype = getattr(torch, DTYPES[settings.dtype][0])
-        self._like = torch.zeros(1, dtype=dtype, device=self._device)
-        self._patterns = Patterns(world.rank, world.world_size, dtype, self._device)
+        self._like = torch.zeros(1, dtype=dtype, device=world.device)
+        self._patterns = Patterns(world.rank, world.world_size, dtype, world.device)
         clock = MomentClock if world.one_host else Clock
-        on_cuda = self._device.type == "cuda"
-        self._clock = EventClock(self._comm, self._device) if on_cuda else clock(self._comm)
+        self._clock = clock(self._comm) if self._on_cpu else EventClock(self._comm, world.device)
         self.skipped: list[str] = []  # one line for each skipped measurement: what, and why
         self.wrong: list[str] = []  # incorrect results; these are not timed
 
@@ -326,23 +291,28 @@ class Bench:
         settings, samples = self._settings, list[Samples]()
         if set(settings.operations) & {"all_reduce", "reduce_scatter"}:
             check_supported(self._comm, self._like, "sum", "backend")
-        on_cpu = self._device.type == "cpu"
-        free = available_bytes() if on_cpu else torch.cuda.mem_get_info(self._device)[0]
+        free = available_bytes() if self._on_cpu else torch.cuda.mem_get_info(self._like.device)[0]
         sizes = choose_sizes(
             settings,
             available_bytes=min(all_gather_numbers(self._comm, free)),  # so that all choose alike
-            ranks=self._world.local_world_size if on_cpu else 1,
+            ranks=self._world.local_world_size if self._on_cpu else 1,
         )
-        self._share_memory()
+        if set(_SHARED) & set(settings.algorithms):
+            try:
+                if not self._on_cpu:
+                    raise SharedMemoryError("for tensors on the CPU only")
+                self._shared = share_memory(self._comm)
+            except SharedMemoryError as error:
+                self.skipped.append(f"shared, shared_copies: {error}")
+        work = [
+            (operation, count)
+            for operation in settings.operations
+            if self._algorithms(operation)
+            for count in counts_of(operation, sizes, settings.dtype, self._comm.world_size)
+        ]
         was_on = gc.isenabled()
         gc.disable()  # a garbage collection takes milliseconds
         try:
-            work = [
-                (operation, count)
-                for operation in settings.operations
-                if self._algorithms(operation)
-                for count in counts_of(operation, sizes, settings.dtype, self._comm.world_size)
-            ]
             for done, (operation, count) in enumerate(work):
                 self._tell(done, len(work), f"{operation} {self._size(count)}")
                 samples += self._measure_size(operation, count)
@@ -354,17 +324,6 @@ class Bench:
                 self._shared.close()
         return samples
 
-    def _share_memory(self) -> None:
-        if not set(_SHARED) & set(self._settings.algorithms):
-            return
-        if self._device.type != "cpu":
-            self.skipped.append("shared, shared_copies: for tensors on the CPU only")
-            return
-        try:
-            self._shared = share_memory(self._comm)
-        except SharedMemoryError as error:
-            self.skipped.append(f"shared, shared_copies: {error}")
-
     def _size(self, count: int) -> str:
         return size_text(count * self._like.itemsize)
 
@@ -373,30 +332,40 @@ class Bench:
         return [name for name in names if self._shared is not None or name not in _SHARED]
 
     def _measure_size(self, operation: str, count: int) -> list[Samples]:
-        names, ranks = self._algorithms(operation), self._comm.world_size
+        names, comm = self._algorithms(operation), self._comm
+        part_count = max(count // comm.world_size, 1)
+        # Filled, so that the system allocates the pages now.
+        whole, other = (self._like.new_empty(count).zero_() for _ in range(2))
+        part = self._like.new_empty(part_count).zero_()
+        in_place: list[Tensor] = []
+        if self._shared is not None and "shared" in names:
+            try:  # raises on all ranks if shared memory is too small
+                for length in (count, part_count):
+                    in_place.append(self._shared.allocate(length, self._like.dtype))
+            except SharedMemoryError as error:
+                self.skipped.append(f"{operation} by shared at {self._size(count)}: {error}")
+                names.remove("shared")
+        contestants = []
         try:
-            in_memory = self._shared if "shared" in names else None
-            buffers = Buffers(count, ranks, self._like, in_memory)
-        except SharedMemoryError as error:
-            self.skipped.append(f"{operation} by shared at {self._size(count)}: {error}")
-            names.remove("shared")
-            buffers = Buffers(count, ranks, self._like, None)
-        whole, other = buffers.whole, buffers.other
-        copy = TimedOperation(
-            algorithm=COPY, source=whole, result=other, run=lambda: other.copy_(whole)
-        )
-        try:
-            built = [self._build(operation, name, buffers) for name in names]
-            right = [each for each in built if self._is_right(operation, each)]
-            buffers.clear()
-            return self._rounds(operation, count, [*right, copy])
+            for name in names:
+                tensors = in_place if name == "shared" else (whole, part)
+                carrier = self._shared if name in _SHARED else comm
+                assert carrier is not None, "no shared memory here"
+                built = build((operation, name), carrier, self._groups, *tensors)
+                if self._is_right(operation, built):
+                    contestants.append(built)
+            for tensor in (whole, other, part, *in_place):
+                tensor.zero_()
+            contestants.append(
+                TimedOperation(
+                    algorithm=COPY, source=whole, result=other, run=lambda: other.copy_(whole)
+                )
+            )
+            return self._rounds(operation, count, contestants)
         finally:
-            buffers.release()
-
-    def _build(self, operation: str, algorithm: str, buffers: Buffers) -> TimedOperation:
-        comm = self._shared if algorithm in _SHARED else self._comm
-        assert comm is not None, "no shared memory here"
-        return build(operation, algorithm, comm, self._groups, buffers)
+            for tensor in in_place:
+                assert self._shared is not None, "it made them"
+                self._shared.release(tensor)
 
     def _is_right(self, operation: str, contestant: TimedOperation) -> bool:
         """Run it once on values with a known result. All ranks get the same answer."""
@@ -440,11 +409,3 @@ class Bench:
         """Seconds per operation in each repetition, to the nanosecond; the same on all ranks."""
         laps = slowest(self._comm, [self._clock.lap(contestant.run) for _ in range(repetitions)])
         return [round(seconds, 9) for seconds in in_time(laps)]
-
-
-def _device(asked: str) -> str:
-    """`auto` selects GPUs if each rank of this host has one."""
-    if asked != "auto":
-        return asked
-    ranks = resolve(environ.snapshot()).world.local_world_size
-    return "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= ranks else "cpu"

@@ -1,7 +1,7 @@
 """The `gradsync` command: run a sub-command, turn errors into one line and an exit code.
 
-Each command is a module of this package with `run(argv) -> exit code`. It is imported only on use,
-so `gradsync --help` works without torch.
+Each command is a module with `run(argv) -> exit code`. It is imported only on use, so
+`gradsync --help` works without torch.
 
 Exit codes: 0 done · 1 failed · 2 usage or configuration · 75 stopped cleanly after a signal,
 checkpoint written · 124 a rank was late · 130 interrupted twice.
@@ -40,6 +40,8 @@ COMMANDS = {
     "doctor": "say whether this machine is ready, and what gradsync sees",
 }
 
+_ROOMS = {"verify": "verify.command", "bench": "bench.command", "tune": "bench.tune"}
+"""Modules of commands outside of this package."""
 _SILENCE_S = 2.0
 
 _BAD_PATH = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ELOOP)
@@ -94,7 +96,8 @@ def _main(argv: Sequence[str] | None) -> int:
 def _run_command(name: str, arguments: list[str]) -> int:
     try:
         check_name("command", name, COMMANDS)
-        return import_module(f"gradsync.commands.cli.{name}").run(arguments)
+        room = _ROOMS.get(name, f"cli.{name}")
+        return import_module(f"gradsync.commands.{room}").run(arguments)
     except GradsyncError as error:
         return _fail(error)
     except OSError as error:

@@ -199,7 +199,7 @@ def tune_command(config: TrainConfig, conditions: Conditions) -> str:
     except ConfigError:
         taken = None
     if (start.micro_batch_size, taken) != (micro, leaves):
-        words += ["--batch-size", str(micro * leaves), "--leaves-per-rank", str(leaves)]
+        words += ["--batch-size", str(micro * leaves), "--micro-batches-per-rank", str(leaves)]
     return f"`{shlex.join(words)}`"
 
 

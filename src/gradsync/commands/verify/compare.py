@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from gradsync.commands.verify.record import DTYPE_NAMES, Tensors
-from gradsync.commands.verify.reference import LeafResult
-from gradsync.commands.verify.settings import Promise
+from gradsync.commands.verify.reference import MicroBatchResult
+from gradsync.commands.verify.settings import CLIP_NORM, Promise
 
 UNIT_ROUNDOFF = {"fp64": 2.0**-53, "fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}
 """Half the distance between 1 and the next number."""
@@ -23,7 +23,6 @@ _INTEGER = {8: torch.int64, 4: torch.int32, 2: torch.int16}  # by bytes of an el
 # Roundings, counted in the guide.
 _DIVISION, _CLIPPING = 4, 4
 _ADAM_MEAN, _ADAM_SQUARE, _ADAM_WEIGHT = 4, 5, 15
-_SGD = 6
 
 
 @dataclass(slots=True)
@@ -110,11 +109,11 @@ def gamma(count: int, dtype: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Exact:
-    """The exact mean gradient: sums over leaves, in fp64."""
+    """The exact mean gradient: sums over micro-batches, in fp64."""
 
     total: Tensors
     magnitude: Tensors  # sums of the gradients' absolute values
-    terms: dict[str, int]  # number of leaves with a gradient
+    terms: dict[str, int]  # number of micro-batches with a gradient
     dtype: dict[str, str]  # the dtype in which the run adds them
     weight: float  # number of targets
     loss: float  # the mean loss
@@ -133,8 +132,8 @@ def _norm(tensors: Mapping[str, Tensor]) -> float:
     return math.sqrt(sum(float(tensor.square().sum()) for tensor in tensors.values()))
 
 
-def add_up(results: Sequence[LeafResult]) -> Exact:
-    """Sum some leaves: all of a step, or those of one rank."""
+def add_up(results: Sequence[MicroBatchResult]) -> Exact:
+    """Sum some micro-batches: all of a step, or those of one rank."""
     total, magnitude, terms, dtype = {}, {}, {}, {}
     for name in dict.fromkeys(name for result in results for name in result.gradient):
         found = [result.gradient[name] for result in results if name in result.gradient]
@@ -156,16 +155,12 @@ def add_up(results: Sequence[LeafResult]) -> Exact:
     )
 
 
-def clip_factor(norm: float | None, clip_norm: float | None) -> float:
+def clip_factor(norm: float | None) -> float:
     """The factor by which clipping multiplies gradients, given the run's norm."""
-    if norm is None or clip_norm is None:
-        return 1.0
-    return min(1.0, clip_norm / (norm + 1e-6))
+    return 1.0 if norm is None else min(1.0, CLIP_NORM / (norm + 1e-6))
 
 
-def gradient_bounds(
-    exact: Exact, promise: Promise, world_size: int, *, clipped: bool
-) -> dict[str, Tensor]:
+def gradient_bounds(exact: Exact, promise: Promise, world_size: int) -> dict[str, Tensor]:
     """Largest error of each element of the mean gradient before clipping, fp64."""
     on_wire = underflow = 0.0
     if promise.wire and world_size > 1 and not promise.same_bits:
@@ -176,8 +171,10 @@ def gradient_bounds(
     bounds = {}
     for name, size in exact.magnitude.items():
         dtype = exact.dtype[name]
-        roundings = max(exact.terms[name] - 1, 0) + _DIVISION + _CLIPPING * clipped
-        if promise.wire and promise.same_bits:  # once per leaf, and on each level of the tree
+        roundings = max(exact.terms[name] - 1, 0) + _DIVISION + _CLIPPING
+        if (
+            promise.wire and promise.same_bits
+        ):  # once per micro-batch, and on each level of the tree
             levels = (exact.terms[name] - 1).bit_length() + 1
             on_wire = gamma(levels, promise.wire)
         factor = gamma(roundings, dtype) + on_wire
@@ -216,8 +213,8 @@ def update_bounds(
     before: Tensors,
     after: Tensors,
 ) -> dict[str, Tensor]:
-    """Largest difference of weight ("") and each state tensor (its slot) of parameter `name`,
-    elementwise, fp64. `group` holds the optimizer's settings, `before` and `after` its state."""
+    """Largest difference of weight ("") and each state tensor (its slot) of parameter `name` under
+    AdamW, elementwise, fp64. `group` holds its settings, `before` and `after` its state."""
     dtype = DTYPE_NAMES[weight.dtype]
     w, g = weight.double().abs(), gradient.double().abs()
     tiny = SMALLEST_NORMAL[dtype]
@@ -226,10 +223,6 @@ def update_bounds(
         found = before.get(f"{slot}/{name}")
         return torch.zeros_like(w) if found is None else found.double().abs()
 
-    if "betas" not in group:
-        total = group["momentum"] * old("momentum_buffer") + g + group["weight_decay"] * w
-        bound = gamma(_SGD, dtype) * total + tiny
-        return {"": gamma(_SGD, dtype) * w + group["lr"] * bound, "momentum_buffer": bound}
     b1, b2 = group["betas"]
     m = b1 * old("exp_avg") + (1 - b1) * g
     v = b2 * old("exp_avg_sq") + (1 - b2) * g * g

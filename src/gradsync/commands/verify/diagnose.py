@@ -28,7 +28,7 @@ from gradsync.commands.verify.compare import (
 )
 from gradsync.commands.verify.judge import Verdict
 from gradsync.commands.verify.record import Tensors
-from gradsync.commands.verify.reference import LeafResult
+from gradsync.commands.verify.reference import MicroBatchResult
 from gradsync.commands.verify.result import Cause, Finding, Kind
 from gradsync.commands.verify.settings import Variant
 
@@ -45,11 +45,10 @@ class Scene:
     """The failing step on every rank."""
 
     verdict: Verdict
-    results: Sequence[LeafResult]
+    results: Sequence[MicroBatchResult]
     documents: Sequence[Mapping[str, Any]]  # every rank's digests of the step
     gradients: list[Tensors]  # every rank's gradients of the step, clipped
     previous: list[Tensors]  # of the previous step; empty dicts in the first step
-    clip_norm: float | None
     dtype: str  # the cell's: fp64, fp32 or bf16
     has_batch_norm: bool
     passes: Callable[[Variant], bool]  # runs a variant of the cell: True if nothing was found
@@ -70,16 +69,16 @@ class Scene:
 
     @property
     def owners(self) -> dict[int, int]:
-        """MicroBatch -> rank that trained on it."""
+        """Micro-batch -> rank that trained on it."""
         return {
-            leaf["index"]: rank
+            each["index"]: rank
             for rank, document in enumerate(self.documents)
-            for leaf in document["leaves"]
+            for each in document["micro_batches"]
         }
 
     def unclipped(self, rank: int) -> Tensors:
         """Gradients before clipping."""
-        factor = clip_factor(self.documents[rank]["norm"], self.clip_norm)
+        factor = clip_factor(self.documents[rank]["norm"])
         return {name: g.double() / factor for name, g in self.gradients[rank].items()}
 
     def far_apart(self, rank: int, other: Tensors) -> list[str]:
@@ -120,13 +119,13 @@ def diagnose(scene: Scene) -> Found:
     wrong = scene.verdict.first(Kind.GRADIENT, Kind.NORM, Kind.GRADIENT_REPLICAS)
     if found is None and wrong is not None:
         if not scene.local:
-            found = _scaling(scene) or _leaf(scene) or _unsynchronised(scene)
+            found = _scaling(scene) or _micro_batch(scene) or _unsynchronised(scene)
         found = found or _by_variants(scene) or (Cause.UNKNOWN, wrong, wrong.detail)
     return found or _after_the_gradient(scene)
 
 
 def _recorded(scene: Scene) -> Found | None:
-    """A cause in the run's record, or in a leaf that was run again."""
+    """A cause in the run's record, or in a micro-batch that was run again."""
     first = scene.verdict.first
     if scene.forward and not first(Kind.START, Kind.DATA, Kind.RANDOM, Kind.FINITE):
         return *scene.forward, scene.forward[1].detail
@@ -168,8 +167,8 @@ def _scaling(scene: Scene) -> Found | None:
         known[rank],
         world_size=scene.world_size,
         weight=scene.exact.weight,
-        own_weight=sum(leaf["weight"] for leaf in scene.documents[rank]["leaves"]),
-        num_leaves=len(scene.results),
+        own_weight=sum(each["weight"] for each in scene.documents[rank]["micro_batches"]),
+        num_micro_batches=len(scene.results),
     )
     ranks = () if len(known) == scene.world_size else tuple(known)
     where = f" (on rank {rank})" if scene.world_size > 1 else ""
@@ -190,8 +189,8 @@ def _mean_of_means(scene: Scene) -> Tensors:
     return found
 
 
-def _leaf(scene: Scene) -> Found | None:
-    """A leaf that is missing from the sum, or counted twice."""
+def _micro_batch(scene: Scene) -> Found | None:
+    """A micro-batch that is missing from the sum, or counted twice."""
     got = scene.unclipped(0)
     for result in scene.results:
         for word, sign in (("missing", -1.0), ("twice", 1.0)):
@@ -223,14 +222,10 @@ def _unsynchronised(scene: Scene) -> Found | None:
         return None
     if len(names) < len(scene.means):
         return Cause.UNSYNCHRONISED, finding, "each rank keeps its own gradient of it"
-    if max(len(document["leaves"]) for document in scene.documents) > 1:
-        variant = Variant(one_leaf_per_rank=True)
-        if scene.vanishes(variant, "one micro-batch a rank, no accumulation"):
-            return (
-                Cause.FLAG_TOO_LATE,
-                finding,
-                "with one micro-batch a rank the difference is gone",
-            )
+    if max(len(document["micro_batches"]) for document in scene.documents) > 1:
+        variant, text = Variant(one_micro_batch=True), "with one micro-batch a rank"
+        if scene.vanishes(variant, f"{text}, no accumulation"):
+            return Cause.FLAG_TOO_LATE, finding, f"{text} the difference is gone"
     return Cause.UNSYNCHRONISED, finding, "each rank keeps its own gradient of everything"
 
 
@@ -293,29 +288,30 @@ def _rounded_to(scene: Scene) -> str:
 
 
 def _after_the_gradient(scene: Scene) -> Found:
-    """A cause after the gradients, which are right."""
-    verdict = scene.verdict
-    if finding := verdict.first(Kind.REPLICAS):
-        detail = "its gradient was right and equal everywhere; something other than the optimizer "
-        return Cause.UNSYNCHRONISED, finding, detail + "wrote to it"
-    if finding := verdict.first(Kind.MEETING):
-        return Cause.UNSYNCHRONISED, finding, finding.detail
-    if finding := verdict.first(Kind.BUFFERS):
-        own = (
-            "each rank keeps its own"
-            if finding.ranks
-            else "not what the micro-batches make of them"
-        )
-        cause = Cause.BATCH_NORM if scene.has_batch_norm else Cause.UNSYNCHRONISED
-        return cause, finding, f"buffers: {own}"
-    if finding := verdict.first(Kind.UPDATE):
-        detail = "the same optimizer gives other weights from the same gradient on one rank"
-        return Cause.OPTIMIZER, finding, detail
-    if finding := verdict.first(Kind.LOSS):
-        detail = f"gradients are right, the reported loss is {finding.detail}"
-        return Cause.LOSS_SCALING, finding, detail
-    finding = verdict.findings[0]
+    """A cause after the gradients, which are right; the checks that come first tell most."""
+    for kind, (cause, text) in _LATER.items():
+        if finding := scene.verdict.first(kind):
+            if kind is Kind.BUFFERS and scene.has_batch_norm:
+                cause = Cause.BATCH_NORM
+            return cause, finding, text.format(finding.detail)
+    finding = scene.verdict.findings[0]
     return Cause.UNKNOWN, finding, finding.detail
+
+
+_LATER = {
+    Kind.REPLICAS: (
+        Cause.UNSYNCHRONISED,
+        "its gradient was right and equal everywhere; something other than the optimizer wrote to "
+        "it",
+    ),
+    Kind.MEETING: (Cause.UNSYNCHRONISED, "{}"),
+    Kind.BUFFERS: (Cause.UNSYNCHRONISED, "each rank keeps its own, or another rule moves them"),
+    Kind.UPDATE: (
+        Cause.OPTIMIZER,
+        "the same optimizer gives other weights from the same gradient on one rank",
+    ),
+    Kind.LOSS: (Cause.LOSS_SCALING, "gradients are right, the reported loss is {}"),
+}
 
 
 def ratio(got: Tensor, candidate: Tensor) -> float | None:
@@ -340,23 +336,25 @@ def common_ratio(gradients: Tensors, candidates: Tensors) -> float | None:
 
 
 def name_of_factor(
-    factor: float, *, world_size: int, weight: float, own_weight: float, num_leaves: int
+    factor: float, *, world_size: int, weight: float, own_weight: float, num_micro_batches: int
 ) -> str:
     """A wrong factor in words; the number itself if no known mistake gives it."""
-    known = [
-        (float(world_size), f"{world_size}, the number of ranks: never divided by it"),
-        (1 / world_size, f"1/{world_size}: divided by the number of ranks once more"),
-        (weight, f"{weight:g}, the number of targets: a sum, not a mean"),
-        (1 / weight, f"1/{weight:g}: divided by the number of targets twice"),
-        (float(num_leaves), f"{num_leaves}, the number of micro-batches: not divided by it"),
-        (1 / num_leaves, f"1/{num_leaves}: divided by the number of micro-batches as well"),
-    ]
+    own = f"this rank's own {own_weight:g} targets"
+    known = {
+        f"{world_size}, the number of ranks: never divided by it": world_size,
+        f"1/{world_size}: divided by the number of ranks once more": 1 / world_size,
+        f"{weight:g}, the number of targets: a sum, not a mean": weight,
+        f"1/{weight:g}: divided by the number of targets twice": 1 / weight,
+        f"{num_micro_batches}, the number of micro-batches: not divided by it": num_micro_batches,
+        f"1/{num_micro_batches}: divided by the number of micro-batches as well": (
+            1 / num_micro_batches
+        ),
+    }
     if own_weight:
-        text = f"{weight:g}/{own_weight:g}: divided by this rank's own {own_weight:g} targets"
-        known.append((weight / own_weight, f"{text} instead of all {weight:g}"))
-        text = f"divided by {world_size} x this rank's own {own_weight:g} targets"
-        known.append((weight / own_weight / world_size, text))
-    for value, text in known:
+        share = weight / own_weight
+        known[f"{weight:g}/{own_weight:g}: divided by {own} instead of all {weight:g}"] = share
+        known[f"divided by {world_size} x {own}"] = share / world_size
+    for text, value in known.items():
         if math.isclose(factor, value, rel_tol=CLOSE) and not math.isclose(value, 1.0):
             return text
     return f"{factor:.6g}"

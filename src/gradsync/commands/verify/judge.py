@@ -29,7 +29,7 @@ from gradsync.commands.verify.compare import (
     update_bounds,
 )
 from gradsync.commands.verify.record import DTYPE_NAMES, State, Tensors, Trace, digest
-from gradsync.commands.verify.reference import LeafResult, Reference
+from gradsync.commands.verify.reference import MicroBatchResult, Reference
 from gradsync.commands.verify.result import Finding, Kind
 from gradsync.commands.verify.run import INNER_STEPS
 from gradsync.commands.verify.settings import Promise
@@ -53,16 +53,16 @@ class Observed:
         """Every rank's digests of the step at `place`."""
         return [steps[place] for steps in self.ranks]
 
-    def leaf_results(self, place: int) -> list[LeafResult]:
-        """Every leaf of a step, computed alone at the run's weights."""
+    def results(self, place: int) -> list[MicroBatchResult]:
+        """Every micro-batch of a step, computed alone at the run's weights."""
         step = self.trace.steps[place]
-        return self.reference.leaf_results(step.number, step.before.weights, step.before.buffers)
+        return self.reference.results(step.number, step.before.weights, step.before.buffers)
 
     def exact(self, place: int) -> Exact:
         """The gradient that this rank must have in a step, at the run's weights."""
-        results = self.leaf_results(place)
+        results = self.results(place)
         if self.promise.local:
-            own = {leaf["index"] for leaf in self.ranks[self.rank][place]["leaves"]}
+            own = {each["index"] for each in self.ranks[self.rank][place]["micro_batches"]}
             results = [result for result in results if result.index in own]
         return add_up(results)
 
@@ -147,10 +147,10 @@ class _StepCheck:
 
     def data(self) -> None:
         """Each sample of the global batch was trained exactly once, on any rank."""
-        leaves = self._reference.traces[self._step.number]
-        wanted = Counter(sample for leaf in leaves for sample in leaf["samples"])
+        traces = self._reference.traces[self._step.number]
+        wanted = Counter(sample for each in traces for sample in each["samples"])
         trained = [
-            [sample for leaf in document["leaves"] for sample in leaf["samples"]]
+            [sample for each in document["micro_batches"] for sample in each["samples"]]
             for document in self._documents
         ]
         seen = Counter(sample for samples in trained for sample in samples)
@@ -163,14 +163,14 @@ class _StepCheck:
             self._found(Kind.DATA, ranks=ranks, detail="; ".join(parts))
 
     def random(self) -> None:
-        """Dropout's random state depends on (step, leaf), not on the rank."""
-        leaves = self._reference.traces[self._step.number]
-        wanted = {leaf["index"]: leaf["random"] for leaf in leaves}
+        """Dropout's random state depends on (step, micro-batch), not on the rank."""
+        traces = self._reference.traces[self._step.number]
+        wanted = {each["index"]: each["random"] for each in traces}
         wrong = [
-            (rank, leaf["index"])
+            (rank, each["index"])
             for rank, document in enumerate(self._documents)
-            for leaf in document["leaves"]
-            if leaf["random"] != wanted.get(leaf["index"], leaf["random"])
+            for each in document["micro_batches"]
+            if each["random"] != wanted.get(each["index"], each["random"])
         ]
         if wrong:
             detail = f"micro-batch {wrong[0][1]} on rank {wrong[0][0]}"
@@ -203,22 +203,19 @@ class _StepCheck:
             return
         right = abs(step.loss - exact.loss) <= exact.loss_bound and step.weight == exact.weight
         if not (right or self._promise.local):
-            detail = (
-                f"{step.loss:.9g} over {step.weight:g} targets, expected {exact.loss:.9g} over "
-            )
-            self._found(Kind.LOSS, detail=f"{detail}{exact.weight:g}")
+            said = f"{step.loss:.9g} over {step.weight:g} targets, expected {exact.loss:.9g} over "
+            self._found(Kind.LOSS, detail=f"{said}{exact.weight:g}")
         if not self._promise.bounded:
             return
-        clip_norm, ranks = self._reference.settings.clip_norm, len(self._documents)
-        bounds = gradient_bounds(exact, self._promise, ranks, clipped=clip_norm is not None)
-        factor, means = clip_factor(step.norm, clip_norm), exact.means()
+        bounds = gradient_bounds(exact, self._promise, len(self._documents))
+        factor, means = clip_factor(step.norm), exact.means()
         parts = {}
         for name in self._run.trace.trainable:
             got = step.gradient.get(name)
             if name in means and got is not None:
                 bound = bounds[name] * max(factor, 1e-30)
                 parts[name] = part_of_bound(got, means[name] * factor, bound)
-            else:  # no gradient is right only if no leaf has one
+            else:  # no gradient is right only if no micro-batch has one
                 zeros = got is not None and self._promise.zeros_when_unused and not bool(got.any())
                 absent = got is None and name not in means
                 parts[name] = 0.0 if absent or zeros else math.inf
@@ -248,44 +245,44 @@ class _StepCheck:
         return bool(detail)
 
     def update(self) -> None:
-        """The optimizer, applied to the run's gradient, gives the run's weights and state."""
+        """The optimizer, applied to the run's gradient, gives the run's weights and state: their
+        bits, or within their bounds."""
         step = self._step
         if not step.updated:
             return
         weights, states = self._reference.update(step.before, step.gradient)
-        wrong = [name for name in weights if not self._is_updated(name, weights[name], states)]
+        wrong = []
+        for name, weight in weights.items():
+            expected = {"": weight} | _slots_of(name, states)
+            got = {"": step.updated[name]} | _slots_of(name, step.after.optimizer)
+            if all(compare(got.get(slot), expected[slot])[3] for slot in expected):
+                continue
+            gradient = step.gradient.get(name)
+            if self._promise.same_bits or gradient is None:
+                wrong.append(name)
+                continue
+            bounds = update_bounds(
+                name,
+                group=self._reference.optimizer_group,
+                weight=step.before.weights[name],
+                gradient=gradient,
+                before=step.before.optimizer,
+                after=states,
+            )
+            if not all(
+                slot in got and part_of_bound(got[slot], expected[slot].double(), bound) <= 1
+                for slot, bound in bounds.items()
+            ):
+                wrong.append(name)
         if wrong:
             ranks = [self._run.rank] if self._promise.local else []
             self._found(Kind.UPDATE, wrong, ranks=ranks)
 
-    def _is_updated(self, name: str, weight: Tensor, states: Tensors) -> bool:
-        """Whether a parameter and its state are the reference's, or within their bounds."""
-        step = self._step
-        expected = {"": weight} | _slots_of(name, states)
-        got = {"": step.updated[name]} | _slots_of(name, step.after.optimizer)
-        if all(compare(got.get(slot), expected[slot])[3] for slot in expected):
-            return True
-        gradient = step.gradient.get(name)
-        if self._promise.same_bits or gradient is None:
-            return False
-        bounds = update_bounds(
-            name,
-            group=self._reference.optimizer_group,
-            weight=step.before.weights[name],
-            gradient=gradient,
-            before=step.before.optimizer,
-            after=states,
-        )
-        return all(
-            slot in got and part_of_bound(got[slot], expected[slot].double(), bound) <= 1
-            for slot, bound in bounds.items()
-        )
-
     def buffers(self) -> None:
-        """Floating buffers move by the mean change over leaves with targets, integers by the
+        """Floating buffers move by the mean change over micro-batches with targets, integers by the
         largest change ([Note: Buffers] in sync/buffers.py). If ranks step alone, buffers that no
-        leaf changes must keep their values."""
-        results = [result for result in self._run.leaf_results(self._place) if result.weight]
+        micro-batch changes must keep their values."""
+        results = [result for result in self._run.results(self._place) if result.weight]
         wrong = []
         for name, start in self._step.before.buffers.items():
             ends = [result.buffers[name] for result in results]
@@ -320,7 +317,7 @@ def _slots_of(name: str, states: Tensors) -> Tensors:
 
 
 def moved_rightly(start: Tensor, got: Tensor, ends: list[Tensor]) -> bool:
-    """Whether a buffer ended at the value that its values after each leaf imply."""
+    """Whether a buffer ended at the value that its values after each micro-batch imply."""
     changes = [end.double() - start.double() for end in ends if not torch.equal(end, start)]
     moved = got.double() - start.double()
     if not start.is_floating_point():
@@ -330,7 +327,7 @@ def moved_rightly(start: Tensor, got: Tensor, ends: list[Tensor]) -> bool:
         return torch.equal(got, start)
     stack = torch.stack(changes)
     dtype = DTYPE_NAMES[start.dtype]
-    # Rounded once at each leaf's end and once when the mean is written back.
+    # Rounded once at each micro-batch's end and once when the mean is written back.
     bound = gamma(3, dtype) * (start.double().abs() + stack.abs().sum(0)) + SMALLEST_NORMAL[dtype]
     return part_of_bound(got, start.double() + stack.mean(0), bound) <= 1
 
@@ -353,7 +350,7 @@ def judge_local(run: Observed, comm: Communicator) -> Verdict:
 
 
 def _check_losses(run: Observed, comm: Communicator, verdict: Verdict) -> None:
-    """The reported loss is the mean over the leaves of all ranks."""
+    """The reported loss is the mean over the micro-batches of all ranks."""
     own = []
     for place in range(len(run.trace.steps)):
         exact = run.exact(place)
@@ -375,7 +372,7 @@ def _check_meetings(run: Observed, comm: Communicator, verdict: Verdict) -> None
     for place, step in enumerate(run.trace.steps):
         if (place + 1) % INNER_STEPS:
             continue
-        # A rank without leaves did not move.
+        # A rank without micro-batches did not move.
         own = step.updated or step.before.weights
         own = {name: own[name] for name in run.trace.trainable}
         begun = run.trace.steps[place + 1 - INNER_STEPS].before

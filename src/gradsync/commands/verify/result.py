@@ -166,9 +166,17 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def document(settings: VerifySettings, results: Sequence[Result], seconds: float) -> dict[str, Any]:
-    """The document that `--json` prints."""
+    """The document that `--json` prints; null stands for nan and infinity, which JSON lacks."""
+
+    def strict(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: strict(entry) for key, entry in value.items()}
+        if isinstance(value, list):
+            return [strict(entry) for entry in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
     versions = {name: metadata.version(name) for name in ("gradsync", "torch")}
-    return _strict(
+    return strict(
         {
             "passed": all(result.passed for result in results),
             "settings": asdict(settings),
@@ -178,18 +186,6 @@ def document(settings: VerifySettings, results: Sequence[Result], seconds: float
             "seconds": round(seconds, 1),
         }
     )
-
-
-def _strict(value: Any) -> Any:
-    """A value with null instead of nan and infinity, which JSON does not have."""
-    if isinstance(value, dict):
-        return {key: _strict(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [_strict(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-# -- a table for people ---------------------------------------------------------------------------
 
 
 _LEGEND = (
@@ -206,9 +202,27 @@ def print_report(results: Sequence[Result], seconds: float, stream: TextIO) -> N
     width = max(shutil.get_terminal_size().columns, 110)
     console = Console(file=stream, soft_wrap=True, width=width, **plain)
     cells = [result for result in results if not result.loaded_from]
-    console.print(_table(cells))
+    sizes = sorted({cell.world_size for cell in cells})
+    table = Table(box=None, pad_edge=False)
+    for name in ("strategy", "dtype", "promise", *(f"W={size}" for size in sizes)):
+        table.add_column(name)
+    for name in ("loss", "gradient", "weights", "of bound"):
+        table.add_column(name, justify="right")
+    for strategy, dtype in dict.fromkeys((cell.strategy, cell.dtype) for cell in cells):
+        row = [cell for cell in cells if (cell.strategy, cell.dtype) == (strategy, dtype)]
+        marks = [mark([cell for cell in row if cell.world_size == size]) for size in sizes]
+        worst = [short(largest(row, part), 1) for part in ("loss", "gradient", "weight")]
+        bound = max(cell.part_of_bound for cell in row)
+        table.add_row(strategy, dtype, row[0].promise, *marks, *worst, f"{bound:.0%}")
+    console.print(table)
     console.print(_LEGEND)
-    for alike in _by_reason(results):
+    # Errors may have one reason although numbers in them (rank, port, address) differ.
+    reasons: dict[tuple[str, ...], list[Result]] = {}
+    for result in results:
+        gist = re.sub(r"\d+", "", result.sentence) if result.status == "error" else result.sentence
+        if not result.passed:
+            reasons.setdefault((result.status, gist, *result.tried), []).append(result)
+    for alike in reasons.values():
         first, names = alike[0], ", ".join(result.name for result in alike)
         console.print(first.status, style="bold red", end=" ")
         if len(alike) == 1:
@@ -222,34 +236,6 @@ def print_report(results: Sequence[Result], seconds: float, stream: TextIO) -> N
         f"{len(cells)} cells and {len(results) - len(cells)} checkpoints handed on, "
         f"{failed} failed, {seconds:.0f} s"
     )
-
-
-def _by_reason(results: Sequence[Result]) -> list[list[Result]]:
-    """Failed results, grouped by reason. Errors may have one reason although numbers in them (rank,
-    port, address) differ."""
-    groups: dict[tuple[str, ...], list[Result]] = {}
-    for result in results:
-        if not result.passed:
-            error = result.status == "error"
-            gist = re.sub(r"\d+", "", result.sentence) if error else result.sentence
-            groups.setdefault((result.status, gist, *result.tried), []).append(result)
-    return list(groups.values())
-
-
-def _table(cells: Sequence[Result]) -> Table:
-    sizes = sorted({cell.world_size for cell in cells})
-    table = Table(box=None, pad_edge=False)
-    for name in ("strategy", "dtype", "promise", *(f"W={size}" for size in sizes)):
-        table.add_column(name)
-    for name in ("loss", "gradient", "weights", "of bound"):
-        table.add_column(name, justify="right")
-    for strategy, dtype in dict.fromkeys((cell.strategy, cell.dtype) for cell in cells):
-        row = [cell for cell in cells if (cell.strategy, cell.dtype) == (strategy, dtype)]
-        marks = [mark([cell for cell in row if cell.world_size == size]) for size in sizes]
-        worst = [short(largest(row, part), 1) for part in ("loss", "gradient", "weight")]
-        bound = max(cell.part_of_bound for cell in row)
-        table.add_row(strategy, dtype, row[0].promise, *marks, *worst, f"{bound:.0%}")
-    return table
 
 
 def mark(cells: Sequence[Result]) -> str:

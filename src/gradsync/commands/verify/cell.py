@@ -18,7 +18,7 @@ from gradsync.commands.verify.compare import Difference
 from gradsync.commands.verify.diagnose import Scene, diagnose
 from gradsync.commands.verify.judge import Observed, Verdict, gather_tensors, judge, judge_local
 from gradsync.commands.verify.record import State, Trace
-from gradsync.commands.verify.reference import Reference, check_forward
+from gradsync.commands.verify.reference import Reference
 from gradsync.commands.verify.result import Kind, Result
 from gradsync.commands.verify.run import Prepare, Task, train_traced
 from gradsync.commands.verify.settings import Cell, Variant, VerifySettings, promise_of
@@ -104,13 +104,11 @@ def _attempt(task: Task, setting: Setting) -> _Attempt:
         differences["weight"].include(a.number, a.after.weights, b.after.weights)
         differences["state"].include(a.number, a.after.optimizer, b.after.optimizer)
     if verdict.passed and promise.same_bits:
-        found = [
-            (d.first_step, part) for part, d in differences.items() if d.first_step is not None
-        ]
+        found = [(d.first_step, n) for n, d in differences.items() if d.first_step is not None]
         if found:
             step, part = min(found, key=lambda entry: entry[0])
             first = differences[part]
-            detail = f"{part}: {first.max_ulp} units in the last place, {first.max_abs:.3g}"
+            detail = f"{part} differs by {first.max_abs:.3g}"
             verdict.add(Kind.BITS, step, [first.first_name], detail=detail)
     if verdict.passed and promise.kind == "lossy":  # it has no bound, but its loss must fall
         last = trace.steps[-1]
@@ -132,7 +130,6 @@ def _explain(result: Result, task: Task, setting: Setting, attempt: _Attempt) ->
     like = {name: step.before.weights[name] for name in trace.trainable}
     gradients = gather_tensors(comm, step.gradient, like)
     previous = gather_tensors(comm, trace.steps[place - 1].gradient if place else {}, like)
-    forward = check_forward(task, comm, number, setting.saved)
 
     def passes(variant: Variant) -> bool:
         if comm.rank == 0:
@@ -153,7 +150,6 @@ def _explain(result: Result, task: Task, setting: Setting, attempt: _Attempt) ->
         has_batch_norm=run.reference.has_batch_norm,
         passes=passes,
         local=run.promise.local,
-        forward=forward,
     )
     result.explain(*diagnose(scene))
     result.tried = scene.tried

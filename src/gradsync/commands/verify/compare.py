@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradsync.checkpoint.tensor_file import tensor_bytes
 from gradsync.commands.verify.record import DTYPE_NAMES, Tensors
 from gradsync.commands.verify.reference import MicroBatchResult
 from gradsync.commands.verify.settings import CLIP_NORM, Promise
@@ -19,7 +20,6 @@ from gradsync.commands.verify.settings import CLIP_NORM, Promise
 UNIT_ROUNDOFF = {"fp64": 2.0**-53, "fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}
 """Half the distance between 1 and the next number."""
 SMALLEST_NORMAL = {"fp64": 2.0**-1022, "fp32": 2.0**-126, "fp16": 2.0**-14, "bf16": 2.0**-126}
-_INTEGER = {8: torch.int64, 4: torch.int32, 2: torch.int16}  # by bytes of an element
 # Roundings, counted in the guide.
 _DIVISION, _CLIPPING = 4, 4
 _ADAM_MEAN, _ADAM_SQUARE, _ADAM_WEIGHT = 4, 5, 15
@@ -31,7 +31,6 @@ class Difference:
 
     max_abs: float = 0.0
     max_rel: float = 0.0  # over the largest magnitude in the reference's tensor
-    max_ulp: int = 0  # number of representable values between two elements
     bitwise: bool = True  # no difference at all, signs of zeros included
     first_step: int | None = None
     first_name: str = ""  # the tensor that differs there, first in the model's order
@@ -44,18 +43,17 @@ class Difference:
             a, b = got.get(name), expected.get(name)
             if a is None and b is None:
                 continue
-            absolute, relative, ulp, equal = compare(a, b)
+            absolute, relative, equal = compare(a, b)
             self.max_abs = max(self.max_abs, absolute)
             self.max_rel = max(self.max_rel, relative)
-            self.max_ulp = max(self.max_ulp, ulp)
             if not equal:
                 self.bitwise = False
                 if self.first_step is None:
                     self.first_step, self.first_name = step, name
 
 
-def compare(got: Tensor | None, expected: Tensor | None) -> tuple[float, float, int, bool]:
-    """(absolute, relative, ulp, same bits) of two tensors; a missing one counts as zeros.
+def compare(got: Tensor | None, expected: Tensor | None) -> tuple[float, float, bool]:
+    """(absolute, relative, same bits) of two tensors; a missing one counts as zeros.
 
     A number that is not finite on one side only is infinitely far away.
     """
@@ -64,40 +62,17 @@ def compare(got: Tensor | None, expected: Tensor | None) -> tuple[float, float, 
     a = torch.zeros_like(one) if got is None else got
     b = torch.zeros_like(one) if expected is None else expected
     if a.shape != b.shape or a.dtype != b.dtype:
-        return float("inf"), float("inf"), 2**62, False
-    if not a.dtype.is_floating_point:
-        apart = float((a.double() - b.double()).abs().max()) if a.numel() else 0.0
-        return apart, apart, int(apart), torch.equal(a, b)
+        return math.inf, math.inf, False
     both_nan = a.isnan() & b.isnan()
-    same_bits = bool(both_nan.all()) or torch.equal(_bits(a), _bits(b))
+    same_bits = bool(both_nan.all()) or tensor_bytes(a) == tensor_bytes(b)
     equal = got is not None and expected is not None and same_bits
     if equal or not a.numel():
-        return 0.0, 0.0, 0, equal
-    same_value = (a == b) | both_nan
-    distance = torch.where(same_value, 0.0, (a.double() - b.double()).abs())
-    distance = torch.nan_to_num(distance, nan=float("inf"), posinf=float("inf"))
-    absolute = float(distance.max())
+        return 0.0, 0.0, equal
+    distance = torch.where((a == b) | both_nan, 0.0, (a.double() - b.double()).abs())
+    absolute = float(torch.nan_to_num(distance, nan=math.inf, posinf=math.inf).max())
     scale = float(torch.nan_to_num(b.double().abs(), nan=0.0, posinf=0.0).max())
-    relative = absolute / scale if scale else (0.0 if absolute == 0 else float("inf"))
-    return absolute, relative, max_ulp(a, b), equal
-
-
-def max_ulp(a: Tensor, b: Tensor) -> int:
-    """Largest number of steps from one representable value to the next between two elements.
-
-    Bit patterns of one sign are ordered like the numbers; across zero, the two distances to zero
-    add up (0.0 and -0.0 are the same number). Saturates at 2^63 - 1.
-    """
-    below_sign = 2 ** (8 * a.element_size() - 1) - 1
-    x, y = (_bits(t).long() for t in (a, b))
-    from_zero_x, from_zero_y = x & below_sign, y & below_sign
-    limit = 2**63 - 1
-    across = torch.where(from_zero_x > limit - from_zero_y, limit, from_zero_x + from_zero_y)
-    return int(torch.where((x < 0) == (y < 0), (from_zero_x - from_zero_y).abs(), across).max())
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(_INTEGER[tensor.element_size()])
+    relative = absolute / scale if scale else (0.0 if absolute == 0 else math.inf)
+    return absolute, relative, equal
 
 
 def gamma(count: int, dtype: str) -> float:
@@ -172,9 +147,7 @@ def gradient_bounds(exact: Exact, promise: Promise, world_size: int) -> dict[str
     for name, size in exact.magnitude.items():
         dtype = exact.dtype[name]
         roundings = max(exact.terms[name] - 1, 0) + _DIVISION + _CLIPPING
-        if (
-            promise.wire and promise.same_bits
-        ):  # once per micro-batch, and on each level of the tree
+        if promise.wire and promise.same_bits:  # once, and on each level of the tree
             levels = (exact.terms[name] - 1).bit_length() + 1
             on_wire = gamma(levels, promise.wire)
         factor = gamma(roundings, dtype) + on_wire

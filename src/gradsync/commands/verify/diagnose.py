@@ -20,8 +20,6 @@ import torch
 from torch import Tensor
 
 from gradsync.commands.verify.compare import (
-    SMALLEST_NORMAL,
-    UNIT_ROUNDOFF,
     Exact,
     add_up,
     clip_factor,
@@ -34,8 +32,6 @@ from gradsync.commands.verify.settings import Variant
 
 CLOSE = 1e-3  # largest relative rest of an explanation
 _FAR = 1e-2  # a factor this close to one is no factor
-_ROUNDINGS = {"fp32": 2, "fp16": 2, "bf16": 4}
-"""Largest rounding error, in unit roundoffs of the norm; narrowest error first."""
 
 Found = tuple[Cause, Finding, str]  # a cause, the finding it explains, and why
 
@@ -53,7 +49,6 @@ class Scene:
     has_batch_norm: bool
     passes: Callable[[Variant], bool]  # runs a variant of the cell: True if nothing was found
     local: bool = False  # ranks step alone: gradients have no common right value
-    forward: tuple[Cause, Finding] | None = None  # see `check_forward`
     tried: list[str] = field(default_factory=list)  # variants, and whether the difference vanished
     exact: Exact = field(init=False)
     means: Tensors = field(init=False)  # the exact gradients
@@ -115,23 +110,22 @@ class Scene:
 
 def diagnose(scene: Scene) -> Found:
     """Find the cause; see the module's docstring."""
-    found = _recorded(scene)
+    found = _told(scene, _RECORDED)
     wrong = scene.verdict.first(Kind.GRADIENT, Kind.NORM, Kind.GRADIENT_REPLICAS)
     if found is None and wrong is not None:
         if not scene.local:
             found = _scaling(scene) or _micro_batch(scene) or _unsynchronised(scene)
         found = found or _by_variants(scene) or (Cause.UNKNOWN, wrong, wrong.detail)
-    return found or _after_the_gradient(scene)
+    first = scene.verdict.findings[0]
+    return found or _told(scene, _LATER) or (Cause.UNKNOWN, first, first.detail)
 
 
-def _recorded(scene: Scene) -> Found | None:
-    """A cause in the run's record, or in a micro-batch that was run again."""
-    first = scene.verdict.first
-    if scene.forward and not first(Kind.START, Kind.DATA, Kind.RANDOM, Kind.FINITE):
-        return *scene.forward, scene.forward[1].detail
-    for kind, (cause, text) in _RECORDED.items():
-        if finding := first(kind):
-            return cause, finding, text.format(finding.detail)
+def _told(scene: Scene, known: Mapping[Kind, tuple[Cause, str]]) -> Found | None:
+    """A cause that the kind of a finding tells; the kinds that come first tell most."""
+    for kind, (cause, text) in known.items():
+        if finding := scene.verdict.first(kind):
+            is_norm = kind is Kind.BUFFERS and scene.has_batch_norm
+            return Cause.BATCH_NORM if is_norm else cause, finding, text.format(finding.detail)
     return None
 
 
@@ -147,6 +141,22 @@ _RECORDED = {
         "parameter it is handed",
     ),
 }
+"""Before gradients are looked at."""
+_LATER = {
+    Kind.REPLICAS: (
+        Cause.UNSYNCHRONISED,
+        "its gradient was right and equal everywhere; something other than the optimizer wrote to "
+        "it",
+    ),
+    Kind.MEETING: (Cause.UNSYNCHRONISED, "{}"),
+    Kind.BUFFERS: (Cause.UNSYNCHRONISED, "each rank keeps its own, or another rule moves them"),
+    Kind.UPDATE: (
+        Cause.OPTIMIZER,
+        "the same optimizer gives other weights from the same gradient on one rank",
+    ),
+    Kind.LOSS: (Cause.LOSS_SCALING, "gradients are right, the reported loss is {}"),
+}
+"""If gradients are right."""
 
 
 def _scaling(scene: Scene) -> Found | None:
@@ -213,8 +223,19 @@ def _unsynchronised(scene: Scene) -> Found | None:
     if not names:
         return None
     finding = scene.finding(names=names, ranks=() if len(ranks) == scene.world_size else ranks)
-    for text, explains in _NOT_REDUCED.items():
-        if all(explains(scene, rank, name) for rank in ranks for name in wrong[rank]):
+    now, before = scene.gradients, scene.previous
+    checks = {
+        "its gradient is the previous step's (stale)": lambda rank, name: (
+            name in now[rank]
+            and name in before[rank]
+            and ratio(now[rank][name], before[rank][name]) is not None
+        ),
+        "no gradient of it arrives": lambda rank, name: (
+            name not in now[rank] or not bool(now[rank][name].any())
+        ),
+    }
+    for text, explains in checks.items():
+        if all(explains(rank, name) for rank in ranks for name in wrong[rank]):
             return Cause.UNSYNCHRONISED, finding, text
     one = scene.unclipped(0)
     differing = {n for rank in range(scene.world_size) for n in scene.far_apart(rank, one)}
@@ -229,24 +250,8 @@ def _unsynchronised(scene: Scene) -> Found | None:
     return Cause.UNSYNCHRONISED, finding, "each rank keeps its own gradient of everything"
 
 
-def _is_stale(scene: Scene, rank: int, name: str) -> bool:
-    now, before = scene.gradients[rank], scene.previous[rank]
-    return name in now and name in before and ratio(now[name], before[name]) is not None
-
-
-def _is_nothing(scene: Scene, rank: int, name: str) -> bool:
-    gradient = scene.gradients[rank].get(name)
-    return gradient is None or not bool(gradient.any())
-
-
-_NOT_REDUCED = {
-    "its gradient is the previous step's (stale)": _is_stale,
-    "no gradient of it arrives": _is_nothing,
-}
-
-
 def _by_variants(scene: Scene) -> Found | None:
-    """The variant that makes the difference vanish, or a rounding that explains it."""
+    """The variant that makes the difference vanish."""
     questions = [(Cause.RANDOM, Variant(dropout=False), "without dropout")]
     if scene.has_batch_norm:
         variant = Variant(frozen_batch_norm=True)
@@ -258,60 +263,7 @@ def _by_variants(scene: Scene) -> Found | None:
     for cause, variant, text in questions:
         if scene.vanishes(variant, text):
             return cause, scene.finding(), f"{text} the difference is gone"
-    if not scene.local and (wire := _rounded_to(scene)):
-        return Cause.DTYPE, scene.finding(), f"its error is that of numbers rounded to {wire}"
     return None
-
-
-def _rounded_to(scene: Scene) -> str:
-    """A narrower dtype whose rounding explains the error of every element, or "".
-
-    One rounding per element leaves about 0.4 u of the norm; a few leave a little more. A much
-    smaller error is no rounding to this dtype; an element with a larger one was not rounded.
-    """
-    got, exact = scene.unclipped(0), scene.exact
-    if any(name not in got for name in scene.means):
-        return ""
-    errors = {name: (got[name] - mean).abs() for name, mean in scene.means.items()}
-    if not all(bool(error.isfinite().all()) for error in errors.values()):
-        return ""
-    sizes = {name: float(mean.norm()) for name, mean in scene.means.items()}
-    largest = max((float(errors[n].norm()) / sizes[n] for n in sizes if sizes[n]), default=0.0)
-    for dtype, times in _ROUNDINGS.items():
-        unit = UNIT_ROUNDOFF[dtype]
-        applies = dtype != "fp32" or scene.dtype == "fp64"
-        if applies and unit / 8 < largest <= times * unit:
-            limits = {n: 2 * times * unit * exact.magnitude[n] / exact.weight for n in sizes}
-            if all(bool((errors[n] <= limits[n] + SMALLEST_NORMAL[dtype]).all()) for n in sizes):
-                return dtype
-    return ""
-
-
-def _after_the_gradient(scene: Scene) -> Found:
-    """A cause after the gradients, which are right; the checks that come first tell most."""
-    for kind, (cause, text) in _LATER.items():
-        if finding := scene.verdict.first(kind):
-            if kind is Kind.BUFFERS and scene.has_batch_norm:
-                cause = Cause.BATCH_NORM
-            return cause, finding, text.format(finding.detail)
-    finding = scene.verdict.findings[0]
-    return Cause.UNKNOWN, finding, finding.detail
-
-
-_LATER = {
-    Kind.REPLICAS: (
-        Cause.UNSYNCHRONISED,
-        "its gradient was right and equal everywhere; something other than the optimizer wrote to "
-        "it",
-    ),
-    Kind.MEETING: (Cause.UNSYNCHRONISED, "{}"),
-    Kind.BUFFERS: (Cause.UNSYNCHRONISED, "each rank keeps its own, or another rule moves them"),
-    Kind.UPDATE: (
-        Cause.OPTIMIZER,
-        "the same optimizer gives other weights from the same gradient on one rank",
-    ),
-    Kind.LOSS: (Cause.LOSS_SCALING, "gradients are right, the reported loss is {}"),
-}
 
 
 def ratio(got: Tensor, candidate: Tensor) -> float | None:

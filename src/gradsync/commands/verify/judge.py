@@ -34,7 +34,6 @@ from gradsync.commands.verify.result import Finding, Kind
 from gradsync.commands.verify.run import INNER_STEPS
 from gradsync.commands.verify.settings import Promise
 
-_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _OUTER_LR, _OUTER_MOMENTUM = 0.7, 0.9
 _OUTER_ROUNDINGS = 8
 
@@ -96,7 +95,6 @@ def judge(run: Observed) -> Verdict:
         if place == 0:
             check.start()
         check.data()
-        check.random()
         check.moved()
         if not run.promise.local:
             check.replicas("gradient", Kind.GRADIENT_REPLICAS)
@@ -123,6 +121,16 @@ class _StepCheck:
     def _found(self, kind: Kind, names: Sequence[str] = (), **more: Any) -> None:
         self._verdict.add(kind, self._step.number, names, **more)
 
+    def _found_on_ranks(
+        self, kind: Kind, wrong: Sequence[set[str]], lost: Sequence[str] = (), detail: str = ""
+    ) -> None:
+        """A finding about the tensors in `wrong`, which has a set for each rank, and `lost`."""
+        every = set(lost).union(*wrong)
+        if every:
+            names = [name for name in self._step.before.weights if name in every]
+            ranks = [rank for rank, each in enumerate(wrong) if each]
+            self._found(kind, names, ranks=ranks, detail=detail)
+
     def start(self) -> None:
         """All ranks begin with rank 0's weights, or with the checkpoint's weights and state."""
         saved = self._reference.saved
@@ -138,22 +146,20 @@ class _StepCheck:
             if self._reference.task.strategy == saved.strategy:
                 got, kept = {**got, **self._step.before.extra}, {**kept, **saved.extra}
             lost = [key for key in {**kept, **got} if digest(got.get(key)) != digest(kept.get(key))]
-        all_wrong = set().union(*wrong, (key.partition("/")[2] for key in lost))
-        if all_wrong:
-            detail = "the optimizer's state is not the checkpoint's" if lost else ""
-            names = [name for name in wanted if name in all_wrong]
-            ranks = [rank for rank, each in enumerate(wrong) if each]
-            self._found(Kind.START, names, ranks=ranks, detail=detail)
+        detail = "the optimizer's state is not the checkpoint's" if lost else ""
+        lost = [key.partition("/")[2] for key in lost]
+        self._found_on_ranks(Kind.START, wrong, lost, detail)
 
     def data(self) -> None:
-        """Each sample of the global batch was trained exactly once, on any rank."""
+        """Each sample of the global batch was trained exactly once, on any rank, and its dropout
+        depends on (step, micro-batch), not on the rank."""
         traces = self._reference.traces[self._step.number]
         wanted = Counter(sample for each in traces for sample in each["samples"])
         trained = [
             [sample for each in document["micro_batches"] for sample in each["samples"]]
             for document in self._documents
         ]
-        seen = Counter(sample for samples in trained for sample in samples)
+        seen = Counter(chain.from_iterable(trained))
         missing, extra = wanted - seen, seen - wanted
         home = self._reference.owner_of
         parts = [f"missing: {samples_text(missing, home)}"] if missing else []
@@ -161,16 +167,12 @@ class _StepCheck:
         if parts:
             ranks = [rank for rank, samples in enumerate(trained) if extra.keys() & set(samples)]
             self._found(Kind.DATA, ranks=ranks, detail="; ".join(parts))
-
-    def random(self) -> None:
-        """Dropout's random state depends on (step, micro-batch), not on the rank."""
-        traces = self._reference.traces[self._step.number]
-        wanted = {each["index"]: each["random"] for each in traces}
+        states = {each["index"]: each["random"] for each in traces}
         wrong = [
             (rank, each["index"])
             for rank, document in enumerate(self._documents)
             for each in document["micro_batches"]
-            if each["random"] != wanted.get(each["index"], each["random"])
+            if each["random"] != states.get(each["index"], each["random"])
         ]
         if wrong:
             detail = f"micro-batch {wrong[0][1]} on rank {wrong[0][0]}"
@@ -179,11 +181,10 @@ class _StepCheck:
     def moved(self) -> None:
         """Weights do not change between forward and optimizer."""
         moved = [
-            [name for name, now in document["at_step"].items() if now != document["before"][name]]
+            {name for name, now in document["at_step"].items() if now != document["before"][name]}
             for document in self._documents
         ]
-        if names := list(dict.fromkeys(chain.from_iterable(moved))):
-            self._found(Kind.MOVED, names, ranks=[rank for rank, each in enumerate(moved) if each])
+        self._found_on_ranks(Kind.MOVED, moved)
 
     def replicas(self, part: str, kind: Kind) -> None:
         """One part of a step has the same bits on all ranks."""
@@ -193,8 +194,7 @@ class _StepCheck:
             for name in documents[0][part]
         }
         if names := [name for name, ranks in ranks_of.items() if ranks]:
-            ranks = sorted({rank for each in ranks_of.values() for rank in each})
-            self._found(kind, names, ranks=ranks)
+            self._found(kind, names, ranks=sorted({r for each in ranks_of.values() for r in each}))
 
     def gradient(self) -> None:
         """Gradient, norm and loss differ by no more than the order of sums explains."""
@@ -228,21 +228,11 @@ class _StepCheck:
     def _is_not_finite(self, exact: Exact) -> bool:
         """Whether a value is not finite even on one rank: then no bound applies, and the strategy
         is not the cause."""
-        norm, means = self._step.norm, exact.means()
+        means = exact.means()
         names = [name for name, mean in means.items() if not bool(mean.isfinite().all())]
-        detail = ""
-        if not math.isfinite(exact.loss):
-            detail = f"the loss is {exact.loss}"
-        elif names:
-            detail = "the loss is finite, its gradient is not"
-        elif norm is not None and not math.isfinite(norm):
-            # Like torch's clipping, in the dtype of the gradients.
-            grads = [mean.to(_DTYPES[exact.dtype[name]]) for name, mean in means.items()]
-            if not bool(torch.nn.utils.get_total_norm(grads).isfinite()):
-                detail = f"the gradient norm, {exact.norm():.3g}, overflows when it is squared"
-        if detail:
-            self._found(Kind.FINITE, names, detail=detail)
-        return bool(detail)
+        if names or not math.isfinite(exact.loss):
+            self._found(Kind.FINITE, names, detail=f"the loss is {exact.loss}")
+        return bool(names) or not math.isfinite(exact.loss)
 
     def update(self) -> None:
         """The optimizer, applied to the run's gradient, gives the run's weights and state: their
@@ -255,24 +245,23 @@ class _StepCheck:
         for name, weight in weights.items():
             expected = {"": weight} | _slots_of(name, states)
             got = {"": step.updated[name]} | _slots_of(name, step.after.optimizer)
-            if all(compare(got.get(slot), expected[slot])[3] for slot in expected):
+            if all(compare(got.get(slot), expected[slot])[2] for slot in expected):
                 continue
-            gradient = step.gradient.get(name)
-            if self._promise.same_bits or gradient is None:
-                wrong.append(name)
-                continue
-            bounds = update_bounds(
-                name,
-                group=self._reference.optimizer_group,
-                weight=step.before.weights[name],
-                gradient=gradient,
-                before=step.before.optimizer,
-                after=states,
-            )
-            if not all(
+            gradient, bounds = step.gradient.get(name), {}
+            if gradient is not None and not self._promise.same_bits:
+                bounds = update_bounds(
+                    name,
+                    group=self._reference.optimizer_group,
+                    weight=step.before.weights[name],
+                    gradient=gradient,
+                    before=step.before.optimizer,
+                    after=states,
+                )
+            within = (
                 slot in got and part_of_bound(got[slot], expected[slot].double(), bound) <= 1
                 for slot, bound in bounds.items()
-            ):
+            )
+            if not bounds or not all(within):
                 wrong.append(name)
         if wrong:
             ranks = [self._run.rank] if self._promise.local else []
@@ -332,56 +321,44 @@ def moved_rightly(start: Tensor, got: Tensor, ends: list[Tensor]) -> bool:
     return part_of_bound(got, start.double() + stack.mean(0), bound) <= 1
 
 
-# -- ranks that step alone ------------------------------------------------------------------------
-
-
 def judge_local(run: Observed, comm: Communicator) -> Verdict:
-    """Every rank checks its gradients and updates, and all ranks together check the meetings. All
-    ranks call it and get the same verdict."""
-    own = judge(run)
-    told = all_gather_json(comm, [asdict(finding) for finding in own.findings])
-    parts = all_gather_json(comm, own.part_of_bound)
-    verdict = Verdict([Finding(**found) for each in told for found in each], max(parts))
-    _check_meetings(run, comm, verdict)
-    _check_losses(run, comm, verdict)
-    first = min((finding.step for finding in verdict.findings), default=0)
-    verdict.findings = [finding for finding in verdict.findings if finding.step == first]
-    return verdict
-
-
-def _check_losses(run: Observed, comm: Communicator, verdict: Verdict) -> None:
-    """The reported loss is the mean over the micro-batches of all ranks."""
-    own = []
-    for place in range(len(run.trace.steps)):
-        exact = run.exact(place)
-        sums = (exact.loss * exact.weight, exact.weight, exact.loss_bound * exact.weight)
-        own.append(sums if exact.weight else (0.0, 0.0, 0.0))
-    everyone = all_gather_json(comm, own)
+    """Judge ranks that step alone: every rank its gradients and updates, and all together what is
+    reported and the meetings. All ranks call it and get the same verdict."""
+    own, exacts = judge(run), [run.exact(place) for place in range(len(run.trace.steps))]
+    mine = {
+        "findings": [asdict(finding) for finding in own.findings],
+        "part_of_bound": own.part_of_bound,
+        "losses": [
+            [e.loss * e.weight, e.weight, e.loss_bound * e.weight] if e.weight else [0.0, 0.0, 0.0]
+            for e in exacts
+        ],
+    }
+    told = all_gather_json(comm, mine)
+    found = [Finding(**each) for rank in told for each in rank["findings"]]
+    verdict = Verdict(found, max(rank["part_of_bound"] for rank in told))
     for place, step in enumerate(run.trace.steps):
-        losses, weights, bounds = zip(*(rank[place] for rank in everyone), strict=True)
+        if (place + 1) % INNER_STEPS == 0:
+            # A rank without micro-batches did not move.
+            ended = step.updated or step.before.weights
+            ended = {name: ended[name] for name in run.trace.trainable}
+            begun = run.trace.steps[place + 1 - INNER_STEPS].before
+            if name := wrong_meeting(begun, gather_tensors(comm, ended, ended), step.after):
+                verdict.add(Kind.MEETING, step.number, [name])
+            wanted = {name: digest(tensor) for name, tensor in step.after.weights.items()}
+            for rank, document in enumerate(run.documents(place)):
+                if wrong := [name for name in wanted if document["after"][name] != wanted[name]]:
+                    verdict.add(Kind.REPLICAS, step.number, wrong, ranks=[rank])
+        # The reported loss is the mean over the micro-batches of all ranks.
+        losses, weights, bounds = zip(*(rank["losses"][place] for rank in told), strict=True)
         total, weight = sum(losses), sum(weights)
         # Summing the ranks' sums adds W roundings of fp64, far below 2^-40.
         bound = (sum(bounds) + 2.0**-40 * sum(map(abs, losses))) / weight
         if abs(step.loss - total / weight) > bound or step.weight != weight:
             detail = f"{step.loss:.9g}, expected {total / weight:.9g}"
             verdict.add(Kind.LOSS, step.number, detail=detail)
-
-
-def _check_meetings(run: Observed, comm: Communicator, verdict: Verdict) -> None:
-    """After each meeting all ranks hold the weights that it must give."""
-    for place, step in enumerate(run.trace.steps):
-        if (place + 1) % INNER_STEPS:
-            continue
-        # A rank without micro-batches did not move.
-        own = step.updated or step.before.weights
-        own = {name: own[name] for name in run.trace.trainable}
-        begun = run.trace.steps[place + 1 - INNER_STEPS].before
-        if name := wrong_meeting(begun, gather_tensors(comm, own, own), step.after):
-            verdict.add(Kind.MEETING, step.number, [name])
-        wanted = {name: digest(tensor) for name, tensor in step.after.weights.items()}
-        for rank, document in enumerate(run.documents(place)):
-            if wrong := [name for name in wanted if document["after"][name] != wanted[name]]:
-                verdict.add(Kind.REPLICAS, step.number, wrong, ranks=[rank])
+    first = min((finding.step for finding in verdict.findings), default=0)
+    verdict.findings = [finding for finding in verdict.findings if finding.step == first]
+    return verdict
 
 
 def wrong_meeting(begun: State, weights: Sequence[Tensors], after: State) -> str:

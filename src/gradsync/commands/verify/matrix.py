@@ -22,7 +22,7 @@ from typing import Any
 
 from gradsync.comm.groups import Groups, communicator, groups
 from gradsync.commands.verify.cell import OneRankRuns, Setting, run_cell
-from gradsync.commands.verify.result import Cause, Result, ranks_text
+from gradsync.commands.verify.result import Cause, Result
 from gradsync.commands.verify.run import read, save
 from gradsync.commands.verify.settings import Cell, VerifyPlan, VerifySettings, promise_of
 from gradsync.errors import RunError
@@ -76,8 +76,7 @@ def run_matrix(
                 errors = read_errors(folder, number)
                 if not errors and not found and ended.code != 1:
                     raise RunError(f"verify: the ranks ended with code {ended.code} at once")
-                blamed = _blame(errors, ended, cells[0].world_size)
-                found.append(error_result(left[len(found)], *blamed))
+                found.append(error_result(left[len(found)], *_blame(errors, ended)))
             for result in found:
                 tell(result)
             results += found
@@ -91,30 +90,16 @@ def run_matrix(
     return results
 
 
-def _blame(errors: list[dict[str, Any]], ended: RunEnd, world_size: int) -> tuple[str, list[int]]:
-    """The failure that ended a start, as text and as ranks.
-
-    It is the killed rank; else the first to raise an error that is not the echo of a lost peer;
-    else, if there are only echoes, the rank that left none. The first echo alone blames no rank.
-    """
-    if not errors:
-        return "; ".join(ended.deaths.values()) or f"the ranks ended with code {ended.code}", [
-            *ended.deaths
-        ]
-    first = errors[0]
-    raised = f"rank {first['rank']} raised {first['message']}"
+def _blame(errors: list[dict[str, Any]], ended: RunEnd) -> tuple[str, list[int]]:
+    """The failure that ended a start, as text and as ranks: the killed rank's; else the first error
+    that is not the echo of a lost peer. An echo alone blames no rank."""
     if ended.deaths:
-        said = [*ended.deaths.values(), *([] if first["echo"] else [raised])]
-        return "; ".join(said), list(ended.deaths)
-    if not first["echo"]:
-        return raised, [first["rank"]]
-    silent = sorted(set(range(world_size)) - {error["rank"] for error in errors})
-    if not silent:
-        return raised, []
-    return (
-        f"{ranks_text(silent)} gave no answer (it hangs, or ended without a word); {raised}",
-        silent,
-    )
+        return "; ".join(ended.deaths.values()), list(ended.deaths)
+    if not errors:
+        return f"the ranks ended with code {ended.code}", []
+    first = errors[0]
+    ranks = [] if first["echo"] else [first["rank"]]
+    return f"rank {first['rank']} raised {first['message']}", ranks
 
 
 def _same_error_twice(results: Sequence[Result]) -> bool:

@@ -1,8 +1,8 @@
 """One rank in plain PyTorch: the run that every strategy is compared with.
 
-Nothing here uses `sync`: each micro-batch's gradient is computed alone, the mean is a sum and a division,
-clipping and the optimizer are torch's. So a mistake that all strategies share, even on one rank,
-still shows.
+Nothing here uses `sync`: each micro-batch's gradient is computed alone, the mean is a sum and a
+division, clipping and the optimizer are torch's. So a mistake that all strategies share, even on
+one rank, still shows.
 """
 
 from __future__ import annotations
@@ -18,9 +18,6 @@ from torch.utils.data import default_collate
 
 from gradsync.checkpoint.optimizer_state import pack_optimizer, unpack_optimizer
 from gradsync.checkpoint.weights import pack_weights
-from gradsync.comm.base import Communicator
-from gradsync.comm.values import all_gather_json
-from gradsync.commands.verify.problem import kept_randomness
 from gradsync.commands.verify.record import (
     MicroBatchTrace,
     Observer,
@@ -30,7 +27,6 @@ from gradsync.commands.verify.record import (
     sample_digests,
     trace_micro_batch,
 )
-from gradsync.commands.verify.result import Cause, Finding, Kind
 from gradsync.commands.verify.run import Task, make_loader, make_optimizer
 from gradsync.commands.verify.settings import CLIP_NORM, SEED
 from gradsync.data.micro_batch import MicroBatch
@@ -93,18 +89,6 @@ class Reference:
         results = [self._result(each, buffers) for each in self.batches[step]]
         self._cache[step] = (weights, results)
         return results
-
-    def numbers(self, number: int) -> tuple[list[float], list[float]]:
-        """Loss and gradient norms of a step's heaviest micro-batch, computed twice with the same
-        buffers and the same random numbers."""
-        heaviest = max(self.batches[number], key=lambda each: each.num_targets)
-        buffers = {name: tensor.clone() for name, tensor in self._buffers.items()}
-
-        def numbers() -> list[float]:
-            result = self._result(heaviest, buffers)
-            return [result.loss_sum, *(float(g.double().norm()) for g in result.gradient.values())]
-
-        return numbers(), numbers()
 
     def _result(self, micro_batch: MicroBatch, buffers: Tensors) -> MicroBatchResult:
         self._load({}, buffers)
@@ -198,44 +182,3 @@ class Reference:
             self._parameters[name].copy_(tensor)
         for name, tensor in buffers.items():
             self._buffers[name].copy_(tensor)
-
-
-# -- is a forward a function of what it should be? ------------------------------------------------
-
-_SAME = 1e-6  # relative difference of a repetition on one rank
-_ALIKE = 1e-3  # between ranks, whose machines may round differently
-_WHY = (
-    "the same micro-batch gives something else when it is run again, with all generators seeded: "
-    "something is kept between forwards"
-)
-
-
-def check_forward(
-    task: Task, comm: Communicator, number: int, saved: State | None = None
-) -> tuple[Cause, Finding] | None:
-    """Run a micro-batch of step `number` twice on every rank. If results differ, on one rank or between
-    ranks, no strategy can help. All ranks call it and get the same; None if results agree."""
-    with kept_randomness():
-        # A new model on each call; it keeps what one forward leaves for the next.
-        fresh = Reference(task, comm.world_size, saved)
-        numbers, again = fresh.numbers(number)
-    repeats = _alike(numbers, again, _SAME)
-    everyone = all_gather_json(comm, {"repeats": repeats, "numbers": numbers})
-    ranks = [rank for rank, each in enumerate(everyone) if not each["repeats"]]
-    detail = _WHY
-    if not ranks:
-        detail = "the same micro-batch gives something else on another rank: it depends on the rank"
-        first = everyone[0]["numbers"]
-        ranks = [r for r, each in enumerate(everyone) if not _alike(first, each["numbers"], _ALIKE)]
-    if not ranks:
-        return None
-    where = () if len(ranks) == comm.world_size else tuple(ranks)
-    return Cause.UNKNOWN, Finding(kind=Kind.FORWARD, step=number, ranks=where, detail=detail)
-
-
-def _alike(a: list[float], b: list[float], tolerance: float) -> bool:
-    """Whether loss and norms agree; norms relative to the norm of the whole gradient."""
-    if len(a) != len(b) or not math.isclose(a[0], b[0], rel_tol=tolerance):
-        return False
-    small = tolerance * math.hypot(*a[1:])
-    return all(math.isclose(x, y, abs_tol=small) for x, y in zip(a[1:], b[1:], strict=True))

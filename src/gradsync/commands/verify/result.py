@@ -28,7 +28,6 @@ class Kind(StrEnum):
     DATA = "the global batch is not the one-rank run's"
     RANDOM = "dropout is not the one-rank run's"
     FINITE = "a number is not finite on one rank either"
-    FORWARD = "the forward is not reproducible"
     MOVED = "weights changed during backward"
     GRADIENT_REPLICAS = "the gradient differs between ranks"
     GRADIENT = "the gradient is not the one-rank run's"
@@ -71,16 +70,12 @@ _ADVICE: dict[Cause | Kind, str] = {
     Cause.OPTIMIZER: "The optimizer must act elementwise on the whole mean gradient.",
     Cause.UNKNOWN: "None of the known causes explains it; compare the first parameter by hand.",
     Kind.FINITE: "Look for its first inf or nan on one rank: no strategy can help.",
-    Kind.FORWARD: "Let it depend on inputs, weights, buffers and torch's generator alone.",
     Kind.REPLICAS: "Let nothing but the optimizer write to weights, alike on all ranks.",
     Kind.MEETING: "Average the weights of all ranks, with equal shares.",
     Kind.BUFFERS: "Leave buffers to gs.replicate, which moves them by what all micro-batches do.",
     Kind.MOVED: "Reduce parameter.grad in the hook, and leave the parameter alone.",
 }
 """Advice, by the kind of finding if it has an entry, else by the cause."""
-
-
-_NAMES = ("strategy", "world_size", "model", "dtype")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,9 +121,16 @@ class Result:
     def of(cls, cell: Cell, **fields: Any) -> Result:
         """The result of `cell`, with `fields` in addition to its names and its promise."""
         promise = promise_of(cell.strategy)
-        names: Any = {name: getattr(cell, name) for name in _NAMES}
-        source = cell.source.name if cell.source else ""
-        return cls(**names, promise=promise.kind, says=promise.says, loaded_from=source, **fields)
+        return cls(
+            strategy=cell.strategy,
+            world_size=cell.world_size,
+            model=cell.model,
+            dtype=cell.dtype,
+            promise=promise.kind,
+            says=promise.says,
+            loaded_from=cell.source.name if cell.source else "",
+            **fields,
+        )
 
     @property
     def passed(self) -> bool:

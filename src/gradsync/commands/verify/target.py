@@ -8,7 +8,6 @@ import torch
 from torch.utils.data import default_collate
 
 from gradsync.commands.verify.problem import kept_randomness, users_code
-from gradsync.commands.verify.record import DTYPE_NAMES
 from gradsync.commands.verify.run import Task
 from gradsync.commands.verify.settings import SEED, VerifySettings
 from gradsync.data.micro_batch import make_micro_batch
@@ -37,15 +36,6 @@ def check_target(settings: VerifySettings, dtype: str) -> None:
 
 def _wrong(task: Task) -> str:
     target, problem = task.settings.target, task.build()
-    # The run and its reference each need a separate model.
-    own = {id(parameter) for parameter in problem.model.parameters() if parameter.requires_grad}
-    if not own:
-        return "no parameter of the model is trained"
-    if any(id(parameter) in own for parameter in task.build().model.parameters()):
-        return "the factory must build a new model each time it is called"
-    for name, parameter in problem.model.named_parameters():
-        if parameter.requires_grad and parameter.dtype not in DTYPE_NAMES:
-            return f"{name!r} is {parameter.dtype}; verify knows {', '.join(DTYPE_NAMES.values())}"
 
     def loss(times: int) -> torch.Tensor:
         """Of the first samples, each `times` times, []."""
@@ -64,7 +54,18 @@ def _wrong(task: Task) -> str:
             return problem.loss_sum(problem.model(micro_batch.inputs), micro_batch.targets)
 
     with users_code(target):
-        loss(1).backward()
+        first = loss(1)
+        first.backward()
+        again = loss(1)
+    # The run and its reference each need a separate model.
+    own = {id(parameter) for parameter in problem.model.parameters() if parameter.requires_grad}
+    if any(id(parameter) in own for parameter in task.build().model.parameters()):
+        return "the factory must build a new model each time it is called"
+    if not torch.allclose(first, again, equal_nan=True):
+        return (
+            "the same micro-batch gives something else when it is run again, with all generators "
+            "seeded: something is kept between forwards, or the data set draws by itself"
+        )
     # Every sample twice gives twice the loss, unless `loss_sum` is a mean; in evaluation mode, so
     # that neither dropout nor BatchNorm makes a difference. Other ratios are accepted: a
     # contrastive loss is no sum over samples.

@@ -13,7 +13,7 @@ import gc
 import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,13 +30,13 @@ from gradsync.comm.values import all_gather_numbers
 from gradsync.commands.bench.collectives import (
     COPY,
     DTYPES,
-    CollectivesSettings,
-    Samples,
+    CollectivesOptions,
     choose_sizes,
     counts_of,
     repetitions_of,
     rounds_of,
     size_text,
+    work_of,
 )
 from gradsync.commands.bench.experiment import environment, from_json
 from gradsync.commands.bench.report import Tell, percentile, show_progress, silent
@@ -243,11 +243,10 @@ def build(
     return TimedOperation(algorithm=algorithm, source=source, result=result, run=run)
 
 
-def measure(settings_json: dict[str, Any]) -> dict[str, Any]:
-    """Open a session, measure everything; returns the data for `--json` and the record, with
-    samples as `Samples` holds them."""
-    settings = from_json(CollectivesSettings, settings_json)
-    device = settings.device
+def measure(options_json: dict[str, Any]) -> dict[str, Any]:
+    """Open a session, measure everything; returns the data for `--json` and the record."""
+    options = from_json(CollectivesOptions, options_json)
+    device = options.device
     if device == "auto":  # GPUs, if each rank of this host has one
         ranks = resolve(environ.snapshot()).world.local_world_size
         on_cuda = torch.cuda.is_available() and torch.cuda.device_count() >= ranks
@@ -257,13 +256,13 @@ def measure(settings_json: dict[str, Any]) -> dict[str, Any]:
         if world.world_size < 2:
             raise ConfigError("collectives need at least 2 ranks: one rank has nothing to move")
         before = environment(world_size=world.world_size, threads=session.threads)
-        bench = Bench(settings, world, show_progress)
+        bench = Bench(options, world, show_progress)
         samples = bench.run()
         return {
             "environment": before,
             "num_nodes": world.num_nodes,
             "one_memory": world.one_host and world.device_name == "cpu",
-            "samples": [asdict(entry) for entry in samples],
+            "samples": samples,
             "skipped": bench.skipped,
             "wrong": bench.wrong,
         }
@@ -272,13 +271,13 @@ def measure(settings_json: dict[str, Any]) -> dict[str, Any]:
 class Bench:
     """One rank's part; `tell` is called on rank 0 before each size."""
 
-    def __init__(self, settings: CollectivesSettings, world: World, tell: Tell) -> None:
-        self._settings, self._world = settings, world
+    def __init__(self, options: CollectivesOptions, world: World, tell: Tell) -> None:
+        self._options, self._world = options, world
         self._tell = tell if world.is_main else silent
         self._comm, self._groups = communicator(world), groups(world)
         self._shared: SharedMemoryCommunicator | None = None
         self._on_cpu = world.device.type == "cpu"
-        dtype: torch.dtype = getattr(torch, DTYPES[settings.dtype][0])
+        dtype: torch.dtype = getattr(torch, DTYPES[options.dtype][0])
         self._like = torch.zeros(1, dtype=dtype, device=world.device)
         self._patterns = Patterns(world.rank, world.world_size, dtype, world.device)
         clock = MomentClock if world.one_host else Clock
@@ -286,36 +285,38 @@ class Bench:
         self.skipped: list[str] = []  # one line for each skipped measurement: what, and why
         self.wrong: list[str] = []  # incorrect results; these are not timed
 
-    def run(self) -> list[Samples]:
-        """By operation, size and algorithm, including the copy; the same on all ranks."""
-        settings, samples = self._settings, list[Samples]()
-        if set(settings.operations) & {"all_reduce", "reduce_scatter"}:
+    def run(self) -> list[dict[str, Any]]:
+        """Samples by operation, size and algorithm, including the copy; the same on all ranks."""
+        options, samples, asked = self._options, [], work_of(self._options)
+        if set(asked) & {"all_reduce", "reduce_scatter"}:
             check_supported(self._comm, self._like, "sum", "backend")
         free = available_bytes() if self._on_cpu else torch.cuda.mem_get_info(self._like.device)[0]
         sizes = choose_sizes(
-            settings,
+            options.sizes,
             available_bytes=min(all_gather_numbers(self._comm, free)),  # so that all choose alike
             ranks=self._world.local_world_size if self._on_cpu else 1,
         )
-        if set(_SHARED) & set(settings.algorithms):
+        if any(name in _SHARED for names in asked.values() for name in names):
             try:
                 if not self._on_cpu:
                     raise SharedMemoryError("for tensors on the CPU only")
                 self._shared = share_memory(self._comm)
             except SharedMemoryError as error:
                 self.skipped.append(f"shared, shared_copies: {error}")
+        if self._shared is None:
+            asked = {o: [n for n in names if n not in _SHARED] for o, names in asked.items()}
         work = [
-            (operation, count)
-            for operation in settings.operations
-            if self._algorithms(operation)
-            for count in counts_of(operation, sizes, settings.dtype, self._comm.world_size)
+            (operation, count, names)
+            for operation, names in asked.items()
+            for count in counts_of(operation, sizes, options.dtype, self._comm.world_size)
+            if names
         ]
         was_on = gc.isenabled()
         gc.disable()  # a garbage collection takes milliseconds
         try:
-            for done, (operation, count) in enumerate(work):
+            for done, (operation, count, names) in enumerate(work):
                 self._tell(done, len(work), f"{operation} {self._size(count)}")
-                samples += self._measure_size(operation, count)
+                samples += self._measure_size(operation, count, names)
             self._tell(len(work), len(work), "done")
         finally:
             if was_on:
@@ -327,12 +328,8 @@ class Bench:
     def _size(self, count: int) -> str:
         return size_text(count * self._like.itemsize)
 
-    def _algorithms(self, operation: str) -> list[str]:
-        names = self._settings.algorithms_of(operation)
-        return [name for name in names if self._shared is not None or name not in _SHARED]
-
-    def _measure_size(self, operation: str, count: int) -> list[Samples]:
-        names, comm = self._algorithms(operation), self._comm
+    def _measure_size(self, operation: str, count: int, names: list[str]) -> list[dict[str, Any]]:
+        names, comm = list(names), self._comm
         part_count = max(count // comm.world_size, 1)
         # Filled, so that the system allocates the pages now.
         whole, other = (self._like.new_empty(count).zero_() for _ in range(2))
@@ -377,31 +374,31 @@ class Bench:
             if index >= 0:
                 self.wrong.append(
                     f"{operation} by {contestant.algorithm}, {len(contestant.result)} elements of "
-                    f"{self._settings.dtype}: element {index} is wrong on rank {rank}"
+                    f"{self._options.dtype}: element {index} is wrong on rank {rank}"
                 )
                 return False
         return True
 
     def _rounds(
         self, operation: str, count: int, contestants: list[TimedOperation]
-    ) -> list[Samples]:
-        settings, overhead_s = self._settings, self._clock.overhead_s
+    ) -> list[dict[str, Any]]:
+        overhead_s = self._clock.overhead_s
         estimates = [min(self._turn(c, _WARM_UP)) for c in contestants]
         repetitions = [repetitions_of(s, overhead_s) for s in estimates]
-        rounds = rounds_of([s + overhead_s for s in estimates], settings)
+        rounds = rounds_of([s + overhead_s for s in estimates], self._options.rounds)
         times: list[list[list[float]]] = [[] for _ in contestants]
         for first in range(rounds):
             for step in range(len(contestants)):
                 place = (first + step) % len(contestants)
                 times[place].append(self._turn(contestants[place], repetitions[place]))
         return [
-            Samples(
-                operation=operation,
-                algorithm=contestant.algorithm,
-                size_bytes=count * self._like.itemsize,
-                count=count,
-                rounds_s=rounds_s,
-            )
+            {
+                "operation": operation,
+                "algorithm": contestant.algorithm,
+                "size_bytes": count * self._like.itemsize,
+                "count": count,  # elements
+                "rounds_s": rounds_s,  # per round and repetition: seconds on the slowest rank
+            }
             for contestant, rounds_s in zip(contestants, times, strict=True)
         ]
 

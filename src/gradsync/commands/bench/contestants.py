@@ -51,7 +51,6 @@ class Contestant:
     name: str  # a strategy of the registry, `none`, or one of `OTHERS`
     options: Mapping[str, Any] = field(default_factory=dict)
     keep_memory: bool = True  # see [Note: Two allocator settings]
-    compile: str = "none"  # for our strategies: as in `gradsync train --compile`
     own_loop: bool = False  # for our strategies: whether to use the `loop=user` loop
 
     @property

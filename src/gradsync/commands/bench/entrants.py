@@ -25,12 +25,7 @@ from gradsync.commands.bench.meter import StepClock
 from gradsync.commands.bench.sync_plan import SyncSettings
 from gradsync.commands.models.gpt import GPT
 from gradsync.commands.train.config import OptimConfig
-from gradsync.commands.train.learner import (
-    Learner,
-    build_optimizer,
-    compile_blocks,
-    trainer_options,
-)
+from gradsync.commands.train.learner import Learner, build_optimizer, trainer_options
 from gradsync.data.micro_batch import MicroBatch, make_micro_batch
 from gradsync.runtime import environ
 from gradsync.runtime.machine import pin_threads
@@ -300,10 +295,6 @@ class Synchronised(Entrant):
         if self.exposed and recipe is not None and recipe.shard == "none":
             options["overlap"] = False
             self.exposed_s = 0.0
-        if contestant.compile == "ddp":
-            options["compile_wrapper"] = True
-        if contestant.compile == "model":
-            compile_blocks(self.model)
         self.period = options.get("inner_steps", 1)
         self.sync = replicate(
             self.model, site.world, strategy=contestant.name, groups=site.groups, **options

@@ -31,7 +31,7 @@ from gradsync.commands.bench.sync_plan import (
     Results,
     SyncSettings,
     bench_plan,
-    in_memory,
+    side_by_side,
     step_seconds,
 )
 from gradsync.core.files import counted
@@ -143,13 +143,7 @@ def plan_of(options: ScalingOptions, world: World) -> ScalingPlan:
         for point in points
     }
     settings = taken(SyncSettings, options, threads=choose_threads(sizes[-1]))
-    settings = in_memory(
-        settings,
-        max(batch for _, _, batch in entries.values()),
-        ranks=sum(sizes),
-        busy=sizes[-1],
-        models=len(points) // len(sizes) + 1,
-    )
+    settings = side_by_side(settings, ranks=sum(sizes), models=len(points) // len(sizes) + 1)
     return ScalingPlan(plan=bench_plan(settings, entries.values()), points=tuple(points))
 
 

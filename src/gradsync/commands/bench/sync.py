@@ -29,7 +29,7 @@ from gradsync.commands.bench.sync_plan import (
     Results,
     SyncSettings,
     bench_plan,
-    in_memory,
+    side_by_side,
     step_seconds,
     uses_cuda,
 )
@@ -106,13 +106,8 @@ def plan_of(options: SyncOptions, world: World) -> BenchPlan:
     )
     plan = bench_plan(settings, [(each, world_size, options.batch_size) for each in contestants])
     most = max(sum(e.worker_set == n for e in plan.entries) for n in range(len(plan.sets)))
-    settings = in_memory(
-        settings,
-        options.batch_size,
-        ranks=local * len(plan.sets),
-        busy=local,
-        models=most + 1,  # the contestant that runs exists twice
-    )
+    # The contestant that runs exists twice.
+    settings = side_by_side(settings, ranks=local * len(plan.sets), models=most + 1)
     if world.is_main:
         for name in left_out(options.strategies):
             say(f"{name} is left out: its package is missing (pip install 'gradsync[bench]')")

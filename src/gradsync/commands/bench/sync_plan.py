@@ -20,10 +20,6 @@ from gradsync.commands.bench.contestants import ALONE, Contestant
 from gradsync.commands.bench.experiment import check_least
 from gradsync.commands.bench.host import bucket_mb, shrunk
 from gradsync.commands.models.config import PRESETS, GPTConfig, preset
-from gradsync.commands.parallel.layout import ParallelLayout
-from gradsync.commands.plan.memory import memory_need
-from gradsync.commands.plan.workload import Split, Workload
-from gradsync.core.files import counted
 from gradsync.errors import ConfigError
 from gradsync.runtime.machine import available_bytes
 
@@ -31,7 +27,8 @@ DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("fp32", "bf16")
 CHECKED = "all contestants train as they should; measuring"  # printed between checks and turns
 _USUAL_TOKENS = 512
-_SHARE = 0.9  # fraction of the free memory to use at most
+_SHARE = 0.5  # fraction of the free memory for models; steps take the rest
+_BYTES = 20  # of a parameter: weight, gradient, AdamW's two moments and bucket, fp32
 
 Ranks = Sequence[Mapping[str, Any]]  # per rank: what `Runner.run` found for a contestant
 Results = Sequence[Mapping[str, Any]]  # per set: what `Runner.run` returned
@@ -205,37 +202,13 @@ def uses_cuda(device: str) -> bool:
     return found
 
 
-def in_memory(
-    settings: SyncSettings, batch_size: int, *, ranks: int, busy: int, models: int
-) -> SyncSettings:
-    """`settings` with `side_by_side` if all `ranks` of a host can hold `models` models each.
-
-    On a CPU they share the host's memory and `busy` of them train at a time; a GPU has one rank. A
-    model that does not fit alone is refused.
-    """
-    on_cuda = uses_cuda(settings.device)
-    if on_cuda:
+def side_by_side(settings: SyncSettings, *, ranks: int, models: int) -> SyncSettings:
+    """`settings`, in which models stay from turn to turn if all `ranks` of a host can hold `models`
+    models each. On a CPU they share the host's memory; a GPU has one rank."""
+    usable = _SHARE * available_bytes()
+    if uses_cuda(settings.device):
         import torch
 
-        usable, ranks, busy = _SHARE * torch.cuda.get_device_properties(0).total_memory, 1, 1
-    else:
-        usable = _SHARE * available_bytes()
-    replicas = max(busy, 2)  # one rank alone needs no buckets, but the others do
-    work = Workload(
-        model=settings.config,
-        micro_batch_size=batch_size // settings.micro_batches_per_rank,
-        seq_len=settings.tokens,
-        num_leaves=replicas,
-        kind="cuda" if on_cuda else "cpu",
-    )
-    need = memory_need(work, Split(strategy="ddp", layout=ParallelLayout(dp=replicas)))
-    model = need.weights + need.gradients + need.optimizer + need.buckets
-    step = need.total - need.process - model
-    least = ranks * need.process + busy * (model + step)
-    if least > usable:
-        raise ConfigError(
-            f"model {settings.model_size}: about {least / 1e9:.1f} GB for "
-            f"{counted(busy, 'rank')}, and {usable / 1e9:.1f} GB can be used here"
-        )
-    whole = ranks * (need.process + models * model) + busy * step
-    return replace(settings, side_by_side=whole <= usable)
+        usable, ranks = _SHARE * torch.cuda.get_device_properties(0).total_memory, 1
+    held = ranks * models * _BYTES * settings.config.num_params()
+    return replace(settings, side_by_side=held <= usable)

@@ -2,7 +2,6 @@
 
     strategy      the default, the default again, and all that promise as much
     bucket size   of the winner, if its buckets travel as messages
-    compilation   on request
 
 Every rank has all samples and makes the same decisions by itself. docs/guide/verifying.md says what
 counts as faster. No torch here before ranks measure."""
@@ -42,14 +41,14 @@ from gradsync.commands.bench.sync import STEP_LEGEND, ContestantRow, row_of
 from gradsync.commands.bench.sync_plan import (
     SyncSettings,
     bench_plan,
-    in_memory,
+    side_by_side,
     step_seconds,
     uses_cuda,
 )
 from gradsync.commands.models.config import preset
 from gradsync.commands.plan.machine import fast_dtype
 from gradsync.commands.plan.profile import Conditions
-from gradsync.commands.train.config import CompileOrder, TrainConfig, recipe
+from gradsync.commands.train.config import TrainConfig, recipe
 from gradsync.commands.train.data import vocabulary
 from gradsync.commands.train.tuned import TUNED, Tuned, TunedStrategy, conditions_of
 from gradsync.core.files import check_place
@@ -69,8 +68,8 @@ _SIDE_BY_SIDE = 10  # models that the largest stage holds
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TuneOptions:
-    """Measure strategies, collectives, bucket sizes and, on request, compilation for one model on
-    this machine; `gradsync train` with `sync: auto` uses the result.
+    """Measure strategies, collectives and bucket sizes for one model on this machine; `gradsync
+    train` with `sync: auto` uses the result.
 
     Candidates take turns; one replaces the default only if it is faster beyond the noise. Sizes
     default to those of `gradsync train MODEL`. Under torchrun, mpirun or srun, it measures the
@@ -95,7 +94,6 @@ class TuneOptions:
     threads: int | None = None
     """Intra-op threads of a rank; default: that of `gradsync train`, 1 on a CPU."""
     device: str = "auto"  # auto, cpu or cuda.
-    compile: bool = False  # Try torch.compile too (changes bits; `sync: auto` then compiles).
     out: str = ""  # Write record.json, with every sample, into this folder.
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print one JSON document on standard output; tables go to standard error."""
@@ -110,7 +108,6 @@ class TuneRequest:
     batch_size: int  # sequences of a rank and step
     world_size: int
     promise: str = "bitwise"  # the weakest promise to accept: bitwise, or rounding
-    compile: bool = False  # whether to try `torch.compile`
     data: str = ""
 
     def __post_init__(self) -> None:
@@ -159,7 +156,7 @@ def request_of(options: TuneOptions, world: World) -> TuneRequest:
     return taken(
         TuneRequest,
         options,
-        settings=in_memory(settings, batch, ranks=local, busy=local, models=_SIDE_BY_SIDE),
+        settings=side_by_side(settings, ranks=local, models=_SIDE_BY_SIDE),
         batch_size=batch,
         world_size=world_size,
     )
@@ -197,12 +194,7 @@ class TuneStage:
     def contestants(self) -> list[Contestant]:
         """The first candidate twice, which measures the noise, and the others."""
         made = [
-            Contestant(
-                label=choice.text,
-                name=choice.sync,
-                options=choice.options,
-                compile=choice.compile,
-            )
+            Contestant(label=choice.text, name=choice.sync, options=choice.options)
             for choice in self.candidates
         ]
         return [made[0], replace(made[0], label=again(made[0].label)), *made[1:]]
@@ -262,15 +254,6 @@ def bucket_stage(
         return TuneStage(name="bucket size", skipped=why)
     others = [replace(winner, options={**winner.options, "bucket_mb": size}) for size in sizes]
     return TuneStage(name="bucket size", candidates=(winner, *others))
-
-
-def compile_stage(winner: TunedStrategy, *, wanted: bool) -> TuneStage:
-    """Whether to compile, and in which order with DDP."""
-    if not wanted:
-        return TuneStage(name="compilation", skipped="not asked for (--compile)")
-    orders: list[CompileOrder] = ["none", "model", *(["ddp"] if winner.sync == "ddp" else [])]
-    candidates = tuple(replace(winner, compile=order) for order in orders)
-    return TuneStage(name="compilation", candidates=candidates)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -368,7 +351,6 @@ class Tuner:
             device=world.device.type,
         )
         choice = self._ask(stage, choice)
-        choice = self._ask(compile_stage(choice, wanted=request.compile), choice)
         return {
             "choice": asdict(choice),
             "stages": self._stages,

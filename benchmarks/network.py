@@ -335,8 +335,8 @@ def work(argv: Sequence[str]) -> None:
     steps = " or ".join(map(str, sorted(set(num_steps))))
     title = (
         f"{plan.settings.model_text}, {own.hosts} hosts x {own.ranks_per_host} x "
-        f"{options.batch_size} x {plan.settings.tokens} tokens a step, leaves a rank: "
-        f"{options.leaves_per_rank}, added round trip: {own.delay_ms:g} ms; "
+        f"{options.batch_size} x {plan.settings.tokens} tokens a step, micro-batches a rank: "
+        f"{options.micro_batches_per_rank}, added round trip: {own.delay_ms:g} ms; "
         f"{options.rounds} rounds of {steps} steps"
     )
     notes = (_LEGEND, f"{where(environment)} over TCP ({environment['tcp_congestion']})")

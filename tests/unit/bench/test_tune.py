@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tyro
+from gradsync.commands.cli.tune import TuneOptions, command_text, request_of
 
 from gradsync.commands.bench.experiment import from_json
 from gradsync.commands.bench.sync_plan import SyncSettings
@@ -28,7 +29,6 @@ from gradsync.commands.bench.tune import (
     verdicts,
 )
 from gradsync.commands.cli.train import _threads
-from gradsync.commands.cli.tune import TuneOptions, command_text, request_of
 from gradsync.commands.train.config import TrainConfig
 from gradsync.commands.train.tuned import TunedStrategy
 from gradsync.sync.registry import STRATEGIES

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain, groupby
 from statistics import median
@@ -17,23 +17,9 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from gradsync.commands.bench.experiment import (
-    Experiment,
-    Findings,
-    check_least,
-    command_of,
-    names_in,
-    taken,
-)
-from gradsync.commands.bench.report import (
-    Spread,
-    percentile,
-    print_notes,
-    print_table,
-    ratios,
-    spread,
-)
-from gradsync.commands.bench.sync_plan import DEVICES, uses_cuda
+from gradsync.commands.bench.experiment import Experiment, Findings, check_least, names_in
+from gradsync.commands.bench.report import percentile, print_table, ratios, spread, where
+from gradsync.commands.bench.sync_plan import uses_cuda
 from gradsync.commands.plan.measured import Fit, fit_line, save_fits
 from gradsync.core.files import check_name, counted
 from gradsync.errors import ConfigError
@@ -57,12 +43,14 @@ DTYPES = {
 }
 """By the name that users type: torch's dtype, and bytes."""
 GB = 1e9
-_SMALLEST, _LARGEST = 4, 2**30
 _TURN_S = 0.04  # approximate time of one turn
 _BUFFERS = 7  # per rank: two ordinary, two shared, one to receive in, two in a backend
 _SPARE = 0.9  # fraction of the free memory to use at most
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
-_COMMAND = ("bench", "collectives")
+_UNITS = {"": 1, "b": 1} | {
+    f"{letter}{suffix}": base**power
+    for power, letter in enumerate("kmg", 1)
+    for suffix, base in (("", 1024), ("ib", 1024), ("b", 1000))
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,74 +82,45 @@ class CollectivesOptions:
     """Print one JSON document on standard output; the tables go to standard error."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CollectivesSettings:
-    """The checked request that every rank receives; see `CollectivesOptions`."""
-
-    operations: tuple[str, ...]
-    algorithms: tuple[str, ...]
-    sizes: tuple[int, ...]  # bytes; empty for the default ones
-    dtype: str
-    device: str
-    rounds: int
-
-    def __post_init__(self) -> None:
-        for what, names, known in (
-            ("operation", self.operations, OPERATIONS),
-            ("algorithm", self.algorithms, ALGORITHMS),
-            ("dtype", (self.dtype,), DTYPES),
-            ("device", (self.device,), DEVICES),
-        ):
-            if not names:
-                raise ConfigError(f"no {what} given (there are: {', '.join(known)})")
-            for name in names:
-                check_name(what, name, known)
-        if not any(self.algorithms_of(operation) for operation in self.operations):
-            raise ConfigError(
-                f"nothing to measure: {', '.join(self.operations)} by "
-                f"{', '.join(self.algorithms)} does not exist"
-            )
-        check_least(self, rounds=1)
-
-    def algorithms_of(self, operation: str) -> list[str]:
-        """The requested algorithms that implement the operation."""
-        return [name for name in OPERATIONS[operation] if name in self.algorithms]
-
-
-def plan_of(options: CollectivesOptions, world: World) -> CollectivesSettings:
-    """Check the request."""
-    if options.world_size < 2:
-        raise ConfigError(
-            f"--world-size {options.world_size}: collectives need at least 2 ranks; one has "
-            "nothing to move"
-        )
-    operations, algorithms = options.operations, options.algorithms
-    settings = taken(
-        CollectivesSettings,
-        options,
-        operations=tuple(OPERATIONS) if operations == "all" else names_in(operations),
-        algorithms=ALGORITHMS if algorithms == "all" else names_in(algorithms),
-        sizes=tuple(parse_size("--sizes", word) for word in names_in(options.sizes)),
-    )
+def plan_of(options: CollectivesOptions, world: World) -> CollectivesOptions:
+    """Check the request, which every rank receives as it is."""
+    check_least(options, world_size=2, rounds=1)
+    check_name("dtype", options.dtype, DTYPES)
     uses_cuda(options.device)  # raises if there is no GPU
-    return settings
+    list(map(parse_size, names_in(options.sizes)))
+    work_of(options)
+    return options
 
 
-def parse_size(option: str, text: str) -> int:
-    """Bytes from `4`, `4B`, `64K`, `25M`, `25MiB` (powers of 1024) or `25MB` (of 1000)."""
-    pattern = r"([0-9]{1,19}(?:\.[0-9]+)?) ?([KMG]?)(iB|B|)"
-    found = re.fullmatch(pattern, text.strip(), re.IGNORECASE)
-    if found is None:
+def work_of(options: CollectivesOptions) -> dict[str, list[str]]:
+    """The requested operations, each with the requested algorithms that implement it."""
+    operations, algorithms = names_in(options.operations), names_in(options.algorithms)
+    for name in operations:
+        check_name("operation", name, ("all", *OPERATIONS))
+    for name in algorithms:
+        check_name("algorithm", name, ("all", *ALGORITHMS))
+    work = {
+        operation: [name for name in known if name in algorithms or "all" in algorithms]
+        for operation, known in OPERATIONS.items()
+        if operation in operations or "all" in operations
+    }
+    if not any(work.values()):
         raise ConfigError(
-            f"{option}: {text[:80]!r} is no size; write bytes, or a number with K, M or G: 64K"
+            f"nothing to measure: {options.operations} by {options.algorithms} does not exist"
         )
-    number, unit, suffix = found[1], found[2].upper(), found[3].lower()
-    factor = _UNITS[unit]
-    if suffix == "b" and unit:
-        factor = 1000 ** (list(_UNITS).index(unit))
-    size = int(float(number) * factor)
+    return {operation: names for operation, names in work.items() if names}
+
+
+def parse_size(text: str) -> int:
+    """Bytes from `4`, `4B`, `64K`, `25M`, `25MiB` (powers of 1024) or `25MB` (of 1000)."""
+    found = re.fullmatch(r"([0-9]{1,19}(?:\.[0-9]+)?) ?([a-z]*)", text.strip(), re.IGNORECASE)
+    if found is None or found[2].lower() not in _UNITS:
+        raise ConfigError(
+            f"--sizes: {text[:80]!r} is no size; write bytes, or a number with K, M or G: 64K"
+        )
+    size = int(float(found[1]) * _UNITS[found[2].lower()])
     if size < 1:
-        raise ConfigError(f"{option}: {text!r} is less than one byte")
+        raise ConfigError(f"--sizes: {text!r} is less than one byte")
     return size
 
 
@@ -174,25 +133,17 @@ def size_text(size_bytes: int) -> str:
     return f"{size_bytes} B"
 
 
-def choose_sizes(settings: CollectivesSettings, *, available_bytes: int, ranks: int) -> list[int]:
-    """Sizes in bytes, ascending, for `ranks` ranks that share `available_bytes`: the requested
-    ones, or 4 B, 16 B, 64 B, ... up to what fits in memory."""
-    usable = int(_SPARE * available_bytes)
-    if settings.sizes:
-        largest = max(settings.sizes)
-        needed = _BUFFERS * ranks * largest
-        if needed > usable:
-            raise ConfigError(
-                f"--sizes: {size_text(largest)} takes {needed / 2**30:.1f} GiB "
-                f"for {counted(ranks, 'rank')}, and {usable / 2**30:.1f} GiB may be taken here; "
-                f"the largest size is {usable // (_BUFFERS * ranks)} bytes"
-            )
-        return sorted(set(settings.sizes))
-    sizes, size = [], _SMALLEST
-    while size <= _LARGEST and _BUFFERS * ranks * size <= usable:
-        sizes.append(size)
-        size *= 4
-    return sizes
+def choose_sizes(asked: str, *, available_bytes: int, ranks: int) -> list[int]:
+    """Sizes in bytes, ascending, for `ranks` ranks that share `available_bytes`: those in `asked`,
+    or 4 B, 16 B, 64 B, ... up to what fits in memory."""
+    most = int(_SPARE * available_bytes) // (_BUFFERS * ranks)
+    sizes = sorted(set(map(parse_size, names_in(asked))))
+    if sizes and sizes[-1] > most:
+        raise ConfigError(
+            f"--sizes: {size_text(sizes[-1])} is too large for {counted(ranks, 'rank')} here; the "
+            f"largest size is {most} bytes"
+        )
+    return sizes or [4**k for k in range(1, 16) if 4**k <= most]
 
 
 def counts_of(operation: str, sizes: Sequence[int], dtype: str, world_size: int) -> list[int]:
@@ -209,44 +160,11 @@ def repetitions_of(seconds: float, overhead_s: float) -> int:
     return max(1, min(int(_TURN_S / (seconds + overhead_s)), 50))
 
 
-def rounds_of(seconds: Sequence[float], settings: CollectivesSettings) -> int:
-    """Rounds for algorithms that take `seconds` each: fewer for slow ones, but at least three
-    (unless fewer were requested)."""
-    affordable = int(settings.rounds * _TURN_S * len(seconds) / sum(seconds))
-    return max(min(3, settings.rounds), min(affordable, settings.rounds))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Samples:
-    """Times of one algorithm at one size."""
-
-    operation: str
-    algorithm: str  # one of the operation's, or `COPY`
-    size_bytes: int
-    count: int  # elements
-    rounds_s: list[list[float]]  # per round and repetition: seconds on the slowest rank
-
-    @property
-    def medians_s(self) -> list[float]:
-        """Seconds of each round."""
-        return [median(times) for times in self.rounds_s]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AlgorithmRow:
-    """One row of the table: one algorithm at one size."""
-
-    operation: str
-    algorithm: str  # one of the operation's, or `COPY`
-    size_bytes: int
-    count: int  # elements
-    repetitions: int  # over all rounds
-    p50_s: float
-    p95_s: float
-    algbw_gbs: float  # 1e9 bytes per second
-    busbw_gbs: float | None  # None for the copy
-    limit_s: float | None  # the fewest bytes at a copy's rate; None for the copy, and between hosts
-    of_limit: Spread | None  # the rate relative to a copy's, by rounds
+def rounds_of(seconds: Sequence[float], most: int) -> int:
+    """Rounds for algorithms that take `seconds` each: fewer than `most` for slow ones, but at least
+    three (unless fewer were requested)."""
+    affordable = int(most * _TURN_S * len(seconds) / sum(seconds))
+    return max(min(3, most), min(affordable, most))
 
 
 def bus_factor(operation: str, world_size: int) -> float:
@@ -255,74 +173,76 @@ def bus_factor(operation: str, world_size: int) -> float:
     return {"all_reduce": 2 * others, "broadcast": 1.0}.get(operation, others)
 
 
-def rows_of(found: Sequence[Samples], world_size: int, *, one_memory: bool) -> list[AlgorithmRow]:
-    """A row for each entry of `found`, which includes the copy's samples. The copy is the reference
-    if ranks share `one_memory`."""
-    copies = {(s.operation, s.count): s.medians_s for s in found if s.algorithm == COPY}
+def rows_of(
+    found: Sequence[Mapping[str, Any]], world_size: int, *, one_memory: bool
+) -> list[dict[str, Any]]:
+    """The figures of each entry of `found`, which are samples as `Bench.run` returns them. The copy
+    among them is the reference if ranks share `one_memory`."""
+    medians = [[median(times) for times in entry["rounds_s"]] for entry in found]
+    copies = {
+        (entry["operation"], entry["count"]): seconds
+        for entry, seconds in zip(found, medians, strict=True)
+        if entry["algorithm"] == COPY
+    }
     rows = []
-    for samples in found:
-        times, size = list(chain.from_iterable(samples.rounds_s)), samples.size_bytes
-        p50_s, is_copy = median(times), samples.algorithm == COPY
+    for entry, seconds in zip(found, medians, strict=True):
+        operation, size = entry["operation"], entry["size_bytes"]
+        times = list(chain.from_iterable(entry["rounds_s"]))
+        p50_s, is_copy = median(times), entry["algorithm"] == COPY
         # A copy reads and writes each byte once; an algorithm's size counts once.
         algbw = (2 * size if is_copy else size) / p50_s / GB
         # The fewest bytes that the operation moves, over the 2 S that a copy moves.
-        part = (1 + 1 / world_size) / 2 if samples.operation == "reduce_scatter" else 1
-        limits = [part * copy_s for copy_s in copies[samples.operation, samples.count]]
+        part = (1 + 1 / world_size) / 2 if operation == "reduce_scatter" else 1
+        limits = [part * copy_s for copy_s in copies[operation, entry["count"]]]
         limited = one_memory and not is_copy
-        row = AlgorithmRow(
-            operation=samples.operation,
-            algorithm=samples.algorithm,
-            size_bytes=size,
-            count=samples.count,
-            repetitions=len(times),
-            p50_s=p50_s,
-            p95_s=percentile(times, 95),
-            algbw_gbs=algbw,
-            busbw_gbs=None if is_copy else algbw * bus_factor(samples.operation, world_size),
-            limit_s=median(limits) if limited else None,
-            of_limit=spread(ratios(limits, samples.medians_s)) if limited else None,
-        )
+        row = {
+            "operation": operation,
+            "algorithm": entry["algorithm"],
+            "size_bytes": size,
+            "count": entry["count"],
+            "repetitions": len(times),  # over all rounds
+            "p50_s": p50_s,
+            "p95_s": percentile(times, 95),
+            "algbw_gbs": algbw,  # 1e9 bytes per second
+            "busbw_gbs": None if is_copy else algbw * bus_factor(operation, world_size),
+            "limit_s": median(limits) if limited else None,
+            "of_limit": asdict(spread(ratios(limits, seconds))) if limited else None,
+        }
         rows.append(row)
     return rows
 
 
-def fits_of(rows: Sequence[AlgorithmRow]) -> list[Fit]:
-    """A line for each operation and algorithm that was measured at two sizes or more."""
+def fits_of(rows: Sequence[Mapping[str, Any]]) -> list[Fit]:
+    """The line through the points of each operation and algorithm: seconds by bytes. It takes two
+    sizes or more."""
     by_name: dict[tuple[str, str], dict[int, float]] = {}
     for row in rows:
-        if row.algorithm != COPY:
-            points = by_name.setdefault((row.operation, row.algorithm), {})
-            points[row.size_bytes] = row.p50_s
+        if row["algorithm"] != COPY:
+            points = by_name.setdefault((row["operation"], row["algorithm"]), {})
+            points[row["size_bytes"]] = row["p50_s"]
     return [fit_line(*name, points) for name, points in by_name.items() if len(points) > 1]
 
 
-def _findings(
-    options: CollectivesOptions, settings: CollectivesSettings, result: dict[str, Any], world: World
-) -> Findings:
+def findings_of(options: CollectivesOptions, result: Mapping[str, Any]) -> Findings:
+    """The tables, the fits to keep, and what goes into the record."""
     found, num_nodes = result["environment"], result["num_nodes"]
-    samples = [Samples(**entry) for entry in result["samples"]]
-    rows = rows_of(samples, found["world_size"], one_memory=result["one_memory"])
+    rows = rows_of(result["samples"], found["world_size"], one_memory=result["one_memory"])
     fits = fits_of(rows)
-    about = {"dtype": settings.dtype, "world_size": found["world_size"], "num_nodes": num_nodes}
-    # The command with the number of ranks that ran.
-    words = (*_COMMAND, "--world-size", str(found["world_size"]))
-    flags = replace(options, world_size=CollectivesOptions().world_size)
-    save = options.save and fits
+    about = {"dtype": options.dtype, "world_size": found["world_size"], "num_nodes": num_nodes}
     return Findings(
         environment=found,
-        command=command_of(flags, words),
         data={
             "passed": not result["wrong"],
             "num_nodes": num_nodes,
-            "settings": asdict(settings),
-            "rows": [asdict(row) for row in rows],
+            "settings": asdict(options),
+            "rows": rows,
             "fits": [asdict(fit) for fit in fits],
             "skipped": result["skipped"],
             "wrong": result["wrong"],
         },
         samples=result["samples"],
-        show=partial(print_report, rows, fits, result, settings.dtype),
-        keep=(lambda: f"kept alpha and beta in {save_fits(found | about, fits)}") if save else None,
+        show=partial(print_report, rows, fits, result, options.dtype),
+        keep=(lambda: f"kept alpha and beta in {save_fits(found | about, fits)}") if fits else None,
         code=1 if result["wrong"] else 0,
     )
 
@@ -335,7 +255,7 @@ _OF_LIMIT = (
 
 
 def print_report(
-    rows: Sequence[AlgorithmRow],
+    rows: Sequence[Mapping[str, Any]],
     fits: Sequence[Fit],
     result: Mapping[str, Any],
     dtype: str,
@@ -343,27 +263,30 @@ def print_report(
 ) -> None:
     """A table per operation, the fits, what was skipped and what failed."""
     found = result["environment"]
-    device = found["accelerator"] if found["backend"].endswith("nccl") else found["cpu"]
-    print(
-        f"{found['world_size']} ranks on {counted(result['num_nodes'], 'host')}, {dtype}, "
-        f"{found['backend']}; {device}, {found['cores']} cores, load {found['load_at_start']} "
-        f"at the start, torch {found['torch']}, {found['date']}",
-        file=stream,
-    )
-    limited = any(row.of_limit is not None for row in rows)
+    hosts = counted(result["num_nodes"], "host")
+    print(f"{found['world_size']} ranks on {hosts}, {dtype}; {where(found)}", file=stream)
+    limited = any(row["of_limit"] for row in rows)
     columns = ["size", "algorithm", "p50", "p95", "algbw GB/s", "busbw GB/s"]
     columns += ["of limit"] if limited else []
-    for operation, group in groupby(rows, key=lambda row: row.operation):
-        cells = [
-            _cells(row, first=not place)[: len(columns)]
-            for _, entries in groupby(group, key=lambda row: row.size_bytes)
-            for place, row in enumerate(entries)
-        ]
+    for operation, group in groupby(rows, key=lambda row: row["operation"]):
+        cells, last = [], None
+        for row in group:
+            size, busbw, part = row["size_bytes"], row["busbw_gbs"], row["of_limit"]
+            line = (
+                "" if size == last else size_text(size),
+                "copy (reads + writes)" if row["algorithm"] == COPY else row["algorithm"],
+                time_text(row["p50_s"]),
+                time_text(row["p95_s"]),
+                rate_text(row["algbw_gbs"]),
+                "" if busbw is None else rate_text(busbw),
+                f"{part['median']:.0%}" if part else "",
+            )
+            cells.append(line[: len(columns)])
+            last = size
         print(file=stream)
         print_table(stream, operation, columns, cells, words=("algorithm",), framed=False)
     if limited:
-        print(file=stream)
-        print_notes(stream, (_OF_LIMIT,))
+        print(f"\n{_OF_LIMIT}", file=stream)
     if fits:
         columns = ["operation", "algorithm", "alpha", "1/beta GB/s"]
         columns += ["half of the sizes within", "worst factor"]
@@ -383,18 +306,6 @@ def print_report(
             print(word, line, file=stream)
 
 
-def _cells(row: AlgorithmRow, *, first: bool) -> tuple[str, ...]:
-    return (
-        size_text(row.size_bytes) if first else "",
-        "copy (reads + writes)" if row.algorithm == COPY else row.algorithm,
-        time_text(row.p50_s),
-        time_text(row.p95_s),
-        rate_text(row.algbw_gbs),
-        "" if row.busbw_gbs is None else rate_text(row.busbw_gbs),
-        "" if row.of_limit is None else f"{row.of_limit.median:.0%}",
-    )
-
-
 def time_text(seconds: float) -> str:
     """Three digits: `4.21 us`, `1.30 ms`, `2.05 s`."""
     unit, factor = ("s", 1) if seconds >= 1 else ("ms", 1e3) if seconds >= 1e-3 else ("us", 1e6)
@@ -408,9 +319,10 @@ def rate_text(gbs: float) -> str:
 
 
 EXPERIMENT = Experiment(
-    command=_COMMAND,
+    command=("bench", "collectives"),
     options=CollectivesOptions,
+    plan=plan_of,
+    ranks=lambda options: options.world_size,
     measure="gradsync.commands.bench.collectives_run:measure",
-    variants=plan_of,
-    metrics=_findings,
+    findings=findings_of,
 )

@@ -13,42 +13,39 @@ import gc
 import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradsync.comm import p2p_collectives as p2p
 from gradsync.comm.base import Communicator
-from gradsync.comm.groups import communicator, groups
+from gradsync.comm.groups import Groups, communicator, groups
 from gradsync.comm.reductions import check_supported
 from gradsync.comm.shared_memory.choose import share_memory
+from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
 from gradsync.comm.shared_memory.segment import SharedMemoryError
 from gradsync.comm.values import all_gather_numbers
 from gradsync.commands.bench.collectives import (
     COPY,
     DTYPES,
-    CollectivesSettings,
-    Samples,
+    CollectivesOptions,
     choose_sizes,
     counts_of,
     repetitions_of,
     rounds_of,
     size_text,
+    work_of,
 )
 from gradsync.commands.bench.experiment import environment, from_json
-from gradsync.commands.bench.report import Tell, percentile, progress_bar, silent
+from gradsync.commands.bench.report import Tell, percentile, show_progress, silent
 from gradsync.errors import ConfigError
 from gradsync.runtime import environ
 from gradsync.runtime.machine import available_bytes, usable_cores
 from gradsync.runtime.resolve import resolve
 from gradsync.runtime.session import Session, SessionOptions
 from gradsync.world import World
-
-if TYPE_CHECKING:
-    from gradsync.comm.groups import Groups
-    from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
 
 _WARM_UP = 2
 _SHARED = ("shared", "shared_copies")
@@ -88,27 +85,22 @@ class Patterns:
 
     def first_wrong(self, operation: str, result: Tensor) -> int:
         """Index of the first wrong element of this rank's `result`, or -1."""
-        if operation == "all_gather":
-            parts = result.view(self._world_size, -1)
-            for rank, part in enumerate(parts):
-                found = _first_difference(self._tiles[rank], part, 0)
-                if found >= 0:
-                    return rank * parts.shape[1] + found
-            return -1
-        if operation == "broadcast":
-            return _first_difference(self._tiles[0], result, 0)
         start = self._rank * len(result) if operation == "reduce_scatter" else 0
-        return _first_difference(self._sum, result, start)
-
-
-def _first_difference(tile: Tensor, found: Tensor, start: int) -> int:
-    """First index at which [n] differs from the repeated tile, from `start`; -1 for none."""
-    turned = tile.roll(-(start % len(tile)))
-    for number, piece in enumerate(found.split(len(tile))):
-        expected = turned[: len(piece)]
-        if not torch.equal(piece, expected):
-            return number * len(tile) + int((piece != expected).nonzero()[0])
-    return -1
+        parts = [(self._sum, result, start)]
+        if operation == "broadcast":
+            parts = [(self._tiles[0], result, 0)]
+        if operation == "all_gather":
+            every = result.view(self._world_size, -1)
+            parts = [(tile, part, 0) for tile, part in zip(self._tiles, every, strict=True)]
+        place = 0
+        for tile, part, start in parts:
+            turned = tile.roll(-(start % _LENGTH))
+            for piece in part.split(_LENGTH):
+                differs = piece != turned[: len(piece)]
+                if bool(differs.any()):
+                    return place + int(differs.nonzero()[0])
+                place += len(piece)
+        return -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,43 +204,12 @@ class TimedOperation:
     run: Callable[[], object]  # once, blocking (on CUDA: until the stream may use the result)
 
 
-class Buffers:
-    """Ordinary tensors like `like`, and shared ones if `shared` is set, of [count] and of [count /
-    ranks]. Raises `SharedMemoryError` on all ranks if shared memory is too small."""
-
-    def __init__(
-        self, count: int, ranks: int, like: Tensor, shared: SharedMemoryCommunicator | None
-    ) -> None:
-        part = max(count // ranks, 1)
-        # Filled, so that the system allocates the pages now.
-        self.whole, self.other, self.part = (
-            like.new_empty(size).zero_() for size in (count, count, part)
-        )
-        self._shared = shared
-        self.shared_whole, self.shared_part = self.whole, self.part
-        if shared is not None:
-            self.shared_whole = shared.allocate(count, like.dtype)
-            self.shared_part = shared.allocate(part, like.dtype)
-
-    def clear(self) -> None:
-        """Fill with zeros."""
-        for tensor in (self.whole, self.other, self.part, self.shared_whole, self.shared_part):
-            tensor.zero_()
-
-    def release(self) -> None:
-        """Free the shared memory."""
-        if self._shared is not None:
-            self._shared.release(self.shared_whole)
-            self._shared.release(self.shared_part)
-
-
 def build(
-    operation: str, algorithm: str, comm: Communicator, levels: Groups, buffers: Buffers
+    name: tuple[str, str], comm: Communicator, levels: Groups, whole: Tensor, part: Tensor
 ) -> TimedOperation:
-    """`operation` by `algorithm` over `buffers`; `comm` is all ranks."""
-    in_place = algorithm == "shared"
-    whole = buffers.shared_whole if in_place else buffers.whole
-    part = buffers.shared_part if in_place else buffers.part
+    """The operation and algorithm `name` over `whole`, [n], and `part`, [n / ranks]; `comm` is all
+    ranks."""
+    operation, algorithm = name
     source = part if operation == "all_gather" else whole
     result = part if operation == "reduce_scatter" else whole
     if algorithm == "ring" and operation != "all_reduce":
@@ -260,8 +221,8 @@ def build(
         p2p.tree_reduce(comm, whole)
         p2p.tree_broadcast(comm, whole)
 
-    # All over all ranks, whole [n], part [n / ranks]; none overlaps anything. First the
-    # communicator's collectives, then those composed of messages.
+    # All over all ranks; none overlaps anything. First the communicator's collectives, then those
+    # composed of messages.
     by_backend = {
         "all_reduce": lambda: comm.all_reduce(whole).wait(),
         "reduce_scatter": lambda: comm.reduce_scatter(part, whole).wait(),
@@ -278,26 +239,30 @@ def build(
         ("all_gather", "ring"): lambda: p2p.ring_all_gather(comm, whole),
         ("broadcast", "tree"): lambda: p2p.tree_broadcast(comm, whole),
     }
-    run: Callable[[], object] = by_messages.get((operation, algorithm), by_backend[operation])
+    run: Callable[[], object] = by_messages.get(name, by_backend[operation])
     return TimedOperation(algorithm=algorithm, source=source, result=result, run=run)
 
 
-def measure(settings_json: dict[str, Any]) -> dict[str, Any]:
-    """Open a session, measure everything; returns the data for `--json` and the record, with
-    samples as `Samples` holds them."""
-    settings = from_json(CollectivesSettings, settings_json)
-    session = Session(SessionOptions(device=_device(settings.device)))
+def measure(options_json: dict[str, Any]) -> dict[str, Any]:
+    """Open a session, measure everything; returns the data for `--json` and the record."""
+    options = from_json(CollectivesOptions, options_json)
+    device = options.device
+    if device == "auto":  # GPUs, if each rank of this host has one
+        ranks = resolve(environ.snapshot()).world.local_world_size
+        on_cuda = torch.cuda.is_available() and torch.cuda.device_count() >= ranks
+        device = "cuda" if on_cuda else "cpu"
+    session = Session(SessionOptions(device=device))
     with session as world:
         if world.world_size < 2:
             raise ConfigError("collectives need at least 2 ranks: one rank has nothing to move")
         before = environment(world_size=world.world_size, threads=session.threads)
-        bench = Bench(settings, world, progress_bar())
+        bench = Bench(options, world, show_progress)
         samples = bench.run()
         return {
             "environment": before,
             "num_nodes": world.num_nodes,
             "one_memory": world.one_host and world.device_name == "cpu",
-            "samples": [asdict(entry) for entry in samples],
+            "samples": samples,
             "skipped": bench.skipped,
             "wrong": bench.wrong,
         }
@@ -306,46 +271,52 @@ def measure(settings_json: dict[str, Any]) -> dict[str, Any]:
 class Bench:
     """One rank's part; `tell` is called on rank 0 before each size."""
 
-    def __init__(self, settings: CollectivesSettings, world: World, tell: Tell) -> None:
-        self._settings, self._world = settings, world
+    def __init__(self, options: CollectivesOptions, world: World, tell: Tell) -> None:
+        self._options, self._world = options, world
         self._tell = tell if world.is_main else silent
         self._comm, self._groups = communicator(world), groups(world)
         self._shared: SharedMemoryCommunicator | None = None
-        self._device = world.device
-        dtype: torch.dtype = getattr(torch, DTYPES[settings.dtype][0])
-        self._like = torch.zeros(1, dtype=dtype, device=self._device)
-        self._patterns = Patterns(world.rank, world.world_size, dtype, self._device)
+        self._on_cpu = world.device.type == "cpu"
+        dtype: torch.dtype = getattr(torch, DTYPES[options.dtype][0])
+        self._like = torch.zeros(1, dtype=dtype, device=world.device)
+        self._patterns = Patterns(world.rank, world.world_size, dtype, world.device)
         clock = MomentClock if world.one_host else Clock
-        on_cuda = self._device.type == "cuda"
-        self._clock = EventClock(self._comm, self._device) if on_cuda else clock(self._comm)
+        self._clock = clock(self._comm) if self._on_cpu else EventClock(self._comm, world.device)
         self.skipped: list[str] = []  # one line for each skipped measurement: what, and why
         self.wrong: list[str] = []  # incorrect results; these are not timed
 
-    def run(self) -> list[Samples]:
-        """By operation, size and algorithm, including the copy; the same on all ranks."""
-        settings, samples = self._settings, list[Samples]()
-        if set(settings.operations) & {"all_reduce", "reduce_scatter"}:
+    def run(self) -> list[dict[str, Any]]:
+        """Samples by operation, size and algorithm, including the copy; the same on all ranks."""
+        options, samples, asked = self._options, [], work_of(self._options)
+        if set(asked) & {"all_reduce", "reduce_scatter"}:
             check_supported(self._comm, self._like, "sum", "backend")
-        on_cpu = self._device.type == "cpu"
-        free = available_bytes() if on_cpu else torch.cuda.mem_get_info(self._device)[0]
+        free = available_bytes() if self._on_cpu else torch.cuda.mem_get_info(self._like.device)[0]
         sizes = choose_sizes(
-            settings,
+            options.sizes,
             available_bytes=min(all_gather_numbers(self._comm, free)),  # so that all choose alike
-            ranks=self._world.local_world_size if on_cpu else 1,
+            ranks=self._world.local_world_size if self._on_cpu else 1,
         )
-        self._share_memory()
+        if any(name in _SHARED for names in asked.values() for name in names):
+            try:
+                if not self._on_cpu:
+                    raise SharedMemoryError("for tensors on the CPU only")
+                self._shared = share_memory(self._comm)
+            except SharedMemoryError as error:
+                self.skipped.append(f"shared, shared_copies: {error}")
+        if self._shared is None:
+            asked = {o: [n for n in names if n not in _SHARED] for o, names in asked.items()}
+        work = [
+            (operation, count, names)
+            for operation, names in asked.items()
+            for count in counts_of(operation, sizes, options.dtype, self._comm.world_size)
+            if names
+        ]
         was_on = gc.isenabled()
         gc.disable()  # a garbage collection takes milliseconds
         try:
-            work = [
-                (operation, count)
-                for operation in settings.operations
-                if self._algorithms(operation)
-                for count in counts_of(operation, sizes, settings.dtype, self._comm.world_size)
-            ]
-            for done, (operation, count) in enumerate(work):
+            for done, (operation, count, names) in enumerate(work):
                 self._tell(done, len(work), f"{operation} {self._size(count)}")
-                samples += self._measure_size(operation, count)
+                samples += self._measure_size(operation, count, names)
             self._tell(len(work), len(work), "done")
         finally:
             if was_on:
@@ -354,49 +325,44 @@ class Bench:
                 self._shared.close()
         return samples
 
-    def _share_memory(self) -> None:
-        if not set(_SHARED) & set(self._settings.algorithms):
-            return
-        if self._device.type != "cpu":
-            self.skipped.append("shared, shared_copies: for tensors on the CPU only")
-            return
-        try:
-            self._shared = share_memory(self._comm)
-        except SharedMemoryError as error:
-            self.skipped.append(f"shared, shared_copies: {error}")
-
     def _size(self, count: int) -> str:
         return size_text(count * self._like.itemsize)
 
-    def _algorithms(self, operation: str) -> list[str]:
-        names = self._settings.algorithms_of(operation)
-        return [name for name in names if self._shared is not None or name not in _SHARED]
-
-    def _measure_size(self, operation: str, count: int) -> list[Samples]:
-        names, ranks = self._algorithms(operation), self._comm.world_size
+    def _measure_size(self, operation: str, count: int, names: list[str]) -> list[dict[str, Any]]:
+        names, comm = list(names), self._comm
+        part_count = max(count // comm.world_size, 1)
+        # Filled, so that the system allocates the pages now.
+        whole, other = (self._like.new_empty(count).zero_() for _ in range(2))
+        part = self._like.new_empty(part_count).zero_()
+        in_place: list[Tensor] = []
+        if self._shared is not None and "shared" in names:
+            try:  # raises on all ranks if shared memory is too small
+                for length in (count, part_count):
+                    in_place.append(self._shared.allocate(length, self._like.dtype))
+            except SharedMemoryError as error:
+                self.skipped.append(f"{operation} by shared at {self._size(count)}: {error}")
+                names.remove("shared")
+        contestants = []
         try:
-            in_memory = self._shared if "shared" in names else None
-            buffers = Buffers(count, ranks, self._like, in_memory)
-        except SharedMemoryError as error:
-            self.skipped.append(f"{operation} by shared at {self._size(count)}: {error}")
-            names.remove("shared")
-            buffers = Buffers(count, ranks, self._like, None)
-        whole, other = buffers.whole, buffers.other
-        copy = TimedOperation(
-            algorithm=COPY, source=whole, result=other, run=lambda: other.copy_(whole)
-        )
-        try:
-            built = [self._build(operation, name, buffers) for name in names]
-            right = [each for each in built if self._is_right(operation, each)]
-            buffers.clear()
-            return self._rounds(operation, count, [*right, copy])
+            for name in names:
+                tensors = in_place if name == "shared" else (whole, part)
+                carrier = self._shared if name in _SHARED else comm
+                assert carrier is not None, "no shared memory here"
+                built = build((operation, name), carrier, self._groups, *tensors)
+                if self._is_right(operation, built):
+                    contestants.append(built)
+            for tensor in (whole, other, part, *in_place):
+                tensor.zero_()
+            contestants.append(
+                TimedOperation(
+                    algorithm=COPY, source=whole, result=other, run=lambda: other.copy_(whole)
+                )
+            )
+            return self._rounds(operation, count, contestants)
         finally:
-            buffers.release()
-
-    def _build(self, operation: str, algorithm: str, buffers: Buffers) -> TimedOperation:
-        comm = self._shared if algorithm in _SHARED else self._comm
-        assert comm is not None, "no shared memory here"
-        return build(operation, algorithm, comm, self._groups, buffers)
+            for tensor in in_place:
+                assert self._shared is not None, "it made them"
+                self._shared.release(tensor)
 
     def _is_right(self, operation: str, contestant: TimedOperation) -> bool:
         """Run it once on values with a known result. All ranks get the same answer."""
@@ -408,31 +374,31 @@ class Bench:
             if index >= 0:
                 self.wrong.append(
                     f"{operation} by {contestant.algorithm}, {len(contestant.result)} elements of "
-                    f"{self._settings.dtype}: element {index} is wrong on rank {rank}"
+                    f"{self._options.dtype}: element {index} is wrong on rank {rank}"
                 )
                 return False
         return True
 
     def _rounds(
         self, operation: str, count: int, contestants: list[TimedOperation]
-    ) -> list[Samples]:
-        settings, overhead_s = self._settings, self._clock.overhead_s
+    ) -> list[dict[str, Any]]:
+        overhead_s = self._clock.overhead_s
         estimates = [min(self._turn(c, _WARM_UP)) for c in contestants]
         repetitions = [repetitions_of(s, overhead_s) for s in estimates]
-        rounds = rounds_of([s + overhead_s for s in estimates], settings)
+        rounds = rounds_of([s + overhead_s for s in estimates], self._options.rounds)
         times: list[list[list[float]]] = [[] for _ in contestants]
         for first in range(rounds):
             for step in range(len(contestants)):
                 place = (first + step) % len(contestants)
                 times[place].append(self._turn(contestants[place], repetitions[place]))
         return [
-            Samples(
-                operation=operation,
-                algorithm=contestant.algorithm,
-                size_bytes=count * self._like.itemsize,
-                count=count,
-                rounds_s=rounds_s,
-            )
+            {
+                "operation": operation,
+                "algorithm": contestant.algorithm,
+                "size_bytes": count * self._like.itemsize,
+                "count": count,  # elements
+                "rounds_s": rounds_s,  # per round and repetition: seconds on the slowest rank
+            }
             for contestant, rounds_s in zip(contestants, times, strict=True)
         ]
 
@@ -440,11 +406,3 @@ class Bench:
         """Seconds per operation in each repetition, to the nanosecond; the same on all ranks."""
         laps = slowest(self._comm, [self._clock.lap(contestant.run) for _ in range(repetitions)])
         return [round(seconds, 9) for seconds in in_time(laps)]
-
-
-def _device(asked: str) -> str:
-    """`auto` selects GPUs if each rank of this host has one."""
-    if asked != "auto":
-        return asked
-    ranks = resolve(environ.snapshot()).world.local_world_size
-    return "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= ranks else "cpu"

@@ -41,7 +41,6 @@ _SEVERAL = {
     "default": ("naive", "flat", "overlap", "bucketed", "invariant", *OTHERS),
     "all": (*STRATEGIES, *OTHERS),
 }
-_KEEP, _LOOP = "keep_memory", "loop"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,13 +51,7 @@ class Contestant:
     name: str  # a strategy of the registry, `none`, or one of `OTHERS`
     options: Mapping[str, Any] = field(default_factory=dict)
     keep_memory: bool = True  # see [Note: Two allocator settings]
-    compile: str = "none"  # for our strategies: as in `gradsync train --compile`
     own_loop: bool = False  # for our strategies: whether to use the `loop=user` loop
-
-    @property
-    def chose_memory(self) -> bool:
-        """Whether `keep_memory` was given with the name."""
-        return f"{_KEEP}=" in self.label
 
     @property
     def is_ours(self) -> bool:
@@ -73,8 +66,6 @@ def parse_contestants(text: str) -> list[Contestant]:
     for word in listed(text):
         if word in _SEVERAL:
             chosen += [_contestant(name) for name in _SEVERAL[word] if not _missing(name)]
-        elif word.startswith(f"{ALONE}:"):
-            raise ConfigError(f"--strategies: {ALONE} always takes part, and has no options")
         elif word != ALONE:
             chosen.append(_contestant(word))
     if not chosen and ALONE not in listed(text):
@@ -89,15 +80,6 @@ def parse_contestants(text: str) -> list[Contestant]:
                 "pip install 'gradsync[bench]'"
             )
     return chosen
-
-
-def few_steps(name: str, inner_steps: int) -> dict[str, Any]:
-    """Options with which a few steps of a strategy represent many."""
-    return {
-        "local_sgd": {"inner_steps": inner_steps},
-        "diloco": {"inner_steps": inner_steps},
-        "powersgd": {"start_powerSGD_iter": 2},
-    }.get(name, {})
 
 
 def left_out(text: str) -> list[str]:
@@ -129,20 +111,14 @@ def with_ideals(chosen: Sequence[Contestant], *, same_allocator: bool) -> list[C
 
 def _contestant(word: str) -> Contestant:
     name, options = with_options(word)
-    check_name("contestant", name, (*STRATEGIES, *OTHERS, ALONE))
-    keep = options.pop(_KEEP, name in STRATEGIES)
-    if not isinstance(keep, bool):
-        raise ConfigError(f"{name}: {_KEEP} must be true or false, got {keep!r}")
-    loop = options.pop(_LOOP, "sync.step") if name in STRATEGIES else "sync.step"
-    if loop not in ("user", "sync.step"):
-        raise ConfigError(f"{name}: {_LOOP} must be user or sync.step, got {loop!r}")
-    if name in STRATEGIES:
-        check_options(STRATEGIES[name], options)
-    else:
+    check_name("contestant", name, (*STRATEGIES, *OTHERS))
+    if name not in STRATEGIES:
         for option, value in options.items():
-            if option not in OTHERS[name]:
-                known_options = ", ".join((*OTHERS[name], _KEEP))
-                raise ConfigError(f"{name} has no option {option!r} (it has: {known_options})")
+            check_name(f"option of {name}", option, OTHERS[name])
             check_value(option, value, OTHERS[name][option])
-    how = {"keep_memory": keep, "own_loop": loop == "user"}
-    return Contestant(label=word, name=name, options=options, **how)
+        return Contestant(label=word, name=name, options=options, keep_memory=False)
+    loop = options.pop("loop", "sync.step")
+    if loop not in ("user", "sync.step"):
+        raise ConfigError(f"{name}: loop must be user or sync.step, got {loop!r}")
+    check_options(STRATEGIES[name], options)
+    return Contestant(label=word, name=name, options=options, own_loop=loop == "user")

@@ -1,4 +1,4 @@
-"""Contestants: all train the same model on the same leaves, each in its library's idiom.
+"""Contestants: all train the same model on the same micro-batches, each in its library's idiom.
 
 A step has two parts, so that the clock can be read in between. Each contestant decides what belongs
 to `update`.
@@ -13,44 +13,35 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gradsync.comm.base import Communicator
 from gradsync.comm.groups import communicator
-from gradsync.comm.process_group import ProcessGroupCommunicator
-from gradsync.commands.bench.contestants import ALONE, Contestant, few_steps
+from gradsync.commands.bench.contestants import ALONE, Contestant
 from gradsync.commands.bench.host import OPTIONS
-from gradsync.commands.bench.meter import StepClock, Watched, taking
+from gradsync.commands.bench.meter import StepClock
 from gradsync.commands.bench.sync_plan import SyncSettings
 from gradsync.commands.models.gpt import GPT
 from gradsync.commands.train.config import OptimConfig
-from gradsync.commands.train.learner import (
-    Learner,
-    build_optimizer,
-    compile_blocks,
-    trainer_options,
-)
+from gradsync.commands.train.learner import Learner, build_optimizer, trainer_options
 from gradsync.data.micro_batch import MicroBatch, make_micro_batch
 from gradsync.runtime import environ
 from gradsync.runtime.machine import pin_threads
 from gradsync.sync.exchange import OverHosts
 from gradsync.sync.registry import STRATEGIES
 from gradsync.sync.replicate import replicate
-from gradsync.sync.torch_ddp import TorchDdpReducer
 from gradsync.world import World
 
 if TYPE_CHECKING:
     from gradsync.comm.groups import Groups
 
 CLIP_NORM = 1.0  # largest norm of the gradient, as `gradsync train` has it
-_UNSEEN = ("fsdp", "powersgd")
-"""Torch's own, whose messages cannot be made to block from outside."""
-_DRIFTING = ("local_sgd", "diloco")  # ranks differ between synchronisations
+_DRIFTING = (ALONE, "local_sgd", "diloco")  # ranks differ, always or between meetings
 
-Leaves = Sequence[MicroBatch]  # a rank's: tokens and targets, each [sequences, tokens], int64
+MicroBatches = Sequence[MicroBatch]
+"""A rank's, of a step: tokens and targets, each [sequences, tokens], int64."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,19 +80,18 @@ class BenchSite:
         enabled = self.settings.dtype == "bf16"
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=enabled)
 
-    def leaves(self, batch_size: int) -> Leaves:
-        """Random tokens of this rank, the same in every step; they differ by rank and leaf."""
-        settings, batches = self.settings, []
-        shape = (2, batch_size // settings.leaves_per_rank, settings.tokens)
-        for leaf in range(settings.leaves_per_rank):
-            place = self.world.rank * settings.leaves_per_rank + leaf
-            generator = torch.Generator().manual_seed(place)
-            batch = torch.randint(settings.config.vocab_size, shape, generator=generator)
+    def micro_batches(self, batch_size: int) -> MicroBatches:
+        """Random tokens of this rank, the same in every step; they differ by rank and place."""
+        count, batches = self.settings.micro_batches_per_rank, []
+        shape = (2, batch_size // count, self.settings.tokens)
+        for place in range(count):
+            generator = torch.Generator().manual_seed(self.world.rank * count + place)
+            batch = torch.randint(self.settings.config.vocab_size, shape, generator=generator)
             batches.append(batch.unbind())
-        return leaves_of(batches, self.world)
+        return micro_batches_of(batches, self.world)
 
 
-def leaves_of(batches: Sequence[tuple[Tensor, ...]], world: World) -> list[MicroBatch]:
+def micro_batches_of(batches: Sequence[tuple[Tensor, ...]], world: World) -> list[MicroBatch]:
     """A rank's micro-batches of a step, in order."""
     place: Any = {"step": 0, "device": world.device}
     first, last = world.rank * len(batches), len(batches) - 1
@@ -113,85 +103,55 @@ def leaves_of(batches: Sequence[tuple[Tensor, ...]], world: World) -> list[Micro
     ]
 
 
-class Blocking:
-    """Total time of collectives when nothing overlaps and all ranks start them together."""
-
-    def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
-        self.seconds = 0.0
-
-    def register(self, ddp: DistributedDataParallel) -> None:
-        """Register as the communication hook of `ddp`, on its process group."""
-        comm = ProcessGroupCommunicator(ddp.process_group)
-
-        def hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-            self._comm.barrier()
-            tensor = bucket.buffer()
-            with taking(self):
-                # Whole group, the bucket's [n] and dtype; overlaps nothing, on purpose.
-                comm.all_reduce(tensor).wait()
-            done: torch.futures.Future[Tensor] = torch.futures.Future()
-            done.set_result(tensor.div_(comm.world_size))
-            return done
-
-        # DDP compares the annotations themselves; here they are strings.
-        hook.__annotations__ |= {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
-        ddp.register_comm_hook(None, hook)
-
-
 class Entrant:
-    """A contestant on this rank: the plain torch loop. Subclasses override what their library's
-    documentation writes differently. `clock` is called when a step's last gradient is ready; with
-    `blocking`, which times communication, nothing may overlap.
+    """A contestant on this rank: the plain torch loop, which is `none`. Subclasses override what
+    their library's documentation writes differently. `clock` is called when a step's last gradient
+    is ready; with `exposed`, communication that can be kept from overlapping is, and is timed.
     """
 
-    knows_communication = True  # whether `blocking` can see all of it
+    exposed_s: float | None = None  # seconds in collectives so far, if nothing hides them
     period = 1  # steps after which the communication pattern repeats
     own_precision = False  # whether the wrapped model enters mixed precision itself
 
     def __init__(
-        self, contestant: Contestant, site: BenchSite, clock: StepClock, blocking: Blocking | None
+        self, contestant: Contestant, site: BenchSite, clock: StepClock, *, exposed: bool = False
     ) -> None:
-        self.contestant, self.site, self.blocking = contestant, site, blocking
+        self.contestant, self.site, self.exposed = contestant, site, exposed
         self.model = site.model()
         clock.watch(self.model.embed.weight)
         self.called: Any = self.model
         self.optimizer: Any = None
-        self.mean_loss: Any = None  # of this rank's leaves, or of all, in the last step
+        self.mean_loss: Any = None  # of this rank's micro-batches, or of all, in the last step
         self.set_up()
 
     def set_up(self) -> None:
         """Wrap the model, create the optimizer."""
         self.optimizer = self.site.optimizer(self.model)
 
-    def step(self, leaves: Leaves) -> Tensor:
+    def step(self, micro_batches: MicroBatches) -> Tensor:
         """One step; its mean loss, []."""
-        self.backward(leaves)
+        self.backward(micro_batches)
         self.update()
         return self.mean_loss
 
-    def backward(self, leaves: Leaves) -> None:
-        """Forward and backward of this rank's leaves."""
+    def backward(self, micro_batches: MicroBatches) -> None:
+        """Forward and backward of this rank's micro-batches."""
         total = torch.zeros((), device=self.site.device)
-        for leaf in leaves:
-            with self.accumulating(last=leaf.is_last):
-                loss = self.loss(leaf)
-                self.differentiate(loss, len(leaves))
+        for each in micro_batches:
+            with self.accumulating(last=each.is_last):
+                with nullcontext() if self.own_precision else self.site.autocast():
+                    loss = mean_loss(self.called(each.inputs), each.targets)
+                self.differentiate(loss, len(micro_batches))
             total += loss.detach()
-        self.mean_loss = total / len(leaves)
+        self.mean_loss = total / len(micro_batches)
 
     def accumulating(self, *, last: bool) -> AbstractContextManager[Any]:
-        """Context of a leaf; gradients are synchronised in the last one only."""
+        """Context of a micro-batch; gradients are synchronised in the last one only."""
         return nullcontext()
 
-    def loss(self, leaf: MicroBatch) -> Tensor:
-        """A leaf's mean loss, []."""
-        with nullcontext() if self.own_precision else self.site.autocast():
-            return mean_loss(self.called(leaf.inputs), leaf.targets)
-
-    def differentiate(self, loss: Tensor, leaves: int) -> None:
-        """Add the gradients of a leaf's loss, divided by `leaves`."""
-        (loss / leaves).backward()
+    def differentiate(self, loss: Tensor, count: int) -> None:
+        """Add the gradients of a loss, divided by the number of micro-batches."""
+        (loss / count).backward()
 
     def update(self) -> None:
         """The rest of the step."""
@@ -207,23 +167,22 @@ class Entrant:
         """Communicators to count; see `Wire`."""
         return []
 
+    def whole_periods(self, steps: int) -> int:
+        """The smallest multiple of `period` that is at least `steps`."""
+        return -(-steps // self.period) * self.period
+
     def wait(self) -> None:
         """Return when the last step has no pending work."""
 
     def weights(self) -> list[Tensor] | None:
         """This rank's copy of the weights; None if no rank holds a whole copy, or if ranks may
         differ."""
+        if self.contestant.name in _DRIFTING:
+            return None
         return [parameter.detach() for parameter in self.model.parameters()]
 
     def close(self) -> None:
         """Remove hooks and stop threads."""
-
-
-class Alone(Entrant):
-    """The ideal: a training loop on this rank's leaves, nothing else."""
-
-    def weights(self) -> list[Tensor] | None:
-        return None  # ranks diverge
 
 
 class TorchDdp(Entrant):
@@ -240,8 +199,6 @@ class TorchDdp(Entrant):
             options.setdefault("bucket_cap_mb", site.settings.bucket_mb)
         ids = [site.device.index] if site.on_cuda else None
         self.called = DistributedDataParallel(self.model, device_ids=ids, **options)
-        if self.blocking is not None:
-            self.blocking.register(self.called)
 
     def accumulating(self, *, last: bool) -> AbstractContextManager[Any]:
         skip = not last and isinstance(self.called, DistributedDataParallel)
@@ -252,8 +209,8 @@ class Accelerated(Entrant):
     """Hugging Face Accelerate, as its users write a loop: `Accelerator.prepare`, `accumulate`,
     `backward`; it uses the existing process group.
 
-    It divides by the number of leaves itself. Its optimizer steps only when gradients are complete,
-    so calling it after the last leaf is enough.
+    It divides by the number of micro-batches itself. Its optimizer steps only when gradients are
+    complete, so calling it after the last one is enough.
     """
 
     own_precision = True
@@ -269,24 +226,22 @@ class Accelerated(Entrant):
             self.accelerator = Accelerator(
                 cpu=not site.on_cuda,
                 mixed_precision="bf16" if site.settings.dtype == "bf16" else "no",
-                gradient_accumulation_steps=site.settings.leaves_per_rank,
+                gradient_accumulation_steps=site.settings.micro_batches_per_rank,
                 kwargs_handlers=handlers,
             )
         optimizer = site.optimizer(self.model)
         self.called, self.optimizer = self.accelerator.prepare(self.model, optimizer)
-        if self.blocking is not None and isinstance(self.called, DistributedDataParallel):
-            self.blocking.register(self.called)
 
     def accumulating(self, *, last: bool) -> AbstractContextManager[Any]:
         return self.accelerator.accumulate(self.called)
 
-    def differentiate(self, loss: Tensor, leaves: int) -> None:
+    def differentiate(self, loss: Tensor, count: int) -> None:
         self.accelerator.backward(loss)
 
     def clip(self) -> None:
         self.accelerator.clip_grad_norm_(self.called.parameters(), CLIP_NORM)
 
-    def close(self) -> None:  # it keeps what it prepared for the life of the process
+    def close(self) -> None:
         """Accelerate keeps what it prepared for the life of the process."""
         self.accelerator.free_memory()
 
@@ -318,47 +273,34 @@ class Fabricated(Entrant):
         )
         self.fabric.launch()
         self.called, self.optimizer = self.fabric.setup(self.model, site.optimizer(self.model))
-        if self.blocking is not None:
-            for part in self.called.modules():
-                if isinstance(part, DistributedDataParallel):
-                    self.blocking.register(part)
 
     def accumulating(self, *, last: bool) -> AbstractContextManager[Any]:
         return self.fabric.no_backward_sync(self.called, enabled=not last)
 
-    def differentiate(self, loss: Tensor, leaves: int) -> None:
-        self.fabric.backward(loss / leaves)
+    def differentiate(self, loss: Tensor, count: int) -> None:
+        self.fabric.backward(loss / count)
 
     def clip(self) -> None:
         self.fabric.clip_gradients(self.called, self.optimizer, max_norm=CLIP_NORM)
 
 
 class Synchronised(Entrant):
-    """A strategy of the registry, used as `gradsync train` uses it.
-
-    To time communication, nothing may overlap. Strategies of the engine get `overlap=False` and
-    report their stopwatch; others wait at each collective.
-    """
-
-    _watched: Watched | None = None
+    """A strategy of the registry, used as `gradsync train` uses it."""
 
     def set_up(self) -> None:
-        contestant, site, blocking = self.contestant, self.site, self.blocking
-        by_engine = STRATEGIES[contestant.name].recipe is not None
+        contestant, site = self.contestant, self.site
+        recipe = STRATEGIES[contestant.name].recipe
         options = given_options(contestant, site)
-        if blocking is not None and by_engine:
+        # The stopwatch of a step sees neither torch's own messages nor the gathering of shards.
+        if self.exposed and recipe is not None and recipe.shard == "none":
             options["overlap"] = False
-        if contestant.compile == "ddp":
-            options["compile_wrapper"] = True
-        if contestant.compile == "model":
-            compile_blocks(self.model)
+            self.exposed_s = 0.0
         self.period = options.get("inner_steps", 1)
-        self.knows_communication = contestant.name not in _UNSEEN
         self.sync = replicate(
             self.model, site.world, strategy=contestant.name, groups=site.groups, **options
         )
         self.optimizer = site.optimizer(self.model)  # fsdp replaces the parameters
-        self._learner = Learner(
+        self.learner = Learner(
             model=self.model,
             optimizer=self.optimizer,
             sync=self.sync,
@@ -366,28 +308,19 @@ class Synchronised(Entrant):
             comm=site.comm,
             autocast=site.autocast(),
         )
-        self._learner.prime((1, 2))
+        self.learner.prime((1, 2))
         self.replica = self.sync.replica
-        if blocking is not None and isinstance(self.replica.reducer, TorchDdpReducer):
-            if self.knows_communication and site.world.is_distributed:
-                blocking.register(self.replica.reducer.ddp)
-        elif blocking is not None:
-            # The engine's collectives after the update: parameters of sharded strategies.
-            timed = ("all_gather",) if by_engine else ("all_reduce", "broadcast", "all_gather")
-            barrier = site.comm.barrier
-            self._watched = Watched(self.replica.comm, timed=timed, before=barrier, total=blocking)
-        self._stopwatch = blocking if by_engine else None  # the engine's time is added to it
 
-    def backward(self, leaves: Leaves) -> None:
-        self._learner.run_micro_batches(leaves)
+    def backward(self, micro_batches: MicroBatches) -> None:
+        self.learner.run_micro_batches(micro_batches)
 
     def update(self) -> None:
-        if self._stopwatch is not None:
+        if self.exposed_s is not None:
             self.site.comm.barrier()
         result = self.sync.step(self.optimizer, clip_norm=CLIP_NORM)
         self.mean_loss = result.mean_loss
-        if self._stopwatch is not None:
-            self._stopwatch.seconds += result.exposed.seconds()
+        if self.exposed_s is not None:
+            self.exposed_s += result.exposed.seconds()
 
     def wait(self) -> None:
         self.replica.wait()
@@ -402,20 +335,14 @@ class Synchronised(Entrant):
         return list({id(comm): comm for comm in found}.values())
 
     def weights(self) -> list[Tensor] | None:
-        if not self.replica.whole_parameters or self.contestant.name in _DRIFTING:
-            return None
-        return super().weights()
+        return super().weights() if self.replica.whole_parameters else None
 
     def close(self) -> None:
-        if self._watched is not None:
-            self._watched.stop()
         self.sync.close()
 
 
 class InTheirLoop(Entrant):
     """A strategy of the registry in a plain loop: two lines replace DDP's."""
-
-    knows_communication = False
 
     def set_up(self) -> None:
         super().set_up()
@@ -433,8 +360,8 @@ class InTheirLoop(Entrant):
         self.sync.close()
 
 
-_OTHERS: dict[str, type[Entrant]] = {
-    ALONE: Alone,
+_OTHERS = {
+    ALONE: Entrant,
     "torch_ddp": TorchDdp,
     "accelerate": Accelerated,
     "fabric": Fabricated,
@@ -442,11 +369,11 @@ _OTHERS: dict[str, type[Entrant]] = {
 
 
 def enter(
-    contestant: Contestant, site: BenchSite, clock: StepClock, *, blocking: Blocking | None = None
+    contestant: Contestant, site: BenchSite, clock: StepClock, *, exposed: bool = False
 ) -> Entrant:
     """Build the contestant, see `Entrant`; all ranks of the set call this together."""
     ours = InTheirLoop if contestant.own_loop else Synchronised
-    entrant = _OTHERS.get(contestant.name, ours)(contestant, site, clock, blocking)
+    entrant = _OTHERS.get(contestant.name, ours)(contestant, site, clock, exposed=exposed)
     pin_threads(site.settings.threads)  # Accelerate changes the number
     return entrant
 
@@ -457,14 +384,16 @@ def mean_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
 
 
 def given_options(contestant: Contestant, site: BenchSite) -> dict[str, Any]:
-    """Options of the contestant and of the trainer. `inner_steps` is shortened unless it is given,
-    so that ranks synchronise within a turn."""
+    """Options of the contestant and of the trainer. Without others, a few steps represent many:
+    ranks synchronise once in each turn, low rank begins at once."""
     settings = site.settings
-    options = few_steps(contestant.name, settings.num_steps)  # one synchronisation in each turn
     strategy = STRATEGIES[contestant.name]
+    usual: dict[str, Any] = {"inner_steps": settings.num_steps, "start_powerSGD_iter": 2}
+    if settings.host:
+        usual |= OPTIONS
     has_buckets = strategy.recipe is None or strategy.recipe.grouping == "buckets"
-    if settings.bucket_mb is not None and "bucket_mb" in strategy.options and has_buckets:
-        options = {**options, "bucket_mb": settings.bucket_mb}
-    by_host = {n: v for n, v in OPTIONS.items() if settings.host and n in strategy.options}
-    options = {**options, **by_host, **contestant.options}
+    if settings.bucket_mb is not None and has_buckets:
+        usual["bucket_mb"] = settings.bucket_mb
+    known = {name: value for name, value in usual.items() if name in strategy.options}
+    options = {**known, **contestant.options}
     return options if contestant.own_loop else trainer_options(contestant.name, options)

@@ -1,26 +1,32 @@
-"""A measurement from request to record, as values; `gradsync.commands.cli.experiment` runs it.
+"""A measurement from the command line to its record: `run_experiment` runs an `Experiment`.
 
-Experiment(options, variants, measure, metrics)
-
-variants   from the command's options: what to measure, or an error
+plan       from the command's options: what to measure, or an error
 measure    a rank's part, from JSON to JSON, on a launcher's ranks or on new ones
-metrics    the results as text, JSON, CSV, picture and `record.json`
+findings   the results as a table, JSON, CSV and `record.json`
 """
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shlex
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
 
-from gradsync.core.files import json_text, write_result
-from gradsync.errors import ConfigError, GradsyncError, RunError
+from gradsync.commands.launch.ranks import WORKER, be_rank, measure_on_ranks, until_stopped
+from gradsync.core.files import check_place, json_text, write_result
+from gradsync.errors import ConfigError
+from gradsync.runtime import environ
+from gradsync.runtime.arguments import parse
 from gradsync.runtime.machine import cpu_model, total_bytes, usable_cores
+from gradsync.runtime.resolve import resolve
 
 if TYPE_CHECKING:
     from gradsync.world import World
@@ -30,9 +36,6 @@ _PLACES = ("csv", "out", "save", "as_json", "dry_run")
 """Options that do not change what is measured."""
 
 T = TypeVar("T")
-Ask = Callable[[Any, int], dict[str, Any]]
-"""`ask(work, ranks)`: what rank 0 measured for `work`, a dataclass, on a launcher's ranks or on new
-ones."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +45,6 @@ class Findings:
     environment: Mapping[str, Any]  # see `environment`
     data: Mapping[str, Any]  # for `--json` and the record
     show: Callable[[IO[str]], None]  # prints it for people
-    command: str = ""  # for the same measurement; usually as typed, without output flags
     samples: Any = None  # for the record alone
     csv: Callable[[], str] | None = None
     keep: Callable[[], str] | None = None  # saves what other commands use, last; returns where
@@ -55,13 +57,72 @@ class Experiment:
 
     command: tuple[str, ...]  # as typed
     options: type  # its flags: a dataclass
+    plan: Callable[[Any, World], Any]  # from options and world; raises `ConfigError`
+    ranks: Callable[[Any], int]  # from the plan: how many to start
     measure: str  # `module:function`; imported by ranks only
-    variants: Callable[[Any, World], Any]  # from options and world; raises `ConfigError`
-    metrics: Callable[[Any, Any, Any, World], Findings]  # the third is what `measure` returned
-    collect: Callable[[Any, Any, World, Ask], Any] = lambda options, variants, _, ask: ask(
-        variants, options.world_size
-    )  # what ranks measured, on rank 0
-    dry: Callable[[Any], Any] = asdict  # what `--dry-run` prints of the variants, as JSON
+    findings: Callable[[Any, Any], Findings]  # from the plan and what `measure` returned on rank 0
+
+
+def run_experiment(experiment: Experiment, argv: list[str]) -> int:
+    """Run the command.
+
+    Returns:
+        0 if all was measured (or `Findings.code`), the ranks' code if they failed; 128 + signal
+            after one.
+
+    Raises:
+        ConfigError: a measurement that is not possible, an output that cannot be written.
+        RunError: ranks could not start, results could not be written.
+    """
+    module, _, function = experiment.measure.partition(":")
+
+    def measure(plan: dict[str, Any]) -> dict[str, Any]:
+        return getattr(import_module(module), function)(plan)
+
+    if argv[:1] == [WORKER]:
+        return be_rank(Path(argv[1]), measure)
+    options = parse(experiment.options, argv, " ".join(experiment.command))
+    world = resolve(environ.snapshot()).world
+    plan = experiment.plan(options, world)
+    if world.is_main:
+        for name in ("csv", "out"):
+            if place := getattr(options, name, ""):
+                check_place(flag_of(name), Path(place), folder=name == "out")
+    if getattr(options, "dry_run", False):
+        if world.is_main:
+            print(json.dumps(asdict(plan), indent=1))
+        return 0
+    if world.is_distributed:
+        options = replace(options, world_size=world.world_size)
+    ask = partial(measure_on_ranks, experiment.command, asdict(plan), measure, world=world)
+
+    def work() -> int:
+        outcome = ask(world_size=experiment.ranks(plan))
+        if outcome.result is None:  # nothing to print here, or the ranks have printed the error
+            return outcome.code
+        found = experiment.findings(plan, outcome.result)
+        _deliver(options, experiment.command, found)
+        return found.code
+
+    return until_stopped(world, work)
+
+
+def _deliver(options: Any, command: Sequence[str], found: Findings) -> None:
+    """Write the results to every requested output."""
+    human = sys.stderr if options.as_json else sys.stdout
+    found.show(human)
+    again = command_of(options, command)
+    if options.as_json:
+        head = {"environment": found.environment, "command": again}
+        print(json.dumps({**head, **found.data}, indent=1, allow_nan=False), flush=True)
+    if found.csv and options.csv:
+        write_result(Path(options.csv), found.csv())
+    if options.out:
+        about = {"name": command[-1], "command": again, "environment": found.environment}
+        data = {**found.data, "samples": found.samples}
+        print(f"wrote {write_record(Path(options.out), **about, data=data)}", file=human)
+    if found.keep and getattr(options, "save", True):
+        print(found.keep(), file=human)
 
 
 def command_of(options: Any, command: Sequence[str]) -> str:
@@ -69,8 +130,11 @@ def command_of(options: Any, command: Sequence[str]) -> str:
     words = ["gradsync", *command]
     for entry in fields(options):
         value = getattr(options, entry.name)
-        if entry.name not in _PLACES and value != entry.default:
-            words += [flag_of(entry.name)] if value is True else [flag_of(entry.name), str(value)]
+        if entry.name in _PLACES or value == entry.default:
+            continue
+        if entry.name != "model":  # the positional one
+            words.append(flag_of(entry.name))
+        words += [] if value is True else [str(value)]
     return shlex.join(words)
 
 
@@ -84,15 +148,6 @@ def check_least(options: Any, **least: int) -> None:
     for name, number in least.items():
         if (value := getattr(options, name)) is not None and value < number:
             raise ConfigError(f"{flag_of(name)} must be at least {number}; got {value}")
-
-
-def check_alone(world: World, command: str) -> None:
-    """Refuse a launcher's ranks if a measurement starts its own."""
-    if world.is_distributed:
-        raise ConfigError(
-            f"{command} starts ranks itself: run it as one process, without {world.launcher}; "
-            "bench sync measures the ranks that a launcher started"
-        )
 
 
 def taken(kind: type[T], options: Any, **others: Any) -> T:
@@ -144,18 +199,6 @@ def write_record(
     path = folder / "record.json"
     write_result(path, json_text(document))
     return path
-
-
-def failed(error: GradsyncError) -> dict[str, Any]:
-    """A result that carries an error which all ranks found: one process reports it."""
-    return {"failed": str(error), "exit_code": error.exit_code}
-
-
-def raise_failed(result: Mapping[str, Any]) -> None:
-    """Raise what `failed` put into a result, as a `ConfigError` or a `RunError`."""
-    if "failed" in result:
-        kind = ConfigError if result["exit_code"] == ConfigError.exit_code else RunError
-        raise kind(result["failed"])
 
 
 def from_json(kind: type[T], data: Mapping[str, Any]) -> T:

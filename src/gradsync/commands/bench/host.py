@@ -77,33 +77,28 @@ LEGEND = (
 
 
 def cells(
-    labels: Sequence[str],
-    seconds: Mapping[str, Sequence[float]],
-    ranks: Mapping[str, Mapping[str, Any]],
+    seconds: Mapping[str, Sequence[float]], ranks: Mapping[str, Mapping[str, Any]]
 ) -> list[tuple[str, ...]]:
-    """A row for each of `labels`; the first is `none`.
+    """A row for each contestant, of which the first is `none`.
 
     Args:
-        labels: of contestants.
         seconds: each one's step, by round.
         ranks: what rank 0 found for each.
     """
-    rows, none = [], ranks[labels[0]]["host"]
-    for label in labels:
-        own, host = seconds[label], ranks[label]["host"]
+    alone = next(iter(seconds))
+    rows, none = [], ranks[alone]["host"]
+    for label, own in seconds.items():
+        host = ranks[label]["host"]
         to = [
             spread(ratios(own, seconds[other])).text(2) if other in seconds else "-"
-            for other in (labels[0], "torch_ddp")
+            for other in (alone, "torch_ddp")
         ]
         beyond = [(host[part] - none[part]) / host["tensors"] for part in ("dispatched", "calls")]
         rows.append(
             (
                 *(label, spread([1000 * each for each in own]).text(2), *to),
-                *(
-                    f"{host['dispatched']:,}",
-                    f"{host['calls']:,}",
-                    *(f"{each:.1f}" for each in beyond),
-                ),
+                *(f"{host['dispatched']:,}", f"{host['calls']:,}"),
+                *(f"{each:.1f}" for each in beyond),
                 f"{ranks[label]['operations']:.3g}",
             )
         )

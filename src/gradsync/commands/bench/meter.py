@@ -1,4 +1,4 @@
-"""When a step begins and ends, what a rank sends in it, and how long that takes without overlap.
+"""When a step begins and ends, and what a rank sends in it.
 
 On a CPU the clock is read, on an accelerator events in the stream. Torch's own contestants are
 measured from outside: process groups count operations, the kernel counts bytes. For our strategies
@@ -13,9 +13,7 @@ import stat
 import struct
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,13 +22,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradsync.comm.base import Communicator
-from gradsync.comm.process_group import Done
 from gradsync.core.torch_private import num_issued, process_groups
 
 _BYTES_SENT = 200
 """Offset in `struct tcp_info` of `tcpi_bytes_sent`, then `tcpi_bytes_retrans` (Linux 4.19), without
 headers. A late packet is sent twice, on a busy host even to itself."""
-_COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "reduce_scatter")
+_IN_MEMORY = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "run")
 
 
 class StepClock:
@@ -117,77 +114,37 @@ def operations_issued() -> int:
     return sum(map(num_issued, process_groups())) if dist.is_initialized() else 0
 
 
-@contextmanager
-def taking(total: Any) -> Generator[None]:
-    """Add the block's duration, including its work on an accelerator, to `total.seconds`."""
-    synchronize = torch.cuda.synchronize if torch.cuda.is_initialized() else lambda: None
-    synchronize()
-    begin = time.perf_counter()
-    yield
-    synchronize()
-    total.seconds += time.perf_counter() - begin
-
-
 class Wire:
-    """Counts from its creation on; `comms` are those of a strategy of ours."""
+    """Counts from its creation on; `comms` are those of a strategy of ours. It shadows their
+    methods: each call is counted and forwarded."""
 
     def __init__(self, comms: Sequence[Communicator] = ()) -> None:
-        self._watched = [Watched(comm) for comm in comms]
         self._begin = operations_issued(), bytes_sent()
+        self._surplus = 0  # sends and receives of a batch, which the group counts one by one
+        self._in_memory = 0
+        self._lock = threading.Lock()
+        self._shadows: list[tuple[Any, str]] = []
+        for comm in comms:
+            in_memory = hasattr(comm, "parts_of")
+            for name in ("exchange", *(_IN_MEMORY if in_memory else ())):
+                if hasattr(comm, name):
+                    setattr(comm, name, partial(self._call, name, getattr(comm, name)))
+                    self._shadows.append((comm, name))
 
     def read(self) -> tuple[int, int]:
         """(operations, bytes sent) of this rank; a batch of messages is one operation. Shared
         memory sends no bytes."""
         operations = operations_issued() - self._begin[0]
         sent = bytes_sent() - self._begin[1]
-        for watched in self._watched:
-            watched.stop()
-            # Sends and receives of a batch were counted one by one.
-            operations -= watched.messages - watched.calls["exchange"]
-            if watched.in_memory:
-                operations += sum(watched.calls[name] for name in (*_COLLECTIVES, "run"))
-        return operations, sent
-
-
-class Watched:
-    """Shadows the methods of one communicator object: it counts each call and forwards it. It waits
-    for methods in `timed` at once, after `before` has made ranks start together, and adds their
-    duration to `total.seconds`."""
-
-    def __init__(
-        self,
-        comm: Communicator,
-        *,
-        timed: tuple[str, ...] = (),
-        before: Callable[[], None] = lambda: None,
-        total: Any = None,
-    ) -> None:
-        self.calls: Counter[str] = Counter()
-        self.messages = 0  # sends and receives of all batches
-        self.in_memory = hasattr(comm, "parts_of")
-        self._comm: Any = comm
-        self._timed, self._before, self._total = timed, before, total
-        self._lock = threading.Lock()
-        self._shadows = [name for name in (*_COLLECTIVES, "exchange", "run") if hasattr(comm, name)]
-        for name in self._shadows:
-            setattr(comm, name, partial(self._call, name, getattr(comm, name)))
-
-    def stop(self) -> None:
-        """Restore the communicator's own methods."""
-        for name in self._shadows:
-            delattr(self._comm, name)
-        self._shadows = []
+        for comm, name in self._shadows:
+            delattr(comm, name)
+        return operations - self._surplus + self._in_memory, sent
 
     def _call(self, name: str, method: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
         with self._lock:
-            messages = 1
             if name == "exchange":
                 messages = sum(t.numel() > 0 for t, _ in (*arguments[0], *arguments[1]))
-                self.messages += messages
-            self.calls[name] += messages > 0  # an empty batch does not count
-        if name not in self._timed:
-            return method(*arguments, **named)
-        self._before()
-        with taking(self._total):
-            method(*arguments, **named).wait()
-        return Done()
+                self._surplus += max(messages - 1, 0)  # an empty batch does not count
+            else:
+                self._in_memory += 1
+        return method(*arguments, **named)

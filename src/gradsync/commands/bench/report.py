@@ -16,7 +16,6 @@ from gradsync.core.files import counted
 
 _RESAMPLES = 4000
 _WIDE = 240  # columns of a file: a table in it must not be cut
-_BAR = 24
 
 Tell = Callable[[int, int, str], None]  # `tell(items of work done, items in all, what comes now)`
 
@@ -87,19 +86,11 @@ def print_table(
         table.add_column(heading, justify="left" if is_words else "right")
     for row in rows:
         table.add_row(*row)
-    _console(stream).print(table)
-    print_notes(stream, notes)
-
-
-def print_notes(stream: IO[str], notes: Iterable[str]) -> None:
-    """A paragraph each."""
-    for line in notes:
-        _console(stream).print(line, style="dim", soft_wrap=not stream.isatty())
-
-
-def _console(stream: IO[str]) -> Console:
     width = None if stream.isatty() else _WIDE
-    return Console(file=stream, width=width, markup=False, emoji=False, highlight=False)
+    console = Console(file=stream, width=width, markup=False, emoji=False, highlight=False)
+    console.print(table)
+    for line in notes:
+        console.print(line, style="dim", soft_wrap=not stream.isatty())
 
 
 def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -121,31 +112,16 @@ def where(environment: Mapping[str, Any]) -> str:
     )
 
 
-def progress_bar() -> Tell:
-    """Show progress: a bar on a terminal, elsewhere a line for each tenth. It starts no thread,
-    which would disturb the measurement."""
-    if not sys.stderr.isatty():
-
-        def tell(place: int, count: int, what: str) -> None:
-            if place < count and 10 * place % count < 10:
-                say(f"{place} of {count} done, next: {what}")
-
-        return tell
-
-    def draw(place: int, count: int, what: str) -> None:
-        full = _BAR * place // count
-        bar = "━" * full + "╌" * (_BAR - full)
-        text = f"{bar} {place}/{count} {what}" if place < count else ""
-        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
-
-    return draw
+def show_progress(place: int, count: int, what: str) -> None:
+    """A line for each tenth of the work; see `Tell`."""
+    if place < count and 10 * place % count < 10:
+        say(f"{place} of {count} done, next: {what}")
 
 
 def say(text: str) -> None:
-    """Print a line above the bar."""
-    clear = "\r\x1b[K" if sys.stderr.isatty() else ""
-    print(f"{clear}gradsync: {text}", file=sys.stderr, flush=True)
+    """Print a line on standard error."""
+    print(f"gradsync: {text}", file=sys.stderr, flush=True)
 
 
 def silent(*_: object) -> None:
-    """For ranks and outputs that show no progress."""
+    """For ranks that show no progress."""

@@ -8,25 +8,30 @@ The baseline is one rank without any wrapper. All world sizes stay alive and tak
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from gradsync.commands.bench.contestants import ALONE, Contestant, parse_contestants
-from gradsync.commands.bench.experiment import Experiment, Findings, check_alone, check_least, taken
+from gradsync.commands.bench.experiment import (
+    Experiment,
+    Findings,
+    check_least,
+    names_in,
+    taken,
+)
 from gradsync.commands.bench.report import Spread, interval, print_table, spread, where
 from gradsync.commands.bench.sync_plan import (
-    USUAL_TOKENS,
     BenchPlan,
     Entry,
     Results,
     SyncSettings,
     bench_plan,
-    ranks_text,
-    room_for,
+    side_by_side,
     step_seconds,
 )
 from gradsync.core.files import counted
@@ -59,8 +64,7 @@ class ScalingOptions:
     mode: str = "both"  # weak, strong or both.
     strategy: str = "invariant"
     """How gradients are synchronised, optionally with options: bucketed:bucket_mb=1."""
-    model_size: str = "tiny"
-    """tiny, mini, small, medium, large, xl, 1.3b, 2.7b; auto takes the largest that fits."""
+    model_size: str = "tiny"  # tiny, mini, small, medium, large, xl, 1.3b, 2.7b.
     batch_size: int = 1
     """Sequences per rank and step at the largest world size; weak: at every one."""
     context_length: int | None = None
@@ -77,61 +81,77 @@ class ScalingOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ScalingPlan:
-    """Entries to measure, and how they are compared."""
+class Point:
+    """A world size in a mode; both modes may share an entry of the plan."""
 
-    plan: BenchPlan
-    modes: tuple[str, ...]
-    batch_size: int
-    """Sequences of a rank and step in weak mode; in strong mode, those of a rank at the largest
-    world size."""
-
-    def entry(self, mode: str, world_size: int) -> Entry:
-        """The entry that measures this point; both modes may share one."""
-        batch = _batch_of(mode, world_size, self.plan.world_sizes, self.batch_size)
-        return self.plan.entry(_label(world_size, batch))
+    mode: str
+    world_size: int
+    batch_size: int  # sequences of a rank and step
 
     @property
-    def title(self) -> str:
-        """The measurement, in one line."""
-        strategy = self.entry(self.modes[0], self.plan.world_sizes[-1]).contestant.name
-        return f"Scaling of {strategy}: {self.plan.settings.text}"
+    def label(self) -> str:
+        """Its entry's label."""
+        return f"{counted(self.world_size, 'rank')}, {self.batch_size} a rank"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScalingPlan:
+    """What to measure, and how it is compared."""
+
+    plan: BenchPlan
+    points: tuple[Point, ...]  # by mode and ascending world size
+
+    def entry(self, point: Point) -> Entry:
+        """The entry that measures `point`."""
+        return next(entry for entry in self.plan.entries if entry.label == point.label)
 
 
 def plan_of(options: ScalingOptions, world: World) -> ScalingPlan:
     """Check the request."""
-    check_alone(world, "bench scaling")
-    check_least(options, batch_size=1, context_length=1, rounds=FEWEST_ROUNDS)
-    sizes = parse_world_sizes(options.world_sizes or usual_sizes(usable_cores()))
-    tokens = options.batch_size * (options.context_length or USUAL_TOKENS)
-    room = room_for(options.device, tokens, ranks=sum(sizes), busy=sizes[-1])
-    settings = taken(
-        SyncSettings,
-        options,
-        model_size=room.choose(options.model_size),
-        threads=choose_threads(sizes[-1]),
-    )
-    mode, batch_size = options.mode, options.batch_size
-    if mode != "both" and mode not in MODES:
-        raise ConfigError(f"--mode must be {', '.join(MODES)} or both; got {mode!r}")
-    modes = MODES if mode == "both" else (mode,)
-    chosen = parse_contestants(options.strategy)
-    if any(each.chose_memory for each in chosen):
+    if world.is_distributed:
         raise ConfigError(
-            f"--strategy {options.strategy}: here all keep freed memory; drop keep_memory"
+            f"bench scaling starts ranks itself: run it without {world.launcher}; bench sync "
+            "measures the ranks that a launcher started"
         )
+    check_least(options, batch_size=1, rounds=FEWEST_ROUNDS)
+    if options.mode not in (*MODES, "both"):
+        raise ConfigError(f"--mode must be {', '.join(MODES)} or both; got {options.mode!r}")
+    chosen = parse_contestants(options.strategy)
     if len(chosen) != 1:
         raise ConfigError(f"--strategy takes one name; got {options.strategy!r}")
-    entries: dict[str, tuple[Contestant, int, int]] = {}
-    for each in modes:
+    sizes = parse_world_sizes(options.world_sizes or usual_sizes(usable_cores()))
+    points = []
+    for mode in MODES if options.mode == "both" else (options.mode,):
         for size in sizes:
-            batch = _batch_of(each, size, sizes, batch_size)
-            label = _label(size, batch)
-            many = Contestant(label=label, name=chosen[0].name, options=chosen[0].options)
-            one = Contestant(label=label, name=ALONE)
-            entries[label] = (many if size > 1 else one, size, batch)
-    plan = bench_plan(settings, entries.values()).fitting(room, contestants=len(modes) + 1)
-    return ScalingPlan(plan=plan, modes=modes, batch_size=batch_size)
+            batch, rest = options.batch_size, 0
+            if mode == "strong":
+                batch, rest = divmod(options.batch_size * sizes[-1], size)
+            if rest:
+                raise ConfigError(
+                    f"--mode strong: a global batch of {options.batch_size} x {sizes[-1]} "
+                    f"sequences does not divide among {size} ranks"
+                )
+            points.append(Point(mode=mode, world_size=size, batch_size=batch))
+    entries = {
+        point.label: (
+            replace(chosen[0], label=point.label, keep_memory=True)
+            if point.world_size > 1
+            else Contestant(label=point.label, name=ALONE),
+            point.world_size,
+            point.batch_size,
+        )
+        for point in points
+    }
+    settings = taken(SyncSettings, options, threads=choose_threads(sizes[-1]))
+    settings = side_by_side(settings, ranks=sum(sizes), models=len(points) // len(sizes) + 1)
+    return ScalingPlan(plan=bench_plan(settings, entries.values()), points=tuple(points))
+
+
+def measure(scaling_json: dict[str, Any]) -> dict[str, Any]:
+    """This rank's part."""
+    from gradsync.commands.bench import steps
+
+    return steps.measure(scaling_json["plan"])
 
 
 def usual_sizes(cores: int) -> str:
@@ -145,39 +165,21 @@ def usual_sizes(cores: int) -> str:
 def parse_world_sizes(text: str) -> tuple[int, ...]:
     """`"2,4"` as (1, 2, 4): ascending, 1 first."""
     sizes = {1}
-    for word in filter(None, (word.strip() for word in text.split(","))):
-        number = whole_number(word.removeprefix("-"), MOST_RANKS)
-        if number is None:
+    for word in names_in(text):
+        number = whole_number(word, MOST_RANKS)
+        if not number:
             raise ConfigError(
                 f"--world-sizes: {word[:80]!r} is not a number of ranks, at most {MOST_RANKS}"
             )
-        if not number or word[0] == "-":
-            raise ConfigError(f"--world-sizes: must be at least 1; got {word}")
         sizes.add(number)
     if len(sizes) == 1:
         raise ConfigError("--world-sizes: name a number above 1 to compare one rank with")
     return tuple(sorted(sizes))
 
 
-def _batch_of(mode: str, world_size: int, sizes: Sequence[int], batch_size: int) -> int:
-    if mode == "weak":
-        return batch_size
-    whole = batch_size * sizes[-1]
-    if whole % world_size:
-        raise ConfigError(
-            f"--mode strong: a global batch of {batch_size} x {sizes[-1]} sequences does not "
-            f"divide among {world_size} ranks; take --batch-size {world_size * batch_size}"
-        )
-    return whole // world_size
-
-
-def _label(world_size: int, batch_size: int) -> str:
-    return f"{ranks_text(world_size)}, {batch_size} a rank"
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScalingPoint:
-    """One world size in one mode."""
+    """The figures of one world size in one mode."""
 
     mode: str
     world_size: int
@@ -192,33 +194,30 @@ class ScalingPoint:
 
 
 def points_of(scaling: ScalingPlan, results: Results) -> list[ScalingPoint]:
-    """One point per mode and world size."""
-    plan, found = scaling.plan, []
-    for mode in scaling.modes:
-        baseline = step_seconds(plan.ranks(results, scaling.entry(mode, 1)))
-        for size in plan.world_sizes:
-            entry = scaling.entry(mode, size)
-            steps = step_seconds(plan.ranks(results, entry))
-            # Weak: W times the work in the same time. Strong: the same work in 1/W of the time.
-            ranks = 1 if mode == "weak" else size
-            rounds = [one / (ranks * many) for one, many in zip(baseline, steps, strict=True)]
-            low, high = interval(rounds)
-            tokens = size * entry.batch_size * plan.settings.tokens
-            step_ms = spread([1000 * seconds for seconds in steps])
-            found.append(
-                ScalingPoint(
-                    mode=mode,
-                    world_size=size,
-                    batch_size=entry.batch_size,
-                    step_ms=step_ms,
-                    tokens_per_s=tokens / step_ms.median * 1000,
-                    speedup=size * median(rounds),
-                    efficiency=median(rounds),
-                    low=low,
-                    high=high,
-                    verdict=judge(low, high),
-                )
+    """The figures of every point."""
+    plan, found, baseline = scaling.plan, [], []
+    for point in scaling.points:
+        steps = step_seconds(plan.ranks(results, scaling.entry(point)))
+        if point.world_size == 1:  # the first of its mode
+            baseline = steps
+        # Weak: W times the work in the same time. Strong: the same work in 1/W of the time.
+        ranks = 1 if point.mode == "weak" else point.world_size
+        rounds = [one / (ranks * many) for one, many in zip(baseline, steps, strict=True)]
+        low, high = interval(rounds)
+        tokens = point.world_size * point.batch_size * plan.settings.tokens
+        step_ms = spread([1000 * seconds for seconds in steps])
+        found.append(
+            ScalingPoint(
+                **asdict(point),
+                step_ms=step_ms,
+                tokens_per_s=tokens / step_ms.median * 1000,
+                speedup=point.world_size * median(rounds),
+                efficiency=median(rounds),
+                low=low,
+                high=high,
+                verdict=judge(low, high),
             )
+        )
     return found
 
 
@@ -227,14 +226,13 @@ def judge(low: float, high: float) -> Verdict:
     return "yes" if low >= THRESHOLD else "no" if high < THRESHOLD else "cannot tell"
 
 
+_VERDICT = f"at least {THRESHOLD:.0%}?"
+_COLUMNS = ("mode", "ranks", "batch a rank", "step, ms", "tokens/s", "speed-up", "efficiency")
 _LEGEND = (
     "weak: a rank's batch stays; strong: the global batch stays. efficiency: speed-up per rank "
     "over one rank without any wrapper, of the same round (median; 95 % interval by the bootstrap "
     "over rounds)."
 )
-
-
-_COLUMNS = ("mode", "ranks", "batch a rank", "step, ms", "tokens/s", "speed-up", "efficiency")
 
 
 def _cells(point: ScalingPoint) -> tuple[str, ...]:
@@ -263,14 +261,17 @@ def notes_of(scaling: ScalingPlan, *, on_cpu: bool, cores: int) -> list[str]:
     return notes
 
 
-def _findings(
-    options: ScalingOptions, scaling: ScalingPlan, results: Results, world: World
-) -> Findings:
+def findings_of(scaling: ScalingPlan, result: Mapping[str, Any]) -> Findings:
+    """The table, and what goes into the record."""
+    results, settings = result["results"], scaling.plan.settings
     environment = results[-1]["environment"]  # of the largest world size
     on_cpu, points = results[-1]["device"] == "cpu", points_of(scaling, results)
-    notes, place = notes_of(scaling, on_cpu=on_cpu, cores=environment["cores"]), where(environment)
-    verdict, cells = f"at least {THRESHOLD:.0%}?", [_cells(point) for point in points]
-    said, columns = (*notes, _LEGEND, place), (*_COLUMNS, verdict)
+    notes = notes_of(scaling, on_cpu=on_cpu, cores=environment["cores"])
+    name = scaling.entry(scaling.points[-1]).contestant.name
+    title = (
+        f"Scaling of {name}: {settings.model_text}, sequences of {settings.tokens}; "
+        f"{settings.turns_text}"
+    )
     return Findings(
         environment=environment,
         data={
@@ -281,16 +282,22 @@ def _findings(
             "points": [asdict(point) for point in points],
         },
         samples=[result["contestants"] for result in results],
-        show=lambda file: print_table(file, scaling.title, columns, cells, said, words=(verdict,)),
+        show=partial(
+            print_table,
+            title=title,
+            columns=(*_COLUMNS, _VERDICT),
+            rows=[_cells(point) for point in points],
+            notes=(*notes, _LEGEND, where(environment)),
+            words=(_VERDICT,),
+        ),
     )
 
 
 EXPERIMENT = Experiment(
     command=("bench", "scaling"),
     options=ScalingOptions,
-    measure="gradsync.commands.bench.steps:measure",
-    variants=plan_of,
-    collect=lambda _, scaling, __, ask: scaling.plan.measured(ask),
-    metrics=_findings,
-    dry=lambda scaling: asdict(scaling.plan),
+    plan=plan_of,
+    ranks=lambda scaling: sum(scaling.plan.world_sizes),
+    measure="gradsync.commands.bench.scaling:measure",
+    findings=findings_of,
 )

@@ -3,49 +3,41 @@ the ideal; docs/guide/verifying.md explains the figures."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from statistics import fmean, median
-from typing import IO, TYPE_CHECKING, Annotated
+from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from gradsync.commands.bench import host
 from gradsync.commands.bench.contestants import left_out, parse_contestants, with_ideals
-from gradsync.commands.bench.experiment import (
-    Ask,
-    Experiment,
-    Findings,
-    check_least,
-    command_of,
-    taken,
+from gradsync.commands.bench.experiment import Experiment, Findings, check_least, taken
+from gradsync.commands.bench.report import (
+    Spread,
+    csv_text,
+    print_table,
+    ratios,
+    say,
+    spread,
+    where,
 )
-from gradsync.commands.bench.report import Spread, csv_text, print_table, ratios, spread, where
 from gradsync.commands.bench.sync_plan import (
-    BUDGET_S,
-    USUAL_TOKENS,
     BenchPlan,
     Entry,
     Results,
     SyncSettings,
     bench_plan,
-    duration,
-    in_time,
-    room_for,
+    side_by_side,
     step_seconds,
-    trial_step,
     uses_cuda,
 )
-from gradsync.commands.models.config import PRESETS
 from gradsync.commands.plan.machine import fast_dtype
 from gradsync.runtime.machine import choose_threads
 
 if TYPE_CHECKING:
     from gradsync.world import World
-
-_COMMAND = ("bench", "sync")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,10 +51,7 @@ class SyncOptions:
     torchrun, mpirun or srun, it measures the launched ranks.
     """
 
-    model_size: str = "auto"
-    """tiny, mini, small, medium, large, xl, 1.3b, 2.7b. auto takes the largest that fits into
-    memory and takes less than three minutes here, estimated from a few timed steps (under a
-    launcher, only memory counts). If even the smallest takes longer, it takes fewer turns."""
+    model_size: str = "tiny"  # tiny, mini, small, medium, large, xl, 1.3b, 2.7b.
     world_size: int = 2  # Ranks to start on this host.
     strategies: str = "default"
     """Names separated by commas, each optionally with options: naive,bucketed:bucket_mb=1. Besides
@@ -74,7 +63,7 @@ class SyncOptions:
     context_length: int | None = None
     """Tokens of a sequence; default: what the model takes, at most 512."""
     batch_size: int = 1  # Sequences per rank and step.
-    leaves_per_rank: int = 1  # Micro-batches into which these are divided.
+    micro_batches_per_rank: int = 1  # Micro-batches into which these are divided.
     dtype: str = "auto"
     """fp32, bf16 (autocast over fp32 weights), or auto: bf16, except where a CPU emulates it."""
     threads: int | None = None  # Intra-op threads of a rank; default: cores / ranks.
@@ -82,7 +71,7 @@ class SyncOptions:
     host: bool = False
     """Measure what a step costs the host: the model's tensors and buckets, 8 wide, so that
     computing costs nothing. Counts operations and calls, and lists the slowest functions. `default`
-    stands for torch_ddp, bucketed and invariant, in both loops, and auto for small."""
+    stands for torch_ddp, bucketed and invariant, in both loops."""
     csv: str = ""  # Write one row per contestant to this file.
     out: str = ""  # Write record.json, with every sample, into this folder.
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
@@ -93,104 +82,40 @@ class SyncOptions:
 def plan_of(options: SyncOptions, world: World) -> BenchPlan:
     """Check the request; under a launcher, at its number of ranks."""
     if options.host:
-        options = _for_host(options)
-    chosen = parse_contestants(options.strategies)
+        mine = options.strategies == "default"
+        options = replace(
+            options,
+            strategies=host.CONTESTANTS if mine else options.strategies,
+            context_length=options.context_length or host.TOKENS,
+            dtype="fp32" if options.dtype == "auto" else options.dtype,
+        )
     world_size = world.world_size if world.is_distributed else options.world_size
-    check_least(options, world_size=1, batch_size=1, leaves_per_rank=1, context_length=1)
-    # Only ranks that we start can run twice, once for each allocator setting.
-    one_set = options.host or world.is_distributed or uses_cuda(options.device)
-    contestants = with_ideals(chosen, same_allocator=one_set)
+    check_least(options, world_size=1)
     local = world.local_world_size if world.is_distributed else world_size
-    sets, tokens = (
-        {each.keep_memory for each in contestants},
-        options.context_length or USUAL_TOKENS,
-    )
-    tokens *= options.batch_size // options.leaves_per_rank
-    room = room_for(options.device, tokens, ranks=local * len(sets), busy=local)
+    on_cuda = uses_cuda(options.device)
+    # Only ranks that we start can run twice, once for each allocator setting.
+    one_set = options.host or world.is_distributed or on_cuda
+    chosen = parse_contestants(options.strategies)
+    contestants = with_ideals(chosen, same_allocator=one_set)
+    auto = options.dtype == "auto"
     settings = taken(
         SyncSettings,
         options,
-        dtype=_dtype_of(options),
-        model_size=options.model_size if options.host else room.choose(options.model_size),
+        dtype=fast_dtype("cuda" if on_cuda else "cpu") if auto else options.dtype,
         threads=choose_threads(local, requested=options.threads),
     )
     plan = bench_plan(settings, [(each, world_size, options.batch_size) for each in contestants])
-    if options.model_size == "auto" and not world.is_distributed:
-        plan = in_time(plan, room.kind, partial(trial_step, ranks_per_host=local))
     most = max(sum(e.worker_set == n for e in plan.entries) for n in range(len(plan.sets)))
     # The contestant that runs exists twice.
-    return plan.fitting(room, contestants=most + 1)
-
-
-def _for_host(options: SyncOptions) -> SyncOptions:
-    """The request as `--host` measures it."""
-    size = "small" if options.model_size == "auto" else options.model_size
-    mine = options.strategies == "default"
-    return replace(
-        options,
-        model_size=size,
-        strategies=host.CONTESTANTS if mine else options.strategies,
-        context_length=options.context_length or host.TOKENS,
-        dtype="fp32" if options.dtype == "auto" else options.dtype,
-    )
-
-
-def _dtype_of(options: SyncOptions) -> str:
-    if options.dtype != "auto":
-        return options.dtype
-    return fast_dtype("cuda" if uses_cuda(options.device) else "cpu")
-
-
-def as_measured(options: SyncOptions, world: World) -> SyncOptions:
-    """The options that repeat the measurement without a launcher."""
-    if not world.is_distributed:
-        return options
-    return replace(options, world_size=world.world_size)
-
-
-def _collect(options: SyncOptions, plan: BenchPlan, world: World, ask: Ask) -> Results:
+    settings = side_by_side(settings, ranks=local * len(plan.sets), models=most + 1)
     if world.is_main:
-        for line in _decided(options, plan, world):
-            print(f"gradsync: {line}", file=sys.stderr)
-    return plan.measured(ask)
-
-
-def _decided(options: SyncOptions, plan: BenchPlan, world: World) -> list[str]:
-    """Decisions made for the user, one line each."""
-    lines = [
-        f"{name} is left out: its package is not installed (pip install 'gradsync[bench]')"
-        for name in left_out(options.strategies)
-    ]
-    if options.host:
-        return []
-    if options.dtype == "auto" and plan.settings.dtype == "fp32":
-        lines.append(
-            "dtype fp32: this processor emulates bf16; --dtype bf16 measures it all the same"
-        )
-    others = any(not entry.contestant.is_ours for entry in plan.entries[1:])
-    if world.is_distributed and others:
-        lines.append(
-            f"under {world.launcher} there is one set of ranks: all contestants keep freed memory"
-        )
-    if options.model_size == "auto":
-        name, done = plan.settings.model_size, plan.takes_s <= BUDGET_S
-        millions = PRESETS[name].num_params() / 1e6
-        why = "the largest that fits" + (" and is done in three minutes" if plan.takes_s else "")
-        lines.append(
-            f"model size {name} ({millions:.0f} M parameters), {why if done else 'the smallest'}; "
-            "--model-size takes another"
-        )
-        if plan.settings.rounds < options.rounds or plan.settings.num_steps < options.num_steps:
-            lines.append(
-                f"{plan.settings.turns_text}, since steps are slow here; --rounds and --num-steps "
-                "take others"
-            )
-        if not done:
-            lines.append(
-                f"its steps take about {duration(plan.takes_s)}, with the ranks' start more than "
-                "three minutes"
-            )
-    return lines
+        for name in left_out(options.strategies):
+            say(f"{name} is left out: its package is missing (pip install 'gradsync[bench]')")
+        if auto and settings.dtype == "fp32":
+            say("dtype fp32: this processor emulates bf16; --dtype bf16 measures it all the same")
+        if world.is_distributed and not all(each.is_ours for each in chosen):
+            say(f"under {world.launcher} there is one set of ranks: all keep freed memory")
+    return replace(plan, settings=settings)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,7 +126,7 @@ class ContestantRow:
     keep_memory: bool  # whether its processes did keep freed memory; not every system allows it
     total_ms: Spread  # a step, on the slowest rank (see `turns`); over rounds
     compute_ms: float  # forward and backward of it, up to the last gradient
-    comm_ms: float | None  # in collectives, without overlap; None: not visible
+    comm_ms: float | None  # in collectives, without overlap; None: not timed
     exposed_ms: float  # what the step takes beyond `none`'s of the same round
     ratio: Spread  # the step over `none`'s, over rounds
     num_comm_ops: float  # operations of a rank in a step; a batch of messages is one
@@ -213,21 +138,17 @@ class ContestantRow:
     exposed_fraction: float  # the part of the step that is exposed communication
 
 
-def rows_of(plan: BenchPlan, results: Results) -> list[ContestantRow]:
-    """One row per entry of the plan."""
-    return [_row(plan, entry, results) for entry in plan.entries]
-
-
-def _row(plan: BenchPlan, entry: Entry, results: Results) -> ContestantRow:
+def row_of(plan: BenchPlan, entry: Entry, results: Results) -> ContestantRow:
+    """The figures of one contestant."""
     ranks = plan.ranks(results, entry)
     own, ideal = step_seconds(ranks), step_seconds(plan.ranks(results, plan.ideal_of(entry)))
-    beyond = median(mine - best for mine, best in zip(own, ideal, strict=True))
     total = spread([1000 * seconds for seconds in own])
-    tokens = len(ranks) * entry.batch_size * plan.settings.tokens
+    beyond = median(mine - best for mine, best in zip(own, ideal, strict=True))
+    exposed_ms = max(1000 * beyond, 0.0)
     times = [rank["comm_s"] for rank in ranks]
     comm_ms = None if None in times else 1000 * max(times)
-    exposed_ms = max(1000 * beyond, 0.0)
     memory = [rank["memory_bytes"] for rank in ranks]
+    tokens = len(ranks) * entry.batch_size * plan.settings.tokens
     return ContestantRow(
         contestant=entry.label,
         keep_memory=results[entry.worker_set]["keeps_memory"],
@@ -256,9 +177,9 @@ STEP_LEGEND = (
 )
 _LEGEND = (
     f"{STEP_LEGEND}`none` of the same round and allocator setting. forward + backward: until the "
-    "last gradient. communication: in collectives, if nothing hides them (- : cannot be seen from "
-    "outside). exposed: what the step takes beyond `none`'s. sent: by a rank, through sockets. "
-    "memory: peak of a rank above its start, pages shared by ranks counted in each."
+    "last gradient. communication: in collectives, if nothing hides them (- : torch's own, other "
+    "libraries, shards). exposed: what the step takes beyond `none`'s. sent: by a rank, through "
+    "sockets. memory: peak of a rank above its start, pages shared by ranks counted in each."
 )
 
 
@@ -281,10 +202,11 @@ def _cells(row: ContestantRow) -> tuple[str, ...]:
 def title(plan: BenchPlan) -> str:
     """The measurement, in one line."""
     settings, first = plan.settings, plan.entries[0]
-    leaves = f", {settings.leaves_per_rank} leaves" if settings.leaves_per_rank > 1 else ""
+    count = settings.micro_batches_per_rank
+    divided = f" in {count} micro-batches" if count > 1 else ""
     return (
         f"{settings.model_text}, {plan.sets[first.worker_set].world_size} ranks x "
-        f"{first.batch_size} x {settings.tokens} tokens a step{leaves}; {settings.turns_text}"
+        f"{first.batch_size} x {settings.tokens} tokens a step{divided}; {settings.turns_text}"
     )
 
 
@@ -298,86 +220,70 @@ def rows_csv(plan: BenchPlan, rows: Sequence[ContestantRow]) -> str:
                 "model_size": settings.model_size,
                 "d_model": settings.config.n_embd,
                 "num_layers": settings.config.n_layer,
-                "total_time_ms": _digits(row.total_ms.median),
-                "compute_time_ms": _digits(row.compute_ms),
-                "comm_time_ms": _digits(row.comm_ms),
-                "comm_fraction": _digits(row.comm_fraction),
-                "num_comm_ops": _digits(row.num_comm_ops),
+                "total_time_ms": row.total_ms.median,
+                "compute_time_ms": row.compute_ms,
+                "comm_time_ms": row.comm_ms,
+                "comm_fraction": row.comm_fraction,
+                "num_comm_ops": row.num_comm_ops,
                 "contestant": row.contestant,
-                "keep_memory": "true" if row.keep_memory else "false",
+                "keep_memory": row.keep_memory,
                 "world_size": plan.sets[entry.worker_set].world_size,
                 "batch_size": entry.batch_size,
                 "context_length": settings.tokens,
-                "leaves_per_rank": settings.leaves_per_rank,
+                "micro_batches_per_rank": settings.micro_batches_per_rank,
                 "dtype": settings.dtype,
-                "total_low_ms": _digits(row.total_ms.low),
-                "total_high_ms": _digits(row.total_ms.high),
-                "exposed_time_ms": _digits(row.exposed_ms),
-                "exposed_fraction": _digits(row.exposed_fraction),
-                "ratio_to_none": _digits(row.ratio.median),
-                "ratio_low": _digits(row.ratio.low),
-                "ratio_high": _digits(row.ratio.high),
-                "comm_bytes": round(row.comm_bytes),
-                "tokens_per_s": _digits(row.tokens_per_s),
-                "memory_mb": None if row.memory_bytes is None else round(row.memory_bytes / 2**20),
+                "total_low_ms": row.total_ms.low,
+                "total_high_ms": row.total_ms.high,
+                "exposed_time_ms": row.exposed_ms,
+                "exposed_fraction": row.exposed_fraction,
+                "ratio_to_none": row.ratio.median,
+                "ratio_low": row.ratio.low,
+                "ratio_high": row.ratio.high,
+                "comm_bytes": row.comm_bytes,
+                "tokens_per_s": row.tokens_per_s,
+                "memory_bytes": row.memory_bytes,
             }
             for entry, row in zip(plan.entries, rows, strict=True)
         ]
     )
 
 
-def _digits(value: float | None) -> str:
-    """Five significant digits, without an exponent if possible."""
-    return "" if value is None else f"{value:.5g}" if abs(value) < 1e5 else f"{value:.0f}"
-
-
-def _findings(options: SyncOptions, plan: BenchPlan, results: Results, world: World) -> Findings:
-
-    environment, rows = results[0]["environment"], rows_of(plan, results)
-    words, notes = ("keeps memory",), (_LEGEND, where(environment))
-    cells = [_cells(row) for row in rows]
-    if options.host:
-        return _host_findings(options, plan, results, world)
-    return Findings(
-        environment=environment,
-        command=command_of(as_measured(options, world), _COMMAND),
-        data={"plan": asdict(plan), "rows": [asdict(row) for row in rows]},
-        samples=[result["contestants"] for result in results],
-        show=lambda file: print_table(file, title(plan), _COLUMNS, cells, notes, words=words),
-        csv=partial(rows_csv, plan, rows),
-    )
-
-
-def _host_findings(
-    options: SyncOptions, plan: BenchPlan, results: Results, world: World
-) -> Findings:
+def findings_of(plan: BenchPlan, result: Mapping[str, Any]) -> Findings:
+    """The table, and what goes into the record; with `--host` another table, and profiles."""
+    results = result["results"]
     environment = results[0]["environment"]
-    ranks = {entry.label: plan.ranks(results, entry) for entry in plan.entries}
-    seconds = {label: step_seconds(found) for label, found in ranks.items()}
-    first = {label: found[0] for label, found in ranks.items()}
-    cells = host.cells(list(ranks), seconds, first)
-    rows = [dict(zip(host.COLUMNS, row, strict=True)) for row in cells]
+    if plan.settings.host:
+        ranks = {entry.label: plan.ranks(results, entry) for entry in plan.entries}
+        first = {label: found[0] for label, found in ranks.items()}
+        columns, legend, words = host.COLUMNS, host.LEGEND, ()
+        cells = host.cells({name: step_seconds(found) for name, found in ranks.items()}, first)
+        rows = [dict(zip(columns, row, strict=True)) for row in cells]
+        as_csv = partial(csv_text, rows)
+    else:
+        measured = [row_of(plan, entry, results) for entry in plan.entries]
+        first, columns, legend, words = {}, _COLUMNS, _LEGEND, ("keeps memory",)
+        cells, rows = [_cells(row) for row in measured], [asdict(row) for row in measured]
+        as_csv = partial(rows_csv, plan, measured)
 
     def show(file: IO[str]) -> None:
-        notes = (host.LEGEND, where(environment))
-        print_table(file, title(plan), host.COLUMNS, cells, notes)
+        notes = (legend, where(environment))
+        print_table(file, title(plan), columns, cells, notes, words=words)
         host.show_profiles(file, first)
 
     return Findings(
         environment=environment,
-        command=command_of(as_measured(options, world), _COMMAND),
         data={"plan": asdict(plan), "rows": rows},
         samples=[result["contestants"] for result in results],
         show=show,
-        csv=partial(csv_text, rows),
+        csv=as_csv,
     )
 
 
 EXPERIMENT = Experiment(
-    command=_COMMAND,
+    command=("bench", "sync"),
     options=SyncOptions,
+    plan=plan_of,
+    ranks=lambda plan: sum(plan.world_sizes),
     measure="gradsync.commands.bench.steps:measure",
-    variants=plan_of,
-    collect=_collect,
-    metrics=_findings,
+    findings=findings_of,
 )

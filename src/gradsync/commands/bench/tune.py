@@ -1,9 +1,7 @@
-"""`gradsync tune`: one stage after another, each with the previous stage's winner.
+"""`gradsync tune`: measure which way to synchronise is fastest here, and save the result.
 
     strategy      the default, the default again, and all that promise as much
     bucket size   of the winner, if its buckets travel as messages
-    first bucket  likewise
-    compilation   on request
 
 Every rank has all samples and makes the same decisions by itself. docs/guide/verifying.md says what
 counts as faster. No torch here before ranks measure."""
@@ -13,49 +11,104 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
 from statistics import median
-from typing import IO, Any
+from typing import IO, Annotated, Any, Literal, cast
+
+import tyro
 
 from gradsync.commands.bench.contestants import ALONE, Contestant, with_ideals
-from gradsync.commands.bench.experiment import failed, from_json
+from gradsync.commands.bench.experiment import (
+    Experiment,
+    Findings,
+    check_least,
+    from_json,
+    run_experiment,
+    taken,
+)
 from gradsync.commands.bench.report import (
     Spread,
     Tell,
     interval,
-    print_notes,
     print_table,
-    progress_bar,
     ratios,
+    show_progress,
     silent,
     where,
 )
-from gradsync.commands.bench.sync import STEP_LEGEND, ContestantRow, rows_of
-from gradsync.commands.bench.sync_plan import SyncSettings, bench_plan, step_seconds
-from gradsync.commands.train.config import CompileOrder
-from gradsync.commands.train.tuned import TunedStrategy
+from gradsync.commands.bench.sync import STEP_LEGEND, ContestantRow, row_of
+from gradsync.commands.bench.sync_plan import (
+    SyncSettings,
+    bench_plan,
+    side_by_side,
+    step_seconds,
+    uses_cuda,
+)
+from gradsync.commands.models.config import preset
+from gradsync.commands.plan.machine import fast_dtype
+from gradsync.commands.plan.measured import Conditions
+from gradsync.commands.train.config import TrainConfig, recipe
+from gradsync.commands.train.data import vocabulary
+from gradsync.commands.train.tuned import TUNED, Tuned, TunedStrategy, conditions_of
+from gradsync.core.files import check_place
 from gradsync.errors import ConfigError
+from gradsync.runtime.machine import choose_threads
 from gradsync.sync.options import Recipe
 from gradsync.sync.registry import STRATEGIES
 from gradsync.world import World
 
 PROMISES = ("bitwise", "rounding")
-STAGES = ("strategy", "bucket size", "first bucket", "compilation")
 _BUCKETS_MB = (2.0, 5.0, 10.0, 50.0, 100.0)
-_FIRST_MB = (0.25, 4.0, 10.0)
 _MIB = 2**20
 _DOUBT = 0.05  # probability that noise wins a stage, both sides together
 _SOME_MESSAGES = 0.01  # fraction of the bytes of the contestant that sends most
+_SIDE_BY_SIDE = 10  # models that the largest stage holds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TuneOptions:
+    """Measure strategies, collectives and bucket sizes for one model on this machine; `gradsync
+    train` with `sync: auto` uses the result.
+
+    Candidates take turns; one replaces the default only if it is faster beyond the noise. Sizes
+    default to those of `gradsync train MODEL`. Under torchrun, mpirun or srun, it measures the
+    launched ranks.
+    """
+
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[MODEL]")] = "tiny"
+    """tiny, mini, small, medium, large, xl, 1.3b, 2.7b."""
+    world_size: int = 2  # Ranks to start on this host.
+    promise: str = "bitwise"
+    """The weakest promise to accept: bitwise (one rank's bits on any number of ranks), or rounding
+    (one rank's numbers except for the order of sums)."""
+    dtype: Literal["fp32", "bf16"] | None = None
+    """fp32, or bf16 (autocast over fp32 weights); default: that of `gradsync train`."""
+    batch_size: int | None = None  # Sequences per rank and step; default: as in `gradsync train`.
+    micro_batches_per_rank: int | None = None
+    """Micro-batches into which these are divided; default: as in `gradsync train`."""
+    context_length: int | None = None  # Tokens of a sequence; default: the model's.
+    data: str = ""  # Directory with train.bin, for the vocabulary; default: the built-in text's.
+    num_steps: int = 5  # Measured optimizer steps per turn.
+    rounds: int = 12  # Turns of each candidate.
+    threads: int | None = None
+    """Intra-op threads of a rank; default: that of `gradsync train`, 1 on a CPU."""
+    device: str = "auto"  # auto, cpu or cuda.
+    out: str = ""  # Write record.json, with every sample, into this folder.
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
+    """Print one JSON document on standard output; tables go to standard error."""
+    dry_run: bool = False  # Only say what would be measured.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TuneRequest:
-    """A request to tune."""
+    """The checked request that every rank receives."""
 
     settings: SyncSettings  # how each contestant is measured
     batch_size: int  # sequences of a rank and step
     world_size: int
     promise: str = "bitwise"  # the weakest promise to accept: bitwise, or rounding
-    compile: bool = False  # whether to try `torch.compile`
+    data: str = ""
 
     def __post_init__(self) -> None:
         if self.promise not in PROMISES:
@@ -69,12 +122,65 @@ class TuneRequest:
             )
         tried = [strategies(self.promise, on_cpu=True, hosts=hosts) for hosts in (1, 2)]
         most = max(len(_BUCKETS_MB), *(len(choices) - 1 for choices in tried))
-        least, rounds = fewest_rounds(most), self.settings.rounds
-        if rounds < least:
+        if self.settings.rounds < fewest_rounds(most):
             raise ConfigError(
-                f"--rounds must be at least {least} to tell {most} candidates from noise; got "
-                f"{rounds}"
+                f"--rounds must be at least {fewest_rounds(most)} to tell {most} candidates from "
+                f"noise; got {self.settings.rounds}"
             )
+
+
+def request_of(options: TuneOptions, world: World) -> TuneRequest:
+    """Check the request; under a launcher, at its number of ranks."""
+    preset(options.model)
+    start = recipe(options.model)
+    check_least(options, world_size=1, batch_size=1, micro_batches_per_rank=1, threads=1)
+    if options.data and not Path(options.data).is_dir():
+        raise ConfigError(f"--data {options.data} is no directory")
+    if world.is_main:
+        check_place("GRADSYNC_CACHE", TUNED.folder(), folder=True)
+    world_size = world.world_size if world.is_distributed else options.world_size
+    local = world.local_world_size if world.is_distributed else world_size
+    batch, count = batch_of(options, start, world_size)
+    on_cuda = uses_cuda(options.device)
+    settings = taken(
+        SyncSettings,
+        options,
+        model_size=options.model,
+        vocab_size=vocabulary(options.data) or preset(options.model).vocab_size,
+        context_length=options.context_length or start.sequence_length,
+        micro_batches_per_rank=count,
+        dtype=options.dtype or fast_dtype(options.device),
+        num_warmup=1,
+        threads=choose_threads(local, requested=options.threads or (None if on_cuda else 1)),
+    )
+    return taken(
+        TuneRequest,
+        options,
+        settings=side_by_side(settings, ranks=local, models=_SIDE_BY_SIDE),
+        batch_size=batch,
+        world_size=world_size,
+    )
+
+
+def batch_of(options: TuneOptions, start: TrainConfig, world_size: int) -> tuple[int, int]:
+    """Sequences and micro-batches of a rank and step: given, or those of `gradsync train MODEL`."""
+    micro = start.micro_batch_size
+    batch, count = options.batch_size, options.micro_batches_per_rank
+    if batch is None and count is None:
+        try:
+            count = -(-start.batch_plan(world_size).num_micro_batches // world_size)
+        except ConfigError as error:
+            raise ConfigError(
+                f"gradsync train {options.model} divides its batch among fewer ranks than "
+                f"{world_size}; give --batch-size or --micro-batches-per-rank"
+            ) from error
+    if batch is None:
+        batch = (count or 1) * micro
+    if count is None:
+        count = batch // micro if batch % micro == 0 else 1
+    if batch % count:
+        raise ConfigError(f"--batch-size {batch} does not divide into {count} micro-batches")
+    return batch, count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,17 +193,11 @@ class TuneStage:
 
     def contestants(self) -> list[Contestant]:
         """The first candidate twice, which measures the noise, and the others."""
-        twice = [self.candidates[0], *self.candidates]
         made = [
-            Contestant(
-                label=choice.text,
-                name=choice.sync,
-                options=choice.options,
-                compile=choice.compile,
-            )
-            for choice in twice
+            Contestant(label=choice.text, name=choice.sync, options=choice.options)
+            for choice in self.candidates
         ]
-        return [made[0], replace(made[1], label=again(made[1].label)), *made[2:]]
+        return [made[0], replace(made[0], label=again(made[0].label)), *made[1:]]
 
 
 def again(label: str) -> str:
@@ -108,18 +208,25 @@ def again(label: str) -> str:
 def strategies(promise: str, *, on_cpu: bool, hosts: int) -> list[TunedStrategy]:
     """The default, and the strategies with at least the requested promise. With `hosts` above 1
     there are two levels of sums; 0 stands for hosts with unequal numbers of ranks."""
-    names = ["invariant", "zero1"]
-    names += ["bucketed", "flat", "zero2", "ddp"] if promise == "rounding" else []
-    found = [TunedStrategy(sync=name) for name in names]
-    if on_cpu and hosts == 1:
-        by_messages = [name for name in names if name in ("invariant", "bucketed")]
-        found += [
-            TunedStrategy(sync=name, options={"collective": "backend"}) for name in by_messages
-        ]
-    if hosts > 1:
-        found.append(TunedStrategy(sync="invariant", options={"reduction": "hierarchical"}))
-        found += [TunedStrategy(sync="hierarchical")] if promise == "rounding" else []
-    return found
+    one_memory, levels = on_cpu and hosts == 1, hosts > 1
+    by_messages, hierarchical = {"collective": "backend"}, {"reduction": "hierarchical"}
+    every: list[tuple[str, dict[str, Any], bool]] = [
+        ("invariant", {}, True),
+        ("zero1", {}, True),
+        ("bucketed", {}, True),
+        ("flat", {}, True),
+        ("zero2", {}, True),
+        ("ddp", {}, True),
+        ("invariant", by_messages, one_memory),
+        ("bucketed", by_messages, one_memory),
+        ("invariant", hierarchical, levels),
+        ("hierarchical", {}, levels),
+    ]
+    return [
+        TunedStrategy(sync=name, options=options)
+        for name, options, applies in every
+        if applies and promise in ("rounding", STRATEGIES[name].promise)
+    ]
 
 
 def strategy_stage(request: TuneRequest, world: World) -> TuneStage:
@@ -127,47 +234,26 @@ def strategy_stage(request: TuneRequest, world: World) -> TuneStage:
     equal = world.local_world_size * world.num_nodes == world.world_size
     hosts = world.num_nodes if equal or world.num_nodes == 1 else 0
     candidates = strategies(request.promise, on_cpu=world.device_name == "cpu", hosts=hosts)
-    return TuneStage(name=STAGES[0], candidates=tuple(candidates))
+    return TuneStage(name="strategy", candidates=tuple(candidates))
 
 
 def bucket_stage(
-    winner: TunedStrategy,
-    *,
-    first: bool,
-    has_messages: bool,
-    gradient_bytes: int,
-    device: str = "cpu",
+    winner: TunedStrategy, *, has_messages: bool, gradient_bytes: int, device: str = "cpu"
 ) -> TuneStage:
-    """Sizes of buckets, or of the first one, that split the gradients unlike the winner."""
-    name, option = (STAGES[2], "first_bucket_mb") if first else (STAGES[1], "bucket_mb")
+    """Sizes of buckets that split the gradients unlike the winner."""
     known = STRATEGIES[winner.sync]
     recipe = None if known.recipe is None else replace(known.recipe, **winner.options)
     usual, whole = (recipe or Recipe()).bucket_size_mb(device), gradient_bytes / _MIB
-    most = min(usual, whole)
-    if first:
-        sizes = [size for size in _FIRST_MB if size < most]
-        why = "" if sizes else f"there is nothing beyond {most:.1f} MiB to divide"
-    else:
-        sizes = [size for size in _BUCKETS_MB if size != usual and min(size, usual) < whole]
-        why = "" if sizes else f"all gradients are {whole:.1f} MiB"
+    sizes = [size for size in _BUCKETS_MB if size != usual and min(size, usual) < whole]
+    why = "" if sizes else f"all gradients are {whole:.1f} MiB"
     if "bucket_mb" not in known.options if recipe is None else recipe.grouping != "buckets":
         why = f"{winner.sync} has no buckets"
     elif not has_messages:
         why = "the ranks share memory, and no bucket travels"
-    elif first and recipe is None:
-        why = f"{winner.sync} chooses it by itself"
     if why:
-        return TuneStage(name=name, skipped=why)
-    others = [replace(winner, options={**winner.options, option: size}) for size in sizes]
-    return TuneStage(name=name, candidates=(winner, *others))
-
-
-def compile_stage(winner: TunedStrategy, *, wanted: bool) -> TuneStage:
-    """Whether to compile, and in which order with DDP."""
-    if not wanted:
-        return TuneStage(name=STAGES[3], skipped="not asked for (--compile)")
-    orders: list[CompileOrder] = ["none", "model", *(["ddp"] if winner.sync == "ddp" else [])]
-    return TuneStage(name=STAGES[3], candidates=tuple(replace(winner, compile=o) for o in orders))
+        return TuneStage(name="bucket size", skipped=why)
+    others = [replace(winner, options={**winner.options, "bucket_mb": size}) for size in sizes]
+    return TuneStage(name="bucket size", candidates=(winner, *others))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -210,12 +296,17 @@ def decide(
         faster = high < 1 and ratio < 1 - noise
         judged.append(Judged(label=label, ratio=ratio, low=low, high=high, faster=faster))
     best = min(judged, key=lambda each: (not each.faster, each.ratio))
-    return StageOutcome(
-        winner=best.label if best.faster else name,
-        noise=noise,
-        judged=tuple(judged),
-        words=_words(best, name, noise),
+    gain, least, most = (100 * (1 - ratio) for ratio in (best.ratio, best.high, best.low))
+    words = (
+        f"{best.label} takes {gain:.1f} % less time than {name} (95 % interval {least:.1f} to "
+        f"{most:.1f} %, two copies differ by {100 * noise:.1f} %)"
     )
+    if best.ratio >= 1:
+        words = f"nothing is faster than {name}, which stays"
+    elif not best.faster:
+        words = f"no measurable difference: {words}; {name} stays"
+    winner = best.label if best.faster else name
+    return StageOutcome(winner=winner, noise=noise, judged=tuple(judged), words=words)
 
 
 def fewest_rounds(candidates: int) -> int:
@@ -223,91 +314,16 @@ def fewest_rounds(candidates: int) -> int:
     return 1 + math.ceil(math.log2(candidates / _DOUBT))
 
 
-def _words(best: Judged, name: str, noise: float) -> str:
-    gain, least, most = (100 * (1 - ratio) for ratio in (best.ratio, best.high, best.low))
-    between = f"95 % interval {least:.1f} to {most:.1f} %, two copies differ by {100 * noise:.1f} %"
-    if best.faster:
-        return f"{best.label} takes {gain:.1f} % less time than {name} ({between})"
-    if best.ratio >= 1:
-        return f"nothing is faster than {name}, which stays"
-    return (
-        f"no measurable difference: {best.label} takes {gain:.1f} % less time than {name} "
-        f"({between}); {name} stays"
-    )
-
-
-_COLUMNS = ("candidate", "step, ms", "to none", "to the default", "sent, MB", "verdict")
-_LEGEND = (
-    f"{STEP_LEGEND}ranks that never talk. to the default: median of the ratios within rounds, and "
-    "the bootstrap's 95 % interval, widened for the number of candidates; below 1 is faster. The "
-    "default is there twice: what its copies differ by is noise."
-)
-
-
-def print_report(
-    request: TuneRequest,
-    stages: Sequence[Mapping[str, Any]],
-    environment: Mapping[str, Any],
-    stream: IO[str],
-) -> None:
-    """Tables, verdicts, what the columns mean, and the machine."""
-    settings = request.settings
-    print(
-        f"{settings.model_text}, {request.world_size} ranks x {settings.leaves_per_rank} leaves x "
-        f"{request.batch_size // settings.leaves_per_rank} x {settings.tokens} tokens a step; "
-        f"{settings.turns_text}; promise: {request.promise}",
-        file=stream,
-    )
-    for stage in stages:
-        if "decision" in stage:
-            cells = [_cells(row, stage["decision"]["judged"]) for row in stage["rows"]]
-            print_table(stream, stage["name"], _COLUMNS, cells)
-    for line in verdicts(stages):
-        print(line, file=stream)
-    print_notes(stream, (_LEGEND, where(environment)))
-
-
-def verdicts(stages: Sequence[Mapping[str, Any]]) -> list[str]:
-    """One line for each stage."""
-    return [
-        f"{stage['name']}: {stage['decision']['words']}"
-        if "decision" in stage
-        else f"{stage['name']}: not measured: {stage['skipped']}"
-        for stage in stages
-    ]
-
-
-def _cells(row: Mapping[str, Any], judged: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    ratio = verdict = ""
-    for each in judged:
-        if each["label"] == row["contestant"]:
-            ratio = f"{each['ratio']:.3f} ({each['low']:.3f}-{each['high']:.3f})"
-            slower = "slower" if each["low"] > 1 else "cannot tell"
-            verdict = "faster" if each["faster"] else slower
-    return (
-        row["contestant"],
-        Spread(**row["total_ms"]).text(1),
-        Spread(**row["ratio"]).text(3),
-        ratio,
-        f"{row['comm_bytes'] / 1e6:.2f}",
-        verdict,
-    )
-
-
 def measure(request_json: dict[str, Any]) -> dict[str, Any]:
-    """This rank's part; the same on all ranks. Returns `failed` if a candidate does not train, or
-    if its options conflict."""
-    from gradsync.commands.bench.steps import NotTrainingError, quiet_session
+    """This rank's part; the same on all ranks."""
+    from gradsync.commands.bench.steps import quiet_session
 
     request = from_json(TuneRequest, request_json)
     settings = request.settings
     session = quiet_session(settings.device, settings.threads, keep_memory=True)
     with session as (world, keeps):
-        tell = progress_bar() if world.is_main else silent
-        try:
-            return Tuner(request, world, tell, keeps_memory=keeps).run()
-        except (ConfigError, NotTrainingError) as error:  # the same on all ranks
-            return failed(error)
+        tell = show_progress if world.is_main else silent
+        return Tuner(request, world, tell, keeps_memory=keeps).run()
 
 
 class Tuner:
@@ -317,8 +333,8 @@ class Tuner:
     def __init__(
         self, request: TuneRequest, world: World, tell: Tell, *, keeps_memory: bool
     ) -> None:
-        self._keeps_memory = keeps_memory
         self._request, self._world, self._tell = request, world, tell
+        self._keeps_memory = keeps_memory
         self._environment: Mapping[str, Any] = {}
         self._samples: dict[str, Any] = {}
         self._stages: list[dict[str, Any]] = []
@@ -326,22 +342,23 @@ class Tuner:
 
     def run(self) -> dict[str, Any]:
         """See `measure`."""
-        request = self._request
-        size = 4 * request.settings.config.num_params()  # fp32, as the weights are
-        choice = self._ask(strategy_stage(request, self._world), TunedStrategy())
-        for first in (False, True):
-            stage = bucket_stage(
-                choice,
-                first=first,
-                has_messages=self._has_messages,
-                gradient_bytes=size,
-                device=self._world.device.type,
-            )
-            choice = self._ask(stage, choice)
-        choice = self._ask(compile_stage(choice, wanted=request.compile), choice)
-        world = {"device": self._world.device_name, "num_nodes": self._world.num_nodes}
-        found = {"environment": self._environment, "samples": self._samples}
-        return {"choice": asdict(choice), "stages": self._stages, **world, **found}
+        request, world = self._request, self._world
+        choice = self._ask(strategy_stage(request, world), TunedStrategy())
+        stage = bucket_stage(
+            choice,
+            has_messages=self._has_messages,
+            gradient_bytes=4 * request.settings.config.num_params(),  # fp32, as the weights are
+            device=world.device.type,
+        )
+        choice = self._ask(stage, choice)
+        return {
+            "choice": asdict(choice),
+            "stages": self._stages,
+            "device": world.device_name,
+            "num_nodes": world.num_nodes,
+            "environment": self._environment,
+            "samples": self._samples,
+        }
 
     def _ask(self, stage: TuneStage, before: TunedStrategy) -> TunedStrategy:
         """The answer to one question: one of the stage's candidates."""
@@ -350,13 +367,12 @@ class Tuner:
         if stage.skipped:
             self._stages.append({"name": stage.name, "skipped": stage.skipped})
             return before
-        request = self._request
-        chosen = stage.contestants()
-        size = self._world.world_size
-        all_of_them = with_ideals(chosen, same_allocator=False)
-        plan = bench_plan(request.settings, [(c, size, request.batch_size) for c in all_of_them])
+        request, size = self._request, self._world.world_size
+        contestants = with_ideals(stage.contestants(), same_allocator=True)
+        plan = bench_plan(request.settings, [(c, size, request.batch_size) for c in contestants])
         result = Runner(plan, 0, self._world, None, self._tell).run()
-        rows = rows_of(plan, [{"keeps_memory": self._keeps_memory, **result}])
+        results = [{"keeps_memory": self._keeps_memory, **result}]
+        rows = [row_of(plan, entry, results) for entry in plan.entries]
         decision = decision_of(stage, result["contestants"])
         self._environment = self._environment or result["environment"]
         self._samples[stage.name] = result["contestants"]
@@ -381,3 +397,110 @@ def has_messages(rows: list[ContestantRow], label: str) -> bool:
     """Whether the gradients of `label` travel; assumed if the system counts no bytes."""
     sent = {row.contestant: row.comm_bytes for row in rows if row.contestant != ALONE}
     return sent[label] >= _SOME_MESSAGES * max(sent.values())
+
+
+_COLUMNS = ("candidate", "step, ms", "to none", "to the default", "sent, MB", "verdict")
+_LEGEND = (
+    f"{STEP_LEGEND}ranks that never talk. to the default: median of the ratios within rounds, and "
+    "the bootstrap's 95 % interval, widened for the number of candidates; below 1 is faster. The "
+    "default is there twice: what its copies differ by is noise."
+)
+
+
+def print_report(
+    request: TuneRequest,
+    stages: Sequence[Mapping[str, Any]],
+    environment: Mapping[str, Any],
+    stream: IO[str],
+) -> None:
+    """A table and a verdict for each stage."""
+    settings = request.settings
+    count = settings.micro_batches_per_rank
+    print(
+        f"{settings.model_text}, {request.world_size} ranks x {count} micro-batches x "
+        f"{request.batch_size // count} x {settings.tokens} tokens a step; "
+        f"{settings.turns_text}; promise: {request.promise}",
+        file=stream,
+    )
+    for stage in stages:
+        if "skipped" in stage:
+            print(f"{stage['name']}: not measured: {stage['skipped']}", file=stream)
+            continue
+        decision = stage["decision"]
+        cells = [_cells(row, decision["judged"]) for row in stage["rows"]]
+        print_table(stream, stage["name"], _COLUMNS, cells, (decision["words"],))
+    print(_LEGEND, where(environment), sep="\n", file=stream)
+
+
+def _cells(row: Mapping[str, Any], judged: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    ratio = verdict = ""
+    for each in judged:
+        if each["label"] == row["contestant"]:
+            ratio = f"{each['ratio']:.3f} ({each['low']:.3f}-{each['high']:.3f})"
+            slower = "slower" if each["low"] > 1 else "cannot tell"
+            verdict = "faster" if each["faster"] else slower
+    return (
+        row["contestant"],
+        Spread(**row["total_ms"]).text(1),
+        Spread(**row["ratio"]).text(3),
+        ratio,
+        f"{row['comm_bytes'] / 1e6:.2f}",
+        verdict,
+    )
+
+
+def measured_conditions(request: TuneRequest, result: Mapping[str, Any]) -> Conditions:
+    """Conditions of a training run whose steps are like the measured ones."""
+    settings, nodes = request.settings, result["num_nodes"]
+    run = replace(
+        recipe(settings.model_size),
+        seq_len=settings.tokens,
+        micro_batch_size=request.batch_size // settings.micro_batches_per_rank,
+        tokens_per_update=request.batch_size * settings.tokens * request.world_size,
+        dtype=cast(Any, settings.dtype),
+        data=request.data,
+        keep_memory=True,
+    )
+    world = World(
+        world_size=request.world_size,
+        local_world_size=request.world_size if nodes == 1 else 1,
+        num_nodes=nodes,
+        device_name=result["device"],
+    )
+    return conditions_of(run, world, threads=settings.threads)
+
+
+def findings_of(request: TuneRequest, result: Mapping[str, Any]) -> Findings:
+    """The tables, the choice to keep, and what goes into the record."""
+    choice, stages = TunedStrategy(**result["choice"]), result["stages"]
+    conditions = measured_conditions(request, result)
+
+    def keep() -> str:
+        verdict = "; ".join(s["decision"]["words"] for s in stages if "decision" in s)
+        tuned = Tuned(choice=choice, verdict=verdict, date=result["environment"]["date"])
+        path = TUNED.save(conditions, tuned)
+        return f"best here: {choice.text}; kept in {path} for gradsync train --sync auto"
+
+    return Findings(
+        environment=result["environment"],
+        data={
+            "request": asdict(request),
+            "choice": result["choice"],
+            "stages": stages,
+            "cache": str(TUNED.path(conditions)),
+        },
+        samples=result["samples"],
+        show=partial(print_report, request, stages, result["environment"]),
+        keep=keep,
+    )
+
+
+EXPERIMENT = Experiment(
+    command=("tune",),
+    options=TuneOptions,
+    plan=request_of,
+    ranks=lambda request: request.world_size,
+    measure="gradsync.commands.bench.tune:measure",
+    findings=findings_of,
+)
+run = partial(run_experiment, EXPERIMENT)

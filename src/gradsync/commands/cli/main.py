@@ -41,7 +41,12 @@ COMMANDS = {
     "doctor": "say whether this machine is ready, and what gradsync sees",
 }
 
-_ROOMS = {"lint": "lint.command"}
+_ROOMS = {
+    "bench": "bench.command",
+    "lint": "lint.command",
+    "tune": "bench.tune",
+    "verify": "verify.command",
+}
 """Modules of commands outside of this package."""
 _SILENCE_S = 2.0
 

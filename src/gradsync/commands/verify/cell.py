@@ -6,7 +6,6 @@ All ranks call `run_cell`; rank 0 judges and has the result.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 
 import torch
@@ -19,7 +18,7 @@ from gradsync.commands.verify.compare import Difference
 from gradsync.commands.verify.diagnose import Scene, diagnose
 from gradsync.commands.verify.judge import Observed, Verdict, gather_tensors, judge, judge_local
 from gradsync.commands.verify.record import State, Trace
-from gradsync.commands.verify.reference import Reference, check_forward
+from gradsync.commands.verify.reference import Reference
 from gradsync.commands.verify.result import Kind, Result
 from gradsync.commands.verify.run import Prepare, Task, train_traced
 from gradsync.commands.verify.settings import Cell, Variant, VerifySettings, promise_of
@@ -76,98 +75,53 @@ def run_cell(cell: Cell, setting: Setting) -> tuple[Result, Trace]:
 
 def _attempt(task: Task, setting: Setting) -> _Attempt:
     """Train one variant on all ranks, and judge it."""
-    comm, saved = setting.comm, setting.saved
+    comm, saved, known = setting.comm, setting.saved, setting.one_rank_runs
     trace = train_traced(task, comm, groups=setting.groups, prepare=setting.prepare, saved=saved)
     ranks = all_gather_json(comm, [step.digests() for step in trace.steps])
     promise = promise_of(task.strategy)
     if comm.rank and not promise.local:
         return _Attempt(trace)
-    run = Observed(
-        rank=comm.rank,
-        promise=promise,
-        reference=Reference(task, comm.world_size, saved),
-        trace=trace,
-        ranks=ranks,
-    )
+    reference = Reference(task, comm.world_size, saved)
+    run = Observed(rank=comm.rank, promise=promise, reference=reference, trace=trace, ranks=ranks)
     verdict = judge_local(run, comm) if promise.local else judge(run)
     if comm.rank:
         return _Attempt(trace, run, verdict)
-    differences = _differences(trace, _train_alone(run, setting))
+    # The same training on one rank: by the strategy itself if its bits are promised.
+    key = (task.model, task.dtype, task.variant, reference.settings)
+    if promise.same_bits:
+        alone = train_traced(task, SingleCommunicator(), saved=saved)
+    elif saved is not None:
+        alone = Reference(task, comm.world_size, saved).train()
+    else:
+        if key not in known:
+            known[key] = Reference(task, comm.world_size).train()
+        alone = known[key]
+    differences = {part: Difference() for part in ("loss", "gradient", "weight", "state")}
+    for a, b in zip(trace.steps, alone.steps, strict=True):
+        losses = ({"loss": torch.tensor(step.loss, dtype=torch.float64)} for step in (a, b))
+        differences["loss"].include(a.number, *losses)
+        differences["gradient"].include(a.number, a.gradient, b.gradient)
+        differences["weight"].include(a.number, a.after.weights, b.after.weights)
+        differences["state"].include(a.number, a.after.optimizer, b.after.optimizer)
     if verdict.passed and promise.same_bits:
-        _check_bits(differences, verdict)
-    if verdict.passed and promise.kind == "lossy":
-        _check_fall(run, verdict)
+        found = [(d.first_step, n) for n, d in differences.items() if d.first_step is not None]
+        if found:
+            step, part = min(found, key=lambda entry: entry[0])
+            first = differences[part]
+            detail = f"{part} differs by {first.max_abs:.3g}"
+            verdict.add(Kind.BITS, step, [first.first_name], detail=detail)
+    if verdict.passed and promise.kind == "lossy":  # it has no bound, but its loss must fall
+        last = trace.steps[-1]
+        before, after = reference.loss(trace.steps[0].before), reference.loss(last.after)
+        if not after < before:
+            detail = f"{before:.6g} before the first step, {after:.6g} after the last"
+            verdict.add(Kind.FALL, last.number, detail=detail)
     return _Attempt(trace, run, verdict, differences)
 
 
-def _train_alone(run: Observed, setting: Setting) -> Trace:
-    """The same training on one rank: with the strategy itself if its bits are promised, else with
-    the reference."""
-    task, saved, known = run.reference.task, setting.saved, setting.one_rank_runs
-    if run.promise.same_bits:
-        return train_traced(task, SingleCommunicator(), saved=saved)
-    key = (task.model, task.dtype, task.variant, run.reference.settings)
-    if saved is None and key in known:
-        return known[key]
-    trace = Reference(task, setting.comm.world_size, saved).train()
-    if saved is None:
-        known[key] = trace
-    return trace
-
-
-def _differences(trace: Trace, other: Trace) -> dict[str, Difference]:
-    """Differences of two free runs: losses, gradients, weights and optimizer states."""
-    found = {part: Difference() for part in ("loss", "gradient", "weight", "state")}
-    for a, b in zip(trace.steps, other.steps, strict=True):
-        losses = ({"loss": torch.tensor(step.loss, dtype=torch.float64)} for step in (a, b))
-        found["loss"].include(a.number, *losses)
-        found["gradient"].include(a.number, a.gradient, b.gradient)
-        found["weight"].include(a.number, a.after.weights, b.after.weights)
-        found["state"].include(a.number, a.after.optimizer, b.after.optimizer)
-    return found
-
-
-def _check_bits(differences: dict[str, Difference], verdict: Verdict) -> None:
-    """Check that two runs have the same bits, or find their first difference."""
-    found = [(d.first_step, part, d) for part, d in differences.items() if d.first_step is not None]
-    if found:
-        step, part, difference = min(found, key=lambda entry: entry[0])
-        detail = f"{part}: {difference.max_ulp} units in the last place, {difference.max_abs:.3g}"
-        verdict.add(Kind.BITS, step, [difference.first_name], detail=detail)
-
-
-def _check_fall(run: Observed, verdict: Verdict) -> None:
-    """A lossy strategy has no bound, but its loss must fall."""
-    first, last = run.trace.steps[0], run.trace.steps[-1]
-    before, after = run.reference.loss(first.before), run.reference.loss(last.after)
-    if not after < before:
-        detail = f"{before:.6g} before the first step, {after:.6g} after the last"
-        verdict.add(Kind.FALL, last.number, detail=detail)
-
-
 def _explain(result: Result, task: Task, setting: Setting, attempt: _Attempt) -> None:
-    """Find the cause on rank 0; the other ranks run the variants that it requests."""
-    comm = setting.comm
-
-    def passes(variant: Variant) -> bool:
-        if comm.rank == 0:
-            broadcast_json(comm, asdict(variant))
-        return _attempt(replace(task, variant=variant), setting).verdict.passed
-
-    scene = _scene(task, setting, attempt, passes)
-    if scene is not None:
-        result.explain(*diagnose(scene))
-        result.tried = scene.tried
-        broadcast_json(comm, None)
-        return
-    while (variant := broadcast_json(comm)) is not None:
-        passes(Variant(**variant))
-
-
-def _scene(
-    task: Task, setting: Setting, attempt: _Attempt, passes: Callable[[Variant], bool]
-) -> Scene | None:
-    """The failing step with all ranks' gradients, on rank 0; all ranks call it."""
+    """Find the cause on rank 0, from the failing step with all ranks' gradients; the other ranks
+    run the variants that it requests."""
     comm, run, trace = setting.comm, attempt.run, attempt.trace
     findings = attempt.verdict.findings
     number = broadcast_json(comm, findings[0].step if findings else None)
@@ -176,19 +130,27 @@ def _scene(
     like = {name: step.before.weights[name] for name in trace.trainable}
     gradients = gather_tensors(comm, step.gradient, like)
     previous = gather_tensors(comm, trace.steps[place - 1].gradient if place else {}, like)
-    forward = check_forward(task, comm, number, setting.saved)
+
+    def passes(variant: Variant) -> bool:
+        if comm.rank == 0:
+            broadcast_json(comm, asdict(variant))
+        return _attempt(replace(task, variant=variant), setting).verdict.passed
+
     if comm.rank or run is None:
-        return None
-    return Scene(
+        while (variant := broadcast_json(comm)) is not None:
+            passes(Variant(**variant))
+        return
+    scene = Scene(
         verdict=attempt.verdict,
-        results=run.leaf_results(place),
+        results=run.results(place),
         documents=run.documents(place),
         gradients=gradients,
         previous=previous,
-        clip_norm=setting.settings.clip_norm,
         dtype=task.dtype,
         has_batch_norm=run.reference.has_batch_norm,
         passes=passes,
         local=run.promise.local,
-        forward=forward,
     )
+    result.explain(*diagnose(scene))
+    result.tried = scene.tried
+    broadcast_json(comm, None)

@@ -12,18 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradsync.checkpoint.tensor_file import tensor_bytes
 from gradsync.commands.verify.record import DTYPE_NAMES, Tensors
-from gradsync.commands.verify.reference import LeafResult
-from gradsync.commands.verify.settings import Promise
+from gradsync.commands.verify.reference import MicroBatchResult
+from gradsync.commands.verify.settings import CLIP_NORM, Promise
 
 UNIT_ROUNDOFF = {"fp64": 2.0**-53, "fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}
 """Half the distance between 1 and the next number."""
 SMALLEST_NORMAL = {"fp64": 2.0**-1022, "fp32": 2.0**-126, "fp16": 2.0**-14, "bf16": 2.0**-126}
-_INTEGER = {8: torch.int64, 4: torch.int32, 2: torch.int16}  # by bytes of an element
 # Roundings, counted in the guide.
 _DIVISION, _CLIPPING = 4, 4
 _ADAM_MEAN, _ADAM_SQUARE, _ADAM_WEIGHT = 4, 5, 15
-_SGD = 6
 
 
 @dataclass(slots=True)
@@ -32,7 +31,6 @@ class Difference:
 
     max_abs: float = 0.0
     max_rel: float = 0.0  # over the largest magnitude in the reference's tensor
-    max_ulp: int = 0  # number of representable values between two elements
     bitwise: bool = True  # no difference at all, signs of zeros included
     first_step: int | None = None
     first_name: str = ""  # the tensor that differs there, first in the model's order
@@ -45,18 +43,17 @@ class Difference:
             a, b = got.get(name), expected.get(name)
             if a is None and b is None:
                 continue
-            absolute, relative, ulp, equal = compare(a, b)
+            absolute, relative, equal = compare(a, b)
             self.max_abs = max(self.max_abs, absolute)
             self.max_rel = max(self.max_rel, relative)
-            self.max_ulp = max(self.max_ulp, ulp)
             if not equal:
                 self.bitwise = False
                 if self.first_step is None:
                     self.first_step, self.first_name = step, name
 
 
-def compare(got: Tensor | None, expected: Tensor | None) -> tuple[float, float, int, bool]:
-    """(absolute, relative, ulp, same bits) of two tensors; a missing one counts as zeros.
+def compare(got: Tensor | None, expected: Tensor | None) -> tuple[float, float, bool]:
+    """(absolute, relative, same bits) of two tensors; a missing one counts as zeros.
 
     A number that is not finite on one side only is infinitely far away.
     """
@@ -65,40 +62,17 @@ def compare(got: Tensor | None, expected: Tensor | None) -> tuple[float, float, 
     a = torch.zeros_like(one) if got is None else got
     b = torch.zeros_like(one) if expected is None else expected
     if a.shape != b.shape or a.dtype != b.dtype:
-        return float("inf"), float("inf"), 2**62, False
-    if not a.dtype.is_floating_point:
-        apart = float((a.double() - b.double()).abs().max()) if a.numel() else 0.0
-        return apart, apart, int(apart), torch.equal(a, b)
+        return math.inf, math.inf, False
     both_nan = a.isnan() & b.isnan()
-    same_bits = bool(both_nan.all()) or torch.equal(_bits(a), _bits(b))
+    same_bits = bool(both_nan.all()) or tensor_bytes(a) == tensor_bytes(b)
     equal = got is not None and expected is not None and same_bits
     if equal or not a.numel():
-        return 0.0, 0.0, 0, equal
-    same_value = (a == b) | both_nan
-    distance = torch.where(same_value, 0.0, (a.double() - b.double()).abs())
-    distance = torch.nan_to_num(distance, nan=float("inf"), posinf=float("inf"))
-    absolute = float(distance.max())
+        return 0.0, 0.0, equal
+    distance = torch.where((a == b) | both_nan, 0.0, (a.double() - b.double()).abs())
+    absolute = float(torch.nan_to_num(distance, nan=math.inf, posinf=math.inf).max())
     scale = float(torch.nan_to_num(b.double().abs(), nan=0.0, posinf=0.0).max())
-    relative = absolute / scale if scale else (0.0 if absolute == 0 else float("inf"))
-    return absolute, relative, max_ulp(a, b), equal
-
-
-def max_ulp(a: Tensor, b: Tensor) -> int:
-    """Largest number of steps from one representable value to the next between two elements.
-
-    Bit patterns of one sign are ordered like the numbers; across zero, the two distances to zero
-    add up (0.0 and -0.0 are the same number). Saturates at 2^63 - 1.
-    """
-    below_sign = 2 ** (8 * a.element_size() - 1) - 1
-    x, y = (_bits(t).long() for t in (a, b))
-    from_zero_x, from_zero_y = x & below_sign, y & below_sign
-    limit = 2**63 - 1
-    across = torch.where(from_zero_x > limit - from_zero_y, limit, from_zero_x + from_zero_y)
-    return int(torch.where((x < 0) == (y < 0), (from_zero_x - from_zero_y).abs(), across).max())
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(_INTEGER[tensor.element_size()])
+    relative = absolute / scale if scale else (0.0 if absolute == 0 else math.inf)
+    return absolute, relative, equal
 
 
 def gamma(count: int, dtype: str) -> float:
@@ -110,11 +84,11 @@ def gamma(count: int, dtype: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Exact:
-    """The exact mean gradient: sums over leaves, in fp64."""
+    """The exact mean gradient: sums over micro-batches, in fp64."""
 
     total: Tensors
     magnitude: Tensors  # sums of the gradients' absolute values
-    terms: dict[str, int]  # number of leaves with a gradient
+    terms: dict[str, int]  # number of micro-batches with a gradient
     dtype: dict[str, str]  # the dtype in which the run adds them
     weight: float  # number of targets
     loss: float  # the mean loss
@@ -133,8 +107,8 @@ def _norm(tensors: Mapping[str, Tensor]) -> float:
     return math.sqrt(sum(float(tensor.square().sum()) for tensor in tensors.values()))
 
 
-def add_up(results: Sequence[LeafResult]) -> Exact:
-    """Sum some leaves: all of a step, or those of one rank."""
+def add_up(results: Sequence[MicroBatchResult]) -> Exact:
+    """Sum some micro-batches: all of a step, or those of one rank."""
     total, magnitude, terms, dtype = {}, {}, {}, {}
     for name in dict.fromkeys(name for result in results for name in result.gradient):
         found = [result.gradient[name] for result in results if name in result.gradient]
@@ -156,16 +130,12 @@ def add_up(results: Sequence[LeafResult]) -> Exact:
     )
 
 
-def clip_factor(norm: float | None, clip_norm: float | None) -> float:
+def clip_factor(norm: float | None) -> float:
     """The factor by which clipping multiplies gradients, given the run's norm."""
-    if norm is None or clip_norm is None:
-        return 1.0
-    return min(1.0, clip_norm / (norm + 1e-6))
+    return 1.0 if norm is None else min(1.0, CLIP_NORM / (norm + 1e-6))
 
 
-def gradient_bounds(
-    exact: Exact, promise: Promise, world_size: int, *, clipped: bool
-) -> dict[str, Tensor]:
+def gradient_bounds(exact: Exact, promise: Promise, world_size: int) -> dict[str, Tensor]:
     """Largest error of each element of the mean gradient before clipping, fp64."""
     on_wire = underflow = 0.0
     if promise.wire and world_size > 1 and not promise.same_bits:
@@ -176,8 +146,8 @@ def gradient_bounds(
     bounds = {}
     for name, size in exact.magnitude.items():
         dtype = exact.dtype[name]
-        roundings = max(exact.terms[name] - 1, 0) + _DIVISION + _CLIPPING * clipped
-        if promise.wire and promise.same_bits:  # once per leaf, and on each level of the tree
+        roundings = max(exact.terms[name] - 1, 0) + _DIVISION + _CLIPPING
+        if promise.wire and promise.same_bits:  # once, and on each level of the tree
             levels = (exact.terms[name] - 1).bit_length() + 1
             on_wire = gamma(levels, promise.wire)
         factor = gamma(roundings, dtype) + on_wire
@@ -216,8 +186,8 @@ def update_bounds(
     before: Tensors,
     after: Tensors,
 ) -> dict[str, Tensor]:
-    """Largest difference of weight ("") and each state tensor (its slot) of parameter `name`,
-    elementwise, fp64. `group` holds the optimizer's settings, `before` and `after` its state."""
+    """Largest difference of weight ("") and each state tensor (its slot) of parameter `name` under
+    AdamW, elementwise, fp64. `group` holds its settings, `before` and `after` its state."""
     dtype = DTYPE_NAMES[weight.dtype]
     w, g = weight.double().abs(), gradient.double().abs()
     tiny = SMALLEST_NORMAL[dtype]
@@ -226,10 +196,6 @@ def update_bounds(
         found = before.get(f"{slot}/{name}")
         return torch.zeros_like(w) if found is None else found.double().abs()
 
-    if "betas" not in group:
-        total = group["momentum"] * old("momentum_buffer") + g + group["weight_decay"] * w
-        bound = gamma(_SGD, dtype) * total + tiny
-        return {"": gamma(_SGD, dtype) * w + group["lr"] * bound, "momentum_buffer": bound}
     b1, b2 = group["betas"]
     m = b1 * old("exp_avg") + (1 - b1) * g
     v = b2 * old("exp_avg_sq") + (1 - b2) * g * g

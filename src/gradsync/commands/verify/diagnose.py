@@ -20,22 +20,18 @@ import torch
 from torch import Tensor
 
 from gradsync.commands.verify.compare import (
-    SMALLEST_NORMAL,
-    UNIT_ROUNDOFF,
     Exact,
     add_up,
     clip_factor,
 )
 from gradsync.commands.verify.judge import Verdict
 from gradsync.commands.verify.record import Tensors
-from gradsync.commands.verify.reference import LeafResult
+from gradsync.commands.verify.reference import MicroBatchResult
 from gradsync.commands.verify.result import Cause, Finding, Kind
 from gradsync.commands.verify.settings import Variant
 
 CLOSE = 1e-3  # largest relative rest of an explanation
 _FAR = 1e-2  # a factor this close to one is no factor
-_ROUNDINGS = {"fp32": 2, "fp16": 2, "bf16": 4}
-"""Largest rounding error, in unit roundoffs of the norm; narrowest error first."""
 
 Found = tuple[Cause, Finding, str]  # a cause, the finding it explains, and why
 
@@ -45,16 +41,14 @@ class Scene:
     """The failing step on every rank."""
 
     verdict: Verdict
-    results: Sequence[LeafResult]
+    results: Sequence[MicroBatchResult]
     documents: Sequence[Mapping[str, Any]]  # every rank's digests of the step
     gradients: list[Tensors]  # every rank's gradients of the step, clipped
     previous: list[Tensors]  # of the previous step; empty dicts in the first step
-    clip_norm: float | None
     dtype: str  # the cell's: fp64, fp32 or bf16
     has_batch_norm: bool
     passes: Callable[[Variant], bool]  # runs a variant of the cell: True if nothing was found
     local: bool = False  # ranks step alone: gradients have no common right value
-    forward: tuple[Cause, Finding] | None = None  # see `check_forward`
     tried: list[str] = field(default_factory=list)  # variants, and whether the difference vanished
     exact: Exact = field(init=False)
     means: Tensors = field(init=False)  # the exact gradients
@@ -70,16 +64,16 @@ class Scene:
 
     @property
     def owners(self) -> dict[int, int]:
-        """MicroBatch -> rank that trained on it."""
+        """Micro-batch -> rank that trained on it."""
         return {
-            leaf["index"]: rank
+            each["index"]: rank
             for rank, document in enumerate(self.documents)
-            for leaf in document["leaves"]
+            for each in document["micro_batches"]
         }
 
     def unclipped(self, rank: int) -> Tensors:
         """Gradients before clipping."""
-        factor = clip_factor(self.documents[rank]["norm"], self.clip_norm)
+        factor = clip_factor(self.documents[rank]["norm"])
         return {name: g.double() / factor for name, g in self.gradients[rank].items()}
 
     def far_apart(self, rank: int, other: Tensors) -> list[str]:
@@ -116,23 +110,22 @@ class Scene:
 
 def diagnose(scene: Scene) -> Found:
     """Find the cause; see the module's docstring."""
-    found = _recorded(scene)
+    found = _told(scene, _RECORDED)
     wrong = scene.verdict.first(Kind.GRADIENT, Kind.NORM, Kind.GRADIENT_REPLICAS)
     if found is None and wrong is not None:
         if not scene.local:
-            found = _scaling(scene) or _leaf(scene) or _unsynchronised(scene)
+            found = _scaling(scene) or _micro_batch(scene) or _unsynchronised(scene)
         found = found or _by_variants(scene) or (Cause.UNKNOWN, wrong, wrong.detail)
-    return found or _after_the_gradient(scene)
+    first = scene.verdict.findings[0]
+    return found or _told(scene, _LATER) or (Cause.UNKNOWN, first, first.detail)
 
 
-def _recorded(scene: Scene) -> Found | None:
-    """A cause in the run's record, or in a leaf that was run again."""
-    first = scene.verdict.first
-    if scene.forward and not first(Kind.START, Kind.DATA, Kind.RANDOM, Kind.FINITE):
-        return *scene.forward, scene.forward[1].detail
-    for kind, (cause, text) in _RECORDED.items():
-        if finding := first(kind):
-            return cause, finding, text.format(finding.detail)
+def _told(scene: Scene, known: Mapping[Kind, tuple[Cause, str]]) -> Found | None:
+    """A cause that the kind of a finding tells; the kinds that come first tell most."""
+    for kind, (cause, text) in known.items():
+        if finding := scene.verdict.first(kind):
+            is_norm = kind is Kind.BUFFERS and scene.has_batch_norm
+            return Cause.BATCH_NORM if is_norm else cause, finding, text.format(finding.detail)
     return None
 
 
@@ -148,6 +141,22 @@ _RECORDED = {
         "parameter it is handed",
     ),
 }
+"""Before gradients are looked at."""
+_LATER = {
+    Kind.REPLICAS: (
+        Cause.UNSYNCHRONISED,
+        "its gradient was right and equal everywhere; something other than the optimizer wrote to "
+        "it",
+    ),
+    Kind.MEETING: (Cause.UNSYNCHRONISED, "{}"),
+    Kind.BUFFERS: (Cause.UNSYNCHRONISED, "each rank keeps its own, or another rule moves them"),
+    Kind.UPDATE: (
+        Cause.OPTIMIZER,
+        "the same optimizer gives other weights from the same gradient on one rank",
+    ),
+    Kind.LOSS: (Cause.LOSS_SCALING, "gradients are right, the reported loss is {}"),
+}
+"""If gradients are right."""
 
 
 def _scaling(scene: Scene) -> Found | None:
@@ -168,8 +177,8 @@ def _scaling(scene: Scene) -> Found | None:
         known[rank],
         world_size=scene.world_size,
         weight=scene.exact.weight,
-        own_weight=sum(leaf["weight"] for leaf in scene.documents[rank]["leaves"]),
-        num_leaves=len(scene.results),
+        own_weight=sum(each["weight"] for each in scene.documents[rank]["micro_batches"]),
+        num_micro_batches=len(scene.results),
     )
     ranks = () if len(known) == scene.world_size else tuple(known)
     where = f" (on rank {rank})" if scene.world_size > 1 else ""
@@ -190,8 +199,8 @@ def _mean_of_means(scene: Scene) -> Tensors:
     return found
 
 
-def _leaf(scene: Scene) -> Found | None:
-    """A leaf that is missing from the sum, or counted twice."""
+def _micro_batch(scene: Scene) -> Found | None:
+    """A micro-batch that is missing from the sum, or counted twice."""
     got = scene.unclipped(0)
     for result in scene.results:
         for word, sign in (("missing", -1.0), ("twice", 1.0)):
@@ -214,8 +223,19 @@ def _unsynchronised(scene: Scene) -> Found | None:
     if not names:
         return None
     finding = scene.finding(names=names, ranks=() if len(ranks) == scene.world_size else ranks)
-    for text, explains in _NOT_REDUCED.items():
-        if all(explains(scene, rank, name) for rank in ranks for name in wrong[rank]):
+    now, before = scene.gradients, scene.previous
+    checks = {
+        "its gradient is the previous step's (stale)": lambda rank, name: (
+            name in now[rank]
+            and name in before[rank]
+            and ratio(now[rank][name], before[rank][name]) is not None
+        ),
+        "no gradient of it arrives": lambda rank, name: (
+            name not in now[rank] or not bool(now[rank][name].any())
+        ),
+    }
+    for text, explains in checks.items():
+        if all(explains(rank, name) for rank in ranks for name in wrong[rank]):
             return Cause.UNSYNCHRONISED, finding, text
     one = scene.unclipped(0)
     differing = {n for rank in range(scene.world_size) for n in scene.far_apart(rank, one)}
@@ -223,35 +243,15 @@ def _unsynchronised(scene: Scene) -> Found | None:
         return None
     if len(names) < len(scene.means):
         return Cause.UNSYNCHRONISED, finding, "each rank keeps its own gradient of it"
-    if max(len(document["leaves"]) for document in scene.documents) > 1:
-        variant = Variant(one_leaf_per_rank=True)
-        if scene.vanishes(variant, "one micro-batch a rank, no accumulation"):
-            return (
-                Cause.FLAG_TOO_LATE,
-                finding,
-                "with one micro-batch a rank the difference is gone",
-            )
+    if max(len(document["micro_batches"]) for document in scene.documents) > 1:
+        variant, text = Variant(one_micro_batch=True), "with one micro-batch a rank"
+        if scene.vanishes(variant, f"{text}, no accumulation"):
+            return Cause.FLAG_TOO_LATE, finding, f"{text} the difference is gone"
     return Cause.UNSYNCHRONISED, finding, "each rank keeps its own gradient of everything"
 
 
-def _is_stale(scene: Scene, rank: int, name: str) -> bool:
-    now, before = scene.gradients[rank], scene.previous[rank]
-    return name in now and name in before and ratio(now[name], before[name]) is not None
-
-
-def _is_nothing(scene: Scene, rank: int, name: str) -> bool:
-    gradient = scene.gradients[rank].get(name)
-    return gradient is None or not bool(gradient.any())
-
-
-_NOT_REDUCED = {
-    "its gradient is the previous step's (stale)": _is_stale,
-    "no gradient of it arrives": _is_nothing,
-}
-
-
 def _by_variants(scene: Scene) -> Found | None:
-    """The variant that makes the difference vanish, or a rounding that explains it."""
+    """The variant that makes the difference vanish."""
     questions = [(Cause.RANDOM, Variant(dropout=False), "without dropout")]
     if scene.has_batch_norm:
         variant = Variant(frozen_batch_norm=True)
@@ -263,59 +263,7 @@ def _by_variants(scene: Scene) -> Found | None:
     for cause, variant, text in questions:
         if scene.vanishes(variant, text):
             return cause, scene.finding(), f"{text} the difference is gone"
-    if not scene.local and (wire := _rounded_to(scene)):
-        return Cause.DTYPE, scene.finding(), f"its error is that of numbers rounded to {wire}"
     return None
-
-
-def _rounded_to(scene: Scene) -> str:
-    """A narrower dtype whose rounding explains the error of every element, or "".
-
-    One rounding per element leaves about 0.4 u of the norm; a few leave a little more. A much
-    smaller error is no rounding to this dtype; an element with a larger one was not rounded.
-    """
-    got, exact = scene.unclipped(0), scene.exact
-    if any(name not in got for name in scene.means):
-        return ""
-    errors = {name: (got[name] - mean).abs() for name, mean in scene.means.items()}
-    if not all(bool(error.isfinite().all()) for error in errors.values()):
-        return ""
-    sizes = {name: float(mean.norm()) for name, mean in scene.means.items()}
-    largest = max((float(errors[n].norm()) / sizes[n] for n in sizes if sizes[n]), default=0.0)
-    for dtype, times in _ROUNDINGS.items():
-        unit = UNIT_ROUNDOFF[dtype]
-        applies = dtype != "fp32" or scene.dtype == "fp64"
-        if applies and unit / 8 < largest <= times * unit:
-            limits = {n: 2 * times * unit * exact.magnitude[n] / exact.weight for n in sizes}
-            if all(bool((errors[n] <= limits[n] + SMALLEST_NORMAL[dtype]).all()) for n in sizes):
-                return dtype
-    return ""
-
-
-def _after_the_gradient(scene: Scene) -> Found:
-    """A cause after the gradients, which are right."""
-    verdict = scene.verdict
-    if finding := verdict.first(Kind.REPLICAS):
-        detail = "its gradient was right and equal everywhere; something other than the optimizer "
-        return Cause.UNSYNCHRONISED, finding, detail + "wrote to it"
-    if finding := verdict.first(Kind.MEETING):
-        return Cause.UNSYNCHRONISED, finding, finding.detail
-    if finding := verdict.first(Kind.BUFFERS):
-        own = (
-            "each rank keeps its own"
-            if finding.ranks
-            else "not what the micro-batches make of them"
-        )
-        cause = Cause.BATCH_NORM if scene.has_batch_norm else Cause.UNSYNCHRONISED
-        return cause, finding, f"buffers: {own}"
-    if finding := verdict.first(Kind.UPDATE):
-        detail = "the same optimizer gives other weights from the same gradient on one rank"
-        return Cause.OPTIMIZER, finding, detail
-    if finding := verdict.first(Kind.LOSS):
-        detail = f"gradients are right, the reported loss is {finding.detail}"
-        return Cause.LOSS_SCALING, finding, detail
-    finding = verdict.findings[0]
-    return Cause.UNKNOWN, finding, finding.detail
 
 
 def ratio(got: Tensor, candidate: Tensor) -> float | None:
@@ -340,23 +288,25 @@ def common_ratio(gradients: Tensors, candidates: Tensors) -> float | None:
 
 
 def name_of_factor(
-    factor: float, *, world_size: int, weight: float, own_weight: float, num_leaves: int
+    factor: float, *, world_size: int, weight: float, own_weight: float, num_micro_batches: int
 ) -> str:
     """A wrong factor in words; the number itself if no known mistake gives it."""
-    known = [
-        (float(world_size), f"{world_size}, the number of ranks: never divided by it"),
-        (1 / world_size, f"1/{world_size}: divided by the number of ranks once more"),
-        (weight, f"{weight:g}, the number of targets: a sum, not a mean"),
-        (1 / weight, f"1/{weight:g}: divided by the number of targets twice"),
-        (float(num_leaves), f"{num_leaves}, the number of micro-batches: not divided by it"),
-        (1 / num_leaves, f"1/{num_leaves}: divided by the number of micro-batches as well"),
-    ]
+    own = f"this rank's own {own_weight:g} targets"
+    known = {
+        f"{world_size}, the number of ranks: never divided by it": world_size,
+        f"1/{world_size}: divided by the number of ranks once more": 1 / world_size,
+        f"{weight:g}, the number of targets: a sum, not a mean": weight,
+        f"1/{weight:g}: divided by the number of targets twice": 1 / weight,
+        f"{num_micro_batches}, the number of micro-batches: not divided by it": num_micro_batches,
+        f"1/{num_micro_batches}: divided by the number of micro-batches as well": (
+            1 / num_micro_batches
+        ),
+    }
     if own_weight:
-        text = f"{weight:g}/{own_weight:g}: divided by this rank's own {own_weight:g} targets"
-        known.append((weight / own_weight, f"{text} instead of all {weight:g}"))
-        text = f"divided by {world_size} x this rank's own {own_weight:g} targets"
-        known.append((weight / own_weight / world_size, text))
-    for value, text in known:
+        share = weight / own_weight
+        known[f"{weight:g}/{own_weight:g}: divided by {own} instead of all {weight:g}"] = share
+        known[f"divided by {world_size} x {own}"] = share / world_size
+    for text, value in known.items():
         if math.isclose(factor, value, rel_tol=CLOSE) and not math.isclose(value, 1.0):
             return text
     return f"{factor:.6g}"

@@ -29,12 +29,11 @@ from gradsync.commands.verify.compare import (
     update_bounds,
 )
 from gradsync.commands.verify.record import DTYPE_NAMES, State, Tensors, Trace, digest
-from gradsync.commands.verify.reference import LeafResult, Reference
+from gradsync.commands.verify.reference import MicroBatchResult, Reference
 from gradsync.commands.verify.result import Finding, Kind
 from gradsync.commands.verify.run import INNER_STEPS
 from gradsync.commands.verify.settings import Promise
 
-_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _OUTER_LR, _OUTER_MOMENTUM = 0.7, 0.9
 _OUTER_ROUNDINGS = 8
 
@@ -53,16 +52,16 @@ class Observed:
         """Every rank's digests of the step at `place`."""
         return [steps[place] for steps in self.ranks]
 
-    def leaf_results(self, place: int) -> list[LeafResult]:
-        """Every leaf of a step, computed alone at the run's weights."""
+    def results(self, place: int) -> list[MicroBatchResult]:
+        """Every micro-batch of a step, computed alone at the run's weights."""
         step = self.trace.steps[place]
-        return self.reference.leaf_results(step.number, step.before.weights, step.before.buffers)
+        return self.reference.results(step.number, step.before.weights, step.before.buffers)
 
     def exact(self, place: int) -> Exact:
         """The gradient that this rank must have in a step, at the run's weights."""
-        results = self.leaf_results(place)
+        results = self.results(place)
         if self.promise.local:
-            own = {leaf["index"] for leaf in self.ranks[self.rank][place]["leaves"]}
+            own = {each["index"] for each in self.ranks[self.rank][place]["micro_batches"]}
             results = [result for result in results if result.index in own]
         return add_up(results)
 
@@ -96,7 +95,6 @@ def judge(run: Observed) -> Verdict:
         if place == 0:
             check.start()
         check.data()
-        check.random()
         check.moved()
         if not run.promise.local:
             check.replicas("gradient", Kind.GRADIENT_REPLICAS)
@@ -123,6 +121,16 @@ class _StepCheck:
     def _found(self, kind: Kind, names: Sequence[str] = (), **more: Any) -> None:
         self._verdict.add(kind, self._step.number, names, **more)
 
+    def _found_on_ranks(
+        self, kind: Kind, wrong: Sequence[set[str]], lost: Sequence[str] = (), detail: str = ""
+    ) -> None:
+        """A finding about the tensors in `wrong`, which has a set for each rank, and `lost`."""
+        every = set(lost).union(*wrong)
+        if every:
+            names = [name for name in self._step.before.weights if name in every]
+            ranks = [rank for rank, each in enumerate(wrong) if each]
+            self._found(kind, names, ranks=ranks, detail=detail)
+
     def start(self) -> None:
         """All ranks begin with rank 0's weights, or with the checkpoint's weights and state."""
         saved = self._reference.saved
@@ -138,22 +146,20 @@ class _StepCheck:
             if self._reference.task.strategy == saved.strategy:
                 got, kept = {**got, **self._step.before.extra}, {**kept, **saved.extra}
             lost = [key for key in {**kept, **got} if digest(got.get(key)) != digest(kept.get(key))]
-        all_wrong = set().union(*wrong, (key.partition("/")[2] for key in lost))
-        if all_wrong:
-            detail = "the optimizer's state is not the checkpoint's" if lost else ""
-            names = [name for name in wanted if name in all_wrong]
-            ranks = [rank for rank, each in enumerate(wrong) if each]
-            self._found(Kind.START, names, ranks=ranks, detail=detail)
+        detail = "the optimizer's state is not the checkpoint's" if lost else ""
+        lost = [key.partition("/")[2] for key in lost]
+        self._found_on_ranks(Kind.START, wrong, lost, detail)
 
     def data(self) -> None:
-        """Each sample of the global batch was trained exactly once, on any rank."""
-        leaves = self._reference.traces[self._step.number]
-        wanted = Counter(sample for leaf in leaves for sample in leaf["samples"])
+        """Each sample of the global batch was trained exactly once, on any rank, and its dropout
+        depends on (step, micro-batch), not on the rank."""
+        traces = self._reference.traces[self._step.number]
+        wanted = Counter(sample for each in traces for sample in each["samples"])
         trained = [
-            [sample for leaf in document["leaves"] for sample in leaf["samples"]]
+            [sample for each in document["micro_batches"] for sample in each["samples"]]
             for document in self._documents
         ]
-        seen = Counter(sample for samples in trained for sample in samples)
+        seen = Counter(chain.from_iterable(trained))
         missing, extra = wanted - seen, seen - wanted
         home = self._reference.owner_of
         parts = [f"missing: {samples_text(missing, home)}"] if missing else []
@@ -161,16 +167,12 @@ class _StepCheck:
         if parts:
             ranks = [rank for rank, samples in enumerate(trained) if extra.keys() & set(samples)]
             self._found(Kind.DATA, ranks=ranks, detail="; ".join(parts))
-
-    def random(self) -> None:
-        """Dropout's random state depends on (step, leaf), not on the rank."""
-        leaves = self._reference.traces[self._step.number]
-        wanted = {leaf["index"]: leaf["random"] for leaf in leaves}
+        states = {each["index"]: each["random"] for each in traces}
         wrong = [
-            (rank, leaf["index"])
+            (rank, each["index"])
             for rank, document in enumerate(self._documents)
-            for leaf in document["leaves"]
-            if leaf["random"] != wanted.get(leaf["index"], leaf["random"])
+            for each in document["micro_batches"]
+            if each["random"] != states.get(each["index"], each["random"])
         ]
         if wrong:
             detail = f"micro-batch {wrong[0][1]} on rank {wrong[0][0]}"
@@ -179,11 +181,10 @@ class _StepCheck:
     def moved(self) -> None:
         """Weights do not change between forward and optimizer."""
         moved = [
-            [name for name, now in document["at_step"].items() if now != document["before"][name]]
+            {name for name, now in document["at_step"].items() if now != document["before"][name]}
             for document in self._documents
         ]
-        if names := list(dict.fromkeys(chain.from_iterable(moved))):
-            self._found(Kind.MOVED, names, ranks=[rank for rank, each in enumerate(moved) if each])
+        self._found_on_ranks(Kind.MOVED, moved)
 
     def replicas(self, part: str, kind: Kind) -> None:
         """One part of a step has the same bits on all ranks."""
@@ -193,8 +194,7 @@ class _StepCheck:
             for name in documents[0][part]
         }
         if names := [name for name, ranks in ranks_of.items() if ranks]:
-            ranks = sorted({rank for each in ranks_of.values() for rank in each})
-            self._found(kind, names, ranks=ranks)
+            self._found(kind, names, ranks=sorted({r for each in ranks_of.values() for r in each}))
 
     def gradient(self) -> None:
         """Gradient, norm and loss differ by no more than the order of sums explains."""
@@ -203,22 +203,19 @@ class _StepCheck:
             return
         right = abs(step.loss - exact.loss) <= exact.loss_bound and step.weight == exact.weight
         if not (right or self._promise.local):
-            detail = (
-                f"{step.loss:.9g} over {step.weight:g} targets, expected {exact.loss:.9g} over "
-            )
-            self._found(Kind.LOSS, detail=f"{detail}{exact.weight:g}")
+            said = f"{step.loss:.9g} over {step.weight:g} targets, expected {exact.loss:.9g} over "
+            self._found(Kind.LOSS, detail=f"{said}{exact.weight:g}")
         if not self._promise.bounded:
             return
-        clip_norm, ranks = self._reference.settings.clip_norm, len(self._documents)
-        bounds = gradient_bounds(exact, self._promise, ranks, clipped=clip_norm is not None)
-        factor, means = clip_factor(step.norm, clip_norm), exact.means()
+        bounds = gradient_bounds(exact, self._promise, len(self._documents))
+        factor, means = clip_factor(step.norm), exact.means()
         parts = {}
         for name in self._run.trace.trainable:
             got = step.gradient.get(name)
             if name in means and got is not None:
                 bound = bounds[name] * max(factor, 1e-30)
                 parts[name] = part_of_bound(got, means[name] * factor, bound)
-            else:  # no gradient is right only if no leaf has one
+            else:  # no gradient is right only if no micro-batch has one
                 zeros = got is not None and self._promise.zeros_when_unused and not bool(got.any())
                 absent = got is None and name not in means
                 parts[name] = 0.0 if absent or zeros else math.inf
@@ -231,61 +228,50 @@ class _StepCheck:
     def _is_not_finite(self, exact: Exact) -> bool:
         """Whether a value is not finite even on one rank: then no bound applies, and the strategy
         is not the cause."""
-        norm, means = self._step.norm, exact.means()
+        means = exact.means()
         names = [name for name, mean in means.items() if not bool(mean.isfinite().all())]
-        detail = ""
-        if not math.isfinite(exact.loss):
-            detail = f"the loss is {exact.loss}"
-        elif names:
-            detail = "the loss is finite, its gradient is not"
-        elif norm is not None and not math.isfinite(norm):
-            # Like torch's clipping, in the dtype of the gradients.
-            grads = [mean.to(_DTYPES[exact.dtype[name]]) for name, mean in means.items()]
-            if not bool(torch.nn.utils.get_total_norm(grads).isfinite()):
-                detail = f"the gradient norm, {exact.norm():.3g}, overflows when it is squared"
-        if detail:
-            self._found(Kind.FINITE, names, detail=detail)
-        return bool(detail)
+        if names or not math.isfinite(exact.loss):
+            self._found(Kind.FINITE, names, detail=f"the loss is {exact.loss}")
+        return bool(names) or not math.isfinite(exact.loss)
 
     def update(self) -> None:
-        """The optimizer, applied to the run's gradient, gives the run's weights and state."""
+        """The optimizer, applied to the run's gradient, gives the run's weights and state: their
+        bits, or within their bounds."""
         step = self._step
         if not step.updated:
             return
         weights, states = self._reference.update(step.before, step.gradient)
-        wrong = [name for name in weights if not self._is_updated(name, weights[name], states)]
+        wrong = []
+        for name, weight in weights.items():
+            expected = {"": weight} | _slots_of(name, states)
+            got = {"": step.updated[name]} | _slots_of(name, step.after.optimizer)
+            if all(compare(got.get(slot), expected[slot])[2] for slot in expected):
+                continue
+            gradient, bounds = step.gradient.get(name), {}
+            if gradient is not None and not self._promise.same_bits:
+                bounds = update_bounds(
+                    name,
+                    group=self._reference.optimizer_group,
+                    weight=step.before.weights[name],
+                    gradient=gradient,
+                    before=step.before.optimizer,
+                    after=states,
+                )
+            within = (
+                slot in got and part_of_bound(got[slot], expected[slot].double(), bound) <= 1
+                for slot, bound in bounds.items()
+            )
+            if not bounds or not all(within):
+                wrong.append(name)
         if wrong:
             ranks = [self._run.rank] if self._promise.local else []
             self._found(Kind.UPDATE, wrong, ranks=ranks)
 
-    def _is_updated(self, name: str, weight: Tensor, states: Tensors) -> bool:
-        """Whether a parameter and its state are the reference's, or within their bounds."""
-        step = self._step
-        expected = {"": weight} | _slots_of(name, states)
-        got = {"": step.updated[name]} | _slots_of(name, step.after.optimizer)
-        if all(compare(got.get(slot), expected[slot])[3] for slot in expected):
-            return True
-        gradient = step.gradient.get(name)
-        if self._promise.same_bits or gradient is None:
-            return False
-        bounds = update_bounds(
-            name,
-            group=self._reference.optimizer_group,
-            weight=step.before.weights[name],
-            gradient=gradient,
-            before=step.before.optimizer,
-            after=states,
-        )
-        return all(
-            slot in got and part_of_bound(got[slot], expected[slot].double(), bound) <= 1
-            for slot, bound in bounds.items()
-        )
-
     def buffers(self) -> None:
-        """Floating buffers move by the mean change over leaves with targets, integers by the
+        """Floating buffers move by the mean change over micro-batches with targets, integers by the
         largest change ([Note: Buffers] in sync/buffers.py). If ranks step alone, buffers that no
-        leaf changes must keep their values."""
-        results = [result for result in self._run.leaf_results(self._place) if result.weight]
+        micro-batch changes must keep their values."""
+        results = [result for result in self._run.results(self._place) if result.weight]
         wrong = []
         for name, start in self._step.before.buffers.items():
             ends = [result.buffers[name] for result in results]
@@ -320,7 +306,7 @@ def _slots_of(name: str, states: Tensors) -> Tensors:
 
 
 def moved_rightly(start: Tensor, got: Tensor, ends: list[Tensor]) -> bool:
-    """Whether a buffer ended at the value that its values after each leaf imply."""
+    """Whether a buffer ended at the value that its values after each micro-batch imply."""
     changes = [end.double() - start.double() for end in ends if not torch.equal(end, start)]
     moved = got.double() - start.double()
     if not start.is_floating_point():
@@ -330,61 +316,49 @@ def moved_rightly(start: Tensor, got: Tensor, ends: list[Tensor]) -> bool:
         return torch.equal(got, start)
     stack = torch.stack(changes)
     dtype = DTYPE_NAMES[start.dtype]
-    # Rounded once at each leaf's end and once when the mean is written back.
+    # Rounded once at each micro-batch's end and once when the mean is written back.
     bound = gamma(3, dtype) * (start.double().abs() + stack.abs().sum(0)) + SMALLEST_NORMAL[dtype]
     return part_of_bound(got, start.double() + stack.mean(0), bound) <= 1
 
 
-# -- ranks that step alone ------------------------------------------------------------------------
-
-
 def judge_local(run: Observed, comm: Communicator) -> Verdict:
-    """Every rank checks its gradients and updates, and all ranks together check the meetings. All
-    ranks call it and get the same verdict."""
-    own = judge(run)
-    told = all_gather_json(comm, [asdict(finding) for finding in own.findings])
-    parts = all_gather_json(comm, own.part_of_bound)
-    verdict = Verdict([Finding(**found) for each in told for found in each], max(parts))
-    _check_meetings(run, comm, verdict)
-    _check_losses(run, comm, verdict)
-    first = min((finding.step for finding in verdict.findings), default=0)
-    verdict.findings = [finding for finding in verdict.findings if finding.step == first]
-    return verdict
-
-
-def _check_losses(run: Observed, comm: Communicator, verdict: Verdict) -> None:
-    """The reported loss is the mean over the leaves of all ranks."""
-    own = []
-    for place in range(len(run.trace.steps)):
-        exact = run.exact(place)
-        sums = (exact.loss * exact.weight, exact.weight, exact.loss_bound * exact.weight)
-        own.append(sums if exact.weight else (0.0, 0.0, 0.0))
-    everyone = all_gather_json(comm, own)
+    """Judge ranks that step alone: every rank its gradients and updates, and all together what is
+    reported and the meetings. All ranks call it and get the same verdict."""
+    own, exacts = judge(run), [run.exact(place) for place in range(len(run.trace.steps))]
+    mine = {
+        "findings": [asdict(finding) for finding in own.findings],
+        "part_of_bound": own.part_of_bound,
+        "losses": [
+            [e.loss * e.weight, e.weight, e.loss_bound * e.weight] if e.weight else [0.0, 0.0, 0.0]
+            for e in exacts
+        ],
+    }
+    told = all_gather_json(comm, mine)
+    found = [Finding(**each) for rank in told for each in rank["findings"]]
+    verdict = Verdict(found, max(rank["part_of_bound"] for rank in told))
     for place, step in enumerate(run.trace.steps):
-        losses, weights, bounds = zip(*(rank[place] for rank in everyone), strict=True)
+        if (place + 1) % INNER_STEPS == 0:
+            # A rank without micro-batches did not move.
+            ended = step.updated or step.before.weights
+            ended = {name: ended[name] for name in run.trace.trainable}
+            begun = run.trace.steps[place + 1 - INNER_STEPS].before
+            if name := wrong_meeting(begun, gather_tensors(comm, ended, ended), step.after):
+                verdict.add(Kind.MEETING, step.number, [name])
+            wanted = {name: digest(tensor) for name, tensor in step.after.weights.items()}
+            for rank, document in enumerate(run.documents(place)):
+                if wrong := [name for name in wanted if document["after"][name] != wanted[name]]:
+                    verdict.add(Kind.REPLICAS, step.number, wrong, ranks=[rank])
+        # The reported loss is the mean over the micro-batches of all ranks.
+        losses, weights, bounds = zip(*(rank["losses"][place] for rank in told), strict=True)
         total, weight = sum(losses), sum(weights)
         # Summing the ranks' sums adds W roundings of fp64, far below 2^-40.
         bound = (sum(bounds) + 2.0**-40 * sum(map(abs, losses))) / weight
         if abs(step.loss - total / weight) > bound or step.weight != weight:
             detail = f"{step.loss:.9g}, expected {total / weight:.9g}"
             verdict.add(Kind.LOSS, step.number, detail=detail)
-
-
-def _check_meetings(run: Observed, comm: Communicator, verdict: Verdict) -> None:
-    """After each meeting all ranks hold the weights that it must give."""
-    for place, step in enumerate(run.trace.steps):
-        if (place + 1) % INNER_STEPS:
-            continue
-        # A rank without leaves did not move.
-        own = step.updated or step.before.weights
-        own = {name: own[name] for name in run.trace.trainable}
-        begun = run.trace.steps[place + 1 - INNER_STEPS].before
-        if name := wrong_meeting(begun, gather_tensors(comm, own, own), step.after):
-            verdict.add(Kind.MEETING, step.number, [name])
-        wanted = {name: digest(tensor) for name, tensor in step.after.weights.items()}
-        for rank, document in enumerate(run.documents(place)):
-            if wrong := [name for name in wanted if document["after"][name] != wanted[name]]:
-                verdict.add(Kind.REPLICAS, step.number, wrong, ranks=[rank])
+    first = min((finding.step for finding in verdict.findings), default=0)
+    verdict.findings = [finding for finding in verdict.findings if finding.step == first]
+    return verdict
 
 
 def wrong_meeting(begun: State, weights: Sequence[Tensors], after: State) -> str:

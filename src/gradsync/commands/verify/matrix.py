@@ -22,7 +22,7 @@ from typing import Any
 
 from gradsync.comm.groups import Groups, communicator, groups
 from gradsync.commands.verify.cell import OneRankRuns, Setting, run_cell
-from gradsync.commands.verify.result import Cause, Result, ranks_text
+from gradsync.commands.verify.result import Cause, Result
 from gradsync.commands.verify.run import read, save
 from gradsync.commands.verify.settings import Cell, VerifyPlan, VerifySettings, promise_of
 from gradsync.errors import RunError
@@ -31,6 +31,7 @@ from gradsync.runtime.session import Session, SessionOptions
 from gradsync.world import World
 
 WORK = "work.json"
+_TIMEOUT_S = 60.0  # longest duration of a collective
 
 Tell = Callable[[Result], None]  # called with each result as soon as it is known
 
@@ -68,7 +69,14 @@ def run_matrix(
             work = {"number": number, "settings": asdict(plan.settings), "cells": asked}
             (folder / WORK).write_text(json.dumps(work))
             ended = start_ranks(folder, cells[0].world_size)
-            found = _collect(folder, number, left, ended)
+            if ended.code > 128:  # even if all cells are done: no further start is wanted
+                raise KeyboardInterrupt
+            found = read_done(folder, number)
+            if len(found) < len(left):  # the cell in which the ranks stopped
+                errors = read_errors(folder, number)
+                if not errors and not found and ended.code != 1:
+                    raise RunError(f"verify: the ranks ended with code {ended.code} at once")
+                found.append(error_result(left[len(found)], *_blame(errors, ended)))
             for result in found:
                 tell(result)
             results += found
@@ -82,40 +90,16 @@ def run_matrix(
     return results
 
 
-def _collect(folder: Path, number: int, cells: Sequence[Cell], ended: RunEnd) -> list[Result]:
-    """Results of one start; the cell in which it stopped gets an error."""
-    if ended.code > 128:  # even if all cells are done: no further start is wanted
-        raise KeyboardInterrupt
-    found = read_done(folder, number)
-    if len(found) == len(cells):
-        return found
-    errors = read_errors(folder, number)
-    world_size = cells[0].world_size
-    if not errors and not found and ended.code != 1:
-        raise RunError(f"verify: the {world_size} ranks ended with code {ended.code} at once")
-    return [*found, error_result(cells[len(found)], *_blame(errors, ended, world_size))]
-
-
-def _blame(errors: list[dict[str, Any]], ended: RunEnd, world_size: int) -> tuple[str, list[int]]:
-    """The failure that ended a start, as text and as ranks.
-
-    It is the killed rank; else the first to raise an error that is not the echo of a lost peer;
-    else, if there are only echoes, the rank that left none. The first echo alone blames no rank.
-    """
-    first = errors[0] if errors else None
-    raised = "" if first is None else f"rank {first['rank']} raised {first['message']}"
-    own = first is not None and not first["echo"]
+def _blame(errors: list[dict[str, Any]], ended: RunEnd) -> tuple[str, list[int]]:
+    """The failure that ended a start, as text and as ranks: the killed rank's; else the first error
+    that is not the echo of a lost peer. An echo alone blames no rank."""
     if ended.deaths:
-        return "; ".join([*ended.deaths.values(), *([raised] if own else [])]), list(ended.deaths)
-    if first is None:
+        return "; ".join(ended.deaths.values()), list(ended.deaths)
+    if not errors:
         return f"the ranks ended with code {ended.code}", []
-    if own:
-        return raised, [first["rank"]]
-    silent = sorted(set(range(world_size)) - {error["rank"] for error in errors})
-    if not silent:
-        return raised, []
-    text = "gave no answer (it hangs, or ended without a word)"
-    return f"{ranks_text(silent)} {text}; {raised}", silent
+    first = errors[0]
+    ranks = [] if first["echo"] else [first["rank"]]
+    return f"rank {first['rank']} raised {first['message']}", ranks
 
 
 def _same_error_twice(results: Sequence[Result]) -> bool:
@@ -155,16 +139,11 @@ def compare_world_sizes(results: Sequence[Result]) -> None:
             continue
         first = wanted.setdefault((result.strategy, result.model, result.dtype), result)
         if result.passed and result.weights_sha256 != first.weights_sha256:
-            result.status = "failed"
-            result.bitwise = False
-            result.cause = Cause.ORDER.value
+            result.status, result.bitwise, result.cause = "failed", False, Cause.ORDER.value
             result.sentence = (
                 f"the final weights are not those of {first.name} (SHA-256 "
                 f"{result.weights_sha256[:12]}… instead of {first.weights_sha256[:12]}…)"
             )
-
-
-# -- one rank -------------------------------------------------------------------------------------
 
 
 def run_worker(folder: Path) -> int:
@@ -174,7 +153,7 @@ def run_worker(folder: Path) -> int:
     cells = [Cell.from_json(cell) for cell in work["cells"]]
     noted = None
     try:
-        with open_session(settings) as world:
+        with open_session() as world:
             noted = _error_file(folder, work["number"], world.rank)
             run_cells(cells, settings, world, folder, number=work["number"])
     except Exception:
@@ -184,12 +163,12 @@ def run_worker(folder: Path) -> int:
     return 0
 
 
-def open_session(settings: VerifySettings) -> Session:
+def open_session() -> Session:
     """A session with one thread per rank: bits must not depend on the number of cores."""
     # The results report it; a hundred cells would report it a hundred times.
     logging.getLogger("gradsync").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    return Session(SessionOptions(device="cpu", threads=1, timeout_s=settings.timeout_s))
+    return Session(SessionOptions(device="cpu", threads=1, timeout_s=_TIMEOUT_S))
 
 
 def run_cells(
@@ -234,30 +213,19 @@ def run_cells(
 
 def _run_or_continue(cell: Cell, setting: Setting, folder: Path) -> Result:
     """Run a cell, from its source's checkpoint if it has a source; otherwise save a checkpoint."""
+    begun = cell.source or cell
+    checkpoint = f"{begun.strategy}-{begun.world_size}-{begun.model}-{begun.dtype}"
+    place = folder / "checkpoints" / checkpoint
     if cell.source is not None:
-        setting.saved = read(_checkpoint_of(cell.source, folder), setting.comm)
-        settings = setting.settings
+        setting.saved, settings = read(place, setting.comm), setting.settings
         if setting.saved.data["global_batch_size"] != settings.global_batch_size:
             # Its place in the data differs: the rest of the pass may be too short.
             size = settings.dataset_size
             setting.settings = replace(settings, num_samples=size, whole_steps=True)
     result, trace = run_cell(cell, setting)
     if cell.source is None and setting.comm.rank == 0 and len(trace.steps) > 1:
-        save(_checkpoint_of(cell, folder), cell.strategy, trace, len(trace.steps) // 2)
+        save(place, cell.strategy, trace, len(trace.steps) // 2)
     return result
-
-
-def _checkpoint_of(cell: Cell, folder: Path) -> Path:
-    name = f"{cell.strategy}-{cell.world_size}-{cell.model}-{cell.dtype}"
-    return folder / "checkpoints" / name
-
-
-def _done_file(folder: Path, number: int) -> Path:
-    return folder / f"done-{number}.jsonl"
-
-
-def _error_file(folder: Path, number: int, rank: int) -> Path:
-    return folder / f"error-{number}-rank_{rank:05d}.json"
 
 
 def pretend_two_hosts(world: World) -> Groups:
@@ -275,6 +243,14 @@ def pretend_two_hosts(world: World) -> Groups:
             local_world_size=size - first if on_second else first,
         )
     )
+
+
+def _done_file(folder: Path, number: int) -> Path:
+    return folder / f"done-{number}.jsonl"
+
+
+def _error_file(folder: Path, number: int, rank: int) -> Path:
+    return folder / f"error-{number}-rank_{rank:05d}.json"
 
 
 def read_done(folder: Path, number: int = 0) -> list[Result]:

@@ -1,22 +1,28 @@
 """The problems to train: verify's three, or the user's.
 
 Each contains what goes wrong in practice: unequal weights (targets that count for nothing), a last
-leaf of one sample, dropout, and
+micro-batch of one sample, dropout, and
 
-    mlp    a tied weight, a frozen part, a part that only some leaves use, one used by almost none
+    mlp    a tied weight, a frozen part, a part that only some micro-batches use, one used by almost
+           none
     conv   GroupNorm and BatchNorm
     gpt    the library's own decoder, embedding and head tied
-
-`target.py` loads the user's problem, and `target_check.py` tries it.
 """
 
 from __future__ import annotations
 
+import importlib
+import random
+import sys
+import traceback
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -25,14 +31,19 @@ from torch.utils.data import Subset, TensorDataset
 from gradsync.commands.models.config import GPTConfig
 from gradsync.commands.models.gpt import GPT
 from gradsync.commands.models.gpt import loss_sum as token_loss_sum
-from gradsync.commands.verify.settings import PLAIN, Variant, VerifySettings
-from gradsync.commands.verify.target import find_factory, kept_randomness, parts_of
+from gradsync.commands.verify.settings import PLAIN, SEED, Variant, VerifySettings
 from gradsync.core.torch_private import BatchNorm
 from gradsync.data.micro_batch import IGNORED_TARGET
+from gradsync.errors import ConfigError
 from gradsync.runtime.seeds import seed_everything, stream_seed
 
 LossSum = Callable[[Any, Any], Tensor]
 _CLASSES = 10
+_NOT_THE_USERS = (
+    *(str(Path(file).parent) for file in (torch.__file__, importlib.__file__)),
+    str(Path(__file__).parents[2]),
+    "<frozen",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +53,7 @@ class Problem:
     model: nn.Module  # maps the inputs of a batch to an output
     dataset: Any  # map-style; samples are (input, target)
     loss_sum: LossSum  # `loss_sum(output, target)`: [], *summed* over targets
-    uses_all: bool = True  # False if some leaf leaves a parameter without gradient
+    uses_all: bool = True  # False if some micro-batch leaves a parameter without gradient
 
     @property
     def has_batch_norm(self) -> bool:
@@ -56,7 +67,7 @@ def build_problem(name: str, settings: VerifySettings, variant: Variant = PLAIN)
     The global generators are seeded before a factory's module is imported, which may draw data, and
     again before the factory is called: only the first call imports.
     """
-    seed = stream_seed(settings.seed, "verify")
+    seed = stream_seed(SEED, "verify")
     with kept_randomness():
         seed_everything(seed)
         factory = find_factory(settings.target) if name == "target" else None
@@ -64,29 +75,67 @@ def build_problem(name: str, settings: VerifySettings, variant: Variant = PLAIN)
         if factory is None:
             problem = _OWN[name](settings)
         else:
-            model, dataset, loss_sum = parts_of(settings.target, factory)
-            # A data set that is too small repeats, so that every step runs.
-            indices = [index % len(dataset) for index in range(settings.dataset_size)]
+            with users_code(settings.target):
+                model, dataset, loss_sum = factory()
+                # A data set that is too small repeats, so that every step runs.
+                indices = [index % len(dataset) for index in range(settings.dataset_size)]
             data = Subset(dataset, indices)
             problem = Problem(model=model, dataset=data, loss_sum=loss_sum, uses_all=False)
-    if not variant.dropout:
-        freeze(problem.model, batch_norm=False)
-    if variant.frozen_batch_norm:
-        freeze(problem.model, batch_norm=True)
+    for module in problem.model.modules():
+        is_norm = isinstance(module, BatchNorm)
+        if (variant.frozen_batch_norm and is_norm) or not (variant.dropout or is_norm):
+            module.training = False  # it uses its stored statistics, or draws nothing at random
     return problem
 
 
-def freeze(model: nn.Module, *, batch_norm: bool) -> None:
-    """Put BatchNorm into evaluation mode (it uses its stored statistics), or everything else, which
-    then draws nothing at random."""
-    for module in model.modules():
-        if isinstance(module, BatchNorm) is batch_norm:
-            module.training = False
+def find_factory(target: str) -> Callable[[], Any]:
+    """The function that `pkg.module:factory` names, or a ConfigError. Its module is imported, also
+    from the working folder, as `python -m` does."""
+    module_name, _, name = target.partition(":")
+    if not module_name or not name:
+        raise ConfigError(f"--target {target!r}: expected pkg.module:factory")
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    with users_code(target):
+        return getattr(importlib.import_module(module_name), name)
+
+
+@contextmanager
+def users_code(target: str) -> Generator[None]:
+    """Report an error in the user's code in one line: `--target T: KeyError: 'x' (data.py:12)`, by
+    the innermost place outside torch and gradsync."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:  # a module that exits would end verify silently
+        places = [
+            (frame.filename, frame.lineno)
+            for frame in traceback.extract_tb(error.__traceback__)
+            if not frame.filename.startswith(_NOT_THE_USERS)
+        ]
+        if isinstance(error, SyntaxError) and error.filename:
+            places = [(error.filename, error.lineno)]
+        place = f" ({Path(places[-1][0]).name}:{places[-1][1]})" if places else ""
+        said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ConfigError(f"--target {target}: {said}{place}") from error
+
+
+@contextmanager
+def kept_randomness() -> Generator[None]:
+    """Restore torch's, numpy's and Python's global generators at the end: a check must not change
+    later random numbers."""
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
 
 
 class MLP(nn.Module):
-    """[B, 12] -> [B, 10]; tied weights, a frozen layer, a branch that some leaves use, and one that
-    only a leaf of a single sample uses: in most steps no leaf does."""
+    """[B, 12] -> [B, 10]; tied weights, a frozen layer, a branch that some micro-batches use, and
+    one that only a single sample uses: in most steps none does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,14 +220,14 @@ def _gpt(settings: VerifySettings) -> Problem:
         dropout=0.1,
     )
     return Problem(
-        model=GPT(config, seed=settings.seed),
+        model=GPT(config, seed=SEED),
         dataset=TensorDataset(tokens[:, :-1].contiguous(), targets),
         loss_sum=_gpt_loss_sum,
     )
 
 
 def _drop_targets(targets_N: Tensor) -> Tensor:
-    """About every fifth target counts for nothing, so that leaves have different weights."""
+    """About every fifth target counts for nothing, so that micro-batches have different weights."""
     dropped = torch.rand(targets_N.shape) < 0.2
     return torch.where(dropped, torch.full_like(targets_N, IGNORED_TARGET), targets_N)
 

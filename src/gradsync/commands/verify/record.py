@@ -14,13 +14,13 @@ from gradsync.checkpoint.optimizer_state import pack_optimizer
 from gradsync.checkpoint.tensor_file import tensor_bytes
 from gradsync.checkpoint.weights import clean_names, pack_weights
 from gradsync.comm.base import Work
-from gradsync.data.micro_batch import MicroBatch
+from gradsync.data.micro_batch import MicroBatch, map_tensors
 from gradsync.errors import ConfigError
 from gradsync.sync.reducer import Reducer, trainable
 from gradsync.sync.sharded_state import whole
 
 Tensors = dict[str, Tensor]
-LeafTrace = dict[str, Any]  # see `trace_leaf`
+MicroBatchTrace = dict[str, Any]  # see `trace_micro_batch`
 
 DTYPE_NAMES = {
     torch.float64: "fp64",
@@ -50,7 +50,7 @@ class StepTrace:
     number: int
     before: State
     after: State  # its weights differ from `updated` if ranks average them
-    leaves: list[LeafTrace] = field(default_factory=list)  # this rank's micro-batches
+    micro_batches: list[MicroBatchTrace] = field(default_factory=list)  # this rank's
     loss: float = float("nan")  # mean over the global batch, as reported; also weight and norm
     weight: float = 0.0  # targets in the global batch
     norm: float | None = None  # norm of the mean gradient before clipping
@@ -69,7 +69,7 @@ class StepTrace:
         }
         return {
             "norm": self.norm,
-            "leaves": self.leaves,
+            "micro_batches": self.micro_batches,
             **{part: {n: digest(t) for n, t in each.items()} for part, each in parts.items()},
         }
 
@@ -102,12 +102,12 @@ def digest(tensor: Tensor | None) -> str:
     return hashlib.blake2b(tensor_bytes(tensor), digest_size=8).hexdigest()
 
 
-def trace_leaf(leaf: MicroBatch) -> LeafTrace:
-    """The record of a leaf, as JSON types, after its random numbers are seeded."""
+def trace_micro_batch(micro_batch: MicroBatch) -> MicroBatchTrace:
+    """The record of a micro-batch, as JSON types, after its random numbers are seeded."""
     return {
-        "index": leaf.index,
-        "weight": leaf.num_targets,
-        "samples": sample_digests(leaf.batch, leaf.num_samples),
+        "index": micro_batch.index,
+        "weight": micro_batch.num_targets,
+        "samples": sample_digests(micro_batch.batch, micro_batch.num_samples),
         "random": digest(torch.get_rng_state()),  # dropout on the CPU draws from it
     }
 
@@ -116,21 +116,15 @@ def sample_digests(batch: Any, num_samples: int) -> list[str]:
     """A digest for each sample of a collated batch: of the sample's part of every tensor whose
     first dimension counts samples, and of everything else."""
     parts = [hashlib.blake2b(digest_size=8) for _ in range(num_samples)]
-    for tensor in _tensors_in(batch):
+
+    def include(tensor: Tensor) -> Tensor:
         by_sample = tensor.ndim > 0 and len(tensor) == num_samples
         for index, part in enumerate(parts):
             part.update(tensor_bytes(tensor[index] if by_sample else tensor))
+        return tensor
+
+    map_tensors(batch, include)
     return [part.hexdigest() for part in parts]
-
-
-def _tensors_in(batch: Any) -> list[Tensor]:
-    if isinstance(batch, Tensor):
-        return [batch]
-    if isinstance(batch, Mapping):
-        return [tensor for key in sorted(batch) for tensor in _tensors_in(batch[key])]
-    if isinstance(batch, list | tuple):
-        return [tensor for part in batch for tensor in _tensors_in(part)]
-    return []
 
 
 class Observer:
@@ -165,12 +159,12 @@ class Observer:
         self._now = self._state()
 
     def begin(self, number: int) -> None:
-        """Start the record of a step, before its first leaf."""
+        """Start the record of a step, before its first micro-batch."""
         self.trace.steps.append(StepTrace(number, self._now, self._now))
 
-    def leaf(self, leaf: MicroBatch) -> None:
-        """Record a leaf before its forward, after its random numbers are seeded."""
-        self.trace.steps[-1].leaves.append(trace_leaf(leaf))
+    def micro_batch(self, micro_batch: MicroBatch) -> None:
+        """Record a micro-batch before its forward, after its random numbers are seeded."""
+        self.trace.steps[-1].micro_batches.append(trace_micro_batch(micro_batch))
 
     def end(self, loss: float, weight: float, norm: float | None) -> None:
         """Record what the step reported and its state, after the optimizer."""
@@ -207,7 +201,6 @@ class Observer:
         named = trainable(self._model)
         names = clean_names(name for name, _ in named).values()
         for name in names:
-            # `check_target` finds it first, unless a forward needs a process group.
             if name not in self.trace.trainable:
                 raise ConfigError(
                     f"a forward made parameter {name!r}, which no optimizer knows: make it in "
@@ -228,25 +221,21 @@ class Observer:
         return {name: _copy(state[name]) for name in self.trace.parameters}
 
     def _state(self) -> State:
-        weights = self._weights()
-        buffers = _copies(pack_weights(dict(self._model.named_buffers())))
+        weights, buffers = self._weights(), pack_weights(dict(self._model.named_buffers()))
         if self._whole is not None:
             self._whole.gather(self._optimizer)
         tensors, description = pack_optimizer(self._optimizer, self._model.named_parameters())
-        optimizer = _copies(tensors)
+        optimizer = map_tensors(tensors, _copy)
         if self._whole is not None:
             self._whole.scatter(self._optimizer)
+        extra = {} if self._shards is None else self._shards.state_tensors()
         return State(
             weights=weights,
-            buffers=buffers,
+            buffers=map_tensors(buffers, _copy),
             optimizer=optimizer,
             description=description,
-            extra={} if self._shards is None else _copies(self._shards.state_tensors()),
+            extra=map_tensors(extra, _copy),
         )
-
-
-def _copies(tensors: Mapping[str, Tensor]) -> Tensors:
-    return {name: _copy(tensor) for name, tensor in tensors.items()}
 
 
 def _copy(tensor: Tensor) -> Tensor:

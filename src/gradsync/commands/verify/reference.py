@@ -1,8 +1,8 @@
 """One rank in plain PyTorch: the run that every strategy is compared with.
 
-Nothing here uses `sync`: each leaf's gradient is computed alone, the mean is a sum and a division,
-clipping and the optimizer are torch's. So a mistake that all strategies share, even on one rank,
-still shows.
+Nothing here uses `sync`: each micro-batch's gradient is computed alone, the mean is a sum and a
+division, clipping and the optimizer are torch's. So a mistake that all strategies share, even on
+one rank, still shows.
 """
 
 from __future__ import annotations
@@ -18,39 +18,35 @@ from torch.utils.data import default_collate
 
 from gradsync.checkpoint.optimizer_state import pack_optimizer, unpack_optimizer
 from gradsync.checkpoint.weights import pack_weights
-from gradsync.comm.base import Communicator
-from gradsync.comm.values import all_gather_json
-from gradsync.commands.verify.problem import freeze
 from gradsync.commands.verify.record import (
-    LeafTrace,
+    MicroBatchTrace,
     Observer,
     State,
     Tensors,
     Trace,
     sample_digests,
-    trace_leaf,
+    trace_micro_batch,
 )
-from gradsync.commands.verify.result import Cause, Finding, Kind
 from gradsync.commands.verify.run import Task, make_loader, make_optimizer
-from gradsync.commands.verify.target import kept_randomness
+from gradsync.commands.verify.settings import CLIP_NORM, SEED
 from gradsync.data.micro_batch import MicroBatch
 from gradsync.runtime.seeds import seed_micro_batch
 
 
 @dataclass(slots=True)
-class LeafResult:
-    """One leaf at given weights."""
+class MicroBatchResult:
+    """One micro-batch at given weights."""
 
     index: int
     weight: float
     loss_sum: float
-    gradient: Tensors  # of the summed loss; absent if the leaf does not use a parameter
-    buffers: Tensors  # after the leaf, starting from the step's initial ones
+    gradient: Tensors  # of the summed loss; absent if it does not use a parameter
+    buffers: Tensors  # afterwards, starting from the step's initial ones
 
 
 class Reference:
-    """The one-rank twin of a run on `world_size` ranks, which may determine the number of leaves;
-    `saved` is the checkpoint that the run starts from. It does not communicate."""
+    """The one-rank twin of a run on `world_size` ranks, which may determine the number of
+    micro-batches; `saved` is the checkpoint that the run starts from. It does not communicate."""
 
     def __init__(self, task: Task, world_size: int, saved: State | None = None) -> None:
         self.task = task
@@ -59,18 +55,16 @@ class Reference:
         self._problem = task.build()
         self._model = self._problem.model
         self.has_batch_norm = self._problem.has_batch_norm
-        if self.settings.batch_norm == "freeze":
-            freeze(self._model, batch_norm=True)
         self._parameters = pack_weights(dict(self._model.named_parameters()))
         self._buffers = pack_weights(dict(self._model.named_buffers()))
         source = make_loader(self._problem, self.settings, 0, 1)
         if saved is not None:
             source.load_state_dict(saved.data)
         left = self.settings.num_steps - source.state_dict()["steps"]
-        # All leaves of each step, by its number, and the records that a correct run has of them.
-        self.leaves = {step.number: list(step) for step in islice(source, left)}
-        self.traces = {n: [*map(self._trace_of, leaves)] for n, leaves in self.leaves.items()}
-        self._cache: dict[int, tuple[Tensors, list[LeafResult]]] = {}
+        # All micro-batches of each step, by its number, and a correct run's records of them.
+        self.batches = {step.number: list(step) for step in islice(source, left)}
+        self.traces = {n: [*map(self._trace_of, batch)] for n, batch in self.batches.items()}
+        self._cache: dict[int, tuple[Tensors, list[MicroBatchResult]]] = {}
         # Digest of a sample's contents -> its place in the data set (the first of equal ones).
         self.owner_of: dict[str, int] = {}
         dataset = self._problem.dataset
@@ -80,50 +74,40 @@ class Reference:
     @property
     def optimizer_group(self) -> dict[str, Any]:
         """The optimizer's settings, the same for all parameters."""
-        return make_optimizer(self._model, self.settings).param_groups[0]
+        return make_optimizer(self._model).param_groups[0]
 
     def weights(self) -> Tensors:
         """A copy of the model's current weights: at first, the initial ones."""
         return {name: tensor.detach().clone() for name, tensor in self._parameters.items()}
 
-    def leaf_results(self, step: int, weights: Tensors, buffers: Tensors) -> list[LeafResult]:
-        """Loss and gradient of every leaf of `step` at `weights`, each computed alone."""
+    def results(self, step: int, weights: Tensors, buffers: Tensors) -> list[MicroBatchResult]:
+        """Loss and gradient of every micro-batch of `step` at `weights`, each computed alone."""
         cached = self._cache.get(step)
         if cached is not None and all(torch.equal(cached[0][n], weights[n]) for n in weights):
             return cached[1]
         self._load(weights, {})
-        results = [self._leaf_result(leaf, buffers) for leaf in self.leaves[step]]
+        results = [self._result(each, buffers) for each in self.batches[step]]
         self._cache[step] = (weights, results)
         return results
 
-    def leaf_numbers(self, number: int) -> tuple[list[float], list[float]]:
-        """Loss and gradient norms of a step's heaviest leaf, computed twice with the same buffers
-        and the same random numbers."""
-        leaf = max(self.leaves[number], key=lambda leaf: leaf.num_targets)
-        buffers = {name: tensor.clone() for name, tensor in self._buffers.items()}
-
-        def numbers() -> list[float]:
-            result = self._leaf_result(leaf, buffers)
-            return [result.loss_sum, *(float(g.double().norm()) for g in result.gradient.values())]
-
-        return numbers(), numbers()
-
-    def _leaf_result(self, leaf: MicroBatch, buffers: Tensors) -> LeafResult:
+    def _result(self, micro_batch: MicroBatch, buffers: Tensors) -> MicroBatchResult:
         self._load({}, buffers)
-        seed_micro_batch(self.settings.seed, leaf.step, leaf.index)
-        loss = self._loss_sum(leaf)
+        seed_micro_batch(SEED, micro_batch.step, micro_batch.index)
+        loss = self._loss_sum(micro_batch)
         loss.backward()
         gradient = {n: p.grad for n, p in self._parameters.items() if p.grad is not None}
         for name in gradient:
             self._parameters[name].grad = None
         changed = {name: self._buffers[name].clone() for name in buffers}
         loss_sum = float(loss.detach().double())
-        return LeafResult(leaf.index, leaf.num_targets, loss_sum, gradient, changed)
+        return MicroBatchResult(
+            micro_batch.index, micro_batch.num_targets, loss_sum, gradient, changed
+        )
 
     def update(self, before: State, gradient: dict[str, Tensor | None]) -> tuple[Tensors, Tensors]:
         """Weights and optimizer state (`slot/parameter`) after one step of the optimizer."""
         self._load(before.weights, {})
-        optimizer = make_optimizer(self._model, self.settings)
+        optimizer = make_optimizer(self._model)
         named = list(self._model.named_parameters())
         if before.description["params"]:
             # The run's state with our settings: a changed learning rate in the run must show.
@@ -143,36 +127,39 @@ class Reference:
         self._load(state.weights, state.buffers)
         modes = {module: module.training for module in self._model.modules()}
         self._model.eval()
-        leaves = [leaf for step in self.leaves.values() for leaf in step]
+        every = [each for batch in self.batches.values() for each in batch]
         with torch.no_grad():
-            total = sum(float(self._loss_sum(leaf)) for leaf in leaves)
+            total = sum(float(self._loss_sum(each)) for each in every)
         for module, mode in modes.items():
             module.training = mode
-        return total / sum(leaf.num_targets for leaf in leaves)
+        return total / sum(each.num_targets for each in every)
 
     def train(self) -> Trace:
         """The whole run on one rank, or the rest of it after the checkpoint. Only on a fresh twin
         are weights and buffers the initial ones."""
-        optimizer, saved = make_optimizer(self._model, self.settings), self.saved
+        optimizer, saved = make_optimizer(self._model), self.saved
         if saved is not None:
             self._load(saved.weights, saved.buffers)
             named = self._model.named_parameters()
             unpack_optimizer(optimizer, named, saved.optimizer, saved.description)
         observer = Observer(self._model, Trace.of(self._model), optimizer)
         try:
-            for number, leaves in self.leaves.items():
+            for number, batch in self.batches.items():
                 observer.begin(number)
                 losses = []
-                for leaf in leaves:
-                    seed_micro_batch(self.settings.seed, leaf.step, leaf.index)
-                    observer.leaf(leaf)
-                    loss = self._loss_sum(leaf)
+                for each in batch:
+                    seed_micro_batch(SEED, each.step, each.index)
+                    observer.micro_batch(each)
+                    loss = self._loss_sum(each)
                     loss.backward()
                     losses.append(float(loss.detach().double()))
-                weight = float(sum(leaf.num_targets for leaf in leaves))
-                norm = None
+                weight, norm = float(sum(each.num_targets for each in batch)), None
                 if weight:  # else no target counts in this step, and nothing moves
-                    norm = self._mean_and_clip(weight)
+                    parameters = [p for p in self._parameters.values() if p.grad is not None]
+                    for parameter in parameters:
+                        assert parameter.grad is not None
+                        parameter.grad.mul_(1.0 / weight)
+                    norm = float(torch.nn.utils.clip_grad_norm_(parameters, CLIP_NORM))
                     optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
                 observer.end(math.fsum(losses) / weight if weight else math.nan, weight, norm)
@@ -180,22 +167,14 @@ class Reference:
             observer.close()
         return observer.trace
 
-    def _mean_and_clip(self, weight: float) -> float | None:
-        parameters = [p for p in self._parameters.values() if p.grad is not None]
-        for parameter in parameters:
-            assert parameter.grad is not None
-            parameter.grad.mul_(1.0 / weight)
-        if self.settings.clip_norm is None:
-            return None
-        return float(torch.nn.utils.clip_grad_norm_(parameters, self.settings.clip_norm))
-
-    def _loss_sum(self, leaf: MicroBatch) -> Tensor:
+    def _loss_sum(self, micro_batch: MicroBatch) -> Tensor:
         with self.task.autocast():
-            return self._problem.loss_sum(self._model(leaf.inputs), leaf.targets)
+            output = self._model(micro_batch.inputs)
+            return self._problem.loss_sum(output, micro_batch.targets)
 
-    def _trace_of(self, leaf: MicroBatch) -> LeafTrace:
-        seed_micro_batch(self.settings.seed, leaf.step, leaf.index)
-        return trace_leaf(leaf)
+    def _trace_of(self, micro_batch: MicroBatch) -> MicroBatchTrace:
+        seed_micro_batch(SEED, micro_batch.step, micro_batch.index)
+        return trace_micro_batch(micro_batch)
 
     @torch.no_grad()
     def _load(self, weights: Tensors, buffers: Tensors) -> None:
@@ -203,44 +182,3 @@ class Reference:
             self._parameters[name].copy_(tensor)
         for name, tensor in buffers.items():
             self._buffers[name].copy_(tensor)
-
-
-# -- is a forward a function of what it should be? ------------------------------------------------
-
-_SAME = 1e-6  # relative difference of a repetition on one rank
-_ALIKE = 1e-3  # between ranks, whose machines may round differently
-_WHY = (
-    "the same micro-batch gives something else when it is run again, with all generators seeded: "
-    "something is kept between forwards"
-)
-
-
-def check_forward(
-    task: Task, comm: Communicator, number: int, saved: State | None = None
-) -> tuple[Cause, Finding] | None:
-    """Run a leaf of step `number` twice on every rank. If results differ, on one rank or between
-    ranks, no strategy can help. All ranks call it and get the same; None if results agree."""
-    with kept_randomness():
-        # A new model on each call; it keeps what one forward leaves for the next.
-        fresh = Reference(task, comm.world_size, saved)
-        numbers, again = fresh.leaf_numbers(number)
-    repeats = _alike(numbers, again, _SAME)
-    everyone = all_gather_json(comm, {"repeats": repeats, "numbers": numbers})
-    ranks = [rank for rank, each in enumerate(everyone) if not each["repeats"]]
-    detail = _WHY
-    if not ranks:
-        detail = "the same micro-batch gives something else on another rank: it depends on the rank"
-        first = everyone[0]["numbers"]
-        ranks = [r for r, each in enumerate(everyone) if not _alike(first, each["numbers"], _ALIKE)]
-    if not ranks:
-        return None
-    where = () if len(ranks) == comm.world_size else tuple(ranks)
-    return Cause.UNKNOWN, Finding(kind=Kind.FORWARD, step=number, ranks=where, detail=detail)
-
-
-def _alike(a: list[float], b: list[float], tolerance: float) -> bool:
-    """Whether loss and norms agree; norms relative to the norm of the whole gradient."""
-    if len(a) != len(b) or not math.isclose(a[0], b[0], rel_tol=tolerance):
-        return False
-    small = tolerance * math.hypot(*a[1:])
-    return all(math.isclose(x, y, abs_tol=small) for x, y in zip(a[1:], b[1:], strict=True))

@@ -28,7 +28,6 @@ class Kind(StrEnum):
     DATA = "the global batch is not the one-rank run's"
     RANDOM = "dropout is not the one-rank run's"
     FINITE = "a number is not finite on one rank either"
-    FORWARD = "the forward is not reproducible"
     MOVED = "weights changed during backward"
     GRADIENT_REPLICAS = "the gradient differs between ranks"
     GRADIENT = "the gradient is not the one-rank run's"
@@ -71,16 +70,12 @@ _ADVICE: dict[Cause | Kind, str] = {
     Cause.OPTIMIZER: "The optimizer must act elementwise on the whole mean gradient.",
     Cause.UNKNOWN: "None of the known causes explains it; compare the first parameter by hand.",
     Kind.FINITE: "Look for its first inf or nan on one rank: no strategy can help.",
-    Kind.FORWARD: "Let it depend on inputs, weights, buffers and torch's generator alone.",
     Kind.REPLICAS: "Let nothing but the optimizer write to weights, alike on all ranks.",
     Kind.MEETING: "Average the weights of all ranks, with equal shares.",
     Kind.BUFFERS: "Leave buffers to gs.replicate, which moves them by what all micro-batches do.",
     Kind.MOVED: "Reduce parameter.grad in the hook, and leave the parameter alone.",
 }
 """Advice, by the kind of finding if it has an entry, else by the cause."""
-
-
-_NAMES = ("strategy", "world_size", "model", "dtype")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,9 +121,16 @@ class Result:
     def of(cls, cell: Cell, **fields: Any) -> Result:
         """The result of `cell`, with `fields` in addition to its names and its promise."""
         promise = promise_of(cell.strategy)
-        names: Any = {name: getattr(cell, name) for name in _NAMES}
-        source = cell.source.name if cell.source else ""
-        return cls(**names, promise=promise.kind, says=promise.says, loaded_from=source, **fields)
+        return cls(
+            strategy=cell.strategy,
+            world_size=cell.world_size,
+            model=cell.model,
+            dtype=cell.dtype,
+            promise=promise.kind,
+            says=promise.says,
+            loaded_from=cell.source.name if cell.source else "",
+            **fields,
+        )
 
     @property
     def passed(self) -> bool:
@@ -166,9 +168,17 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def document(settings: VerifySettings, results: Sequence[Result], seconds: float) -> dict[str, Any]:
-    """The document that `--json` prints."""
+    """The document that `--json` prints; null stands for nan and infinity, which JSON lacks."""
+
+    def strict(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: strict(entry) for key, entry in value.items()}
+        if isinstance(value, list):
+            return [strict(entry) for entry in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
     versions = {name: metadata.version(name) for name in ("gradsync", "torch")}
-    return _strict(
+    return strict(
         {
             "passed": all(result.passed for result in results),
             "settings": asdict(settings),
@@ -178,18 +188,6 @@ def document(settings: VerifySettings, results: Sequence[Result], seconds: float
             "seconds": round(seconds, 1),
         }
     )
-
-
-def _strict(value: Any) -> Any:
-    """A value with null instead of nan and infinity, which JSON does not have."""
-    if isinstance(value, dict):
-        return {key: _strict(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [_strict(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-# -- a table for people ---------------------------------------------------------------------------
 
 
 _LEGEND = (
@@ -206,9 +204,27 @@ def print_report(results: Sequence[Result], seconds: float, stream: TextIO) -> N
     width = max(shutil.get_terminal_size().columns, 110)
     console = Console(file=stream, soft_wrap=True, width=width, **plain)
     cells = [result for result in results if not result.loaded_from]
-    console.print(_table(cells))
+    sizes = sorted({cell.world_size for cell in cells})
+    table = Table(box=None, pad_edge=False)
+    for name in ("strategy", "dtype", "promise", *(f"W={size}" for size in sizes)):
+        table.add_column(name)
+    for name in ("loss", "gradient", "weights", "of bound"):
+        table.add_column(name, justify="right")
+    for strategy, dtype in dict.fromkeys((cell.strategy, cell.dtype) for cell in cells):
+        row = [cell for cell in cells if (cell.strategy, cell.dtype) == (strategy, dtype)]
+        marks = [mark([cell for cell in row if cell.world_size == size]) for size in sizes]
+        worst = [short(largest(row, part), 1) for part in ("loss", "gradient", "weight")]
+        bound = max(cell.part_of_bound for cell in row)
+        table.add_row(strategy, dtype, row[0].promise, *marks, *worst, f"{bound:.0%}")
+    console.print(table)
     console.print(_LEGEND)
-    for alike in _by_reason(results):
+    # Errors may have one reason although numbers in them (rank, port, address) differ.
+    reasons: dict[tuple[str, ...], list[Result]] = {}
+    for result in results:
+        gist = re.sub(r"\d+", "", result.sentence) if result.status == "error" else result.sentence
+        if not result.passed:
+            reasons.setdefault((result.status, gist, *result.tried), []).append(result)
+    for alike in reasons.values():
         first, names = alike[0], ", ".join(result.name for result in alike)
         console.print(first.status, style="bold red", end=" ")
         if len(alike) == 1:
@@ -222,34 +238,6 @@ def print_report(results: Sequence[Result], seconds: float, stream: TextIO) -> N
         f"{len(cells)} cells and {len(results) - len(cells)} checkpoints handed on, "
         f"{failed} failed, {seconds:.0f} s"
     )
-
-
-def _by_reason(results: Sequence[Result]) -> list[list[Result]]:
-    """Failed results, grouped by reason. Errors may have one reason although numbers in them (rank,
-    port, address) differ."""
-    groups: dict[tuple[str, ...], list[Result]] = {}
-    for result in results:
-        if not result.passed:
-            error = result.status == "error"
-            gist = re.sub(r"\d+", "", result.sentence) if error else result.sentence
-            groups.setdefault((result.status, gist, *result.tried), []).append(result)
-    return list(groups.values())
-
-
-def _table(cells: Sequence[Result]) -> Table:
-    sizes = sorted({cell.world_size for cell in cells})
-    table = Table(box=None, pad_edge=False)
-    for name in ("strategy", "dtype", "promise", *(f"W={size}" for size in sizes)):
-        table.add_column(name)
-    for name in ("loss", "gradient", "weights", "of bound"):
-        table.add_column(name, justify="right")
-    for strategy, dtype in dict.fromkeys((cell.strategy, cell.dtype) for cell in cells):
-        row = [cell for cell in cells if (cell.strategy, cell.dtype) == (strategy, dtype)]
-        marks = [mark([cell for cell in row if cell.world_size == size]) for size in sizes]
-        worst = [short(largest(row, part), 1) for part in ("loss", "gradient", "weight")]
-        bound = max(cell.part_of_bound for cell in row)
-        table.add_row(strategy, dtype, row[0].promise, *marks, *worst, f"{bound:.0%}")
-    return table
 
 
 def mark(cells: Sequence[Result]) -> str:

@@ -23,7 +23,14 @@ from gradsync.comm.groups import groups as make_groups
 from gradsync.comm.values import broadcast_json, broadcast_tensors
 from gradsync.commands.verify.problem import LossSum, Problem, build_problem
 from gradsync.commands.verify.record import Observer, State, Trace
-from gradsync.commands.verify.settings import PLAIN, Variant, VerifySettings, promise_of
+from gradsync.commands.verify.settings import (
+    CLIP_NORM,
+    PLAIN,
+    SEED,
+    Variant,
+    VerifySettings,
+    promise_of,
+)
 from gradsync.data.loader import Loader, loader
 from gradsync.data.micro_batch import map_tensors
 from gradsync.errors import CheckpointError
@@ -55,10 +62,8 @@ class Parts:
     loss_sum: LossSum
     optimizer: torch.optim.Optimizer
     sync: GradientSync
-    loader: Any  # iterating gives steps; iterating a step gives leaves
-    seed_micro_batch: Callable[[int, int, int], None] = (
-        seed_micro_batch  # called before each forward
-    )
+    loader: Any  # iterating gives steps; iterating a step gives micro-batches
+    seed_micro_batch: Callable[[int, int, int], None] = seed_micro_batch  # before each forward
 
 
 Prepare = Callable[[Parts], Parts]
@@ -74,33 +79,43 @@ class Task:
     settings: VerifySettings
     variant: Variant = PLAIN
 
+    @property
+    def used_dtype(self) -> str:
+        """The cell's, or the variant's."""
+        return self.variant.dtype or self.dtype
+
     def build(self) -> Problem:
         """Build a new problem, in the dtype of the weights."""
         problem = build_problem(self.model, self.settings, self.variant)
-        return _in_double(problem) if self._used_dtype == "fp64" else problem
+        if self.used_dtype != "fp64":
+            return problem
+
+        def widen(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.double() if tensor.is_floating_point() else tensor
+
+        model = problem.model.double()
+        model.register_forward_pre_hook(
+            lambda _, inputs, named: map_tensors((inputs, named), widen), with_kwargs=True
+        )
+        return replace(problem, model=model)
 
     def settings_for(self, world_size: int) -> VerifySettings:
-        """Settings with the number of leaves that the variant and the strategy need, and the same
-        data set, so that one run can continue another's checkpoint."""
-        settings = self.settings
-        equal_leaves = (
-            chosen_strategy(self.strategy)[0].equal_leaves or settings.batch_norm == "sync"
-        )
-        num_leaves = -(-settings.num_leaves // world_size) * world_size
-        if self.variant.one_leaf_per_rank:
-            num_leaves = world_size
-        elif not equal_leaves:
+        """Settings with the number of micro-batches that the variant and the strategy need, and the
+        same data set, so that one run can continue another's checkpoint."""
+        settings, equal = self.settings, chosen_strategy(self.strategy)[0].equal_leaves
+        if not (equal or self.variant.one_micro_batch):
             return settings
-        size = settings.dataset_size
-        return replace(settings, num_samples=size, num_leaves=num_leaves, whole_steps=equal_leaves)
+        each = -(-settings.num_micro_batches // world_size)
+        return replace(
+            settings,
+            num_samples=settings.dataset_size,
+            num_micro_batches=world_size * (1 if self.variant.one_micro_batch else each),
+            whole_steps=equal,
+        )
 
     def autocast(self) -> torch.autocast:
         """bf16 mixed precision, or nothing."""
-        return torch.autocast("cpu", dtype=torch.bfloat16, enabled=self._used_dtype == "bf16")
-
-    @property
-    def _used_dtype(self) -> str:
-        return self.variant.dtype or self.dtype
+        return torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.used_dtype == "bf16")
 
 
 def train_traced(
@@ -115,7 +130,28 @@ def train_traced(
     it. `groups` are for `hierarchical`; `prepare` is a hook for tests."""
     settings, problem = task.settings_for(comm.world_size), task.build()
     trace = Trace.of(problem.model)
-    parts = _make_parts(task.strategy, problem, settings, comm, groups)
+    if groups is None and comm.world_size == 1:
+        groups = make_groups(World())
+    disturb(problem.model, comm.rank)
+    name, given = with_options(task.strategy)
+    options: dict[str, Any] = {**_OPTIONS, "find_unused_parameters": not problem.uses_all, **given}
+    known = find_strategy(name).options
+    sync = replicate(
+        problem.model,
+        strategy=name,
+        comm=comm,
+        groups=groups,
+        batch_norm="local" if problem.has_batch_norm else None,
+        **{name: value for name, value in options.items() if name in known},
+    )
+    parts = Parts(
+        comm=comm,
+        model=problem.model,
+        loss_sum=problem.loss_sum,
+        optimizer=make_optimizer(problem.model),
+        sync=sync,
+        loader=make_loader(problem, settings, comm.rank, comm.world_size),
+    )
     if saved is not None:
         _load(saved, task.strategy, parts)
     if prepare is not None:
@@ -127,15 +163,16 @@ def train_traced(
     try:
         for step in islice(parts.loader, settings.num_steps - parts.loader.state_dict()["steps"]):
             observer.begin(step.number)
-            for leaf in step:
-                with parts.sync.micro_step(last=leaf.is_last, index=leaf.index):
-                    parts.seed_micro_batch(settings.seed, leaf.step, leaf.index)
-                    observer.leaf(leaf)
+            for micro_batch in step:
+                index = micro_batch.index
+                with parts.sync.micro_step(last=micro_batch.is_last, index=index):
+                    parts.seed_micro_batch(SEED, micro_batch.step, index)
+                    observer.micro_batch(micro_batch)
                     with task.autocast():
-                        output = parts.sync.forward(leaf.inputs)
-                        loss = parts.loss_sum(output, leaf.targets)
-                    parts.sync.backward(loss, leaf, reduction="sum")
-            result = parts.sync.step(parts.optimizer, clip_norm=settings.clip_norm)
+                        output = parts.sync.forward(micro_batch.inputs)
+                        loss = parts.loss_sum(output, micro_batch.targets)
+                    parts.sync.backward(loss, micro_batch, reduction="sum")
+            result = parts.sync.step(parts.optimizer, clip_norm=CLIP_NORM)
             norm = None if result.grad_norm is None else float(result.grad_norm)
             observer.end(float(result.mean_loss), result.weight, norm)
             trace.steps[-1].after.data = dict(parts.loader.state_dict())
@@ -145,55 +182,22 @@ def train_traced(
     return trace
 
 
-def _make_parts(
-    strategy: str,
-    problem: Problem,
-    settings: VerifySettings,
-    comm: Communicator,
-    groups: Groups | None,
-) -> Parts:
-    if groups is None and comm.world_size == 1:
-        groups = make_groups(World())
-    disturb(problem.model, comm.rank)
-    name, given = with_options(strategy)
-    options: dict[str, Any] = {**_OPTIONS, "find_unused_parameters": not problem.uses_all, **given}
-    known = find_strategy(name).options
-    sync = replicate(
-        problem.model,
-        strategy=name,
-        comm=comm,
-        groups=groups,
-        batch_norm=settings.batch_norm if problem.has_batch_norm else None,
-        **{name: value for name, value in options.items() if name in known},
-    )
-    return Parts(
-        comm=comm,
-        model=problem.model,
-        loss_sum=problem.loss_sum,
-        optimizer=make_optimizer(problem.model, settings),
-        sync=sync,
-        loader=make_loader(problem, settings, comm.rank, comm.world_size),
-    )
-
-
 def make_loader(problem: Problem, settings: VerifySettings, rank: int, world_size: int) -> Loader:
     """The public loader of `problem` for one rank."""
     return loader(
         problem.dataset,
         World(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size),
         global_batch_size=settings.global_batch_size,
-        micro_batch_size=settings.leaf_size,
-        seed=settings.seed,
+        micro_batch_size=settings.micro_batch_size,
+        seed=SEED,
         num_epochs=settings.num_epochs,
     )
 
 
-def make_optimizer(model: nn.Module, settings: VerifySettings) -> torch.optim.Optimizer:
-    """AdamW, or SGD with momentum, over the trainable parameters."""
+def make_optimizer(model: nn.Module) -> torch.optim.AdamW:
+    """AdamW over the trainable parameters."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if settings.optimizer == "adamw":
-        return torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.1)
-    return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.9, weight_decay=0.01)
+    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.1)
 
 
 @torch.no_grad()
@@ -203,19 +207,6 @@ def disturb(model: nn.Module, rank: int) -> None:
     for tensor in tensors.values():
         if tensor.is_floating_point():
             tensor.add_(rank)
-
-
-def _in_double(problem: Problem) -> Problem:
-    """The problem in fp64: the model, and floating inputs at any depth."""
-    model = problem.model.double()
-
-    def widen(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.double() if tensor.is_floating_point() else tensor
-
-    model.register_forward_pre_hook(
-        lambda _, inputs, named: map_tensors((inputs, named), widen), with_kwargs=True
-    )
-    return replace(problem, model=model)
 
 
 # -- checkpoints ----------------------------------------------------------------------------------

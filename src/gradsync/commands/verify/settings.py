@@ -24,45 +24,35 @@ MODELS = ("mlp", "conv", "gpt")
 """The problems included in verify, smallest first."""
 DTYPES = ("fp64", "fp32", "bf16")
 """fp64 and fp32: all tensors have this dtype. bf16: autocast over fp32 weights."""
+SEED = 0
+CLIP_NORM = 0.5  # largest L2 norm of the mean gradient
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerifySettings:
-    """Settings that all cells share; ConfigError for a number below 1 or an unknown name."""
+    """Settings that all cells share."""
 
     num_steps: int = 4  # optimizer steps
     num_samples: int | None = None
-    """None uses enough to make the last step short: two leaves, the second of one sample, or of two
-    for the user's model."""
-    num_leaves: int = 5  # in a global batch; no multiple of 2, 3 or 4 ranks: shares are uneven
-    leaf_size: int = 3
-    optimizer: str = "adamw"  # adamw or sgd (with momentum)
-    clip_norm: float | None = 0.5  # largest L2 norm of the mean gradient; None does not clip
-    batch_norm: str = "local"  # sync, local or freeze, for models that have BatchNorm
-    seed: int = 0
+    """None uses enough to make the last step short: two micro-batches, the second of one sample, or
+    of two for the user's model, which may contain BatchNorm."""
+    num_micro_batches: int = 5  # in a global batch; no multiple of 2, 3 or 4 ranks
+    micro_batch_size: int = 3
     target: str = ""  # `pkg.module:factory` that makes the user's problem, the model "target"
-    whole_steps: bool = False  # no step is short: all ranks have as many leaves
-    timeout_s: float = 60.0  # longest duration of a collective, seconds
-
-    def __post_init__(self) -> None:
-        for name in ("num_steps", "num_leaves", "leaf_size", "num_samples"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, got {value}")
+    whole_steps: bool = False  # no step is short: all ranks have as many micro-batches
 
     @property
     def global_batch_size(self) -> int:
         """Samples in a step."""
-        return self.num_leaves * self.leaf_size
+        return self.num_micro_batches * self.micro_batch_size
 
     @property
     def dataset_size(self) -> int:
         """Samples that are used."""
         if self.num_samples is not None:
             return self.num_samples
-        # BatchNorm cannot train on a single sample, and the user's model may contain it.
-        last = min(2, self.leaf_size) if self.target else 1
-        return (self.num_steps - 1) * self.global_batch_size + self.leaf_size + last
+        last = min(2, self.micro_batch_size) if self.target else 1
+        return (self.num_steps - 1) * self.global_batch_size + self.micro_batch_size + last
 
     @property
     def num_epochs(self) -> int | None:
@@ -78,7 +68,7 @@ class Variant:
 
     dropout: bool = True  # False draws nothing at random: evaluation mode, except BatchNorm
     frozen_batch_norm: bool = False  # True uses the stored statistics instead of the batch's
-    one_leaf_per_rank: bool = False  # True leaves no gradient accumulation
+    one_micro_batch: bool = False  # True leaves no gradient accumulation
     dtype: str | None = None  # a dtype other than the cell's
 
 
@@ -158,66 +148,53 @@ class VerifyPlan:
 
 def make_plan(
     *,
-    strategies: Iterable[str],
+    strategies: Sequence[str],
     world_sizes: Iterable[int],
-    models: Iterable[str],
-    dtypes: Iterable[str],
-    cross_load: bool = True,
+    models: Sequence[str],
+    dtypes: Sequence[str],
     num_steps: int | None = None,
     num_samples: int | None = None,
-    **others: Any,
+    target: str = "",
 ) -> VerifyPlan:
     """The full matrix: every strategy x world size x model x dtype, checked.
 
-    There are more leaves than the largest world size, the same for all cells: they must see the
-    same global batches.
-
-    Args:
-        strategies, world_sizes, models, dtypes: in any order; duplicates are allowed.
-        cross_load: also continue checkpoints at another world size and with another strategy.
-        num_samples: train this many: steps follow from the size of a leaf, or the size from the
-            steps, rounded up (the last step then starts a second pass over the data).
-        num_steps, others: fields of `VerifySettings`.
+    There are more micro-batches than the largest world size, the same for all cells: they must see
+    the same global batches. A number of samples to train determines the steps, or, with a number of
+    steps, the size of a micro-batch, rounded up (the last step then starts a second pass).
     """
-    asked = {"num_steps": num_steps, "num_samples": num_samples}
-    given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
-    settings = VerifySettings(**given, **others)
-    sizes = sorted(set(world_sizes))
-    lists: dict[str, list[Any]] = {
-        "strategies": list(dict.fromkeys(strategies)),
-        "world sizes": sizes,
-        "models": list(dict.fromkeys(models)),
-        "dtypes": list(dict.fromkeys(dtypes)),
-    }
-    for name, values in lists.items():
-        if not values:
-            raise ConfigError(f"verify: no {name} given")
-    if sizes[0] < 1:
-        raise ConfigError(f"verify: a world size must be at least 1, got {sizes[0]}")
-    for model in lists["models"]:
-        check_name("model", model, ("target",) if settings.target else MODELS)
-    for dtype in lists["dtypes"]:
+    sizes, strategies = sorted(set(world_sizes)), list(dict.fromkeys(strategies))
+    if not (strategies and sizes and models and dtypes):
+        raise ConfigError("verify: name at least one strategy, world size, model and dtype")
+    for name, value in (("--world-sizes", sizes[0]), ("--num-steps", num_steps)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} must be at least 1, got {value}")
+    if num_samples is not None and num_samples < 1:
+        raise ConfigError(f"--num-samples must be at least 1, got {num_samples}")
+    for model in models:
+        check_name("model", model, ("target",) if target else MODELS)
+    for dtype in dtypes:
         check_name("dtype", dtype, DTYPES)
-    settings = replace(settings, num_leaves=max(settings.num_leaves, sizes[-1] + 1))
-    if num_samples is not None:
-        if num_steps is not None:
-            leaf_size = -(-num_samples // (num_steps * settings.num_leaves))
-            settings = replace(settings, leaf_size=leaf_size)
-        else:
-            steps = -(-num_samples // settings.global_batch_size)
-            settings = replace(settings, num_steps=steps)
-    cells = [
-        Cell(strategy=strategy, world_size=world_size, model=model, dtype=dtype)
-        for world_size in sizes
-        for model in lists["models"]
-        for dtype in lists["dtypes"]
-        for strategy in lists["strategies"]
-    ]
-    launches = [[cell for cell in cells if cell.world_size == size] for size in sizes]
-    if cross_load and settings.num_steps > 1:  # checkpoints are from the middle of a run
-        handed = [
-            _handovers(cells[0], lists["strategies"], *p) for p in pairwise([*sizes, sizes[0]])
+    settings = VerifySettings(num_samples=num_samples, target=target)
+    settings = replace(settings, num_micro_batches=max(settings.num_micro_batches, sizes[-1] + 1))
+    if num_steps is not None:
+        settings = replace(settings, num_steps=num_steps)
+    if num_samples is not None and num_steps is not None:
+        size = -(-num_samples // (num_steps * settings.num_micro_batches))
+        settings = replace(settings, micro_batch_size=size)
+    elif num_samples is not None:
+        settings = replace(settings, num_steps=-(-num_samples // settings.global_batch_size))
+    launches = [
+        [
+            Cell(strategy=strategy, world_size=size, model=model, dtype=dtype)
+            for model in dict.fromkeys(models)
+            for dtype in dict.fromkeys(dtypes)
+            for strategy in strategies
         ]
+        for size in sizes
+    ]
+    if settings.num_steps > 1:  # checkpoints are from the middle of a run
+        first = launches[0][0]
+        handed = [_handovers(first, strategies, *pair) for pair in pairwise([*sizes, sizes[0]])]
         if len(sizes) == 1:
             launches[0] += handed[0]
         else:

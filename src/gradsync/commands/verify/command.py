@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from gradsync.commands.cli.ranks import WORKER, Signals, Stopped, start_ranks, until_stopped
+from gradsync.commands.launch.ranks import WORKER, Signals, Stopped, start_ranks, until_stopped
 from gradsync.commands.verify.settings import MODELS, VerifyPlan, make_plan
 from gradsync.errors import ConfigError, PeerError
 from gradsync.runtime import environ
@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 # Launchers end all ranks when the first one fails: give rank 0 time to report.
 _SILENCE_S = 2.0
 _QUICK_STEPS = 3
+_QUICK = (
+    "quick check: every strategy and model on 1, 2 and 3 ranks in fp32, three steps; left out are "
+    "4 ranks, bf16 and a fourth step (--thorough: everything, four times as long)"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +74,12 @@ class VerifyOptions:
     dry_run: bool = False
     """Only list what would run."""
 
+    def is_quick(self, world: World) -> bool:
+        """Whether no option was chosen: the run must then be short."""
+        chosen = (self.strategies, self.world_sizes, self.models, self.dtypes, self.target)
+        chosen = self.thorough or any(chosen) or self.world_size is not None
+        return not (chosen or world.is_distributed)
+
 
 def run(argv: list[str]) -> int:
     """Run `gradsync verify ARGV`.
@@ -89,31 +99,10 @@ def run(argv: list[str]) -> int:
     world = resolve(environ.snapshot()).world
     plan = plan_of(options, world)
     if options.dry_run:
-        return _show(plan, as_json=options.as_json)
+        names = [cell.name for cells in plan.launches for cell in cells]
+        print(json.dumps(names, indent=1) if options.as_json else "\n".join(names))
+        return 0
     return until_stopped(world, lambda: _work(options, plan, world))
-
-
-def _work(options: VerifyOptions, plan: VerifyPlan, world: World) -> int:
-    started = time.perf_counter()
-    if _is_quick(options, world):
-        print(
-            "quick check: every strategy and model on 1, 2 and 3 ranks in fp32, three steps; left "
-            "out are 4 ranks, bf16 and a fourth step (--thorough: everything, four times as long)",
-            file=sys.stderr if options.as_json else sys.stdout,
-            flush=True,
-        )
-    # Torch's warnings about its sockets repeat our one-line results, with stacks.
-    quiet = {"TORCH_CPP_LOG_LEVEL": environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
-    with Signals() as signals:
-        with environ.exported(quiet), TemporaryDirectory(prefix="gradsync-verify-") as folder:
-            try:
-                work = _join if world.is_distributed else _start
-                results = work(plan, Path(folder), signals)
-            finally:
-                signals.hold()
-        if world.is_main:
-            return _report(options, plan, results, time.perf_counter() - started)
-    return 0 if all(result.passed for result in results) else 1
 
 
 def plan_of(options: VerifyOptions, world: World) -> VerifyPlan:
@@ -122,42 +111,64 @@ def plan_of(options: VerifyOptions, world: World) -> VerifyPlan:
     Raises:
         ConfigError: see `run`.
     """
-    quick = _is_quick(options, world)
-    sizes = [_number(word) for word in _split(options.world_sizes or ("1,2,3,4", "1,2,3")[quick])]
+    quick = options.is_quick(world)
+    words = options.world_sizes or ("1,2,3" if quick else "1,2,3,4")
+    sizes = [whole_number(word.strip(), MOST_RANKS) for word in words.split(",")]
     if options.world_size is not None:
         sizes = [options.world_size]
     if world.is_distributed:
         sizes = [world.world_size]
-    few = quick and options.num_samples is None
+    if None in sizes:
+        raise ConfigError(f"--world-sizes: {words[:80]!r} are not numbers of ranks")
     every = options.strategies in ("", "all")
     strategies = list(STRATEGIES) if every else listed(options.strategies)
     for word in strategies:
         chosen_strategy(word)
+    num_steps = options.num_steps
+    if quick and num_steps is None and options.num_samples is None:
+        num_steps = _QUICK_STEPS
     plan = make_plan(
         strategies=strategies,
-        world_sizes=sizes,
-        models=["target"] if options.target else _split(options.models or ",".join(MODELS)),
-        dtypes=_split(options.dtypes or ("fp32,bf16", "fp32")[quick]),
-        num_steps=options.num_steps or (_QUICK_STEPS if few else None),
+        world_sizes=[size for size in sizes if size is not None],
+        models=["target"] if options.target else listed(options.models or ",".join(MODELS)),
+        dtypes=listed(options.dtypes or ("fp32" if quick else "fp32,bf16")),
+        num_steps=num_steps,
         num_samples=options.num_samples,
         target=options.target,
     )
     if options.target and world.is_main:  # before any rank is started
-        from gradsync.commands.verify.run import Task
-        from gradsync.commands.verify.target_check import check_target
+        from gradsync.commands.verify.target import check_target
 
-        dtype, settings = plan.launches[0][0].dtype, plan.settings
-        check_target(Task(strategy="naive", model="target", dtype=dtype, settings=settings))
+        check_target(plan.settings, plan.launches[0][0].dtype)
     return plan
 
 
-def _is_quick(options: VerifyOptions, world: World) -> bool:
-    """Whether no option was chosen: the run must then be short."""
-    chosen = (options.strategies, options.world_sizes, options.models, options.dtypes)
-    chosen += (options.target,)
-    return not (
-        options.thorough or any(chosen) or options.world_size is not None or world.is_distributed
-    )
+def _work(options: VerifyOptions, plan: VerifyPlan, world: World) -> int:
+    human = sys.stderr if options.as_json else sys.stdout
+    started = time.perf_counter()
+    if options.is_quick(world):
+        print(_QUICK, file=human, flush=True)
+    # Torch's warnings about its sockets repeat our one-line results, with stacks.
+    quiet = {"TORCH_CPP_LOG_LEVEL": environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
+    with (
+        Signals() as signals,
+        environ.exported(quiet),
+        TemporaryDirectory(prefix="gradsync-verify-") as folder,
+    ):
+        try:
+            work = _join if world.is_distributed else _start
+            results = work(plan, Path(folder), signals)
+        finally:
+            signals.hold()
+        if world.is_main:
+            from gradsync.commands.verify.result import document, print_report
+
+            seconds = time.perf_counter() - started
+            print_report(results, seconds, human)
+            if options.as_json:
+                made = document(plan.settings, results, seconds)
+                print(json.dumps(made, indent=1, allow_nan=False), flush=True)
+    return 0 if all(result.passed for result in results) else 1
 
 
 def _start(plan: VerifyPlan, folder: Path, signals: Signals) -> list[Result]:
@@ -184,7 +195,7 @@ def _join(plan: VerifyPlan, folder: Path, signals: Signals) -> list[Result]:
     rank = None
     try:
         signals.check()
-        with open_session(plan.settings) as world:
+        with open_session() as world:
             rank = world.rank
             try:
                 return run_cells(cells, plan.settings, world, folder, tell=_tell)
@@ -198,49 +209,16 @@ def _join(plan: VerifyPlan, folder: Path, signals: Signals) -> list[Result]:
         signals.hold()
         if rank:
             time.sleep(_SILENCE_S)
-        return broken_off(read_done(folder), cells, *_blame(error, rank))
-
-
-def _blame(error: BaseException, rank: int) -> tuple[str, list[int]]:
-    """The failure that ended the ranks, in one line and as ranks."""
-    if isinstance(error, PeerError):
-        return str(error).partition("\n")[0], [error.rank] if error.rank >= 0 else []
-    if isinstance(error, Stopped):
-        # A launcher stops a rank when another one has failed: finished work must not be lost.
-        return f"rank {rank} was ended by {error}, perhaps because another one failed", []
-    return f"rank {rank} raised {type(error).__name__}: {error}", [rank]
+        said, ranks = f"rank {rank} raised {type(error).__name__}: {error}", [rank]
+        if isinstance(error, PeerError):
+            said, ranks = str(error).partition("\n")[0], [error.rank] if error.rank >= 0 else []
+        elif isinstance(error, Stopped):
+            # A launcher stops a rank when another one has failed: finished work must not be lost.
+            said, ranks = f"rank {rank} was ended by {error}, perhaps as another one failed", []
+        return broken_off(read_done(folder), cells, said, ranks)
 
 
 def _tell(result: Result) -> None:
     """Show progress on a terminal; the report has the rest."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{result.status} {result.name}", end="\r", file=sys.stderr, flush=True)
-
-
-def _report(options: VerifyOptions, plan: VerifyPlan, results: list[Result], seconds: float) -> int:
-    from gradsync.commands.verify.result import document, print_report
-
-    print_report(results, seconds, sys.stderr if options.as_json else sys.stdout)
-    if options.as_json:
-        made = document(plan.settings, results, seconds)
-        print(json.dumps(made, indent=1, allow_nan=False), flush=True)
-    return 0 if all(result.passed for result in results) else 1
-
-
-def _show(plan: VerifyPlan, *, as_json: bool) -> int:
-    names = [cell.name for cells in plan.launches for cell in cells]
-    print(json.dumps(names, indent=1) if as_json else "\n".join(names))
-    return 0
-
-
-def _split(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
-
-
-def _number(word: str) -> int:
-    number = whole_number(word.removeprefix("-"), MOST_RANKS)
-    if number is None:
-        raise ConfigError(
-            f"--world-sizes: {word[:80]!r} is not a number of ranks, at most {MOST_RANKS}"
-        )
-    return -number if word[0] == "-" else number

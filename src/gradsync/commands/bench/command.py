@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from gradsync.commands.cli.experiment import run_experiment
+from gradsync.commands.bench.experiment import run_experiment
 from gradsync.core.files import check_name
 
 BENCHMARKS = {
@@ -26,12 +26,7 @@ benchmarks:
 
 
 def run(argv: list[str]) -> int:
-    """Run `gradsync bench ARGV`; returns the exit code.
-
-    Raises:
-        ConfigError: unknown benchmark.
-        GradsyncError: any error of the benchmark.
-    """
+    """Run `gradsync bench ARGV`; returns the exit code."""
     if not argv or argv[0] in ("-h", "--help", "help"):
         width = max(map(len, BENCHMARKS))
         lines = [f"  {name:<{width}}  {summary}" for name, summary in BENCHMARKS.items()]

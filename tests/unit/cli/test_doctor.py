@@ -89,7 +89,7 @@ def test_no_way_to_find_rank_0_shows_every_family(monkeypatch):
 
 
 def test_an_unknown_flag_is_a_usage_error(capsys):
-    with pytest.raises(ConfigError, match="unknown options: --launchr; perhaps you meant"):
+    with pytest.raises(ConfigError, match="Unrecognized options: --launchr; perhaps you meant"):
         doctor.run(["--launchr"])
 
 

@@ -43,7 +43,7 @@ def _groups(rank: int, world_size: int, store_path: str, nodes: list[int]) -> An
                 assert backend.options._timeout.total_seconds() == 45
         tensor = rank_input(rank, 1001, torch.float32)
         all_reduce(tensor, algorithm="hierarchical", groups=made)
-        return sums, (made.intra.rank, made.inter.rank), made.equal_nodes, tensor
+        return sums, (made.intra.rank, made.inter.rank), made.placement.equal_nodes, tensor
 
 
 @pytest.mark.parametrize(
@@ -65,20 +65,6 @@ def test_groups_of_nodes(
     assert [f"{intra}{inter}" for _, (intra, inter), *_ in found] == places.split()
     assert {equal_nodes for *_, equal_nodes, _ in found} == {equal}
     check_all([tensor for *_, tensor in found], "sum")
-
-
-def _two_in_one_seat(rank: int, world_size: int, store_path: str) -> str:
-    with open_session(rank, world_size, store_path) as world:
-        try:
-            groups(replace(world, local_rank=min(rank, 1)))
-        except ConfigError as error:
-            return str(error)
-    return ""
-
-
-def test_two_ranks_in_one_seat_are_named(pool: Any) -> None:
-    for message in pool.run(_two_in_one_seat, 3):
-        assert message.startswith("ranks 1 and 2 both say node_rank=0 local_rank=1")
 
 
 def _arbitrary(rank: int, world_size: int, store_path: str) -> Any:

@@ -23,7 +23,7 @@ from gradsync.errors import ConfigError, RunError
 from gradsync.runtime.store import wait_until
 from gradsync.sync import late_update, zero
 from gradsync.sync.gradient_sync import GradientSync
-from gradsync.sync.reducer import Stopwatch
+from gradsync.sync.monitors import Stopwatch
 from gradsync.sync.replicate import replicate
 from gradsync.sync.sharded_state import ShardedBucket
 from support.engine_cases import pretend_hosts

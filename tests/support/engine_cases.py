@@ -223,10 +223,8 @@ def _backward(
 
 def pretend_hosts(comm: Communicator, ranks_a_host: int) -> Groups:
     """Groups of two levels over ranks that really share one process."""
-    placement = RankPlacement(
-        tuple((rank // ranks_a_host, rank % ranks_a_host) for rank in range(comm.world_size))
-    )
-    return groups_of(comm, placement)
+    hosts = RankPlacement(tuple(rank // ranks_a_host for rank in range(comm.world_size)))
+    return groups_of(comm, hosts)
 
 
 def groups_of(comm: Communicator, placement: RankPlacement) -> Groups:

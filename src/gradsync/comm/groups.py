@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gradsync.comm.base import Communicator, Messages, Messenger, ReduceOp, Work
 from gradsync.comm.process_group import Done, ProcessGroupCommunicator
+from gradsync.comm.values import all_gather_numbers
 from gradsync.core.torch_private import (
     backend_of,
     device_types,
@@ -104,29 +105,15 @@ def default_communicator(world: World | None) -> Communicator:
 
 @dataclass(frozen=True, slots=True)
 class RankPlacement:
-    """Node and local rank of every rank. Frozen, equal on all ranks.
+    """The node of every rank. Frozen, equal on all ranks."""
 
-    Raises:
-        ConfigError: two ranks with the same node and local rank.
-    """
-
-    seats: tuple[tuple[int, int], ...]
-    """(node_rank, local_rank) of each rank."""
-
-    def __post_init__(self) -> None:
-        for rank, seat in enumerate(self.seats):
-            first = self.seats.index(seat)
-            if first != rank:
-                raise ConfigError(
-                    f"ranks {first} and {rank} both say node_rank={seat[0]} local_rank={seat[1]}; "
-                    "each rank needs its own place: check the World they were given"
-                )
+    node_ranks: tuple[int, ...]
 
     @property
     def nodes(self) -> list[list[int]]:
         """Ranks of each node, ascending; nodes in order."""
         found: dict[int, list[int]] = {}
-        for rank, (node, _) in enumerate(self.seats):
+        for rank, node in enumerate(self.node_ranks):
             found.setdefault(node, []).append(rank)
         return [found[node] for node in sorted(found)]
 
@@ -137,11 +124,8 @@ class RankPlacement:
 
     @property
     def columns(self) -> list[list[int]]:
-        """The i-th rank of each node with more than i ranks, ascending, for each i.
-
-        Columns go by position in the node's list, not by local rank: the i-th rank of one node's
-        communicator must meet the i-th of the others, and torch sorts the ranks of a new group.
-        """
+        """The i-th rank of each node with more than i ranks, ascending, for each i: the order in
+        which torch numbers the ranks of a new group."""
         most = max(len(ranks) for ranks in self.nodes)
         return [sorted(ranks[i] for ranks in self.nodes if i < len(ranks)) for i in range(most)]
 
@@ -154,21 +138,10 @@ class RankPlacement:
         return next(ranks for ranks in self.columns if rank in ranks)
 
 
-def share_placement(
-    comm: Communicator, world: World, device: torch.device | str | None = None
-) -> RankPlacement:
-    """Exchange the placement of all ranks of `comm` (the ranks of `world`), in rank order.
-
-    One all-gather, int64 [2] from each rank, on `device`; None uses a device that the group
-    supports.
-    """
-    if device is None:
-        on_gpu = dist.is_initialized() and "cpu" not in device_types(dist.group.WORLD)
-        device = world.device if on_gpu else "cpu"
-    mine = torch.tensor([world.node_rank, world.local_rank], device=device)
-    seats = torch.zeros(2 * comm.world_size, dtype=mine.dtype, device=device)
-    comm.all_gather(seats, mine).wait()
-    return RankPlacement(tuple((node, local) for node, local in seats.view(-1, 2).tolist()))
+def share_placement(comm: Communicator, world: World) -> RankPlacement:
+    """Exchange the nodes of all ranks of `comm` (the ranks of `world`): one all-gather, int64 [1]
+    from each rank."""
+    return RankPlacement(tuple(all_gather_numbers(comm, world.node_rank)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,12 +153,7 @@ class Groups:
     inter: Communicator
     """One rank of each node: the one at this rank's position in its `intra`."""
     placement: RankPlacement
-    """The node and local rank of every rank."""
-
-    @property
-    def equal_nodes(self) -> bool:
-        """See `RankPlacement`."""
-        return self.placement.equal_nodes
+    """The node of every rank."""
 
 
 Hosts = Groups | RankPlacement
@@ -196,18 +164,17 @@ def groups(world: World) -> Groups:
     """Build the groups within and between nodes; every rank calls it at the same point.
 
     Raises:
-        ConfigError: two ranks report the same local rank on the same node.
         RunError: several ranks, but no process group (no open `with gs.init()`).
     """
     placement = share_placement(communicator(world), world)
-    parts = {"intra": placement.nodes, "inter": placement.columns}
-    made: dict[str, Communicator] = {}
-    for name, lists in parts.items():
-        for ranks in lists:  # every rank takes part in making each group
-            found = new_group(ranks) if world.is_distributed else SingleCommunicator()
-            if found is not None:
-                made[name] = found
-    return Groups(made["intra"], made["inter"], placement)
+    if world.world_size == 1:
+        return Groups(SingleCommunicator(), SingleCommunicator(), placement)
+    # Every rank takes part in making each group, and is a member of one of each kind.
+    intra, inter = (
+        next(filter(None, [new_group(ranks) for ranks in lists]))
+        for lists in (placement.nodes, placement.columns)
+    )
+    return Groups(intra, inter, placement)
 
 
 def group(ranks: Sequence[int]) -> Communicator | None:

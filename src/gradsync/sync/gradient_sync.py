@@ -10,7 +10,6 @@ counts once per target, as it would in one big batch.
 
 from __future__ import annotations
 
-import logging
 import math
 import operator
 from collections.abc import Generator, Mapping, Sequence
@@ -30,7 +29,8 @@ from gradsync.sync.batch_norm import BatchNormHandling, choose_batch_norm
 from gradsync.sync.buffers import BufferSync
 from gradsync.sync.check_loss import LossCheck, counts_for_nothing
 from gradsync.sync.check_replicas import check_replicas, replica_tensors
-from gradsync.sync.reducer import Reducer, StragglerWatch
+from gradsync.sync.monitors import StragglerWatch
+from gradsync.sync.reducer import Reducer
 from gradsync.sync.replica import Replica
 from gradsync.sync.state_dict import load_whole_state, whole_state
 from gradsync.sync.step import (
@@ -67,10 +67,6 @@ _SCALES = (
     "give one GradScaler as scale= to each sync.backward() of a step and to its sync.step(): it "
     "was given to only some of them, and gradients would be too large or too small"
 )
-_NO_MEAN_LOSS = (
-    "sync.mean_loss is nan: in a loop with loss.backward() the handle does not see the loss. "
-    "Average it yourself with gs.all_reduce, or use sync.backward() and sync.step()"
-)
 _OUTSIDE = (
     "enclose forward and backward of each micro-batch in "
     "`with sync.micro_step(last=micro_batch.is_last, index=micro_batch.index):`"
@@ -79,8 +75,6 @@ _NO_SCALER = (
     "cannot work with a GradScaler: a gradient that is not finite would stay in what it remembers; "
     "use bf16, or another strategy"
 )
-log = logging.getLogger("gradsync")
-
 HANDLE = "_gradsync"
 """Attribute of a model that refers to its handle; hooks do not keep the handle alive."""
 
@@ -116,7 +110,6 @@ class GradientSync(UserLoopMethods):
         self._last = self._failed = False
         self._index: int | None = None
         self._scale: Any = None
-        self._said_no_loss = False
         self._result: StepResult | None = None
         shards = reducer.shards
         handling = batch_norm or choose_batch_norm(model, comm, None)
@@ -133,9 +126,6 @@ class GradientSync(UserLoopMethods):
     def mean_loss(self) -> float:
         """Global mean loss of the last `step`. It is nan before the first step and in the user's
         training loop, whose losses are not known. Waits for the device."""
-        if self._result is None and self._user_loop.finished and not self._said_no_loss:
-            self._said_no_loss = True
-            log.warning(_NO_MEAN_LOSS)
         return float("nan") if self._result is None else float(self._result.mean_loss)
 
     @property
@@ -158,14 +148,14 @@ class GradientSync(UserLoopMethods):
             index: `micro_batch.index`, see `backward`.
         """
         self._last, self._index = last, index
-        self._stragglers.leaf_begins()
+        self._stragglers.micro_batch_begins()
         self._user_loop.in_micro_step = True
         try:
             with self.replica.reducer.micro_step(last=last):
                 yield
         finally:
             self._last, self._index = False, None
-            self._stragglers.leaf_ends()
+            self._stragglers.micro_batch_ends()
             self._user_loop.in_micro_step = False
 
     def backward(
@@ -197,7 +187,11 @@ class GradientSync(UserLoopMethods):
         """
         last, index = self._last, self._index
         if micro_batch is not None:
-            refuse_other(micro_batch)
+            if not hasattr(micro_batch, "is_last") or not hasattr(micro_batch, "index"):
+                raise TypeError(
+                    "sync.backward(loss, micro_batch) takes a micro-batch of gs.loader, got "
+                    f"{type(micro_batch).__name__}; a number of targets goes by weight="
+                )
             last, index = micro_batch.is_last, micro_batch.index
         weight = weight_of(weight, micro_batch)
         self._refuse_if_failed()
@@ -214,7 +208,7 @@ class GradientSync(UserLoopMethods):
         root = loss_sum if scale is None else scale.scale(loss_sum)
         with (
             self._user_loop.enclosed(root),
-            self.replica.reducer.leaf(last=last, index=index),
+            self.replica.reducer.micro_batch(last=last, index=index),
             counts_for_nothing(loss) if nothing else nullcontext(),
         ):
             self._user_loop.leaves += 1
@@ -453,16 +447,16 @@ class GradientSync(UserLoopMethods):
 
 
 class _Sums:
-    """Notices gradients that `GradientSync.backward` did not make, and sums of a step's leaves that
-    were cleared or replaced. Before a step's first leaf there are no gradients, and never any if
-    leaves are summed elsewhere, as along the tree."""
+    """Notices gradients that `GradientSync.backward` did not make, and a step's sums that were
+    cleared or replaced. Before a step's first micro-batch there are no gradients, and never any if
+    they are summed elsewhere, as along the tree."""
 
     def __init__(self, parameters: Sequence[Any]) -> None:
         self._parameters = parameters
         self.forget()
 
     def note(self) -> None:
-        """Remember the gradients after a leaf."""
+        """Remember the gradients after a micro-batch."""
         self._noted = self._now()
 
     def forget(self) -> None:
@@ -470,8 +464,8 @@ class _Sums:
         self._noted = [None] * len(self._parameters), []
 
     def check(self, *, last: bool = False) -> None:
-        """Raise ConfigError if gradients changed. After the `last` leaf communication may change
-        them, so only replaced gradients are noticed."""
+        """Raise ConfigError if gradients changed. After the `last` micro-batch communication may
+        change them, so only replaced gradients are noticed."""
         (before, versions), (now, versions_now) = self._noted, self._now()
         if all(map(operator.is_, before, now)) and (last or versions == versions_now):
             return
@@ -483,15 +477,6 @@ class _Sums:
     def _now(self) -> tuple[list[Any], list[int]]:
         grads = [p.grad for p in self._parameters]
         return grads, [version(grad) for grad in grads if grad is not None]
-
-
-def refuse_other(micro_batch: Any) -> None:
-    """Raise TypeError unless it has a micro-batch's place."""
-    if not hasattr(micro_batch, "is_last") or not hasattr(micro_batch, "index"):
-        raise TypeError(
-            "sync.backward(loss, micro_batch) takes a micro-batch of gs.loader as its second "
-            f"argument, got {type(micro_batch).__name__}; a number of targets goes by weight="
-        )
 
 
 def weight_of(weight: float | Tensor | None, micro_batch: Any) -> float:

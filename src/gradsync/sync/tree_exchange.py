@@ -65,7 +65,7 @@ from gradsync.sync.buckets import (
 )
 from gradsync.sync.exchange import Exchange
 from gradsync.sync.layout import BLOCK, ParameterBlock, blocks_of
-from gradsync.sync.norms import norm_from_blocks, norms_of_blocks
+from gradsync.sync.replicas import norm_from_blocks, norms_of_blocks
 from gradsync.sync.sharded_state import Owners
 
 if TYPE_CHECKING:
@@ -153,9 +153,9 @@ class TreeExchange(Exchange):
 
     def begin(self, sums: Sums) -> None:
         """Exchange the ranks' numbers of leaves; see `Exchange.begin`."""
-        self._num_buffers, first = sums.num_buffers, sums.first_leaf
+        self._num_buffers, first = sums.num_buffers, sums.first_index
         self._indexed = first is not None
-        mine = (sums.num_leaves, UNKNOWN if first is None else first)
+        mine = (sums.num_micro_batches, UNKNOWN if first is None else first)
         if not self._over_leaves or self.messenger.world_size == 1:
             each = mine if self._over_leaves else (1, UNKNOWN)
             self._plan([each] * self.messenger.world_size)
@@ -442,7 +442,7 @@ def pieces_of_rank(blocks: Sequence[ParameterBlock], spans: Sequence[range], ran
 
 class ShardedNorm:
     """The norm of gradients in shards, with the bits of whole gradients: see [Note: Fixed blocks]
-    in norms.py. Each rank computes the norms of the blocks that begin in its shards.
+    in replicas.py. Each rank computes the norms of the blocks that begin in its shards.
 
     Args:
         parameters: in the order in which their norms are added.

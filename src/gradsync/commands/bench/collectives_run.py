@@ -22,8 +22,7 @@ from torch import Tensor
 from gradsync.comm import p2p_collectives as p2p
 from gradsync.comm.base import Communicator
 from gradsync.comm.groups import communicator, groups
-from gradsync.comm.reductions import check_supported
-from gradsync.comm.shared_memory.choose import share_memory
+from gradsync.comm.shared_memory.communicator import share_memory
 from gradsync.comm.shared_memory.segment import SharedMemoryError
 from gradsync.comm.values import all_gather_numbers
 from gradsync.commands.bench.collectives import (
@@ -271,7 +270,7 @@ def build(
     by_messages = {
         ("all_reduce", "ring"): lambda: p2p.ring_all_reduce(comm, whole),
         ("all_reduce", "hierarchical"): lambda: p2p.hierarchical_all_reduce(
-            levels.intra, levels.inter, whole, equal_nodes=levels.equal_nodes
+            levels.intra, levels.inter, whole, equal_nodes=levels.placement.equal_nodes
         ),
         ("all_reduce", "tree"): tree,
         ("reduce_scatter", "ring"): lambda: p2p.ring_reduce_scatter(comm, whole),
@@ -324,8 +323,6 @@ class Bench:
     def run(self) -> list[Samples]:
         """By operation, size and algorithm, including the copy; the same on all ranks."""
         settings, samples = self._settings, list[Samples]()
-        if set(settings.operations) & {"all_reduce", "reduce_scatter"}:
-            check_supported(self._comm, self._like, "sum", "backend")
         on_cpu = self._device.type == "cpu"
         free = available_bytes() if on_cpu else torch.cuda.mem_get_info(self._device)[0]
         sizes = choose_sizes(

@@ -121,7 +121,8 @@ class Pipeline:
 
     def backward(self, place: int) -> AbstractContextManager[None]:
         """Encloses this stage's backward of the replica's leaf number `place`."""
-        return self.sync.leaf(last=place == len(self._leaves) - 1, index=self._leaves[place].index)
+        last, index = place == len(self._leaves) - 1, self._leaves[place].index
+        return self.sync.reducer.micro_batch(last=last, index=index)
 
     def loss(self, x_BTC: Tensor, targets_BT: Tensor) -> Tensor:
         """Loss of one leaf, on the last stage."""

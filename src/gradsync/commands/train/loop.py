@@ -27,7 +27,7 @@ from gradsync.data.micro_batch import Batch, MicroBatch
 from gradsync.errors import DataError, DivergenceError, DriftError, RunError
 from gradsync.runtime.signals import StopRequest
 from gradsync.sync.check_replicas import replica_hashes, replica_tensors
-from gradsync.sync.reducer import Stopwatch
+from gradsync.sync.monitors import Stopwatch
 from gradsync.sync.step import StepResult
 from gradsync.world import World
 

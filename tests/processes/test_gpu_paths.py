@@ -22,7 +22,7 @@ from torch import nn
 
 import gradsync as gs
 from gradsync.comm import process_group
-from gradsync.comm.groups import Groups, RankPlacement, with_cpu_group
+from gradsync.comm.groups import with_cpu_group
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.core import torch_private
 from gradsync.runtime.device import check_not_shared, device_identity
@@ -63,27 +63,6 @@ def test_the_step_begins_without_the_device() -> None:
     # What was not received is no leaf: a group that was aborted leaves its tensors as they were.
     assert exchange._share((3, 5), 0) == [(3, 5), (0, 0)]
     assert seen == ["cpu", "cpu"]
-
-
-def test_hierarchical_sends_over_one_group() -> None:
-    """Its groups inside hosts may be the default one, on which the script's collectives are."""
-    used = SimpleNamespace(rank=0, world_size=2)  # without any method
-
-    def work(rank: int, group: Any) -> Any:
-        model = nn.Linear(3, 2)
-        nn.init.constant_(model.weight, rank)
-        placement = RankPlacement((0, 0, 1, 1))
-        hosts: Any = Groups(used, used, placement)  # pyrefly: ignore
-        comm = ProcessGroupCommunicator(group)
-        options = {"groups": hosts, "collective": "backend"}
-        sync = gs.replicate(model, comm=comm, strategy="hierarchical", **options)
-        sync.backward(model(torch.full((2, 3), rank + 1.0)).sum(), weight=2, reduction="sum")
-        sync.step(torch.optim.SGD(model.parameters(), lr=1.0))
-        sync.close()
-        return model.weight.tolist()
-
-    mean = (1 + 2 + 3 + 4) * 2 / 8
-    assert run_thread_ranks(work, 4) == [[[-mean] * 3] * 2] * 4
 
 
 @pytest.mark.parametrize(

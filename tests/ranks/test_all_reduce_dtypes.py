@@ -16,7 +16,6 @@ from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.reductions import ALGORITHMS, all_reduce
 from gradsync.comm.values import broadcast_tensors
 from gradsync.errors import ConfigError
-from support.engine_cases import groups_of
 from support.thread_ranks import run_thread_ranks
 
 UNEQUAL = RankPlacement((0, 0, 1))
@@ -34,8 +33,7 @@ def on_three_ranks(algorithm: str, *cases: tuple[Any, Callable[[int], Tensor]]) 
         found = []
         for op, make in cases:
             tensor = make(rank)
-            groups = groups_of(comm, UNEQUAL)
-            assert all_reduce(tensor, op, algorithm, comm=comm, groups=groups) is tensor
+            assert all_reduce(tensor, op, algorithm, comm=comm, hosts=UNEQUAL) is tensor
             found.append(tensor)
         return found
 
@@ -95,7 +93,7 @@ def test_refused_on_all_ranks_alike(algorithm: str) -> None:
 
     def work(rank: int, group: dist.ProcessGroup) -> list[tuple[str, float]]:
         comm = ProcessGroupCommunicator(group)
-        options: dict[str, Any] = {"comm": comm, "groups": groups_of(comm, UNEQUAL)}
+        options: dict[str, Any] = {"comm": comm, "hosts": UNEQUAL}
         found = []
         for op, dtype in cases:
             with pytest.raises((ConfigError, RuntimeError)) as caught:

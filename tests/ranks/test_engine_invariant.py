@@ -17,7 +17,6 @@ from support.engine_cases import (
     MicroBatch,
     Problem,
     Way,
-    groups_of,
     inputs_of,
     one_rank,
     raw,
@@ -286,7 +285,7 @@ def test_two_stages_need_hosts_in_order() -> None:
                     strategy="invariant",
                     comm=comm,
                     reduction="hierarchical",
-                    groups=groups_of(comm, RankPlacement(tuple(nodes))),
+                    hosts=RankPlacement(tuple(nodes)),
                 )
             found.append(str(caught.value))
         with pytest.raises(ConfigError, match=r"world of `gs.init"):

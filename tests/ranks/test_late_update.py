@@ -140,7 +140,7 @@ def trained_weights(
 ) -> list[list[Tensor]]:
     def work(rank: int, group: dist.ProcessGroup) -> list[Tensor]:
         comm = ProcessGroupCommunicator(group)
-        more = {"groups": pretend_hosts(comm, hosts)} if hosts else {}
+        more = {"hosts": pretend_hosts(comm, hosts)} if hosts else {}
         trained = Trained(group, **options, **more)
         norms = []
         for number in range(3):

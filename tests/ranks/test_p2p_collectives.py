@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from gradsync.comm.base import Communicator
-from gradsync.comm.groups import SingleCommunicator, Subset
+from gradsync.comm.groups import SingleCommunicator, Subset, levels_of
 from gradsync.comm.p2p_collectives import (
     hierarchical_all_reduce,
     ring_all_gather,
@@ -54,11 +54,10 @@ def test_any_length_dtype_and_op(name: str, world_size: int) -> None:
 @pytest.mark.parametrize("leaders", [False, True])
 def test_any_layout(layout: str, leaders: bool) -> None:
     places = placement(LAYOUTS[layout])
-    equal_nodes = places.equal_nodes and not leaders
 
     def all_reduce(comm: Communicator, tensor: torch.Tensor, op: str) -> None:
-        intra = Subset(comm, places.node_of(comm.rank))
-        inter = Subset(comm, places.column_of(comm.rank))
+        intra, inter, equal_nodes = levels_of(comm, places)
+        equal_nodes = equal_nodes and not leaders
         hierarchical_all_reduce(intra, inter, tensor, op, equal_nodes=equal_nodes)
 
     check_algorithm(len(places.node_ranks), all_reduce)

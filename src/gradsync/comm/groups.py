@@ -1,4 +1,4 @@
-"""The communicator of a world, and process groups within a node, between nodes, or over any ranks.
+"""The communicator of a world, the nodes of its ranks, and process groups over any ranks.
 
 The session destroys these groups when it ends. Each group costs connections and a listening socket
 per rank: create it once, not in every step.
@@ -73,7 +73,6 @@ class Subset:
         self.world_size = len(self._ranks)
 
     def exchange(self, sends: Messages, receives: Messages, channel: int = 0, /) -> Work:
-        """See `Messenger.exchange`."""
         theirs = [(tensor, self._ranks[peer]) for tensor, peer in sends]
         ours = [(tensor, self._ranks[peer]) for tensor, peer in receives]
         return self._parent.exchange(theirs, ours, channel)
@@ -129,14 +128,6 @@ class RankPlacement:
         most = max(len(ranks) for ranks in self.nodes)
         return [sorted(ranks[i] for ranks in self.nodes if i < len(ranks)) for i in range(most)]
 
-    def node_of(self, rank: int) -> list[int]:
-        """All ranks on the node of `rank`, including `rank`."""
-        return next(ranks for ranks in self.nodes if rank in ranks)
-
-    def column_of(self, rank: int) -> list[int]:
-        """All ranks in the column of `rank`, including `rank`."""
-        return next(ranks for ranks in self.columns if rank in ranks)
-
 
 def share_placement(comm: Communicator, world: World) -> RankPlacement:
     """Exchange the nodes of all ranks of `comm` (the ranks of `world`): one all-gather, int64 [1]
@@ -144,37 +135,12 @@ def share_placement(comm: Communicator, world: World) -> RankPlacement:
     return RankPlacement(tuple(all_gather_numbers(comm, world.node_rank)))
 
 
-@dataclass(frozen=True, slots=True)
-class Groups:
-    """This rank's communicators for two-level collectives."""
-
-    intra: Communicator
-    """The ranks of this node, ascending."""
-    inter: Communicator
-    """One rank of each node: the one at this rank's position in its `intra`."""
-    placement: RankPlacement
-    """The node of every rank."""
-
-
-Hosts = Groups | RankPlacement
-"""What a strategy knows about hosts: the placement of ranks, with or without communicators."""
-
-
-def groups(world: World) -> Groups:
-    """Build the groups within and between nodes; every rank calls it at the same point.
-
-    Raises:
-        RunError: several ranks, but no process group (no open `with gs.init()`).
-    """
-    placement = share_placement(communicator(world), world)
-    if world.world_size == 1:
-        return Groups(SingleCommunicator(), SingleCommunicator(), placement)
-    # Every rank takes part in making each group, and is a member of one of each kind.
-    intra, inter = (
-        next(filter(None, [new_group(ranks) for ranks in lists]))
-        for lists in (placement.nodes, placement.columns)
-    )
-    return Groups(intra, inter, placement)
+def levels_of(comm: Messenger, hosts: RankPlacement) -> tuple[Messenger, Messenger, bool]:
+    """The ranks of this node, one rank of each node (those at this rank's position in it), by
+    messages over `comm`; and whether all nodes have the same number of ranks."""
+    mine = next(ranks for ranks in hosts.nodes if comm.rank in ranks)
+    column = next(ranks for ranks in hosts.columns if comm.rank in ranks)
+    return Subset(comm, mine), Subset(comm, column), hosts.equal_nodes
 
 
 def group(ranks: Sequence[int]) -> Communicator | None:

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradsync.comm.base import Communicator, Messenger, ReduceOp
-from gradsync.comm.groups import Groups, Subset, default_communicator, share_placement
+from gradsync.comm.base import Communicator, ReduceOp
+from gradsync.comm.groups import RankPlacement, default_communicator, levels_of, share_placement
 from gradsync.comm.p2p_collectives import COMBINE, hierarchical_all_reduce, ring_all_reduce
 from gradsync.comm.values import call_site, check_same_call
 from gradsync.core.files import check_name
@@ -28,7 +28,7 @@ def all_reduce(
     name: str | None = None,
     comm: Communicator | None = None,
     world: World | None = None,
-    groups: Groups | None = None,
+    hosts: RankPlacement | None = None,
 ) -> Tensor:
     """Combine `tensor` over all ranks, in place, and return it. Blocking, without autograd.
 
@@ -60,7 +60,7 @@ def all_reduce(
         comm: the participating ranks; by default the ranks of `world`, or of the default process
             group, or this rank alone.
         world: this rank's world; tells `hierarchical` where the nodes are.
-        groups: made by `groups(world)`; saves `hierarchical` an all-gather.
+        hosts: from `share_placement`; saves `hierarchical` an all-gather.
 
     Raises:
         ConfigError: no tensor, unknown `op` or `algorithm`, unsupported dtype, nodes unknown.
@@ -88,7 +88,10 @@ def all_reduce(
     elif algorithm == "ring":
         ring_all_reduce(comm, flat, sums)
     else:
-        intra, inter, equal_nodes = levels_of(comm, world, groups)
+        if hosts is None and world is None and comm.world_size > 1:
+            raise ConfigError("algorithm='hierarchical' must know the nodes: give world=")
+        hosts = hosts or share_placement(comm, world or World())
+        intra, inter, equal_nodes = levels_of(comm, hosts)
         hierarchical_all_reduce(intra, inter, flat, sums, equal_nodes=equal_nodes)
     if word == "mean":
         flat.div_(comm.world_size)
@@ -111,24 +114,3 @@ def _try_alone(tensor: Tensor, op: ReduceOp, word: str, algorithm: str) -> None:
             one.div_(1)
     except RuntimeError as error:  # NotImplementedError is one
         raise ConfigError(f"{said}: {str(error).splitlines()[0]}; convert it") from None
-
-
-def levels_of(
-    comm: Communicator, world: World | None, groups: Groups | None
-) -> tuple[Messenger, Messenger, bool]:
-    """The ranks of this node, this rank's counterparts on the other nodes, and `equal_nodes`.
-
-    Without groups: one all-gather over `comm`, int64 [1], then messages over `comm` itself.
-    ConfigError if neither groups nor a world was given.
-    """
-    if groups is not None:
-        return groups.intra, groups.inter, groups.placement.equal_nodes
-    if comm.world_size == 1:
-        return comm, comm, True
-    if world is None:
-        raise ConfigError(
-            "algorithm='hierarchical' must know the nodes: give world=, or groups=groups(world)"
-        )
-    found = share_placement(comm, world)
-    node, column = found.node_of(comm.rank), found.column_of(comm.rank)
-    return Subset(comm, node), Subset(comm, column), found.equal_nodes

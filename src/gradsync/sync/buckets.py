@@ -59,9 +59,7 @@ Pair = tuple[int, int]
 
 class LeafStack:
     """Folds leaves, in order of arrival, into the largest finished nodes: a binary counter.
-
-    `nodes` is in leaf order; node k is in the caller's slot k.
-    """
+    `nodes` is in leaf order; node k is in the caller's slot k."""
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
@@ -166,7 +164,7 @@ def _start(node: Node) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SumPlan:
-    """Plan of a sum: the buffers to add, the pairs to add them in, and where the sum ends up."""
+    """How to add up the buffers of ranks that share memory."""
 
     operands: tuple[tuple[int, int], ...]
     """(rank, buffer number on that rank)."""
@@ -182,23 +180,16 @@ class SumPlan:
 
 
 def plan_sum(told: Sequence[tuple[int, int]]) -> SumPlan:
-    """Plan the sum along the tree; with one leaf per rank, a balanced tree over ranks.
-
-    A rank has a buffer for each of its largest nodes, or for each leaf if indices are unknown.
-
-    Args:
-        told: (number of leaves, index of the first or `UNKNOWN`) of each rank.
-
-    Raises:
-        RunError: see `checked_shares`.
-    """
+    """Plan the sum along the tree, from what `checked_shares` takes; with one leaf per rank, a
+    balanced tree over ranks. A rank has a buffer for each of its largest nodes, or for each leaf if
+    indices are unknown."""
     ranges = checked_shares(told)
-    brought: list[list[Node]] = [
-        [(0, leaf) for leaf in leaves] if first == UNKNOWN else largest_nodes(leaves)
-        for leaves, (_, first) in zip(ranges, told, strict=True)
-    ]
-    operands = [(rank, k) for rank, nodes in enumerate(brought) for k in range(len(nodes))]
-    nodes = [node for of_rank in brought for node in of_rank]
+    operands: list[tuple[int, int]] = []
+    nodes: list[Node] = []
+    for rank, (leaves, (_, first)) in enumerate(zip(ranges, told, strict=True)):
+        own = [(0, leaf) for leaf in leaves] if first == UNKNOWN else largest_nodes(leaves)
+        operands += [(rank, number) for number in range(len(own))]
+        nodes += own
     merges, ends = merges_of(nodes, [root(ranges[-1].stop)])
     return SumPlan(tuple(operands), tuple(merges), ends[0])
 
@@ -251,10 +242,9 @@ class Bucket:
     def flat(self, number: int) -> Tensor:
         """Buffer `number`, shape [plan.numel]; allocated on first use, with padding zero."""
         while len(self._flats) <= number:
-            like = self.parameters[0]
-            flat = torch.zeros(self.plan.numel, dtype=self._node_dtype, device=like.device)
-            self._flats.append(flat)
-            self._views.append(self._views_into(flat))
+            device = self.parameters[0].device
+            memory = torch.zeros(self.plan.numel, dtype=self._node_dtype, device=device)
+            self.adopt(len(self._flats), memory)
         return self._flats[number]
 
     def adopt(self, number: int, memory: Tensor) -> None:
@@ -262,14 +252,10 @@ class Bucket:
 
         The buffer exists already, or is the next one.
         """
-        if number < len(self._flats):
-            memory.copy_(self._flats[number])
-        else:
-            assert number == len(self._flats), "buffers are made one after the other"
-            self._flats.append(memory)
-            self._views.append([])
-        self._flats[number] = memory
-        self._views[number] = self._views_into(memory)
+        for known in self._flats[number : number + 1]:
+            memory.copy_(known)
+        self._flats[number : number + 1] = [memory]
+        self._views[number : number + 1] = [self._views_into(memory)]
 
     def _views_into(self, flat: Tensor) -> list[Tensor]:
         return [
@@ -277,18 +263,16 @@ class Bucket:
             for slot, parameter in zip(self.plan.slots, self.parameters, strict=True)
         ]
 
-    def view(self, number: int, slot: int) -> Tensor:
-        """One parameter's part of buffer `number`, in the parameter's shape."""
-        if len(self._views) <= number:
-            self.flat(number)
-        return self._views[number][slot]
-
     def views(self, number: int, slots: Sequence[int]) -> list[Tensor]:
-        """`view` of several parameters."""
+        """Parameters' parts of buffer `number`, in their shapes."""
         if len(self._views) <= number:
             self.flat(number)
         views = self._views[number]
         return [views[slot] for slot in slots]
+
+    def view(self, number: int, slot: int) -> Tensor:
+        """One parameter's part of buffer `number`."""
+        return self.views(number, [slot])[0]
 
     def sums(self) -> list[Tensor]:
         """Each parameter's sum over all ranks, in its shape, dtype and strides (a fused optimizer
@@ -316,11 +300,6 @@ class Bucket:
             return None
         return self.flat(0) if self._sums is None else self._sums[0]
 
-    def small_views(self, number: int, most: int) -> list[Tensor]:
-        """`view` of the parameters with at most `most` elements."""
-        small = [place for place, slot in enumerate(self.plan.slots) if slot.numel <= most]
-        return self.views(number, small)
-
     def gradients(self, used: Sequence[bool]) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
         """Each parameter with its new `.grad`: the sum over all ranks, in the user's memory if the
         gradient was there before; None if no rank has a gradient."""
@@ -341,13 +320,6 @@ class Bucket:
         start, end = self.plan.slots[first].offset, self.plan.slots[last]
         return self.flat(number)[start : end.offset + end.numel]
 
-    def named_sums(self, names: Sequence[str], buffers: int) -> Iterator[tuple[str, Tensor]]:
-        """The parameters that have a gradient, by their names in `names` (which lists all of the
-        model's parameters), with the contents of the first `buffers` buffers."""
-        for place, slot in enumerate(self.plan.slots):
-            for number in range(buffers if self.touched[place] else 0):
-                yield names[slot.index], self.view(number, place)
-
     def mark(self, slot: int) -> None:
         """Note the slot's first gradient from this micro-batch, in `.grad`."""
         self.fired[slot] = self.touched[slot] = True
@@ -363,12 +335,6 @@ class Bucket:
             return
         if version(grad):
             self.kept[slot] = grad
-
-    def clear_untouched(self) -> None:
-        """Zero the slots without a gradient, which still hold the last step's sum."""
-        for slot, touched in enumerate(self.touched):
-            if not touched:
-                self.view(0, slot).zero_()
 
     def begin_micro_batch(self) -> None:
         """Expect every slot again."""

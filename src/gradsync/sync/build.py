@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from gradsync.comm.base import Communicator, Messenger
-from gradsync.comm.groups import RankPlacement, Subset, for_background, group_of_pair
+from gradsync.comm.groups import RankPlacement, for_background, group_of_pair, levels_of
 from gradsync.comm.p2p_collectives import hierarchical_all_reduce, ring_all_reduce
 from gradsync.comm.process_group import Channel, ProcessGroupCommunicator, draw_channel
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
@@ -190,9 +190,7 @@ def _exchange(
     if recipe.reduction == "hierarchical":
         if hosts is None:
             raise ConfigError(_NO_HOSTS)
-        intra = Subset(everyone, hosts.node_of(comm.rank))
-        inter = Subset(everyone, hosts.column_of(comm.rank))
-        equal = hosts.equal_nodes
+        intra, inter, equal = levels_of(everyone, hosts)
         all_reduce = partial(hierarchical_all_reduce, intra, inter, equal_nodes=equal)
     return Algorithm(all_reduce, device, _made_for(comm, own))
 
@@ -214,11 +212,11 @@ def _tree_levels(
         return [comm]
     nodes = hosts.nodes
     in_order = [rank for ranks in nodes for rank in ranks] == list(range(comm.world_size))
-    if hosts.equal_nodes and in_order:
-        inside, between = hosts.node_of(comm.rank), hosts.column_of(comm.rank)
+    inside, between, equal = levels_of(comm, hosts)
+    if equal and in_order:
         if comm.rank == 0:
             log.info("sums along the tree: inside of %d hosts, then between them", len(nodes))
-        return [Subset(comm, inside), Subset(comm, between)]
+        return [inside, between]
     said = f"hosts with equally many ranks, numbered host by host; got {nodes}"
     if required:
         raise ConfigError(

@@ -29,10 +29,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
 from torch.nn.parallel import DistributedDataParallel
 
 from gradsync.comm.base import Communicator
-from gradsync.comm.groups import Groups
+from gradsync.comm.groups import levels_of, share_placement
 from gradsync.comm.p2p_collectives import hierarchical_all_reduce, ring_all_reduce
 from gradsync.comm.process_group import Background, ProcessGroupCommunicator
-from gradsync.comm.reductions import levels_of
 from gradsync.core.files import check_name
 from gradsync.core.torch_private import timeout_of
 from gradsync.errors import ConfigError
@@ -85,7 +84,6 @@ def comm_hook(
     strategy: str = "ring",
     *,
     group: Any = None,
-    groups: Groups | None = None,
     **options: Any,
 ) -> CommHook:
     """Make a communication hook for `DistributedDataParallel`; make one per DDP model.
@@ -95,8 +93,6 @@ def comm_hook(
             (torch's hook).
         group: process group to average over; None is the model's group with `register`, but torch's
             default group with DDP's `register_comm_hook(*hook)`.
-        groups: from `groups(world)`, for hierarchical; None exchanges the ranks' hosts at the
-            first bucket.
         options: of powersgd; the same as those of `PowerSgd`.
 
     Raises:
@@ -112,15 +108,14 @@ def comm_hook(
         # Called from `average_bucket`: without NCCL, DDP refuses torch's bf16 hook by its name.
         half = default_hooks.bf16_compress_hook, default_hooks.fp16_compress_hook
         return CommHook(group, half[strategy == "fp16"])
-    return CommHook(group, _OnWorker(strategy, groups))
+    return CommHook(group, _OnWorker(strategy))
 
 
 class _OnWorker:
     """Runs an algorithm of several messages on a worker thread while backward runs."""
 
-    def __init__(self, algorithm: str, groups: Groups | None) -> None:
+    def __init__(self, algorithm: str) -> None:
         self._algorithm = algorithm
-        self._groups = groups
         self._worker: BucketWorker | None = None
         self._average: Callable[[Tensor], None] | None = None
 
@@ -130,27 +125,25 @@ class _OnWorker:
             if tensor.is_cuda:  # NCCL runs a group's messages and collectives in one order
                 group = group_of_its_own(group, tensor.device)
             comm = ProcessGroupCommunicator(group)
-            self._average = _averaging(self._algorithm, comm, self._groups)
+            self._average = _averaging(self._algorithm, comm)
             self._worker = BucketWorker(tensor.device)
         average = self._average
         assert average is not None
         return self._worker.submit(tensor, lambda: average(tensor))
 
 
-def _averaging(
-    algorithm: str, comm: Communicator, groups: Groups | None
-) -> Callable[[Tensor], None]:
+def _averaging(algorithm: str, comm: Communicator) -> Callable[[Tensor], None]:
     """Make `average(tensor)` over the ranks of `comm`: in place, blocking, using messages only."""
     all_reduce = partial(ring_all_reduce, comm)
     if algorithm == "hierarchical":
         # `from_process_group` asks all ranks, but ranks that are not in the group do not answer.
-        if groups is None and comm.world_size != dist.get_world_size():
+        if comm.world_size != dist.get_world_size():
             raise ConfigError(
                 f"comm_hook('hierarchical'): the model's group has {comm.world_size} of "
-                f"{dist.get_world_size()} ranks; give groups= that cover it"
+                f"{dist.get_world_size()} ranks, and it takes all; use 'ring'"
             )
-        world = None if groups is not None else World.from_process_group()
-        intra, inter, equal_nodes = levels_of(comm, world, groups)
+        hosts = share_placement(comm, World.from_process_group())
+        intra, inter, equal_nodes = levels_of(comm, hosts)
         all_reduce = partial(hierarchical_all_reduce, intra, inter, equal_nodes=equal_nodes)
 
     def average(tensor: Tensor) -> None:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gradsync.comm.base import Communicator, Work
+from gradsync.core.torch_private import foreach_zero_
 from gradsync.errors import ConfigError
 from gradsync.sync.buckets import Bucket, Sums
 from gradsync.sync.exchange import Exchange
@@ -99,7 +100,6 @@ class Engine(Reducer):
                 self._places[slot.index] = (bucket, place)
 
     def watch(self, on_gradient: Callable[[nn.Parameter], bool]) -> list[Any]:
-        """See `Reducer.watch`; this reducer's hooks make the calls."""
         self._on_gradient = on_gradient
         return []
 
@@ -178,7 +178,6 @@ class Engine(Reducer):
             bucket.waiting, bucket.waiting_elements = [], 0
 
     def collect(self, *, discard: bool, user_loop: bool) -> None:
-        """See `Reducer.collect`; a backward that raised may have left a micro-batch open."""
         self.shards.wait()  # for a step without a micro-batch
         self._in_user_loop = user_loop
         if discard:
@@ -234,20 +233,24 @@ class Engine(Reducer):
         return [part for bucket in left for part in self._memory_of(bucket, large=large)]
 
     def _own_sums(self, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
-        return bucket.named_sums(self._names, self._sums.num_buffers)
+        for place, slot in enumerate(bucket.plan.slots):
+            for number in range(self._sums.num_buffers if bucket.touched[place] else 0):
+                yield self._names[slot.index], bucket.view(number, place)
 
     def _memory_of(self, bucket: Bucket, *, large: bool) -> list[Tensor]:
         numbers = range(self._sums.num_buffers)
         if large:
             return [bucket.flat(number) for number in numbers]
-        return [view for number in numbers for view in bucket.small_views(number, SMALL)]
+        small = [place for place, slot in enumerate(bucket.plan.slots) if slot.numel <= SMALL]
+        return [view for number in numbers for view in bucket.views(number, small)]
 
     def launch(self) -> list[bool]:
         self._watch.start()
         self._begin_exchange()
         for bucket in self.buckets[len(self._works) :]:
-            if self._sums.num_buffers == 1:
-                bucket.clear_untouched()
+            untouched = [place for place, touched in enumerate(bucket.touched) if not touched]
+            if untouched and self._sums.num_buffers == 1:  # they hold the last step's sums
+                foreach_zero_(bucket.views(0, untouched))
             self._works.append(self._launched(bucket))
         return [bucket.touched[slot] for bucket, slot in self._places]
 

@@ -147,7 +147,6 @@ class Then:
         self._finish: Callable[[], object] | None = finish
 
     def wait(self) -> None:
-        """See `Work.wait`; finishes once."""
         self.work.wait()
         finish, self._finish = self._finish, None
         if finish is not None:

@@ -191,7 +191,6 @@ class FsdpShards(Replicas):
         return [local(p.grad) for p in self.parameters if p.grad is not None]
 
     def whole_gradients(self) -> list[Tensor | None]:
-        """See `Replicas.whole_gradients`: one all-gather per parameter, its shape and dtype."""
         return [None if p.grad is None else whole(p.grad) for p in self.parameters]
 
     def clip(self, max_norm: float) -> Tensor:
@@ -207,14 +206,12 @@ class FsdpShards(Replicas):
         super().update(optimizers)
 
     def gather(self, optimizer: Optimizer) -> None:
-        """See `Replicas.gather`: one all-gather per sharded state tensor, its shape and dtype."""
         for state in _states(optimizer).values():
             for name, value in state.items():
                 if isinstance(value, DTensor):
                     state[name] = whole(value)
 
     def scatter(self, optimizer: Optimizer) -> None:
-        """See `Replicas.scatter`; nothing is sent."""
         for parameter, state in _states(optimizer).items():
             for name, value in state.items():
                 if (

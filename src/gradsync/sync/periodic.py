@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gradsync.checkpoint.optimizer_state import pack_optimizer, unpack_optimizer
 from gradsync.comm.base import Communicator, Work
 from gradsync.comm.process_group import Done
 from gradsync.comm.values import broadcast_json, broadcast_tensors
@@ -182,9 +183,16 @@ class PeriodicReplicas(Replicas):
         self._hook.remove()
 
     def gather(self, optimizer: Optimizer) -> None:
-        """End the round; every rank continues with rank 0's inner state, as in the checkpoint."""
+        """End the round; every rank continues with rank 0's inner state, as in the checkpoint. It
+        goes through the CPU."""
         self.synchronize_replicas()
-        take_state_of_rank_0(optimizer, self.comm)
+        named = list(self.model.named_parameters())
+        tensors, described = pack_optimizer(optimizer, named)
+        described = broadcast_json(self.comm, described)
+        on_cpu = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+        tensors = broadcast_tensors(self.comm, on_cpu)
+        if self.comm.rank:
+            unpack_optimizer(optimizer, named, tensors, described)
 
     def full_weights(self) -> dict[str, Tensor]:
         """Return the weights that all ranks share; this ends the round."""
@@ -321,34 +329,3 @@ def average_state(
     least, most = extremes.chunk(2)
     everywhere = zip(memories, least == -most, strict=True)
     average([tensor for memory, same in everywhere if same for tensor in memory], comm)
-
-
-def take_state_of_rank_0(optimizer: Optimizer, comm: Communicator) -> None:
-    """Replace the optimizer's state on every rank by rank 0's, through the CPU; all ranks call it.
-
-    Does not use `load_state_dict`, which would cast the state to the parameters' dtype.
-    """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    tensors: dict[str, Tensor] = {}
-    values: dict[str, Any] = {}
-    beside: list[str] = []
-    for index, parameter in enumerate(parameters):
-        for name, value in optimizer.state.get(parameter, {}).items():
-            key = f"{index}/{name}"
-            if not isinstance(value, torch.Tensor):
-                values[key] = value
-                continue
-            tensors[key] = value.detach().cpu()
-            if value.device == parameter.device:
-                beside.append(key)  # Adam keeps `step` on the CPU, unless it is fused
-    values, beside = broadcast_json(comm, [values, beside])
-    tensors = broadcast_tensors(comm, tensors)
-    if comm.rank == 0:
-        return
-    for parameter in parameters:
-        optimizer.state.pop(parameter, None)
-    for key, value in (values | tensors).items():
-        index, name = key.split("/", 1)
-        parameter = parameters[int(index)]
-        here = value.to(parameter.device) if key in beside else value
-        optimizer.state[parameter][name] = here

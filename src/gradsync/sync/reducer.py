@@ -195,3 +195,11 @@ def sum_gradients(
 def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Trainable parameters with their names, tied ones once, in `named_parameters` order."""
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+
+
+def outside_of_micro_step(strategy: str) -> str:
+    """The message about a forward that a strategy was not told of."""
+    return (
+        f"strategy={strategy!r}: enclose forward and backward of each micro-batch in "
+        "`with sync.micro_step(last=micro_batch.is_last, index=micro_batch.index):`"
+    )

@@ -32,7 +32,6 @@ from gradsync.world import NO_GROUP, World
 if TYPE_CHECKING:
     from torch import nn
 
-    from gradsync.comm.groups import Groups
 
 log = logging.getLogger("gradsync")
 
@@ -53,7 +52,7 @@ def replicate(
     strategy: str = "invariant",
     batch_norm: str | None = None,
     comm: Communicator | None = None,
-    groups: Groups | None = None,
+    hosts: RankPlacement | None = None,
     **options: Any,
 ) -> GradientSync:
     """Replicate `model` over the ranks of `world`. All start from rank 0's weights, and stay equal.
@@ -75,8 +74,8 @@ def replicate(
             `gradsync.sync.batch_norm`. With "local" running statistics move once per step, in DDP
             once per micro-batch: `momentum=1 - (1 - m) ** k` keeps DDP's pace for k micro-batches.
         comm: a communicator to use instead of the world's own.
-        groups: from `gradsync.comm.groups.groups(world)`; None asks all ranks of `world` for their
-            hosts, if the strategy depends on them (`hierarchical`, sums along the tree).
+        hosts: of all ranks; None asks them, if the strategy depends on it (`hierarchical`, sums
+            along the tree).
         options: of the strategy, such as `bucket_mb=25.0`. DDP's `bucket_cap_mb` (torch's own name)
             means `bucket_mb`; its options at their default, or that change no result, are ignored.
 
@@ -106,7 +105,6 @@ def replicate(
     comm = with_cpu_group(comm)
     handling = choose_batch_norm(model, comm, batch_norm)
     broadcast_model(model, comm)
-    hosts = None if groups is None else groups.placement
     if isinstance(checked, Recipe):
         comm, hosts, checked = _places(comm, hosts, checked, world, trainable(model)[0][1].device)
     # Whole group, int64 [1], blocking, rank 0's count: gives the model one number on all ranks.

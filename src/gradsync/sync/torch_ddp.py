@@ -33,7 +33,7 @@ from gradsync.core.torch_private import ddp_without_buffer_sync, regroup_ddp_buc
 from gradsync.errors import ConfigError
 from gradsync.sync.monitors import Stopwatch
 from gradsync.sync.options import DdpOptions, PowerSgdOptions
-from gradsync.sync.reducer import Reducer, sum_gradients
+from gradsync.sync.reducer import Reducer, outside_of_micro_step, sum_gradients
 
 if TYPE_CHECKING:
     from torch import nn
@@ -97,10 +97,7 @@ class TorchDdpReducer(Reducer):
         every backward, and hang as soon as ranks have different numbers of micro-batches.
         """
         if torch.is_grad_enabled() and not self._in_micro_step:
-            raise ConfigError(
-                f"strategy={self.strategy!r}: enclose forward and backward of each micro-batch in "
-                "`with sync.micro_step(last=micro_batch.is_last, index=micro_batch.index):`"
-            )
+            raise ConfigError(outside_of_micro_step(self.strategy))
         self._forwards += 1
         return self._called(*inputs, **named)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradsync.comm.groups import RankPlacement, SingleCommunicator, communicator, group, groups
+from gradsync.comm.groups import RankPlacement, SingleCommunicator, communicator, group
 from gradsync.comm.reductions import ALGORITHMS, all_reduce
 from gradsync.errors import ConfigError, RunError
 from gradsync.world import World
@@ -23,7 +23,6 @@ def test_one_rank_without_a_process_group(algorithm: str, op: Any) -> None:
     assert all_reduce(tensor, op, algorithm=algorithm) is tensor
     assert torch.equal(tensor, before)
     assert all_reduce(tensor, op, algorithm=algorithm, world=World()) is tensor
-    assert all_reduce(tensor, op, algorithm=algorithm, groups=groups(World())) is tensor
     assert torch.equal(tensor, before)
 
 
@@ -65,7 +64,9 @@ def test_the_ops_of_torch(op: Any, expected: str) -> None:
 
     assert all_reduce(torch.ones(2), op, comm=Noting()).tolist() == [1, 1]
     for refused in (dist.ReduceOp.PRODUCT, dist.ReduceOp.BXOR):
-        with pytest.raises(ConfigError, match=f"unknown op '{refused.name.lower()}'.* sum, mean, min, max"):
+        with pytest.raises(
+            ConfigError, match=f"unknown op '{refused.name.lower()}'.* sum, mean, min, max"
+        ):
             all_reduce(torch.ones(1), refused)
 
 
@@ -95,17 +96,14 @@ def test_the_given_communicator_is_used() -> None:
 
 
 def test_groups_of_one_rank() -> None:
-    made = groups(World())
-    assert (made.intra.world_size, made.inter.world_size) == (1, 1)
     alone = group([0])
     assert alone is not None
     assert alone.world_size == 1
     with pytest.raises(ConfigError, match=r"0\.\.0, each once; got \[0, 1\] .there is no process"):
         group([0, 1])
     world = World(world_size=2, local_world_size=2)
-    for call in (lambda: groups(world), lambda: all_reduce(torch.ones(1), world=world)):
-        with pytest.raises(RunError, match="no process group"):
-            call()
+    with pytest.raises(RunError, match="no process group"):
+        all_reduce(torch.ones(1), world=world)
     assert isinstance(communicator(World()), SingleCommunicator)
 
 
@@ -115,6 +113,4 @@ def test_placement() -> None:
     assert places.nodes == [[1, 2], [0, 3], [4]]
     assert places.columns == [[0, 1, 4], [2, 3]]
     assert not places.equal_nodes
-    assert places.node_of(3) == [0, 3]
-    assert places.column_of(3) == [2, 3]
     assert RankPlacement(places.node_ranks[:4]).equal_nodes

@@ -147,7 +147,6 @@ class SharedMemoryCommunicator:
     # -- collectives
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
-        """See `Communicator.all_reduce`."""
         if tensor.device.type != "cpu":
             return self.base.all_reduce(tensor, op)
         flat, home = _flat(tensor)
@@ -161,32 +160,27 @@ class SharedMemoryCommunicator:
         return self._ops.submit(_op("all_reduce", flat, (op, place), share=share))
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Work:
-        """See `Communicator.broadcast`."""
         if tensor.device.type != "cpu":
             return self.base.broadcast(tensor, src)
         flat, home = _flat(tensor)
         return _home(self._staging.broadcast(flat, src), flat, home)
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
-        """See `Communicator.all_gather`."""
         if tensor.device.type != "cpu":
             return self.base.all_gather(output, tensor)
         out, home = _flat(output)
         return _home(self._staging.all_gather(out, _flat(tensor)[0]), out, home)
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: ReduceOp = "sum") -> Work:
-        """See `Communicator.reduce_scatter`."""
         if tensor.device.type != "cpu":
             return self.base.reduce_scatter(output, tensor, op)
         out, home = _flat(output)
         return _home(self._staging.reduce_scatter(out, _flat(tensor)[0], op), out, home)
 
     def barrier(self) -> None:
-        """See `Communicator.barrier`."""
         self._ops.submit(OrderedOp("barrier", alone=True)).wait()
 
     def exchange(self, sends: Messages, receives: Messages, channel: int = 0, /) -> Work:
-        """See `Messenger.exchange`; through `base`, from any thread."""
         return self.base.exchange(sends, receives, channel)
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gradsync.comm import p2p_collectives as p2p
 from gradsync.comm.base import Communicator
-from gradsync.comm.groups import communicator, groups
+from gradsync.comm.groups import RankPlacement, communicator, levels_of, share_placement
 from gradsync.comm.shared_memory.communicator import share_memory
 from gradsync.comm.shared_memory.segment import SharedMemoryError
 from gradsync.comm.values import all_gather_numbers
@@ -46,7 +46,6 @@ from gradsync.runtime.session import Session, SessionOptions
 from gradsync.world import World
 
 if TYPE_CHECKING:
-    from gradsync.comm.groups import Groups
     from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
 
 _WARM_UP = 2
@@ -242,7 +241,7 @@ class Buffers:
 
 
 def build(
-    operation: str, algorithm: str, comm: Communicator, levels: Groups, buffers: Buffers
+    operation: str, algorithm: str, comm: Communicator, hosts: RankPlacement, buffers: Buffers
 ) -> TimedOperation:
     """`operation` by `algorithm` over `buffers`; `comm` is all ranks."""
     in_place = algorithm == "shared"
@@ -254,6 +253,8 @@ def build(
         # It works on the whole tensor; this rank's part of it is its input or result.
         own = whole.view(comm.world_size, -1)[comm.rank]
         source, result = (whole, own) if operation == "reduce_scatter" else (own, whole)
+
+    intra, inter, equal_nodes = levels_of(comm, hosts)
 
     def tree() -> None:
         p2p.tree_reduce(comm, whole)
@@ -270,7 +271,7 @@ def build(
     by_messages = {
         ("all_reduce", "ring"): lambda: p2p.ring_all_reduce(comm, whole),
         ("all_reduce", "hierarchical"): lambda: p2p.hierarchical_all_reduce(
-            levels.intra, levels.inter, whole, equal_nodes=levels.placement.equal_nodes
+            intra, inter, whole, equal_nodes=equal_nodes
         ),
         ("all_reduce", "tree"): tree,
         ("reduce_scatter", "ring"): lambda: p2p.ring_reduce_scatter(comm, whole),
@@ -308,7 +309,8 @@ class Bench:
     def __init__(self, settings: CollectivesSettings, world: World, tell: Tell) -> None:
         self._settings, self._world = settings, world
         self._tell = tell if world.is_main else silent
-        self._comm, self._groups = communicator(world), groups(world)
+        self._comm = communicator(world)
+        self._hosts = share_placement(self._comm, world)
         self._shared: SharedMemoryCommunicator | None = None
         self._device = world.device
         dtype: torch.dtype = getattr(torch, DTYPES[settings.dtype][0])
@@ -393,7 +395,7 @@ class Bench:
     def _build(self, operation: str, algorithm: str, buffers: Buffers) -> TimedOperation:
         comm = self._shared if algorithm in _SHARED else self._comm
         assert comm is not None, "no shared memory here"
-        return build(operation, algorithm, comm, self._groups, buffers)
+        return build(operation, algorithm, comm, self._hosts, buffers)
 
     def _is_right(self, operation: str, contestant: TimedOperation) -> bool:
         """Run it once on values with a known result. All ranks get the same answer."""

@@ -189,8 +189,7 @@ class PeriodicReplicas(Replicas):
         named = list(self.model.named_parameters())
         tensors, described = pack_optimizer(optimizer, named)
         described = broadcast_json(self.comm, described)
-        on_cpu = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
-        tensors = broadcast_tensors(self.comm, on_cpu)
+        tensors = broadcast_tensors(self.comm, {n: t.detach().cpu() for n, t in tensors.items()})
         if self.comm.rank:
             unpack_optimizer(optimizer, named, tensors, described)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from wire import CountedCommunicator
 
-from gradsync.comm.groups import Groups, communicator
+from gradsync.comm.groups import RankPlacement, communicator
 from gradsync.commands.models.config import GPTConfig, preset
 from gradsync.commands.models.gpt import GPT, loss_sum
 from gradsync.sync.registry import STRATEGIES
@@ -128,16 +128,12 @@ class Synchronised:
     """A strategy, used as its documentation says."""
 
     def __init__(
-        self, name: str, model: nn.Module, world: World, levels: Groups | None, options: Any
+        self, name: str, model: nn.Module, world: World, hosts: RankPlacement | None, options: Any
     ) -> None:
-        counted = [CountedCommunicator(communicator(world))]
-        if levels is not None:
-            counted += [CountedCommunicator(levels.intra), CountedCommunicator(levels.inter)]
-            levels = replace(levels, intra=counted[1], inter=counted[2])
-        self.counted = counted
+        self.counted = CountedCommunicator(communicator(world))
         self.index = world.rank
         self.sync = replicate(
-            model, world, strategy=name, comm=counted[0], groups=levels, **options
+            model, world, strategy=name, comm=self.counted, hosts=hosts, **options
         )
         # After `replicate`: fsdp replaces the parameters.
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -145,7 +141,7 @@ class Synchronised:
     @property
     def surplus(self) -> int:
         """See `Contestant.surplus`."""
-        return sum(comm.surplus for comm in self.counted)
+        return self.counted.surplus
 
     def backward(self, tokens_BT: Tensor, targets_BT: Tensor) -> None:
         """See `Contestant.backward`."""
@@ -164,10 +160,10 @@ class Synchronised:
         self.sync.close()
 
 
-def enter(name: str, settings: Settings, world: World, levels: Groups | None) -> Contestant:
+def enter(name: str, settings: Settings, world: World, hosts: RankPlacement | None) -> Contestant:
     """Make a contestant; all ranks call it."""
     model = GPT(settings.model)
     if name == ALONE:
         return Alone(model)
-    levels = levels if name == "hierarchical" else None
-    return Synchronised(name, model, world, levels, settings.options(name))
+    hosts = hosts if name == "hierarchical" else None
+    return Synchronised(name, model, world, hosts, settings.options(name))

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from gradsync.comm.base import Communicator
-from gradsync.comm.groups import communicator, groups
+from gradsync.comm.groups import communicator, share_placement
 from gradsync.comm.values import all_gather_json
 from gradsync.commands.bench.meter import bytes_sent, operations_issued
 from gradsync.sync.registry import STRATEGIES
@@ -51,12 +51,12 @@ def measure(settings: Settings, world: World) -> dict[str, Any]:
     """Run everything; returns the record's measured part, the same on all ranks."""
     comm = communicator(world)
     names = settings.names()
-    levels = groups(world) if "hierarchical" in names else None
+    hosts = share_placement(comm, world) if "hierarchical" in names else None
     batch = _batch(settings, world.rank)
     contestants, samples = {}, {}
     for name in names:
         before = _tensor_bytes(comm)  # the last contestant's messages are no part of this one
-        contestants[name] = enter(name, settings, world, levels)
+        contestants[name] = enter(name, settings, world, hosts)
         held = _warm_up(contestants[name], settings, batch, comm)
         samples[name] = Samples(held_bytes=held - before)
     for number in range(settings.rounds):

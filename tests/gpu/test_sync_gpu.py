@@ -48,10 +48,8 @@ def nccl() -> Iterator[ProcessGroupCommunicator]:
 def test_ranks_on_one_device_keep_the_promise(name: str, world_size: int) -> None:
     def work(_: int, group: dist.ProcessGroup) -> list[dict[str, Any]]:
         comm = ThroughHost(ProcessGroupCommunicator(group))
-        groups = pretend_hosts(comm, 2 if world_size % 2 == 0 else 1)
-        return [
-            train_case(case, name, comm, groups=groups, device=CUDA) for case in cases_for(name)
-        ]
+        hosts = pretend_hosts(comm, 2 if world_size % 2 == 0 else 1)
+        return [train_case(case, name, comm, hosts=hosts, device=CUDA) for case in cases_for(name)]
 
     by_rank = run_thread_ranks(work, world_size, timeout_s=100.0)
     for case, *results in zip(cases_for(name), *by_rank, strict=True):
@@ -62,7 +60,7 @@ def test_ranks_on_one_device_keep_the_promise(name: str, world_size: int) -> Non
 def test_nccl_with_one_rank(name: str, nccl: ProcessGroupCommunicator) -> None:
     own = name if name in ("diloco", "invariant_bf16") else "naive"
     for case in cases_for(name):
-        result = train_case(case, name, nccl, groups=pretend_hosts(nccl, 1), device=CUDA)
+        result = train_case(case, name, nccl, hosts=pretend_hosts(nccl, 1), device=CUDA)
         assert_keeps_its_promise(case, own, [result], CUDA)
 
 

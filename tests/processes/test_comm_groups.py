@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradsync.comm.groups import group, groups
+from gradsync.comm.groups import group
 from gradsync.comm.reductions import ALGORITHMS, all_reduce
 from gradsync.errors import ConfigError, RunError
 from gradsync.world import World
@@ -30,59 +30,8 @@ def _pretend(world: World, nodes: list[int]) -> World:
     )
 
 
-def _groups(rank: int, world_size: int, store_path: str, nodes: list[int]) -> Any:
-    with open_session(rank, world_size, store_path, timeout_s=45.0) as world:
-        made = groups(_pretend(world, nodes))
-        sums = []
-        for comm in (made.intra, made.inter):
-            total = torch.tensor([10**rank])
-            comm.all_reduce(total).wait()
-            sums.append(int(total))
-            if comm.world_size > 1:
-                backend = comm.group._get_backend(torch.device("cpu"))  # type: ignore[attr-defined]
-                assert backend.options._timeout.total_seconds() == 45
-        tensor = rank_input(rank, 1001, torch.float32)
-        all_reduce(tensor, algorithm="hierarchical", groups=made)
-        return sums, (made.intra.rank, made.inter.rank), made.equal_nodes, tensor
-
-
-@pytest.mark.parametrize(
-    ("nodes", "sums", "places", "equal"),
-    [
-        ([0, 0, 1, 1], [(11, 101), (11, 1010), (1100, 101), (1100, 1010)], "00 10 01 11", True),
-        ([0, 1, 0, 1], [(101, 11), (1010, 11), (101, 1100), (1010, 1100)], "00 01 10 11", True),
-        ([0, 0, 0, 1], [(111, 1001), (111, 10), (111, 100), (1000, 1001)], "00 10 20 01", False),
-        ([0, 0, 0], [(111, 1), (111, 10), (111, 100)], "00 10 20", True),
-        ([0, 1, 2], [(1, 111), (10, 111), (100, 111)], "00 01 02", True),
-        ([0], [(1, 1)], "00", True),
-    ],
-)
-def test_groups_of_nodes(
-    pool: Any, nodes: list[int], sums: list[tuple[int, int]], places: str, equal: bool
-) -> None:
-    found = pool.run(_groups, len(nodes), nodes)
-    assert [tuple(sums) for sums, *_ in found] == sums
-    assert [f"{intra}{inter}" for _, (intra, inter), *_ in found] == places.split()
-    assert {equal_nodes for *_, equal_nodes, _ in found} == {equal}
-    check_all([tensor for *_, tensor in found], "sum")
-
-
-def _two_in_one_seat(rank: int, world_size: int, store_path: str) -> str:
-    with open_session(rank, world_size, store_path) as world:
-        try:
-            groups(replace(world, local_rank=min(rank, 1)))
-        except ConfigError as error:
-            return str(error)
-    return ""
-
-
-def test_two_ranks_in_one_seat_are_named(pool: Any) -> None:
-    for message in pool.run(_two_in_one_seat, 3):
-        assert message.startswith("ranks 1 and 2 both say node_rank=0 local_rank=1")
-
-
 def _arbitrary(rank: int, world_size: int, store_path: str) -> Any:
-    with open_session(rank, world_size, store_path):
+    with open_session(rank, world_size, store_path, timeout_s=45.0):
         found: list[Any] = []
         for ranks in ([0, 1], [2, 0], [1], [2, 1, 0]):
             comm = group(ranks)
@@ -92,6 +41,9 @@ def _arbitrary(rank: int, world_size: int, store_path: str) -> Any:
             total = torch.tensor([10**rank])
             comm.all_reduce(total).wait()
             found.append((comm.rank, comm.world_size, int(total)))
+            if comm.world_size > 1:
+                backend = comm.group._get_backend(torch.device("cpu"))  # type: ignore[attr-defined]
+                assert backend.options._timeout.total_seconds() == 45
             if ranks == [2, 0]:
                 with pytest.raises(RunError, match=r"rank 0: .* int32 .* rank 1: .* float32 \[3\]"):
                     comm.all_reduce(torch.ones(3, dtype=torch.float32 if rank else torch.int32))
@@ -114,11 +66,12 @@ def _keep_after_the_end(rank: int, world_size: int, store_path: str, rounds: int
     kept = []
     for i in range(rounds):
         with open_session(rank, world_size, f"{store_path}{i}") as world:
-            made = groups(_pretend(world, [0, 0, 1, 1]))
+            made = [comm for comm in (group([0, 1]), group([2, 3])) if comm is not None]
             for _ in range(20):
-                all_reduce(torch.ones(100), algorithm="hierarchical", groups=made)
-                made.intra.all_reduce(torch.ones(3)).wait()
-            kept.append(made)
+                place = _pretend(world, [0, 0, 1, 1])
+                all_reduce(torch.ones(100), algorithm="hierarchical", world=place)
+                made[0].all_reduce(torch.ones(3)).wait()
+            kept += made
         assert not dist.is_initialized()
     del made
     kept.clear()
@@ -134,11 +87,11 @@ def test_groups_do_not_outlive_the_session_nor_hang_it(pool: Any) -> None:
 def _error_with_groups(rank: int, world_size: int, store_path: str) -> str:
     try:
         with open_session(rank, world_size, store_path) as world:
-            made = groups(_pretend(world, [0, 0, 1, 1]))
             if rank == 3:
                 raise ValueError("rank 3 has had enough")
             for _ in range(1000):
-                all_reduce(torch.ones(100), algorithm="hierarchical", groups=made)
+                place = _pretend(world, [0, 0, 1, 1])
+                all_reduce(torch.ones(100), algorithm="hierarchical", world=place)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -163,7 +116,7 @@ def _public(rank: int, world_size: int, store_path: str) -> Any:
                 assert result is tensor
                 found[name, op] = result
         if world_size > 1:
-            with pytest.raises(ConfigError, match="give world=, or groups="):
+            with pytest.raises(ConfigError, match="must know the nodes: give world="):
                 all_reduce(torch.ones(1), algorithm="hierarchical")
     return found
 

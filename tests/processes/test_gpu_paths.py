@@ -22,11 +22,11 @@ from torch import nn
 
 import gradsync as gs
 from gradsync.comm import process_group
-from gradsync.comm.groups import Groups, RankPlacement, with_cpu_group
+from gradsync.comm.groups import with_cpu_group
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.core import torch_private
 from gradsync.runtime.device import check_not_shared, device_identity
-from gradsync.sync.buckets import at_once, largest_nodes, merges_of, root, shares
+from gradsync.sync.buckets import UNKNOWN, at_once, checked_shares, largest_nodes, merges_of, root
 from gradsync.sync.build import publishes_later
 from gradsync.sync.options import Recipe
 from gradsync.sync.registry import STRATEGIES
@@ -63,27 +63,6 @@ def test_the_step_begins_without_the_device() -> None:
     # What was not received is no leaf: a group that was aborted leaves its tensors as they were.
     assert exchange._share((3, 5), 0) == [(3, 5), (0, 0)]
     assert seen == ["cpu", "cpu"]
-
-
-def test_hierarchical_sends_over_one_group() -> None:
-    """Its groups inside hosts may be the default one, on which the script's collectives are."""
-    used = SimpleNamespace(rank=0, world_size=2)  # without any method
-
-    def work(rank: int, group: Any) -> Any:
-        model = nn.Linear(3, 2)
-        nn.init.constant_(model.weight, rank)
-        placement = RankPlacement(((0, 0), (0, 1), (1, 0), (1, 1)))
-        hosts: Any = Groups(used, used, placement)  # pyrefly: ignore
-        comm = ProcessGroupCommunicator(group)
-        options = {"groups": hosts, "collective": "backend"}
-        sync = gs.replicate(model, comm=comm, strategy="hierarchical", **options)
-        sync.backward(model(torch.full((2, 3), rank + 1.0)).sum(), weight=2, reduction="sum")
-        sync.step(torch.optim.SGD(model.parameters(), lr=1.0))
-        sync.close()
-        return model.weight.tolist()
-
-    mean = (1 + 2 + 3 + 4) * 2 / 8
-    assert run_thread_ranks(work, 4) == [[[-mean] * 3] * 2] * 4
 
 
 @pytest.mark.parametrize(
@@ -254,7 +233,11 @@ def test_two_calls_a_bucket_have_the_bits_of_many(pool: Any, world_size: int) ->
 
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=5))
 def test_additions_at_once_are_those_of_the_tree(counts: list[int]) -> None:
-    nodes = [node for leaves in shares(counts) for node in largest_nodes(leaves)]
+    nodes = [
+        node
+        for leaves in checked_shares([(n, UNKNOWN) for n in counts])
+        for node in largest_nodes(leaves)
+    ]
     merges, (end,) = merges_of(nodes, [root(sum(counts))])
     values = torch.randn(len(nodes), generator=torch.Generator().manual_seed(0)).tolist()
     together = list(values)

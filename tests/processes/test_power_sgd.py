@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from gradsync.comm.base import Communicator
 from gradsync.comm.groups import communicator
 from gradsync.sync.gradient_sync import GradientSync
-from gradsync.sync.torch_ddp import TorchDdpReducer, build_powersgd
+from gradsync.sync.options import DdpOptions, PowerSgdOptions
+from gradsync.sync.torch_ddp import TorchDdpReducer
 from support.rank_session import open_session
 
 SIDE = 16
@@ -29,9 +30,8 @@ def _bind(
         *[layer for _ in range(2) for layer in (nn.Linear(SIDE, SIDE), nn.Tanh())],
         nn.Linear(SIDE, SIDE),
     )
-    if options is None:
-        return GradientSync(model, comm, TorchDdpReducer(model, comm, **TIGHT)), model
-    return GradientSync(model, comm, build_powersgd(model, comm, **TIGHT, **options)), model
+    how = DdpOptions(**TIGHT) if options is None else PowerSgdOptions(**TIGHT, **options)
+    return GradientSync(model, comm, TorchDdpReducer(model, comm, how)), model
 
 
 def _leaf(sync: GradientSync, seed: int, *, last: bool) -> None:
@@ -77,7 +77,7 @@ def _train(
                 _leaf(sync, seed, last=False)
                 _leaf(sync, seed + 1, last=True)
             losses.append(float(sync.step(optimizer).mean_loss) / SIDE)
-        state = sync.replica.reducer.hook._state if options is not None else None
+        state = sync.replica.reducer.hook.state if options is not None else None
         size = 0 if state is None else sum(len(p) for p in state.p_memory_dict.values())
         return losses, gradients, [p.detach().clone() for p in model.parameters()], size
 
@@ -157,7 +157,8 @@ def _zero_gradient(rank: int, world_size: int, store_path: str) -> bool:
     with open_session(rank, world_size, store_path) as world:
         comm = communicator(world)
         model = nn.ModuleList([nn.Linear(SIDE, SIDE), nn.Linear(SIDE, SIDE)])
-        reducer = build_powersgd(model, comm, start_powerSGD_iter=2, warm_start=False)
+        options = PowerSgdOptions(start_powerSGD_iter=2, warm_start=False)
+        reducer = TorchDdpReducer(model, comm, options)
         model.forward = lambda x_BC: model[0](x_BC) + 0.0 * model[1](x_BC)
         sync = GradientSync(model, comm, reducer)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

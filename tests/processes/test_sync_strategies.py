@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradsync.comm.groups import communicator, groups
+from gradsync.comm.groups import communicator, share_placement
 from gradsync.errors import ConfigError, GradsyncError
 from gradsync.sync.reducer import sum_gradients
 from gradsync.sync.registry import STRATEGIES
@@ -32,8 +32,9 @@ ON_PROCESSES_ONLY = [name for name, strategy in STRATEGIES.items() if strategy.n
 
 def _train(rank: int, world_size: int, store_path: str, name: str) -> list[dict[str, Any]]:
     with open_session(rank, world_size, store_path) as world:
-        comm, made = communicator(world), groups(world)
-        return [train_case(case, name, comm, groups=made) for case in cases_for(name)]
+        comm = communicator(world)
+        hosts = share_placement(comm, world)
+        return [train_case(case, name, comm, hosts=hosts) for case in cases_for(name)]
 
 
 # DDP with find_unused_parameters marks a branch that some rank did not use as ready with zeros,

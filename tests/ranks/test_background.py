@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradsync.comm.p2p_collectives import ring_all_reduce, tree_all_reduce
+from gradsync.comm.p2p_collectives import ring_all_reduce
 from gradsync.comm.process_group import Background, ProcessGroupCommunicator
 from gradsync.errors import RunError
 from support.comm_cases import check_all, rank_input
@@ -167,9 +167,8 @@ def test_algorithms_behind_collectives_in_front() -> None:
         background = Background()
         tensors = [rank_input(rank, length, torch.float32) for length in lengths]
         works = []
-        for i, tensor in enumerate(tensors):
-            run = (ring_all_reduce, tree_all_reduce)[i % 2]
-            works.append(background.submit(lambda run=run, tensor=tensor: run(comm, tensor)))
+        for tensor in tensors:
+            works.append(background.submit(lambda tensor=tensor: ring_all_reduce(comm, tensor)))
         for i in range(30):
             count = torch.full((i + 1,), float(rank))
             comm.all_reduce(count).wait()

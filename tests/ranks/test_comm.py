@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from gradsync.comm.base import Communicator
-from gradsync.comm.groups import SingleCommunicator, Subset
-from gradsync.comm.p2p_collectives import P2PCommunicator
+from gradsync.comm.groups import SingleCommunicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.values import all_sum, broadcast_json, broadcast_tensors, from_rank_0
 from gradsync.errors import CheckpointError
@@ -26,12 +25,9 @@ def on_ranks(world_size: int, fn: Callable[[Communicator], Any]) -> list[Any]:
     return run_thread_ranks(lambda _, group: fn(ProcessGroupCommunicator(group)), world_size)
 
 
-@pytest.mark.parametrize("by_messages", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_collectives(world_size: int, by_messages: bool) -> None:
+def test_collectives(world_size: int) -> None:
     def work(comm: Communicator) -> dict[str, Any]:
-        if by_messages:  # what a group's own collectives do, without a group
-            comm = P2PCommunicator(Subset(comm, range(world_size)))
         assert comm.world_size == world_size
         mine = torch.arange(3.0) + 10 * comm.rank
         result: dict[str, Any] = {}

@@ -296,7 +296,7 @@ def test_an_error_on_one_rank_reaches_the_others(name: str) -> None:
     def work(rank: int, group: dist.ProcessGroup) -> None:
         model = nn.Linear(6, 6)
         comm = ProcessGroupCommunicator(group)
-        options = options_for(name) | {"groups": pretend_hosts(comm, 1)}
+        options = options_for(name) | {"hosts": pretend_hosts(comm, 1)}
         sync = replicate(model, strategy=name, comm=comm, **options)
         try:
             for step in range(3):

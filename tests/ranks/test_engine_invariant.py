@@ -17,7 +17,6 @@ from support.engine_cases import (
     MicroBatch,
     Problem,
     Way,
-    groups_of,
     inputs_of,
     one_rank,
     raw,
@@ -280,14 +279,13 @@ def test_two_stages_need_hosts_in_order() -> None:
         comm = ProcessGroupCommunicator(group)
         found = []
         for nodes in ([0, 1, 0, 1], [0, 0, 0, 1]):
-            seats = tuple((node, nodes[:rank].count(node)) for rank, node in enumerate(nodes))
             with pytest.raises(ConfigError) as caught:
                 replicate(
                     nn.Linear(2, 2),
                     strategy="invariant",
                     comm=comm,
                     reduction="hierarchical",
-                    groups=groups_of(comm, RankPlacement(seats)),
+                    hosts=RankPlacement(tuple(nodes)),
                 )
             found.append(str(caught.value))
         with pytest.raises(ConfigError, match=r"world of `gs.init"):

@@ -63,8 +63,8 @@ UNLIKE = {
     "a number": (torch.ones(2), torch.tensor(1.0), r"rank 1 has float32 \[\]"),
     "no tensor": (torch.ones(2), [1.0, 2.0], "rank 1 has no tensor"),
     "of a class": (1, object(), "rank 1 has: a object; it takes a tensor"),
-    "a tensor inside": (1, {"a": [torch.ones(1)]}, "rank 1 has: a tensor inside of another value"),
-    "keys": (1, {1: 2}, "rank 1 has: a dict with keys that are no strings"),
+    "a tensor inside": (1, {"a": [torch.ones(1)]}, "rank 1 has: a Tensor; it takes"),
+    "keys": (1, {1: 2}, "rank 1 has: a dict; it takes .* strings as keys"),
     "sparse": (torch.ones(2), torch.ones(2).to_sparse(), "rank 1 has: sparse tensors"),
 }
 

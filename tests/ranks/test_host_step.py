@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradsync.comm.process_group import ProcessGroupCommunicator
-from gradsync.comm.shared_memory.choose import share_memory
-from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
+from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator, share_memory
 from gradsync.comm.shared_memory.segment import SharedMemoryError
 from gradsync.errors import ConfigError
 from gradsync.sync.gradient_sync import GradientSync

@@ -23,7 +23,7 @@ from gradsync.errors import ConfigError, RunError
 from gradsync.runtime.store import wait_until
 from gradsync.sync import late_update, zero
 from gradsync.sync.gradient_sync import GradientSync
-from gradsync.sync.reducer import Stopwatch
+from gradsync.sync.monitors import Stopwatch
 from gradsync.sync.replicate import replicate
 from gradsync.sync.sharded_state import ShardedBucket
 from support.engine_cases import pretend_hosts
@@ -140,7 +140,7 @@ def trained_weights(
 ) -> list[list[Tensor]]:
     def work(rank: int, group: dist.ProcessGroup) -> list[Tensor]:
         comm = ProcessGroupCommunicator(group)
-        more = {"groups": pretend_hosts(comm, hosts)} if hosts else {}
+        more = {"hosts": pretend_hosts(comm, hosts)} if hosts else {}
         trained = Trained(group, **options, **more)
         norms = []
         for number in range(3):

@@ -13,13 +13,12 @@ import torch
 import torch.distributed as dist
 
 from gradsync.comm.base import Communicator
-from gradsync.comm.groups import SingleCommunicator, Subset
+from gradsync.comm.groups import SingleCommunicator, Subset, levels_of
 from gradsync.comm.p2p_collectives import (
     hierarchical_all_reduce,
     ring_all_gather,
     ring_all_reduce,
     ring_reduce_scatter,
-    tree_all_reduce,
     tree_broadcast,
     tree_reduce,
 )
@@ -28,6 +27,12 @@ from support.comm_cases import OPS, check_algorithm, check_all, rank_input
 from support.host_layouts import LAYOUTS, placement
 from support.recording import RecordingCommunicator
 from support.thread_ranks import run_thread_ranks
+
+
+def tree_all_reduce(comm: Communicator, tensor: torch.Tensor, op: Any = "sum") -> None:
+    tree_reduce(comm, tensor, op)
+    tree_broadcast(comm, tensor)
+
 
 ALGORITHMS = {
     "ring": partial(ring_all_reduce, chunk_bytes=4096),
@@ -49,14 +54,13 @@ def test_any_length_dtype_and_op(name: str, world_size: int) -> None:
 @pytest.mark.parametrize("leaders", [False, True])
 def test_any_layout(layout: str, leaders: bool) -> None:
     places = placement(LAYOUTS[layout])
-    equal_nodes = places.equal_nodes and not leaders
 
     def all_reduce(comm: Communicator, tensor: torch.Tensor, op: str) -> None:
-        intra = Subset(comm, places.node_of(comm.rank))
-        inter = Subset(comm, places.column_of(comm.rank))
+        intra, inter, equal_nodes = levels_of(comm, places)
+        equal_nodes = equal_nodes and not leaders
         hierarchical_all_reduce(intra, inter, tensor, op, equal_nodes=equal_nodes)
 
-    check_algorithm(len(places.seats), all_reduce)
+    check_algorithm(len(places.node_ranks), all_reduce)
 
 
 def test_the_order_is_the_documented_one() -> None:

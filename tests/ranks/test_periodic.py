@@ -21,16 +21,13 @@ from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.errors import CheckpointError, ConfigError
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.options import DilocoOptions, LocalSgdOptions
-from gradsync.sync.periodic import AloneReducer, DilocoReplicas, LocalSgdReplicas
+from gradsync.sync.periodic import PeriodicReducer, PeriodicReplicas
 from gradsync.sync.reducer import NaiveReducer
 from gradsync.sync.step import Optimizers, StepResult
 from support.recording import RecordingCommunicator
 from support.thread_ranks import run_thread_ranks
 
-KINDS: dict[str, Any] = {
-    "local_sgd": (LocalSgdReplicas, LocalSgdOptions),
-    "diloco": (DilocoReplicas, DilocoOptions),
-}
+KINDS: dict[str, Any] = {"local_sgd": LocalSgdOptions, "diloco": DilocoOptions}
 OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -86,9 +83,10 @@ def leaf_loss(model: nn.Module, step: int, index: int, shares: Shares) -> Tensor
 
 def handle(kind: str, comm: Communicator, wire: Any = None, **options: Any) -> GradientSync:
     """Handle of a new model; `wire` is what the strategy alone communicates by."""
-    model, (shards, options_of) = small_model(), KINDS[kind]
-    replicas = shards(model, wire or comm, options_of(**options))
-    return GradientSync(model, comm, AloneReducer(model, comm, replicas))
+    model = small_model()
+    reducer = PeriodicReducer(model, comm, KINDS[kind](**options))
+    reducer.shards.comm = wire or comm
+    return GradientSync(model, comm, reducer)
 
 
 def train(
@@ -299,7 +297,7 @@ def test_buffers_are_averaged_and_counters_are_rank_0s() -> None:
         for name, value in values(comm.rank).items():
             model.register_buffer(name, torch.zeros_like(value))
         model.register_buffer("table", torch.linspace(0, 1, 40))
-        shards = LocalSgdReplicas(model, comm, LocalSgdOptions(inner_steps=1))
+        shards = PeriodicReplicas(model, comm, LocalSgdOptions(inner_steps=1))
         for name, value in values(comm.rank).items():
             model.get_buffer(name).copy_(value)  # what training made of them on this rank
         shards.publish()
@@ -320,7 +318,7 @@ def test_half_precision_weights_meet_in_fp32() -> None:
     def work(comm: Communicator) -> float:
         model = nn.Linear(1, 1, bias=False).bfloat16()
         model.weight.data.fill_(1.0)
-        shards = DilocoReplicas(model, comm, DilocoOptions(outer_lr=1.0, outer_momentum=0.0))
+        shards = PeriodicReplicas(model, comm, DilocoOptions(outer_lr=1.0, outer_momentum=0.0))
         shards.begin_step()
         # 1 + 2^-7 and 1 + 3 * 2^-7: neighbours in bf16 are 2^-7 apart.
         model.weight.data.add_(2**-7 if comm.rank == 0 else 3 * 2**-7)
@@ -408,7 +406,7 @@ def test_a_checkpoint_gives_rank_0s_memory_to_all() -> None:
             step_alone(model, optimizer, step, [[0], [], [1]][comm.rank], EVEN)
         if comm.rank == 0:
             del optimizer.state[model[2].bias]
-        LocalSgdReplicas(model, comm).gather(optimizer)
+        PeriodicReplicas(model, comm, LocalSgdOptions()).gather(optimizer)
         return optimizer.state_dict()["state"]
 
     first, *others = on_ranks(work, 3)
@@ -445,7 +443,7 @@ def test_outer_momentum_by_name() -> None:
     [
         ("local_sgd", {"inner_steps": 0}, "inner_steps must be a whole number, at least 1; got 0"),
         ("diloco", {"inner_steps": 0}, "inner_steps must be a whole number, at least 1; got 0"),
-        ("diloco", {"outer_lr": 0.0}, "outer_lr must be above 0"),
+        ("diloco", {"outer_lr": 0.0}, "outer_lr must be positive; got 0.0"),
         ("diloco", {"outer_momentum": 1.0}, "outer_momentum must be in 0 .. 1"),
     ],
 )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.reductions import ALGORITHMS, all_reduce
-from gradsync.comm.shared_memory.choose import share_memory
+from gradsync.comm.shared_memory.communicator import share_memory
 from gradsync.errors import RunError
 from support.thread_ranks import run_thread_ranks
 

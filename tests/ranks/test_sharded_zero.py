@@ -116,7 +116,7 @@ def sent_in_a_step(
         handle = replicate(
             *(model,),
             **{"strategy": sync, "comm": comm, "collective": "backend", "overlap_publish": late},
-            **{"grouping": "parameter", "groups": pretend_hosts(comm, local)},
+            **{"grouping": "parameter", "hosts": pretend_hosts(comm, local)},
         )
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         for step in range(2):

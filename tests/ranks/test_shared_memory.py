@@ -12,8 +12,13 @@ import torch
 from torch import Tensor
 
 from gradsync.comm.process_group import ProcessGroupCommunicator
-from gradsync.comm.shared_memory.choose import fastest, share_memory
-from gradsync.comm.shared_memory.communicator import STAGE_BYTES, SharedMemoryCommunicator, _leave
+from gradsync.comm.shared_memory.communicator import (
+    STAGE_BYTES,
+    SharedMemoryCommunicator,
+    _leave,
+    fastest,
+    share_memory,
+)
 from gradsync.comm.shared_memory.ordered_ops import PAGE_BYTES, Flags, Patience
 from gradsync.comm.shared_memory.segment import SharedMemoryError
 from gradsync.errors import LostPeerError, RunError
@@ -68,13 +73,10 @@ def test_the_other_collectives(world_size: int) -> None:
         gathered = torch.zeros(world_size * length)
         comm.all_gather(gathered, mine).wait()
         rows = rank_input(comm.rank, world_size * length, torch.float32)
-        plain, placed = torch.zeros(length), torch.zeros(length)
-        comm.reduce_scatter(plain, rows).wait()
-        home = comm.allocate(rows.numel(), torch.float32)
-        home.copy_(rows)
-        comm.reduce_scatter(placed, home).wait()
+        scattered = torch.zeros(length)
+        comm.reduce_scatter(scattered, rows).wait()
         comm.barrier()
-        return {"broadcast": sent, "all_gather": gathered, "plain": plain, "placed": placed}
+        return {"broadcast": sent, "all_gather": gathered, "reduce_scatter": scattered}
 
     def check(of_length: list[dict[str, Tensor]], length: int) -> None:
         inputs = [rank_input(rank, length, torch.float32) for rank in range(world_size)]
@@ -83,9 +85,8 @@ def test_the_other_collectives(world_size: int) -> None:
         for rank, found in enumerate(of_length):
             assert torch.equal(found["broadcast"], inputs[-1])
             assert torch.equal(found["all_gather"], torch.cat(inputs))
-            assert torch.equal(found["plain"], found["placed"])
             expected = total[rank * length : (rank + 1) * length].float()
-            torch.testing.assert_close(found["plain"], expected)
+            torch.testing.assert_close(found["reduce_scatter"], expected)
 
     lengths = (0, 1, 5, 1000, LONG)
     by_rank = on_ranks(world_size, lambda comm: [collect(comm, length) for length in lengths])
@@ -102,13 +103,8 @@ def test_strided_conjugated_and_complex_tensors() -> None:
         comm.all_reduce(memory[::2]).wait()
         assert memory[1::2].tolist() == [1, 3, 5, 7, 9, 11]
         assert memory[::2].tolist() == [0, 4, 8, 12, 16, 20]
-        for spread in (comm.all_reduce, lambda t: comm.all_gather(t, torch.ones(3))):
-            with pytest.raises(ValueError, match="lie in one place"):
-                spread(torch.ones(1).expand(6))
         lazy = torch.full((4,), 1 + 2j).conj()
         comm.all_reduce(lazy).wait()
-        with pytest.raises(ValueError, match="complex"):
-            comm.all_reduce(lazy, "max")
         return strided.clone(), lazy.clone()
 
     for strided, lazy in on_ranks(2, work):
@@ -168,7 +164,6 @@ def test_ranks_that_do_different_things_are_told() -> None:
             lambda c: c.all_reduce(homes[0] if rank else ones),
             lambda c: c.all_reduce(homes[rank]),
             lambda c: c.all_reduce(homes[0][rank : rank + 5]),
-            lambda c: c.run(lambda: None, "the same", over=homes[rank]),
         ]
         for thing in [*things, *placed]:
             fresh = share_memory(comm.base)
@@ -198,7 +193,7 @@ def test_what_fails_half_way_does_not_run_again() -> None:
             if comm.rank:
                 raise KeyError("spoilt")
 
-        comm.timeout_s = 10
+        comm.patience.timeout_s = 10
         expected = KeyError if comm.rank else LostPeerError
         with pytest.raises(expected, match="spoilt" if comm.rank else r"rank\(s\) 1 left"):
             comm.run(share, "a share").wait()
@@ -238,7 +233,7 @@ def test_peers_of_a_rank_that_gave_up_are_told() -> None:
 
     def work(comm: SharedMemoryCommunicator) -> None:
         if comm.rank == 0:
-            comm.timeout_s = 0.1
+            comm.patience.timeout_s = 0.1
             with pytest.raises(LostPeerError, match=r"waited 0 s for rank\(s\) 1"):
                 comm.all_reduce(torch.ones(3)).wait()
         comm.base.barrier()
@@ -251,7 +246,7 @@ def test_peers_of_a_rank_that_gave_up_are_told() -> None:
         assert fastest(comm.base, cpu, [comm, fresh]) is fresh
         fresh.close()
         if comm.rank == 1:
-            comm.timeout_s = 20
+            comm.patience.timeout_s = 20
             with pytest.raises(LostPeerError, match=r"rank\(s\) 0 left"):
                 comm.all_reduce(torch.ones(3)).wait()
         comm.base.barrier()  # no rank has learned it from a communicator that was closed
@@ -280,22 +275,5 @@ def test_too_little_memory_is_found_by_all_and_nothing_breaks() -> None:
         with pytest.raises(SharedMemoryError, match="too little free memory"):
             comm.allocate(2**50, torch.float32)
         comm.barrier()
-
-    on_ranks(2, work)
-
-
-def test_lengths_that_do_not_fit_are_refused() -> None:
-    def work(comm: SharedMemoryCommunicator) -> None:
-        with pytest.raises(ValueError, match="2 times the part"):
-            comm.all_gather(torch.zeros(5), torch.zeros(3))
-        with pytest.raises(ValueError, match="2 times the part"):
-            comm.reduce_scatter(torch.zeros(3), torch.zeros(6).double())
-        for src in (-1, 2):
-            with pytest.raises(ValueError, match=f"a rank from 0 to 1; got {src}"):
-                comm.broadcast(torch.zeros(3), src)
-        for _ in range(3):  # and its buffers are in step
-            ones = torch.ones(3)
-            comm.all_reduce(ones).wait()
-            assert ones.tolist() == [2, 2, 2]
 
     on_ranks(2, work)

@@ -58,8 +58,8 @@ def loss_of(model: nn.Module, leaf: int) -> Tensor:
 
 def one_step(rank: int, group: dist.ProcessGroup, name: str) -> Phases:
     comm, model, plain = ProcessGroupCommunicator(group), net(), net()
-    groups: dict[str, Any] = {"groups": pretend_hosts(comm, 1)} if name == "hierarchical" else {}
-    sync = replicate(model, strategy=name, comm=comm, **groups)
+    hosts: dict[str, Any] = {"hosts": pretend_hosts(comm, 1)} if name == "hierarchical" else {}
+    sync = replicate(model, strategy=name, comm=comm, **hosts)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     reducer, shards, found = sync.replica.reducer, sync.replica.reducer.shards, {}
     launch, reduce, clip, publish = reducer.launch, reducer.reduce, shards.clip, shards.publish

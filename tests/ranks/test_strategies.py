@@ -38,8 +38,8 @@ TINY: dict[str, Any] = {"bucket_mb": 3e-4, "first_bucket_mb": 1e-4}
 def _train_all(name: str, world_size: int, **options: Any) -> list[tuple[Case, list[Any]]]:
     def work(_: int, group: dist.ProcessGroup) -> list[dict[str, Any]]:
         comm = ProcessGroupCommunicator(group)
-        groups = pretend_hosts(comm, 2 if world_size % 2 == 0 else 1)
-        return [train_case(case, name, comm, groups=groups, **options) for case in cases_for(name)]
+        hosts = pretend_hosts(comm, 2 if world_size % 2 == 0 else 1)
+        return [train_case(case, name, comm, hosts=hosts, **options) for case in cases_for(name)]
 
     by_rank = run_thread_ranks(work, world_size)
     return list(zip(cases_for(name), map(list, zip(*by_rank, strict=True)), strict=True))
@@ -80,7 +80,7 @@ def test_on_one_rank(name: str) -> None:
     nodes are rounded wherever they are formed."""
     for case in cases_for(name):
         comm = SingleCommunicator()
-        result = train_case(case, name, comm, groups=pretend_hosts(comm, 1))
+        result = train_case(case, name, comm, hosts=pretend_hosts(comm, 1))
         own = name if name in ("diloco", "invariant_bf16") else "naive"
         assert_keeps_its_promise(case, own, [result])
 

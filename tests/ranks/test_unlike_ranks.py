@@ -124,8 +124,8 @@ def run(
 
     def train(rank: int, comm: ProcessGroupCommunicator, between: Change) -> tuple[str, Tensor]:
         model = net()
-        groups = pretend_hosts(comm, world_size)
-        sync = replicate(model, strategy=name, comm=comm, groups=groups, **options)
+        hosts = pretend_hosts(comm, world_size)
+        sync = replicate(model, strategy=name, comm=comm, hosts=hosts, **options)
         optimizer = adamw(model)
         said = ""
         try:

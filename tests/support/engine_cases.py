@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from gradsync.comm.base import Communicator
-from gradsync.comm.groups import Groups, RankPlacement, SingleCommunicator, Subset
+from gradsync.comm.groups import RankPlacement, SingleCommunicator
 from gradsync.data.batch_plan import share
 from gradsync.runtime.seeds import seed_micro_batch
 from gradsync.sync.gradient_sync import GradientSync
@@ -184,7 +184,7 @@ def train(problem: Problem, way: Way, comm: Communicator) -> str:
     """Train on this rank's share of each step; returns the hash."""
     options = dict(way.options)
     if way.ranks_a_host is not None:
-        options |= {"groups": pretend_hosts(comm, way.ranks_a_host)}
+        options |= {"hosts": pretend_hosts(comm, way.ranks_a_host)}
     with global_random_state:
         torch.manual_seed(1000 + comm.rank)
         model = problem.model()
@@ -221,21 +221,9 @@ def _backward(
             sync.backward(loss, weight=weight, reduction="sum")
 
 
-def pretend_hosts(comm: Communicator, ranks_a_host: int) -> Groups:
-    """Groups of two levels over ranks that really share one process."""
-    placement = RankPlacement(
-        tuple((rank // ranks_a_host, rank % ranks_a_host) for rank in range(comm.world_size))
-    )
-    return groups_of(comm, placement)
-
-
-def groups_of(comm: Communicator, placement: RankPlacement) -> Groups:
-    """Groups as `gs.groups` would make them for that placement."""
-    return Groups(
-        Subset(comm, placement.node_of(comm.rank)),
-        Subset(comm, placement.column_of(comm.rank)),
-        placement,
-    )
+def pretend_hosts(comm: Communicator, ranks_a_host: int) -> RankPlacement:
+    """Hosts of ranks that really share one process."""
+    return RankPlacement(tuple(rank // ranks_a_host for rank in range(comm.world_size)))
 
 
 def digest(

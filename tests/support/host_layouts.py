@@ -19,5 +19,4 @@ LAYOUTS = {
 
 
 def placement(nodes: list[int]) -> RankPlacement:
-    """Local ranks in rank order."""
-    return RankPlacement(tuple((node, nodes[:rank].count(node)) for rank, node in enumerate(nodes)))
+    return RankPlacement(tuple(nodes))

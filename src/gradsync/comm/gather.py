@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -83,19 +83,18 @@ def _gather_tensor(comm: Communicator, value: Tensor, counts: list[int]) -> Tens
 
 
 def _unfit(value: Any) -> str:
-    """Why `value` cannot be sent as JSON; "" if it can."""
-    if isinstance(value, Tensor):
-        return "a tensor inside of another value; gather it by itself"
+    """Why `value` would not come back as it is from JSON; "" if it would."""
+    inner: Iterable[Any] = ()
     if isinstance(value, list | tuple):
-        return next(filter(None, map(_unfit, value)), "")
-    if isinstance(value, Mapping):
-        other = [key for key in value if not isinstance(key, str)]
-        if type(value) is not dict or other:
-            return f"a {type(value).__name__} with keys that are no strings" if other else "no dict"
-        return next(filter(None, map(_unfit, value.values())), "")
-    if value is None or isinstance(value, bool | int | float | str):
-        return ""
-    return f"a {type(value).__name__}; it takes a tensor, or numbers, strings, lists and dicts"
+        inner = value
+    elif type(value) is dict and all(isinstance(key, str) for key in value):
+        inner = value.values()
+    elif value is not None and not isinstance(value, bool | int | float | str):
+        return (
+            f"a {type(value).__name__}; it takes a tensor, or numbers, strings, lists and dicts "
+            "with strings as keys"
+        )
+    return next(filter(None, map(_unfit, inner)), "")
 
 
 def _described(one: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The communicator of a world, and process groups within a node, between nodes, or over any ranks.
+"""The communicator of a world, the nodes of its ranks, and process groups over any ranks.
 
 The session destroys these groups when it ends. Each group costs connections and a listening socket
 per rank: create it once, not in every step.
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gradsync.comm.base import Communicator, Messages, Messenger, ReduceOp, Work
 from gradsync.comm.process_group import Done, ProcessGroupCommunicator
+from gradsync.comm.values import all_gather_numbers
 from gradsync.core.torch_private import (
     backend_of,
     device_types,
@@ -72,7 +73,6 @@ class Subset:
         self.world_size = len(self._ranks)
 
     def exchange(self, sends: Messages, receives: Messages, channel: int = 0, /) -> Work:
-        """See `Messenger.exchange`."""
         theirs = [(tensor, self._ranks[peer]) for tensor, peer in sends]
         ours = [(tensor, self._ranks[peer]) for tensor, peer in receives]
         return self._parent.exchange(theirs, ours, channel)
@@ -104,29 +104,15 @@ def default_communicator(world: World | None) -> Communicator:
 
 @dataclass(frozen=True, slots=True)
 class RankPlacement:
-    """Node and local rank of every rank. Frozen, equal on all ranks.
+    """The node of every rank. Frozen, equal on all ranks."""
 
-    Raises:
-        ConfigError: two ranks with the same node and local rank.
-    """
-
-    seats: tuple[tuple[int, int], ...]
-    """(node_rank, local_rank) of each rank."""
-
-    def __post_init__(self) -> None:
-        for rank, seat in enumerate(self.seats):
-            first = self.seats.index(seat)
-            if first != rank:
-                raise ConfigError(
-                    f"ranks {first} and {rank} both say node_rank={seat[0]} local_rank={seat[1]}; "
-                    "each rank needs its own place: check the World they were given"
-                )
+    node_ranks: tuple[int, ...]
 
     @property
     def nodes(self) -> list[list[int]]:
         """Ranks of each node, ascending; nodes in order."""
         found: dict[int, list[int]] = {}
-        for rank, (node, _) in enumerate(self.seats):
+        for rank, node in enumerate(self.node_ranks):
             found.setdefault(node, []).append(rank)
         return [found[node] for node in sorted(found)]
 
@@ -137,77 +123,24 @@ class RankPlacement:
 
     @property
     def columns(self) -> list[list[int]]:
-        """The i-th rank of each node with more than i ranks, ascending, for each i.
-
-        Columns go by position in the node's list, not by local rank: the i-th rank of one node's
-        communicator must meet the i-th of the others, and torch sorts the ranks of a new group.
-        """
+        """The i-th rank of each node with more than i ranks, ascending, for each i: the order in
+        which torch numbers the ranks of a new group."""
         most = max(len(ranks) for ranks in self.nodes)
         return [sorted(ranks[i] for ranks in self.nodes if i < len(ranks)) for i in range(most)]
 
-    def node_of(self, rank: int) -> list[int]:
-        """All ranks on the node of `rank`, including `rank`."""
-        return next(ranks for ranks in self.nodes if rank in ranks)
 
-    def column_of(self, rank: int) -> list[int]:
-        """All ranks in the column of `rank`, including `rank`."""
-        return next(ranks for ranks in self.columns if rank in ranks)
+def share_placement(comm: Communicator, world: World) -> RankPlacement:
+    """Exchange the nodes of all ranks of `comm` (the ranks of `world`): one all-gather, int64 [1]
+    from each rank."""
+    return RankPlacement(tuple(all_gather_numbers(comm, world.node_rank)))
 
 
-def share_placement(
-    comm: Communicator, world: World, device: torch.device | str | None = None
-) -> RankPlacement:
-    """Exchange the placement of all ranks of `comm` (the ranks of `world`), in rank order.
-
-    One all-gather, int64 [2] from each rank, on `device`; None uses a device that the group
-    supports.
-    """
-    if device is None:
-        on_gpu = dist.is_initialized() and "cpu" not in device_types(dist.group.WORLD)
-        device = world.device if on_gpu else "cpu"
-    mine = torch.tensor([world.node_rank, world.local_rank], device=device)
-    seats = torch.zeros(2 * comm.world_size, dtype=mine.dtype, device=device)
-    comm.all_gather(seats, mine).wait()
-    return RankPlacement(tuple((node, local) for node, local in seats.view(-1, 2).tolist()))
-
-
-@dataclass(frozen=True, slots=True)
-class Groups:
-    """This rank's communicators for two-level collectives."""
-
-    intra: Communicator
-    """The ranks of this node, ascending."""
-    inter: Communicator
-    """One rank of each node: the one at this rank's position in its `intra`."""
-    placement: RankPlacement
-    """The node and local rank of every rank."""
-
-    @property
-    def equal_nodes(self) -> bool:
-        """See `RankPlacement`."""
-        return self.placement.equal_nodes
-
-
-Hosts = Groups | RankPlacement
-"""What a strategy knows about hosts: the placement of ranks, with or without communicators."""
-
-
-def groups(world: World) -> Groups:
-    """Build the groups within and between nodes; every rank calls it at the same point.
-
-    Raises:
-        ConfigError: two ranks report the same local rank on the same node.
-        RunError: several ranks, but no process group (no open `with gs.init()`).
-    """
-    placement = share_placement(communicator(world), world)
-    parts = {"intra": placement.nodes, "inter": placement.columns}
-    made: dict[str, Communicator] = {}
-    for name, lists in parts.items():
-        for ranks in lists:  # every rank takes part in making each group
-            found = new_group(ranks) if world.is_distributed else SingleCommunicator()
-            if found is not None:
-                made[name] = found
-    return Groups(made["intra"], made["inter"], placement)
+def levels_of(comm: Messenger, hosts: RankPlacement) -> tuple[Messenger, Messenger, bool]:
+    """The ranks of this node, one rank of each node (those at this rank's position in it), by
+    messages over `comm`; and whether all nodes have the same number of ranks."""
+    mine = next(ranks for ranks in hosts.nodes if comm.rank in ranks)
+    column = next(ranks for ranks in hosts.columns if comm.rank in ranks)
+    return Subset(comm, mine), Subset(comm, column), hosts.equal_nodes
 
 
 def group(ranks: Sequence[int]) -> Communicator | None:

@@ -63,7 +63,6 @@ class CopyBack:
         self._work, self._there, self._home = work, there, home
 
     def wait(self) -> None:
-        """See `Work.wait`."""
         self._work.wait()
         self._home.copy_(self._there)
 
@@ -175,7 +174,6 @@ class _Job:
         self.over.set()
 
     def wait(self) -> None:
-        """See `Work.wait`."""
         self.over.wait()
         if self._error is not None:
             raise self._error
@@ -287,27 +285,23 @@ class ProcessGroupCommunicator:
         return private.backend_of(self.group, device).name()
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
-        """See `Communicator.all_reduce`."""
         self._check(f"all_reduce ({op})", tensor)
         options = dist.AllreduceOptions()
         options.reduceOp = _OPS[op]
         return self._in_place(tensor, lambda there, group: group.allreduce([there], options))
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Work:
-        """See `Communicator.broadcast`."""
         self._check(f"broadcast (from rank {src})", tensor)
         options = dist.BroadcastOptions()
         options.rootRank = src
         return self._in_place(tensor, lambda there, group: group.broadcast([there], options))
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
-        """See `Communicator.all_gather`."""
         self._check("all_gather", tensor)
         mine = self._readable(tensor)
         return self._in_place(output, lambda out, group: private.all_gather_flat(group, out, mine))
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: ReduceOp = "sum") -> Work:
-        """See `Communicator.reduce_scatter`."""
         self._check(f"reduce_scatter ({op})", tensor)
         options = dist.ReduceScatterOptions()
         options.reduceOp = _OPS[op]
@@ -398,7 +392,6 @@ class Channel:
         self.world_size = parent.world_size
 
     def exchange(self, sends: Messages, receives: Messages, channel: int = 0, /) -> Work:
-        """See `Messenger.exchange`."""
         return self._parent.exchange(sends, receives, self._number + channel)
 
 

@@ -18,9 +18,6 @@ from gradsync import errors
 from gradsync.comm.base import Communicator
 from gradsync.errors import GradsyncError, RunError
 
-_MOST_CALLS = 4
-"""Number of different calls that an error message lists."""
-
 
 def broadcast_json(comm: Communicator, value: Any = None) -> Any:
     """Rank 0's `value` (anything JSON can write) on every rank; other ranks' argument is ignored.
@@ -161,12 +158,8 @@ def check_same_call(comm: Communicator, what: str, tensor: Tensor, where: str = 
     ranks: dict[str, list[str]] = {}
     for rank, call in enumerate(told):
         ranks.setdefault(" ".join(call).strip(), []).append(str(rank))
-    calls = [f"rank {', '.join(some)}: {call}" for call, some in ranks.items()]
-    rest = f"; and {len(calls) - _MOST_CALLS} more" if len(calls) > _MOST_CALLS else ""
-    raise RunError(
-        f"ranks call different operations at the same time: {'; '.join(calls[:_MOST_CALLS])}{rest} "
-        f"({hint})"
-    )
+    calls = "; ".join(f"rank {', '.join(some)}: {call}" for call, some in ranks.items())
+    raise RunError(f"ranks call different operations at the same time: {calls} ({hint})")
 
 
 def call_site() -> str:

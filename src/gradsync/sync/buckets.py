@@ -1,6 +1,6 @@
-"""Flat memory of gradients, and the accumulation of a rank's own leaves in it.
+"""Flat memory of gradients, and the accumulation of a rank's own micro-batches in it.
 
-`Bucket` holds gradients that are sent together. `PlainSums` adds leaves in order of arrival.
+`Bucket` holds gradients that are sent together. `PlainSums` adds them in order of arrival.
 `TreeSums` adds them along the fixed tree, defined by the index functions at the top.
 
 [Note: The tree] A step's gradient is defined without reference to ranks. Leaf i is micro-batch i of
@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, count, groupby, pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -53,17 +53,13 @@ FORGOTTEN = -2
 
 Node = tuple[int, int]
 """(level, index)."""
-
-
 Pair = tuple[int, int]
 """(left, right): add operand `right` to operand `left`."""
 
 
 class LeafStack:
     """Folds leaves, in order of arrival, into the largest finished nodes: a binary counter.
-
-    `nodes` is in leaf order; node k is in the caller's slot k.
-    """
+    `nodes` is in leaf order; node k is in the caller's slot k."""
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
@@ -90,19 +86,15 @@ def largest_nodes(leaves: range) -> list[Node]:
     return stack.nodes
 
 
-def shares(counts: Sequence[int]) -> list[range]:
-    """Each rank's leaves, given each rank's number of leaves; consecutive in rank order."""
-    edges = [0, *accumulate(counts)]
-    return [range(first, last) for first, last in pairwise(edges)]
-
-
 def checked_shares(told: Sequence[tuple[int, int]]) -> list[range]:
-    """Each rank's leaves, from (number, index of the first or `UNKNOWN`) of each rank.
+    """Each rank's leaves, from (number, index of the first or `UNKNOWN`) of each rank; consecutive
+    in rank order.
 
     Raises:
         RunError: a rank's first leaf does not follow the leaves of the rank below.
     """
-    ranges = shares([count for count, _ in told])
+    edges = [0, *accumulate(count for count, _ in told)]
+    ranges = [range(first, last) for first, last in pairwise(edges)]
     for rank, (leaves, (_, first)) in enumerate(zip(ranges, told, strict=True)):
         if first not in (UNKNOWN, leaves.start):
             raise RunError(
@@ -172,7 +164,7 @@ def _start(node: Node) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SumPlan:
-    """Plan of a sum: the buffers to add, the pairs to add them in, and where the sum ends up."""
+    """How to add up the buffers of ranks that share memory."""
 
     operands: tuple[tuple[int, int], ...]
     """(rank, buffer number on that rank)."""
@@ -188,23 +180,16 @@ class SumPlan:
 
 
 def plan_sum(told: Sequence[tuple[int, int]]) -> SumPlan:
-    """Plan the sum along the tree; with one leaf per rank, a balanced tree over ranks.
-
-    A rank has a buffer for each of its largest nodes, or for each leaf if indices are unknown.
-
-    Args:
-        told: (number of leaves, index of the first or `UNKNOWN`) of each rank.
-
-    Raises:
-        RunError: see `checked_shares`.
-    """
+    """Plan the sum along the tree, from what `checked_shares` takes; with one leaf per rank, a
+    balanced tree over ranks. A rank has a buffer for each of its largest nodes, or for each leaf if
+    indices are unknown."""
     ranges = checked_shares(told)
-    brought: list[list[Node]] = [
-        [(0, leaf) for leaf in leaves] if first == UNKNOWN else largest_nodes(leaves)
-        for leaves, (_, first) in zip(ranges, told, strict=True)
-    ]
-    operands = [(rank, k) for rank, nodes in enumerate(brought) for k in range(len(nodes))]
-    nodes = [node for of_rank in brought for node in of_rank]
+    operands: list[tuple[int, int]] = []
+    nodes: list[Node] = []
+    for rank, (leaves, (_, first)) in enumerate(zip(ranges, told, strict=True)):
+        own = [(0, leaf) for leaf in leaves] if first == UNKNOWN else largest_nodes(leaves)
+        operands += [(rank, number) for number in range(len(own))]
+        nodes += own
     merges, ends = merges_of(nodes, [root(ranges[-1].stop)])
     return SumPlan(tuple(operands), tuple(merges), ends[0])
 
@@ -213,7 +198,7 @@ class Bucket:
     """Gradients that are sent together.
 
     `flat(0)` receives the sums over all ranks, and `.grad` points into it. Other buffers hold nodes
-    that the tree order does not allow to be added yet; one leaf per rank needs none of them.
+    that the tree order does not allow to be added yet; one micro-batch per rank needs none of them.
 
     Args:
         plan: which parameters, and their places.
@@ -243,25 +228,23 @@ class Bucket:
         self.touched = [False] * len(plan.slots)
         """Slots that got a gradient in this step."""
         self.fired = [False] * len(plan.slots)
-        """Slots that got a gradient from the current leaf."""
+        """Slots that got a gradient from the current micro-batch."""
         self.missing = len(plan.slots)
-        """Number of slots without a gradient from the current leaf."""
+        """Number of slots without a gradient from the current micro-batch."""
         self.waiting: list[int] = []
-        """Slots whose gradient from the current leaf is still in `.grad`."""
+        """Slots whose gradient from the current micro-batch is still in `.grad`."""
         self.waiting_elements = 0
         self.kept: dict[int, Tensor] = {}
         """Gradients, by slot, that were in `.grad` before backward: memory that the user owns."""
         self._flats: list[Tensor] = []
         self._views: list[list[Tensor]] = []
-        self._parts: dict[tuple[int, int], list[Tensor]] = {}
 
     def flat(self, number: int) -> Tensor:
         """Buffer `number`, shape [plan.numel]; allocated on first use, with padding zero."""
         while len(self._flats) <= number:
-            like = self.parameters[0]
-            flat = torch.zeros(self.plan.numel, dtype=self._node_dtype, device=like.device)
-            self._flats.append(flat)
-            self._views.append(self._views_into(flat))
+            device = self.parameters[0].device
+            memory = torch.zeros(self.plan.numel, dtype=self._node_dtype, device=device)
+            self.adopt(len(self._flats), memory)
         return self._flats[number]
 
     def adopt(self, number: int, memory: Tensor) -> None:
@@ -269,15 +252,10 @@ class Bucket:
 
         The buffer exists already, or is the next one.
         """
-        if number < len(self._flats):
-            memory.copy_(self._flats[number])
-        else:
-            assert number == len(self._flats), "buffers are made one after the other"
-            self._flats.append(memory)
-            self._views.append([])
-        self._flats[number] = memory
-        self._views[number] = self._views_into(memory)
-        self._parts.clear()
+        for known in self._flats[number : number + 1]:
+            memory.copy_(known)
+        self._flats[number : number + 1] = [memory]
+        self._views[number : number + 1] = [self._views_into(memory)]
 
     def _views_into(self, flat: Tensor) -> list[Tensor]:
         return [
@@ -285,18 +263,16 @@ class Bucket:
             for slot, parameter in zip(self.plan.slots, self.parameters, strict=True)
         ]
 
-    def view(self, number: int, slot: int) -> Tensor:
-        """One parameter's part of buffer `number`, in the parameter's shape."""
-        if len(self._views) <= number:
-            self.flat(number)
-        return self._views[number][slot]
-
     def views(self, number: int, slots: Sequence[int]) -> list[Tensor]:
-        """`view` of several parameters."""
+        """Parameters' parts of buffer `number`, in their shapes."""
         if len(self._views) <= number:
             self.flat(number)
         views = self._views[number]
         return [views[slot] for slot in slots]
+
+    def view(self, number: int, slot: int) -> Tensor:
+        """One parameter's part of buffer `number`."""
+        return self.views(number, [slot])[0]
 
     def sums(self) -> list[Tensor]:
         """Each parameter's sum over all ranks, in its shape, dtype and strides (a fused optimizer
@@ -324,18 +300,6 @@ class Bucket:
             return None
         return self.flat(0) if self._sums is None else self._sums[0]
 
-    def parts(self, number: int, most: int | None = None) -> list[Tensor]:
-        """Flat memory of buffer `number`: all, or only parameters of at most `most` elements."""
-        if most is None:
-            return [self.flat(number)]
-        key = number, most
-        if key not in self._parts:
-            small = [place for place, slot in enumerate(self.plan.slots) if slot.numel <= most]
-            turn = count()
-            runs = [list(run) for _, run in groupby(small, lambda place: place - next(turn))]
-            self._parts[key] = [part for r in runs if (part := self.span(number, r)) is not None]
-        return self._parts[key]
-
     def gradients(self, used: Sequence[bool]) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
         """Each parameter with its new `.grad`: the sum over all ranks, in the user's memory if the
         gradient was there before; None if no rank has a gradient."""
@@ -356,20 +320,12 @@ class Bucket:
         start, end = self.plan.slots[first].offset, self.plan.slots[last]
         return self.flat(number)[start : end.offset + end.numel]
 
-    def named_sums(self, names: Sequence[str], buffers: int) -> Iterator[tuple[str, Tensor]]:
-        """The parameters that have a gradient, by their names in `names` (which lists all of the
-        model's parameters), with the contents of the first `buffers` buffers."""
-        for place, slot in enumerate(self.plan.slots):
-            for number in range(buffers if self.touched[place] else 0):
-                yield names[slot.index], self.view(number, place)
-
-    def mark(self, slot: int) -> bool:
-        """Note a gradient; returns False if this leaf has already produced one for the slot."""
-        if self.fired[slot]:
-            return False
+    def mark(self, slot: int) -> None:
+        """Note the slot's first gradient from this micro-batch, in `.grad`."""
         self.fired[slot] = self.touched[slot] = True
         self.missing -= 1
-        return True
+        self.waiting.append(slot)
+        self.waiting_elements += self.plan.slots[slot].numel
 
     def keep(self, slot: int) -> None:
         """Note a gradient in the user's memory, where torch has added the new gradient to the old.
@@ -380,13 +336,7 @@ class Bucket:
         if version(grad):
             self.kept[slot] = grad
 
-    def clear_untouched(self) -> None:
-        """Zero the slots without a gradient, which still hold the last step's sum."""
-        for slot, touched in enumerate(self.touched):
-            if not touched:
-                self.view(0, slot).zero_()
-
-    def begin_leaf(self) -> None:
+    def begin_micro_batch(self) -> None:
         """Expect every slot again."""
         self.missing = len(self.plan.slots)
         self.fired = [False] * self.missing
@@ -401,30 +351,29 @@ class Bucket:
         """Free the memory; the next use allocates it again."""
         self._flats.clear()
         self._views.clear()
-        self._parts.clear()
 
 
 class PlainSums:
-    """Accumulates leaves in order of arrival, in one buffer; `.grad` is a view of it."""
+    """Accumulates micro-batches in order of arrival, in one buffer; `.grad` is a view of it."""
 
     num_buffers = 1
     """Number of buffers in use per bucket."""
 
     def __init__(self) -> None:
-        self.num_leaves = 0
-        """Leaves begun in this step."""
-        self.first_leaf: int | None = None
-        """Global index of the first leaf; None if the caller gave none or it does not matter."""
+        self.num_micro_batches = 0
+        """Micro-batches begun in this step."""
+        self.first_index: int | None = None
+        """Global index of the first one; None if the caller gave none or it does not matter."""
 
-    def begin_leaf(self, index: int | None) -> None:
-        """Begin leaf `index` of the global batch (None: unknown); gradients that follow are its."""
-        self.num_leaves += 1
+    def begin_micro_batch(self, index: int | None) -> None:
+        """Begin micro-batch `index` of the global batch (None: unknown)."""
+        self.num_micro_batches += 1
 
     def fold(self, bucket: Bucket, slots: Sequence[int]) -> None:
         """Accumulate the gradients that have arrived in `.grad` of these parameters.
 
-        Copies new gradients; after the first leaf autograd itself adds to the view. A `.grad` that
-        is not the view holds the whole gradient: it is new, or was cleared in between.
+        Copies new gradients; after the first micro-batch autograd itself adds to the view. A
+        `.grad` that is not the view holds the whole gradient: it is new, or was cleared in between.
         """
         views = bucket.views(0, slots)
         parameters = [bucket.parameters[slot] for slot in slots]
@@ -435,23 +384,24 @@ class PlainSums:
             for parameter, view in fresh:
                 parameter.grad = view
 
-    def end_leaf(self, bucket: Bucket) -> None:
-        """Handle slots without a gradient from this leaf; here they add nothing."""
+    def end_micro_batch(self, bucket: Bucket) -> None:
+        """Handle slots without a gradient from this micro-batch; here they add nothing."""
 
     def forget(self) -> None:
-        """Discard this rank's leaves of this step; the other ranks discard theirs too."""
-        self.num_leaves, self.first_leaf = 0, FORGOTTEN
+        """Discard this rank's part of this step; the other ranks discard theirs too."""
+        self.num_micro_batches, self.first_index = 0, FORGOTTEN
 
     def begin_step(self) -> None:
-        """Start over with no leaves."""
-        self.num_leaves, self.first_leaf = 0, None
+        """Start over."""
+        self.num_micro_batches, self.first_index = 0, None
 
 
 class TreeSums:
-    """Accumulates leaves along the fixed tree; has the methods of `PlainSums`.
+    """Accumulates along the fixed tree, whose leaves are micro-batches; the methods are those of
+    `PlainSums`.
 
-    Without global indices, a rank knows the nodes of its leaves only after all ranks have exchanged
-    their numbers of leaves. Until then every leaf keeps its own buffer.
+    Without global indices, a rank knows its nodes only after all ranks have exchanged their numbers
+    of micro-batches. Until then each of them keeps its own buffer.
     """
 
     def __init__(self) -> None:
@@ -459,25 +409,22 @@ class TreeSums:
         self._top = self._target = 0
 
     def begin_step(self) -> None:
-        """Start over with no leaves."""
+        """Start over."""
         self._stack = LeafStack()
-        self.num_leaves = 0
-        self.first_leaf: int | None = None
+        self.num_micro_batches = 0
+        self.first_index: int | None = None
 
     @property
     def num_buffers(self) -> int:
-        """One per finished node, or one per leaf."""
-        return self.num_leaves if self.first_leaf is None else len(self._stack.nodes)
+        """One per finished node, or one per micro-batch."""
+        return self.num_micro_batches if self.first_index is None else len(self._stack.nodes)
 
-    def begin_leaf(self, index: int | None) -> None:
-        """Begin a leaf; a rank's indices must be consecutive.
-
-        Raises:
-            ConfigError: they are not consecutive.
-        """
-        if self.num_leaves == 0:
-            self.first_leaf = index
-        expected = None if self.first_leaf is None else self.first_leaf + self.num_leaves
+    def begin_micro_batch(self, index: int | None) -> None:
+        """Begin a micro-batch; ConfigError: a rank's indices are not consecutive."""
+        if self.num_micro_batches == 0:
+            self.first_index = index
+        first = self.first_index
+        expected = None if first is None else first + self.num_micro_batches
         if index != expected:
             raise ConfigError(
                 f"micro-batch {index} came where micro-batch {expected} was due: a rank's "
@@ -486,7 +433,7 @@ class TreeSums:
             )
         self._top = self.num_buffers
         self._target = self._top if index is None else self._stack.push(index)
-        self.num_leaves += 1
+        self.num_micro_batches += 1
 
     def fold(self, bucket: Bucket, slots: Sequence[int]) -> None:
         """Push new gradients down the stack; leaves `.grad` empty."""
@@ -513,8 +460,8 @@ class TreeSums:
         span = bucket.span(self._top, slots)
         foreach_add_(views if span is None else [span], 0.0)
 
-    def end_leaf(self, bucket: Bucket) -> None:
-        """Count a leaf without a gradient as zeros."""
+    def end_micro_batch(self, bucket: Bucket) -> None:
+        """Count a missing gradient as zeros."""
         if not bucket.missing:
             return
         slots = [slot for slot, fired in enumerate(bucket.fired) if not fired]
@@ -528,9 +475,9 @@ class TreeSums:
             foreach_add_(bucket.views(number - 1, slots), bucket.views(number, slots))
 
     def forget(self) -> None:
-        """Discard this rank's leaves; the other ranks see it in place of the first index."""
+        """Discard this rank's part; the other ranks see it in place of the first index."""
         self.begin_step()
-        self.first_leaf = FORGOTTEN
+        self.first_index = FORGOTTEN
 
 
 Sums = PlainSums | TreeSums

@@ -14,9 +14,8 @@ Algorithms of several messages run on a worker thread; `backward()` raises their
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations as objects.
 
-import inspect
 from collections.abc import Callable, Iterator
-from difflib import get_close_matches
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,10 +29,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
 from torch.nn.parallel import DistributedDataParallel
 
 from gradsync.comm.base import Communicator
-from gradsync.comm.groups import Groups
-from gradsync.comm.p2p_collectives import hierarchical_all_reduce
+from gradsync.comm.groups import levels_of, share_placement
+from gradsync.comm.p2p_collectives import hierarchical_all_reduce, ring_all_reduce
 from gradsync.comm.process_group import Background, ProcessGroupCommunicator
-from gradsync.comm.reductions import ALGORITHMS, ReductionSite
+from gradsync.core.files import check_name
 from gradsync.core.torch_private import timeout_of
 from gradsync.errors import ConfigError
 from gradsync.world import World
@@ -85,7 +84,6 @@ def comm_hook(
     strategy: str = "ring",
     *,
     group: Any = None,
-    groups: Groups | None = None,
     **options: Any,
 ) -> CommHook:
     """Make a communication hook for `DistributedDataParallel`; make one per DDP model.
@@ -95,20 +93,13 @@ def comm_hook(
             (torch's hook).
         group: process group to average over; None is the model's group with `register`, but torch's
             default group with DDP's `register_comm_hook(*hook)`.
-        groups: from `groups(world)`, for hierarchical; None exchanges the ranks' hosts at the
-            first bucket.
         options: of powersgd; the same as those of `PowerSgd`.
 
     Raises:
-        ConfigError: unknown strategy or option, or an option outside its range.
+        ConfigError: unknown strategy, or options of a strategy that has none.
+        TypeError, ValueError: an option that torch's PowerSGD does not take.
     """
-    if strategy not in STRATEGIES:
-        near = get_close_matches(strategy, STRATEGIES, n=1)
-        hint = f"; perhaps you meant {near[0]!r}" if near else ""
-        raise ConfigError(
-            f"comm_hook has no strategy {strategy!r}{hint} (it has: {', '.join(STRATEGIES)}; "
-            "others need more than DDP's buckets: use gs.replicate)"
-        )
+    check_name("strategy of comm_hook", strategy, STRATEGIES)
     if strategy == "powersgd":
         return CommHook(group, PowerSgd(**options))
     if options:
@@ -117,15 +108,14 @@ def comm_hook(
         # Called from `average_bucket`: without NCCL, DDP refuses torch's bf16 hook by its name.
         half = default_hooks.bf16_compress_hook, default_hooks.fp16_compress_hook
         return CommHook(group, half[strategy == "fp16"])
-    return CommHook(group, _OnWorker(strategy, groups))
+    return CommHook(group, _OnWorker(strategy))
 
 
 class _OnWorker:
     """Runs an algorithm of several messages on a worker thread while backward runs."""
 
-    def __init__(self, algorithm: str, groups: Groups | None) -> None:
+    def __init__(self, algorithm: str) -> None:
         self._algorithm = algorithm
-        self._groups = groups
         self._worker: BucketWorker | None = None
         self._average: Callable[[Tensor], None] | None = None
 
@@ -135,41 +125,36 @@ class _OnWorker:
             if tensor.is_cuda:  # NCCL runs a group's messages and collectives in one order
                 group = group_of_its_own(group, tensor.device)
             comm = ProcessGroupCommunicator(group)
-            self._average = _averaging(self._algorithm, comm, self._groups, tensor.device)
+            self._average = _averaging(self._algorithm, comm)
             self._worker = BucketWorker(tensor.device)
         average = self._average
         assert average is not None
         return self._worker.submit(tensor, lambda: average(tensor))
 
 
-def _averaging(
-    algorithm: str, comm: Communicator, groups: Groups | None, device: torch.device
-) -> Callable[[Tensor], None]:
+def _averaging(algorithm: str, comm: Communicator) -> Callable[[Tensor], None]:
     """Make `average(tensor)` over the ranks of `comm`: in place, blocking, using messages only."""
-    site, levels = ReductionSite(comm=comm), None
+    all_reduce = partial(ring_all_reduce, comm)
     if algorithm == "hierarchical":
         # `from_process_group` asks all ranks, but ranks that are not in the group do not answer.
-        if groups is None and comm.world_size != dist.get_world_size():
+        if comm.world_size != dist.get_world_size():
             raise ConfigError(
                 f"comm_hook('hierarchical'): the model's group has {comm.world_size} of "
-                f"{dist.get_world_size()} ranks; give groups= that cover it"
+                f"{dist.get_world_size()} ranks, and it takes all; use 'ring'"
             )
-        world = None if groups is not None else World.from_process_group()
-        levels = ReductionSite(comm=comm, world=world, groups=groups).levels(device)
+        hosts = share_placement(comm, World.from_process_group())
+        intra, inter, equal_nodes = levels_of(comm, hosts)
+        all_reduce = partial(hierarchical_all_reduce, intra, inter, equal_nodes=equal_nodes)
 
     def average(tensor: Tensor) -> None:
-        if levels is None:
-            ALGORITHMS[algorithm](site, tensor, "sum")
-        else:
-            intra, inter, equal_nodes = levels
-            hierarchical_all_reduce(intra, inter, tensor, equal_nodes=equal_nodes)
+        all_reduce(tensor)
         tensor.div_(comm.world_size)  # the one division
 
     return average
 
 
 class PowerSgd:
-    """Torch's PowerSGD hook and its state, made when the first bucket shows the device.
+    """Torch's PowerSGD hook and its state.
 
     Low-rank gradients on the wire, with error feedback: Vogels, Karimireddy & Jaggi 2019 (arXiv
     1905.13727). A gradient matrix M, [n, m], is sent as P, [n, r], and Q, [m, r]:
@@ -196,55 +181,27 @@ class PowerSgd:
             is compressed if this makes it smaller by this factor. Without `use_error_feedback`
             (True) the result is biased. `warm_start` (True): begin with the last step's Q (then
             one power iteration per step is enough).
-
-    Raises:
-        ConfigError: an unknown option, or one outside its range.
     """
 
     def __init__(self, **options: Any) -> None:
-        known = inspect.signature(PowerSGDState).parameters.keys() - {"process_group"}
-        for name in options:
-            if name not in known:
-                raise ConfigError(
-                    f"powersgd has no option {name!r} (it has: {', '.join(sorted(known))})"
-                )
-        self._options: dict[str, Any] = {
-            "start_powerSGD_iter": 10,
-            "random_seed": 0,
-            # Otherwise a matrix whose gradient is all zero (an unused layer) becomes nan.
-            "orthogonalization_epsilon": 1e-8,
-        } | options
-        for name, least in (("matrix_approximation_rank", 1), ("start_powerSGD_iter", 2)):
-            if (got := self._options.get(name, least)) < least:
-                why = ": DDP regroups its buckets after the first backward" if least == 2 else ""
-                raise ConfigError(f"{name} must be at least {least}, got {got}{why}")
-        self._state: PowerSGDState | None = None
+        # Without an epsilon a matrix whose gradient is all zero (an unused layer) becomes nan.
+        defaults: dict[str, Any] = {"start_powerSGD_iter": 10, "orthogonalization_epsilon": 1e-8}
+        self.state = PowerSGDState(process_group=None, **defaults | options)
         self._worker: BucketWorker | None = None
+        self._begun = False
 
     def __call__(self, group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """A future of the bucket's buffer, averaged over `group` in place."""
         tensor = bucket.buffer()
-        if self._state is None:  # thread and group; all ranks make them at their first bucket
-            if tensor.device.type == "cpu":
-                if torch.cuda.is_available():
-                    raise ConfigError(
-                        "torch's PowerSGD hook waits for the GPU wherever there is one, and fails "
-                        "with gradients on the CPU; train on the GPU, or hide it: "
-                        "CUDA_VISIBLE_DEVICES="
-                    )
-                group = group_of_its_own(group, tensor.device)  # [Note: PowerSGD on the CPU]
+        if not self._begun:  # all ranks make thread and group at their first bucket
+            self._begun = True
+            if tensor.device.type == "cpu":  # [Note: PowerSGD on the CPU]
+                group = group_of_its_own(group, tensor.device)
                 self._worker = BucketWorker(tensor.device)
-            self._state = PowerSGDState(process_group=group, **self._options)
-        state = self._state
+            self.state.process_group = group
         if self._worker is None:
-            return powerSGD_hook(state, bucket)
-        return self._worker.submit(tensor, lambda: powerSGD_hook(state, bucket).wait())
-
-    def forget(self) -> None:
-        """Restart the count of steps."""
-        if self._state is not None:
-            assert not self._state.error_dict, "something was compressed already"
-            self._state.iter = 0
+            return powerSGD_hook(self.state, bucket)
+        return self._worker.submit(tensor, lambda: powerSGD_hook(self.state, bucket).wait())
 
 
 class BucketWorker:

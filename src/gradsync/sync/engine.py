@@ -4,7 +4,7 @@
     exchange          ──[bucket 0]──[bucket 1]── … ──[last]── mean, clipping, optimizer
 
 Each trainable parameter has one hook, called when its gradient is ready. The gradient goes into a
-flat bucket (`Sums` decides how to add leaves). When the last leaf has filled a bucket, its
+flat bucket (`Sums` decides how to add micro-batches). When the last one has filled a bucket, its
 `Exchange` starts. All ranks launch buckets in one order, regardless of the order in which gradients
 become ready. A parameter that a rank does not use delays its bucket there until the end of the
 step, and then contributes zeros. So nothing hangs, and every gradient is synchronised.
@@ -23,12 +23,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gradsync.comm.base import Communicator, Work
+from gradsync.core.torch_private import foreach_zero_
 from gradsync.errors import ConfigError
 from gradsync.sync.buckets import Bucket, Sums
 from gradsync.sync.exchange import Exchange
 from gradsync.sync.layout import Item, plan_buckets
+from gradsync.sync.monitors import SMALL, Stopwatch
 from gradsync.sync.options import Recipe
-from gradsync.sync.reducer import SMALL, Reducer, Replicas, Stopwatch, trainable
+from gradsync.sync.reducer import Reducer, trainable
+from gradsync.sync.replicas import Replicas
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -47,12 +50,14 @@ class Engine(Reducer):
         model, comm, shards: see `Reducer`.
         buckets: from `lay_out_buckets`.
         recipe: whether communication overlaps backward, and how buckets are grouped.
-        sums: adds up this rank's leaves.
+        sums: adds up this rank's micro-batches.
         exchange: sums buckets over ranks.
         learns: lay out buckets again once the order in which gradients become ready is known.
+        user_loop: whether it supports the user's training loop.
+        strategy: see `Reducer`.
     """
 
-    own_gradients = user_loop = True
+    own_gradients = True
 
     def __init__(
         self,
@@ -65,16 +70,18 @@ class Engine(Reducer):
         exchange: Exchange,
         shards: Replicas | None = None,
         learns: bool = False,
+        user_loop: bool = True,
+        strategy: str = "",
     ) -> None:
-        super().__init__(model, comm, shards)
-        self.recipe, self.exchange = recipe, exchange
+        super().__init__(model, comm, shards, strategy=strategy)
+        self.recipe, self.exchange, self.user_loop = recipe, exchange, user_loop
         self._on_gradient: Callable[[nn.Parameter], bool] | None = None
         self._names = [name for name, _ in trainable(model)]
         self._sums, self._learning = sums, learns
         self._ready_order: list[int] = []
         self._watch = Stopwatch(on_cuda=any(p.is_cuda for p in self.parameters))
-        self._in_leaf = self._last = self._complete = self._begun = self._priming = False
-        self._user_leaf = False
+        self._in_micro_batch = self._last = self._complete = self._begun = self._priming = False
+        self._in_user_loop = False
         self._works: list[Work] = []
         self._use(buckets)
         # The hooks must not hold `self`, because it holds the parameters.
@@ -83,7 +90,7 @@ class Engine(Reducer):
             parameter.register_post_accumulate_grad_hook(_hook(engine, index))
             for index, parameter in enumerate(self.parameters)
         ]
-        self._unused = UnusedWarning(self._names)
+        self._said_unused: set[str] = set()
 
     def _use(self, buckets: list[Bucket]) -> None:
         self.buckets = buckets
@@ -93,23 +100,22 @@ class Engine(Reducer):
                 self._places[slot.index] = (bucket, place)
 
     def watch(self, on_gradient: Callable[[nn.Parameter], bool]) -> list[Any]:
-        """See `Reducer.watch`; this reducer's hooks make the calls."""
         self._on_gradient = on_gradient
         return []
 
-    # -- a leaf -----------------------------------------------------------------------------------
+    # -- a micro-batch
 
     @contextmanager
-    def leaf(self, *, last: bool, index: int | None = None) -> Generator[None]:
-        self.begin_leaf(last=last, index=index)
+    def micro_batch(self, *, last: bool, index: int | None = None) -> Generator[None]:
+        self._begin_micro_batch(last=last, index=index)
         try:
             yield
         finally:
-            self._in_leaf = False
-        self.end_leaf()
+            self._in_micro_batch = False
+        self._end_micro_batch()
 
-    def begin_leaf(self, *, last: bool, index: int | None = None) -> None:
-        """Begin a leaf; gradients that arrive from now on belong to it."""
+    def _begin_micro_batch(self, *, last: bool, index: int | None = None) -> None:
+        """Begin a micro-batch; gradients that arrive from now on belong to it."""
         self.shards.wait()  # until then buckets hold what weights are updated with
         if self._complete or self._begun:
             raise ConfigError(
@@ -117,19 +123,20 @@ class Engine(Reducer):
                 "between (or a micro-batch before was said to be the last, by micro_batch= or "
                 "micro_step, and was not)"
             )
-        self._sums.begin_leaf(index)
-        self._in_leaf, self._last, self._complete = True, last and self.recipe.overlap, last
+        self._sums.begin_micro_batch(index)
+        self._in_micro_batch, self._complete = True, last
+        self._last = last and self.recipe.overlap
         for bucket in self.buckets:
-            bucket.begin_leaf()
+            bucket.begin_micro_batch()
         if self._last:
             self._begin_exchange()
 
-    def end_leaf(self) -> None:
-        """End a leaf; all its gradients have arrived."""
-        self._in_leaf = False
+    def _end_micro_batch(self) -> None:
+        """End a micro-batch; all its gradients have arrived."""
+        self._in_micro_batch = False
         for bucket in self.buckets[len(self._works) :]:
             self._fold(bucket)
-            self._sums.end_leaf(bucket)
+            self._sums.end_micro_batch(bucket)
 
     def gradient_ready(self, index: int) -> None:
         """Process a gradient; called by the hook of parameter `index`."""
@@ -138,23 +145,30 @@ class Engine(Reducer):
             self._ready_order.append(index)
             parameter.grad = None
             return
-        if not self._in_leaf and not self._user_leaf_begins(parameter):
-            return
+        if not self._in_micro_batch:
+            # In the user's loop a synchronising backward begins a micro-batch. Under no_sync
+            # autograd adds up in `.grad`, and the next such backward takes all of it.
+            if self._on_gradient is None or not self._on_gradient(parameter):
+                return
+            self._in_user_loop = True
+            self._begin_micro_batch(last=True)
         bucket, slot = self._places[index]
         gradient = parameter.grad
         if bucket.fired[slot] or (gradient is not None and not bucket.fits(gradient)):
             raise _unfit(self._names[index], gradient, bucket, slot)
-        if self._user_leaf:
-            bucket.keep(slot)
-        bucket.mark(slot)
-        bucket.waiting.append(slot)
-        bucket.waiting_elements += bucket.plan.slots[slot].numel
+        self._note(bucket, slot)
         if bucket.waiting_elements >= _FOLD_ELEMENTS or not bucket.missing:
             self._fold(bucket)
-        if self._learning and self._sums.num_leaves == 1:
+        if self._learning and self._sums.num_micro_batches == 1:
             self._ready_order.append(index)
         if self._last and bucket.missing == 0:
             self._launch_full()
+
+    def _note(self, bucket: Bucket, slot: int) -> None:
+        """Count a slot's gradient, which waits in `.grad` to be folded."""
+        if self._in_user_loop:
+            bucket.keep(slot)
+        bucket.mark(slot)
 
     def _fold(self, bucket: Bucket) -> None:
         """Accumulate the waiting gradients. Small ones are added together, since separate calls
@@ -163,45 +177,32 @@ class Engine(Reducer):
             self._sums.fold(bucket, bucket.waiting)
             bucket.waiting, bucket.waiting_elements = [], 0
 
-    def _user_leaf_begins(self, parameter: nn.Parameter) -> bool:
-        """Begin a leaf in the user's training loop. Returns False under no_sync: autograd then adds
-        up in `.grad`, and the next synchronising backward turns all of it into one leaf."""
-        if self._on_gradient is None or not self._on_gradient(parameter):
-            return False
-        self._user_leaf = True
-        self.begin_leaf(last=True)
-        return True
-
     def collect(self, *, discard: bool, user_loop: bool) -> None:
-        """See `Reducer.collect`; a backward that raised may have left a leaf open."""
-        self.shards.wait()  # for a step without a leaf, see `begin_leaf`
-        self._user_leaf = user_loop
+        self.shards.wait()  # for a step without a micro-batch
+        self._in_user_loop = user_loop
         if discard:
-            self._in_leaf = False
+            self._in_micro_batch = False
             if not self._begun:
                 self._sums.forget()
         elif user_loop:
-            self._end_user_leaf()
+            self._collect_what_is_left()
 
-    def _end_user_leaf(self) -> None:
-        """Accumulate gradients that were in `.grad` before, then end the leaf if this rank has one,
-        from a backward or from gradients that the user put there."""
-        waiting = [
+    def _collect_what_is_left(self) -> None:
+        """End the micro-batch of the user's loop, with gradients that were in `.grad` before
+        backward, or that the user put there without one."""
+        left = [
             (bucket, slot)
             for parameter, (bucket, slot) in zip(self.parameters, self._places, strict=True)
             if parameter.grad is not None and not bucket.touched[slot]
         ]
-        if not (waiting or self._in_leaf or self._begun):
-            return
-        if not self._in_leaf and not self._begun:
-            self.begin_leaf(last=False)
-        for bucket, slot in waiting:
-            bucket.keep(slot)
-            bucket.mark(slot)
-            bucket.waiting.append(slot)
-        self.end_leaf()
+        if left and not self._in_micro_batch and not self._begun:
+            self._begin_micro_batch(last=False)
+        for bucket, slot in left:
+            self._note(bucket, slot)
+        if left or self._in_micro_batch or self._begun:
+            self._end_micro_batch()
 
-    # -- communication ----------------------------------------------------------------------------
+    # -- communication
 
     def _begin_exchange(self) -> None:
         if not self._begun:
@@ -214,14 +215,14 @@ class Engine(Reducer):
             bucket = self.buckets[len(self._works)]
             on_cuda = bucket.flat(0).is_cuda
             if self.non_finite.is_due(on_cuda=on_cuda):
-                large = self._user_leaf or on_cuda  # no loss shows whether it is finite
+                large = self._in_user_loop or on_cuda  # no loss shows whether it is finite
                 parts = self._memory_of(bucket, large=large)
-                self.non_finite.look(parts, partial(self._own_sums, bucket), large=large)
+                self.non_finite.look(parts, partial(self._own_sums, bucket))
             self._works.append(self._launched(bucket))
 
     def _launched(self, bucket: Bucket) -> Work:
         """Launch a bucket; in the user's training loop the whole sum is needed immediately."""
-        by_halves = self.shards.by_halves and not self._user_leaf
+        by_halves = self.shards.by_halves and not self._in_user_loop
         return (self.exchange.launch_half if by_halves else self.exchange.launch)(bucket)
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
@@ -232,18 +233,24 @@ class Engine(Reducer):
         return [part for bucket in left for part in self._memory_of(bucket, large=large)]
 
     def _own_sums(self, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
-        return bucket.named_sums(self._names, self._sums.num_buffers)
+        for place, slot in enumerate(bucket.plan.slots):
+            for number in range(self._sums.num_buffers if bucket.touched[place] else 0):
+                yield self._names[slot.index], bucket.view(number, place)
 
     def _memory_of(self, bucket: Bucket, *, large: bool) -> list[Tensor]:
         numbers = range(self._sums.num_buffers)
-        return [part for n in numbers for part in bucket.parts(n, None if large else SMALL)]
+        if large:
+            return [bucket.flat(number) for number in numbers]
+        small = [place for place, slot in enumerate(bucket.plan.slots) if slot.numel <= SMALL]
+        return [view for number in numbers for view in bucket.views(number, small)]
 
     def launch(self) -> list[bool]:
         self._watch.start()
         self._begin_exchange()
         for bucket in self.buckets[len(self._works) :]:
-            if self._sums.num_buffers == 1:
-                bucket.clear_untouched()
+            untouched = [place for place, touched in enumerate(bucket.touched) if not touched]
+            if untouched and self._sums.num_buffers == 1:  # they hold the last step's sums
+                foreach_zero_(bucket.views(0, untouched))
             self._works.append(self._launched(bucket))
         return [bucket.touched[slot] for bucket, slot in self._places]
 
@@ -257,18 +264,30 @@ class Engine(Reducer):
 
     def _begin_step(self, used: list[bool]) -> None:
         """Prepare for the next step's gradients, after this step's are summed."""
-        if self._sums.num_leaves:
-            touched = [bucket.touched[slot] for bucket, slot in self._places]
-            self._unused.say(used, touched, self.comm.rank)
+        if self._sums.num_micro_batches:
+            self._warn_of_unused(used)
         self._works.clear()
-        self._begun = self._complete = self._user_leaf = False
+        self._begun = self._complete = self._in_user_loop = False
         for bucket in self.buckets:
             bucket.begin_step()
         self._sums.begin_step()
         if self._learning:
             self._learn()
 
-    # -- the order of buckets ---------------------------------------------------------------------
+    def _warn_of_unused(self, used: list[bool]) -> None:
+        """Warn once of each parameter with a gradient on some rank, but not on this one."""
+        places = zip(self._names, used, self._places, strict=True)
+        unused = [name for name, any_rank, (b, slot) in places if any_rank and not b.touched[slot]]
+        if found := [name for name in unused if name not in self._said_unused]:
+            self._said_unused.update(found)
+            more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+            log.warning(
+                "parameter %r%s got no gradient on rank %d in this step, but did on another one; "
+                "here that counts as zeros (said once)",
+                *(found[0], more, self.comm.rank),
+            )
+
+    # -- the order of buckets
 
     def prime(self, forward_backward: Callable[[], None]) -> None:
         """Learn the order in which gradients become ready; see `Reducer.prime`."""
@@ -284,8 +303,8 @@ class Engine(Reducer):
     def _learn(self) -> None:
         """Rebuild the buckets in rank 0's order of readiness, once.
 
-        Whole group, int64 [parameters], on the CPU; overlaps nothing. If rank 0 has no leaf, it
-        has no order: then all ranks keep their current order, and learn from the next step.
+        Whole group, int64 [parameters], on the CPU; overlaps nothing. If rank 0 has no micro-batch,
+        it has no order: then all ranks keep their current order, and learn from the next step.
         """
         seen = set(self._ready_order)
         present = [slot.index for bucket in self.buckets for slot in bucket.plan.slots]
@@ -373,31 +392,3 @@ def _hook(engine: weakref.ref[Engine], index: int) -> Callable[[torch.Tensor], N
         alive.gradient_ready(index)
 
     return gradient_is_ready
-
-
-class UnusedWarning:
-    """Warns once per parameter (`names`), in one line for a whole step."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = names
-        self._said: set[int] = set()
-
-    def say(self, used: Sequence[bool], touched: Sequence[bool], rank: int) -> None:
-        """Warn about parameters that have a gradient on some rank (`used`) and none on this rank
-        (`touched`)."""
-        if list(used) == list(touched):
-            return
-        found = [
-            index
-            for index, (anywhere, here) in enumerate(zip(used, touched, strict=True))
-            if anywhere and not here and index not in self._said
-        ]
-        self._said.update(found)
-        if found:
-            first = self._names[found[0]]
-            more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-            log.warning(
-                "parameter %r%s got no gradient on rank %d in this step, but did on another one; "
-                "here that counts as zeros (said once)",
-                *(first, more, rank),
-            )

@@ -6,7 +6,6 @@ the tree see tree_exchange.py, for sums in memory that ranks share shared_memory
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,23 +13,17 @@ import torch
 
 from gradsync.comm.base import Communicator, Work
 from gradsync.comm.process_group import Background, Done, ProcessGroupCommunicator
-from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
-from gradsync.comm.shared_memory.segment import SharedMemoryError
 from gradsync.sync.buckets import Bucket, Sums
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-LEAST_BYTES = 2**20
-"""Minimum size of a bucket that gets shared memory. A process can map only a limited number of
-regions, and short tensors are equally fast through the small buffers."""
 
 
 class Exchange:
     """A way to sum buckets; all ranks launch the same buckets in the same order."""
 
     def begin(self, sums: Sums) -> None:
-        """Called once per step, before the first launch, when this rank's leaves are counted."""
+        """Called once per step, before the first launch, when this rank's part is counted."""
 
     def launch(self, bucket: Bucket) -> Work:
         """Start; after `wait`, `bucket.flat(0)` holds the sum (or this rank's shard of it)."""
@@ -62,7 +55,7 @@ class Algorithm(Exchange):
         self,
         all_reduce: Callable[[Tensor], None],
         device: torch.device,
-        made: Sequence[ProcessGroupCommunicator] = (),
+        made: Sequence[ProcessGroupCommunicator],
     ) -> None:
         self._all_reduce, self._made = all_reduce, made
         self._background = Background(device)
@@ -146,58 +139,6 @@ class HalfWire(Exchange):
         return torch.where(torch.isfinite(largest) & (largest > 0), scale, torch.ones_like(scale))
 
 
-class OverHosts(Exchange):
-    """Buckets in memory that a host's ranks share; a thread sums them over hosts during backward.
-
-    Only the thread waits for other ranks. The main thread exchanges messages with the host's ranks
-    when a bucket is launched for the first time.
-
-    Args:
-        host: the ranks of this host, for this transport alone; closed with it.
-        all_reduce: over all hosts, in place, blocking; fastest on `host`'s memory.
-    """
-
-    def __init__(
-        self, host: SharedMemoryCommunicator, all_reduce: Callable[[Tensor], None]
-    ) -> None:
-        self.host, self._all_reduce = host, all_reduce
-        self._background = Background()
-        self._homes: list[tuple[weakref.ref[Bucket], Tensor]] = []
-        self._seen: weakref.WeakSet[Bucket] = weakref.WeakSet()
-
-    def launch(self, bucket: Bucket) -> Work:
-        if bucket not in self._seen:
-            self._seen.add(bucket)
-            self._move_in(bucket)
-        flat = bucket.flat(0)
-        return self._background.submit(lambda: self._all_reduce(flat))
-
-    def _move_in(self, bucket: Bucket) -> None:
-        """Move the bucket into shared memory, if this is worth it and enough is available."""
-        self._let_go()
-        flat = bucket.flat(0)
-        if flat.numel() * flat.element_size() < LEAST_BYTES:
-            return
-        try:
-            memory = self.host.allocate(flat.numel(), flat.dtype)
-        except SharedMemoryError:
-            return  # on all ranks of the host; the bucket goes through small buffers
-        bucket.adopt(0, memory)
-        self._homes.append((weakref.ref(bucket), memory))
-
-    def _let_go(self) -> None:
-        """Release the memory of buckets that were laid out again."""
-        for owner, memory in self._homes:
-            if owner() is None:
-                self.host.release(memory)
-        self._homes = [home for home in self._homes if home[0]() is not None]
-
-    def close(self) -> None:
-        """End the thread, and leave the host's group."""
-        self._background.close()
-        self.host.close()
-
-
 class Then:
     """A `Work` with a function to call once it is done."""
 
@@ -206,7 +147,6 @@ class Then:
         self._finish: Callable[[], object] | None = finish
 
     def wait(self) -> None:
-        """See `Work.wait`; finishes once."""
         self.work.wait()
         finish, self._finish = self._finish, None
         if finish is not None:

@@ -7,9 +7,9 @@ computes:
     backward   … gather(2) ► block 2' ► free(2), reduce_scatter(2), gather(1) ► block 1' ► …
 
 [Note: A forward is a collective] Every forward gathers parameters, so ranks must make the same
-number of forwards. The last backward is a collective too. A rank with fewer leaves would leave the
-others waiting indefinitely. So each micro-step begins with a roll call: every rank reports whether
-this is its last leaf, and a rank without leaves reports that from `launch`.
+number of forwards. The last backward is a collective too. A rank with fewer micro-batches would
+leave the others waiting indefinitely. So each micro-step begins with a roll call: every rank
+reports whether this is its last one, and a rank without any reports that from `launch`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from gradsync.comm.base import Communicator
-from gradsync.core.torch_private import mesh_of, reduce_unused_params, version
+from gradsync.comm.values import all_gather_numbers
+from gradsync.core.torch_private import mesh_of, reduce_unused_params
 from gradsync.errors import ConfigError
-from gradsync.sync.norms import clip_shards
-from gradsync.sync.reducer import Reducer, Replicas, Stopwatch, trainable
+from gradsync.sync.monitors import Stopwatch
+from gradsync.sync.options import FsdpOptions
+from gradsync.sync.reducer import Reducer, trainable
+from gradsync.sync.replicas import Replicas, clip_shards
 from gradsync.sync.sharded_state import (
     HeldState,
     Share,
@@ -47,6 +50,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, None: None}
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Containers that define no forward, so nothing can be gathered before it."""
 
@@ -61,15 +65,8 @@ class FsdpReducer(Reducer):
     Args:
         model: whole, with rank 0's weights on every rank, on its device.
         comm: must be a process-group communicator.
-        compute_dtype: of parameters during computation, and of the gathers; inputs are cast to it
-            and outputs back. The stored parameters keep their dtype. None: their own.
-        reduce_dtype: dtype in which gradients are summed; None is float32 if `compute_dtype` is
-            set, else the parameters' own.
-        blocks: gather each child of an `nn.ModuleList` separately; False gathers all at once.
-
-    Raises:
-        ConfigError: no process group; trainable parameters of different dtypes; an Embedding with
-            `max_norm`, which changes weights in its forward.
+        options: `compute_dtype` is that of parameters during computation, and of the gathers;
+            inputs are cast to it and outputs back. The stored parameters keep their dtype.
     """
 
     user_loop = waits_in_backward = needs_micro_step = True
@@ -78,36 +75,19 @@ class FsdpReducer(Reducer):
         self,
         model: nn.Module,
         comm: Communicator,
-        *,
-        compute_dtype: torch.dtype | None = None,
-        reduce_dtype: torch.dtype | None = None,
-        blocks: bool = True,
+        options: FsdpOptions,
     ) -> None:
-        group = getattr(comm, "group", None)
-        if group is None:
-            raise ConfigError(
-                "strategy='fsdp' needs a torch process group; use strategy='naive' here"
-            )
-        named = trainable(model)
-        for name, module in model.named_modules():
-            embeds = isinstance(module, nn.Embedding | nn.EmbeddingBag)
-            if embeds and module.max_norm is not None:
-                raise _changed_by_forward(f"{name}.weight".lstrip("."))
-        own_dtype = named[0][1].dtype
-        for name, parameter in named:
-            if parameter.dtype != own_dtype:
-                raise ConfigError(
-                    "strategy='fsdp' needs one dtype for all trainable parameters: "
-                    f"{named[0][0]!r} is {own_dtype}, {name!r} is {parameter.dtype}"
-                )
+        compute, reduce = _DTYPES[options.compute_dtype], _DTYPES[options.reduce_dtype]
+        first = trainable(model)[0][1]
+        group = getattr(comm, "group")  # noqa: B009  no part of `Communicator`
+        mesh = mesh_of(group, first.device, self)
         self._seen = Seen(model)
-        mesh = mesh_of(group, next(model.parameters()).device, self)
         self._units: list[Any] = []  # modules whose class is `FSDPModule` now
-        for unit in [*(blocks_of(model) if blocks else []), model]:
+        for unit in [*(blocks_of(model) if options.blocks else []), model]:
             policy = MixedPrecisionPolicy(
-                param_dtype=compute_dtype,
-                reduce_dtype=reduce_dtype or (compute_dtype and torch.float32),
-                output_dtype=own_dtype if compute_dtype and unit is model else None,
+                param_dtype=compute,
+                reduce_dtype=reduce or (compute and torch.float32),
+                output_dtype=first.dtype if compute and unit is model else None,
             )
             sharded = fully_shard(unit, mesh=mesh, mp_policy=policy)
             # Sums, with gradsync's division: gloo has no mean, and PREMUL_SUM is NCCL's alone.
@@ -117,18 +97,14 @@ class FsdpReducer(Reducer):
             self._units.append(sharded)
         self._root = self._units[-1]
         self._seen.watch(self._units)
-        super().__init__(model, comm, FsdpShards(model, comm))
-        kept = [name for name, _ in trainable(model)] == [name for name, _ in named]
-        assert kept, "sharding keeps names and order"
+        super().__init__(model, comm, FsdpShards(model, comm), strategy="fsdp")
         self._complete = self._averaged = False
         self._divide_by(comm.world_size)
 
     @contextmanager
     def micro_step(self, *, last: bool) -> Generator[None]:
-        """Enclose one leaf: add up its gradients locally, and reduce them in the last backward.
-
-        Raises on every rank if some ranks have no leaf left.
-        """
+        """Add up gradients locally, and reduce them in the last backward. Raises on every rank if
+        some ranks have no micro-batch left."""
         self._roll_call(1 if last else 2)
         self._root.set_requires_gradient_sync(last)
         self._root.set_is_last_backward(last)
@@ -151,7 +127,7 @@ class FsdpReducer(Reducer):
     def launch(self) -> list[bool]:
         """Start nothing; answer the other ranks' roll call.
 
-        Raises on every rank if another one has one leaf more, or if no micro-step was the last.
+        Raises on every rank if another one has a micro-batch more, or if none was the last.
         """
         complete, self._complete = self._complete, False
         if not self._seen.outside:
@@ -183,14 +159,11 @@ class FsdpReducer(Reducer):
         for unit in self._units:
             unit.set_gradient_divide_factor(float(factor))
 
-    def _roll_call(self, leaves: int) -> None:
-        """Compare how many leaves each rank has left: 0, 1, or 2 for more than one; see
-        [Note: A forward is a collective]. Whole group, int64 [W], on the CPU."""
-        call = torch.zeros(self.comm.world_size, dtype=torch.int64)
-        call[self.comm.rank] = leaves
-        self.comm.all_reduce(call).wait()
-        fewer = [str(rank) for rank, left in enumerate(call.tolist()) if left < int(call.max())]
-        if fewer:
+    def _roll_call(self, left: int) -> None:
+        """Compare how many micro-batches each rank has left: 0, 1, or 2 for more than one; see
+        [Note: A forward is a collective]. Whole group, int64 [1], on the CPU."""
+        lefts = all_gather_numbers(self.comm, left)
+        if fewer := [str(rank) for rank, its in enumerate(lefts) if its < max(lefts)]:
             raise ConfigError(
                 "strategy='fsdp': every rank needs the same number of micro-batches in a step, "
                 f"since each forward gathers parameters from all; rank(s) {', '.join(fewer)} had "
@@ -218,7 +191,6 @@ class FsdpShards(Replicas):
         return [local(p.grad) for p in self.parameters if p.grad is not None]
 
     def whole_gradients(self) -> list[Tensor | None]:
-        """See `Replicas.whole_gradients`: one all-gather per parameter, its shape and dtype."""
         return [None if p.grad is None else whole(p.grad) for p in self.parameters]
 
     def clip(self, max_norm: float) -> Tensor:
@@ -234,14 +206,12 @@ class FsdpShards(Replicas):
         super().update(optimizers)
 
     def gather(self, optimizer: Optimizer) -> None:
-        """See `Replicas.gather`: one all-gather per sharded state tensor, its shape and dtype."""
         for state in _states(optimizer).values():
             for name, value in state.items():
                 if isinstance(value, DTensor):
                     state[name] = whole(value)
 
     def scatter(self, optimizer: Optimizer) -> None:
-        """See `Replicas.scatter`; nothing is sent."""
         for parameter, state in _states(optimizer).items():
             for name, value in state.items():
                 if (
@@ -312,7 +282,7 @@ class Seen:
             for attribute, parameter in module.named_parameters(recurse=False)
             if id(parameter) in index_of
         ]
-        self._names = [name for name, _ in named]
+        self._count = len(named)
         self._indices: set[int] = set()
         self._handles: list[Any] = []
         self.enclosed = False
@@ -333,7 +303,7 @@ class Seen:
 
     def take(self) -> list[bool]:
         """For each trainable parameter, whether it got a gradient since the last call."""
-        flags = [index in self._indices for index in range(len(self._names))]
+        flags = [index in self._indices for index in range(self._count)]
         self._indices.clear()
         self.outside = False
         return flags
@@ -354,15 +324,10 @@ class Seen:
             module, attribute, index = pending.pop()
             parameter = getattr(module, attribute)
             assert not isinstance(parameter, DTensor), "FSDP2 gathers before this hook"
-            self._handles.append(
-                parameter.register_post_accumulate_grad_hook(
-                    partial(self._mark, index, version(parameter))
-                )
-            )
+            mark = partial(self._mark, index)
+            self._handles.append(parameter.register_post_accumulate_grad_hook(mark))
 
-    def _mark(self, index: int, before: int, parameter: Tensor) -> None:
-        if version(parameter) != before:
-            raise _changed_by_forward(self._names[index])
+    def _mark(self, index: int, _: Tensor) -> None:
         self._indices.add(index)
         self.outside |= not self.enclosed
         self.stopwatch.start()
@@ -400,14 +365,6 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
                 blocks.append(child)
                 inside |= {id(part) for part in child.modules()}
     return blocks
-
-
-def _changed_by_forward(name: str) -> ConfigError:
-    return ConfigError(
-        f"strategy='fsdp': a forward changes the weight {name!r} in place, as max_norm of an "
-        "Embedding does. That changes a copy, which is freed after the block: change weights after "
-        "the step"
-    )
 
 
 def _with_ties(model: nn.Module) -> Iterator[nn.Parameter]:

@@ -10,7 +10,6 @@ counts once per target, as it would in one big batch.
 
 from __future__ import annotations
 
-import logging
 import math
 import operator
 from collections.abc import Generator, Mapping, Sequence
@@ -24,13 +23,14 @@ from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
 from gradsync.core.files import counted
 from gradsync.core.torch_private import version
-from gradsync.errors import ConfigError, RunError
+from gradsync.errors import ConfigError
 from gradsync.runtime.gloo_group import wait_until_workers_sleep
 from gradsync.sync.batch_norm import BatchNormHandling, choose_batch_norm
 from gradsync.sync.buffers import BufferSync
 from gradsync.sync.check_loss import LossCheck, counts_for_nothing
 from gradsync.sync.check_replicas import check_replicas, replica_tensors
-from gradsync.sync.reducer import Reducer, StragglerWatch
+from gradsync.sync.monitors import StragglerWatch
+from gradsync.sync.reducer import Reducer, outside_of_micro_step
 from gradsync.sync.replica import Replica
 from gradsync.sync.state_dict import load_whole_state, whole_state
 from gradsync.sync.step import (
@@ -53,34 +53,18 @@ if TYPE_CHECKING:
     from gradsync.data.micro_batch import MicroBatch
 
 _CHANGED_SUMS = (
-    "gradients were cleared or replaced between sync.backward() and the end of the step, which is "
-    "sync.step(): it clears them itself, so leave zero_grad() out (or call it before the first "
-    "micro-batch), and clip by sync.step(optimizer, clip_norm=...)"
+    "gradients were cleared or replaced between sync.backward() and sync.step(), which clears them "
+    "itself: leave zero_grad() out, and clip by sync.step(optimizer, clip_norm=...)"
 )
 _OTHER_GRADIENTS = (
-    "a parameter of shape {} has a gradient that sync.backward() did not make: by loss.backward() "
-    "(a penalty?), by hand, or left over. It would be added once on each rank. Add a penalty to "
-    "the loss of each micro-batch (loss + penalty); clear what is left over with "
-    "optimizer.zero_grad() before the step's first sync.backward()"
+    "a parameter of shape {} has a gradient that sync.backward() did not make, and that would be "
+    "added once on each rank. Add a penalty to the loss of each micro-batch (loss + penalty); "
+    "clear what is left over by optimizer.zero_grad() before the step's first sync.backward()"
 )
 _SCALES = (
     "give one GradScaler as scale= to each sync.backward() of a step and to its sync.step(): it "
     "was given to only some of them, and gradients would be too large or too small"
 )
-_NO_MEAN_LOSS = (
-    "sync.mean_loss is nan: in a loop with loss.backward() the handle does not see the loss. "
-    "Average it yourself with gs.all_reduce, or use sync.backward() and sync.step()"
-)
-_OUTSIDE = (
-    "enclose forward and backward of each micro-batch in "
-    "`with sync.micro_step(last=micro_batch.is_last, index=micro_batch.index):`"
-)
-_NO_SCALER = (
-    "cannot work with a GradScaler: a gradient that is not finite would stay in what it remembers; "
-    "use bf16, or another strategy"
-)
-log = logging.getLogger("gradsync")
-
 HANDLE = "_gradsync"
 """Attribute of a model that refers to its handle; hooks do not keep the handle alive."""
 
@@ -109,20 +93,18 @@ class GradientSync(UserLoopMethods):
         number: int = 0,
     ) -> None:
         self.model = model
-        if not reducer.parameters:
-            raise RunError("the model has no trainable parameter: nothing to synchronise")
         self._loss = LossSum(reducer.parameters[0].device)
         self._check_loss = LossCheck(comm.rank)
         self._last = self._failed = False
         self._index: int | None = None
         self._scale: Any = None
-        self._said_no_loss = False
         self._result: StepResult | None = None
         shards = reducer.shards
         handling = batch_norm or choose_batch_norm(model, comm, None)
         self._buffers = BufferSync(model, comm, handling, equal_replicas=shards.equal_replicas)
         self.replica = Replica(comm, reducer, self._buffers)
-        watch = ReplicaWatch(model, comm, equal=shards.whole_parameters and shards.equal_replicas)
+        self._equal = shards.whole_parameters and shards.equal_replicas
+        watch = ReplicaWatch(model, comm, equal=self._equal)
         self._stragglers = StragglerWatch(comm)
         self._parts = StepParts(reducer, comm, self._buffers, number, self._stragglers, watch)
         self._user_loop = UserLoop(model, self._parts, watch)
@@ -133,9 +115,6 @@ class GradientSync(UserLoopMethods):
     def mean_loss(self) -> float:
         """Global mean loss of the last `step`. It is nan before the first step and in the user's
         training loop, whose losses are not known. Waits for the device."""
-        if self._result is None and self._user_loop.finished and not self._said_no_loss:
-            self._said_no_loss = True
-            log.warning(_NO_MEAN_LOSS)
         return float("nan") if self._result is None else float(self._result.mean_loss)
 
     @property
@@ -158,14 +137,14 @@ class GradientSync(UserLoopMethods):
             index: `micro_batch.index`, see `backward`.
         """
         self._last, self._index = last, index
-        self._stragglers.leaf_begins()
+        self._stragglers.micro_batch_begins()
         self._user_loop.in_micro_step = True
         try:
             with self.replica.reducer.micro_step(last=last):
                 yield
         finally:
             self._last, self._index = False, None
-            self._stragglers.leaf_ends()
+            self._stragglers.micro_batch_ends()
             self._user_loop.in_micro_step = False
 
     def backward(
@@ -197,12 +176,16 @@ class GradientSync(UserLoopMethods):
         """
         last, index = self._last, self._index
         if micro_batch is not None:
-            refuse_other(micro_batch)
+            if not hasattr(micro_batch, "is_last") or not hasattr(micro_batch, "index"):
+                raise TypeError(
+                    "sync.backward(loss, micro_batch) takes a micro-batch of gs.loader, got "
+                    f"{type(micro_batch).__name__}; a number of targets goes by weight="
+                )
             last, index = micro_batch.is_last, micro_batch.index
         weight = weight_of(weight, micro_batch)
         self._refuse_if_failed()
         if self.replica.reducer.needs_micro_step and not self._user_loop.in_micro_step:
-            raise ConfigError(f"strategy={self.replica.reducer.strategy!r}: {_OUTSIDE}")
+            raise ConfigError(outside_of_micro_step(self.replica.reducer.strategy))
         loss_sum = to_sum(loss, weight, reduction)
         if self._check_loss.left:
             self._check_loss(loss, weight, reduction)
@@ -214,7 +197,7 @@ class GradientSync(UserLoopMethods):
         root = loss_sum if scale is None else scale.scale(loss_sum)
         with (
             self._user_loop.enclosed(root),
-            self.replica.reducer.leaf(last=last, index=index),
+            self.replica.reducer.micro_batch(last=last, index=index),
             counts_for_nothing(loss) if nothing else nullcontext(),
         ):
             self._user_loop.leaves += 1
@@ -270,7 +253,10 @@ class GradientSync(UserLoopMethods):
         self._sums.check(last=True)
         self._check_scale(scale)
         if scale is not None and not reducer.shards.takes_scaler:
-            raise ConfigError(f"strategy={reducer.strategy!r} {_NO_SCALER}")
+            raise ConfigError(
+                f"strategy={reducer.strategy!r} cannot work with a GradScaler: a gradient that is "
+                "not finite would stay in what it remembers; use bf16, or another strategy"
+            )
         call = StepCall(
             loss=self._loss,
             update=Update(reducer, optimizers),
@@ -404,13 +390,12 @@ class GradientSync(UserLoopMethods):
                 with `heal` only if no majority agrees.
             ConfigError: under a strategy whose ranks differ on purpose.
         """
-        shards = self.replica.reducer.shards
-        if not (shards.whole_parameters and shards.equal_replicas):
+        if not self._equal:
             raise ConfigError(
                 f"strategy={self.replica.reducer.strategy!r} lets ranks hold different values "
                 "on purpose: there is nothing to check"
             )
-        shards.wait()
+        self.replica.wait()
         optimizers = [] if optimizer is None else each_optimizer(optimizer)
         tensors = replica_tensors(self.model, optimizers)
         healed = check_replicas(tensors, self.replica.comm, step=step, heal=heal)
@@ -453,16 +438,16 @@ class GradientSync(UserLoopMethods):
 
 
 class _Sums:
-    """Notices gradients that `GradientSync.backward` did not make, and sums of a step's leaves that
-    were cleared or replaced. Before a step's first leaf there are no gradients, and never any if
-    leaves are summed elsewhere, as along the tree."""
+    """Notices gradients that `GradientSync.backward` did not make, and a step's sums that were
+    cleared or replaced. Before a step's first micro-batch there are no gradients, and never any if
+    they are summed elsewhere, as along the tree."""
 
     def __init__(self, parameters: Sequence[Any]) -> None:
         self._parameters = parameters
         self.forget()
 
     def note(self) -> None:
-        """Remember the gradients after a leaf."""
+        """Remember the gradients after a micro-batch."""
         self._noted = self._now()
 
     def forget(self) -> None:
@@ -470,8 +455,8 @@ class _Sums:
         self._noted = [None] * len(self._parameters), []
 
     def check(self, *, last: bool = False) -> None:
-        """Raise ConfigError if gradients changed. After the `last` leaf communication may change
-        them, so only replaced gradients are noticed."""
+        """Raise ConfigError if gradients changed. After the `last` micro-batch communication may
+        change them, so only replaced gradients are noticed."""
         (before, versions), (now, versions_now) = self._noted, self._now()
         if all(map(operator.is_, before, now)) and (last or versions == versions_now):
             return
@@ -485,33 +470,22 @@ class _Sums:
         return grads, [version(grad) for grad in grads if grad is not None]
 
 
-def refuse_other(micro_batch: Any) -> None:
-    """Raise TypeError unless it has a micro-batch's place."""
-    if not hasattr(micro_batch, "is_last") or not hasattr(micro_batch, "index"):
-        raise TypeError(
-            "sync.backward(loss, micro_batch) takes a micro-batch of gs.loader as its second "
-            f"argument, got {type(micro_batch).__name__}; a number of targets goes by weight="
-        )
-
-
 def weight_of(weight: float | Tensor | None, micro_batch: Any) -> float:
     """Weight of a micro-batch, a finite number >= 0: `weight`, or its number of targets."""
-    if weight is None:
-        if not hasattr(micro_batch, "num_targets"):
-            raise TypeError(
-                "backward() needs the micro-batch of gs.loader, as in sync.backward(loss, "
-                "micro_batch), or weight=, the number of targets that the loss is the mean of"
-            )
-        weight = micro_batch.num_targets
-    weight = float(weight)
+    given = getattr(micro_batch, "num_targets", None) if weight is None else weight
+    if given is None:
+        raise TypeError(
+            "backward() needs the micro-batch of gs.loader, sync.backward(loss, micro_batch), or "
+            "weight=, the number of targets that the loss is the mean of"
+        )
+    weight = float(given)
     if not 0 <= weight < math.inf:
         raise ConfigError(f"backward(weight=...) must be a finite number >= 0, got {weight}")
     return weight
 
 
 def to_sum(loss: Tensor, weight: float, reduction: str) -> Tensor:
-    """Convert a micro-batch's loss, [], to the sum over its `weight` targets, see [Note: Mean or
-    sum]."""
+    """The sum of a micro-batch's loss, [], over its `weight` targets; see [Note: Mean or sum]."""
     if reduction not in ("mean", "sum"):
         raise ConfigError(f"backward(reduction=...) must be 'mean' or 'sum', got {reduction!r}")
     if not isinstance(loss, Tensor):

@@ -44,8 +44,8 @@ from gradsync.sync.elementwise import (
     group_numbers,
     members_of,
 )
-from gradsync.sync.norms import clip_factor, scale_all
-from gradsync.sync.reducer import Replicas, Stopwatch
+from gradsync.sync.monitors import Stopwatch
+from gradsync.sync.replicas import Replicas, clip_factor, scale_all
 from gradsync.sync.step_metadata import options
 from gradsync.sync.tree_exchange import ShardedNorm, TreeExchange
 from gradsync.sync.waiting_weights import WaitingWeights, has_compiled

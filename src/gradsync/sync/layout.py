@@ -13,7 +13,7 @@ bucket's length is a multiple of 64 x ranks, so that it can be cut into equal sh
     shards     [ p3[0:512] | p3[512:700] . p1[0:320] | p1[320:325] .. ]      one per rank
 
 Ranks that share memory get whole blocks instead. These are the blocks of the clipping norm
-([Note: Fixed blocks] in norms.py). Ranks process them run by run, since a run fits into the cache:
+([Note: Fixed blocks] in replicas.py). Ranks process them run by run: a run fits into the cache.
 
     parameters [ p2 ................................ | . p0 ....... | . p1 .. ]
     blocks     [ 65,536 | 65,536 | rest              | p0           | p1      ]   never span two

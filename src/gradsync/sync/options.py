@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field, fields
 from inspect import signature
 from types import NoneType
@@ -47,11 +47,12 @@ class Options:
 
     def __post_init__(self) -> None:
         """Check each value, then their combination."""
-        kinds = kinds_of(type(self))
+        hints = get_type_hints(type(self))
         for each in fields(self):
             value = getattr(self, each.name)
             if value is not None or each.default is not None:
-                check_value(each.name, value, kinds[each.name])
+                kind = _kind_of(hints[each.name], positive=each.name in self.POSITIVE)
+                check_value(each.name, value, kind)
         self.check()
 
     def check(self) -> None:
@@ -249,6 +250,8 @@ class LocalSgdOptions(Options):
 class DilocoOptions(Options):
     """Options of `diloco`."""
 
+    POSITIVE: ClassVar[tuple[str, ...]] = ("outer_lr",)
+
     inner_steps: int = option(100, _INNER_STEPS)
     outer_lr: float = option(
         0.7,
@@ -257,8 +260,6 @@ class DilocoOptions(Options):
     outer_momentum: float = option(0.9, "diloco: its Nesterov momentum, 0 .. 1.")
 
     def check(self) -> None:
-        if self.outer_lr <= 0:
-            raise ConfigError(f"outer_lr must be above 0, got {self.outer_lr}")
         if not 0 <= self.outer_momentum < 1:
             raise ConfigError(
                 f"outer_momentum must be in 0 .. 1 (1 excluded), got {self.outer_momentum}"
@@ -275,22 +276,12 @@ def every_option() -> dict[str, tuple[Any, str]]:
     return found
 
 
-def kinds_of(options: type[Options]) -> dict[str, Kind]:
-    """The values that each option accepts, by name."""
-    hints = get_type_hints(options)
-    return {each.name: _kind(each.name, hints[each.name], options) for each in fields(options)}
-
-
-def _kind(name: str, hint: Any, options: type[Options]) -> Kind:
+def _kind_of(hint: Any, *, positive: bool) -> Kind:
+    """The values that an option of this type accepts."""
     if NoneType in get_args(hint):  # `None` stands for a default that depends on something
         hint = next(each for each in get_args(hint) if each is not NoneType)
-    if hint is bool:
-        return "flag"
-    if hint is int:
-        return "count"
-    if hint is float:
-        return "size" if name in options.POSITIVE else "number"
-    return get_args(hint)  # of a Literal
+    plain: dict[Any, Kind] = {bool: "flag", int: "count", float: "size" if positive else "number"}
+    return plain.get(hint) or get_args(hint)  # of a Literal
 
 
 def check_value(name: str, value: Any, kind: Kind) -> None:
@@ -350,12 +341,6 @@ def take_torchs(who: str, options: dict[str, Any], known: Collection[str], torch
         else:
             has = ", ".join(known) or "none"
             raise ConfigError(f"{who} has no option {name!r} (it has: {has})")
-
-
-def words_of_dtypes(options: Mapping[str, Any]) -> dict[str, Any]:
-    """`options` with torch's dtypes replaced by their short names."""
-    short = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"}
-    return {name: short.get(str(value), value) for name, value in options.items()}
 
 
 def listed(text: str) -> list[str]:

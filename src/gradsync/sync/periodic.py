@@ -5,9 +5,9 @@
              └───── inner_steps ─────┘
 
 Between two meetings each rank has different weights, and no gradients are sent. A step sends only
-its small message (loss, weight, stop flag). A rank's gradient is the mean over its own leaves. A
-rank without a leaf in a step does not update, but still counts the step, so all ranks meet after
-the same number of steps. All ranks have the same weight in the mean, whatever their targets.
+its small message (loss, weight, stop flag). A rank's gradient is the mean over its own
+micro-batches. A rank without one in a step does not update, but counts the step, so all ranks meet
+after the same number of steps. All ranks have the same weight in the mean, whatever their targets.
 
 Bytes per rank: 2(W-1)/W S every `inner_steps` steps, S = size of the weights and floating buffers.
 One operation per dtype. One copy of the weights while ranks meet (`diloco`: always 2 S for the
@@ -25,21 +25,23 @@ from __future__ import annotations
 
 import logging
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gradsync.checkpoint.optimizer_state import pack_optimizer, unpack_optimizer
 from gradsync.comm.base import Communicator, Work
 from gradsync.comm.process_group import Done
 from gradsync.comm.values import broadcast_json, broadcast_tensors
 from gradsync.core.files import counted
 from gradsync.core.torch_private import foreach_copy_, foreach_sub
 from gradsync.errors import CheckpointError
+from gradsync.sync.monitors import Stopwatch
 from gradsync.sync.options import DilocoOptions, LocalSgdOptions
-from gradsync.sync.reducer import Reducer, Replicas, Stopwatch, trainable
+from gradsync.sync.reducer import Reducer, trainable
+from gradsync.sync.replicas import Replicas
 from gradsync.sync.watch import ModuleHook
 
 if TYPE_CHECKING:
@@ -51,12 +53,20 @@ log = logging.getLogger("gradsync")
 _PREFIX = "outer_momentum/"
 
 
-class AloneReducer(Reducer):
-    """Sums nothing; a rank's gradient is the mean over its own leaves."""
+class PeriodicReducer(Reducer):
+    """Sums nothing; a rank's gradient is the mean over its own micro-batches.
 
-    def __init__(self, model: nn.Module, comm: Communicator, shards: PeriodicReplicas) -> None:
-        super().__init__(model, comm, shards)
-        self._periodic = shards
+    Args:
+        model, comm: see `Reducer`.
+        options: of the strategy.
+    """
+
+    def __init__(
+        self, model: nn.Module, comm: Communicator, options: LocalSgdOptions | DilocoOptions
+    ) -> None:
+        self._periodic = PeriodicReplicas(model, comm, options)
+        name = "diloco" if isinstance(options, DilocoOptions) else "local_sgd"
+        super().__init__(model, comm, self._periodic, strategy=name)
 
     def reduce(self, used: list[bool], divisor: float | None) -> Stopwatch:
         """Leave `.grad` to this rank; the step's cost is known only after `publish`."""
@@ -64,27 +74,74 @@ class AloneReducer(Reducer):
         return self._periodic.begin_step()
 
 
-class PeriodicReplicas(Replicas, ABC):
-    """Replicas that drift, and meet every `inner_steps` steps (at least 1)."""
+class PeriodicReplicas(Replicas):
+    """Replicas that drift, and meet every `inner_steps` steps.
+
+    `local_sgd` averages weights, floating buffers and, if asked, the optimizer's momenta: Stich
+    2018 (arXiv 1805.09767); Lin et al. 2018 (arXiv 1808.07217). With `inner_steps=1`, plain SGD and
+    equal shares this is synchronous SGD up to rounding. With momentum or Adam it is not and it may
+    train less well, depending on the problem and on `inner_steps`.
+
+    `diloco` has an inner optimizer on each rank, an outer one with momentum when ranks meet:
+    Douillard et al. 2023 (arXiv 2311.08105), algorithm 1, with t a round and i a rank:
+
+        theta_i   <- inner optimizer from theta, `inner_steps` steps on rank i's own data
+        delta     =  1/W sum_i (theta - theta_i)             the outer gradient
+        theta     <- SGD(lr=outer_lr, momentum=outer_momentum, nesterov=True) with delta
+
+    The inner optimizer is the user's (AdamW in the paper). Its state is private to each rank and
+    kept between rounds. On one rank it is not the identity, because the outer optimizer runs too.
+    The paper's 500 inner steps suit runs of many thousand steps.
+
+    Args:
+        model, comm: see `Reducer`.
+        options: of the strategy.
+    """
 
     equal_replicas = False
 
-    def __init__(self, model: nn.Module, comm: Communicator, *, inner_steps: int) -> None:
+    def __init__(
+        self, model: nn.Module, comm: Communicator, options: LocalSgdOptions | DilocoOptions
+    ) -> None:
         super().__init__(model, [parameter for _, parameter in trainable(model)])
         self.comm = comm
-        self.inner_steps = inner_steps
+        self.inner_steps = options.inner_steps
         self.steps_in_round = 0
         """Number of steps since the ranks last met."""
+        self._averages_state = isinstance(options, LocalSgdOptions) and options.average_optimizer
+        self._optimizer_of: dict[nn.Parameter, Optimizer] = {}
+        self._outer: torch.optim.SGD | None = None
+        self._start: list[Tensor] = []
+        """Weights at the round's start, which the outer optimizer steps."""
+        if isinstance(options, DilocoOptions):
+            self._start = [p.detach().to(_wide_dtype(p), copy=True) for p in self.parameters]
+            momentum = options.outer_momentum
+            how = {"lr": options.outer_lr, "momentum": momentum, "nesterov": momentum > 0}
+            self._outer = torch.optim.SGD(self._start, **how)
+        self._on_cuda = any(parameter.is_cuda for parameter in self.parameters)
+        self._watch = Stopwatch(on_cuda=self._on_cuda)
         warn = partial(_warn_of_drift, weakref.ref(self))
         self._hook = model.register_state_dict_pre_hook(ModuleHook(warn))
         self._warned = comm.world_size == 1
-        self._watch = self._new_watch()
         self._note_buffers()
 
     def begin_step(self) -> Stopwatch:
-        """Begin a step, before the update; returns the stopwatch that `publish` uses."""
-        self._watch = self._new_watch()
+        """Begin a step, before the update; returns the stopwatch that `publish` uses.
+
+        The first step of a round stores its initial weights. They are not kept from the last
+        meeting, since the user may have loaded others.
+        """
+        if not self.steps_in_round and self._outer is not None:
+            foreach_copy_(self._start, [p.detach() for p in self.parameters])
+        self._watch = Stopwatch(on_cuda=self._on_cuda)
         return self._watch
+
+    def update(self, optimizers: Sequence[Optimizer]) -> None:
+        """Do one step on this rank alone."""
+        for optimizer in optimizers if self._averages_state else ():
+            for group in optimizer.param_groups:
+                self._optimizer_of |= dict.fromkeys(group["params"], optimizer)
+        super().update(optimizers)
 
     def publish(self) -> Work:
         """Count the step, even without data on this rank; meet when the round is full."""
@@ -99,24 +156,42 @@ class PeriodicReplicas(Replicas, ABC):
         if not self.steps_in_round:
             return
         self._watch.start()
-        with torch.no_grad():
-            self.meet()
+        if self._outer is None:
+            average(self.parameters, self.comm)
+        else:
+            self._outer_step(self._outer)
+        if self._averages_state:
+            average_state(self._optimizer_of, self.parameters, self.comm)
         average_buffers(list(self.model.buffers()), self._buffer_starts, self.comm)
         self._note_buffers()
         self._watch.stop()
         self.steps_in_round = 0
 
+    @torch.no_grad()
+    def _outer_step(self, outer: torch.optim.SGD) -> None:
+        """Take one outer step from the round's start, equal on all ranks."""
+        deltas = foreach_sub(self._start, [p.detach() for p in self.parameters])
+        average(deltas, self.comm)
+        for start, delta in zip(self._start, deltas, strict=True):
+            start.grad = delta
+        outer.step()
+        outer.zero_grad(set_to_none=True)
+        for parameter, start in zip(self.parameters, self._start, strict=True):
+            parameter.copy_(start)
+
     def close(self) -> None:
         self._hook.remove()
 
-    @abstractmethod
-    def meet(self) -> None:
-        """Make the parameters equal on all ranks; called without autograd."""
-
     def gather(self, optimizer: Optimizer) -> None:
-        """End the round; every rank continues with rank 0's inner state, as in the checkpoint."""
+        """End the round; every rank continues with rank 0's inner state, as in the checkpoint. It
+        goes through the CPU."""
         self.synchronize_replicas()
-        take_state_of_rank_0(optimizer, self.comm)
+        named = list(self.model.named_parameters())
+        tensors, described = pack_optimizer(optimizer, named)
+        described = broadcast_json(self.comm, described)
+        tensors = broadcast_tensors(self.comm, {n: t.detach().cpu() for n, t in tensors.items()})
+        if self.comm.rank:
+            unpack_optimizer(optimizer, named, tensors, described)
 
     def full_weights(self) -> dict[str, Tensor]:
         """Return the weights that all ranks share; this ends the round."""
@@ -133,114 +208,10 @@ class PeriodicReplicas(Replicas, ABC):
         """Store the buffers' values, which are now equal on all ranks; see `average_buffers`."""
         self._buffer_starts = [buffer.detach().clone() for buffer in self.model.buffers()]
 
-    def _new_watch(self) -> Stopwatch:
-        return Stopwatch(on_cuda=any(parameter.is_cuda for parameter in self.parameters))
-
-
-def _warn_of_drift(owner: weakref.ref[PeriodicReplicas], *_: Any) -> None:
-    """Hook before `model.state_dict()`: in the middle of a round it holds one rank's weights."""
-    replicas = owner()
-    if replicas is None or replicas._warned or not replicas.steps_in_round:
-        return
-    replicas._warned = True
-    log.warning(
-        "model.state_dict() holds rank %d's own weights here, %s after ranks last met (they meet "
-        "every %d): call sync.synchronize_replicas() on all ranks before it, or sync.full_weights()"
-        " in its place (said once)",
-        replicas.comm.rank,
-        counted(replicas.steps_in_round, "step"),
-        replicas.inner_steps,
-    )
-
-
-class LocalSgdReplicas(PeriodicReplicas):
-    """`local_sgd`: averages weights, floating buffers and, if asked, the optimizer's momenta.
-
-    Stich 2018 (arXiv 1805.09767); Lin et al. 2018 (arXiv 1808.07217). With `inner_steps=1`, plain
-    SGD and equal shares this is synchronous SGD up to rounding. With momentum or Adam it is not and
-    it may train less well, depending on the problem and on `inner_steps`.
-
-    Args:
-        model, comm: as for `Reducer`.
-        options: options of the strategy; None: its defaults.
-    """
-
-    def __init__(
-        self, model: nn.Module, comm: Communicator, options: LocalSgdOptions | None = None
-    ) -> None:
-        options = options or LocalSgdOptions()
-        super().__init__(model, comm, inner_steps=options.inner_steps)
-        self._average_optimizer = options.average_optimizer
-        self._optimizer_of: dict[nn.Parameter, Optimizer] = {}
-
-    def update(self, optimizers: Sequence[Optimizer]) -> None:
-        """Do one step on this rank alone."""
-        self._optimizer_of |= {
-            p: optimizer
-            for optimizer in optimizers
-            for group in optimizer.param_groups
-            for p in group["params"]
-        }
-        super().update(optimizers)
-
-    def meet(self) -> None:
-        """Set every parameter to its mean over ranks."""
-        average(self.parameters, self.comm)
-        if self._average_optimizer:
-            average_state(self._optimizer_of, self.parameters, self.comm)
-
-
-class DilocoReplicas(PeriodicReplicas):
-    """`diloco`: an inner optimizer on each rank, an outer one with momentum when ranks meet.
-
-    Douillard et al. 2023 (arXiv 2311.08105), algorithm 1, with t a round and i a rank:
-
-        theta_i   <- inner optimizer from theta, `inner_steps` steps on rank i's own data
-        delta     =  1/W sum_i (theta - theta_i)             the outer gradient
-        theta     <- SGD(lr=outer_lr, momentum=outer_momentum, nesterov=True) with delta
-
-    The inner optimizer is the user's (AdamW in the paper). Its state is private to each rank and
-    kept between rounds. On one rank it is not the identity, because the outer optimizer runs too.
-
-    Args:
-        model, comm: as for `Reducer`.
-        options: options of the strategy; None: its defaults. The paper's 500 inner steps suit runs
-            of many thousand steps.
-    """
-
-    def __init__(
-        self, model: nn.Module, comm: Communicator, options: DilocoOptions | None = None
-    ) -> None:
-        options = options or DilocoOptions()
-        super().__init__(model, comm, inner_steps=options.inner_steps)
-        self._start = [p.detach().to(_wide_dtype(p), copy=True) for p in self.parameters]
-        self._outer = torch.optim.SGD(
-            self._start,
-            lr=options.outer_lr,
-            momentum=options.outer_momentum,
-            nesterov=options.outer_momentum > 0,
-        )
-
-    def begin_step(self) -> Stopwatch:
-        """See `PeriodicReplicas.begin_step`. The first step of a round stores its initial weights.
-        They are not kept from the last meeting, since the user may have loaded others."""
-        if not self.steps_in_round:
-            foreach_copy_(self._start, [p.detach() for p in self.parameters])
-        return super().begin_step()
-
-    def meet(self) -> None:
-        """Take one outer step from the round's start, equal on all ranks."""
-        deltas = foreach_sub(self._start, [p.detach() for p in self.parameters])
-        average(deltas, self.comm)
-        for start, delta in zip(self._start, deltas, strict=True):
-            start.grad = delta
-        self._outer.step()
-        self._outer.zero_grad(set_to_none=True)
-        for parameter, start in zip(self.parameters, self._start, strict=True):
-            parameter.copy_(start)
-
     def state_tensors(self) -> dict[str, Tensor]:
         """The outer momentum by parameter, equal on all ranks; empty before the first meeting."""
+        if self._outer is None:
+            return {}
         return {
             _PREFIX + name: self._outer.state[start]["momentum_buffer"]
             for (name, _), start in zip(trainable(self.model), self._start, strict=True)
@@ -250,6 +221,9 @@ class DilocoReplicas(PeriodicReplicas):
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore a saved outer momentum; an empty mapping resets it. Raises CheckpointError if a
         parameter is missing or has another shape."""
+        if self._outer is None:
+            super().load_state_tensors(tensors)
+            return
         self._outer.state.clear()
         self.steps_in_round = 0
         if not tensors:
@@ -262,6 +236,22 @@ class DilocoReplicas(PeriodicReplicas):
                     f"outer momentum of parameter {name!r} is {got}, expected {tuple(start.shape)}"
                 )
             self._outer.state[start]["momentum_buffer"] = saved.to(start, copy=True)
+
+
+def _warn_of_drift(owner: weakref.ref[PeriodicReplicas], *_: Any) -> None:
+    """Hook before `model.state_dict()`: in the middle of a round it holds one rank's weights."""
+    replicas = owner()
+    if replicas is None or replicas._warned or not replicas.steps_in_round:
+        return
+    replicas._warned = True
+    log.warning(
+        "model.state_dict() holds rank %d's own weights here, %s after ranks last met (they meet "
+        "every %d): call sync.synchronize_replicas() on all ranks before it, or save "
+        "sync.state_dict() (said once)",
+        replicas.comm.rank,
+        counted(replicas.steps_in_round, "step"),
+        replicas.inner_steps,
+    )
 
 
 @torch.no_grad()
@@ -338,34 +328,3 @@ def average_state(
     least, most = extremes.chunk(2)
     everywhere = zip(memories, least == -most, strict=True)
     average([tensor for memory, same in everywhere if same for tensor in memory], comm)
-
-
-def take_state_of_rank_0(optimizer: Optimizer, comm: Communicator) -> None:
-    """Replace the optimizer's state on every rank by rank 0's, through the CPU; all ranks call it.
-
-    Does not use `load_state_dict`, which would cast the state to the parameters' dtype.
-    """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    tensors: dict[str, Tensor] = {}
-    values: dict[str, Any] = {}
-    beside: list[str] = []
-    for index, parameter in enumerate(parameters):
-        for name, value in optimizer.state.get(parameter, {}).items():
-            key = f"{index}/{name}"
-            if not isinstance(value, torch.Tensor):
-                values[key] = value
-                continue
-            tensors[key] = value.detach().cpu()
-            if value.device == parameter.device:
-                beside.append(key)  # Adam keeps `step` on the CPU, unless it is fused
-    values, beside = broadcast_json(comm, [values, beside])
-    tensors = broadcast_tensors(comm, tensors)
-    if comm.rank == 0:
-        return
-    for parameter in parameters:
-        optimizer.state.pop(parameter, None)
-    for key, value in (values | tensors).items():
-        index, name = key.split("/", 1)
-        parameter = parameters[int(index)]
-        here = value.to(parameter.device) if key in beside else value
-        optimizer.state[parameter][name] = here

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
-from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
 
-from gradsync.comm.base import Communicator
+from gradsync.core.files import check_name
 from gradsync.errors import ConfigError
 from gradsync.sync.options import (
     DdpOptions,
@@ -18,20 +17,9 @@ from gradsync.sync.options import (
     PowerSgdOptions,
     Recipe,
     with_options,
-    words_of_dtypes,
 )
 
-if TYPE_CHECKING:
-    from torch import nn
-
-    from gradsync.comm.groups import Hosts
-    from gradsync.sync.reducer import Reducer
-    from gradsync.world import World
-
 Promise = Literal["bitwise", "rounding", "lossy"]
-
-Build = Callable[..., "Reducer"]
-"""`build(model, comm, groups, options)`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +32,6 @@ class Strategy:
     """A summary in one line."""
     cost: str
     """Bytes per rank and step (S = size of the gradients, W = ranks), operations, memory."""
-    build: Build
     promise: Promise = "rounding"
     """bitwise: the bits of one rank; rounding: equal to one rank except for the order of sums;
     lossy: rounds or omits something, on purpose."""
@@ -71,64 +58,6 @@ class Strategy:
         return self.defaults if isinstance(self.defaults, Recipe) else None
 
 
-def _naive(model: nn.Module, comm: Communicator, *_: Any) -> Reducer:
-    from gradsync.sync.reducer import NaiveReducer
-
-    return NaiveReducer(model, comm)
-
-
-def _engine(model: nn.Module, comm: Communicator, groups: Hosts | None, options: Recipe) -> Reducer:
-    from gradsync.sync.build import build_engine
-
-    return build_engine(model, comm, options, groups)
-
-
-def _ddp(
-    model: nn.Module, comm: Communicator, groups: Hosts | None, options: DdpOptions
-) -> Reducer:
-    from gradsync.sync.torch_ddp import TorchDdpReducer
-
-    return TorchDdpReducer(model, comm, **asdict(options))
-
-
-def _powersgd(
-    model: nn.Module, comm: Communicator, groups: Hosts | None, options: PowerSgdOptions
-) -> Reducer:
-    from gradsync.sync.torch_ddp import build_powersgd
-
-    return build_powersgd(model, comm, **asdict(options))
-
-
-def _fsdp(
-    model: nn.Module, comm: Communicator, groups: Hosts | None, options: FsdpOptions
-) -> Reducer:
-    import torch
-
-    from gradsync.sync.fsdp import FsdpReducer
-
-    known = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, None: None}
-    compute, reduce = known[options.compute_dtype], known[options.reduce_dtype]
-    return FsdpReducer(
-        model, comm, compute_dtype=compute, reduce_dtype=reduce, blocks=options.blocks
-    )
-
-
-def _local_sgd(
-    model: nn.Module, comm: Communicator, groups: Hosts | None, options: LocalSgdOptions
-) -> Reducer:
-    from gradsync.sync.periodic import AloneReducer, LocalSgdReplicas
-
-    return AloneReducer(model, comm, LocalSgdReplicas(model, comm, options))
-
-
-def _diloco(
-    model: nn.Module, comm: Communicator, groups: Hosts | None, options: DilocoOptions
-) -> Reducer:
-    from gradsync.sync.periodic import AloneReducer, DilocoReplicas
-
-    return AloneReducer(model, comm, DilocoReplicas(model, comm, options))
-
-
 STRATEGIES: dict[str, Strategy] = {
     strategy.name: strategy
     for strategy in (
@@ -136,22 +65,17 @@ STRATEGIES: dict[str, Strategy] = {
             name="naive",
             summary="one blocking all-reduce per parameter after backward; the readable twin",
             cost="2(W-1)/W S bytes, one operation per parameter, no extra memory",
-            build=_naive,
         ),
         Strategy(
             name="flat",
             summary="one all-reduce of everything after backward",
             cost="2(W-1)/W S bytes, one operation per dtype, no extra memory",
-            promise="rounding",
-            build=_engine,
             defaults=Recipe(grouping="flat", overlap=False),
         ),
         Strategy(
             name="overlap",
             summary="one all-reduce per parameter, as soon as its gradient is ready",
             cost="2(W-1)/W S bytes, one operation per parameter, no extra memory",
-            promise="rounding",
-            build=_engine,
             defaults=Recipe(grouping="parameter"),
         ),
         Strategy(
@@ -159,8 +83,6 @@ STRATEGIES: dict[str, Strategy] = {
             summary="buckets of bucket_mb, each all-reduced as soon as backward has filled it",
             cost="2(W-1)/W S bytes, one operation per bucket, no extra memory (two, and a "
             "bucket, with overlap_publish)",
-            promise="rounding",
-            build=_engine,
             defaults=Recipe(),
         ),
         Strategy(
@@ -170,7 +92,6 @@ STRATEGIES: dict[str, Strategy] = {
             cost="2(W-1)/W S bytes with equal shares (more with uneven ones), two operations per "
             "bucket, a bucket, and S per open tree level (none with one micro-batch a rank)",
             promise="bitwise",
-            build=_engine,
             defaults=Recipe(order="invariant"),
         ),
         Strategy(
@@ -180,15 +101,12 @@ STRATEGIES: dict[str, Strategy] = {
             cost="(W-1)/W S bytes with equal shares (more with uneven ones), two operations per "
             "bucket, S/2 beside the gradients, and S/2 per open tree level",
             promise="lossy",
-            build=_engine,
             defaults=Recipe(order="invariant", wire="bf16"),
         ),
         Strategy(
             name="ring",
             summary="bucketed, by our own ring: reduce-scatter, then all-gather, from sends",
             cost="2(W-1)/W S bytes, 2(W-1) operations per bucket, one chunk",
-            promise="rounding",
-            build=_engine,
             defaults=Recipe(reduction="ring"),
         ),
         Strategy(
@@ -196,8 +114,6 @@ STRATEGIES: dict[str, Strategy] = {
             summary="bucketed, inside each host first, then between hosts shard by shard",
             cost="2(H-1)/H S/L bytes between H hosts of L ranks, 2(L-1)/L S inside, "
             "2(L-1) + 2(H-1) operations per bucket, one shard",
-            promise="rounding",
-            build=_engine,
             defaults=Recipe(reduction="hierarchical"),
         ),
         Strategy(
@@ -205,7 +121,6 @@ STRATEGIES: dict[str, Strategy] = {
             summary="bucketed, in bf16 on the wire",
             cost="(W-1)/W S bytes, one operation per bucket, S/2 for fp32 gradients",
             promise="lossy",
-            build=_engine,
             defaults=Recipe(wire="bf16"),
         ),
         Strategy(
@@ -213,7 +128,6 @@ STRATEGIES: dict[str, Strategy] = {
             summary="bucketed, in fp16 on the wire, scaled so that nothing overflows",
             cost="(W-1)/W S bytes, two operations per bucket, S/2 for fp32 gradients",
             promise="lossy",
-            build=_engine,
             defaults=Recipe(wire="fp16"),
         ),
         Strategy(
@@ -223,7 +137,6 @@ STRATEGIES: dict[str, Strategy] = {
             cost="2(W-1)/W S bytes with equal shares (more with uneven ones), two operations per "
             "bucket, state/W instead of state",
             promise="bitwise",
-            build=_engine,
             defaults=Recipe(order="invariant", shard="optimizer"),
         ),
         Strategy(
@@ -232,8 +145,6 @@ STRATEGIES: dict[str, Strategy] = {
             "(ZeRO-2)",
             cost="2(W-1)/W S bytes (3 on gloo), two operations per bucket, state/W and S/W after "
             "backward",
-            promise="rounding",
-            build=_engine,
             defaults=Recipe(shard="gradients"),
         ),
         Strategy(
@@ -242,7 +153,6 @@ STRATEGIES: dict[str, Strategy] = {
             "block by block",
             cost="(W-1)/W S bytes per micro-batch for each of two gathers, and once for the "
             "reduce-scatter, three operations per block, everything/W plus two whole blocks",
-            build=_fsdp,
             defaults=FsdpOptions(),
             equal_leaves=True,
             needs_group=True,
@@ -251,7 +161,6 @@ STRATEGIES: dict[str, Strategy] = {
             name="ddp",
             summary="torch's DistributedDataParallel, buckets overlapped with backward",
             cost="2(W-1)/W S bytes, one operation per bucket, S bytes of buckets",
-            build=_ddp,
             defaults=DdpOptions(),
             needs_group=True,
         ),
@@ -261,7 +170,6 @@ STRATEGIES: dict[str, Strategy] = {
             cost="2(W-1)/W r(n+m) elements' bytes per n x m matrix at rank r, the rest whole, "
             "three operations per bucket, 2 S",
             promise="lossy",
-            build=_powersgd,
             defaults=PowerSgdOptions(),
             needs_group=True,
         ),
@@ -271,7 +179,6 @@ STRATEGIES: dict[str, Strategy] = {
             cost="2(W-1)/W S bytes every inner_steps steps, one operation per dtype, S while "
             "ranks meet",
             promise="lossy",
-            build=_local_sgd,
             defaults=LocalSgdOptions(),
         ),
         Strategy(
@@ -280,38 +187,10 @@ STRATEGIES: dict[str, Strategy] = {
             cost="2(W-1)/W S bytes every inner_steps steps, one operation per dtype, 2 S, and 2 S "
             "more while ranks meet",
             promise="lossy",
-            build=_diloco,
             defaults=DilocoOptions(),
         ),
     )
 }
-
-
-def build_reducer(
-    strategy: Strategy,
-    model: nn.Module,
-    comm: Communicator,
-    groups: Hosts | None,
-    options: Mapping[str, Any],
-) -> Reducer:
-    """Bind `strategy` to a model and a communicator.
-
-    Args:
-        strategy: a value of `STRATEGIES`.
-        model: on its device; its replicas are equal.
-        comm: all ranks.
-        groups: for strategies that depend on hosts; sums along the tree only need ranks' placement.
-        options: options of the strategy, by name.
-
-    Raises:
-        ConfigError: see `check_options`.
-    """
-    checked = check_options(strategy, options)
-    alone = strategy.needs_group and comm.world_size == 1
-    reducer = (_naive if alone else strategy.build)(model, comm, groups, checked)
-    reducer.strategy = reducer.shards.strategy = strategy.name
-    reducer.needs_micro_step = strategy.needs_group  # also on one rank
-    return reducer
 
 
 def check_options(strategy: Strategy, options: Mapping[str, Any]) -> Options:
@@ -326,7 +205,9 @@ def check_options(strategy: Strategy, options: Mapping[str, Any]) -> Options:
             raise ConfigError(
                 f"strategy={strategy.name!r} has no option {name!r} (it has: {known})"
             )
-    checked = replace(strategy.defaults, **words_of_dtypes(options))
+    short = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"}
+    words = {name: short.get(str(value), value) for name, value in options.items()}
+    checked = replace(strategy.defaults, **words)
     if isinstance(checked, Recipe) and strategy.same_on_any_ranks:
         if checked.order != "invariant":
             raise ConfigError(
@@ -349,11 +230,8 @@ def find_strategy(name: str) -> Strategy:
     Raises:
         ConfigError: unknown name; the message names the nearest one.
     """
-    if name in STRATEGIES:
-        return STRATEGIES[name]
-    near = get_close_matches(name, STRATEGIES, n=1)
-    hint = f"; perhaps you meant {near[0]!r}" if near else ""
-    raise ConfigError(f"unknown sync strategy {name!r}{hint} (there are: {', '.join(STRATEGIES)})")
+    check_name("sync strategy", name, STRATEGIES)
+    return STRATEGIES[name]
 
 
 def chosen_strategy(word: str) -> tuple[Strategy, Options]:
@@ -365,15 +243,3 @@ def chosen_strategy(word: str) -> tuple[Strategy, Options]:
     name, options = with_options(word)
     strategy = find_strategy(name)
     return strategy, check_options(strategy, options)
-
-
-def wants_groups(strategy: Strategy, options: Mapping[str, Any]) -> bool:
-    """Whether the strategy depends on which ranks share a host."""
-    reduction = None if strategy.recipe is None else strategy.recipe.reduction
-    return options.get("reduction", reduction) == "hierarchical"
-
-
-def follows_hosts(strategy: Strategy, options: Mapping[str, Any], world: World) -> bool:
-    """Whether the strategy's sums are faster if it knows which ranks share a host of `world`."""
-    along_tree = options.get("order", "invariant" if strategy.same_on_any_ranks else "any")
-    return not world.one_host and along_tree == "invariant"

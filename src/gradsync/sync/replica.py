@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 class Replica:
     """This rank's replica of a model, for gradsync's own commands; scripts use `GradientSync`.
 
-    All ranks call each method, except `wait`.
-
-    Args:
-        comm: all ranks.
-        reducer: the strategy of the model.
-        buffers: of the model.
+    All ranks call each method, except `wait`. An `optimizer` is one, or the list passed to `step`.
     """
 
     def __init__(self, comm: Communicator, reducer: Reducer, buffers: BufferSync) -> None:
         self.comm, self.reducer, self._buffers = comm, reducer, buffers
+        self._shards = reducer.shards
+        self.whole_parameters = self._shards.whole_parameters
+        """False if a rank holds a share of each parameter, so every forward needs all ranks."""
+        self.equal_replicas = self._shards.equal_replicas
+        """False if replicas drift between rounds."""
 
     def prime(self, forward_backward: Callable[[], None]) -> None:
         """Run a throwaway backward before the first step. Some strategies group sums by the first
@@ -36,50 +36,35 @@ class Replica:
         with self._buffers.untouched():
             self.reducer.prime(forward_backward)
 
-    @property
-    def whole_parameters(self) -> bool:
-        """False if a rank holds a share of each parameter, so every forward needs all ranks."""
-        return self.reducer.shards.whole_parameters
-
-    @property
-    def equal_replicas(self) -> bool:
-        """False if replicas drift between rounds."""
-        return self.reducer.shards.equal_replicas
-
     def wait(self) -> None:
         """Return when this rank's weights are those of the last step.
 
         With `overlap_publish` a weight is updated when the next forward needs it. Call this before
-        reading weights or the optimizer's state in another way than by the methods below. Without
-        `overlap_publish` there is nothing to wait for.
+        reading weights or the optimizer's state in another way than by the methods below.
         """
-        self.reducer.shards.wait()
+        self._shards.wait()
 
     def synchronize_replicas(self) -> None:
         """See `GradientSync.synchronize_replicas`."""
-        self.reducer.shards.synchronize_replicas()
+        self._shards.synchronize_replicas()
 
     def gather(self, optimizer: Optimizers) -> None:
-        """Make each `optimizer.state` whole until `scatter`, for a checkpoint; all ranks call it.
-
-        Args:
-            optimizer: one, or the list passed to `step`; the same applies below.
-        """
+        """Make each `optimizer.state` whole until `scatter`, for a checkpoint."""
         self.wait()
         for each in each_optimizer(optimizer):
-            self.reducer.shards.gather(each)
+            self._shards.gather(each)
 
     def scatter(self, optimizer: Optimizers) -> None:
-        """Divide a whole `optimizer.state`, after a checkpoint or loading; all ranks call it."""
+        """Divide a whole `optimizer.state`, after a checkpoint or loading."""
         for each in each_optimizer(optimizer):
-            self.reducer.shards.scatter(each)
+            self._shards.scatter(each)
 
     def sharded_state_dict(self, optimizer: Optimizers) -> HeldState | None:
         """This rank's part of the state, sharing its memory; None if the state is whole."""
         self.wait()
         found: HeldState = {}
         for each in each_optimizer(optimizer):
-            held = self.reducer.shards.sharded_state_dict(each)
+            held = self._shards.sharded_state_dict(each)
             if held is None:
                 return None
             # An optimizer that shares buckets also lists the others' parameters, without state.
@@ -92,45 +77,40 @@ class Replica:
         """Restore a part from `sharded_state_dict`."""
         for each in each_optimizer(optimizer):
             own = [p for group in each.param_groups for p in group["params"]]
-            mine = {p: states[p] for p in own if p in states}
-            self.reducer.shards.load_sharded_state_dict(each, mine)
+            self._shards.load_sharded_state_dict(each, {p: states[p] for p in own if p in states})
 
     def sharded_weights(self) -> dict[str, tuple[Share, Tensor]] | None:
         """This rank's part of parameters and buffers; None if they are whole."""
         self.wait()
-        return self.reducer.shards.sharded_weights()
+        return self._shards.sharded_weights()
 
     def load_sharded_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Overwrite this rank's part with one from `sharded_weights`."""
         self.wait()
-        self.reducer.shards.load_sharded_weights(weights)
+        self._shards.load_sharded_weights(weights)
         self._buffers.refresh()
 
     def full_weights(self, *, copy: bool = True) -> dict[str, Tensor]:
-        """Whole parameters and buffers by name, as `model.state_dict()`; all ranks call it.
-
-        Args:
-            copy: False returns the model's own tensors, which the next step changes, except if a
-                rank has only a part of each.
-        """
+        """Whole parameters and buffers by name, as `model.state_dict()`. Without `copy` these may
+        be the model's own tensors, which the next step changes."""
         self.wait()
-        weights, copies = self.reducer.shards.full_weights(), dict[object, Any]()
+        weights, copies = self._shards.full_weights(), dict[object, Any]()
         for name, tensor in weights.items() if copy else ():
             if hasattr(tensor, "data_ptr"):  # else a module's extra state
                 key = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
                 weights[name] = copies.setdefault(key, tensor.clone())  # tied ones stay tied
         return weights
 
-    def state_tensors(self) -> dict[str, Tensor]:
-        """State that the strategy keeps between steps, for a checkpoint; call it after `gather`."""
-        return self.reducer.shards.state_tensors()
-
-    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore tensors from `state_tensors`, after weights and optimizer."""
-        self.reducer.shards.load_state_tensors(tensors)
-
     def load_full_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Overwrite parameters and buffers with whole ones, by the names of `full_weights`."""
         self.wait()
-        self.reducer.shards.load_full_weights(weights)
+        self._shards.load_full_weights(weights)
         self._buffers.refresh()
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """State that the strategy keeps between steps, for a checkpoint; call it after `gather`."""
+        return self._shards.state_tensors()
+
+    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Restore tensors from `state_tensors`, after weights and optimizer."""
+        self._shards.load_state_tensors(tensors)

@@ -36,9 +36,9 @@ from gradsync.sync.buckets import FORGOTTEN, UNKNOWN, Bucket, SumPlan, Sums, pla
 from gradsync.sync.elementwise import members_of, why_whole
 from gradsync.sync.exchange import Exchange
 from gradsync.sync.layout import BLOCK, Run
-from gradsync.sync.norms import clip_factor, norm_from_blocks, norms_of_blocks
+from gradsync.sync.monitors import Stopwatch
 from gradsync.sync.options import Recipe
-from gradsync.sync.reducer import Replicas, Stopwatch
+from gradsync.sync.replicas import Replicas, clip_factor, norm_from_blocks, norms_of_blocks
 from gradsync.sync.shared_update import (
     Flat,
     SharedUpdate,
@@ -57,7 +57,7 @@ log = logging.getLogger("gradsync")
 
 
 class BlockNorms:
-    """Shared norms of a host's ranks, see [Note: Fixed blocks] in norms.py.
+    """Shared norms of a host's ranks, see [Note: Fixed blocks] in replicas.py.
 
     Args:
         comm: the ranks of the host.
@@ -134,8 +134,8 @@ class SharedMemoryExchange(Exchange):
 
     def begin(self, sums: Sums) -> None:
         """Publish the facts about this rank's leaves; other ranks read them after the message."""
-        first = UNKNOWN if sums.first_leaf is None else sums.first_leaf
-        self.comm.note([sums.num_leaves, first, self.divided])
+        first = UNKNOWN if sums.first_index is None else sums.first_index
+        self.comm.note([sums.num_micro_batches, first, self.divided])
         self._begun = True
 
     def launch(self, bucket: Bucket) -> SharedMemoryExchange:

@@ -30,7 +30,8 @@ import torch
 from gradsync.comm.base import Communicator
 from gradsync.errors import ConfigError, GradsyncError
 from gradsync.sync.buffers import BufferSync
-from gradsync.sync.reducer import Reducer, Stopwatch, StragglerWatch, trainable
+from gradsync.sync.monitors import Stopwatch, StragglerWatch
+from gradsync.sync.reducer import Reducer, trainable
 from gradsync.sync.step_metadata import (
     NO_LOSS,
     LossSum,
@@ -209,7 +210,7 @@ def take_step(parts: StepParts, call: StepCall) -> StepResult:
         finally:
             if parts.watch is not None and not agreed.discard:
                 parts.watch.remember(*optimizers)
-    parts.stragglers.leaf_ends()
+    parts.stragglers.micro_batch_ends()
     return StepResult(
         *(mean_loss, total_weight, norm, agreed.stop, exposed),
         discarded=agreed.discard,
@@ -226,7 +227,7 @@ def _warn_of_non_finite(reducer: Reducer, call: StepCall) -> None:
     due = non_finite.is_due(on_cuda=on_cuda) and not call.discard and call.scale is None
     if due and (large or reducer.own_gradients):
         parts = reducer.gradient_memory(large=large)
-        non_finite.look(parts, reducer.named_gradients, large=large)
+        non_finite.look(parts, reducer.named_gradients)
     non_finite.step_ends(reducer.comm.rank)
 
 

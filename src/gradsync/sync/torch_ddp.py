@@ -7,13 +7,22 @@ Buckets of `bucket_mb` are all-reduced while backward still runs (Li et al. 2020
 
 DDP must know *before the forward* whether the next backward synchronises. If the flag is set
 between forward and backward, DDP ignores it and replicas silently drift apart. Hence `micro_step`.
+
+PowerSGD sends gradients whole until `start_powerSGD_iter`, and in a step in which some rank has no
+micro-batch. A step of the second kind affects neither error nor count. Replicas stay equal;
+gradients are approximations.
+
+[Note: The error's unit] Gradients here are sums over a rank's share, and so is the error. DDP
+turns their mean back into a sum over ranks, and the step divides by its own weight. So an error
+counts with the weight of the step that adds it. With the same number of targets in each step
+this is exactly the paper's algorithm.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,13 +31,12 @@ from gradsync.comm.base import Communicator
 from gradsync.comm.process_group import refuse_detail
 from gradsync.core.torch_private import ddp_without_buffer_sync, regroup_ddp_buckets
 from gradsync.errors import ConfigError
-from gradsync.sync.options import DdpOptions
-from gradsync.sync.reducer import Reducer, Stopwatch, sum_gradients
+from gradsync.sync.monitors import Stopwatch
+from gradsync.sync.options import DdpOptions, PowerSgdOptions
+from gradsync.sync.reducer import Reducer, outside_of_micro_step, sum_gradients
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from gradsync.sync.comm_hook import PowerSgd
 
 
 class TorchDdpReducer(Reducer):
@@ -38,53 +46,41 @@ class TorchDdpReducer(Reducer):
     Args:
         model: on its device already.
         comm: must be a process-group communicator.
-        bucket_mb: `bucket_cap_mb` of DDP, MiB.
-        find_unused_parameters: as in DDP; needed if a parameter gets no gradient in some step.
-        compile_wrapper: apply `torch.compile` to DDP, as torch's documentation recommends. The
-            alternative is to compile the model beforehand.
-        strategy: name for messages.
-        hook: averages buckets in DDP's place. It must not see inf, which would stay in its error.
+        options: of DDP; those of PowerSGD add its hook.
     """
 
-    waits_in_backward = True
+    waits_in_backward = needs_micro_step = True
 
     def __init__(
         self,
         model: nn.Module,
         comm: Communicator,
-        *,
-        bucket_mb: float = 25.0,
-        find_unused_parameters: bool = False,
-        compile_wrapper: bool = False,
-        strategy: str = "ddp",
-        hook: PowerSgd | None = None,
+        options: DdpOptions,
     ) -> None:
-        group = getattr(comm, "group", None)
-        if group is None:
-            raise ConfigError(
-                f"strategy={strategy!r} needs a torch process group; use strategy='naive' here"
-            )
         if not any(parameter.is_cuda for parameter in model.parameters()):
             refuse_detail("torch's DDP crashes under it on a CPU")
-        super().__init__(model, comm)
-        self.strategy = strategy
+        compresses = isinstance(options, PowerSgdOptions)
+        super().__init__(model, comm, strategy="powersgd" if compresses else "ddp")
         self.ddp = torch.nn.parallel.DistributedDataParallel(
             model,
-            process_group=group,
-            bucket_cap_mb=bucket_mb,
+            process_group=getattr(comm, "group"),  # noqa: B009  no part of `Communicator`
+            bucket_cap_mb=options.bucket_mb,
             gradient_as_bucket_view=True,
-            # DDP would broadcast buffers in some forwards. Ranks with different numbers of leaves
-            # make different numbers of forwards, and would wait indefinitely.
+            # DDP would broadcast buffers in some forwards. Ranks with different numbers of
+            # micro-batches make different numbers of forwards, and would wait indefinitely.
             **ddp_without_buffer_sync(),
-            find_unused_parameters=find_unused_parameters,
+            find_unused_parameters=options.find_unused_parameters,
         )
-        self.hook = hook
-        if hook is not None:
-            from gradsync.sync.comm_hook import CommHook
+        self.hook = None
+        if compresses:
+            from gradsync.sync.comm_hook import CommHook, PowerSgd
 
-            self.shards.takes_scaler = False
-            CommHook(None, hook).register(self.ddp)
-        self._called: Any = torch.compile(self.ddp) if compile_wrapper else self.ddp
+            ddps = {each.name for each in fields(DdpOptions)}
+            own = {name: value for name, value in asdict(options).items() if name not in ddps}
+            self.hook = PowerSgd(**own)
+            self.shards.takes_scaler = False  # inf would stay in the hook's error
+            CommHook(None, self.hook).register(self.ddp)
+        self._called: Any = torch.compile(self.ddp) if options.compile_wrapper else self.ddp
         self._in_micro_step = False
         self._synchronised = self._regrouped = False
         self._forwards = 0
@@ -98,13 +94,10 @@ class TorchDdpReducer(Reducer):
         """Run the model through DDP, and count the call, to detect forwards that bypass it.
 
         Raises if gradients are recorded and no `micro_step` is active: DDP would synchronise in
-        every backward, and hang as soon as ranks have different numbers of leaves.
+        every backward, and hang as soon as ranks have different numbers of micro-batches.
         """
         if torch.is_grad_enabled() and not self._in_micro_step:
-            raise ConfigError(
-                f"strategy={self.strategy!r}: enclose forward and backward of each micro-batch in "
-                "`with sync.micro_step(last=micro_batch.is_last, index=micro_batch.index):`"
-            )
+            raise ConfigError(outside_of_micro_step(self.strategy))
         self._forwards += 1
         return self._called(*inputs, **named)
 
@@ -115,7 +108,7 @@ class TorchDdpReducer(Reducer):
         self._regroup()
         self._synchronised = False
         if self.hook is not None:
-            self.hook.forget()  # the throwaway step does not count
+            self.hook.state.iter = 0  # the throwaway step does not count
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -123,7 +116,7 @@ class TorchDdpReducer(Reducer):
         """Make DDP regroup its buckets now, on all ranks, unless it already has.
 
         DDP itself regroups with a broadcast, in the forward after its first synchronised backward.
-        A rank without a leaf in that step makes no forward, and the others would wait.
+        A rank without a micro-batch in that step makes no forward, and the others would wait.
         """
         if not self._regrouped:
             self._regrouped = True
@@ -154,8 +147,8 @@ class TorchDdpReducer(Reducer):
         """See `Reducer.reduce`. Backward has summed already, unless no micro-step was the last one
         on all ranks.
 
-        This happens in a step in which some rank has no leaf. DDP cannot take part without a
-        backward, so all ranks sum after backward, as `naive` does.
+        This happens in a step in which some rank has no micro-batch. DDP cannot take part without
+        a backward, so all ranks sum after backward, as `naive` does.
         """
         averaged, self._synchronised = self._synchronised, False
         if averaged:
@@ -166,24 +159,3 @@ class TorchDdpReducer(Reducer):
         # DDP has already divided by the number of ranks.
         self.shards.scale(divisor and (self.comm.world_size if averaged else 1) / divisor)
         return watch
-
-
-def build_powersgd(model: nn.Module, comm: Communicator, **options: Any) -> TorchDdpReducer:
-    """DDP with torch's PowerSGD hook. Replicas stay equal; gradients are approximations.
-
-    Until `start_powerSGD_iter`, and in a step in which some rank has no leaf, gradients are sent
-    whole. A step of the second kind affects neither error nor count.
-
-    [Note: The error's unit] Gradients here are sums over a rank's share, and so is the error. DDP
-    turns their mean back into a sum over ranks, and the step divides by its own weight. So an error
-    counts with the weight of the step that adds it. With the same number of targets in each step
-    this is exactly the paper's algorithm.
-
-    Args:
-        model, comm: as for `TorchDdpReducer`.
-        options: of `PowerSgdOptions`.
-    """
-    from gradsync.sync.comm_hook import PowerSgd
-
-    ddp = {each.name: options.pop(each.name) for each in fields(DdpOptions) if each.name in options}
-    return TorchDdpReducer(model, comm, strategy="powersgd", hook=PowerSgd(**options), **ddp)

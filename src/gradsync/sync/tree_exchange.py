@@ -9,27 +9,23 @@ in a ring all-reduce. With uneven shares a rank has up to 2 log2(leaves) nodes, 
 half sends one slice for each. Messages go point to point on threads while backward runs, so they do
 not interfere with the main thread's collectives.
 
-With several hosts, if all have the same number of ranks and ranks are numbered host by host, the
-exchange has two stages. A host's ranks first add the nodes within the host's leaves (its largest
-nodes). Then ranks with the same place on every host finish the tree for their shard, so that one of
-L ranks sends 1/L of the bytes between hosts. The additions are the tree's, so bits are the same.
-
 The first half (slices to their owners, and the additions) can be requested separately, and the
 second half later. late_update.py lets the next forward wait for the second half. Under `zero1`
 (zero.py) owners update their shards first, so that weights go down in place of sums.
 
-Siblings: if n ranks, a power of two, have one node each and these form the tree's next level, a
-stage goes up the tree itself. Partners at distance 1, 2, 4 ... exchange halves of the region they
-have left and add them (recursive halving). The way down is the same for any power of two of ranks.
-The bytes are the same, in log2(n) messages instead of n - 1. (Thakur et al. 2005, "Optimization of
-collective communication operations in MPICH", with the distances in the tree's order.)
+[Note: Two stages] With several hosts of equally many ranks, numbered host by host, a host's ranks
+first add the nodes within the host's leaves (its largest nodes). Then ranks with the same place on
+every host finish the tree for their shard, so that one of L ranks sends 1/L of the bytes.
+
+[Note: Siblings] If n ranks, a power of two, have one node each and these form the tree's next
+level, a stage goes up the tree itself. Partners at distance 1, 2, 4 ... exchange halves of the
+region they have left and add them (recursive halving). The way down is the same for any power of
+two of ranks. The bytes are the same, in log2(n) messages instead of n - 1. (Thakur et al. 2005,
+"Optimization of collective communication operations in MPICH", distances in the tree's order.)
 
 On the GPUs of one host a launch costs more than a byte. There the way up is one batch of slices
 from each rank to each, added in few calls, and the way down is one all-gather, for which shards lie
-in rank order. The additions are the same.
-
-Buckets use `LANES` threads in turn, so that the network does not wait while a bucket is added up or
-the other rank is not yet ready to receive. Each thread has its own channel for messages.
+in rank order. All additions are the tree's, so bits are the same everywhere.
 
 Which rank owns which shard depends only on the number of ranks. It does not depend on their leaves,
 which may differ between steps, because optimizer state belongs to shards.
@@ -65,7 +61,7 @@ from gradsync.sync.buckets import (
 )
 from gradsync.sync.exchange import Exchange
 from gradsync.sync.layout import BLOCK, ParameterBlock, blocks_of
-from gradsync.sync.norms import norm_from_blocks, norms_of_blocks
+from gradsync.sync.replicas import norm_from_blocks, norms_of_blocks
 from gradsync.sync.sharded_state import Owners
 
 if TYPE_CHECKING:
@@ -73,7 +69,8 @@ if TYPE_CHECKING:
 
 
 LANES = 2
-"""Buckets in transit at the same time, on CPUs."""
+"""Threads on CPUs, which take buckets in turn, so that the network does not wait while a bucket is
+added up or the other rank is not yet ready to receive. Each has its own channel for messages."""
 _PLAIN = (torch.float32, torch.float64)
 """Dtypes for which an all-reduce of two ranks computes a + b, rounded once, as the tree does."""
 
@@ -88,7 +85,7 @@ class TreeStage:
     wanted: list[Node]
     """Nodes that the owners of the shards compute."""
     siblings: bool
-    """Whether `are_siblings(nodes)`; then sums go up the tree itself."""
+    """Whether sums go up the tree itself; see [Note: Siblings]."""
 
 
 def shard_of(region: range, rank: int, ranks: int, *, in_order: bool = False) -> range:
@@ -138,6 +135,8 @@ class TreeExchange(Exchange):
         self.messenger, self._over_leaves, self._pair = comm, over_leaves, pair
         self._made, self._gather = made, gather
         self._levels = levels
+        # If the number of ranks is a power of two, shards lie as repeated halving leaves them.
+        self._in_order = gather is not None
         self.in_one_order = device.type == "cuda" or gather is not None
         """Whether the lane has a separate group, which runs messages in order (NCCL)."""
         self._lanes = [Background(device) for _ in range(1 if self.in_one_order else LANES)]
@@ -146,16 +145,16 @@ class TreeExchange(Exchange):
         self._indexed = False
         self._stages: list[TreeStage] = []
         self._told: list[tuple[int, int]] = []
-        self._own: range = range(0)
+        self._own = range(0)
         self._room: dict[tuple[int, int, torch.dtype, torch.device], Tensor] = {}
         self.whole = True
         """Whether the step's buckets were launched whole, not by halves."""
 
     def begin(self, sums: Sums) -> None:
         """Exchange the ranks' numbers of leaves; see `Exchange.begin`."""
-        self._num_buffers, first = sums.num_buffers, sums.first_leaf
+        self._num_buffers, first = sums.num_buffers, sums.first_index
         self._indexed = first is not None
-        mine = (sums.num_leaves, UNKNOWN if first is None else first)
+        mine = (sums.num_micro_batches, UNKNOWN if first is None else first)
         if not self._over_leaves or self.messenger.world_size == 1:
             each = mine if self._over_leaves else (1, UNKNOWN)
             self._plan([each] * self.messenger.world_size)
@@ -168,11 +167,11 @@ class TreeExchange(Exchange):
         if self.messenger.world_size == 1:
             self._reduce(buffers, 0)
             return Done()
+        if self._pair is None:
+            return self.submit(f"sum {number}", partial(self._both, buffers), number)
         works: list[Work] = []
-        pair = self._pair is not None  # whose collectives have the same order on both ranks
-        fn = partial(self._as_pair, works, bucket) if pair else self._both
-        name, lane = ("start", 0) if pair else ("sum", number)
-        works.append(self.submit(f"{name} {number}", partial(fn, buffers), lane))
+        # On one lane, since collectives need the same order on both ranks.
+        works.append(self.submit(f"start {number}", partial(self._as_pair, works, bucket, buffers)))
         return AllOf(works)
 
     def launch_half(self, bucket: Bucket) -> Work:
@@ -217,7 +216,7 @@ class TreeExchange(Exchange):
         """Elements of a bucket of `numel` whose sum `rank` gets from the first half alone."""
         span, size = range(numel), self._levels[0].world_size
         for level, place in zip(self._levels, (rank % size, rank // size), strict=False):
-            span = shard_of(span, place, level.world_size, in_order=self._gather is not None)
+            span = shard_of(span, place, level.world_size, in_order=self._in_order)
         return span
 
     def close(self) -> None:
@@ -248,7 +247,7 @@ class TreeExchange(Exchange):
         total = root(ranges[-1].stop)
         nodes = [largest_nodes(leaves) for leaves in ranges]
         if len(self._levels) == 1:
-            siblings = are_siblings(nodes) and self._gather is None
+            siblings = are_siblings(nodes) and not self._in_order
             self._stages = [TreeStage(self._levels[0], nodes, [total], siblings)]
             return
         intra, inter = self._levels
@@ -358,8 +357,7 @@ class TreeExchange(Exchange):
 
     def _shard(self, comm: Messenger, region: Tensor, rank: int) -> Tensor:
         """The shard of `region`, [n], of one rank of a level."""
-        in_order = self._gather is not None
-        span = shard_of(range(region.numel()), rank, comm.world_size, in_order=in_order)
+        span = shard_of(range(region.numel()), rank, comm.world_size, in_order=self._in_order)
         return region[span.start : span.stop]
 
     def _rooms(self, stage: TreeStage, like: Tensor, count: int, lane: int) -> list[Tensor]:
@@ -442,7 +440,7 @@ def pieces_of_rank(blocks: Sequence[ParameterBlock], spans: Sequence[range], ran
 
 class ShardedNorm:
     """The norm of gradients in shards, with the bits of whole gradients: see [Note: Fixed blocks]
-    in norms.py. Each rank computes the norms of the blocks that begin in its shards.
+    in replicas.py. Each rank computes the norms of the blocks that begin in its shards.
 
     Args:
         parameters: in the order in which their norms are added.
@@ -539,7 +537,6 @@ class ShardedNorm:
         norms[self._places[1]] = torch.cat(found)
 
     def _pieces_of(self, bucket: Bucket) -> Pieces:
-        """See `pieces_of_rank`."""
         if bucket not in self._pieces:
             ranks = range(self._comm.world_size)
             owned = [self._exchange.owned(bucket.plan.numel, rank) for rank in ranks]

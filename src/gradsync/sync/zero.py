@@ -29,8 +29,8 @@ from gradsync.errors import ConfigError
 from gradsync.sync.buckets import Bucket
 from gradsync.sync.elementwise import check_elementwise, members_of
 from gradsync.sync.exchange import Then
-from gradsync.sync.norms import clip_factor, clip_shards, scale_all
-from gradsync.sync.reducer import Replicas, Stopwatch
+from gradsync.sync.monitors import Stopwatch
+from gradsync.sync.replicas import Replicas, clip_factor, clip_shards, scale_all
 from gradsync.sync.sharded_optimizer import (
     ShardedOptimizer,
     ShardLayout,

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradsync.comm.groups import RankPlacement, SingleCommunicator, communicator, group, groups
+from gradsync.comm.groups import RankPlacement, SingleCommunicator, communicator, group
 from gradsync.comm.reductions import ALGORITHMS, all_reduce
 from gradsync.errors import ConfigError, RunError
 from gradsync.world import World
@@ -23,7 +23,6 @@ def test_one_rank_without_a_process_group(algorithm: str, op: Any) -> None:
     assert all_reduce(tensor, op, algorithm=algorithm) is tensor
     assert torch.equal(tensor, before)
     assert all_reduce(tensor, op, algorithm=algorithm, world=World()) is tensor
-    assert all_reduce(tensor, op, algorithm=algorithm, groups=groups(World())) is tensor
     assert torch.equal(tensor, before)
 
 
@@ -65,14 +64,10 @@ def test_the_ops_of_torch(op: Any, expected: str) -> None:
 
     assert all_reduce(torch.ones(2), op, comm=Noting()).tolist() == [1, 1]
     for refused in (dist.ReduceOp.PRODUCT, dist.ReduceOp.BXOR):
-        with pytest.raises(ConfigError, match=f"unknown op '{refused.name}'.* sum, mean, min, max"):
+        with pytest.raises(
+            ConfigError, match=f"unknown op '{refused.name.lower()}'.* sum, mean, min, max"
+        ):
             all_reduce(torch.ones(1), refused)
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool])
-def test_no_mean_of_integers(dtype: torch.dtype) -> None:
-    with pytest.raises(ConfigError, match=f"the mean of {dtype} would be cut off"):
-        all_reduce(torch.ones(1, dtype=dtype), "mean")
 
 
 def test_a_tensor_that_is_not_contiguous_is_filled_in_place() -> None:
@@ -101,28 +96,21 @@ def test_the_given_communicator_is_used() -> None:
 
 
 def test_groups_of_one_rank() -> None:
-    made = groups(World())
-    assert (made.intra.world_size, made.inter.world_size, made.equal_nodes) == (1, 1, True)
     alone = group([0])
     assert alone is not None
     assert alone.world_size == 1
     with pytest.raises(ConfigError, match=r"0\.\.0, each once; got \[0, 1\] .there is no process"):
         group([0, 1])
     world = World(world_size=2, local_world_size=2)
-    for call in (lambda: groups(world), lambda: all_reduce(torch.ones(1), world=world)):
-        with pytest.raises(RunError, match="no process group"):
-            call()
+    with pytest.raises(RunError, match="no process group"):
+        all_reduce(torch.ones(1), world=world)
     assert isinstance(communicator(World()), SingleCommunicator)
 
 
 def test_placement() -> None:
-    """By place in the node, whatever the local ranks are called."""
-    places = RankPlacement(((1, 1), (0, 0), (0, 4), (1, 0), (2, 0)))
+    """By place in the node."""
+    places = RankPlacement((1, 0, 0, 1, 2))
     assert places.nodes == [[1, 2], [0, 3], [4]]
     assert places.columns == [[0, 1, 4], [2, 3]]
     assert not places.equal_nodes
-    assert places.node_of(3) == [0, 3]
-    assert places.column_of(3) == [2, 3]
-    assert RankPlacement(places.seats[:4]).equal_nodes
-    with pytest.raises(ConfigError, match="ranks 1 and 2 both say node_rank=0 local_rank=3"):
-        RankPlacement(((0, 0), (0, 3), (0, 3)))
+    assert RankPlacement(places.node_ranks[:4]).equal_nodes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import sys
 
 import pytest
 import torch
@@ -23,27 +22,6 @@ def test_a_peer_sees_the_same_memory() -> None:
     assert int(peer[100]) == 7
     with pytest.raises(OSError):  # the door is closed
         open_segment(segment.address, 4096)
-
-
-def test_it_cannot_be_resized() -> None:
-    """A process that maps memory that becomes shorter is ended by a bus error."""
-    segment = Segment(4096)
-    for size in (0, 4096, 8192):
-        with pytest.raises(PermissionError):
-            os.truncate(f"/proc/self/fd/{segment.address.fd}", size)
-    assert open_segment(segment.address, 4096).numel() == 4096
-    segment.close_door()
-
-
-def test_a_file_that_can_be_resized_is_none() -> None:
-    """A file of another program is refused, though size and token are right."""
-    segment = Segment(4096)
-    other = os.memfd_create("other")
-    os.write(other, bytes(4096) + segment.address.token.to_bytes(8, sys.byteorder))
-    with pytest.raises(OSError, match="another program's"):
-        open_segment(segment.address._replace(fd=other), 4096)
-    os.close(other)
-    segment.close_door()
 
 
 def test_another_segment_under_the_same_numbers_is_refused() -> None:

@@ -10,12 +10,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradsync.sync.buckets import LeafStack, Node, largest_nodes, merges_of, root, shares
+from gradsync.sync.buckets import (
+    UNKNOWN,
+    LeafStack,
+    Node,
+    checked_shares,
+    largest_nodes,
+    merges_of,
+    root,
+)
 
 Expression = int | tuple["Expression", "Expression"]
 """A leaf's number, or the sum of two expressions."""
 
 COUNTS = st.lists(st.integers(0, 12), min_size=1, max_size=9)
+
+
+def shares(counts: list[int]) -> list[range]:
+    return checked_shares([(count, UNKNOWN) for count in counts])
 
 
 def definition(first: int, last: int) -> Expression:

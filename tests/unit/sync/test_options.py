@@ -19,7 +19,7 @@ from gradsync.sync.options import (
     Wire,
     every_option,
 )
-from gradsync.sync.registry import STRATEGIES, check_options, find_strategy, wants_groups
+from gradsync.sync.registry import STRATEGIES, check_options, find_strategy
 
 REFUSALS = [
     ({"grouping": "bucket"}, "grouping must be one of parameter, flat, buckets; got 'bucket'"),
@@ -91,14 +91,6 @@ def test_options_are_checked_against_the_preset_before_anything_is_built() -> No
     with pytest.raises(ConfigError, match="bucket_mb must be positive"):
         check_options(find_strategy("flat"), {"bucket_mb": 0})
     check_options(find_strategy("bucketed"), {"order": "invariant", "overlap": False})
-
-
-def test_who_wants_to_know_the_hosts() -> None:
-    assert wants_groups(find_strategy("hierarchical"), {})
-    assert not wants_groups(find_strategy("hierarchical"), {"reduction": "backend"})
-    assert wants_groups(find_strategy("invariant"), {"reduction": "hierarchical"})
-    assert not wants_groups(find_strategy("invariant"), {})
-    assert not wants_groups(find_strategy("naive"), {})
 
 
 def test_only_the_tree_promises_bits() -> None:

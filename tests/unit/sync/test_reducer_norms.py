@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gradsync.sync.layout import BLOCK
-from gradsync.sync.norms import (
+from gradsync.sync.replicas import (
     clip_gradients,
     gradient_norm,
     norms_in_rows,

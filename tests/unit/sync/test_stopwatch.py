@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from gradsync.sync.reducer import Stopwatch
+from gradsync.sync.monitors import Stopwatch
 
 
 def test_a_copy_keeps_its_reading(monkeypatch: pytest.MonkeyPatch) -> None:

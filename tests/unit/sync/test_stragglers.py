@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gradsync.comm.process_group import ProcessGroupCommunicator
-from gradsync.sync.reducer import StragglerWatch, find_straggler
+from gradsync.sync.monitors import StragglerWatch, find_straggler
 from support.thread_ranks import run_thread_ranks
 
 

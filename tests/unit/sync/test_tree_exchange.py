@@ -55,7 +55,7 @@ def counted(
     plan = BucketPlan(slots=(Slot(index=0, offset=0, numel=numel),), numel=numel)
     sums = TreeSums()
     for leaf in range(leaves):
-        sums.begin_leaf(rank * leaves + leaf)
+        sums.begin_micro_batch(rank * leaves + leaf)
     exchange.begin(sums)
     for number in range(buckets):
         exchange.launch(Bucket(plan, [nn.Parameter(torch.zeros(numel))], number=number)).wait()
@@ -127,7 +127,7 @@ def test_two_buckets_are_on_their_way_at_once_and_never_meet() -> None:
     comm, sums, numel = Held(), TreeSums(), 128
     exchange = TreeExchange(comm, [comm], torch.device("cpu"))
     plan = BucketPlan(slots=(Slot(index=0, offset=0, numel=numel),), numel=numel)
-    sums.begin_leaf(0)
+    sums.begin_micro_batch(0)
     exchange.begin(sums)
     buckets = [Bucket(plan, [nn.Parameter(torch.zeros(numel))], number=n) for n in range(2)]
     for work in [exchange.launch_half(bucket) for bucket in buckets]:

@@ -11,7 +11,7 @@ import pytest
 from gradsync.commands.train import loop
 from gradsync.commands.train.loop import Interval
 from gradsync.sync import reducer as stopwatch
-from gradsync.sync.reducer import Stopwatch
+from gradsync.sync.monitors import Stopwatch
 
 
 class Clock:

@@ -12,7 +12,10 @@ operation n + 2, which begins when all have finished n + 1.
 
 from __future__ import annotations
 
+import logging
 import os
+import platform
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -22,7 +25,8 @@ import torch
 from torch import Tensor
 
 from gradsync.comm.base import Communicator, Messages, ReduceOp, Work
-from gradsync.comm.process_group import AllOf, CopyBack, draw_channel
+from gradsync.comm.p2p_collectives import COMBINE
+from gradsync.comm.process_group import AllOf, CopyBack, ProcessGroupCommunicator, draw_channel
 from gradsync.comm.shared_memory.ordered_ops import (
     PAGE_BYTES,
     Flags,
@@ -30,12 +34,21 @@ from gradsync.comm.shared_memory.ordered_ops import (
     OrderedOps,
     Patience,
 )
-from gradsync.comm.shared_memory.segment import map_together
+from gradsync.comm.shared_memory.segment import SharedMemoryError, map_together
+from gradsync.comm.values import same_number
+from gradsync.core.torch_private import timeout_of
+
+log = logging.getLogger("gradsync")
 
 STAGE_BYTES = 2**20
 """Size of each of the two buffers."""
 _SMALL_BYTES = 2**14
 """Up to this size every rank sums everything itself: one synchronisation point instead of two."""
+_CHUNK_BYTES = 2**18
+"""Bytes of one operand's piece: a few of them fit into a core's second-level cache."""
+_TIMEOUT_S = 1800.0
+Pair = tuple[int, int]
+"""(left, right): add operand `right` to operand `left`."""
 
 
 class SharedMemoryCommunicator:
@@ -58,31 +71,21 @@ class SharedMemoryCommunicator:
         self.number = draw_channel(base) + 1
         """Identifies this communicator, equal on all ranks; positive."""
         self._flags = Flags(self.rank, [memory[:PAGE_BYTES] for memory in memories])
-        self._patience = Patience(self.rank, pids, timeout_s)
-        self._ops = OrderedOps(self._flags, self._patience)
+        self.patience = Patience(self.rank, pids, timeout_s)
+        self._ops = OrderedOps(self._flags, self.patience)
         self._staging = _Staging(self.rank, [m[PAGE_BYTES:] for m in memories], self._ops)
         self._regions: list[tuple[int, list[Tensor]]] = []
         """Number of an allocation, equal on all ranks, and every rank's part."""
         self._num_regions = 0
         # Needed even if `close` is never called: peers may be waiting, and descriptors are open.
-        self._leave = weakref.finalize(self, _leave, self._flags, self._patience, os.getpid())
-
-    @property
-    def timeout_s(self) -> float:
-        """Longest wait for a peer, in seconds; may be changed while another thread waits."""
-        return self._patience.timeout_s
-
-    @timeout_s.setter
-    def timeout_s(self, seconds: float) -> None:
-        """See the property."""
-        self._patience.timeout_s = seconds
+        self._leave = weakref.finalize(self, _leave, self._flags, self.patience, os.getpid())
 
     @property
     def is_open(self) -> bool:
         """False once closed or broken by a failed operation; peers may notice later."""
         return self._ops.is_open
 
-    # -- memory -----------------------------------------------------------------------------------
+    # -- memory
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Allocate zeros, [numel], in shared memory; all ranks call it, with equal arguments.
@@ -119,9 +122,9 @@ class SharedMemoryCommunicator:
                 return [part[here] for part in parts], (number, offset)
         return None
 
-    # -- shares of work ---------------------------------------------------------------------------
+    # -- shares of work
 
-    def run(self, share: Callable[[], object], what: str, over: Tensor | None = None) -> Work:
+    def run(self, share: Callable[[], object], what: str) -> Work:
         """Run `share` on each rank once all ranks have called `run`; done when all have finished.
 
         In the share, any rank may read data written before `run`, but not touch what another rank's
@@ -130,12 +133,8 @@ class SharedMemoryCommunicator:
         Args:
             share: this rank's part.
             what: name of the operation; ranks that run another one at the same time raise an error.
-            over: memory from `allocate` that the shares work on, if any.
         """
-        key: tuple[int, ...] = ()
-        if over is not None and (placed := self._placed(over)) is not None:
-            key = (over.numel(), *placed[1])
-        return self._ops.submit(OrderedOp(what, key, share=share))
+        return self._ops.submit(OrderedOp(what, share=share))
 
     def note(self, values: Sequence[int]) -> None:
         """Publish up to 8 numbers, which peers may read in the share of the next operation."""
@@ -145,15 +144,12 @@ class SharedMemoryCommunicator:
         """The first `count` numbers published by every rank."""
         return self._flags.notes(count)
 
-    # -- collectives ------------------------------------------------------------------------------
+    # -- collectives
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
-        """See `Communicator.all_reduce`."""
         if tensor.device.type != "cpu":
             return self.base.all_reduce(tensor, op)
-        if op != "sum" and tensor.is_complex():
-            raise ValueError(f"there is no {op} of complex numbers")
-        flat, home = _flat(_writable(tensor))
+        flat, home = _flat(tensor)
         placed = None if home is not None else self._placed(tensor)
         if placed is None:
             return _home(self._staging.all_reduce(flat, op), flat, home)
@@ -164,42 +160,27 @@ class SharedMemoryCommunicator:
         return self._ops.submit(_op("all_reduce", flat, (op, place), share=share))
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Work:
-        """See `Communicator.broadcast`."""
         if tensor.device.type != "cpu":
             return self.base.broadcast(tensor, src)
-        flat, home = _flat(_writable(tensor))
+        flat, home = _flat(tensor)
         return _home(self._staging.broadcast(flat, src), flat, home)
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
-        """See `Communicator.all_gather`."""
         if tensor.device.type != "cpu":
             return self.base.all_gather(output, tensor)
-        _check_lengths(output, tensor, self.world_size)
-        out, home = _flat(_writable(output))
+        out, home = _flat(output)
         return _home(self._staging.all_gather(out, _flat(tensor)[0]), out, home)
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: ReduceOp = "sum") -> Work:
-        """See `Communicator.reduce_scatter`."""
         if tensor.device.type != "cpu":
             return self.base.reduce_scatter(output, tensor, op)
-        _check_lengths(tensor, output, self.world_size)
-        flat, copied = _flat(tensor)
-        out, home = _flat(_writable(output))
-        placed = None if copied is not None else self._placed(tensor)
-        if placed is None:
-            return _home(self._staging.reduce_scatter(out, flat, op), out, home)
-        parts, place = placed
-        mine = slice(self.rank * out.numel(), (self.rank + 1) * out.numel())
-        share = partial(reduce_into, out, [part[mine] for part in parts], op)
-        work = self._ops.submit(_op("reduce_scatter", flat, (op, place), share=share))
-        return _home(work, out, home)
+        out, home = _flat(output)
+        return _home(self._staging.reduce_scatter(out, _flat(tensor)[0], op), out, home)
 
     def barrier(self) -> None:
-        """See `Communicator.barrier`."""
         self._ops.submit(OrderedOp("barrier", alone=True)).wait()
 
     def exchange(self, sends: Messages, receives: Messages, channel: int = 0, /) -> Work:
-        """See `Messenger.exchange`; through `base`, from any thread."""
         return self.base.exchange(sends, receives, channel)
 
     def close(self) -> None:
@@ -259,19 +240,18 @@ class _Staging:
 
     def broadcast(self, flat: Tensor, src: int) -> Work:
         """Overwrite `flat`, [n], with the one of rank `src`."""
-        if not 0 <= src < self._world_size:  # before a buffer's turn is used up
-            raise ValueError(f"src must be a rank from 0 to {self._world_size - 1}; got {src}")
         return AllOf([self._copy(p, src) for p in flat.split(STAGE_BYTES // flat.element_size())])
 
     def _copy(self, flat: Tensor, src: int) -> Work:
         stage = self._next(flat)[src]
         here = self._rank == src
-        prepare = partial(stage.copy_, flat) if here else _nothing
+        prepare = partial(stage.copy_, flat) if here else _keep_in_step
         share = None if here else partial(flat.copy_, stage)
         return self._submit(_op("broadcast", flat, (src,), prepare, share, alone=True))
 
     def all_gather(self, out: Tensor, flat: Tensor) -> Work:
         """Fill `out`, [ranks * n], with each rank's `flat`, [n]."""
+        assert out.numel() == self._world_size * flat.numel(), (out.shape, flat.shape)
         size = STAGE_BYTES // flat.element_size()
         pieces = zip(out.view(self._world_size, -1).split(size, 1), flat.split(size), strict=True)
         return AllOf([self._gather(rows, piece) for rows, piece in pieces if piece.numel()])
@@ -288,6 +268,7 @@ class _Staging:
 
     def reduce_scatter(self, out: Tensor, flat: Tensor, op: ReduceOp) -> Work:
         """Combine `flat`, [ranks * n]; this rank's slice goes into `out`, [n]."""
+        assert flat.numel() == self._world_size * out.numel(), (out.shape, flat.shape)
         size = STAGE_BYTES // flat.element_size() // self._world_size
         pieces = zip(out.split(size), flat.view(self._world_size, -1).split(size, 1), strict=True)
         return AllOf([self._scatter(piece, rows, op) for piece, rows in pieces if piece.numel()])
@@ -310,8 +291,8 @@ def _op(kind: str, flat: Tensor, key: tuple[object, ...], *actions: Any, **named
     return OrderedOp(what, key, *actions, **named)
 
 
-def _nothing() -> None:
-    """An empty preparation, which keeps operations with buffers in step."""
+def _keep_in_step() -> None:
+    """An empty preparation: a rank must not arrive before its peers are done with the buffers."""
 
 
 def _leave(flags: Flags, patience: Patience, pid: int) -> None:
@@ -327,38 +308,9 @@ def _flat(tensor: Tensor) -> tuple[Tensor, Tensor | None]:
     return flat, tensor if flat.data_ptr() != tensor.data_ptr() and tensor.numel() else None
 
 
-def _writable(tensor: Tensor) -> Tensor:
-    """`tensor`, after a check that no two of its elements share memory."""
-    if tensor.is_contiguous():
-        return tensor
-    if any(size > 1 and not step for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
-        raise ValueError(
-            f"elements of a tensor {tuple(tensor.shape)} lie in one place (strides "
-            f"{tensor.stride()}, as `expand` makes them); clone() it first"
-        )
-    return tensor
-
-
 def _home(work: Work, flat: Tensor, home: Tensor | None) -> Work:
     """`work` on `flat`, copied back to `home` if `flat` is a copy."""
     return work if home is None else CopyBack(work, flat.view(home.shape), home)
-
-
-def _check_lengths(whole: Tensor, part: Tensor, world_size: int) -> None:
-    if whole.numel() != part.numel() * world_size or whole.dtype != part.dtype:
-        raise ValueError(
-            f"the whole tensor must be {world_size} times the part, of the same dtype; got "
-            f"{whole.dtype} {tuple(whole.shape)} and {part.dtype} {tuple(part.shape)}"
-        )
-
-
-# -- sums, piece by piece so that they stay in the cache ----------------------------------------
-
-_COMBINE = {"sum": torch.add, "min": torch.minimum, "max": torch.maximum}
-_CHUNK_BYTES = 2**18
-"""Bytes of one operand's piece: a few of them fit into a core's second-level cache."""
-Pair = tuple[int, int]
-"""(left, right): add operand `right` to operand `left`."""
 
 
 def pairs_of_tree(count: int) -> list[Pair]:
@@ -398,7 +350,7 @@ def reduce_in_place(
     for here in _chunks(result):
         parts = [operand[here] for operand in operands]
         for left, right in pairs:
-            _COMBINE[op](parts[left], parts[right], out=parts[left])
+            COMBINE[op](parts[left], parts[right], out=parts[left])
         for target in targets:
             target[here].copy_(parts[end])
 
@@ -413,8 +365,8 @@ def reduce_into(out: Tensor, operands: Sequence[Tensor], op: ReduceOp = "sum") -
         parts = [operand[here] for operand in operands]
         while len(parts) > 2:
             pairs = [parts[i : i + 2] for i in range(0, len(parts), 2)]
-            parts = [_COMBINE[op](*pair) if len(pair) == 2 else pair[0] for pair in pairs]
-        _COMBINE[op](*parts, out=out[here])
+            parts = [COMBINE[op](*pair) if len(pair) == 2 else pair[0] for pair in pairs]
+        COMBINE[op](*parts, out=out[here])
 
 
 def _chunks(flat: Tensor) -> Iterator[slice]:
@@ -429,3 +381,59 @@ def even_parts(numel: int, world_size: int) -> list[slice]:
     blocks = -(-numel // 64)
     edges = [min(blocks * rank // world_size * 64, numel) for rank in range(world_size + 1)]
     return [slice(edges[rank], edges[rank + 1]) for rank in range(world_size)]
+
+
+def share_memory(base: Communicator) -> SharedMemoryCommunicator:
+    """Make a communicator over the ranks of `base` through shared memory; all ranks call it.
+
+    Raises:
+        SharedMemoryError: on all ranks, if they are not on one host or shared memory is not
+            available; the message says why and what to do.
+    """
+    # The same on all ranks of a host; ranks of different hosts differ in what `base` tells them.
+    if sys.platform != "linux":
+        raise SharedMemoryError("no shared memory: it needs Linux")
+    if platform.machine() not in ("x86_64", "AMD64"):
+        raise SharedMemoryError(
+            f"no shared memory on {platform.machine()}: only x86-64 processors keep the order of "
+            "writes that it relies on"
+        )
+    group = getattr(base, "group", None)
+    timeout_s = _TIMEOUT_S if group is None else timeout_of(group).total_seconds()
+    return SharedMemoryCommunicator(base, timeout_s)
+
+
+def fastest(
+    base: Communicator,
+    device: torch.device,
+    present: Iterable[SharedMemoryCommunicator] = (),
+) -> Communicator:
+    """Return shared memory instead of `base` if possible: CPU ranks of one host, over gloo.
+
+    All ranks call it. If there was a choice, rank 0 logs one line about it.
+
+    Args:
+        base: communicator over the ranks.
+        device: device of the tensors.
+        present: communicators made earlier, in order; the last one over the same group is reused if
+            all ranks still have it. This detects models that ranks use in different orders: on
+            separate communicators they would wait for each other.
+    """
+    if not isinstance(base, ProcessGroupCommunicator) or device.type != "cpu":
+        return base
+    if base.world_size == 1:
+        return base
+    # Ranks drop communicators, and notice a broken one, at different times.
+    over = [c for c in present if getattr(c.base, "group", None) is base.group and c.is_open]
+    number = over[-1].number if over else 0  # numbers are random, without order
+    if same_number(base, number) and number:
+        return over[-1]
+    try:
+        shared = share_memory(base)
+    except SharedMemoryError as error:
+        if base.rank == 0:
+            log.info("collectives by %s: %s", base.backend_for(device), str(error))
+        return base
+    if base.rank == 0:
+        log.info("collectives through shared memory: all %d ranks are on one host", base.world_size)
+    return shared

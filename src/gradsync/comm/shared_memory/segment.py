@@ -8,7 +8,6 @@ for processes of one user that see each other's process ids.
 from __future__ import annotations
 
 import errno
-import fcntl
 import mmap
 import os
 import secrets
@@ -26,8 +25,6 @@ from gradsync.runtime.machine import available_bytes
 _TOKEN_BYTES = 8
 _PAGE = 4096
 _FULL = (errno.ENOMEM, errno.ENOSPC)
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-"""Sealed: shortening it would kill the other processes with a bus error."""
 _SPARE_BYTES = 256 * 2**20
 """Bytes of available memory that an allocation must leave free."""
 
@@ -71,12 +68,11 @@ class Segment:
     """
 
     def __init__(self, num_bytes: int) -> None:
-        self._fd = os.memfd_create("gradsync", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._fd = os.memfd_create("gradsync", os.MFD_CLOEXEC)
         try:
             # The rank that fills the pages reserves them now: too little memory is an error here,
             # not a bus error in the middle of a step.
             os.posix_fallocate(self._fd, 0, num_bytes + _TOKEN_BYTES)
-            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
             self.address = Address(os.getpid(), self._fd, secrets.randbits(62))
             self.memory, token = _mapped(self._fd, num_bytes)
             token.fill_(self.address.token)
@@ -99,8 +95,6 @@ def open_segment(address: Address, num_bytes: int) -> Tensor:
     try:
         if os.fstat(fd).st_size != num_bytes + _TOKEN_BYTES:
             raise OSError("another file")
-        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
-            raise OSError("another program's")
         memory, token = _mapped(fd, num_bytes)
         if int(token) != address.token:
             raise OSError("another segment")

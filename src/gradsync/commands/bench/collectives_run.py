@@ -21,10 +21,8 @@ from torch import Tensor
 
 from gradsync.comm import p2p_collectives as p2p
 from gradsync.comm.base import Communicator
-from gradsync.comm.groups import Groups, communicator, groups
-from gradsync.comm.reductions import check_supported
-from gradsync.comm.shared_memory.choose import share_memory
-from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
+from gradsync.comm.groups import RankPlacement, communicator, levels_of, share_placement
+from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator, share_memory
 from gradsync.comm.shared_memory.segment import SharedMemoryError
 from gradsync.comm.values import all_gather_numbers
 from gradsync.commands.bench.collectives import (
@@ -205,7 +203,7 @@ class TimedOperation:
 
 
 def build(
-    name: tuple[str, str], comm: Communicator, levels: Groups, whole: Tensor, part: Tensor
+    name: tuple[str, str], comm: Communicator, hosts: RankPlacement, whole: Tensor, part: Tensor
 ) -> TimedOperation:
     """The operation and algorithm `name` over `whole`, [n], and `part`, [n / ranks]; `comm` is all
     ranks."""
@@ -216,6 +214,8 @@ def build(
         # It works on the whole tensor; this rank's part of it is its input or result.
         own = whole.view(comm.world_size, -1)[comm.rank]
         source, result = (whole, own) if operation == "reduce_scatter" else (own, whole)
+
+    intra, inter, equal_nodes = levels_of(comm, hosts)
 
     def tree() -> None:
         p2p.tree_reduce(comm, whole)
@@ -232,7 +232,7 @@ def build(
     by_messages = {
         ("all_reduce", "ring"): lambda: p2p.ring_all_reduce(comm, whole),
         ("all_reduce", "hierarchical"): lambda: p2p.hierarchical_all_reduce(
-            levels.intra, levels.inter, whole, equal_nodes=levels.equal_nodes
+            intra, inter, whole, equal_nodes=equal_nodes
         ),
         ("all_reduce", "tree"): tree,
         ("reduce_scatter", "ring"): lambda: p2p.ring_reduce_scatter(comm, whole),
@@ -274,7 +274,8 @@ class Bench:
     def __init__(self, options: CollectivesOptions, world: World, tell: Tell) -> None:
         self._options, self._world = options, world
         self._tell = tell if world.is_main else silent
-        self._comm, self._groups = communicator(world), groups(world)
+        self._comm = communicator(world)
+        self._hosts = share_placement(self._comm, world)
         self._shared: SharedMemoryCommunicator | None = None
         self._on_cpu = world.device.type == "cpu"
         dtype: torch.dtype = getattr(torch, DTYPES[options.dtype][0])
@@ -288,8 +289,6 @@ class Bench:
     def run(self) -> list[dict[str, Any]]:
         """Samples by operation, size and algorithm, including the copy; the same on all ranks."""
         options, samples, asked = self._options, [], work_of(self._options)
-        if set(asked) & {"all_reduce", "reduce_scatter"}:
-            check_supported(self._comm, self._like, "sum", "backend")
         free = available_bytes() if self._on_cpu else torch.cuda.mem_get_info(self._like.device)[0]
         sizes = choose_sizes(
             options.sizes,
@@ -348,7 +347,7 @@ class Bench:
                 tensors = in_place if name == "shared" else (whole, part)
                 carrier = self._shared if name in _SHARED else comm
                 assert carrier is not None, "no shared memory here"
-                built = build((operation, name), carrier, self._groups, *tensors)
+                built = build((operation, name), carrier, self._hosts, *tensors)
                 if self._is_right(operation, built):
                     contestants.append(built)
             for tensor in (whole, other, part, *in_place):

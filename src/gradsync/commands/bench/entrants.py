@@ -10,7 +10,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,13 +29,9 @@ from gradsync.commands.train.learner import Learner, build_optimizer, trainer_op
 from gradsync.data.micro_batch import MicroBatch, make_micro_batch
 from gradsync.runtime import environ
 from gradsync.runtime.machine import pin_threads
-from gradsync.sync.exchange import OverHosts
 from gradsync.sync.registry import STRATEGIES
 from gradsync.sync.replicate import replicate
 from gradsync.world import World
-
-if TYPE_CHECKING:
-    from gradsync.comm.groups import Groups
 
 CLIP_NORM = 1.0  # largest norm of the gradient, as `gradsync train` has it
 _DRIFTING = (ALONE, "local_sgd", "diloco")  # ranks differ, always or between meetings
@@ -46,11 +42,10 @@ MicroBatches = Sequence[MicroBatch]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchSite:
-    """What all contestants share: world, settings, groups."""
+    """What all contestants share: world and settings."""
 
     settings: SyncSettings
     world: World
-    groups: Groups | None = None  # within and between hosts, for strategies that need them
 
     @property
     def device(self) -> torch.device:
@@ -296,9 +291,7 @@ class Synchronised(Entrant):
             options["overlap"] = False
             self.exposed_s = 0.0
         self.period = options.get("inner_steps", 1)
-        self.sync = replicate(
-            self.model, site.world, strategy=contestant.name, groups=site.groups, **options
-        )
+        self.sync = replicate(self.model, site.world, strategy=contestant.name, **options)
         self.optimizer = site.optimizer(self.model)  # fsdp replaces the parameters
         self.learner = Learner(
             model=self.model,
@@ -326,13 +319,7 @@ class Synchronised(Entrant):
         self.replica.wait()
 
     def communicators(self) -> list[Communicator]:
-        levels = self.site.groups
-        found = [self.replica.comm]
-        found += [] if levels is None else [levels.intra, levels.inter]
-        transport = getattr(self.replica.reducer, "exchange", None)
-        if isinstance(transport, OverHosts):
-            found.append(transport.host)
-        return list({id(comm): comm for comm in found}.values())
+        return [self.replica.comm]
 
     def weights(self) -> list[Tensor] | None:
         return super().weights() if self.replica.whole_parameters else None
@@ -348,7 +335,7 @@ class InTheirLoop(Entrant):
         super().set_up()
         site, name = self.site, self.contestant.name
         own = given_options(self.contestant, site)
-        self.sync = replicate(self.model, site.world, strategy=name, groups=site.groups, **own)
+        self.sync = replicate(self.model, site.world, strategy=name, **own)
 
     def accumulating(self, *, last: bool) -> AbstractContextManager[Any]:
         return nullcontext() if last else self.sync.no_sync()

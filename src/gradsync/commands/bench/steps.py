@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradsync.comm.groups import groups
 from gradsync.comm.values import all_gather_json, all_sum
 from gradsync.commands.bench.contestants import ALONE, Contestant
 from gradsync.commands.bench.entrants import (
@@ -43,7 +42,7 @@ from gradsync.runtime import environ
 from gradsync.runtime.memory import PeakMemory, give_back, keep_freed_memory
 from gradsync.runtime.session import Session, SessionOptions
 from gradsync.runtime.store import SignedStore, join_store, token_of
-from gradsync.sync.registry import STRATEGIES, wants_groups
+from gradsync.sync.registry import STRATEGIES
 from gradsync.world import World
 
 TOLERANCE = 2e-3  # largest relative difference of a loss, for an exact strategy
@@ -234,14 +233,7 @@ class Runner:
         checks = sorted(plan.entries, key=lambda entry: entry.worker_set)
         self._order = [*checks, *plan.turns()]
         self._baton = Baton(store, mine, [entry.worker_set for entry in self._order])
-        contestants = [e.contestant for e in plan.entries if e.worker_set == mine]
-        levels = any(
-            each.is_ours and wants_groups(STRATEGIES[each.name], each.options)
-            for each in contestants
-        )
-        self._site = BenchSite(
-            settings=plan.settings, world=world, groups=groups(world) if levels else None
-        )
+        self._site = BenchSite(settings=plan.settings, world=world)
         self._benches: dict[str, _Bench] = {}
         self._expected: dict[int, list[float]] = {}
 

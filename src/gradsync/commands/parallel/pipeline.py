@@ -108,7 +108,7 @@ class Pipeline:
     def backward(self, place: int) -> AbstractContextManager[None]:
         """Encloses this stage's backward of the replica's micro-batch number `place`."""
         last = place == len(self._mine) - 1
-        return self.sync.reducer.leaf(last=last, index=self._mine[place].index)
+        return self.sync.reducer.micro_batch(last=last, index=self._mine[place].index)
 
     def loss(self, x_BTC: Tensor, targets_BT: Tensor) -> Tensor:
         """Loss of one micro-batch, on the last stage."""

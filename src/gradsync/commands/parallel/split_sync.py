@@ -22,20 +22,21 @@ from gradsync.commands.parallel.layout import (
 from gradsync.commands.parallel.transfer import join_weights
 from gradsync.errors import RunError
 from gradsync.sync.buffers import BufferSync
+from gradsync.sync.build import build_reducer
 from gradsync.sync.check_replicas import check_replicas, hash_bits
 from gradsync.sync.layout import BLOCK
-from gradsync.sync.norms import clip_factor, norm_from_blocks, norms_of_blocks, scale_all
-from gradsync.sync.reducer import Reducer, Replicas, Stopwatch, StragglerWatch, trainable
-from gradsync.sync.registry import build_reducer, find_strategy
+from gradsync.sync.monitors import Stopwatch, StragglerWatch
+from gradsync.sync.reducer import Reducer, trainable
+from gradsync.sync.registry import check_options, find_strategy
 from gradsync.sync.replica import Replica
-from gradsync.sync.step import (
-    Optimizers,
-    StepCall,
-    StepParts,
-    StepResult,
-    Update,
-    take_step,
+from gradsync.sync.replicas import (
+    Replicas,
+    clip_factor,
+    norm_from_blocks,
+    norms_of_blocks,
+    scale_all,
 )
+from gradsync.sync.step import Optimizers, StepCall, StepParts, StepResult, Update, take_step
 from gradsync.sync.step_metadata import LossSum
 
 if TYPE_CHECKING:
@@ -109,8 +110,8 @@ class SplitReducer(Reducer):
         self.inner.prime(forward_backward)
 
     @contextmanager
-    def leaf(self, *, last: bool, index: int | None = None) -> Generator[None]:
-        with self.inner.leaf(last=last, index=index):
+    def micro_batch(self, *, last: bool, index: int | None = None) -> Generator[None]:
+        with self.inner.micro_batch(last=last, index=index):
             yield
 
     def collect(self, *, discard: bool, user_loop: bool) -> None:
@@ -199,7 +200,7 @@ class SplitShards(Replicas):
 
 
 class SplitSync:
-    """Per step: `reducer.leaf` around each backward, then `step` once, on all ranks.
+    """Per step: `reducer.micro_batch` around each backward, then `step` once, on all ranks.
 
     The step's small message covers all ranks of the run, so the loss, the weight and a request to
     stop are the same everywhere; gradients are summed over the replicas of a part.
@@ -219,7 +220,7 @@ class SplitSync:
         strategy = find_strategy(sync)
         if "overlap_publish" in strategy.options:  # norms cover all parts' gradients, whole
             options = {**options, "overlap_publish": False}
-        inner = build_reducer(strategy, model, groups.data, None, options)
+        inner = build_reducer(strategy, model, groups.data, None, check_options(strategy, options))
         self.model, self.comm = model, groups.everyone
         self.reducer = SplitReducer(model, part, groups, inner)
         self._part, self._groups = part, groups

@@ -25,7 +25,7 @@ from gradsync.commands.train.saving import ADVICE, RANDOM_STREAMS, Fingerprint, 
 from gradsync.data.micro_batch import Batch, MicroBatch
 from gradsync.errors import DataError, DivergenceError
 from gradsync.runtime.signals import StopRequest
-from gradsync.sync.reducer import Stopwatch
+from gradsync.sync.monitors import Stopwatch
 from gradsync.sync.step import StepResult
 from gradsync.world import World
 

@@ -12,7 +12,7 @@ import torch
 
 from gradsync.checkpoint.weights import weights_sha256
 from gradsync.comm.base import Communicator
-from gradsync.comm.groups import Groups, SingleCommunicator
+from gradsync.comm.groups import RankPlacement, SingleCommunicator
 from gradsync.comm.values import all_gather_json, broadcast_json
 from gradsync.commands.verify.compare import Difference
 from gradsync.commands.verify.diagnose import Scene, diagnose
@@ -33,7 +33,7 @@ class Setting:
 
     settings: VerifySettings
     comm: Communicator
-    groups: Groups | None = None
+    hosts: RankPlacement | None = None
     prepare: Prepare | None = None
     saved: State | None = None
     one_rank_runs: OneRankRuns = field(default_factory=dict)  # shared by all cells
@@ -76,7 +76,7 @@ def run_cell(cell: Cell, setting: Setting) -> tuple[Result, Trace]:
 def _attempt(task: Task, setting: Setting) -> _Attempt:
     """Train one variant on all ranks, and judge it."""
     comm, saved, known = setting.comm, setting.saved, setting.one_rank_runs
-    trace = train_traced(task, comm, groups=setting.groups, prepare=setting.prepare, saved=saved)
+    trace = train_traced(task, comm, hosts=setting.hosts, prepare=setting.prepare, saved=saved)
     ranks = all_gather_json(comm, [step.digests() for step in trace.steps])
     promise = promise_of(task.strategy)
     if comm.rank and not promise.local:

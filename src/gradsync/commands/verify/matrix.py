@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from gradsync.comm.groups import Groups, communicator, groups
+from gradsync.comm.groups import RankPlacement, communicator
 from gradsync.commands.verify.cell import OneRankRuns, Setting, run_cell
 from gradsync.commands.verify.result import Cause, Result
 from gradsync.commands.verify.run import read, save
@@ -189,7 +189,7 @@ def run_cells(
     known: OneRankRuns = {}
     results = []
     for cell in cells:
-        setting = Setting(settings=settings, comm=comm, groups=two_hosts, one_rank_runs=known)
+        setting = Setting(settings=settings, comm=comm, hosts=two_hosts, one_rank_runs=known)
         try:
             result = _run_or_continue(cell, setting, folder)
         except Exception as error:
@@ -228,21 +228,11 @@ def _run_or_continue(cell: Cell, setting: Setting, folder: Path) -> Result:
     return result
 
 
-def pretend_two_hosts(world: World) -> Groups:
-    """Groups as if the first half of the ranks were on one host and the rest on another, so that
+def pretend_two_hosts(world: World) -> RankPlacement:
+    """As if the first half of the ranks were on one host and the rest on another, so that
     `hierarchical` has two levels."""
-    size = world.world_size
-    first = (size + 1) // 2
-    on_second = world.rank >= first
-    return groups(
-        replace(
-            world,
-            node_rank=int(on_second),
-            num_nodes=min(size, 2),
-            local_rank=world.rank - first * on_second,
-            local_world_size=size - first if on_second else first,
-        )
-    )
+    first = (world.world_size + 1) // 2
+    return RankPlacement(tuple(int(rank >= first) for rank in range(world.world_size)))
 
 
 def _done_file(folder: Path, number: int) -> Path:

@@ -18,8 +18,7 @@ from gradsync.checkpoint.optimizer_state import unpack_optimizer
 from gradsync.checkpoint.store import CheckpointStore, Snapshot
 from gradsync.checkpoint.weights import match_weights
 from gradsync.comm.base import Communicator
-from gradsync.comm.groups import Groups
-from gradsync.comm.groups import groups as make_groups
+from gradsync.comm.groups import RankPlacement
 from gradsync.comm.values import broadcast_json, broadcast_tensors
 from gradsync.commands.verify.problem import LossSum, Problem, build_problem
 from gradsync.commands.verify.record import Observer, State, Trace
@@ -122,16 +121,16 @@ def train_traced(
     task: Task,
     comm: Communicator,
     *,
-    groups: Groups | None = None,
+    hosts: RankPlacement | None = None,
     prepare: Prepare | None = None,
     saved: State | None = None,
 ) -> Trace:
     """Train on this rank's share, from the checkpoint `saved` if given; every rank of `comm` calls
-    it. `groups` are for `hierarchical`; `prepare` is a hook for tests."""
+    it. `hosts` are for `hierarchical`; `prepare` is a hook for tests."""
     settings, problem = task.settings_for(comm.world_size), task.build()
     trace = Trace.of(problem.model)
-    if groups is None and comm.world_size == 1:
-        groups = make_groups(World())
+    if hosts is None and comm.world_size == 1:
+        hosts = RankPlacement((0,))
     disturb(problem.model, comm.rank)
     name, given = with_options(task.strategy)
     options: dict[str, Any] = {**_OPTIONS, "find_unused_parameters": not problem.uses_all, **given}
@@ -140,7 +139,7 @@ def train_traced(
         problem.model,
         strategy=name,
         comm=comm,
-        groups=groups,
+        hosts=hosts,
         batch_norm="local" if problem.has_batch_norm else None,
         **{name: value for name, value in options.items() if name in known},
     )

@@ -1,0 +1,315 @@
+"""What a rank owns of a step's result: whole replicas, their exact norm, clipping, the update.
+
+    clip       `Replicas.clip`      the exact norm, on owned slices
+    update     `Replicas.update`    the optimizer, on owned slices
+    publish    `Replicas.publish`   weights are whole on every rank again
+
+`Replicas` owns everything, and is the base of classes that own less: shards (ZeRO-1 and 2, FSDP2),
+a share of memory that a host's ranks have in common, or a replica that drifts between rounds.
+
+[Note: Fixed blocks] A norm is a sum, and a sum's bits depend on its grouping: per-parameter, flat
+and sharded norms of the same gradient gave four different values. So the grouping is fixed. Each
+parameter is cut into blocks of 65,536 elements, each block's norm is computed alone (fp32), and
+the squares are added in float64 in parameter order. It does not depend on buckets, shards or ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
+from operator import is_
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gradsync.comm.base import Communicator, Work
+from gradsync.comm.process_group import Done
+from gradsync.core.torch_private import foreach_copy_, foreach_mul_, foreach_norm
+from gradsync.errors import RunError
+from gradsync.sync.layout import BLOCK
+from gradsync.sync.monitors import Stopwatch
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from gradsync.sync.buckets import Bucket
+    from gradsync.sync.sharded_state import HeldState, Share
+
+
+class Replicas:
+    """Every rank owns everything: whole gradients in `.grad`, weights and optimizer state.
+
+    Args:
+        model: on its device; its replicas are equal.
+        parameters: its trainable parameters, tied ones once, in `named_parameters` order.
+    """
+
+    takes_scaler = True
+    """False if a step with inf or nan gradients, which a GradScaler skips, would do damage."""
+    equal_replicas = True
+    """False if replicas drift between rounds (then the strategy averages buffers)."""
+    by_halves = False
+    """True if sums go only to their owners when `sync.step` ends the step."""
+    whole_parameters = True
+    """False if a rank holds a share of each parameter. Then all ranks take part in every forward,
+    and make the same number of forwards."""
+
+    def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+        self.model, self.parameters = model, list(parameters)
+        self.strategy = ""
+        """Name that users pass as `gs.replicate(strategy=...)`; for messages."""
+        self.updates: Callable[[Sequence[Tensor]], AbstractContextManager[Any]] = nullcontext
+        """Encloses an update of these parameters that comes after `publish`."""
+        self._given: list[Tensor] = []
+        self._memory: list[Tensor] = []
+        """Gradients as `take` provided them, and the memory that holds all of them."""
+
+    # -- a step, in the order of its calls
+
+    def prepare(self, optimizers: Sequence[Optimizer], *, scaled: bool) -> None:
+        """Announce, before gradients are launched, which optimizers will step.
+
+        Args:
+            optimizers: [] in the user's training loop, and if a rank discards the step.
+            scaled: whether a GradScaler reads the gradients too.
+
+        Raises:
+            ConfigError: an optimizer that the strategy cannot work with.
+        """
+
+    def take(
+        self,
+        buckets: Sequence[Bucket],
+        used: Sequence[bool],
+        factor: float | None,
+        watch: Stopwatch,
+    ) -> None:
+        """Make owned slices from sums in `buckets`, times `factor`; `None` if no rank has any.
+
+        Args:
+            buckets: `flat(0)` holds the sum over ranks, or this rank's part of it.
+            used: for each parameter, whether any rank has a gradient for it.
+            factor: from sums to the mean; None in a step in which no rank updates.
+            watch: stopped when nothing more is communicated.
+        """
+        watch.stop()
+        for bucket in buckets:
+            for parameter, gradient in bucket.gradients(used):
+                parameter.grad = gradient
+        found = [bucket.memory() for bucket in buckets]
+        self._memory = [memory for memory in found if memory is not None]
+        self._given = Replicas.owned(self) if len(self._memory) == len(found) else []
+        self.scale(factor)
+
+    def scale(self, factor: float | None) -> None:
+        """Multiply `owned()` by `factor`, from sums to the mean."""
+        if factor is not None:
+            scale_all(self._memory_of(self.owned()), factor)
+
+    def _memory_of(self, gradients: list[Tensor]) -> list[Tensor]:
+        """A few large tensors in place of many small ones, if they are the ones `take` made."""
+        same = len(gradients) == len(self._given) and all(map(is_, gradients, self._given))
+        return self._memory if same else gradients
+
+    def owned(self) -> list[Tensor]:
+        """The gradient slices that this rank owns."""
+        return [p.grad for p in self.parameters if p.grad is not None]
+
+    def whole_gradients(self) -> list[Tensor | None]:
+        """Whole mean gradients of the parameters in their order, None if no rank had one.
+
+        All ranks call it, between `Reducer.reduce` and `update`. For observers.
+        """
+        return [parameter.grad for parameter in self.parameters]
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Scale the mean gradient to an L2 norm of at most `max_norm`; returns the old norm, []."""
+        gradients = self.owned()
+        return clip_gradients(gradients, max_norm, self._memory_of(gradients))
+
+    def update(self, optimizers: Sequence[Optimizer]) -> None:
+        """Do one step of each optimizer on owned slices; optimizers hold different parameters."""
+        for optimizer in optimizers:
+            optimizer.step()
+
+    def settle(self) -> None:
+        """Wait for started work before collectives of the main thread's group, if the lane uses
+        another group: NCCL needs the kernels of both in one order on all ranks."""
+
+    def publish(self) -> Work:
+        """Make weights whole on every rank, at the end of every step; gradients are cleared.
+
+        Wait for the returned work before reading weights; here they are whole already. If the
+        update comes even later, weights wait for it by themselves.
+        """
+        return Done()
+
+    def wait(self) -> None:
+        """Return when all weights of the last step are complete; needs no action by other ranks."""
+
+    def close(self) -> None:
+        """Leave whole weights and state in this rank's private memory."""
+
+    # -- between steps; all ranks call each
+
+    def synchronize_replicas(self) -> None:
+        """Make replicas equal if the strategy lets them drift on purpose."""
+
+    def gather(self, optimizer: Optimizer) -> None:
+        """Make `optimizer.state` whole on every rank, with the model's parameters as keys, for a
+        checkpoint; `scatter` undoes it."""
+
+    def scatter(self, optimizer: Optimizer) -> None:
+        """Take this rank's part of a whole `optimizer.state`, after `gather` or loading."""
+
+    def sharded_state_dict(self, optimizer: Optimizer) -> HeldState | None:
+        """This rank's part of `optimizer`'s state, sharing its memory; None if it is whole."""
+        return None
+
+    def load_sharded_state_dict(
+        self, optimizer: Optimizer, states: Mapping[Any, dict[str, Any]]
+    ) -> None:
+        """Restore a part from `sharded_state_dict`, on the parameters' device."""
+        raise NotImplementedError
+
+    def sharded_weights(self) -> dict[str, tuple[Share, Tensor]] | None:
+        """This rank's part of parameters and buffers by the names of `model.state_dict()`, flat,
+        sharing their memory; None if every rank holds them whole."""
+        return None
+
+    def load_sharded_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Overwrite this rank's part with the result of `sharded_weights`."""
+        raise NotImplementedError
+
+    def full_weights(self) -> dict[str, Tensor]:
+        """Whole parameters and buffers by name, as `model.state_dict()`."""
+        return dict(self.model.state_dict())
+
+    def load_full_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Overwrite parameters and buffers with whole ones, equal on all ranks."""
+        own = self.model.state_dict()
+        with torch.no_grad():
+            for name, tensor in weights.items():
+                own[name].copy_(tensor)
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """State that the strategy keeps between steps, equal on all ranks after `gather`."""
+        return {}
+
+    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Restore tensors from `state_tensors`; RunError: they are another strategy's."""
+        if tensors:
+            raise RunError(f"this strategy remembers nothing, got {', '.join(tensors)}")
+
+
+# -- norms
+
+_ROWS = 256
+"""Number of blocks whose norms a GPU computes in one call."""
+
+
+def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """L2 norm of all `gradients`, fp32 [] (fp64 if one of them is), see [Note: Fixed blocks]."""
+    if not gradients:
+        return torch.zeros(())
+    double = any(gradient.dtype == torch.float64 for gradient in gradients)
+    # Contiguous, because a sum over strided memory is grouped differently.
+    in_blocks = (
+        (g,) if g.numel() <= BLOCK else g.view(-1).split(BLOCK)
+        for g in (gradient.contiguous() for gradient in gradients)
+    )
+    return norm_from_blocks(norms_of_blocks([*chain(*in_blocks)]), double=double)
+
+
+def norms_of_blocks(blocks: Sequence[Tensor]) -> Tensor:
+    """L2 norm of each of `blocks`, contiguous; fp64 [len(blocks)]."""
+    return norms_in_rows(blocks) if blocks and blocks[0].is_cuda else _norms_alone(blocks)
+
+
+def _norms_alone(blocks: Sequence[Tensor]) -> Tensor:
+    # 16-bit blocks are widened first, or their norms would be rounded to 16 bits.
+    wide = [block.float() if block.element_size() == 2 else block for block in blocks]
+    dtypes = {block.dtype for block in wide}
+    if len(dtypes) == 1:
+        return torch.stack(foreach_norm(wide)).double()
+    # One call per dtype: on a GPU a call with several takes another kernel, with other bits.
+    found: dict[int, Tensor] = {}
+    for dtype in dtypes:
+        places = [place for place, block in enumerate(wide) if block.dtype == dtype]
+        norms = foreach_norm([wide[place] for place in places])
+        found.update(zip(places, norms, strict=True))
+    return torch.stack([found[place].double() for place in range(len(wide))])
+
+
+def norms_in_rows(blocks: Sequence[Tensor]) -> Tensor:
+    """`norms_of_blocks` with few launches. Whole blocks are stacked to rows, always equally many,
+    since on a GPU a sum's grouping depends on the shape. The rest goes one by one, in one call."""
+    rows = [block.numel() == BLOCK and block.element_size() <= 4 for block in blocks]
+    whole = [block for block, in_row in zip(blocks, rows, strict=True) if in_row]
+    rest = [block for block, in_row in zip(blocks, rows, strict=True) if not in_row]
+    found = []
+    room = blocks[0].new_zeros((_ROWS if whole else 0, BLOCK), dtype=torch.float32)
+    for first in range(0, len(whole), _ROWS):
+        taken = whole[first : first + _ROWS]
+        foreach_copy_(list(room[: len(taken)].unbind()), taken)
+        found.append(torch.linalg.vector_norm(room, dim=1)[: len(taken)].double())
+    if rest:
+        found.append(_norms_alone(rest))
+    return torch.cat(found)[_in_order(tuple(rows), blocks[0].device)]
+
+
+@functools.cache
+def _in_order(rows: tuple[bool, ...], device: torch.device) -> Tensor:
+    """Places of the blocks, with those in rows first; copied to `device` once, since a copy waits
+    for all work of the device."""
+    order = sorted(range(len(rows)), key=lambda number: not rows[number])
+    return torch.tensor(order).argsort().to(device)
+
+
+def norm_from_blocks(norms: Tensor, *, double: bool) -> Tensor:
+    """The total norm, fp32 (fp64 if `double`) [], from the norms of all blocks in order."""
+    # In a fixed order: cumsum's on a CPU, for any vector width; on a GPU cumsum varies, sum() not.
+    total = norms.square().sum() if norms.is_cuda else norms.square().cumsum(0)[-1]
+    return total.sqrt().to(torch.float64 if double else torch.float32)
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """Factor, at most 1, that scales a gradient of norm `norm` to at most `max_norm`."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+def scale_all(tensors: list[Tensor], factor: Any) -> None:
+    """Multiply in place, by a number or a tensor []. Skips a factor 1.0 (gradients that need no
+    clipping) if it is known without waiting for a device."""
+    is_known = isinstance(factor, float) or factor.device.type == "cpu"
+    if tensors and not (is_known and float(factor) == 1.0):
+        foreach_mul_(tensors, factor)
+
+
+def clip_gradients(
+    gradients: Sequence[Tensor], max_norm: float, memory: Sequence[Tensor] | None = None
+) -> Tensor:
+    """Scale `gradients` in place so that their norm is at most `max_norm` (Pascanu et al. 2013,
+    arXiv 1211.5063); returns the norm before, []. If `memory` is given, it holds all of them."""
+    norm = gradient_norm(gradients)
+    # Between tensors [] torch promotes dtypes; between [1] and [], as in shards, it does not.
+    held = memory or gradients
+    scale_all([m if m.dim() else m.view(1) for m in held], clip_factor(norm, max_norm))
+    return norm
+
+
+def clip_shards(
+    shards: list[Tensor], max_norm: float, comm: Communicator, device: torch.device
+) -> Tensor:
+    """Like `clip_gradients`, for gradients that are divided among ranks; a rank may hold none. The
+    norm is that of all gradients; its last bits depend on how they are cut."""
+    square = gradient_norm(shards).to(device).double().square()
+    # Whole group, float64 []; overlaps nothing, since the factor depends on it.
+    comm.all_reduce(square).wait()
+    double = any(shard.dtype == torch.float64 for shard in shards)
+    norm = square.sqrt() if double else square.sqrt().float()
+    scale_all(shards, clip_factor(norm, max_norm))
+    return norm

@@ -49,7 +49,7 @@ from gradsync.sync.reducer import Replicas, Stopwatch
 from gradsync.sync.step_metadata import options
 from gradsync.sync.tree_exchange import ShardedNorm, TreeExchange
 from gradsync.sync.waiting_weights import WaitingWeights, has_compiled
-from gradsync.sync.watch import why_not_now
+from gradsync.sync.watch import postponed, why_not_now
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -311,7 +311,7 @@ class LateReplicas(Replicas):
         assert step is not None, "until the last bucket's update"
         bucket = step.buckets[number]
         means = dict(zip(map(id, bucket.parameters), self._means(bucket), strict=True))
-        with record_function(f"update {number}"), self.updates(bucket.parameters):
+        with record_function(f"update {number}"), postponed(bucket.parameters):
             for update in step.updates:
                 part = update.parts[number]
                 if part.inner is not None:

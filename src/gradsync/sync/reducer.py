@@ -17,7 +17,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
@@ -191,8 +191,6 @@ class Replicas:
 
     def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
         self.model, self.parameters = model, list(parameters)
-        self.updates: Callable[[Sequence[Tensor]], AbstractContextManager[Any]] = nullcontext
-        """Encloses an update of these parameters that comes after `publish`."""
         self._given: list[Tensor] = []
         self._memory: list[Tensor] = []
         """Gradients as `take` provided them, and the memory that holds all of them."""

@@ -95,7 +95,7 @@ def replicate(
     ddp = torch.nn.parallel.DistributedDataParallel
     take_torchs(f"strategy={strategy!r}", options, found.options, ddp)
     for name, parameter in trainable(model):
-        if optimizer_watch().owns(parameter):
+        if optimizer_watch().owner_of(parameter) is not None:
             said = f"parameter {name!r} of this model is replicated already"
             raise ConfigError(f"{said}; call close() on its handle first")
     refuse_synchronised(model)

@@ -226,7 +226,7 @@ class BufferSync:
 
     def leaf_begins(self, *, last: bool) -> None:
         """Begin a backward (`last`: communication begins in it)."""
-        if self._batch_norm is not None and self._batch_norm.choice == "sync":
+        if self._batch_norm is not None:
             self._batch_norm.meet("the backward of the last micro-batch" if last else "a backward")
 
     def leaf_ends(self, *, counts: bool = True) -> None:
@@ -251,7 +251,7 @@ class BufferSync:
     def step_begins(self) -> list[int]:
         """For each buffer, the number of this rank's leaves that changed it in this step. The
         caller sums them over all ranks, in a message that it sends anyway, for `step_ends`."""
-        if self._batch_norm is not None and self._batch_norm.choice == "sync":
+        if self._batch_norm is not None:
             self._batch_norm.meet("the step's end")
         if self._trained:  # a forward without backward
             self.leaf_ends(counts=False)

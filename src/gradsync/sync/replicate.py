@@ -174,8 +174,8 @@ def _bind(
     settings = {"strategy": strategy.name, "batch_norm": batch_norm}
     check_same_model(model, comm, settings | {name: repr(v) for name, v in options.items()})
     order = options.get("order", strategy.recipe.order if strategy.recipe else "any")
-    if order == "invariant" and batch_norm in NOT_INVARIANT:
-        raise ConfigError(f"strategy={strategy.name!r}: {NOT_INVARIANT[batch_norm]}")
+    if order == "invariant" and batch_norm == "sync":
+        raise ConfigError(f"strategy={strategy.name!r}: {NOT_INVARIANT}")
     comm = with_cpu_group(comm)
     handling = choose_batch_norm(model, comm, batch_norm)
     if order == "invariant" and comm.rank == 0:

@@ -221,6 +221,7 @@ class UserLoop:
     def sums_end(self, *, discarded: bool) -> None:
         """Note that `sync.step` has used the gradients, or that this rank has `discarded` them."""
         self._state = State.DISCARDED if discarded else State.NONE
+        self._hashes = None
         self._users.clear()
 
     @contextmanager

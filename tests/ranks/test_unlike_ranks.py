@@ -318,7 +318,7 @@ def test_a_handle_overwrites_weights_on_all_ranks() -> None:
 
 def test_samples_go_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """A change past the counters in one of more parameters than are looked into at once."""
-    monkeypatch.setattr("gradsync.sync.watch._SAMPLED", 2)
+    monkeypatch.setattr("gradsync.sync.check_replicas._SAMPLED", 2)
 
     def work(sync: GradientSync, _: Any) -> None:
         optimizer = adamw(sync.model)
@@ -359,16 +359,16 @@ def test_samples_taken_after_unequal_counts_cost_one_comparison(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """From then on all ranks look at the same elements again."""
-    monkeypatch.setattr("gradsync.sync.watch._SAMPLED", 2)
+    monkeypatch.setattr("gradsync.sync.check_replicas._SAMPLED", 2)
     compared: list[int] = []
 
     def work(sync: GradientSync, _: Any) -> None:
         optimizer, watch = adamw(sync.model), sync._parts.watch
         original = watch.refuse_unlike
 
-        def count(agreed: Any, *rest: Any) -> None:
-            compared.append(agreed.changed)
-            original(agreed, *rest)
+        def count(*, changed: bool) -> None:
+            compared.append(changed)
+            original(changed=changed)
 
         watch.refuse_unlike = count
         step(sync, optimizer, False)

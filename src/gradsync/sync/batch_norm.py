@@ -245,7 +245,7 @@ class _SyncedNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyrefly: ignore
         """Gradient of x, and this rank's share of the gradients of weight and bias, from
         grad_outputs[0], shaped as y; the others belong to non-differentiable outputs."""
         x, weight, mean, inv_std, count = ctx.saved_tensors

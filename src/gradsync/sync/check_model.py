@@ -12,7 +12,6 @@ leaves, ranks would wait for each other indefinitely.
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +24,6 @@ from gradsync.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-
-
-log = logging.getLogger("gradsync")
 
 IN_DDP = (
     "torch's DistributedDataParallel synchronises this model already (Accelerate, Fabric and "
@@ -56,12 +52,6 @@ def refuse_synchronised(model: nn.Module) -> None:
             ours = kind.__module__.startswith(("torch.", "deepspeed."))
             if ours and kind.__name__ in _ADVICE:
                 raise ConfigError(_ADVICE[kind.__name__])
-        if isinstance(part, torch.nn.DataParallel):
-            log.warning(
-                "torch's DataParallel splits each micro-batch over all GPUs that this process "
-                "sees, which other ranks of this host use too: give gs.replicate the plain model, "
-                "and start one rank for each GPU"
-            )
 
 
 def check_same_model(

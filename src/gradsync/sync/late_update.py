@@ -27,8 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -38,12 +37,7 @@ from gradsync.comm.base import Communicator, Work
 from gradsync.comm.process_group import AllOf, Done
 from gradsync.errors import ConfigError, RunError
 from gradsync.sync.buckets import Bucket
-from gradsync.sync.elementwise import (
-    PieceOptimizer,
-    check_elementwise,
-    group_numbers,
-    members_of,
-)
+from gradsync.sync.elementwise import check_elementwise
 from gradsync.sync.norms import clip_factor, scale_all
 from gradsync.sync.reducer import Replicas, Stopwatch
 from gradsync.sync.step_metadata import options
@@ -63,19 +57,6 @@ _LEAST_WAIT = 0.1
 update per bucket, and messages in place of an all-reduce, which uses less of the processor."""
 
 
-class _Update(NamedTuple):
-    """What one optimizer has to do."""
-
-    optimizer: Optimizer
-    """The optimizer that the user made."""
-    state: Any
-    """Its state; the user may load another state before the update is done."""
-    groups: list[dict[str, Any]]
-    """The options of its groups in this step."""
-    parts: list[PieceOptimizer]
-    """Optimizers of each bucket's parameters."""
-
-
 @dataclass(slots=True)
 class _Pending:
     """A step whose update is not done yet."""
@@ -86,7 +67,8 @@ class _Pending:
     """Factors from sums to the clipped mean: numbers and tensors [], in this order."""
     gathers: list[Work] = field(default_factory=list)
     """For each bucket, all ranks' shards on their way into `flat(0)`."""
-    updates: list[_Update] = field(default_factory=list)
+    updates: list[tuple[Optimizer, list[dict[str, Any]]]] = field(default_factory=list)
+    """Each optimizer, with the options of its groups in this step."""
 
 
 class LateReplicas(Replicas):
@@ -116,7 +98,6 @@ class LateReplicas(Replicas):
         self._ended = 0.0
         self._waits: list[float] = []
         self._step: _Pending | None = None
-        self._parts: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
         self._norm = ShardedNorm(self.parameters, comm, exchange)
         self._weights = WaitingWeights(model)
 
@@ -228,32 +209,14 @@ class LateReplicas(Replicas):
         step.gathers = [self._exchange.gather(b) for b in reversed(step.buckets)][::-1]
         used = {id(p) for p, here in zip(self.parameters, step.used, strict=True) if here}
         for optimizer in optimizers:
-            state = optimizer.state
             groups = [
                 {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in options(g).items()}
                 for g in optimizer.param_groups
             ]
             for parameter in (p for g in optimizer.param_groups for p in g["params"]):
                 if id(parameter) in used:  # the order in which the optimizer makes entries
-                    state.setdefault(parameter, {})
-            parts = self._parts_of(optimizer, step.buckets)
-            step.updates.append(_Update(optimizer, state, groups, parts))
-
-    def _parts_of(self, optimizer: Optimizer, buckets: list[Bucket]) -> list[PieceOptimizer]:
-        """The optimizer over each bucket's parameters, with the user's optimizer state."""
-        members = members_of(optimizer)
-        known = self._parts.get(optimizer)
-        if known is None or known[0] != members or known[1] != buckets:
-            numbers = group_numbers(optimizer.param_groups)
-            parts = [
-                PieceOptimizer(
-                    *(type(optimizer), optimizer.defaults, optimizer.param_groups),
-                    [(numbers[id(p)], p) for p in bucket.parameters if id(p) in numbers],
-                )
-                for bucket in buckets
-            ]
-            known = self._parts[optimizer] = (members, buckets, parts)
-        return known[2]
+                    optimizer.state.setdefault(parameter, {})
+            step.updates.append((optimizer, groups))
 
     def settle(self) -> None:
         """See `Replicas.settle`: waits for whole sums."""
@@ -264,9 +227,9 @@ class LateReplicas(Replicas):
         """See `Replicas.publish`: from now on a forward waits for its weights' buckets."""
         if (step := self._step) is None or not step.updates:
             return Done()
-        for update in step.updates:
-            if "step" in update.optimizer.__dict__:  # a scheduler wraps it, to count steps
-                update.optimizer.step()  # without gradients it changes nothing
+        for optimizer, _ in step.updates:
+            if "step" in optimizer.__dict__:  # a scheduler wraps it, to count steps
+                optimizer.step()  # without gradients it changes nothing
         buckets, late = [bucket.parameters for bucket in step.buckets], not has_compiled()
         self._weights.expect(
             *(buckets, step.gathers, self._update_bucket), late=late, ended=self._end
@@ -284,23 +247,31 @@ class LateReplicas(Replicas):
         for factor in step.factors if bucket.rounded else ():
             # Between tensors [] torch promotes dtypes; between [1] and [] it does not.
             scale_all([m if m.dim() else m.view(1) for m in means], factor)
-        slots = zip(bucket.parameters, bucket.plan.slots, means, strict=True)
-        of = {id(p): mean if step.used[slot.index] else None for p, slot, mean in slots}
+        for parameter, slot, mean in zip(bucket.parameters, bucket.plan.slots, means, strict=True):
+            parameter.grad = mean if step.used[slot.index] else None
         with record_function(f"update {number}"), postponed(bucket.parameters):
-            for update in step.updates:
-                part = update.parts[number]
-                if part.inner is not None:
-                    part.inner.state = update.state
-                    ours = [p for group in part.inner.param_groups for p in group["params"]]
-                    part.step(update.groups, [(p, of[id(p)]) for p in ours])
+            for optimizer, groups in step.updates:
+                now = [options(group) for group in optimizer.param_groups]
+                _set_options(optimizer, groups)
+                try:
+                    type(optimizer).step(optimizer)  # of parameters that have a gradient
+                finally:
+                    _set_options(optimizer, now)
+        for parameter in bucket.parameters:
+            parameter.grad = None
 
     def _end(self) -> None:
-        for update in self._now.updates:
-            for parameter in [p for p, entry in update.state.items() if not entry]:
-                del update.state[parameter]  # of an optimizer that keeps no state
+        for optimizer, _ in self._now.updates:
+            for parameter in [p for p, entry in optimizer.state.items() if not entry]:
+                del optimizer.state[parameter]  # of an optimizer that keeps no state
         self._step = None
 
     def close(self) -> None:
         self._weights.close()
         if self._step is not None and self._step.updates:  # given up: optimizers keep their state
             self._end()
+
+
+def _set_options(optimizer: Optimizer, options_of_groups: Sequence[dict[str, Any]]) -> None:
+    for group, its in zip(optimizer.param_groups, options_of_groups, strict=True):
+        group.update(its)

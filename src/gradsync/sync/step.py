@@ -164,8 +164,15 @@ def take_step(parts: StepParts, call: StepCall) -> StepResult:
     # agree
     began = time.perf_counter()
     order = "" if loss is None else loss.order
-    agreed = agree_on_metadata(
-        *(parts.comm, used, counts, NO_LOSS if loss is None else loss.message()),
+    mine = StepMetadata(
+        used=used,
+        counts=counts,
+        loss=NO_LOSS if loss is None else loss.message(),
+        dealt=0.0 if loss is None else loss.dealt,
+        stop=call.stop,
+        discard=call.discard,
+        changed=parts.watch is not None and parts.watch.changed(),
+        late=call.late,
         marks={
             "model": parts.number,
             "data": mark_of(order.encode()) if order else None,
@@ -173,12 +180,8 @@ def take_step(parts: StepParts, call: StepCall) -> StepResult:
             "weights": None if parts.watch is None else parts.watch.sample,
             "buffers": parts.buffers.mark,
         },
-        dealt=0.0 if loss is None else loss.dealt,
-        stop=call.stop,
-        discard=call.discard,
-        changed=parts.watch is not None and parts.watch.changed(),
-        late=call.late,
     )
+    agreed = agree_on_metadata(parts.comm, mine)
     met_s = time.perf_counter() - began
     total_weight = _weight_over_ranks(parts, call, agreed)
     # If every rank steps alone, `.grad` holds this rank's sum, to be divided by its weight.

@@ -36,87 +36,67 @@ if TYPE_CHECKING:
 log = logging.getLogger("gradsync")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class StepMetadata:
-    """Result of the message, equal on all ranks."""
+    """What a rank tells the others at a step's end, and what all of them told."""
 
-    loss: list[float]
-    """Sum of the ranks' `LossSum.message()`."""
     used: list[bool]
-    """For each trainable parameter, whether any rank has a gradient for it."""
-    counts: list[float]
-    """Sums of the ranks' counts (leaves that changed a buffer)."""
-    unlike: set[str]
+    """For each trainable parameter, whether this rank (any rank) has a gradient for it."""
+    counts: Sequence[float] = ()
+    """For each buffer, the number of (all) leaves that changed it."""
+    loss: Sequence[float] = ()
+    """From `LossSum.message()`; their sum."""
+    dealt: float = 0.0
+    """From `LossSum.dealt`; their sum."""
+    stop: bool = False
+    """Whether this rank (any rank) wants to stop."""
+    discard: bool = False
+    """Whether this rank (any rank) wants to discard this step's gradients."""
+    changed: bool = False
+    """Whether weights changed since the last step; of all, also if samples of weights differ."""
+    late: bool = False
+    """Whether this rank (any rank) takes part only in its optimizer's own step."""
+    marks: Mapping[str, int | None]
+    """Numbers from `mark_of`, with the same names on all ranks; None where this rank has nothing to
+    compare. "model" is the number of the handle; "weights" are samples of them."""
+    unlike: frozenset[str] = frozenset()
     """Names of the marks that differ between ranks."""
-    dealt: float
-    """Sum of the ranks' `LossSum.dealt`."""
-    stop: bool
-    """Whether any rank wants to stop."""
-    discard: bool
-    """Whether any rank wants to discard this step's gradients."""
-    changed: bool
-    """Whether any rank found weights changed between steps, or samples of weights differ."""
-    late: bool
-    """Whether any rank takes part only in its optimizer's own step."""
 
 
-def agree_on_metadata(
-    comm: Communicator,
-    used: Sequence[bool],
-    counts: Sequence[int] = (),
-    loss: Sequence[float] = (),
-    *,
-    marks: Mapping[str, int | None],
-    dealt: float = 0.0,
-    stop: bool = False,
-    discard: bool = False,
-    changed: bool = False,
-    late: bool = False,
-) -> StepMetadata:
-    """Exchange the step's metadata: one all-reduce, whole group, on the CPU.
+def agree_on_metadata(comm: Communicator, mine: StepMetadata) -> StepMetadata:
+    """What all ranks told, equal on all of them: one all-reduce, whole group, on the CPU.
 
     float64 [5 + 5 marks + loss + parameters + counts]. Never waits for the device; overlaps the
     buckets.
 
-    Args:
-        comm: the ranks.
-        used: for each trainable parameter, whether this rank has a gradient for it.
-        counts: for each buffer, the number of this rank's leaves that changed it.
-        loss: from `LossSum.message()`.
-        marks: numbers from `mark_of` by name, the same names on all ranks; None if this rank has
-            nothing to compare. "model" is the number of the handle; "weights" are samples of them.
-        dealt: from `LossSum.dealt`.
-        stop: whether this rank wants to stop.
-        discard: whether this rank wants the gradients discarded.
-        changed: whether this rank's weights changed since the last step; see `ReplicaWatch`.
-        late: whether this rank takes part in its optimizer's own step; see `user_loop.py`.
-
     Raises:
         RunError: ranks are at the steps of different models.
     """
-    powers = [_powers(mark) for mark in marks.values()]
-    parts = ([stop, discard, changed, late, dealt], *powers, loss, used, counts)
+    flags = [mine.stop, mine.discard, mine.changed, mine.late, mine.dealt]
+    powers = [_powers(mark) for mark in mine.marks.values()]
+    parts = (flags, *powers, mine.loss, mine.used, mine.counts)
     message = torch.tensor([x for part in parts for x in part], dtype=torch.float64)
     comm.all_reduce(message).wait()
     sums = [part.tolist() for part in message.split([len(part) for part in parts])]
-    flags, *sums_of_powers, losses, any_use, sums_of_counts = sums
-    unlike = {name for name, sent in zip(marks, sums_of_powers, strict=True) if _differ(sent)}
-    if sums_of_powers[list(marks).index("model")][0] != comm.world_size:
+    (*wishes, dealt), *of_marks, loss, used, counts = sums
+    by_name = dict(zip(mine.marks, of_marks, strict=True))
+    if by_name["model"][0] != comm.world_size:
         raise RunError(
             "ranks call different operations at the same time: the others sum a step's metadata, "
             f"rank(s) {comm.rank} something else (only its own numbers came back)"
         )
+    unlike = frozenset(name for name, found in by_name.items() if _differ(found))
     if "model" in unlike:
         raise RunError(
             f"rank {comm.rank}: ranks synchronise different models at the same time: models that "
             "share a process group must take turns in one order on all ranks; or replicate them "
             "together, as one torch.nn.ModuleList"
         )
-    *wishes, all_dealt = flags
-    stops, discards, changes, lates = (number > 0 for number in wishes)
+    stop, discard, changed, late = (number > 0 for number in wishes)
     return StepMetadata(
-        *(losses, [use > 0 for use in any_use], sums_of_counts, unlike, all_dealt),
-        *(stops, discards, changes or "weights" in unlike, lates),
+        **{"used": [use > 0 for use in used], "counts": counts, "loss": loss, "dealt": dealt},
+        **{"stop": stop, "discard": discard, "late": late, "marks": mine.marks, "unlike": unlike},
+        changed=changed or "weights" in unlike,
     )
 
 

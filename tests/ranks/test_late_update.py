@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import threading
-import time
-import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, ClassVar
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,12 +15,10 @@ from torch.nn import functional as F
 
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.errors import ConfigError, RunError
-from gradsync.runtime.store import wait_until
 from gradsync.sync import late_update, zero
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.reducer import Stopwatch
 from gradsync.sync.replicate import replicate
-from gradsync.sync.sharded_state import ShardedBucket
 from support.engine_cases import pretend_hosts
 from support.thread_ranks import run_thread_ranks
 
@@ -247,31 +240,11 @@ def test_auto_is_late_where_even_the_last_rank_waits_long(
         assert all(map(torch.equal, state, plain))
 
 
-@pytest.mark.parametrize("least_wait", [0.0, 2.0])
-def test_bits_do_not_depend_on_what_auto_chooses(
-    least_wait: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of sums in any order neither: a resumed run begins with whole ones again."""
-    monkeypatch.setattr(late_update, "_LEAST_WAIT", least_wait)
-
-    def work(rank: int, group: dist.ProcessGroup, how: Any) -> list[Tensor]:
-        trained = Trained(group, sync="bucketed", overlap_publish=how)
-        for number in range(6):
-            trained.step(number, range(rank, rank + 1), clip_norm=0.5)
-        state = trained.state()
-        trained.sync.close()
-        return state
-
-    late = run_thread_ranks(lambda rank, group: work(rank, group, True), 3)
-    chosen = run_thread_ranks(lambda rank, group: work(rank, group, "auto"), 3)
-    assert all(map(torch.equal, chosen[0], late[0]))
-
-
 def hook(t: Trained) -> Any:
     return t.optimizer.register_step_pre_hook(lambda *_: None)
 
 
-@pytest.mark.parametrize("hinders", ["hook", "compiled", "compiled later"])
+@pytest.mark.parametrize("hinders", ["hook", "compiled"])
 def test_all_ranks_update_at_once_if_one_cannot_wait(
     hinders: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,17 +257,12 @@ def test_all_ranks_update_at_once_if_one_cannot_wait(
         if rank == 0 and hinders == "hook":
             hook(trained)
         for number in range(3):
-            if hinders == "compiled later" and number == 2:
-                monkeypatch.setattr(late_update, "has_compiled", lambda: True)
             trained.step(number, range(rank, rank + 1), clip_norm=0.5)
             found.append(trained.waits)
-        first = trained.state()
         trained.sync.close()
-        assert all(map(torch.isfinite, (t.sum() for t in first)))
         return found
 
-    expected = [False, hinders == "compiled later", False]
-    assert run_thread_ranks(work, 2) == [expected] * 2
+    assert run_thread_ranks(work, 2) == [[False] * 3] * 2
 
 
 def check_late_is_at_once(work: Callable[[int, dist.ProcessGroup, bool], list[Tensor]]) -> None:
@@ -334,45 +302,6 @@ def test_weights_that_never_come_can_be_loaded_after_close(
 
     run_thread_ranks(work, 2)
     assert "did not all arrive (connection closed by peer): go back to a checkpoint" in caplog.text
-
-
-def test_gathered_copies_go_when_weights_have_come() -> None:
-    def work(rank: int, group: dist.ProcessGroup) -> bool:
-        trained = Trained(group, sync="zero1")
-        buffers: list[Any] = []
-        plain = ShardedBucket.gather
-
-        def watched(bucket: ShardedBucket, shard: Tensor) -> Any:
-            flat, sent = plain(bucket, shard)
-            buffers.append(weakref.ref(flat))
-            return flat, sent
-
-        with patch.object(ShardedBucket, "gather", watched) if rank == 0 else nullcontext():
-            trained.step(0, range(rank, rank + 1))
-        trained.sync.replica.wait()
-        gc.collect()
-        # Gloo's thread lets go of what it has sent when it next gets the processor.
-        gone = wait_until(lambda: all(b() is None for b in buffers), time.monotonic() + 10)
-        trained.sync.close()
-        return gone and bool(buffers) == (rank == 0)
-
-    assert run_thread_ranks(work, 2) == [True, True]
-
-
-def test_a_group_that_is_added_does_not_end_the_overlap() -> None:
-    def work(rank: int, group: dist.ProcessGroup) -> list[bool]:
-        trained, pending = Trained(group, sync="zero1"), []
-        first, *others = list(trained.model.parameters())
-        trained.optimizer = torch.optim.AdamW(others, lr=0.1)
-        for number in range(4):
-            if number == 2:
-                trained.optimizer.add_param_group({"params": [first]})
-            trained.step(number, range(rank, rank + 1))
-            pending.append(trained.waits)
-        trained.sync.close()
-        return pending
-
-    assert run_thread_ranks(work, 2) == [[True] * 4] * 2
 
 
 def test_a_step_in_the_users_loop_leaves_nothing_for_later() -> None:

@@ -264,17 +264,6 @@ def test_a_loaded_model_is_an_ordinary_one(choice: str) -> None:
         assert not each.eval()[1].training
 
 
-def test_a_loaded_model_can_be_handled_again() -> None:
-    model = nn.Sequential(nn.BatchNorm1d(3))
-    choose_batch_norm(model, ALONE, "freeze")
-    loaded = saved_and_loaded(model.train())
-    handling = choose_batch_norm(loaded.train(), ALONE, "freeze")
-    assert not loaded.train()[0].training
-    handling.close()
-    assert loaded.train()[0].training
-    assert not model.train()[0].training
-
-
 def test_layers_of_torchs_own_synchronisation_do_what_was_chosen() -> None:
     """Under `local` none of them meets the other ranks, in training or in evaluation."""
     x = torch.randn(6, 2, 5, 5, generator=torch.Generator().manual_seed(0))

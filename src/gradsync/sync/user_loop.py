@@ -15,11 +15,12 @@ other code between backward and the optimizer sees the mean. [Note: Who synchron
 
 [Note: States] What a rank's gradients are, and what leads from one state to another:
 
-    NONE ──► SUMS ──────────────────────────────► NONE       sync.backward; sync.step
-    NONE ──► BACKWARD ──► OWN ──► MEAN                       loss.backward(); its end; all ranks
-                            └───► DISCARDED, LOST            this rank's discard(); another one's
-    any but SUMS with gradients ──► DROPPED                  another handle's backward
-    MEAN, DISCARDED, LOST ──► BACKWARD, SUMS                 the next step
+    NONE ──► SUMS ──► NONE                   sync.backward, sync.step
+    NONE ──► BACKWARD ──► OWN ──► MEAN       loss.backward(), its end, the sum over ranks
+                           └────► DISCARDED  this rank's discard()
+                           └────► LOST       another rank's
+    NONE ──► DROPPED                         another handle's backward
+    MEAN, DISCARDED, LOST, DROPPED           begin the next step as NONE does
 
 A missing backward shows in gradients that an optimizer has already used, or that were cleared.
 Enter `no_sync` before the forward: torch's DDP and FSDP decide there, and a program that enters it
@@ -58,12 +59,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("gradsync")
 
-# Reasons for refusing a loop that mixes both ways of working.
 _PLAIN = (
     "a backward that is not sync.backward() reached this model in sync.micro_step(), or between "
-    "sync.backward() and sync.step(): its gradients would be added to the step's. Write "
-    "sync.backward(loss, micro_batch) there and sync.step(optimizer) after the last one; or, in a "
-    "loop of your own, sync.no_sync() in place of micro_step around all but the last"
+    "sync.backward() and sync.step(), whose gradients it would change. Write sync.backward(loss, "
+    "micro_batch) there and sync.step(optimizer) after the last one; in a loop of your own, "
+    "sync.no_sync() around all micro-batches but the last"
 )
 _OTHERS = (
     "another handle's sync.backward() reached this model between its own backward and its step, or "
@@ -88,10 +88,9 @@ _FAILED = (
 )
 _ADDED = (
     "this backward's gradients are added to those of the one before, and both are averaged over "
-    "ranks: enclose all but a step's last in sync.no_sync(), which sends once; of micro-batches, "
-    "divide each loss by their number, or the step grows with it: with those of gs.loader that "
-    "differs from one number of ranks to another (sync.backward(loss, micro_batch) and "
-    "sync.step(optimizer) divide by themselves) (said once)"
+    "ranks: enclose all but a step's last in sync.no_sync(), and divide each loss by their number, "
+    "which with gs.loader differs from one number of ranks to another (sync.backward(loss, "
+    "micro_batch) and sync.step(optimizer) divide by themselves) (said once)"
 )
 _TOO_LATE_TO_CHANGE = (
     "gradients were changed between loss.backward() and optimizer.step() (clipped?), but a rank "
@@ -99,23 +98,21 @@ _TOO_LATE_TO_CHANGE = (
     "drift apart: call sync.finish() before it, on all ranks (after a backward it does nothing)"
 )
 _STEP_IN_BACKWARD = (
-    "optimizer.step() was called during a backward, by a hook on a parameter: this rank's "
-    "gradients are not averaged yet. Step after the backward; with an optimizer for each layer, by "
-    "sync.step([a, b, ...])"
+    "optimizer.step() was called during a backward, by a hook on a parameter, before gradients are "
+    "averaged. Step after it; with an optimizer for each layer, by sync.step([a, b, ...])"
 )
 _UNLIKE = (
     "optimizer.step() came without a backward on any rank, and the gradients left in .grad differ "
-    "between ranks (written through .data?): write to .grad itself, which counts as this rank's "
-    "gradient, or average it with gs.all_reduce"
+    "between ranks (written through .data?): write to .grad itself, which counts as this rank's"
 )
 _FOREIGN = (
     "works through sync.backward and sync.step only (an optimizer's own step would let ranks drift "
     "apart); in a loop of your own use strategy='invariant', 'bucketed', 'naive' or 'fsdp'"
 )
 _DRIFTED = (
-    "so their last steps differed, and their weights do: go back to a checkpoint from before, and "
-    "step with the same on all ranks (a scheduler that looks at a loss: with its mean over ranks), "
-    "as often after as many loss.backward(): enclose all micro-batches of a step but the last in "
+    "so their last steps differed, and their weights do: go back to a checkpoint from before. Step "
+    "with the same on all ranks (a scheduler that looks at a loss: with its mean over ranks), as "
+    "often for as many backwards: enclose all micro-batches of a step but the last in "
     "sync.no_sync()"
 )
 

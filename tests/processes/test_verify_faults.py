@@ -15,8 +15,6 @@ from gradsync.commands.verify.cell import Setting, run_cell
 from gradsync.commands.verify.record import State
 from gradsync.commands.verify.run import read, save
 from gradsync.commands.verify.settings import Cell, VerifySettings, promise_of
-from gradsync.sync.buffers import BufferSync
-from gradsync.sync.watch import ReplicaWatch
 from support import verify_faults
 from support.rank_session import open_session
 
@@ -46,8 +44,7 @@ def _verify(
                     "gradsync.commands.verify.cell.promise_of", lambda _, promise=promise: promise
                 ),
                 # Verify must find a fault also where the step itself would refuse it.
-                mock.patch.object(ReplicaWatch, "refuse_unlike"),
-                mock.patch.object(BufferSync, "refuse_unlike"),
+                mock.patch("gradsync.sync.step._refuse_unlike"),
             ):
                 results.append(asdict(run_cell(cell, setting)[0]))
     return results

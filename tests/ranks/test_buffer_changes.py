@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
@@ -499,35 +498,3 @@ def test_own_loop_with_no_sync_and_a_spectral_norm() -> None:
 
     results = on_ranks(seeded(layers), loop, 2)
     assert_same(*results)
-
-
-@pytest.mark.parametrize("kind", ["expanded", "inference"])
-def test_a_tensor_that_cannot_be_written_is_replaced(kind: str) -> None:
-    def loop(model: Any, sync: GradientSync, comm: Communicator) -> dict[str, Tensor]:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        if kind == "inference":
-            with torch.inference_mode():
-                model.last = torch.ones(2, 1)
-        for _ in range(2):
-            for x in leaves(sync):
-                sync.backward(model(x).square().sum(), weight=len(x), reduction="sum")
-            sync.step(optimizer)
-        return state(model)
-
-    def layers() -> nn.Module:
-        model = Cache()
-        if kind == "expanded":
-            model.last = torch.zeros(1, 1).expand(2, 1)
-        return model
-
-    same_on_all(seeded(layers), loop)
-
-
-def test_copies_start_without_hooks() -> None:
-    model = seeded(normed)()
-    sync = replicate(model, comm=SingleCommunicator(), batch_norm="local")
-    twin = copy.deepcopy(model)
-    twin(X).sum().backward()
-    assert twin[1].num_batches_tracked == 1
-    sync.close()
-    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())

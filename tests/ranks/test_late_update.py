@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import threading
-import time
-import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, ClassVar
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,12 +15,10 @@ from torch.nn import functional as F
 
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.errors import ConfigError, RunError
-from gradsync.runtime.store import wait_until
 from gradsync.sync import late_update, zero
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.monitors import Stopwatch
 from gradsync.sync.replicate import replicate
-from gradsync.sync.sharded_state import ShardedBucket
 from support.engine_cases import pretend_hosts
 from support.thread_ranks import run_thread_ranks
 
@@ -114,7 +107,7 @@ def inferred(model: Net) -> Tensor:
 def test_who_reads_between_steps_finds_the_update_done(way: str, sync: str) -> None:
     def work(rank: int, group: dist.ProcessGroup, late: bool) -> list[Tensor]:
         trained = Trained(group, sync=sync, overlap_publish=late)
-        for number in range(2):
+        for number in range(2):  # ranks decide in the first
             trained.step(number, range(rank, rank + 1), clip_norm=0.5)
         assert trained.waits is late
         read = READS[way](trained).detach().clone()
@@ -247,62 +240,29 @@ def test_auto_is_late_where_even_the_last_rank_waits_long(
         assert all(map(torch.equal, state, plain))
 
 
-@pytest.mark.parametrize("least_wait", [0.0, 2.0])
-def test_bits_do_not_depend_on_what_auto_chooses(
-    least_wait: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of sums in any order neither: a resumed run begins with whole ones again."""
-    monkeypatch.setattr(late_update, "_LEAST_WAIT", least_wait)
-
-    def work(rank: int, group: dist.ProcessGroup, how: Any) -> list[Tensor]:
-        trained = Trained(group, sync="bucketed", overlap_publish=how)
-        for number in range(6):
-            trained.step(number, range(rank, rank + 1), clip_norm=0.5)
-        state = trained.state()
-        trained.sync.close()
-        return state
-
-    late = run_thread_ranks(lambda rank, group: work(rank, group, True), 3)
-    chosen = run_thread_ranks(lambda rank, group: work(rank, group, "auto"), 3)
-    assert all(map(torch.equal, chosen[0], late[0]))
-
-
 def hook(t: Trained) -> Any:
     return t.optimizer.register_step_pre_hook(lambda *_: None)
 
 
-def test_a_rank_whose_optimizer_has_a_hook_updates_at_once() -> None:
-    """The hook sees gradients; the other rank is late."""
+@pytest.mark.parametrize("hinders", ["hook", "compiled"])
+def test_all_ranks_update_at_once_if_one_cannot_wait(
+    hinders: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hook on one rank sees gradients; compiled code is not left to wait."""
+    if hinders == "compiled":
+        monkeypatch.setattr(late_update, "has_compiled", lambda: True)
 
-    def work(rank: int, group: dist.ProcessGroup, late: bool) -> tuple[bool, list[Tensor]]:
-        trained = Trained(group, overlap_publish=late)
-        if rank == 0:
+    def work(rank: int, group: dist.ProcessGroup) -> list[bool]:
+        trained, found = Trained(group), []
+        if rank == 0 and hinders == "hook":
             hook(trained)
         for number in range(3):
             trained.step(number, range(rank, rank + 1), clip_norm=0.5)
-        waits = trained.waits
-        found = trained.state()
+            found.append(trained.waits)
         trained.sync.close()
-        return waits, found
+        return found
 
-    ranks = run_thread_ranks(lambda rank, group: work(rank, group, True), 2)
-    assert [waits for waits, _ in ranks] == [False, True]
-    at_once = run_thread_ranks(lambda rank, group: work(rank, group, False), 2)
-    for (_, late), (_, plain) in zip(ranks, at_once, strict=True):
-        assert all(map(torch.equal, late, plain))
-
-
-def test_compiled_code_is_not_left_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(late_update, "has_compiled", lambda: True)
-
-    def work(rank: int, group: dist.ProcessGroup) -> bool:
-        trained = Trained(group)
-        trained.step(0, range(rank, rank + 1))
-        waits = trained.waits
-        trained.sync.close()
-        return waits
-
-    assert run_thread_ranks(work, 2) == [False, False]
+    assert run_thread_ranks(work, 2) == [[False] * 3] * 2
 
 
 def check_late_is_at_once(work: Callable[[int, dist.ProcessGroup, bool], list[Tensor]]) -> None:
@@ -327,7 +287,8 @@ def test_weights_that_never_come_can_be_loaded_after_close(
     def work(rank: int, group: dist.ProcessGroup) -> None:
         trained = Trained(group, sync=sync)
         saved = {name: t.clone() for name, t in trained.model.state_dict().items()}
-        trained.step(0, range(rank, rank + 1))
+        for number in range(2):
+            trained.step(number, range(rank, rank + 1))
         trained.sync.replica.reducer.shards._weights._works[0] = Lost()
         with pytest.raises(RunError, match="closed by peer"):
             trained.sync.replica.wait()
@@ -343,49 +304,11 @@ def test_weights_that_never_come_can_be_loaded_after_close(
     assert "did not all arrive (connection closed by peer): go back to a checkpoint" in caplog.text
 
 
-def test_gathered_copies_go_when_weights_have_come() -> None:
-    def work(rank: int, group: dist.ProcessGroup) -> bool:
-        trained = Trained(group, sync="zero1")
-        buffers: list[Any] = []
-        plain = ShardedBucket.gather
-
-        def watched(bucket: ShardedBucket, shard: Tensor) -> Any:
-            flat, sent = plain(bucket, shard)
-            buffers.append(weakref.ref(flat))
-            return flat, sent
-
-        with patch.object(ShardedBucket, "gather", watched) if rank == 0 else nullcontext():
-            trained.step(0, range(rank, rank + 1))
-        trained.sync.replica.wait()
-        gc.collect()
-        # Gloo's thread lets go of what it has sent when it next gets the processor.
-        gone = wait_until(lambda: all(b() is None for b in buffers), time.monotonic() + 10)
-        trained.sync.close()
-        return gone and bool(buffers) == (rank == 0)
-
-    assert run_thread_ranks(work, 2) == [True, True]
-
-
-def test_a_group_that_is_added_does_not_end_the_overlap() -> None:
-    def work(rank: int, group: dist.ProcessGroup) -> list[bool]:
-        trained, pending = Trained(group, sync="zero1"), []
-        first, *others = list(trained.model.parameters())
-        trained.optimizer = torch.optim.AdamW(others, lr=0.1)
-        for number in range(4):
-            if number == 2:
-                trained.optimizer.add_param_group({"params": [first]})
-            trained.step(number, range(rank, rank + 1))
-            pending.append(trained.waits)
-        trained.sync.close()
-        return pending
-
-    assert run_thread_ranks(work, 2) == [[True] * 4] * 2
-
-
 def test_a_step_in_the_users_loop_leaves_nothing_for_later() -> None:
     def work(rank: int, group: dist.ProcessGroup) -> list[Tensor]:
         trained = Trained(group)
-        trained.step(0, range(rank, rank + 1))
+        for number in range(2):
+            trained.step(number, range(rank, rank + 1))
         trained.model(torch.ones(2 + rank, 6)).mean().backward()
         assert all(p.grad is not None for p in trained.model.second.parameters())
         trained.optimizer.step()
@@ -403,14 +326,15 @@ def test_a_refused_step_leaves_nothing_behind() -> None:
 
     def work(rank: int, group: dist.ProcessGroup) -> list[Tensor]:
         trained = Trained(group)
+        trained.step(0, range(rank, rank + 1))
         before = trained.state()
         trained.optimizer.param_groups[0]["lr"] = 0.1 + rank
         with pytest.raises(ConfigError, match="lr"):
-            trained.step(0, range(rank, rank + 1))
+            trained.step(1, range(rank, rank + 1))
         trained.optimizer.param_groups[0]["lr"] = 0.1
         trained.sync.discard()
         assert all(map(torch.equal, trained.state(), before))
-        trained.step(1, range(rank, rank + 1))
+        trained.step(2, range(rank, rank + 1))
         found = trained.state()
         trained.sync.close()
         return found
@@ -423,7 +347,8 @@ def test_an_optimizer_that_keeps_nothing_has_no_entries() -> None:
     def work(rank: int, group: dist.ProcessGroup) -> int:
         trained = Trained(group)
         trained.optimizer = torch.optim.SGD(trained.model.parameters(), lr=0.1)
-        trained.step(0, range(rank, rank + 1))
+        for number in range(2):
+            trained.step(number, range(rank, rank + 1))
         trained.sync.replica.wait()
         found = len(trained.optimizer.state)
         trained.sync.close()
@@ -448,5 +373,4 @@ def test_users_loops_decide_nothing_for_those_who_asked(how: Any) -> None:
         trained.sync.close()
         return found
 
-    with patch.object(late_update, "_LEAST_WAIT", 2.0):
-        assert run_thread_ranks(work, 2) == [[how is True] * 2] * 2
+    assert run_thread_ranks(work, 2) == [[False, how is True]] * 2

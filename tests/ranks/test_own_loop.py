@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import logging
 from collections.abc import Callable
@@ -154,14 +153,6 @@ def steps_right_after_no_sync(rank: int, sync: GradientSync, optimizer: Any) -> 
     optimizer.step()
 
 
-@finds(0, 1)
-def finishes_right_after_no_sync(rank: int, sync: GradientSync, _: Any) -> None:
-    for turn in (0, 1):
-        with sync.no_sync():
-            loss_of(sync.model, rank, turn).backward()
-    sync.finish()
-
-
 @finds(0, 1, 2)
 def sets_the_flag_of_ddp(rank: int, sync: GradientSync, _: Any) -> None:
     """Before the forward `require_backward_grad_sync` says what `no_sync` says."""
@@ -195,13 +186,6 @@ def evaluates_in_between(rank: int, sync: GradientSync, _: Any) -> None:
     with sync.no_sync(), torch.no_grad():
         loss_of(sync.model, rank)
     loss.backward()
-
-
-@finds(0)
-def leaves_no_sync_by_an_exception(rank: int, sync: GradientSync, _: Any) -> None:
-    with pytest.raises(KeyError), sync.no_sync():
-        raise KeyError
-    loss_of(sync.model, rank).backward()
 
 
 @finds(0)
@@ -320,35 +304,27 @@ def test_the_flag_of_one_model_in_a_list_counts() -> None:
 
 
 @every_strategy
-def test_no_sync_must_be_entered_before_the_forward(name: str) -> None:
-    def loop(rank: int, sync: GradientSync, _: Any) -> list[str]:
-        messages = []
+@pytest.mark.parametrize(
+    ("before", "after"), [(True, False), (False, True)], ids=["left too early", "entered too late"]
+)
+@pytest.mark.parametrize("where", ["handle", "model"])
+def test_no_sync_must_be_entered_before_the_forward(
+    name: str, before: bool, after: bool, where: str
+) -> None:
+    """`before` and `after` the forward, by the handle's flag or the model's."""
 
-        def refused(loss: Tensor) -> None:
-            with pytest.raises(ConfigError) as caught:
-                loss.backward()
-            messages.append(str(caught.value))
+    def loop(rank: int, sync: GradientSync, _: Any) -> str:
+        place = sync if where == "handle" else sync.model
+        place.require_backward_grad_sync = not before
+        loss = loss_of(sync.model, rank)
+        place.require_backward_grad_sync = not after
+        with pytest.raises(ConfigError) as caught:
+            loss.backward()
+        return str(caught.value)
 
-        loss = loss_of(sync.model, rank)
-        with sync.no_sync():
-            refused(loss)
-        with sync.no_sync():
-            loss = loss_of(sync.model, rank)
-        refused(loss)
-        loss = loss_of(sync.model, rank)
-        sync.require_backward_grad_sync = False
-        refused(loss)
-        sync.require_backward_grad_sync = True
-        loss = loss_of(sync.model, rank)
-        sync.model.require_backward_grad_sync = False  # the same, set on the model
-        refused(loss)
-        return messages
-
-    for late, early, flag, of_model in on_ranks(name, loop):
-        assert of_model == flag
-        assert late.startswith("no_sync() was entered after the forward: enclose forward and back")
-        assert early.startswith("no_sync() was entered around the forward only: enclose forward ")
-        assert "set require_backward_grad_sync before the forward" in flag
+    said = "around the forward only" if before else "after the forward"
+    for found in on_ranks(name, loop):
+        assert found.startswith(f"no_sync() was entered {said}: enclose forward and backward")
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
@@ -420,47 +396,6 @@ def test_nothing_travels_twice(name: str) -> None:
         return counts
 
     assert run_thread_ranks(work, 2) == [[0] * 6] * 2
-
-
-class UsedInAnotherOrder(nn.Module):
-    """Its gradients become ready in another order than the reversed one of its parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last, self.first, self.middle = (nn.Linear(6, 6, bias=False) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.middle(self.first(x).tanh()).tanh())
-
-
-@pytest.mark.parametrize("name", ["invariant", "bucketed", "ring"])
-def test_what_is_left_over_after_buckets_are_laid_out_anew(name: str) -> None:
-    """Rank 1 has neither a backward nor a zero_grad in step 2: its old gradients count no more."""
-    with global_random_state:
-        torch.manual_seed(0)
-        alone = UsedInAnotherOrder()
-    (loss_of(alone, 0, 1) / 2).backward()
-
-    def work(rank: int, group: dist.ProcessGroup) -> tuple[bool, Gradients]:
-        model = copy.deepcopy(alone)
-        model.zero_grad()
-        options = {} if name == "ring" else {"collective": "backend"}
-        sync = replicate(model, strategy=name, comm=ProcessGroupCommunicator(group), **options)
-        before = sync.replica.reducer.buckets
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        loss_of(model, rank, 0).backward()
-        optimizer.step()
-        if rank == 0:
-            optimizer.zero_grad()
-            loss_of(model, rank, 1).backward()
-        optimizer.step()
-        found = sync.replica.reducer.buckets is not before, gradients(model)
-        sync.close()
-        return found
-
-    for anew, found in run_thread_ranks(work, 2):
-        assert anew
-        assert_gradients(found, gradients(alone))
 
 
 # -- weights stay equal, whatever ranks do ---------------------------------------------------------
@@ -538,6 +473,18 @@ def steps_optimizers_on_schedules_of_their_own(rank: int, sync: GradientSync, _:
         seldom.zero_grad()
 
 
+@program
+def steps_two_optimizers_in_either_order(rank: int, sync: GradientSync, _: Any) -> None:
+    parts = (sync.model.branch, sync.model.inner)
+    branch, inner = (torch.optim.SGD(part.parameters(), lr=0.1) for part in parts)
+    for step in range(4):
+        if (rank, step) != (1, 1):
+            loss_of(sync.model, rank, step).backward()
+        for optimizer in (branch, inner) if step % 2 else (inner, branch):
+            optimizer.step()
+        sync.model.zero_grad()
+
+
 @every_strategy
 @pytest.mark.parametrize("loop", PROGRAMS)
 def test_replicas_stay_equal(name: str, loop: str) -> None:
@@ -548,36 +495,6 @@ def test_replicas_stay_equal(name: str, loop: str) -> None:
     found = on_ranks(name, work)
     assert_replicas_equal(found)
     assert not torch.equal(found[0]["branch.weight"], start().branch.weight)
-
-
-@every_strategy
-def test_two_optimizers(name: str) -> None:
-    """Over parts of the model, stepped one after the other; rank 1 has no data in step 1."""
-
-    def loop(rank: int, sync: GradientSync, _: Any) -> dict[str, Tensor]:
-        branch = torch.optim.SGD(sync.model.branch.parameters(), lr=0.1)
-        rest = torch.optim.SGD([sync.model.inner.weight, sync.model.inner.bias], lr=0.1)
-        for step in range(4):
-            if rank != 1 or step != 1:
-                loss_of(sync.model, rank, step).backward()
-            for optimizer in (branch, rest) if step % 2 else (rest, branch):
-                optimizer.step()
-            branch.zero_grad()
-            rest.zero_grad()
-        return weights(sync.model)
-
-    model = start()
-    for step in range(4):
-        for rank in (0, 2) if step == 1 else range(WORLD_SIZE):
-            (loss_of(model, rank, step) / WORLD_SIZE).backward()
-        with torch.no_grad():
-            for p in (*model.branch.parameters(), *model.inner.parameters()):
-                p.sub_(0.1 * p.grad)
-        model.zero_grad()
-    found = on_ranks(name, loop)
-    assert_replicas_equal(found)
-    for key, expected in weights(model).items():
-        torch.testing.assert_close(found[0][key], expected, rtol=1e-5, atol=1e-6)
 
 
 @every_strategy

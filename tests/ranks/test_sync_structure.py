@@ -37,15 +37,33 @@ def test_equal_models_pass_with_other_values() -> None:
     assert complaints(lambda rank: nn.Linear(3, 2), settings=lambda rank: {"sync": "a"}) == [""] * 3
 
 
+def in_order(rank: int) -> nn.Module:
+    names = "ba" if rank == 2 else "ab"
+    return nn.ParameterDict([(name, nn.Parameter(torch.zeros(2))) for name in names])
+
+
 @pytest.mark.parametrize(
     ("build", "expected"),
     [
-        (lambda rank: nn.Linear(2, 2, bias=rank != 2), "'bias' exists on ranks 0,1 but is missing"),
-        (lambda rank: nn.Linear(2, 2).requires_grad_(rank == 0), "trainable on rank 0 but"),
+        (
+            lambda rank: nn.Linear(2, 2, bias=rank != 2),
+            "'bias' differs: ranks 0,1 [2]",
+        ),
+        (
+            lambda rank: nn.Linear(2, 2).requires_grad_(rank == 0),
+            "frozen on cpu",
+        ),
         (lambda rank: nn.BatchNorm1d(2, track_running_stats=rank > 0), "buffer 'running_mean'"),
-        (lambda rank: nn.Linear(2, 2).to([torch.float32, torch.half][rank % 2]), "float16 on rank"),
-        (lambda rank: nn.Sequential(*[nn.Linear(2, 2)] * (rank + 1)), "parameter '1.weight' is mi"),
+        (
+            lambda rank: nn.Linear(2, 2).to([torch.float32, torch.half][rank % 2]),
+            "rank 1 [2, 2] torch.flo",
+        ),
+        (
+            lambda rank: nn.Sequential(*[nn.Linear(2, 2)] * (rank + 1)),
+            "'1.weight' differs: rank 0 noth",
+        ),
         (lambda rank: nn.Linear(2, 2) if rank else nn.LazyLinear(2), "of unknown shape"),
+        (in_order, "number 1 of the list differs: ranks 0,1 parameter 'a', rank 2 parameter 'b'"),
         (lambda rank: nn.LazyLinear(2), "parameter 'weight' has no values yet"),
         (lambda rank: nn.Linear(2, 2, device="meta"), "parameter 'weight' has no values yet"),
     ],
@@ -64,9 +82,9 @@ def test_whatever_differs_all_ranks_say_the_same(
 
 def test_settings_are_compared_too() -> None:
     told = complaints(lambda rank: nn.Linear(2, 2), settings=lambda r: {"sync": f"way {r % 2}"})
-    assert "sync is 'way 0' on ranks 0,2 but 'way 1' on rank 1" in told[2]
+    assert "sync differs: ranks 0,2 'way 0', rank 1 'way 1'" in told[2]
     told = complaints(lambda _: nn.Linear(2, 2), settings=lambda r: {"x": None if r else "None"})
-    assert "x is 'None' on rank 0 but None on ranks 1,2" in told[0]
+    assert "x differs: rank 0 'None', ranks 1,2 None" in told[0]
 
 
 def zoo(rank: int) -> nn.Module:

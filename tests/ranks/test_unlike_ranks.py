@@ -318,7 +318,7 @@ def test_a_handle_overwrites_weights_on_all_ranks() -> None:
 
 def test_samples_go_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """A change past the counters in one of more parameters than are looked into at once."""
-    monkeypatch.setattr("gradsync.sync.watch._SAMPLED", 2)
+    monkeypatch.setattr("gradsync.sync.check_replicas._SAMPLED", 2)
 
     def work(sync: GradientSync, _: Any) -> None:
         optimizer = adamw(sync.model)
@@ -353,29 +353,3 @@ def test_an_edit_within_an_update_is_noticed_in_the_next_step(
             step(handle, optimizer, own)
 
     on_handles(work, net, strategy=sync, **options)
-
-
-def test_samples_taken_after_unequal_counts_cost_one_comparison(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """From then on all ranks look at the same elements again."""
-    monkeypatch.setattr("gradsync.sync.watch._SAMPLED", 2)
-    compared: list[int] = []
-
-    def work(sync: GradientSync, _: Any) -> None:
-        optimizer, watch = adamw(sync.model), sync._parts.watch
-        original = watch.refuse_unlike
-
-        def count(agreed: Any, *rest: Any) -> None:
-            compared.append(agreed.changed)
-            original(agreed, *rest)
-
-        watch.refuse_unlike = count
-        step(sync, optimizer, False)
-        if sync.replica.comm.rank:
-            watch.remember(optimizer)
-        for _ in range(3):
-            step(sync, optimizer, False)
-
-    on_handles(work, net)
-    assert sorted(compared) == [False] * 6 + [True] * 2

@@ -431,39 +431,6 @@ def test_a_scaler_is_given_to_all_of_a_step(given: str) -> None:
     on_handles(work, linear, 1, strategy="bucketed")
 
 
-@own_loop
-def test_a_loss_of_one_element_is_a_loss(name: str) -> None:
-    def work(sync: GradientSync, optimizer: Any) -> float:
-        sync.backward(sync.model(X).sum().view(1), weight=12, reduction="sum")
-        sync.step(optimizer)
-        return sync.mean_loss
-
-    want = float(linear()(X).detach().sum()) / 12
-    assert on_handles(work, linear, strategy=name) == [pytest.approx(want)] * 2
-
-
-@own_loop
-def test_a_lazily_conjugated_gradient(name: str) -> None:
-    class Complex(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.tensor([1 + 2j, 3 - 1j]))
-
-    def loss(model: Any) -> Tensor:
-        return (model.weight.conj() * torch.tensor([1j, 2.0])).real.sum()
-
-    def work(sync: GradientSync, optimizer: Any) -> list[complex]:
-        sync.backward(loss(sync.model), weight=1, reduction="sum")
-        sync.step(optimizer)
-        return sync.model.weight.tolist()
-
-    plain = Complex()
-    loss(plain).backward()
-    assert plain.weight.grad.is_conj()
-    want = (plain.weight - 0.1 * plain.weight.grad).tolist()
-    assert on_handles(work, Complex, strategy=name) == [pytest.approx(want)] * 2
-
-
 @pytest.mark.parametrize("name", [n for n in EVERY_ENGINE if n not in PERIODIC])
 def test_the_norm_of_fp64_gradients_is_fp64(name: str) -> None:
     def work(sync: GradientSync, optimizer: Any) -> float:
@@ -481,44 +448,6 @@ def test_the_norm_of_fp64_gradients_is_fp64(name: str) -> None:
 
 
 # -- what the model and its optimizers became ------------------------------------------------------
-
-
-@own_loop
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("own", [True, False])
-def test_nothing_trains_after_parameters_were_replaced(
-    name: str, world_size: int, own: bool
-) -> None:
-    """The optimizer still holds the old ones, which get no gradient: nothing else would say it."""
-
-    def work(sync: GradientSync, optimizer: Any) -> None:
-        sync.model.load_state_dict(copy.deepcopy(sync.model.state_dict()), assign=True)
-        loss = sync.model(X).sum()
-        loss.backward() if own else sync.backward(loss, weight=12, reduction="sum")
-        said = r"parameter 'weight' was replaced .*assign=True"
-        with pytest.raises(ConfigError, match=said):
-            optimizer.step() if own else sync.step(optimizer)
-
-    on_handles(work, linear, world_size, strategy=name)
-
-
-@pytest.mark.parametrize("name", EVERY_ENGINE)
-def test_full_weights_do_not_change_with_the_next_step(name: str) -> None:
-    def tied() -> nn.Module:
-        first, last = nn.Linear(4, 4), nn.Linear(4, 4)
-        last.weight = first.weight
-        return drawn(nn.Sequential(first, last))
-
-    def work(sync: GradientSync, optimizer: Any) -> None:
-        kept, before = sync.replica.full_weights(), weights(sync.model)
-        assert kept["0.weight"] is kept["1.weight"]
-        sync.backward(sync.model(X).sum(), weight=12, reduction="sum")
-        sync.step(optimizer)
-        after = torch.cat([kept[n].flatten() for n, _ in sync.model.named_parameters()])
-        assert torch.equal(before, after)
-        assert not torch.equal(before, weights(sync.model))
-
-    on_handles(work, tied, 2, strategy=name)
 
 
 @own_loop

@@ -16,10 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from gradsync.comm.base import Communicator
 from gradsync.comm.values import all_gather_numbers
@@ -37,18 +38,13 @@ CHOICES: dict[str, str] = {
     "waiting",
     "freeze": "keep the running statistics as they are and use them, for pretrained layers",
 }
-NOT_INVARIANT = {
-    "sync": "batch_norm='sync' normalises over as many micro-batches at once as there are ranks, "
-    "so other world sizes give other bits; use 'local' or 'freeze'",
-}
-"""Choices that the invariant order refuses, and the reason."""
-_TWICE = (
-    "batch_norm='sync' cannot be differentiated twice (create_graph=True, as for a gradient "
-    "penalty): say 'local' or 'freeze', or use GroupNorm"
+NOT_INVARIANT = (
+    "batch_norm='sync' normalises over as many micro-batches at once as there are ranks, so other "
+    "world sizes give other bits; use 'local' or 'freeze'"
 )
 
-Turn = Literal["a forward", "a backward", "the backward of the last micro-batch", "the step's end"]
-"""The next action of a rank."""
+TURNS = ("a forward", "a backward", "the backward of the last micro-batch", "the step's end")
+"""What a rank may do next."""
 
 
 class BatchNormHandling:
@@ -62,17 +58,18 @@ class BatchNormHandling:
         self.undo: list[Callable[[], None]] = []
         self._comm = comm
 
-    def meet(self, turn: Turn) -> None:
-        """Under `sync`, raise on every rank if ranks are about to do different things. A rank with
-        fewer forwards would leave the others waiting in the middle of one.
+    def meet(self, turn: str) -> None:
+        """Under `sync`, raise on every rank if ranks are about to do different things, of `TURNS`.
+        A rank with fewer forwards would leave the others waiting in the middle of one.
 
         Called before the action's other messages. One all-gather, whole group, int64 [1].
         """
-        words = get_args(Turn)
-        turns = all_gather_numbers(self._comm, words.index(turn))
+        if self.choice != "sync":
+            return
+        turns = all_gather_numbers(self._comm, TURNS.index(turn))
         if len(set(turns)) > 1:
             sides = " but ".join(
-                f"{name_ranks(ranks)} came to {words[index]}"
+                f"{name_ranks(ranks)} came to {TURNS[index]}"
                 for index, ranks in group_ranks(turns).items()
             )
             raise ConfigError(
@@ -110,8 +107,7 @@ def choose_batch_norm(
         raise ConfigError(f"the model has BatchNorm ({_some(training)}): say which{lines}")
     handling = BatchNormHandling(choice if layers else None, comm)
     if choice == "freeze":
-        without = [name for name, layer in layers.items() if layer.running_mean is None]
-        if without:
+        if without := [name for name, layer in layers.items() if layer.running_mean is None]:
             raise ConfigError(
                 f"batch_norm='freeze': no running statistics to keep in {_some(without)} "
                 "(track_running_stats=False); say 'sync' or 'local'"
@@ -192,11 +188,8 @@ def _synced_forward(comm: Communicator) -> Callable[[BatchNorm, Tensor], Tensor]
 
 
 @torch.no_grad()
-def _update_running(layer: BatchNorm, mean: Tensor, unbiased_var: Tensor) -> None:
+def _update_running(layer: Any, mean: Tensor, unbiased_var: Tensor) -> None:
     """Update as torch does: running = (1 - factor) running + factor x this forward's value."""
-    assert layer.running_mean is not None
-    assert layer.running_var is not None
-    assert layer.num_batches_tracked is not None
     layer.num_batches_tracked.add_(1)
     factor = layer.momentum
     if factor is None:  # the plain mean over all forwards
@@ -251,32 +244,27 @@ class _SyncedNorm(torch.autograd.Function):
         return normal.to(x.dtype), mean, var, count
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        """grad_outputs[0] is shaped as y; the others belong to non-differentiable outputs."""
-        if torch.is_grad_enabled():
-            raise ConfigError(_TWICE)
-        return _gradients(ctx, grad_outputs[0])
-
-
-def _gradients(ctx: Any, grad_y: Tensor) -> Any:
-    """Gradient of x, and this rank's share of the gradients of weight and bias."""
-    x, weight, mean, inv_std, count = ctx.saved_tensors
-    wide, grad = _wide(x), _wide(grad_y)
-    normal = (wide - _like(mean, wide)) * _like(inv_std, wide)
-    own_bias = grad.sum(_all_but_channels(x))
-    own_weight = (grad * normal).sum(_all_but_channels(x))
-    grad_x = None
-    if ctx.needs_input_grad[0]:
-        # Whole group, float64 [2C]; as in forward, nothing overlaps it.
-        sums = torch.cat([own_bias.double(), own_weight.double()])
-        ctx.comm.all_reduce(sums).wait()
-        of_grad, of_product = (sums / count).chunk(2)
-        scale = inv_std if weight is None else inv_std * weight.double()
-        grad_x = grad - _like(of_grad, wide) - normal * _like(of_product, wide)
-        grad_x = (grad_x * _like(scale, wide)).to(x.dtype)
-    grad_weight = own_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None
-    grad_bias = own_bias.to(weight.dtype) if ctx.needs_input_grad[2] else None
-    return grad_x, grad_weight, grad_bias, None
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyrefly: ignore
+        """Gradient of x, and this rank's share of the gradients of weight and bias, from
+        grad_outputs[0], shaped as y; the others belong to non-differentiable outputs."""
+        x, weight, mean, inv_std, count = ctx.saved_tensors
+        wide, grad = _wide(x), _wide(grad_outputs[0])
+        normal = (wide - _like(mean, wide)) * _like(inv_std, wide)
+        own_bias = grad.sum(_all_but_channels(x))
+        own_weight = (grad * normal).sum(_all_but_channels(x))
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            # Whole group, float64 [2C]; as in forward, nothing overlaps it.
+            sums = torch.cat([own_bias.double(), own_weight.double()])
+            ctx.comm.all_reduce(sums).wait()
+            of_grad, of_product = (sums / count).chunk(2)
+            scale = inv_std if weight is None else inv_std * weight.double()
+            grad_x = grad - _like(of_grad, wide) - normal * _like(of_product, wide)
+            grad_x = (grad_x * _like(scale, wide)).to(x.dtype)
+        grad_weight = own_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None
+        grad_bias = own_bias.to(weight.dtype) if ctx.needs_input_grad[2] else None
+        return grad_x, grad_weight, grad_bias, None
 
 
 def _wide(x: Tensor) -> Tensor:

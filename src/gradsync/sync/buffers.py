@@ -46,7 +46,6 @@ message, [Note: Fixed bins], would be too large to send for many elements.)
 
 from __future__ import annotations
 
-import logging
 import math
 import sys
 import weakref
@@ -69,7 +68,7 @@ from gradsync.core.torch_private import (
 )
 from gradsync.errors import ConfigError
 from gradsync.sync.check_replicas import hash_bits
-from gradsync.sync.step_metadata import BITS, first_difference, hash_text
+from gradsync.sync.step_metadata import hash_text, mark_of
 from gradsync.sync.watch import ModuleHook
 
 if TYPE_CHECKING:
@@ -77,17 +76,12 @@ if TYPE_CHECKING:
 
     from gradsync.sync.batch_norm import BatchNormHandling
 
-_EDITED = (
-    "no rank has updated its weights; set buffers between steps on all ranks alike, and give what "
-    "differs from micro-batch to micro-batch to the forward"
-)
-
 
 class BufferSync:
     """Keeps the buffers of equal replicas equal, by the rule of [Note: Buffers].
 
-    Per leaf: forward, `leaf_begins`, backward, `leaf_ends`. Per step: `step_begins`,
-    `refuse_unlike`, `step_ends`, on all ranks, including those without leaves.
+    Per leaf: forward, `leaf_begins`, backward, `leaf_ends`. Per step: `step_begins` and
+    `step_ends`, on all ranks, including those without leaves.
 
     Args:
         model, comm: buffers are equal on all ranks.
@@ -117,8 +111,6 @@ class BufferSync:
         self._in_step = self._in_forward = False
         self._num_leaves = 0
         self._hooks = self._watch() if self._buffers else []
-        # Steps that look for buffers registered later:
-        self._looks = 2 if equal_replicas and comm.world_size > 1 > comm.rank else 0
 
     def _watch(self) -> list[Any]:
         this = weakref.ref(self)  # hooks must not keep the model's buffers alive
@@ -234,7 +226,7 @@ class BufferSync:
 
     def leaf_begins(self, *, last: bool) -> None:
         """Begin a backward (`last`: communication begins in it)."""
-        if self._batch_norm is not None and self._batch_norm.choice == "sync":
+        if self._batch_norm is not None:
             self._batch_norm.meet("the backward of the last micro-batch" if last else "a backward")
 
     def leaf_ends(self, *, counts: bool = True) -> None:
@@ -257,12 +249,9 @@ class BufferSync:
         self._num_leaves += 1
 
     def step_begins(self) -> list[int]:
-        """For each buffer, the number of this rank's leaves that changed it in this step; then two
-        numbers that let ranks compare what changed between steps.
-
-        The caller sums them over all ranks, in a message that it sends anyway, for `step_ends`.
-        """
-        if self._batch_norm is not None and self._batch_norm.choice == "sync":
+        """For each buffer, the number of this rank's leaves that changed it in this step. The
+        caller sums them over all ranks, in a message that it sends anyway, for `step_ends`."""
+        if self._batch_norm is not None:
             self._batch_norm.meet("the step's end")
         if self._trained:  # a forward without backward
             self.leaf_ends(counts=False)
@@ -273,48 +262,32 @@ class BufferSync:
         self._changed.clear()
         self._in_step = False
         self._ending, self._leaves = self._leaves, []  # also if the step is refused
-        counts = [sum(i in leaf for leaf in self._ending) for i in range(len(self._buffers))]
-        return [*counts, self._mark, self._mark**2] if counts else []
+        return [sum(i in leaf for leaf in self._ending) for i in range(len(self._buffers))]
 
     @property
-    def _mark(self) -> int:
-        """A number below 2^20, equal on ranks that changed buffers equally between steps."""
+    def mark(self) -> int | None:
+        """A number that is equal on ranks that changed buffers equally between steps."""
         edited = repr([(i, self._buffers[i].text()) for i in sorted(self._edited)])
-        return int(hash_text(edited.encode()), 16) % 2**BITS if self._edited else 0
+        return mark_of(edited.encode()) if self._buffers else None
 
-    def refuse_unlike(self, counts: Sequence[float]) -> None:
-        """Raise ConfigError on all ranks if buffers were changed between steps and differ.
-        `counts` as for `step_ends`. Two all-gathers if ranks changed buffers differently."""
-        size, mark = self._comm.world_size, self._mark
-        if self._buffers and [*counts[-2:]] != [size * mark, size * mark**2]:
-            texts = {f"buffer {buffer.name!r}": buffer.text() for buffer in self._buffers}
-            if found := first_difference(self._comm, texts):
-                raise ConfigError(f"{found[1]}; {_EDITED}")
-        self._edited.clear()
+    def texts(self) -> dict[str, str]:
+        """The start of each buffer, or its hash, for messages about ranks that differ."""
+        return {f"buffer {buffer.name!r}": buffer.text() for buffer in self._buffers}
 
     @torch.no_grad()
     def step_ends(self, counts: Sequence[float], settle: Callable[[], None]) -> None:
-        """Set the buffers' new values, equal on all ranks. `counts` are the sums of `step_begins`;
-        `settle` is called before messages."""
+        """Set the buffers' new values, equal on all ranks. `counts` are the sums of `step_begins`,
+        () if the step is discarded; `settle` is called before messages."""
         if self._trained:  # a forward in the update
             self.leaf_ends(counts=False)
-        changed = [index for index, count in enumerate(counts[:-2]) if count]
+        changed = [index for index, count in enumerate(counts) if count]
         if changed:
             settle()
             _combine(self._buffers, changed, self._ending or [{}], counts, self._comm)
             self._strays = {i: was for i, was in self._strays.items() if i not in changed}
+        if counts:  # ranks have compared their changes
+            self._edited.clear()
         self._ending = []
-        if self._looks:
-            self._looks -= 1
-            known = {(buffer.owner, buffer.key) for buffer in self._buffers}
-            found = _find_buffers(self._model, getattr(self._batch_norm, "own_buffers", ()))
-            if new := [b.name for b in found if (b.owner, b.key) not in known]:
-                self._looks = 0
-                logging.getLogger("gradsync").warning(
-                    "buffer %r was registered after gs.replicate and is not synchronised: register "
-                    "it in __init__ if its values may differ between ranks",
-                    new[0],
-                )
 
     def close(self) -> None:
         """Remove the hooks and restore BatchNorm's methods; buffers do not change."""

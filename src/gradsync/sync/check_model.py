@@ -12,9 +12,7 @@ leaves, ranks would wait for each other indefinitely.
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,47 +25,33 @@ from gradsync.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-
-log = logging.getLogger("gradsync")
-
-Entry = Sequence[str]
-"""A parameter, buffer or setting: its name, then its properties, both as messages show them. The
-first property is always shown, another one only if ranks differ in it."""
-
-ADVICE = {
-    "DistributedDataParallel": (
-        "torch's DistributedDataParallel synchronises this model already (Accelerate, Fabric and "
-        "transformers' Trainer wrap models in it): train the plain model that gs.replicate was "
-        "given, or keep the wrapper without gs.replicate, with gs.comm_hook(...) for our reductions"
-    ),
-    "FullyShardedDataParallel": (
-        "torch's FSDP has sharded this model already and synchronises it: give gs.replicate the "
-        "plain model, with strategy='fsdp'"
-    ),
+IN_DDP = (
+    "torch's DistributedDataParallel synchronises this model already (Accelerate, Fabric and "
+    "transformers' Trainer wrap models in it): train the plain model that gs.replicate was given, "
+    "or keep the wrapper without gs.replicate, with gs.comm_hook(...) for our reductions"
+)
+_IN_FSDP = (
+    "torch's FSDP has sharded this model already and synchronises it: give gs.replicate the plain "
+    "model, with strategy='fsdp'"
+)
+_ADVICE = {
+    "DistributedDataParallel": IN_DDP,
+    "DDP": IN_DDP,  # torch.distributed._composable.replicate
+    "FullyShardedDataParallel": _IN_FSDP,
+    "FSDPModule": _IN_FSDP,  # fully_shard
     "DeepSpeedEngine": "DeepSpeed synchronises this model already: give gs.replicate the plain one",
 }
-_KINDS = {
-    "DDP": "DistributedDataParallel",  # of torch.distributed._composable.replicate
-    "FSDPModule": "FullyShardedDataParallel",  # of fully_shard
-} | {name: name for name in ADVICE}
+"""What to do about a class that synchronises its module. Classes are compared by name, because
+importing FSDP to check costs too much."""
 
 
 def refuse_synchronised(model: nn.Module) -> None:
-    """Raise ConfigError if another mechanism synchronises `model` or a part of it.
-
-    Compares classes by name, because importing FSDP to check costs too much.
-    """
+    """Raise ConfigError if another mechanism synchronises `model` or a part of it."""
     for part in model.modules():
-        known = ("torch.", "deepspeed.")
-        names = {c.__name__ for c in type(part).__mro__ if c.__module__.startswith(known)}
-        if found := names & _KINDS.keys():
-            raise ConfigError(ADVICE[_KINDS[found.pop()]])
-        if "DataParallel" in names:
-            log.warning(
-                "torch's DataParallel splits each micro-batch over all GPUs that this process "
-                "sees, which other ranks of this host use too: give gs.replicate the plain model, "
-                "and start one rank for each GPU"
-            )
+        for kind in type(part).__mro__:
+            ours = kind.__module__.startswith(("torch.", "deepspeed."))
+            if ours and kind.__name__ in _ADVICE:
+                raise ConfigError(_ADVICE[kind.__name__])
 
 
 def check_same_model(
@@ -83,12 +67,11 @@ def check_same_model(
         ConfigError: on every rank, names the first difference and the ranks on each side; or a
             parameter without values (lazy modules, the meta device) or in shared memory.
     """
-    entries: list[Entry] = [(name, repr(value)) for name, value in (settings or {}).items()]
-    entries += describe_model(model)
-    if not same_on_all_ranks(comm, json.dumps(entries).encode()):
+    texts = {name: repr(value) for name, value in (settings or {}).items()} | describe_model(model)
+    if not same_on_all_ranks(comm, json.dumps(texts).encode()):
         raise ConfigError(
-            f"ranks do not start alike: {first_difference(all_gather_json(comm, entries))}; run "
-            "the same script with the same arguments on every rank"
+            f"ranks do not start alike: {first_difference(comm, texts)}; run the same script with "
+            "the same arguments on every rank"
         )
     for name, tensor in _tensors(model):
         if is_lazy(tensor) or tensor.is_meta:
@@ -104,23 +87,18 @@ def check_same_model(
             )
 
 
-def describe_model(model: nn.Module) -> list[Entry]:
-    """Entries of all parameters, then of all buffers; tied ones appear under each name."""
+def describe_model(model: nn.Module) -> dict[str, str]:
+    """A text for each parameter, then for each buffer; tied ones appear under each name."""
     first_names: dict[int, str] = {}
-    entries: list[Entry] = []
-    for key, tensor in _tensors(model):
-        first = first_names.setdefault(id(tensor), key)
+    texts: dict[str, str] = {}
+    for name, tensor in _tensors(model):
+        first = first_names.setdefault(id(tensor), name)
         shape = "of unknown shape" if is_lazy(tensor) else list(tensor.shape)
-        entries.append(
-            (
-                key,
-                f"{shape} {str(tensor.dtype).removeprefix('torch.')}",
-                "trainable" if tensor.requires_grad else "frozen",
-                "not tied" if first == key else f"tied to {first}",
-                f"(device {tensor.device.type})",  # no index: each rank has its own GPU
-            )
-        )
-    return entries
+        kind = "trainable" if tensor.requires_grad else "frozen"
+        # No index of the device: each rank has its own GPU.
+        texts[name] = f"{shape} {tensor.dtype} {kind} on {tensor.device.type}"
+        texts[name] += "" if first == name else f" tied to {first}"
+    return texts
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -132,27 +110,24 @@ def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     ]
 
 
-def first_difference(by_rank: Sequence[Sequence[Entry]]) -> str:
-    """The first difference between the ranks' lists, as half a sentence. At least two lists must
-    differ."""
-    known = [{key for key, *_ in entries} for entries in by_rank]
-    for position, row in enumerate(zip_longest(*by_rank)):
-        keys = [entry[0] if entry else None for entry in row]
-        for key in dict.fromkeys(key for key in keys if key is not None):
-            if not all(key in names for names in known):
-                return f"{key} {_sides(['exists' if key in k else 'is missing' for k in known])}"
-        if len(set(keys)) > 1:
-            return f"number {position + 1} of the list is {_sides([str(key) for key in keys])}"
-        first, *others = zip(*(entry[1:] for entry in row), strict=True)  # properties by rank
-        shown = [first, *(texts for texts in others if len(set(texts)) > 1)]
-        if len(shown) > 1 or len(set(first)) > 1:
-            return f"{keys[0]} is {_sides([' '.join(words) for words in zip(*shown, strict=True)])}"
-    raise AssertionError("the lists are equal")
+def first_difference(comm: Communicator, texts: Mapping[str, str]) -> str:
+    """A line with the first of the `texts` that differs between ranks, and each rank's; "" if they
+    are equal, in the same order. Two all-gathers (`all_gather_json`)."""
+    by_rank: list[dict[str, str]] = all_gather_json(comm, texts)
+    for name in dict.fromkeys(name for known in by_rank for name in known):
+        if said := _sides([known.get(name, "nothing") for known in by_rank]):
+            return f"{name} differs: {said}"
+    for number, names in enumerate(zip(*by_rank, strict=True)):
+        if said := _sides(names):
+            return f"number {number + 1} of the list differs: {said}"
+    return ""
 
 
 def _sides(texts: Sequence[str]) -> str:
-    """The groups of ranks that share a text: `A on ranks 0,2 but B on rank 1`."""
-    return " but ".join(f"{text} on {name_ranks(r)}" for text, r in group_ranks(texts).items())
+    """The ranks that have each of the `texts`, one per rank; "" if all are equal."""
+    sides = group_ranks(texts).items()
+    shown = ", ".join(f"{name_ranks(ranks)} {text}" for text, ranks in sides)
+    return shown if len(sides) > 1 else ""
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

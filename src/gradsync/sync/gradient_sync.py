@@ -28,7 +28,7 @@ from gradsync.runtime.gloo_group import wait_until_workers_sleep
 from gradsync.sync.batch_norm import BatchNormHandling, choose_batch_norm
 from gradsync.sync.buffers import BufferSync
 from gradsync.sync.check_loss import LossCheck, counts_for_nothing
-from gradsync.sync.check_replicas import check_replicas, replica_tensors
+from gradsync.sync.check_replicas import ReplicaWatch, check_replicas, replica_tensors
 from gradsync.sync.monitors import StragglerWatch
 from gradsync.sync.reducer import Reducer, outside_of_micro_step
 from gradsync.sync.replica import Replica
@@ -44,8 +44,8 @@ from gradsync.sync.step import (
     take_step,
 )
 from gradsync.sync.step_metadata import LossSum
-from gradsync.sync.user_loop import UserLoop, UserLoopMethods, refuse_ddp_around
-from gradsync.sync.watch import ReplicaWatch, optimizer_watch, refuse_closure
+from gradsync.sync.user_loop import UserLoop, UserLoopMethods
+from gradsync.sync.watch import optimizer_watch
 
 if TYPE_CHECKING:
     from torch import nn
@@ -95,7 +95,7 @@ class GradientSync(UserLoopMethods):
         self.model = model
         self._loss = LossSum(reducer.parameters[0].device)
         self._check_loss = LossCheck(comm.rank)
-        self._last = self._failed = False
+        self._last = self._failed = self._in_micro_step = False
         self._index: int | None = None
         self._scale: Any = None
         self._result: StepResult | None = None
@@ -108,7 +108,6 @@ class GradientSync(UserLoopMethods):
         self._stragglers = StragglerWatch(comm)
         self._parts = StepParts(reducer, comm, self._buffers, number, self._stragglers, watch)
         self._user_loop = UserLoop(model, self._parts, watch)
-        self._ddp_watch = refuse_ddp_around(model, reducer)
         self._sums = _Sums(reducer.parameters)
 
     @property
@@ -138,14 +137,15 @@ class GradientSync(UserLoopMethods):
         """
         self._last, self._index = last, index
         self._stragglers.micro_batch_begins()
-        self._user_loop.in_micro_step = True
+        self._user_loop.sums_begin()
+        self._in_micro_step = True
         try:
             with self.replica.reducer.micro_step(last=last):
                 yield
         finally:
             self._last, self._index = False, None
             self._stragglers.micro_batch_ends()
-            self._user_loop.in_micro_step = False
+            self._in_micro_step = False
 
     def backward(
         self,
@@ -184,7 +184,7 @@ class GradientSync(UserLoopMethods):
             last, index = micro_batch.is_last, micro_batch.index
         weight = weight_of(weight, micro_batch)
         self._refuse_if_failed()
-        if self.replica.reducer.needs_micro_step and not self._user_loop.in_micro_step:
+        if self.replica.reducer.needs_micro_step and not self._in_micro_step:
             raise ConfigError(outside_of_micro_step(self.replica.reducer.strategy))
         loss_sum = to_sum(loss, weight, reduction)
         if self._check_loss.left:
@@ -200,7 +200,6 @@ class GradientSync(UserLoopMethods):
             self.replica.reducer.micro_batch(last=last, index=index),
             counts_for_nothing(loss) if nothing else nullcontext(),
         ):
-            self._user_loop.leaves += 1
             self._failed = True  # until backward succeeds
             root.backward()
         self._failed = False
@@ -243,9 +242,8 @@ class GradientSync(UserLoopMethods):
         reducer, optimizers = self.replica.reducer, each_optimizer(optimizer)
         self._refuse_if_failed()
         for each in optimizers:
-            refuse_closure(each)
             self._user_loop.untracked.check(each, own_step=False)
-        if not self._user_loop.leaves and self._user_loop.pending:
+        if self._user_loop.pending:
             raise ConfigError(
                 "loss.backward() is followed by optimizer.step(); sync.step(optimizer) needs "
                 "sync.backward(loss, micro_batch), which says how many targets the loss counts"
@@ -279,14 +277,13 @@ class GradientSync(UserLoopMethods):
         Torch's own DDP (`ddp`, `powersgd`) cannot continue after a backward that raised.
         """
         self._refuse_if_closed()
-        if self._user_loop.pending and not self._user_loop.leaves:
+        if self._user_loop.pending:
             self._user_loop.discard()
             return
         if self._failed:
             self._buffers.leaf_ends(counts=False)
         self._failed = False
         self._end_step(StepCall(loss=self._loss, discard=True, settings={}))  # not compared
-        self._user_loop.step_ends(discarded=True)
 
     def _end_step(self, call: StepCall) -> StepResult:
         """Take the step, then reset."""
@@ -295,11 +292,11 @@ class GradientSync(UserLoopMethods):
         finally:
             self._sums.forget()
             if not self._loss.num_leaves:
-                self._user_loop.leaves = 0
+                self._user_loop.sums_end(discarded=call.discard)
         return self._result
 
     def _check_scale(self, scale: Any) -> None:
-        if self._user_loop.leaves and scale is not self._scale:
+        if self._loss.num_leaves and scale is not self._scale:
             raise ConfigError(_SCALES)
 
     def _refuse_if_failed(self) -> None:
@@ -352,7 +349,7 @@ class GradientSync(UserLoopMethods):
 
     def _refuse_in_step(self, what: str) -> None:
         self._refuse_if_closed()
-        if self._user_loop.leaves or self._user_loop.pending:
+        if self._failed or self._loss.num_leaves or self._user_loop.pending:
             raise ConfigError(
                 f"sync.{what}() was called between backward and step, where gradients are "
                 "unfinished sums: call it after sync.step(), or after sync.discard()"
@@ -410,7 +407,6 @@ class GradientSync(UserLoopMethods):
         needs Python's lock when the interpreter ends would abort the process.
         """
         self._user_loop.close()
-        self._ddp_watch.remove()
         self.replica.reducer.close()
         self._buffers.close()
         for part in self.model.modules():

@@ -11,10 +11,10 @@ bytes are those of one all-reduce. Every number is computed as in an immediate u
 the same. The forward needs the last bucket first, so buckets are sent in reverse order.
 
 Every rank updates everything, as its optimizer would. State and weights are whole on each rank once
-they arrive, and reading them needs no action by other ranks' programs, whose threads send. So each
-rank decides by itself whether it updates late or immediately. It updates immediately for hooks that
-see gradients, optimizers that look at more than one element, a GradScaler, weights whose memory
-another tensor shares, and programs that compile, which would compile again for waiting weights.
+they arrive, and reading them needs no action by other ranks' programs, whose threads send. The
+first steps are immediate. Then ranks decide together whether to be late: all of them, and not if
+one has hooks that see gradients, an optimizer that looks at more than one element, a GradScaler, or
+compiled code, which would be compiled again for waiting weights.
 
 In the user's training loop `.grad` is whole when backward ends, and nothing is left for later.
 """
@@ -27,8 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -36,45 +35,26 @@ from torch.autograd.profiler import record_function
 
 from gradsync.comm.base import Communicator, Work
 from gradsync.comm.process_group import AllOf, Done
-from gradsync.errors import ConfigError
+from gradsync.errors import ConfigError, RunError
 from gradsync.sync.buckets import Bucket
-from gradsync.sync.elementwise import (
-    PieceOptimizer,
-    check_elementwise,
-    group_numbers,
-    members_of,
-)
+from gradsync.sync.elementwise import check_elementwise
 from gradsync.sync.monitors import Stopwatch
 from gradsync.sync.replicas import Replicas, clip_factor, scale_all
 from gradsync.sync.step_metadata import options
 from gradsync.sync.tree_exchange import ShardedNorm, TreeExchange
 from gradsync.sync.waiting_weights import WaitingWeights, has_compiled
-from gradsync.sync.watch import why_not_now
+from gradsync.sync.watch import postponed, why_not_now
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 log = logging.getLogger("gradsync")
 
-_MEASURED = range(1, 4)
-"""Steps, counted from 0, that decide whether sums are sent late under `overlap_publish=auto`; up to
-then sums are whole when a step ends."""
+_MEASURED = 3
+"""Steps after the first one that decide whether to be late under `overlap_publish=auto`."""
 _LEAST_WAIT = 0.1
 """Minimum share of a step spent waiting for sums that makes late sums worthwhile. They cost an
 update per bucket, and messages in place of an all-reduce, which uses less of the processor."""
-
-
-class _Update(NamedTuple):
-    """What one optimizer has to do."""
-
-    optimizer: Optimizer
-    """The optimizer that the user made."""
-    state: Any
-    """Its state; the user may load another state before the update is done."""
-    groups: list[dict[str, Any]]
-    """The options of its groups in this step."""
-    parts: list[PieceOptimizer]
-    """Optimizers of each bucket's parameters."""
 
 
 @dataclass(slots=True)
@@ -87,7 +67,8 @@ class _Pending:
     """Factors from sums to the clipped mean: numbers and tensors [], in this order."""
     gathers: list[Work] = field(default_factory=list)
     """For each bucket, all ranks' shards on their way into `flat(0)`."""
-    updates: list[_Update] = field(default_factory=list)
+    updates: list[tuple[Optimizer, list[dict[str, Any]]]] = field(default_factory=list)
+    """Each optimizer, with the options of its groups in this step."""
 
 
 class LateReplicas(Replicas):
@@ -110,22 +91,19 @@ class LateReplicas(Replicas):
         measures: bool = False,
     ) -> None:
         super().__init__(model, parameters)
-        self._comm, self._exchange = comm, exchange
-        self.by_halves = not measures
-        self._taken, self._ended = 0 if measures else _MEASURED.stop, 0.0
+        self._comm, self._exchange, self._measures = comm, exchange, measures
+        self.by_halves = self._decided = False
+        self._optimizers: Sequence[Optimizer] = ()
+        self._scaled = False
+        self._ended = 0.0
         self._waits: list[float] = []
         self._step: _Pending | None = None
-        self._why = self._said = ""
-        self._scaler = False
-        self._kinds: dict[type[Optimizer], str] = {}
-        self._parts: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
         self._norm = ShardedNorm(self.parameters, comm, exchange)
         self._weights = WaitingWeights(model)
 
     def prepare(self, optimizers: Sequence[Optimizer], *, scaled: bool) -> None:
-        """See `Replicas.prepare`; if it finds a reason, this rank updates immediately."""
-        self._scaler = scaled
-        self._why = next(filter(None, (_why_at_once(o, self._kinds) for o in optimizers)), "")
+        """See `Replicas.prepare`."""
+        self._optimizers, self._scaled = optimizers, scaled
 
     def take(
         self,
@@ -134,155 +112,111 @@ class LateReplicas(Replicas):
         factor: float | None,
         watch: Stopwatch,
     ) -> None:
-        """See `Replicas.take`; requests sums that are not whole from all their owners."""
+        """See `Replicas.take`; if sums are not whole, the step is left for later."""
         self._step = None  # of a step that was refused after its sums
         if self._exchange.whole:
             super().take(buckets, used, factor, watch)
-            if self._taken < _MEASURED.stop:
-                self._measure(watch)
+            if factor is not None and self._optimizers and not self._decided:
+                self._decide(watch)
             return
         for parameter in self.parameters:
             parameter.grad = None
         if factor is not None:
             self._step = _Pending(list(buckets), list(used))
             self._multiply(factor)
-            if self._scaler:
-                self._put_into_grad()
         watch.stop()
 
-    def _measure(self, watch: Stopwatch) -> None:
-        """Note the share of the step spent waiting for whole sums; after the last step, decide.
+    def _decide(self, watch: Stopwatch) -> None:
+        """Decide whether to be late, after the steps to measure.
 
         One all-reduce, once: whole group, float64 [1], on the CPU; overlaps nothing. The smallest
         wait counts: ranks with a longer one wait for the slowest rank, not for the network.
         """
         began, self._ended = self._ended, time.perf_counter()
-        if self._taken in _MEASURED:
-            self._waits.append(watch.seconds() / (self._ended - began))
-        self._taken += 1
-        if self._taken == _MEASURED.stop:
-            # A rank that cannot be late would wait for the second half without any overlap.
-            share = 0.0 if self._why or self._scaler else median(self._waits)
-            wait = torch.tensor([share], dtype=torch.float64)
-            self._comm.all_reduce(wait, "min").wait()
-            self.by_halves = bool(wait >= _LEAST_WAIT)
-            if self._comm.rank == 0:
-                said = "go down beside the next forward" if self.by_halves else "stay in the step"
-                log.info("sums %s: ranks wait %.0f %% of a step for them", said, 100 * float(wait))
+        if self._measures:
+            if began:
+                self._waits.append(watch.seconds() / (self._ended - began))
+            if len(self._waits) < _MEASURED:
+                return
+        # A rank that cannot be late would wait for the second half without any overlap.
+        share = 0.0 if (why := self._why_not()) else median(self._waits or [1.0])
+        wait = torch.tensor([share], dtype=torch.float64)
+        self._comm.all_reduce(wait, "min").wait()
+        self._decided, self.by_halves = True, bool(wait >= _LEAST_WAIT)
+        if self._comm.rank == 0:
+            said = "go down beside the next forward" if self.by_halves else "stay in the step"
+            reason = why or f"ranks wait {100 * float(wait):.0f} % of a step for them"
+            log.info("sums %s: %s", said, reason)
 
-    def _gathers(self) -> list[Work]:
-        """Ask all owners for whole sums, once per step; one work per bucket."""
-        step = self._step
-        assert step is not None, "the caller has one"
-        if not step.gathers:
-            step.gathers = [self._exchange.gather(b) for b in reversed(step.buckets)][::-1]
-        return step.gathers
+    def _why_not(self) -> str:
+        """Reason why the update cannot wait until weights are used, "" if it can."""
+        if has_compiled():
+            return "code would be compiled once more, for weights that wait"
+        if self._scaled:
+            return "a GradScaler looks at whole gradients"
+        for optimizer in self._optimizers:
+            try:
+                check_elementwise(type(optimizer), False)
+            except ConfigError as error:
+                return str(error)
+            if any(group.get("differentiable") for group in optimizer.param_groups):
+                return "the optimizer is differentiable"
+            if why := why_not_now(optimizer):
+                return why
+        return ""
 
-    def _put_into_grad(self) -> None:
-        """Wait for whole gradients, and continue as ordinary replicas."""
-        AllOf(self._gathers()).wait()
-        step = self._step
-        assert step is not None, "the caller has one"
-        for bucket in step.buckets:
-            for parameter, mean in zip(bucket.parameters, self._means(bucket), strict=True):
-                parameter.grad = mean
-        self._step = None
+    @property
+    def _now(self) -> _Pending:
+        assert self._step is not None, "between `take` and the last bucket's update"
+        return self._step
 
     def owned(self) -> list[Tensor]:
         """See `Replicas.owned`; if sums are not whole, this rank's shards, possibly rounded."""
-        if (step := self._step) is None:
+        if self._step is None:
             return super().owned()
-        return [self._own(bucket) for bucket in step.buckets]
-
-    def _own(self, bucket: Bucket) -> Tensor:
-        mine = self._exchange.owned(bucket.plan.numel, self._comm.rank)
-        return bucket.flat(0)[mine.start : mine.stop]
+        mine = [self._exchange.owned(b.plan.numel, self._comm.rank) for b in self._step.buckets]
+        pairs = zip(self._step.buckets, mine, strict=True)
+        return [bucket.flat(0)[span.start : span.stop] for bucket, span in pairs]
 
     def _multiply(self, factor: Any) -> None:
-        """Scale the gradient: its shards, before they go to all ranks. Rounded nodes do not change
-        until each rank has widened them."""
-        step = self._step
-        assert step is not None, "the caller has one"
-        AllOf(step.gathers).wait()  # if an observer has requested them
-        part = (lambda bucket: bucket.flat(0)) if step.gathers else self._own
-        scale_all([part(bucket) for bucket in step.buckets if not bucket.rounded], factor)
-        step.factors.append(factor)
-
-    def _means(self, bucket: Bucket, *, copies: bool = False) -> list[Tensor | None]:
-        """The gradient of each of the bucket's parameters, once whole sums have arrived; None for a
-        parameter without a gradient on any rank."""
-        step = self._step
-        assert step is not None, "the caller has one"
-        means = bucket.sums()
-        if copies:
-            means = [mean.clone() for mean in means]
-        for factor in step.factors if bucket.rounded else ():
-            # Between tensors [] torch promotes dtypes; between [1] and [] it does not.
-            scale_all([m if m.dim() else m.view(1) for m in means], factor)
-        slots = zip(bucket.plan.slots, means, strict=True)
-        return [mean if step.used[slot.index] else None for slot, mean in slots]
+        """Scale the shards, before they go to all ranks. Rounded nodes do not change until each
+        rank has widened them."""
+        pairs = zip(self._now.buckets, self.owned(), strict=True)
+        scale_all([shard for bucket, shard in pairs if not bucket.rounded], factor)
+        self._now.factors.append(factor)
 
     def whole_gradients(self) -> list[Tensor | None]:
-        step = self._step
-        if step is None:
-            return super().whole_gradients()
-        AllOf(self._gathers()).wait()
-        found: list[Tensor | None] = [None] * len(self.parameters)
-        for bucket in step.buckets:
-            means = self._means(bucket, copies=True)
-            for slot, mean in zip(bucket.plan.slots, means, strict=True):
-                found[slot.index] = mean
-        return found
+        """See `Replicas.whole_gradients`; only for steps that are not late."""
+        if self._step is not None:
+            raise RunError("gradients come later: look at them with overlap_publish=False")
+        return super().whole_gradients()
 
     def clip(self, max_norm: float) -> Tensor:
-        if (step := self._step) is None:
+        if self._step is None:
             return super().clip(max_norm)
-        factor = prod(map(float, step.factors))
-        norm = self._norm.of(step.buckets, self.owned(), step.used, factor)
+        factor = prod(map(float, self._step.factors))
+        norm = self._norm.of(self._step.buckets, self.owned(), self._step.used, factor)
         self._multiply(clip_factor(norm, max_norm))
         return norm
 
     def update(self, optimizers: Sequence[Optimizer]) -> None:
-        """See `Replicas.update`; fixes the update with the current options."""
+        """See `Replicas.update`; fixes the update with the current options, and asks all owners for
+        whole sums."""
         step = self._step
-        if step is not None:
-            self._gathers()
-            if self._why:
-                if self._why != self._said and self._comm.rank == 0:
-                    log.info("weights are updated before the next forward: %s", self._why)
-                self._said = self._why
-                self._put_into_grad()
-        if step is None or self._why:
+        if step is None:
             super().update(optimizers)
             return
+        step.gathers = [self._exchange.gather(b) for b in reversed(step.buckets)][::-1]
+        used = {id(p) for p, here in zip(self.parameters, step.used, strict=True) if here}
         for optimizer in optimizers:
-            state = optimizer.state
             groups = [
                 {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in options(g).items()}
                 for g in optimizer.param_groups
             ]
-            used = {id(p) for p, here in zip(self.parameters, step.used, strict=True) if here}
             for parameter in (p for g in optimizer.param_groups for p in g["params"]):
                 if id(parameter) in used:  # the order in which the optimizer makes entries
-                    state.setdefault(parameter, {})
-            parts = self._parts_of(optimizer, step.buckets)
-            step.updates.append(_Update(optimizer, state, groups, parts))
-
-    def _parts_of(self, optimizer: Optimizer, buckets: list[Bucket]) -> list[PieceOptimizer]:
-        """The optimizer over each bucket's parameters, with the user's optimizer state."""
-        members = members_of(optimizer)
-        known = self._parts.get(optimizer)
-        if known is None or known[0] != members or known[1] != buckets:
-            numbers = group_numbers(optimizer.param_groups)
-            parts = [
-                PieceOptimizer(
-                    *(type(optimizer), optimizer.defaults, optimizer.param_groups),
-                    [(numbers[id(p)], p) for p in bucket.parameters if id(p) in numbers],
-                )
-                for bucket in buckets
-            ]
-            known = self._parts[optimizer] = (members, buckets, parts)
-        return known[2]
+                    optimizer.state.setdefault(parameter, {})
+            step.updates.append((optimizer, groups))
 
     def settle(self) -> None:
         """See `Replicas.settle`: waits for whole sums."""
@@ -293,12 +227,12 @@ class LateReplicas(Replicas):
         """See `Replicas.publish`: from now on a forward waits for its weights' buckets."""
         if (step := self._step) is None or not step.updates:
             return Done()
-        for update in step.updates:
-            if "step" in update.optimizer.__dict__:  # a scheduler wraps it, to count steps
-                update.optimizer.step()  # without gradients it changes nothing
-        buckets = [bucket.parameters for bucket in step.buckets]
+        for optimizer, _ in step.updates:
+            if "step" in optimizer.__dict__:  # a scheduler wraps it, to count steps
+                optimizer.step()  # without gradients it changes nothing
+        buckets, late = [bucket.parameters for bucket in step.buckets], not has_compiled()
         self._weights.expect(
-            *(buckets, step.gathers, self._update_bucket), late=True, ended=self._end
+            *(buckets, step.gathers, self._update_bucket), late=late, ended=self._end
         )
         return Done()
 
@@ -307,24 +241,30 @@ class LateReplicas(Replicas):
         self._weights.wait()
 
     def _update_bucket(self, number: int) -> None:
-        step = self._step
-        assert step is not None, "until the last bucket's update"
+        step = self._now
         bucket = step.buckets[number]
-        means = dict(zip(map(id, bucket.parameters), self._means(bucket), strict=True))
-        with record_function(f"update {number}"), self.updates(bucket.parameters):
-            for update in step.updates:
-                part = update.parts[number]
-                if part.inner is not None:
-                    part.inner.state = update.state
-                    ours = [p for group in part.inner.param_groups for p in group["params"]]
-                    part.step(update.groups, [(p, means[id(p)]) for p in ours])
+        means = bucket.sums()
+        for factor in step.factors if bucket.rounded else ():
+            # Between tensors [] torch promotes dtypes; between [1] and [] it does not.
+            scale_all([m if m.dim() else m.view(1) for m in means], factor)
+        for parameter, slot, mean in zip(bucket.parameters, bucket.plan.slots, means, strict=True):
+            parameter.grad = mean if step.used[slot.index] else None
+        with record_function(f"update {number}"), postponed(bucket.parameters):
+            for optimizer, groups in step.updates:
+                now = [options(group) for group in optimizer.param_groups]
+                _set_options(optimizer, groups)
+                try:
+                    type(optimizer).step(optimizer)  # of parameters that have a gradient
+                finally:
+                    _set_options(optimizer, now)
+        for parameter in bucket.parameters:
+            parameter.grad = None
 
     def _end(self) -> None:
-        step, self._step = self._step, None
-        assert step is not None, "until now"
-        for update in step.updates:
-            for parameter in [p for p, entry in update.state.items() if not entry]:
-                del update.state[parameter]  # of an optimizer that keeps no state
+        for optimizer, _ in self._now.updates:
+            for parameter in [p for p, entry in optimizer.state.items() if not entry]:
+                del optimizer.state[parameter]  # of an optimizer that keeps no state
+        self._step = None
 
     def close(self) -> None:
         self._weights.close()
@@ -332,18 +272,6 @@ class LateReplicas(Replicas):
             self._end()
 
 
-def _why_at_once(optimizer: Optimizer, known: dict[type[Optimizer], str]) -> str:
-    """Reason why the update cannot wait until weights are used, "" if it can; `known` holds the
-    reasons by class."""
-    if has_compiled():
-        return "code would be compiled once more, for weights that wait"
-    kind = type(optimizer)
-    if kind not in known:
-        known[kind] = ""
-        try:
-            check_elementwise(kind, False)
-        except ConfigError as error:
-            known[kind] = str(error)
-    if any(group.get("differentiable") for group in optimizer.param_groups):
-        return "the optimizer is differentiable"
-    return known[kind] or why_not_now(optimizer)
+def _set_options(optimizer: Optimizer, options_of_groups: Sequence[dict[str, Any]]) -> None:
+    for group, its in zip(optimizer.param_groups, options_of_groups, strict=True):
+        group.update(its)

@@ -16,8 +16,7 @@ the squares are added in float64 in parameter order. It does not depend on bucke
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from operator import is_
 from typing import TYPE_CHECKING, Any
@@ -61,8 +60,6 @@ class Replicas:
         self.model, self.parameters = model, list(parameters)
         self.strategy = ""
         """Name that users pass as `gs.replicate(strategy=...)`; for messages."""
-        self.updates: Callable[[Sequence[Tensor]], AbstractContextManager[Any]] = nullcontext
-        """Encloses an update of these parameters that comes after `publish`."""
         self._given: list[Tensor] = []
         self._memory: list[Tensor] = []
         """Gradients as `take` provided them, and the memory that holds all of them."""

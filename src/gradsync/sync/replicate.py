@@ -125,7 +125,7 @@ def _refuse_replicated(model: nn.Module) -> None:
     if not named:
         raise RunError("the model has no trainable parameter: nothing to synchronise")
     for name, parameter in named:
-        if optimizer_watch().owns(parameter):
+        if optimizer_watch().owner_of(parameter) is not None:
             said = f"parameter {name!r} of this model is replicated already"
             raise ConfigError(f"{said}; call close() on its handle first")
     refuse_synchronised(model)
@@ -157,8 +157,8 @@ def _checked(
             "overlap_publish updates weights in the next forward, and a script may read them "
             "before: only `gradsync train` takes it; drop it"
         )
-    if options.order == "invariant" and batch_norm in NOT_INVARIANT:
-        raise ConfigError(f"strategy={strategy.name!r}: {NOT_INVARIANT[batch_norm]}")
+    if options.order == "invariant" and batch_norm == "sync":
+        raise ConfigError(f"strategy={strategy.name!r}: {NOT_INVARIANT}")
     if batch_norm == "sync" and "overlap" not in given:
         # Its sums are sent in backward too, on the same group. Buckets would come between them, at
         # different places on ranks that use other parameters.

@@ -18,6 +18,7 @@ is the number of ranks, as in torch's DDP, and the step ends with the reduction.
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -30,6 +31,8 @@ import torch
 from gradsync.comm.base import Communicator
 from gradsync.errors import ConfigError, GradsyncError
 from gradsync.sync.buffers import BufferSync
+from gradsync.sync.check_model import first_difference
+from gradsync.sync.check_replicas import ReplicaWatch
 from gradsync.sync.monitors import Stopwatch, StragglerWatch
 from gradsync.sync.reducer import Reducer, trainable
 from gradsync.sync.step_metadata import (
@@ -38,11 +41,10 @@ from gradsync.sync.step_metadata import (
     Settings,
     StepMetadata,
     agree_on_metadata,
-    digest,
-    refuse_difference,
+    mark_of,
     settings_of,
 )
-from gradsync.sync.watch import ReplicaWatch, refuse_replaced, shapes
+from gradsync.sync.watch import refuse_replaced, shapes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,6 +61,10 @@ _OTHER_ORDER = (
     "together (`next(iter(loader))` takes one): go on from one checkpoint, with equal arguments "
     "and data (of random numbers: of one seed; gs.loader itself divides them among ranks), or "
     "assign dataset.fingerprint, a text, where content differs and samples do not"
+)
+_OTHER_BUFFERS = (
+    "no rank has updated its weights; set buffers between steps on all ranks alike, and give what "
+    "differs from micro-batch to micro-batch to the forward"
 )
 _NO_BACKWARD = (
     "step() came without a backward on any rank since the last step, which used up all gradients: "
@@ -158,18 +164,25 @@ def take_step(parts: StepParts, call: StepCall) -> StepResult:
 
     # agree
     began = time.perf_counter()
-    agreed = agree_on_metadata(
-        *(parts.comm, used, counts, NO_LOSS if loss is None else loss.message()),
+    order = "" if loss is None else loss.order
+    mine = StepMetadata(
+        used=used,
+        counts=counts,
+        loss=NO_LOSS if loss is None else loss.message(),
+        dealt=0.0 if loss is None else loss.dealt,
         stop=call.stop,
         discard=call.discard,
-        number=parts.number,
-        digest=digest(call.settings),
-        order="" if loss is None else loss.order,
-        dealt=(0, 0) if loss is None else loss.dealt,
         changed=parts.watch is not None and parts.watch.changed(),
         late=call.late,
-        sample=0 if parts.watch is None else parts.watch.sample,
+        marks={
+            "model": parts.number,
+            "data": mark_of(order.encode()) if order else None,
+            "settings": mark_of(json.dumps(call.settings).encode()),
+            "weights": None if parts.watch is None else parts.watch.sample,
+            "buffers": parts.buffers.mark,
+        },
     )
+    agreed = agree_on_metadata(parts.comm, mine)
     met_s = time.perf_counter() - began
     total_weight = _weight_over_ranks(parts, call, agreed)
     # If every rank steps alone, `.grad` holds this rank's sum, to be divided by its weight.
@@ -232,21 +245,28 @@ def _warn_of_non_finite(reducer: Reducer, call: StepCall) -> None:
 
 
 def _refuse_unlike(parts: StepParts, agreed: StepMetadata, call: StepCall) -> None:
-    """Raise on all ranks if their batch, settings or weights differ. Rank 0 warns if the batch is
-    not the one that the loader provided."""
-    if call.loss is not None and not agreed.discard and parts.comm.rank == 0:
-        call.loss.warn_of_data(agreed.missing)
-    if not agreed.same_order and not agreed.discard:
-        order = call.loss.order if call.loss else ""
-        refuse_difference(parts.comm, {"gs.loader": order or "no micro-batch"}, _OTHER_ORDER)
+    """Raise on all ranks if their batch, settings, weights or buffers differ. Rank 0 warns if the
+    batch is not the one that the loader provided."""
+    if agreed.discard:
+        return
     model, known = parts.reducer.model, parts.reducer.parameters
-    if not (any(agreed.used) or agreed.discard) and parts.reducer.shards.whole_parameters:
+    if not any(agreed.used) and parts.reducer.shards.whole_parameters:
         # Rare, so it may search the whole model: a replacement parameter has no hook.
         refuse_replaced(model, {id(p) for _, p in trainable(model)} - set(map(id, known)))
+    order = call.loss.order if call.loss else ""
+    if call.loss is not None and parts.comm.rank == 0:
+        call.loss.warn_of_data(agreed.dealt)
+    texts: dict[str, Callable[[], Settings]] = {
+        "data": lambda: {"gs.loader": order or "no micro-batch"},
+        "settings": lambda: call.settings,
+        "buffers": parts.buffers.texts,
+    }
+    whys = {"data": _OTHER_ORDER, "settings": call.why, "buffers": _OTHER_BUFFERS}
+    for name in (name for name in texts if name in agreed.unlike):
+        if said := first_difference(parts.comm, texts[name]()):
+            raise ConfigError(f"{said}; {whys[name]}")
     if parts.watch is not None:
-        parts.watch.refuse_unlike(agreed, call.settings, call.why)
-    if not agreed.discard:
-        parts.buffers.refuse_unlike(agreed.counts)
+        parts.watch.refuse_unlike(changed=agreed.changed)
 
 
 def _weight_over_ranks(parts: StepParts, call: StepCall, agreed: StepMetadata) -> float:

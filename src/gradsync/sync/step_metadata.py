@@ -17,23 +17,18 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import logging
 import math
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from gradsync.comm.base import Communicator
-from gradsync.comm.values import all_gather_json
-from gradsync.core.files import counted
-from gradsync.errors import ConfigError, RunError
-from gradsync.sync.check_model import group_ranks, name_ranks
+from gradsync.errors import RunError
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -41,103 +36,92 @@ if TYPE_CHECKING:
 log = logging.getLogger("gradsync")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class StepMetadata:
-    """Result of the message, equal on all ranks."""
+    """What a rank tells the others at a step's end, and what all of them told."""
 
-    loss: list[float]
-    """Sum of the ranks' `LossSum.message()`."""
-    stop: bool
-    """Whether any rank wants to stop."""
-    discard: bool
-    """Whether any rank wants to discard this step's gradients."""
     used: list[bool]
-    """For each trainable parameter, whether any rank has a gradient for it."""
-    counts: list[float]
-    """Sums of the ranks' counts (leaves that changed a buffer)."""
-    alike: bool
-    """Whether all ranks sent the same digest."""
-    same_order: bool
-    """Whether all ranks that sent an order sent the same one."""
-    changed: bool
-    """Whether any rank found weights changed between steps, or samples of weights differ."""
-    late: bool
-    """Whether any rank takes part only in its optimizer's own step."""
-    missing: int
-    """Number of the loader's leaves that no rank passed to `backward`; 0 if unknown."""
+    """For each trainable parameter, whether this rank (any rank) has a gradient for it."""
+    counts: Sequence[float] = ()
+    """For each buffer, the number of (all) leaves that changed it."""
+    loss: Sequence[float] = ()
+    """From `LossSum.message()`; their sum."""
+    dealt: float = 0.0
+    """From `LossSum.dealt`; their sum."""
+    stop: bool = False
+    """Whether this rank (any rank) wants to stop."""
+    discard: bool = False
+    """Whether this rank (any rank) wants to discard this step's gradients."""
+    changed: bool = False
+    """Whether weights changed since the last step; of all, also if samples of weights differ."""
+    late: bool = False
+    """Whether this rank (any rank) takes part only in its optimizer's own step."""
+    marks: Mapping[str, int | None]
+    """Numbers from `mark_of`, with the same names on all ranks; None where this rank has nothing to
+    compare. "model" is the number of the handle; "weights" are samples of them."""
+    unlike: frozenset[str] = frozenset()
+    """Names of the marks that differ between ranks."""
 
 
-def agree_on_metadata(
-    comm: Communicator,
-    used: Sequence[bool],
-    counts: Sequence[int] = (),
-    loss: Sequence[float] = (),
-    *,
-    stop: bool = False,
-    discard: bool = False,
-    number: int = 0,
-    digest: Sequence[int] = (0, 0),
-    order: str = "",
-    dealt: tuple[int, int] = (0, 0),
-    changed: bool = False,
-    late: bool = False,
-    sample: int = 0,
-) -> StepMetadata:
-    """Exchange the step's metadata: one all-reduce, whole group, on the CPU.
+def agree_on_metadata(comm: Communicator, mine: StepMetadata) -> StepMetadata:
+    """What all ranks told, equal on all of them: one all-reduce, whole group, on the CPU.
 
-    float64 [18 + loss + parameters + counts]. Never waits for the device; overlaps the buckets.
-
-    Args:
-        comm: the ranks.
-        used: for each trainable parameter, whether this rank has a gradient for it.
-        counts: for each buffer, the number of this rank's leaves that changed it.
-        loss: from `LossSum.message()`.
-        stop: whether this rank wants to stop.
-        discard: whether this rank wants the gradients discarded.
-        number: number of the handle; all ranks must be at the same handle.
-        digest: two numbers below 2^20, equal on ranks that step equally; see `settings_of`.
-        order: the order of samples of this rank's leaves; "" if it has none to compare.
-        dealt: from `LossSum.dealt`.
-        changed: whether this rank's weights changed since the last step; see `ReplicaWatch`.
-        late: whether this rank takes part in its optimizer's own step; see `user_loop.py`.
-        sample: a number below 2^20, equal on ranks that hold the same weights; see `ReplicaWatch`.
+    float64 [5 + 5 marks + loss + parameters + counts]. Never waits for the device; overlaps the
+    buckets.
 
     Raises:
         RunError: ranks are at the steps of different models.
     """
-    # W n and W n^2 are the sums if all numbers equal n, and only then.
-    marks = [power for n in (number + 1, *digest, sample) for power in (n, n**2)]
-    order_mark = int(hash_text(order.encode()), 16) % 2**BITS if order else 0
-    orders = [bool(order), order_mark, order_mark**2]
-    given, expected = dealt
-    leaves = [given, expected, expected > 0]
-    parts = ([stop, discard, changed, late], marks, orders, leaves, loss, used, counts)
+    flags = [mine.stop, mine.discard, mine.changed, mine.late, mine.dealt]
+    powers = [_powers(mark) for mark in mine.marks.values()]
+    parts = (flags, *powers, mine.loss, mine.used, mine.counts)
     message = torch.tensor([x for part in parts for x in part], dtype=torch.float64)
     comm.all_reduce(message).wait()
-    flags, agreed_marks, (count, sum_1, sum_2), dealt_marks, losses, any_use, sums = (
-        part.tolist() for part in message.split([len(part) for part in parts])
-    )
-    equal = [comm.world_size * mark == sum_ for mark, sum_ in zip(marks, agreed_marks, strict=True)]
-    if not all(equal[:2]):
+    sums = [part.tolist() for part in message.split([len(part) for part in parts])]
+    (*wishes, dealt), *of_marks, loss, used, counts = sums
+    by_name = dict(zip(mine.marks, of_marks, strict=True))
+    if by_name["model"][0] != comm.world_size:
         raise RunError(
             "ranks call different operations at the same time: the others sum a step's metadata, "
             f"rank(s) {comm.rank} something else (only its own numbers came back)"
-            if agreed_marks[:2] == marks[:2]
-            else f"rank {comm.rank}: ranks synchronise different models at the same time: models "
-            "that share a process group must take turns in one order on all ranks; or replicate "
-            "them together, as one torch.nn.ModuleList"
         )
-    stops, discards, changes, lates = (number > 0 for number in flags)
-    any_used = [use > 0 for use in any_use]
-    all_given, all_expected, knowing = dealt_marks  # all ranks that know expect the same number
+    unlike = frozenset(name for name, found in by_name.items() if _differ(found))
+    if "model" in unlike:
+        raise RunError(
+            f"rank {comm.rank}: ranks synchronise different models at the same time: models that "
+            "share a process group must take turns in one order on all ranks; or replicate them "
+            "together, as one torch.nn.ModuleList"
+        )
+    stop, discard, changed, late = (number > 0 for number in wishes)
     return StepMetadata(
-        *(losses, stops, discards, any_used, sums),
-        alike=all(equal[:-2]),
-        same_order=count * sum_2 == sum_1**2,
-        changed=changes or not all(equal[-2:]),
-        late=lates,
-        missing=round(all_expected / knowing - all_given) if knowing else 0,
+        **{"used": [use > 0 for use in used], "counts": counts, "loss": loss, "dealt": dealt},
+        **{"stop": stop, "discard": discard, "late": late, "marks": mine.marks, "unlike": unlike},
+        changed=changed or "weights" in unlike,
     )
+
+
+_BITS = 20
+"""Bits of each half of a mark: its squares add exactly in float64 for up to 2^13 ranks."""
+
+
+def mark_of(content: bytes) -> int:
+    """A number of 40 bits; equal for different contents with probability 2**-40."""
+    return int(hash_text(content), 16) % 2 ** (2 * _BITS)
+
+
+def _powers(mark: int | None) -> list[int]:
+    """What shows in a sum over ranks whether marks differ: 1, the mark's halves, their squares."""
+    if mark is None:
+        return [0] * 5
+    high, low = divmod(mark, 2**_BITS)
+    return [1, low, high, low**2, high**2]
+
+
+def _differ(sums: Sequence[float]) -> bool:
+    """Whether not all marks in these sums of `_powers` are equal: k numbers are equal if and only
+    if k times the sum of their squares is the square of their sum."""
+    count, low, high, low_2, high_2 = map(int, sums)
+    return count * low_2 != low**2 or count * high_2 != high**2
 
 
 # -- sums of losses and weights --------------------------------------------------------------------
@@ -184,11 +168,10 @@ class LossSum:
         self._device = device
         self._losses: list[Tensor] = []
         self._weights: list[float] = []
-        self._orders: set[str] = set()
-        self._leaves: set[int] = set()  # the loader's leaves, by index
-        self._expected: set[int] = set()
-        self._first = ""
-        self._warned: set[str] = set()
+        self._leaves: set[tuple[str, int, int]] = set()
+        """Order of samples, place in the step, and number of the step's leaves, of each leaf."""
+        self._first = ""  # order of the first step
+        self._said: set[str] = set()
 
     @property
     def num_leaves(self) -> int:
@@ -209,55 +192,54 @@ class LossSum:
     def order(self) -> str:
         """The order of samples that the leaves belong to; "" without one, or for several loaders,
         since a rank may have skipped a leaf of one."""
-        return "".join(self._orders) if len(self._orders) == 1 else ""
+        orders = {order for order, _, _ in self._leaves} - {""}
+        return orders.pop() if len(orders) == 1 else ""
 
     @property
-    def dealt(self) -> tuple[int, int]:
-        """Number of the loader's leaves that this rank got, and number of leaves that the loader
-        provided to all ranks; zeros if not known."""
-        known = len(self._orders) == 1 and len(self._expected) == 1
-        return (len(self._leaves), max(self._expected)) if known else (0, 0)
+    def dealt(self) -> float:
+        """The share of all ranks' leaves that the loader gave to this rank; 0.0 if not known."""
+        totals = {total for _, _, total in self._leaves}
+        return len(self._leaves) / totals.pop() if self.order and len(totals) == 1 else 0.0
 
-    def warn_of_data(self, missing: int) -> None:
-        """Warn, once each, if no rank passed `missing` leaves of a step to `backward`, and if the
-        data of the first step appear again, as a second loader provides them."""
+    def warn_of_data(self, dealt: float) -> None:
+        """Warn, once each, if ranks passed less than all leaves of a step to `backward` (`dealt` is
+        the sum of their shares), and if the data of the first step appear again, as a second loader
+        provides them."""
         order = self.order
-        if missing > 0:
+        if 0 < dealt < 1 - 1e-6:
             self._warn(
-                f"{counted(missing, 'micro-batch', 'micro-batches')} of this step came from "
-                "gs.loader, but to sync.backward on no rank, and nothing of them counts: it is "
-                "called on every rank for each micro-batch, with weight=0 where none of its "
-                "targets shall count"
+                "%s of this step's micro-batches came from gs.loader, but to sync.backward on no "
+                "rank, and nothing of them counts: it is called on every rank for each "
+                "micro-batch, with weight=0 where none of its targets shall count (said once)",
+                f"{1 - dealt:.0%}",
             )
         if order and order == self._first:
             self._warn(
                 "this step has the samples of the first one again, in the same order, and with the "
                 "same random numbers: a new gs.loader begins anew; several passes are one loader "
-                "with num_epochs=, or loaders with a seed= each"
+                "with num_epochs=, or loaders with a seed= each (said once)"
             )
         self._first = self._first or order
 
-    def _warn(self, text: str) -> None:
-        if text[:20] not in self._warned:
-            self._warned.add(text[:20])
-            log.warning("%s (said once)", text)
+    def _warn(self, text: str, *values: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            log.warning(text, *values)
 
     def add(self, loss_sum: Tensor, weight: float, micro_batch: Any = None) -> None:
         """Add one micro-batch's summed loss, [], and weight."""
+        leaf = ("", 0, 0)
         if order := getattr(micro_batch, "order", ""):
-            self._orders.add(f"{order}, step {micro_batch.step}")
-            self._leaves.add(micro_batch.index)
-        self._expected.add(micro_batch.num_micro_batches if order else 0)
+            step = f"{order}, step {micro_batch.step}"
+            leaf = step, micro_batch.index, micro_batch.num_micro_batches
+        self._leaves.add(leaf)
         self._losses.append(loss_sum.detach().to(self._device, torch.float64, copy=True))
         self._weights.append(weight)
 
     def clear(self) -> None:
         """Start over with no leaves."""
-        self._losses.clear()
-        self._weights.clear()
-        self._orders.clear()
-        self._leaves.clear()
-        self._expected.clear()
+        for each in (self._losses, self._weights, self._leaves):
+            each.clear()
 
     def message(self) -> list[float]:
         """This rank's part of the step's small message, [2 NUM_BINS]: the weight, and on a CPU,
@@ -294,15 +276,6 @@ class LossSum:
 
 Settings = dict[str, str]
 """Text by name, in the order in which messages look for the first difference."""
-STEPS = "number of optimizer.step() since the last synchronisation"
-"""Name of a setting, in the user's training loop."""
-_UNEVEN = (
-    "each loss.backward() outside of sync.no_sync() is a synchronisation, of which all ranks need "
-    "as many before a step: enclose all micro-batches of a step but the last in sync.no_sync(), "
-    "skip no step on one rank alone, and go back to a checkpoint from before: weights differ now"
-)
-BITS = 20
-"""Bits of each number of a digest: W n^2 is exact in float64 for up to 2^13 ranks."""
 NOT_OPTIONS = frozenset({"params", "param_names"})
 """Entries of a parameter group that are not hyper-parameters."""
 
@@ -334,44 +307,10 @@ def settings_of(optimizer: Optimizer, parameters: Sequence[Tensor], *, number: i
     return found
 
 
-def digest(settings: Settings) -> tuple[int, int]:
-    """Two numbers of 20 bits, for `agree`; equal for different settings with probability 2**-40."""
-    both = int(hash_text(json.dumps(settings).encode()), 16)
-    return both % 2**BITS, both // 2**BITS % 2**BITS
-
-
-def refuse_difference(comm: Communicator, settings: Settings, why: str) -> None:
-    """Raise ConfigError on all ranks, since the digests of their `settings` differ. Names the first
-    difference and each rank's value, then `why` (the consequence, and what to do).
-
-    Two all-gathers (`all_gather_json`).
-    """
-    if found := first_difference(comm, settings):
-        name, said = found
-        raise ConfigError(f"{said}; {_UNEVEN if name == STEPS else why}")
-    raise ConfigError(f"ranks list their optimizers' options in another order; {why}")
-
-
-def first_difference(comm: Communicator, settings: Settings) -> tuple[str, str] | None:
-    """Name of the first of the `settings` that differs between ranks, and a line with each rank's
-    value; None if they are equal. Two all-gathers (`all_gather_json`)."""
-    by_rank: list[Settings] = all_gather_json(comm, settings)
-    for name in dict.fromkeys(name for settings in by_rank for name in settings):
-        sides = group_ranks([settings.get(name, "nothing") for settings in by_rank])
-        if len(sides) > 1:
-            values = ", ".join(f"{name_ranks(ranks)} {value}" for value, ranks in sides.items())
-            return name, f"{name} differs: {values}"
-    return None
-
-
 def _text(value: Any) -> str:
     """Text that is the same on all ranks for equal values, regardless of object identity."""
-    if isinstance(value, int | None | str | complex | Enum):
-        # An enum's repr shows the member's value, which may be any object.
-        return str(value) if isinstance(value, Enum) else repr(value)
-    if isinstance(value, float):
-        whole = abs(value) < 2**53 and value.is_integer()
-        return repr(int(value)) if whole else repr(float(value))  # 1 and 1.0 are equal options
+    if isinstance(value, int | float | None | str | complex):
+        return repr(value)
     if isinstance(value, Mapping):
         pairs = (
             (repr(key) if isinstance(key, str | int) else type(key).__qualname__, _text(entry))

@@ -13,6 +13,15 @@ other code between backward and the optimizer sees the mean. [Note: Who synchron
     sync.backward() of another  yields no gradients here: those for this model's parameters are
     handle, through this model  discarded at once (a generator's loss, through the discriminator)
 
+[Note: States] What a rank's gradients are, and what leads from one state to another:
+
+    NONE ──► SUMS ──► NONE                   sync.backward, sync.step
+    NONE ──► BACKWARD ──► OWN ──► MEAN       loss.backward(), its end, the sum over ranks
+                           └────► DISCARDED  this rank's discard()
+                           └────► LOST       another rank's
+    NONE ──► DROPPED                         another handle's backward
+    MEAN, DISCARDED, LOST, DROPPED           begin the next step as NONE does
+
 A missing backward shows in gradients that an optimizer has already used, or that were cleared.
 Enter `no_sync` before the forward: torch's DDP and FSDP decide there, and a program that enters it
 later drifts silently. The order is checked here too, so a loop works under every strategy.
@@ -23,7 +32,8 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
+from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,39 +47,28 @@ from gradsync.core.torch_private import (
     version,
 )
 from gradsync.errors import ConfigError, GradsyncError
-from gradsync.sync.check_model import ADVICE
+from gradsync.sync.check_model import IN_DDP
+from gradsync.sync.check_replicas import ReplicaWatch
 from gradsync.sync.engine import gone
-from gradsync.sync.reducer import Reducer
 from gradsync.sync.step import StepCall, StepParts, take_step
-from gradsync.sync.step_metadata import STEPS, settings_of
-from gradsync.sync.watch import ModuleHook, ReplicaWatch, UntrackedParameters, optimizer_watch
+from gradsync.sync.step_metadata import settings_of
+from gradsync.sync.watch import ModuleHook, UntrackedParameters, optimizer_watch
 
 if TYPE_CHECKING:
     from torch import nn
 
 log = logging.getLogger("gradsync")
 
-# Reasons for refusing a loop that mixes both ways of working.
-_TOGETHER = (
-    "; step before it, or replicate models that one backward trains together: "
-    "gs.replicate(torch.nn.ModuleList([a, b]))"
+_PLAIN = (
+    "a backward that is not sync.backward() reached this model in sync.micro_step(), or between "
+    "sync.backward() and sync.step(), whose gradients it would change. Write sync.backward(loss, "
+    "micro_batch) there and sync.step(optimizer) after the last one; in a loop of your own, "
+    "sync.no_sync() around all micro-batches but the last"
 )
-_PLAIN_IN_MICRO_STEP = (
-    "loss.backward() in sync.micro_step(), where every micro-batch would be averaged as a step: "
-    "write sync.backward(loss, micro_batch) there and sync.step(optimizer) after the last one; or, "
-    "in a loop of your own, sync.no_sync() in place of micro_step around all but the last"
-)
-_PLAIN_BEFORE_STEP = (
-    "a backward that is not sync.backward() reached this model between sync.backward() and "
-    "sync.step(): its gradients would be added to the step's"
-)
-_OTHERS_BEFORE_STEP = (
-    "another handle's sync.backward() reached this model between its own backward and its step: "
-    f"its gradients would be added to that step's{_TOGETHER}"
-)
-_OTHERS_GRADIENTS = (
-    "this optimizer's gradients came by another handle's sync.backward(), which keeps only its own "
-    f"model's{_TOGETHER}"
+_OTHERS = (
+    "another handle's sync.backward() reached this model between its own backward and its step, or "
+    "without one of its own; it keeps gradients of its own model only: step before it, or "
+    "replicate models that one backward trains together: gs.replicate(torch.nn.ModuleList([a, b]))"
 )
 _TOO_LATE = (
     "enclose forward and backward of a micro-batch together (or set require_backward_grad_sync "
@@ -80,12 +79,8 @@ _REENTRANT = (
     "its end cannot be told from the whole one's; use use_reentrant=False"
 )
 _OWN_STEP = (
-    "sync.backward() is followed by sync.step(optimizer), not by optimizer.step(): nobody has "
-    "divided these gradients yet"
-)
-_FINISH = (
-    "sync.backward() is followed by sync.step(optimizer), not by sync.finish(), which belongs to "
-    "loss.backward()"
+    "sync.backward() is followed by sync.step(optimizer), not by optimizer.step() or "
+    "sync.finish(), which belong to loss.backward(): nobody has divided these gradients yet"
 )
 _FAILED = (
     "the last backward ended with an error, and other ranks may be waiting for its gradients: call "
@@ -93,10 +88,9 @@ _FAILED = (
 )
 _ADDED = (
     "this backward's gradients are added to those of the one before, and both are averaged over "
-    "ranks: enclose all but a step's last in sync.no_sync(), which sends once; of micro-batches, "
-    "divide each loss by their number, or the step grows with it: with those of gs.loader that "
-    "differs from one number of ranks to another (sync.backward(loss, micro_batch) and "
-    "sync.step(optimizer) divide by themselves) (said once)"
+    "ranks: enclose all but a step's last in sync.no_sync(), and divide each loss by their number, "
+    "which with gs.loader differs from one number of ranks to another (sync.backward(loss, "
+    "micro_batch) and sync.step(optimizer) divide by themselves) (said once)"
 )
 _TOO_LATE_TO_CHANGE = (
     "gradients were changed between loss.backward() and optimizer.step() (clipped?), but a rank "
@@ -104,26 +98,40 @@ _TOO_LATE_TO_CHANGE = (
     "drift apart: call sync.finish() before it, on all ranks (after a backward it does nothing)"
 )
 _STEP_IN_BACKWARD = (
-    "optimizer.step() was called during a backward, by a hook on a parameter: this rank's "
-    "gradients are not averaged yet. Step after the backward; with an optimizer for each layer, by "
-    "sync.step([a, b, ...])"
+    "optimizer.step() was called during a backward, by a hook on a parameter, before gradients are "
+    "averaged. Step after it; with an optimizer for each layer, by sync.step([a, b, ...])"
 )
 _UNLIKE = (
     "optimizer.step() came without a backward on any rank, and the gradients left in .grad differ "
-    "between ranks (written through .data?): write to .grad itself, which counts as this rank's "
-    "gradient, or average it with gs.all_reduce"
+    "between ranks (written through .data?): write to .grad itself, which counts as this rank's"
 )
 _FOREIGN = (
     "works through sync.backward and sync.step only (an optimizer's own step would let ranks drift "
     "apart); in a loop of your own use strategy='invariant', 'bucketed', 'naive' or 'fsdp'"
 )
+_DRIFTED = (
+    "so their last steps differed, and their weights do: go back to a checkpoint from before. Step "
+    "with the same on all ranks (a scheduler that looks at a loss: with its mean over ranks), as "
+    "often for as many backwards: enclose all micro-batches of a step but the last in "
+    "sync.no_sync()"
+)
 
 _FLAG = "require_backward_grad_sync"  # torch's DDP has the same name; set on the model
-_THE_CALL = {"the call": "loss.backward() or optimizer.step()", STEPS: "0"}
-_DRIFTED = (
-    "so their last steps differed, and their weights do: go back to a checkpoint from before, and "
-    "step with the same on all ranks (a scheduler that looks at a loss: with its mean over ranks)"
-)
+_STEPS = "number of optimizer.step() since the last synchronisation"
+_THE_CALL = {"the call": "loss.backward() or optimizer.step()", _STEPS: "0"}
+
+
+class State(Enum):
+    """What this rank's gradients are; see [Note: States]."""
+
+    NONE = auto()  # there are none, or `sync.step` has used them
+    SUMS = auto()  # made by `sync.backward`, for `sync.step`
+    BACKWARD = auto()  # a `loss.backward()` is running, or has raised
+    OWN = auto()  # made by `loss.backward()`, not averaged yet
+    MEAN = auto()  # averaged over ranks
+    DISCARDED = auto()  # on all ranks, because this one asked for it
+    LOST = auto()  # discarded because another rank asked for it
+    DROPPED = auto()  # another handle's backward made them, so they were cleared
 
 
 class UserLoop:
@@ -139,38 +147,43 @@ class UserLoop:
         self._parts, self._watch = parts, watch
         self._buffers, self._reducer = parts.buffers, parts.reducer
         self.comm = parts.comm
-        self.leaves = 0
-        """Number of `GradientSync.backward`s since the last step."""
-        self.in_micro_step = False
-        """Whether in `GradientSync.micro_step`, which encloses `GradientSync.backward`."""
         self._models = [model, *model.children()] if type(model) is ModuleList else [model]
-        self.closed = self.off = False
+        self._state = State.NONE
+        self.off = False
         """Whether the handle, rather than the model, turns synchronisation off."""
-        self._no_sync_in_forward: bool | None = None
+        self._off_in_forward: bool | None = None
         self._enclosed = False  # in `GradientSync.backward`, not in the user's training loop
-        self._in_backward = False
         self._task = -1  # the backward seen last; later ones have higher numbers
         self._tasks: set[int] = set()  # backwards of this step
-        self._dirty = False  # there are gradients that have not been synchronised
-        self.finished = False
-        """Whether gradients of a `loss.backward()` were synchronised."""
-        self._others = -1  # the last backward of another handle since this model's own
-        self._discarded = False  # and they were discarded
-        self._discarded_elsewhere = False  # because another rank wanted it
-        self._warned = parts.comm.rank > 0
-        self._published: list[tuple[weakref.ref[torch.Tensor], int] | None] = []
-        self._stepped: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that used these
+        self._users: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that used the mean
         self._settings = dict(_THE_CALL)  # their settings when they did
+        self._published: list[tuple[weakref.ref[torch.Tensor], int] | None] = []
         self._hashes: Any = None  # of gradients that a rank gets late, taken on arrival
+        self._warned = parts.comm.rank > 0
         self.parameter_ids = {id(parameter) for parameter in self._reducer.parameters}
         self.untracked = UntrackedParameters(model, self.parameter_ids)
         self._optimizers = optimizer_watch()
         self._optimizers.add(self)
-        self._handles: list[Any] = _hooks(self, model, self._reducer)
-        loop = weakref.ref(self)  # because it refers to the shards
-        self._reducer.shards.updates = lambda parameters: (
-            nullcontext() if (known := loop()) is None else known.late_update(parameters)
-        )
+        self._handles = self._watch_model(model)
+
+    def _watch_model(self, model: nn.Module) -> list[Any]:
+        """Add hooks. They do not refer to this loop, which refers to the model's parameters."""
+        loop: weakref.ref[UserLoop] = weakref.ref(self)
+
+        def before_forward(*_: Any) -> None:
+            # The second forward of a checkpointed part runs during a backward.
+            if torch.is_grad_enabled() and current_graph_task() < 0 and (alive := loop()):
+                alive._forward_begins()
+
+        def gradient_is_ready(parameter: torch.Tensor) -> bool:
+            if (alive := loop()) is None:
+                raise gone()
+            return False if alive._enclosed else alive._gradient_came(parameter)
+
+        hook = model.register_forward_pre_hook(ModuleHook(before_forward))
+        return [hook, *self._reducer.watch(gradient_is_ready)]
+
+    # -- sync.backward and sync.step ---------------------------------------------------------------
 
     @contextmanager
     def enclosed(self, root: torch.Tensor | None = None) -> Generator[None]:
@@ -179,14 +192,14 @@ class UserLoop:
 
         def backward_begins(_: torch.Tensor) -> None:
             self._task = current_graph_task()
-            self._tasks = {self._task, *(self._tasks if self.leaves > 1 else ())}
+            self._tasks.add(self._task)
             tasks.append(self._task)
             self._optimizers.backwards.add(self._task)
 
         hook = None
-        if root is not None and root.requires_grad:
-            hook = root.register_hook(backward_begins)
-            self._others = -1
+        if root is not None:
+            self.sums_begin()
+            hook = root.register_hook(backward_begins) if root.requires_grad else None
         before, self._enclosed = self._enclosed, True
         try:
             yield
@@ -196,80 +209,112 @@ class UserLoop:
             if hook is not None:
                 hook.remove()
 
+    def sums_begin(self) -> None:
+        """Note that gradients are made by `sync.backward` from now on."""
+        if self._state is not State.SUMS:
+            self._state = State.SUMS
+            self._tasks = set()
+
+    def sums_end(self, *, discarded: bool) -> None:
+        """Note that `sync.step` has used the gradients, or that this rank has `discarded` them."""
+        self._state = State.DISCARDED if discarded else State.NONE
+        self._hashes = None
+        self._users.clear()
+
     @contextmanager
     def late_update(self, parameters: Iterable[torch.Tensor]) -> Generator[None]:
-        """Enclose an update of `parameters` that `GradientSync.step` has postponed."""
+        """Enclose an update of `parameters` that `sync.step` has postponed; see `postponed`."""
         with self.enclosed():
             yield
         self._watch.remember_late(parameters)
+
+    # -- loss.backward() ---------------------------------------------------------------------------
 
     @property
     def synchronises(self) -> bool:
         """See `UserLoopMethods.require_backward_grad_sync`."""
         return not self.off and all(vars(m).get(_FLAG, True) for m in self._models)
 
-    @synchronises.setter
-    def synchronises(self, wanted: bool) -> None:
-        """Set it between two micro-batches."""
-        self._refuse_if_foreign()
-        self.off = not wanted
+    @property
+    def was_used(self) -> bool:
+        """Whether this step's gradients came by `loss.backward()`."""
+        return self._state not in (State.NONE, State.SUMS, State.DROPPED)
 
-    def gradient_came(self, parameter: torch.Tensor) -> bool:
-        """Note a gradient from a backward other than `GradientSync.backward`; returns whether that
-        backward synchronises.
+    @property
+    def pending(self) -> bool:
+        """Whether the user's training loop has gradients that no optimizer has used."""
+        return self._waiting(self._reducer.parameters)
+
+    def _waiting(self, parameters: Iterable[torch.Tensor]) -> bool:
+        if self._state in (State.BACKWARD, State.SUMS):
+            return self._state is State.BACKWARD
+        # Where a loop of the user's own is not supported, no hook notices gradients.
+        unused = not self._reducer.user_loop or (self.was_used and not self._users)
+        return unused and _any_gradient(parameters)
+
+    def _forward_begins(self) -> None:
+        """Note whether it is under `no_sync`; refuse it in torch's DDP around the model."""
+        ddp, own = active_ddp(), getattr(self._reducer, "ddp", None)
+        if ddp is not None and ddp is not own:
+            first = self._reducer.parameters[0]
+            if any(first is parameter for parameter in ddp.module.parameters()):
+                raise ConfigError(IN_DDP)
+        if self._reducer.user_loop:
+            self._refuse_if_failed()
+            self._off_in_forward = not self.synchronises
+
+    def _gradient_came(self, parameter: torch.Tensor) -> bool:
+        """Note a gradient from a backward other than this handle's; returns whether that backward
+        synchronises.
 
         Raises:
             ConfigError: `no_sync` was entered or left between forward and backward; or the
-                backward comes between a `GradientSync.backward` of this model and the step.
+                backward comes between a `sync.backward` of this model and the step.
         """
         task = current_graph_task()
-        if self._in_backward and task >= self._task:  # the same backward, or one nested in it
+        if self._state is State.BACKWARD and task >= self._task:  # the same, or one nested in it
             return self.synchronises
+        others = (p for p in self._reducer.parameters if p is not parameter)
         if task in self._optimizers.backwards:
-            self._drop(parameter, task)
+            dropped = self._state is State.DROPPED
+            if self._state is State.SUMS or (not dropped and self._waiting(others)):
+                raise ConfigError(_OTHERS)
+            parameter.grad = None
+            if not dropped or task != self._task:
+                self._state, self._task = State.DROPPED, task
+                self._buffers.leaf_ends(counts=False)
             return False
-        if self.in_micro_step and self._reducer.user_loop:
-            raise ConfigError(_PLAIN_IN_MICRO_STEP)
-        if self.leaves:
-            raise ConfigError(_PLAIN_BEFORE_STEP)
+        if self._state is State.SUMS:
+            raise ConfigError(_PLAIN)
         if not self._reducer.user_loop:
             return False
-        self._backward_begins(task, parameter)
+        self._backward_begins(task, others)
         return self.synchronises
 
-    def _drop(self, parameter: torch.Tensor, task: int) -> None:
-        """Discard a gradient from another handle's backward."""
-        known = (p for p in self._reducer.parameters if p is not parameter)
-        if self.leaves or (self._others < 0 and self._waiting(known)):
-            raise ConfigError(_OTHERS_BEFORE_STEP)
-        parameter.grad = None
-        if task != self._others:
-            self._others = task
-            self._buffers.leaf_ends(counts=False)
-
-    def _backward_begins(self, task: int, first: torch.Tensor) -> None:
-        before, self._no_sync_in_forward = self._no_sync_in_forward, None
+    def _backward_begins(self, task: int, others: Iterable[torch.Tensor]) -> None:
+        before, self._off_in_forward = self._off_in_forward, None
         if before is self.synchronises:
             where = "around the forward only" if before else "after the forward"
             raise ConfigError(f"no_sync() was entered {where}: {_TOO_LATE}")
         if task < self._task:
             raise ConfigError(_REENTRANT)
-        unused = self.finished and self.synchronises and not (self._discarded or self._stepped)
-        others = (parameter for parameter in self._reducer.parameters if parameter is not first)
+        unused = self._state is State.MEAN and self.synchronises and not self._users
         if unused and not self._warned and _any_gradient(others):
             self._warned = True
             log.warning(_ADDED)
+        self._tasks = {task, *(self._tasks if self._state is State.OWN else ())}
         self._task = task
-        self._tasks = {task, *(self._tasks if self._dirty else ())}
         self._buffers.leaf_begins(last=self.synchronises)
-        self._dirty = self._in_backward = True
-        self._others = -1
+        self._users.clear()
+        self._state = State.BACKWARD
         at_the_end_of_backward(self._backward_ended)
 
     def _backward_ended(self) -> None:
-        self._in_backward = False
+        self._state = State.OWN
         if self.synchronises:
-            self.finish()
+            self._synchronise()
+
+    # -- optimizer.step() --------------------------------------------------------------------------
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Take part in the step, as this rank may have had no backward; gradients are used next."""
@@ -280,16 +325,14 @@ class UserLoop:
         self.untracked.check(optimizer, own_step=True, backwards=self._tasks)
         if not self._is_ours(optimizer):
             return
-        self._refuse_if_foreign()
-        if self.leaves:
-            raise ConfigError(_OWN_STEP)
-        self.refuse_if_failed()
-        if self._others >= 0 and not _any_gradient(_held(optimizer, self.parameter_ids)):
-            raise ConfigError(_OTHERS_GRADIENTS)
-        cleared = not self._discarded and not _any_gradient(_held(optimizer, self.parameter_ids))
-        used = optimizer in self._stepped or cleared
-        hashes = None if self._stepped else self._hashes
-        if self._dirty or not self.finished or used:
+        self._refuse_unless_own()
+        cleared = not _any_gradient(_held(optimizer, self.parameter_ids))
+        if self._state is State.DROPPED and cleared:
+            raise ConfigError(_OTHERS)
+        hashes = None if self._users else self._hashes
+        fresh = self._state in (State.DISCARDED, State.LOST)
+        fresh = fresh or (self._state is State.MEAN and not cleared)
+        if not fresh or optimizer in self._users:
             self._synchronise(late=True)
         elif hashes is not None and hashes != self._watch.gradients():
             raise ConfigError(_TOO_LATE_TO_CHANGE)
@@ -299,12 +342,12 @@ class UserLoop:
         """Note that an optimizer has used the gradients."""
         if self._enclosed or not self._is_ours(optimizer):
             return
-        self._stepped.add(optimizer)
+        self._users.add(optimizer)
         self._note_published()  # because clipping has changed them since
         self._watch.remember(optimizer)
-        if self.comm.world_size > 1 and not self._discarded:
-            number = int(self._settings[STEPS])
-            self._settings[STEPS] = str(number + 1)
+        if self.comm.world_size > 1 and self._state is State.MEAN:
+            number = int(self._settings[_STEPS])
+            self._settings[_STEPS] = str(number + 1)
             self._settings |= settings_of(optimizer, self._reducer.parameters, number=number)
 
     def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -312,37 +355,24 @@ class UserLoop:
 
     def finish(self) -> None:
         """See `UserLoopMethods.finish` and [Note: Who synchronises when]."""
-        self._refuse_if_foreign()
-        self.refuse_if_failed()
-        if self.leaves:
-            raise ConfigError(_FINISH)
-        fresh = self.finished and not self._stepped
-        fresh &= self._discarded_elsewhere or _any_gradient(self._reducer.parameters)
-        if self._dirty or not fresh:
+        self._refuse_unless_own()
+        fresh = self._state is State.LOST
+        fresh = fresh or (self._state is State.MEAN and _any_gradient(self._reducer.parameters))
+        if not fresh or self._users:
             self._synchronise()
 
     def discard(self) -> None:
         """See `GradientSync.discard`."""
         self._refuse_if_foreign()
-        self._in_backward = False
         self._synchronise(discard=True)
-
-    @property
-    def pending(self) -> bool:
-        """Whether the user's training loop has gradients that no optimizer has used."""
-        return self._waiting(self._reducer.parameters)
-
-    def _waiting(self, parameters: Iterable[torch.Tensor]) -> bool:
-        waiting = self._dirty or (self.finished and not self._stepped)
-        waiting = waiting or not self._reducer.user_loop  # no hook would notice them
-        return self._in_backward or (waiting and _any_gradient(parameters))
 
     def _synchronise(self, *, discard: bool = False, late: bool = False) -> None:
         reducer = self._reducer
+        own = self._state in (State.BACKWARD, State.OWN)
         # All forwards of this rank's step count as one leaf here, as the end of a leaf is unknown.
-        self._buffers.leaf_ends(counts=self._dirty and not discard)
+        self._buffers.leaf_ends(counts=own and not discard)
         # Without a backward, these are copies of the last step's gradients; move them away.
-        left = [] if self._dirty else _left_over(reducer, self._published)
+        left = [] if own else _left_over(reducer.parameters, self._published)
         for parameter, _, _ in left:
             parameter.grad = None
         settings, self._settings = self._settings, dict(_THE_CALL)
@@ -350,107 +380,72 @@ class UserLoop:
         try:
             result = take_step(self._parts, call)
         except GradsyncError:  # after a refusal there are no gradients to continue with
-            self.step_ends(discarded=True)
+            self.sums_end(discarded=True)
             raise
-        self.step_ends(discarded=result.discarded)
-        self._discarded_elsewhere = result.discarded and not discard
+        self._users.clear()
+        self._state = State.MEAN
         if result.discarded:
+            self._state = State.DISCARDED if discard else State.LOST
             self._settings = settings  # not compared yet
-        for parameter, own, copy in () if result.discarded else left:
+        for parameter, own_grad, copy in () if result.discarded else left:
             # Without a backward on any rank, this is a step with the same gradients.
             mean = parameter.grad if result.had_gradients else copy
-            parameter.grad = mean if mean is None or mean is own else own.copy_(mean)
-        if not (result.discarded or result.had_gradients):
-            self._refuse_unlike_gradients()
+            keeps = mean is None or mean is own_grad
+            parameter.grad = mean if keeps else own_grad.copy_(mean)
+        same = result.discarded or result.had_gradients
+        # By hashes, since writes through `.data` bump no version.
+        if not (same or same_on_all_ranks(self.comm, repr(self._watch.gradients()).encode())):
+            raise ConfigError(_UNLIKE)
         self._note_published()
         self._hashes = self._watch.gradients() if result.late and not late else None
-
-    def _refuse_unlike_gradients(self) -> None:
-        """Compare restored gradients by hashes, since writes through `.data` bump no version."""
-        if not same_on_all_ranks(self.comm, repr(self._watch.gradients()).encode()):
-            raise ConfigError(_UNLIKE)
 
     def _note_published(self) -> None:
         grads = [p.grad for p in self._reducer.parameters]
         self._published = [None if g is None else (weakref.ref(g), version(g)) for g in grads]
 
-    def step_ends(self, *, discarded: bool) -> None:
-        """Note that this step's gradients are synchronised, or `discarded`."""
-        self._dirty, self.finished, self._discarded = False, True, discarded
-        self._discarded_elsewhere, self._hashes = False, None
-        self._stepped.clear()
+    # -- what is refused ---------------------------------------------------------------------------
 
-    def refuse_if_failed(self) -> None:
-        """Raise if the last backward did not finish."""
-        if self._in_backward:
+    def _refuse_unless_own(self) -> None:
+        """Raise unless gradients are, or may be, of a `loss.backward()` that has ended."""
+        self._refuse_if_foreign()
+        if self._state is State.SUMS:
+            raise ConfigError(_OWN_STEP)
+        self._refuse_if_failed()
+
+    def _refuse_if_failed(self) -> None:
+        if self._state is State.BACKWARD:
             raise ConfigError(_FAILED)
 
     def _refuse_if_foreign(self) -> None:
         if not self._reducer.user_loop:
             raise ConfigError(f"strategy={self._reducer.strategy!r} {_FOREIGN}")
 
+    def turn_off(self, off: bool) -> None:
+        """Turn synchronisation `off` or on, between two micro-batches."""
+        self._refuse_if_foreign()
+        self.off = off
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return not self._handles
+
     def close(self) -> None:
         """Remove the hooks."""
-        self.closed = True
         self._optimizers.discard(self)
         for handle in self._handles:
             handle.remove()
-
-
-@contextmanager
-def _no_sync(user_loop: UserLoop) -> Generator[None]:
-    before = user_loop.off
-    user_loop.synchronises = False
-    try:
-        yield
-    finally:
-        user_loop.off = before
-
-
-def _hooks(user_loop: UserLoop, model: nn.Module, reducer: Reducer) -> list[Any]:
-    """Hooks that do not refer to `user_loop`, which refers to the model's parameters."""
-    loop: weakref.ref[UserLoop] = weakref.ref(user_loop)
-
-    def before_forward(*_: Any) -> None:
-        alive = loop()
-        # The second forward of a checkpointed part runs during a backward.
-        if alive is None or not torch.is_grad_enabled() or current_graph_task() >= 0:
-            return
-        alive.refuse_if_failed()
-        alive._no_sync_in_forward = not alive.synchronises
-
-    def gradient_is_ready(parameter: torch.Tensor) -> bool:
-        alive = _alive(loop)
-        return False if alive._enclosed else alive.gradient_came(parameter)
-
-    handles: list[Any] = []
-    if reducer.user_loop:
-        handles.append(model.register_forward_pre_hook(ModuleHook(before_forward)))
-    return handles + reducer.watch(gradient_is_ready)
-
-
-def refuse_ddp_around(model: nn.Module, reducer: Reducer) -> Any:
-    """Watch for forwards of `model` through torch's DDP, regardless of when DDP was wrapped around
-    it; returns the hook's handle, for removal."""
-    parameter, own = reducer.parameters[0], getattr(reducer, "ddp", None)
-
-    def before_forward(*_: Any) -> None:
-        ddp = active_ddp()
-        if ddp is None or ddp is own or not torch.is_grad_enabled():
-            return
-        if any(parameter is its for its in ddp.module.parameters()):
-            raise ConfigError(ADVICE["DistributedDataParallel"])
-
-    return model.register_forward_pre_hook(ModuleHook(before_forward))
+        self._handles = []
 
 
 def _left_over(
-    reducer: Reducer, published: Iterable[tuple[weakref.ref[torch.Tensor], int] | None]
+    parameters: Iterable[nn.Parameter],
+    published: Iterable[tuple[weakref.ref[torch.Tensor], int] | None],
 ) -> list[tuple[nn.Parameter, torch.Tensor, torch.Tensor]]:
     """Parameters whose gradient was not written since the last synchronisation, with the gradient
     and a copy of it."""
     found = []
-    for parameter, known in zip(reducer.parameters, published, strict=False):
+    for parameter, known in zip(parameters, published, strict=False):
         grad = parameter.grad
         if known is None or grad is None or known[0]() is not grad:
             continue
@@ -491,24 +486,23 @@ class UserLoopMethods:
     def require_backward_grad_sync(self, wanted: bool) -> None:
         """Set it between two micro-batches."""
         self._refuse_if_closed()
-        self._user_loop.synchronises = wanted
+        self._user_loop.turn_off(not wanted)
 
-    def no_sync(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def no_sync(self) -> Generator[None]:
         """Only accumulate, in the user's training loop. Enclose forward and backward of all
         micro-batches except the last."""
         self._refuse_if_closed()
-        return _no_sync(self._user_loop)
+        before = self._user_loop.off
+        self._user_loop.turn_off(True)
+        try:
+            yield
+        finally:
+            self._user_loop.turn_off(before)
 
     def _refuse_if_closed(self) -> None:
         if self._user_loop.closed:
             raise ConfigError("this handle is closed: call gs.replicate again")
-
-
-def _alive(loop: weakref.ref[UserLoop]) -> UserLoop:
-    found = loop()
-    if found is None:
-        raise gone()
-    return found
 
 
 def _held(optimizer: torch.optim.Optimizer, ids: set[int]) -> Iterator[torch.Tensor]:

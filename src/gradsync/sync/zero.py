@@ -41,7 +41,7 @@ from gradsync.sync.sharded_optimizer import (
 from gradsync.sync.sharded_state import HeldState
 from gradsync.sync.tree_exchange import ShardedNorm, TreeExchange
 from gradsync.sync.waiting_weights import WaitingWeights, has_compiled
-from gradsync.sync.watch import why_not_now
+from gradsync.sync.watch import postponed, why_not_now
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -194,7 +194,7 @@ class ZeroShards(Replicas):
             buckets = [b.parameters for b in self._buckets]
 
             def copy_in(number: int) -> None:
-                with record_function(f"update {number}"), self.updates(buckets[number]):
+                with record_function(f"update {number}"), postponed(buckets[number]):
                     late.pop(number).wait()  # and releases the gathered copy
 
             sent = [gather.work for gather in late.values()]

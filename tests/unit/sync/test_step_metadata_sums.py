@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import random
+from contextlib import nullcontext
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +19,10 @@ from gradsync.errors import RunError
 from gradsync.sync.step_metadata import (
     NUM_BINS,
     LossSum,
+    StepMetadata,
     agree_on_metadata,
     from_bins,
+    mark_of,
     to_bins,
 )
 
@@ -89,11 +93,38 @@ def test_a_loss_that_is_changed_later_was_added_as_it_was() -> None:
 
 def test_a_rank_that_hears_itself_alone_says_so() -> None:
     """Else it would go on with its own loss, and step where the others do not."""
-    comm = SingleCommunicator()
-    assert agree_on_metadata(comm, [True], loss=[2.0]).loss == [2.0]
+    comm, mine = SingleCommunicator(), StepMetadata(used=[True], loss=[2.0], marks={"model": 0})
+    assert agree_on_metadata(comm, mine).loss == [2.0]
     comm.world_size = 3  # but its sum is over itself
     with pytest.raises(RunError, match=r"rank\(s\) 0 something else \(only its own numbers"):
-        agree_on_metadata(comm, [True], loss=[2.0])
+        agree_on_metadata(comm, mine)
+
+
+class Together(SingleCommunicator):
+    """Three ranks, whose messages are known."""
+
+    def __init__(self, messages: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.world_size, self.messages = 3, messages
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> Any:
+        self.messages.append(tensor.clone())
+        tensor.copy_(sum(self.messages[-3:]))
+        return super().all_reduce(tensor)
+
+
+@pytest.mark.parametrize(
+    ("texts", "differ"),
+    [("aaa", False), ("aab", True), ("abb", True), ("a-a", False), ("a-b", True), ("---", False)],
+)
+def test_marks_differ_where_those_who_have_one_differ(texts: str, differ: bool) -> None:
+    messages: list[torch.Tensor] = []
+    for text in texts:
+        mark = None if text == "-" else mark_of(text.encode())
+        mine = StepMetadata(used=[], marks={"model": 2**39 + 7, "data": mark})
+        with nullcontext() if len(messages) == 2 else pytest.raises(RunError):
+            found = agree_on_metadata(Together(messages), mine)
+    assert found.unlike == ({"data"} if differ else frozenset())
 
 
 def leaf_from(order: str, step: int, index: int) -> MicroBatch:
@@ -106,32 +137,27 @@ def leaf_from(order: str, step: int, index: int) -> MicroBatch:
 @pytest.mark.parametrize(
     ("given", "missing"),
     [
-        ((("a", 0), ("a", 1), ("a", 2), ("a", 3)), 0),
-        ((("a", 0), ("a", 1), ("a", 1), ("a", 2)), 1),  # two losses of one leaf
-        ((("a", 3),), 3),
-        ((), 0),  # nobody knows
-        ((("a", 0), ("b", 0)), 0),  # several loaders
-        ((("", 0),), 0),  # ranks that may have data of their own
-        ((("a", 0), ("", 1)), 0),  # some without a micro-batch
+        ((("a", 0), ("a", 1), ("a", 2), ("a", 3)), ""),
+        ((("a", 0), ("a", 1), ("a", 1), ("a", 2)), "25%"),  # two losses of one leaf
+        ((("a", 3),), "75%"),
+        ((), ""),  # nobody knows
+        ((("a", 0), ("b", 0)), ""),  # several loaders
+        ((("", 0),), ""),  # ranks that may have data of their own
+        ((("a", 0), ("", 1)), ""),  # some without a micro-batch
     ],
 )
 def test_leaves_that_nobody_was_given_are_counted(
-    given: tuple[tuple[str, int], ...], missing: int, caplog: pytest.LogCaptureFixture
+    given: tuple[tuple[str, int], ...], missing: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     sums = LossSum(torch.device("cpu"))
     for order, index in given:
         sums.add(torch.tensor(1.0), 1.0, leaf_from(order, 0, index))
-    agreed = agree_on_metadata(SingleCommunicator(), [True], dealt=sums.dealt)
-    assert agreed.missing == missing
     for _ in range(2):
-        sums.warn_of_data(agreed.missing)
-    expected = {0: [], 1: ["1 micro-batch of this step"], 3: ["3 micro-batches of this step"]}[
-        missing
-    ]
+        sums.warn_of_data(sums.dealt)
     found = [text for text in caplog.messages if "came from gs.loader" in text]
-    assert [text.split(" came from")[0] for text in found] == expected
+    assert [text.split(" of this step's")[0] for text in found] == ([missing] if missing else [])
     sums.clear()
-    assert sums.dealt == (0, 0)
+    assert sums.dealt == 0.0
 
 
 def test_the_first_steps_data_coming_again_is_said_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -35,10 +35,10 @@ from gradsync.commands.train.profiler import StepProfiler
 from gradsync.commands.train.state import Resumed, numeric_fingerprint, restore
 from gradsync.commands.train.trackers import require_packages
 from gradsync.core.files import counted, read_object
-from gradsync.errors import GradsyncError, RunError, UsageError
+from gradsync.errors import ConfigError, GradsyncError, RunError, UsageError
 from gradsync.runtime.failure import FailureWatch
 from gradsync.runtime.signals import StopRequest
-from gradsync.sync.step_metadata import first_difference, refuse_difference
+from gradsync.sync.check_model import first_difference
 from gradsync.world import World
 
 EXIT_REQUEUE = 75
@@ -157,7 +157,8 @@ def _refuse_unlike(config: TrainConfig, data: Data, comm: Communicator) -> None:
     told["training data"] = data.train.state_dict()["dataset"]
     told["validation data"] = data.val.fingerprint
     if not same_on_all_ranks(comm, repr(told).encode()):
-        refuse_difference(comm, told, "start all ranks with the same arguments, files and data")
+        said = first_difference(comm, told)
+        raise ConfigError(f"{said}; start all ranks with the same arguments, files and data")
 
 
 def _learner(config: TrainConfig, world: World, shape: GPTConfig, comm: Communicator) -> Learner:
@@ -220,8 +221,8 @@ def _unlike_machines(trainer: Trainer) -> list[str]:
             del told[name]
     if same_on_all_ranks(trainer.comm, repr(told).encode()):
         return []
-    found = first_difference(trainer.comm, told)
-    return [f"{found[1]}: replicas may drift, and bits of other runs are not kept"] if found else []
+    said = first_difference(trainer.comm, told)
+    return [f"{said}: replicas may drift, and bits of other runs are not kept"]
 
 
 def _finish(trainer: Trainer, totals: Totals) -> TrainOutcome:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from gradsync.sync.sharded_state import gather_weights
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
@@ -23,7 +24,6 @@ from gradsync.errors import ConfigError
 from gradsync.runtime.gloo_group import wait_until_workers_sleep
 from gradsync.sync.fsdp import FsdpReducer
 from gradsync.sync.gradient_sync import GradientSync
-from gradsync.sync.sharded_state import gather_weights
 from support.rank_session import open_session
 from support.sync_cases import (
     SmallNet,

@@ -15,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from gradsync.sync.ownership.sharded_optimizer import ShardedOptimizer
 
 from gradsync.checkpoint.store import CheckpointStore
 from gradsync.checkpoint.weights import load_weights
@@ -25,7 +26,6 @@ from gradsync.commands.train.config import CheckpointConfig, EvalConfig, OptimCo
 from gradsync.commands.train.loop import Trainer
 from gradsync.core.files import Filesystem
 from gradsync.sync.fsdp import FsdpShards
-from gradsync.sync.sharded_optimizer import ShardedOptimizer
 from support.small_run import VOCAB, RankResult, losses, make_data, small_config, train_rank
 
 # A width that 64 does not divide, so that shares end inside of rows.

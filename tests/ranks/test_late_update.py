@@ -15,17 +15,18 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from gradsync.sync.ownership import zero
+from gradsync.sync.ownership.sharded_update import ShardedBucket
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.errors import ConfigError, RunError
 from gradsync.runtime.store import wait_until
-from gradsync.sync import late_update, zero
+from gradsync.sync import late_update
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.reducer import Stopwatch
 from gradsync.sync.replicate import replicate
-from gradsync.sync.sharded_state import ShardedBucket
 from support.engine_cases import pretend_hosts
 from support.thread_ranks import run_thread_ranks
 
@@ -349,8 +350,8 @@ def test_gathered_copies_go_when_weights_have_come() -> None:
         buffers: list[Any] = []
         plain = ShardedBucket.gather
 
-        def watched(bucket: ShardedBucket, shard: Tensor) -> Any:
-            flat, sent = plain(bucket, shard)
+        def watched(bucket: ShardedBucket, *given: Any) -> Any:
+            flat, sent = plain(bucket, *given)
             buffers.append(weakref.ref(flat))
             return flat, sent
 

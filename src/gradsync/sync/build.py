@@ -29,10 +29,10 @@ from gradsync.sync.exchange import (
 )
 from gradsync.sync.late_update import LateReplicas
 from gradsync.sync.options import Recipe
+from gradsync.sync.ownership.host_step import SharedMemoryExchange, SharedMemoryShards
+from gradsync.sync.ownership.zero import ZeroShards
 from gradsync.sync.reducer import Replicas, trainable
-from gradsync.sync.shared_memory import SharedMemoryExchange, SharedMemoryShards
 from gradsync.sync.tree_exchange import TreeExchange
-from gradsync.sync.zero import ZeroShards
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -38,13 +38,13 @@ from gradsync.comm.base import Communicator, Work
 from gradsync.comm.process_group import AllOf, Done
 from gradsync.errors import ConfigError
 from gradsync.sync.buckets import Bucket
-from gradsync.sync.elementwise import (
+from gradsync.sync.norms import clip_factor, scale_all
+from gradsync.sync.ownership.elementwise import (
     PieceOptimizer,
     check_elementwise,
     group_numbers,
     members_of,
 )
-from gradsync.sync.norms import clip_factor, scale_all
 from gradsync.sync.reducer import Replicas, Stopwatch
 from gradsync.sync.step_metadata import options
 from gradsync.sync.tree_exchange import ShardedNorm, TreeExchange

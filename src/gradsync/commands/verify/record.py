@@ -17,7 +17,7 @@ from gradsync.comm.base import Work
 from gradsync.data.micro_batch import MicroBatch
 from gradsync.errors import ConfigError
 from gradsync.sync.reducer import Reducer, trainable
-from gradsync.sync.sharded_state import whole
+from gradsync.sync.shares import whole
 
 Tensors = dict[str, Tensor]
 LeafTrace = dict[str, Any]  # see `trace_leaf`

@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -33,20 +33,22 @@ from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator, r
 from gradsync.core.torch_private import foreach_mul_
 from gradsync.errors import ConfigError
 from gradsync.sync.buckets import FORGOTTEN, UNKNOWN, Bucket, SumPlan, Sums, plan_sum
-from gradsync.sync.elementwise import members_of, why_whole
-from gradsync.sync.exchange import Exchange
+from gradsync.sync.exchange import Exchange, Then
 from gradsync.sync.layout import BLOCK, Run
 from gradsync.sync.norms import clip_factor, norm_from_blocks, norms_of_blocks
 from gradsync.sync.options import Recipe
-from gradsync.sync.reducer import Replicas, Stopwatch
-from gradsync.sync.shared_update import (
+from gradsync.sync.ownership.elementwise import state_like, why_whole
+from gradsync.sync.ownership.host_memory import (
     Flat,
-    SharedUpdate,
+    HostUpdate,
     SharedWeights,
     can_move,
     flats_of,
     num_uses,
 )
+from gradsync.sync.ownership.owner import DividedReplicas, tell
+from gradsync.sync.reducer import Stopwatch
+from gradsync.sync.step_metadata import options
 from gradsync.sync.watch import why_not_now
 
 if TYPE_CHECKING:
@@ -103,7 +105,7 @@ class BlockNorms:
 
 
 class SharedMemoryExchange(Exchange):
-    """Sums in memory that all ranks see; it is itself the `Work` of all its buckets.
+    """Sums in memory that all ranks see.
 
     Nothing happens during backward, so the recipe must not request overlap. The additions, and so
     the bits, are those of `TreeExchange`, which uses messages.
@@ -138,11 +140,11 @@ class SharedMemoryExchange(Exchange):
         self.comm.note([sums.num_leaves, first, self.divided])
         self._begun = True
 
-    def launch(self, bucket: Bucket) -> SharedMemoryExchange:
+    def launch(self, bucket: Bucket) -> Work:
         """See `Exchange.launch`; the first `wait` sums all buckets."""
-        return self
+        return Then(Done(), self._sum)
 
-    def wait(self) -> None:
+    def _sum(self) -> None:
         """Plan this step's additions. Execute them unless the step is divided: see `operands`."""
         if not self._begun:
             return
@@ -179,7 +181,14 @@ class SharedMemoryExchange(Exchange):
         return [flat.gradients[number][rank] for rank, number in self.plan.operands]
 
 
-class SharedMemoryShards(Replicas):
+class _Kept(NamedTuple):
+    """What an optimizer keeps under these settings."""
+
+    settings: list[dict[str, bool]]
+    state: Any
+
+
+class SharedMemoryShards(DividedReplicas[HostUpdate]):
     """A share of the gradients, weights and optimizer state that a host's ranks hold once.
 
     Args:
@@ -203,23 +212,23 @@ class SharedMemoryShards(Replicas):
         self._exchange, self._recipe = exchange, recipe
         self._comm, self._flats = exchange.comm, exchange.flats
         self._norms = BlockNorms(self._comm, self._flats, self.parameters)
-        self._weights = self._move_weights()
-        self._updates: WeakKeyDictionary[Optimizer, SharedUpdate] = WeakKeyDictionary()
-        self._said = self._clips = False
-        self._updated: list[SharedUpdate] = []
-        self._used: Sequence[bool] = ()
-
-    def _move_weights(self) -> list[SharedWeights]:
-        """Move weights into shared memory; [] if they cannot move (then updates are whole)."""
-        one_copy = self._recipe.weights == "shared"
+        self._one_copy = recipe.weights == "shared"
+        self._weights: list[SharedWeights] = []
+        """Empty if weights cannot move; then updates are whole."""
         if can_move(self.parameters):
-            return [SharedWeights(f, self.parameters, one_copy=one_copy) for f in self._flats]
-        if one_copy:
+            self._weights = [
+                SharedWeights(flat, self.parameters, one_copy=self._one_copy)
+                for flat in self._flats
+            ]
+        elif self._one_copy:
             raise ConfigError(
                 "weights='shared' needs parameters that are dense, contiguous and share their "
                 "memory with no other tensor or array; use weights='replicas'"
             )
-        return []
+        self._kept: WeakKeyDictionary[Optimizer, _Kept] = WeakKeyDictionary()
+        self._said = self._clips = False
+        self._stepped: Sequence[Optimizer] = ()
+        self._used: Sequence[bool] = ()
 
     # -- a step -----------------------------------------------------------------------------------
 
@@ -227,19 +236,13 @@ class SharedMemoryShards(Replicas):
         """See `Replicas.prepare`; one optimizer that needs whole gradients makes the step whole."""
         why = "a GradScaler looks at the whole gradient" if scaled else self._why_whole(optimizers)
         self._exchange.divided = not why
-        if not why:
-            for optimizer in optimizers:
-                known = self._updates.get(optimizer)
-                if known is None or known.members != members_of(optimizer):
-                    self._updates[optimizer] = SharedUpdate(optimizer, self._flats, self._weights)
-            return
-        self._release()  # the user's training loop may run whole optimizers next
-        if self._recipe.weights == "shared":
-            raise ConfigError(f"weights='shared': {why}; use 'replicas'")
+        if why:
+            self._release()  # the user's training loop may run whole optimizers next
+            if self._one_copy:
+                raise ConfigError(f"weights='shared': {why}; use 'replicas'")
 
     def _why_whole(self, optimizers: Sequence[Optimizer]) -> str:
         """Reason why this step must be whole, "" if it may be divided."""
-        dtypes = {flat.dtype for flat in self._flats}
         if not optimizers:
             return "the user's training loop reads .grad"
         if self._recipe.update == "whole":
@@ -247,14 +250,35 @@ class SharedMemoryShards(Replicas):
         elif not self._weights:
             why = "something else refers to parameters' memory, or they are not contiguous"
         else:
-            now = [*map(why_not_now, optimizers), *(home.why_not_now() for home in self._weights)]
             new = [optimizer for optimizer in optimizers if optimizer not in self._updates]
-            why = next(filter(None, now), "") or why_whole(new, self.parameters, dtypes)
-        if why:
-            if not self._said and self._comm.rank == 0:
-                log.info("every rank updates all weights: %s", why)
-            self._said = True
+            now = [*map(why_not_now, optimizers), *(home.why_not_now() for home in self._weights)]
+            why = next(filter(None, now), "") or why_whole(new, self.parameters)
+            if not why and any(self._kept_by(optimizer) is None for optimizer in optimizers):
+                why = "the optimizer keeps something that is neither elementwise nor a number"
+        if why and not self._said and self._comm.rank == 0:
+            log.info("every rank updates all weights: %s", why)
+        self._said = self._said or bool(why)
         return why
+
+    def _kept_by(self, optimizer: Optimizer) -> Any:
+        """For each flat and group what the optimizer keeps, found by trial steps; None if ranks
+        cannot divide it. It depends on which options are zero (momentum) or false (amsgrad)."""
+        settings = [
+            {n: bool(v) for n, v in options(group).items() if isinstance(v, int | float)}
+            for group in optimizer.param_groups
+        ]
+        known = self._kept.get(optimizer)
+        if known is None or known.settings != settings:
+            found = [state_like(optimizer, flat.dtype) for flat in self._flats]
+            known = self._kept[optimizer] = _Kept(settings, None if None in found else found)
+        return known.state
+
+    def key_of(self, optimizer: Optimizer) -> Any:
+        kept = self._kept[optimizer].state
+        return super().key_of(optimizer), [[list(names) for names in groups] for groups in kept]
+
+    def make_update(self, optimizer: Optimizer) -> HostUpdate:
+        return HostUpdate(optimizer, self._flats, self._weights, self._kept[optimizer].state)
 
     def take(
         self,
@@ -334,27 +358,26 @@ class SharedMemoryShards(Replicas):
             for run in flat.runs:
                 self._norms.take(number, run, mean)
 
+    @torch.no_grad()
     def update(self, optimizers: Sequence[Optimizer]) -> None:
         if not self._exchange.divided:
             super().update(optimizers)
-        else:
-            self._update_share([self._updates[optimizer] for optimizer in optimizers])
-
-    @torch.no_grad()
-    def _update_share(self, updates: list[SharedUpdate]) -> None:
+            return
+        updates = [self.update_of(optimizer) for optimizer in optimizers]
         for home in self._weights:
             home.check()
-            home.bring_home()
-        self._comm.barrier()  # until then, ranks that read weights find the old ones
+        for optimizer, update in zip(optimizers, updates, strict=True):
+            update.take_in(optimizer)
+        self._comm.barrier()  # until then, ranks that read weights or state find the old ones
         means = self._means()
         with record_function("update"):
-            for update in updates:
-                update.step_pieces(means, self._used)
-        self._updated = updates
+            for optimizer, update in zip(optimizers, updates, strict=True):
+                update.step_pieces(optimizer, means, self._used)
+        self._stepped = optimizers
 
     def publish(self) -> Work:
         """See `Replicas.publish`: write this rank's share into the other ranks' replicas."""
-        if self._updated:
+        if self._stepped:
             with record_function("out"):
                 for home in self._weights:
                     home.hand_out()
@@ -363,16 +386,18 @@ class SharedMemoryShards(Replicas):
                 # Autograd must detect that an older graph is stale.
                 torch.autograd.graph.increment_version(home.parameters)
                 home.remember()
-            updated, self._updated = self._updated, []
-            for update in updated:
-                update.tell_scheduler()
+            stepped, self._stepped = self._stepped, ()
+            for optimizer in stepped:
+                if "step" in optimizer.__dict__:  # a scheduler wraps it, to count steps
+                    tell(optimizer)
         return Done()
 
     # -- between steps ----------------------------------------------------------------------------
 
     def _release(self) -> None:
         while self._updates:
-            self._updates.popitem()[1].release()
+            optimizer, (_, update) = self._updates.popitem()
+            update.give_back(optimizer)
 
     def load_full_weights(self, weights: Mapping[str, Tensor]) -> None:
         """See `Replicas.load_full_weights`; ranks may overwrite a shared copy of the weights with
@@ -386,5 +411,5 @@ class SharedMemoryShards(Replicas):
         if something else refers to its memory, too."""
         self._release()
         for parameter in self.parameters if self._weights else ():
-            if self._recipe.weights == "shared" or num_uses(parameter) == 1:
+            if self._one_copy or num_uses(parameter) == 1:
                 parameter.data = parameter.data.clone()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,12 +28,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("gradsync")
 
-State = dict[str, Any]
-"""Optimizer state of one parameter, by name."""
-
 _ONE_THREAD_TAKES = 32_768
 """Elements: torch's grain of work on a CPU (`at::internal::GRAIN_SIZE`)."""
 
+_HALF = (torch.bfloat16, torch.float16)
 _ELEMENTWISE = frozenset(
     {
         torch.optim.ASGD,
@@ -50,51 +48,24 @@ _ELEMENTWISE = frozenset(
     }
 )
 
-_WHY_NOT = {
-    "LBFGS": "its line search looks at all parameters at once",
-    "Adafactor": "it keeps row and column means of whole matrices",
-    "Muon": "it orthogonalises whole matrices",
-    "SparseAdam": "it updates rows of sparse gradients",
-    "ShardedOptimizer": "it is sharded already: give it to the optimizer's own loop or to a "
-    "strategy that does not shard",
-}
-
 
 def check_elementwise(optimizer_class: Any, promised: bool) -> None:
-    """Refuse a class that is no optimizer, or one that looks at several elements at a time.
+    """Refuse a class that may look at several elements at a time.
 
     Args:
         optimizer_class: the class to run on pieces of parameters.
         promised: whether the user declares that it is elementwise and keeps only hyper-parameters
-            in its parameter groups; ignored for classes known not to be elementwise.
+            in its parameter groups.
 
     Raises:
-        ConfigError: names the reason.
+        ConfigError: names the class.
     """
-    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
-        raise ConfigError(
-            "optimizer_class must be a class such as torch.optim.AdamW, got "
-            f"{_called(optimizer_class)}; its options follow by name: ShardedOptimizer(params, "
-            "torch.optim.AdamW, lr=3e-4)"
-        )
-    name = optimizer_class.__name__
-    for known in optimizer_class.__mro__:
-        if known.__name__ in _WHY_NOT:
-            raise ConfigError(f"{name} cannot be sharded: {_WHY_NOT[known.__name__]}")
     if optimizer_class not in _ELEMENTWISE and not promised:
         raise ConfigError(
-            f"{name} is not known to be elementwise (to give for a piece of a parameter what it "
-            "gives for the whole); if it is, take ShardedOptimizer(params, "
-            f"{name}, elementwise=True, ...)"
+            f"{getattr(optimizer_class, '__name__', optimizer_class)} is not known to be "
+            "elementwise (to give for a piece of a parameter what it gives for the whole; "
+            "gs.ShardedOptimizer takes your word for it: elementwise=True)"
         )
-
-
-def _called(something: Any) -> str:
-    if isinstance(something, type):
-        return f"the class {something.__name__}"
-    if something is None or isinstance(something, str):
-        return repr(something)
-    return f"an instance of {type(something).__name__}"
 
 
 def arguments_of(optimizer_class: type[Optimizer], options: dict[str, Any]) -> dict[str, Any]:
@@ -185,55 +156,37 @@ def state_like(optimizer: Optimizer, dtype: torch.dtype) -> list[dict[str, Tenso
     return found
 
 
-def why_whole(
-    optimizers: Sequence[Optimizer],
-    parameters: Sequence[torch.Tensor],
-    dtypes: Collection[torch.dtype],
-) -> str:
+def why_whole(optimizers: Sequence[Optimizer], parameters: Sequence[Tensor]) -> str:
     """Reason why every rank must run the whole optimizers; "" if each may update its share.
 
     Equal on all ranks, whose optimizers are equal, and in all steps; see also `watch.why_not_now`.
-    `parameters` are the synchronised parameters, with these `dtypes`.
     """
     try:
         for optimizer in optimizers:
             check_elementwise(type(optimizer), False)
     except ConfigError as error:
         return str(error)
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    half = {torch.bfloat16, torch.float16} & set(dtypes)
-    reasons = {
-        "the optimizer is differentiable": any(group.get("differentiable") for group in groups),
-        "a parameter has no elements": any(p.numel() == 0 for p in parameters),
-        # See [Note: 16 bits and threads] in the module.
-        "16-bit parameters round otherwise in pieces, with several threads": bool(
-            half and torch.get_num_threads() > 1
-        ),
-        "the optimizer keeps something that is neither elementwise nor a number": any(
-            state_like(optimizer, dtype) is None for optimizer in optimizers for dtype in dtypes
-        ),
-    }
-    return next((reason for reason, holds in reasons.items() if holds), "")
+    if any(group.get("differentiable") for o in optimizers for group in o.param_groups):
+        return "the optimizer is differentiable"
+    if any(parameter.numel() == 0 for parameter in parameters):
+        return "a parameter has no elements"
+    half = any(parameter.dtype in _HALF for parameter in parameters)
+    if half and torch.get_num_threads() > 1:  # see [Note: 16 bits and threads] in the module
+        return "16-bit parameters round otherwise in pieces, with several threads"
+    return ""
 
 
-def warn_of_threads(
-    parameters: Iterable[tuple[Tensor, bool]], *, said: str = "(said once)"
-) -> bool:
-    """Warn if this number of threads may round a parameter differently; returns whether it did.
-
-    Args:
-        parameters: each with whether it is cut into pieces.
-        said: how often the warning is shown.
-    """
+def warn_of_threads(parameters: Iterable[Tensor]) -> None:
+    """Warn if this number of threads may round one of the `parameters`, which are cut into pieces,
+    differently; see [Note: 16 bits and threads]."""
     threads = torch.get_num_threads()
-    for parameter, is_cut in parameters if threads > 1 else ():
-        half = parameter.dtype in (torch.bfloat16, torch.float16) and parameter.is_cpu
-        if half and is_cut and parameter.numel() > _ONE_THREAD_TAKES:
+    for parameter in parameters if threads > 1 else ():
+        half = parameter.dtype in _HALF and parameter.is_cpu
+        if half and parameter.numel() > _ONE_THREAD_TAKES:
             log.warning(
                 "a %s parameter of shape %s is updated in pieces, with %d intra-op threads: its "
                 "last bits can differ from those on another number of ranks; for equal ones take "
-                "one thread: gs.init(threads=1) or torch.set_num_threads(1) %s",
-                *(parameter.dtype, tuple(parameter.shape), threads, said),
+                "one thread: gs.init(threads=1) or torch.set_num_threads(1)",
+                *(parameter.dtype, tuple(parameter.shape), threads),
             )
-            return True
-    return False
+            return

@@ -1,0 +1,412 @@
+"""Memory that the ranks of a host share: gradients, weights, and the state of an optimizer.
+
+    rank 0   update own elements of the weights ─► write them into the others' replicas ─┐
+    rank 1   update own elements of the weights ─► write them into the others' replicas ─┴─ meet
+
+For the places where parameters may be cut see layout.py.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
+from gradsync.core.torch_private import storage_address, storage_uses, version
+from gradsync.errors import ConfigError
+from gradsync.sync.buckets import Bucket
+from gradsync.sync.layout import (
+    ALIGNMENT,
+    Piece,
+    blocks_of,
+    pieces_of_blocks,
+    runs_of,
+    share_blocks,
+)
+from gradsync.sync.ownership.elementwise import PieceOptimizer, group_numbers
+from gradsync.sync.ownership.owner import OwnedUpdate
+from gradsync.sync.shares import State
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+
+class Flat:
+    """All buckets of one dtype, concatenated.
+
+    Args:
+        comm: the ranks of the host.
+        buckets: all have the same dtype; their buffers move into shared memory.
+    """
+
+    def __init__(self, comm: SharedMemoryCommunicator, buckets: Sequence[Bucket]) -> None:
+        self.comm = comm
+        self.buckets = list(buckets)
+        self.dtype = buckets[0].dtype
+        self.starts, numel = [], 0
+        for bucket in buckets:
+            self.starts.append(numel)
+            numel += bucket.plan.numel
+        self.numel = numel
+        self.slots = [
+            replace(slot, offset=slot.offset + start)
+            for bucket, start in zip(buckets, self.starts, strict=True)
+            for slot in bucket.plan.slots
+        ]
+        """Places of the parameters, in order."""
+        shares = share_blocks(blocks_of(self.slots), comm.world_size)
+        self.blocks = shares[comm.rank]
+        self.pieces = pieces_of_blocks(self.blocks)
+        """Parts of parameters that this rank owns."""
+        self.runs = list(runs_of(self.blocks))
+        """Runs of this rank."""
+        self.gradients: list[list[Tensor]] = []
+        """Buffer number -> rank -> [numel]."""
+
+    @property
+    def mine(self) -> slice:
+        """The elements that this rank owns."""
+        return slice(self.runs[0].start, self.runs[-1].stop) if self.runs else slice(0, 0)
+
+    def ensure(self, count: int) -> None:
+        """Allocate gradient buffers until each rank has `count`; all ranks call it.
+
+        Raises:
+            SharedMemoryError: on all ranks, if there is too little memory.
+        """
+        while len(self.gradients) < count:
+            number = len(self.gradients)
+            memory = self.comm.allocate(self.numel, self.dtype)
+            parts = self.comm.parts_of(memory)
+            assert parts is not None, "allocated just now"
+            self.comm.release(memory)  # it lives as long as this rank refers to it
+            self.gradients.append(parts)
+            for bucket, start in zip(self.buckets, self.starts, strict=True):
+                bucket.adopt(number, memory[start : start + bucket.plan.numel])
+
+
+def flats_of(comm: SharedMemoryCommunicator, buckets: Sequence[Bucket]) -> list[Flat]:
+    """One `Flat` per dtype, in order of first appearance."""
+    by_dtype: dict[torch.dtype, list[Bucket]] = {}
+    for bucket in buckets:
+        by_dtype.setdefault(bucket.dtype, []).append(bucket)
+    return [Flat(comm, group) for group in by_dtype.values()]
+
+
+class SharedWeights:
+    """Lays out the parameters of `flat` like their gradients; all ranks make it together.
+
+    Args:
+        flat: the place of each parameter.
+        parameters: all parameters, indexed by its slots; equal on all ranks.
+        one_copy: whether all ranks of the host share one memory instead of having replicas.
+
+    Raises:
+        SharedMemoryError: on all ranks, if there is too little memory.
+    """
+
+    def __init__(self, flat: Flat, parameters: Sequence[nn.Parameter], *, one_copy: bool) -> None:
+        comm: SharedMemoryCommunicator = flat.comm
+        self._flat, self._one_copy = flat, one_copy
+        self.parameters = [parameters[slot.index] for slot in flat.slots]
+        if one_copy:
+            self.memory = comm.allocate_once(flat.numel, flat.dtype)
+            self._others: list[Tensor] = []
+        else:
+            self.memory = comm.allocate(flat.numel, flat.dtype)
+            parts = comm.parts_of(self.memory) or []
+            comm.release(self.memory)  # it lives as long as this rank refers to it
+            self._others = [part for rank, part in enumerate(parts) if rank != comm.rank]
+        start = self.memory.data_ptr()
+        self._starts = [start + slot.offset * self.memory.element_size() for slot in flat.slots]
+        if comm.rank == 0 or not one_copy:
+            for slot, parameter in zip(flat.slots, self.parameters, strict=True):
+                part = self.memory[slot.offset : slot.offset + slot.numel]
+                part.copy_(parameter.detach().reshape(-1))
+        comm.barrier()  # before any rank uses the values
+        # Each gets a storage of its own, so that saving, copying or moving a parameter does not
+        # include the others.
+        everything, itemsize = self.memory.view(torch.uint8).numpy(), self.memory.element_size()
+        for slot, parameter in zip(flat.slots, self.parameters, strict=True):
+            home = self.memory[:0]
+            if slot.numel:
+                own = everything[slot.offset * itemsize : (slot.offset + slot.numel) * itemsize]
+                home = torch.frombuffer(own, dtype=flat.dtype)
+            parameter.data = home.view(parameter.shape)
+        self.remember()
+
+    def why_not_now(self) -> str:
+        """Reason why this rank cannot update its share of the parameters, "" if it can."""
+        for parameter, start in zip(self.parameters, self._starts, strict=True):
+            if parameter.numel() and parameter.data_ptr() != start:
+                return "a parameter's data was exchanged for other memory"
+            if not parameter.is_contiguous():
+                return "a parameter has become discontiguous"
+        return ""
+
+    def hand_out(self) -> None:
+        """Copy this rank's updated share into the other ranks' replicas."""
+        mine = self._flat.mine
+        for other in self._others:
+            other[mine].copy_(self.memory[mine])
+
+    def remember(self) -> None:
+        """Accept the weights, after all ranks have updated."""
+        self._versions = [version(p) for p in self.parameters] if self._one_copy else []
+
+    def check(self) -> None:
+        """Check, for one shared copy, that only gradsync has written to it.
+
+        Otherwise every rank would have applied a change to it that was meant for a private copy:
+        `weight.mul_(0.9)` on two ranks makes 0.81.
+
+        Raises:
+            ConfigError: something else has written to it.
+        """
+        if self._versions and self._versions != [version(p) for p in self.parameters]:
+            raise ConfigError(
+                "weights were changed in place between two steps, and all ranks of the host share "
+                "one copy of them: replicate with weights='replicas'"
+            )
+
+
+def can_move(parameters: Sequence[nn.Parameter]) -> bool:
+    """Whether parameters may get new memory: dense, contiguous, and without other references, which
+    would keep the old memory (`self.scale_now = scale.data`, an array, another process)."""
+    return all(map(_can_move, parameters))
+
+
+def _can_move(parameter: nn.Parameter) -> bool:
+    if type(parameter) is not torch.nn.Parameter or parameter.layout != torch.strided:
+        return False
+    storage = parameter.untyped_storage()
+    is_shared = parameter.is_cpu and storage.is_shared()  # other processes see it
+    own_memory = storage.resizable()  # allocated by torch, not by an array
+    alone = num_uses(parameter) == 1 and own_memory and not is_shared
+    return alone and parameter.is_contiguous()
+
+
+def num_uses(tensor: Tensor) -> int:
+    """Number of tensors and arrays that share its memory, including the tensor itself."""
+    return storage_uses(storage_address(tensor.untyped_storage())) - 1
+
+
+@dataclass(slots=True, eq=False)
+class _OwnedPiece:
+    """Consecutive elements that this rank updates."""
+
+    piece: Piece
+    flat: int
+    """Index of its flat."""
+    tensor: Tensor
+    """The elements, [piece.numel]: a view of the weights."""
+    homes: dict[str, Tensor | None]
+    """Their state in shared memory, [piece.numel] or []; None: another rank writes this number."""
+    is_home: bool = False
+    """Whether the inner optimizer's state is there already."""
+
+
+class HostUpdate(PieceOptimizer, OwnedUpdate):
+    """One optimizer's steps on this rank's pieces, with state that the host's ranks hold once.
+
+    The user's `optimizer.state` holds views of the shared state in the parameters' shapes, whole on
+    every rank, as it would be without gradsync. The inner optimizer holds views of this rank's
+    pieces. Single numbers (`step`) are there too, written by the rank that has the parameter's
+    first element.
+
+    Args:
+        optimizer: the user's optimizer, elementwise; its options are read at every step.
+        flats: flat buffers of the gradients.
+        weights: memory of the parameters, for each of `flats`.
+        kept: for each of `flats`, what the optimizer keeps in each of its groups; see `state_like`.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        flats: Sequence[Flat],
+        weights: Sequence[SharedWeights],
+        kept: Sequence[Sequence[Mapping[str, Tensor]]],
+    ) -> None:
+        groups = group_numbers(optimizer.param_groups)
+        self._parameters: dict[int, Tensor] = {}
+        """The optimizer's parameters, by index."""
+        self._whole: dict[int, State] = {}
+        """Parameter's index -> name -> its whole state in shared memory."""
+        self._memory: list[Tensor] = []
+        self._pieces: list[_OwnedPiece] = []
+        for number, (flat, home) in enumerate(zip(flats, weights, strict=True)):
+            pairs = zip(flat.slots, home.parameters, strict=True)
+            own = {slot.index: p for slot, p in pairs if id(p) in groups}
+            self._parameters |= own
+            self._make_room(
+                flat.comm, [(i, p, kept[number][groups[id(p)]]) for i, p in own.items()]
+            )
+            for piece in flat.pieces:
+                if piece.index in own:
+                    elements = home.memory[piece.offset : piece.offset + piece.numel]
+                    likes = kept[number][groups[id(own[piece.index])]]
+                    homes = {
+                        name: whole.view(-1)[piece.start : piece.stop]
+                        if likes[name].dim()
+                        else whole
+                        if piece.start == 0
+                        else None
+                        for name, whole in self._whole[piece.index].items()
+                    }
+                    self._pieces.append(_OwnedPiece(piece, number, elements, homes))
+        super().__init__(
+            *(type(optimizer), optimizer.defaults, optimizer.param_groups),
+            [(groups[id(self._parameters[p.piece.index])], p.tensor) for p in self._pieces],
+        )
+        self._hook = optimizer.register_state_dict_post_hook(_copies)
+        self._place: tuple[int, ...] = ()
+        self._parts: list[Tensor] = []
+        self._shown: set[int] = set()
+        # `optimizer.state` after the last step.
+        self._seen: object = None
+        self._values: list[Any] = []
+        self._versions: list[int] = []
+
+    def _make_room(
+        self,
+        comm: SharedMemoryCommunicator,
+        parameters: Sequence[tuple[int, Tensor, Mapping[str, Tensor]]],
+    ) -> None:
+        """Allocate the state of these parameters, once per host: (index, parameter, likes)."""
+        likes = {name: like for _, _, kept in parameters for name, like in kept.items()}
+        ends = [-(-p.numel() // ALIGNMENT) * ALIGNMENT for _, p, _ in parameters]
+        *firsts, numel = accumulate(ends, initial=0)
+        memory = {
+            name: comm.allocate_once(numel if like.dim() else len(parameters), like.dtype)
+            for name, like in likes.items()
+        }
+        for place, (index, parameter, kept) in enumerate(parameters):
+            here = slice(firsts[place], firsts[place] + parameter.numel())
+            self._whole[index] = {
+                name: memory[name][here].view(parameter.shape)
+                if like.dim()
+                else memory[name][place]
+                for name, like in kept.items()
+            }
+        self._memory += memory.values()
+
+    def take_in(self, optimizer: Optimizer) -> None:
+        """Copy this rank's part of a new `optimizer.state` to its place; ranks meet before the
+        next step.
+
+        Raises:
+            ConfigError: the state was changed in place, once per rank.
+        """
+        state = optimizer.state
+        if self._seen is state and self._versions != self._versions_now():
+            raise ConfigError(
+                "optimizer state was changed in place between two steps, and all ranks of the host "
+                "share one copy of it: put new tensors in its place, or replicate with "
+                "update='whole'"
+            )
+        values = _values_of(state)
+        same = self._seen is state and len(values) == len(self._values)
+        if same and all(map(operator.is_, values, self._values)):
+            return
+        for piece in self._pieces:
+            whole = state.get(self._parameters[piece.piece.index], {})
+            own: State = {}
+            for name, home in piece.homes.items():
+                if name in whole:
+                    value = torch.as_tensor(whole[name]).detach()
+                    if home is not None and home.dim():
+                        value = value.reshape(-1)[piece.piece.start : piece.piece.stop]
+                    own[name] = value.clone() if home is None else home.copy_(value)
+            self.state.pop(piece.tensor, None)
+            if own:
+                self.state[piece.tensor] = own
+            piece.is_home = own.keys() == piece.homes.keys()
+        self._shown.clear()
+        self._show(
+            optimizer,
+            [
+                index
+                for index, parameter in self._parameters.items()
+                if state.get(parameter, {}).keys() >= self._whole[index].keys()
+            ],
+        )
+
+    def step_pieces(
+        self, optimizer: Optimizer, gradients: Sequence[Tensor], used: Sequence[bool]
+    ) -> None:
+        """Update this rank's elements, and put new state into shared memory and `optimizer.state`.
+
+        Args:
+            optimizer: the user's.
+            gradients: mean gradients of each flat, [flat.numel]; only this rank's part is read.
+            used: for each parameter, whether any rank has a gradient for it.
+        """
+        parts = zip(self._pieces, self._parts_of(gradients), strict=True)
+        self.step(
+            optimizer.param_groups,
+            ((p.tensor, part if used[p.piece.index] else None) for p, part in parts),
+        )
+        for piece in self._pieces:
+            if used[piece.piece.index] and not piece.is_home:
+                state = self.state[piece.tensor]
+                for name, home in piece.homes.items():
+                    if home is not None:
+                        state[name] = home.copy_(state[name])
+                piece.is_home = True
+        if len(self._shown) < len(self._parameters):
+            self._show(optimizer, [i for i in self._parameters if used[i] and i not in self._shown])
+        self._versions = self._versions_now()
+
+    def _parts_of(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Gradients of the pieces, usually in the same memory in every step."""
+        place = tuple(flat.data_ptr() for flat in gradients)
+        if place != self._place:
+            self._place = place
+            self._parts = [
+                gradients[p.flat][p.piece.offset : p.piece.offset + p.piece.numel]
+                for p in self._pieces
+            ]
+        return self._parts
+
+    def _show(self, optimizer: Optimizer, indices: Sequence[int]) -> None:
+        """Put the whole state of these parameters into `optimizer.state`, beside what the optimizer
+        does not keep itself."""
+        for index in indices:
+            entry = {**optimizer.state.get(self._parameters[index], {}), **self._whole[index]}
+            if entry:
+                optimizer.state[self._parameters[index]] = entry
+        self._shown.update(indices)
+        self._seen, self._values = optimizer.state, _values_of(optimizer.state)
+        self._versions = self._versions_now()
+
+    def _versions_now(self) -> list[int]:
+        return [version(memory) for memory in self._memory]
+
+    def give_back(self, optimizer: Optimizer) -> None:
+        """See `OwnedUpdate.give_back`; nothing is sent."""
+        self._hook.remove()
+        for index in self._shown:
+            entry = optimizer.state.get(self._parameters[index], {})
+            for name, value in entry.items():
+                if isinstance(value, torch.Tensor):
+                    entry[name] = value.clone()
+
+
+def _values_of(state: Mapping[Any, State]) -> list[Any]:
+    return [value for entry in state.values() for value in entry.values()]
+
+
+def _copies(_: Optimizer, state_dict: State) -> State:
+    """Copy the state, since another optimizer's `load_state_dict` would keep the same tensors."""
+    state = {
+        number: {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in entry.items()}
+        for number, entry in state_dict["state"].items()
+    }
+    return {**state_dict, "state": state}

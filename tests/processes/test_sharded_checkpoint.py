@@ -15,7 +15,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from gradsync.sync.ownership.sharded_optimizer import ShardedOptimizer
 
 from gradsync.checkpoint.store import CheckpointStore
 from gradsync.checkpoint.weights import load_weights
@@ -26,6 +25,7 @@ from gradsync.commands.train.config import CheckpointConfig, EvalConfig, OptimCo
 from gradsync.commands.train.loop import Trainer
 from gradsync.core.files import Filesystem
 from gradsync.sync.fsdp import FsdpShards
+from gradsync.sync.ownership.sharded_optimizer import ShardedOptimizer
 from support.small_run import VOCAB, RankResult, losses, make_data, small_config, train_rank
 
 # A width that 64 does not divide, so that shares end inside of rows.

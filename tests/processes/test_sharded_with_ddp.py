@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from gradsync.sync.ownership.sharded_optimizer import ShardedOptimizer
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gradsync.sync.ownership.sharded_optimizer import ShardedOptimizer
 from support.rank_session import open_session
 
 

@@ -13,8 +13,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from gradsync.sync.ownership import host_step
-from gradsync.sync.ownership.host_step import SharedMemoryExchange, SharedMemoryShards
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -24,6 +22,8 @@ from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
 from gradsync.comm.shared_memory.segment import SharedMemoryError
 from gradsync.errors import ConfigError
 from gradsync.sync.gradient_sync import GradientSync
+from gradsync.sync.ownership import host_memory
+from gradsync.sync.ownership.host_step import SharedMemoryExchange, SharedMemoryShards
 from gradsync.sync.replicate import replicate
 from gradsync.sync.watch import why_not_now
 from support.thread_ranks import run_thread_ranks
@@ -268,7 +268,7 @@ def test_betas_that_change_at_every_step_cost_nothing() -> None:
         one_step(sync, optimizer, 1, rank)
         sync.close()
 
-    with mock.patch.object(host_step, "state_like", wraps=host_step.state_like) as trials:
+    with mock.patch.object(host_memory, "state_like", wraps=host_memory.state_like) as trials:
         run_thread_ranks(work, 2)
     assert trials.call_count == 4  # on each rank, one for each dtype
 

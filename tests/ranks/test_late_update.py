@@ -15,8 +15,6 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from gradsync.sync.ownership import zero
-from gradsync.sync.ownership.sharded_update import ShardedBucket
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -25,6 +23,8 @@ from gradsync.errors import ConfigError, RunError
 from gradsync.runtime.store import wait_until
 from gradsync.sync import late_update
 from gradsync.sync.gradient_sync import GradientSync
+from gradsync.sync.ownership import zero
+from gradsync.sync.ownership.zero import ShardedBucket
 from gradsync.sync.reducer import Stopwatch
 from gradsync.sync.replicate import replicate
 from support.engine_cases import pretend_hosts

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from gradsync.sync.ownership.host_step import SharedMemoryShards
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import StepLR
@@ -21,6 +20,7 @@ from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.data.batch_plan import share
 from gradsync.errors import ConfigError
 from gradsync.sync.gradient_sync import GradientSync
+from gradsync.sync.ownership.host_step import SharedMemoryShards
 from gradsync.sync.registry import STRATEGIES
 from gradsync.sync.replicate import replicate
 from support.engine_cases import bits, global_random_state, raw

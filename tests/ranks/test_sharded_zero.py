@@ -11,7 +11,6 @@ from unittest import mock
 
 import pytest
 import torch
-from gradsync.sync.ownership.zero import ZeroShards
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -25,6 +24,7 @@ from gradsync.sync.build import build_engine
 from gradsync.sync.engine import Engine
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.options import Recipe
+from gradsync.sync.ownership.zero import ZeroShards
 from gradsync.sync.replicate import replicate
 from support.engine_cases import pretend_hosts
 from support.recording import RecordingCommunicator

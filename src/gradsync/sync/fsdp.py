@@ -256,10 +256,11 @@ class FsdpShards(Replicas):
         optimizer.state.clear()
         for parameter, state in states.items():
             for name, value in state.items():
+                held = value
                 if isinstance(value, torch.Tensor) and value.dim():
-                    flat, value = value, torch.zeros_like(parameter, dtype=value.dtype)
-                    local(value).view(-1).copy_(flat)
-                optimizer.state[parameter][name] = value
+                    held = torch.zeros_like(parameter, dtype=value.dtype)
+                    local(held).view(-1).copy_(value)
+                optimizer.state[parameter][name] = held
 
     def sharded_weights(self) -> dict[str, tuple[Share, Tensor]]:
         return {

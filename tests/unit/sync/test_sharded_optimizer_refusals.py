@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gradsync.sync.ownership.sharded_optimizer import ShardedOptimizer, layout_of
 from torch import Tensor, nn
 
 from gradsync.errors import ConfigError
+from gradsync.sync.ownership.sharded_optimizer import ShardedOptimizer, layout_of
 
 
 class RowMeans(torch.optim.SGD):

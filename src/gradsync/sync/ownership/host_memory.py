@@ -28,7 +28,7 @@ from gradsync.sync.layout import (
     runs_of,
     share_blocks,
 )
-from gradsync.sync.ownership.elementwise import PieceOptimizer, group_numbers
+from gradsync.sync.ownership.elementwise import PieceOptimizer, group_numbers, state_like
 from gradsync.sync.ownership.owner import OwnedUpdate
 from gradsync.sync.shares import State
 
@@ -224,7 +224,6 @@ class HostUpdate(PieceOptimizer, OwnedUpdate):
         optimizer: the user's optimizer, elementwise; its options are read at every step.
         flats: flat buffers of the gradients.
         weights: memory of the parameters, for each of `flats`.
-        kept: for each of `flats`, what the optimizer keeps in each of its groups; see `state_like`.
     """
 
     def __init__(
@@ -232,7 +231,6 @@ class HostUpdate(PieceOptimizer, OwnedUpdate):
         optimizer: Optimizer,
         flats: Sequence[Flat],
         weights: Sequence[SharedWeights],
-        kept: Sequence[Sequence[Mapping[str, Tensor]]],
     ) -> None:
         groups = group_numbers(optimizer.param_groups)
         self._parameters: dict[int, Tensor] = {}
@@ -245,21 +243,18 @@ class HostUpdate(PieceOptimizer, OwnedUpdate):
             pairs = zip(flat.slots, home.parameters, strict=True)
             own = {slot.index: p for slot, p in pairs if id(p) in groups}
             self._parameters |= own
-            self._make_room(
-                flat.comm, [(i, p, kept[number][groups[id(p)]]) for i, p in own.items()]
-            )
+            kept = state_like(optimizer, flat.dtype)
+            likes = {index: kept[groups[id(p)]] for index, p in own.items()}
+            self._make_room(flat.comm, own, likes)
             for piece in flat.pieces:
                 if piece.index in own:
                     elements = home.memory[piece.offset : piece.offset + piece.numel]
-                    likes = kept[number][groups[id(own[piece.index])]]
-                    homes = {
-                        name: whole.view(-1)[piece.start : piece.stop]
-                        if likes[name].dim()
-                        else whole
-                        if piece.start == 0
-                        else None
-                        for name, whole in self._whole[piece.index].items()
-                    }
+                    homes: dict[str, Tensor | None] = {}
+                    for name, whole in self._whole[piece.index].items():
+                        if likes[piece.index][name].dim():
+                            homes[name] = whole.view(-1)[piece.start : piece.stop]
+                        else:
+                            homes[name] = None if piece.start else whole
                     self._pieces.append(_OwnedPiece(piece, number, elements, homes))
         super().__init__(
             *(type(optimizer), optimizer.defaults, optimizer.param_groups),
@@ -277,23 +272,23 @@ class HostUpdate(PieceOptimizer, OwnedUpdate):
     def _make_room(
         self,
         comm: SharedMemoryCommunicator,
-        parameters: Sequence[tuple[int, Tensor, Mapping[str, Tensor]]],
+        parameters: Mapping[int, Tensor],
+        likes: Mapping[int, Mapping[str, Tensor]],
     ) -> None:
-        """Allocate the state of these parameters, once per host: (index, parameter, likes)."""
-        likes = {name: like for _, _, kept in parameters for name, like in kept.items()}
-        ends = [-(-p.numel() // ALIGNMENT) * ALIGNMENT for _, p, _ in parameters]
-        *firsts, numel = accumulate(ends, initial=0)
+        """Allocate the state of these parameters once per host; `likes` are examples of it."""
+        lengths = [-(-p.numel() // ALIGNMENT) * ALIGNMENT for p in parameters.values()]
+        *firsts, numel = accumulate(lengths, initial=0)
         memory = {
             name: comm.allocate_once(numel if like.dim() else len(parameters), like.dtype)
-            for name, like in likes.items()
+            for name, like in {n: v for kept in likes.values() for n, v in kept.items()}.items()
         }
-        for place, (index, parameter, kept) in enumerate(parameters):
+        for place, (index, parameter) in enumerate(parameters.items()):
             here = slice(firsts[place], firsts[place] + parameter.numel())
             self._whole[index] = {
                 name: memory[name][here].view(parameter.shape)
                 if like.dim()
                 else memory[name][place]
-                for name, like in kept.items()
+                for name, like in likes[index].items()
             }
         self._memory += memory.values()
 

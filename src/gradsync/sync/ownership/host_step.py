@@ -21,8 +21,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.profiler import record_function
@@ -37,7 +36,7 @@ from gradsync.sync.exchange import Exchange, Then
 from gradsync.sync.layout import BLOCK, Run
 from gradsync.sync.norms import clip_factor, norm_from_blocks, norms_of_blocks
 from gradsync.sync.options import Recipe
-from gradsync.sync.ownership.elementwise import state_like, why_whole
+from gradsync.sync.ownership.elementwise import why_whole
 from gradsync.sync.ownership.host_memory import (
     Flat,
     HostUpdate,
@@ -181,13 +180,6 @@ class SharedMemoryExchange(Exchange):
         return [flat.gradients[number][rank] for rank, number in self.plan.operands]
 
 
-class _Kept(NamedTuple):
-    """What an optimizer keeps under these settings."""
-
-    settings: list[dict[str, bool]]
-    state: Any
-
-
 class SharedMemoryShards(DividedReplicas[HostUpdate]):
     """A share of the gradients, weights and optimizer state that a host's ranks hold once.
 
@@ -225,7 +217,6 @@ class SharedMemoryShards(DividedReplicas[HostUpdate]):
                 "weights='shared' needs parameters that are dense, contiguous and share their "
                 "memory with no other tensor or array; use weights='replicas'"
             )
-        self._kept: WeakKeyDictionary[Optimizer, _Kept] = WeakKeyDictionary()
         self._said = self._clips = False
         self._stepped: Sequence[Optimizer] = ()
         self._used: Sequence[bool] = ()
@@ -253,32 +244,24 @@ class SharedMemoryShards(DividedReplicas[HostUpdate]):
             new = [optimizer for optimizer in optimizers if optimizer not in self._updates]
             now = [*map(why_not_now, optimizers), *(home.why_not_now() for home in self._weights)]
             why = next(filter(None, now), "") or why_whole(new, self.parameters)
-            if not why and any(self._kept_by(optimizer) is None for optimizer in optimizers):
-                why = "the optimizer keeps something that is neither elementwise nor a number"
         if why and not self._said and self._comm.rank == 0:
             log.info("every rank updates all weights: %s", why)
         self._said = self._said or bool(why)
         return why
 
-    def _kept_by(self, optimizer: Optimizer) -> Any:
-        """For each flat and group what the optimizer keeps, found by trial steps; None if ranks
-        cannot divide it. It depends on which options are zero (momentum) or false (amsgrad)."""
+    def key_of(self, optimizer: Optimizer) -> Any:
+        """See `DividedReplicas.key_of`. What an optimizer keeps also depends on which options are
+        zero (momentum) or false (amsgrad)."""
         settings = [
             {n: bool(v) for n, v in options(group).items() if isinstance(v, int | float)}
             for group in optimizer.param_groups
         ]
-        known = self._kept.get(optimizer)
-        if known is None or known.settings != settings:
-            found = [state_like(optimizer, flat.dtype) for flat in self._flats]
-            known = self._kept[optimizer] = _Kept(settings, None if None in found else found)
-        return known.state
-
-    def key_of(self, optimizer: Optimizer) -> Any:
-        kept = self._kept[optimizer].state
-        return super().key_of(optimizer), [[list(names) for names in groups] for groups in kept]
+        for group in settings:
+            group.pop("lr", None)  # 0 in many a warm-up
+        return super().key_of(optimizer), settings
 
     def make_update(self, optimizer: Optimizer) -> HostUpdate:
-        return HostUpdate(optimizer, self._flats, self._weights, self._kept[optimizer].state)
+        return HostUpdate(optimizer, self._flats, self._weights)
 
     def take(
         self,

@@ -31,7 +31,7 @@ from gradsync.sync.exchange import Then
 from gradsync.sync.norms import clip_factor, clip_shards, scale_all
 from gradsync.sync.ownership.elementwise import check_elementwise
 from gradsync.sync.ownership.owner import DividedReplicas, tell
-from gradsync.sync.ownership.sharded_update import (
+from gradsync.sync.ownership.sharded_optimizer import (
     ShardedUpdate,
     update_and_gather,
     wait_for_most,

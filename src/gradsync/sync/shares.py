@@ -59,11 +59,7 @@ class Owners:
 
 
 def flat_state(state: Mapping[str, Any], like: Tensor) -> State:
-    """Flatten tensors with one value per element of `like`, sharing memory; keep other values.
-
-    Raises:
-        ConfigError: names state that is neither elementwise nor a single number.
-    """
+    """Flatten tensors with one value per element of `like`, sharing memory; keep other values."""
     return {
         name: local(value).reshape(-1) if is_elementwise(name, value, like) else value
         for name, value in state.items()

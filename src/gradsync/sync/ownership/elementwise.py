@@ -48,16 +48,8 @@ _ELEMENTWISE = frozenset(
 
 
 def check_elementwise(optimizer_class: Any, promised: bool) -> None:
-    """Refuse a class that may look at several elements at a time.
-
-    Args:
-        optimizer_class: the class to run on pieces of parameters.
-        promised: whether the user declares that it is elementwise and keeps only hyper-parameters
-            in its parameter groups.
-
-    Raises:
-        ConfigError: names the class.
-    """
+    """Raise ConfigError for a class that may look at several elements at a time, unless the user
+    has `promised` that it is elementwise."""
     if optimizer_class not in _ELEMENTWISE and not promised:
         raise ConfigError(
             f"{getattr(optimizer_class, '__name__', optimizer_class)} is not known to be "
@@ -121,12 +113,8 @@ class PieceOptimizer:
     def step(
         self, groups: Sequence[Mapping[str, Any]], gradients: Iterable[tuple[Tensor, Tensor | None]]
     ) -> None:
-        """Do one step; pieces without a gradient do not change.
-
-        Args:
-            groups: the user's parameter groups, read for the current hyper-parameters.
-            gradients: each piece with its flat gradient, [piece.numel()].
-        """
+        """Do one step, with the current hyper-parameters of the user's `groups` and the flat
+        gradient of each piece, [piece.numel()]; pieces without one do not change."""
         if self.inner is None:
             return
         pairs = list(gradients)

@@ -7,10 +7,9 @@
     update      each rank: the optimizer on its share of the weights
     publish     write own share into the other ranks' replicas; meet
 
-Work per rank shrinks with the number of ranks: additions, division, norm and optimizer run once per
-host instead of once per rank. Each rank writes the values that it would have written anyway, into
-the memory of all. With one core per rank, communication during backward would gain nothing: there
-is no message to wait for, only additions, and the core that would do them is busy.
+Additions, division, norm and optimizer run once per host instead of once per rank. With one core
+per rank, communication during backward would gain nothing: there is no message to wait for, only
+additions, and the core that would do them is busy.
 
 In the user's training loop, and if the optimizer is not elementwise, every rank needs the whole
 gradient in its `.grad`. Then the same additions are written into all ranks' buffers.
@@ -58,13 +57,8 @@ log = logging.getLogger("gradsync")
 
 
 class BlockNorms:
-    """Shared norms of a host's ranks, see [Note: Fixed blocks] in norms.py.
-
-    Args:
-        comm: the ranks of the host.
-        flats: the buffers of the gradients.
-        parameters: in the order in which their norms are added.
-    """
+    """Norms of the blocks of `parameters`, in this order, in memory that a host's ranks share; see
+    [Note: Fixed blocks] in norms.py."""
 
     def __init__(
         self, comm: SharedMemoryCommunicator, flats: Sequence[Flat], parameters: Sequence[Tensor]
@@ -72,13 +66,11 @@ class BlockNorms:
         self._counts = torch.tensor([-(-p.numel() // BLOCK) for p in parameters])
         *firsts, count = [0, *self._counts.cumsum(0).tolist()]
         self._norms = comm.allocate_once(max(count, 1), torch.float64)
-        self._places = [
-            {
-                run.start: torch.tensor([firsts[b.index] + b.number for b in run.blocks])
-                for run in flat.runs
-            }
-            for flat in flats
-        ]
+        self._places = {
+            (number, run.start): torch.tensor([firsts[b.index] + b.number for b in run.blocks])
+            for number, flat in enumerate(flats)
+            for run in flat.runs
+        }
         self._blocks: dict[tuple[int, int], tuple[int, list[Tensor]]] = {}
 
     def take(self, flat: int, run: Run, gradient: Tensor) -> None:
@@ -87,16 +79,11 @@ class BlockNorms:
         if key not in self._blocks or self._blocks[key][0] != place:
             blocks = [gradient[block.start : block.stop] for block in run.blocks]
             self._blocks[key] = place, blocks  # usually the same memory in every step
-        norms = norms_of_blocks(self._blocks[key][1])
-        self._norms.index_copy_(0, self._places[flat][run.start], norms)
+        self._norms.index_copy_(0, self._places[key], norms_of_blocks(self._blocks[key][1]))
 
     def total(self, used: Sequence[bool], *, double: bool) -> Tensor:
-        """The gradient's norm, []; call it after all ranks have stored their norms.
-
-        Args:
-            used: for each parameter, whether its gradient counts; the others are zeros.
-            double: a gradient is in fp64, so the norm is too.
-        """
+        """The norm of the parameters that are `used`, [], fp32 or fp64 (`double`); call it after
+        all ranks have stored their norms."""
         norms = self._norms
         if not all(used):
             norms = norms.where(torch.tensor(used).repeat_interleave(self._counts), 0.0)
@@ -134,7 +121,7 @@ class SharedMemoryExchange(Exchange):
         self._begun = False
 
     def begin(self, sums: Sums) -> None:
-        """Publish the facts about this rank's leaves; other ranks read them after the message."""
+        """See `Exchange.begin`; other ranks read this after the step's message."""
         first = UNKNOWN if sums.first_leaf is None else sums.first_leaf
         self.comm.note([sums.num_leaves, first, self.divided])
         self._begun = True
@@ -201,10 +188,9 @@ class SharedMemoryShards(DividedReplicas[HostUpdate]):
         recipe: Recipe,
     ) -> None:
         super().__init__(model, parameters)
-        self._exchange, self._recipe = exchange, recipe
-        self._comm, self._flats = exchange.comm, exchange.flats
+        self._exchange, self._comm, self._flats = exchange, exchange.comm, exchange.flats
+        self._one_copy, self._update_whole = recipe.weights == "shared", recipe.update == "whole"
         self._norms = BlockNorms(self._comm, self._flats, self.parameters)
-        self._one_copy = recipe.weights == "shared"
         self._weights: list[SharedWeights] = []
         """Empty if weights cannot move; then updates are whole."""
         if can_move(self.parameters):
@@ -218,10 +204,7 @@ class SharedMemoryShards(DividedReplicas[HostUpdate]):
                 "memory with no other tensor or array; use weights='replicas'"
             )
         self._said = self._clips = False
-        self._stepped: Sequence[Optimizer] = ()
         self._used: Sequence[bool] = ()
-
-    # -- a step -----------------------------------------------------------------------------------
 
     def prepare(self, optimizers: Sequence[Optimizer], *, scaled: bool) -> None:
         """See `Replicas.prepare`; one optimizer that needs whole gradients makes the step whole."""
@@ -236,7 +219,7 @@ class SharedMemoryShards(DividedReplicas[HostUpdate]):
         """Reason why this step must be whole, "" if it may be divided."""
         if not optimizers:
             return "the user's training loop reads .grad"
-        if self._recipe.update == "whole":
+        if self._update_whole:
             why = "update='whole'"
         elif not self._weights:
             why = "something else refers to parameters' memory, or they are not contiguous"
@@ -341,26 +324,25 @@ class SharedMemoryShards(DividedReplicas[HostUpdate]):
             for run in flat.runs:
                 self._norms.take(number, run, mean)
 
-    @torch.no_grad()
     def update(self, optimizers: Sequence[Optimizer]) -> None:
-        if not self._exchange.divided:
+        if self._exchange.divided:
             super().update(optimizers)
             return
-        updates = [self.update_of(optimizer) for optimizer in optimizers]
+        for optimizer in optimizers:
+            optimizer.step()
+
+    def update_pieces(self, pairs: Sequence[tuple[Optimizer, HostUpdate]]) -> None:
         for home in self._weights:
             home.check()
-        for optimizer, update in zip(optimizers, updates, strict=True):
-            update.take_in(optimizer)
         self._comm.barrier()  # until then, ranks that read weights or state find the old ones
         means = self._means()
         with record_function("update"):
-            for optimizer, update in zip(optimizers, updates, strict=True):
+            for optimizer, update in pairs:
                 update.step_pieces(optimizer, means, self._used)
-        self._stepped = optimizers
 
     def publish(self) -> Work:
         """See `Replicas.publish`: write this rank's share into the other ranks' replicas."""
-        if self._stepped:
+        if self.stepped:
             with record_function("out"):
                 for home in self._weights:
                     home.hand_out()
@@ -369,13 +351,11 @@ class SharedMemoryShards(DividedReplicas[HostUpdate]):
                 # Autograd must detect that an older graph is stale.
                 torch.autograd.graph.increment_version(home.parameters)
                 home.remember()
-            stepped, self._stepped = self._stepped, ()
+            stepped, self.stepped = self.stepped, ()
             for optimizer in stepped:
                 if "step" in optimizer.__dict__:  # a scheduler wraps it, to count steps
                     tell(optimizer)
         return Done()
-
-    # -- between steps ----------------------------------------------------------------------------
 
     def _release(self) -> None:
         while self._updates:

@@ -1,13 +1,14 @@
 """Ranks that divide the optimizer's work: each keeps the state of some elements and updates them.
 
-                     by messages (zero.py)               in a host's memory (host_step.py)
-    a rank owns      a shard of each bucket              whole blocks, one run after another
-    the update       of its pieces of parameters, by the optimizer itself (elementwise.py)
-    state            its pieces' own (sharded_update.py) once per host (host_memory.py)
-    publish          all-gather each bucket              write into the others' replicas
+                     by messages (zero.py)           in a host's memory (host_step.py)
+    a rank owns      a shard of each bucket          whole blocks, one run after another
+    the update       elementwise.py: the optimizer itself, on this rank's pieces of parameters
+    state            of its pieces, on each rank     of everything, once per host
+                     (sharded_optimizer.py)          (host_memory.py)
+    publish          gather each bucket              write into the others' replicas
 
-Both cut parameters as layout.py says. Every element goes through the operations of the whole
-optimizer, so the bits are those of the whole optimizer.
+Every element goes through the operations of the whole optimizer, and parameters are cut where no
+vector loop ends (layout.py), so the bits are those of the whole optimizer.
 """
 
 from __future__ import annotations
@@ -26,10 +27,8 @@ if TYPE_CHECKING:
 
 
 class OwnedUpdate(ABC):
-    """What a rank does of one optimizer's steps: the pieces that it owns, and their state.
-
-    Does not refer to the optimizer, so that deleting that frees the memory of both.
-    """
+    """One optimizer's steps on the pieces that this rank owns, and their state. Does not refer to
+    the optimizer, so that deleting that frees the memory of both."""
 
     @abstractmethod
     def take_in(self, optimizer: Optimizer) -> None:
@@ -48,19 +47,24 @@ class DividedReplicas(Replicas, Generic[Owned]):
 
     def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__(model, parameters)
-        self._updates: WeakKeyDictionary[Optimizer, tuple[object, Owned]] = WeakKeyDictionary()
+        self._updates: WeakKeyDictionary[Optimizer, tuple[Any, Owned]] = WeakKeyDictionary()
+        self.stepped: Sequence[Optimizer] = ()
+        """Optimizers whose update is not published yet."""
 
     def make_update(self, optimizer: Optimizer) -> Owned:
-        """Divide an optimizer that is used for the first time."""
+        """Divide an optimizer's work; all ranks call it together."""
+        raise NotImplementedError
+
+    def update_pieces(self, pairs: Sequence[tuple[Optimizer, Owned]]) -> None:
+        """Update what this rank owns."""
         raise NotImplementedError
 
     def key_of(self, optimizer: Optimizer) -> Any:
-        """What an update is made for: the parameters of each group."""
+        """What an update is made for; another key needs another one (`add_param_group`)."""
         return members_of(optimizer)
 
     def update_of(self, optimizer: Optimizer) -> Owned:
-        """This rank's part of `optimizer`'s steps: made at first use, and again when its key is
-        another one (`add_param_group`). All ranks call it together."""
+        """This rank's part of `optimizer`'s steps, made at first use; all ranks call it together."""
         key = self.key_of(optimizer)
         before, known = self._updates.get(optimizer, (None, None))
         if known is None or before != key:
@@ -69,6 +73,13 @@ class DividedReplicas(Replicas, Generic[Owned]):
             known = self.make_update(optimizer)
             self._updates[optimizer] = key, known
         return known
+
+    def update(self, optimizers: Sequence[Optimizer]) -> None:
+        pairs = [(optimizer, self.update_of(optimizer)) for optimizer in optimizers]
+        for optimizer, update in pairs:
+            update.take_in(optimizer)
+        self.update_pieces(pairs)
+        self.stepped = optimizers
 
 
 def tell(optimizer: Optimizer) -> None:

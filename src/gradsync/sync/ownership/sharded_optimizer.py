@@ -87,12 +87,7 @@ class ShardedBucket(PieceOptimizer):
         groups: Sequence[dict[str, Any]],
         gradient_of: Callable[[Tensor, Piece], Tensor | None],
     ) -> None:
-        """Run the optimizer over this rank's pieces; pieces without a gradient do not change.
-
-        Args:
-            groups: the user's groups, read for the current hyper-parameters.
-            gradient_of: returns the flat gradient of a parameter's piece, [piece.numel], or None.
-        """
+        """See `PieceOptimizer.step`; `gradient_of` a parameter's piece is flat, [piece.numel]."""
         for number, parameter in enumerate(self.parameters):
             if parameter.data_ptr() != self._addresses[number]:  # the user has set `.data`
                 self.tensors[number].data = _view(parameter, self.pieces[number])

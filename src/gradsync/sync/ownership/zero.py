@@ -55,7 +55,7 @@ class ZeroShards(DividedReplicas[ShardedUpdate]):
     Args:
         model, parameters: see `Replicas`.
         comm: all ranks.
-        buckets: of the gradients; each bucket is divided into one shard per rank.
+        buckets: of the gradients; each is divided into one shard per rank.
         gradients: keep only this rank's shard of the gradients too (stage 2).
         exchange: sums shards, each at its owner; None: buckets hold whole sums or scattered sums.
         late: leave the gathers to the next forward; a weight waits for its gather when it is used.
@@ -86,7 +86,6 @@ class ZeroShards(DividedReplicas[ShardedUpdate]):
         self._used: Sequence[bool] = ()
         self._gathers: list[Then] = []
         """Buckets of new weights on their way to this rank."""
-        self._stepped: Sequence[Optimizer] = ()
 
     def prepare(self, optimizers: Sequence[Optimizer], *, scaled: bool) -> None:
         for optimizer in optimizers:
@@ -135,11 +134,8 @@ class ZeroShards(DividedReplicas[ShardedUpdate]):
         return self._shards if self._in_shards else super().owned()
 
     def whole_gradients(self) -> list[Tensor | None]:
-        """See `Replicas.whole_gradients`.
-
-        From shards: one all-gather per bucket, whole group, with its [numel] and dtype (down the
-        tree under zero1); overlaps nothing.
-        """
+        """See `Replicas.whole_gradients`. From shards: one all-gather per bucket, whole group, with
+        its [numel] and dtype (down the tree under zero1); overlaps nothing."""
         if not self._in_shards:
             return super().whole_gradients()
         found: list[Tensor | None] = [None] * len(self.parameters)
@@ -161,17 +157,14 @@ class ZeroShards(DividedReplicas[ShardedUpdate]):
             return super().clip(max_norm)
         return clip_shards(self._shards, max_norm, self._comm, self._shards[0].device)
 
-    def update(self, optimizers: Sequence[Optimizer]) -> None:
-        """Update this rank's shards, and start gathering all shards; first divides loaded state."""
-        pairs = [(optimizer, self.update_of(optimizer)) for optimizer in optimizers]
-        for optimizer, update in pairs:
-            update.take_in(optimizer)
+    def update_pieces(self, pairs: Sequence[tuple[Optimizer, ShardedUpdate]]) -> None:
+        """Update this rank's shards, and start gathering all shards."""
         if self._weights is None:
             self._gathers = wait_for_most(update_and_gather(pairs, self._gradient_of))
         else:
             launched = update_and_gather(pairs, self._gradient_of, last_first=True)
             self._gathers = list(launched)[::-1]
-        self._shards, self._stepped = [], optimizers
+        self._shards = []
 
     def _gradient_of(self, bucket: int, parameter: Tensor, piece: Piece) -> Tensor | None:
         if self._in_shards:
@@ -188,7 +181,7 @@ class ZeroShards(DividedReplicas[ShardedUpdate]):
     def publish(self) -> Work:
         """See `Replicas.publish`: this step's last gathers, or nothing if weights wait."""
         gathers, self._gathers = self._gathers, []
-        stepped, self._stepped = self._stepped, ()
+        stepped, self.stepped = self.stepped, ()
         if self._weights is not None and gathers:
             late, gathers = dict(enumerate(gathers)), []
             buckets = [b.parameters for b in self._buckets]

@@ -24,7 +24,7 @@ from gradsync.runtime.store import wait_until
 from gradsync.sync import late_update
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.ownership import zero
-from gradsync.sync.ownership.zero import ShardedBucket
+from gradsync.sync.ownership.sharded_optimizer import ShardedBucket
 from gradsync.sync.reducer import Stopwatch
 from gradsync.sync.replicate import replicate
 from support.engine_cases import pretend_hosts

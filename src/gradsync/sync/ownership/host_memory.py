@@ -38,34 +38,22 @@ if TYPE_CHECKING:
 
 
 class Flat:
-    """All buckets of one dtype, concatenated.
-
-    Args:
-        comm: the ranks of the host.
-        buckets: all have the same dtype; their buffers move into shared memory.
-    """
+    """All `buckets` of one dtype, concatenated; their buffers move into shared memory."""
 
     def __init__(self, comm: SharedMemoryCommunicator, buckets: Sequence[Bucket]) -> None:
         self.comm = comm
         self.buckets = list(buckets)
         self.dtype = buckets[0].dtype
-        self.starts, numel = [], 0
-        for bucket in buckets:
-            self.starts.append(numel)
-            numel += bucket.plan.numel
-        self.numel = numel
+        *self.starts, self.numel = accumulate((b.plan.numel for b in buckets), initial=0)
         self.slots = [
             replace(slot, offset=slot.offset + start)
             for bucket, start in zip(buckets, self.starts, strict=True)
             for slot in bucket.plan.slots
         ]
         """Places of the parameters, in order."""
-        shares = share_blocks(blocks_of(self.slots), comm.world_size)
-        self.blocks = shares[comm.rank]
-        self.pieces = pieces_of_blocks(self.blocks)
-        """Parts of parameters that this rank owns."""
-        self.runs = list(runs_of(self.blocks))
-        """Runs of this rank."""
+        blocks = share_blocks(blocks_of(self.slots), comm.world_size)[comm.rank]
+        self.pieces, self.runs = pieces_of_blocks(blocks), list(runs_of(blocks))
+        """What this rank owns."""
         self.gradients: list[list[Tensor]] = []
         """Buffer number -> rank -> [numel]."""
 
@@ -91,14 +79,6 @@ class Flat:
                 bucket.adopt(number, memory[start : start + bucket.plan.numel])
 
 
-def flats_of(comm: SharedMemoryCommunicator, buckets: Sequence[Bucket]) -> list[Flat]:
-    """One `Flat` per dtype, in order of first appearance."""
-    by_dtype: dict[torch.dtype, list[Bucket]] = {}
-    for bucket in buckets:
-        by_dtype.setdefault(bucket.dtype, []).append(bucket)
-    return [Flat(comm, group) for group in by_dtype.values()]
-
-
 class SharedWeights:
     """Lays out the parameters of `flat` like their gradients; all ranks make it together.
 
@@ -106,14 +86,10 @@ class SharedWeights:
         flat: the place of each parameter.
         parameters: all parameters, indexed by its slots; equal on all ranks.
         one_copy: whether all ranks of the host share one memory instead of having replicas.
-
-    Raises:
-        SharedMemoryError: on all ranks, if there is too little memory.
     """
 
     def __init__(self, flat: Flat, parameters: Sequence[nn.Parameter], *, one_copy: bool) -> None:
-        comm: SharedMemoryCommunicator = flat.comm
-        self._flat, self._one_copy = flat, one_copy
+        comm, self._flat, self._one_copy = flat.comm, flat, one_copy
         self.parameters = [parameters[slot.index] for slot in flat.slots]
         if one_copy:
             self.memory = comm.allocate_once(flat.numel, flat.dtype)
@@ -143,12 +119,9 @@ class SharedWeights:
 
     def why_not_now(self) -> str:
         """Reason why this rank cannot update its share of the parameters, "" if it can."""
-        for parameter, start in zip(self.parameters, self._starts, strict=True):
-            if parameter.numel() and parameter.data_ptr() != start:
-                return "a parameter's data was exchanged for other memory"
-            if not parameter.is_contiguous():
-                return "a parameter has become discontiguous"
-        return ""
+        places = zip(self.parameters, self._starts, strict=True)
+        moved = any(p.data_ptr() != start and p.numel() for p, start in places)
+        return "a parameter's data was exchanged for other memory" if moved else ""
 
     def hand_out(self) -> None:
         """Copy this rank's updated share into the other ranks' replicas."""
@@ -161,14 +134,8 @@ class SharedWeights:
         self._versions = [version(p) for p in self.parameters] if self._one_copy else []
 
     def check(self) -> None:
-        """Check, for one shared copy, that only gradsync has written to it.
-
-        Otherwise every rank would have applied a change to it that was meant for a private copy:
-        `weight.mul_(0.9)` on two ranks makes 0.81.
-
-        Raises:
-            ConfigError: something else has written to it.
-        """
+        """Raise ConfigError if something else has written to the one copy: each rank would have
+        applied a change that was meant for its own. `weight.mul_(0.9)` on two ranks makes 0.81."""
         if self._versions and self._versions != [version(p) for p in self.parameters]:
             raise ConfigError(
                 "weights were changed in place between two steps, and all ranks of the host share "
@@ -176,13 +143,9 @@ class SharedWeights:
             )
 
 
-def can_move(parameters: Sequence[nn.Parameter]) -> bool:
-    """Whether parameters may get new memory: dense, contiguous, and without other references, which
-    would keep the old memory (`self.scale_now = scale.data`, an array, another process)."""
-    return all(map(_can_move, parameters))
-
-
-def _can_move(parameter: nn.Parameter) -> bool:
+def can_move(parameter: nn.Parameter) -> bool:
+    """Whether it may get new memory: dense, contiguous, and without other references, which would
+    keep the old memory (`self.scale_now = scale.data`, an array, another process)."""
     if type(parameter) is not torch.nn.Parameter or parameter.layout != torch.strided:
         return False
     storage = parameter.untyped_storage()
@@ -199,31 +162,25 @@ def num_uses(tensor: Tensor) -> int:
 
 @dataclass(slots=True, eq=False)
 class _OwnedPiece:
-    """Consecutive elements that this rank updates."""
+    """A piece of one of the flats, its elements, [piece.numel], and their state in shared memory:
+    [piece.numel], [], or None for a number that another rank writes."""
 
     piece: Piece
     flat: int
-    """Index of its flat."""
     tensor: Tensor
-    """The elements, [piece.numel]: a view of the weights."""
     homes: dict[str, Tensor | None]
-    """Their state in shared memory, [piece.numel] or []; None: another rank writes this number."""
     is_home: bool = False
     """Whether the inner optimizer's state is there already."""
 
 
 class HostUpdate(PieceOptimizer, OwnedUpdate):
-    """One optimizer's steps on this rank's pieces, with state that the host's ranks hold once.
+    """One optimizer's steps on this rank's pieces of `flats` and `weights`, with state that the
+    host's ranks hold once; they make it together.
 
     The user's `optimizer.state` holds views of the shared state in the parameters' shapes, whole on
     every rank, as it would be without gradsync. The inner optimizer holds views of this rank's
     pieces. Single numbers (`step`) are there too, written by the rank that has the parameter's
     first element.
-
-    Args:
-        optimizer: the user's optimizer, elementwise; its options are read at every step.
-        flats: flat buffers of the gradients.
-        weights: memory of the parameters, for each of `flats`.
     """
 
     def __init__(
@@ -234,9 +191,8 @@ class HostUpdate(PieceOptimizer, OwnedUpdate):
     ) -> None:
         groups = group_numbers(optimizer.param_groups)
         self._parameters: dict[int, Tensor] = {}
-        """The optimizer's parameters, by index."""
         self._whole: dict[int, State] = {}
-        """Parameter's index -> name -> its whole state in shared memory."""
+        """The optimizer's parameters, and their whole state in shared memory, by index."""
         self._memory: list[Tensor] = []
         self._pieces: list[_OwnedPiece] = []
         for number, (flat, home) in enumerate(zip(flats, weights, strict=True)):
@@ -293,8 +249,7 @@ class HostUpdate(PieceOptimizer, OwnedUpdate):
         self._memory += memory.values()
 
     def take_in(self, optimizer: Optimizer) -> None:
-        """Copy this rank's part of a new `optimizer.state` to its place; ranks meet before the
-        next step.
+        """See `OwnedUpdate.take_in`; the ranks meet before they update.
 
         Raises:
             ConfigError: the state was changed in place, once per rank.
@@ -339,7 +294,7 @@ class HostUpdate(PieceOptimizer, OwnedUpdate):
         """Update this rank's elements, and put new state into shared memory and `optimizer.state`.
 
         Args:
-            optimizer: the user's.
+            optimizer: the user's; its options are read at every step.
             gradients: mean gradients of each flat, [flat.numel]; only this rank's part is read.
             used: for each parameter, whether any rank has a gradient for it.
         """

@@ -41,7 +41,6 @@ from gradsync.sync.ownership.host_memory import (
     HostUpdate,
     SharedWeights,
     can_move,
-    flats_of,
     num_uses,
 )
 from gradsync.sync.ownership.owner import DividedReplicas, tell
@@ -109,7 +108,10 @@ class SharedMemoryExchange(Exchange):
         self, comm: SharedMemoryCommunicator, buckets: Sequence[Bucket], *, along_tree: bool
     ) -> None:
         self.comm, self._along_tree = comm, along_tree
-        self.flats = flats_of(comm, buckets)
+        by_dtype: dict[torch.dtype, list[Bucket]] = {}
+        for bucket in buckets:
+            by_dtype.setdefault(bucket.dtype, []).append(bucket)
+        self.flats = [Flat(comm, group) for group in by_dtype.values()]
         for flat in self.flats:
             flat.ensure(1)
         self.divided = False
@@ -176,7 +178,6 @@ class SharedMemoryShards(DividedReplicas[HostUpdate]):
         recipe: whether updates are divided, and whether weights are held once or as replicas.
 
     Raises:
-        SharedMemoryError: on all ranks, if there is too little memory.
         ConfigError: weights='shared' for parameters that cannot move.
     """
 
@@ -193,7 +194,7 @@ class SharedMemoryShards(DividedReplicas[HostUpdate]):
         self._norms = BlockNorms(self._comm, self._flats, self.parameters)
         self._weights: list[SharedWeights] = []
         """Empty if weights cannot move; then updates are whole."""
-        if can_move(self.parameters):
+        if all(map(can_move, self.parameters)):
             self._weights = [
                 SharedWeights(flat, self.parameters, one_copy=self._one_copy)
                 for flat in self._flats

@@ -64,7 +64,7 @@ class DividedReplicas(Replicas, Generic[Owned]):
         return members_of(optimizer)
 
     def update_of(self, optimizer: Optimizer) -> Owned:
-        """This rank's part of `optimizer`'s steps, made at first use; all ranks call it together."""
+        """What this rank does of `optimizer`'s steps; all ranks call it together."""
         key = self.key_of(optimizer)
         before, known = self._updates.get(optimizer, (None, None))
         if known is None or before != key:

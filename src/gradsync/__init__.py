@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from gradsync.runtime.session import init as init
     from gradsync.runtime.signals import StopRequest as StopRequest
     from gradsync.sync.comm_hook import comm_hook as comm_hook
+    from gradsync.sync.ownership.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
     from gradsync.sync.replicate import replicate as replicate
-    from gradsync.sync.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
     from gradsync.world import World as World
 
 _HOMES = {
@@ -71,7 +71,7 @@ _HOMES = {
     "gradsync.runtime.signals": ("StopRequest",),
     "gradsync.sync.comm_hook": ("comm_hook",),
     "gradsync.sync.replicate": ("replicate",),
-    "gradsync.sync.sharded_optimizer": ("ShardedOptimizer",),
+    "gradsync.sync.ownership.sharded_optimizer": ("ShardedOptimizer",),
     "gradsync.world": ("World",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

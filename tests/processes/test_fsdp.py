@@ -24,7 +24,7 @@ from gradsync.runtime.gloo_group import wait_until_workers_sleep
 from gradsync.sync.fsdp import FsdpReducer
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.options import FsdpOptions
-from gradsync.sync.sharded_state import gather_weights
+from gradsync.sync.shares import whole
 from support.rank_session import open_session
 from support.sync_cases import (
     SmallNet,
@@ -119,7 +119,8 @@ def _train_model(
         masters = all(p.dtype == torch.float32 for p in model.parameters())
         with torch.no_grad():
             assert sync.forward(torch.ones(2, 6)).dtype == torch.float32
-        return gather_weights(model), losses, masters
+        weights = {name: whole(tensor) for name, tensor in model.state_dict().items()}
+        return weights, losses, masters
 
 
 def train_by_hand(
@@ -309,7 +310,7 @@ def _own_loop(
             reducer = FsdpReducer(model, communicator(world), FsdpOptions(**options))
             own_loop(model, None, range(rank, rank + 1), accumulate=False)
             assert reducer.parameters[0] is next(model.parameters())
-        return gather_weights(model)
+        return {name: whole(tensor) for name, tensor in model.state_dict().items()}
 
 
 @pytest.mark.parametrize("handle", [True, False])

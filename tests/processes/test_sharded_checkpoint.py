@@ -25,7 +25,7 @@ from gradsync.commands.train.config import CheckpointConfig, EvalConfig, OptimCo
 from gradsync.commands.train.loop import Trainer
 from gradsync.core.files import Filesystem
 from gradsync.sync.fsdp import FsdpShards
-from gradsync.sync.sharded_optimizer import ShardedOptimizer
+from gradsync.sync.ownership.sharded_optimizer import ShardedOptimizer
 from support.small_run import VOCAB, RankResult, losses, make_data, small_config, train_rank
 
 # A width that 64 does not divide, so that shares end inside of rows.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradsync.sync.sharded_optimizer import ShardedOptimizer
+from gradsync.sync.ownership.sharded_optimizer import ShardedOptimizer
 from support.rank_session import open_session
 
 

@@ -21,8 +21,9 @@ from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator, s
 from gradsync.comm.shared_memory.segment import SharedMemoryError
 from gradsync.errors import ConfigError
 from gradsync.sync.gradient_sync import GradientSync
+from gradsync.sync.ownership import host_memory
+from gradsync.sync.ownership.host_step import SharedMemoryExchange, SharedMemoryShards
 from gradsync.sync.replicate import replicate
-from gradsync.sync.shared_memory import SharedMemoryExchange, SharedMemoryShards
 from gradsync.sync.watch import why_not_now
 from support.thread_ranks import run_thread_ranks
 
@@ -262,13 +263,13 @@ def test_betas_that_change_at_every_step_cost_nothing() -> None:
         sync = replicate(model, comm=ProcessGroupCommunicator(group))
         optimizer = OPTIMIZERS["adamw"](model.parameters())
         one_step(sync, optimizer, 0, rank)
-        (update,) = sync.replica.reducer.shards._updates.values()
-        update._shared._make_room = mock.Mock(side_effect=AssertionError("tried again"))
         optimizer.param_groups[0] |= {"betas": (0.8, 0.99), "lr": 0.5, "weight_decay": 0.02}
         one_step(sync, optimizer, 1, rank)
         sync.close()
 
-    run_thread_ranks(work, 2)
+    with mock.patch.object(host_memory, "state_like", wraps=host_memory.state_like) as trials:
+        run_thread_ranks(work, 2)
+    assert trials.call_count == 4  # on each rank, one for each dtype
 
 
 def test_a_scheduler_goes_on_without_a_warning() -> None:
@@ -633,8 +634,8 @@ def test_memory_goes_with_who_uses_it() -> None:
         assert model.scale.untyped_storage().nbytes() == 4  # saved alone, it is that
         optimizer = OPTIMIZERS["adamw"](model.parameters())
         one_step(sync, optimizer, 0, rank)
-        (update,) = sync.replica.reducer.shards._updates.values()
-        memory = weakref.ref(update._shared)
+        ((_, update),) = sync.replica.reducer.shards._updates.values()
+        memory = weakref.ref(update)
         del update, optimizer
         gc.collect()
         assert memory() is None

@@ -15,9 +15,10 @@ from torch.nn import functional as F
 
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.errors import ConfigError, RunError
-from gradsync.sync import late_update, zero
+from gradsync.sync import late_update
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.monitors import Stopwatch
+from gradsync.sync.ownership import zero
 from gradsync.sync.replicate import replicate
 from support.engine_cases import pretend_hosts
 from support.thread_ranks import run_thread_ranks

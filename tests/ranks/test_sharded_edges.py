@@ -20,7 +20,7 @@ from gradsync.errors import ConfigError
 from gradsync.sync.build import build_engine
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.options import Recipe
-from gradsync.sync.sharded_optimizer import ShardedOptimizer, layout_of
+from gradsync.sync.ownership.sharded_optimizer import ShardedOptimizer, layout_of
 from support.thread_ranks import run_thread_ranks
 
 INVARIANT = Recipe(order="invariant", bucket_mb=0.0002)

@@ -17,7 +17,7 @@ from gradsync.comm.base import Communicator
 from gradsync.comm.groups import SingleCommunicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.errors import ConfigError
-from gradsync.sync.sharded_optimizer import ShardedOptimizer, layout_of, step_together
+from gradsync.sync.ownership.sharded_optimizer import ShardedOptimizer, layout_of, step_together
 from support.thread_ranks import run_thread_ranks
 
 SHAPES = ((70, 33), (5,), (), (129,), (64, 3), (1,), (7, 7, 7), (2, 1000))

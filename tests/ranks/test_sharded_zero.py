@@ -24,8 +24,8 @@ from gradsync.sync.build import build_engine
 from gradsync.sync.engine import Engine
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.options import Recipe
+from gradsync.sync.ownership.zero import ZeroShards
 from gradsync.sync.replicate import replicate
-from gradsync.sync.zero import ZeroShards
 from support.engine_cases import pretend_hosts
 from support.recording import RecordingCommunicator
 from support.sync_cases import (
@@ -220,7 +220,7 @@ def test_a_state_dict_without_the_state_is_refused(recipe: Recipe, world_size: i
         sync, optimizer = make(ProcessGroupCommunicator(group), recipe)
         optimizer.state_dict()  # nothing to leave out yet
         do_step(sync, optimizer, 0)
-        with pytest.raises(ConfigError, match=r"would hold none of it: call sync\.gather\(opt"):
+        with pytest.raises(ConfigError, match=r"would hold none of it: sync\.state_dict\(opt"):
             optimizer.state_dict()
         sync.replica.gather(optimizer)
         assert optimizer.state_dict()["state"]

@@ -34,8 +34,8 @@ from gradsync.compat.functions import setup_distributed as setup_distributed  # 
 from gradsync.data.batch_plan import share
 from gradsync.data.micro_batch import count_targets, map_tensors
 from gradsync.errors import ConfigError, DataError
+from gradsync.sync.ownership.sharded_optimizer import ShardedOptimizer
 from gradsync.sync.replicate import replicate
-from gradsync.sync.sharded_optimizer import ShardedOptimizer
 from gradsync.world import World
 
 LossFn = Callable[[Any, Any], Tensor]

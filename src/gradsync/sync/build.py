@@ -30,12 +30,12 @@ from gradsync.sync.options import (
     Options,
     Recipe,
 )
+from gradsync.sync.ownership.host_step import SharedMemoryExchange, SharedMemoryShards
+from gradsync.sync.ownership.zero import ZeroShards
 from gradsync.sync.reducer import NaiveReducer, Reducer, trainable
 from gradsync.sync.registry import Strategy
 from gradsync.sync.replicas import Replicas
-from gradsync.sync.shared_memory import SharedMemoryExchange, SharedMemoryShards
 from gradsync.sync.tree_exchange import TreeExchange
-from gradsync.sync.zero import ZeroShards
 
 if TYPE_CHECKING:
     from torch import nn

@@ -18,12 +18,13 @@ from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from gradsync.comm.base import Communicator
 from gradsync.comm.values import all_gather_numbers
@@ -33,18 +34,7 @@ from gradsync.sync.monitors import Stopwatch
 from gradsync.sync.options import FsdpOptions
 from gradsync.sync.reducer import Reducer, trainable
 from gradsync.sync.replicas import Replicas, clip_shards
-from gradsync.sync.sharded_state import (
-    HeldState,
-    Share,
-    flat_state,
-    gather_weights,
-    load_whole_weights,
-    local,
-    shaped_as,
-    sharded_as,
-    share_of_rows,
-    whole,
-)
+from gradsync.sync.shares import HeldState, Share, flat_state, local, sharded_as, whole
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -220,7 +210,7 @@ class FsdpShards(Replicas):
                     and not isinstance(value, DTensor)
                     and value.shape == parameter.shape
                 ):
-                    state[name] = sharded_as(value, parameter)
+                    state[name] = sharded_as(value, parameter).clone()
 
     def sharded_state_dict(self, optimizer: Optimizer) -> HeldState:
         states = _states(optimizer)
@@ -235,10 +225,12 @@ class FsdpShards(Replicas):
     ) -> None:
         optimizer.state.clear()
         for parameter, state in states.items():
-            if state:
-                optimizer.state[parameter] = {
-                    name: shaped_as(value, parameter) for name, value in state.items()
-                }
+            for name, value in state.items():
+                held = value
+                if isinstance(value, torch.Tensor) and value.dim():
+                    held = torch.zeros_like(parameter, dtype=value.dtype)
+                    local(held).view(-1).copy_(value)
+                optimizer.state[parameter][name] = held
 
     def sharded_weights(self) -> dict[str, tuple[Share, Tensor]]:
         return {
@@ -253,13 +245,25 @@ class FsdpShards(Replicas):
             here.copy_(tensor.view(here.shape))
 
     def full_weights(self) -> dict[str, Tensor]:
-        return gather_weights(self.model)
+        """See `Replicas.full_weights`: one all-gather per parameter, its shape and dtype."""
+        return {name: whole(tensor) for name, tensor in self.model.state_dict().items()}
 
     def load_full_weights(self, weights: Mapping[str, Tensor]) -> None:
-        load_whole_weights(self.model, weights)
+        own = self.model.state_dict()
+        with torch.no_grad():
+            for name, tensor in weights.items():
+                local(own[name]).copy_(local(sharded_as(tensor, own[name])))
 
     def _share(self, tensor: Tensor) -> Share:
-        return share_of_rows(tensor, self.comm.rank, self.comm.world_size)
+        """FSDP2 cuts along the first dimension as `torch.chunk` does: the first ranks have
+        ceil(rows / ranks) rows, the last ones fewer or none. Rank 0 saves plain tensors."""
+        shape, rank = tuple(tensor.shape), self.comm.rank
+        if not isinstance(tensor, DTensor):
+            return Share(shape=shape, start=0, stop=tensor.numel(), saves=rank == 0)
+        assert tuple(tensor.placements) == (Shard(0),), "rows alone are contiguous"
+        rows, row, held = shape[0], prod(shape[1:]), local(tensor).numel()
+        start = min(rank * -(-rows // self.comm.world_size), rows) * row
+        return Share(shape=shape, start=start, stop=start + held, saves=held > 0 or rank == 0)
 
 
 class Seen:

@@ -37,8 +37,8 @@ from gradsync.comm.base import Communicator, Work
 from gradsync.comm.process_group import AllOf, Done
 from gradsync.errors import ConfigError, RunError
 from gradsync.sync.buckets import Bucket
-from gradsync.sync.elementwise import check_elementwise
 from gradsync.sync.monitors import Stopwatch
+from gradsync.sync.ownership.elementwise import check_elementwise
 from gradsync.sync.replicas import Replicas, clip_factor, scale_all
 from gradsync.sync.step_metadata import options
 from gradsync.sync.tree_exchange import ShardedNorm, TreeExchange

@@ -38,7 +38,6 @@ class Item:
     """Properties of a parameter that the plan depends on."""
 
     numel: int
-    """Number of elements."""
     itemsize: int
     """Bytes of an element."""
     kind: Hashable
@@ -47,10 +46,9 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slot:
-    """The place of one parameter in a bucket."""
+    """The place of one parameter, by its index, in a bucket."""
 
     index: int
-    """Index of the parameter."""
     offset: int
     """First element in the bucket."""
     numel: int
@@ -100,7 +98,9 @@ def plan_buckets(
     least = limit = bucket_bytes if first_bucket_bytes is None else first_bucket_bytes
     graded = first_bucket_bytes is not None and not like_ddp
     sizes = [items[index].numel * items[index].itemsize for index in order]
-    last = _begin_of_last(sizes, least) if graded else 0
+    last = len(sizes) if graded else 0  # where the last bucket begins, which holds `least`
+    while graded and last and sum(sizes[last:]) < least:
+        last -= 1
     left = sum(sizes[:last]) if graded else math.inf
     for place, index in enumerate(order):
         item = items[index]
@@ -108,7 +108,8 @@ def plan_buckets(
             plans += [_close(slots, world_size) for slots in open_slots.values()]
             open_slots.clear()
         slots = open_slots.setdefault(item.kind, [])
-        start = _aligned(slots[-1].offset + slots[-1].numel) if slots else 0
+        end = slots[-1].offset + slots[-1].numel if slots else 0
+        start = -(-end // ALIGNMENT) * ALIGNMENT
         slots.append(Slot(index=index, offset=start, numel=item.numel))
         held = (start + item.numel) * item.itemsize
         if held >= min(limit, max(least, left / 2)) and left - held >= least:
@@ -119,31 +120,17 @@ def plan_buckets(
     return tuple(plans)
 
 
-def _begin_of_last(sizes: Sequence[int], least_bytes: float) -> int:
-    """Index of the first of the last items that together hold `least_bytes`."""
-    place, held = len(sizes), 0
-    while place and held < least_bytes:
-        place -= 1
-        held += sizes[place]
-    return place
-
-
 def _close(slots: list[Slot], world_size: int) -> BucketPlan:
     used = slots[-1].offset + slots[-1].numel
     multiple = ALIGNMENT * world_size
     return BucketPlan(slots=tuple(slots), numel=max(math.ceil(used / multiple), 1) * multiple)
 
 
-def _aligned(offset: int) -> int:
-    return -(-offset // ALIGNMENT) * ALIGNMENT
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """Consecutive elements of one parameter that a rank owns."""
+    """Consecutive elements of one parameter, by its index, that a rank owns."""
 
     index: int
-    """Index of the parameter."""
     start: int
     """First element in the flattened parameter; a multiple of 64."""
     stop: int
@@ -178,16 +165,14 @@ def pieces_of_shard(plan: BucketPlan, rank: int, world_size: int) -> list[Piece]
 
 @dataclass(frozen=True, slots=True)
 class ParameterBlock:
-    """A part of one parameter."""
+    """A block of one parameter, with its place in the flat buffer."""
 
     index: int
     """Index of the parameter."""
     number: int
     """Index of the block in its parameter."""
     start: int
-    """First element in the flat buffer."""
     stop: int
-    """Element after the last one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gradsync.comm.base import Communicator
-    from gradsync.sync.sharded_state import HeldState, Share
+    from gradsync.sync.shares import HeldState, Share
 
 
 class Replica:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from gradsync.sync.buckets import Bucket
-    from gradsync.sync.sharded_state import HeldState, Share
+    from gradsync.sync.shares import HeldState, Share
 
 
 class Replicas:

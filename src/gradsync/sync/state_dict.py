@@ -29,17 +29,18 @@ def whole_state(replica: Replica, optimizer: Optimizers | None) -> dict[str, Any
     """See `GradientSync.state_dict`."""
     check_same_call(replica.comm, "state_dict", torch.empty(0), call_site())
     each = [] if optimizer is None else each_optimizer(optimizer)
-    if optimizer is not None:
-        replica.gather(optimizer)
-    states = [deepcopy(one.state_dict()) for one in each]
+    if each:
+        replica.gather(each)
+    states: Any = [deepcopy(one.state_dict()) for one in each]
     tensors = {name: tensor.clone() for name, tensor in replica.state_tensors().items()}
     weights = replica.full_weights()
-    if optimizer is not None:
-        replica.scatter(optimizer)
-    several = isinstance(optimizer, Sequence)
+    if each:
+        replica.scatter(each)
+    if not isinstance(optimizer, Sequence):
+        states = states[0] if states else None
     return {
         "model": weights,
-        "optimizer": states if several else states[0] if states else None,
+        "optimizer": states,
         "kinds": [type(one).__name__ for one in each],
         "strategy": {"name": replica.reducer.strategy, "tensors": tensors},
     }
@@ -52,18 +53,18 @@ def load_whole_state(
     comm = replica.comm
     check_same_call(comm, "load_state_dict", torch.empty(0), call_site())
     each = [] if optimizer is None else each_optimizer(optimizer)
-    # Whole group, two all-gathers: int64 [1], uint8 [longest]; overlaps nothing.
-    wrong = all_gather_json(comm, _why_not(state, model, each))
-    for rank, words in enumerate(wrong):
+    for rank, words in enumerate(all_gather_json(comm, _why_not(state, model, each))):
         if words:
             raise ConfigError(f"load_state_dict() on rank {rank}: {words}")
+    states = state["optimizer"] if each else []
+    states = states if isinstance(states, list) else [states]
     if comm.world_size > 1:
-        _refuse_unlike(replica, state, bool(each))
+        _refuse_unlike(replica, {"model": state["model"], "optimizer": states})
     replica.load_full_weights(state["model"])
-    for one, held in zip(each, _states(state) if each else (), strict=True):
+    for one, held in zip(each, states, strict=True):
         one.load_state_dict(deepcopy(held))  # torch would train in the caller's tensors
-    if optimizer is not None:
-        replica.scatter(optimizer)
+    if each:
+        replica.scatter(each)
     kept, mine = state["strategy"], replica.reducer.strategy
     if kept["name"] == mine:
         replica.load_state_tensors(kept["tensors"])
@@ -75,50 +76,34 @@ def load_whole_state(
         )
 
 
-def _states(state: Mapping[str, Any]) -> list[Any]:
-    held = state["optimizer"]
-    return held if isinstance(held, list) else [] if held is None else [held]
-
-
 def _why_not(state: Any, model: nn.Module, optimizers: Sequence[Any]) -> str:
     """Why `state` cannot be loaded; "" if it can."""
-    if not isinstance(state, Mapping):
-        return f"expected a state from sync.state_dict(), got {type(state).__name__}"
-    missing = {"model", "optimizer", "strategy"} - set(state)
-    if missing:
-        return f"this is no state of sync.state_dict(): it has no {min(missing)!r}"
+    if not isinstance(state, Mapping) or {"model", "optimizer", "strategy"} - set(state):
+        return "this is no state of sync.state_dict()"
     own, given = model.state_dict(), state["model"]
-    words = [
-        f"the state has no weight {name!r}, which the model has" for name in own.keys() - given
-    ]
-    words += [
-        f"the model has no weight {name!r}, which the state has" for name in given.keys() - own
-    ]
-    words += [
-        f"weight {name!r} is {list(given[name].shape)} in the state, {list(tensor.shape)} here"
-        for name, tensor in own.items()
-        if name in given and isinstance(tensor, Tensor) and given[name].shape != tensor.shape
-    ]
-    held, kinds = _states(state), [type(one).__name__ for one in optimizers]
-    if optimizers and len(held) != len(optimizers):
-        words.append(
-            f"the state holds {counted(len(held), 'optimizer')}, but {len(optimizers)} came with "
-            "it: give both calls the same as sync.step()"
+    for name in sorted(own.keys() ^ given):
+        holder, other = ("model", "state") if name in own else ("state", "model")
+        return f"the {other} has no weight {name!r}, which the {holder} has"
+    for name, tensor in own.items():
+        if isinstance(tensor, Tensor) and given[name].shape != tensor.shape:
+            shapes = f"{list(given[name].shape)} in the state, {list(tensor.shape)} here"
+            return f"weight {name!r} is {shapes}"
+    kinds = [type(one).__name__ for one in optimizers]
+    if kinds and state.get("kinds", kinds) != kinds:
+        return (
+            f"the state holds optimizers {state['kinds']}, but {kinds} came with it: give both "
+            "calls the same as sync.step()"
         )
-    elif optimizers and state.get("kinds", kinds) != kinds:
-        words.append(f"the state is of {', '.join(state['kinds'])}, not of {', '.join(kinds)}")
-    return min(words, default="")
+    return ""
 
 
-def _refuse_unlike(replica: Replica, state: Mapping[str, Any], with_optimizer: bool) -> None:
+def _refuse_unlike(replica: Replica, given: Mapping[str, Any]) -> None:
     """Raise RunError on all ranks if they were given different states."""
-    held = _states(state) if with_optimizer else []
-    found = dict(_tensors({"model": state["model"], "optimizer": held}))
-    settings = [one["param_groups"] for one in held]
-    if not same_on_all_ranks(replica.comm, repr(settings).encode()):
+    settings = repr([one["param_groups"] for one in given["optimizer"]]).encode()
+    if not same_on_all_ranks(replica.comm, settings):
         raise RunError("load_state_dict() was given optimizers with other settings on other ranks")
     try:
-        check_replicas(found.items(), replica.comm)
+        check_replicas(dict(_tensors(given)).items(), replica.comm)
     except DriftError as error:
         raise RunError(
             f"load_state_dict() was given other states on other ranks: {error}"

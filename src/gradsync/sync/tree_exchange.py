@@ -62,7 +62,7 @@ from gradsync.sync.buckets import (
 from gradsync.sync.exchange import Exchange
 from gradsync.sync.layout import BLOCK, ParameterBlock, blocks_of
 from gradsync.sync.replicas import norm_from_blocks, norms_of_blocks
-from gradsync.sync.sharded_state import Owners
+from gradsync.sync.shares import Owners
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -41,14 +41,9 @@ class WaitingWeights:
                 own[getattr(model, before)] += own[module]
         self._modules = [(m, held) for m, held in own.items() if any(p.requires_grad for p in held)]
         self._lock = threading.RLock()
-        self._works: dict[int, Work] = {}
-        self._numbers: dict[int, int] = {}
-        """The bucket of each waiting parameter, by the parameter's id."""
-        self._kind = ""
         self._hooks: list[Any] = []
-        self._broken = ""
-        self._update: Callable[[int], object] = _nothing
-        self._ended: Callable[[], object] = _nothing
+        self._broken = self._kind = ""
+        self._forget()
 
     def expect(
         self,
@@ -106,8 +101,12 @@ class WaitingWeights:
     def _forget(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._numbers, self._works = [], {}, {}
-        self._update = self._ended = _nothing
+        self._hooks = []
+        self._works: dict[int, Work] = {}
+        self._numbers: dict[int, int] = {}
+        """The bucket of each waiting parameter, by the parameter's id."""
+        self._update: Callable[[int], object] = _nothing
+        self._ended: Callable[[], object] = _nothing
 
     def close(self) -> None:
         """Wait for all weights, and report if they do not arrive."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from gradsync.errors import ConfigError
-from gradsync.sync.sharded_optimizer import ShardedOptimizer, layout_of
+from gradsync.sync.ownership.sharded_optimizer import ShardedOptimizer, layout_of
 
 
 class RowMeans(torch.optim.SGD):

@@ -44,7 +44,7 @@ from gradsync.commands.models.gpt import GPT
 from gradsync.commands.parallel.transfer import collect, describe, hand_out, layout_of
 from gradsync.errors import CheckpointError, DivergenceError
 from gradsync.sync.gradient_sync import GradientSync
-from gradsync.sync.sharded_state import HeldState, Share
+from gradsync.sync.shares import HeldState, Share
 
 Whole = Mapping[str, Tensor]
 Keep = Callable[[Mapping[str, Whole], dict[str, Any], dict[str, Any]], None]

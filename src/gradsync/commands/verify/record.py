@@ -17,7 +17,7 @@ from gradsync.comm.base import Work
 from gradsync.data.micro_batch import MicroBatch, map_tensors
 from gradsync.errors import ConfigError
 from gradsync.sync.reducer import Reducer, trainable
-from gradsync.sync.sharded_state import whole
+from gradsync.sync.shares import whole
 
 Tensors = dict[str, Tensor]
 MicroBatchTrace = dict[str, Any]  # see `trace_micro_batch`

@@ -24,21 +24,20 @@ import torch
 from torch.autograd.profiler import record_function
 
 from gradsync.comm.base import Communicator, Work
-from gradsync.comm.process_group import Done
+from gradsync.comm.process_group import AllOf
 from gradsync.errors import ConfigError
 from gradsync.sync.buckets import Bucket
-from gradsync.sync.elementwise import check_elementwise, members_of
 from gradsync.sync.exchange import Then
 from gradsync.sync.monitors import Stopwatch
-from gradsync.sync.replicas import Replicas, clip_factor, clip_shards, scale_all
-from gradsync.sync.sharded_optimizer import (
-    ShardedOptimizer,
-    ShardLayout,
-    step_together,
-    tell_sources,
+from gradsync.sync.ownership.elementwise import check_elementwise
+from gradsync.sync.ownership.owner import DividedReplicas, tell
+from gradsync.sync.ownership.sharded_optimizer import (
+    ShardedUpdate,
     update_and_gather,
+    wait_for_most,
 )
-from gradsync.sync.sharded_state import HeldState
+from gradsync.sync.replicas import clip_factor, clip_shards, scale_all
+from gradsync.sync.shares import HeldState
 from gradsync.sync.tree_exchange import ShardedNorm, TreeExchange
 from gradsync.sync.waiting_weights import WaitingWeights, has_compiled
 from gradsync.sync.watch import postponed, why_not_now
@@ -47,14 +46,16 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from gradsync.sync.layout import Piece
 
-class ZeroShards(Replicas):
+
+class ZeroShards(DividedReplicas[ShardedUpdate]):
     """Optimizer state in shards, one per rank.
 
     Args:
         model, parameters: see `Replicas`.
         comm: all ranks.
-        buckets: of the gradients; each bucket is divided into one shard per rank.
+        buckets: of the gradients; each is divided into one shard per rank.
         gradients: keep only this rank's shard of the gradients too (stage 2).
         exchange: sums shards, each at its owner; None: buckets hold whole sums or scattered sums.
         late: leave the gathers to the next forward; a weight waits for its gather when it is used.
@@ -81,13 +82,10 @@ class ZeroShards(Replicas):
         self._owners = comm if exchange is None else exchange.owners()
         self._norm = None if exchange is None else ShardedNorm(self.parameters, comm, exchange)
         self._settles = exchange is not None and exchange.in_one_order
-        self._sharded: dict[int, ShardedOptimizer] = {}  # keys are ids of the users' optimizers
-        self._members: dict[int, list[list[int]]] = {}
-        self._states: dict[int, Any] = {}  # state of the users' optimizers, empty between steps
         self._shards: list[Tensor] = []
         self._used: Sequence[bool] = ()
-        self._gathers: Work = Done()
-        self._late: list[Then] = []
+        self._gathers: list[Then] = []
+        """Buckets of new weights on their way to this rank."""
 
     def prepare(self, optimizers: Sequence[Optimizer], *, scaled: bool) -> None:
         for optimizer in optimizers:
@@ -136,11 +134,8 @@ class ZeroShards(Replicas):
         return self._shards if self._in_shards else super().owned()
 
     def whole_gradients(self) -> list[Tensor | None]:
-        """See `Replicas.whole_gradients`.
-
-        From shards: one all-gather per bucket, whole group, with its [numel] and dtype (down the
-        tree under zero1); overlaps nothing.
-        """
+        """See `Replicas.whole_gradients`. From shards: one all-gather per bucket, whole group, with
+        its [numel] and dtype (down the tree under zero1); overlaps nothing."""
         if not self._in_shards:
             return super().whole_gradients()
         found: list[Tensor | None] = [None] * len(self.parameters)
@@ -162,35 +157,33 @@ class ZeroShards(Replicas):
             return super().clip(max_norm)
         return clip_shards(self._shards, max_norm, self._comm, self._shards[0].device)
 
-    def update(self, optimizers: Sequence[Optimizer]) -> None:
-        """Update this rank's shards, and start gathering all shards; first divides loaded state."""
-        sharded = [self._of(optimizer) for optimizer in optimizers]
-        for optimizer, its in zip(optimizers, sharded, strict=True):
-            before = self._states.get(id(optimizer), optimizer.state)
-            if before is not optimizer.state or any(optimizer.state.values()):
-                its.take_from(optimizer)
-            self._states[id(optimizer)] = optimizer.state
-            if not self._scattered:
-                its.check()
-        shards = self._shards if self._in_shards else None
+    def update_pieces(self, pairs: Sequence[tuple[Optimizer, ShardedUpdate]]) -> None:
+        """Update this rank's shards, and start gathering all shards."""
         if self._weights is None:
-            self._gathers = step_together(sharded, shards, self._used)
+            self._gathers = wait_for_most(update_and_gather(pairs, self._gradient_of))
         else:
-            launched = update_and_gather(sharded, shards, self._used, last_first=True)
-            self._late = list(launched)[::-1]
-            self._gathers = Then(Done(), partial(tell_sources, sharded))
+            launched = update_and_gather(pairs, self._gradient_of, last_first=True)
+            self._gathers = list(launched)[::-1]
         self._shards = []
+
+    def _gradient_of(self, bucket: int, parameter: Tensor, piece: Piece) -> Tensor | None:
+        if self._in_shards:
+            mine = self._shards[bucket][piece.offset : piece.offset + piece.numel]
+            return mine if self._used[piece.index] else None
+        gradient = parameter.grad
+        return None if gradient is None else gradient.reshape(-1)[piece.start : piece.stop]
 
     def settle(self) -> None:
         """See `Replicas.settle`: waits for all gathers."""
-        for gather in (self._late or [self._gathers]) if self._settles else ():
-            (gather.work if isinstance(gather, Then) else gather).wait()
+        for gather in self._gathers if self._settles else ():
+            gather.work.wait()
 
     def publish(self) -> Work:
         """See `Replicas.publish`: this step's last gathers, or nothing if weights wait."""
-        told, self._gathers = self._gathers, Done()
-        if self._weights is not None and self._late:
-            late, self._late = dict(enumerate(self._late)), []
+        gathers, self._gathers = self._gathers, []
+        stepped, self.stepped = self.stepped, ()
+        if self._weights is not None and gathers:
+            late, gathers = dict(enumerate(gathers)), []
             buckets = [b.parameters for b in self._buckets]
 
             def copy_in(number: int) -> None:
@@ -199,7 +192,8 @@ class ZeroShards(Replicas):
 
             sent = [gather.work for gather in late.values()]
             self._weights.expect(buckets, sent, copy_in, late=not has_compiled())
-        return told  # after the marks, so that an optimizer hook that reads weights waits
+        # After the marks, so that an optimizer hook that reads weights waits. It may raise.
+        return Then(AllOf(gathers), lambda: [tell(optimizer) for optimizer in stepped])
 
     def wait(self) -> None:
         """See `Replicas.wait`."""
@@ -210,54 +204,41 @@ class ZeroShards(Replicas):
         if self._weights is not None:
             self._weights.close()
 
+    def make_update(self, optimizer: Optimizer) -> ShardedUpdate:
+        plans = [bucket.plan for bucket in self._buckets]
+        update = ShardedUpdate(
+            *(optimizer, type(optimizer), self.parameters, plans),
+            comm=self._comm,
+            owners=self._owners,
+        )
+        refuse = partial(_refuse_empty_state, weakref.ref(update), self.strategy)
+        optimizer.register_state_dict_pre_hook(refuse)
+        return update
+
     def gather(self, optimizer: Optimizer) -> None:
-        self._of(optimizer).gather_into(optimizer)
+        self.update_of(optimizer).give_back(optimizer)
 
     def scatter(self, optimizer: Optimizer) -> None:
-        known = id(optimizer) in self._sharded
-        sharded = self._of(optimizer)  # a new one has taken the state already
-        if known:
-            sharded.take_from(optimizer)
+        self.update_of(optimizer).take_in(optimizer)
 
     def sharded_state_dict(self, optimizer: Optimizer) -> HeldState:
-        return self._of(optimizer).held()
+        return self.update_of(optimizer).held()
 
     def load_sharded_state_dict(
         self, optimizer: Optimizer, states: Mapping[Any, dict[str, Any]]
     ) -> None:
-        self._of(optimizer).keep(states)
-
-    def held_bytes(self, optimizer: Optimizer) -> int:
-        """Bytes of the optimizer's state that this rank holds a part of."""
-        its = self._sharded.get(id(optimizer))
-        return 0 if its is None else its.state_bytes
-
-    def _of(self, optimizer: Optimizer) -> ShardedOptimizer:
-        """The sharded counterpart of `optimizer`, made at first use, and again when its groups hold
-        other parameters (`add_param_group`); all ranks call it together."""
-        members = members_of(optimizer)
-        known = self._sharded.get(id(optimizer))
-        if known is None or self._members[id(optimizer)] != members:
-            if known is not None:
-                known.gather_into(optimizer)
-            plans = [bucket.plan for bucket in self._buckets]
-            plan = ShardLayout(self.parameters, plans, self._owners)
-            new = ShardedOptimizer.like(optimizer, comm=self._comm, plan=plan)
-            self._sharded[id(optimizer)], self._members[id(optimizer)] = new, members
-            if known is None:
-                refuse = partial(_refuse_empty_state, weakref.ref(self))
-                optimizer.register_state_dict_pre_hook(refuse)
-            known = new
-        return known
+        self.update_of(optimizer).keep(states)
 
 
-def _refuse_empty_state(owner: weakref.ref[ZeroShards], optimizer: Optimizer) -> None:
+def _refuse_empty_state(
+    known: weakref.ref[ShardedUpdate], strategy: str, optimizer: Optimizer
+) -> None:
     """Hook before `optimizer.state_dict()`, which would silently omit the state."""
-    shards = owner()
-    if shards is None or any(optimizer.state.values()) or not shards.held_bytes(optimizer):
+    update = known()
+    if update is None or any(optimizer.state.values()) or not update.state_bytes:
         return
     raise ConfigError(
-        f"strategy={shards.strategy!r}: the optimizer's state is divided among the ranks, and its "
-        "state_dict() would hold none of it: call sync.gather(optimizer) on all ranks before it, "
-        "and sync.scatter(optimizer) after it"
+        f"strategy={strategy!r}: the optimizer's state is divided among the ranks, and its "
+        "state_dict() would hold none of it: sync.state_dict(optimizer) holds all of it, if all "
+        "ranks call it"
     )

@@ -7,10 +7,9 @@
     update      each rank: the optimizer on its share of the weights
     publish     write own share into the other ranks' replicas; meet
 
-Work per rank shrinks with the number of ranks: additions, division, norm and optimizer run once per
-host instead of once per rank. Each rank writes the values that it would have written anyway, into
-the memory of all. With one core per rank, communication during backward would gain nothing: there
-is no message to wait for, only additions, and the core that would do them is busy.
+Additions, division, norm and optimizer run once per host instead of once per rank. With one core
+per rank, communication during backward would gain nothing: there is no message to wait for, only
+additions, and the core that would do them is busy.
 
 In the user's training loop, and if the optimizer is not elementwise, every rank needs the whole
 gradient in its `.grad`. Then the same additions are written into all ranks' buffers.
@@ -21,8 +20,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.profiler import record_function
@@ -33,20 +31,21 @@ from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator, r
 from gradsync.core.torch_private import foreach_mul_
 from gradsync.errors import ConfigError
 from gradsync.sync.buckets import FORGOTTEN, UNKNOWN, Bucket, SumPlan, Sums, plan_sum
-from gradsync.sync.elementwise import members_of, why_whole
-from gradsync.sync.exchange import Exchange
+from gradsync.sync.exchange import Exchange, Then
 from gradsync.sync.layout import BLOCK, Run
 from gradsync.sync.monitors import Stopwatch
 from gradsync.sync.options import Recipe
-from gradsync.sync.replicas import Replicas, clip_factor, norm_from_blocks, norms_of_blocks
-from gradsync.sync.shared_update import (
+from gradsync.sync.ownership.elementwise import why_whole
+from gradsync.sync.ownership.host_memory import (
     Flat,
-    SharedUpdate,
+    HostUpdate,
     SharedWeights,
     can_move,
-    flats_of,
     num_uses,
 )
+from gradsync.sync.ownership.owner import DividedReplicas, tell
+from gradsync.sync.replicas import clip_factor, norm_from_blocks, norms_of_blocks
+from gradsync.sync.step_metadata import options
 from gradsync.sync.watch import why_not_now
 
 if TYPE_CHECKING:
@@ -57,13 +56,8 @@ log = logging.getLogger("gradsync")
 
 
 class BlockNorms:
-    """Shared norms of a host's ranks, see [Note: Fixed blocks] in replicas.py.
-
-    Args:
-        comm: the ranks of the host.
-        flats: the buffers of the gradients.
-        parameters: in the order in which their norms are added.
-    """
+    """Norms of the blocks of `parameters`, in this order, in memory that a host's ranks share; see
+    [Note: Fixed blocks] in replicas.py."""
 
     def __init__(
         self, comm: SharedMemoryCommunicator, flats: Sequence[Flat], parameters: Sequence[Tensor]
@@ -71,13 +65,11 @@ class BlockNorms:
         self._counts = torch.tensor([-(-p.numel() // BLOCK) for p in parameters])
         *firsts, count = [0, *self._counts.cumsum(0).tolist()]
         self._norms = comm.allocate_once(max(count, 1), torch.float64)
-        self._places = [
-            {
-                run.start: torch.tensor([firsts[b.index] + b.number for b in run.blocks])
-                for run in flat.runs
-            }
-            for flat in flats
-        ]
+        self._places = {
+            (number, run.start): torch.tensor([firsts[b.index] + b.number for b in run.blocks])
+            for number, flat in enumerate(flats)
+            for run in flat.runs
+        }
         self._blocks: dict[tuple[int, int], tuple[int, list[Tensor]]] = {}
 
     def take(self, flat: int, run: Run, gradient: Tensor) -> None:
@@ -86,16 +78,11 @@ class BlockNorms:
         if key not in self._blocks or self._blocks[key][0] != place:
             blocks = [gradient[block.start : block.stop] for block in run.blocks]
             self._blocks[key] = place, blocks  # usually the same memory in every step
-        norms = norms_of_blocks(self._blocks[key][1])
-        self._norms.index_copy_(0, self._places[flat][run.start], norms)
+        self._norms.index_copy_(0, self._places[key], norms_of_blocks(self._blocks[key][1]))
 
     def total(self, used: Sequence[bool], *, double: bool) -> Tensor:
-        """The gradient's norm, []; call it after all ranks have stored their norms.
-
-        Args:
-            used: for each parameter, whether its gradient counts; the others are zeros.
-            double: a gradient is in fp64, so the norm is too.
-        """
+        """The norm of the parameters that are `used`, [], fp32 or fp64 (`double`); call it after
+        all ranks have stored their norms."""
         norms = self._norms
         if not all(used):
             norms = norms.where(torch.tensor(used).repeat_interleave(self._counts), 0.0)
@@ -103,7 +90,7 @@ class BlockNorms:
 
 
 class SharedMemoryExchange(Exchange):
-    """Sums in memory that all ranks see; it is itself the `Work` of all its buckets.
+    """Sums in memory that all ranks see.
 
     Nothing happens during backward, so the recipe must not request overlap. The additions, and so
     the bits, are those of `TreeExchange`, which uses messages.
@@ -121,7 +108,10 @@ class SharedMemoryExchange(Exchange):
         self, comm: SharedMemoryCommunicator, buckets: Sequence[Bucket], *, along_tree: bool
     ) -> None:
         self.comm, self._along_tree = comm, along_tree
-        self.flats = flats_of(comm, buckets)
+        by_dtype: dict[torch.dtype, list[Bucket]] = {}
+        for bucket in buckets:
+            by_dtype.setdefault(bucket.dtype, []).append(bucket)
+        self.flats = [Flat(comm, group) for group in by_dtype.values()]
         for flat in self.flats:
             flat.ensure(1)
         self.divided = False
@@ -133,16 +123,16 @@ class SharedMemoryExchange(Exchange):
         self._begun = False
 
     def begin(self, sums: Sums) -> None:
-        """Publish the facts about this rank's leaves; other ranks read them after the message."""
+        """See `Exchange.begin`; other ranks read this after the step's message."""
         first = UNKNOWN if sums.first_index is None else sums.first_index
         self.comm.note([sums.num_micro_batches, first, self.divided])
         self._begun = True
 
-    def launch(self, bucket: Bucket) -> SharedMemoryExchange:
+    def launch(self, bucket: Bucket) -> Work:
         """See `Exchange.launch`; the first `wait` sums all buckets."""
-        return self
+        return Then(Done(), self._sum)
 
-    def wait(self) -> None:
+    def _sum(self) -> None:
         """Plan this step's additions. Execute them unless the step is divided: see `operands`."""
         if not self._begun:
             return
@@ -179,7 +169,7 @@ class SharedMemoryExchange(Exchange):
         return [flat.gradients[number][rank] for rank, number in self.plan.operands]
 
 
-class SharedMemoryShards(Replicas):
+class SharedMemoryShards(DividedReplicas[HostUpdate]):
     """A share of the gradients, weights and optimizer state that a host's ranks hold once.
 
     Args:
@@ -188,7 +178,6 @@ class SharedMemoryShards(Replicas):
         recipe: whether updates are divided, and whether weights are held once or as replicas.
 
     Raises:
-        SharedMemoryError: on all ranks, if there is too little memory.
         ConfigError: weights='shared' for parameters that cannot move.
     """
 
@@ -200,61 +189,63 @@ class SharedMemoryShards(Replicas):
         recipe: Recipe,
     ) -> None:
         super().__init__(model, parameters)
-        self._exchange, self._recipe = exchange, recipe
-        self._comm, self._flats = exchange.comm, exchange.flats
+        self._exchange, self._comm, self._flats = exchange, exchange.comm, exchange.flats
+        self._one_copy, self._update_whole = recipe.weights == "shared", recipe.update == "whole"
         self._norms = BlockNorms(self._comm, self._flats, self.parameters)
-        self._weights = self._move_weights()
-        self._updates: WeakKeyDictionary[Optimizer, SharedUpdate] = WeakKeyDictionary()
-        self._said = self._clips = False
-        self._updated: list[SharedUpdate] = []
-        self._used: Sequence[bool] = ()
-
-    def _move_weights(self) -> list[SharedWeights]:
-        """Move weights into shared memory; [] if they cannot move (then updates are whole)."""
-        one_copy = self._recipe.weights == "shared"
-        if can_move(self.parameters):
-            return [SharedWeights(f, self.parameters, one_copy=one_copy) for f in self._flats]
-        if one_copy:
+        self._weights: list[SharedWeights] = []
+        """Empty if weights cannot move; then updates are whole."""
+        if all(map(can_move, self.parameters)):
+            self._weights = [
+                SharedWeights(flat, self.parameters, one_copy=self._one_copy)
+                for flat in self._flats
+            ]
+        elif self._one_copy:
             raise ConfigError(
                 "weights='shared' needs parameters that are dense, contiguous and share their "
                 "memory with no other tensor or array; use weights='replicas'"
             )
-        return []
-
-    # -- a step -----------------------------------------------------------------------------------
+        self._said = self._clips = False
+        self._used: Sequence[bool] = ()
 
     def prepare(self, optimizers: Sequence[Optimizer], *, scaled: bool) -> None:
         """See `Replicas.prepare`; one optimizer that needs whole gradients makes the step whole."""
         why = "a GradScaler looks at the whole gradient" if scaled else self._why_whole(optimizers)
         self._exchange.divided = not why
-        if not why:
-            for optimizer in optimizers:
-                known = self._updates.get(optimizer)
-                if known is None or known.members != members_of(optimizer):
-                    self._updates[optimizer] = SharedUpdate(optimizer, self._flats, self._weights)
-            return
-        self._release()  # the user's training loop may run whole optimizers next
-        if self._recipe.weights == "shared":
-            raise ConfigError(f"weights='shared': {why}; use 'replicas'")
+        if why:
+            self._release()  # the user's training loop may run whole optimizers next
+            if self._one_copy:
+                raise ConfigError(f"weights='shared': {why}; use 'replicas'")
 
     def _why_whole(self, optimizers: Sequence[Optimizer]) -> str:
         """Reason why this step must be whole, "" if it may be divided."""
-        dtypes = {flat.dtype for flat in self._flats}
         if not optimizers:
             return "the user's training loop reads .grad"
-        if self._recipe.update == "whole":
+        if self._update_whole:
             why = "update='whole'"
         elif not self._weights:
             why = "something else refers to parameters' memory, or they are not contiguous"
         else:
-            now = [*map(why_not_now, optimizers), *(home.why_not_now() for home in self._weights)]
             new = [optimizer for optimizer in optimizers if optimizer not in self._updates]
-            why = next(filter(None, now), "") or why_whole(new, self.parameters, dtypes)
-        if why:
-            if not self._said and self._comm.rank == 0:
-                log.info("every rank updates all weights: %s", why)
-            self._said = True
+            now = [*map(why_not_now, optimizers), *(home.why_not_now() for home in self._weights)]
+            why = next(filter(None, now), "") or why_whole(new, self.parameters)
+        if why and not self._said and self._comm.rank == 0:
+            log.info("every rank updates all weights: %s", why)
+        self._said = self._said or bool(why)
         return why
+
+    def key_of(self, optimizer: Optimizer) -> Any:
+        """See `DividedReplicas.key_of`. What an optimizer keeps also depends on which options are
+        zero (momentum) or false (amsgrad)."""
+        settings = [
+            {n: bool(v) for n, v in options(group).items() if isinstance(v, int | float)}
+            for group in optimizer.param_groups
+        ]
+        for group in settings:
+            group.pop("lr", None)  # 0 in many a warm-up
+        return super().key_of(optimizer), settings
+
+    def make_update(self, optimizer: Optimizer) -> HostUpdate:
+        return HostUpdate(optimizer, self._flats, self._weights)
 
     def take(
         self,
@@ -335,26 +326,24 @@ class SharedMemoryShards(Replicas):
                 self._norms.take(number, run, mean)
 
     def update(self, optimizers: Sequence[Optimizer]) -> None:
-        if not self._exchange.divided:
+        if self._exchange.divided:
             super().update(optimizers)
-        else:
-            self._update_share([self._updates[optimizer] for optimizer in optimizers])
+            return
+        for optimizer in optimizers:
+            optimizer.step()
 
-    @torch.no_grad()
-    def _update_share(self, updates: list[SharedUpdate]) -> None:
+    def update_pieces(self, pairs: Sequence[tuple[Optimizer, HostUpdate]]) -> None:
         for home in self._weights:
             home.check()
-            home.bring_home()
-        self._comm.barrier()  # until then, ranks that read weights find the old ones
+        self._comm.barrier()  # until then, ranks that read weights or state find the old ones
         means = self._means()
         with record_function("update"):
-            for update in updates:
-                update.step_pieces(means, self._used)
-        self._updated = updates
+            for optimizer, update in pairs:
+                update.step_pieces(optimizer, means, self._used)
 
     def publish(self) -> Work:
         """See `Replicas.publish`: write this rank's share into the other ranks' replicas."""
-        if self._updated:
+        if self.stepped:
             with record_function("out"):
                 for home in self._weights:
                     home.hand_out()
@@ -363,16 +352,16 @@ class SharedMemoryShards(Replicas):
                 # Autograd must detect that an older graph is stale.
                 torch.autograd.graph.increment_version(home.parameters)
                 home.remember()
-            updated, self._updated = self._updated, []
-            for update in updated:
-                update.tell_scheduler()
+            stepped, self.stepped = self.stepped, ()
+            for optimizer in stepped:
+                if "step" in optimizer.__dict__:  # a scheduler wraps it, to count steps
+                    tell(optimizer)
         return Done()
-
-    # -- between steps ----------------------------------------------------------------------------
 
     def _release(self) -> None:
         while self._updates:
-            self._updates.popitem()[1].release()
+            optimizer, (_, update) = self._updates.popitem()
+            update.give_back(optimizer)
 
     def load_full_weights(self, weights: Mapping[str, Tensor]) -> None:
         """See `Replicas.load_full_weights`; ranks may overwrite a shared copy of the weights with
@@ -386,5 +375,5 @@ class SharedMemoryShards(Replicas):
         if something else refers to its memory, too."""
         self._release()
         for parameter in self.parameters if self._weights else ():
-            if self._recipe.weights == "shared" or num_uses(parameter) == 1:
+            if self._one_copy or num_uses(parameter) == 1:
                 parameter.data = parameter.data.clone()

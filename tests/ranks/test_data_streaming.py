@@ -445,7 +445,6 @@ def test_places_that_are_none_are_passed_over(damage: dict[str, Any]) -> None:
         ([1], {"global_batch_size": 7}, "global_batch_size=7 is not a multiple"),
         ([1], {"num_epochs": 0}, "num_epochs must be at least 1; got 0"),
         (iter([1]), {"num_epochs": 2}, "list_iterator can be read once and num_epochs is 2"),
-        (3, {}, "int is no iterable data set"),
     ],
 )
 def test_misuse_is_named(data: Any, options: dict[str, Any], message: str) -> None:

@@ -65,7 +65,7 @@ class StreamLoader:
 
     Raises:
         ConfigError: inexact batch arithmetic; a data set split for ranks, or readable only once.
-        DataError: it is not iterable; while iterating: ranks read different streams.
+        DataError: while iterating: ranks read different streams.
     """
 
     def __init__(
@@ -252,8 +252,6 @@ stream_loader = StreamLoader
 
 
 def _check_whole(dataset: Any, num_epochs: int | None) -> None:
-    if not hasattr(dataset, "__iter__"):
-        raise DataError(f"{type(dataset).__name__} is no iterable data set: it has no __iter__")
     if isinstance(dataset, Iterator) and num_epochs != 1:
         raise ConfigError(
             f"{type(dataset).__name__} can be read once and num_epochs is {num_epochs}: give an "

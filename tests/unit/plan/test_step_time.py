@@ -23,7 +23,7 @@ from gradsync.commands.plan.profile import (
     probe_work,
     scaled_profile,
 )
-from gradsync.commands.plan.step_costs import Sending, channel_end, predict_step, step_costs
+from gradsync.commands.plan.step_costs import Sending, channel_end, predict_step
 from gradsync.commands.plan.workload import Split, Workload
 from gradsync.errors import ConfigError
 from gradsync.sync.registry import STRATEGIES
@@ -122,13 +122,13 @@ def test_buckets_hide_behind_backward() -> None:
     found = predict_step(work(4), split("ring", dp=4), hardware(4), profile())
     assert found.exposed_comm_s == pytest.approx(one)
     large = work(4, model=preset("small"), seq_len=8)
-    evenly = BucketReady(num_bytes=4 * preset("small").num_params(), ready_s=1e6)
+    evenly = BucketReady(num_bytes=4 * large.model.num_params(), ready_s=1e6)
     slow = replace(profile(), backward_s=1e6, buckets=(evenly,))
-    costs = step_costs(large, split("ring", dp=4), hardware(4), slow)
-    assert len(costs.sendings) > 10
-    assert [each.ready_s for each in costs.sendings] == sorted(e.ready_s for e in costs.sendings)
-    late = predict_step(large, split("ring", dp=4), hardware(4), slow).exposed_comm_s
-    assert late == pytest.approx(costs.sendings[-1].cost_s + costs.agree_s)
+    found = predict_step(large, split("ring", dp=4), hardware(4), slow)
+    assert found.exposed_comm_s < found.comm_s / 3
+    table = 4 * large.model.vocab_size * large.model.n_embd
+    last = all_reduce_s(place, table, "ring")  # the embedding's
+    assert found.exposed_comm_s == pytest.approx(last, rel=0.1)
 
 
 def test_sharded_strategies() -> None:
@@ -140,9 +140,14 @@ def test_sharded_strategies() -> None:
     zero1 = predict_step(work(4), split("zero1", dp=4), hardware(4), profile())
     tree = all_reduce_s(place, TOTAL, "tree") + all_reduce_s(place, SMALL, "tree")
     assert zero1.exposed_comm_s == pytest.approx(tree)
-    fsdp = step_costs(work(8), split("fsdp", dp=4), hardware(4), profile())
-    assert len(fsdp.sendings) == 1 + MODEL.n_layer
-    assert fsdp.leaf_wait_s > fsdp.last_leaf_wait_s > 0
+    once, twice = (
+        predict_step(work(leaves), split("fsdp", dp=4), hardware(4), profile()).exposed_comm_s
+        for leaves in (4, 8)
+    )
+    # Another leaf gathers each block twice: it waits for the first, and for what computing of 0.1
+    # and 0.2 s does not hide.
+    blocks = (1 + MODEL.n_layer) * 3 * NEAR.alpha_s + 3 / 4 * TOTAL / NEAR.bytes_per_s
+    assert max(0, blocks - 0.1) < twice - once < 2 * blocks
 
 
 def test_steps_between_meetings() -> None:
@@ -189,7 +194,8 @@ def test_cores_of_one_host_hide_nothing_and_divide_the_update() -> None:
 
 def test_more_ranks_than_cores_compute_longer() -> None:
     cpu = hardware(4, kind="cpu", cores=2)
-    assert step_costs(work(4), split("bucketed", dp=4), cpu, profile()).leaf_s == pytest.approx(0.6)
+    found = predict_step(work(4), split("bucketed", dp=4), cpu, profile())
+    assert found.compute_s == pytest.approx(0.6)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -209,7 +215,6 @@ def test_every_strategy_has_its_traffic(strategy: str) -> None:
     ("leaves", "asked", "ranks", "message"),
     [
         (1, split("rign"), 1, "unknown sync strategy 'rign'"),
-        (2, split("ring", dp=4), 4, "2 leaves for 4 replicas"),
         (4, split("ring", dp=4), 2, "4 devices wanted"),
     ],
 )

@@ -115,27 +115,17 @@ def test_published_table(hardware: str, layout: ParallelLayout) -> None:
         assert planned("2.7b", hardware).pick.split.layout == layout
 
 
-@pytest.mark.parametrize("device", ["a100-40", "h100", "h200"])
-def test_xl_is_replicated(device: str) -> None:
-    """1.56 G parameters: 25 GB of weights, gradients and AdamW's state, on any of these."""
-    steps = []
-    for count in (1, 2, 3, 4):
-        pick = picked("xl", f"{device}x{count}", strategies=REPLICATED)
-        assert pick.split.layout == ParallelLayout(dp=count)
-        assert not pick.work.activation_checkpointing
-        assert pick.work.step_tokens == recipe("xl").tokens_per_update
-        assert pick.memory is not None
-        assert pick.memory.total > 25 * GB
-        assert pick.time is not None
-        assert 0.95 < pick.time.efficiency <= 1.05
-        if device == "a100-40":  # the recipe's four sequences keep too much
-            assert pick.work.micro_batch_size < recipe("xl").micro_batch_size
-        if device == "h200":  # there is room for all of the recipe
-            assert pick.promise == "bitwise"
-            assert pick.work.micro_batch_size == recipe("xl").micro_batch_size
-        steps.append(pick.seconds)
-    assert steps == sorted(steps, reverse=True)
-    assert steps[0] / steps[3] == pytest.approx(4, rel=0.05)
+@pytest.mark.parametrize(("device", "usual"), [("a100-40", False), ("h200", True)])
+def test_xl_is_replicated(device: str, usual: bool) -> None:
+    """1.56 G parameters: 25 GB of weights, gradients and AdamW's state. With room for all of the
+    recipe, one rank's bits and its micro-batch; else a smaller one."""
+    one, four = (picked("xl", f"{device}x{count}", strategies=REPLICATED) for count in (1, 4))
+    assert four.split.layout == ParallelLayout(dp=4)
+    assert not four.work.activation_checkpointing
+    assert four.work.step_tokens == recipe("xl").tokens_per_update
+    assert one.seconds / four.seconds == pytest.approx(4, rel=0.05)
+    assert (four.work.micro_batch_size == recipe("xl").micro_batch_size) == usual
+    assert (four.promise == "bitwise") >= usual
 
 
 def test_small_on_a_cpu_box(tmp_path: Path) -> None:
@@ -255,9 +245,9 @@ def test_simulation(ask: Ask) -> None:
     [
         (
             "xl --hardware rtx4090x2 --strategies invariant --micro-batch-size 16",
-            ("xl fits nowhere on 2 x", " GB short", "devices"),
+            ("xl fits nowhere on 2 x", " GB short", "hosts"),
         ),
-        ("2.7b --hardware a100-40", ("it would fit on 2 such devices", "'xl' fits here")),
+        ("2.7b --hardware a100-40", ("it would fit on 2 such hosts", "'xl' fits here")),
     ],
 )
 def test_what_fits_nowhere(line: str, words: tuple[str, ...], ask: Ask) -> None:
@@ -273,7 +263,6 @@ BAD_REQUESTS = """
 xxl                                             unknown model preset 'xxl'
 xl --hardware h1000x4                           unknown device 'h1000'
 xl --hardware nowhere.yaml                      cannot read hardware file nowhere.yaml
-xl --hardware bad.yaml                          bad.yaml
 xl --hardware h100x4@2 --nodes 3                --hardware has 2 hosts
 xl --hardware h100x2 --nodes 0                  --nodes must be at least 1; got 0
 xl --hardware h100x2 --nproc-per-node 2         --hardware says how many
@@ -281,17 +270,12 @@ xl --hardware h100x2@2 --network tokenring      unknown network 'tokenring'
 xl --hardware h100x2@2 --network bad.yaml       bad.yaml
 xl --hardware h100 --strategies zero9           perhaps you meant 'zero
 xl --hardware h100 --tokens-per-update 1000     nearest legal
-xl --hardware h100 --tokens-per-update -5       at least 1
 xl --hardware h100 --micro-batch-size 3         micro_batch_size 2 or 4
-xl --hardware h100 --micro-batch-size 0         at least 1; got 0
-xl --hardware h100 --seq-len 4096               seq_len 4096 is longer
-xl --hardware h100 --seq-len 0                  seq_len
 xl --hardware h100 --dtype fp8                  fp8
 xl --hardware h100 --simulate 8,x               --simulate takes numbers
 xl --hardware h100 --simulate 0                 --simulate takes numbers
 xl --hardware h100 --simulate 8                 8 hosts need a network (--network
 xl --hardware h100 --data nowhere               nowhere is no directory
-xl --hardwar h100                               --hardware
 """
 
 

@@ -105,19 +105,14 @@ GPUS = [h100(0), h100(1), h100(2), h100(3)]
     [
         (None, "0123"),
         ("", ""),
-        ("-1", ""),
-        ("2", "2"),
         ("2,0", "20"),
         (" 1 , 3 ", "13"),
         ("0,2,-1,1", "02"),  # NVIDIA's own example
-        ("1,9,0", "1"),
         ("1,2,1", ""),
         ("GPU-11111111", "1"),
         ("GPU-21111111-aaaa,GPU-0", "20"),
         ("GPU-", ""),  # fits all
-        ("GPU-9", ""),
         ("2,GPU-21111111", ""),
-        ("NoDevFiles", ""),
         ("MIG-aaa1", ""),
     ],
 )
@@ -178,13 +173,6 @@ def test_a_lost_gpu_is_left_out() -> None:
     assert nvml.open_sessions == 0
 
 
-def driver(tmp_path: Path) -> Path:
-    """The root of a system on which an NVIDIA driver is loaded."""
-    (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
-    (tmp_path / "proc/driver/nvidia/version").touch()
-    return tmp_path
-
-
 def fake_torch(*names: str) -> SimpleNamespace:
     properties = [
         SimpleNamespace(
@@ -217,7 +205,9 @@ def test_what_the_library_does_not_tell_torch_is_asked(
     nvml: FakeNvml | None, note: str, tmp_path: Path
 ) -> None:
     torch = fake_torch("NVIDIA A100-SXM4-40GB", "NVIDIA X9")
-    hardware = found(nvml, root=driver(tmp_path), torch=lambda: torch)
+    (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
+    (tmp_path / "proc/driver/nvidia/version").touch()
+    hardware = found(nvml, root=tmp_path, torch=lambda: torch)
     known, unknown = hardware.devices
     assert (known.memory_bytes, known.free_bytes) == (42 * GB, None)
     assert known.peak_flops == pytest.approx(312e12)
@@ -228,17 +218,16 @@ def test_what_the_library_does_not_tell_torch_is_asked(
     assert found(nvml, root=tmp_path, torch=lambda: torch).devices[0].kind == "cpu"
 
 
-def test_without_a_driver_its_librarys_complaint_is_no_news() -> None:
-    assert found(BROKEN).notes == ()
-    assert {device.kind for device in found(BROKEN).devices} == {"cpu"}
-    assert BROKEN.open_sessions == 0
-
-
 def test_torch_is_not_imported_where_there_is_no_driver() -> None:
+    """And its library's complaint is no news there."""
+
     def imported() -> None:
         raise AssertionError("torch was imported")
 
-    assert found(None, torch=imported).devices[0].kind == "cpu"
+    for nvml in (None, BROKEN):
+        hardware = found(nvml, torch=imported)
+        assert (hardware.devices[0].kind, hardware.notes) == ("cpu", ())
+    assert BROKEN.open_sessions == 0
     assert found(FakeNvml(gpus=GPUS), torch=imported).devices[0].kind == "cuda"
 
 
@@ -261,12 +250,6 @@ def test_the_launcher_tells_hosts_and_ranks() -> None:
     assert len(found(FakeNvml(gpus=GPUS), num_hosts=2).devices) == 8
     with pytest.raises(LaunchError):
         found(env={"RANK": "1"})
-
-
-def test_this_machine_is_found() -> None:
-    hardware = detect_hardware({}, ranks_per_host=2)
-    assert len(hardware.devices) == 2 or hardware.devices[0].kind == "cuda"
-    assert hardware.hosts[0].cores >= 1
 
 
 def test_the_stand_in_has_the_librarys_functions_and_numbers() -> None:

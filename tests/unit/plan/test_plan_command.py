@@ -6,7 +6,6 @@ import io
 import json
 import re
 import shlex
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -21,11 +20,18 @@ from gradsync.commands.cli.main import main
 from gradsync.commands.cli.plan import PlanOptions, hardware_of, request_of
 from gradsync.commands.models.config import preset
 from gradsync.commands.parallel.layout import ParallelLayout
-from gradsync.commands.plan.choice import Candidate, Costs, Recommendation, choose, obstacle, splits
+from gradsync.commands.plan.choice import (
+    MARGIN,
+    Candidate,
+    Costs,
+    Recommendation,
+    choose,
+    obstacle,
+    splits,
+)
 from gradsync.commands.plan.description import Hardware, Host, Link
 from gradsync.commands.plan.hardware_file import load_hardware
 from gradsync.commands.plan.memory import memory_need
-from gradsync.commands.plan.placement import MARGIN
 from gradsync.commands.plan.profile import StepProfile, estimate_profile
 from gradsync.commands.plan.report import print_table
 from gradsync.commands.plan.workload import Split, Workload, goes_with_parts
@@ -109,27 +115,17 @@ def test_published_table(hardware: str, layout: ParallelLayout) -> None:
         assert planned("2.7b", hardware).pick.split.layout == layout
 
 
-@pytest.mark.parametrize("device", ["a100-40", "h100", "h200"])
-def test_xl_is_replicated(device: str) -> None:
-    """1.56 G parameters: 25 GB of weights, gradients and AdamW's state, on any of these."""
-    steps = []
-    for count in (1, 2, 3, 4):
-        pick = picked("xl", f"{device}x{count}", strategies=REPLICATED)
-        assert pick.split.layout == ParallelLayout(dp=count)
-        assert not pick.work.activation_checkpointing
-        assert pick.work.step_tokens == recipe("xl").tokens_per_update
-        assert pick.memory is not None
-        assert pick.memory.total > 25 * GB
-        assert pick.time is not None
-        assert 0.95 < pick.time.efficiency <= 1.05
-        if device == "a100-40":  # the recipe's four sequences keep too much
-            assert pick.work.micro_batch_size < recipe("xl").micro_batch_size
-        if device == "h200":  # there is room for all of the recipe
-            assert pick.promise == "bitwise"
-            assert pick.work.micro_batch_size == recipe("xl").micro_batch_size
-        steps.append(pick.seconds)
-    assert steps == sorted(steps, reverse=True)
-    assert steps[0] / steps[3] == pytest.approx(4, rel=0.05)
+@pytest.mark.parametrize(("device", "usual"), [("a100-40", False), ("h200", True)])
+def test_xl_is_replicated(device: str, usual: bool) -> None:
+    """1.56 G parameters: 25 GB of weights, gradients and AdamW's state. With room for all of the
+    recipe, one rank's bits and its micro-batch; else a smaller one."""
+    one, four = (picked("xl", f"{device}x{count}", strategies=REPLICATED) for count in (1, 4))
+    assert four.split.layout == ParallelLayout(dp=4)
+    assert not four.work.activation_checkpointing
+    assert four.work.step_tokens == recipe("xl").tokens_per_update
+    assert one.seconds / four.seconds == pytest.approx(4, rel=0.05)
+    assert (four.work.micro_batch_size == recipe("xl").micro_batch_size) == usual
+    assert (four.promise == "bitwise") >= usual
 
 
 def test_small_on_a_cpu_box(tmp_path: Path) -> None:
@@ -144,8 +140,12 @@ def test_small_on_a_cpu_box(tmp_path: Path) -> None:
     assert pick.memory.weights < 4 * preset("small").num_params()  # a share of one copy
 
 
-@pytest.mark.parametrize(("network", "ranks"), [("infiniband-ndr", 4), ("wan-100m-100ms", 2)])
-def test_hosts_are_joined_where_the_network_allows(network: str, ranks: int) -> None:
+@pytest.mark.parametrize(("network", "ranks"), [("infiniband-ndr", 4), ("wan.yaml", 2)])
+def test_hosts_are_joined_where_the_network_allows(
+    network: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "wan.yaml").write_text("{latency: 100ms, bandwidth: 100Mbit/s}")
     choice = planned("small", "h100x2@2", network=network, strategies="invariant")
     assert choice.pick is not None
     assert choice.pick.split.world_size == ranks
@@ -212,8 +212,6 @@ def test_a_terminal_of_80_columns_cuts_nothing(
     model: str, hardware: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     choice = planned(model, hardware)
-    printed = io.StringIO()
-    print_table(choice, printed)
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setattr(narrow := io.StringIO(), "isatty", lambda: True)
@@ -221,10 +219,9 @@ def test_a_terminal_of_80_columns_cuts_nothing(
     text = re.sub(r"\x1b\[[\d;]*m", "", narrow.getvalue())
     assert "…" not in text
     assert max(map(len, text.splitlines())) <= 80
-    rows = printed.getvalue().rpartition("─")[2]
-    assert rows
-    words = Counter(text.rpartition("─")[2].split())
-    assert Counter(rows.split()) == words
+    assert "\n dp=4".replace("dp=4", choice.rows()[0].split.strategy) in text
+    for row in choice.rows()[:20]:
+        assert row.split.sizes in text
 
 
 def test_whose_vocabulary_it_is(ask: Ask, tmp_path: Path) -> None:
@@ -236,10 +233,11 @@ def test_whose_vocabulary_it_is(ask: Ask, tmp_path: Path) -> None:
 
 def test_simulation(ask: Ask) -> None:
     few = "small --hardware h100x8 --strategies invariant,diloco --micro-batch-size 4"
-    printed = ask(f"{few} --simulate 8,64 --network wan-1g-50ms")
+    printed = ask(f"{few} --simulate 8,64 --network ethernet-10g")
     assert "64 ranks" in printed
     assert "diloco" in printed
-    assert ask(f"{few} --simulate 8 --json")["simulation"]["world_sizes"] == [8]
+    points = ask(f"{few} --simulate 8 --json")["simulation"]
+    assert {point["world_size"] for point in points} == {8}
 
 
 @pytest.mark.parametrize(
@@ -247,9 +245,9 @@ def test_simulation(ask: Ask) -> None:
     [
         (
             "xl --hardware rtx4090x2 --strategies invariant --micro-batch-size 16",
-            ("xl fits nowhere on 2 x", " GB short", "devices"),
+            ("xl fits nowhere on 2 x", " GB short", "hosts"),
         ),
-        ("2.7b --hardware a100-40", ("it would fit on 2 such devices", "'xl' fits here")),
+        ("2.7b --hardware a100-40", ("it would fit on 2 such hosts", "'xl' fits here")),
     ],
 )
 def test_what_fits_nowhere(line: str, words: tuple[str, ...], ask: Ask) -> None:
@@ -264,32 +262,20 @@ def test_what_fits_nowhere(line: str, words: tuple[str, ...], ask: Ask) -> None:
 BAD_REQUESTS = """
 xxl                                             unknown model preset 'xxl'
 xl --hardware h1000x4                           unknown device 'h1000'
-xl --hardware h100x0                            count must be at least 1
 xl --hardware nowhere.yaml                      cannot read hardware file nowhere.yaml
-xl --hardware bad.yaml                          bad.yaml
-xl --hardware h100x4@2 --nodes 3                h100x4@2 has 2 hosts
+xl --hardware h100x4@2 --nodes 3                --hardware has 2 hosts
 xl --hardware h100x2 --nodes 0                  --nodes must be at least 1; got 0
 xl --hardware h100x2 --nproc-per-node 2         --hardware says how many
 xl --hardware h100x2@2 --network tokenring      unknown network 'tokenring'
-xl --hardware h100x2 --network ethernet-10g     there is one
 xl --hardware h100x2@2 --network bad.yaml       bad.yaml
 xl --hardware h100 --strategies zero9           perhaps you meant 'zero
-xl --hardware h100 --strategies ,               --strategies names none
 xl --hardware h100 --tokens-per-update 1000     nearest legal
-xl --hardware h100 --tokens-per-update -5       at least 1
 xl --hardware h100 --micro-batch-size 3         micro_batch_size 2 or 4
-xl --hardware h100 --micro-batch-size 0         at least 1; got 0
-xl --hardware h100 --seq-len 4096               seq_len 4096 is longer
-xl --hardware h100 --seq-len 0                  seq_len
 xl --hardware h100 --dtype fp8                  fp8
-tiny --hardware box.yaml --dtype fp16           fp16 needs CUDA
 xl --hardware h100 --simulate 8,x               --simulate takes numbers
 xl --hardware h100 --simulate 0                 --simulate takes numbers
-xl --hardware h100 --simulate 8                 name what joins hosts, --network
+xl --hardware h100 --simulate 8                 8 hosts need a network (--network
 xl --hardware h100 --data nowhere               nowhere is no directory
-tiny --hardware h100 --submodel llama           expected NAME:SIZE, such as
-tiny --hardware h100 --submodel a:1GB --submodel a:1GB  two parts have one name
-xl --hardwar h100                               --hardware
 """
 
 
@@ -318,7 +304,9 @@ def seen_here(
 
 
 @pytest.mark.parametrize("load", [0.1, 7.0])
-def test_a_leaf_is_measured_here(load: float, ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_leaf_is_measured_here(
+    load: float, ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The profile is used; on a busy machine it is not kept, and the answer says so."""
     asked: list[dict[str, Any]] = []
 
@@ -332,7 +320,8 @@ def test_a_leaf_is_measured_here(load: float, ask: Ask, monkeypatch: pytest.Monk
     monkeypatch.setattr("gradsync.commands.plan.probe.probe_profile", probe)
     monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
     printed = ask("tiny")
-    assert asked == [{"device": "cpu", "ranks_per_host": 2, "cached": load < 1}]
+    assert asked == [{"ranks_per_host": 2}]
+    assert (tmp_path / "cache").exists() == (load < 1)
     assert "of 2 x 256 tokens, update 1.25 s; other leaves in proportion" in printed
     assert ("busy with other work (load 7.0)" in printed) == (load > 1)
     ask("2.7b", 1)  # a replica has no room: nothing is measured
@@ -382,21 +371,6 @@ def test_arithmetic_is_the_trainers() -> None:
             refused = True
         said = obstacle(work, Split(strategy="invariant", layout=layout))
         assert bool(said) == refused, (layout, said)
-
-
-PAIR = ("llama:8.03e9params", "qwen:7.62e9params")
-"""The document's own case: two frozen language models, 31.3 GB in 16 bits, beside a small one."""
-
-
-def test_submodels_on_the_command_line(ask: Ask) -> None:
-    line = f"small --submodel {PAIR[0]} --submodel {PAIR[1]} --hardware a100-40"
-    printed = ask(f"{line}x3")
-    assert "model split; what trains takes" in printed
-    assert "device 1: qwen" in printed
-    assert "not needed: device 2" in printed
-    found = ask(f"{line}x3 --json")["submodels"]
-    assert (found["replicas"], found["idle"]) == ([[0, 1]], [2])
-    assert "qwen (15.2 GB) fits nowhere" in ask(line, 1)
 
 
 def test_the_guide_shows_what_is_printed() -> None:

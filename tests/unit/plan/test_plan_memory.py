@@ -203,11 +203,6 @@ def test_the_model_as_it_was_built_counts() -> None:
     assert many.total - many.process == pytest.approx(whole, rel=0.01)
 
 
-def test_unknown_strategies_are_named() -> None:
-    with pytest.raises(ConfigError, match="perhaps you meant 'bucketed'"):
-        memory_need(WORK, split("bucketd"))
-
-
 PLAIN = GPTConfig(n_layer=3, n_head=4, n_embd=64, vocab_size=96, block_size=32)
 GROUPED = replace(PLAIN, n_kv_head=2, dropout=0.1, hidden_dim=200)
 GPT2 = replace(PLAIN, architecture="gpt2", bias=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from itertools import product
+from itertools import groupby, product
 from math import log2
 from typing import Any
 
@@ -258,19 +258,17 @@ class Recommendation:
         }
 
     def _best(self, group: Sequence[Candidate]) -> Candidate:
+        """Of one split: the pick, else the preferred one, else what lacks least."""
         if self.pick is not None and self.pick.split == group[0].split:
             return self.pick
         if fitting := [candidate for candidate in group if candidate.runs]:
             return preferred(fitting, self.search)
-        judged = [candidate for candidate in group if candidate.memory is not None]
-        return min(judged, key=lambda c: c.short_bytes, default=group[0])
+        return min(group, key=lambda each: (each.memory is None, each.short_bytes))
 
     def _place(self, candidate: Candidate) -> tuple[int, float]:
-        if candidate is self.pick:
-            return 0, 0.0
         if candidate.runs:
-            return 1, candidate.seconds
-        return (2, candidate.short_bytes) if candidate.memory is not None else (3, 0.0)
+            return (0 if candidate is self.pick else 1), candidate.seconds
+        return (3 if candidate.memory is None else 2), candidate.short_bytes
 
 
 def choose(work: Workload, hardware: Hardware, costs: Costs, search: Search) -> Recommendation:
@@ -281,16 +279,19 @@ def choose(work: Workload, hardware: Hardware, costs: Costs, search: Search) -> 
     for count in counts(hardware):
         used, room = hardware.with_devices(count), room_bytes(hardware, count)
         for split in splits(count, hardware, search.strategies):
-            fitting: set[int] = set()
+            kept: set[int] = set()
             for variant in search.works(work):
                 # Recompute only if kept activations do not fit.
-                if variant.micro_batch_size not in fitting:
+                if variant.micro_batch_size not in kept:
                     case = _judge(variant, split, used, room=room, costs=costs, profile=profile)
                     judged.append(case)
-                    if case.runs:
-                        fitting.add(variant.micro_batch_size)
-    choice = Recommendation(candidates=tuple(judged), pick=_pick(judged, search), search=search)
-    pick = choice.pick
+                    kept |= {variant.micro_batch_size} if case.runs else set()
+    # The fastest of the preferred candidates for each number of devices.
+    fitting = sorted((each for each in judged if each.runs), key=lambda each: each.split.world_size)
+    groups = groupby(fitting, key=lambda each: each.split.world_size)
+    best = [preferred(list(group), search) for _, group in groups]
+    pick = min(best, key=lambda each: each.seconds, default=None)
+    choice = Recommendation(candidates=tuple(judged), pick=pick, search=search)
     if pick is None:
         return choice
     told = replace(pick, remark=_why_taken(pick, choice.rows(), judged))
@@ -322,16 +323,6 @@ def _judge(
     profiles = [profile(work, device) for device in dict.fromkeys(used.devices)]
     slowest = max(profiles, key=lambda each: each.leaf_s)
     return replace(judged, time=costs.step(work, split, used, slowest))
-
-
-def _pick(judged: Sequence[Candidate], search: Search) -> Candidate | None:
-    """The fastest of the preferred candidates for each number of devices."""
-    fitting: dict[int, list[Candidate]] = {}
-    for candidate in judged:
-        if candidate.runs:
-            fitting.setdefault(candidate.split.world_size, []).append(candidate)
-    best = [preferred(group, search) for group in fitting.values()]
-    return min(best, key=lambda c: (c.seconds, c.split.world_size), default=None)
 
 
 def preferred(fitting: Sequence[Candidate], search: Search) -> Candidate:
@@ -426,61 +417,41 @@ def _why_taken(pick: Candidate, rows: Sequence[Candidate], judged: Sequence[Cand
     return "; ".join(parts)
 
 
+_MOST_HOSTS = 64  # A remedy does not look beyond this number
+
+
 def remedy(
     name: str, choice: Recommendation, work: Workload, hardware: Hardware, costs: Costs
 ) -> str:
     """The error line if `choice` finds no fit for the model `name`: the candidate that lacks the
-    least memory, the smallest number of these devices on which the model fits, and the largest
+    least memory, the smallest number of these hosts on which the model fits, and the largest
     smaller preset that fits here."""
-    search, devices = choice.search, hardware.devices
-    there = f"{len(devices)} x {devices[0].name}"
-    said = f"{name} cannot be divided over {there}"
+
+    def fits(work: Workload, hardware: Hardware) -> bool:
+        count = len(hardware.devices)
+        room = room_bytes(hardware, count)
+        return any(
+            not obstacle(variant, split) and costs.memory(variant, split).total <= room
+            for split in splits(count, hardware, choice.search.strategies)
+            for variant in choice.search.works(work)
+        )
+
+    said = f"{name} fits nowhere on {len(hardware.devices)} x {hardware.devices[0].name}"
     judged = [candidate for candidate in choice.candidates if candidate.memory is not None]
     if judged:
         near = min(judged, key=lambda candidate: candidate.short_bytes)
         recomputed = ", recomputing activations" if near.work.activation_checkpointing else ""
-        said = (
-            f"{name} fits nowhere on {there}: at best ({near.split}, micro-batch "
-            f"{near.work.micro_batch_size}{recomputed}) a rank {near.obstacle}"
+        said += (
+            f": at best ({near.split}, micro-batch {near.work.micro_batch_size}{recomputed}) "
+            f"a rank {near.obstacle}"
         )
-    cures = []
-    enough = next((more for more in _larger(hardware) if _fits(work, more, costs, search)), None)
-    if enough is not None:
-        # Devices of a CPU are shares of a host: count hosts there.
-        on_cpu = devices[0].kind == "cpu"
-        count = len(enough.hosts if on_cpu else enough.devices)
-        cures.append(f"it would fit on {count} such {'hosts' if on_cpu else 'devices'}")
+    host, network = hardware.hosts[-1], hardware.network or hardware.hosts[-1].link
+    for count in range(len(hardware.hosts) + 1, _MOST_HOSTS + 1):
+        if fits(work, Hardware(hosts=(host,) * count, network=network)):
+            said += f"; it would fit on {count} such hosts"
+            break
     for preset, config in sorted(PRESETS.items(), key=lambda each: -each[1].num_params()):
         small = replace(work, model=config, seq_len=min(work.seq_len, config.block_size))
-        smaller = config.num_params() < work.model.num_params()
-        if smaller and _fits(small, hardware, costs, search):
-            cures.append(f"{preset!r} fits here")
-            break
-    return f"{said}; {' and '.join(cures) or 'no preset fits here'}"
-
-
-def _fits(work: Workload, hardware: Hardware, costs: Costs, search: Search) -> bool:
-    """Whether any variant fits on all of these devices."""
-    count = len(hardware.devices)
-    room = room_bytes(hardware, count)
-    return any(
-        not obstacle(variant, split) and costs.memory(variant, split).total <= room
-        for split in splits(count, hardware, search.strategies)
-        for variant in search.works(work)
-    )
-
-
-def _larger(hardware: Hardware) -> Iterator[Hardware]:
-    """The same hardware with more devices of the last kind: GPUs one by one, then whole hosts."""
-    last, device = hardware.hosts[-1], hardware.devices[-1]
-    on_cpu = device.kind == "cpu"
-    per_host = len(last.devices) if on_cpu else max(len(last.devices), _GPUS_OF_A_HOST)
-    sizes = [] if on_cpu else [(count,) for count in range(1, per_host)]
-    for each in [*sizes, *((per_host,) * hosts for hosts in range(1, _MOST_HOSTS + 1))]:
-        if sum(each) > len(hardware.devices):
-            hosts = tuple(replace(last, devices=(device,) * size) for size in each)
-            yield Hardware(hosts=hosts, network=hardware.network or last.link)
-
-
-_GPUS_OF_A_HOST = 8  # Assumed when devices are added
-_MOST_HOSTS = 64  # Do not look beyond this number
+        if config.num_params() < work.model.num_params() and fits(small, hardware):
+            return f"{said}; {preset!r} fits here"
+    return said

@@ -107,7 +107,8 @@ def print_table(choice: Recommendation, stream: IO[str]) -> None:
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1))
     for head in _HEADS:
         words = head in ("strategy", "parallel", _HEADS[-1])
-        table.add_column(head, justify="left" if words else "right", no_wrap=head == "parallel")
+        justify, whole = "left" if words else "right", head == "parallel"
+        table.add_column(head, justify=justify, no_wrap=whole, overflow="fold")
     rows = choice.rows()
     for row in rows[:_MOST_ROWS]:
         taken = row is choice.pick

@@ -28,7 +28,6 @@ from gradsync.commands.plan.profile import (
     parameters_of,
 )
 from gradsync.commands.plan.workload import Split, Workload
-from gradsync.errors import ConfigError
 
 _AGREE_BYTES = 64
 """The message in which ranks agree on loss, weight and flags at the end of each step."""
@@ -37,13 +36,119 @@ _TENSOR_PARALLEL_SUMS = 4
 """Sums of activations, per layer and leaf: two in forward, two in backward (arXiv 1909.08053)."""
 
 
+@dataclass(frozen=True, slots=True)
+class Sending:
+    """A bucket to send."""
+
+    ready_s: float  # After the last leaf's backward began
+    cost_s: float  # Time that it occupies the channel
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTime:
+    """One optimizer step, seconds; the mean if ranks do not synchronise in each."""
+
+    compute_s: float  # Forward and backward of a rank's leaves
+    exposed_comm_s: float  # Communication that no computing hides
+    bubble_s: float  # Idle time of a pipeline stage
+    update_s: float  # Clipping and optimizer
+    comm_s: float  # All communication of a rank, hidden or not
+    tokens_per_s: float  # All ranks together
+    efficiency: float
+    """Tokens per second and rank, over one rank alone with as many leaves as a replica has."""
+
+    @property
+    def total_s(self) -> float:
+        """The whole step."""
+        return self.compute_s + self.exposed_comm_s + self.bubble_s + self.update_s
+
+
+def predict_step(
+    work: Workload, split: Split, hardware: Hardware, profile: StepProfile
+) -> StepTime:
+    """Duration of a step; ranks fill hosts in order.
+
+        data parallel    k leaves, buckets on one channel during the last backward, update
+        pipeline         (p - 1) / (m + p - 1) of the leaves' time is bubble (1F1B, arXiv
+                         1806.03377)
+        tensor parallel  four sums of activations per layer and leaf (arXiv 1909.08053)
+        local_sgd        a synchronisation's messages, divided by the steps between two
+
+    Args:
+        work: the training run; `num_leaves` of the whole step.
+        split: its strategy and layout.
+        hardware: at least as many devices as the split has ranks, else ConfigError.
+        profile: of the whole model on one of the devices.
+    """
+    layout, used = split.layout, hardware.with_devices(split.world_size)
+    leaves = math.ceil(work.num_leaves / layout.dp)  # of the replica with the most
+    host, parts, alone = used.hosts[0], layout.model_ranks, layout.dp == 1
+    device, on_cpu = host.devices[0], host.devices[0].kind == "cpu"
+    traffic = traffic_of(split.strategy, device.kind)
+    prices = Prices(used, split, traffic)
+    # CPU ranks compute more slowly if a host has more ranks than cores.
+    scale = (max(1.0, len(host.devices) / host.cores) if on_cpu else 1.0) / parts
+    forward_s, backward_s = profile.forward_s * scale, profile.backward_s * scale
+    leaf_s = forward_s + backward_s
+    parameters = parameters_of(work.model, work.seq_len)
+    whole_bytes = _bytes(parameters) / parts
+
+    # In each leaf: activations between stages and shards, gathered weights.
+    activation_bytes = work.leaf_tokens * work.model.n_embd * _ACTIVATION_BYTES[work.dtype]
+    hop_s = tensor_s = wait_s = last_wait_s = 0.0
+    if layout.pp > 1:
+        # On the longest way: in while it fills, and out while it empties.
+        hops = 2 * (layout.pp - 1) + (0 if prices.hides and traffic.overlap else 2 * (leaves - 1))
+        hop_s = hops * prices.data.seconds(activation_bytes, far=parts > len(host.devices))
+    if layout.tp > 1:  # nothing hides these
+        sums = _TENSOR_PARALLEL_SUMS * work.model.n_layer
+        tensor_s = sums * all_reduce_s(prices.shards, activation_bytes)
+    if traffic.shard == "weights" and not alone:
+        gathers = [prices.half_s(_bytes(block) / parts) for block in _blocks(parameters)]
+        wait_s, last_wait_s = _gather_waits(gathers, forward_s, backward_s, hides=prices.hides)
+    waits_s = leaves * tensor_s + (leaves - 1) * wait_s + last_wait_s + hop_s
+
+    # After backward: buckets in flight, the small message. After the update: what is gathered.
+    sendings: tuple[Sending, ...] = ()
+    copy_s = agree_s = 0.0
+    if not alone:
+        sendings = _sendings(parameters, traffic, prices, profile, scale=scale, parts=parts)
+        # Weights that all ranks of a host read are written between two more synchronisations.
+        agree_s = (3 if prices.divided else 1) * prices.all_reduce_s(_AGREE_BYTES)
+        rate = device.memory_bytes_per_s  # None: unknown, copies count as free
+        copy_s = 0.0 if rate is None else traffic.copies * 2 * whole_bytes / rate
+    sendings, late_s, after_s = _published(prices, sendings, whole_bytes, forward_s)
+    sent_s = sum(sending.cost_s for sending in sendings)
+    open_s = sent_s
+    if prices.hides and traffic.overlap:
+        open_s = max(0.0, channel_end(sendings) - backward_s)
+    every = 1 if alone else traffic.every
+
+    compute_s = leaves * leaf_s
+    exposed_s = waits_s + (open_s + agree_s) / every + copy_s + after_s
+    bubble_s = (layout.pp - 1) * (leaf_s + tensor_s + wait_s)
+    update_s = profile.update_s * scale / (layout.dp if prices.in_shares else 1)
+    tokens_per_s = work.step_tokens / (compute_s + exposed_s + bubble_s + update_s)
+    alone_s = leaves * profile.leaf_s + profile.update_s
+    return StepTime(
+        compute_s=compute_s,
+        exposed_comm_s=exposed_s,
+        bubble_s=bubble_s,
+        update_s=update_s,
+        comm_s=waits_s + (sent_s + agree_s) / every + late_s,
+        tokens_per_s=tokens_per_s,
+        efficiency=tokens_per_s / split.world_size / (leaves * work.leaf_tokens / alone_s),
+    )
+
+
 class Prices:
     """Seconds of one split's messages on exactly the used devices; ranks fill hosts in order."""
 
     def __init__(self, hardware: Hardware, split: Split, traffic: Traffic) -> None:
         layout, host, network = split.layout, hardware.hosts[0], hardware.network
-        on_host, on_cpu = len(hardware.hosts) == 1, host.devices[0].kind == "cpu"
-        local = min(len(host.devices), layout.world_size)
+        on_cpu = host.devices[0].kind == "cpu"
+        on_cpu_host = on_cpu and len(hardware.hosts) == 1
+        local, along_tree = len(host.devices), traffic.algorithm == "tree"
         per_host = max(local // layout.model_ranks, 1)
         self.data = GroupPlace(
             ranks=layout.dp,
@@ -55,15 +160,19 @@ class Prices:
         self.shards = GroupPlace(
             ranks=layout.tp, per_host=min(layout.tp, local), link=host.link, network=network
         )
-        self.hides = not (on_cpu and on_host)
+        self.hides = not on_cpu_host
         """False for CPU ranks of one host: the cores that would communicate run backward."""
-        self.to_owners = traffic.shard == "optimizer" and traffic.algorithm == "tree"
-        self.to_owners &= self.hides or traffic.by_library
-        """Whether only the updating ranks get the sums; in one host's memory the sums are whole."""
-        self.divided = (
-            on_cpu and on_host and traffic.through_host and layout.model_ranks == 1 < layout.dp
-        )
+        self.divided = on_cpu_host and traffic.through_host and layout.model_ranks == 1 < layout.dp
         """Whether the ranks of a host sum and update in shares, through shared memory."""
+        self.in_shares = traffic.shard != "none" or self.divided
+        self.gathers = traffic.shard in ("optimizer", "gradients")
+        """Whether updated weights are gathered."""
+        self.late = traffic.late and not (self.in_shares and on_cpu_host)
+        """Whether what follows the update goes on beside the next forward."""
+        to_owners = traffic.shard == "optimizer" and along_tree
+        to_owners &= self.hides or traffic.by_library  # in one host's memory the sums are whole
+        self.in_halves = to_owners or (self.late and not self.gathers and (on_cpu or along_tree))
+        """Whether backward sends one half of an all-reduce, and the other follows the update."""
         self._traffic = traffic
         # Gloo's all_reduce is always a ring; NCCL selects by size.
         gloo = on_cpu and traffic.algorithm == "best"
@@ -81,112 +190,6 @@ class Prices:
         """The strategy's collective of a bucket."""
         in_halves = self._traffic.shard in ("gradients", "weights")
         return self.half_s(num_bytes) if in_halves else self.all_reduce_s(num_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class Sending:
-    """A bucket to send."""
-
-    ready_s: float  # After the last leaf's backward began
-    cost_s: float  # Time that it occupies the channel
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepCosts:
-    """Durations of one rank's step, seconds."""
-
-    stages: int  # A pipeline's; 1 without one
-    leaves: int  # Leaves of the replica with the most
-    forward_s: float  # One leaf's, a rank's part of the model; likewise `backward_s`
-    backward_s: float
-    leaf_wait_s: float  # Waiting in each leaf except the last
-    last_leaf_wait_s: float  # Waiting in the last one, without buckets
-    hop_s: float  # From stage to stage: activations, or their gradients
-    sendings: tuple[Sending, ...]  # In the order in which they are launched
-    hides: bool  # Whether they overlap with backward; else they follow it, one by one
-    copy_s: float  # Gradients into buckets and back, in every step
-    agree_s: float  # The small message at the step's end, and other synchronisation
-    update_s: float  # Clipping and optimizer, a rank's part
-    after_s: float  # Gathering after the update that no forward hides
-    late_s: float  # All of it
-    every: int
-    """Steps between synchronisations. Above 1, `sendings` and `agree_s` are those of one."""
-
-    @property
-    def leaf_s(self) -> float:
-        """Forward and backward."""
-        return self.forward_s + self.backward_s
-
-
-def step_costs(work: Workload, split: Split, hardware: Hardware, profile: StepProfile) -> StepCosts:
-    """Split a step into its costs; ranks fill hosts in order.
-
-    Args:
-        work: the training run; `num_leaves` of the whole step.
-        split: its strategy and layout.
-        hardware: at least as many devices as the split has ranks, else ConfigError.
-        profile: of the whole model on one of the devices.
-    """
-    kind = hardware.hosts[0].devices[0].kind
-    layout, traffic = split.layout, traffic_of(split.strategy, kind)
-    if work.num_leaves < layout.dp:
-        raise ConfigError(
-            f"{work.num_leaves} leaves for {layout.dp} replicas: each needs at least one"
-        )
-    used = hardware.with_devices(split.world_size)
-    prices = Prices(used, split, traffic)
-    host, parts, alone = used.hosts[0], layout.model_ranks, layout.dp == 1
-    # CPU ranks compute more slowly if a host has more ranks than cores.
-    on_cpu = host.devices[0].kind == "cpu"
-    scale = (max(1.0, len(host.devices) / host.cores) if on_cpu else 1.0) / parts
-    forward_s, backward_s = profile.forward_s * scale, profile.backward_s * scale
-    parameters = parameters_of(work.model, work.seq_len)
-    whole_bytes = _bytes(parameters) / parts
-    activation_bytes = work.leaf_tokens * work.model.n_embd * _ACTIVATION_BYTES[work.dtype]
-    tensor = hop_s = 0.0
-    if layout.pp > 1:
-        hop_s = prices.data.seconds(activation_bytes, far=parts > len(host.devices))
-    if layout.tp > 1:  # sums of activations between shards; nothing hides them
-        sums = _TENSOR_PARALLEL_SUMS * work.model.n_layer
-        tensor = sums * all_reduce_s(prices.shards, activation_bytes)
-    waits, last_waits = 0.0, 0.0
-    if traffic.shard == "weights" and not alone:
-        gathers = [prices.half_s(_bytes(b) / parts) for b in _blocks(parameters)]
-        waits, last_waits = _gather_waits(gathers, forward_s, backward_s, hides=prices.hides)
-    in_shares = traffic.shard != "none" or prices.divided
-    gathers = traffic.shard in ("optimizer", "gradients")
-    # Weights that all ranks of a host read are written between two more synchronisations.
-    meetings = 3 if prices.divided else 1
-    sendings: tuple[Sending, ...] = ()
-    if not alone:
-        sendings = _sendings(parameters, traffic, prices, profile, scale=scale, parts=parts)
-    rate = host.devices[0].memory_bytes_per_s  # None: unknown, copies count as free
-    copy_s = 0.0 if alone or rate is None else traffic.copies * 2 * whole_bytes / rate
-    late_s = after_s = prices.half_s(whole_bytes) if gathers else 0.0
-    late = traffic.late and not (in_shares and on_cpu and len(used.hosts) == 1)
-    if prices.to_owners or (late and not gathers and (on_cpu or traffic.algorithm == "tree")):
-        sendings = tuple(replace(each, cost_s=each.cost_s / 2) for each in sendings)
-        late_s = after_s = sum(each.cost_s for each in sendings)
-    if late and late_s and prices.hides:  # the next forward needs the last bucket first
-        first_s = late_s * sendings[-1].cost_s / sum(each.cost_s for each in sendings)
-        after_s = _not_hidden(late_s, first_s, forward_s)
-    return StepCosts(
-        stages=layout.pp,
-        leaves=math.ceil(work.num_leaves / layout.dp),
-        forward_s=forward_s,
-        backward_s=backward_s,
-        leaf_wait_s=tensor + waits,
-        last_leaf_wait_s=tensor + last_waits,
-        hop_s=hop_s,
-        sendings=sendings,
-        hides=prices.hides and traffic.overlap,
-        copy_s=copy_s,
-        agree_s=0.0 if alone else meetings * prices.all_reduce_s(_AGREE_BYTES),
-        update_s=profile.update_s * scale / (layout.dp if in_shares else 1),
-        after_s=after_s,
-        late_s=late_s,
-        every=1 if alone else traffic.every,
-    )
 
 
 def _sendings(
@@ -220,6 +223,21 @@ def _sendings(
             seconds += prices.half_s(_bytes(block) / parts)
         found.append(Sending(float(block_ready_s) * scale, seconds))
     return tuple(found)
+
+
+def _published(
+    prices: Prices, sendings: tuple[Sending, ...], whole_bytes: float, forward_s: float
+) -> tuple[tuple[Sending, ...], float, float]:
+    """What backward sends, what follows the update, and how much of that no forward hides."""
+    late_s = prices.half_s(whole_bytes) if prices.gathers else 0.0
+    if prices.in_halves:
+        sendings = tuple(replace(each, cost_s=each.cost_s / 2) for each in sendings)
+        late_s = sum(each.cost_s for each in sendings)
+    if not (late_s and prices.late and prices.hides):
+        return sendings, late_s, late_s
+    # The next forward needs the last bucket first.
+    first_s = late_s * sendings[-1].cost_s / sum(each.cost_s for each in sendings)
+    return sendings, late_s, _not_hidden(late_s, first_s, forward_s)
 
 
 def _not_hidden(whole_s: float, first_s: float, computing_s: float) -> float:
@@ -259,63 +277,6 @@ def _factor_bytes(parameters: Sequence[Parameter], rank: int) -> float:
     smaller."""
     return GRADIENT_BYTES * sum(
         min(p.numel, rank * sum(p.shape)) if len(p.shape) == 2 else p.numel for p in parameters
-    )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepTime:
-    """One optimizer step, seconds; the mean if ranks do not synchronise in each."""
-
-    compute_s: float  # Forward and backward of a rank's leaves
-    exposed_comm_s: float  # Communication that no computing hides
-    bubble_s: float  # Idle time of a pipeline stage
-    update_s: float  # Clipping and optimizer
-    comm_s: float  # All communication of a rank, hidden or not
-    tokens_per_s: float  # All ranks together
-    efficiency: float
-    """Tokens per second and rank, over one rank alone with as many leaves as a replica has."""
-
-    @property
-    def total_s(self) -> float:
-        """The whole step."""
-        return self.compute_s + self.exposed_comm_s + self.bubble_s + self.update_s
-
-
-def predict_step(
-    work: Workload, split: Split, hardware: Hardware, profile: StepProfile
-) -> StepTime:
-    """Duration of a step.
-
-        data parallel    k leaves, buckets on one channel during the last backward, update
-        pipeline         (p - 1) / (m + p - 1) of the leaves' time is bubble (1F1B, arXiv
-                         1806.03377)
-        tensor parallel  four sums of activations per layer and leaf (arXiv 1909.08053)
-        local_sgd        a synchronisation's messages, divided by the steps between two
-
-    The arguments are those of `step_costs`.
-    """
-    costs = step_costs(work, split, hardware, profile)
-    compute = costs.leaves * costs.leaf_s
-    waits = (costs.leaves - 1) * costs.leaf_wait_s + costs.last_leaf_wait_s
-    # A pipeline's messages on the longest way: in while it fills, and out while it empties.
-    hops = 2 * (costs.stages - 1)
-    hop_s = costs.hop_s * (hops if costs.hides else hops + 2 * (costs.leaves - 1))
-    sent = sum(sending.cost_s for sending in costs.sendings)
-    # Waited for after backward: buckets in flight, and the small message.
-    late = max(0.0, channel_end(costs.sendings) - costs.backward_s) if costs.hides else sent
-    exposed = waits + hop_s + (late + costs.agree_s) / costs.every + costs.copy_s + costs.after_s
-    bubble = (costs.stages - 1) * (costs.leaf_s + costs.leaf_wait_s)
-    tokens = work.step_tokens / (compute + exposed + bubble + costs.update_s)
-    alone_s = costs.leaves * profile.leaf_s + profile.update_s
-    alone = costs.leaves * work.leaf_tokens / alone_s
-    return StepTime(
-        compute_s=compute,
-        exposed_comm_s=exposed,
-        bubble_s=bubble,
-        update_s=costs.update_s,
-        comm_s=waits + hop_s + (sent + costs.agree_s) / costs.every + costs.late_s,
-        tokens_per_s=tokens,
-        efficiency=tokens / split.world_size / alone,
     )
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gradsync.sync.sharded_state import gather_weights
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
@@ -24,6 +23,7 @@ from gradsync.errors import ConfigError
 from gradsync.runtime.gloo_group import wait_until_workers_sleep
 from gradsync.sync.fsdp import FsdpReducer
 from gradsync.sync.gradient_sync import GradientSync
+from gradsync.sync.shares import whole
 from support.rank_session import open_session
 from support.sync_cases import (
     SmallNet,
@@ -118,7 +118,7 @@ def _train_model(
         masters = all(p.dtype == torch.float32 for p in model.parameters())
         with torch.no_grad():
             assert sync.forward(torch.ones(2, 6)).dtype == torch.float32
-        return gather_weights(model), losses, masters
+        return {name: whole(tensor) for name, tensor in model.state_dict().items()}, losses, masters
 
 
 def train_by_hand(
@@ -308,7 +308,7 @@ def _own_loop(
             reducer = FsdpReducer(model, communicator(world), **options)
             own_loop(model, None, range(rank, rank + 1), accumulate=False)
             assert reducer.parameters[0] is next(model.parameters())
-        return gather_weights(model)
+        return {name: whole(tensor) for name, tensor in model.state_dict().items()}
 
 
 @pytest.mark.parametrize("handle", [True, False])

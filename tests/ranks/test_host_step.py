@@ -255,21 +255,6 @@ def test_betas_that_change_at_every_step_cost_nothing() -> None:
     assert trials.call_count == 4  # on each rank, one for each dtype
 
 
-def test_a_scheduler_goes_on_without_a_warning() -> None:
-    def work(rank: int, group: dist.ProcessGroup) -> float:
-        model = Net()
-        sync = replicate(model, comm=ProcessGroupCommunicator(group))
-        optimizer = OPTIMIZERS["adamw"](model.parameters())
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-        for step in range(2):
-            one_step(sync, optimizer, step, rank)
-            scheduler.step()
-        sync.close()
-        return optimizer.param_groups[0]["lr"]
-
-    assert run_thread_ranks(work, 2) == [0.0025, 0.0025]
-
-
 def test_hooks_on_the_optimizer_see_the_whole_gradient() -> None:
     """One that comes on the way too; from then on steps are whole, and state goes on."""
     seen: list[Tensor] = []

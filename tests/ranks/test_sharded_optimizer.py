@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import logging
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 from typing import Any
 from unittest import mock
@@ -20,6 +22,7 @@ from gradsync.sync.ownership import sharded_optimizer
 from gradsync.sync.ownership.sharded_optimizer import ShardedOptimizer
 from support.thread_ranks import run_thread_ranks
 
+MORE_THAN_A_GRAIN = 70_003
 SHAPES = ((70, 33), (5,), (), (129,), (64, 3), (1,), (7, 7, 7), (2, 1000))
 NUM_STEPS = 4
 
@@ -328,3 +331,109 @@ def test_ranks_with_different_parameters_are_told() -> None:
     assert "the ranks shard different parameters" in messages[0]
     assert messages[0].endswith("this rank has 5")
     assert messages[1].endswith("this rank has 6")
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad])
+def test_state_without_pieces_is_there(kind: type[Optimizer], world_size: int) -> None:
+    """Of parameters that no rank has elements of; the last one never has a gradient."""
+
+    def some_parameters() -> list[nn.Parameter]:
+        return [nn.Parameter(torch.ones(shape)) for shape in ((0,), (70, 3), (4, 0), (5,), (0, 2))]
+
+    def two_steps(parameters: list[nn.Parameter], optimizer: Optimizer) -> dict[str, Any]:
+        for step in range(2):
+            for parameter in parameters[:4]:
+                parameter.grad = torch.full_like(parameter, 1.0 + step)
+            optimizer.step()
+        return optimizer.state_dict()
+
+    parameters = some_parameters()
+    whole = kind(parameters, lr=0.05)
+    expected = [copy.deepcopy(two_steps(parameters, whole)) for _ in range(2)]
+    assert (4 in expected[0]["state"]) == (kind is torch.optim.Adagrad)  # made with the optimizer
+
+    def work(comm: Communicator) -> None:
+        parameters = some_parameters()
+        optimizer = ShardedOptimizer(parameters, kind, comm=comm, lr=0.05)
+        assert_same(two_steps(parameters, optimizer), expected[0])
+        fresh = ShardedOptimizer(parameters, kind, comm=comm, lr=0.05)
+        fresh.load_state_dict(optimizer.state_dict())
+        assert_same(two_steps(parameters, fresh), expected[1])
+
+    on_ranks(world_size, work)
+
+
+# -- 16-bit parameters and threads ---------------------------------------------------------------
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def step_once(
+    comm: Communicator, numel: int = MORE_THAN_A_GRAIN, dtype: torch.dtype = torch.bfloat16
+) -> None:
+    parameter = nn.Parameter(torch.ones(numel, dtype=dtype))
+    optimizer = ShardedOptimizer([parameter], torch.optim.SGD, comm=comm, lr=0.1)
+    for _ in range(2):
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_threads_that_cut_16_bit_parameters_are_named_once(
+    caplog: pytest.LogCaptureFixture, dtype: torch.dtype
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="gradsync"):
+        on_ranks(2, lambda comm: step_once(comm, dtype=dtype))
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert f"{dtype} parameter of shape (70003,)" in message
+    assert "with 2 intra-op threads" in message
+    assert "gs.init(threads=1)" in message
+    assert "torch.set_num_threads(1)" in message
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize(
+    ("world_size", "numel", "dtype", "threads"),
+    [
+        (1, MORE_THAN_A_GRAIN, torch.bfloat16, 2),
+        (2, 32_768, torch.bfloat16, 2),
+        (2, MORE_THAN_A_GRAIN, torch.float32, 2),
+        (2, MORE_THAN_A_GRAIN, torch.bfloat16, 1),
+    ],
+    ids=["not cut", "one thread takes all of it", "fp32", "one thread"],
+)
+def test_nothing_is_said_where_bits_are_equal(
+    caplog: pytest.LogCaptureFixture,
+    world_size: int,
+    numel: int,
+    dtype: torch.dtype,
+    threads: int,
+) -> None:
+    """The bits are compared here, since the warning rests on them."""
+    torch.set_num_threads(threads)
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(numel, generator=generator).to(dtype)
+    gradient = torch.randn(numel, generator=generator).to(dtype)
+    whole = nn.Parameter(start.clone())
+    whole.grad = gradient.clone()
+    torch.optim.SGD([whole], lr=0.1, momentum=0.9, weight_decay=0.1).step()
+
+    def work(comm: Communicator) -> None:
+        own = nn.Parameter(start.clone())
+        own.grad = gradient.clone()
+        ShardedOptimizer(
+            [own], torch.optim.SGD, comm=comm, lr=0.1, momentum=0.9, weight_decay=0.1
+        ).step()
+        assert torch.equal(own, whole)
+
+    with caplog.at_level(logging.WARNING, logger="gradsync"):
+        on_ranks(world_size, work)
+    assert not caplog.records

@@ -25,7 +25,7 @@ from gradsync.commands.train.config import CheckpointConfig, EvalConfig, OptimCo
 from gradsync.commands.train.loop import Trainer
 from gradsync.core.files import Filesystem
 from gradsync.sync.fsdp import FsdpShards
-from gradsync.sync.ownership.sharded_optimizer import ShardedOptimizer
+from gradsync.sync.ownership.sharded_optimizer import ShardedUpdate
 from support.small_run import VOCAB, RankResult, losses, make_data, small_config, train_rank
 
 # A width that 64 does not divide, so that shares end inside of rows.
@@ -94,7 +94,7 @@ def train_in_shares(rank: int, world_size: int, store_path: str, run: TrainConfi
     """A run in which no rank may bring the optimizer's state together."""
     never = mock.Mock(side_effect=AssertionError("state was brought together"))
     with (
-        mock.patch.object(ShardedOptimizer, "gather_into", never),
+        mock.patch.object(ShardedUpdate, "give_back", never),
         mock.patch.object(FsdpShards, "gather", never),
     ):
         return train_rank(rank, world_size, store_path, run)

@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator, share_memory
@@ -24,7 +23,6 @@ from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.ownership import host_memory
 from gradsync.sync.ownership.host_step import SharedMemoryExchange, SharedMemoryShards
 from gradsync.sync.replicate import replicate
-from gradsync.sync.watch import why_not_now
 from support.thread_ranks import run_thread_ranks
 
 BLOCK = 65_536
@@ -150,42 +148,82 @@ def test_no_rank_goes_on_before_all_have_written_their_shares() -> None:
             assert_equal(seen, settled)
 
 
-def test_a_loaded_state_is_taken_in() -> None:
-    """With and without a call of `scatter`; another one than what was there."""
-    saved: dict[str, Any] = {}
+def load(_: GradientSync, optimizer: torch.optim.Optimizer) -> None:
+    state = copy.deepcopy(optimizer.state_dict())
+    for entry in state["state"].values():
+        entry["exp_avg"] *= 0.5
+        entry["step"] += 7
+    optimizer.load_state_dict(state)
 
-    def keep(_: GradientSync, optimizer: torch.optim.Optimizer) -> None:
-        saved.update(copy.deepcopy(optimizer.state_dict()))
 
-    run(OPTIMIZERS["adamw"], keep)
+def load_and_say(sync: GradientSync, optimizer: torch.optim.Optimizer) -> None:
+    load(sync, optimizer)
+    sync.replica.scatter(optimizer)
 
-    def load(_: GradientSync, optimizer: torch.optim.Optimizer) -> None:
-        half = copy.deepcopy(saved)
-        for entry in half["state"].values():
-            entry["exp_avg"] *= 0.5
-            entry["step"] += 7
-        optimizer.load_state_dict(half)
 
-    def load_and_say(sync: GradientSync, optimizer: torch.optim.Optimizer) -> None:
-        load(sync, optimizer)
-        sync.replica.scatter(optimizer)
+def clear(_: GradientSync, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state.clear()
 
-    def clear(_: GradientSync, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.state.clear()
 
-    def replace_entry(_: GradientSync, optimizer: torch.optim.Optimizer) -> None:
-        parameter = optimizer.param_groups[0]["params"][0]
-        optimizer.state[parameter] = copy.deepcopy(saved["state"][0])
-        optimizer.state[parameter]["step"] += 7
+def replace_values(sync: GradientSync, optimizer: torch.optim.Optimizer) -> None:
+    """Of one parameter one value, of another one all."""
+    optimizer.state[sync.model.large]["exp_avg"] = torch.ones_like(sync.model.large)
+    optimizer.state[sync.model.scale] = copy.deepcopy(optimizer.state[sync.model.scale])
+    optimizer.state[sync.model.scale]["step"] += 7
 
-    def replace_value(_: GradientSync, optimizer: torch.optim.Optimizer) -> None:
-        entry = optimizer.state[optimizer.param_groups[0]["params"][0]]
-        entry["exp_avg"] = torch.ones_like(entry["exp_avg"])
 
-    for between in (load, load_and_say, clear, replace_entry, replace_value):
-        expected, _ = run(OPTIMIZERS["adamw"], between, steps=4, update="whole")
-        for found in run(OPTIMIZERS["adamw"], between, steps=4):
-            assert_equal(found, expected)
+def add_own_entries(sync: GradientSync, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state[sync.model.large] |= {"mine": torch.ones(3), "note": 7}
+
+
+def replace_data(sync: GradientSync, _: torch.optim.Optimizer) -> None:
+    sync.model.large.data = torch.full_like(sync.model.large, 0.5)
+    sync.model.small[2].data = sync.model.small[2].data * 2
+
+
+def move_to_files(sync: GradientSync, _: torch.optim.Optimizer) -> None:
+    sync.model.share_memory()  # torch's own: it swaps the storage under the parameter
+
+
+def begin_momentum(sync: GradientSync, optimizer: torch.optim.Optimizer) -> None:
+    """And a learning rate of its own for a group that comes late."""
+    optimizer.param_groups[0] |= {"lr": 0.5, "momentum": 0.9}
+    optimizer.add_param_group({"params": [sync.model.rare], "lr": 0.1})
+
+
+def swap_groups(_: GradientSync, optimizer: torch.optim.Optimizer) -> None:
+    first, second = optimizer.param_groups
+    first["params"], second["params"] = second["params"], first["params"]
+
+
+def without_rare(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in parameters if p.numel() != 3], lr=0.01)
+
+
+def in_groups(parameters: Any) -> torch.optim.Optimizer:
+    _, rare, scale, *_ = parameters
+    return torch.optim.SGD([{"params": [rare], "lr": 0.5}, {"params": [scale]}], lr=0.01)
+
+
+@pytest.mark.parametrize(
+    ("make", "between"),
+    [
+        *(
+            (OPTIMIZERS["adamw"], between)
+            for between in (load, load_and_say, clear, replace_values, add_own_entries)
+        ),
+        *((OPTIMIZERS["adamw"], between) for between in (replace_data, move_to_files)),
+        (without_rare, begin_momentum),
+        (in_groups, swap_groups),
+    ],
+    ids=lambda given: getattr(given, "__name__", ""),
+)
+def test_what_is_changed_between_steps_counts(
+    make: Callable[[Any], torch.optim.Optimizer], between: Callable[..., None]
+) -> None:
+    expected, _ = run(make, between, steps=5, update="whole")
+    for found in run(make, between, steps=5):
+        assert_equal(found, expected)
 
 
 def test_state_that_is_changed_in_place_is_refused() -> None:
@@ -197,62 +235,6 @@ def test_state_that_is_changed_in_place_is_refused() -> None:
     run(OPTIMIZERS["adamw"], halve, steps=4, update="whole")
     with pytest.raises(ConfigError, match=r"state was changed in place .* update='whole'"):
         run(OPTIMIZERS["adamw"], halve, steps=4)
-
-
-def test_what_somebody_sets_is_taken_in() -> None:
-    def replace(sync: GradientSync, _: torch.optim.Optimizer) -> None:
-        sync.model.large.data = torch.full_like(sync.model.large, 0.5)
-        sync.model.small[2].data = sync.model.small[2].data * 2
-
-    def to_files(sync: GradientSync, _: torch.optim.Optimizer) -> None:
-        sync.model.share_memory()  # torch's own: it swaps the storage under the parameter
-
-    def own_entries(sync: GradientSync, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.state[sync.model.large] |= {"mine": torch.ones(3), "note": 7}
-
-    for between in (replace, to_files, own_entries):
-        expected, _ = run(OPTIMIZERS["adamw"], between, steps=4, update="whole")
-        for found in run(OPTIMIZERS["adamw"], between, steps=4):
-            assert_equal(found, expected)
-
-
-def test_options_and_groups_that_change_on_the_way() -> None:
-    """Learning rates, momentum that begins late, and a group that comes late."""
-
-    def change(sync: GradientSync, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.param_groups[0] |= {"lr": 0.5, "momentum": 0.9}
-        optimizer.add_param_group({"params": [sync.model.rare], "lr": 0.1})
-
-    def make(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.SGD([p for p in parameters if p.numel() != 3], lr=0.01)
-
-    expected, _ = run(make, change, steps=5, update="whole")
-    for found in run(make, change, steps=5):
-        assert_equal(found, expected)
-
-
-def test_momentum_that_begins_late_is_kept() -> None:
-    def change(_: GradientSync, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.param_groups[0]["momentum"] = 0.9
-
-    expected, _ = run(OPTIMIZERS["sgd"], change, steps=5, update="whole")
-    assert all("momentum_buffer" in entry for entry in expected["o"].values())
-    for found in run(OPTIMIZERS["sgd"], change, steps=5):
-        assert_equal(found, expected)
-
-
-def test_parameters_that_change_groups_take_the_other_ones_options() -> None:
-    def make(parameters: Any) -> torch.optim.Optimizer:
-        _, rare, scale, *_ = parameters
-        return torch.optim.SGD([{"params": [rare], "lr": 0.5}, {"params": [scale]}], lr=0.01)
-
-    def swap(_: GradientSync, optimizer: torch.optim.Optimizer) -> None:
-        first, second = optimizer.param_groups
-        first["params"], second["params"] = second["params"], first["params"]
-
-    expected, _ = run(make, swap, steps=4, update="whole")
-    for found in run(make, swap, steps=4):
-        assert_equal(found, expected)
 
 
 def test_betas_that_change_at_every_step_cost_nothing() -> None:
@@ -270,21 +252,6 @@ def test_betas_that_change_at_every_step_cost_nothing() -> None:
     with mock.patch.object(host_memory, "state_like", wraps=host_memory.state_like) as trials:
         run_thread_ranks(work, 2)
     assert trials.call_count == 4  # on each rank, one for each dtype
-
-
-def test_a_scheduler_goes_on_without_a_warning() -> None:
-    def work(rank: int, group: dist.ProcessGroup) -> float:
-        model = Net()
-        sync = replicate(model, comm=ProcessGroupCommunicator(group))
-        optimizer = OPTIMIZERS["adamw"](model.parameters())
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-        for step in range(2):
-            one_step(sync, optimizer, step, rank)
-            scheduler.step()
-        sync.close()
-        return optimizer.param_groups[0]["lr"]
-
-    assert run_thread_ranks(work, 2) == [0.0025, 0.0025]
 
 
 def test_hooks_on_the_optimizer_see_the_whole_gradient() -> None:
@@ -612,18 +579,6 @@ def test_a_graph_from_before_the_step_is_stale() -> None:
         sync.close()
 
     run_thread_ranks(work, 2)
-
-
-def test_who_may_look_at_gradients_gets_them_whole() -> None:
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1)
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    assert why_not_now(optimizer) == ""
-    watch = register_optimizer_step_pre_hook(lambda *_: None)
-    assert why_not_now(optimizer).startswith("hooks on all optimizers")
-    watch.remove()
-    assert why_not_now(optimizer) == ""
-    optimizer.step = lambda: None
-    assert why_not_now(optimizer) == "optimizer.step was replaced"
 
 
 def test_memory_goes_with_who_uses_it() -> None:

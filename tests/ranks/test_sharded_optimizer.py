@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 from typing import Any
 from unittest import mock
@@ -17,9 +18,11 @@ from gradsync.comm.base import Communicator
 from gradsync.comm.groups import SingleCommunicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.errors import ConfigError
-from gradsync.sync.ownership.sharded_optimizer import ShardedOptimizer, layout_of, step_together
+from gradsync.sync.ownership import sharded_optimizer
+from gradsync.sync.ownership.sharded_optimizer import ShardedOptimizer
 from support.thread_ranks import run_thread_ranks
 
+MORE_THAN_A_GRAIN = 70_003
 SHAPES = ((70, 33), (5,), (), (129,), (64, 3), (1,), (7, 7, 7), (2, 1000))
 NUM_STEPS = 4
 
@@ -86,8 +89,9 @@ def on_ranks(world_size: int, work: Callable[[Communicator], Any]) -> list[Any]:
     return run_thread_ranks(lambda _, group: work(ProcessGroupCommunicator(group)), world_size)
 
 
-def small_buckets(parameters: list[nn.Parameter], comm: Communicator) -> Any:
-    return layout_of(parameters, comm.world_size, bucket_bytes=2000)
+@pytest.fixture(autouse=True)
+def _several_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharded_optimizer, "BUCKET_BYTES", 2000)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -101,8 +105,7 @@ def test_weights_and_state_have_the_bits_of_the_whole_optimizer(world_size: int)
     def work(comm: Communicator) -> None:
         for name, (kind, options) in OPTIMIZERS.items():
             parameters = make_parameters()
-            plan = small_buckets(parameters, comm)
-            optimizer = ShardedOptimizer(parameters, kind, comm=comm, plan=plan, **options)
+            optimizer = ShardedOptimizer(parameters, kind, comm=comm, **options)
             assert_same(train(parameters, optimizer), expected[name][0])
             assert_same(optimizer.state_dict(), expected[name][1])
             assert not optimizer.state
@@ -132,14 +135,11 @@ def grouped(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
     ]
 
 
-def scheduled(
-    parameters: list[nn.Parameter], optimizer: Optimizer, stepped: Optimizer | None = None
-) -> list[Tensor]:
-    """The scheduler holds `optimizer`; `stepped` does its steps."""
+def scheduled(parameters: list[nn.Parameter], optimizer: Optimizer) -> list[Tensor]:
     cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[0.1, 0.05], total_steps=8)
     for step in range(NUM_STEPS):
         set_gradients(parameters, step)
-        (stepped or optimizer).step()
+        optimizer.step()
         cycle.step()
     return [parameter.detach().clone() for parameter in parameters]
 
@@ -156,29 +156,15 @@ def test_groups_and_schedulers(world_size: int) -> None:
         optimizer = ShardedOptimizer(grouped(parameters), torch.optim.AdamW, comm=comm, lr=0.05)
         return scheduled(parameters, optimizer)
 
-    def work_like(comm: Communicator) -> list[Tensor]:
-        """Torch's scheduler warns when the optimizer that it holds never steps."""
-        parameters = make_parameters()
-        held = torch.optim.AdamW(grouped(parameters), lr=0.05)
-        optimizer = ShardedOptimizer.like(held, comm=comm)
-        steps: list[int] = []
-        held.register_step_post_hook(lambda *_: steps.append(1))
-        got = scheduled(parameters, held, stepped=optimizer)
-        assert not held.state
-        assert len(steps) == NUM_STEPS
-        assert sum(p.grad is not None for p in parameters) == len(SHAPES) - 1
-        return got
-
-    for got in on_ranks(world_size, work) + on_ranks(world_size, work_like):
+    for got in on_ranks(world_size, work):
         assert_same(got, expected)
 
 
-def test_names_ties_frozen_and_added_groups() -> None:
+def test_names_frozen_parameters_and_added_groups() -> None:
     def parts(make: Callable[..., Optimizer]) -> tuple[list[Tensor], dict[str, Any]]:
         parameters = make_parameters()
         parameters[1].requires_grad_(False)
-        tied = [parameters[0], parameters[1], parameters[0], *parameters[2:5]]
-        optimizer = make(tied)
+        optimizer = make(parameters[:5])
         optimizer.add_param_group({"params": parameters[5:], "lr": 0.3})
         for step in range(NUM_STEPS):
             set_gradients(parameters, step)
@@ -186,10 +172,11 @@ def test_names_ties_frozen_and_added_groups() -> None:
             optimizer.step()
         return [parameter.detach().clone() for parameter in parameters], optimizer.state_dict()
 
-    expected, state = parts(lambda tied: torch.optim.AdamW(dict.fromkeys(tied), lr=0.05))
+    expected, state = parts(lambda first: torch.optim.AdamW(first, lr=0.05))
 
     def work(comm: Communicator) -> None:
-        sharded = parts(lambda tied: ShardedOptimizer(tied, torch.optim.AdamW, comm=comm, lr=0.05))
+        kind = torch.optim.AdamW
+        sharded = parts(lambda first: ShardedOptimizer(first, kind, comm=comm, lr=0.05))
         assert_same(list(sharded), [expected, state])
 
     on_ranks(2, work)
@@ -245,67 +232,6 @@ def test_memory_is_divided() -> None:
         assert max(shares) <= total / world_size + (64 * len(SHAPES) + 192) * 8
 
 
-def test_state_in_and_out_of_the_users_optimizer() -> None:
-    """Steps of checkpoints: gather, save, scatter; and load into a fresh optimizer."""
-    whole = make_parameters()
-    plain = torch.optim.AdamW(whole, lr=0.05)
-    train(whole, plain)
-    state = copy.deepcopy(plain.state_dict())
-    expected = train(whole, plain, first=NUM_STEPS)
-
-    def work(comm: Communicator) -> None:
-        parameters = make_parameters()
-        held = torch.optim.AdamW(parameters, lr=0.05)
-        optimizer = ShardedOptimizer.like(held, comm=comm)
-        train(parameters, optimizer)
-        optimizer.gather_into(held)
-        assert_same(held.state_dict(), state)
-        optimizer.take_from(held)
-        assert not held.state
-        assert_same(train(parameters, optimizer, first=NUM_STEPS), expected)
-
-    def resume(comm: Communicator) -> None:
-        parameters = make_parameters()
-        train(parameters, torch.optim.AdamW(parameters, lr=0.05))
-        held = torch.optim.AdamW(parameters, lr=0.05)
-        held.load_state_dict(state)
-        optimizer = ShardedOptimizer.like(held, comm=comm)  # takes what is there
-        assert not held.state
-        assert_same(train(parameters, optimizer, first=NUM_STEPS), expected)
-
-    on_ranks(3, work)
-    on_ranks(2, resume)
-
-
-def test_gradients_that_exist_as_shards_only() -> None:
-    whole = make_parameters()
-    expected = train(whole, torch.optim.AdamW(whole, lr=0.05))
-
-    def work(comm: Communicator) -> list[Tensor]:
-        parameters = make_parameters()
-        plan = small_buckets(parameters, comm)
-        held = torch.optim.AdamW(parameters, lr=0.05)
-        optimizer = ShardedOptimizer.like(held, comm=comm, plan=plan)
-        for step in range(NUM_STEPS):
-            set_gradients(parameters, step)
-            shards = []
-            for bucket in plan.buckets:
-                flat = torch.zeros(bucket.numel)
-                for slot in bucket.slots:
-                    gradient = parameters[slot.index].grad
-                    if gradient is not None:
-                        flat[slot.offset : slot.offset + slot.numel] = gradient.reshape(-1)
-                own = bucket.shard(comm.rank, comm.world_size)
-                shards.append(flat[own.start : own.stop])
-            used = [parameter.grad is not None for parameter in parameters]
-            held.zero_grad()
-            step_together([optimizer], shards, used).wait()
-        return [parameter.detach().clone() for parameter in parameters]
-
-    for got in on_ranks(3, work):
-        assert_same(got, expected)
-
-
 def test_only_the_own_part_of_the_gradient_is_read() -> None:
     """After a reduce-scatter the rest of `.grad` is this rank's own; it must not matter."""
     whole = make_parameters()
@@ -313,17 +239,18 @@ def test_only_the_own_part_of_the_gradient_is_read() -> None:
 
     def work(comm: Communicator) -> list[Tensor]:
         parameters = make_parameters()
-        plan = layout_of(parameters, comm.world_size)
-        optimizer = ShardedOptimizer(parameters, torch.optim.AdamW, comm=comm, plan=plan, lr=0.05)
-        (bucket,) = plan.buckets
-        own = bucket.shard(comm.rank, comm.world_size)
+        optimizer = ShardedOptimizer(parameters, torch.optim.AdamW, comm=comm, lr=0.05)
         for step in range(NUM_STEPS):
             set_gradients(parameters, step)
-            for slot in bucket.slots:
-                gradient = parameters[slot.index].grad
-                if gradient is not None:
-                    place = slot.offset + torch.arange(slot.numel)
-                    gradient.view(-1)[(place < own.start) | (place >= own.stop)] = float("nan")
+            given = [p.grad for p in parameters]
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    parameter.grad = torch.full_like(parameter, float("nan"))
+            for bucket in optimizer._update.buckets:
+                for piece in bucket.pieces:
+                    whole, here = given[piece.index], slice(piece.start, piece.stop)
+                    if whole is not None:
+                        parameters[piece.index].grad.view(-1)[here] = whole.view(-1)[here]
             optimizer.step()
         return [parameter.detach().clone() for parameter in parameters]
 
@@ -375,7 +302,7 @@ def test_closures_and_hooks() -> None:
     assert seen == [1]
 
 
-def test_a_few_buckets_are_under_way_at_once() -> None:
+def test_a_few_buckets_are_under_way_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than one, or nothing overlaps; not all, or their buffers would be another copy."""
     log: list[str] = []
 
@@ -386,9 +313,8 @@ def test_a_few_buckets_are_under_way_at_once() -> None:
             return mock.Mock(wait=lambda: log.append("wait"))
 
     parameters = make_parameters()
-    plan = layout_of(parameters, 1, bucket_bytes=0)
-    optimizer = ShardedOptimizer(parameters, torch.optim.SGD, comm=Slow(), plan=plan)
-    train(parameters, optimizer)
+    monkeypatch.setattr(sharded_optimizer, "BUCKET_BYTES", 0)
+    train(parameters, ShardedOptimizer(parameters, torch.optim.SGD, comm=Slow()))
     under_way = list(accumulate(1 if event == "launch" else -1 for event in log))
     assert log.count("launch") == NUM_STEPS * len(SHAPES)
     assert under_way[-1] == 0
@@ -405,3 +331,109 @@ def test_ranks_with_different_parameters_are_told() -> None:
     assert "the ranks shard different parameters" in messages[0]
     assert messages[0].endswith("this rank has 5")
     assert messages[1].endswith("this rank has 6")
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad])
+def test_state_without_pieces_is_there(kind: type[Optimizer], world_size: int) -> None:
+    """Of parameters that no rank has elements of; the last one never has a gradient."""
+
+    def some_parameters() -> list[nn.Parameter]:
+        return [nn.Parameter(torch.ones(shape)) for shape in ((0,), (70, 3), (4, 0), (5,), (0, 2))]
+
+    def two_steps(parameters: list[nn.Parameter], optimizer: Optimizer) -> dict[str, Any]:
+        for step in range(2):
+            for parameter in parameters[:4]:
+                parameter.grad = torch.full_like(parameter, 1.0 + step)
+            optimizer.step()
+        return optimizer.state_dict()
+
+    parameters = some_parameters()
+    whole = kind(parameters, lr=0.05)
+    expected = [copy.deepcopy(two_steps(parameters, whole)) for _ in range(2)]
+    assert (4 in expected[0]["state"]) == (kind is torch.optim.Adagrad)  # made with the optimizer
+
+    def work(comm: Communicator) -> None:
+        parameters = some_parameters()
+        optimizer = ShardedOptimizer(parameters, kind, comm=comm, lr=0.05)
+        assert_same(two_steps(parameters, optimizer), expected[0])
+        fresh = ShardedOptimizer(parameters, kind, comm=comm, lr=0.05)
+        fresh.load_state_dict(optimizer.state_dict())
+        assert_same(two_steps(parameters, fresh), expected[1])
+
+    on_ranks(world_size, work)
+
+
+# -- 16-bit parameters and threads ---------------------------------------------------------------
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def step_once(
+    comm: Communicator, numel: int = MORE_THAN_A_GRAIN, dtype: torch.dtype = torch.bfloat16
+) -> None:
+    parameter = nn.Parameter(torch.ones(numel, dtype=dtype))
+    optimizer = ShardedOptimizer([parameter], torch.optim.SGD, comm=comm, lr=0.1)
+    for _ in range(2):
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_threads_that_cut_16_bit_parameters_are_named_once(
+    caplog: pytest.LogCaptureFixture, dtype: torch.dtype
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="gradsync"):
+        on_ranks(2, lambda comm: step_once(comm, dtype=dtype))
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert f"{dtype} parameter of shape (70003,)" in message
+    assert "with 2 intra-op threads" in message
+    assert "gs.init(threads=1)" in message
+    assert "torch.set_num_threads(1)" in message
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize(
+    ("world_size", "numel", "dtype", "threads"),
+    [
+        (1, MORE_THAN_A_GRAIN, torch.bfloat16, 2),
+        (2, 32_768, torch.bfloat16, 2),
+        (2, MORE_THAN_A_GRAIN, torch.float32, 2),
+        (2, MORE_THAN_A_GRAIN, torch.bfloat16, 1),
+    ],
+    ids=["not cut", "one thread takes all of it", "fp32", "one thread"],
+)
+def test_nothing_is_said_where_bits_are_equal(
+    caplog: pytest.LogCaptureFixture,
+    world_size: int,
+    numel: int,
+    dtype: torch.dtype,
+    threads: int,
+) -> None:
+    """The bits are compared here, since the warning rests on them."""
+    torch.set_num_threads(threads)
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(numel, generator=generator).to(dtype)
+    gradient = torch.randn(numel, generator=generator).to(dtype)
+    whole = nn.Parameter(start.clone())
+    whole.grad = gradient.clone()
+    torch.optim.SGD([whole], lr=0.1, momentum=0.9, weight_decay=0.1).step()
+
+    def work(comm: Communicator) -> None:
+        own = nn.Parameter(start.clone())
+        own.grad = gradient.clone()
+        ShardedOptimizer(
+            [own], torch.optim.SGD, comm=comm, lr=0.1, momentum=0.9, weight_decay=0.1
+        ).step()
+        assert torch.equal(own, whole)
+
+    with caplog.at_level(logging.WARNING, logger="gradsync"):
+        on_ranks(world_size, work)
+    assert not caplog.records

@@ -86,10 +86,11 @@ def trained(world_size: int, strategy: str, number: int, begin: Any = None, **mo
 @pytest.mark.parametrize(("number", "collective"), [(1, "auto"), (2, "backend")])
 @pytest.mark.parametrize("strategy", SAME_BITS)
 def test_a_run_goes_on_with_the_same_bits(strategy: str, number: int, collective: str) -> None:
-    """On 3 ranks, then 2, then under `invariant`, which keeps whole state."""
+    """On 4 ranks, whose shards `zero1` does not keep in rank order, then 2, then under `invariant`,
+    which keeps whole state."""
     more = {"collective": collective}
     whole = trained(1, strategy, number, trained(1, strategy, number))
-    parts = trained(2, strategy, number, trained(3, strategy, number, **more), **more)
+    parts = trained(2, strategy, number, trained(4, strategy, number, **more), **more)
     assert bits(whole) == bits(parts)
     assert parts["model"].keys() == Net().state_dict().keys()
     if STRATEGIES[strategy].promise == "bitwise":
@@ -118,9 +119,11 @@ def test_weights_alone() -> None:
     sync.load_state_dict(state)
     assert bits(model.state_dict()) == bits(Net().state_dict())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ConfigError, match=r"the state holds 0 optimizers, but 1 came with it"):
+    with pytest.raises(
+        ConfigError, match=r"the state holds optimizers \[\], but \[.SGD.\] came with it"
+    ):
         sync.load_state_dict(state, optimizer)
-    with pytest.raises(ConfigError, match="it has no 'optimizer'"):
+    with pytest.raises(ConfigError, match="this is no state of"):
         sync.load_state_dict({"model": model.state_dict()})
     sync.close()
 
@@ -160,9 +163,9 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any], int], Any], str]] = {
         lambda s, r: s["model"].update(seen=torch.ones(1)),
         r"'seen' is \[1\] in the state, \[2\] here",
     ),
-    "optimizer": (kinds, "the state is of SGD, not of AdamW"),
+    "optimizer": (kinds, r"the state holds optimizers \[.SGD.\], but \[.AdamW.\]"),
     "on one rank": (lambda s, r: {} if r else None, r"on rank 1: this is no state"),
-    "no dict": (lambda s, r: [1], "expected a state from sync.state_dict.., got list"),
+    "no dict": (lambda s, r: [1], "on rank 0: this is no state"),
     "other weights": (
         lambda s, r: s["model"]["second.bias"].add_(r),
         "other states on other ranks: .*'model.second.bias'",

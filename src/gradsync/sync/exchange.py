@@ -1,7 +1,7 @@
 """Sums of full buckets over all ranks, into `bucket.flat(0)`, while other buckets fill.
 
 Contains the exchanges that use a communicator's collectives or messages in rounds. For sums along
-the tree see tree_exchange.py, for sums in memory that ranks share shared_memory.py.
+the tree see tree_exchange.py, for sums in memory that ranks share ownership/host_step.py.
 """
 
 from __future__ import annotations

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from gradsync.errors import ConfigError
-from gradsync.sync.ownership.sharded_optimizer import ShardedOptimizer, layout_of
+from gradsync.sync.ownership.sharded_optimizer import ShardedOptimizer
 
 
 class RowMeans(torch.optim.SGD):
@@ -34,31 +36,16 @@ class Sign(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize(
-    ("kind", "why"),
-    [
-        (torch.optim.LBFGS, "LBFGS cannot be sharded: its line search"),
-        (torch.optim.Adafactor, "Adafactor cannot be sharded: it keeps row and column means"),
-        (torch.optim.Muon, "Muon cannot be sharded: it orthogonalises"),
-        (torch.optim.SparseAdam, "SparseAdam cannot be sharded: it updates rows of sparse"),
-        (ShardedOptimizer, "ShardedOptimizer cannot be sharded: it is sharded already"),
-    ],
+    "kind",
+    [torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.Muon, ShardedOptimizer, Sign, "AdamW"],
 )
-@pytest.mark.parametrize("promised", [False, True])
-def test_optimizers_that_are_not_elementwise(
-    kind: type[torch.optim.Optimizer], why: str, promised: bool
-) -> None:
-    with pytest.raises(ConfigError, match=why):
-        ShardedOptimizer([nn.Parameter(torch.ones(4, 4))], kind, elementwise=promised)
+def test_optimizers_that_are_not_known_to_be_elementwise(kind: Any) -> None:
+    with pytest.raises(ConfigError, match=r"is not known to be elementwise .*elementwise=True"):
+        ShardedOptimizer([nn.Parameter(torch.ones(4, 4))], kind)
 
 
 def test_an_unknown_optimizer_needs_a_promise() -> None:
     parameter = nn.Parameter(torch.ones(3))
-    with pytest.raises(
-        ConfigError, match=r"Sign is not known to be elementwise .* elementwise=True"
-    ):
-        ShardedOptimizer([parameter], Sign)
-    with pytest.raises(ConfigError, match="Sign is not known"):
-        ShardedOptimizer.like(Sign([parameter]), comm=None)  # type: ignore[arg-type]
     optimizer = ShardedOptimizer([parameter], Sign, elementwise=True, lr=0.25)
     parameter.grad = torch.tensor([1.0, -2.0, 0.0])
     optimizer.step()
@@ -75,28 +62,18 @@ def test_a_broken_promise_shows_in_the_state() -> None:
 def test_loaded_state_must_fit() -> None:
     parameter = nn.Parameter(torch.ones(2, 3))
     optimizer = ShardedOptimizer([parameter], torch.optim.SGD, momentum=0.9)
-    optimizer.state[parameter] = {"momentum_buffer": torch.zeros(2)}
+    state = optimizer.state_dict() | {"state": {0: {"momentum_buffer": torch.zeros(2)}}}
     with pytest.raises(ConfigError, match=r"'momentum_buffer' has shape \(2,\)"):
-        optimizer.take_from(optimizer)
+        optimizer.load_state_dict(state)
 
 
 def test_parameters_that_cannot_be_cut() -> None:
     turned = nn.Parameter(torch.ones(4, 3).t())
     with pytest.raises(ConfigError, match=r"parameter 'w', shape \(3, 4\), .* not contiguous"):
         ShardedOptimizer([("w", turned)], torch.optim.SGD)
-    with pytest.raises(ConfigError, match="an iterable of parameters, got one tensor"):
-        ShardedOptimizer(torch.ones(3), torch.optim.SGD)
-    first, second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
-    with pytest.raises(ConfigError, match="parameter 1 of group 0 is in the optimizer, but not in"):
-        ShardedOptimizer([first, second], torch.optim.SGD, plan=layout_of([first], 1))
 
 
-def test_gradients_that_cannot_be_used() -> None:
-    table = nn.Embedding(5, 3, sparse=True)
-    optimizer = ShardedOptimizer(table.named_parameters(), torch.optim.SGD)
-    table(torch.tensor([1])).sum().backward()
-    with pytest.raises(ConfigError, match="parameter 'weight' has a sparse gradient"):
-        optimizer.step()
+def test_gradients_of_parameters_that_were_frozen() -> None:
     frozen = nn.Parameter(torch.ones(3), requires_grad=False)
     optimizer = ShardedOptimizer([nn.Parameter(torch.ones(3)), frozen], torch.optim.SGD)
     frozen.requires_grad_().grad = torch.ones(3)

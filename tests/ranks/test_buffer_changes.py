@@ -52,6 +52,24 @@ def leaves(sync: GradientSync) -> Iterator[Tensor]:
             yield X.split(len(X) // LEAVES)[index]
 
 
+def steps(
+    model: nn.Module, sync: GradientSync, forward: Any = None, number: int = 3
+) -> Iterator[int]:
+    """Take steps; yields after each."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(number):
+        for x in leaves(sync):
+            sync.backward((forward or model)(x).square().sum(), weight=len(x), reduction="sum")
+        sync.step(optimizer)
+        yield step
+
+
+def trains(model: nn.Module, sync: GradientSync, _: Communicator) -> dict[str, Tensor]:
+    """A loop that only takes steps."""
+    list(steps(model, sync))
+    return state(model)
+
+
 def state(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
@@ -167,16 +185,10 @@ def test_all_leaves_see_what_was_set_between_steps(how: str, change: Any) -> Non
 @pytest.mark.parametrize("change", [fill, fill_data])
 def test_a_buffer_that_forwards_move_may_be_set_between_steps(change: Any) -> None:
     def loop(model: Any, sync: GradientSync, comm: Communicator) -> dict[str, Tensor]:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        for _ in range(3):
-            for x in leaves(sync):
-                sync.backward(model(x).square().sum(), weight=len(x), reduction="sum")
-            sync.step(optimizer)
+        for _ in steps(model, sync):
             change(model[1].running_mean, 5.0)
         before = model[0](X).detach()
-        for x in leaves(sync):
-            sync.backward(model(x).square().sum(), weight=len(x), reduction="sum")
-        sync.step(optimizer)
+        list(steps(model, sync, number=1))
         means = torch.stack([0.9 * 5 + 0.1 * part.mean(0) for part in before.split(2)])
         torch.testing.assert_close(model[1].running_mean, means.mean(0))
         return state(model)
@@ -267,16 +279,15 @@ def test_a_part_that_never_trains_is_moved_by_its_forwards() -> None:
     """A teacher's statistics, whose forward has no gradients and comes before the student's."""
 
     def loop(model: Any, sync: GradientSync, comm: Communicator) -> dict[str, Tensor]:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        for _ in range(3):
-            for x in leaves(sync):
-                with torch.no_grad():
-                    target = model[1](x)
-                loss = (model[0](x) - target).square().sum()
-                with torch.no_grad():
-                    model[2](x)
-                sync.backward(loss, weight=len(x), reduction="sum")
-            sync.step(optimizer)
+        def forward(x: Tensor) -> Tensor:
+            with torch.no_grad():
+                target = model[1](x)
+            out = model[0](x) - target
+            with torch.no_grad():
+                model[2](x)
+            return out
+
+        list(steps(model, sync, forward))
         assert model[1][1].num_batches_tracked == model[2][1].num_batches_tracked == 3
         return state(model)
 
@@ -304,11 +315,7 @@ def test_evaluation_on_one_rank_leaves_no_trace() -> None:
     """Not even a tensor of another shape; between two evaluations it stays."""
 
     def loop(model: Any, sync: GradientSync, comm: Communicator) -> dict[str, Tensor]:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        for _ in range(2):
-            for x in leaves(sync):
-                sync.backward(model(x).square().sum(), weight=len(x), reduction="sum")
-            sync.step(optimizer)
+        for _ in steps(model, sync, number=2):
             want = state(model)
             if comm.rank == 0:
                 model.eval()
@@ -340,15 +347,7 @@ class Batch(nn.Module):
 
 @pytest.mark.parametrize("layer", [Batch, lambda: nn.Sequential(nn.Linear(4, 1), Codebook())])
 def test_writes_past_the_version_are_found(layer: Any) -> None:
-    def loop(model: Any, sync: GradientSync, comm: Communicator) -> dict[str, Tensor]:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        for _ in range(3):
-            for x in leaves(sync):
-                sync.backward(model(x).square().sum(), weight=len(x), reduction="sum")
-            sync.step(optimizer)
-        return state(model)
-
-    found = same_on_all(seeded(layer), loop)
+    found = same_on_all(seeded(layer), trains)
     assert any(bool((found[name] != start).any()) for name, start in layer().named_buffers())
 
 
@@ -426,12 +425,8 @@ class Views(nn.Module):
 
 def test_views_aliases_and_snapshots_see_the_new_values() -> None:
     def loop(model: Any, sync: GradientSync, comm: Communicator) -> dict[str, Tensor]:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         snapshot, tensor = model.state_dict(), model.both
-        for _ in range(3):
-            for x in leaves(sync):
-                sync.backward(model(x).square().sum(), weight=len(x), reduction="sum")
-            sync.step(optimizer)
+        list(steps(model, sync))
         assert model.both is tensor
         for other in (snapshot["both"], model.alias):
             assert torch.equal(other, model.both)
@@ -446,13 +441,11 @@ def test_a_checkpointed_part_is_one_leaf(reentrant: bool) -> None:
     """Its second forward runs inside of the backward."""
 
     def loop(model: Any, sync: GradientSync, comm: Communicator) -> dict[str, Tensor]:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        for _ in range(2):
-            for x in leaves(sync):
-                given = x.clone().requires_grad_()
-                out = checkpoint(model[0], given, use_reentrant=reentrant)
-                sync.backward(model[1](out).square().sum(), weight=len(x), reduction="sum")
-            sync.step(optimizer)
+        def forward(x: Tensor) -> Tensor:
+            given = x.clone().requires_grad_()
+            return model[1](checkpoint(model[0], given, use_reentrant=reentrant))
+
+        list(steps(model, sync, forward, number=2))
         return state(model)
 
     build = seeded(lambda: nn.ModuleList([normed()[:2], nn.Linear(4, 1)]))
@@ -464,12 +457,8 @@ def test_buffers_given_to_functional_call_are_the_callers() -> None:
     """For a forward beside the training: the model's own stay as they are."""
 
     def loop(model: Any, sync: GradientSync, comm: Communicator) -> dict[str, Tensor]:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         average = {name: tensor.detach() + 1 for name, tensor in model.state_dict().items()}
-        for _ in range(3):
-            for x in leaves(sync):
-                sync.backward(model(x).square().sum(), weight=len(x), reduction="sum")
-            sync.step(optimizer)
+        for _ in steps(model, sync):
             if comm.rank == 0:
                 with torch.no_grad():
                     torch.func.functional_call(model.eval(), average, X)

@@ -77,6 +77,12 @@ class Trained:
         weights = getattr(self.sync.replica.reducer.shards, "_weights", None)
         return weights is not None and bool(weights._works)
 
+    def end(self) -> list[Tensor]:
+        """Close the handle; returns the state."""
+        found = self.state()
+        self.sync.close()
+        return found
+
     def state(self) -> list[Tensor]:
         self.sync.replica.gather(self.optimizer)
         entries = self.optimizer.state.values()
@@ -115,9 +121,7 @@ def test_who_reads_between_steps_finds_the_update_done(way: str, sync: str) -> N
         if way == "gather":
             trained.sync.replica.scatter(trained.optimizer)
         trained.step(2, range(rank, rank + 1))
-        found = [read, *trained.state()]
-        trained.sync.close()
-        return found
+        return [read, *trained.end()]
 
     check_late_is_at_once(work)
 
@@ -140,9 +144,7 @@ def trained_weights(
         for number in range(3):
             result = trained.step(number, shares[rank], **step)
             norms += [torch.zeros(())] if result.grad_norm is None else [result.grad_norm]
-        found = [*trained.state(), *norms]
-        trained.sync.close()
-        return found
+        return [*trained.end(), *norms]
 
     return run_thread_ranks(work, len(shares))
 
@@ -178,19 +180,15 @@ def test_bits_are_those_of_one_rank(
 def test_options_of_the_step_hold_for_its_update() -> None:
     """A scheduler changes them before the update is done."""
 
-    def work(_: int, group: dist.ProcessGroup, late: bool) -> list[Tensor]:
+    def work(rank: int, group: dist.ProcessGroup, late: bool) -> list[Tensor]:
         trained = Trained(group, overlap_publish=late)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(trained.optimizer, 0.3)
-        rank = trained.sync.replica.comm.rank
         for number in range(3):
             trained.step(number, range(rank, rank + 1))
             scheduler.step()
-        found = trained.state()
-        trained.sync.close()
-        return found
+        return trained.end()
 
-    late = run_thread_ranks(lambda rank, group: work(rank, group, True), 2)[0]
-    assert all(map(torch.equal, late, run_thread_ranks(lambda r, g: work(r, g, False), 2)[0]))
+    check_late_is_at_once(work)
 
 
 @pytest.mark.parametrize(
@@ -230,9 +228,7 @@ def test_auto_is_late_where_even_the_last_rank_waits_long(
         for number in range(7):
             trained.step(number, range(rank, rank + 1), clip_norm=0.5, scale=scaler)
             found.append(trained.waits)
-        state = trained.state()
-        trained.sync.close()
-        return found, state
+        return found, trained.end()
 
     at_once = run_thread_ranks(lambda rank, group: work(rank, group, False), 2)
     ranks = run_thread_ranks(lambda rank, group: work(rank, group, "auto"), 2)
@@ -314,9 +310,7 @@ def test_a_step_in_the_users_loop_leaves_nothing_for_later() -> None:
         assert all(p.grad is not None for p in trained.model.second.parameters())
         trained.optimizer.step()
         assert not trained.waits
-        found = trained.state()
-        trained.sync.close()
-        return found
+        return trained.end()
 
     first, second = run_thread_ranks(work, 2)
     assert all(map(torch.equal, first, second))
@@ -336,9 +330,7 @@ def test_a_refused_step_leaves_nothing_behind() -> None:
         trained.sync.discard()
         assert all(map(torch.equal, trained.state(), before))
         trained.step(2, range(rank, rank + 1))
-        found = trained.state()
-        trained.sync.close()
-        return found
+        return trained.end()
 
     first, second = run_thread_ranks(work, 2)
     assert all(map(torch.equal, first, second))

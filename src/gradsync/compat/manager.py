@@ -19,7 +19,7 @@ from gradsync.core.files import counted
 from gradsync.data.batch_plan import MicroBatchSpan, StepSpan, share
 from gradsync.data.loader import WORKER_OPTIONS, Loader
 from gradsync.errors import ConfigError
-from gradsync.runtime.session import Session, SessionOptions, note_replacements
+from gradsync.runtime.session import Session, SessionOptions
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.options import check_value, take_torchs
 from gradsync.sync.replicate import replicate
@@ -60,7 +60,6 @@ class DDPManager:
         options = SessionOptions(backend=backend_here(backend), timeout_s=timeout_mins * 60)
         self._session = Session(options)
         self.world = self._session.open()
-        note_replacements(self._session)
         self._comm = communicator(self.world)
         return self.world
 

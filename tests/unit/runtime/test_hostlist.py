@@ -1,11 +1,11 @@
 """Slurm's compressed lists."""
 
 import pytest
+from gradsync.runtime.hostlist import MAX_HOSTS, check_host, expand_counts, expand_hosts
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gradsync.errors import LaunchError
-from gradsync.runtime.hostlist import MAX_HOSTS, check_host, expand_counts, expand_hosts
 
 
 @pytest.mark.parametrize(

@@ -162,11 +162,12 @@ def interrupted_line(error: KeyboardInterrupt) -> str:
     """The interrupted `file:line` of the program, "" in a command of gradsync."""
     trace = error.__traceback__
     frame = None if trace is None else trace.tb_frame
-    while frame is not None and (name := frame.f_globals.get("__name__", "")).startswith(
-        "gradsync."
-    ):
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__", ""))
         if name.startswith("gradsync.commands.cli."):
             return ""
+        if not name.startswith("gradsync."):
+            break
         frame = frame.f_back
     where = "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
     # In a script "<string>" is a dataclass's method or a namedtuple; in `python -c` the program.

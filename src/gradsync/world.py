@@ -49,22 +49,16 @@ class World:
 
     def __post_init__(self) -> None:
         checks = (
-            (1 <= self.world_size <= _MOST, f"world_size must be in 1..{_MOST}"),
-            (0 <= self.rank < max(self.world_size, 1), "rank must be in 0..world_size-1"),
-            (
-                1 <= self.local_world_size <= max(self.world_size, 1),
-                "local_world_size must be in 1..world_size",
-            ),
-            (
-                0 <= self.local_rank < max(self.local_world_size, 1),
-                "local_rank must be in 0..local_world_size-1",
-            ),
-            (0 <= self.node_rank < max(self.num_nodes, 1), "node_rank must be in 0..num_nodes-1"),
-            (1 <= self.num_nodes <= max(self.world_size, 1), "num_nodes must be in 1..world_size"),
+            ("world_size", 1, self.world_size, _MOST),
+            ("rank", 0, self.rank, self.world_size - 1),
+            ("local_world_size", 1, self.local_world_size, self.world_size),
+            ("local_rank", 0, self.local_rank, self.local_world_size - 1),
+            ("num_nodes", 1, self.num_nodes, self.world_size),
+            ("node_rank", 0, self.node_rank, self.num_nodes - 1),
         )
-        for holds, rule in checks:
-            if not holds:
-                raise LaunchError(f"{rule}; got {self.describe()}")
+        for name, least, value, most in checks:
+            if not least <= value <= most:
+                raise LaunchError(f"{name} must be in {least}..{most}; got {self.describe()}")
 
     @property
     def device(self) -> torch.device:
@@ -137,15 +131,14 @@ def _ask_process_group() -> World:
     import torch
     import torch.distributed as dist
 
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    on_cpu = any(name in dist.get_backend_config() for name in ("gloo", "mpi"))
-    device = "cpu" if on_cpu else f"cuda:{torch.cuda.current_device()}"
+    rank, world_size, backends = dist.get_rank(), dist.get_world_size(), dist.get_backend_config()
+    cuda = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
+    sends = "cpu" if "gloo" in backends or "mpi" in backends else cuda
     name = socket.gethostname().encode()[:256].ljust(256)
-    mine = torch.tensor(list(name), dtype=torch.uint8, device=device)
+    mine = torch.tensor(list(name), dtype=torch.uint8, device=sends)
     names = [torch.empty_like(mine) for _ in range(world_size)]
     dist.all_gather(names, mine)
     hosts = [bytes(told.tolist()).decode().strip() for told in names]
-    if torch.cuda.is_available() and "nccl" in dist.get_backend_config():
-        device = f"cuda:{torch.cuda.current_device()}"
+    device = cuda if "nccl" in backends or sends != "cpu" else "cpu"
     world = World(rank=rank, world_size=world_size, launcher="process group", device_name=device)
     return place(world, hosts, trust_local=False)

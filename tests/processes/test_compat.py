@@ -160,29 +160,6 @@ def test_the_wrapper_is_the_same_on_one_rank(pool: Any) -> None:
     assert [seen[1:] for seen in pool.run(use_the_wrapper, 2)] == [[[[2.5, 2.5]], names]] * 2
 
 
-@pytest.mark.parametrize(
-    ("name", "hint"), [("module", "the model itself"), ("no_sync", "DDPManager")]
-)
-def test_what_a_wrapper_would_have_is_answered_with_ours(name: str, hint: str) -> None:
-    with pytest.raises(AttributeError, match=name) as caught, DDPManager() as manager:
-        getattr(manager.wrap_model(nn.Linear(1, 1)), name)
-    (note,) = caught.value.__notes__
-    assert hint in note
-    with pytest.raises(AttributeError, match="weird") as caught, DDPManager() as manager:
-        manager.wrap_model(nn.Linear(1, 1)).weird()
-    assert not hasattr(caught.value, "__notes__")
-
-
-def test_without_a_with_it_is_answered_too(tmp_path: Path) -> None:
-    joins = "compat.init_distributed(); model = net; gs.replicate(net)"
-    begins = "import torch; import gradsync as gs; from gradsync import compat\n"
-    begins += "net = torch.nn.Linear(1, 1)"
-    (script := tmp_path / "script.py").write_text(f"{begins}\n{joins}\nmodel.module\n")
-    done = run_python([script])
-    assert done.stderr.count("gradsync wraps nothing: take the model itself") == 1, done.stderr
-    assert done.returncode == 1
-
-
 def wrap_in_place(rank: int, world_size: int, store_path: str) -> dict[str, Any]:
     with started_by_mpirun(rank, world_size, store_path), DDPManager() as manager:
         torch.manual_seed(rank)

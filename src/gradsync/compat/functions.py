@@ -17,7 +17,7 @@ from gradsync.runtime.device import choose_device
 from gradsync.runtime.machine import available_bytes
 from gradsync.runtime.memory import resident_bytes
 from gradsync.runtime.resolve import resolve
-from gradsync.runtime.session import Session, SessionOptions, note_replacements
+from gradsync.runtime.session import Session, SessionOptions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -76,7 +76,6 @@ def _join(backend: str | None, timeout: timedelta, env: Mapping[str, str] | None
     options = SessionOptions(backend=backend_here(backend), timeout_s=timeout.total_seconds())
     session = Session(options, env=env)
     session.open()
-    note_replacements(session)
     atexit.register(session.close)
     return session
 

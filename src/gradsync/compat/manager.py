@@ -16,7 +16,7 @@ from gradsync.compat.course import SynchronisedModule
 from gradsync.compat.functions import backend_here
 from gradsync.compat.loaders import BatchLoader
 from gradsync.errors import ConfigError
-from gradsync.runtime.session import Session, SessionOptions, note_replacements
+from gradsync.runtime.session import Session, SessionOptions
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.replicate import replicate
 from gradsync.world import World
@@ -53,7 +53,6 @@ class DDPManager:
         options = SessionOptions(backend=backend_here(backend), timeout_s=timeout_mins * 60)
         self._session = Session(options)
         self.world = self._session.open()
-        note_replacements(self._session)
         self._comm = communicator(self.world)
         return self.world
 

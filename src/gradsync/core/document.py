@@ -59,7 +59,10 @@ def read_document(path: Path, kind: str) -> Document:
         elif path.suffix == ".json":
             values = parse_json(text.encode())
         else:
-            values, lines = _read_yaml(text)
+            loader = _Loader(text)
+            node = loader.get_single_node()
+            values = None if node is None else loader.construct_document(node)
+            lines = dict(_key_lines(node, ""))
     except yaml.MarkedYAMLError as error:
         line = 1 if error.problem_mark is None else error.problem_mark.line + 1
         said = " ".join(filter(None, (error.context, error.problem)))
@@ -78,12 +81,7 @@ def brief(value: Any) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses repeated keys and aliases; a date stays text."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            raise _refusal("aliases are not read", self.peek_event())
-        return super().compose_node(parent, index)
+    """Refuses repeated keys; a date stays text."""
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         node = super().compose_mapping_node(anchor)
@@ -92,7 +90,7 @@ class _Loader(yaml.SafeLoader):
             if isinstance(key, yaml.ScalarNode):
                 if key.value in lines:
                     words = f"{key.value[:80]!r} is there already, in line {lines[key.value]}"
-                    raise _refusal(words, key)
+                    raise yaml.constructor.ConstructorError(None, None, words, key.start_mark)
                 lines[key.value] = key.start_mark.line + 1
         return node
 
@@ -101,21 +99,6 @@ _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in known if not tag.endswith(":timestamp")]
     for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-
-
-def _refusal(problem: str, place: Any) -> yaml.constructor.ConstructorError:
-    return yaml.constructor.ConstructorError(None, None, problem, place.start_mark)
-
-
-def _read_yaml(text: str) -> tuple[Any, dict[str, int]]:
-    """The values, and the line of each key."""
-    loader = _Loader(text)
-    try:
-        node = loader.get_single_node()
-        values = None if node is None else loader.construct_document(node)
-    finally:
-        loader.dispose()
-    return values, dict(_key_lines(node, ""))
 
 
 def _key_lines(node: yaml.Node | None, path: str) -> Iterator[tuple[str, int]]:

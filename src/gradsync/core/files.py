@@ -23,12 +23,10 @@ import hashlib
 import io
 import json
 import logging
-import math
 import os
 import re
 import secrets
 import socket
-import stat
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
@@ -59,28 +57,19 @@ _LARGEST = 1 << 26
 def open_regular(path: Path) -> io.BufferedReader:
     """Open a file for reading; links are followed. OSError also if it is a pipe, a device or a
     directory: reading those may never end."""
-    # Opening a pipe without a writer would block.
-    return os.fdopen(_regular(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
-
-
-def _regular(path: Path, flags: int) -> int:
-    descriptor = os.open(path, flags, PRIVATE)
-    mode = os.fstat(descriptor).st_mode
-    if stat.S_ISREG(mode):
-        return descriptor
-    os.close(descriptor)
-    what = "is a directory" if stat.S_ISDIR(mode) else "is a pipe or a device, not a file"
-    raise OSError(errno.EINVAL, what, str(path))
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "is not a regular file", str(path))
+    return path.open("rb")
 
 
 def read_bytes(path: Path, largest: int = _LARGEST) -> bytes:
-    """The content of the regular file `path`; OSError at once for anything else, or for more than
-    `largest` bytes."""
+    """The content of the regular file `path`; OSError for anything else, or for more than `largest`
+    bytes."""
     with open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > largest:
-            raise OSError(errno.EFBIG, f"has {size} bytes, expected at most {largest}", str(path))
-        return file.read(size)
+        content = file.read(largest + 1)
+    if len(content) > largest:
+        raise OSError(errno.EFBIG, f"has more than {largest} bytes", str(path))
+    return content
 
 
 def read_json(path: Path, *, finite: bool = True) -> Any:
@@ -98,40 +87,13 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def parse_json(text: bytes, *, finite: bool = True) -> Any:
-    """The value of a JSON text in UTF-8.
+    """The value of a JSON text in UTF-8; ValueError in one line for anything else, and with
+    `finite` for NaN and Infinity, which Python writes."""
 
-    Args:
-        finite: refuse NaN and Infinity, which Python writes.
+    def refuse(word: str) -> float:
+        raise ValueError(f"{word} where a finite number belongs")
 
-    Raises:
-        ValueError: one line: no JSON, a repeated key in an object, or a number that is not finite.
-    """
-    number = _finite if finite else float
-    try:
-        return json.loads(
-            text.decode(),
-            object_pairs_hook=_each_key_once,
-            parse_float=number,
-            parse_constant=number,
-        )
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-
-
-def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise ValueError(f"key {twice[:80]!r} twice in one object")
-    return found
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(f"{text[:40]} where a finite number belongs")
-    return number
+    return json.loads(text.decode(), parse_constant=refuse if finite else None)
 
 
 def printable(text: str, kept: str = "\n\t") -> str:
@@ -229,9 +191,9 @@ def replace_text(path: Path, text: str, *, mode: int = 0o666, durable: bool = Tr
 
 
 def append_private(path: Path) -> TextIO:
-    """Open a regular file to append to; a new one is private, and no link is followed."""
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-    return os.fdopen(_regular(path, flags), "a", encoding="utf-8")
+    """Open a file to append to; a new one is private, and no link is followed."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
+    return os.fdopen(os.open(path, flags, PRIVATE), "a", encoding="utf-8")
 
 
 def lock(file: IO[Any]) -> bool:
@@ -266,13 +228,10 @@ def read_entry(path: Path, build: Callable[[Any], T]) -> T | None:
         return build(read_json(path))
     except FileNotFoundError:
         return None
-    except OSError as error:
-        problem = f"cannot be read ({error.strerror})"
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        reason = f"{error} is missing" if isinstance(error, KeyError) else error
-        problem = f"cannot be used ({one_line(reason)})"
-    log.warning("%s %s: it counts as not there, and is replaced when measured again", path, problem)
-    return None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        said = one_line(f"{type(error).__name__}: {error}")
+        log.warning("%s cannot be used (%s): it is replaced when measured again", path, said)
+        return None
 
 
 def write_entry(path: Path, document: Mapping[str, Any]) -> Path:

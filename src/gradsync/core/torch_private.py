@@ -28,21 +28,6 @@ from torch.optim.optimizer import (
     _use_grad_for_differentiable,
 )
 
-NEWEST_TESTED = "2.15"
-"""Newest release of torch that passed the whole suite, see docs/what-works.md."""
-
-
-def untested_release() -> str:
-    """A warning if this torch is newer than `NEWEST_TESTED`, else ""."""
-    here, tested = ([int(n) for n in v.split(".")[:2]] for v in (torch.__version__, NEWEST_TESTED))
-    if here <= tested:
-        return ""
-    return (
-        f"torch {torch.__version__} is newer than {NEWEST_TESTED}, the newest release that this "
-        f"gradsync was tested with; if something fails, try `pip install torch=={NEWEST_TESTED}.*`"
-    )
-
-
 # -- tensors --------------------------------------------------------------------------------------
 
 # One call for many tensors, as torch's own optimizers do it.

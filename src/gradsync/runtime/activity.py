@@ -10,26 +10,19 @@ loop pays nothing. From the innermost frame outwards, the first match decides:
 Python has no frame for waits in C++: torch's DDP in a backward, `work.wait()`. So a rank also
 publishes whether its thread used the processor, and how many collectives it has begun. A rank that
 is idle and has begun more than another rank waits for it (waiting.py).
-
-A rank whose GIL is held publishes nothing. Another rank on the same host asks its process for the
-stack by a signal (`StackOnSignal`), which the interpreter answers without the GIL.
+A rank whose GIL is held publishes nothing: others tell its last place.
 """
 
 from __future__ import annotations
 
-import faulthandler
-import fcntl
 import functools
 import json
 import os
-import re
-import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import takewhile
-from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from gradsync.core.files import one_line
@@ -42,12 +35,8 @@ _WAITS = tuple(PACKAGE + name + os.sep for name in ("comm", "sync"))
 _SAVES = (PACKAGE + "checkpoint" + os.sep, os.sep + os.path.join("torch", "serialization.py"))
 _COMMANDS = os.path.join(PACKAGE, "commands", "cli", "")
 _LONGEST = 300  # characters of a place
-_RECORD_LIMIT = 4_096  # bytes
 _PASSES_ON = ("wrapper", "_run_code", "_GeneratorContextManager", "Module._")
 """Library functions that do not tell what the program calls through them."""
-_ANSWER_S = 0.5
-_FRAME = r'File "([^"\n]*)", line (\d+) in (\S+)'
-_NAME = "gradsync-stack"
 _DECLARED = "declared_wait"
 _IDLE = 0.2
 """Largest share of a core that an idle thread uses."""
@@ -81,12 +70,11 @@ class Activity:
 
 def read_activity(record: bytes) -> Activity:
     """A rank's published activity without control characters; beat -1 when it is unreadable."""
-    kinds = {field.name: type(getattr(_UNKNOWN, field.name)) for field in fields(Activity)}
-    with suppress(ValueError, TypeError, RecursionError):
-        found = json.loads(record) if len(record) <= _RECORD_LIMIT else None
-        if isinstance(found, dict) and {n: type(value) for n, value in found.items()} == kinds:
-            return replace(Activity(**found), where=one_line(found["where"]))
-    return _UNKNOWN
+    try:
+        found = Activity(**json.loads(record))
+        return replace(found, where=one_line(found.where))
+    except (ValueError, TypeError):
+        return _UNKNOWN
 
 
 _UNKNOWN = Activity(beat=-1)
@@ -103,7 +91,6 @@ class Sampler:
         self._thread, self._num_issued = thread, num_issued
         self._step = 0
         self._last, self._held = _UNKNOWN, False
-        self._waited = False
         self._idle_at = -1
         self._since = time.monotonic()
         has_clock = hasattr(time, "pthread_getcpuclockid")
@@ -122,14 +109,13 @@ class Sampler:
             (then, used), self._used = self._used, (now, time.clock_gettime(self._clock))
             idle = self._used[1] - used < _IDLE * (now - then)
         idle_at = issued if idle else -1
+        again = not self._last.waits and idle_at == self._idle_at
         if waiting is not None:
             again = not waiting.unseen
             mark_call(self._thread, waiting.code)
-        else:
-            again = not self._waited and idle_at == self._idle_at
         if not again:
             self._since = now
-        self._waited, self._idle_at = waiting is not None, idle_at
+        self._idle_at = idle_at
         self._last = Activity(
             beat=beat,
             waits=waiting is not None,
@@ -231,62 +217,3 @@ def _said(frame: Frame, called: str) -> str:
 def _communicates(frame: Frame) -> bool:
     in_torch = frame.module.startswith("torch.distributed")
     return in_torch or frame.code.co_filename.startswith(_WAITS)
-
-
-class StackOnSignal:
-    """Lets other processes of the same user ask this one for its main thread's stack.
-
-    The answer goes into memory, file `fd` of this process; nothing is on disk. The interpreter's
-    signal handler writes it, so a held GIL does not stop it. Does nothing if the signal is already
-    in use, or the system has no memory files.
-    """
-
-    def __init__(self) -> None:
-        self.fd = -1
-        number = _signal()
-        if number and signal.getsignal(number) is signal.SIG_DFL:
-            self.fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            # It grows with each answer, and never shrinks under a reader.
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
-            faulthandler.register(number, file=self.fd, all_threads=False)
-
-    def close(self) -> None:
-        """Stop answering."""
-        if self.fd >= 0:
-            faulthandler.unregister(_signal())
-            os.close(self.fd)
-            self.fd = -1
-
-
-def ask_for_stack(pid: int, fd: int) -> str:
-    """`FILE:LINE FUNCTION` of the program's innermost frame in process `pid`; see
-    `ask_for_frames`."""
-    frames = re.findall(_FRAME, ask_for_frames(pid, fd))
-    own = [each for each in frames if not is_library(each[0])]
-    for file, line, function in (own or frames)[:1]:
-        return one_line(f"{file}:{line} {function}")
-    return ""
-
-
-def ask_for_frames(pid: int, fd: int) -> str:
-    """The stack of the main thread of process `pid`, innermost frame first; "" when it does not
-    answer within half a second. The process writes it to its file `fd`."""
-    path, text = Path(f"/proc/{pid}/fd/{fd}"), b""
-    with suppress(OSError):
-        if _NAME not in str(path.readlink()):
-            return ""  # without a handler, the signal would end it
-        before = path.stat().st_size
-        os.kill(pid, _signal())
-        until = time.monotonic() + _ANSWER_S
-        while time.monotonic() < until:
-            time.sleep(0.02)
-            seen, text = text, path.read_bytes()[before:]
-            answer = text.decode("ascii", "replace")
-            if text == seen and re.search(_FRAME, answer):
-                return answer
-    return ""
-
-
-def _signal() -> int:
-    """The signal that asks; 0 on systems without one."""
-    return signal.SIGRTMAX - 2 if hasattr(signal, "SIGRTMAX") and hasattr(os, "memfd_create") else 0

@@ -24,13 +24,14 @@ import socket
 import subprocess
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
+
+import psutil
 
 from gradsync.errors import LaunchError
 from gradsync.runtime.bounds import whole_number
-from gradsync.runtime.hostlist import expand_hosts
 from gradsync.runtime.launchers import integer
 from gradsync.runtime.resolve import Resolution
 
@@ -75,32 +76,17 @@ def run_command(argv: Sequence[str]) -> str:
     return done.stdout
 
 
-def launcher_ancestor(proc: Path = Path("/proc")) -> str:
-    """`PID:START` of the nearest ancestor that is an MPI launcher, else of the parent process.
+def launcher_ancestor() -> str:
+    """Process id of the nearest ancestor that is an MPI launcher, else of the parent process.
 
     All ranks that one launcher started on a host get the same text; two launchers get different
-    ones. START is the start time, in case the system reuses a process id.
+    ones.
     """
-    pid = parent = os.getppid()
-    start = _read_stat(proc, pid)[2]
-    while pid > 1:
-        name, above, began = _read_stat(proc, pid)
-        if name.startswith(("mpiexec.", "mpirun.")) or name in _LAUNCHERS:
-            return f"{pid}:{began}"
-        pid = above
-    return f"{parent}:{start}"
-
-
-def _read_stat(proc: Path, pid: int) -> tuple[str, int, str]:
-    """Name, parent and start time (clock ticks since boot) of a process; ("", 0, "") if gone."""
-    try:
-        text = (proc / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return "", 0, ""
-    # The name is in parentheses and may contain spaces and parentheses.
-    name, _, rest = text.partition("(")[2].rpartition(")")
-    fields = rest.split()
-    return name, int(fields[1]), fields[19]
+    for each in psutil.Process().parents():
+        with suppress(psutil.Error):  # it has ended
+            if (name := each.name()).startswith(("mpiexec.", "mpirun.")) or name[:15] in _LAUNCHERS:
+                return str(each.pid)
+    return str(os.getppid())
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +117,6 @@ def plan_coordinator(
     world = resolution.world
     addr = env.get("MASTER_ADDR", "").strip()
     port = given_port(env)
-    if addr and re.fullmatch(r"[A-Za-z0-9._:%-]{1,255}", addr) is None:
-        raise LaunchError(f"MASTER_ADDR={addr[:80]!r} is not a host name or address")
     if addr and (port or world.is_distributed):
         agent = env.get("TORCHELASTIC_USE_AGENT_STORE", "").strip() == "True"
         return CoordinatorPlan(
@@ -202,10 +186,14 @@ def _fallback_port(env: Mapping[str, str], launcher: str) -> int:
 
 def _first_host(env: Mapping[str, str], launcher: str) -> tuple[str, str]:
     """Name of the first host of the job, and the variable it came from."""
-    if launcher == "srun":
-        for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"):
-            if env.get(name):
-                return expand_hosts(env[name])[0], name
+    names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST") if launcher == "srun" else ()
+    for name in names:
+        if text := env.get(name, "").strip():
+            # Slurm's list, such as `n[01-03,7],m2`; containers often lack `scontrol` to expand it.
+            host = re.sub(r"\[([0-9]+)[0-9,-]*\]", r"\1", re.split(r",(?![0-9,-]*\])", text)[0])
+            if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}", host) is None:
+                raise LaunchError(f"{name}={text[:80]!r} is not a host list such as 'n[1-3],m7'")
+            return host, name
     raise LaunchError(
         f"{launcher}: ranks run on several hosts and none says where rank 0 is; "
         "set MASTER_ADDR to its host name and MASTER_PORT to a free port there"
@@ -216,21 +204,13 @@ def _reachable(host: str, system: System) -> str:
     """`host` if the system knows the name, else the address that Slurm has for that node."""
     try:
         system.resolve_host(host)
+        return host
     except OSError as unknown:
-        if address := _slurm_address(host, system):
-            return address
+        with suppress(OSError, subprocess.SubprocessError):
+            shown = system.run(["scontrol", "show", "node", host])
+            if match := re.search(r"\bNodeAddr=([A-Za-z0-9._:-]{1,255})(?:\s|$)", shown):
+                return match[1]
         raise LaunchError(
             f"rank 0's host {host!r} does not resolve ({unknown}), and scontrol gives no address "
             "for it; set MASTER_ADDR to an address of that host"
         ) from unknown
-    return host
-
-
-def _slurm_address(host: str, system: System) -> str:
-    """`NodeAddr` of a Slurm node, "" when scontrol cannot tell."""
-    try:
-        shown = system.run(["scontrol", "show", "node", host])
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    match = re.search(r"\bNodeAddr=([A-Za-z0-9._:-]{1,255})(?:\s|$)", shown)
-    return match[1] if match else ""

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
-from gradsync.core.files import perhaps
 from gradsync.errors import ConfigError, LaunchError
 
 AUTO = "auto"
@@ -33,11 +30,9 @@ def device_name(requested: str, local_rank: int, visible: int) -> str:
         LaunchError: CUDA is requested but absent, or the index does not exist.
     """
     kind, _, index = requested.partition(":")
-    if kind == "cpu" and index:
-        raise LaunchError(f"device {requested[:80]!r}: a CPU has no index; use cpu")
-    if kind == "cpu" or (kind == AUTO and visible == 0):
+    if requested == "cpu" or (requested == AUTO and visible == 0):
         return "cpu"
-    if kind not in (AUTO, "cuda"):
+    if kind != "cuda" and requested != AUTO:
         raise LaunchError(f"unknown device {requested[:80]!r}; use auto, cpu, cuda or cuda:N")
     if visible == 0:
         raise LaunchError(
@@ -46,7 +41,7 @@ def device_name(requested: str, local_rank: int, visible: int) -> str:
             "or use --device cpu"
         )
     if index:
-        if re.fullmatch("[0-9]{1,9}", index) is None or int(index) >= visible:
+        if index not in map(str, range(visible)):
             raise LaunchError(
                 f"device {requested[:80]!r}: only {visible} CUDA device(s) are visible"
             )
@@ -134,32 +129,18 @@ def choose_backend(requested: str | None, device: str) -> str:
     from torch.distributed import Backend, is_backend_available
 
     names = check_names(requested)
-    carries = {
-        name: Backend.backend_capability.get(name, ["cpu", "cuda"])
-        for name in Backend.backend_list
-        if name not in ("undefined", "fake") and is_backend_available(name)
-    }
+    here = [n for n in Backend.backend_list if n not in ("undefined", "fake")]
+    here = [name for name in here if is_backend_available(name)]
+    for name in names.values():
+        if name not in here:
+            needs = f"needs {NEEDS[name]}" if name in NEEDS else "is unknown"
+            raise ConfigError(f"backend {name[:40]!r} {needs}; here: {', '.join(here)}")
     whole = names.get("")
-    if whole in carries and kind in carries[whole]:
-        names = {each: whole for each in ("cpu", "cuda") if each in carries[whole]}
-        names.setdefault("cpu", "gloo")
-    for each, name in names.items():
-        if name not in carries:
-            needs = f"needs {NEEDS[name]}" if name in NEEDS else f"is unknown{perhaps(name, NEEDS)}"
-            raise ConfigError(f"backend {name[:40]!r} {needs}; {_listed(carries, name)}")
-        if each not in carries[name]:
-            raise ConfigError(
-                f"backend {name!r} carries no tensors of {each or kind}; {_listed(carries)}"
-            )
-    for needed in ("cpu", kind):
-        if needed not in names:
-            raise ConfigError(f"backend {requested!r} names none for {needed}; {_listed(carries)}")
-    if whole and len(set(names.values())) == 1:
-        return whole
-    return ",".join(f"{device}:{name}" for device, name in names.items())
-
-
-def _listed(carries: dict[str, list[str]], said: str = "") -> str:
-    """All names: usable ones, and the requirements of the others except `said`."""
-    rest = [f"{key} needs {needs}" for key, needs in NEEDS.items() if key not in (*carries, said)]
-    return f"here: {', '.join(carries)}" + "".join(f"; {each}" for each in rest)
+    if whole is None:
+        if not names.keys() >= {"cpu", kind}:
+            raise ConfigError(f"backend {requested!r} must name one for cpu and one for {kind}")
+        return ",".join(f"{device}:{name}" for device, name in names.items())
+    carries = Backend.backend_capability.get(whole, ["cpu", "cuda"])
+    if kind not in carries:
+        raise ConfigError(f"backend {whole!r} carries no tensors of {kind}")
+    return whole if "cpu" in carries else f"{kind}:{whole},cpu:gloo"

@@ -1,76 +1,20 @@
-"""When one rank fails, all ranks end within seconds; each host shows that rank's traceback.
-
-    rank 1 raises            -> writes its traceback to the store, waits for answers, leaves
-    rank 2 raises the same   -> leaves the traceback to rank 1, if they share a host (signals.py)
-    rank 0, in Python code   -> its watcher sees the note; after a grace the process ends
-    rank 0, in a collective  -> the connection closes, the collective raises; the note says why
-    rank 1 is killed (-9)    -> no note; ranks of its host look at its process in each beat, and
-                                write it down for the others; else its heartbeat that stopped says
-                                who
-    rank 1's host is cut off -> as killed, once its connections have timed out (`silence_s`)
-    rank 1 left              -> rank 0's collective raises, says so, is written down
-    rank 1 is late           -> rank 0 says after ten seconds where rank 1 is (waiting.py); after
-                                `timeout_s` its collective raises, and all end with code 124;
-                                once a stop was asked for, after ten seconds instead
-
-A thread per rank reads one key of the store and writes one heartbeat, with the main thread's
-activity (activity.py), a few times a second. The record of a failure travels as JSON through the
-store, signed with the job's token (store.py). A malformed record, as from a rank of another
-version, must not crash the reader. When a rank is late or dead, every rank writes its stacks before
-it ends (stacks.py).
-"""
+"""Whose failure an error is, and the record of it that travels through the store (watch.py)."""
 
 from __future__ import annotations
 
-import atexit
 import dis
-import errno
 import json
-import logging
-import os
 import re
-import signal
 import socket
-import sys
-import threading
-import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 from gradsync.core.files import one_line, printable
 from gradsync.errors import GradsyncError, LatePeerError, LostPeerError, PeerError, RunError
-from gradsync.runtime.activity import Activity, Sampler
-from gradsync.runtime.network import PeerConnections
-from gradsync.runtime.peers import Peers
-from gradsync.runtime.signals import (
-    INTERRUPTED,
-    SAID_BY_ANOTHER,
-    interrupted_line,
-    say_interrupted,
-    signal_when_parent_ends,
-    stop_asked_for,
-)
-from gradsync.runtime.stacks import StackFiles
-from gradsync.runtime.store import HEARD, NOTICED, Presence, SignedStore, server_name, wait_until
-from gradsync.runtime.waiting import WaitReport
+from gradsync.runtime.signals import INTERRUPTED, interrupted_line
 
-REPORT_S = 10.0
-"""Seconds after which a wait for another rank is reported."""
-
-log = logging.getLogger("gradsync")
-
-_POLL_S = 0.25
-_GRACE_S = 1.5
-_EXCUSED_GRACES = 5  # a nearly written checkpoint is worth some seconds
-_SILENT_S, _HEARD_S = 2.0, 5.0
-_LAST_WORDS_S = 2.0
-_WRITTEN_S = _ECHO_S = 0.5
-_BEATS_A_LOOK = 8
 _CHAIN_LIMIT = 16
 _SUMMARY_LIMIT, _TRACEBACK_LIMIT = 2_000, 20_000
-_RECORD_LIMIT = 10 * _TRACEBACK_LIMIT  # bytes: JSON writes up to six per character
 # Gloo's messages begin with its source line, wherever torch was built.
 _GLOO = re.compile(r"\[[^]\s]*\bgloo/[^]\s]*:\d+\] *|^Application timeout caused pair closure")
 _LATE = re.compile(r"timed out waiting|application timeout", re.IGNORECASE)
@@ -89,6 +33,10 @@ class Failure:
     stuck: bool = False
     """A rank is late or dead: every rank writes its stacks."""
 
+    def record(self) -> bytes:
+        """As JSON, for the store."""
+        return json.dumps(asdict(self)).encode()
+
     def as_error(self) -> PeerError:
         """The exception that the other ranks raise."""
         rank, trace = self.rank, printable(self.traceback_text)
@@ -103,46 +51,28 @@ class Failure:
 
 def read_failure(record: bytes) -> Failure:
     """The failure that a rank recorded; one with rank -1 if `record` is not ours."""
-    with suppress(ValueError, TypeError, RecursionError):
-        failure = Failure(**json.loads(record)) if len(record) <= _RECORD_LIMIT else None
-        if failure is not None and _is_sound(failure):
-            return failure
-    said = (
-        f"a rank failed and left an unreadable record of it ({len(record)} bytes, "
-        f"{record[:40]!r}); its own output says why"
-    )
-    return Failure(-1, "", said, "")
-
-
-def _is_sound(failure: Failure) -> bool:
-    numbers, texts = (failure.rank, failure.exit_code), (failure.host, failure.summary)
-    return (
-        type(failure.stuck) is bool
-        and all(type(number) is int for number in numbers)
-        and -1 <= failure.rank < 2**31
-        and 0 < failure.exit_code < 256
-        and all(isinstance(text, str) for text in (*texts, failure.traceback_text))
-    )
+    try:
+        return Failure(**json.loads(record))
+    except (ValueError, TypeError):
+        said = "a rank failed and left an unreadable record of it; its own output says why"
+        return Failure(-1, "", f"{said} ({record[:40]!r})", "")
 
 
 def describe(error: BaseException, rank: int, cause: RunError | None = None) -> Failure:
     """The record that rank `rank` publishes about `error`; `cause` explains the error, and has the
     exit code."""
-    host = socket.gethostname()
-    if isinstance(error, GradsyncError):
-        said = cause or error
-        return Failure(rank, host, _shortened(str(said)), "", said.exit_code)
+    said, trace = cause or error, ""
+    code, summary = getattr(said, "exit_code", 1), str(said)
     if isinstance(error, KeyboardInterrupt):
         where = interrupted_line(error)
-        said = "interrupted (Ctrl-C)" + (f" in {where}" if where else "")
-        return Failure(rank, host, said, "", INTERRUPTED)
-    text = "".join(traceback.format_exception(error))[-_TRACEBACK_LIMIT:]
-    summary = str(cause or traceback.format_exception_only(error)[-1].strip())
-    return Failure(rank, host, _shortened(summary), text, 1 if cause is None else cause.exit_code)
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= _SUMMARY_LIMIT else text[:_SUMMARY_LIMIT] + " …"
+        summary, code = "interrupted (Ctrl-C)" + (f" in {where}" if where else ""), INTERRUPTED
+    elif not isinstance(error, GradsyncError):
+        trace = "".join(traceback.format_exception(error))[-_TRACEBACK_LIMIT:]
+        if cause is None:
+            summary = traceback.format_exception_only(error)[-1].strip()
+    if len(summary) > _SUMMARY_LIMIT:
+        summary = summary[:_SUMMARY_LIMIT] + " …"
+    return Failure(rank, socket.gethostname(), summary, trace, code)
 
 
 def communication_error(error: BaseException) -> BaseException | None:
@@ -157,13 +87,14 @@ def communication_error(error: BaseException) -> BaseException | None:
     for _ in range(_CHAIN_LIMIT):
         if link is None or not isinstance(link, Exception):
             return None  # Ctrl-C and the like are this rank's own errors
-        if isinstance(link, LostPeerError | DistError) or _is_gloos(link):
+        if isinstance(link, LostPeerError | DistError) or is_gloos(link):
             return link
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
     return None
 
 
-def _is_gloos(error: BaseException) -> bool:
+def is_gloos(error: BaseException) -> bool:
+    """Whether Gloo raised it."""
     trace = error.__traceback__
     if type(error) is not RuntimeError or trace is None or not _GLOO.search(str(error)):
         return False
@@ -173,302 +104,12 @@ def _is_gloos(error: BaseException) -> bool:
     return dis.opname[raised_by] != "RAISE_VARARGS"
 
 
-class FailureWatch:
-    """Watches for other ranks' failures; publishes this rank's.
-
-    Args:
-        store: the rendezvous's records, over a connection that nothing else blocks on.
-        hosted_by_agent: the launcher serves the store, not rank 0.
-        grace_s: time for the main thread to notice a failure itself; five times that in a save.
-        stacks: writes the stacks of this rank; None writes nothing.
-        hosts, processes, connections: see `Peers`.
-        report_s, num_issued: see `WaitReport` and `Sampler`.
-    """
-
-    def __init__(
-        self,
-        store: SignedStore,
-        *,
-        rank: int,
-        world_size: int,
-        hosted_by_agent: bool = False,
-        hosts: Sequence[str] = (),
-        processes: Mapping[int, Presence] | None = None,
-        connections: PeerConnections | None = None,
-        grace_s: float = _GRACE_S,
-        report_s: float = REPORT_S,
-        num_issued: Callable[[], int] = lambda: 0,
-        stacks: StackFiles | None = None,
-    ) -> None:
-        from torch.distributed import DistError
-
-        # The client raises it once its server is gone. A wider class would include our own bugs.
-        self._store_gone = DistError
-        self._store = store
-        self._rank = rank
-        self._stacks = stacks
-        self._hosted_by_agent = hosted_by_agent
-        self.peers = Peers(
-            store,
-            rank=rank,
-            world_size=world_size,
-            processes=processes,
-            hosts=hosts,
-            connections=connections,
-        )
-        self.sampler = Sampler(threading.get_ident(), num_issued)
-        self._doing = Activity(beat=0)
-        self._waits = WaitReport(self.peers, report_s=report_s)
-        self._stop_seen: float | None = None
-        self._grace_s = grace_s
-        self._interval_s = max(_POLL_S, world_size / 1000)  # many ranks share one store
-        self._stop = threading.Event()
-        self._seen: Failure | None = None
-        self._store_lost: Exception | None = None
-        self._server_left = False
-        self._thread = threading.Thread(target=self._run, name="gradsync-watch", daemon=True)
-
-    def start(self) -> None:
-        """Begin watching."""
-        # Ctrl-C may skip the session's end; Python's exit then aborts on a thread in torch's code.
-        atexit.register(self.stop)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End the watch and its thread."""
-        self._stop.set()
-        self._thread.join()
-        atexit.unregister(self.stop)
-
-    def settle(self, error: BaseException) -> RunError | None:
-        """Whose failure `error` is: None for our own (now published), else the error to raise.
-
-        That error has `error` as its cause unless another rank's traceback explains it. Ends the
-        watch, so that the main thread can finish undisturbed.
-        """
-        self.stop()
-        trouble = communication_error(error)
-        try:
-            if trouble is None:
-                _leave_to_say(error, self._rank, self._publish(error))
-                return None
-            with self.peers.told_of_life(self._doing, self._interval_s):
-                return self._settle_trouble(error, trouble)
-        except self._store_gone as gone:
-            if trouble is None or self._server_left:
-                say_interrupted(error)
-                return None  # no reader is left
-            # Several threads may have seen the connection end; the first one has the reason.
-            met = filter(None, (self._store_lost, self.peers.beat_error, gone))
-            said = self._server_gone(min(met, key=_is_echo)) + self._keep_stacks(error=error)
-            return _because(PeerError(said), error)
-
-    def _settle_trouble(self, error: BaseException, trouble: BaseException) -> RunError | None:
-        """The rank that made a collective fail: it recorded a failure, is silent, has left or is
-        late. None: only `error` is known."""
-        if self._seen is None:
-            self.peers.notice(NOTICED)
-        began = time.monotonic()
-        # A failing rank records the reason before its process ends. A rank that times out closes
-        # its connections: ranks that only see them close let it write first.
-        wait_until(
-            lambda: (
-                self._read() is not None
-                or (time.monotonic() - began > _WRITTEN_S and bool(self.peers.ended()))
-            ),
-            began + _SILENT_S + _ECHO_S * (not _is_late(trouble)),
-        )
-        failure, cause = self._read(), None
-        if failure is None:
-            silent = self.peers.ended() or self.peers.silent_for(3 * self._interval_s)
-            if silent:
-                said = self.peers.obituary(silent)
-                seen = f"this rank ({self._rank}) saw: {trouble}{self._keep_stacks(silent, error)}"
-                lives = not self.peers.ended() and all(r in self.peers.pids for r in silent)
-                code = LatePeerError.exit_code if lives and _is_late(trouble) else 1
-                # Ranks without a connection to the silent ones would only see us leave.
-                self._claim_for(said, code)
-                self.peers.settle(len(silent), time.monotonic() + _SILENT_S)
-                return _because(PeerError(f"{said}; {seen}", exit_code=code), error)
-            late = _is_late(trouble) and self._waits.lateness(self._doing)
-            kept = self._keep_stacks(error=error)
-            cause = _cause(trouble, self._rank, late or "", self.peers)
-            cause = cause and type(cause)(f"{cause}{kept}")
-            failure = self._publish(error, cause, stuck=True)
-        elif failure.stuck:
-            self._keep_stacks(error=error)
-        if failure:
-            log.info("rank %d saw", self._rank, exc_info=error)
-            return failure.as_error()
-        return cause and _because(cause, error)
-
-    def peer_failure(self) -> PeerError | None:
-        """Another rank's failure record, if there is one; for a rank that has said farewell."""
-        try:
-            failure = self._read()
-        except self._store_gone:
-            return None  # the store ended in good order
-        if failure is None:
-            return None
-        if self._rank == 0 and not self._hosted_by_agent:
-            # The serving rank stays until the others have heard. Its own farewell counts.
-            until, failed = time.monotonic() + _SILENT_S, {failure.rank}
-            wait_until(lambda: failed.issuperset(self.peers.unheard()), until)
-        return failure.as_error()
-
-    def _publish(
-        self, error: BaseException, cause: RunError | None = None, *, stuck: bool = False
-    ) -> Failure | None:
-        """Record `error`; returns another rank's failure instead if that one was first."""
-        failure = replace(describe(error, self._rank, cause), stuck=stuck)
-        record = json.dumps(asdict(failure)).encode()
-        if self._store.claim("failure", record) != record:
-            return self._read()
-        say_interrupted(error, f"rank {self._rank} ")
-
-        def all_heard() -> bool:
-            self._store.claim("failure", record)  # again, in case a stranger overwrote it
-            gone = {*self._waits.silent, *self.peers.ended()}
-            return gone.issuperset(self.peers.unheard())
-
-        with suppress(self._store_gone):  # rank 0 serves it, and leaves once it has heard
-            wait_until(all_heard, time.monotonic() + _HEARD_S)
-        return None
-
-    def _claim_for(self, said: str, code: int = 1) -> None:
-        """Record the message `said` for ranks that died without a record."""
-        told = asdict(Failure(-1, "", _shortened(said), "", code, stuck=True))
-        self._store.claim("failure", json.dumps(told).encode())
-
-    def _read(self) -> Failure | None:
-        if self._seen is None and (record := self._store.get("failure")) is not None:
-            self._seen = read_failure(record)
-            self.peers.notice(HEARD)
-        return self._seen
-
-    def _keep_stacks(self, silent: Iterable[int] = (), error: BaseException | None = None) -> str:
-        silent = {*silent, *self._waits.silent}
-        return self._stacks.keep(self.peers, silent, error) if self._stacks else ""
-
-    def _run(self) -> None:
-        signal_when_parent_ends(signal.SIGCONT)
-        beat = mishaps = 0
-        while not self._stop.wait(self._interval_s if beat else 0):
-            beat += 1
-            try:
-                message = self._news(beat)
-            except Exception:  # a bug of ours must not end the watch
-                mishaps += 1
-                if mishaps == 1:
-                    log.exception("rank %d: the failure watch stumbled", self._rank)
-                continue
-            grace_s = self._grace_s * (_EXCUSED_GRACES if self._doing.excused else 1)
-            if message and not self._stop.wait(grace_s):
-                self._end_process(message, 1 if self._seen is None else self._seen.exit_code)
-            if message or self._store_lost is not None:
-                return
-
-    def _news(self, beat: int) -> str:
-        """Publish a heartbeat and check the other ranks; returns the reason to end, if any."""
-        try:
-            self._doing = self.sampler.sample(beat)
-            self._store.set(f"beat/{self._rank}", self._doing.record())
-            failure = self._read()
-            if failure is not None:
-                if failure.stuck:
-                    self._keep_stacks()
-                return str(failure.as_error())
-            if said := self._waits.news(self._doing, time.monotonic(), self.peers.activities):
-                _say(f"gradsync: {said}\n")
-            if late := self._late_for_a_stop():
-                self._publish(late, stuck=True)
-                self._end_process(str(late), late.exit_code)
-            if not self._hosted_by_agent:
-                self._server_left = self.peers.has_left(0)
-            if lost := self.peers.dead() or (beat % _BEATS_A_LOOK == 0 and self.peers.cut_off()):
-                self._claim_for(said := self.peers.obituary(lost))
-                self._read()  # tells the others that this rank knows; its heartbeat has stopped
-                return said + self._keep_stacks(lost)
-        except self._store_gone as gone:
-            self._store_lost = gone
-            return "" if self._server_left else self._server_gone(gone) + self._keep_stacks()
-        return ""
-
-    def _late_for_a_stop(self) -> LatePeerError | None:
-        """Ranks agree on a stop at the end of a step. A rank that does not get there would hold up
-        the others until the launcher or the scheduler kills all."""
-        if not (asked := stop_asked_for()):
-            return None
-        now = time.monotonic()
-        self._stop_seen = self._stop_seen or now
-        if not self._waits.stuck or now - self._stop_seen < self._waits.report_s:
-            return None
-        return LatePeerError(
-            f"{asked} asked for a stop {now - self._stop_seen:.0f} s ago, but "
-            f"{self._waits.places(self._waits.stuck)}; ended without another checkpoint"
-            f"{self._keep_stacks()}"
-        )
-
-    def _server_gone(self, error: BaseException) -> str:
-        return self.peers.server_obituary(server_name(self._hosted_by_agent), error)
-
-    def _end_process(self, message: str, code: int) -> None:
-        """End the process while the main thread hangs in a collective or computes."""
-        # A stuck reader of our output must not keep this process alive.
-        threading.Timer(_LAST_WORDS_S, os._exit, (1,)).start()
-        with suppress(Exception):
-            if code == LatePeerError.exit_code and not self._doing.waits:
-                message += f"\n--- rank {self._rank} was here ---\n{self.sampler.stack().rstrip()}"
-            if code != INTERRUPTED:  # the rank that Ctrl-C hit reports it for all
-                _say(f"gradsync: error: [rank {self._rank}] {printable(message)}\n")
-            sys.stdout.flush()
-        os._exit(code if code == LatePeerError.exit_code else 1)
-
-
-def _leave_to_say(error: BaseException, rank: int, first: Failure | None) -> None:
-    """Mark `error` if it equals the error of the `first` rank, on this host too."""
-    if first is not None and first == replace(describe(error, rank), rank=first.rank):
-        setattr(error, SAID_BY_ANOTHER, True)
-
-
-def _cause(trouble: BaseException, rank: int, late: str, peers: Peers) -> RunError | None:
-    """Why this rank's collective failed although every rank lives; None if `trouble` explains it.
-
-    Gloo's message names a symptom; torch's and ours only lack the `late` ranks.
-    """
-    symptom = _GLOO.sub("", str(trouble)).partition("\n")[0] or str(trouble)
-    if late:
-        return LatePeerError(f"{late} ({symptom})")
-    if not _is_gloos(trouble):
-        return None
-    said = (
-        f"rank {rank}: a connection to another rank ended, though every rank is alive and none has "
-        "failed or left"
-    )
-    if left := peers.left():
-        said = (
-            f"rank(s) {', '.join(map(str, left))} had left in good order while rank {rank} still "
-            "communicates; all must call the same collectives (sync.step: stop=True ends all)"
-        )
-    return LostPeerError(f"{said} ({symptom})")
-
-
-def _is_echo(error: Exception) -> bool:
-    """Whether the system only reports that the connection had already ended."""
-    return os.strerror(errno.EPIPE) in str(error).partition("\n")[0]
-
-
-def _is_late(trouble: BaseException) -> bool:
+def is_late(trouble: BaseException) -> bool:
     """Whether it is a timeout, of shared memory or Gloo."""
-    late = _is_gloos(trouble) and _LATE.search(str(trouble))
+    late = is_gloos(trouble) and _LATE.search(str(trouble))
     return bool(late) or isinstance(trouble, LatePeerError)
 
 
-def _because(cause: RunError, error: BaseException) -> RunError:
-    cause.__cause__ = error
-    return cause
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(text)
-    sys.stderr.flush()
+def symptom(trouble: BaseException) -> str:
+    """The first line of what a collective raised, without Gloo's source line."""
+    return _GLOO.sub("", str(trouble)).partition("\n")[0] or str(trouble)

@@ -1,4 +1,4 @@
-"""One pure parser per launcher family: environment mapping in, `Reading` out.
+"""Launcher variables as a table: environment mapping in, one `Reading` per family out.
 
     torchrun    TORCHELASTIC_RUN_ID; the same names set by hand are "env"
     openmpi     OMPI_COMM_WORLD_*
@@ -20,22 +20,19 @@ from dataclasses import dataclass
 from functools import partial
 
 from gradsync.errors import LaunchError
-from gradsync.runtime.bounds import whole_number
-from gradsync.runtime.hostlist import expand_counts
+from gradsync.runtime.bounds import MOST_NODES, whole_number
 from gradsync.world import World
 
-_INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
-
+_COMM_WORLD = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 # Each family's variables: rank, world size, local rank, local world size.
 _TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-_GROUP = ("GROUP_RANK", "GROUP_WORLD_SIZE")
-_COMM_WORLD = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+_OPENMPI = tuple(f"OMPI_COMM_WORLD_{part}" for part in _COMM_WORLD)
 _ROWS = {
     "pals": ("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
     "flux": ("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID"),
     "mvapich2": tuple(f"MV2_COMM_WORLD_{part}" for part in _COMM_WORLD),
 }
-"""Families recognised by these variables alone."""
+"""Families recognised by these variables alone; the local size may be missing."""
 _PMI = ("PMI_RANK", "PMI_SIZE")
 _HYDRA_LOCAL = ("MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 _CRAY_LOCAL = ("PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")
@@ -75,7 +72,7 @@ class Reading:
     @property
     def partly_set(self) -> bool:
         """True when some variables of the row are set and others that it needs are not."""
-        return self.world is None and bool(self.missing)
+        return bool(self.missing)
 
     def says(self) -> str:
         """The row in words: `rank 1 of 4, local rank 1 of 2`, or what is missing."""
@@ -95,38 +92,20 @@ def read_torchrun(env: Mapping[str, str]) -> Reading:
 
     If set by hand, without `TORCHELASTIC_RUN_ID`, the `LOCAL_*` variables may be missing.
     """
-    run_id = _found(env, ("TORCHELASTIC_RUN_ID",))
-    name = "torchrun" if run_id else "env"
-    seen = _found(env, _TORCH)
-    if run_id and len(seen) < len(_TORCH):
-        return _partly(name, run_id | seen, _TORCH)
-    if seen and not ("RANK" in seen and "WORLD_SIZE" in seen):
-        return _partly(name, seen, _TORCH[:2])
-    if 0 < len(seen) < len(_TORCH):
-        return _without_local(name, env, seen, _TORCH)
-    group = _found(env, _GROUP) if seen else {}
-    whole = len(group) == len(_GROUP)
-    node = (integer(group, _GROUP[0]), integer(group, _GROUP[1])) if whole else None
-    return _read(name, env, _TORCH, node=node)
-
-
-def read_openmpi(env: Mapping[str, str]) -> Reading:
-    """`OMPI_COMM_WORLD_{RANK,SIZE,LOCAL_RANK,LOCAL_SIZE}`.
-
-    `OMPI_COMM_WORLD_NODE_RANK` is not read: it counts processes on the node, not nodes.
-    """
-    return _read("openmpi", env, [f"OMPI_COMM_WORLD_{part}" for part in _COMM_WORLD])
+    group = _found(env, ("GROUP_RANK", "GROUP_WORLD_SIZE"))
+    node = None
+    if len(group) == 2:
+        node = integer(env, "GROUP_RANK"), integer(env, "GROUP_WORLD_SIZE")
+    if env.get("TORCHELASTIC_RUN_ID", "").strip():
+        return _read("torchrun", env, _TORCH, mark="TORCHELASTIC_RUN_ID", node=node)
+    return _read("env", env, _TORCH, needed=2, node=node)
 
 
 def read_row(name: str, env: Mapping[str, str]) -> Reading:
-    """A family of `_ROWS`; the local size may be missing, as if set by hand."""
-    names = _ROWS[name]
-    seen = _found(env, names)
-    if seen.keys() <= {"PMI_SIZE"}:  # alone it is from Hydra
+    """A family of `_ROWS`."""
+    if _found(env, _ROWS[name]).keys() <= {"PMI_SIZE"}:  # alone it is from Hydra
         return Reading(name=name)
-    if tuple(seen) == names[:3]:
-        return _without_local(name, env, seen, names)
-    return _read(name, env, names)
+    return _read(name, env, _ROWS[name], needed=3)
 
 
 def read_hydra(env: Mapping[str, str]) -> Reading:
@@ -136,19 +115,16 @@ def read_hydra(env: Mapping[str, str]) -> Reading:
     Hydra's local variables, the row belongs to them.
     """
     pmi = _found(env, _PMI)
-    if _found(env, _HYDRA_LOCAL):
-        return _read("hydra", env, [*_PMI, *_HYDRA_LOCAL])
-    if not pmi:
-        return Reading(name="hydra")
-    for owner, mark, *numbers in _PMI_OWNERS:
-        theirs = {
-            name: env.get(other, "").strip() for name, other in zip(_PMI, numbers, strict=True)
-        }
-        if _found(env, (mark,)) and pmi.items() <= theirs.items():
-            return Reading(name="hydra", note=f"PMI_RANK and PMI_SIZE are {owner}'s")
-    return _read(
-        "hydra", env, [*_PMI, *(_CRAY_LOCAL if _found(env, _CRAY_LOCAL) else _HYDRA_LOCAL)]
-    )
+    if not _found(env, _HYDRA_LOCAL):
+        if not pmi:
+            return Reading(name="hydra")
+        for owner, mark, *numbers in _PMI_OWNERS:
+            values = [env.get(number, "").strip() for number in numbers]
+            if _found(env, (mark,)) and pmi.items() <= dict(zip(_PMI, values, strict=True)).items():
+                return Reading(name="hydra", note=f"PMI_RANK and PMI_SIZE are {owner}'s")
+        if _found(env, _CRAY_LOCAL):
+            return _read("hydra", env, (*_PMI, *_CRAY_LOCAL))
+    return _read("hydra", env, (*_PMI, *_HYDRA_LOCAL))
 
 
 def read_srun(env: Mapping[str, str]) -> Reading:
@@ -173,38 +149,34 @@ def read_srun(env: Mapping[str, str]) -> Reading:
         inside = _found(env, ("SLURM_JOB_ID",))
         return Reading(name="srun", note="in a Slurm job, but not in a step" if inside else "")
     number = whole_number(step)
-    if step.isdecimal() and number is None:
-        raise LaunchError(f"SLURM_STEP_ID={step[:80]!r} is not a step's number; unset it")
     if number is None or number >= _FIRST_RESERVED_STEP:
         note = f"SLURM_STEP_ID={step[:20]} is a shell's, not a step of srun"
         return Reading(name="srun", note=note)
-    seen = {"SLURM_STEP_ID": step} | _found(env, _SRUN)
-    if len(seen) <= len(_SRUN):
-        return _partly("srun", seen, _SRUN)
-    tasks = expand_counts(seen["SLURM_STEP_TASKS_PER_NODE"])
-    seen |= _found(env, ("SLURM_NODEID", "SLURM_STEP_NUM_NODES"))
-    if len(tasks) > 1 and "SLURM_NODEID" not in seen:
-        return _partly("srun", seen, ("SLURM_NODEID",))
-    defaults = {"SLURM_STEP_NUM_NODES": str(len(tasks)), "SLURM_NODEID": "0"} | seen
-    num_nodes, node = (integer(defaults, name) for name in ("SLURM_STEP_NUM_NODES", "SLURM_NODEID"))
-    world_size = integer(seen, "SLURM_STEP_NUM_TASKS")
+    seen = _found(env, ("SLURM_STEP_ID", *_SRUN, "SLURM_NODEID", "SLURM_STEP_NUM_NODES"))
+    tasks = _expand_counts(seen.get(_SRUN[-1], ""))
+    needed = (*_SRUN, "SLURM_NODEID") if len(tasks) > 1 else _SRUN
+    if missing := tuple(name for name in needed if name not in seen):
+        return Reading(name="srun", seen=tuple(seen.items()), missing=missing)
+    node = integer(seen, "SLURM_NODEID") if "SLURM_NODEID" in seen else 0
     on_a_node = 0 <= node < len(tasks)
     gtids = env.get("SLURM_GTIDS", "").strip()
     if gtids and on_a_node and len(gtids.split(",")) != tasks[node]:
-        note = "the step's variables were inherited from another job"
-        return Reading(name="srun", note=note)
-    if not on_a_node or len(tasks) != num_nodes or sum(tasks) != world_size:
+        return Reading(name="srun", note="the step's variables were inherited from another job")
+    rank, world_size, local_rank = (integer(seen, name) for name in _SRUN[:3])
+    counted = {"SLURM_STEP_NUM_NODES": str(len(tasks))} | seen
+    fits = integer(counted, "SLURM_STEP_NUM_NODES") == len(tasks) and sum(tasks) == world_size
+    if not (fits and on_a_node):
         raise LaunchError(
             f"srun: the tasks per node do not fit the step, read from {_listed(seen)}"
         )
-    rank, local_rank = integer(seen, "SLURM_PROCID"), integer(seen, "SLURM_LOCALID")
     numbers = (rank, world_size, local_rank, tasks[node])
-    return _complete("srun", seen, numbers, node=(node, num_nodes))
+    return _complete("srun", seen, numbers, node=(node, len(tasks)))
 
 
 PARSERS: tuple[Callable[[Mapping[str, str]], Reading], ...] = (
     read_torchrun,
-    read_openmpi,
+    # Its NODE_RANK is not read: it counts processes on the node, not nodes.
+    lambda env: _read("openmpi", env, _OPENMPI),
     *(partial(read_row, name) for name in _ROWS),
     read_hydra,
     read_srun,
@@ -212,28 +184,31 @@ PARSERS: tuple[Callable[[Mapping[str, str]], Reading], ...] = (
 """Every family's parser, in order of precedence."""
 
 
-def tasks_without_step(env: Mapping[str, str]) -> int:
-    """Number of tasks requested, from Slurm's variables; 0 without them."""
-    names = _found(env, ("SLURM_NTASKS", "SLURM_NPROCS"))
-    return integer(env, next(iter(names))) if names else 0
-
-
 def integer(env: Mapping[str, str], name: str) -> int:
     """The variable `name` as an integer."""
     value = env[name].strip()
-    if _INTEGER.fullmatch(value) is None:
+    if re.fullmatch("[+-]?[0-9]{1,18}", value) is None:
         raise LaunchError(f"{name}={value[:80]!r} is not an integer; correct it or unset it")
     return int(value)
 
 
 def is_loopback(address: str) -> bool:
     """True for an address that never leaves this host: empty, localhost, 127.x.y.z, ::1."""
-    if address in ("", "localhost", "localhost.localdomain", "ip6-localhost"):
-        return True
     try:
-        return ipaddress.ip_address(address).is_loopback
+        return address in ("", "localhost") or ipaddress.ip_address(address).is_loopback
     except ValueError:
         return False
+
+
+def _expand_counts(text: str) -> list[int]:
+    """The numbers of Slurm's list such as `4(x2),3`: how many tasks run on each host."""
+    counts: list[int] = []
+    for item in filter(None, text.split(",")):
+        match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", item.strip())
+        if match is None or int(match[2] or 1) > MOST_NODES:
+            raise LaunchError(f"{text[:80]!r} is not a list of task counts such as '4(x2),3'")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
 
 
 def _found(env: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
@@ -246,57 +221,49 @@ def _listed(seen: Mapping[str, str]) -> str:
     return " ".join(f"{name}={ascii(value[:80])[1:-1]}" for name, value in seen.items())
 
 
-def _partly(name: str, seen: Mapping[str, str], needed: Sequence[str]) -> Reading:
-    missing = tuple(variable for variable in needed if variable not in seen)
-    return Reading(name=name, seen=tuple(seen.items()), missing=missing)
-
-
 def _read(
-    name: str, env: Mapping[str, str], names: Sequence[str], *, node: tuple[int, int] | None = None
+    name: str,
+    env: Mapping[str, str],
+    names: Sequence[str],
+    *,
+    mark: str = "",
+    needed: int = 4,
+    node: tuple[int, int] | None = None,
 ) -> Reading:
-    """The row of a family that sets all four numbers; `names` has the order of `_TORCH`."""
-    seen = _found(env, names)
+    """The row of a family with these variables, of which the first ones are `needed`.
+
+    Without the local rank or size, all ranks share this host unless the coordinator is on another
+    host (`MASTER_ADDR`); with one, the reading needs the host names.
+
+    Args:
+        names: rank, world size, local rank, and perhaps local size.
+        mark: a variable whose presence already makes the row this family's.
+        node: see `_complete`.
+    """
+    seen = _found(env, (mark, *names))
     if not seen:
         return Reading(name=name)
-    if len(seen) < len(names):
-        return _partly(name, seen, names)
-    return _complete(name, seen, [integer(seen, each) for each in names], node=node)
-
-
-def _without_local(
-    name: str, env: Mapping[str, str], seen: Mapping[str, str], names: Sequence[str]
-) -> Reading:
-    """The row of a family that lacks the local rank or size, or both.
-
-    Without a coordinator on another host (`MASTER_ADDR`), all ranks share this host. With one, the
-    reading needs the host names.
-    """
+    if missing := tuple(variable for variable in names[:needed] if variable not in seen):
+        return Reading(name=name, seen=tuple(seen.items()), missing=missing)
     rank, world_size = integer(seen, names[0]), integer(seen, names[1])
-    local_rank = integer(seen, names[2]) if names[2] in seen else rank
-    local_size = [integer(seen, name) for name in names[3:] if name in seen]
-    local_world_size = local_size[0] if local_size else world_size
+    local, size = [integer(seen, each) if each in seen else None for each in (*names, "")[2:4]]
+    if local is not None and size is not None:
+        return _complete(name, seen, (rank, world_size, local, size), node=node)
     here = is_loopback(env.get("MASTER_ADDR", "").strip())
-    if here and (local_rank, local_world_size) == (rank, world_size):
+    if here and local in (None, rank) and size in (None, world_size):
         return _complete(name, seen, (rank, world_size, rank, world_size))
     # Until the hosts are known, only local rank 0 of 1 is always consistent.
-    return _complete(
-        name,
-        seen,
-        (rank, world_size, 0, 1),
-        node=(rank, world_size),
-        trust_local=False,
-        needs_hosts=world_size > 1,
-    )
+    numbers, node = (rank, world_size, 0, 1), (rank, world_size)
+    return _complete(name, seen, numbers, node=node, trust_local=False)
 
 
 def _complete(
     name: str,
     seen: Mapping[str, str],
-    numbers: Sequence[int],
+    numbers: tuple[int, int, int, int],
     *,
     node: tuple[int, int] | None = None,
     trust_local: bool = True,
-    needs_hosts: bool = False,
 ) -> Reading:
     """The reading of a row that gives a world.
 
@@ -309,18 +276,18 @@ def _complete(
         LaunchError: the numbers contradict each other; names the variables.
     """
     rank, world_size, local_rank, local_world_size = numbers
-    if node is None:
-        needs_hosts = local_world_size != world_size
-        blocks = -(-world_size // max(local_world_size, 1))
-        node = (min(rank // max(local_world_size, 1), max(blocks - 1, 0)), blocks)
+    block = max(local_world_size, 1)
+    blocks = -(-world_size // block)
+    node_rank, num_nodes = node or (min(rank // block, max(blocks - 1, 0)), blocks)
+    guessed = (node is None and local_world_size != world_size) or not trust_local
     try:
         world = World(
             rank=rank,
             world_size=world_size,
             local_rank=local_rank,
             local_world_size=local_world_size,
-            node_rank=node[0],
-            num_nodes=node[1],
+            node_rank=node_rank,
+            num_nodes=num_nodes,
             launcher=name,
         )
     except LaunchError as error:
@@ -329,6 +296,6 @@ def _complete(
         name=name,
         world=world,
         seen=tuple(seen.items()),
-        needs_hosts=needs_hosts,
+        needs_hosts=guessed and world_size > 1,
         trust_local=trust_local,
     )

@@ -18,11 +18,8 @@ _CPU_INFO = Path("/proc/cpuinfo")
 _GROUPS = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
 _MEMORY_FILES = {
-    "memory.max": ("memory.current", ("inactive_file", "active_file")),
-    "memory.limit_in_bytes": (
-        "memory.usage_in_bytes",
-        ("total_inactive_file", "total_active_file"),
-    ),
+    "memory.max": ("memory.current", "inactive_file", "active_file"),
+    "memory.limit_in_bytes": ("memory.usage_in_bytes", "total_inactive_file", "total_active_file"),
 }
 """Files of a memory limit, by version: its usage, and the cache lines of memory.stat."""
 
@@ -40,8 +37,8 @@ def cgroup_cores(root: Path = _GROUPS) -> float | None:
     """CPU limit of this container in cores (cgroup v2 `cpu.max`); None without a limit."""
     try:
         quota, period = (root / "cpu.max").read_text().split()
-        return None if quota == "max" else int(quota) / int(period)
-    except (OSError, ValueError):
+        return int(quota) / int(period)
+    except (OSError, ValueError):  # no such file, or "max"
         return None
 
 
@@ -49,8 +46,7 @@ def host_cores(root: Path = _GROUPS) -> int:
     """Cores of the host, or of this container if limited; not affected by the cores that a launcher
     has bound a rank to."""
     cores = os.cpu_count() or 1
-    limit = cgroup_cores(root)
-    return cores if limit is None else max(1, min(cores, int(limit)))
+    return max(1, int(min(cores, cgroup_cores(root) or cores)))
 
 
 def usable_cores() -> int:
@@ -111,7 +107,7 @@ def _memory_limits(root: Path, own: Path) -> Iterator[tuple[int, int]]:
     """Limit of each group and the rest below it, bytes. Cached files count as free: the kernel
     drops them first."""
     for folder in _groups(root, own):
-        for name, (usage, caches) in _MEMORY_FILES.items():
+        for name, (usage, *caches) in _MEMORY_FILES.items():
             try:
                 total = int((folder / name).read_text())
                 used = int((folder / usage).read_text())

@@ -20,7 +20,6 @@ import gc
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from gradsync.runtime import environ
 
@@ -30,28 +29,15 @@ _USERS_OWN = ("mmap_threshold", "mmap_max", "trim_threshold")
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
-_RESET_PEAK = "5"
-"""Resets the kernel's peak resident size (proc(5))."""
-
-
-class _SymbolInfo(ctypes.Structure):
-    """`Dl_info`: which library an address lies in."""
-
-    _fields_ = (
-        ("file", ctypes.c_char_p),
-        ("base", ctypes.c_void_p),
-        ("symbol", ctypes.c_char_p),
-        ("address", ctypes.c_void_p),
-    )
 
 
 @functools.cache
 def keep_freed_memory() -> bool:
     """Keep freed memory in this process from now on; returns whether it was set.
 
-    False, without an error or a change, if it does not apply: another system or C library than
-    Linux with glibc, another allocator loaded in its place (jemalloc, tcmalloc), or the user has
-    tuned glibc (`MALLOC_MMAP_THRESHOLD_`, `GLIBC_TUNABLES`, …).
+    False, without a change, for another system or C library than Linux with glibc, or if the user
+    has tuned glibc (`MALLOC_MMAP_THRESHOLD_`, `GLIBC_TUNABLES`, …). Has no effect with another
+    allocator in its place (jemalloc, tcmalloc).
 
     Call it early, before other threads allocate: those keep separate heaps. Any thread may call it,
     more than once; once is enough. See [Note: Keeping freed memory].
@@ -59,7 +45,7 @@ def keep_freed_memory() -> bool:
     if not sys.platform.startswith("linux") or _is_tuned(environ.snapshot()):
         return False
     process = ctypes.CDLL(None)
-    if not _serves_malloc(process):
+    if not hasattr(process, "gnu_get_libc_version"):
         return False
     # -1 is the largest size_t: never. A limit for mmap does not work: above 32 MiB it is refused.
     settings = ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, -1), (_ARENA_MAX, 1))
@@ -74,23 +60,6 @@ def _is_tuned(env: Mapping[str, str]) -> bool:
         env.get(f"MALLOC_{name.upper()}_") or f"glibc.malloc.{name}=" in tunables
         for name in _USERS_OWN
     )
-
-
-def _serves_malloc(process: Any) -> bool:
-    """Whether this is glibc, and `malloc` is its own, not that of a preloaded library."""
-    try:
-        version, malloc = process.gnu_get_libc_version, process.malloc
-        _ = process.mallopt, process.dladdr
-    except AttributeError:
-        return False
-    return _library_of(process, malloc) == _library_of(process, version) is not None
-
-
-def _library_of(process: Any, function: Any) -> int | None:
-    """Start address of the library that holds `function`; None if unknown."""
-    info = _SymbolInfo()
-    address = ctypes.cast(function, ctypes.c_void_p)
-    return info.base if process.dladdr(address, ctypes.byref(info)) else None
 
 
 class PeakMemory:
@@ -110,7 +79,7 @@ class PeakMemory:
             return
         give_back()
         if _CLEAR.exists():
-            _CLEAR.write_text(_RESET_PEAK)
+            _CLEAR.write_text("5")  # resets the kernel's peak resident size (proc(5))
             self._before = resident_bytes()
 
     def read(self) -> int | None:

@@ -127,7 +127,9 @@ class PeerConnections:
             with suppress(OSError), _borrowed(opened[0]) as one:
                 if one.family in (socket.AF_INET, socket.AF_INET6):
                     here, there = one.getsockname()[0], one.getpeername()[0]
-                    if not gloo or _has_timeout(one):
+                    length = struct.calcsize("ll")
+                    timeout = one.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, length)
+                    if not gloo or any(timeout):
                         made.add(opened)
                         if here != there and not _is_loopback(there):
                             if learn:
@@ -162,10 +164,6 @@ def _borrowed(number: int) -> Generator[socket.socket]:
         yield copy
 
 
-def _has_timeout(connection: socket.socket) -> bool:
-    return any(connection.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.calcsize("ll")))
-
-
 def _is_loopback(address: str) -> bool:
     parsed = ipaddress.ip_address(address.partition("%")[0])
     mapped = getattr(parsed, "ipv4_mapped", None)  # ::ffff:127.0.0.1
@@ -174,8 +172,6 @@ def _is_loopback(address: str) -> bool:
 
 def _bound(connection: socket.socket, silence_s: float) -> None:
     """End the connection if the other host is silent for `silence_s`, idle or not."""
-    if sys.platform != "linux":
-        return
     knock_s = max(1, int(silence_s / 5))
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, knock_s)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, knock_s)

@@ -6,7 +6,7 @@ import itertools
 import socket
 import threading
 import time
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,15 @@ from pathlib import Path
 from gradsync.runtime.activity import Activity, read_activity
 from gradsync.runtime.network import PeerConnections
 from gradsync.runtime.signals import stop_asked_for
-from gradsync.runtime.store import HEARD, LEFT, SETTLED, Presence, SignedStore, wait_until
+from gradsync.runtime.store import (
+    HEARD,
+    LEFT,
+    SETTLED,
+    Presence,
+    SignedStore,
+    server_name,
+    wait_until,
+)
 
 _STILL_CALLS = 3
 RUNS = "something holds Python's lock, or the machine swaps"
@@ -26,6 +34,7 @@ class Peers:
 
     Args:
         store: records of the rendezvous.
+        hosted_by_agent: the launcher serves the store, not rank 0.
         processes: the known processes of those ranks.
         hosts: host name of each rank, if they sit on several.
         connections: to those ranks; `Peers` maintains them from now on.
@@ -37,14 +46,15 @@ class Peers:
         *,
         rank: int,
         world_size: int,
+        hosted_by_agent: bool = False,
         processes: Mapping[int, Presence] | None = None,
         hosts: Sequence[str] = (),
         connections: PeerConnections | None = None,
     ) -> None:
-        self._store, self.rank, self.hosts = store, rank, hosts
+        self._store, self.rank, self.world_size, self.hosts = store, rank, world_size, hosts
+        self.hosted_by_agent = hosted_by_agent
         self._connections = connections
         self._last_look: dict[int, bytes] = {}
-        self._newest: dict[int, tuple[int, bytes]] = {}
         self._others = [other for other in range(world_size) if other != rank]
         self.processes = processes or {}
         here = socket.gethostname()
@@ -53,18 +63,12 @@ class Peers:
         # Another host may have this one's name: a process never seen here cannot end here.
         self._seen = {rank for rank, pid in self.pids.items() if process_state(pid) != "ended"}
         self._ended: dict[int, tuple[bytes, int]] = {}
-        self.beat_error: Exception | None = None
-        """Why `told_of_life` or `everyone` failed, if the store did."""
+
+    # -- what they publish ------------------------------------------------------------------------
 
     def beats(self) -> dict[int, bytes]:
-        """The last heartbeats; b"" for none yet. An old one that a stranger puts back is
-        ignored."""
-        for rank in self._others:
-            record = self._store.get(f"beat/{rank}") or b""
-            beat = read_activity(record).beat
-            if beat >= self._newest.get(rank, (-1, b""))[0]:
-                self._newest[rank] = (beat, record)
-        return {rank: self._newest[rank][1] for rank in self._others}
+        """The last heartbeats; b"" for none yet."""
+        return {rank: self._store.get(f"beat/{rank}") or b"" for rank in self._others}
 
     def activities(self) -> dict[int, Activity]:
         """The latest activity of each of them."""
@@ -72,31 +76,29 @@ class Peers:
 
     def everyone(self) -> dict[int, Activity]:
         """Every rank's activity, including this one's; torch's error if the store is gone."""
-        ranks = sorted([self.rank, *self._others])
-        try:
-            return {rank: read_activity(self._store.get(f"beat/{rank}") or b"") for rank in ranks}
-        except Exception as error:  # the first to see the connection end has the reason
-            self.beat_error = self.beat_error or error
-            raise
+        ranks = range(self.world_size)
+        return {rank: read_activity(self._store.get(f"beat/{rank}") or b"") for rank in ranks}
 
     def has_noticed(self, rank: int) -> bool:
         """Whether it has noticed a failure, or is leaving."""
         return self._store.get(f"noticed/{rank}") is not None
 
-    def left(self) -> list[int]:
-        """Ranks that have left in good order."""
-        return list(filter(self.has_left, self._others))
-
     def has_left(self, rank: int) -> bool:
         """Whether it has left in good order."""
         return self._store.get(f"noticed/{rank}") == LEFT
 
+    def left(self) -> list[int]:
+        """Ranks that have left in good order."""
+        return list(filter(self.has_left, self._others))
+
     def unheard(self) -> list[int]:
         """Ranks that have neither read why the run ends nor left."""
-        return self._without((HEARD, LEFT))
+        return self._without(HEARD, LEFT)
 
-    def _without(self, words: Collection[bytes]) -> list[int]:
+    def _without(self, *words: bytes) -> list[int]:
         return [rank for rank in self._others if self._store.get(f"noticed/{rank}") not in words]
+
+    # -- what this rank publishes -----------------------------------------------------------------
 
     def notice(self, what: bytes) -> None:
         """Publish what this rank has noticed."""
@@ -109,13 +111,11 @@ class Peers:
         over = threading.Event()
 
         def beat() -> None:
-            try:
+            with suppress(RuntimeError):  # without a store nothing reads
                 for number in itertools.count(last.beat + 1):
                     self._store.set(f"beat/{self.rank}", replace(last, beat=number).record())
                     if over.wait(interval_s):
                         return
-            except Exception as error:  # without a store nothing reads
-                self.beat_error = error
 
         thread = threading.Thread(target=beat, name="gradsync-beat", daemon=True)
         thread.start()
@@ -130,12 +130,9 @@ class Peers:
         until the others know it too."""
         self.notice(SETTLED)
         if self.rank == 0:
-            knowing = (SETTLED, HEARD)
-            wait_until(lambda: len(self._without(knowing)) <= num_silent, deadline_s)
+            wait_until(lambda: len(self._without(SETTLED, HEARD)) <= num_silent, deadline_s)
 
-    def num_gone(self) -> int:
-        """How many have left, or are ending because they know which ranks are silent."""
-        return len(self._others) - len(self._without((LEFT, SETTLED)))
+    # -- who is dead or silent --------------------------------------------------------------------
 
     def ended(self) -> list[int]:
         """Ranks of this host whose process has ended without a record of the reason."""
@@ -155,27 +152,16 @@ class Peers:
 
     def cut_off(self) -> list[int]:
         """Ranks whose connection has ended and whose heartbeat stood still since the last call.
-        Gloo does not always wake a rank whose connection ends. Ranks that leave in good order
-        announce it first."""
+        Gloo does not always wake a rank whose connection ends. Ranks that leave in good order, or
+        end because they know which ranks are silent, announce it first."""
         if self._connections is None:
             return []
         self._connections.keep_up()
         ended = self._connections.num_ended()
-        if not ended or ended <= self.num_gone():
+        if not ended or ended <= len(self._others) - len(self._without(LEFT, SETTLED)):
             return []
         before, self._last_look = self._last_look, self.beats()
         return self.silent_since(before) if before else []
-
-    def silent_since(self, before: Mapping[int, bytes]) -> list[int]:
-        """Ranks whose heartbeat has stood still since `before` without a record of the reason. A
-        rank that has only noticed a failure beats on, or is a slow process of this host."""
-        beats = self.beats()
-        ending = (SETTLED, HEARD, LEFT)
-        still = [rank for rank in self._without(ending) if beats[rank] == before[rank]]
-        return [rank for rank in still if not (self.has_noticed(rank) and self._runs(rank))]
-
-    def _runs(self, rank: int) -> bool:
-        return rank in self._seen and process_state(self.pids[rank]) == RUNS
 
     def silent_for(self, seconds: float) -> list[int]:
         """Like `silent_since`, from now on."""
@@ -183,14 +169,24 @@ class Peers:
         time.sleep(seconds)
         return self.silent_since(before)
 
-    def server_obituary(self, server: str, error: BaseException) -> str:
+    def silent_since(self, before: Mapping[int, bytes]) -> list[int]:
+        """Ranks whose heartbeat has stood still since `before` without a record of the reason. A
+        rank that has only noticed a failure beats on, or is a slow process of this host."""
+        beats = self.beats()
+        still = [r for r in self._without(SETTLED, HEARD, LEFT) if beats[r] == before[r]]
+        slow = [r for r in still if r in self._seen and process_state(self.pids[r]) == RUNS]
+        return [rank for rank in still if not (rank in slow and self.has_noticed(rank))]
+
+    # -- what is said of them ---------------------------------------------------------------------
+
+    def server_obituary(self, error: BaseException) -> str:
         """A line about the store's dead server: reading from it raised `error`."""
         where = f" on {self.hosts[0]}" if self.hosts else ""
         # Torch's store ends its first line with the system's message, such as "Broken pipe".
         words = str(error).partition("\n")[0].rpartition(": ")[2]
         return (
-            f"{server}{where}, which serves the rendezvous store, vanished without a word "
-            f"({words}); rank {self.rank} stops too"
+            f"{server_name(self.hosted_by_agent)}{where}, which serves the rendezvous store, "
+            f"vanished without a word ({words}); rank {self.rank} stops too"
         )
 
     def obituary(self, silent: Sequence[int]) -> str:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import secrets
 import socket
 import stat
@@ -29,7 +28,6 @@ from typing import Any
 
 import psutil
 
-from gradsync.core.files import printable
 from gradsync.errors import RendezvousError
 from gradsync.runtime.coordinator import plan_coordinator
 from gradsync.runtime.network import address_of, own_address
@@ -68,27 +66,30 @@ class Meeting:
         hosted_by_agent: bool,
         note: Path | None = None,
     ) -> None:
+        import torch.distributed as dist
+
         self.address = address
         self.port = port
         self.hosted_by_agent = hosted_by_agent
         self._world = world
         self._server = server
-        self._client = client
         self._note = note
         # Unguessable: torch's own keys cannot be signed.
-        self._prefix = f"gradsync/{SignedStore(client, token, generation).name('prefix')}"
+        job = f"gradsync/{SignedStore(client, token, generation).name('prefix')}"
         # A store that outlives the session (torchrun's) still holds its keys when the same
         # processes open another one. Each rank counts its own sessions, and all count alike.
-        session = self._prefixed(client).add(f"sessions/{world.rank}", 1)
-        self._prefix += f"/{session}"
-        self.store = self._prefixed(client)
+        session = dist.PrefixStore(job, client).add(f"sessions/{world.rank}", 1)
+        self._prefix = f"{job}/{session}"
+        self.store: Any = dist.PrefixStore(self._prefix, client)
         self.records = SignedStore(self.store, token, f"{generation}/{session}")
 
     def second_connection(self) -> SignedStore:
         """The records over a thread's own connection: one must not block the other."""
+        import torch.distributed as dist
+
         rank, deadline_s = self._world.rank, time.monotonic() + 10
         client = join_store(self.address, self.port, rank=rank, deadline_s=deadline_s)
-        return self.records.over(self._prefixed(client))
+        return self.records.over(dist.PrefixStore(self._prefix, client))
 
     def everyone_is_here(self) -> None:
         """Remove the published port, which is no longer needed."""
@@ -101,7 +102,6 @@ class Meeting:
 
         When a rank has failed, there is no need to wait.
         """
-
         here = [f"noticed/{rank}" for rank in range(self._world.world_size)]
 
         def all_left() -> bool:
@@ -116,12 +116,7 @@ class Meeting:
     def close(self) -> None:
         """Drop the connections and, on the serving rank, the server."""
         self.everyone_is_here()
-        self.store = self._client = self._server = None
-
-    def _prefixed(self, store: Any) -> Any:
-        import torch.distributed as dist
-
-        return dist.PrefixStore(self._prefix, store)
+        self.store = self._server = None
 
 
 def meet(env: Mapping[str, str], resolution: Resolution, *, deadline_s: float) -> Meeting:
@@ -138,12 +133,13 @@ def meet(env: Mapping[str, str], resolution: Resolution, *, deadline_s: float) -
     """
     plan = plan_coordinator(env, resolution)
     world, token = resolution.world, token_of(env)
+    new_token = secrets.token_hex(32).encode()
     server, client, note = None, None, None
     address, port = plan.address, plan.port
     if world.one_host and not plan.hosted_by_agent:
         address = "127.0.0.1"  # rank 0 listens here, whatever the host is called
     if plan.kind == "mpi":
-        server, address, port, token = _meet_by_mpi(world, plan.port, token or _new_token())
+        server, address, port, token = _meet_by_mpi(world, plan.port, token or new_token)
     elif world.is_main and not plan.hosted_by_agent:
         server = host_store(address, port, one_host=world.one_host)
         port = server.port
@@ -152,7 +148,7 @@ def meet(env: Mapping[str, str], resolution: Resolution, *, deadline_s: float) -
     if plan.kind == "file" or (world.one_host and not token):
         key = plan.key or f"gradsync-{port}-{resolution.generation}"
         if world.is_main:
-            token = token or _new_token()
+            token = token or new_token
             note = publish_port(key, port, token)
         else:
             port, token = read_port(key, rank=world.rank, deadline_s=deadline_s)
@@ -169,10 +165,6 @@ def meet(env: Mapping[str, str], resolution: Resolution, *, deadline_s: float) -
     )
 
 
-def _new_token() -> bytes:
-    return secrets.token_hex(32).encode()
-
-
 # -- several hosts under MPI ----------------------------------------------------------------------
 
 
@@ -181,16 +173,27 @@ def _meet_by_mpi(world: World, wanted_port: int, token: bytes) -> tuple[Any, str
 
     Sends bytes: MPI's calls for objects would pickle.
     """
+    ranks: Any = None
     try:
         from mpi4py import MPI
+
+        problem, ranks = "", MPI.COMM_WORLD
+        if (ranks.rank, ranks.size) != (world.rank, world.world_size):
+            library = first_line(MPI.Get_library_version()).partition(",")[0]
+            problem = (
+                f"mpi4py found another MPI's library, {library}, which knows no other ranks; let "
+                "MPI4PY_LIBMPI name this one's"
+            )
     except (ImportError, RuntimeError) as error:  # the latter: no MPI library at all
-        raise _no_way(world, f"mpi4py cannot be used ({first_line(error)})") from None
-    if (MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size) != (world.rank, world.world_size):
-        library = first_line(MPI.Get_library_version()).partition(",")[0]
-        raise _no_way(
-            world,
-            f"mpi4py found another MPI's library, {library}, which knows no other ranks; let "
-            "MPI4PY_LIBMPI name this one's",
+        problem = f"mpi4py cannot be used ({first_line(error)})"
+    if problem:
+        given = {
+            "openmpi": "-x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=<port>",
+            "hydra": "-genv MASTER_ADDR <host of rank 0> -genv MASTER_PORT <port>",
+        }.get(world.launcher, "MASTER_ADDR=<host of rank 0> MASTER_PORT=<port>")
+        raise RendezvousError(
+            f"rank {world.rank}: the ranks sit on several hosts, no coordinator is given, and "
+            f"{problem}; install gradsync[mpi] (mpi4py), or pass {given}"
         )
     server, address, port = None, "", 0
     if world.is_main:
@@ -198,21 +201,9 @@ def _meet_by_mpi(world: World, wanted_port: int, token: bytes) -> tuple[Any, str
         server = host_store(address, wanted_port, one_host=False)
         port = server.port
     message = bytearray(struct.pack("!H64s64s", port, address.encode(), token))
-    MPI.COMM_WORLD.Bcast([message, MPI.BYTE], root=0)
+    ranks.Bcast(message, root=0)
     port, name, token = struct.unpack("!H64s64s", message)
     return server, name.rstrip(b"\0").decode(), port, token
-
-
-def _no_way(world: World, problem: str) -> RendezvousError:
-    """The error of a job over several MPI hosts that cannot use mpi4py."""
-    given = {
-        "openmpi": "-x MASTER_ADDR=<host of rank 0> -x MASTER_PORT=<port>",
-        "hydra": "-genv MASTER_ADDR <host of rank 0> -genv MASTER_PORT <port>",
-    }.get(world.launcher, "MASTER_ADDR=<host of rank 0> MASTER_PORT=<port>")
-    return RendezvousError(
-        f"rank {world.rank}: the ranks sit on several hosts, no coordinator is given, and "
-        f"{problem}; install gradsync[mpi] (mpi4py), or pass {given}"
-    )
 
 
 def first_line(said: object) -> str:
@@ -250,12 +241,13 @@ def read_port(key: str, *, rank: int, deadline_s: float) -> tuple[int, bytes]:
 
     def published() -> bool:
         for path in _notes(key):
-            with suppress(OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
-                note = json.loads(_own_text(path))
-                token = re.fullmatch("[0-9a-f]{64}", note["token"]) and note["token"].encode()
-                alive = _start_time(note["pid"]) == note["started"] != ""
-                if token and alive and 0 < note["port"] < 65_536:
-                    found.append((int(note["port"]), token))
+            with suppress(OSError, ValueError, LookupError, TypeError):
+                status = path.lstat()
+                if status.st_uid != os.getuid() or not stat.S_ISREG(status.st_mode):
+                    continue
+                note = json.loads(path.read_bytes())
+                if _start_time(note["pid"]) == note["started"] != "":
+                    found.append((note["port"], note["token"].encode()))
         return bool(found)
 
     started = time.monotonic()
@@ -270,19 +262,6 @@ def read_port(key: str, *, rank: int, deadline_s: float) -> tuple[int, bytes]:
 
 def _notes(key: str) -> list[Path]:
     return list(Path(tempfile.gettempdir()).glob(f"{key}-*.json"))
-
-
-def _own_text(path: Path) -> bytes:
-    """Contents of a regular file that only this user may write; `OSError` for any other."""
-    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        status = os.fstat(file)
-        private = status.st_uid == os.getuid() and not status.st_mode & 0o022
-        if not private or not stat.S_ISREG(status.st_mode):
-            raise OSError("not a private file")
-        return os.read(file, 4096)
-    finally:
-        os.close(file)
 
 
 def _start_time(pid: int) -> str:
@@ -318,52 +297,39 @@ def check_reach(
         return
     doors = [f"reach/door/{node}" for node in range(world.num_nodes)]
     told = [f"reach/told/{node}" for node in range(world.num_nodes)]
-    address = address_of(interface) if world.local_rank == 0 else ""
-    said: dict[str, str] = {}
-
-    def all_told() -> bool:
-        for key, text in said.items():  # again, should a stranger have written over it
-            store.claim(key, text)
-        return bool(store.get_all(told))
-
     with socket.socket() as door:
         if world.local_rank == 0:
+            address = address_of(interface)
             if address:
                 door.bind((address, 0))
                 door.listen()
-            own = doors[world.node_rank]
-            said[own] = f"{world.rank} {address} {door.getsockname()[1]}"
+            said = f"{world.rank} {address} {door.getsockname()[1]}"
+            store.set(doors[world.node_rank], said)
             before = doors[world.node_rank - 1]
-            if wait_until(lambda: all_told() or store.get(before) is not None, deadline_s):
+            if wait_until(lambda: store.get(before) is not None, deadline_s):
                 rank, there, port = (store.get(before) or b"").decode().split(" ")
-                problem = _problem(there, int(port), deadline_s)
-                if problem:
+                problem = ""
+                patience_s = min(_CONNECT_S, max(deadline_s - time.monotonic(), 1.0))
+                try:
+                    if there:  # its interface has an address (IPv4)
+                        socket.create_connection((there, int(port)), timeout=patience_s).close()
+                except OSError as error:
                     problem = (
                         f"rank {world.rank} on {hosts[world.rank]} cannot connect to rank {rank} "
-                        f"on {hosts[int(rank)]} at {there}:{port} ({problem}), a port that the "
-                        "system picked, though the coordinator's port answers; open the ports "
-                        "between the hosts, or name another network's interface by "
+                        f"on {hosts[int(rank)]} at {there}:{port} ({error.strerror or error}), a "
+                        "port that the system picked, though the coordinator's port answers; open "
+                        "the ports between the hosts, or name another network's interface by "
                         "GLOO_SOCKET_IFNAME"
                     )
-                said[told[world.node_rank]] = problem
+                store.set(told[world.node_rank], problem)
         # The reporting rank may be dead: then creating the group names the missing rank.
-        wait_until(all_told, max(deadline_s, time.monotonic() + _CONNECT_S))
+        wait_until(
+            lambda: bool(store.get_all(told)), max(deadline_s, time.monotonic() + _CONNECT_S)
+        )
     problems = [(store.get(key) or b"").decode(errors="replace") for key in told]
     if problem := next(filter(None, problems), ""):
         heard = [f"reach/heard/{rank}" for rank in range(world.world_size)]
         store.set(heard[world.rank], "")
         if world.is_main:  # the serving rank stays until the others know it too
             wait_until(lambda: bool(store.get_all(heard)), time.monotonic() + _HEAR_S)
-        raise RendezvousError(printable(problem, kept=""))
-
-
-def _problem(address: str, port: int, deadline_s: float) -> str:
-    """Why a host cannot be reached, "" if it can or its interface has no address (IPv4)."""
-    if not address:
-        return ""
-    patience_s = min(_CONNECT_S, max(deadline_s - time.monotonic(), 1.0))
-    try:
-        socket.create_connection((address, port), timeout=patience_s).close()
-    except OSError as error:
-        return error.strerror or str(error)
-    return ""
+        raise RendezvousError(problem)

@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gradsync.errors import LaunchError
-from gradsync.runtime import environ
-from gradsync.runtime.launchers import PARSERS, Reading, integer, tasks_without_step
+from gradsync.runtime.launchers import PARSERS, Reading, integer
 from gradsync.world import World
 
 _MANAGERS = ("flux", "srun")
@@ -78,20 +77,6 @@ def resolve(env: Mapping[str, str]) -> Resolution:
     )
 
 
-def explain_world(env: Mapping[str, str] | None = None) -> str:
-    """Which launcher row won and why, as text: the table, the world and any warnings.
-
-    Args:
-        env: environment to explain; by default this process's own.
-
-    Raises:
-        LaunchError: variables are not numbers, partly set, or contradict each other.
-    """
-    resolution = resolve(environ.snapshot() if env is None else env)
-    lines = [resolution.explain(), f"world: {resolution.world.describe()}"]
-    return "\n".join([*lines, *(f"warning: {warning}" for warning in resolution.warnings)])
-
-
 def _table(readings: tuple[Reading, ...], reasons: tuple[str, ...] = ()) -> str:
     """The rows as aligned text; `reasons`, if given, holds one for each row."""
     said = [reading.says() for reading in readings]
@@ -106,43 +91,31 @@ def _table(readings: tuple[Reading, ...], reasons: tuple[str, ...] = ()) -> str:
 
 def _judge(reading: Reading, winner: Reading, readings: tuple[Reading, ...]) -> str | None:
     """Why `reading` won or not; None if it contradicts the winner."""
+    mine, theirs = winner.world, reading.world
+    assert mine is not None
     if reading is winner:
         return "won: the first complete row"
     if not reading.complete and not reading.partly_set:
         return ""
     if winner.name == "torchrun":
         return "outer layer of torchrun"
-    if reading.partly_set:
-        return _judge_partly_set(reading, winner)
-    mine, theirs = winner.world, reading.world
-    assert mine is not None
-    assert theirs is not None
-    if (theirs.rank, theirs.world_size) == (mine.rank, mine.world_size):
-        return f"says the same as {winner.name}"
-    return _outer_layer(reading.name, theirs, mine, readings)
-
-
-def _judge_partly_set(reading: Reading, winner: Reading) -> str | None:
-    if reading.name in _MANAGERS:
-        return "partly set, not needed"
-    # Wrappers that bind devices export the local rank as torchrun's variable.
-    mine = winner.world
-    assert mine is not None
-    known = {"LOCAL_RANK": str(mine.local_rank), "LOCAL_WORLD_SIZE": str(mine.local_world_size)}
-    agrees = reading.name == "env" and dict(reading.seen).items() <= known.items()
-    return "says the same, partly set" if agrees else None
-
-
-def _outer_layer(
-    name: str, outer: World, inner: World, readings: tuple[Reading, ...]
-) -> str | None:
     mpi = [row.name for row in readings if row.complete and row.name not in ("env", *_MANAGERS)]
-    if name in _MANAGERS and mpi:
+    # Wrappers that bind devices export the local rank as torchrun's variable.
+    known = {"LOCAL_RANK": str(mine.local_rank), "LOCAL_WORLD_SIZE": str(mine.local_world_size)}
+    reason: str | None = None
+    if theirs is None:
+        if reading.name in _MANAGERS:
+            reason = "partly set, not needed"
+        elif reading.name == "env" and dict(reading.seen).items() <= known.items():
+            reason = "says the same, partly set"
+    elif (theirs.rank, theirs.world_size) == (mine.rank, mine.world_size):
+        reason = f"says the same as {winner.name}"
+    elif reading.name in _MANAGERS and mpi:
         # mpirun's daemons are tasks of a separate Slurm step: its numbers mean nothing here.
-        return f"outer layer of {mpi[0]}"
-    if inner.launcher == "env" and _nested(inner, outer):
-        return "outer layer of the ranks set by hand"
-    return None
+        reason = f"outer layer of {mpi[0]}"
+    elif winner.name == "env" and _nested(mine, theirs):
+        reason = "outer layer of the ranks set by hand"
+    return reason
 
 
 def _nested(inner: World, outer: World) -> bool:
@@ -165,15 +138,15 @@ def _warnings(env: Mapping[str, str], winner: Reading) -> tuple[str, ...]:
     if winner.name != "python":
         return ()
     found = []
-    if (tasks := tasks_without_step(env)) > 1:
-        who = "this Slurm job has" if env.get("SLURM_JOB_ID") else "Slurm's variables name"
+    tasks = env.get("SLURM_NTASKS", "").strip() or env.get("SLURM_NPROCS", "").strip()
+    if tasks not in ("", "1"):
         found.append(
-            f"{who} {tasks} tasks, but this process was not started by srun: running as "
-            f"one rank. Put `srun` before the command to use all {tasks}"
+            f"this Slurm job has {tasks[:6]} tasks, but this process was not started by srun: "
+            "running as one rank. Put `srun` before the command to use all of them"
         )
     for name in _IGNORED:
         wanted = env.get(name, "").strip()[:6]
-        if wanted.isdecimal() and wanted.strip("0") not in ("", "1"):
+        if wanted.isdecimal() and int(wanted) > 1:
             found.append(
                 f"{name}={wanted} is not read: running as one rank. `gradsync train "
                 f"--nproc-per-node {wanted} …` starts as many, and so do torchrun and mpirun"

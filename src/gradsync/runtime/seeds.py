@@ -44,8 +44,7 @@ def seed_everything(seed: int) -> None:
 
 
 def seed_micro_batch(seed: int, step: int, micro_batch: int) -> None:
-    """Seed the global generators (of torch: CPU and current CUDA device) for one micro-batch of a
-    step."""
+    """Seed the global generators (torch's: CPU and current CUDA device) for one micro-batch."""
     _seed_all(stream_seed(seed, "leaf", step, micro_batch))
 
 

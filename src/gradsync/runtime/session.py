@@ -18,19 +18,17 @@ import socket
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from hashlib import sha256
 from secrets import token_hex
-from types import TracebackType
 from typing import Any, NoReturn
 
 from gradsync.errors import ConfigError, LaunchError, RunError
 from gradsync.runtime import environ
-from gradsync.runtime.activity import StackOnSignal
 from gradsync.runtime.bounds import check_numbers
 from gradsync.runtime.device import (
     check_not_shared,
@@ -39,17 +37,18 @@ from gradsync.runtime.device import (
     device_here,
     device_identity,
 )
-from gradsync.runtime.failure import REPORT_S, FailureWatch
 from gradsync.runtime.gloo_group import finish_sending, wait_until_workers_sleep
 from gradsync.runtime.machine import choose_threads, pin_threads
 from gradsync.runtime.memory import keep_freed_memory
 from gradsync.runtime.network import PeerConnections, interface_towards
+from gradsync.runtime.peers import Peers
 from gradsync.runtime.rendezvous import Meeting, check_reach, meet
 from gradsync.runtime.resolve import Resolution, resolve
 from gradsync.runtime.seeds import seed_everything
 from gradsync.runtime.signals import LAUNCHED, end_program_as_said, say_interrupted
 from gradsync.runtime.stacks import StackFiles
 from gradsync.runtime.store import Presence, check_in
+from gradsync.runtime.watch import REPORT_S, FailureWatch
 from gradsync.world import World, place
 
 log = logging.getLogger("gradsync")
@@ -58,7 +57,6 @@ _FAREWELL_S = 10.0
 _NCCL_LATER_S = 60.0
 """By how much NCCL's own timeout is later: it ends the process before a rank can report why. It
 counts from the launch of a sum in backward, gloo's from the end of the step."""
-_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 # Exit codes of an orderly end: done, or stopped by a signal with the checkpoint written.
 _ORDERLY_EXITS = (None, 0, 75)
 
@@ -96,10 +94,6 @@ def name_warnings(stack: ExitStack) -> None:
     handler.addFilter(lambda _: not logging.getLogger().handlers and log.handlers == [handler])
     log.addHandler(handler)
     stack.callback(log.removeHandler, handler)
-
-
-_OF_WRAPPER = {"module": "the model itself", "no_sync": "no_sync() of the handle or DDPManager"}
-"""Names that torch's DDP has and a replicated model lacks: their replacements."""
 
 
 class Session:
@@ -187,7 +181,6 @@ class Session:
             PeerError: `error` only follows from another rank's failure.
             LostPeerError: a collective failed because another rank is late or has left.
         """
-        _note_replacement(error)
         orderly = error is None or (isinstance(error, SystemExit) and error.code in _ORDERLY_EXITS)
         watch, self.watch = self.watch, None
         if error is not None and watch is not None:
@@ -207,9 +200,13 @@ class Session:
                 self._meeting.say_farewell(_FAREWELL_S)
                 cause = watch.peer_failure()
             else:
+                import torch.distributed as dist
+
+                from gradsync.core.torch_private import abort_process_groups
+
                 cause = watch.settle(error)
-                if self.world.device_name != "cpu":
-                    _abort_group()
+                if self.world.device_name != "cpu" and dist.is_initialized():
+                    abort_process_groups()
         finally:
             self._stack.close()
         if cause is not None:
@@ -222,6 +219,8 @@ class Session:
 
     def _join(self, resolution: Resolution) -> None:
         import torch.distributed as dist
+
+        from gradsync.core.torch_private import num_issued
 
         if dist.is_initialized():
             raise RunError("a process group exists already; gradsync.init() makes its own")
@@ -236,17 +235,10 @@ class Session:
         # local rank.
         if not resolution.reading.needs_hosts:
             self._set_up_compute(world)
-        host, stack = socket.gethostname(), StackOnSignal()
-        self._stack.callback(stack.close)
+        identity = device_identity(self.world.device_name, self._env.get("NCCL_HOSTID", ""))
         presences = check_in(
             meeting.records,
-            Presence(
-                host,
-                device_identity(self.world.device_name, self._env.get("NCCL_HOSTID", "")),
-                os.getpid(),
-                stack.fd,
-                token_hex(),
-            ),
+            Presence(socket.gethostname(), identity, os.getpid(), token_hex()),
             rank=world.rank,
             world_size=world.world_size,
             deadline_s=deadline_s,
@@ -258,21 +250,42 @@ class Session:
         if resolution.reading.needs_hosts:
             self._set_up_compute(place(world, hosts, trust_local=resolution.reading.trust_local))
         check_not_shared(hosts, [presence.device_identity for presence in presences])
-        interface = self._interface(meeting)
+        # By default gloo listens on the address of the host's name.
+        interface = self._env.get("GLOO_SOCKET_IFNAME", "")
+        if not interface and self.world.one_host:
+            interface = "lo" if sys.platform == "linux" else "lo0"
+        interface = interface or interface_towards(meeting.address)
         if "gloo" in self._backend:
             check_reach(
                 meeting.records, self.world, hosts, interface=interface, deadline_s=deadline_s
             )
         self._make_group(meeting, interface)
         connections.learn_pairs()
-        self._start_watch(meeting, presences, connections)
+        store = meeting.second_connection()
+        connections.learn()
+        self.stacks.private_name = meeting.records.name("stacks")
+        peers = Peers(
+            store,
+            rank=world.rank,
+            world_size=world.world_size,
+            hosted_by_agent=meeting.hosted_by_agent,
+            processes={other: it for other, it in enumerate(presences) if other != world.rank},
+            hosts=[] if self.world.one_host else hosts,
+            connections=connections,
+        )
+        self.watch = FailureWatch(
+            store,
+            peers,
+            report_s=options.report_wait_s,
+            num_issued=lambda: num_issued(self._group),
+            stacks=self.stacks,
+        )
+        self.watch.start()
 
     def _set_up_compute(self, world: World) -> None:
-        from gradsync.core.torch_private import leave_compiler_unloaded, untested_release
+        from gradsync.core.torch_private import leave_compiler_unloaded
 
         leave_compiler_unloaded()
-        if world.is_main and (warning := untested_release()):
-            log.warning("%s", warning)
         options = self.options
         if options.threads is not None and options.threads < 1:
             raise LaunchError(f"threads must be at least 1; got {options.threads}")
@@ -280,23 +293,14 @@ class Session:
         self._stack.callback(pin_threads, pin_threads(self.threads))
         device = choose_device(options.device, world.local_rank)
         self._world = replace(world, device_name=device, seed=options.seed or 0)
-        if self.world.device_name != "cpu" and not self._env.get(_CUBLAS):
+        cublas = "CUBLAS_WORKSPACE_CONFIG"
+        if device != "cpu" and not self._env.get(cublas):
             # Read once, at the first matrix product: deterministic kernels need a fixed workspace.
-            self._stack.enter_context(environ.exported({_CUBLAS: ":4096:8"}))
+            self._stack.enter_context(environ.exported({cublas: ":4096:8"}))
         if options.seed is not None:
             seed_everything(options.seed)
         if world.is_main:
-            log.info(
-                "%d intra-op thread(s) a rank, device %s", self.threads, self.world.device_name
-            )
-
-    def _interface(self, meeting: Meeting) -> str:
-        """Interface for gloo; by default gloo listens on the address of the host's name."""
-        if self._env.get("GLOO_SOCKET_IFNAME"):
-            return self._env["GLOO_SOCKET_IFNAME"]
-        if self.world.one_host:
-            return "lo" if sys.platform == "linux" else "lo0"
-        return interface_towards(meeting.address)
+            log.info("%d intra-op thread(s) a rank, device %s", self.threads, device)
 
     def _make_group(self, meeting: Meeting, interface: str) -> None:
         import torch.distributed as dist
@@ -342,54 +346,6 @@ class Session:
             dist.destroy_process_group()
         self._group = None
 
-    def _start_watch(
-        self, meeting: Meeting, presences: Sequence[Presence], connections: PeerConnections
-    ) -> None:
-        from gradsync.core.torch_private import num_issued
-
-        store = meeting.second_connection()
-        connections.learn()
-        rank = self.world.rank
-        self.stacks.private_name = meeting.records.name("stacks")
-        self.watch = FailureWatch(
-            store,
-            rank=rank,
-            world_size=self.world.world_size,
-            hosted_by_agent=meeting.hosted_by_agent,
-            hosts=[] if self.world.one_host else [presence.host for presence in presences],
-            processes={other: it for other, it in enumerate(presences) if other != rank},
-            connections=connections,
-            report_s=self.options.report_wait_s,
-            num_issued=lambda: num_issued(self._group),
-            stacks=self.stacks,
-        )
-        self.watch.start()
-
-
-def note_replacements(session: Session) -> None:
-    """Make Python's own report of an error name the replacement too, until the session closes; for
-    sessions without a `with`."""
-    before = sys.excepthook
-
-    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        _note_replacement(error)
-        before(kind, error, trace)
-
-    def put_back() -> None:
-        if sys.excepthook is show:
-            sys.excepthook = before
-
-    sys.excepthook = show
-    session._stack.callback(put_back)
-
-
-def _note_replacement(error: BaseException | None) -> None:
-    if isinstance(error, AttributeError) and "_modules" in getattr(error.obj, "__dict__", ()):
-        name = error.name or ""
-        note = f"gradsync wraps nothing: take {_OF_WRAPPER.get(name, '')}"
-        if name in _OF_WRAPPER and note not in getattr(error, "__notes__", ()):
-            error.add_note(note)
-
 
 def _forget(session: weakref.ref[Session]) -> None:
     """Leave the run to the parent: this process is its forked child, and no rank. Destroying
@@ -402,15 +358,6 @@ def _forget(session: weakref.ref[Session]) -> None:
         if mine.watch is not None:
             atexit.unregister(mine.watch.stop)
         mine._stack, mine._meeting, mine.watch = ExitStack(), None, None
-
-
-def _abort_group() -> None:
-    import torch.distributed as dist
-
-    from gradsync.core.torch_private import abort_process_groups
-
-    if dist.is_initialized():
-        abort_process_groups()
 
 
 def init(

@@ -81,19 +81,16 @@ class StopRequest:
             now = time.monotonic()
             if self._first_interrupt_s is None:
                 self._first_interrupt_s = now
-            elif now - self._first_interrupt_s > _SAME_PRESS_S:
-                self._end_now()
+            elif now - self._first_interrupt_s > _SAME_PRESS_S:  # the user has asked twice
+                if self._announce:
+                    cursor = "\x1b[?25h" if os.isatty(2) else ""  # shown again
+                    words = "ended by a second Ctrl-C; the last checkpoint counts"
+                    _say(f"{cursor}\ngradsync: {words}\n")
+                os._exit(INTERRUPTED)
         if self._announce and not self.requested:
             hint = "; Ctrl-C again, a second later, ends at once, without saving"
             _say(f"gradsync: stopping after this step{hint if number == signal.SIGINT else ''}\n")
         self.request(signal.Signals(number).name)
-
-    def _end_now(self) -> None:
-        """End at once: the user has asked twice."""
-        if self._announce:
-            show_cursor = "\x1b[?25h" if os.isatty(2) else ""
-            _say(f"{show_cursor}\ngradsync: ended by a second Ctrl-C; the last checkpoint counts\n")
-        os._exit(INTERRUPTED)
 
 
 def stop_asked_for() -> str:
@@ -165,25 +162,22 @@ def interrupted_line(error: KeyboardInterrupt) -> str:
     """The interrupted `file:line` of the program, "" in a command of gradsync."""
     trace = error.__traceback__
     frame = None if trace is None else trace.tb_frame
-    while frame is not None and _module(frame).startswith("gradsync."):
-        if _module(frame).startswith("gradsync.commands.cli."):
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__", ""))
+        if name.startswith("gradsync.commands.cli."):
             return ""
+        if not name.startswith("gradsync."):
+            break
         frame = frame.f_back
-    if frame is None:
-        return ""
+    where = "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
     # In a script "<string>" is a dataclass's method or a namedtuple; in `python -c` the program.
     made = ("<string>",) if hasattr(sys.modules["__main__"], "__file__") else ()
-    where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-    while trace is not None:
+    while trace is not None and frame is not None:
         file = trace.tb_frame.f_code.co_filename
         if trace.tb_frame is frame or not (is_library(file) or file.startswith((PACKAGE, *made))):
             where = f"{file}:{trace.tb_lineno}"
         trace = trace.tb_next
     return where
-
-
-def _module(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", ""))
 
 
 def _say(text: str) -> None:

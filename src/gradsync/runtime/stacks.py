@@ -1,8 +1,7 @@
 """Stacks of all ranks when one is late or dead: a file for each, and torch's flight record.
 
     FOLDER/rank-1.txt           all Python threads of that rank, written by itself. Another rank of
-                                its host writes it if it cannot: what it answers to a signal, else
-                                where it was last seen
+                                its host writes it if it cannot: where it was last seen
     FOLDER/rank-1.flight.json   the collectives that torch has recorded there, if it has
 
 The folder is the run directory's `stacks`, the argument of `gs.init(stacks_dir=…)`, or a private
@@ -22,9 +21,8 @@ from itertools import islice
 from pathlib import Path
 
 from gradsync.core.files import PRIVATE, printable, replace_text
-from gradsync.runtime.activity import ask_for_frames
 from gradsync.runtime.frames import read_stack, running_threads, stack_lines
-from gradsync.runtime.peers import RUNS, Peers, process_state
+from gradsync.runtime.peers import Peers, process_state
 
 _FRESH_S = 60.0
 _MOST_ASKED = 8
@@ -96,8 +94,6 @@ def _stack_of(peers: Peers, rank: int) -> str:
     process = peers.processes[rank]
     state = process_state(process.pid)
     said = f"rank {rank}, process {process.pid} on {process.host}: {state}\n"
-    if state == RUNS and (frames := ask_for_frames(process.pid, process.stack_fd)):
-        return printable(said + frames)
     try:
         return f"{said}last seen in {peers.activities()[rank].where}\n"
     except RuntimeError:  # the store is gone

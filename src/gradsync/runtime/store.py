@@ -15,7 +15,6 @@ import hashlib
 import hmac
 import ipaddress
 import json
-import re
 import socket
 import sys
 import threading
@@ -49,11 +48,8 @@ def token_of(env: Mapping[str, str]) -> bytes:
         LaunchError: the token is too short to be a secret.
     """
     token = env.get(TOKEN, "").strip()
-    if token and re.fullmatch("[!-~]{32,1024}", token) is None:
-        raise LaunchError(
-            f"{TOKEN} must have 32 to 1,024 characters, without blanks; all ranks need the same, "
-            f"such as: export {TOKEN}=$(openssl rand -hex 32)"
-        )
+    if token and len(token) < 32:
+        raise LaunchError(f"{TOKEN} must have at least 32 characters: $(openssl rand -hex 32)")
     return hashlib.sha256(token.encode()).hexdigest().encode() if token else b""
 
 
@@ -69,20 +65,22 @@ class SignedStore:
         store: torch's store.
         token: the job's; with b"" there is no secret, and anyone can sign.
         scope: names this session of the job.
-        told: not empty once a stranger was reported.
     """
 
-    def __init__(self, store: Any, token: bytes, scope: str, told: list[str] | None = None) -> None:
+    def __init__(self, store: Any, token: bytes, scope: str) -> None:
         self._store, self._token, self.scope = store, token, scope
-        self._told = [] if told is None else told
+        self._told: set[str] = set()
 
     def over(self, store: Any) -> SignedStore:
         """The same records, over another connection."""
-        return SignedStore(store, self._token, self.scope, self._told)
+        other = SignedStore(store, self._token, self.scope)
+        other._told = self._told
+        return other
 
     def set(self, key: str, text: str | bytes) -> None:
         """Write a record."""
-        self._store.set(key, self._signed(key, text))
+        content = text.encode() if isinstance(text, str) else text
+        self._store.set(key, self._mac(key, content) + content)
 
     def get(self, key: str) -> bytes | None:
         """The record of `key`; None for none. Never waits."""
@@ -104,11 +102,12 @@ class SignedStore:
 
     def claim(self, key: str, text: str | bytes) -> bytes:
         """The record of `key`, set to `text` if there is no record yet."""
-        mine = self._signed(key, text)
+        content = text.encode() if isinstance(text, str) else text
+        mine = self._mac(key, content) + content
         found = self._verified(key, self._store.compare_set(key, b"", mine))
-        if found is None:
+        if found is None:  # a stranger's
             self._store.set(key, mine)
-        return mine[_MAC_BYTES:] if found is None else found
+        return content if found is None else found
 
     def name(self, purpose: str) -> str:
         """A name that only ranks of this session can compute."""
@@ -118,16 +117,12 @@ class SignedStore:
         said = json.dumps([self.scope, key]).encode() + text
         return hmac.digest(self._token, said, "sha256").hex().encode()
 
-    def _signed(self, key: str, text: str | bytes) -> bytes:
-        content = text.encode() if isinstance(text, str) else text
-        return self._mac(key, content) + content
-
     def _verified(self, key: str, value: bytes) -> bytes | None:
         mac, text = value[:_MAC_BYTES], value[_MAC_BYTES:]
         if len(value) <= _LARGEST and hmac.compare_digest(mac, self._mac(key, text)):
             return text
         if value not in (b"", _NOTHING) and not self._told:
-            self._told.append(key)
+            self._told.add(key)
             sys.stderr.write(
                 f"gradsync: ignored {value[:40]!r} under {key!r} in the rendezvous store: no rank "
                 "of this job has signed it. Another process reaches the store, or ranks were given "
@@ -144,8 +139,6 @@ class Presence:
     host: str
     device_identity: str
     pid: int
-    stack_fd: int = -1
-    """The file of this process that holds its stack on request; see `StackOnSignal`."""
     nonce: str = ""
     """Random in each session, so that an earlier session's record is not taken for this one's."""
 
@@ -164,10 +157,17 @@ def host_store(address: str, port: int, *, one_host: bool) -> Any:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((bind_to, port))
         listener.listen(512)
-        bound = listener.getsockname()[1]
     except OSError as error:
         listener.close()
-        raise RendezvousError(_bind_problem(error, address, port)) from None
+        causes = {
+            errno.EADDRINUSE: f"port {port} on {address} is already in use; set MASTER_PORT to a "
+            "free port, the same for all ranks",
+            errno.EADDRNOTAVAIL: f"rank 0 runs on {socket.gethostname()}, which does not own the "
+            f"coordinator's address {address}; set MASTER_ADDR to rank 0's host",
+        }
+        said = causes.get(error.errno or 0, f"cannot listen on {address}:{port}: {error.strerror}")
+        raise RendezvousError(said) from None
+    bound = listener.getsockname()[1]
     connect_to = "127.0.0.1" if bind_to == "0.0.0.0" else bind_to
     return _tcp_store(connect_to, bound, is_master=True, master_listen_fd=listener.detach())
 
@@ -195,11 +195,6 @@ def join_store(address: str, port: int, *, rank: int, deadline_s: float) -> Any:
         except OSError as error:
             problem = error.strerror or str(error)
             time.sleep(_POLL_S)
-    return _connect(address, port, rank=rank, deadline_s=deadline_s)
-
-
-def _connect(address: str, port: int, *, rank: int, deadline_s: float) -> Any:
-    """Torch's client, abandoned at the deadline: it never gives up on a server that is no store."""
     outcome: list[Any] = []
 
     def connect() -> None:
@@ -208,6 +203,7 @@ def _connect(address: str, port: int, *, rank: int, deadline_s: float) -> Any:
         except RuntimeError as error:  # torch's DistError is one
             outcome.append(error)
 
+    # Torch's client never gives up on a server that is no store.
     thread = threading.Thread(target=connect, name="gradsync-connect", daemon=True)
     thread.start()
     thread.join(min(max(deadline_s - time.monotonic(), 1.0), threading.TIMEOUT_MAX))
@@ -260,30 +256,21 @@ def check_in(
             f"rank {rank}: {server_name(hosted_by_agent)}, which serves the rendezvous store, went "
             "away while the ranks met"
         ) from error
-    missing = [other for other, value in enumerate(told) if value is None]
-    if not missing:
-        return [_read_presence(other, value or b"") for other, value in enumerate(told)]
-    named = ", ".join(map(str, missing[:8]))
-    if len(missing) > 8:
-        named += f" and {len(missing) - 8} more"
-    raise RendezvousError(
-        f"rank {rank} waited in vain for rank(s) {named} of {world_size}; they did not start, "
-        f"crashed on the way, or were given another coordinator or {TOKEN}"
-    )
-
-
-def _read_presence(rank: int, value: bytes) -> Presence:
-    try:
-        presence = Presence(**json.loads(value))
-        kinds = type(presence.host), type(presence.pid), type(presence.stack_fd)
-        if kinds != (str, int, int):
-            raise TypeError
-    except (ValueError, TypeError, RecursionError):
+    missing = [str(other) for other, value in enumerate(told) if value is None]
+    if missing:
+        more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
         raise RendezvousError(
-            f"what rank {rank} announces cannot be read ({value[:40]!r}); all ranks must run the "
-            "same version of gradsync, and other jobs must have another MASTER_PORT"
+            f"rank {rank} waited in vain for rank(s) {', '.join(missing[:8])}{more} of "
+            f"{world_size}; they did not start, crashed on the way, or were given another "
+            f"coordinator or {TOKEN}"
+        )
+    try:
+        return [Presence(**json.loads(value or b"")) for value in told]
+    except (ValueError, TypeError) as error:
+        raise RendezvousError(
+            f"what a rank announces cannot be read ({error}); all ranks must run the same version "
+            "of gradsync, and other jobs must have another MASTER_PORT"
         ) from None
-    return presence
 
 
 def server_name(hosted_by_agent: bool) -> str:
@@ -314,17 +301,3 @@ def _bind_address(address: str) -> str:
     if ipaddress.ip_address(resolved).is_loopback and not literal:
         return "0.0.0.0"
     return resolved
-
-
-def _bind_problem(error: OSError, address: str, port: int) -> str:
-    if error.errno == errno.EADDRINUSE:
-        return (
-            f"port {port} on {address} is already in use; set MASTER_PORT to a free port, the same "
-            "for all ranks"
-        )
-    if error.errno == errno.EADDRNOTAVAIL:
-        return (
-            f"rank 0 runs on {socket.gethostname()}, which does not own the coordinator's address "
-            f"{address}; set MASTER_ADDR to rank 0's host"
-        )
-    return f"cannot listen on {address}:{port}: {error.strerror}"

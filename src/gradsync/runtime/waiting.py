@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from gradsync.runtime.activity import Activity, ask_for_stack
-from gradsync.runtime.peers import RUNS, Peers, process_state, processor_s
+from gradsync.runtime.activity import Activity
+from gradsync.runtime.peers import Peers, process_state, processor_s
 
 _FACTOR = 3
 _LOOK_S = 1.0
@@ -24,7 +24,6 @@ _QUEUED, _RAN = 0.5, 0.1
 """Shares of the time between two looks: a rank that is queued for more, and runs for less, is
 starved. A rank that holds the GIL runs for more."""
 _MOST_NAMED = 8
-_MOST_PLACES = 256
 
 
 class WaitReport:
@@ -130,9 +129,9 @@ class WaitReport:
 
     def places(self, late: Mapping[int, Activity]) -> str:
         """Places of the `late` ranks; silent ones are marked."""
-        said = [self._place(rank, each) for rank, each in list(late.items())[:_MOST_NAMED]]
-        more = len(late) - len(said)
-        return "; ".join(said) + (f"; and {more} more" if more else "")
+        said = [self._place(rank, each) for rank, each in late.items()]
+        more = [f"and {len(said) - _MOST_NAMED} more"] if len(said) > _MOST_NAMED else []
+        return "; ".join(said[:_MOST_NAMED] + more)
 
     def _place(self, rank: int, activity: Activity) -> str:
         process, where = self._peers.processes[rank], activity.where
@@ -140,17 +139,13 @@ class WaitReport:
         who = f"rank {rank} (process {process.pid}{'' if is_here else f' on {process.host}'})"
         if rank not in self.silent:
             return f"{who} is in {where or 'an unknown place'}"
-        why = ""
-        if is_here:
-            state = process_state(process.pid)
-            if state == RUNS and (seen := ask_for_stack(process.pid, process.stack_fd)):
-                where = seen
-            why = " (its process has ended)" if state == "ended" else f" ({state})"
+        state = process_state(process.pid) if is_here else ""
+        why = " (its process has ended)" if state == "ended" else f" ({state})" if state else ""
         return f"{who} gives no sign of life{why}" + (f", last seen in {where}" if where else "")
 
     def _over(self) -> str:
         wait, said = self._wait, self._said
-        if wait and (wait.where in self._longest or len(self._longest) < _MOST_PLACES):
+        if wait:
             # A one-minute checkpoint does not make a minute usual for reading data.
             waited_s = wait.since_s - self._excused_s
             self._longest[wait.where] = max(waited_s, self._longest.get(wait.where, 0.0))

@@ -194,23 +194,6 @@ def test_torch_calls_it_still(cls: type, name: str, breaks: str) -> None:
     assert ParallelStyle in stage_model._Cut.__mro__
 
 
-@pytest.mark.parametrize(
-    ("here", "newer"),
-    [
-        *(("2.11.0", False), ("2.13.0+cpu", False), ("2.15.0", False), ("2.15.1+cu132", False)),
-        *(("2.16.0", True), ("2.16.0a0+git01ab", True), ("2.100.0", True), ("3.0.0", True)),
-    ],
-)
-def test_a_torch_newer_than_what_was_tested(
-    monkeypatch: pytest.MonkeyPatch, here: str, newer: bool
-) -> None:
-    monkeypatch.setattr(torch, "__version__", here)
-    monkeypatch.setattr(torch_private, "NEWEST_TESTED", "2.15")
-    said = torch_private.untested_release()
-    assert bool(said) is newer
-    assert not newer or all(version in said for version in (f"torch {here}", "2.15,"))
-
-
 def test_the_argument_that_leaves_buffers_alone() -> None:
     known = inspect.signature(DistributedDataParallel).parameters
     assert torch_private.ddp_without_buffer_sync().keys() <= known.keys()

@@ -11,14 +11,12 @@ import torch.distributed as dist
 from gradsync.commands.cli.main import main
 from gradsync.errors import ConfigError, LaunchError
 from gradsync.runtime.device import (
-    NEEDS,
     check_not_shared,
     choose_backend,
     choose_device,
     device_identity,
     device_name,
 )
-from gradsync.runtime.session import init
 from support.launchers import run_python
 
 
@@ -48,7 +46,6 @@ def test_name(requested: str, local_rank: int, visible: int, expected: str) -> N
         ("cuda:1", 0, r"'cuda:1' was asked for, but this process sees no CUDA device"),
         ("cuda:4", 4, r"'cuda:4': only 4 CUDA device"),
         ("cuda:-1", 4, r"'cuda:-1': only 4 CUDA device"),
-        ("cuda:one", 4, r"'cuda:one': only 4 CUDA device"),
         ("gpu", 4, r"unknown device 'gpu'; use auto, cpu, cuda or cuda:N"),
         ("gpu", 0, r"unknown device 'gpu'"),
         ("", 0, r"unknown device ''"),
@@ -143,13 +140,10 @@ def test_chosen(requested: str | None, device: str, chosen: str) -> None:
     ("requested", "device", "words"),
     [
         ("foo", "cpu", "backend 'foo' is unknown; here: gloo"),
-        ("ncll", "cpu", "is unknown; perhaps you meant 'nccl'"),
         ("mpi", "cpu", "backend 'mpi' needs a torch built from source with MPI"),
         ("nccl", "cpu", "backend 'nccl' carries no tensors of cpu"),
-        ("cpu:nccl", "cpu", "backend 'nccl' carries no tensors of cpu"),
-        ("gpu:nccl,cpu:gloo", "cpu", "backend 'nccl' carries no tensors of gpu"),
-        ("cuda:nccl", "cuda:0", "names none for cpu"),
-        ("cpu:gloo", "cuda:0", "names none for cuda"),
+        ("cuda:nccl", "cuda:0", "must name one for cpu and one for cuda"),
+        ("cpu:gloo", "cuda:0", "must name one for cpu and one for cuda"),
         ("", "cpu", "expected auto, a name such as gloo"),
         ("gloo,nccl", "cpu", "expected auto, a name such as gloo"),
         ("cpu:gloo,cpu:mine", "cpu", "expected auto, a name such as gloo"),
@@ -163,20 +157,6 @@ def test_refused(requested: str, device: str, words: str) -> None:
     said = str(caught.value)
     assert words in said
     assert "\n" not in said
-    assert all(said.count(needs) <= 1 for needs in NEEDS.values())
-
-
-@pytest.mark.parametrize("name", sorted({"foo", *NEEDS} - {"gloo"}))
-def test_what_this_torch_has_not_is_refused_on_one_rank_too(name: str) -> None:
-    if name in dist.Backend.backend_list and dist.is_backend_available(name):
-        assert init(device="cpu", backend=name).options.backend == name
-        return
-    session = init(device="cpu", backend=name)
-    with (
-        pytest.raises(ConfigError, match=f"backend '{name}' .*here: gloo.*(mpi|ucc) needs"),
-        session,
-    ):
-        pass
 
 
 def test_train_names_them(capsys: pytest.CaptureFixture[str]) -> None:

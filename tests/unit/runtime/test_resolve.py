@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from gradsync.errors import LaunchError
 from gradsync.runtime.coordinator import System, plan_coordinator
-from gradsync.runtime.resolve import explain_world, resolve
+from gradsync.runtime.resolve import resolve
 from gradsync.runtime.session import Session, SessionOptions
 from gradsync.world import World
 
@@ -223,21 +223,6 @@ def test_what_was_asked_for_and_is_not_read_is_said(variables, words):
 @pytest.mark.parametrize("value", ["1", "01", "", "all", "-2"])
 def test_a_number_that_asks_for_no_more_than_one_rank_is_not_told_of(value):
     assert resolve({"NUM_GPUS": value}).warnings == ()
-
-
-def test_explain_world_shows_rows_world_and_warnings():
-    text = explain_world({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8"})
-    assert "launcher=python" in text
-    assert "warning: this Slurm job has 8 tasks" in text
-    text = explain_world(srun(0, 1) | openmpi(1, 2))
-    assert "rank=1(2)" in text
-    assert "outer layer of openmpi" in text
-
-
-def test_explain_world_reads_this_process_by_default(monkeypatch):
-    for name, value in openmpi(1, 2).items():
-        monkeypatch.setenv(name, value)
-    assert "launcher=openmpi" in explain_world()
 
 
 # -- environments as real launchers set them (Open MPI 4.1, torchrun 2.13, Slurm 22.05), shortened

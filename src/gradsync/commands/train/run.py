@@ -36,8 +36,8 @@ from gradsync.commands.train.state import Resumed, numeric_fingerprint, restore
 from gradsync.commands.train.trackers import require_packages
 from gradsync.core.files import counted, read_object
 from gradsync.errors import ConfigError, GradsyncError, RunError, UsageError
-from gradsync.runtime.failure import FailureWatch
 from gradsync.runtime.signals import StopRequest
+from gradsync.runtime.watch import FailureWatch
 from gradsync.sync.check_model import first_difference
 from gradsync.world import World
 

@@ -264,7 +264,7 @@ def put(field: str, value: Any) -> Callable[[dict[str, Any]], object]:
         (put("model_args/rope", True), "model_args.rope is not a field of nanoGPT's model"),
         (lambda found: found["model_args"].pop("n_embd"), "model_args has no n_embd"),
         (put("model_args", None), "model_args: got NoneType, expected a dict"),
-        (put("model", [1]), "'list' object has no attribute 'items'"),
+        (put("model", [1]), "has no attribute"),
         (put("model/transformer.wpe.weight", torch.full((12, 16), math.nan)), "nan or inf in"),
         (put("config/learning_rate", -1.0), "optim.lr must be a positive number; got -1.0"),
         (lambda found: found.clear(), "expected a dict with model, model_args"),

@@ -30,6 +30,7 @@ from gradsync.commands.plan.workload import Workload, sizes_text
 from gradsync.commands.train.config import AUTO, SyncConfig, TrainConfig
 from gradsync.commands.train.config_io import begun_config
 from gradsync.commands.train.data import shape_before
+from gradsync.core.files import counted
 from gradsync.errors import ConfigError, RunError
 from gradsync.sync.registry import find_strategy
 from gradsync.world import World
@@ -121,7 +122,8 @@ def _ranks_only(
     for size in reversed(sizes):
         if _shared_by(replace(config, micro_batch_size=size), ranks):
             changes = {} if size == config.micro_batch_size else {"micro_batch_size": size}
-            return Decision(changes=changes, ranks=ranks)
+            note = f"micro-batch {size}, which {counted(ranks, 'rank')} can share"
+            return Decision(changes=changes, ranks=ranks, notes=(note,))
     return Decision(ranks=ranks)  # `check_request` says what is wrong
 
 

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from gradsync.commands.report.run import read_run
-from gradsync.commands.train.audit import choose_micro_batch
 from gradsync.commands.train.config import EvalConfig, SyncConfig, TrainConfig
 from gradsync.commands.train.faults import FaultPlan
 from gradsync.commands.train.loop import Interval, Trainer
@@ -28,9 +27,6 @@ from support.small_run import RankResult, losses, make_data, small_config, train
 
 BITWISE = [name for name, strategy in STRATEGIES.items() if strategy.promise == "bitwise"]
 ROUNDING = [name for name, strategy in STRATEGIES.items() if strategy.promise == "rounding"]
-UNEQUAL = ("fsdp", "local_sgd", "diloco")
-"""Strategies without a whole, equal model on each rank. The runs of all others are audited in each
-step, and those that they are compared with are not."""
 LOSSY = [name for name, strategy in STRATEGIES.items() if strategy.promise == "lossy"]
 
 
@@ -57,8 +53,9 @@ def undisturbed(pool: Any, data: Path, tmp_path_factory: pytest.TempPathFactory)
 
     @cache
     def run(sync: str, world_size: int) -> Oracle:
-        out, audits = tmp_path_factory.mktemp(sync), 0 if sync in UNEQUAL else 1
-        return finish(pool, small_config(out, data, sync=sync, audit_every=audits), world_size)
+        return finish(
+            pool, small_config(tmp_path_factory.mktemp(sync), data, sync=sync), world_size
+        )
 
     return run
 
@@ -414,69 +411,6 @@ def test_a_flipped_bit_heals(
     results = pool.run(flip_one_bit, 2, small_config(tmp_path / "2", data, **changes), where)
     assert "without a majority" in results[0].error
     assert [check.step for check in read_run(tmp_path / "2").checks if check.bad] == [4]
-
-
-def compute_wrongly(
-    rank: int, world_size: int, store_path: str, config: TrainConfig, bad_step: int, always: bool
-) -> RankResult:
-    """As `train_rank`, but rank 1 flips a bit of a gradient of each micro-batch that it computes
-    in one step: of its own, or `always`."""
-    original = Trainer._train_step
-
-    def step_wrongly(self: Trainer, batch: Batch, *rest: Any) -> Any:
-        if (rank, batch.number) != (1, bad_step):
-            return original(self, batch, *rest)
-        left = iter(range(10**6 if always else len(batch)))
-
-        def flip(gradient: torch.Tensor) -> torch.Tensor:
-            if next(left, None) is None:
-                return gradient
-            gradient = gradient.clone()
-            gradient.view(-1)[5:6].view(torch.int32).bitwise_xor_(1 << 20)
-            return gradient
-
-        hook = self.learner.model.get_parameter("blocks.1.mlp.up.weight").register_hook(flip)
-        try:
-            return original(self, batch, *rest)
-        finally:
-            hook.remove()
-
-    with mock.patch.object(Trainer, "_train_step", step_wrongly):
-        return train_rank(rank, world_size, store_path, config)
-
-
-def step_audited_on(role: str, world_size: int) -> int:
-    """The first step after two whose audit has rank 1 in this role."""
-    choices = ((s, choose_micro_batch(TrainConfig().seed, s, 8, world_size)) for s in range(2, 100))
-    return next(step for step, chosen in choices if getattr(chosen, role) == 1)
-
-
-@pytest.mark.parametrize(
-    ("world_size", "role", "always", "verdict"),
-    [
-        (3, "owner", False, "rank 1 computed wrong bits (4 of 5 computations agree)"),
-        (3, "owner", True, "rank 1 computed wrong bits (3 of 5"),
-        (3, "auditor", True, "rank 1 computed wrong bits (3 of 5"),
-        (2, "owner", False, "rank 1 computed wrong bits (3 of 4"),
-        (2, "owner", True, "ranks 0,1 have no majority"),
-    ],
-)
-def test_an_audit_names_a_rank_that_computes_wrongly(
-    pool: Any, data: Path, tmp_path: Path, world_size: int, role: str, always: bool, verdict: str
-) -> None:
-    """With two ranks, one that always does so and one that does not are a tie."""
-    step = step_audited_on(role, world_size)
-    config = small_config(tmp_path, data, audit_every=1, steps=step + 2)
-    for result in pool.run(compute_wrongly, world_size, config, step, always):
-        assert f"of step {step + 1} has two gradients, first in 'blocks.1.mlp.up" in result.error
-        assert verdict in result.error
-    assert read_run(tmp_path).checks[-1][:3:2] == (step + 1, True)
-
-
-@pytest.mark.parametrize("sync", UNEQUAL)
-def test_no_audit_without_equal_models(pool: Any, data: Path, tmp_path: Path, sync: str) -> None:
-    results = pool.run(train_rank, 2, small_config(tmp_path, data, sync=sync, audit_every=1))
-    assert all("ConfigError: audit_every: ranks do not hold" in each.error for each in results)
 
 
 def test_a_bit_flipped_in_the_one_copy_of_the_weights_is_refused(

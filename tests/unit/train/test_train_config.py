@@ -248,7 +248,8 @@ def test_a_bad_value_is_refused_with_file_line_and_key(
 
 
 def test_an_unset_option_of_an_older_version_counts_as_left_out(tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_text("sync_options: {wire: null, of_once: null}\nsteps: 5\n")
+    unset = "sync_options: {wire: null, of_once: null}\naudit_every: 0\nsteps: 5\n"
+    (tmp_path / "a.yaml").write_text(unset)
     assert parse_config([str(tmp_path / "a.yaml")]) == replace(recipe("tiny"), steps=5)
     (tmp_path / "b.yaml").write_text("sync_options: {of_once: 1}\n")
     with pytest.raises(ConfigError, match=r":1: unknown key 'sync_options\.of_once'"):

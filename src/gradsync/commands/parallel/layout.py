@@ -20,7 +20,7 @@ A part keeps the whole model's names, so two layouts' contents can be compared n
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -49,8 +49,7 @@ class Coordinates:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelLayout:
-    """Sizes of the three dimensions; their product is the number of ranks. ConfigError for a size
-    that is not a positive integer."""
+    """Sizes of the three dimensions; their product is the number of ranks."""
 
     dp: int = 1
     """Replicas, which divide the micro-batches of a step."""
@@ -58,12 +57,6 @@ class ParallelLayout:
     """Pipeline stages of a replica."""
     tp: int = 1
     """Tensor shards of a stage."""
-
-    def __post_init__(self) -> None:
-        for f in fields(self):
-            size = getattr(self, f.name)
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ConfigError(f"parallel: {f.name} must be a positive integer; got {size!r}")
 
     @property
     def world_size(self) -> int:
@@ -91,20 +84,16 @@ class ParallelLayout:
 
 def parse_layout(text: str, world_size: int) -> ParallelLayout:
     """Parse `"pp=2,dp=2"` as a layout of `world_size` ranks. A missing size is 1; a missing `dp`
-    takes all remaining ranks, so "" is plain data parallelism.
-
-    ConfigError for malformed text, an unknown or repeated name, or another number of ranks.
-    """
+    takes all remaining ranks, so "" is plain data parallelism. ConfigError for other text, or
+    another number of ranks."""
     sizes: dict[str, int] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, value = (piece.strip() for piece in part.partition("="))
         number = whole_number(value)
-        if name not in ("dp", "pp", "tp") or number is None:
+        if name not in ("dp", "pp", "tp") or not number:
             raise ConfigError(
                 f"parallel: got {part[:80]!r}, expected sizes such as pp=2,dp=2 or tp=2"
             )
-        if name in sizes:
-            raise ConfigError(f"parallel: {name} is given twice in {text!r}")
         sizes[name] = number
     if "dp" not in sizes:
         model_ranks = ParallelLayout(**sizes).model_ranks
@@ -274,7 +263,7 @@ def cut_tensors(
     """
     found = {}
     for name, shape in whole:
-        piece = pieces.get(_parameter(name))
+        piece = pieces.get(name.rpartition("/")[2])
         if piece is not None:
             found[name] = piece if tuple(shape) == piece.whole else whole_piece(shape)
     return found
@@ -288,16 +277,12 @@ def place_tensors(
     shards: the first shard saves it."""
     owned, found = part.owned(), {}
     for name, shape in cut:
-        piece = owned.get(_parameter(name))
+        piece = owned.get(name.rpartition("/")[2])
         if piece is not None and tuple(shape) == piece.shape:
             found[name] = piece
         elif piece is not None and part.place.shard == 0:
             found[name] = whole_piece(shape)
     return found
-
-
-def _parameter(name: str) -> str:
-    return name.rpartition("/")[2]
 
 
 def norm_places(part: ModelPart, block: int) -> tuple[dict[str, int], int]:

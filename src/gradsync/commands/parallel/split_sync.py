@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gradsync.comm.base import Communicator, Work
-from gradsync.comm.groups import Subset, new_group
+from gradsync.comm.groups import new_group
 from gradsync.commands.parallel.layout import (
     EMBEDDING,
     Coordinates,
@@ -20,9 +20,8 @@ from gradsync.commands.parallel.layout import (
     norm_places,
 )
 from gradsync.commands.parallel.transfer import join_weights
-from gradsync.errors import RunError
 from gradsync.sync.buffers import BufferSync
-from gradsync.sync.check_replicas import check_replicas, hash_bits
+from gradsync.sync.check_replicas import check_replicas
 from gradsync.sync.layout import BLOCK
 from gradsync.sync.norms import clip_factor, norm_from_blocks, norms_of_blocks, scale_all
 from gradsync.sync.reducer import Reducer, Replicas, Stopwatch, StragglerWatch, trainable
@@ -264,26 +263,13 @@ class SplitSync:
         step: int | None = None,
         heal: bool = False,
     ) -> bool:
-        """Check that the replicas of each part, and both ends of a tied embedding, have the same
-        bits; RunError names the tensor and the ranks, see `GradientSync.check_replicas`."""
+        """Check that the replicas of each part have the same bits; see
+        `GradientSync.check_replicas`."""
         layout, place = self._part.layout, self._part.place
         same = [replace(place, data=index) for index in range(layout.dp)]
         ranks = [layout.rank(at) for at in same]
         tensors, group = self.model.named_parameters(), self._groups.data
         healed = check_replicas(tensors, group, step=step, ranks=ranks, heal=heal)
-        if self._part.tied_ends:
-            ends = Subset(self.comm, self._part.tied_ends)
-            weight = dict(self.model.named_parameters())[EMBEDDING]
-            mine = hash_bits(weight).cpu()
-            theirs = torch.empty_like(mine)
-            peer = 1 - ends.rank
-            ends.exchange([(mine, peer)], [(theirs, peer)]).wait()
-            if not torch.equal(mine, theirs):
-                raise RunError(
-                    f"the two ends of the pipeline hold different bits of the tied {EMBEDDING!r} "
-                    f"after step {step}: ranks {self._part.tied_ends}; go back to a checkpoint "
-                    "from before"
-                )
         return not healed
 
     def close(self) -> None:

@@ -31,7 +31,7 @@ AUTO = "auto"  # What `gradsync tune` found for this kind of run: strategy and o
 
 
 _LEAST = {
-    0: ("num_workers", "sample_tokens", "check_replicas_every", "audit_every", "profile"),
+    0: ("num_workers", "sample_tokens", "check_replicas_every", "profile"),
     1: (
         *("steps", "tokens_per_update", "micro_batch_size", "log_every", "silence_s"),
         *("threads", "nproc_per_node", "seq_len", "loss_rows"),
@@ -265,9 +265,6 @@ class TrainConfig:
     check_replicas_every: int = 0
     """Optimizer steps between bitwise comparisons of all ranks' weights, made before a step's
     update can hide a difference; also before each checkpoint. 0 for none."""
-    audit_every: int = 0
-    """Optimizer steps between audits: another rank recomputes one micro-batch and compares the
-    gradient's bits before they are averaged, which finds wrong arithmetic; 0 for none."""
     on_drift: OnDrift = "stop"
     """After a failed comparison of weights: stop; or heal: copy the majority's and go on. Without a
     majority the run stops."""
@@ -314,11 +311,6 @@ class TrainConfig:
         _require(
             self.compile != "ddp" or self.sync == "ddp",
             f"compile=ddp wraps torch DDP, but sync={self.sync}; use compile=model",
-        )
-        _require(
-            self.compile != "ddp" or not self.audit_every,
-            "audit_every compares gradients of the model as it is, and compile=ddp compiles it "
-            "with DDP around it: other bits; use compile=model",
         )
         _require(
             self.profile <= self.steps,

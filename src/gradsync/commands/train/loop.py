@@ -15,14 +15,13 @@ from torch.autograd.profiler import record_function
 
 from gradsync.checkpoint.store import CheckpointStore, Snapshot
 from gradsync.comm.base import Communicator
-from gradsync.commands.train.audit import Audit, require_equal_models
 from gradsync.commands.train.config import TrainConfig
 from gradsync.commands.train.data import Data
 from gradsync.commands.train.learner import Learner, learning_rate, set_learning_rate
 from gradsync.commands.train.output import Progress, RunDir
 from gradsync.commands.train.profiler import StepProfiler
 from gradsync.commands.train.saving import ADVICE, RANDOM_STREAMS, Fingerprint, Whole
-from gradsync.data.micro_batch import Batch, MicroBatch
+from gradsync.data.micro_batch import Batch
 from gradsync.errors import DataError, DivergenceError
 from gradsync.runtime.signals import StopRequest
 from gradsync.sync.reducer import Stopwatch
@@ -146,8 +145,6 @@ class Trainer:
         """
         config, learner, totals = self.config, self.learner, Totals(done_steps)
         optim = config.optim.scaled(config.tokens_per_update)
-        if config.audit_every:
-            require_equal_models(learner)
         if done_steps < config.steps:
             learner.prime((config.micro_batch_size, config.sequence_length))
         self.interval.reset()
@@ -197,23 +194,15 @@ class Trainer:
         try:
             equal = sync.check_replicas(self.learner.optimizer, step=step, heal=heal)
         finally:
-            if not self.config.parallel:  # else rank 0 knows only its part of the model
-                self._log_check("replicas", step, equal=equal)
-
-    def _log_check(self, what: str, step: int, *, equal: bool) -> None:
-        """Record a comparison of ranks; a single rank has nothing to compare with."""
-        if self.world.is_distributed:
-            self.run_dir.log_metrics({"step": step, f"check/{what}_equal": int(equal)})
+            # Rank 0 of a split model knows only its part of it.
+            if self.world.is_distributed and not self.config.parallel:
+                self.run_dir.log_metrics({"step": step, "check/replicas_equal": int(equal)})
 
     def _train_step(self, batch: Batch, lr: float, stop: StopRequest) -> StepResult:
         """One global batch: this rank's micro-batches, then the update that all ranks make."""
         learner, sync = self.learner, self.learner.sync
         set_learning_rate(learner.optimizer, lr)
-        mine = self.interval.waiting(batch)
-        if _due(batch.number + 1, self.config.audit_every):
-            self._audited(batch, mine)
-        else:
-            learner.run_micro_batches(mine, self.interval.span)
+        learner.run_micro_batches(self.interval.waiting(batch), self.interval.span)
         with self.interval.span("step"):
             result = sync.step(
                 learner.optimizer,
@@ -224,17 +213,6 @@ class Trainer:
         waits_in_backward = sync.replica.reducer.waits_in_backward
         self.interval.add(result.exposed, "backward" if waits_in_backward else "step")
         return result
-
-    def _audited(self, batch: Batch, mine: Iterable[MicroBatch]) -> None:
-        """This rank's micro-batches; RunError on all ranks if one of them computes wrong bits."""
-        audit = Audit(self.learner, self.config.seed, batch.number, batch.num_micro_batches)
-        self.learner.run_micro_batches(audit.overheard(mine), self.interval.span)
-        equal = False
-        try:
-            audit.compare()
-            equal = True
-        finally:
-            self._log_check("audit", batch.number + 1, equal=equal)
 
     def _why_diverged(self, result: StepResult) -> str:
         """`the loss became nan`, or the norm; "" if both are finite. The same on all ranks; on CUDA

@@ -96,8 +96,7 @@ def test_a_pipeline_has_one_ranks_bits(
 ) -> None:
     results = pool.run(train_rank, ranks, config(tmp_path, data, UNTIED, **changes))
     assert finished(tmp_path, results) == one_rank(UNTIED)
-    # Every rank's memory was measured, and a replica's parts are files of one checkpoint.
-    assert len(results[0].summary["mem_max_gib_by_rank"]) == ranks
+    # A replica's parts are files of one checkpoint.
     files = {path.stem for path in (tmp_path / "checkpoints").glob("step-00000004/part-*")}
     assert files == {"part-00000-of-00002", "part-00001-of-00002"}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,6 @@ import yaml
 
 from gradsync.commands.cli.main import COMMANDS, main
 from gradsync.commands.cli.train import complete_flags
-from gradsync.commands.launch import local
 from gradsync.commands.models.config import PRESETS
 from gradsync.commands.prepare.prepare import prepare
 from gradsync.data import tokenizer
@@ -469,24 +467,3 @@ def test_json_is_one_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     captured = capsys.readouterr()
     assert json.loads(captured.out) == json.loads((out / "summary.json").read_text())
     assert "step 2/2" in captured.err
-
-
-@pytest.mark.parametrize(
-    ("code", "received", "said"),
-    [
-        (130, signal.SIGINT, "gradsync: error: SIGINT ended the ranks before they could save\n"),
-        (75, signal.SIGTERM, ""),
-        (1, None, ""),
-    ],
-)
-def test_ranks_that_a_signal_ended_at_their_start_are_told_of(
-    code: int,
-    received: signal.Signals | None,
-    said: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    ended = local.LaunchOutcome(code=code, received=received, killed={})
-    monkeypatch.setattr(local, "launch_ranks", lambda *_, **__: ended)
-    assert run("train", "tiny", "--nproc-per-node", "2", "--device", "cpu") == code
-    assert capsys.readouterr().err == said

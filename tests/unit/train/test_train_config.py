@@ -39,7 +39,7 @@ PARTS = (TrainConfig, OptimConfig, EvalConfig, CheckpointConfig, SyncConfig)
         (OptimConfig, "beta2", (-0.1,), (0.0,), "in 0..1, 1 excluded"),
         (OptimConfig, "eps", (0.0,), (1e-12,), "positive"),
         (OptimConfig, "weight_decay", (-0.1,), (0.0,), "at least 0"),
-        (EvalConfig, "max_tokens", (0,), (1, None), "at least 1, or None for all"),
+        (EvalConfig, "max_tokens", (0,), (1, None), "at least 1"),
         (EvalConfig, "every", (-1,), (0,), "at least 0"),
         (CheckpointConfig, "every", (-1,), (0,), "at least 0"),
         (CheckpointConfig, "keep_last", (0,), (1,), "at least 1"),

@@ -333,17 +333,17 @@ class GPT(nn.Module):
         return self.embed.weight if self.head is None else self.head.weight
 
 
-def loss_sum(logits_BTV: Tensor, targets_BT: Tensor, ignore_index: int = -100) -> Tensor:
+def loss_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     """Cross-entropy summed over the targets that count, in nats.
 
     A sum, not a mean: sums of micro-batches add up to the batch's sum however it is cut, and one
     division by the global number of targets gives the exact mean. Targets are int64 token ids, or
-    `ignore_index` for no target. Computed in fp32; 0-dim.
+    -100 for no target. Computed in fp32; 0-dim.
     """
     return F.cross_entropy(
         logits_BTV.float().flatten(0, 1),  # a bf16 sum over thousands of targets stops growing
         targets_BT.flatten(),
-        ignore_index=ignore_index,
+        ignore_index=_IGNORED,
         reduction="sum",
     )
 
@@ -423,23 +423,18 @@ def generate(
     seed: int = 0,
     use_cache: bool = True,
 ) -> list[int]:
-    """Continue `prompt_ids`. The same call on the same kind of device gives the same tokens.
+    """`prompt_ids` and `max_new_tokens` more; the same call on the same kind of device gives the
+    same.
 
-    A token costs a forward over one position, because keys and values of earlier ones are kept.
-    After `block_size` tokens it costs a forward over the last `block_size`: the window slides, and
-    deeper layers' kept values come from positions that it no longer contains.
+    A token costs a forward over one position, because keys and values of earlier ones are kept
+    (`use_cache=False` recomputes them: the same tokens, slowly). After `block_size` tokens it costs
+    a forward over the last `block_size`: the window slides, and deeper layers' kept values come
+    from positions that it no longer contains.
 
     Args:
-        model: on any device; put into eval mode during the call, then restored.
-        prompt_ids: at least one token id.
-        max_new_tokens: how many to add.
         temperature: divides the logits; 0 takes the most likely token.
         top_k: sample only among the k most likely; None: among all.
         seed: of the draws.
-        use_cache: False recomputes the whole context for each token: the same tokens, slowly.
-
-    Returns:
-        The prompt followed by the new tokens.
 
     Raises:
         ConfigError: an empty prompt, an id outside the vocabulary, temperature < 0, top_k < 1.

@@ -59,12 +59,8 @@ def from_llama(weights: Mapping[str, Tensor], names: Iterable[str]) -> dict[str,
 
 
 def llama_config(shape: GPTConfig, *, end_of_text: int | None) -> dict[str, Any]:
-    """The `config.json` of a model of this shape.
-
-    Args:
-        shape: the decoder's.
-        end_of_text: id of the token that ends a text, or None.
-    """
+    """The `config.json` of a model of this shape; `end_of_text` is the id of the token that ends a
+    text, or None."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

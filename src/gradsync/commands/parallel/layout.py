@@ -39,24 +39,18 @@ COLUMNS, ROWS = 0, 1
 class Coordinates:
     """The place of one rank in a layout."""
 
-    data: int
-    """Which replica, 0 .. dp-1."""
-    stage: int
-    """Which pipeline stage, 0 .. pp-1."""
-    shard: int
-    """Which tensor shard, 0 .. tp-1."""
+    data: int  # Which replica, 0 .. dp-1
+    stage: int  # Which pipeline stage, 0 .. pp-1
+    shard: int  # Which tensor shard, 0 .. tp-1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelLayout:
     """Sizes of the three dimensions; their product is the number of ranks."""
 
-    dp: int = 1
-    """Replicas, which divide the micro-batches of a step."""
-    pp: int = 1
-    """Pipeline stages of a replica."""
-    tp: int = 1
-    """Tensor shards of a stage."""
+    dp: int = 1  # Replicas, which divide the micro-batches of a step
+    pp: int = 1  # Pipeline stages of a replica
+    tp: int = 1  # Tensor shards of a stage
 
     @property
     def world_size(self) -> int:
@@ -113,10 +107,8 @@ class Weight:
 
     name: str
     shape: tuple[int, ...]
-    divided: int | None
-    """The dimension that tensor shards divide; None: every shard has all of it."""
-    block: int | None
-    """The weight's decoder block; None for embedding, last norm and head."""
+    divided: int | None  # The dimension that tensor shards divide; None: every shard has all of it
+    block: int | None  # The weight's decoder block; None for embedding, last norm and head
 
 
 def weights_of(config: GPTConfig) -> tuple[Weight, ...]:
@@ -254,13 +246,9 @@ def check_divisible(config: GPTConfig, layout: ParallelLayout) -> None:
 def cut_tensors(
     pieces: Mapping[str, SavedPiece], whole: Iterable[tuple[str, tuple[int, ...]]]
 ) -> dict[str, SavedPiece]:
-    """The pieces of whole tensors that belong to parameters: weights, or the optimizer's state.
-
-    Args:
-        pieces: of parameters, by name; other parameters' tensors are left out.
-        whole: (name, shape); the name's part after the last "/" is the parameter. A tensor of the
-            parameter's shape is cut like it, any other is not cut (the number of steps).
-    """
+    """The pieces of whole tensors (name, shape) that belong to the parameters in `pieces`; the part
+    of a name after the last "/" is the parameter. A tensor of the parameter's shape is cut like it,
+    any other is not cut (the number of steps)."""
     found = {}
     for name, shape in whole:
         piece = pieces.get(name.rpartition("/")[2])

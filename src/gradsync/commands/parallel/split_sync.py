@@ -46,14 +46,10 @@ class SplitGroups:
     """This rank's groups; members are in the order of their index."""
 
     everyone: Communicator
-    data: Communicator
-    """Ranks that hold the same part of the model, one of each replica."""
-    model: Communicator
-    """Ranks of one replica: ordered by stage, then by shard."""
-    stages: Communicator
-    """Ranks of one replica with the same shard index, ordered by stage."""
-    shards: Communicator
-    """Ranks of one stage of one replica."""
+    data: Communicator  # Ranks that hold the same part of the model, one of each replica
+    model: Communicator  # Ranks of one replica: ordered by stage, then by shard
+    stages: Communicator  # Ranks of one replica with the same shard index, ordered by stage
+    shards: Communicator  # Ranks of one stage of one replica
 
 
 def split_groups(layout: ParallelLayout, place: Coordinates, everyone: Communicator) -> SplitGroups:
@@ -189,13 +185,6 @@ class SplitShards(Replicas):
         ranks. All ranks call it, and send what they own."""
         return join_weights(self._part, self._groups.model, dict(self.model.named_parameters()))
 
-    def load_full_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Overwrite this part's parameters from whole ones."""
-        own, pieces = dict(self.model.named_parameters()), self._part.pieces()
-        with torch.no_grad():
-            for name, parameter in own.items():
-                parameter.copy_(weights[name][pieces[name].slices])
-
 
 class SplitSync:
     """Per step: `reducer.leaf` around each backward, then `step` once, on all ranks.
@@ -271,8 +260,3 @@ class SplitSync:
         tensors, group = self.model.named_parameters(), self._groups.data
         healed = check_replicas(tensors, group, step=step, ranks=ranks, heal=heal)
         return not healed
-
-    def close(self) -> None:
-        """Remove the hooks from the model."""
-        self.reducer.close()
-        self._buffers.close()

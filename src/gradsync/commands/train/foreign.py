@@ -120,11 +120,7 @@ def _from_gpt2(
 
 def write_start(foreign: Foreign, part: Path, folder: Path, data: str) -> None:
     """Make `part`, which becomes `folder`, a run to start from: a checkpoint with weights only, and
-    the `config.yaml` of a run that continues from them.
-
-    Raises:
-        CheckpointError: a weight is nan or inf, or it cannot be written.
-    """
+    the `config.yaml` of a run that continues from them."""
     begin = {"model": foreign.shape, "init": str(folder), "data": data or foreign.data}
     config = replace(recipe("tiny"), **begin, **foreign.settings)
     state = {

@@ -17,24 +17,18 @@ from gradsync.checkpoint.store import CheckpointStore, Snapshot
 from gradsync.comm.base import Communicator
 from gradsync.commands.train.config import TrainConfig
 from gradsync.commands.train.data import Data
-from gradsync.commands.train.learner import Learner, learning_rate, set_learning_rate
+from gradsync.commands.train.learner import Learner, learning_rate
 from gradsync.commands.train.output import Progress, RunDir
 from gradsync.commands.train.profiler import StepProfiler
 from gradsync.commands.train.saving import ADVICE, RANDOM_STREAMS, Fingerprint, Whole
 from gradsync.data.micro_batch import Batch
-from gradsync.errors import DataError, DivergenceError
+from gradsync.errors import DataError, DivergenceError, DriftError
 from gradsync.runtime.signals import StopRequest
 from gradsync.sync.reducer import Stopwatch
 from gradsync.sync.step import StepResult
 from gradsync.world import World
 
 T = TypeVar("T")
-
-_ADVICE_RESUMED = (
-    "that is the first step after the checkpoint, whose weights may be finite and yet past saving: "
-    "go back to an earlier one (--resume PATH), start anew with another --out, or look at the data "
-    "of that step"
-)
 
 
 @dataclass(slots=True)
@@ -132,8 +126,7 @@ class Trainer:
     peak_flops: float
     """Of this rank's device: dense bf16 products, floating-point operations per second."""
     interval: Interval = field(default_factory=Interval)
-    tell: Callable[[int], None]
-    """Tells the other ranks how many steps this rank has done."""
+    tell: Callable[[int], None]  # Tells the other ranks how many steps this rank has done
 
     def run(self, done_steps: int, stop: StopRequest) -> Totals:
         """Train from `done_steps` to `config.steps`, or to the step at which ranks agree to stop.
@@ -172,8 +165,7 @@ class Trainer:
             if logs or diverged:
                 self._log(totals, result, lr)
             if diverged:
-                advice = _ADVICE_RESUMED if totals.step == done_steps + 1 > 1 else ADVICE
-                raise DivergenceError(f"{diverged} at step {totals.step}; {advice}")
+                raise DivergenceError(f"{diverged} at step {totals.step}; {ADVICE}")
             if not stopped and (last or _due(totals.step, config.eval.every)):
                 self._evaluate(totals)
             if saves:
@@ -190,18 +182,23 @@ class Trainer:
     def _check_replicas(self, step: int) -> None:
         """Compare all ranks' bits; DriftError ends the run."""
         sync, heal = self.learner.sync, self.config.on_drift == "heal"
-        equal = False
         try:
             equal = sync.check_replicas(self.learner.optimizer, step=step, heal=heal)
-        finally:
-            # Rank 0 of a split model knows only its part of it.
-            if self.world.is_distributed and not self.config.parallel:
-                self.run_dir.log_metrics({"step": step, "check/replicas_equal": int(equal)})
+        except DriftError:
+            self._log_check(step, equal=False)
+            raise
+        self._log_check(step, equal=equal)
+
+    def _log_check(self, step: int, *, equal: bool) -> None:
+        """Record a comparison of ranks; rank 0 of a split model knows only its part."""
+        if self.world.is_distributed and not self.config.parallel:
+            self.run_dir.log_metrics({"step": step, "check/replicas_equal": int(equal)})
 
     def _train_step(self, batch: Batch, lr: float, stop: StopRequest) -> StepResult:
         """One global batch: this rank's micro-batches, then the update that all ranks make."""
         learner, sync = self.learner, self.learner.sync
-        set_learning_rate(learner.optimizer, lr)
+        for group in learner.optimizer.param_groups:
+            group["lr"] = lr
         learner.run_micro_batches(self.interval.waiting(batch), self.interval.span)
         with self.interval.span("step"):
             result = sync.step(

@@ -173,14 +173,6 @@ def test_mixed_precision_has_one_ranks_bits(pool: Any, data: Path, tmp_path: Pat
     assert found[0] == found[1]
 
 
-def test_one_ranks_exception_ends_all(pool: Any, data: Path, tmp_path: Path) -> None:
-    run = config(tmp_path, data, TIED, parallel="pp=2,dp=2", sync="naive")
-    results = pool.run(train_rank, 4, run, FaultPlan(kind="raise", rank=3, step=2))
-    assert results[3].error == "ValueError: a fault of gradsync drill"
-    for other in results[:3]:
-        assert "rank 3 on" in other.error
-
-
 def rank_with_a_flipped_bit(
     rank: int, world_size: int, store_path: str, run: TrainConfig
 ) -> RankResult:

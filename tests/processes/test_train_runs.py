@@ -18,9 +18,8 @@ import torch
 from gradsync.commands.report.run import read_run
 from gradsync.commands.train.config import EvalConfig, SyncConfig, TrainConfig
 from gradsync.commands.train.faults import FaultPlan
-from gradsync.commands.train.loop import Interval, Trainer
+from gradsync.commands.train.loop import Trainer
 from gradsync.data.micro_batch import Batch
-from gradsync.runtime.activity import Sampler
 from gradsync.runtime.environ import exported
 from gradsync.sync.registry import STRATEGIES
 from support.small_run import RankResult, losses, make_data, small_config, train_rank
@@ -270,37 +269,6 @@ def test_parts_of_a_step_are_its_time(pool: Any, data: Path, tmp_path: Path, syn
         assert sum(parts) + line["comm/exposed_s"] <= line["perf/step_s"]
 
 
-def waits_of(rank: int, world_size: int, store_path: str, config: TrainConfig) -> list[str]:
-    """The part of each step in which this rank's exposed communication is counted; each step is
-    told to those that watch."""
-    parts: list[str] = []
-    told: list[int] = []
-    original = Interval.add
-
-    def add(self: Interval, exposed: Any, part: str) -> None:
-        parts.append(part)
-        original(self, exposed, part)
-
-    with (
-        mock.patch.object(Interval, "add", add),
-        mock.patch.object(Sampler, "tell", lambda _, step: told.append(step)),
-    ):
-        result = train_rank(rank, world_size, store_path, config)
-        assert result.error == "", result.error
-    assert told == [1, 2]
-    return parts
-
-
-@pytest.mark.parametrize(
-    ("sync", "part"), [("ddp", "backward"), ("fsdp", "backward"), ("naive", "step")]
-)
-def test_exposed_communication_is_taken_from_the_part_it_lies_in(
-    pool: Any, data: Path, tmp_path: Path, sync: str, part: str
-) -> None:
-    config = small_config(tmp_path, data, sync=sync, steps=2)
-    assert pool.run(waits_of, 2, config) == [[part] * 2] * 2
-
-
 def test_the_run_directory_holds_what_it_promises_and_a_finished_run_is_left_as_it_is(
     pool: Any, data: Path, tmp_path: Path
 ) -> None:
@@ -411,6 +379,17 @@ def test_a_flipped_bit_heals(
     results = pool.run(flip_one_bit, 2, small_config(tmp_path / "2", data, **changes), where)
     assert "without a majority" in results[0].error
     assert [check.step for check in read_run(tmp_path / "2").checks if check.bad] == [4]
+
+
+def test_no_checkpoint_is_written_of_replicas_that_differ(
+    pool: Any, data: Path, tmp_path: Path
+) -> None:
+    given = SyncConfig(weights="replicas")
+    config = small_config(tmp_path, data, check_replicas_every=100, sync_options=given)
+    results = pool.run(flip_one_bit, 2, config, "unseen")
+    assert "without a majority" in results[0].error
+    saved = [each.name for each in (tmp_path / "checkpoints").glob("step*")]
+    assert saved == ["step-00000002"]
 
 
 def test_a_bit_flipped_in_the_one_copy_of_the_weights_is_refused(

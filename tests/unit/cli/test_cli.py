@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
 from gradsync.commands.cli.main import COMMANDS, main
 from gradsync.commands.cli.train import complete_flags
@@ -419,33 +418,6 @@ def test_ranks_already_started_by_a_launcher(
         monkeypatch.setenv(name, value)
     assert run(*TRAIN, "--nproc-per-node", "3") == 2
     assert "env has started 2 ranks already" in capsys.readouterr().err
-
-
-def test_file_below_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "run.yaml"
-    file.write_text("preset: tiny\nsteps: 7\ntf32: false\noptim:\n  lr: 3e-4\n  beta1: 0.8\n")
-    assert main(["train", str(file), "--optim.lr", "0.5", "--dry-run"]) == 0
-    document = capsys.readouterr().out.partition("4,096 tokens per update")[0]
-    config = yaml.safe_load(document)
-    assert config["steps"] == 7
-    assert config["tf32"] is False
-    assert config["optim"]["lr"] == 0.5
-    assert config["optim"]["beta1"] == 0.8
-
-
-def test_toml_and_its_typo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "run.toml"
-    file.write_text("stepz = 7\n")
-    assert run("train", str(file)) == 2
-    assert "perhaps you meant steps" in capsys.readouterr().err
-
-
-def test_saved_config_reads_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from gradsync.commands.train.config_io import parse_config, write_config
-
-    config = parse_config(["tiny", "--steps", "9", "--no-tf32", "--optim.clip-norm", "None"])
-    write_config(config, tmp_path / "config.yaml")
-    assert parse_config([str(tmp_path / "config.yaml")]) == config
 
 
 def test_a_log_line_does_not_steer_the_terminal() -> None:

@@ -107,17 +107,6 @@ def test_start_values_have_the_documented_size_and_lengths_a_limit():
     assert block.mlp_norm.weight.eq(1).all()
 
 
-def test_built_on_meta_then_filled_is_the_same_model():
-    with torch.device("meta"):
-        model = GPT(SMALL, seed=9)
-    assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {"meta"}
-    model.to_empty(device="cpu")
-    for tensor in (*model.parameters(), *model.buffers()):
-        tensor.data.fill_(7.0)
-    model.init_weights(torch.Generator().manual_seed(9))
-    assert torch.equal(model(tokens()), GPT(SMALL, seed=9)(tokens()))
-
-
 def test_a_default_dtype_changes_neither_draws_nor_rotary_tables():
     torch.set_default_dtype(torch.float64)
     try:

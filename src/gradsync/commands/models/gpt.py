@@ -225,11 +225,9 @@ class GPT(nn.Module):
 
     Weights are drawn on the CPU from a separate generator, so building a model neither reads nor
     advances torch's global random state; then they move to the default device. Under
-    `torch.device("meta")` nothing is drawn: call `to_empty(device=…)`, then `init_weights`.
+    `torch.device("meta")` nothing is drawn.
 
     Args:
-        config: the shape.
-        seed: of the initial weights.
         activation_checkpointing: recompute each block in backward instead of keeping its
             activations (arXiv 1604.06174); gradients keep the same bits.
         loss_rows: compute the loss of this many positions at a time, see [Note: Loss in rows]; None
@@ -269,20 +267,15 @@ class GPT(nn.Module):
             table = torch.empty(turned, config.head_dim, dtype=torch.float32)
         self.register_buffer("rope_cos", table, persistent=False)
         self.register_buffer("rope_sin", table.clone(), persistent=False)
-        if table.device.type != "meta":
-            self.init_weights(torch.Generator().manual_seed(seed))
-
-    @torch.no_grad()
-    def init_weights(self, generator: torch.Generator) -> None:
-        """Draw all weights from a CPU generator, in `named_parameters` order, and fill the rotary
-        tables."""
-        for name, parameter in self.named_parameters():
-            shape = tuple(parameter.shape)
-            parameter.copy_(initial_weight(name, shape, self.config.n_layer, generator))
-        if self.positions is None:
-            cos_TK, sin_TK = rope_tables(self.config)
-            self.rope_cos.copy_(cos_TK)
-            self.rope_sin.copy_(sin_TK)
+        if table.device.type == "meta":
+            return
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                shape = tuple(parameter.shape)
+                parameter.copy_(initial_weight(name, shape, config.n_layer, generator))
+        if not config.is_gpt2:
+            self.rope_cos, self.rope_sin = (t.to(table.device) for t in rope_tables(config))
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
         """Logits of the next token at every position, logits_BTV, or the loss if targets are given,

@@ -163,11 +163,7 @@ SyncConfig: Any = make_dataclass(
 
 
 def sync_options(words: Sequence[str]) -> Any:
-    """The `SyncConfig` of KEY=VALUE words.
-
-    Raises:
-        ConfigError: text of another form, or a key that no strategy has.
-    """
+    """The `SyncConfig` of KEY=VALUE words; ConfigError for a key that no strategy has."""
     given: dict[str, Any] = {}
     known = every_option()
     for word in words:

@@ -112,12 +112,8 @@ def _joined(arguments: Sequence[str]) -> list[str]:
 
 
 def read_config(path: Path, *, of_older_version: bool = False) -> TrainConfig:
-    """The configuration in a YAML or TOML file; keys may contain dashes or dots.
-
-    Raises:
-        ConfigError: the file cannot be read, or holds a value that no setting has, or a key, unless
-            an older version may have written it.
-    """
+    """The configuration in a YAML or TOML file; keys may contain dashes or dots. ConfigError for
+    what no setting is; a run `of_older_version` may have keys that are gone."""
     document = read_document(path, "configuration")
     if not isinstance(document.values, dict):
         raise ConfigError(

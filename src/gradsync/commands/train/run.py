@@ -255,7 +255,6 @@ def _summarise(trainer: Trainer, totals: Totals) -> dict[str, Any]:
         "world_size": world.world_size,
         "launcher": world.launcher,
         "sync": config.sync,
-        "parallel": config.parallel,
         "peak_lr": config.optim.scaled(config.tokens_per_update).lr,
         "tokens_per_s": tokens_timed / totals.wall_s if totals.wall_s else None,
         "exposed_comm_fraction": totals.exposed_s / totals.wall_s if totals.wall_s else None,
@@ -267,17 +266,9 @@ def _summarise(trainer: Trainer, totals: Totals) -> dict[str, Any]:
 
 def _farewell(trainer: Trainer, totals: Totals, model: GPT) -> None:
     """Final figures, a sample of text, and the paths of all files."""
-    say, meta = trainer.progress.say, trainer.data.meta
-    if math.isfinite(totals.train_loss):
-        say(f"final training loss {totals.train_loss:.4f}")
+    config, say = trainer.config, trainer.progress.say
     if math.isfinite(totals.val_loss):
         say(f"final validation loss {totals.val_loss:.4f} nats per token")
-    if meta is not None:
-        say(
-            f"for comparison: {meta.unigram_entropy_nats:.4f} is the entropy of single "
-            f"{meta.tokenizer} tokens (a model that only counts them)"
-        )
-    config = trainer.config
     if trainer.data.load_tokenizer is not None and config.sample_tokens:
         try:
             tokenizer = trainer.data.load_tokenizer()

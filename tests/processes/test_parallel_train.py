@@ -96,8 +96,7 @@ def test_a_pipeline_has_one_ranks_bits(
 ) -> None:
     results = pool.run(train_rank, ranks, config(tmp_path, data, UNTIED, **changes))
     assert finished(tmp_path, results) == one_rank(UNTIED)
-    # Every rank's memory was measured, and a replica's parts are files of one checkpoint.
-    assert len(results[0].summary["mem_max_gib_by_rank"]) == ranks
+    # A replica's parts are files of one checkpoint.
     files = {path.stem for path in (tmp_path / "checkpoints").glob("step-00000004/part-*")}
     assert files == {"part-00000-of-00002", "part-00001-of-00002"}
 
@@ -174,50 +173,24 @@ def test_mixed_precision_has_one_ranks_bits(pool: Any, data: Path, tmp_path: Pat
     assert found[0] == found[1]
 
 
-def test_one_ranks_exception_ends_all(pool: Any, data: Path, tmp_path: Path) -> None:
-    run = config(tmp_path, data, TIED, parallel="pp=2,dp=2", sync="naive")
-    results = pool.run(train_rank, 4, run, FaultPlan(kind="raise", rank=3, step=2))
-    assert results[3].error == "ValueError: a fault of gradsync drill"
-    for other in results[:3]:
-        assert "rank 3 on" in other.error
-
-
 def rank_with_a_flipped_bit(
-    rank: int, world_size: int, store_path: str, run: TrainConfig, victim: int, name: str
+    rank: int, world_size: int, store_path: str, run: TrainConfig
 ) -> RankResult:
-    """Changes one weight of rank `victim` before replicas are compared."""
+    """Changes one weight of rank 3 before replicas are compared."""
     original = SplitSync.check_replicas
 
-    def flip_and_check(self: SplitSync, *args: Any, **named: Any) -> None:
-        if rank == victim:
+    def flip_and_check(self: SplitSync, *args: Any, **named: Any) -> bool:
+        if rank == 3:
             with torch.no_grad():
-                dict(self.model.named_parameters())[name][0] += 1.0
-        original(self, *args, **named)
+                self.model.get_parameter("norm.weight")[0] += 1.0
+        return original(self, *args, **named)
 
     with mock.patch.object(SplitSync, "check_replicas", flip_and_check):
         return train_rank(rank, world_size, store_path, run)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "parallel", "victim", "name", "message"),
-    [
-        (4, "pp=2,dp=2", 3, "norm.weight", "'norm.weight'.* rank 1 / rank 3 hold different bits"),
-        (2, "pp=2", 1, "embed.weight", r"two ends.* tied 'embed.weight'.* ranks \(0, 1\)"),
-    ],
-    ids=["replica", "tied"],
-)
-def test_replicas_that_differ_are_named(
-    pool: Any,
-    data: Path,
-    tmp_path: Path,
-    ranks: int,
-    parallel: str,
-    victim: int,
-    name: str,
-    message: str,
-) -> None:
-    run = config(tmp_path, data, TIED, parallel=parallel, check_replicas_every=1)
-    results = pool.run(rank_with_a_flipped_bit, ranks, run, victim, name)
-    errors = [result.error for result in results]
+def test_replicas_that_differ_are_named(pool: Any, data: Path, tmp_path: Path) -> None:
+    run = config(tmp_path, data, TIED, parallel="pp=2,dp=2", check_replicas_every=1)
+    errors = [result.error for result in pool.run(rank_with_a_flipped_bit, 4, run)]
     assert all(errors)
-    assert re.search(message, errors[victim]), errors[victim]
+    assert re.search("'norm.weight'.* rank 1 / rank 3 hold different bits", errors[3]), errors[3]

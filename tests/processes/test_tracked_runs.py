@@ -48,14 +48,6 @@ def counted_rank(
         return train_rank(rank, world_size, store_path, config), Made.count
 
 
-def rank_without_wandb(
-    rank: int, world_size: int, store_path: str, config: TrainConfig
-) -> RankResult:
-    """This rank's run, where no host has the package."""
-    with mock.patch.dict(sys.modules, wandb=None):
-        return train_rank(rank, world_size, store_path, config)
-
-
 def test_rank_0_alone_tracks_and_weights_stay(pool: Any, tmp_path: Path) -> None:
     data = make_data(tmp_path / "data")
     hashes = []
@@ -100,11 +92,3 @@ def test_the_packages_themselves_take_a_run_and_the_one_that_goes_on(tmp_path: P
     runs = sorted((out / "wandb").glob("offline-run-*/run-*.wandb"))
     assert len({path.name for path in runs}) == 1 < len(runs), "two parts of one run"
     assert all(b"train/loss" in path.read_bytes() for path in runs)
-
-
-def test_a_package_that_rank_0_lacks_ends_all_ranks(pool: Any, tmp_path: Path) -> None:
-    config = small_config(tmp_path / "out", make_data(tmp_path / "data"), track="wandb")
-    first, second = pool.run(rank_without_wandb, 2, config)
-    needs = "track=wandb needs the package wandb: pip install 'gradsync[wandb]'"
-    assert first.error == second.error == f"ConfigError: {needs}"
-    assert not (tmp_path / "out").exists()

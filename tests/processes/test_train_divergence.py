@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -75,11 +74,4 @@ def test_a_run_ends_at_the_step_not_at_the_next_log(pool: Any, data: Path, tmp_p
     )
     for result in pool.run(train_rank, 2, config):
         assert "became nan at step 2; lower --optim.lr" in result.error
-    assert saved(tmp_path) == ["step-00000001"]
-    # Finite is not sound: no learning rate mends what that step has left behind.
-    again = replace(config, optim=OptimConfig(lr=1e-3))
-    for result in pool.run(train_rank, 2, again):
-        assert "became nan at step 2; that is the first step after the checkpoint" in result.error
-        assert "--resume PATH" in result.error
-        assert "lower" not in result.error
     assert saved(tmp_path) == ["step-00000001"]

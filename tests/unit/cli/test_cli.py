@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import shlex
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
 from gradsync.commands.cli.main import COMMANDS, main
 from gradsync.commands.cli.train import complete_flags
-from gradsync.commands.launch import local
 from gradsync.commands.models.config import PRESETS
 from gradsync.commands.prepare.prepare import prepare
 from gradsync.data import tokenizer
@@ -422,33 +419,6 @@ def test_ranks_already_started_by_a_launcher(
     assert "env has started 2 ranks already" in capsys.readouterr().err
 
 
-def test_file_below_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "run.yaml"
-    file.write_text("preset: tiny\nsteps: 7\ntf32: false\noptim:\n  lr: 3e-4\n  beta1: 0.8\n")
-    assert main(["train", str(file), "--optim.lr", "0.5", "--dry-run"]) == 0
-    document = capsys.readouterr().out.partition("4,096 tokens per update")[0]
-    config = yaml.safe_load(document)
-    assert config["steps"] == 7
-    assert config["tf32"] is False
-    assert config["optim"]["lr"] == 0.5
-    assert config["optim"]["beta1"] == 0.8
-
-
-def test_toml_and_its_typo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "run.toml"
-    file.write_text("stepz = 7\n")
-    assert run("train", str(file)) == 2
-    assert "perhaps you meant steps" in capsys.readouterr().err
-
-
-def test_saved_config_reads_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from gradsync.commands.train.config_io import parse_config, write_config
-
-    config = parse_config(["tiny", "--steps", "9", "--no-tf32", "--optim.clip-norm", "None"])
-    write_config(config, tmp_path / "config.yaml")
-    assert parse_config([str(tmp_path / "config.yaml")]) == config
-
-
 def test_a_log_line_does_not_steer_the_terminal() -> None:
     code = (
         "import logging; from gradsync.commands.cli.main import main; main(['--version']);"
@@ -468,24 +438,3 @@ def test_json_is_one_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     captured = capsys.readouterr()
     assert json.loads(captured.out) == json.loads((out / "summary.json").read_text())
     assert "step 2/2" in captured.err
-
-
-@pytest.mark.parametrize(
-    ("code", "received", "said"),
-    [
-        (130, signal.SIGINT, "gradsync: error: SIGINT ended the ranks before they could save\n"),
-        (75, signal.SIGTERM, ""),
-        (1, None, ""),
-    ],
-)
-def test_ranks_that_a_signal_ended_at_their_start_are_told_of(
-    code: int,
-    received: signal.Signals | None,
-    said: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    ended = local.LaunchOutcome(code=code, received=received, killed={})
-    monkeypatch.setattr(local, "launch_ranks", lambda *_, **__: ended)
-    assert run("train", "tiny", "--nproc-per-node", "2", "--device", "cpu") == code
-    assert capsys.readouterr().err == said

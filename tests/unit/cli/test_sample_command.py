@@ -51,10 +51,12 @@ def test_a_small_model_takes_one_thread(run: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(torch, "multinomial", counted)
     monkeypatch.setattr("gradsync.runtime.machine.choose_threads", lambda _: 7)
+    before = torch.get_num_threads()
     torch.set_num_threads(2)
     assert main(["sample", str(run), "--prompt", "the ", "--tokens", "1"]) == 0
     assert threads == [1]
     assert torch.get_num_threads() == 2
+    torch.set_num_threads(before)
 
 
 def test_json_names_the_checkpoint(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,7 +71,6 @@ def test_json_names_the_checkpoint(run: Path, capsys: pytest.CaptureFixture[str]
     [
         (["nowhere"], 2, "nowhere: no checkpoint there"),
         (["RUN", "--data", "OTHER"], 2, "another tokenizer (bpe 270"),
-        (["RUN", "--tokens", "-1"], 2, "--tokens must not be negative; got -1"),
         (["RUN", "--temperature", "-1"], 2, "temperature"),
     ],
 )

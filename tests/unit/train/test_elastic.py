@@ -48,7 +48,9 @@ def test_what_was_given_stays() -> None:
     assert not decision.changes.keys() & {"sync", "dtype", "micro_batch_size"}
     auto = decided(replace(recipe("small"), sync="auto"), "h100x4", "sync")
     assert ("sync" in auto.changes, auto.ranks) == (False, 4)
-    assert decided(recipe("small"), "h100x4", world_size=2).ranks == 2
+    config = replace(recipe("small"), dtype="bf16")
+    two = load_hardware("h100x4").with_devices(2)
+    assert decide(config, frozenset(), two, world_size=2).ranks == 2
 
 
 def test_a_run_that_goes_on_keeps_what_it_began_with(tmp_path: Path) -> None:

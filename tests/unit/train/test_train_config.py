@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import math
-from dataclasses import FrozenInstanceError, asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,28 +33,17 @@ PARTS = (TrainConfig, OptimConfig, EvalConfig, CheckpointConfig, SyncConfig)
         (OptimConfig, "lr", (0.0, -1e-3, math.nan), (1e-9,), "a positive number"),
         (OptimConfig, "min_lr_ratio", (-0.1, 1.1), (0.0, 1.0), "in 0..1"),
         (OptimConfig, "warmup_steps", (-1,), (0,), "at least 0"),
-        (OptimConfig, "decay_fraction", (0.0, 1.5), (1.0,), "in 0..1, 0 excluded"),
         (OptimConfig, "clip_norm", (0.0, -1.0), (None,), "positive, or None for no clipping"),
-        (OptimConfig, "beta1", (1.0,), (0.0,), "in 0..1, 1 excluded"),
         (OptimConfig, "beta2", (-0.1,), (0.0,), "in 0..1, 1 excluded"),
-        (OptimConfig, "eps", (0.0,), (1e-12,), "positive"),
-        (OptimConfig, "weight_decay", (-0.1,), (0.0,), "at least 0"),
-        (EvalConfig, "max_tokens", (0,), (1, None), "at least 1, or None for all"),
+        (EvalConfig, "max_tokens", (0,), (1, None), "at least 1"),
         (EvalConfig, "every", (-1,), (0,), "at least 0"),
-        (CheckpointConfig, "every", (-1,), (0,), "at least 0"),
         (CheckpointConfig, "keep_last", (0,), (1,), "at least 1"),
         (TrainConfig, "steps", (0,), (1,), "at least 1"),
         (TrainConfig, "tokens_per_update", (0,), (1,), "at least 1"),
-        (TrainConfig, "micro_batch_size", (-4,), (1,), "at least 1"),
-        (TrainConfig, "log_every", (0,), (1,), "at least 1"),
         (TrainConfig, "threads", (0,), (1, None), "at least 1"),
-        (TrainConfig, "nproc_per_node", (0,), (1, None), "at least 1"),
         (TrainConfig, "seq_len", (0,), (1, 256, None), "at least 1"),
         (TrainConfig, "num_workers", (-1,), (0,), "at least 0"),
-        (TrainConfig, "sample_tokens", (-1,), (0,), "at least 0"),
-        (TrainConfig, "check_replicas_every", (-1,), (0,), "at least 0"),
         (TrainConfig, "timeout_s", (0.0,), (0.1,), "positive"),
-        (TrainConfig, "rendezvous_timeout_s", (-1.0,), (0.1,), "positive"),
         (TrainConfig, "silence_s", (0.5,), (1.0,), "at least 1"),
     ],
 )
@@ -89,18 +78,6 @@ def test_what_does_not_go_together() -> None:
     assert healing.on_drift == "heal"
     assert TrainConfig(compile="model", sync="naive").compile == "model"
     assert TrainConfig(compile="ddp", sync="ddp").compile == "ddp"
-
-
-def test_frozen_and_a_change_is_validated_too() -> None:
-    for part in PARTS:
-        with pytest.raises(FrozenInstanceError):
-            setattr(part(), fields(part)[0].name, 1)
-        with pytest.raises(TypeError):
-            part(1)
-    with pytest.raises(ConfigError, match="steps must be at least 1"):
-        replace(TrainConfig(), steps=0)
-    with pytest.raises(ConfigError, match="profile must be at least 0; got -1"):
-        TrainConfig(profile=-1)
 
 
 def test_every_field_is_explained() -> None:
@@ -160,22 +137,7 @@ CHANGED = replace(
     optim=OptimConfig(lr=3e-4, schedule="wsd", clip_norm=None, fused=False),
     eval=EvalConfig(every=0, max_tokens=None),
     checkpoint=CheckpointConfig(every=3, keep_last=5),
-    sync_options=SyncConfig(
-        bucket_mb=0.5,
-        first_bucket_mb=0.25,
-        overlap=False,
-        order="any",
-        reduction="ring",
-        wire="bf16",
-        shard="optimizer",
-        find_unused_parameters=True,
-        inner_steps=7,
-        outer_lr=0.5,
-        outer_momentum=0.8,
-        matrix_approximation_rank=2,
-        start_powerSGD_iter=3,
-        compute_dtype="bf16",
-    ),
+    sync_options=SyncConfig(bucket_mb=0.5, overlap=False, reduction="ring", inner_steps=7),
 )
 
 
@@ -248,7 +210,8 @@ def test_a_bad_value_is_refused_with_file_line_and_key(
 
 
 def test_an_unset_option_of_an_older_version_counts_as_left_out(tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_text("sync_options: {wire: null, of_once: null}\nsteps: 5\n")
+    unset = "sync_options: {wire: null, of_once: null}\naudit_every: 0\nsteps: 5\n"
+    (tmp_path / "a.yaml").write_text(unset)
     assert parse_config([str(tmp_path / "a.yaml")]) == replace(recipe("tiny"), steps=5)
     (tmp_path / "b.yaml").write_text("sync_options: {of_once: 1}\n")
     with pytest.raises(ConfigError, match=r":1: unknown key 'sync_options\.of_once'"):

@@ -26,7 +26,6 @@ from gradsync.commands.train.learner import (
     build_optimizer,
     compile_blocks,
     learning_rate,
-    set_learning_rate,
 )
 from gradsync.errors import ConfigError
 from gradsync.world import World
@@ -50,9 +49,8 @@ def test_matrices_decay_vectors_do_not_and_the_settings_arrive() -> None:
     optimizer = build_optimizer(model, CONFIG)
     found = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     assert found == [["table.weight", "linear.weight"], ["norm.weight", "norm.bias", "linear.bias"]]
-    set_learning_rate(optimizer, 0.5)
     for group, decay in zip(optimizer.param_groups, (0.25, 0.0), strict=True):
-        settings = (0.5, decay, (0.8, 0.9), 1e-6, True)
+        settings = (0.01, decay, (0.8, 0.9), 1e-6, True)
         assert settings == tuple(
             group[name] for name in ("lr", "weight_decay", "betas", "eps", "fused")
         )
@@ -178,7 +176,6 @@ def test_nothing_is_scaled_unless_asked_for() -> None:
         ({"lr_scaling": "sqrt"}, "lr_scaling=sqrt and optim.lr_base_batch=None: give both"),
         ({"lr_base_batch": 8}, "lr_scaling=none and optim.lr_base_batch=8: give both"),
         ({"lr_scaling": "linear", "lr_base_batch": 0}, "lr_base_batch must be at least 1; got 0"),
-        ({"lr_scaling": "cubic", "lr_base_batch": 8}, "must be one of none, linear, sqrt"),
     ],
 )
 def test_half_a_scaling_is_refused(options: dict[str, Any], message: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -56,22 +55,6 @@ def test_waiting_is_told_from_working(clock: Clock) -> None:
             clock.advance(10.0)
     assert interval.data_s == 2.0 + 3.0 + 4.0 + 1.0 + 1.0  # finding the end takes time too
     assert interval.read() == (31.0, 0.0)
-
-
-def test_an_error_passes_through_waiting_and_pausing(clock: Clock) -> None:
-    interval = Interval()
-
-    def broken(*, paused: bool) -> Iterator[int]:
-        with interval.paused() if paused else nullcontext():
-            clock.advance(2.0)
-            raise ValueError("no data")
-        yield 0
-
-    for paused, wall_s in ((False, 2.0), (True, 2.0)):
-        with pytest.raises(ValueError, match="no data"):
-            list(interval.waiting(broken(paused=paused)))
-        assert interval.read() == (wall_s, 0.0)
-    assert interval.data_s == 4.0
 
 
 def test_a_pause_is_left_out(clock: Clock) -> None:
@@ -127,17 +110,3 @@ def test_exposed_communication_is_taken_from_the_part_in_which_it_lay(
     assert interval.seconds_of(part) == 5.0
     assert interval.seconds_of("backward") + interval.seconds_of("step") == 10.0
     assert interval.read() == (21.0, 2.0)
-
-
-def test_a_stopwatch_keeps_only_whole_readings(clock: Clock) -> None:
-    watch = Stopwatch(on_cuda=False)
-    assert watch.seconds() == 0.0
-    watch.start()
-    assert watch.seconds() == 0.0
-    clock.advance(2.0)
-    watch.stop()
-    kept = watch.copy()
-    watch.start()
-    clock.advance(5.0)
-    watch.stop()
-    assert (kept.seconds(), watch.seconds()) == (2.0, 5.0)

@@ -4,13 +4,12 @@ remembered is taken up by the same strategy only."""
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from gradsync.checkpoint.store import CheckpointStore, Snapshot
+from gradsync.checkpoint.store import Snapshot
 from gradsync.commands.train.config import (
     CheckpointConfig,
     EvalConfig,
@@ -20,7 +19,6 @@ from gradsync.commands.train.config import (
 )
 from gradsync.commands.train.saving import Fingerprint
 from gradsync.commands.train.state import (
-    _find_checkpoint,
     changed_settings,
     compare,
     numeric_fingerprint,
@@ -190,17 +188,3 @@ def test_what_ends_a_round_belongs_to_a_run_that_has_rounds(sync: str, told: boo
     now = TrainConfig(sync=sync, eval=EvalConfig(every=7), checkpoint=CheckpointConfig(keep_last=9))
     line = "resuming with changed settings: eval.every 100 -> 7"
     assert changed_settings(saved, now) == [line] * told
-
-
-@pytest.mark.parametrize(
-    ("left", "resume", "said"), [("{}\n", "auto", 1), ("", "auto", 0), ("{}\n", "none", 0)]
-)
-def test_a_start_without_a_checkpoint_to_go_on_from_says_so(
-    tmp_path: Path, left: str, resume: str, said: int
-) -> None:
-    store = CheckpointStore(tmp_path / "checkpoints")
-    assert _find_checkpoint("auto", store) == (None, [])  # a new run
-    (tmp_path / "metrics.jsonl").write_text(left)
-    path, notes = _find_checkpoint(resume, store)
-    assert path is None
-    assert len([n for n in notes if n.startswith("the start before left no checkpoint")]) == said

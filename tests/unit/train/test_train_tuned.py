@@ -27,7 +27,6 @@ from gradsync.commands.train.tuned import (
     conditions_of,
     resolve_auto,
 )
-from gradsync.errors import ConfigError
 from gradsync.world import World
 
 WORLD = World(world_size=2, local_world_size=2)
@@ -187,17 +186,6 @@ def test_a_cache_that_fails_at_the_end_takes_nothing_else_with_it(
     assert document["command"].startswith("gradsync tune tiny --world-size 4")
     record = json.loads((tmp_path / "record.json").read_text())
     assert record["cache"] == document["cache"]
-
-
-def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    def nobody() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.delenv("GRADSYNC_CACHE")
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(Path, "home", nobody)
-    with pytest.raises(ConfigError, match=r"no home directory .* GRADSYNC_CACHE can name a folder"):
-        resolved(asked())
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -40,17 +40,11 @@ class ExportOptions:
     data: str = ""
     """Data directory for its tokenizer; empty: the run's. With --from, the directory to record in
     the new run: nanoGPT's, with its meta.pkl, or a folder with a tokenizer.json."""
-    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
-    """Print one JSON document."""
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False  # Print one JSON document.
 
 
 def run(argv: list[str]) -> int:
-    """Run `gradsync export ARGV`; returns the exit code.
-
-    Raises:
-        UsageError: the folder is not empty.
-        CheckpointError, DataError: nothing to export.
-    """
+    """See `gradsync export --help`."""
     options = parse(ExportOptions, argv, "export")
     path, out = Path(options.path), Path(options.out) if options.out else None
     if options.source == "run":
@@ -105,11 +99,7 @@ def export(path: Path, out: Path | None, data: str = "") -> Path:
 
 
 def bring(path: Path, out: Path | None, source: str, data: str = "") -> Path:
-    """Make a run of another program's model; returns its directory.
-
-    Raises:
-        UsageError: it cannot be read, or the decoder does not support the model.
-    """
+    """Make a run of another program's model; returns its directory."""
     from gradsync.commands.train.foreign import read_hf, read_nanogpt, write_start
 
     folder = out or path.parent / f"{path.stem or 'model'}-run"

@@ -27,7 +27,7 @@ COMMANDS = {
     "train": "train a GPT on 1..N ranks, from any launcher",
     "prepare": "turn files, folders or JSONL into train.bin and val.bin",
     "sample": "generate text from a checkpoint",
-    "export": "write a trained model for transformers, or as safetensors",
+    "export": "write a trained model for transformers, or read another program's",
     "report": "write a page about a run, or several: curves, times, settings",
     "watch": "follow a run that is going on, in the terminal",
     "verify": "prove every strategy right against one rank, or say why it is not",

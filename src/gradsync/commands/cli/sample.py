@@ -24,28 +24,15 @@ if TYPE_CHECKING:
 class SampleOptions:
     """Generate text from a checkpoint."""
 
-    path: Annotated[Positional[str], tyro.conf.arg(metavar="PATH")]
-    """Run directory or checkpoint."""
-    prompt: str = ""
-    """Text to continue; empty: a new line."""
-    tokens: int = 300
-    """Tokens to add."""
-    temperature: float = 0.8
-    """Logits are divided by it; 0 takes the most likely token."""
-    top_k: int = 50
-    """Sample among the k most likely tokens; 0 among all."""
-    seed: int = 0
-    """Seed of the draws."""
-    data: str = ""
-    """Data directory for its tokenizer; empty: the one that the run was trained on."""
-    device: str = "auto"
-    """auto, cpu, cuda or cuda:N."""
-    json: bool = False
-    """Print one JSON document."""
-
-    def __post_init__(self) -> None:
-        if self.tokens < 0:
-            raise ConfigError(f"--tokens must not be negative; got {self.tokens}")
+    path: Annotated[Positional[str], tyro.conf.arg(metavar="PATH")]  # Run directory or checkpoint.
+    prompt: str = ""  # Text to continue; empty: a new line.
+    tokens: int = 300  # Tokens to add.
+    temperature: float = 0.8  # Logits are divided by it; 0 takes the most likely token.
+    top_k: int = 50  # Sample among the k most likely tokens; 0 among all.
+    seed: int = 0  # Seed of the draws.
+    data: str = ""  # Data directory for its tokenizer; empty: the one that the run was trained on.
+    device: str = "auto"  # auto, cpu, cuda or cuda:N.
+    json: bool = False  # Print one JSON document.
 
 
 def run(argv: list[str]) -> int:

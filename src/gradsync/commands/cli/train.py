@@ -111,12 +111,7 @@ def _start_ranks(config: TrainConfig, flags: list[str], as_json: bool) -> int:
     if not config.out:
         flags = [*flags, "--out", default_out(config)]
     argv = ["train", *flags, *(["--json"] if as_json else [])]
-    ended = launch_ranks(argv, config.nproc_per_node, log_dir=None)
-    # Ranks past their start exit with 75, and print it; the signal ends earlier ones.
-    if ended.received is not None and ended.code == 128 + ended.received:
-        said = f"gradsync: error: {ended.received.name} ended the ranks before they could save"
-        print(said, file=sys.stderr, flush=True)
-    return ended.code
+    return launch_ranks(argv, config.nproc_per_node, log_dir=None).code
 
 
 def _join_run(
@@ -195,11 +190,7 @@ def _with_all_ranks(
     config: TrainConfig, given: frozenset[str] | None, world: World, *, threads: int
 ) -> tuple[TrainConfig, Sequence[str]]:
     """The configuration with every `auto` and, if `given` is not None, every elastic choice
-    resolved, the same on all ranks, and lines about them.
-
-    Raises:
-        ConfigError: a choice conflicts with the rest of the configuration.
-    """
+    resolved, the same on all ranks, and lines about them."""
     from gradsync.comm.groups import communicator
     from gradsync.comm.values import from_rank_0
     from gradsync.commands.train.tuned import TunedStrategy

@@ -24,19 +24,14 @@ class GPTConfig:
             biases or grouped heads in the other architecture.
     """
 
-    n_layer: int = 4
-    """Decoder blocks."""
-    n_head: int = 4
-    """Query heads; each is `n_embd / n_head` wide."""
+    n_layer: int = 4  # Decoder blocks.
+    n_head: int = 4  # Query heads; each is `n_embd / n_head` wide.
     n_kv_head: Fixed[int | None] = None
     """Key and value heads, shared by groups of query heads (arXiv 2305.13245); default:
     `n_head`."""
-    n_embd: int = 256
-    """Width of the residual stream."""
-    vocab_size: int = 256
-    """Number of token ids."""
-    block_size: int = 256
-    """Longest sequence, in tokens."""
+    n_embd: int = 256  # Width of the residual stream.
+    vocab_size: int = 256  # Number of token ids.
+    block_size: int = 256  # Longest sequence, in tokens.
     hidden_dim: Fixed[int | None] = None
     """Width inside the SwiGLU; default: 8/3 of `n_embd`, rounded up to a multiple of 64. gpt2:
     inside the GELU; default: 4 times `n_embd`."""
@@ -44,14 +39,12 @@ class GPTConfig:
     """Probability of zeroing an element of the embeddings and of each branch's output."""
     tie_head: Fixed[bool] = True
     """Whether the output layer uses the embedding's weights (arXiv 1608.05859)."""
-    rope_theta: Fixed[float] = 10_000.0
-    """Base of the rotary wave lengths (arXiv 2104.09864)."""
+    rope_theta: Fixed[float] = 10_000.0  # Base of the rotary wave lengths (arXiv 2104.09864).
     norm_eps: Fixed[float] = 1e-5
     """Added to the mean square inside each RMSNorm (arXiv 1910.07467), to LayerNorm's variance."""
     architecture: Fixed[Literal["llama", "gpt2"]] = "llama"
     """llama: RMSNorm, rotary positions, SwiGLU. gpt2: LayerNorm, learned positions, GELU."""
-    bias: Fixed[bool] = False
-    """gpt2: whether the norms and all matrices but the head have biases."""
+    bias: Fixed[bool] = False  # gpt2: whether the norms and all matrices but the head have biases.
 
     def __post_init__(self) -> None:
         names = ("n_layer", "n_head", "n_embd", "vocab_size", "block_size")

@@ -225,11 +225,9 @@ class GPT(nn.Module):
 
     Weights are drawn on the CPU from a separate generator, so building a model neither reads nor
     advances torch's global random state; then they move to the default device. Under
-    `torch.device("meta")` nothing is drawn: call `to_empty(device=…)`, then `init_weights`.
+    `torch.device("meta")` nothing is drawn.
 
     Args:
-        config: the shape.
-        seed: of the initial weights.
         activation_checkpointing: recompute each block in backward instead of keeping its
             activations (arXiv 1604.06174); gradients keep the same bits.
         loss_rows: compute the loss of this many positions at a time, see [Note: Loss in rows]; None
@@ -269,20 +267,15 @@ class GPT(nn.Module):
             table = torch.empty(turned, config.head_dim, dtype=torch.float32)
         self.register_buffer("rope_cos", table, persistent=False)
         self.register_buffer("rope_sin", table.clone(), persistent=False)
-        if table.device.type != "meta":
-            self.init_weights(torch.Generator().manual_seed(seed))
-
-    @torch.no_grad()
-    def init_weights(self, generator: torch.Generator) -> None:
-        """Draw all weights from a CPU generator, in `named_parameters` order, and fill the rotary
-        tables."""
-        for name, parameter in self.named_parameters():
-            shape = tuple(parameter.shape)
-            parameter.copy_(initial_weight(name, shape, self.config.n_layer, generator))
-        if self.positions is None:
-            cos_TK, sin_TK = rope_tables(self.config)
-            self.rope_cos.copy_(cos_TK)
-            self.rope_sin.copy_(sin_TK)
+        if table.device.type == "meta":
+            return
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                shape = tuple(parameter.shape)
+                parameter.copy_(initial_weight(name, shape, config.n_layer, generator))
+        if not config.is_gpt2:
+            self.rope_cos, self.rope_sin = (t.to(table.device) for t in rope_tables(config))
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
         """Logits of the next token at every position, logits_BTV, or the loss if targets are given,
@@ -333,17 +326,17 @@ class GPT(nn.Module):
         return self.embed.weight if self.head is None else self.head.weight
 
 
-def loss_sum(logits_BTV: Tensor, targets_BT: Tensor, ignore_index: int = -100) -> Tensor:
+def loss_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     """Cross-entropy summed over the targets that count, in nats.
 
     A sum, not a mean: sums of micro-batches add up to the batch's sum however it is cut, and one
     division by the global number of targets gives the exact mean. Targets are int64 token ids, or
-    `ignore_index` for no target. Computed in fp32; 0-dim.
+    -100 for no target. Computed in fp32; 0-dim.
     """
     return F.cross_entropy(
         logits_BTV.float().flatten(0, 1),  # a bf16 sum over thousands of targets stops growing
         targets_BT.flatten(),
-        ignore_index=ignore_index,
+        ignore_index=_IGNORED,
         reduction="sum",
     )
 
@@ -423,23 +416,18 @@ def generate(
     seed: int = 0,
     use_cache: bool = True,
 ) -> list[int]:
-    """Continue `prompt_ids`. The same call on the same kind of device gives the same tokens.
+    """`prompt_ids` and `max_new_tokens` more; the same call on the same kind of device gives the
+    same.
 
-    A token costs a forward over one position, because keys and values of earlier ones are kept.
-    After `block_size` tokens it costs a forward over the last `block_size`: the window slides, and
-    deeper layers' kept values come from positions that it no longer contains.
+    A token costs a forward over one position, because keys and values of earlier ones are kept
+    (`use_cache=False` recomputes them: the same tokens, slowly). After `block_size` tokens it costs
+    a forward over the last `block_size`: the window slides, and deeper layers' kept values come
+    from positions that it no longer contains.
 
     Args:
-        model: on any device; put into eval mode during the call, then restored.
-        prompt_ids: at least one token id.
-        max_new_tokens: how many to add.
         temperature: divides the logits; 0 takes the most likely token.
         top_k: sample only among the k most likely; None: among all.
         seed: of the draws.
-        use_cache: False recomputes the whole context for each token: the same tokens, slowly.
-
-    Returns:
-        The prompt followed by the new tokens.
 
     Raises:
         ConfigError: an empty prompt, an id outside the vocabulary, temperature < 0, top_k < 1.

@@ -95,11 +95,8 @@ def plain_names(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def nanogpt_shape(args: Any, *, tie_head: bool) -> GPTConfig:
-    """The decoder's shape from the `model_args` of a nanoGPT checkpoint.
-
-    Raises:
-        ConfigError: a field is missing, unknown, or has an unsupported value.
-    """
+    """The decoder's shape from the `model_args` of a nanoGPT checkpoint; ConfigError for a field
+    that is missing, unknown, or has an unsupported value."""
     if not isinstance(args, dict):
         raise ConfigError(f"model_args: got {type(args).__name__}, expected a dict")
     if missing := [name for name in _NANOGPT if name not in args]:
@@ -132,11 +129,8 @@ def gpt2_config(shape: GPTConfig, *, end_of_text: int | None) -> dict[str, Any]:
 
 
 def gpt2_shape(config: Mapping[str, Any]) -> GPTConfig:
-    """The decoder's shape from a `config.json` of model_type gpt2.
-
-    Raises:
-        ConfigError: a value that the decoder does not have.
-    """
+    """The decoder's shape from a `config.json` of model_type gpt2; ConfigError for a value that it
+    does not have."""
     for name, value in _NEEDED.items():
         if (got := config.get(name, _DEFAULTS[name])) != value:
             raise ConfigError(f"{name} must be {value!r}; got {one_line(repr(got))}")

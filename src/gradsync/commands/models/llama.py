@@ -45,11 +45,8 @@ def to_llama(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def from_llama(weights: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
-    """Llama's weights under our `names`, without rotary tables, which follow from the shape.
-
-    Raises:
-        ConfigError: a tensor that the decoder does not have.
-    """
+    """Llama's weights under our `names`, without rotary tables, which follow from the shape;
+    ConfigError for a tensor that the decoder does not have."""
     ours = {llama_name(name): name for name in names}
     found = {n: t for n, t in weights.items() if not n.endswith("rotary_emb.inv_freq")}
     for name in found:
@@ -59,12 +56,8 @@ def from_llama(weights: Mapping[str, Tensor], names: Iterable[str]) -> dict[str,
 
 
 def llama_config(shape: GPTConfig, *, end_of_text: int | None) -> dict[str, Any]:
-    """The `config.json` of a model of this shape.
-
-    Args:
-        shape: the decoder's.
-        end_of_text: id of the token that ends a text, or None.
-    """
+    """The `config.json` of a model of this shape; `end_of_text` is the id of the token that ends a
+    text, or None."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -91,11 +84,8 @@ def llama_config(shape: GPTConfig, *, end_of_text: int | None) -> dict[str, Any]
 
 
 def shape_of(config: Mapping[str, Any]) -> GPTConfig:
-    """The decoder's shape from a `config.json`.
-
-    Raises:
-        ConfigError: another architecture, or a value that the decoder does not have.
-    """
+    """The decoder's shape from a `config.json`; ConfigError for another architecture, or a value
+    that the decoder does not have."""
     if config.get("model_type") != "llama":
         raise ConfigError(f"model_type {config.get('model_type')!r} is not llama")
     for name, value in _NEEDED.items():

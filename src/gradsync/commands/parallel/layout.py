@@ -20,7 +20,7 @@ A part keeps the whole model's names, so two layouts' contents can be compared n
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -39,31 +39,18 @@ COLUMNS, ROWS = 0, 1
 class Coordinates:
     """The place of one rank in a layout."""
 
-    data: int
-    """Which replica, 0 .. dp-1."""
-    stage: int
-    """Which pipeline stage, 0 .. pp-1."""
-    shard: int
-    """Which tensor shard, 0 .. tp-1."""
+    data: int  # Which replica, 0 .. dp-1
+    stage: int  # Which pipeline stage, 0 .. pp-1
+    shard: int  # Which tensor shard, 0 .. tp-1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelLayout:
-    """Sizes of the three dimensions; their product is the number of ranks. ConfigError for a size
-    that is not a positive integer."""
+    """Sizes of the three dimensions; their product is the number of ranks."""
 
-    dp: int = 1
-    """Replicas, which divide the micro-batches of a step."""
-    pp: int = 1
-    """Pipeline stages of a replica."""
-    tp: int = 1
-    """Tensor shards of a stage."""
-
-    def __post_init__(self) -> None:
-        for f in fields(self):
-            size = getattr(self, f.name)
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ConfigError(f"parallel: {f.name} must be a positive integer; got {size!r}")
+    dp: int = 1  # Replicas, which divide the micro-batches of a step
+    pp: int = 1  # Pipeline stages of a replica
+    tp: int = 1  # Tensor shards of a stage
 
     @property
     def world_size(self) -> int:
@@ -91,20 +78,16 @@ class ParallelLayout:
 
 def parse_layout(text: str, world_size: int) -> ParallelLayout:
     """Parse `"pp=2,dp=2"` as a layout of `world_size` ranks. A missing size is 1; a missing `dp`
-    takes all remaining ranks, so "" is plain data parallelism.
-
-    ConfigError for malformed text, an unknown or repeated name, or another number of ranks.
-    """
+    takes all remaining ranks, so "" is plain data parallelism. ConfigError for other text, or
+    another number of ranks."""
     sizes: dict[str, int] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, value = (piece.strip() for piece in part.partition("="))
         number = whole_number(value)
-        if name not in ("dp", "pp", "tp") or number is None:
+        if name not in ("dp", "pp", "tp") or not number:
             raise ConfigError(
                 f"parallel: got {part[:80]!r}, expected sizes such as pp=2,dp=2 or tp=2"
             )
-        if name in sizes:
-            raise ConfigError(f"parallel: {name} is given twice in {text!r}")
         sizes[name] = number
     if "dp" not in sizes:
         model_ranks = ParallelLayout(**sizes).model_ranks
@@ -124,10 +107,8 @@ class Weight:
 
     name: str
     shape: tuple[int, ...]
-    divided: int | None
-    """The dimension that tensor shards divide; None: every shard has all of it."""
-    block: int | None
-    """The weight's decoder block; None for embedding, last norm and head."""
+    divided: int | None  # The dimension that tensor shards divide; None: every shard has all of it
+    block: int | None  # The weight's decoder block; None for embedding, last norm and head
 
 
 def weights_of(config: GPTConfig) -> tuple[Weight, ...]:
@@ -265,16 +246,12 @@ def check_divisible(config: GPTConfig, layout: ParallelLayout) -> None:
 def cut_tensors(
     pieces: Mapping[str, SavedPiece], whole: Iterable[tuple[str, tuple[int, ...]]]
 ) -> dict[str, SavedPiece]:
-    """The pieces of whole tensors that belong to parameters: weights, or the optimizer's state.
-
-    Args:
-        pieces: of parameters, by name; other parameters' tensors are left out.
-        whole: (name, shape); the name's part after the last "/" is the parameter. A tensor of the
-            parameter's shape is cut like it, any other is not cut (the number of steps).
-    """
+    """The pieces of whole tensors (name, shape) that belong to the parameters in `pieces`; the part
+    of a name after the last "/" is the parameter. A tensor of the parameter's shape is cut like it,
+    any other is not cut (the number of steps)."""
     found = {}
     for name, shape in whole:
-        piece = pieces.get(_parameter(name))
+        piece = pieces.get(name.rpartition("/")[2])
         if piece is not None:
             found[name] = piece if tuple(shape) == piece.whole else whole_piece(shape)
     return found
@@ -288,16 +265,12 @@ def place_tensors(
     shards: the first shard saves it."""
     owned, found = part.owned(), {}
     for name, shape in cut:
-        piece = owned.get(_parameter(name))
+        piece = owned.get(name.rpartition("/")[2])
         if piece is not None and tuple(shape) == piece.shape:
             found[name] = piece
         elif piece is not None and part.place.shard == 0:
             found[name] = whole_piece(shape)
     return found
-
-
-def _parameter(name: str) -> str:
-    return name.rpartition("/")[2]
 
 
 def norm_places(part: ModelPart, block: int) -> tuple[dict[str, int], int]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gradsync.comm.base import Communicator, Work
-from gradsync.comm.groups import Subset, new_group
+from gradsync.comm.groups import new_group
 from gradsync.commands.parallel.layout import (
     EMBEDDING,
     Coordinates,
@@ -20,10 +20,9 @@ from gradsync.commands.parallel.layout import (
     norm_places,
 )
 from gradsync.commands.parallel.transfer import join_weights
-from gradsync.errors import RunError
 from gradsync.sync.buffers import BufferSync
 from gradsync.sync.build import build_reducer
-from gradsync.sync.check_replicas import check_replicas, hash_bits
+from gradsync.sync.check_replicas import check_replicas
 from gradsync.sync.layout import BLOCK
 from gradsync.sync.monitors import Stopwatch, StragglerWatch
 from gradsync.sync.reducer import Reducer, trainable
@@ -48,14 +47,10 @@ class SplitGroups:
     """This rank's groups; members are in the order of their index."""
 
     everyone: Communicator
-    data: Communicator
-    """Ranks that hold the same part of the model, one of each replica."""
-    model: Communicator
-    """Ranks of one replica: ordered by stage, then by shard."""
-    stages: Communicator
-    """Ranks of one replica with the same shard index, ordered by stage."""
-    shards: Communicator
-    """Ranks of one stage of one replica."""
+    data: Communicator  # Ranks that hold the same part of the model, one of each replica
+    model: Communicator  # Ranks of one replica: ordered by stage, then by shard
+    stages: Communicator  # Ranks of one replica with the same shard index, ordered by stage
+    shards: Communicator  # Ranks of one stage of one replica
 
 
 def split_groups(layout: ParallelLayout, place: Coordinates, everyone: Communicator) -> SplitGroups:
@@ -191,13 +186,6 @@ class SplitShards(Replicas):
         ranks. All ranks call it, and send what they own."""
         return join_weights(self._part, self._groups.model, dict(self.model.named_parameters()))
 
-    def load_full_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Overwrite this part's parameters from whole ones."""
-        own, pieces = dict(self.model.named_parameters()), self._part.pieces()
-        with torch.no_grad():
-            for name, parameter in own.items():
-                parameter.copy_(weights[name][pieces[name].slices])
-
 
 class SplitSync:
     """Per step: `reducer.micro_batch` around each backward, then `step` once, on all ranks.
@@ -265,29 +253,11 @@ class SplitSync:
         step: int | None = None,
         heal: bool = False,
     ) -> bool:
-        """Check that the replicas of each part, and both ends of a tied embedding, have the same
-        bits; RunError names the tensor and the ranks, see `GradientSync.check_replicas`."""
+        """Check that the replicas of each part have the same bits; see
+        `GradientSync.check_replicas`."""
         layout, place = self._part.layout, self._part.place
         same = [replace(place, data=index) for index in range(layout.dp)]
         ranks = [layout.rank(at) for at in same]
         tensors, group = self.model.named_parameters(), self._groups.data
         healed = check_replicas(tensors, group, step=step, ranks=ranks, heal=heal)
-        if self._part.tied_ends:
-            ends = Subset(self.comm, self._part.tied_ends)
-            weight = dict(self.model.named_parameters())[EMBEDDING]
-            mine = hash_bits(weight).cpu()
-            theirs = torch.empty_like(mine)
-            peer = 1 - ends.rank
-            ends.exchange([(mine, peer)], [(theirs, peer)]).wait()
-            if not torch.equal(mine, theirs):
-                raise RunError(
-                    f"the two ends of the pipeline hold different bits of the tied {EMBEDDING!r} "
-                    f"after step {step}: ranks {self._part.tied_ends}; go back to a checkpoint "
-                    "from before"
-                )
         return not healed
-
-    def close(self) -> None:
-        """Remove the hooks from the model."""
-        self.reducer.close()
-        self._buffers.close()

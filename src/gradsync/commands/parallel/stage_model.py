@@ -146,15 +146,10 @@ def divide_block(block: Block, mesh: DeviceMesh, comm: Communicator) -> None:
         block,
         mesh,
         {
-            "attention": enter,
-            "attention.q": columns,
-            "attention.k": columns,
-            "attention.v": columns,
-            "attention.out": rows,
-            "mlp": enter,
-            "mlp.gate": columns,
-            "mlp.up": columns,
-            "mlp.down": rows,
+            **dict.fromkeys(("attention", "mlp"), enter),
+            **dict.fromkeys(("attention.q", "attention.k", "attention.v"), columns),
+            **dict.fromkeys(("mlp.gate", "mlp.up"), columns),
+            **dict.fromkeys(("attention.out", "mlp.down"), rows),
         },
     )
     block.attention.n_head //= comm.world_size

@@ -31,8 +31,6 @@ def check_request(config: TrainConfig, world_size: int) -> BatchPlan:
     if config.dtype == "fp16" and config.device == "cpu":
         raise ConfigError("dtype fp16 needs CUDA; use bf16 or fp32 on a CPU")
     _check_data(config)
-    if config.out and Path(config.out).exists() and not Path(config.out).is_dir():
-        raise ConfigError(f"--out {config.out} is a file; name a directory")
     layout, plan = config.layout(world_size), config.batch_plan(world_size)
     if layout.model_ranks > 1 and config.sync == AUTO:
         raise ConfigError("parallel: sync=auto measures whole models; name the strategy")

@@ -32,6 +32,8 @@ _OTHERS = {
     "ddp_find_unused_parameters": "leave it out; unused parameters are found in every step",
 }
 """Keys in other projects' files, and what to use here."""
+_FORMER = {"audit_every"}
+"""Settings of older versions, which a run's file may hold unset."""
 
 
 def _hints(part: type, prefix: str = "", *, marked: bool = False) -> dict[str, Any]:
@@ -110,12 +112,8 @@ def _joined(arguments: Sequence[str]) -> list[str]:
 
 
 def read_config(path: Path, *, of_older_version: bool = False) -> TrainConfig:
-    """The configuration in a YAML or TOML file; keys may contain dashes or dots.
-
-    Raises:
-        ConfigError: the file cannot be read, or holds a value that no setting has, or a key, unless
-            an older version may have written it.
-    """
+    """The configuration in a YAML or TOML file; keys may contain dashes or dots. ConfigError for
+    what no setting is; a run `of_older_version` may have keys that are gone."""
     document = read_document(path, "configuration")
     if not isinstance(document.values, dict):
         raise ConfigError(
@@ -125,8 +123,8 @@ def read_config(path: Path, *, of_older_version: bool = False) -> TrainConfig:
     for way, value in _flat(document.values):
         name, place = way.replace("-", "_"), document.at(way)
         if name not in HINTS:
-            unset = value is None and (name in _SECTIONS or name.startswith("sync_options."))
-            if unset or of_older_version:
+            may_be_empty = name in _SECTIONS or name in _FORMER or name.startswith("sync_options.")
+            if of_older_version or (not value and may_be_empty):
                 continue
             near = get_close_matches(name, HINTS, n=1)
             hint = f"; perhaps you meant {near[0]}" if near else ""

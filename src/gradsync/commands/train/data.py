@@ -72,9 +72,15 @@ def open_data(config: TrainConfig, world: World, comm: Communicator) -> Data:
             vocab_size=text.tokenizer.vocab_size,
             load_tokenizer=lambda: text.tokenizer,
         )
+    from gradsync.commands.prepare.prepare import default_corpus
     from gradsync.data.tokens import open_dataset
 
-    directory = Path(config.data) if config.data else _default_directory(world, comm)
+    directory = Path(config.data)
+    if not config.data:
+        if world.local_rank == 0:
+            default_corpus()
+        comm.barrier()
+        directory = default_corpus()
     # Data that gradsync did not prepare may not state its vocabulary. Then each batch is checked
     # against the model's: on a GPU a token too large raises an assertion without a place.
     known = {"dtype": config.token_dtype or None, "vocab_size": config.model.vocab_size}
@@ -93,29 +99,15 @@ def open_data(config: TrainConfig, world: World, comm: Communicator) -> Data:
     )
 
 
-def _default_directory(world: World, comm: Communicator) -> Path:
-    from gradsync.commands.prepare.prepare import default_corpus
-
-    if world.local_rank == 0:
-        default_corpus()
-    comm.barrier()
-    return default_corpus()
-
-
 def _replicas(config: TrainConfig, world: World) -> World:
     """The ranks that divide the micro-batches: all, or the replicas of a split model."""
     layout = config.layout(world.world_size)
     if layout.model_ranks == 1:
         return world
     place = layout.coordinates(world.rank)
-    return World(
-        rank=place.data,
-        world_size=layout.dp,
-        local_rank=place.data,
-        local_world_size=layout.dp,
-        launcher=world.launcher,
-        device_name=world.device_name,
-    )
+    ranks = {"rank": place.data, "world_size": layout.dp}
+    local = {"local_rank": place.data, "local_world_size": layout.dp}
+    return replace(world, **ranks, **local, node_rank=0, num_nodes=1)
 
 
 def vocabulary(data: str, tokenizer: str = "") -> int | None:

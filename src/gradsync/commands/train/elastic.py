@@ -30,6 +30,7 @@ from gradsync.commands.plan.workload import Workload, sizes_text
 from gradsync.commands.train.config import AUTO, SyncConfig, TrainConfig
 from gradsync.commands.train.config_io import begun_config
 from gradsync.commands.train.data import shape_before
+from gradsync.core.files import counted
 from gradsync.errors import ConfigError, RunError
 from gradsync.sync.registry import find_strategy
 from gradsync.world import World
@@ -69,13 +70,8 @@ def decide(
     *,
     world_size: int | None = None,
 ) -> Decision:
-    """What a run on `hardware` should be; RunError if the model fits nowhere.
-
-    Args:
-        config: with its dtype named.
-        given: fields that the user set.
-        hardware: of the hosts that take part; one device per possible rank.
-        world_size: number of ranks, if fixed; None: to be chosen.
+    """What a run on `hardware` (a device for each possible rank) should be; RunError if the model
+    fits nowhere. `config` has its dtype named; what is `given` stays; `world_size` if it is fixed.
     """
     if "sync" in given:
         given |= {"sync_options"}  # a run's or a choice's would be another strategy's
@@ -120,8 +116,8 @@ def _ranks_only(
     ranks = world_size or _most_ranks(replace(config, micro_batch_size=sizes[0]), hardware)
     for size in reversed(sizes):
         if _shared_by(replace(config, micro_batch_size=size), ranks):
-            changes = {} if size == config.micro_batch_size else {"micro_batch_size": size}
-            return Decision(changes=changes, ranks=ranks)
+            note = f"micro-batch {size}, which {counted(ranks, 'rank')} can share"
+            return Decision(changes={"micro_batch_size": size}, ranks=ranks, notes=(note,))
     return Decision(ranks=ranks)  # `check_request` says what is wrong
 
 

@@ -41,14 +41,10 @@ class FaultPlan:
         ConfigError: an unknown kind, or a moment at which it cannot happen.
     """
 
-    kind: str
-    """One of `FAULTS`."""
-    rank: int
-    """The rank."""
-    step: int
-    """The optimizer step, from 1, as a run prints it; in `save`, it or the next one saved."""
-    phase: str = ""
-    """The moment in it, one of `PHASES`; "" is the kind's default."""
+    kind: str  # One of `FAULTS`
+    rank: int  # The rank
+    step: int  # The optimizer step, from 1, as a run prints it; in `save`, it or the next one saved
+    phase: str = ""  # The moment in it, one of `PHASES`; "" is the kind's default
     note: str = ""
     """File to write when it happens: time, step, duration of the previous step; "" for none."""
 
@@ -159,15 +155,12 @@ def _fail(_: Planted, passing: Any) -> Any:
 class Fault:
     """A kind of fault: how it happens, and what must follow."""
 
-    phases: tuple[str, ...]
-    """Moments at which it can happen, the default first."""
+    phases: tuple[str, ...]  # Moments at which it can happen, the default first
     act: Callable[[Planted, Any], Any]
     """Carries it out; from what passes at its moment (the step, a gradient, the function that sends
     the small message, the bytes of a file) to what goes on."""
-    code: int
-    """Exit code of the run."""
-    says: str
-    """Pattern of the line that reports it; its group `ranks` holds the ranks at fault."""
+    code: int  # Exit code of the run
+    says: str  # Pattern of the line that reports it; its group `ranks` holds the ranks at fault
     within_s: float = 3.0
     """Longest time from the fault to that line, seconds, plus a step: only waiting ranks report."""
 

@@ -44,12 +44,8 @@ class Foreign:
 
 
 def read_hf(folder: Path) -> Foreign:
-    """A Llama or GPT-2 of transformers: `config.json` and `*.safetensors`.
-
-    Raises:
-        ConfigError: a shape or a tensor that the decoder does not have.
-        CheckpointError: tensors are missing, or have other shapes than config.json says.
-    """
+    """A Llama or GPT-2 of transformers: `config.json` and `*.safetensors`. ConfigError,
+    CheckpointError: a shape or a tensor that the decoder does not have, or a missing one."""
     config, files = read_object(folder / "config.json"), sorted(folder.glob("*.safetensors"))
     theirs = {name: t for file in files for name, t in read_tensors(file, {}).items()}
     is_gpt2 = config.get("model_type") == "gpt2"
@@ -65,11 +61,8 @@ def read_hf(folder: Path) -> Foreign:
 
 
 def read_nanogpt(path: Path) -> Foreign:
-    """The `ckpt.pt` that nanoGPT's train.py writes.
-
-    Raises:
-        DataError: the file cannot be read, or holds something else; the message names the field.
-    """
+    """The `ckpt.pt` that nanoGPT's train.py writes; DataError if it cannot be read, or holds
+    something else."""
     try:
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # whatever torch raises
@@ -120,11 +113,7 @@ def _from_gpt2(
 
 def write_start(foreign: Foreign, part: Path, folder: Path, data: str) -> None:
     """Make `part`, which becomes `folder`, a run to start from: a checkpoint with weights only, and
-    the `config.yaml` of a run that continues from them.
-
-    Raises:
-        CheckpointError: a weight is nan or inf, or it cannot be written.
-    """
+    the `config.yaml` of a run that continues from them."""
     begin = {"model": foreign.shape, "init": str(folder), "data": data or foreign.data}
     config = replace(recipe("tiny"), **begin, **foreign.settings)
     state = {

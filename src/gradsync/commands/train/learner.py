@@ -74,12 +74,6 @@ def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
     return config.lr + (floor - config.lr) * min(max(progress, 0.0), 1.0)
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set `lr` in every group, for the next step."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Learner(Trained):
     """A replica and its part in the run; `SplitLearner` has the same methods."""
@@ -126,10 +120,6 @@ class Learner(Trained):
         """Mean loss per target over the validation set, nats, the same on all ranks."""
         spread = not self.sync.replica.whole_parameters
         return evaluate(self.model, loader, self.comm, self.autocast, equal_forwards=spread)
-
-    def closing_figures(self, memory_gib: float) -> dict[str, Any]:
-        """More entries for the summary; all ranks call it at the end of the run."""
-        return {}
 
 
 def build_learner(

@@ -15,27 +15,20 @@ from torch.autograd.profiler import record_function
 
 from gradsync.checkpoint.store import CheckpointStore, Snapshot
 from gradsync.comm.base import Communicator
-from gradsync.commands.train.audit import Audit, require_equal_models
 from gradsync.commands.train.config import TrainConfig
 from gradsync.commands.train.data import Data
-from gradsync.commands.train.learner import Learner, learning_rate, set_learning_rate
+from gradsync.commands.train.learner import Learner, learning_rate
 from gradsync.commands.train.output import Progress, RunDir
 from gradsync.commands.train.profiler import StepProfiler
 from gradsync.commands.train.saving import ADVICE, RANDOM_STREAMS, Fingerprint, Whole
-from gradsync.data.micro_batch import Batch, MicroBatch
-from gradsync.errors import DataError, DivergenceError
+from gradsync.data.micro_batch import Batch
+from gradsync.errors import DataError, DivergenceError, DriftError
 from gradsync.runtime.signals import StopRequest
 from gradsync.sync.monitors import Stopwatch
 from gradsync.sync.step import StepResult
 from gradsync.world import World
 
 T = TypeVar("T")
-
-_ADVICE_RESUMED = (
-    "that is the first step after the checkpoint, whose weights may be finite and yet past saving: "
-    "go back to an earlier one (--resume PATH), start anew with another --out, or look at the data "
-    "of that step"
-)
 
 
 @dataclass(slots=True)
@@ -133,8 +126,7 @@ class Trainer:
     peak_flops: float
     """Of this rank's device: dense bf16 products, floating-point operations per second."""
     interval: Interval = field(default_factory=Interval)
-    tell: Callable[[int], None]
-    """Tells the other ranks how many steps this rank has done."""
+    tell: Callable[[int], None]  # Tells the other ranks how many steps this rank has done
 
     def run(self, done_steps: int, stop: StopRequest) -> Totals:
         """Train from `done_steps` to `config.steps`, or to the step at which ranks agree to stop.
@@ -146,8 +138,6 @@ class Trainer:
         """
         config, learner, totals = self.config, self.learner, Totals(done_steps)
         optim = config.optim.scaled(config.tokens_per_update)
-        if config.audit_every:
-            require_equal_models(learner)
         if done_steps < config.steps:
             learner.prime((config.micro_batch_size, config.sequence_length))
         self.interval.reset()
@@ -175,8 +165,7 @@ class Trainer:
             if logs or diverged:
                 self._log(totals, result, lr)
             if diverged:
-                advice = _ADVICE_RESUMED if totals.step == done_steps + 1 > 1 else ADVICE
-                raise DivergenceError(f"{diverged} at step {totals.step}; {advice}")
+                raise DivergenceError(f"{diverged} at step {totals.step}; {ADVICE}")
             if not stopped and (last or _due(totals.step, config.eval.every)):
                 self._evaluate(totals)
             if saves:
@@ -193,27 +182,24 @@ class Trainer:
     def _check_replicas(self, step: int) -> None:
         """Compare all ranks' bits; DriftError ends the run."""
         sync, heal = self.learner.sync, self.config.on_drift == "heal"
-        equal = False
         try:
             equal = sync.check_replicas(self.learner.optimizer, step=step, heal=heal)
-        finally:
-            if not self.config.parallel:  # else rank 0 knows only its part of the model
-                self._log_check("replicas", step, equal=equal)
+        except DriftError:
+            self._log_check(step, equal=False)
+            raise
+        self._log_check(step, equal=equal)
 
-    def _log_check(self, what: str, step: int, *, equal: bool) -> None:
-        """Record a comparison of ranks; a single rank has nothing to compare with."""
-        if self.world.is_distributed:
-            self.run_dir.log_metrics({"step": step, f"check/{what}_equal": int(equal)})
+    def _log_check(self, step: int, *, equal: bool) -> None:
+        """Record a comparison of ranks; rank 0 of a split model knows only its part."""
+        if self.world.is_distributed and not self.config.parallel:
+            self.run_dir.log_metrics({"step": step, "check/replicas_equal": int(equal)})
 
     def _train_step(self, batch: Batch, lr: float, stop: StopRequest) -> StepResult:
         """One global batch: this rank's micro-batches, then the update that all ranks make."""
         learner, sync = self.learner, self.learner.sync
-        set_learning_rate(learner.optimizer, lr)
-        mine = self.interval.waiting(batch)
-        if _due(batch.number + 1, self.config.audit_every):
-            self._audited(batch, mine)
-        else:
-            learner.run_micro_batches(mine, self.interval.span)
+        for group in learner.optimizer.param_groups:
+            group["lr"] = lr
+        learner.run_micro_batches(self.interval.waiting(batch), self.interval.span)
         with self.interval.span("step"):
             result = sync.step(
                 learner.optimizer,
@@ -224,17 +210,6 @@ class Trainer:
         waits_in_backward = sync.replica.reducer.waits_in_backward
         self.interval.add(result.exposed, "backward" if waits_in_backward else "step")
         return result
-
-    def _audited(self, batch: Batch, mine: Iterable[MicroBatch]) -> None:
-        """This rank's micro-batches; RunError on all ranks if one of them computes wrong bits."""
-        audit = Audit(self.learner, self.config.seed, batch.number, batch.num_micro_batches)
-        self.learner.run_micro_batches(audit.overheard(mine), self.interval.span)
-        equal = False
-        try:
-            audit.compare()
-            equal = True
-        finally:
-            self._log_check("audit", batch.number + 1, equal=equal)
 
     def _why_diverged(self, result: StepResult) -> str:
         """`the loss became nan`, or the norm; "" if both are finite. The same on all ranks; on CUDA

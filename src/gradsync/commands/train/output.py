@@ -140,11 +140,9 @@ class RunDir:
         done_steps: int,
         ranks: Callable[[], Mapping[int, Activity]] | None = None,
     ) -> None:
-        """Write what is known at the start; drop metrics of steps that will be repeated; start the
-        trackers and the table of `ranks`.
-
-        `starts.jsonl` records how the previous run ended and the step it reached.
-        """
+        """Write what is known at the start (`starts.jsonl`: also how the previous run ended, and
+        the step it reached); drop metrics of steps that will be repeated; start the trackers and
+        the table of `ranks`."""
         self.hold(begin=True)
         self.write_json("env.json", describe_environment(world, device, threads))
         metrics = self.path / "metrics.jsonl"

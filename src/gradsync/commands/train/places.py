@@ -32,11 +32,7 @@ class Places(NamedTuple):
 
 
 def take_places(argv: Sequence[str]) -> tuple[Places | None, list[str]]:
-    """The arguments about places, None if absent, and all other arguments.
-
-    Raises:
-        ConfigError: an invalid number, or `--ddp` without numbers.
-    """
+    """The arguments about places, None if absent, and all other arguments."""
     numbers: dict[str, int] = {}
     others: list[str] = []
     rest = iter(argv)
@@ -60,13 +56,8 @@ def take_places(argv: Sequence[str]) -> tuple[Places | None, list[str]]:
 
 
 def settle(places: Places, flags: Sequence[str], world: World, env: Mapping[str, str]) -> list[str]:
-    """Flags with which this process continues.
-
-    In a Slurm allocation with several nodes it does not return: this process becomes srun.
-
-    Raises:
-        ConfigError: the launcher started another number of ranks, or none can be started.
-    """
+    """Flags with which this process continues. In a Slurm allocation with several nodes it does not
+    return: this process becomes srun."""
     nodes, gpus = places
     if world.is_distributed or (nodes > 1 and world.launcher != "python"):
         if (world.num_nodes, world.world_size) != (nodes, nodes * gpus):

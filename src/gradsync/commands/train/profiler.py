@@ -20,16 +20,9 @@ FOLDER = "profile_trace"
 
 
 class StepProfiler:
-    """Runs torch's profiler over a step and the next one, on all threads of this rank. A context
-    manager, so that a step that raises is traced too.
-
-    Files are named as torchtitan's: `profile_trace/iteration_N/rankR_trace.json`.
-
-    Args:
-        step: number of the first one, counted from 1; 0 profiles nothing.
-        folder: of the run.
-        world: names this rank and its device.
-    """
+    """Runs torch's profiler over a step (counted from 1; 0: none) and the next one, on all threads
+    of this rank. A context manager, so that a step that raises is traced too. Files are named as
+    torchtitan's: `profile_trace/iteration_N/rankR_trace.json` in the run's folder."""
 
     def __init__(self, step: int, folder: Path, world: World) -> None:
         self._step, self._folder, self._world = step, folder, world

@@ -23,15 +23,9 @@ _LOOKS = 30
 
 
 class RankTable:
-    """Writes `ranks.json` from a thread, at most once a second: what each rank is doing, for
-    `gradsync watch`. The last version stays after the run.
-
-    Args:
-        path: of the file.
-        read: returns the ranks' activities; an exception ends the thread.
-        world_size: number of ranks whose records a store is asked for.
-        done_steps: optimizer steps of the run before its ranks report more.
-    """
+    """Writes the file from a thread, at most once a second; the last version stays after the run.
+    `read` returns the ranks' activities, an exception ends the thread; `done_steps` were done
+    before the ranks report more."""
 
     def __init__(
         self,

@@ -29,7 +29,7 @@ from gradsync.commands.train.config_io import HINTS
 from gradsync.commands.train.data import Data, model_config, open_data
 from gradsync.commands.train.faults import FaultPlan
 from gradsync.commands.train.learner import Learner, build_learner, kernels
-from gradsync.commands.train.loop import Interval, Totals, Trainer, memory_gib
+from gradsync.commands.train.loop import Interval, Totals, Trainer
 from gradsync.commands.train.output import Progress, RunDir, finite_or_none
 from gradsync.commands.train.profiler import StepProfiler
 from gradsync.commands.train.state import Resumed, numeric_fingerprint, restore
@@ -68,13 +68,9 @@ def train(
 ) -> TrainOutcome:
     """Train as `config` says, as one rank of `world`; call it in a `with gs.init()` block.
 
-    Args:
-        config: `out` must be set and `dtype` named; equal on all ranks.
-        threads: intra-op threads of this rank, for the fingerprint.
-        stream: output of rank 0; stdout by default.
-        notes: more lines for the introduction.
-        fault: injected into a rank, for a drill or a test.
-        watch: of the session; rank 0 writes its data on all ranks to `ranks.json`.
+    `config` is equal on all ranks, with `out` set and `dtype` named. Rank 0 prints to `stream`
+    (stdout by default), `notes` after its introduction, and writes what `watch` knows of all ranks
+    to `ranks.json`. `fault` is injected, for a drill or a test.
     """
     run_dir = RunDir(config.out)
     progress = Progress(config.steps, world.world_size, enabled=world.is_main, stream=stream)
@@ -227,12 +223,11 @@ def _unlike_machines(trainer: Trainer) -> list[str]:
 
 def _finish(trainer: Trainer, totals: Totals) -> TrainOutcome:
     learner, world = trainer.learner, trainer.world
-    figures = learner.closing_figures(memory_gib(world))
     exit_code = EXIT_REQUEUE if totals.stopped_by else 0
     weights = learner.sync.replica.full_weights(copy=False)  # all ranks: some may hold only a part
     if not world.is_main:
         return TrainOutcome(exit_code=exit_code, summary={})
-    summary = _summarise(trainer, totals) | figures
+    summary = _summarise(trainer, totals)
     summary["weights_sha256"] = weights_sha256(
         (name, weights[name]) for name in learner.parameter_names
     )
@@ -272,17 +267,9 @@ def _summarise(trainer: Trainer, totals: Totals) -> dict[str, Any]:
 
 def _farewell(trainer: Trainer, totals: Totals, model: GPT) -> None:
     """Final figures, a sample of text, and the paths of all files."""
-    say, meta = trainer.progress.say, trainer.data.meta
-    if math.isfinite(totals.train_loss):
-        say(f"final training loss {totals.train_loss:.4f}")
+    config, say = trainer.config, trainer.progress.say
     if math.isfinite(totals.val_loss):
         say(f"final validation loss {totals.val_loss:.4f} nats per token")
-    if meta is not None:
-        say(
-            f"for comparison: {meta.unigram_entropy_nats:.4f} is the entropy of single "
-            f"{meta.tokenizer} tokens (a model that only counts them)"
-        )
-    config = trainer.config
     if trainer.data.load_tokenizer is not None and config.sample_tokens:
         try:
             tokenizer = trainer.data.load_tokenizer()
@@ -305,11 +292,8 @@ def note_end(config: TrainConfig, outcome: TrainOutcome) -> None:
 
 
 def note_failure(config: TrainConfig, error: Exception) -> None:
-    """Write `exit.json` for a failed run: torchrun reports every failure as 1.
-
-    Rank 0 only, and only if a run directory exists; a failed write is ignored. A refused start
-    changes nothing in a finished run.
-    """
+    """Write `exit.json` for a failed run: torchrun reports every failure as 1. Rank 0 only; a
+    failed write is ignored, and a refused start changes nothing in a finished run."""
     run_dir = RunDir(config.out)
     if not config.out or not run_dir.path.is_dir():
         return

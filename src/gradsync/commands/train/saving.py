@@ -42,7 +42,7 @@ from gradsync.comm.finite import non_finite
 from gradsync.comm.values import all_gather_json, broadcast_json, broadcast_tensors
 from gradsync.commands.models.gpt import GPT
 from gradsync.commands.parallel.transfer import collect, describe, hand_out, layout_of
-from gradsync.errors import CheckpointError, DivergenceError
+from gradsync.errors import DivergenceError
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.shares import HeldState, Share
 
@@ -53,7 +53,7 @@ saves at once: tensors belong to the run, or arrive while they are saved."""
 Fingerprint = dict[str, str | int | float | bool | None]
 
 RANDOM_STREAMS = "keyed by (seed, step, leaf), version 1"
-ADVICE = "lower --optim.lr, or look at the data of that step"
+ADVICE = "lower --optim.lr, look at the data of that step, or go back to an earlier checkpoint"
 
 Placed = tuple[AnyPiece, Tensor]
 """A piece's place in its whole tensor, and the piece."""
@@ -203,7 +203,8 @@ class Trained:
             states[parameter] = dict(entry["values"])
             for slot in entry["slots"]:
                 key = f"{slot}/{name}"
-                runs[key] = _run(key, tuple(layout[key].shape), held[parameter][0])
+                share = held[parameter][0]
+                runs[key] = (share.start, share.stop) if layout[key].dim() else (0, 1)
                 homes[key] = parameter, slot, state_device(slot, parameter, group)
         got = hand_out(self.comm, whole or layout, runs)
         for key, (parameter, slot, device) in homes.items():
@@ -267,15 +268,3 @@ def _placed_state(held: HeldState, names: Mapping[Any, str]) -> Iterator[tuple[s
 def _place(share: Share, flat: Tensor) -> Placed:
     piece = piece_of_run(share.shape, share.start, share.stop)
     return piece, flat.reshape(piece.shape)
-
-
-def _run(key: str, shape: tuple[int, ...], share: Share) -> tuple[int, int]:
-    """The elements of a state tensor that go with a share: the share's, or the single number."""
-    if shape == share.shape:
-        return share.start, share.stop
-    if shape == ():
-        return 0, 1
-    raise CheckpointError(
-        f"optimizer state {key!r} has shape {shape} for a parameter of shape {share.shape}: "
-        "neither elementwise nor a single number; ranks cannot share it out"
-    )

@@ -17,7 +17,6 @@ from torch.autograd.profiler import record_function
 
 from gradsync.checkpoint.optimizer_state import pack_optimizer, unpack_optimizer
 from gradsync.comm.base import Communicator
-from gradsync.comm.values import all_gather_json
 from gradsync.commands.models.config import GPTConfig
 from gradsync.commands.parallel.layout import (
     ModelPart,
@@ -102,11 +101,6 @@ class SplitLearner(Learner):
         kept = {name.removeprefix("optimizer/"): tensor for name, tensor in got.items()}
         state = state_of_part(self.part, optimizer_state)
         unpack_optimizer(self.optimizer, list(own.items()), kept, state)
-
-    def closing_figures(self, memory_gib: float) -> dict[str, Any]:
-        """The layout, and each rank's memory, on all ranks."""
-        memory = all_gather_json(self.comm, memory_gib)
-        return {"parallel": str(self.part.layout), "mem_max_gib_by_rank": memory}
 
 
 def build_split_learner(

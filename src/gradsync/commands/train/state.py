@@ -191,12 +191,6 @@ def _find_checkpoint(resume: str, store: CheckpointStore) -> tuple[Path | None, 
             "anew)"
         )
     notes = [f"{problem}; using {info.path.name}" for problem in problems if info is not None]
-    metrics = store.directory.parent / "metrics.jsonl"
-    if info is None and metrics.exists() and metrics.stat().st_size:
-        notes.append(
-            "the start before left no checkpoint: this one begins at step 1 again "
-            "(--checkpoint.every N saves every N steps)"
-        )
     return (info.path if info else None), notes
 
 

@@ -27,13 +27,8 @@ log = logging.getLogger("gradsync")
 
 
 class Tracker(Protocol):
-    """One tracker of one run, made before the first step as `Kind(folder, config, done_steps)`.
-
-    Args:
-        folder: of the run.
-        config: the whole configuration, nested as in `config.yaml`.
-        done_steps: steps the run has done already; later steps are done, and logged, again.
-    """
+    """Made before the first step, with the run's folder, its configuration as in `config.yaml`, and
+    the number of steps that are done; later steps are done, and logged, again."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any], done_steps: int) -> None: ...
 

@@ -110,11 +110,8 @@ def resolve_auto(config: TrainConfig, world: World, *, threads: int) -> tuple[Tu
 
 
 def apply_choice(config: TrainConfig, choice: TunedStrategy, *, threads: int | None) -> TrainConfig:
-    """`config` with a strategy in place of `auto`; this is saved with the run.
-
-    `threads` is the number per rank if the run must keep it under a strategy name that would choose
-    another number, else None.
-    """
+    """`config` with a strategy in place of `auto`, saved with the run. `threads`: the number per
+    rank if the run must keep it under a strategy that would choose another, else None."""
     keeps_own = config.compile != "none" or config.loss_rows is not None
     promised = find_strategy(choice.sync).same_on_any_ranks
     return replace(

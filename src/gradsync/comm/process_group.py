@@ -73,10 +73,9 @@ class Background:
         main    submit(a) ── submit(b) ── backward goes on ──── a.wait() ── b.wait()
         worker      └─ a ────────┴─ b ───────────────────┘
 
-    The functions talk to other ranks only by `exchange`, or through a shared-memory communicator
-    reserved for this thread: two threads would issue collectives in different orders on different
-    ranks. On NCCL even messages queue behind the group's collectives: give the worker a
-    communicator over a separate group.
+    The functions talk to other ranks only by `exchange`: two threads would issue collectives in
+    different orders on different ranks. On NCCL even messages queue behind the group's collectives:
+    give the worker a communicator over a separate group.
 
     The first `submit` starts the thread. It never keeps the process alive. It ends when its owner
     is garbage-collected, or at `close`. After a failure it runs nothing more: every later
@@ -98,14 +97,8 @@ class Background:
         self._lock = threading.Lock()
 
     def submit(self, fn: Callable[[], None]) -> Work:
-        """Run `fn()` on the worker after everything submitted before.
-
-        Returns:
-            A `Work` whose `wait` raises the error of `fn`, or that of an earlier submission.
-
-        Raises:
-            RunError: after `close`.
-        """
+        """Run `fn()` on the worker after everything submitted before. The `wait` of the result
+        raises the error of `fn`, or that of an earlier submission."""
         job = _Job(fn, self._worker.stream)
         with self._lock:
             if self._closed:
@@ -144,13 +137,10 @@ class _Job:
         self._done: Any = None
 
     def run(self) -> BaseException | None:
-        """Run the function on the worker; returns the exception it raised, if any.
-
-        Uses the submitting thread's number of intra-op threads, because the bits of a sum over many
-        elements depend on it: torch copies its setting into a new thread once, and a later
-        `torch.set_num_threads` affects only the thread that calls it.
-        """
+        """Run the function on the worker; returns the exception it raised, if any."""
         assert self._fn is not None, "a job runs once"
+        # The bits of a sum over many elements depend on the number of intra-op threads, and
+        # `torch.set_num_threads` affects only the thread that calls it.
         if torch.get_num_threads() != self._num_threads:
             torch.set_num_threads(self._num_threads)
         try:
@@ -205,11 +195,8 @@ class _Worker:
         return job.over
 
     def run(self) -> None:
-        """Run jobs until None comes or one fails.
-
-        The thread must not keep the error: its traceback references everything the job held,
-        perhaps the owner, whose collection is what ends the thread.
-        """
+        """Run jobs until None comes or one fails. The thread must not keep the error: its traceback
+        references everything the job held, perhaps the owner, whose collection ends the thread."""
         if self.stream is not None:  # else torch opens a context on GPU 0 here
             torch.cuda.set_device(self.stream.device)
         while (job := self.jobs.get()) is not None:
@@ -354,12 +341,8 @@ class ProcessGroupCommunicator:
         return self.group if self._on_cpu is None or tensor.is_cuda else self._on_cpu
 
     def _readable(self, tensor: Tensor) -> Tensor:
-        """`tensor`, or a copy where the group cannot read it.
-
-        Small CPU values travel over a GPU when the ranks have NCCL alone. Conjugation and negation
-        are resolved: torch keeps them as a flag, backends read only the memory, and ranks may
-        differ in the flag.
-        """
+        """`tensor`, or a copy where the group cannot read it: on the GPU when the ranks have NCCL
+        alone, and without lazy conjugation or negation, since backends read only the memory."""
         takes = private.device_types(self._group_for(tensor))
         if tensor.device.type == "cpu" and "cpu" not in takes:
             tensor = tensor.to(torch.device("cuda", torch.cuda.current_device()))
@@ -379,11 +362,8 @@ def refuse_detail(why: str) -> None:
 
 
 class Channel:
-    """A `Messenger` over `parent` that matches only messages with its number (`draw_channel`).
-
-    Two models that are synchronised at once send from two threads; without channels a message of
-    one could match a receive of the other.
-    """
+    """A `Messenger` over `parent` that matches only messages with its number (`draw_channel`), so
+    that messages of one model's thread never match a receive of another's."""
 
     def __init__(self, parent: Messenger, number: int) -> None:
         self._parent = parent

@@ -70,15 +70,9 @@ class Replicas:
     # -- a step, in the order of its calls
 
     def prepare(self, optimizers: Sequence[Optimizer], *, scaled: bool) -> None:
-        """Announce, before gradients are launched, which optimizers will step.
-
-        Args:
-            optimizers: [] in the user's training loop, and if a rank discards the step.
-            scaled: whether a GradScaler reads the gradients too.
-
-        Raises:
-            ConfigError: an optimizer that the strategy cannot work with.
-        """
+        """Announce, before gradients are launched, which optimizers will step ([] in the user's
+        training loop), and whether a GradScaler reads the gradients too. ConfigError: an optimizer
+        that the strategy cannot work with."""
 
     def take(
         self,

@@ -131,11 +131,6 @@ class StepResult:
     late: bool = False
     """Whether any rank's `StepCall` was late."""
 
-    def __repr__(self) -> str:
-        norm = None if self.grad_norm is None else f"{float(self.grad_norm):g}"
-        said = f"mean_loss={float(self.mean_loss):g}, weight={self.weight:g}, grad_norm={norm}"
-        return f"StepResult({said}, stop={self.stop}, discarded={self.discarded})"
-
 
 def take_step(parts: StepParts, call: StepCall) -> StepResult:
     """Synchronise, and update unless the user's training loop does so or a rank discards the step.

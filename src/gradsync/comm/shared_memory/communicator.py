@@ -128,11 +128,8 @@ class SharedMemoryCommunicator:
         """Run `share` on each rank once all ranks have called `run`; done when all have finished.
 
         In the share, any rank may read data written before `run`, but not touch what another rank's
-        share writes. After `wait`, any rank may read data written in the share.
-
-        Args:
-            share: this rank's part.
-            what: name of the operation; ranks that run another one at the same time raise an error.
+        share writes. After `wait`, any rank may read data written in the share. Ranks that run
+        another operation, by its name `what`, at the same time raise an error.
         """
         return self._ops.submit(OrderedOp(what, share=share))
 
@@ -324,7 +321,7 @@ def pairs_of_tree(count: int) -> list[Pair]:
 
 def reduce_in_place(
     operands: Sequence[Tensor],
-    pairs: Iterable[Pair],
+    pairs: Sequence[Pair],
     end: int,
     copies: Sequence[Tensor],
     op: ReduceOp = "sum",
@@ -340,7 +337,6 @@ def reduce_in_place(
         copies: each [n]; a copy that shares `operands[end]`'s memory is left alone.
         op: sum, min or max.
     """
-    pairs = list(pairs)
     if end < 0:
         for copy in copies:
             copy.zero_()
@@ -408,20 +404,15 @@ def fastest(
     device: torch.device,
     present: Iterable[SharedMemoryCommunicator] = (),
 ) -> Communicator:
-    """Return shared memory instead of `base` if possible: CPU ranks of one host, over gloo.
+    """Return shared memory instead of `base` if possible: CPU ranks of one host, over gloo. All
+    ranks call it.
 
-    All ranks call it. If there was a choice, rank 0 logs one line about it.
-
-    Args:
-        base: communicator over the ranks.
-        device: device of the tensors.
-        present: communicators made earlier, in order; the last one over the same group is reused if
-            all ranks still have it. This detects models that ranks use in different orders: on
-            separate communicators they would wait for each other.
+    Of the communicators in `present`, made earlier, the last one over the same group is reused if
+    all ranks still have it. This detects models that ranks use in different orders: on separate
+    communicators they would wait for each other.
     """
-    if not isinstance(base, ProcessGroupCommunicator) or device.type != "cpu":
-        return base
-    if base.world_size == 1:
+    is_group = isinstance(base, ProcessGroupCommunicator)
+    if not is_group or device.type != "cpu" or base.world_size == 1:
         return base
     # Ranks drop communicators, and notice a broken one, at different times.
     over = [c for c in present if getattr(c.base, "group", None) is base.group and c.is_open]

@@ -11,13 +11,14 @@ import secrets
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from gradsync.comm.base import Communicator, Messages, Messenger, ReduceOp, Work
+from gradsync.comm.base import Communicator, Messages, ReduceOp, Work
 from gradsync.comm.values import check_same_call
 from gradsync.core import torch_private as private
 from gradsync.errors import ConfigError, RunError
@@ -56,15 +57,19 @@ class AllOf:
             work.wait()
 
 
-class CopyBack:
-    """A work on `there`, a copy of `home`; `wait` copies the result back."""
+class Then:
+    """A `Work` with a function to call once it is done."""
 
-    def __init__(self, work: Work, there: Tensor, home: Tensor) -> None:
-        self._work, self._there, self._home = work, there, home
+    def __init__(self, work: Work, finish: Callable[[], object]) -> None:
+        self.work = work
+        self._finish: Callable[[], object] | None = finish
 
     def wait(self) -> None:
-        self._work.wait()
-        self._home.copy_(self._there)
+        """See `Work.wait`; finishes once."""
+        self.work.wait()
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
 
 
 class Background:
@@ -352,27 +357,13 @@ class ProcessGroupCommunicator:
         """`run(tensor, group)`, through a copy where needed."""
         there, group = self._readable(tensor), self._group_for(tensor)
         work = run(there, group)
-        return work if there is tensor else CopyBack(work, there, tensor)
+        return work if there is tensor else Then(work, partial(tensor.copy_, there))
 
 
 def refuse_detail(why: str) -> None:
     """Raise ConfigError if TORCH_DISTRIBUTED_DEBUG=DETAIL wraps process groups."""
     if dist.get_debug_level() == dist.DebugLevel.DETAIL:
         raise ConfigError(f"TORCH_DISTRIBUTED_DEBUG=DETAIL: {why}; take INFO, or strategy='naive'")
-
-
-class Channel:
-    """A `Messenger` over `parent` that matches only messages with its number (`draw_channel`), so
-    that messages of one model's thread never match a receive of another's."""
-
-    def __init__(self, parent: Messenger, number: int) -> None:
-        self._parent = parent
-        self._number = number
-        self.rank = parent.rank
-        self.world_size = parent.world_size
-
-    def exchange(self, sends: Messages, receives: Messages, channel: int = 0, /) -> Work:
-        return self._parent.exchange(sends, receives, self._number + channel)
 
 
 def draw_channel(comm: Communicator) -> int:

@@ -288,12 +288,6 @@ class Bucket:
         """Whether `gradient` is dense and has the dtype that the parameters had."""
         return gradient.dtype is self.dtype and gradient.layout is torch.strided
 
-    def memory(self) -> Tensor | None:
-        """Flat memory of what `gradients` yields; None if a gradient lies elsewhere."""
-        if self.kept or not all(parameter.is_contiguous() for parameter in self.parameters):
-            return None
-        return self.flat(0) if self._sums is None else self._sums[0]
-
     def gradients(self, used: Sequence[bool]) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
         """Each parameter with its new `.grad`: the sum over all ranks, in the user's memory if the
         gradient was there before; None if no rank has a gradient."""

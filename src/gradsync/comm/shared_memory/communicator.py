@@ -26,7 +26,7 @@ from torch import Tensor
 
 from gradsync.comm.base import Communicator, Messages, ReduceOp, Work
 from gradsync.comm.p2p_collectives import COMBINE
-from gradsync.comm.process_group import AllOf, CopyBack, ProcessGroupCommunicator, draw_channel
+from gradsync.comm.process_group import AllOf, ProcessGroupCommunicator, Then, draw_channel
 from gradsync.comm.shared_memory.ordered_ops import (
     PAGE_BYTES,
     Flags,
@@ -55,8 +55,7 @@ class SharedMemoryCommunicator:
     """See `Communicator`; made by `share_memory`. For one thread at a time.
 
     Args:
-        base: communicator over the same ranks; carries messages, tensors that are not on the CPU,
-            and the setup.
+        base: communicator over the same ranks; carries messages and the setup.
         timeout_s: longest wait for a peer, in seconds.
 
     Raises:
@@ -144,8 +143,6 @@ class SharedMemoryCommunicator:
     # -- collectives
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
-        if tensor.device.type != "cpu":
-            return self.base.all_reduce(tensor, op)
         flat, home = _flat(tensor)
         placed = None if home is not None else self._placed(tensor)
         if placed is None:
@@ -157,20 +154,14 @@ class SharedMemoryCommunicator:
         return self._ops.submit(_op("all_reduce", flat, (op, place), share=share))
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Work:
-        if tensor.device.type != "cpu":
-            return self.base.broadcast(tensor, src)
         flat, home = _flat(tensor)
         return _home(self._staging.broadcast(flat, src), flat, home)
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
-        if tensor.device.type != "cpu":
-            return self.base.all_gather(output, tensor)
         out, home = _flat(output)
         return _home(self._staging.all_gather(out, _flat(tensor)[0]), out, home)
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: ReduceOp = "sum") -> Work:
-        if tensor.device.type != "cpu":
-            return self.base.reduce_scatter(output, tensor, op)
         out, home = _flat(output)
         return _home(self._staging.reduce_scatter(out, _flat(tensor)[0], op), out, home)
 
@@ -307,7 +298,7 @@ def _flat(tensor: Tensor) -> tuple[Tensor, Tensor | None]:
 
 def _home(work: Work, flat: Tensor, home: Tensor | None) -> Work:
     """`work` on `flat`, copied back to `home` if `flat` is a copy."""
-    return work if home is None else CopyBack(work, flat.view(home.shape), home)
+    return work if home is None else Then(work, lambda: home.copy_(flat.view(home.shape)))
 
 
 def pairs_of_tree(count: int) -> list[Pair]:

@@ -81,28 +81,19 @@ class Subset:
         return self._parent.exchange(theirs, ours, self._channel + channel)
 
 
-def communicator(world: World) -> Communicator:
-    """The communicator over all ranks of `world`: the default process group, or one rank.
+def communicator(world: World | None = None) -> Communicator:
+    """The communicator over all ranks of `world`: the default process group, or one rank. Without a
+    world: the default process group, if there is one, else this rank.
 
     Raises:
         RunError: several ranks, but no process group (no open `with gs.init()`).
     """
-    if world.world_size == 1:
+    alone = not dist.is_initialized() if world is None else world.world_size == 1
+    if alone:
         return SingleCommunicator()
     if not dist.is_initialized():
-        raise RunError(
-            f"world size {world.world_size} but no process group: use it inside `with gs.init()`"
-        )
+        raise RunError("several ranks but no process group: use it inside `with gs.init()`")
     return ProcessGroupCommunicator(dist.group.WORLD)
-
-
-def default_communicator(world: World | None) -> Communicator:
-    """The communicator of `world`, or without one of torch's default group, or of this rank."""
-    if world is not None:
-        return communicator(world)
-    if dist.is_initialized():
-        return ProcessGroupCommunicator(dist.group.WORLD)
-    return SingleCommunicator()
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradsync.comm.base import Communicator, ReduceOp
-from gradsync.comm.groups import RankPlacement, default_communicator, levels_of, share_placement
+from gradsync.comm.groups import RankPlacement, communicator, levels_of, share_placement
 from gradsync.comm.p2p_collectives import COMBINE, hierarchical_all_reduce, ring_all_reduce
 from gradsync.comm.values import all_gather_json, call_site, check_same_call
 from gradsync.core.files import check_name
@@ -76,7 +76,7 @@ def all_reduce(
     word = "mean" if word == "avg" else word
     check_name("op", word, get_args(Op))
     check_name("algorithm", algorithm, ALGORITHMS)
-    comm = default_communicator(world) if comm is None else getattr(comm, "unchecked", comm)
+    comm = communicator(world) if comm is None else getattr(comm, "unchecked", comm)
     where = call_site() if name is None else f"named {name!r}"
     # Before any refusal that this rank alone may make: the others would wait for it.
     check_same_call(comm, f"all_reduce ({word}, {algorithm})", tensor, where)
@@ -146,7 +146,7 @@ def gather(
             (behind n), or a tensor on some ranks only.
         RunError: on all ranks, when they make different calls.
     """
-    comm = default_communicator(world) if comm is None else getattr(comm, "unchecked", comm)
+    comm = communicator(world) if comm is None else getattr(comm, "unchecked", comm)
     where = call_site() if name is None else f"named {name!r}"
     check_same_call(comm, "gather", torch.empty(0), where)
     if isinstance(value, Tensor):

@@ -228,14 +228,14 @@ class _Staging:
 
     def broadcast(self, flat: Tensor, src: int) -> Work:
         """Overwrite `flat`, [n], with the one of rank `src`."""
-        return AllOf([self._copy(p, src) for p in flat.split(STAGE_BYTES // flat.element_size())])
-
-    def _copy(self, flat: Tensor, src: int) -> Work:
-        stage = self._next(flat)[src]
-        here = self._rank == src
-        prepare = partial(stage.copy_, flat) if here else _keep_in_step
-        share = None if here else partial(flat.copy_, stage)
-        return self._submit(_op("broadcast", flat, (src,), prepare, share, alone=True))
+        here, works = self._rank == src, []
+        for piece in flat.split(STAGE_BYTES // flat.element_size()):
+            stage = self._next(piece)[src]
+            prepare = partial(stage.copy_, piece) if here else _keep_in_step
+            share = None if here else partial(piece.copy_, stage)
+            op = _op("broadcast", piece, (src,), prepare, share, alone=True)
+            works.append(self._submit(op))
+        return AllOf(works)
 
     def all_gather(self, out: Tensor, flat: Tensor) -> Work:
         """Fill `out`, [ranks * n], with each rank's `flat`, [n]."""

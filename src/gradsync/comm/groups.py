@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradsync.comm.base import Communicator, Messages, Messenger, ReduceOp, Work
-from gradsync.comm.process_group import Done, ProcessGroupCommunicator
+from gradsync.comm.process_group import Done, ProcessGroupCommunicator, Subset
 from gradsync.comm.values import all_gather_numbers
 from gradsync.core.torch_private import (
     backend_of,
@@ -57,28 +57,6 @@ class SingleCommunicator:
         """Check that both lists are empty."""
         assert len(sends) + len(receives) == 0, "a message to oneself"
         return Done()
-
-
-class Subset:
-    """A `Messenger` between some ranks of `parent`: member i is `ranks[i]` there; None for all.
-
-    Free to create; only its members create it. It shares the parent's connections. Subsets that
-    have two ranks in common must be used in the same order on both, or with another `channel`
-    (`draw_channel`): a message of one model's thread could match a receive of another's.
-    """
-
-    def __init__(
-        self, parent: Messenger, ranks: Sequence[int] | None = None, channel: int = 0
-    ) -> None:
-        self._parent, self._channel = parent, channel
-        self._ranks = tuple(range(parent.world_size) if ranks is None else ranks)
-        self.rank = self._ranks.index(parent.rank)
-        self.world_size = len(self._ranks)
-
-    def exchange(self, sends: Messages, receives: Messages, channel: int = 0, /) -> Work:
-        theirs = [(tensor, self._ranks[peer]) for tensor, peer in sends]
-        ours = [(tensor, self._ranks[peer]) for tensor, peer in receives]
-        return self._parent.exchange(theirs, ours, self._channel + channel)
 
 
 def communicator(world: World | None = None) -> Communicator:

@@ -366,6 +366,28 @@ def refuse_detail(why: str) -> None:
         raise ConfigError(f"TORCH_DISTRIBUTED_DEBUG=DETAIL: {why}; take INFO, or strategy='naive'")
 
 
+class Subset:
+    """A `Messenger` between some ranks of `parent`: member i is `ranks[i]` there; None for all.
+
+    Free to create; only its members create it. It shares the parent's connections. Subsets that
+    have two ranks in common must be used in the same order on both, or with another `channel`
+    (`draw_channel`): a message of one model's thread could match a receive of another's.
+    """
+
+    def __init__(
+        self, parent: Messenger, ranks: Sequence[int] | None = None, channel: int = 0
+    ) -> None:
+        self._parent, self._channel = parent, channel
+        self._ranks = tuple(range(parent.world_size) if ranks is None else ranks)
+        self.rank = self._ranks.index(parent.rank)
+        self.world_size = len(self._ranks)
+
+    def exchange(self, sends: Messages, receives: Messages, channel: int = 0, /) -> Work:
+        theirs = [(tensor, self._ranks[peer]) for tensor, peer in sends]
+        ours = [(tensor, self._ranks[peer]) for tensor, peer in receives]
+        return self._parent.exchange(theirs, ours, self._channel + channel)
+
+
 def draw_channel(comm: Communicator) -> int:
     """Draw a channel number that is unique and equal on all ranks: rank 0 draws 30 random bits.
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from gradsync.comm.base import Communicator, Messenger
-from gradsync.comm.groups import RankPlacement, Subset, for_background, group_of_pair, levels_of
+from gradsync.comm.groups import RankPlacement, for_background, group_of_pair, levels_of
 from gradsync.comm.p2p_collectives import hierarchical_all_reduce, ring_all_reduce
-from gradsync.comm.process_group import ProcessGroupCommunicator, draw_channel
+from gradsync.comm.process_group import ProcessGroupCommunicator, Subset, draw_channel
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
 from gradsync.comm.shared_memory.segment import SharedMemoryError
 from gradsync.errors import ConfigError

@@ -1,6 +1,6 @@
 """The end of a step, for every strategy and loop: its phases in order.
 
-    collect    end this rank's leaves; every gradient is in its place in the sums
+    collect    end this rank's micro-batches; every gradient is in its place in the sums
     agree      one small message: loss, weight, stop, discard, which rank used which parameter
     reduce     the slices that this rank owns become the sum over ranks, divided once
     clip       the exact norm, over fixed blocks in parameter order
@@ -87,7 +87,7 @@ class StepCall:
     """What this rank asks of a step."""
 
     loss: LossSum | None
-    """Loss and weight of this rank's leaves; None in the user's training loop."""
+    """Loss and weight of this rank's micro-batches; None in the user's training loop."""
     update: Update | None = None
     """The optimizers; None to discard, and if the user's training loop runs them."""
     discard: bool = False

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from gradsync.comm.base import Communicator, Messages, ReduceOp, Work
+from gradsync.comm.base import Communicator, Messages, Messenger, ReduceOp, Work
 from gradsync.comm.values import check_same_call
 from gradsync.core import torch_private as private
 from gradsync.errors import ConfigError, RunError

@@ -22,9 +22,9 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from gradsync.checkpoint.weights import weights_sha256 as weights_sha256
-    from gradsync.comm.gather import gather as gather
     from gradsync.comm.groups import group as group
     from gradsync.comm.reductions import all_reduce as all_reduce
+    from gradsync.comm.reductions import gather as gather
     from gradsync.data.loader import eval_loader as eval_loader
     from gradsync.data.loader import loader as loader
     from gradsync.data.streaming import stream_loader as stream_loader
@@ -47,9 +47,8 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "gradsync.checkpoint.weights": ("weights_sha256",),
-    "gradsync.comm.gather": ("gather",),
     "gradsync.comm.groups": ("group",),
-    "gradsync.comm.reductions": ("all_reduce",),
+    "gradsync.comm.reductions": ("all_reduce", "gather"),
     "gradsync.data.loader": (
         "eval_loader",
         "loader",

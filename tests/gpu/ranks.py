@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import gradsync as gs
 from gradsync.comm.groups import Subset
 from gradsync.comm.p2p_collectives import hierarchical_all_reduce, ring_all_reduce
-from gradsync.comm.process_group import Channel, ProcessGroupCommunicator
+from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.commands.models.config import GPTConfig
 from gradsync.commands.models.gpt import GPT
 from gradsync.core.torch_private import process_groups
@@ -127,7 +127,7 @@ def exchanges(world: gs.World, _: Path) -> Found:
     """Messages, rings and hierarchies: the bits that Gloo brings."""
     world_size, rank = world.world_size, world.rank
     comm = ProcessGroupCommunicator(dist.new_group(list(range(world_size))))
-    everyone = Channel(comm, 7)
+    everyone = Subset(comm, channel=7)
 
     def messages(flat: Tensor) -> Tensor:
         """Two to each peer, and an empty one."""

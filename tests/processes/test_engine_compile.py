@@ -106,29 +106,6 @@ def test_with_a_compiled_backward(own: bool) -> None:
     _assert_alike(_compare(SingleCommunicator(), "invariant", "aot_eager", own))
 
 
-def _mistakes(rank: int, world_size: int, store_path: str) -> str:
-    """`no_sync` entered after the forward is noticed in compiled code, too."""
-    with open_session(rank, world_size, store_path) as world:
-        model = nn.Linear(6, 6)
-        sync = replicate(model, world)
-        model.compile(backend="eager")
-        message = ""
-        for _ in range(2):  # the second time the code is compiled already
-            loss = model(inputs(rank, 0)).sum()
-            try:
-                with sync.no_sync():
-                    loss.backward()
-            except ValueError as error:
-                message = str(error)
-        sync.close()
-        torch.compiler.reset()
-        return message
-
-
-def test_no_sync_after_the_forward_is_named(pool: Any) -> None:
-    assert pool.run(_mistakes, 1)[0].startswith("no_sync() was entered after the forward")
-
-
 def _recompiles(rank: int, world_size: int, store_path: str) -> int:
     """How often the root is compiled over steps with and without `no_sync`."""
     count = 0

@@ -187,7 +187,9 @@ def train_by_hand(
 def test_blocks_ties_and_compute_dtype(
     pool: Any, name: str, world_size: int, options: dict[str, Any]
 ) -> None:
-    weights, losses = train_by_hand(name, torch.bfloat16 if options else None, world_size)
+    weights, losses = train_by_hand(
+        name, torch.bfloat16 if "compute_dtype" in options else None, world_size
+    )
     for got, got_losses, masters in pool.run(_train_model, world_size, name, options):
         assert masters
         assert list(got) == list(weights)

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from gradsync.comm.p2p_collectives import ring_all_reduce
 from gradsync.comm.process_group import Background, ProcessGroupCommunicator
 from gradsync.errors import RunError
-from support.comm_cases import check_all, rank_input
 from support.thread_ranks import run_thread_ranks
 
 NAME = "gradsync-background"
@@ -155,33 +154,6 @@ def test_the_worker_takes_over_the_number_of_intra_op_threads() -> None:
         torch.set_num_threads(before)
     assert seen == expected
     end(background)
-
-
-def test_algorithms_behind_collectives_in_front() -> None:
-    """Several reductions under way, while the main thread has collectives of its own."""
-    world_size = 3
-    lengths = [1, 1000, 100_003, 5, 20_000]
-
-    def work(rank: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
-        comm = ProcessGroupCommunicator(group)
-        background = Background()
-        tensors = [rank_input(rank, length, torch.float32) for length in lengths]
-        works = []
-        for tensor in tensors:
-            works.append(background.submit(lambda tensor=tensor: ring_all_reduce(comm, tensor)))
-        for i in range(30):
-            count = torch.full((i + 1,), float(rank))
-            comm.all_reduce(count).wait()
-            assert count.eq(sum(range(world_size))).all()
-        for submitted in works:
-            submitted.wait()
-        background.close()
-        return tensors
-
-    by_rank = run_thread_ranks(work, world_size)
-    for i in range(len(lengths)):
-        check_all([tensors[i] for tensors in by_rank], "sum")
-    assert not workers()
 
 
 def test_a_vanished_peer_comes_out_of_wait() -> None:

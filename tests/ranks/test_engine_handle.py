@@ -315,19 +315,3 @@ def test_an_error_on_one_rank_reaches_the_others(name: str) -> None:
     with pytest.raises(ValueError, match="injected"):
         run_thread_ranks(work, 3, timeout_s=10)
     assert sorted(survivors) == [0, 2]
-
-
-def test_the_handle_and_a_steps_result_in_words() -> None:
-    """As a notebook shows them."""
-
-    def work(sync: GradientSync, optimizer: Any) -> list[str]:
-        sync.backward(sync.model(torch.ones(2, 1)).sum(), weight=2, reduction="sum")
-        return [repr(sync), repr(sync.step(optimizer, clip_norm=1.0))]
-
-    def build() -> nn.Module:
-        return nn.Linear(1, 1, bias=False)
-
-    for rank, (handle, result) in enumerate(on_handles(work, build, strategy="naive")):
-        assert handle == f"<GradientSync naive of Linear, 1 parameter, rank {rank} of 2>"
-        assert result.startswith("StepResult(mean_loss=")
-        assert result.endswith("weight=4, grad_norm=1, stop=False, discarded=False)")

@@ -197,13 +197,6 @@ def test_prime_learns_without_leaving_anything() -> None:
         assert losses[:2] == losses[2:]
 
 
-def test_what_rank_0_did_not_use_goes_last() -> None:
-    handle, _ = _chain(SingleCommunicator(), "bucketed", bucket_mb=TINY_MB)
-    _leaf(handle, last=True, order=(1, 0))
-    handle.step(torch.optim.SGD(handle.model.parameters(), lr=0.1))
-    assert order_of(engine_of(handle)) == [0, 1, 2]
-
-
 def _gradients_in_step(handle: GradientSync) -> list[Tensor]:
     """`.grad` as the optimizer sees it; steps with it."""
     optimizer = torch.optim.SGD(handle.model.parameters(), lr=0.1)

@@ -220,27 +220,3 @@ def test_leaders_send_between_nodes_and_nobody_else() -> None:
         return comm.sent_bytes
 
     assert run_thread_ranks(work, 5) == [4 * LENGTH, 0, 0, 4 * LENGTH, 0]
-
-
-def test_collectives_are_passed_on_and_counted() -> None:
-    def work(rank: int, group: dist.ProcessGroup) -> RecordingCommunicator:
-        comm = RecordingCommunicator(ProcessGroupCommunicator(group))
-        tensor = torch.full((4,), float(rank))
-        comm.all_reduce(tensor).wait()
-        assert tensor.tolist() == [1.0] * 4
-        comm.all_gather(torch.zeros(8), tensor).wait()
-        comm.reduce_scatter(torch.zeros(1), torch.zeros(2), "min").wait()
-        sent = comm.exchange([(tensor, 1 - rank), (torch.zeros(0), 1 - rank)], [])
-        comm.exchange([], [(torch.zeros(4), 1 - rank), (torch.zeros(0), 1 - rank)]).wait()
-        sent.wait()
-        return comm
-
-    for comm in run_thread_ranks(work, 2):
-        assert comm.operations.total() == 5
-        assert comm.tensor_bytes == {"all_reduce": 16, "all_gather": 32, "reduce_scatter": 8}
-        assert (comm.sent_bytes, comm.sent_messages) == (16, 1)
-        assert comm.ring_bytes() == 16 + (32 + 8) / 2
-    alone = RecordingCommunicator(SingleCommunicator())
-    for run in ALGORITHMS.values():
-        run(alone, torch.ones(1000))
-    assert (alone.sent_bytes, alone.operations.total()) == (0, 0)

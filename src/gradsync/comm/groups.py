@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradsync.comm.base import Communicator, Messages, Messenger, ReduceOp, Work
-from gradsync.comm.process_group import Done, ProcessGroupCommunicator
+from gradsync.comm.process_group import Done, ProcessGroupCommunicator, Subset
 from gradsync.comm.values import all_gather_numbers
 from gradsync.core.torch_private import (
     backend_of,
@@ -59,47 +59,19 @@ class SingleCommunicator:
         return Done()
 
 
-class Subset:
-    """A `Messenger` between some ranks of `parent`: member i is `ranks[i]` there.
-
-    Free to create; only its members create it. It shares the parent's connections. Subsets that
-    have two ranks in common must be used in the same order on both.
-    """
-
-    def __init__(self, parent: Messenger, ranks: Sequence[int]) -> None:
-        self._parent = parent
-        self._ranks = tuple(ranks)
-        self.rank = self._ranks.index(parent.rank)
-        self.world_size = len(self._ranks)
-
-    def exchange(self, sends: Messages, receives: Messages, channel: int = 0, /) -> Work:
-        theirs = [(tensor, self._ranks[peer]) for tensor, peer in sends]
-        ours = [(tensor, self._ranks[peer]) for tensor, peer in receives]
-        return self._parent.exchange(theirs, ours, channel)
-
-
-def communicator(world: World) -> Communicator:
-    """The communicator over all ranks of `world`: the default process group, or one rank.
+def communicator(world: World | None = None) -> Communicator:
+    """The communicator over all ranks of `world`: the default process group, or one rank. Without a
+    world: the default process group, if there is one, else this rank.
 
     Raises:
         RunError: several ranks, but no process group (no open `with gs.init()`).
     """
-    if world.world_size == 1:
+    alone = not dist.is_initialized() if world is None else world.world_size == 1
+    if alone:
         return SingleCommunicator()
     if not dist.is_initialized():
-        raise RunError(
-            f"world size {world.world_size} but no process group: use it inside `with gs.init()`"
-        )
+        raise RunError("several ranks but no process group: use it inside `with gs.init()`")
     return ProcessGroupCommunicator(dist.group.WORLD)
-
-
-def default_communicator(world: World | None) -> Communicator:
-    """The communicator of `world`, or without one of torch's default group, or of this rank."""
-    if world is not None:
-        return communicator(world)
-    if dist.is_initialized():
-        return ProcessGroupCommunicator(dist.group.WORLD)
-    return SingleCommunicator()
 
 
 @dataclass(frozen=True, slots=True)

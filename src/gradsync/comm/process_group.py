@@ -11,6 +11,7 @@ import secrets
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -56,15 +57,19 @@ class AllOf:
             work.wait()
 
 
-class CopyBack:
-    """A work on `there`, a copy of `home`; `wait` copies the result back."""
+class Then:
+    """A `Work` with a function to call once it is done."""
 
-    def __init__(self, work: Work, there: Tensor, home: Tensor) -> None:
-        self._work, self._there, self._home = work, there, home
+    def __init__(self, work: Work, finish: Callable[[], object]) -> None:
+        self.work = work
+        self._finish: Callable[[], object] | None = finish
 
     def wait(self) -> None:
-        self._work.wait()
-        self._home.copy_(self._there)
+        """See `Work.wait`; finishes once."""
+        self.work.wait()
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
 
 
 class Background:
@@ -73,10 +78,9 @@ class Background:
         main    submit(a) ── submit(b) ── backward goes on ──── a.wait() ── b.wait()
         worker      └─ a ────────┴─ b ───────────────────┘
 
-    The functions talk to other ranks only by `exchange`, or through a shared-memory communicator
-    reserved for this thread: two threads would issue collectives in different orders on different
-    ranks. On NCCL even messages queue behind the group's collectives: give the worker a
-    communicator over a separate group.
+    The functions talk to other ranks only by `exchange`: two threads would issue collectives in
+    different orders on different ranks. On NCCL even messages queue behind the group's collectives:
+    give the worker a communicator over a separate group.
 
     The first `submit` starts the thread. It never keeps the process alive. It ends when its owner
     is garbage-collected, or at `close`. After a failure it runs nothing more: every later
@@ -98,14 +102,8 @@ class Background:
         self._lock = threading.Lock()
 
     def submit(self, fn: Callable[[], None]) -> Work:
-        """Run `fn()` on the worker after everything submitted before.
-
-        Returns:
-            A `Work` whose `wait` raises the error of `fn`, or that of an earlier submission.
-
-        Raises:
-            RunError: after `close`.
-        """
+        """Run `fn()` on the worker after everything submitted before. The `wait` of the result
+        raises the error of `fn`, or that of an earlier submission."""
         job = _Job(fn, self._worker.stream)
         with self._lock:
             if self._closed:
@@ -144,13 +142,10 @@ class _Job:
         self._done: Any = None
 
     def run(self) -> BaseException | None:
-        """Run the function on the worker; returns the exception it raised, if any.
-
-        Uses the submitting thread's number of intra-op threads, because the bits of a sum over many
-        elements depend on it: torch copies its setting into a new thread once, and a later
-        `torch.set_num_threads` affects only the thread that calls it.
-        """
+        """Run the function on the worker; returns the exception it raised, if any."""
         assert self._fn is not None, "a job runs once"
+        # The bits of a sum over many elements depend on the number of intra-op threads, and
+        # `torch.set_num_threads` affects only the thread that calls it.
         if torch.get_num_threads() != self._num_threads:
             torch.set_num_threads(self._num_threads)
         try:
@@ -205,11 +200,8 @@ class _Worker:
         return job.over
 
     def run(self) -> None:
-        """Run jobs until None comes or one fails.
-
-        The thread must not keep the error: its traceback references everything the job held,
-        perhaps the owner, whose collection is what ends the thread.
-        """
+        """Run jobs until None comes or one fails. The thread must not keep the error: its traceback
+        references everything the job held, perhaps the owner, whose collection ends the thread."""
         if self.stream is not None:  # else torch opens a context on GPU 0 here
             torch.cuda.set_device(self.stream.device)
         while (job := self.jobs.get()) is not None:
@@ -354,12 +346,8 @@ class ProcessGroupCommunicator:
         return self.group if self._on_cpu is None or tensor.is_cuda else self._on_cpu
 
     def _readable(self, tensor: Tensor) -> Tensor:
-        """`tensor`, or a copy where the group cannot read it.
-
-        Small CPU values travel over a GPU when the ranks have NCCL alone. Conjugation and negation
-        are resolved: torch keeps them as a flag, backends read only the memory, and ranks may
-        differ in the flag.
-        """
+        """`tensor`, or a copy where the group cannot read it: on the GPU when the ranks have NCCL
+        alone, and without lazy conjugation or negation, since backends read only the memory."""
         takes = private.device_types(self._group_for(tensor))
         if tensor.device.type == "cpu" and "cpu" not in takes:
             tensor = tensor.to(torch.device("cuda", torch.cuda.current_device()))
@@ -369,7 +357,7 @@ class ProcessGroupCommunicator:
         """`run(tensor, group)`, through a copy where needed."""
         there, group = self._readable(tensor), self._group_for(tensor)
         work = run(there, group)
-        return work if there is tensor else CopyBack(work, there, tensor)
+        return work if there is tensor else Then(work, partial(tensor.copy_, there))
 
 
 def refuse_detail(why: str) -> None:
@@ -378,21 +366,26 @@ def refuse_detail(why: str) -> None:
         raise ConfigError(f"TORCH_DISTRIBUTED_DEBUG=DETAIL: {why}; take INFO, or strategy='naive'")
 
 
-class Channel:
-    """A `Messenger` over `parent` that matches only messages with its number (`draw_channel`).
+class Subset:
+    """A `Messenger` between some ranks of `parent`: member i is `ranks[i]` there; None for all.
 
-    Two models that are synchronised at once send from two threads; without channels a message of
-    one could match a receive of the other.
+    Free to create; only its members create it. It shares the parent's connections. Subsets that
+    have two ranks in common must be used in the same order on both, or with another `channel`
+    (`draw_channel`): a message of one model's thread could match a receive of another's.
     """
 
-    def __init__(self, parent: Messenger, number: int) -> None:
-        self._parent = parent
-        self._number = number
-        self.rank = parent.rank
-        self.world_size = parent.world_size
+    def __init__(
+        self, parent: Messenger, ranks: Sequence[int] | None = None, channel: int = 0
+    ) -> None:
+        self._parent, self._channel = parent, channel
+        self._ranks = tuple(range(parent.world_size) if ranks is None else ranks)
+        self.rank = self._ranks.index(parent.rank)
+        self.world_size = len(self._ranks)
 
     def exchange(self, sends: Messages, receives: Messages, channel: int = 0, /) -> Work:
-        return self._parent.exchange(sends, receives, self._number + channel)
+        theirs = [(tensor, self._ranks[peer]) for tensor, peer in sends]
+        ours = [(tensor, self._ranks[peer]) for tensor, peer in receives]
+        return self._parent.exchange(theirs, ours, self._channel + channel)
 
 
 def draw_channel(comm: Communicator) -> int:

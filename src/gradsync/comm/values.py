@@ -20,11 +20,8 @@ from gradsync.errors import GradsyncError, RunError
 
 
 def broadcast_json(comm: Communicator, value: Any = None) -> Any:
-    """Rank 0's `value` (anything JSON can write) on every rank; other ranks' argument is ignored.
-
-    Two broadcasts over the whole communicator: int64 [1] with the length, uint8 [length] with the
-    text. For start-up and shutdown, not for the step.
-    """
+    """Rank 0's `value` (anything JSON can write) on every rank. Two broadcasts: int64 [1] with the
+    length, uint8 [length] with the text. For start-up and shutdown, not for the step."""
     if comm.world_size == 1:
         return value
     payload = json.dumps(value).encode() if comm.rank == 0 else b""
@@ -38,11 +35,8 @@ def broadcast_json(comm: Communicator, value: Any = None) -> Any:
 
 
 def from_rank_0(comm: Communicator, make: Callable[[], Any]) -> Any:
-    """What `make()` returns on rank 0 (anything JSON can write), on every rank. A gradsync error
-    that it raises there is raised on all ranks.
-
-    Communicates as `broadcast_json`. For start-up, not for the step.
-    """
+    """What `make()` returns on rank 0, on every rank, by `broadcast_json`. A gradsync error that it
+    raises there is raised on all ranks."""
     made: Any = None
     if comm.rank == 0:
         try:
@@ -64,11 +58,8 @@ def all_gather_numbers(comm: Communicator, number: int) -> list[int]:
 
 
 def all_gather_json(comm: Communicator, value: Any) -> list[Any]:
-    """Every rank's `value` (anything JSON can write), in rank order; lengths may differ.
-
-    Two all-gathers over the whole communicator: int64 [1] with the length, uint8 [longest] with
-    the text. For start-up and error reports, not for the step.
-    """
+    """Every rank's `value` (anything JSON can write), in rank order. Two all-gathers: int64 [1]
+    with the length, uint8 [longest] with the text. Not for the step."""
     payload = json.dumps(value).encode()
     sizes = all_gather_numbers(comm, len(payload))
     mine = torch.zeros(max(sizes), dtype=torch.uint8)
@@ -89,10 +80,8 @@ def all_sum(comm: Communicator, *numbers: float) -> tuple[float, ...]:
 def broadcast_tensors(
     comm: Communicator, tensors: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """Copy rank 0's named CPU tensors to every rank; other ranks' argument is ignored.
-
-    Names, shapes and dtypes first (`broadcast_json`), then one broadcast per tensor.
-    """
+    """Copy rank 0's named CPU tensors to every rank: names, shapes and dtypes first
+    (`broadcast_json`), then one broadcast per tensor."""
     if comm.world_size == 1:
         return dict(tensors or {})
     described = [
@@ -113,10 +102,7 @@ def broadcast_tensors(
 
 
 def same_on_all_ranks(comm: Communicator, data: bytes) -> bool:
-    """Whether all ranks hold equal `data`, of any length: one all-reduce of a digest, int64 [2].
-
-    The answer is the same on all ranks. (Two data with one digest: probability 2**-63.)
-    """
+    """Whether all ranks hold equal `data`: one all-reduce of a digest of 63 bits, int64 [2]."""
     return same_number(comm, int.from_bytes(hashlib.blake2b(data, digest_size=8).digest()) >> 1)
 
 
@@ -128,19 +114,11 @@ def same_number(comm: Communicator, number: int) -> bool:
 
 
 def check_same_call(comm: Communicator, what: str, tensor: Tensor, where: str = "") -> None:
-    """Check that all ranks do `what` with equal tensors at one place; sends nothing with one rank.
+    """Check that all ranks do `what` (operation and options) with tensors of one shape, dtype and
+    kind of device at one place (from `call_site` or by name); RunError on all ranks if not.
 
     Backends sum whatever arrives: tensors in another order, float32 with int32. Whole group, int64
     [2], on the CPU, blocking; two all-gathers of text when they differ.
-
-    Args:
-        comm: the ranks.
-        what: operation and options.
-        tensor: shape, dtype and kind of device must be equal.
-        where: the call, from `call_site` or by name; "" compares only the rest.
-
-    Raises:
-        RunError: on all ranks, with the call of each of them.
     """
     if comm.world_size == 1:
         return

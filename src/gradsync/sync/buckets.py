@@ -107,12 +107,8 @@ def checked_shares(told: Sequence[tuple[int, int]]) -> list[range]:
 
 
 def merges_of(nodes: Sequence[Node], wanted: Sequence[Node]) -> tuple[list[Pair], list[int]]:
-    """Plan how to add `nodes` (in leaf order, slot k holding nodes[k]) up to the `wanted` nodes.
-
-    Returns:
-        The additions in a valid order of execution, and the final slot of each wanted node; -1 for
-            a node without leaves.
-    """
+    """Plan how to add `nodes` (in leaf order, slot k holding nodes[k]) up to the `wanted` nodes:
+    the additions in order, and the final slot of each wanted node; -1 for one without leaves."""
     merges: list[Pair] = []
 
     def value(level: int, index: int, first: int, last: int) -> int:
@@ -203,8 +199,7 @@ class Bucket:
     Args:
         plan: which parameters, and their places.
         parameters: all parameters of the model.
-        node_dtype: dtype of the buffers, see [Note: Rounded nodes]; None keeps the gradients' own,
-            and so do complex ones. With another dtype `.grad` points into a separate buffer.
+        node_dtype: dtype of the buffers, see [Note: Rounded nodes]; None keeps the gradients' own.
         number: place in the order of launching, for profilers.
     """
 
@@ -276,8 +271,7 @@ class Bucket:
 
     def sums(self) -> list[Tensor]:
         """Each parameter's sum over all ranks, in its shape, dtype and strides (a fused optimizer
-        walks both memories in the same order), once `flat(0)` holds it. The next step overwrites
-        this memory."""
+        walks both memories in the same order). The next step overwrites this memory."""
         views = self.views(0, range(len(self.plan.slots)))
         if self.rounded:
             if self._sums is None:
@@ -293,12 +287,6 @@ class Bucket:
     def fits(self, gradient: Tensor) -> bool:
         """Whether `gradient` is dense and has the dtype that the parameters had."""
         return gradient.dtype is self.dtype and gradient.layout is torch.strided
-
-    def memory(self) -> Tensor | None:
-        """Flat memory of what `gradients` yields; None if a gradient lies elsewhere."""
-        if self.kept or not all(parameter.is_contiguous() for parameter in self.parameters):
-            return None
-        return self.flat(0) if self._sums is None else self._sums[0]
 
     def gradients(self, used: Sequence[bool]) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
         """Each parameter with its new `.grad`: the sum over all ranks, in the user's memory if the

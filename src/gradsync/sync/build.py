@@ -14,7 +14,7 @@ import torch
 from gradsync.comm.base import Communicator, Messenger
 from gradsync.comm.groups import RankPlacement, for_background, group_of_pair, levels_of
 from gradsync.comm.p2p_collectives import hierarchical_all_reduce, ring_all_reduce
-from gradsync.comm.process_group import Channel, ProcessGroupCommunicator, draw_channel
+from gradsync.comm.process_group import ProcessGroupCommunicator, Subset, draw_channel
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
 from gradsync.comm.shared_memory.segment import SharedMemoryError
 from gradsync.errors import ConfigError
@@ -171,12 +171,12 @@ def _exchange(
     if along_tree or (by_halves and plain and device.type == "cpu"):
         channel = draw_channel(comm)
         own = for_background(comm, device)
-        levels = [Channel(level, channel) for level in _tree_levels(own, recipe, hosts)]
+        levels = [Subset(level, channel=channel) for level in _tree_levels(own, recipe, hosts)]
         adds = device.type == "cpu" and (recipe.shard, recipe.node_dtype) == ("none", None)
         pair = group_of_pair(comm) if adds else None
         gather = own if gathers(device) and len(levels) == 1 else None
         how = {"over_leaves": along_tree, "pair": pair, "gather": gather}
-        everyone = Channel(own, channel)
+        everyone = Subset(own, channel=channel)
         return TreeExchange(everyone, levels, device, made=_made_for(comm, own, pair), **how)
     if recipe.shard == "gradients":
         return ReduceScatter(comm)
@@ -185,7 +185,7 @@ def _exchange(
     if recipe.reduction == "backend":
         return AllReduce(comm)
     own = for_background(comm, device)
-    everyone = Channel(own, draw_channel(own))
+    everyone = Subset(own, channel=draw_channel(own))
     all_reduce = partial(ring_all_reduce, everyone)
     if recipe.reduction == "hierarchical":
         if hosts is None:

@@ -47,9 +47,8 @@ class CommHook:
     """A hook for one DDP model, with its state between buckets.
 
     Use `hook.register(model)`, which asks DDP for the ranks to average over. The hook also unpacks
-    into the arguments of DDP's method, `ddp.register_comm_hook(*hook)`. DDP does not give a hook
-    its process group, so that call averages over torch's *default* group unless you pass
-    `comm_hook(group=)`. For a DDP over some of the ranks pass its `group`.
+    into the arguments of DDP's method, `ddp.register_comm_hook(*hook)`, which averages over torch's
+    *default* group unless you pass `comm_hook(group=)`.
     """
 
     def __init__(self, group: Any, average: Average) -> None:
@@ -163,9 +162,7 @@ class PowerSgd:
         wire       [vectors] ─ [P] ─ [Q]
         then       gradient = mean of P Q^T,  error = M - P Q^T
 
-    Bytes per rank: 2(W-1)/W of r (n + m) per compressed matrix instead of n m. Vectors are sent
-    whole, and so are matrices that would save less than `min_compression_rate`. Three operations
-    per bucket; memory: the error and a copy of the gradients (2 S), P and Q. The error is private
+    Bytes per rank: 2(W-1)/W of r (n + m) per compressed matrix instead of n m. The error is private
     to each rank and not part of a checkpoint: after a resume it is empty, and the first
     `start_powerSGD_iter` steps are sent whole again.
 

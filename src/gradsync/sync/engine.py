@@ -171,8 +171,7 @@ class Engine(Reducer):
         bucket.mark(slot)
 
     def _fold(self, bucket: Bucket) -> None:
-        """Accumulate the waiting gradients. Small ones are added together, since separate calls
-        would cost more than the additions."""
+        """Accumulate the waiting gradients, small ones in one call."""
         if bucket.waiting:
             self._sums.fold(bucket, bucket.waiting)
             bucket.waiting, bucket.waiting_elements = [], 0
@@ -331,18 +330,12 @@ def lay_out_buckets(
     world_size: int,
     order: Sequence[int] | None = None,
 ) -> list[Bucket]:
-    """Group `parameters` as the recipe says, taken in `order`.
-
-    Args:
-        parameters: trainable parameters, each once.
-        recipe: how large a bucket is.
-        world_size: number of ranks.
-        order: indices of all parameters; None begins with the last, as backward finishes them.
-    """
+    """Group `parameters` as the recipe says, in an `order` of their indices; None begins with the
+    last, as backward finishes them."""
     in_buckets = recipe.grouping == "buckets"
-    whole = 0.0 if recipe.grouping == "parameter" else float("inf")
-    size = recipe.bucket_size_mb(parameters[0].device.type) * MIB
-    limit = size if in_buckets else whole
+    limit = 0.0 if recipe.grouping == "parameter" else float("inf")
+    if in_buckets:
+        limit = recipe.bucket_size_mb(parameters[0].device.type) * MIB
     items = [
         Item(numel=p.numel(), itemsize=p.element_size(), kind=(p.dtype, p.device))
         for p in parameters
@@ -359,7 +352,6 @@ def lay_out_buckets(
 
 
 def _unfit(name: str, gradient: Tensor | None, bucket: Bucket, slot: int) -> ConfigError:
-    """The error for a gradient that does not fit its slot in the bucket."""
     if bucket.fired[slot] or gradient is None:
         return ConfigError(
             f"parameter {name!r} got a gradient twice in one backward (activation checkpointing "

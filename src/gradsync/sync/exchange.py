@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gradsync.comm.base import Communicator, Work
-from gradsync.comm.process_group import Background, Done, ProcessGroupCommunicator
+from gradsync.comm.process_group import Background, Done, ProcessGroupCommunicator, Then
 from gradsync.sync.buckets import Bucket, Sums
 
 if TYPE_CHECKING:
@@ -137,17 +137,3 @@ class HalfWire(Exchange):
         limit = torch.finfo(torch.float16).max / self._comm.world_size
         scale = torch.exp2(torch.floor(torch.log2(limit / largest)).clamp(-120, 120))
         return torch.where(torch.isfinite(largest) & (largest > 0), scale, torch.ones_like(scale))
-
-
-class Then:
-    """A `Work` with a function to call once it is done."""
-
-    def __init__(self, work: Work, finish: Callable[[], object]) -> None:
-        self.work = work
-        self._finish: Callable[[], object] | None = finish
-
-    def wait(self) -> None:
-        self.work.wait()
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            finish()

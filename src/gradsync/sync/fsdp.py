@@ -271,10 +271,7 @@ class Seen:
 
     Made before `model` is sharded. While a block computes, FSDP2 replaces the sharded parameters by
     whole ones. Their gradients are ready first; the sharded `.grad` shows only the sum over all
-    ranks, including zeros.
-
-    Hooks on parameters refer to this object, so it must not keep the modules: Python cannot collect
-    a cycle through a tensor's hooks.
+    ranks, including zeros. Hooks on parameters refer to this object, so it must not keep modules.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -348,11 +345,10 @@ def _states(optimizer: Optimizer) -> dict[Any, dict[str, Any]]:
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Submodules that FSDP2 gathers and frees as a unit; the root takes the rest.
+    """The outermost children of `nn.ModuleList`s, which FSDP2 gathers and frees as a unit.
 
-    They are the outermost children of `nn.ModuleList`s, in `modules()` order, each once. A block
-    that shares a parameter or a module with the rest of the model stays with the root, because in
-    FSDP2 a parameter belongs to one unit only.
+    A block that shares a parameter or a module with the rest of the model stays with the root,
+    because in FSDP2 a parameter belongs to one unit only.
     """
     places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     everywhere = Counter(id(p) for p in _with_ties(model))

@@ -21,7 +21,6 @@ from torch import Tensor
 from gradsync.comm.base import Communicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
-from gradsync.core.files import counted
 from gradsync.core.torch_private import version
 from gradsync.errors import ConfigError
 from gradsync.runtime.gloo_group import wait_until_workers_sleep
@@ -418,12 +417,6 @@ class GradientSync(UserLoopMethods):
             self.replica.comm.close()
         if self.replica.comm.world_size > 1:
             wait_until_workers_sleep()
-
-    def __repr__(self) -> str:
-        replica = self.replica
-        of = f"{type(self.model).__name__}, {counted(len(replica.reducer.parameters), 'parameter')}"
-        ranks = f"rank {replica.comm.rank} of {replica.comm.world_size}"
-        return f"<{type(self).__name__} {replica.reducer.strategy} of {of}, {ranks}>"
 
     def __deepcopy__(self, memo: object) -> None:
         """Give a copy of the model no handle, because the copy is not synchronised."""

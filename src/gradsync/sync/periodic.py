@@ -54,12 +54,7 @@ _PREFIX = "outer_momentum/"
 
 
 class PeriodicReducer(Reducer):
-    """Sums nothing; a rank's gradient is the mean over its own micro-batches.
-
-    Args:
-        model, comm: see `Reducer`.
-        options: of the strategy.
-    """
+    """Sums nothing; a rank's gradient is the mean over its own micro-batches."""
 
     def __init__(
         self, model: nn.Module, comm: Communicator, options: LocalSgdOptions | DilocoOptions
@@ -79,8 +74,7 @@ class PeriodicReplicas(Replicas):
 
     `local_sgd` averages weights, floating buffers and, if asked, the optimizer's momenta: Stich
     2018 (arXiv 1805.09767); Lin et al. 2018 (arXiv 1808.07217). With `inner_steps=1`, plain SGD and
-    equal shares this is synchronous SGD up to rounding. With momentum or Adam it is not and it may
-    train less well, depending on the problem and on `inner_steps`.
+    equal shares this is synchronous SGD up to rounding.
 
     `diloco` has an inner optimizer on each rank, an outer one with momentum when ranks meet:
     Douillard et al. 2023 (arXiv 2311.08105), algorithm 1, with t a round and i a rank:
@@ -91,11 +85,6 @@ class PeriodicReplicas(Replicas):
 
     The inner optimizer is the user's (AdamW in the paper). Its state is private to each rank and
     kept between rounds. On one rank it is not the identity, because the outer optimizer runs too.
-    The paper's 500 inner steps suit runs of many thousand steps.
-
-    Args:
-        model, comm: see `Reducer`.
-        options: of the strategy.
     """
 
     equal_replicas = False

@@ -1,6 +1,6 @@
 """The end of a step, for every strategy and loop: its phases in order.
 
-    collect    end this rank's leaves; every gradient is in its place in the sums
+    collect    end this rank's micro-batches; every gradient is in its place in the sums
     agree      one small message: loss, weight, stop, discard, which rank used which parameter
     reduce     the slices that this rank owns become the sum over ranks, divided once
     clip       the exact norm, over fixed blocks in parameter order
@@ -93,7 +93,7 @@ class StepCall:
     """What this rank asks of a step."""
 
     loss: LossSum | None
-    """Loss and weight of this rank's leaves; None in the user's training loop."""
+    """Loss and weight of this rank's micro-batches; None in the user's training loop."""
     update: Update | None = None
     """The optimizers; None to discard, and if the user's training loop runs them."""
     discard: bool = False
@@ -136,11 +136,6 @@ class StepResult:
     """False if no rank had a gradient for any parameter."""
     late: bool = False
     """Whether any rank's `StepCall` was late."""
-
-    def __repr__(self) -> str:
-        norm = None if self.grad_norm is None else f"{float(self.grad_norm):g}"
-        said = f"mean_loss={float(self.mean_loss):g}, weight={self.weight:g}, grad_norm={norm}"
-        return f"StepResult({said}, stop={self.stop}, discarded={self.discarded})"
 
 
 def take_step(parts: StepParts, call: StepCall) -> StepResult:

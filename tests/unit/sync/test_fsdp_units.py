@@ -30,13 +30,6 @@ def test_lists_of_lists_and_blocks_without_parameters() -> None:
     assert names(model) == ["grid.0.0"]
 
 
-def test_a_block_used_twice_counts_once() -> None:
-    model = nn.Module()
-    block = nn.Linear(2, 2)
-    model.layers = nn.ModuleList([block, block, nn.Linear(2, 2)])
-    assert len(blocks_of(model)) == 2
-
-
 def test_blocks_that_share_a_parameter_with_others_stay_with_the_root() -> None:
     model = nn.Module()
     model.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
@@ -55,11 +48,3 @@ def test_what_two_blocks_hold_leaves_both_to_the_root() -> None:
     assert names(model) == []
     model.head = model.layers[2]  # called from two places, it is one unit still
     assert len(blocks_of(model)) == 1
-
-
-def test_a_tie_inside_of_a_block_is_its_own_affair() -> None:
-    model = nn.Module()
-    block = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    block[1].weight = block[0].weight
-    model.layers = nn.ModuleList([block])
-    assert names(model) == ["layers.0"]

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from gradsync.comm.base import Messages
-from gradsync.comm.groups import Subset
-from gradsync.comm.process_group import Done
+from gradsync.comm.process_group import Done, Subset
 from gradsync.sync.buckets import Bucket, TreeSums
 from gradsync.sync.layout import BucketPlan, Slot
 from gradsync.sync.tree_exchange import TreeExchange

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from gradsync.comm.base import Communicator, Messages, ReduceOp, Work
 from gradsync.comm.p2p_collectives import COMBINE
-from gradsync.comm.process_group import AllOf, CopyBack, ProcessGroupCommunicator, draw_channel
+from gradsync.comm.process_group import AllOf, ProcessGroupCommunicator, Then, draw_channel
 from gradsync.comm.shared_memory.ordered_ops import (
     PAGE_BYTES,
     Flags,
@@ -55,8 +55,7 @@ class SharedMemoryCommunicator:
     """See `Communicator`; made by `share_memory`. For one thread at a time.
 
     Args:
-        base: communicator over the same ranks; carries messages, tensors that are not on the CPU,
-            and the setup.
+        base: communicator over the same ranks; carries messages and the setup.
         timeout_s: longest wait for a peer, in seconds.
 
     Raises:
@@ -128,11 +127,8 @@ class SharedMemoryCommunicator:
         """Run `share` on each rank once all ranks have called `run`; done when all have finished.
 
         In the share, any rank may read data written before `run`, but not touch what another rank's
-        share writes. After `wait`, any rank may read data written in the share.
-
-        Args:
-            share: this rank's part.
-            what: name of the operation; ranks that run another one at the same time raise an error.
+        share writes. After `wait`, any rank may read data written in the share. Ranks that run
+        another operation, by its name `what`, at the same time raise an error.
         """
         return self._ops.submit(OrderedOp(what, share=share))
 
@@ -147,8 +143,6 @@ class SharedMemoryCommunicator:
     # -- collectives
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
-        if tensor.device.type != "cpu":
-            return self.base.all_reduce(tensor, op)
         flat, home = _flat(tensor)
         placed = None if home is not None else self._placed(tensor)
         if placed is None:
@@ -160,20 +154,14 @@ class SharedMemoryCommunicator:
         return self._ops.submit(_op("all_reduce", flat, (op, place), share=share))
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Work:
-        if tensor.device.type != "cpu":
-            return self.base.broadcast(tensor, src)
         flat, home = _flat(tensor)
         return _home(self._staging.broadcast(flat, src), flat, home)
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
-        if tensor.device.type != "cpu":
-            return self.base.all_gather(output, tensor)
         out, home = _flat(output)
         return _home(self._staging.all_gather(out, _flat(tensor)[0]), out, home)
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: ReduceOp = "sum") -> Work:
-        if tensor.device.type != "cpu":
-            return self.base.reduce_scatter(output, tensor, op)
         out, home = _flat(output)
         return _home(self._staging.reduce_scatter(out, _flat(tensor)[0], op), out, home)
 
@@ -240,14 +228,14 @@ class _Staging:
 
     def broadcast(self, flat: Tensor, src: int) -> Work:
         """Overwrite `flat`, [n], with the one of rank `src`."""
-        return AllOf([self._copy(p, src) for p in flat.split(STAGE_BYTES // flat.element_size())])
-
-    def _copy(self, flat: Tensor, src: int) -> Work:
-        stage = self._next(flat)[src]
-        here = self._rank == src
-        prepare = partial(stage.copy_, flat) if here else _keep_in_step
-        share = None if here else partial(flat.copy_, stage)
-        return self._submit(_op("broadcast", flat, (src,), prepare, share, alone=True))
+        here, works = self._rank == src, []
+        for piece in flat.split(STAGE_BYTES // flat.element_size()):
+            stage = self._next(piece)[src]
+            prepare = partial(stage.copy_, piece) if here else _keep_in_step
+            share = None if here else partial(piece.copy_, stage)
+            op = _op("broadcast", piece, (src,), prepare, share, alone=True)
+            works.append(self._submit(op))
+        return AllOf(works)
 
     def all_gather(self, out: Tensor, flat: Tensor) -> Work:
         """Fill `out`, [ranks * n], with each rank's `flat`, [n]."""
@@ -310,7 +298,7 @@ def _flat(tensor: Tensor) -> tuple[Tensor, Tensor | None]:
 
 def _home(work: Work, flat: Tensor, home: Tensor | None) -> Work:
     """`work` on `flat`, copied back to `home` if `flat` is a copy."""
-    return work if home is None else CopyBack(work, flat.view(home.shape), home)
+    return work if home is None else Then(work, lambda: home.copy_(flat.view(home.shape)))
 
 
 def pairs_of_tree(count: int) -> list[Pair]:
@@ -324,7 +312,7 @@ def pairs_of_tree(count: int) -> list[Pair]:
 
 def reduce_in_place(
     operands: Sequence[Tensor],
-    pairs: Iterable[Pair],
+    pairs: Sequence[Pair],
     end: int,
     copies: Sequence[Tensor],
     op: ReduceOp = "sum",
@@ -340,7 +328,6 @@ def reduce_in_place(
         copies: each [n]; a copy that shares `operands[end]`'s memory is left alone.
         op: sum, min or max.
     """
-    pairs = list(pairs)
     if end < 0:
         for copy in copies:
             copy.zero_()
@@ -408,20 +395,15 @@ def fastest(
     device: torch.device,
     present: Iterable[SharedMemoryCommunicator] = (),
 ) -> Communicator:
-    """Return shared memory instead of `base` if possible: CPU ranks of one host, over gloo.
+    """Return shared memory instead of `base` if possible: CPU ranks of one host, over gloo. All
+    ranks call it.
 
-    All ranks call it. If there was a choice, rank 0 logs one line about it.
-
-    Args:
-        base: communicator over the ranks.
-        device: device of the tensors.
-        present: communicators made earlier, in order; the last one over the same group is reused if
-            all ranks still have it. This detects models that ranks use in different orders: on
-            separate communicators they would wait for each other.
+    Of the communicators in `present`, made earlier, the last one over the same group is reused if
+    all ranks still have it. This detects models that ranks use in different orders: on separate
+    communicators they would wait for each other.
     """
-    if not isinstance(base, ProcessGroupCommunicator) or device.type != "cpu":
-        return base
-    if base.world_size == 1:
+    is_group = isinstance(base, ProcessGroupCommunicator)
+    if not is_group or device.type != "cpu" or base.world_size == 1:
         return base
     # Ranks drop communicators, and notice a broken one, at different times.
     over = [c for c in present if getattr(c.base, "group", None) is base.group and c.is_open]

@@ -69,10 +69,8 @@ class Flags:
         self._others = [(peer, words) for peer, words in enumerate(self._words) if peer != rank]
 
     def arrive(self, number: int, signature: int) -> None:
-        """Announce that data for operation `number` are ready; `signature` identifies it.
-
-        Call it once all have finished `number - NUM_SIGNATURES`: [Note: Ring of signatures].
-        """
+        """Announce that data for operation `number` are ready; `signature` identifies it. Call it
+        once all have finished `number - NUM_SIGNATURES`: [Note: Ring of signatures]."""
         self._mine[_SIGNATURES + number % NUM_SIGNATURES] = signature & _MASK
         self._mine[ARRIVED] = number
 
@@ -138,11 +136,8 @@ class Patience:
         left: Callable[[list[int]], list[int]],
         what: str,
     ) -> None:
-        """Return once no rank is `missing()` from `what`; `left` returns the ranks that have left.
-
-        Raises:
-            LostPeerError: one of them has ended or left, or the time is up.
-        """
+        """Return once no rank is `missing()` from `what`; LostPeerError: one of them has ended, or
+        is among the ranks that have `left`, or the time is up."""
         for _ in range(self._spins):
             if not missing():
                 return
@@ -238,12 +233,8 @@ class _Pending(NamedTuple):
     op: OrderedOp
 
     def wait(self) -> None:
-        """See `Work.wait`.
-
-        Raises:
-            LostPeerError: a peer ended, left, or did not arrive in time.
-            RunError: peers run another operation.
-        """
+        """See `Work.wait`. LostPeerError: a peer ended, left, or did not arrive in time; RunError:
+        peers run another operation."""
         self.ops.complete(self.op)
 
 

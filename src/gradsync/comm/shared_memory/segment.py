@@ -28,14 +28,12 @@ _FULL = (errno.ENOMEM, errno.ENOSPC)
 _SPARE_BYTES = 256 * 2**20
 """Bytes of available memory that an allocation must leave free."""
 
-_NO_PEER, _NO_MEMFD, _NO_PIDFD, _NO_MEMORY = range(1, 5)
+_NO_PEER, _NO_CALL, _NO_MEMORY = range(1, 4)
 _REASONS = {
     _NO_PEER: "the ranks are not on one host, or not in one container (they cannot see each other "
     "in /proc)",
-    _NO_MEMFD: "the kernel does not allow memfd_create; a container's seccomp profile may forbid "
-    "it",
-    _NO_PIDFD: "a rank could not notice that another one has died: the kernel is older than 5.3, "
-    "or a container's seccomp profile forbids pidfd_open",
+    _NO_CALL: "the kernel (older than 5.3), or a container's seccomp profile, does not allow "
+    "memfd_create or pidfd_open",
     _NO_MEMORY: "there is too little free memory for the shared buffers: stop other processes, "
     "raise the container's memory limit, or use fewer ranks per host",
 }
@@ -62,9 +60,7 @@ class Segment:
     """`num_bytes` of memory (a multiple of 8), zeros, mapped here as `memory`, uint8 [num_bytes].
 
     The caller has checked that this much is available: the kernel would first use up all memory.
-
-    Raises:
-        OSError: too little memory, or the kernel has no memfd.
+    OSError: too little memory, or the kernel has no memfd.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -77,7 +73,7 @@ class Segment:
             self.memory, token = _mapped(self._fd, num_bytes)
             token.fill_(self.address.token)
         except BaseException:
-            os.close(self._fd)
+            self.close_door()
             raise
 
     def close_door(self) -> None:
@@ -86,11 +82,8 @@ class Segment:
 
 
 def open_segment(address: Address, num_bytes: int) -> Tensor:
-    """Map the memory of a peer's segment, uint8 [num_bytes], shared with it.
-
-    Raises:
-        OSError: the peer's process or descriptor is unreachable, or is another process's.
-    """
+    """Map the memory of a peer's segment, uint8 [num_bytes], shared with it. OSError: the peer's
+    process or descriptor is unreachable, or is another process's."""
     fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDWR | os.O_CLOEXEC)
     try:
         if os.fstat(fd).st_size != num_bytes + _TOKEN_BYTES:
@@ -115,17 +108,21 @@ def _mapped(fd: int, num_bytes: int) -> tuple[Tensor, Tensor]:
 
 def map_together(base: Communicator, sizes: Sequence[int]) -> tuple[list[Tensor], list[int]]:
     """Allocate zeros, `sizes[rank]` bytes, and map the other ranks' memory; all ranks call it.
+    Returns each rank's memory, uint8 [sizes[rank]] (nearest to that rank), and its process id.
 
     Two small all-gathers over `base`, int64 [4] and [1] from each rank, on the CPU.
-
-    Returns:
-        Each rank's memory, uint8 [sizes[rank]] (nearest to that rank), and its process id.
-
-    Raises:
-        SharedMemoryError: on all ranks, when it fails on one of them.
+    SharedMemoryError on all ranks, when it fails on one of them.
     """
     whole_pages = [-(-max(size, 1) // _PAGE) * _PAGE for size in sizes]
-    segment, reason = _make(whole_pages[base.rank], sum(whole_pages))
+    segment, reason = None, 0
+    if sum(whole_pages) + _SPARE_BYTES > available_bytes():  # all ranks allocate at the same time
+        reason = _NO_MEMORY
+    else:
+        try:
+            os.close(os.pidfd_open(os.getpid()))
+            segment = Segment(whole_pages[base.rank])
+        except OSError as error:
+            reason = _NO_MEMORY if error.errno in _FULL else _NO_CALL
     address = Address(0, 0, 0) if segment is None else segment.address
     seats = torch.zeros(4 * base.world_size, dtype=torch.int64)
     base.all_gather(seats, torch.tensor([reason, *address])).wait()
@@ -147,17 +144,3 @@ def map_together(base: Communicator, sizes: Sequence[int]) -> tuple[list[Tensor]
     if worst := int(verdicts.max()):
         raise SharedMemoryError(f"no shared memory: {_REASONS[worst]}")
     return memories, [pid for _, pid, _, _ in told]
-
-
-def _make(num_bytes: int, total_bytes: int) -> tuple[Segment | None, int]:
-    # All ranks of the host allocate at the same time.
-    if total_bytes + _SPARE_BYTES > available_bytes():
-        return None, _NO_MEMORY
-    try:
-        os.close(os.pidfd_open(os.getpid()))
-    except OSError:
-        return None, _NO_PIDFD
-    try:
-        return Segment(num_bytes), 0
-    except OSError as error:
-        return None, _NO_MEMORY if error.errno in _FULL else _NO_MEMFD

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from torch import Tensor
 
 from gradsync.comm.process_group import ProcessGroupCommunicator
-from gradsync.sync.monitors import StragglerWatch, find_straggler
+from gradsync.sync.monitors import Stopwatch, StragglerWatch, find_straggler
 from support.thread_ranks import run_thread_ranks
 
 
@@ -104,3 +106,22 @@ def test_it_is_said_once_by_one_rank(caplog: pytest.LogCaptureFixture) -> None:
     run_thread_ranks(work, 3)
     said = [record.message for record in caplog.records if "is slow" in record.message]
     assert [line[:6] for line in said] == ["rank 1", "rank 0"]
+
+
+def test_a_copy_keeps_its_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([10.0, 12.5, 20.0, 20.25])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(now))
+    watch = Stopwatch(on_cuda=False)
+    readings = []
+    for _ in range(2):
+        watch.start()
+        watch.stop()
+        readings.append(watch.copy())
+    assert [reading.seconds() for reading in readings] == [2.5, 0.25]
+
+
+def test_nothing_measured_is_zero() -> None:
+    watch = Stopwatch(on_cuda=False)
+    assert watch.seconds() == 0.0
+    watch.stop()
+    assert watch.seconds() == 0.0

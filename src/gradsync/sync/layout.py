@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 ALIGNMENT = 64
 """Elements; parameters and shards start at multiples of it."""
@@ -221,12 +222,10 @@ def runs_of(blocks: Sequence[ParameterBlock]) -> Iterator[Run]:
 
 def pieces_of_blocks(blocks: Sequence[ParameterBlock]) -> list[Piece]:
     """Join a rank's blocks into one piece per parameter; `offset` is in the flat buffer."""
-    found: dict[int, Piece] = {}
-    for block in blocks:
-        numel = block.stop - block.start
-        before = found.get(block.index)
-        start = block.number * BLOCK if before is None else before.start
-        stop = (start if before is None else before.stop) + numel
-        offset = block.start if before is None else before.offset
-        found[block.index] = Piece(index=block.index, start=start, stop=stop, offset=offset)
-    return list(found.values())
+    found = []
+    for index, group in groupby(blocks, key=lambda block: block.index):
+        own = list(group)
+        start, offset = own[0].number * BLOCK, own[0].start
+        stop = start + own[-1].stop - offset
+        found.append(Piece(index=index, start=start, stop=stop, offset=offset))
+    return found

@@ -120,7 +120,7 @@ class SharedWeights:
     def why_not_now(self) -> str:
         """Reason why this rank cannot update its share of the parameters, "" if it can."""
         places = zip(self.parameters, self._starts, strict=True)
-        moved = any(p.data_ptr() != start and p.numel() for p, start in places)
+        moved = [p for p, start in places if p.data_ptr() != start and p.numel()]
         return "a parameter's data was exchanged for other memory" if moved else ""
 
     def hand_out(self) -> None:

@@ -25,7 +25,7 @@ import torch
 from torch.optim import Optimizer
 
 from gradsync.comm.base import Communicator, Work
-from gradsync.comm.groups import SingleCommunicator, communicator
+from gradsync.comm.groups import default_communicator
 from gradsync.comm.process_group import AllOf
 from gradsync.comm.values import all_gather_json, same_on_all_ranks
 from gradsync.core.torch_private import foreach_copy_
@@ -346,7 +346,7 @@ class ShardedOptimizer(Optimizer):
     ) -> None:
         check_elementwise(optimizer_class, elementwise)
         self._class = optimizer_class
-        self._comm = comm or _default_communicator(world)
+        self._comm = comm or default_communicator(world)
         self._update: Any = None
         # A temporary instance checks the options and adds the defaults.
         super().__init__(params, optimizer_class([torch.zeros(1)], **defaults).defaults)
@@ -436,15 +436,3 @@ class ShardedOptimizer(Optimizer):
 def _gradient_of(_: int, parameter: Tensor, piece: Piece) -> Tensor | None:
     gradient = parameter.grad
     return None if gradient is None else gradient.reshape(-1)[piece.start : piece.stop]
-
-
-def _default_communicator(world: World | None) -> Communicator:
-    if world is not None:
-        return communicator(world)
-    import torch.distributed as dist
-
-    if not dist.is_initialized():
-        return SingleCommunicator()
-    from gradsync.comm.process_group import ProcessGroupCommunicator
-
-    return ProcessGroupCommunicator(dist.group.WORLD)

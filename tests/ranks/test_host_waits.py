@@ -29,6 +29,7 @@ NOT_ON_CUDA = {
     "step_metadata.is_finite",
     "norms.scale_all",
     "reducer.look",
+    "check_replicas._signs_now",
 }
 """What `on_cuda`, or the tensor's device, keeps from being read on a GPU."""
 

@@ -158,7 +158,8 @@ class GradientSync(UserLoopMethods):
         """
         self._last, self._index = last, index
         self._stragglers.leaf_begins()
-        self._user_loop.sums_begin()
+        if self.replica.reducer.user_loop:
+            self._user_loop.sums_begin()  # a loss.backward() in here would be a step of its own
         self._in_micro_step = True
         try:
             with self.replica.reducer.micro_step(last=last):

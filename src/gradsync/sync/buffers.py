@@ -55,6 +55,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from gradsync.comm.base import Communicator
 from gradsync.core.torch_private import (
@@ -72,7 +73,7 @@ from gradsync.sync.step_metadata import hash_text, mark_of
 from gradsync.sync.watch import ModuleHook
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
     from gradsync.sync.batch_norm import BatchNormHandling
 
@@ -101,12 +102,12 @@ class BufferSync:
         self._model, self._comm, self._batch_norm = model, comm, batch_norm
         skip = batch_norm.own_buffers if batch_norm else ()
         self._buffers = _find_buffers(model, skip) if equal_replicas else []
-        self._leaves: list[dict[int, Tensor]] = []  # changed buffers after each leaf of this step
+        self._leaves: list[_Values] = []  # changed buffers after each leaf of this step
         self._ending = self._leaves  # of the step that is ending
-        self._changed: set[int] = set()  # in the open leaf
-        self._strays: dict[int, Tensor] = {}  # values before forwards that belong to no leaf
-        self._edited: set[int] = set()  # between steps, not compared yet
-        self._moving: set[int] = set()  # changed by leaves so far
+        self._changed: set[_Buffer] = set()  # in the open leaf
+        self._strays: _Values = {}  # values before forwards that belong to no leaf
+        self._edited: set[_Buffer] = set()  # between steps, not compared yet
+        self._moving: set[_Buffer] = set()  # changed by leaves so far
         self._trained: set[nn.Module] = set()  # called in the open leaf
         self._in_step = self._in_forward = False
         self._num_leaves = 0
@@ -140,15 +141,15 @@ class BufferSync:
         """Begin a forward that no other forward encloses."""
         self._look()
         if not (self._trained or self._in_step):  # writes through `.data` do not bump the version
-            first = range(len(self._buffers)) if self._num_leaves < 2 else self._moving
-            for index in set(first) - self._strays.keys():
-                self._buffers[index].start.copy_(self._buffers[index].value)
-        before: dict[int, Tensor] | None = None
+            first = self._buffers if self._num_leaves < 2 else self._moving
+            for buffer in set(first) - self._strays.keys():
+                buffer.start.copy_(buffer.value)
+        before: _Values | None = None
         if module.training and torch.is_grad_enabled():
             self._undo_strays(module)
             self._trained.add(module)
         else:
-            before = {index: self._buffers[index].value.clone() for index in self._changed}
+            before = {buffer: buffer.value.clone() for buffer in self._changed}
         self._in_forward, this = True, weakref.ref(self)
 
         def after_forward(*_: Any) -> None:
@@ -159,41 +160,39 @@ class BufferSync:
 
         handle = module.register_forward_hook(ModuleHook(after_forward), always_call=True)
 
-    def _forward_ended(self, module: nn.Module, before: dict[int, Tensor] | None) -> None:
+    def _forward_ended(self, module: nn.Module, before: _Values | None) -> None:
         """End a forward; if it belongs to no leaf, `before` holds the values already changed."""
         written = self._written()
-        silent = {i for i, b in enumerate(self._buffers) if b.is_silent or self._num_leaves < 2}
+        silent = {b for b in self._buffers if b.is_silent or self._num_leaves < 2}
         silent -= written if before is not None else written | self._changed
-        for index in silent & self._part(module) if silent else ():
-            buffer = self._buffers[index]
-            known = (before or {}).get(index, buffer.start)
-            if not torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (buffer.value, known))):
+        for buffer in silent & self._part(module) if silent else ():
+            if not buffer.holds((before or {}).get(buffer, buffer.start)):
                 buffer.is_silent = True
-                written.add(index)
+                written.add(buffer)
         if before is None:
             self._changed |= written
         else:
-            starts = {index: self._buffers[index].start for index in written}
-            self._strays = starts | {i: before[i] for i in written & before.keys()} | self._strays
+            starts = {buffer: before.get(buffer, buffer.start) for buffer in written}
+            self._strays = starts | self._strays
 
     def _undo_strays(self, *modules: nn.Module) -> None:
         if self._strays:
-            for index in set().union(*map(self._part, modules)) & self._strays.keys():
-                self._buffers[index].put(self._strays.pop(index))
+            for buffer in set().union(*map(self._part, modules)) & self._strays.keys():
+                buffer.put(self._strays.pop(buffer))
 
-    def _part(self, module: nn.Module) -> set[int]:
+    def _part(self, module: nn.Module) -> set[_Buffer]:
         """The buffers of a module and of its submodules."""
         inside = set(module.modules())
-        return {index for index, buffer in enumerate(self._buffers) if buffer.owner in inside}
+        return {buffer for buffer in self._buffers if buffer.owner in inside}
 
-    def _written(self) -> set[int]:
+    def _written(self) -> set[_Buffer]:
         """Buffers of modules that have written to any of their buffers since the last call.
 
         Decided per module: torch's batch_norm does not report that it wrote to running_mean, but
         BatchNorm's counter shows it (for InstanceNorm it is the other way round).
         """
         owners = {id(buffer.owner) for buffer in self._buffers if buffer.was_written()}
-        return {i for i, buffer in enumerate(self._buffers) if id(buffer.owner) in owners}
+        return {buffer for buffer in self._buffers if id(buffer.owner) in owners}
 
     def _look(self) -> None:
         if self._trained or self._in_step:
@@ -201,17 +200,17 @@ class BufferSync:
         else:
             self.refresh()
 
-    def refresh(self, but: Collection[int] = ()) -> None:
+    def refresh(self, but: Collection[_Buffer] = ()) -> None:
         """Take what was written between steps, except buffers in `but`, as the new start;
         `load_state_dict` calls it, and so does the first forward of a step."""
-        for index, buffer in enumerate(self._buffers):
-            if index not in but and buffer.was_written():
-                self._take_start(index)
+        for buffer in self._buffers:
+            if buffer not in but and buffer.was_written():
+                self._take_start(buffer)
 
-    def _take_start(self, index: int) -> None:
-        self._buffers[index].take_start()
-        self._edited.add(index)
-        self._strays.pop(index, None)
+    def _take_start(self, buffer: _Buffer) -> None:
+        buffer.take_start()
+        self._edited.add(buffer)
+        self._strays.pop(buffer, None)
 
     @contextmanager
     def untouched(self) -> Generator[None]:
@@ -238,9 +237,9 @@ class BufferSync:
         self._changed |= self._strays.keys()
         self._strays.clear()
         if counts and self._changed:
-            self._leaves.append({i: self._buffers[i].value.clone() for i in sorted(self._changed)})
-        for index in self._changed:
-            self._buffers[index].put()
+            self._leaves.append({buffer: buffer.value.clone() for buffer in self._changed})
+        for buffer in self._changed:
+            buffer.put()
         self._moving |= self._changed
         self._changed.clear()
         self._trained.clear()
@@ -257,18 +256,20 @@ class BufferSync:
             self.leaf_ends(counts=False)
         self._look()
         self._undo_strays(self._model)
-        for index in self._changed.difference(*self._leaves):  # by hand, after the last leaf
-            self._take_start(index)
+        for buffer in self._changed.difference(*self._leaves):  # by hand, after the last leaf
+            self._take_start(buffer)
         self._changed.clear()
         self._in_step = False
         self._ending, self._leaves = self._leaves, []  # also if the step is refused
-        return [sum(i in leaf for leaf in self._ending) for i in range(len(self._buffers))]
+        return [sum(buffer in leaf for leaf in self._ending) for buffer in self._buffers]
 
     @property
     def mark(self) -> int | None:
         """A number that is equal on ranks that changed buffers equally between steps."""
-        edited = repr([(i, self._buffers[i].text()) for i in sorted(self._edited)])
-        return mark_of(edited.encode()) if self._buffers else None
+        edited = [
+            (buffer.name, buffer.text()) for buffer in self._buffers if buffer in self._edited
+        ]
+        return mark_of(repr(edited).encode()) if self._buffers else None
 
     def texts(self) -> dict[str, str]:
         """The start of each buffer, or its hash, for messages about ranks that differ."""
@@ -280,11 +281,11 @@ class BufferSync:
         () if the step is discarded; `settle` is called before messages."""
         if self._trained:  # a forward in the update
             self.leaf_ends(counts=False)
-        changed = [index for index, count in enumerate(counts) if count]
+        changed = {b: count for b, count in zip(self._buffers, counts, strict=False) if count}
         if changed:
             settle()
-            _combine(self._buffers, changed, self._ending or [{}], counts, self._comm)
-            self._strays = {i: was for i, was in self._strays.items() if i not in changed}
+            _combine(changed, self._ending or [{}], self._comm)
+            self._strays = {b: was for b, was in self._strays.items() if b not in changed}
         if counts:  # ranks have compared their changes
             self._edited.clear()
         self._ending = []
@@ -297,7 +298,7 @@ class BufferSync:
             hook.remove()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Buffer:
     """One buffer, its module, and its value at the beginning of the step."""
 
@@ -335,6 +336,10 @@ class _Buffer:
                 f"shape and dtype ({list(self.start.shape)} {self.start.dtype})"
             )
         return now.detach()
+
+    def holds(self, values: Tensor) -> bool:
+        """Whether it has the bits of `values` now."""
+        return torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (self.value, values)))
 
     def was_written(self) -> bool:
         """Whether it was assigned or written since the last call, as far as torch records it."""
@@ -386,6 +391,10 @@ class _Buffer:
         return uses(self.home) > 1 and not shared and sys.getrefcount(self.home) <= ours
 
 
+_Values = dict[_Buffer, Tensor]
+"""Values of some buffers."""
+
+
 def _flat(values: Tensor) -> Tensor:
     """Flatten to one dimension, with complex numbers as pairs."""
     return (torch.view_as_real(values) if values.is_complex() else values).reshape(-1)
@@ -403,39 +412,33 @@ def _find_buffers(model: nn.Module, skip: Collection[nn.Module]) -> list[_Buffer
     return found
 
 
-def _combine(
-    buffers: Sequence[_Buffer],
-    changed: Sequence[int],
-    leaves: Sequence[dict[int, Tensor]],
-    counts: Sequence[float],
-    comm: Communicator,
-) -> None:
-    """Set new values of the `changed` buffers, from all leaves of all ranks."""
-    device = buffers[changed[0]].start.device
-    moving = [i for i in changed if buffers[i].is_floating]
-    counting = [i for i in changed if not buffers[i].is_floating]
+def _combine(counts: dict[_Buffer, float], leaves: Sequence[_Values], comm: Communicator) -> None:
+    """Set new values of the buffers in `counts`, which as many leaves of all ranks have changed, of
+    them this rank's `leaves`."""
+    moving = [buffer for buffer in counts if buffer.is_floating]
+    counting = [buffer for buffer in counts if not buffer.is_floating]
 
-    def changes(indices: list[int], nothing: Tensor) -> Tensor:
+    def changes(buffers: list[_Buffer], nothing: Tensor) -> Tensor:
         """One row per leaf; `nothing` for leaves that did not change the buffer."""
-        starts = {index: _flat(buffers[index].start).to(nothing) for index in indices}
+        starts = {buffer: _flat(buffer.start).to(nothing) for buffer in buffers}
         rows = [
             [
-                _flat(leaf[i]).to(x) - x if i in leaf else nothing.expand_as(x)
-                for i, x in starts.items()
+                _flat(leaf[b]).to(x) - x if b in leaf else nothing.expand_as(x)
+                for b, x in starts.items()
             ]
             for leaf in leaves
         ]
         return torch.stack([torch.cat([nothing.new_zeros(0), *row]) for row in rows])
 
+    device = next(iter(counts)).start.device
     moves = changes(moving, torch.zeros((), dtype=torch.float64, device=device))
     least = torch.iinfo(torch.int64).min
     jumps = changes(counting, torch.full((), least, device=device))
-    sums = exact_sum(moves, jumps, comm, most=int(max(counts[i] for i in changed)))
-    for indices, flat in zip((moving, counting), sums, strict=True):
-        sizes = [_flat(buffers[index].start).numel() for index in indices]
-        for index, change in zip(indices, flat.split(sizes), strict=True):
-            buffer = buffers[index]
-            buffer.move(change / counts[index] if buffer.is_floating else change)
+    sums = exact_sum(moves, jumps, comm, most=int(max(counts.values())))
+    for buffers, flat in zip((moving, counting), sums, strict=True):
+        sizes = [_flat(buffer.start).numel() for buffer in buffers]
+        for buffer, change in zip(buffers, flat.split(sizes), strict=True):
+            buffer.move(change / counts[buffer] if buffer.is_floating else change)
 
 
 _NOTHING = -2000

@@ -136,7 +136,8 @@ class GradientSync(UserLoopMethods):
         """
         self._last, self._index = last, index
         self._stragglers.micro_batch_begins()
-        self._user_loop.sums_begin()
+        if self.replica.reducer.user_loop:
+            self._user_loop.sums_begin()  # a loss.backward() in here would be a step of its own
         self._in_micro_step = True
         try:
             with self.replica.reducer.micro_step(last=last):

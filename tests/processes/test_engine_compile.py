@@ -104,31 +104,3 @@ def test_same_as_uncompiled(pool: Any, name: str, own: bool) -> None:
 def test_with_a_compiled_backward(own: bool) -> None:
     """aot_eager traces backward, too; on one rank, for it starts things that a pool cannot undo."""
     _assert_alike(_compare(SingleCommunicator(), "invariant", "aot_eager", own))
-
-
-def _recompiles(rank: int, world_size: int, store_path: str) -> int:
-    """How often the root is compiled over steps with and without `no_sync`."""
-    count = 0
-
-    def backend(graph: Any, _: Any) -> Any:
-        nonlocal count
-        count += 1
-        return graph
-
-    with open_session(rank, world_size, store_path) as world:
-        model = nn.Linear(6, 6)
-        sync = replicate(model, world)
-        model.compile(backend=backend)
-        for _ in range(4):
-            for _ in range(2):
-                with sync.no_sync():
-                    model(inputs(rank, 0)).sum().backward()
-            model(inputs(rank, 0)).sum().backward()
-        sync.close()
-        torch.compiler.reset()
-    return count
-
-
-def test_hooks_do_not_break_the_graph(pool: Any) -> None:
-    """One graph for the model, at most one more for the other side of `no_sync`."""
-    assert pool.run(_recompiles, 1)[0] <= 2

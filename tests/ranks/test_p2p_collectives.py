@@ -3,7 +3,6 @@ say."""
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from itertools import product
 from typing import Any
@@ -23,7 +22,7 @@ from gradsync.comm.p2p_collectives import (
     tree_reduce,
 )
 from gradsync.comm.process_group import ProcessGroupCommunicator
-from support.comm_cases import OPS, check_algorithm, check_all, rank_input
+from support.comm_cases import check_algorithm, check_all, rank_input
 from support.host_layouts import LAYOUTS, placement
 from support.recording import RecordingCommunicator
 from support.thread_ranks import run_thread_ranks
@@ -98,22 +97,6 @@ def test_pieces_change_no_bits(world_size: int) -> None:
     check_all([results[0] for results in by_rank], "sum")
     for results in by_rank:
         assert all(torch.equal(result, by_rank[0][0]) for result in results)
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4, 6])
-def test_signed_zeros_are_alike_on_all_ranks(world_size: int) -> None:
-    """0.0 and -0.0 are equal, and whichever wins must win everywhere."""
-
-    def work(rank: int, group: dist.ProcessGroup) -> dict[str, list[float]]:
-        signs = {}
-        for op in OPS:
-            tensor = torch.tensor([0.0 if rank % 2 else -0.0, -0.0 if rank % 2 else 0.0])
-            tree_all_reduce(ProcessGroupCommunicator(group), tensor, op)
-            signs[op] = [math.copysign(1.0, value) for value in tensor.tolist()]
-        return signs
-
-    results = run_thread_ranks(work, world_size)
-    assert results == [results[0]] * world_size
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])

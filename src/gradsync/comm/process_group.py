@@ -277,23 +277,27 @@ class ProcessGroupCommunicator:
         return private.backend_of(self.group, device).name()
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
+        """See `Communicator.all_reduce`."""
         self._check(f"all_reduce ({op})", tensor)
         options = dist.AllreduceOptions()
         options.reduceOp = _OPS[op]
         return self._in_place(tensor, lambda there, group: group.allreduce([there], options))
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Work:
+        """See `Communicator.broadcast`."""
         self._check(f"broadcast (from rank {src})", tensor)
         options = dist.BroadcastOptions()
         options.rootRank = src
         return self._in_place(tensor, lambda there, group: group.broadcast([there], options))
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
+        """See `Communicator.all_gather`."""
         self._check("all_gather", tensor)
         mine = self._readable(tensor)
         return self._in_place(output, lambda out, group: private.all_gather_flat(group, out, mine))
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: ReduceOp = "sum") -> Work:
+        """See `Communicator.reduce_scatter`."""
         self._check(f"reduce_scatter ({op})", tensor)
         options = dist.ReduceScatterOptions()
         options.reduceOp = _OPS[op]
@@ -383,6 +387,7 @@ class Subset:
         self.world_size = len(self._ranks)
 
     def exchange(self, sends: Messages, receives: Messages, channel: int = 0, /) -> Work:
+        """See `Messenger.exchange`."""
         theirs = [(tensor, self._ranks[peer]) for tensor, peer in sends]
         ours = [(tensor, self._ranks[peer]) for tensor, peer in receives]
         return self._parent.exchange(theirs, ours, self._channel + channel)

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, count, groupby, pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -233,6 +233,7 @@ class Bucket:
         """Gradients, by slot, that were in `.grad` before backward: memory that the user owns."""
         self._flats: list[Tensor] = []
         self._views: list[list[Tensor]] = []
+        self._parts: dict[tuple[int, int], list[Tensor]] = {}
 
     def flat(self, number: int) -> Tensor:
         """Buffer `number`, shape [plan.numel]; allocated on first use, with padding zero."""
@@ -251,6 +252,7 @@ class Bucket:
             memory.copy_(known)
         self._flats[number : number + 1] = [memory]
         self._views[number : number + 1] = [self._views_into(memory)]
+        self._parts.clear()
 
     def _views_into(self, flat: Tensor) -> list[Tensor]:
         return [
@@ -267,7 +269,9 @@ class Bucket:
 
     def view(self, number: int, slot: int) -> Tensor:
         """One parameter's part of buffer `number`."""
-        return self.views(number, [slot])[0]
+        if len(self._views) <= number:
+            self.flat(number)
+        return self._views[number][slot]
 
     def sums(self) -> list[Tensor]:
         """Each parameter's sum over all ranks, in its shape, dtype and strides (a fused optimizer
@@ -287,6 +291,25 @@ class Bucket:
     def fits(self, gradient: Tensor) -> bool:
         """Whether `gradient` is dense and has the dtype that the parameters had."""
         return gradient.dtype is self.dtype and gradient.layout is torch.strided
+
+    def memory(self) -> Tensor | None:
+        """Flat memory of what `gradients` yields; None if a gradient lies elsewhere."""
+        if self.kept or not all(parameter.is_contiguous() for parameter in self.parameters):
+            return None
+        return self.flat(0) if self._sums is None else self._sums[0]
+
+    def parts(self, number: int, most: int | None = None) -> list[Tensor]:
+        """Flat memory of buffer `number`: all, or only parameters of at most `most` elements, in as
+        few tensors as possible."""
+        if most is None:
+            return [self.flat(number)]
+        key = number, most
+        if key not in self._parts:
+            small = [place for place, slot in enumerate(self.plan.slots) if slot.numel <= most]
+            turn = count()
+            runs = [list(run) for _, run in groupby(small, lambda place: place - next(turn))]
+            self._parts[key] = [part for r in runs if (part := self.span(number, r)) is not None]
+        return self._parts[key]
 
     def gradients(self, used: Sequence[bool]) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
         """Each parameter with its new `.grad`: the sum over all ranks, in the user's memory if the
@@ -339,6 +362,7 @@ class Bucket:
         """Free the memory; the next use allocates it again."""
         self._flats.clear()
         self._views.clear()
+        self._parts.clear()
 
 
 class PlainSums:

@@ -156,19 +156,15 @@ class Engine(Reducer):
         gradient = parameter.grad
         if bucket.fired[slot] or (gradient is not None and not bucket.fits(gradient)):
             raise _unfit(self._names[index], gradient, bucket, slot)
-        self._note(bucket, slot)
+        if self._in_user_loop:
+            bucket.keep(slot)
+        bucket.mark(slot)
         if bucket.waiting_elements >= _FOLD_ELEMENTS or not bucket.missing:
             self._fold(bucket)
         if self._learning and self._sums.num_micro_batches == 1:
             self._ready_order.append(index)
         if self._last and bucket.missing == 0:
             self._launch_full()
-
-    def _note(self, bucket: Bucket, slot: int) -> None:
-        """Count a slot's gradient, which waits in `.grad` to be folded."""
-        if self._in_user_loop:
-            bucket.keep(slot)
-        bucket.mark(slot)
 
     def _fold(self, bucket: Bucket) -> None:
         """Accumulate the waiting gradients, small ones in one call."""
@@ -197,7 +193,8 @@ class Engine(Reducer):
         if left and not self._in_micro_batch and not self._begun:
             self._begin_micro_batch(last=False)
         for bucket, slot in left:
-            self._note(bucket, slot)
+            bucket.keep(slot)
+            bucket.mark(slot)
         if left or self._in_micro_batch or self._begun:
             self._end_micro_batch()
 
@@ -238,10 +235,7 @@ class Engine(Reducer):
 
     def _memory_of(self, bucket: Bucket, *, large: bool) -> list[Tensor]:
         numbers = range(self._sums.num_buffers)
-        if large:
-            return [bucket.flat(number) for number in numbers]
-        small = [place for place, slot in enumerate(bucket.plan.slots) if slot.numel <= SMALL]
-        return [view for number in numbers for view in bucket.views(number, small)]
+        return [part for n in numbers for part in bucket.parts(n, None if large else SMALL)]
 
     def launch(self) -> list[bool]:
         self._watch.start()

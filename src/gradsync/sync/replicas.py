@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from itertools import chain
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,6 +60,9 @@ class Replicas:
         self.model, self.parameters = model, list(parameters)
         self.strategy = ""
         """Name that users pass as `gs.replicate(strategy=...)`; for messages."""
+        self._given: list[Tensor] = []
+        self._memory: list[Tensor] = []
+        """Gradients as `take` provided them, and the few large tensors that hold all of them."""
 
     # -- a step, in the order of its calls
 
@@ -86,12 +90,20 @@ class Replicas:
         for bucket in buckets:
             for parameter, gradient in bucket.gradients(used):
                 parameter.grad = gradient
+        found = [bucket.memory() for bucket in buckets]
+        self._memory = [memory for memory in found if memory is not None]
+        self._given = Replicas.owned(self) if len(self._memory) == len(found) else []
         self.scale(factor)
 
     def scale(self, factor: float | None) -> None:
         """Multiply `owned()` by `factor`, from sums to the mean."""
         if factor is not None:
-            scale_all(self.owned(), factor)
+            scale_all(self._memory_of(self.owned()), factor)
+
+    def _memory_of(self, gradients: list[Tensor]) -> list[Tensor]:
+        """Large tensors in place of many small ones, if these are the ones `take` made."""
+        same = len(gradients) == len(self._given) and all(map(is_, gradients, self._given))
+        return self._memory if same else gradients
 
     def owned(self) -> list[Tensor]:
         """The gradient slices that this rank owns."""
@@ -106,7 +118,8 @@ class Replicas:
 
     def clip(self, max_norm: float) -> Tensor:
         """Scale the mean gradient to an L2 norm of at most `max_norm`; returns the old norm, []."""
-        return clip_gradients(self.owned(), max_norm)
+        gradients = self.owned()
+        return clip_gradients(gradients, max_norm, self._memory_of(gradients))
 
     def update(self, optimizers: Sequence[Optimizer]) -> None:
         """Do one step of each optimizer on owned slices; optimizers hold different parameters."""
@@ -267,12 +280,15 @@ def scale_all(tensors: list[Tensor], factor: Any) -> None:
         foreach_mul_(tensors, factor)
 
 
-def clip_gradients(gradients: Sequence[Tensor], max_norm: float) -> Tensor:
+def clip_gradients(
+    gradients: Sequence[Tensor], max_norm: float, memory: Sequence[Tensor] | None = None
+) -> Tensor:
     """Scale `gradients` in place so that their norm is at most `max_norm` (Pascanu et al. 2013,
-    arXiv 1211.5063); returns the norm before, []."""
+    arXiv 1211.5063); returns the norm before, []. If `memory` is given, it holds all of them."""
     norm = gradient_norm(gradients)
     # Between tensors [] torch promotes dtypes; between [1] and [], as in shards, it does not.
-    scale_all([g if g.dim() else g.view(1) for g in gradients], clip_factor(norm, max_norm))
+    held = memory or gradients
+    scale_all([m if m.dim() else m.view(1) for m in held], clip_factor(norm, max_norm))
     return norm
 
 

@@ -83,7 +83,7 @@ def test_each_setting_of_the_allocator_has_its_ideal() -> None:
         ("bucketed:overlap=maybe", "overlap must be true or false; got 'maybe'"),
         ("ddp:bucket_mb=true", "bucket_mb must be a positive, finite number; got True"),
         ("ddp:find_unused_parameters=1", "find_unused_parameters must be true or false; got 1"),
-        ("diloco:outer_lr=abc", "outer_lr must be a finite number; got 'abc'"),
+        ("diloco:outer_lr=abc", "outer_lr must be a positive, finite number; got 'abc'"),
         ("local_sgd:inner_steps=abc", "inner_steps must be a whole number, at least 1; got 'abc'"),
         ("local_sgd:inner_steps=0", "inner_steps must be a whole number, at least 1; got 0"),
         ("fsdp:compute_dtype=foo", "compute_dtype must be one of bf16, fp16, fp32; got 'foo'"),

@@ -143,6 +143,7 @@ class SharedMemoryCommunicator:
     # -- collectives
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
+        """See `Communicator.all_reduce`."""
         flat, home = _flat(tensor)
         placed = None if home is not None else self._placed(tensor)
         if placed is None:
@@ -154,21 +155,26 @@ class SharedMemoryCommunicator:
         return self._ops.submit(_op("all_reduce", flat, (op, place), share=share))
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Work:
+        """See `Communicator.broadcast`."""
         flat, home = _flat(tensor)
         return _home(self._staging.broadcast(flat, src), flat, home)
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
+        """See `Communicator.all_gather`."""
         out, home = _flat(output)
         return _home(self._staging.all_gather(out, _flat(tensor)[0]), out, home)
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: ReduceOp = "sum") -> Work:
+        """See `Communicator.reduce_scatter`."""
         out, home = _flat(output)
         return _home(self._staging.reduce_scatter(out, _flat(tensor)[0], op), out, home)
 
     def barrier(self) -> None:
+        """See `Communicator.barrier`."""
         self._ops.submit(OrderedOp("barrier", alone=True)).wait()
 
     def exchange(self, sends: Messages, receives: Messages, channel: int = 0, /) -> Work:
+        """See `Messenger.exchange`."""
         return self.base.exchange(sends, receives, channel)
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ import torch
 from torch.optim import Optimizer
 
 from gradsync.comm.base import Communicator, Work
-from gradsync.comm.groups import default_communicator
+from gradsync.comm.groups import communicator
 from gradsync.comm.process_group import AllOf
 from gradsync.comm.values import all_gather_json, same_on_all_ranks
 from gradsync.core.torch_private import foreach_copy_
@@ -346,7 +346,7 @@ class ShardedOptimizer(Optimizer):
     ) -> None:
         check_elementwise(optimizer_class, elementwise)
         self._class = optimizer_class
-        self._comm = comm or default_communicator(world)
+        self._comm = comm or communicator(world)
         self._update: Any = None
         # A temporary instance checks the options and adds the defaults.
         super().__init__(params, optimizer_class([torch.zeros(1)], **defaults).defaults)

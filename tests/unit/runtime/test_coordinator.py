@@ -215,10 +215,7 @@ def test_a_node_list_is_not_trusted(nodes):
 
 @pytest.mark.parametrize(
     ("env", "name"),
-    [
-        (BY_HAND | {"MASTER_PORT": port}, "MASTER_PORT")
-        for port in ("0", "65536", "-1", "ssh")
-    ],
+    [(BY_HAND | {"MASTER_PORT": port}, "MASTER_PORT") for port in ("0", "65536", "-1", "ssh")],
 )
 def test_a_coordinator_that_is_none_is_refused(env, name):
     with pytest.raises(LaunchError, match=name):

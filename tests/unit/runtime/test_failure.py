@@ -399,6 +399,7 @@ def test_a_process_that_was_never_here_does_not_end_here() -> None:
 
 # -- records --------------------------------------------------------------------------------------
 
+
 def test_a_record_does_not_steer_the_terminal() -> None:
     controls = "\x1bc\x07 \r\x9b\x7f\u202e\n\t"
     error = Failure(1, controls, controls, controls).as_error()

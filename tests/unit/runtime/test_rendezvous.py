@@ -227,7 +227,7 @@ def test_who_did_not_come_is_named(here: list[int], world_size: int, missing: st
 def test_a_presence_that_cannot_be_read_is_refused(said: str) -> None:
     shared = signed(dist.HashStore())
     shared.set("here/1", said)
-    with pytest.raises(RendezvousError, match="what a rank announces cannot be read .*version"):
+    with pytest.raises(RendezvousError, match=r"what a rank announces cannot be read .*version"):
         check_in(shared, presence(0), rank=0, world_size=2, deadline_s=soon())
 
 

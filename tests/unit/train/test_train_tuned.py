@@ -176,7 +176,7 @@ def test_a_cache_that_cannot_be_read_or_written(caplog: pytest.LogCaptureFixture
     conditions = here(asked())
     TUNED.path(conditions).mkdir(parents=True)
     assert TUNED.read(conditions) is None
-    assert "cannot be read (is a directory)" in caplog.text
+    assert "is not a regular file" in caplog.text
     with pytest.raises(RunError, match=r"could not write .* GRADSYNC_CACHE"):
         TUNED.save(conditions, FOUND)
 

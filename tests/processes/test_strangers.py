@@ -22,7 +22,7 @@ FORGED = {
     "failure": {"rank": 1, "host": STEERING, "summary": STEERING, "traceback_text": STEERING},
     "beat/1": {"beat": 9, "waits": False, "idle": False, "excused": False, "issued": 0,
                "since_s": 0.0, "where": STEERING},
-    "here/1": {"host": STEERING, "device_identity": "", "pid": 1, "stack_fd": 2},
+    "here/1": {"host": STEERING, "device_identity": "", "pid": 1},
     "noticed/1": "left",
 }
 

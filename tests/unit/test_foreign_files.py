@@ -25,7 +25,6 @@ from support.foreign_files import (
     train,
 )
 
-DIGITS = "9" * 5_000
 DEEP = "[" * 100_000
 Damage = Callable[[Path], None]
 Change = Callable[[Any], None]
@@ -53,16 +52,6 @@ def refused(capsys: pytest.CaptureFixture[str], call: Callable[[], int], words: 
 def pipe(path: Path) -> None:
     path.unlink()
     os.mkfifo(path)
-
-
-def endless(path: Path) -> None:
-    path.unlink()
-    path.symlink_to("/dev/zero")
-
-
-def folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
 
 
 def huge(path: Path) -> None:
@@ -128,13 +117,9 @@ def of_group(**changes: Any) -> Damage:
 
 
 SAMPLED: list[tuple[Damage, str]] = [
-    (file(pipe), "is a pipe or a device"),
-    (file(endless), "is a pipe or a device"),
-    (file(folder), "is a directory"),
-    (file(huge), "expected at most"),
-    (file(text(DEEP)), "nested too deeply"),
-    (file(text(f'{{"manifest": {{"step": {DIGITS}}}}}')), "digits"),
-    (file(text('{"manifest": {"step": 1, "step": 2}}')), "key 'step' twice"),
+    (file(pipe), "is not a regular file"),
+    (file(huge), "has more than"),
+    (file(text("[1")), "Expecting"),
     (file(text('{"manifest": {"step": NaN}}')), "NaN where a finite number belongs"),
     (sealed(lambda body: body.update(files=[1])), "not the entries of a manifest"),
     (sealed(lambda body: body["aliases"].update(model={"a": "b"})), "no tensor 'b'"),
@@ -142,7 +127,6 @@ SAMPLED: list[tuple[Damage, str]] = [
     (header(lambda h: first(h).update(data_offsets=[8, 1032])), "not readable as safetensors"),
     (header(lambda h: h.clear()), "not readable as safetensors"),
     (header(b"[1, 2]"), "not readable as safetensors"),
-    (header(DEEP.encode()), "not readable"),
     # A model that the tensors do not fill is not built.
     (model(n_layer=10_000), "parameters, the file of tensors holds 8,256"),
     (model(vocab_size=4 * 10**9), "parameters, the file of tensors holds 8,256"),
@@ -246,13 +230,9 @@ def wide(data: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda data: pipe(data / "meta.json"), "is a pipe or a device"),
-        (lambda data: endless(data / "meta.json"), "is a pipe or a device"),
-        (lambda data: folder(data / "meta.json"), "is a directory"),
-        (lambda data: (data / "meta.json").write_text(DEEP), "nested too deeply"),
-        (lambda data: pipe(data / "train.bin"), "is a pipe or a device"),
-        (lambda data: endless(data / "train.bin"), "is a pipe or a device"),
-        (lambda data: folder(data / "train.bin"), "is a directory"),
+        (lambda data: pipe(data / "meta.json"), "is not a regular file"),
+        (lambda data: (data / "meta.json").write_text("[1"), "Expecting"),
+        (lambda data: pipe(data / "train.bin"), "is not a regular file"),
         (in_meta(unigram_entropy_nats=float("nan")), "NaN where a finite number belongs"),
         (in_meta(unigram_entropy_nats=-1), "must not be negative"),
         (in_meta(dtype=CONTROLS), "EVIL"),
@@ -269,24 +249,11 @@ def test_data_that_are_none(
     refused(capsys, lambda: train(tmp_path / "new", data), words)
 
 
-def test_data_without_a_description_that_are_no_file(run: Path, tmp_path: Path) -> None:
-    from gradsync.data.tokens import TokenDataset
-
-    os.mkfifo(tmp_path / "train.bin")
-    with pytest.raises(DataError, match="is a pipe or a device"):
-        TokenDataset(tmp_path / "train.bin", 8)
-
-
 @pytest.mark.parametrize("line", [DEEP, '{"text": ' * 50_000])
 def test_nested_lines_are_refused_by_number(tmp_path: Path, line: str) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "good"}\n' + line)
     with pytest.raises(DataError, match=r"a\.jsonl:2: nests too deeply"):
         prepare([tmp_path / "a.jsonl"], tmp_path / "out")
-
-
-def test_long_numbers_beside_the_text_do_not_matter(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text(f'{{"id": {DIGITS}, "text": "some words"}}\n')
-    assert prepare([tmp_path / "a.jsonl"], tmp_path / "out").documents == 1
 
 
 def test_a_run_is_done_though_its_tokenizer_is_not_known(

@@ -22,7 +22,7 @@ from gradsync.commands.train.config import TrainConfig, recipe
 from gradsync.commands.train.config_io import parse_config, write_config
 from gradsync.errors import GradsyncError, LaunchError
 from gradsync.runtime.coordinator import System, plan_coordinator
-from gradsync.runtime.resolve import explain_world, resolve
+from gradsync.runtime.resolve import resolve
 from support.fuzz import changed, damaged, fuzzed, randoms, within_seconds
 
 CONFIG = asdict(recipe("mini"))
@@ -162,7 +162,6 @@ def test_launcher_variables(random: Random) -> None:
         return random.choice((*SAID, '{"execution": {"nodelist": ["n[0-1]"]}}', "NodeAddr=n1 "))
 
     with understood_or_refused():
-        explain_world(env)
         resolution = resolve(env)
         try:
             system = System(asked, asked, ancestor=lambda: "mpirun")

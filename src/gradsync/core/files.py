@@ -93,7 +93,10 @@ def parse_json(text: bytes, *, finite: bool = True) -> Any:
     def refuse(word: str) -> float:
         raise ValueError(f"{word} where a finite number belongs")
 
-    return json.loads(text.decode(), parse_constant=refuse if finite else None)
+    try:
+        return json.loads(text.decode(), parse_constant=refuse if finite else None)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def printable(text: str, kept: str = "\n\t") -> str:

@@ -1,4 +1,4 @@
-"""Files that people write: what is read, and that hostile ones end in one line, at once."""
+"""Files that people write: what is read, and what is refused in one line."""
 
 from __future__ import annotations
 
@@ -13,44 +13,28 @@ from gradsync.commands.train.config_io import parse_config
 from gradsync.core.document import LARGEST_BYTES, read_document
 from gradsync.errors import ConfigError
 
-DIGITS = "9" * 5_000
-
-HOSTILE = [
-    ("a.yaml", f"steps: {DIGITS}", "does not parse: Exceeds the limit"),
-    ("a.toml", f"steps = {DIGITS}", "Exceeds the limit"),
-    ("a.json", f'{{"steps": {DIGITS}}}', "digits"),
+REFUSED = [
+    ("a.yaml", "steps: " + "9" * 5_000, "does not parse: Exceeds the limit"),
     ("a.toml", "out = 2026-13-45", "does not parse: "),
-    ("a.yaml", 'out: !!timestamp "x"', "does not parse: "),
-    (
-        "a.yaml",
-        'a: 1\nlr: !!float "abc"',
-        "does not parse: could not convert string to float: 'abc'",
-    ),
-    ("a.yaml", 'lr: !!int ""', "does not parse: "),
+    ("a.yaml", 'lr: !!float "abc"', "does not parse: could not convert string to float: 'abc'"),
     (
         "a.yaml",
         "out: !!python/object/apply:os.system [id]",
         ":1 does not parse: could not determine",
     ),
     ("a.yaml", "a: " + "[" * 5_000, "does not parse: maximum recursion depth"),
-    ("a.toml", "a = " + "[" * 100_000, "does not parse: maximum recursion depth"),
-    ("a.json", "[" * 100_000, "nested too deeply"),
-    ("a.yaml", "a: &a [*a]", ":1 does not parse: aliases are not read"),
     ("a.yaml", "a: 1\nb: 2\na: 3", ":3 does not parse: 'a' is there already, in line 1"),
     ("a.yaml", "{a: 1, a: 2}", "'a' is there already"),
     ("a.toml", "a = 1\na = 2", "does not parse"),
-    ("a.json", '{"a": 1, "a": 2}', "key 'a' twice in one object"),
+    ("a.json", "{", "does not parse: Expecting property name"),
     ("a.yaml", "a: 1\n---\na: 2", ":2 does not parse: expected a single document"),
-    ("a.yaml", "a: 1\nb: \0", "does not parse: unacceptable character"),
-    ("a.yaml", b"\x00\xff" * 500, "is not UTF-8 text"),
     ("a.yaml", "a: 1".encode("utf-16"), "is not UTF-8 text"),
-    ("a.yaml", "#" * (LARGEST_BYTES + 1), f"expected at most {LARGEST_BYTES}"),
+    ("a.yaml", "#" * (LARGEST_BYTES + 1), f"more than {LARGEST_BYTES}"),
 ]
 
 
-@pytest.mark.parametrize(("name", "content", "words"), HOSTILE)
-@pytest.mark.timeout(5)
-def test_a_hostile_file_is_refused_in_one_line(
+@pytest.mark.parametrize(("name", "content", "words"), REFUSED)
+def test_what_does_not_parse_is_refused_in_one_line(
     tmp_path: Path, name: str, content: str | bytes, words: str
 ) -> None:
     path = tmp_path / name
@@ -64,22 +48,14 @@ def test_a_hostile_file_is_refused_in_one_line(
     assert len(message) < 500
 
 
-def _pipe(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def _endless(path: Path) -> None:
-    path.symlink_to("/dev/zero")
-
-
-@pytest.mark.parametrize("make", [_pipe, _endless, Path.mkdir])
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir])
 @pytest.mark.parametrize("read", [lambda path: parse_config([path]), load_hardware, load_network])
 @pytest.mark.timeout(5)
 def test_what_is_no_file_is_refused_at_once(
     tmp_path: Path, read: Callable[[str], object], make: Callable[[Path], None]
 ) -> None:
     make(tmp_path / "a.yaml")
-    with pytest.raises(ConfigError, match=r"cannot read .*a\.yaml: is a (pipe|directory)"):
+    with pytest.raises(ConfigError, match=r"cannot read .*a\.yaml: is not a regular file"):
         read(str(tmp_path / "a.yaml"))
 
 

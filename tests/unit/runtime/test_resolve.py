@@ -310,6 +310,8 @@ def test_a_plain_process_in_a_slurm_shell_is_one_rank_and_hears_of_srun(text, ca
 
 def test_a_session_is_no_world():
     session = Session(SessionOptions(device="cpu"), env={})
+    with pytest.raises(LaunchError, match="threads must be at least 1; got 0"):
+        Session(SessionOptions(threads=0), env={}).open()
     for name in ("device", "world_size", "is_main", "seed"):
         with pytest.raises(AttributeError, match=rf"its {name}, to a block: write `with gs\.init"):
             getattr(session, name)

@@ -4,34 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-import socket
-import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from datetime import timedelta
-from random import Random
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from hypothesis import given
 
 from gradsync.errors import LaunchError, RendezvousError
-from gradsync.runtime.activity import Activity, read_activity
-from gradsync.runtime.failure import Failure, read_failure
-from gradsync.runtime.peers import Peers
 from gradsync.runtime.store import (
     TOKEN,
     Presence,
     SignedStore,
     check_in,
-    host_store,
-    join_store,
     token_of,
 )
-from support.fuzz import changed, damaged, fuzzed, randoms, text_of, within_seconds
 
 SECRET = b"0123456789abcdef" * 4
 STEERING = "\x1b]0;owned\x07\x1b[2J"
@@ -102,52 +92,25 @@ def test_what_a_stranger_writes_does_not_steer_the_terminal(
     assert said[:-1].isprintable()
 
 
-def test_a_heartbeat_that_is_put_back_is_no_sign_of_life() -> None:
-    store = dist.HashStore()
-    peers = Peers(records(store), rank=0, world_size=2)
-    seen = []
-    for beat in (1, 2):
-        records(store).set("beat/1", Activity(beat=beat).record())
-        seen.append(store.get("beat/1"))
-        before = peers.beats()
-    store.set("beat/1", seen[0])
-    assert peers.silent_since(before) == [1]
-    assert peers.activities()[1].beat == 2
-
-
 def test_a_presence_is_written_again_over_a_strangers(capfd: pytest.CaptureFixture[str]) -> None:
-    server = host_store("127.0.0.1", 0, one_host=True)
-    stranger = dist.TCPStore("127.0.0.1", server.port, None, wait_for_workers=False)
-    written: list[str] = []
+    """A stranger writes once over each rank's record."""
+    store, written = dist.HashStore(), set[str]()
 
     class Watched(SignedStore):
-        """Over whose records a stranger writes once."""
-
         def set(self, key: str, text: str | bytes) -> None:
             super().set(key, text)
             if key not in written:
-                written.append(key)
-                stranger.set(key, json.dumps(asdict(Presence(STEERING, "", 1))))
+                written.add(key)
+                store.set(key, json.dumps(asdict(Presence(STEERING, "", 1))))
 
-    met: dict[int, list[Presence]] = {}
+    def arrives(rank: int) -> list[str]:
+        until, mine = time.monotonic() + 10, Presence(f"h{rank}", "", 100 + rank)
+        shared = Watched(store, SECRET, "0/1")
+        met = check_in(shared, mine, rank=rank, world_size=2, deadline_s=until)
+        return [each.host for each in met]
 
-    def rank_arrives(rank: int) -> None:
-        until = time.monotonic() + 10
-        client = join_store("127.0.0.1", server.port, rank=rank, deadline_s=until)
-        met[rank] = check_in(
-            Watched(client, SECRET, "0/1"),
-            Presence(f"h{rank}", "", 100 + rank),
-            rank=rank,
-            world_size=2,
-            deadline_s=until,
-        )
-
-    ranks = [threading.Thread(target=rank_arrives, args=(rank,)) for rank in range(2)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
-    assert [[each.host for each in met[rank]] for rank in range(2)] == [["h0", "h1"]] * 2
+    with ThreadPoolExecutor(2) as ranks:
+        assert list(ranks.map(arrives, range(2))) == [["h0", "h1"]] * 2
     assert "\x1b" not in capfd.readouterr().err
 
 
@@ -159,71 +122,10 @@ def test_ranks_with_different_tokens_do_not_meet(capfd: pytest.CaptureFixture[st
     assert f"or ranks were given different {TOKEN}s" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("token", ["short", "with blanks " * 4, "\x1b" * 40, "x" * 2_000])
-def test_a_token_that_is_none(token: str) -> None:
-    with pytest.raises(LaunchError, match=f"{TOKEN} must have 32 to 1,024") as raised:
-        token_of({TOKEN: token})
-    assert token not in str(raised.value)
-
-
 def test_tokens() -> None:
+    with pytest.raises(LaunchError, match=f"{TOKEN} must have at least 32 characters"):
+        token_of({TOKEN: "short"})
     assert token_of({}) == token_of({TOKEN: " "}) == b""
     first, second = (token_of({TOKEN: letter * 32}) for letter in "ab")
     assert first != second
     assert len(first) == 64
-
-
-# -- ten thousand frames: see support/fuzz.py -----------------------------------------------------
-
-FRAMES = {
-    "failure": asdict(Failure(1, "there", "KeyError", "Traceback", 2)),
-    "beat/1": asdict(Activity(beat=3, where="a.py:1 f")),
-    "here/1": asdict(Presence("there", "GPU-1", 4711)),
-}
-
-
-@fuzzed
-@given(randoms)
-def test_any_frame_is_read_or_ignored(random: Random) -> None:
-    """From a stranger: bytes of a true record, damaged, moved or made up. From a rank of another
-    version: anything, signed."""
-    store = dist.HashStore()
-    writer, reader = records(store), records(store)
-    key = random.choice(list(FRAMES))
-    text = json.dumps(FRAMES[key]).encode()
-    writer.set(key, text)
-    true = store.get(key)
-    kind = random.randrange(4)
-    if kind == 0:
-        store.set(key, damaged(true, random))
-    elif kind == 1:
-        store.set(key, true[:64] + text_of(changed(FRAMES[key], random), random))
-    elif kind == 2:
-        store.set(key, random.randbytes(random.choice((0, 1, 63, 64, 65, 300))))
-    else:
-        writer.set(key, text_of(changed(FRAMES[key], random), random))
-    with within_seconds():
-        found = reader.get(key)
-        assert reader.get_all([key]) == ([] if found is None else [found])
-        if kind < 3:
-            assert found in (None, text)
-        read_failure(found or b"").as_error()
-        read_activity(found or b"")
-        for rank in (0, 1):
-            store.set(f"here/{rank}", true)
-        if found is not None:
-            writer.set("here/1", found)
-            with suppress(RendezvousError):
-                presence = Presence("h", "", 1)
-                check_in(reader, presence, rank=0, world_size=2, deadline_s=0.0)
-
-
-def test_noise_on_the_port_leaves_the_store_as_it_was() -> None:
-    server, random = host_store("127.0.0.1", 0, one_host=True), Random(1)
-    records(server).set("beat/1", "alive")
-    for _ in range(300):
-        with socket.create_connection(("127.0.0.1", server.port), timeout=5) as stranger:
-            noise = random.randbytes(random.choice((1, 4, 5, 9, 64, 1_000)))
-            stranger.sendall(bytes([random.choice((0, 1, 2, 3, 9, 60, noise[0]))]) + noise)
-    client = join_store("127.0.0.1", server.port, rank=1, deadline_s=float("inf"))
-    assert records(client).get("beat/1") == b"alive"

@@ -159,13 +159,6 @@ def test_the_stream_has_no_end_by_default_and_epochs_advance_alone() -> None:
     assert stream[:10] != stream[10:20]
 
 
-def test_leaving_the_loop_and_coming_back_goes_on_with_the_next_step() -> None:
-    options = {"global_batch_size": 4, "micro_batch_size": 2}
-    one = make(10, **options)
-    parts = read(one, 1) + read(one, 2) + read(one, 1)
-    assert list(map(numbers, parts)) == list(map(numbers, read(make(10, **options), 4)))
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_micro_batches_that_nobody_read_do_not_shift_the_following_steps(num_workers: int) -> None:
     options = {"global_batch_size": 6, "micro_batch_size": 2, "num_workers": num_workers}
@@ -672,17 +665,6 @@ next(steps)
     (tmp_path / "script.py").write_text(lines)
     done = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, check=True)
     assert done.stderr == b""
-
-
-@pytest.mark.usefixtures("random_state")
-def test_a_stream_keys_its_micro_batches_too() -> None:
-    for rank in (0, 1):
-        torch.manual_seed(rank)
-        drawn = draw(stream(rank))
-        assert sorted(drawn) == [
-            (step, 2 * rank + micro_batch) for step in range(3) for micro_batch in range(2)
-        ]
-        assert drawn == keyed(5, drawn)
 
 
 @pytest.mark.usefixtures("random_state")

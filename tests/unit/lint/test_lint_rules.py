@@ -83,25 +83,11 @@ WRONG: dict[str, list[str]] = {
                 optimizer.step()
                 optimizer.zero_grad()
         """,
-        """
-        for i, x in enumerate(loader):
-            model(x).mean().backward()  # GS104
-            if i % 4 == 3:
-                optimizer.step()
-        """,
     ],
     "GS105": [
         """
         for i, x in enumerate(loader):
             (model(x).mean() / ga).backward()
-            if i % ga == 0:  # GS105
-                optimizer.step()
-        """,
-        """
-        for i in range(1000):
-            (model(batch(i)).mean() / ga).backward()
-            if i % ga == 0 and i < 900:
-                pass
             if i % ga == 0:  # GS105
                 optimizer.step()
         """,
@@ -114,14 +100,6 @@ WRONG: dict[str, list[str]] = {
                 loss = criterion(ddp(x), y)
                 loss.backward()  # GS106
             optimizer.step()
-        """,
-        """
-        ddp = DDP(model)
-        for i, (x, y) in enumerate(loader):
-            with ddp.no_sync():
-                (criterion(ddp(x), y) / ga).backward()  # GS106
-            if (i + 1) % ga == 0:
-                optimizer.step()
         """,
     ],
     "GS107": [
@@ -139,9 +117,6 @@ WRONG: dict[str, list[str]] = {
         for epoch in range(3):
             for x in loader:
                 train(x)
-        """,
-        """
-        loader = DataLoader(dataset, 8, sampler=DistributedSampler(dataset))  # GS201
         """,
     ],
     "GS203": [
@@ -194,10 +169,6 @@ WRONG: dict[str, list[str]] = {
         """
         ddp = DDP(model)
         ddp = ddp.cuda()  # GS302
-        """,
-        """
-        model = DDP(model)
-        model.to("cuda")  # GS302
         """,
     ],
     "GS303": [

@@ -14,7 +14,7 @@ from gradsync.comm.groups import SingleCommunicator
 from gradsync.commands.cli import elastic as command
 from gradsync.commands.cli.elastic import before_ranks, given_fields, take_flag, with_ranks
 from gradsync.commands.plan.hardware_file import load_hardware
-from gradsync.commands.plan.profile import Conditions
+from gradsync.commands.plan.measured import Conditions
 from gradsync.commands.train import micro_batch
 from gradsync.commands.train.config import SyncConfig, TrainConfig, recipe
 from gradsync.commands.train.config_io import parse_config, write_config

@@ -18,7 +18,7 @@ from gradsync.commands.cli import experiment
 from gradsync.commands.cli.main import main
 from gradsync.commands.cli.ranks import RanksOutcome
 from gradsync.commands.cli.tune import TuneOptions, measured_conditions, request_of, verdict_of
-from gradsync.commands.plan.profile import Conditions
+from gradsync.commands.plan.measured import Conditions
 from gradsync.commands.train.config import SyncConfig, TrainConfig
 from gradsync.commands.train.config_io import parse_config, write_config
 from gradsync.commands.train.tuned import (

@@ -18,6 +18,7 @@ import tyro
 
 from gradsync.commands.cli import health
 from gradsync.commands.cli.health import Facts, Finding, from_message
+from gradsync.commands.plan.description import gb
 from gradsync.commands.plan.hardware_file import dump_hardware, hardware_document
 from gradsync.commands.plan.machine import detect_hardware
 from gradsync.commands.plan.measured import version_of
@@ -93,7 +94,9 @@ def run(argv: list[str]) -> int:
     def report(findings: Sequence[Finding]) -> int:
         hardware = detect_hardware(env)
         machine = describe_machine(resolution.world.local_world_size)
-        rows = [f"{name.replace('_', ' '):<16}  {value}" for name, value in machine.items()]
+        shown = {name: value for name, value in machine.items() if name != "memory_gib"}
+        shown["memory"] = gb(hardware.hosts[0].memory_bytes)
+        rows = [f"{name.replace('_', ' '):<16}  {value}" for name, value in shown.items()]
         lines = [text]
         for title, part in (("machine", rows), ("hardware", hardware_lines(hardware))):
             lines += ["", title, *(f"  {line}" for line in part)]

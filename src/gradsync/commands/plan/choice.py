@@ -67,14 +67,16 @@ class Costs:
         host = hardware.hosts[0]
         ranks = len(host.devices)
         conditions = profile_conditions(leaf, choose_threads(ranks))
-        profile = PROFILES.read(conditions)
+        profile = None
+        with suppress(GradsyncError):  # there may be no folder for caches
+            profile = PROFILES.read(conditions)
         if profile is None:
             load = os.getloadavg()[0]
             profile = probe_profile(leaf, ranks_per_host=ranks)
             if busy(load, host.cores):
                 self.load = load
             else:
-                with suppress(GradsyncError):  # a cache that cannot be written does no harm
+                with suppress(GradsyncError):
                     PROFILES.save(conditions, profile)
         self.measured = profile, leaf
         return True

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -80,11 +81,12 @@ class Cache(Generic[T]):
         return write_entry(self.path(conditions), heading | asdict(answer))
 
     def read(self, conditions: Conditions) -> T | None:
-        """The answer for `conditions`; None if it is missing or invalid."""
+        """The answer for `conditions`; None if it is missing or invalid. ConfigError if there is no
+        folder for caches."""
 
         def checked(document: Any) -> T:
-            if document["format_version"] != _FORMAT_VERSION:
-                raise ValueError(f"not of format_version {_FORMAT_VERSION}")
+            if (found := document["format_version"]) != _FORMAT_VERSION:
+                raise ValueError(f"format_version {found}, not {_FORMAT_VERSION}")
             if document["conditions"] != conditions:
                 raise ValueError("it was measured for something else")
             try:
@@ -92,10 +94,7 @@ class Cache(Generic[T]):
             except msgspec.ValidationError as error:
                 raise ValueError(str(error)) from error
 
-        try:
-            return read_entry(self.path(conditions), checked)
-        except ConfigError:  # there is no folder for caches
-            return None
+        return read_entry(self.path(conditions), checked)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,5 +170,7 @@ def save_fits(environment: Mapping[str, Any], fits: Sequence[Fit]) -> Path:
 
 def load_fits(environment: Mapping[str, Any]) -> tuple[Fit, ...]:
     """The lines that `save_fits` stored for this environment; empty if there are none."""
-    found = FITS.read(_conditions(environment))
-    return () if found is None else found.fits
+    with suppress(ConfigError):  # no folder for caches
+        if (found := FITS.read(_conditions(environment))) is not None:
+            return found.fits
+    return ()

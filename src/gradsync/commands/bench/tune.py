@@ -267,7 +267,7 @@ def decide(
     default's, its second copy's, each candidate's by label."""
     copies = [pair[n % 2] for n, pair in enumerate(zip(default, again, strict=True))]
     noise = abs(median(ratios(again, default)) - 1)
-    judged = []
+    judged: list[dict[str, Any]] = []
     for label, seconds in candidates.items():
         beside = ratios(seconds, copies)
         ratio = median(beside)

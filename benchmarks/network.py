@@ -342,7 +342,8 @@ def work(argv: Sequence[str]) -> None:
     notes = (_LEGEND, f"{where(environment)} over TCP ({environment['tcp_congestion']})")
     columns = ("contestant", *(f"{rate} Mbit/s" for rate in rates), "sent, MB")
     human = sys.stderr if own.json else sys.stdout
-    print_table(human, title, columns, cells_of(rows, floors), notes)
+    lines = [dict(zip(columns, cells, strict=True)) for cells in cells_of(rows, floors)]
+    print_table(human, title, lines, notes)
     if own.json:
         head = {"environment": environment, "command": command}
         print(json.dumps({**head, **data}, indent=1, allow_nan=False), flush=True)

@@ -61,8 +61,11 @@ def sync_table(record: Mapping[str, Any]) -> str:
         ]
         table.append([*cells, f"{row['tokens_per_s'] / ddp:.2f}"] if ddp else cells)
     lines = [_row(cells[: len(table[-1])]) for cells in table]
+    # Records of before micro-batches had this name.
+    settings = record["plan"]["settings"]
+    settings.setdefault("micro_batches_per_rank", settings.pop("leaves_per_rank", 1))
     what = title(from_json(BenchPlan, record["plan"]))
-    said = f"`{record['command']}`: {what}; medians (quartiles)."
+    said = f"`{_command(record)}`: {what}; medians (quartiles)."
     return "\n".join([*lines, "", f"{said} {_machine(record)}"])
 
 
@@ -98,10 +101,14 @@ def network_table(record: Mapping[str, Any]) -> str:
             lines.append(_row([f"`{name}`", *ratios, sent]))
     floors = [f"{record['floors'][rate]:.2f}" for rate in rates]
     lines.append(_row(["floor: max(compute, fp32 bytes / rate)", *floors, ""]))
-    # Records of before it became a script name `gradsync bench network`, with the same flags.
-    command = record["command"].replace("gradsync bench network", "python benchmarks/network.py")
-    said = f"`{command}`: medians (quartiles) over rounds."
+    said = f"`{_command(record)}`: medians (quartiles) over rounds."
     return "\n".join([*lines, "", f"{said} {_machine(record)}"])
+
+
+def _command(record: Mapping[str, Any]) -> str:
+    """The command by its present names."""
+    command = record["command"].replace("gradsync bench network", "python benchmarks/network.py")
+    return command.replace("--leaves-per-rank", "--micro-batches-per-rank")
 
 
 def _machine(record: Mapping[str, Any]) -> str:

@@ -10,8 +10,7 @@ from unittest import mock
 from gradsync.comm import p2p_collectives
 from gradsync.comm.shared_memory.segment import SharedMemoryError
 from gradsync.commands.bench import collectives_run
-from gradsync.commands.bench.collectives import EXPERIMENT, OPERATIONS, CollectivesOptions, plan_of
-from gradsync.world import World
+from gradsync.commands.bench.collectives import OPERATIONS, CollectivesOptions, findings_of
 from support.rank_session import open_session
 
 EVERY = CollectivesOptions(sizes="4,100K", rounds=1)
@@ -25,7 +24,7 @@ def _measured(
     told: list[tuple[int, int, str]] = []
     fakes: dict[str, Any] = {
         "Session": lambda _: open_session(rank, world_size, store_path),
-        "progress_bar": lambda: lambda *what: told.append(what),
+        "show_progress": lambda *what: told.append(what),
         "repetitions_of": lambda *_: 1,
     }
     if options == FAULTY:
@@ -35,12 +34,12 @@ def _measured(
     with ExitStack() as stack:
         for name, fake in fakes.items():
             stack.enter_context(mock.patch.object(collectives_run, name, fake))
-        return collectives_run.measure(asdict(plan_of(options, World()))) | {"told": told}
+        return collectives_run.measure(asdict(options)) | {"told": told}
 
 
 def test_every_algorithm_on_two_ranks(pool: Any) -> None:
     result = pool.run(_measured, 2, EVERY)[0]
-    findings = EXPERIMENT.metrics(EVERY, plan_of(EVERY, World()), result, World())
+    findings = findings_of(EVERY, result)
     document = findings.data
     found: dict[str, list[tuple[str, int]]] = {}
     for row in document["rows"]:

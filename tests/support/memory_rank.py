@@ -13,7 +13,7 @@ import torch
 
 from gradsync.comm.groups import communicator
 from gradsync.comm.values import all_gather_json
-from gradsync.commands.bench.entrants import leaves_of
+from gradsync.commands.bench.entrants import micro_batches_of
 from gradsync.commands.bench.steps import quiet_session
 from gradsync.commands.models.config import GPTConfig
 from gradsync.commands.train.config import TrainConfig
@@ -41,7 +41,7 @@ def main(folder: Path) -> None:
         learner = build_learner(config, world, model, communicator(world))
         learner.prime((1, tokens))
         batch = torch.randint(model.vocab_size, (2, 1, tokens)).unbind()
-        leaves = leaves_of([batch], world)
+        leaves = micro_batches_of([batch], world)
         for _ in range(2):  # the first makes the optimizer's state
             learner.run_micro_batches(leaves)
             learner.sync.step(learner.optimizer, clip_norm=config.optim.clip_norm)

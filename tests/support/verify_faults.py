@@ -79,13 +79,6 @@ def divided_twice(parts: Parts, _: dict[str, Tensor]) -> None:
 
 
 @after_reduce
-def rounded_to_bf16(parts: Parts, _: dict[str, Tensor]) -> None:
-    """Gradients pass through bf16 on their way, which no option asks for."""
-    for gradient in gradients_of(parts):
-        gradient.copy_(gradient.bfloat16())
-
-
-@after_reduce
 def gradients_negated(parts: Parts, _: dict[str, Tensor]) -> None:
     """Every gradient has the wrong sign on all ranks."""
     for gradient in gradients_of(parts):
@@ -122,10 +115,10 @@ class _Own:
         sync: Any = parts.sync
         backward, step = sync.backward, sync.step
 
-        def counted(loss: Tensor, leaf: MicroBatch, **named: Any) -> None:
+        def counted(loss: Tensor, micro_batch: MicroBatch, **named: Any) -> None:
             self.loss += float(loss.detach())
-            self.weight += leaf.num_targets
-            backward(loss, leaf, **named)
+            self.weight += micro_batch.num_targets
+            backward(loss, micro_batch, **named)
 
         def cleared(*arguments: Any, **named: Any) -> Any:
             result = step(*arguments, **named)
@@ -155,7 +148,7 @@ def divided_by_the_local_count(parts: Parts) -> Parts:
 
 def mean_of_means(parts: Parts) -> Parts:
     """Each rank divides its own sum by its own targets, and the means are averaged: as DDP does
-    with `loss.mean()` on leaves of unequal weight."""
+    with `loss.mean()` on micro-batches of unequal weight."""
     own = _Own(parts)
     reducer: Any = parts.sync.replica.reducer
     original = reducer.reduce
@@ -170,15 +163,15 @@ def mean_of_means(parts: Parts) -> Parts:
     return parts
 
 
-def leaf_lost_in_backward(parts: Parts) -> Parts:
-    """Gradients of rank 0's first leaf are cleared, past the counter that would refuse it."""
+def lost_in_backward(parts: Parts) -> Parts:
+    """Gradients of rank 0's first micro-batch are cleared, past the counter that refuses it."""
     sync: Any = parts.sync
     original, seen = sync.backward, []
 
-    def backward(loss: Tensor, leaf: MicroBatch, **named: Any) -> None:
-        original(loss, leaf, **named)
-        if parts.comm.rank == 0 and leaf.index == 0 and leaf.step not in seen:
-            seen.append(leaf.step)
+    def backward(loss: Tensor, micro_batch: MicroBatch, **named: Any) -> None:
+        original(loss, micro_batch, **named)
+        if parts.comm.rank == 0 and micro_batch.index == 0 and micro_batch.step not in seen:
+            seen.append(micro_batch.step)
             for parameter in parts.model.parameters():
                 if parameter.grad is not None:
                     parameter.grad.data.zero_()
@@ -190,8 +183,10 @@ def leaf_lost_in_backward(parts: Parts) -> Parts:
 # -- data and random numbers ----------------------------------------------------------------------
 
 
-def _with_leaves(parts: Parts, change: Callable[[list[MicroBatch]], list[MicroBatch]]) -> Parts:
-    """The last rank's steps have other leaves."""
+def _with_micro_batches(
+    parts: Parts, change: Callable[[list[MicroBatch]], list[MicroBatch]]
+) -> Parts:
+    """The last rank's steps have other micro-batches."""
 
     class Step(list[MicroBatch]):
         number = 0
@@ -199,9 +194,9 @@ def _with_leaves(parts: Parts, change: Callable[[list[MicroBatch]], list[MicroBa
     class Loader:
         def __iter__(self) -> Iterator[Any]:
             for step in parts_loader:
-                leaves = Step(change(list(step)) if is_last(parts) else step)
-                leaves.number = step.number
-                yield leaves
+                batch = Step(change(list(step)) if is_last(parts) else step)
+                batch.number = step.number
+                yield batch
 
         def state_dict(self) -> Any:
             return parts_loader.state_dict()
@@ -210,26 +205,26 @@ def _with_leaves(parts: Parts, change: Callable[[list[MicroBatch]], list[MicroBa
     return replace(parts, loader=Loader())
 
 
-def leaf_dropped(parts: Parts) -> Parts:
-    """The first of its leaves is left out, as `drop_last` may."""
-    return _with_leaves(parts, lambda leaves: leaves[1:])
+def micro_batch_dropped(parts: Parts) -> Parts:
+    """The first of its micro-batches is left out, as `drop_last` may."""
+    return _with_micro_batches(parts, lambda batch: batch[1:])
 
 
 def sample_duplicated(parts: Parts) -> Parts:
-    """The first sample of each leaf is seen twice, as from a padding sampler."""
+    """The first sample of each micro-batch is seen twice, as from a padding sampler."""
 
-    def twice(leaf: MicroBatch) -> MicroBatch:
-        inputs, targets = (tensor.clone() for tensor in leaf.batch)
+    def twice(micro_batch: MicroBatch) -> MicroBatch:
+        inputs, targets = (tensor.clone() for tensor in micro_batch.batch)
         inputs[-1], targets[-1] = inputs[0], targets[0]
-        return replace(leaf, batch=[inputs, targets])
+        return replace(micro_batch, batch=[inputs, targets])
 
-    return _with_leaves(parts, lambda leaves: [*map(twice, leaves)])
+    return _with_micro_batches(parts, lambda batch: [*map(twice, batch)])
 
 
 def rank_seeded_dropout(parts: Parts) -> Parts:
     """Every rank draws its dropout from a stream of its own."""
 
-    def seed(base: int, step: int, leaf: int) -> None:
+    def seed(base: int, step: int, micro_batch: int) -> None:
         torch.manual_seed(1000 * parts.comm.rank + step)
 
     return replace(parts, seed_micro_batch=seed)
@@ -352,8 +347,8 @@ def meeting_at_rank_0(parts: Parts) -> Parts:
 
 
 def _with_hooks(parts: Parts, act: Callable[[nn.Parameter], None]) -> Parts:
-    """Call `act` with what a post-accumulate hook is handed, in a rank's last leaf of a step; the
-    author trusts the hooks and leaves gradients where they are."""
+    """Call `act` with what a post-accumulate hook is handed, in a rank's last micro-batch of a
+    step; the author trusts the hooks and leaves gradients where they are."""
     reducer: Any = parts.sync.replica.reducer
 
     def reduce(used: list[bool], divisor: float | None) -> Stopwatch:
@@ -370,7 +365,7 @@ def _with_hooks(parts: Parts, act: Callable[[nn.Parameter], None]) -> Parts:
         yield
 
     def hook(handed: nn.Parameter) -> None:
-        if now.last:  # ranks have unequal numbers of leaves: else they would hang
+        if now.last:  # ranks have unequal numbers of micro-batches: else they would hang
             with torch.no_grad():
                 act(handed)
 
@@ -410,9 +405,9 @@ def no_sync_after_forward(parts: Parts) -> Parts:
         reducer._in_micro_step = False
         reducer._synchronised = True
 
-    def backward(loss: Tensor, leaf: MicroBatch, **named: Any) -> None:
-        reducer.ddp.require_backward_grad_sync = leaf.is_last
-        original(loss, leaf, **named)
+    def backward(loss: Tensor, micro_batch: MicroBatch, **named: Any) -> None:
+        reducer.ddp.require_backward_grad_sync = micro_batch.is_last
+        original(loss, micro_batch, **named)
 
     reducer.micro_step, sync.backward = micro_step, backward
     sync._sums.check = lambda **_: None  # else the sums that DDP replaces are refused

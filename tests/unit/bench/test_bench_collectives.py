@@ -4,37 +4,30 @@ from __future__ import annotations
 
 import io
 import json
-from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
 import torch
 
 from gradsync.commands.bench.collectives import (
-    EXPERIMENT,
     OPERATIONS,
-    AlgorithmRow,
     CollectivesOptions,
-    CollectivesSettings,
-    Samples,
     bus_factor,
     choose_sizes,
     counts_of,
+    findings_of,
     fits_of,
     parse_size,
-    plan_of,
     repetitions_of,
     rounds_of,
     rows_of,
     size_text,
     time_text,
+    work_of,
 )
 from gradsync.commands.bench.collectives_run import Lap, Patterns, in_time
-from gradsync.commands.bench.experiment import from_json
 from gradsync.errors import ConfigError
-from gradsync.world import World
 from support.bench_results import COLLECTIVES, collective
-
-SETTINGS = plan_of(CollectivesOptions(device="cpu"), World())
 
 
 @pytest.mark.parametrize(
@@ -45,13 +38,13 @@ SETTINGS = plan_of(CollectivesOptions(device="cpu"), World())
     ],
 )
 def test_sizes_that_are_understood(text: str, size: int) -> None:
-    assert parse_size("--sizes", text) == size
+    assert parse_size(text) == size
 
 
 @pytest.mark.parametrize("text", ["12Q", "", "-4", "K", "4 5", "1e3", "4iB4", "nan", "9" * 400])
 def test_sizes_that_are_not(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--sizes: .* is no size; write bytes"):
-        parse_size("--sizes", text)
+        parse_size(text)
 
 
 def test_numbers_as_they_are_said() -> None:
@@ -64,14 +57,13 @@ def test_numbers_as_they_are_said() -> None:
 
 
 def test_sizes_go_as_far_as_memory() -> None:
-    everything = choose_sizes(SETTINGS, available_bytes=2**40, ranks=2)
+    everything = choose_sizes("", available_bytes=2**40, ranks=2)
     assert everything == [4**k for k in range(1, 16)]
-    small = choose_sizes(SETTINGS, available_bytes=16 * 2**20, ranks=2)
+    small = choose_sizes("", available_bytes=16 * 2**20, ranks=2)
     assert small == [4**k for k in range(1, 11)]  # 7 buffers of 1 MiB on 2 ranks
-    asked = replace(SETTINGS, sizes=(2**20, 4, 4))
-    assert choose_sizes(asked, available_bytes=2**30, ranks=2) == [4, 2**20]
-    with pytest.raises(ConfigError, match=r"--sizes: 1 MiB takes 0.0 GiB for 3 ranks") as found:
-        choose_sizes(asked, available_bytes=10_000_000, ranks=3)
+    assert choose_sizes("1M,4,4", available_bytes=2**30, ranks=2) == [4, 2**20]
+    with pytest.raises(ConfigError, match=r"--sizes: 1 MiB is too large for 3 ranks") as found:
+        choose_sizes("1M,4,4", available_bytes=10_000_000, ranks=3)
     assert str(found.value).endswith(f"the largest size is {9_000_000 // 21} bytes")
 
 
@@ -93,14 +85,16 @@ def test_time_is_shared_out() -> None:
     assert repetitions_of(0.003, 0.0009) == 10
     assert repetitions_of(1e-6, 1e-6) == 50
     assert repetitions_of(9.0, 0.0) == 1
-    assert rounds_of([0.001, 0.001], SETTINGS) == 7
-    assert rounds_of([0.055, 0.055], SETTINGS) == 5
-    assert rounds_of([1.0, 1.0], SETTINGS) == 3
-    assert rounds_of([1.0], replace(SETTINGS, rounds=1)) == 1
+    assert rounds_of([0.001, 0.001], 7) == 7
+    assert rounds_of([0.055, 0.055], 7) == 5
+    assert rounds_of([1.0, 1.0], 7) == 3
+    assert rounds_of([1.0], 1) == 1
 
 
-def test_settings_survive_json() -> None:
-    assert from_json(CollectivesSettings, json.loads(json.dumps(asdict(SETTINGS)))) == SETTINGS
+def test_only_algorithms_that_exist_are_measured() -> None:
+    asked = CollectivesOptions(operations="broadcast,all_gather", algorithms="ring,tree")
+    assert work_of(asked) == {"all_gather": ["ring"], "broadcast": ["tree"]}
+    assert work_of(CollectivesOptions()) == {name: [*all_] for name, all_ in OPERATIONS.items()}
 
 
 def test_only_repetitions_that_began_together_count() -> None:
@@ -144,47 +138,42 @@ def test_right_results_pass_and_each_kind_of_wrong_one_is_found(
 
 def rows(
     *medians: float, world_size: int, operation: str = "all_reduce", one: bool
-) -> list[AlgorithmRow]:
+) -> list[dict[str, Any]]:
     """Rows of a ring, and of copies that take half as long."""
     copies = [median / 2 for median in medians]
     found = [("ring", medians), ("copy", copies)]
-    samples = [Samples(**collective(name, *each, operation=operation)) for name, each in found]
+    samples = [collective(name, *each, operation=operation) for name, each in found]
     return rows_of(samples, world_size, one_memory=one)
 
 
 def test_figures_of_a_row() -> None:
     assert [bus_factor(operation, 4) for operation in OPERATIONS] == [1.5, 0.75, 0.75, 1.0]
     found = [collective("ring", 4e-6, 8e-6), collective("copy", 2e-6, 6e-6)]
-    ring, copy = rows_of([Samples(**each) for each in found], 4, one_memory=True)
-    assert ring.p50_s == pytest.approx(8e-6)  # of 4 4 8 8 40 80
-    assert ring.p95_s == pytest.approx(70e-6)
-    assert ring.repetitions == 6
-    assert ring.algbw_gbs == pytest.approx(1000 / 8e-6 / 1e9)
-    assert ring.busbw_gbs == pytest.approx(1.5 * 1000 / 8e-6 / 1e9)
-    assert ring.limit_s == pytest.approx(4e-6)
-    assert ring.of_limit is not None
-    assert ring.of_limit.median == pytest.approx(0.625)  # 2/4 and 6/8, round by round
-    assert copy.algbw_gbs == pytest.approx(2000 / 6e-6 / 1e9)
-    assert (copy.busbw_gbs, copy.limit_s, copy.of_limit) == (None, None, None)
+    ring, copy = rows_of(found, 4, one_memory=True)
+    assert ring["p50_s"] == pytest.approx(8e-6)  # of 4 4 8 8 40 80
+    assert ring["p95_s"] == pytest.approx(70e-6)
+    assert ring["repetitions"] == 6
+    assert ring["algbw_gbs"] == pytest.approx(1000 / 8e-6 / 1e9)
+    assert ring["busbw_gbs"] == pytest.approx(1.5 * 1000 / 8e-6 / 1e9)
+    assert ring["limit_s"] == pytest.approx(4e-6)
+    assert ring["of_limit"]["median"] == pytest.approx(0.625)  # 2/4 and 6/8, round by round
+    assert copy["algbw_gbs"] == pytest.approx(2000 / 6e-6 / 1e9)
+    assert (copy["busbw_gbs"], copy["limit_s"], copy["of_limit"]) == (None, None, None)
     [row, _] = rows(8e-6, world_size=4, operation="reduce_scatter", one=True)
-    assert row.limit_s == pytest.approx(4e-6 * (1 + 1 / 4) / 2)  # it has less to move
+    assert row["limit_s"] == pytest.approx(4e-6 * (1 + 1 / 4) / 2)  # it has less to move
     between_hosts = rows(4e-6, world_size=2, one=False)
-    assert [row.of_limit for row in between_hosts] == [None, None]
+    assert [row["of_limit"] for row in between_hosts] == [None, None]
     assert fits_of(between_hosts) == []  # one size gives no line
 
 
-def test_what_is_printed_and_written() -> None:
-    options = CollectivesOptions(sizes="4 K", rounds=2, out="x", as_json=True, save=True)
-    result = COLLECTIVES | {"wrong": ["all_reduce by tree: element 3"]}
-    found = EXPERIMENT.metrics(options, SETTINGS, json.loads(json.dumps(result)), World())
-    assert found.command == "gradsync bench collectives --world-size 2 --sizes '4 K' --rounds 2"
-    found.show(stream := io.StringIO())
+def test_what_is_printed() -> None:
+    result = json.loads(json.dumps(COLLECTIVES | {"wrong": ["all_reduce by tree: element 3"]}))
+    findings_of(CollectivesOptions(), result).show(stream := io.StringIO())
     text = stream.getvalue()
-    assert text.startswith("2 ranks on 1 host, fp32, gloo; a [bold] cpu, 2 cores, load 0.5")
+    assert text.startswith("2 ranks on 1 host, fp32; 2026-01-02, a [bold] cpu, 2 cores (load 0.5")
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert "1000 B ring 2.00 us 18.2 us 0.5 0.5 50%" in lines
-    assert "copy (reads + writes) 1.00 us 9.10 us 2" in lines
+    assert "1000 B copy 1.00 us 9.10 us 2" in lines
     assert "all_reduce ring 0.00 us 0.5 0% 1.00" in lines
-    assert "an operation in place (all_reduce) does not, and may pass 100%" in text
     assert "skipped: shared: not here" in text
     assert "WRONG all_reduce by tree: element 3" in text

@@ -12,7 +12,7 @@ import pytest
 from bench_tables import PAGES, ROOT, TABLE
 from benchmark_table import PAGE, SECTION
 
-from gradsync.commands.bench.report import progress_bar
+from gradsync.commands.bench.report import show_progress
 from gradsync.sync.registry import STRATEGIES
 
 
@@ -93,11 +93,10 @@ def test_a_page_without_its_section_is_refused() -> None:
         benchmark_table.render("no section", ROOT)
 
 
-def test_without_a_terminal_each_tenth_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    tell = progress_bar()
+def test_each_tenth_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     for place in range(70):
-        tell(place, 70, f"times {place}")
-    tell(70, 70, "")
+        show_progress(place, 70, f"times {place}")
+    show_progress(70, 70, "")
     told = capsys.readouterr().err.splitlines()
     assert len(told) == 10
     assert "0 of 70" in told[0]

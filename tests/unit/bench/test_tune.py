@@ -5,28 +5,25 @@ from __future__ import annotations
 import json
 import shlex
 from dataclasses import asdict, replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import tyro
-from gradsync.commands.cli.tune import TuneOptions, command_text, request_of
 
-from gradsync.commands.bench.experiment import from_json
+from gradsync.commands.bench.experiment import command_of, from_json
 from gradsync.commands.bench.sync_plan import SyncSettings
 from gradsync.commands.bench.tune import (
-    StageOutcome,
+    EXPERIMENT,
+    TuneOptions,
     TuneRequest,
     bucket_stage,
-    compile_stage,
     decide,
-    decision_of,
     fewest_rounds,
     has_messages,
+    request_of,
     strategies,
     strategy_stage,
-    verdicts,
 )
 from gradsync.commands.cli.train import _threads
 from gradsync.commands.train.config import TrainConfig
@@ -42,7 +39,7 @@ ROUNDS = 12
 
 def decided(
     gains: list[float], seed: int, *, apart: float = 0.0, rounds: int = ROUNDS, skewed: bool = False
-) -> StageOutcome:
+) -> dict[str, Any]:
     """Synthetic rounds: each has a speed of its own, each step its noise; the k-th candidate takes
     `1 - gains[k]` of the default's time. `apart`: by how much the two copies differ for good;
     `skewed`: now and then something makes a step much slower, and nothing makes one faster."""
@@ -63,28 +60,28 @@ def decided(
 def test_noise_is_refused(candidates: int, rounds: int, skewed: bool) -> None:
     """At the stated rate: it wins at most one stage in twenty, however many candidates try."""
     found = [decided([0.0] * candidates, s, rounds=rounds, skewed=skewed) for s in range(TRIALS)]
-    assert sum(each.winner != "default" for each in found) <= 0.05 * TRIALS
-    typical = np.mean([judged.ratio for each in found for judged in each.judged])
+    assert sum(each["winner"] != "default" for each in found) <= 0.05 * TRIALS
+    typical = np.mean([judged["ratio"] for each in found for judged in each["judged"]])
     assert typical == pytest.approx(1, abs=0.01)  # no candidate begins with an advantage
 
 
 def test_a_real_gain_is_taken() -> None:
     """5 % under 3 % of noise, beside three candidates that gain nothing."""
-    winners = [decided([0.0, 0.05, 0.0, -0.05], seed).winner for seed in range(100)]
+    winners = [decided([0.0, 0.05, 0.0, -0.05], seed)["winner"] for seed in range(100)]
     assert winners.count("c1") >= 85
     assert set(winners) <= {"c1", "default"}
 
 
 def test_the_fastest_of_several_is_taken() -> None:
     found = decided([0.10, 0.30, 0.20], seed=0)
-    assert found.winner == "c1"
-    assert [each.faster for each in found.judged] == [True, True, True]
-    assert found.words.startswith("c1 takes 30.")
-    assert "less time than default (95 % interval" in found.words
+    assert found["winner"] == "c1"
+    assert [each["faster"] for each in found["judged"]] == [True, True, True]
+    assert found["words"].startswith("c1 takes 30.")
+    assert "less time than default (95 % interval" in found["words"]
     slower = decided([-0.2, -0.4], seed=1)
-    assert slower.winner == "default"
-    assert slower.words == "nothing is faster than default, which stays"
-    assert all(each.low > 1 for each in slower.judged)
+    assert slower["winner"] == "default"
+    assert slower["words"] == "nothing is faster than default, which stays"
+    assert all(each["low"] > 1 for each in slower["judged"])
 
 
 def test_what_lies_within_the_copies_difference_is_refused() -> None:
@@ -93,12 +90,12 @@ def test_what_lies_within_the_copies_difference_is_refused() -> None:
     again = [1.12 * second for second in steady]
     faster = [0.95 * second for second in steady]  # 5 % before the one, 15 % before the other
     found = decide(steady, again, {"c": faster}, name="default")
-    assert found.winner == "default"
-    assert found.judged[0].high < 1
-    assert found.noise == pytest.approx(0.12)
-    assert found.words.startswith("no measurable difference: c takes 10.1 % less time")
+    assert found["winner"] == "default"
+    assert found["judged"][0]["high"] < 1
+    assert found["noise"] == pytest.approx(0.12)
+    assert found["words"].startswith("no measurable difference: c takes 10.1 % less time")
     much = [0.8 * second for second in steady]
-    assert decide(steady, again, {"c": much}, name="default").winner == "c"
+    assert decide(steady, again, {"c": much}, name="default")["winner"] == "c"
 
 
 def test_rounds_that_chance_needs() -> None:
@@ -135,80 +132,43 @@ def test_two_levels_need_hosts_with_equally_many_ranks() -> None:
 
 
 def test_the_default_takes_part_twice() -> None:
-    stage = bucket_stage(
-        TunedStrategy(sync="zero1"), first=False, has_messages=True, gradient_bytes=30 * MIB
-    )
+    stage = bucket_stage(TunedStrategy(sync="zero1"), has_messages=True, gradient_bytes=30 * MIB)
     labels = [each.label for each in stage.contestants()]
     assert labels[:3] == ["zero1", "zero1 (again)", "zero1:bucket_mb=2.0"]
     assert len(set(labels)) == len(labels)
 
 
-def test_only_sizes_that_cut_otherwise_are_tried() -> None:
-    def sizes(mib: float, *, first: bool = False, winner: TunedStrategy | None = None) -> Any:
-        stage = bucket_stage(
-            winner or TunedStrategy(), first=first, has_messages=True, gradient_bytes=int(mib * MIB)
-        )
-        option = "first_bucket_mb" if first else "bucket_mb"
-        return stage.skipped or [choice.options[option] for choice in stage.candidates[1:]]
-
-    assert sizes(500) == [2.0, 5.0, 10.0, 50.0, 100.0]
-    assert sizes(20) == [2.0, 5.0, 10.0]
-    assert sizes(7) == [2.0, 5.0]
-    assert sizes(1) == "all gradients are 1.0 MiB"
-    small = TunedStrategy(options={"bucket_mb": 2.0})
-    assert sizes(500, first=True, winner=small) == [0.25]
-    stage = bucket_stage(small, first=True, has_messages=True, gradient_bytes=500 * MIB)
-    assert all(choice.options["bucket_mb"] == 2.0 for choice in stage.candidates)
-    assert sizes(0.1, first=True) == "there is nothing beyond 0.1 MiB to divide"
+@pytest.mark.parametrize(
+    ("mib", "expected"),
+    [
+        (500, [2.0, 5.0, 10.0, 50.0, 100.0]),
+        (20, [2.0, 5.0, 10.0]),
+        (7, [2.0, 5.0]),
+        (1, "all gradients are 1.0 MiB"),
+    ],
+)
+def test_only_sizes_that_cut_otherwise_are_tried(mib: int, expected: Any) -> None:
+    stage = bucket_stage(TunedStrategy(), has_messages=True, gradient_bytes=mib * MIB)
+    sizes = [choice.options["bucket_mb"] for choice in stage.candidates[1:]]
+    assert (stage.skipped or sizes) == expected
 
 
-@pytest.mark.parametrize("first", [False, True])
-def test_buckets_are_not_measured_where_there_are_none(first: bool) -> None:
+def test_buckets_are_not_measured_where_there_are_none() -> None:
     def skipped(sync: str, *, messages: bool = True) -> str:
-        return bucket_stage(
-            TunedStrategy(sync=sync), first=first, has_messages=messages, gradient_bytes=500 * MIB
-        ).skipped
+        winner = TunedStrategy(sync=sync)
+        return bucket_stage(winner, has_messages=messages, gradient_bytes=500 * MIB).skipped
 
     assert skipped("flat") == "flat has no buckets"
     assert skipped("naive") == "naive has no buckets"
     assert skipped("invariant", messages=False) == "the ranks share memory, and no bucket travels"
-    assert skipped("invariant") == ""
-    assert skipped("ddp") == ("ddp chooses it by itself" if first else "")
-
-
-def test_compilation_only_on_request() -> None:
-    assert compile_stage(TunedStrategy(), wanted=False).skipped == "not asked for (--compile)"
-    found = compile_stage(TunedStrategy(), wanted=True).candidates
-    assert [each.compile for each in found] == ["none", "model"]
-    assert [
-        c.compile for c in compile_stage(TunedStrategy(sync="ddp"), wanted=True).candidates
-    ] == [*("none", "model", "ddp")]
-    (_, _, compiled) = compile_stage(TunedStrategy(), wanted=True).contestants()
-    assert (compiled.label, compiled.compile) == ("invariant, compile model", "model")
-
-
-def test_a_stage_is_decided_by_its_slowest_rank() -> None:
-    stage = compile_stage(TunedStrategy(), wanted=True)
-    slow, fast = [[1.0, 1.0]] * 8, [[0.8, 0.8]] * 8
-    found = {
-        "invariant": [{"step_s": slow}, {"step_s": fast}],
-        "invariant (again)": [{"step_s": slow}, {"step_s": slow}],
-        "invariant, compile model": [{"step_s": fast}, {"step_s": slow}],
-    }
-    assert decision_of(stage, found).winner == "invariant"
-    found["invariant, compile model"] = [{"step_s": fast}, {"step_s": fast}]
-    decision = decision_of(stage, found)
-    assert decision.winner == "invariant, compile model"
-    words = {"words": decision.words}
-    lines = verdicts([{"name": "a", "decision": words}, {"name": "b", "skipped": "why"}])
-    assert lines == [f"a: {decision.words}", "b: not measured: why"]
+    assert skipped("invariant") == skipped("ddp") == ""
 
 
 def test_whose_gradients_travel() -> None:
     """Small messages do not count, and where the system counts nothing they may."""
 
     def found(**sent: float) -> bool:
-        rows: Any = [SimpleNamespace(contestant=name, comm_bytes=b) for name, b in sent.items()]
+        rows = [{"contestant": name, "comm_bytes": b} for name, b in sent.items()]
         return has_messages(rows, "winner")
 
     assert not found(none=0.0, winner=300.0, other=1e6)
@@ -222,15 +182,15 @@ def requested(**changes: Any) -> TuneRequest:
 
 
 def test_sizes_are_those_of_the_training_run() -> None:
-    """`gradsync train tiny`: 8 leaves of 2 x 256 tokens, a vocabulary of bytes."""
+    """`gradsync train tiny`: 8 micro-batches of 2 x 256 tokens, a vocabulary of bytes."""
     two = requested()
-    assert (two.batch_size, two.settings.leaves_per_rank, two.settings.tokens) == (8, 4, 256)
+    assert (two.batch_size, two.settings.micro_batches_per_rank, two.settings.tokens) == (8, 4, 256)
     assert (two.settings.config.vocab_size, two.settings.threads) == (257, 1)
     three = requested(world_size=3)
-    assert (three.batch_size, three.settings.leaves_per_rank) == (6, 3)
-    assert requested(batch_size=3).settings.leaves_per_rank == 1
-    assert requested(batch_size=4).settings.leaves_per_rank == 2
-    assert requested(leaves_per_rank=3).batch_size == 6
+    assert (three.batch_size, three.settings.micro_batches_per_rank) == (6, 3)
+    assert requested(batch_size=3).settings.micro_batches_per_rank == 1
+    assert requested(batch_size=4).settings.micro_batches_per_rank == 2
+    assert requested(micro_batches_per_rank=3).batch_size == 6
     assert from_json(TuneRequest, json.loads(json.dumps(asdict(three)))) == three
 
 
@@ -244,13 +204,9 @@ def test_threads_are_those_of_the_training_run(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        TuneOptions(),
-        TuneOptions(model="mini", compile=True, dtype="fp32", batch_size=2),
-    ],
+    "options", [TuneOptions(), TuneOptions(model="mini", dtype="fp32", batch_size=2)]
 )
 def test_the_record_says_what_to_type(options: TuneOptions) -> None:
-    words = shlex.split(command_text(replace(options, out="x", as_json=True)))
+    words = shlex.split(command_of(replace(options, out="x", as_json=True), EXPERIMENT.command))
     assert words[:2] == ["gradsync", "tune"]
     assert tyro.cli(TuneOptions, args=words[2:]) == options

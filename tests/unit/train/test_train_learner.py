@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradsync as gs
 from gradsync.comm.groups import SingleCommunicator
-from gradsync.commands.bench.entrants import leaves_of
+from gradsync.commands.bench.entrants import micro_batches_of
 from gradsync.commands.models.config import GPTConfig
 from gradsync.commands.models.gpt import GPT
 from gradsync.commands.train.config import OptimConfig
@@ -221,7 +221,7 @@ def test_weights_are_cast_once_but_for_the_last_leaf_and_activations_once_for_th
     learner = narrow_learner(model)
     for _ in range(2):
         with Casts(matrices) as casts:
-            learner.run_micro_batches(leaves_of([BATCH] * 4, World()))
+            learner.run_micro_batches(micro_batches_of([BATCH] * 4, World()))
         assert casts.of_weights == 2 * len(matrices) == 16
         learner.sync.step(learner.optimizer)
     learner.sync.close()
@@ -238,7 +238,7 @@ def test_the_last_leafs_gradients_come_in_the_order_of_its_backward() -> None:
     for name, parameter in model.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
     learner = narrow_learner(model)
-    learner.run_micro_batches(leaves_of([BATCH] * 2, World()))
+    learner.run_micro_batches(micro_batches_of([BATCH] * 2, World()))
     last = order[len(order) // 2 :]
     assert last.index("blocks.1.mlp.down.weight") < last.index("blocks.0.mlp_norm.weight")
     learner.sync.step(learner.optimizer)

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import yaml
-from gradsync.commands.cli.ranks import RanksOutcome
-from gradsync.commands.cli.tune import TuneOptions, measured_conditions, request_of, verdict_of
 
+from gradsync.commands.bench import experiment
 from gradsync.commands.bench.experiment import environment
-from gradsync.commands.cli import experiment
+from gradsync.commands.bench.tune import TuneOptions, measured_conditions, request_of
 from gradsync.commands.cli.main import main
+from gradsync.commands.launch.ranks import RanksOutcome
 from gradsync.commands.plan.measured import Conditions
 from gradsync.commands.train.config import SyncConfig, TrainConfig
 from gradsync.commands.train.config_io import parse_config, write_config
@@ -183,7 +183,7 @@ def test_a_cache_that_fails_at_the_end_takes_nothing_else_with_it(
     printed = capsys.readouterr()
     assert "could not write" in printed.err
     document = json.loads(printed.out)
-    assert document["command"].startswith("gradsync tune tiny --world-size 4")
+    assert document["command"].startswith("gradsync tune --world-size 4")
     record = json.loads((tmp_path / "record.json").read_text())
     assert record["cache"] == document["cache"]
 
@@ -268,8 +268,3 @@ def test_the_shape_counts_as_the_data_makes_it() -> None:
     assert here(asked())["model"]["vocab_size"] == 257  # of bytes
     wide = replace(asked(), model=replace(asked().model, hidden_dim=512))  # what None stands for
     assert here(wide) == here(asked())
-
-
-def test_the_verdict_of_all_stages() -> None:
-    stages = [{"decision": {"words": "a"}}, {"skipped": "x"}, {"decision": {"words": "b"}}]
-    assert verdict_of({"stages": stages}) == "a; b"

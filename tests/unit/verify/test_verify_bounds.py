@@ -7,7 +7,6 @@ import math
 import random
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -19,43 +18,14 @@ from gradsync.commands.verify.compare import (
     clip_factor,
     compare,
     gradient_bounds,
-    max_ulp,
     norm_bound,
     part_of_bound,
     update_bounds,
 )
 from gradsync.commands.verify.judge import moved_rightly, wrong_meeting
 from gradsync.commands.verify.record import State
-from gradsync.commands.verify.reference import LeafResult
-from gradsync.commands.verify.settings import Promise
-
-DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_neighbours_are_one_apart_and_across_zero_both_distances_count(dtype: torch.dtype) -> None:
-    zero, one = torch.zeros(1, dtype=dtype), torch.ones(1, dtype=dtype)
-    for towards in (2.0, 0.0):
-        next_one = torch.nextafter(one, torch.full_like(one, towards))
-        assert max_ulp(one, next_one) == max_ulp(next_one, one) == 1
-    smallest = torch.nextafter(zero, zero + 1)
-    assert max_ulp(zero, -zero) == 0
-    assert max_ulp(smallest, -smallest) == 2
-    assert max_ulp(zero + 1, zero - 1) > 2
-
-
-def test_the_widest_distance_saturates() -> None:
-    assert max_ulp(torch.tensor([1e308]).double(), torch.tensor([-1e308]).double()) == 2**63 - 1
-
-
-def test_ulps_agree_with_numpy() -> None:
-    generator = torch.Generator().manual_seed(0)
-    a = torch.randn(1000, generator=generator)
-    b = a * (1 + 1e-6)
-    spacing = np.spacing(np.minimum(np.abs(a.numpy()), np.abs(b.numpy())))
-    expected = (np.abs(a.numpy() - b.numpy()) / spacing).max()
-    assert expected / 2 <= max_ulp(a, b) <= expected + 1
-
+from gradsync.commands.verify.reference import MicroBatchResult
+from gradsync.commands.verify.settings import CLIP_NORM, Promise
 
 NAN, INF, ONE = torch.tensor([math.nan]), torch.tensor([math.inf]), torch.ones(1)
 
@@ -72,13 +42,13 @@ NAN, INF, ONE = torch.tensor([math.nan]), torch.tensor([math.inf]), torch.ones(1
         (torch.tensor([0.0]), torch.tensor([-0.0]), (0.0, 0.0, False)),  # other bits
         (torch.ones(2), torch.ones(3), (math.inf, math.inf, False)),
         (torch.ones(2), torch.ones(2).double(), (math.inf, math.inf, False)),
-        (torch.tensor(7), torch.tensor(9), (2.0, 2.0, False)),
+        (torch.tensor(6), torch.tensor(8), (2.0, 0.25, False)),
     ],
 )
 def test_two_tensors(
     got: Tensor | None, expected: Tensor | None, found: tuple[float, float, bool]
 ) -> None:
-    absolute, relative, _, equal = compare(got, expected)
+    absolute, relative, equal = compare(got, expected)
     assert (absolute, relative, equal) == found
 
 
@@ -95,11 +65,11 @@ def test_the_first_step_and_name_are_kept() -> None:
 FP32 = Promise()
 
 
-def leaves(count: int, seed: int = 0) -> list[LeafResult]:
+def micro_batches(count: int, seed: int = 0) -> list[MicroBatchResult]:
     """Gradients with much cancellation, and weights that differ."""
     generator = torch.Generator().manual_seed(seed)
     return [
-        LeafResult(
+        MicroBatchResult(
             index=index,
             weight=1.0 + index,
             loss_sum=float(index),
@@ -117,13 +87,12 @@ def test_unit_roundoff_is_torchs() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 16])
-@pytest.mark.parametrize("clip_norm", [None, 0.5])
-def test_any_order_of_sums_stays_inside(count: int, clip_norm: float | None) -> None:
-    results = leaves(count)
+def test_any_order_of_sums_stays_inside(count: int) -> None:
+    results = micro_batches(count)
     exact = add_up(results)
     assert exact.loss == sum(range(count)) / exact.weight  # losses are added in fp64
     assert exact.loss_bound < 1e-14
-    bounds = gradient_bounds(exact, FP32, 4, clipped=clip_norm is not None)
+    bounds = gradient_bounds(exact, FP32, 4)
     worst = 0.0
     for seed in range(20):
         order = list(results)
@@ -132,59 +101,58 @@ def test_any_order_of_sums_stays_inside(count: int, clip_norm: float | None) -> 
         for result in order:
             total = total + result.gradient["w"]
         mean = (total / 4) * (4 / exact.weight)  # as a mechanism does that averages over ranks
-        norm = float(mean.norm()) if clip_norm is not None else None
-        if clip_norm is not None:
-            mean = mean * min(1.0, clip_norm / (float(mean.norm()) + 1e-6))
-            assert abs(float(norm or 0) - exact.norm()) <= norm_bound(exact, bounds)
-        factor = clip_factor(norm, clip_norm)
+        norm = float(mean.norm())
+        mean = mean * min(1.0, CLIP_NORM / (norm + 1e-6))
+        assert abs(norm - exact.norm()) <= norm_bound(exact, bounds)
+        factor = clip_factor(norm)
         part = part_of_bound(mean, exact.means()["w"] * factor, bounds["w"] * factor)
         worst = max(worst, part)
     assert worst <= 1.0
-    assert worst > 0.01 or count == 1  # a single leaf is exact
+    assert worst > 0.01 or count == 1  # a single one is exact
 
 
-@pytest.mark.parametrize("mistake", ["a leaf missing", "in bf16", "weight off by one", "nan"])
+@pytest.mark.parametrize("mistake", ["one missing", "in bf16", "weight off by one", "nan"])
 def test_mistakes_lie_outside(mistake: str) -> None:
-    results = leaves(5)
+    results = micro_batches(5)
     exact = add_up(results)
     total = torch.zeros(500)
-    for result in results[1:] if mistake == "a leaf missing" else results:
+    for result in results[1:] if mistake == "one missing" else results:
         gradient = result.gradient["w"]
         total += gradient.bfloat16().float() if mistake == "in bf16" else gradient
     mean = total / (exact.weight + (mistake == "weight off by one"))
     if mistake == "nan":
         mean[3] = math.nan
-    bounds = gradient_bounds(exact, FP32, 2, clipped=False)
+    bounds = gradient_bounds(exact, FP32, 2)
     assert part_of_bound(mean, exact.means()["w"], bounds["w"]) > 100
 
 
 @pytest.mark.parametrize(("wire", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 def test_a_wire_has_its_own_bound(wire: str, dtype: torch.dtype) -> None:
-    results = leaves(4)
+    results = micro_batches(4)
     exact = add_up(results)
     parts = [sum(r.gradient["w"] for r in results[i : i + 2]) for i in (0, 2)]
     scale = 64.0 if wire == "fp16" else 1.0
     total = sum((torch.as_tensor(part) * scale).to(dtype) for part in parts)
     mean = torch.as_tensor(total).float() / scale / exact.weight
-    wide = gradient_bounds(exact, Promise(kind="lossy", wire=wire), 2, clipped=False)
-    narrow = gradient_bounds(exact, FP32, 2, clipped=False)
+    wide = gradient_bounds(exact, Promise(kind="lossy", wire=wire), 2)
+    narrow = gradient_bounds(exact, FP32, 2)
     assert part_of_bound(mean, exact.means()["w"], wide["w"]) <= 1.0
     assert part_of_bound(mean, exact.means()["w"], narrow["w"]) > 10
-    alone = gradient_bounds(exact, Promise(kind="lossy", wire=wire), 1, clipped=False)
+    alone = gradient_bounds(exact, Promise(kind="lossy", wire=wire), 1)
     assert torch.equal(alone["w"], narrow["w"])  # one rank sends nothing
 
 
 def test_the_norm_of_very_many_numbers_has_no_bound() -> None:
-    exact = add_up(leaves(2))
-    bounds = gradient_bounds(exact, FP32, 2, clipped=False)
+    exact = add_up(micro_batches(2))
+    bounds = gradient_bounds(exact, FP32, 2)
     assert norm_bound(exact, bounds) < 1e-3 * exact.norm()
     exact.total["w"] = torch.zeros(1).expand(2**24)
     assert norm_bound(exact, bounds) == math.inf
 
 
 def test_clipping_only_shrinks() -> None:
-    assert clip_factor(None, 1.0) == clip_factor(5.0, None) == clip_factor(0.5, 1.0) == 1.0
-    assert clip_factor(2.0, 1.0) == pytest.approx(0.5, rel=1e-6)
+    assert clip_factor(None) == clip_factor(0.5 * CLIP_NORM) == 1.0
+    assert clip_factor(2 * CLIP_NORM) == pytest.approx(0.5, rel=1e-5)
 
 
 # -- the optimizer, buffers, meetings ------------------------------------------------------------
@@ -192,18 +160,17 @@ def test_clipping_only_shrinks() -> None:
 SIZE = 1000
 
 
-def one_step(kind: str, *, scale: float = 1.0, **options: Any) -> tuple[dict[str, Tensor], Any]:
+def one_step(**options: Any) -> tuple[dict[str, Tensor], Any]:
     """Two optimizer steps; what the second one saw and left."""
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.randn(SIZE))
     settings: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, **options}
-    maker = torch.optim.AdamW if kind == "adamw" else torch.optim.SGD
-    optimizer = maker([weight], **settings)
+    optimizer = torch.optim.AdamW([weight], **settings)
     for step in range(2):
         before = {slot: value.clone() for slot, value in optimizer.state[weight].items()}
         start = weight.detach().clone()
         torch.manual_seed(10 + step)
-        weight.grad = torch.randn(SIZE) * scale * 10.0 ** torch.randint(-6, 3, (SIZE,))
+        weight.grad = torch.randn(SIZE) * 10.0 ** torch.randint(-6, 3, (SIZE,))
         optimizer.step()
     after = {slot: value.clone() for slot, value in optimizer.state[weight].items()}
     assert weight.grad is not None
@@ -218,15 +185,12 @@ def one_step(kind: str, *, scale: float = 1.0, **options: Any) -> tuple[dict[str
     return bounds, (weight.detach(), after)
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [("adamw", {}), ("sgd", {"momentum": 0.9}), ("adamw", {"weight_decay": 0.0})],
-)
-def test_another_implementation_stays_inside(kind: str, options: dict[str, Any]) -> None:
-    bounds, (weight, state) = one_step(kind, **options, foreach=False)
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_another_implementation_stays_inside(weight_decay: float) -> None:
+    bounds, (weight, state) = one_step(weight_decay=weight_decay, foreach=False)
     others = {"foreach": True}, {"fused": True}
     for other in others:
-        _, (again, again_state) = one_step(kind, **options, **other)
+        _, (again, again_state) = one_step(weight_decay=weight_decay, **other)
         assert bool(((again.double() - weight.double()).abs() <= bounds[""]).all())
         for slot, bound in bounds.items():
             if slot:
@@ -235,26 +199,26 @@ def test_another_implementation_stays_inside(kind: str, options: dict[str, Any])
 
 
 def test_another_formula_lies_outside() -> None:
-    bounds, (weight, _) = one_step("adamw")
+    bounds, (weight, _) = one_step()
     for change in (
         {"lr": 1.001e-2},
         {"weight_decay": 0.101},
         {"eps": 1e-7},
         {"betas": (0.9, 0.99)},
     ):
-        _, (other, _) = one_step("adamw", **change)
+        _, (other, _) = one_step(**change)
         assert bool(((other.double() - weight.double()).abs() > bounds[""]).any()), change
 
 
-def test_buffers_move_by_the_mean_over_leaves() -> None:
+def test_buffers_move_by_the_mean_over_micro_batches() -> None:
     start = torch.tensor([1.0, 2.0])
     ends = [torch.tensor([1.5, 2.0]), torch.tensor([0.5, 4.0])]
     assert moved_rightly(start, torch.tensor([1.0, 3.0]), ends)
-    assert not moved_rightly(start, torch.tensor([1.0, 4.0]), ends)  # the last leaf's
+    assert not moved_rightly(start, torch.tensor([1.0, 4.0]), ends)  # the last one's
     assert not moved_rightly(start, torch.tensor([1.0, 5.0]), ends)  # the sum
     assert moved_rightly(start, start.clone(), [start.clone()])
     assert not moved_rightly(start, start + 1e-6, [start.clone()])
-    # A leaf that did not touch it does not count.
+    # One that did not touch it does not count.
     assert moved_rightly(start, torch.tensor([1.5, 2.0]), [ends[0], start.clone()])
     # Counters move by the largest change.
     count = torch.tensor(7)

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import tyro
 
-from gradsync.commands.cli import verify
 from gradsync.commands.cli.main import main
 from gradsync.commands.launch import local
+from gradsync.commands.verify import command as verify
 from gradsync.commands.verify.matrix import WORK
 from gradsync.commands.verify.result import Result, print_report
 from gradsync.commands.verify.settings import Cell
@@ -34,7 +34,7 @@ TARGET = """
 import torch
 
 def factory():
-    return torch.nn.Linear(1, 1), torch.utils.data.TensorDataset(torch.ones(9, 1)), 5
+    return torch.nn.Linear(1, 1), torch.utils.data.TensorDataset(torch.ones(9, 1), torch.ones(9)), 5
 """
 
 
@@ -59,11 +59,15 @@ def pretend(monkeypatch: pytest.MonkeyPatch, then: Callable[[], None], **ended: 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--target", "verify_command_target:factory"], "loss_sum must be a function, got int"),
-        (["--target", "json:nothing"], "has no 'nothing'"),
+        (["--target", "verify_command_target:factory"], "TypeError: 'int' object is not callable"),
+        (["--target", "json:nothing"], "has no attribute 'nothing'"),
         (["--strategies", "nave"], "perhaps you meant 'naive'"),
         (["--models", "mpl"], "perhaps you meant 'mlp'"),
-        (["--world-sizes", "two"], "'two' is not a number"),
+        (["--world-sizes", "two"], "'two' are not numbers of ranks"),
+        (["--world-sizes", "0"], "--world-sizes must be at least 1, got 0"),
+        (["--num-steps", "0"], "--num-steps must be at least 1, got 0"),
+        (["--num-samples", "0"], "--num-samples must be at least 1, got 0"),
+        (["--dtypes", "fp8"], "unknown dtype 'fp8'"),
     ],
 )
 def test_what_cannot_be_is_refused_before_any_rank_starts(

@@ -34,12 +34,13 @@ CELL = Cell(strategy="invariant", world_size=1, model="mlp", dtype="fp32")
 def plan_of(
     *sizes: int, cross_load: bool = False, strategies: str = "naive invariant"
 ) -> VerifyPlan:
+    """A single step leaves no checkpoint to hand on."""
     return make_plan(
         strategies=strategies.split(),
         world_sizes=sizes,
         models=["mlp"],
         dtypes=["fp32"],
-        cross_load=cross_load,
+        num_steps=None if cross_load else 1,
     )
 
 
@@ -132,23 +133,10 @@ LOST = "RuntimeError: connection closed by peer [127.0.0.1]:"
         ([(0, 1.0, LOST, True)], KILLED, "rank 1 was ended by SIGKILL", [1]),
         ([], KILLED, "rank 1 was ended by SIGKILL", [1]),
         (
-            [(0, 1.0, LOST, True), (2, 2.0, "ValueError: x", False)],
-            KILLED,
-            "rank 1 was ended by SIGKILL; rank 2 raised ValueError: x",
-            [1],
-        ),
-        (
             [(0, 1.0, LOST, True), (1, 3.0, "B", False), (2, 2.0, "A", False)],
             {},
             "rank 2 raised A",
             [2],
-        ),
-        (
-            [(0, 2.0, LOST, True), (2, 1.0, "RuntimeError: recv timed out", True)],
-            {},
-            "rank 1 gave no answer (it hangs, or ended without a word); "
-            "rank 2 raised RuntimeError: recv timed out",
-            [1],
         ),
         (
             [(rank, 3.0 - rank, LOST, True) for rank in range(3)],
@@ -250,7 +238,7 @@ def test_the_document_and_the_table(tmp_path: Path) -> None:
     results[0].losses = [1.0, math.nan]
     results[0].part_of_bound = results[0].differences["gradient"]["max_abs"] = math.inf
     # JSON has no infinity.
-    made = document(VerifySettings(clip_norm=math.inf), results, math.inf)
+    made = document(VerifySettings(), results, math.inf)
     assert made["passed"] is False
     assert (len(made["cells"]), len(made["cross_load"])) == (4, 8)
     json.dumps(made, allow_nan=False)
@@ -260,20 +248,6 @@ def test_the_document_and_the_table(tmp_path: Path) -> None:
     assert "failed naive W=1 mlp fp32: because" in text
     assert "tried: so: gone" in text
     assert "4 cells and 8 checkpoints handed on, 1 failed, 3 s" in text
-
-
-def test_words_of_an_error_are_shown_as_they_are() -> None:
-    """Colons and brackets are no pictures and no markup."""
-    (result,) = results_of("aaa")
-    result.status, result.strategy = "error", "[bold]mine"
-    result.sentence, result.tried = "target :two: is [x] not [/y] :smile:", ["[red] :one:"]
-    stream = io.StringIO()
-    print_report([result], 1.0, stream)
-    text = stream.getvalue()
-    assert text.splitlines()[1].startswith("[bold]mine  fp32")
-    name = "[bold]mine W=1 mlp fp32"
-    assert f"error {name}: target :two: is [x] not [/y] :smile:" in text
-    assert "    tried: [red] :one:" in text
 
 
 def test_the_readme_table_follows_the_document(
@@ -301,7 +275,7 @@ def test_the_readme_table_follows_the_document(
 def test_an_error_before_the_first_cell_is_not_swallowed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def open_session(settings: VerifySettings) -> None:
+    def open_session() -> None:
         raise RendezvousError("rank 1 did not come")
 
     monkeypatch.setattr(matrix, "open_session", open_session)

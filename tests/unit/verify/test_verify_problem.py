@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from gradsync.comm.groups import SingleCommunicator
+from gradsync.commands.verify.cell import Setting, run_cell
 from gradsync.commands.verify.compare import Difference
 from gradsync.commands.verify.problem import build_problem
 from gradsync.commands.verify.record import digest, sample_digests
 from gradsync.commands.verify.reference import Reference
 from gradsync.commands.verify.run import Task, disturb, read, save, train_traced
-from gradsync.commands.verify.settings import MODELS, PLAIN, Variant, VerifySettings
+from gradsync.commands.verify.settings import MODELS, PLAIN, Cell, Variant, VerifySettings
 
 SETTINGS = VerifySettings(num_steps=2)
 
@@ -46,10 +49,10 @@ def test_the_problems_have_what_goes_wrong_in_practice() -> None:
     assert len(names) > len(list(mlp.model.parameters()))  # tied
     assert any(not parameter.requires_grad for parameter in mlp.model.parameters())
     reference = Reference(task("mlp"), 1)
-    leaves, last = (reference.leaf_results(step, reference.weights(), {}) for step in (0, 1))
-    assert len({"branch.weight" in leaf.gradient for leaf in leaves}) == 2  # used by some
-    assert len({leaf.weight for leaf in leaves}) > 1  # unequal weights
-    used = [["rare.weight" in leaf.gradient for leaf in step] for step in (leaves, last)]
+    first, last = (reference.results(step, reference.weights(), {}) for step in (0, 1))
+    assert len({"branch.weight" in each.gradient for each in first}) == 2  # used by some
+    assert len({each.weight for each in first}) > 1  # unequal weights
+    used = [["rare.weight" in each.gradient for each in step] for step in (first, last)]
     assert used == [[False] * 5, [False, True]]  # by none, then by one
     assert build_problem("conv", SETTINGS).has_batch_norm
 
@@ -72,11 +75,11 @@ def test_frozen_batch_norm_keeps_its_statistics(variant: Variant, same: bool) ->
     assert all(torch.equal(after[name], before[name]) for name in before) is same
 
 
-def test_variants_and_strategies_change_leaves_but_not_the_data() -> None:
+def test_variants_and_strategies_change_micro_batches_but_not_the_data() -> None:
     plain = task("mlp")
-    one = replace(plain, variant=Variant(one_leaf_per_rank=True)).settings_for(3)
+    one = replace(plain, variant=Variant(one_micro_batch=True)).settings_for(3)
     equal = task("mlp", "fsdp").settings_for(3)
-    assert (one.num_leaves, equal.num_leaves) == (3, 6)
+    assert (one.num_micro_batches, equal.num_micro_batches) == (3, 6)
     assert one.dataset_size == equal.dataset_size == SETTINGS.dataset_size
     assert equal.num_epochs is None
     assert plain.settings_for(3) == SETTINGS
@@ -104,12 +107,12 @@ def test_ranks_above_zero_start_from_other_weights(rank: int) -> None:
 
 
 def test_the_reference_is_plain_training() -> None:
-    """Leaf by leaf sums and one whole batch agree; its record follows its own leaves."""
+    """Sums over micro-batches and one whole batch agree; its record follows its own."""
     reference = Reference(task("gpt", dtype="fp64"), 1)
     start = reference.weights()
     trace = reference.train()
-    assert reference.traces[0] == trace.steps[0].leaves
-    results = reference.leaf_results(0, start, {})
+    assert reference.traces[0] == trace.steps[0].micro_batches
+    results = reference.results(0, start, {})
     weight = sum(result.weight for result in results)
     total: Tensor = sum(result.gradient["norm.weight"] for result in results) / weight
     clipped, norm = trace.steps[0].gradient["norm.weight"], trace.steps[0].norm
@@ -130,5 +133,19 @@ def test_a_checkpoint_goes_on_with_the_same_bits(tmp_path: Path, strategy: str) 
     for a, b in zip(rest.steps, whole.steps[2:], strict=True):
         for part in ("weights", "buffers", "optimizer"):
             found.include(a.number, getattr(a.after, part), getattr(b.after, part))
-        assert (a.leaves, a.loss) == (b.leaves, b.loss)
+        assert (a.micro_batches, a.loss) == (b.micro_batches, b.loss)
     assert found.bitwise
+
+
+def not_finite() -> Any:
+    data = TensorDataset(torch.ones(40, 8), torch.arange(40) % 4)
+    return nn.Linear(8, 4), data, lambda output, _: (output * float("nan")).sum()
+
+
+@pytest.mark.parametrize("strategy", ["naive", "local_sgd"])
+def test_what_no_strategy_can_help_is_called_that(strategy: str) -> None:
+    settings = replace(SETTINGS, target="unit.verify.test_verify_problem:not_finite")
+    cell = Cell(strategy=strategy, world_size=1, model="target", dtype="fp32")
+    result, _ = run_cell(cell, Setting(settings=settings, comm=SingleCommunicator()))
+    assert (result.status, result.cause) == ("failed", "unknown")
+    assert "a number is not finite on one rank either" in result.sentence

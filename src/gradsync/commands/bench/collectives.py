@@ -248,7 +248,8 @@ def findings_of(options: CollectivesOptions, result: Mapping[str, Any]) -> Findi
 
 
 _OF_LIMIT = (
-    "of limit: the least bytes of the operation, moved at the rate of the plain copy beside it. A "
+    "of limit: the least bytes of the operation, moved at the rate of the plain copy beside it, "
+    "which reads and writes each of its bytes. A "
     "copy reads the lines of its destination before it writes them, and has more buffers for the "
     "caches to hold; an operation in place (all_reduce) does not, and may pass 100%."
 )
@@ -266,41 +267,43 @@ def print_report(
     hosts = counted(result["num_nodes"], "host")
     print(f"{found['world_size']} ranks on {hosts}, {dtype}; {where(found)}", file=stream)
     limited = any(row["of_limit"] for row in rows)
-    columns = ["size", "algorithm", "p50", "p95", "algbw GB/s", "busbw GB/s"]
-    columns += ["of limit"] if limited else []
     for operation, group in groupby(rows, key=lambda row: row["operation"]):
-        cells, last = [], None
+        cells = []
         for row in group:
-            size, busbw, part = row["size_bytes"], row["busbw_gbs"], row["of_limit"]
-            line = (
-                "" if size == last else size_text(size),
-                "copy (reads + writes)" if row["algorithm"] == COPY else row["algorithm"],
-                time_text(row["p50_s"]),
-                time_text(row["p95_s"]),
-                rate_text(row["algbw_gbs"]),
-                "" if busbw is None else rate_text(busbw),
-                f"{part['median']:.0%}" if part else "",
-            )
-            cells.append(line[: len(columns)])
-            last = size
+            busbw, part = row["busbw_gbs"], row["of_limit"]
+            line = {
+                "size": size_text(row["size_bytes"]),
+                "algorithm": "copy" if row["algorithm"] == COPY else row["algorithm"],
+                "p50": time_text(row["p50_s"]),
+                "p95": time_text(row["p95_s"]),
+                "algbw GB/s": rate_text(row["algbw_gbs"]),
+                "busbw GB/s": "" if busbw is None else rate_text(busbw),
+            }
+            if limited:
+                line["of limit"] = f"{part['median']:.0%}" if part else ""
+            cells.append(line)
         print(file=stream)
-        print_table(stream, operation, columns, cells, words=("algorithm",), framed=False)
+        print_table(stream, operation, cells, words=("algorithm",), framed=False)
     if limited:
         print(f"\n{_OF_LIMIT}", file=stream)
     if fits:
-        columns = ["operation", "algorithm", "alpha", "1/beta GB/s"]
-        columns += ["half of the sizes within", "worst factor"]
         cells = [
-            (
-                *(fit.operation, fit.algorithm, time_text(fit.alpha_s)),
-                "" if not fit.beta_s_per_byte else rate_text(1 / fit.beta_s_per_byte / 1e9),
-                *(f"{fit.residual:.0%}", f"{fit.worst:.2f}"),
-            )
+            {
+                "operation": fit.operation,
+                "algorithm": fit.algorithm,
+                "alpha": time_text(fit.alpha_s),
+                "1/beta GB/s": (
+                    rate_text(1 / fit.beta_s_per_byte / 1e9) if fit.beta_s_per_byte else ""
+                ),
+                "half of the sizes within": f"{fit.residual:.0%}",
+                "worst factor": f"{fit.worst:.2f}",
+            }
             for fit in fits
         ]
         print(file=stream)
-        title = "seconds = alpha + beta * bytes"
-        print_table(stream, title, columns, cells, words=columns[:2], framed=False)
+        print_table(
+            stream, "seconds = alpha + beta * bytes", cells, words=("algorithm",), framed=False
+        )
     for word, lines in (("skipped:", result["skipped"]), ("WRONG", result["wrong"])):
         for line in lines:
             print(word, line, file=stream)

@@ -34,6 +34,7 @@ from gradsync.sync.replicate import replicate
 from gradsync.world import World
 
 CLIP_NORM = 1.0  # largest norm of the gradient, as `gradsync train` has it
+_TORCHS = ("ddp", "fsdp", "powersgd")
 _DRIFTING = (ALONE, "local_sgd", "diloco")  # ranks differ, always or between meetings
 
 MicroBatches = Sequence[MicroBatch]
@@ -284,12 +285,13 @@ class Synchronised(Entrant):
 
     def set_up(self) -> None:
         contestant, site = self.contestant, self.site
-        recipe = STRATEGIES[contestant.name].recipe
-        options = given_options(contestant, site)
+        strategy, options = STRATEGIES[contestant.name], given_options(contestant, site)
         # The stopwatch of a step sees neither torch's own messages nor the gathering of shards.
-        if self.exposed and recipe is not None and recipe.shard == "none":
-            options["overlap"] = False
+        gathers = strategy.recipe is not None and strategy.recipe.shard != "none"
+        if self.exposed and contestant.name not in _TORCHS and not gathers:
             self.exposed_s = 0.0
+            if "overlap" in strategy.options:
+                options["overlap"] = False
         self.period = options.get("inner_steps", 1)
         self.sync = replicate(self.model, site.world, strategy=contestant.name, **options)
         self.optimizer = site.optimizer(self.model)  # fsdp replaces the parameters

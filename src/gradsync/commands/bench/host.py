@@ -64,10 +64,6 @@ def _name(code: Any) -> str:
     return f"{Path(code.co_filename).name}:{code.co_firstlineno} {code.co_qualname}"
 
 
-COLUMNS = (
-    *("contestant", "step, ms", "to none", "to torch_ddp", "dispatched", "Python calls"),
-    *("beyond none, a parameter: dispatched", "calls", "messages"),
-)
 LEGEND = (
     "step: each rank's mean over a turn, of these the slowest rank's; median (quartiles) over "
     "rounds. to: the same over that contestant's of the same round. dispatched: operations of "
@@ -76,10 +72,10 @@ LEGEND = (
 )
 
 
-def cells(
+def rows_of(
     seconds: Mapping[str, Sequence[float]], ranks: Mapping[str, Mapping[str, Any]]
-) -> list[tuple[str, ...]]:
-    """A row for each contestant, of which the first is `none`.
+) -> list[dict[str, str]]:
+    """A row for each contestant, of which the first is `none`, by column.
 
     Args:
         seconds: each one's step, by round.
@@ -89,19 +85,19 @@ def cells(
     rows, none = [], ranks[alone]["host"]
     for label, own in seconds.items():
         host = ranks[label]["host"]
-        to = [
-            spread(ratios(own, seconds[other])).text(2) if other in seconds else "-"
-            for other in (alone, "torch_ddp")
-        ]
         beyond = [(host[part] - none[part]) / host["tensors"] for part in ("dispatched", "calls")]
-        rows.append(
-            (
-                *(label, spread([1000 * each for each in own]).text(2), *to),
-                *(f"{host['dispatched']:,}", f"{host['calls']:,}"),
-                *(f"{each:.1f}" for each in beyond),
-                f"{ranks[label]['operations']:.3g}",
-            )
-        )
+        row = {"contestant": label, "step, ms": spread([1000 * each for each in own]).text(2)}
+        for other, name in ((alone, "none"), ("torch_ddp", "torch_ddp")):
+            to = spread(ratios(own, seconds[other])).text(2) if other in seconds else "-"
+            row[f"to {name}"] = to
+        row |= {
+            "dispatched": f"{host['dispatched']:,}",
+            "Python calls": f"{host['calls']:,}",
+            "beyond none, a parameter: dispatched": f"{beyond[0]:.1f}",
+            "calls": f"{beyond[1]:.1f}",
+            "messages": f"{ranks[label]['operations']:.3g}",
+        }
+        rows.append(row)
     return rows
 
 

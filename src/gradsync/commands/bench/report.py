@@ -69,23 +69,21 @@ def interval(values: Sequence[float], *, doubt: float = 0.05) -> tuple[float, fl
 def print_table(
     stream: IO[str],
     title: str,
-    columns: Sequence[str],
-    rows: Iterable[Sequence[str]],
+    rows: Sequence[Mapping[str, str]],
     notes: Iterable[str] = (),
     *,
     words: Collection[str] = (),
     framed: bool = True,
 ) -> None:
-    """A table, then notes, one paragraph each; lines in a file are not cut. `words` are the columns
-    without numbers; a framed table's first column has no numbers either."""
+    """A table of at least one row, each by column, then notes, one paragraph each; lines in a file
+    are not cut. `words` are the columns without numbers, as the first one."""
     table = Table(title=title, title_justify="left")
     if not framed:
         table.box, table.pad_edge = None, False
-    for heading in columns:
-        is_words = heading in words or (framed and heading == columns[0])
-        table.add_column(heading, justify="left" if is_words else "right")
+    for place, heading in enumerate(rows[0]):
+        table.add_column(heading, justify="right" if place and heading not in words else "left")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*row.values())
     width = None if stream.isatty() else _WIDE
     console = Console(file=stream, width=width, markup=False, emoji=False, highlight=False)
     console.print(table)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
@@ -42,7 +42,6 @@ from gradsync.runtime.machine import choose_threads, usable_cores
 if TYPE_CHECKING:
     from gradsync.world import World
 
-Verdict = Literal["yes", "no", "cannot tell"]
 MODES = ("weak", "strong")
 THRESHOLD = 0.85  # efficiency to reach
 FEWEST_ROUNDS = 6
@@ -177,24 +176,8 @@ def parse_world_sizes(text: str) -> tuple[int, ...]:
     return tuple(sorted(sizes))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ScalingPoint:
-    """The figures of one world size in one mode."""
-
-    mode: str
-    world_size: int
-    batch_size: int  # sequences of a rank and step
-    step_ms: Spread  # on the slowest rank, over rounds
-    tokens_per_s: float  # tokens of all ranks
-    speedup: float  # in tokens per second, over one rank
-    efficiency: float  # speed-up per rank: 1 is perfect
-    low: float  # 95 % confidence interval of the efficiency
-    high: float
-    verdict: Verdict  # whether the efficiency reaches the threshold
-
-
-def points_of(scaling: ScalingPlan, results: Results) -> list[ScalingPoint]:
-    """The figures of every point."""
+def points_of(scaling: ScalingPlan, results: Results) -> list[dict[str, Any]]:
+    """The figures of every point, as the record has them."""
     plan, found, baseline = scaling.plan, [], []
     for point in scaling.points:
         steps = step_seconds(plan.ranks(results, scaling.entry(point)))
@@ -206,28 +189,26 @@ def points_of(scaling: ScalingPlan, results: Results) -> list[ScalingPoint]:
         low, high = interval(rounds)
         tokens = point.world_size * point.batch_size * plan.settings.tokens
         step_ms = spread([1000 * seconds for seconds in steps])
-        found.append(
-            ScalingPoint(
-                **asdict(point),
-                step_ms=step_ms,
-                tokens_per_s=tokens / step_ms.median * 1000,
-                speedup=point.world_size * median(rounds),
-                efficiency=median(rounds),
-                low=low,
-                high=high,
-                verdict=judge(low, high),
-            )
-        )
+        figures = {
+            **asdict(point),
+            "step_ms": asdict(step_ms),  # on the slowest rank, over rounds
+            "tokens_per_s": tokens / step_ms.median * 1000,  # of all ranks
+            "speedup": point.world_size * median(rounds),  # in tokens per second, over one rank
+            "efficiency": median(rounds),  # speed-up per rank: 1 is perfect
+            "low": low,  # 95 % confidence interval of the efficiency
+            "high": high,
+            "verdict": judge(low, high),  # whether the efficiency reaches the threshold
+        }
+        found.append(figures)
     return found
 
 
-def judge(low: float, high: float) -> Verdict:
+def judge(low: float, high: float) -> str:
     """Where the threshold lies relative to the interval."""
     return "yes" if low >= THRESHOLD else "no" if high < THRESHOLD else "cannot tell"
 
 
 _VERDICT = f"at least {THRESHOLD:.0%}?"
-_COLUMNS = ("mode", "ranks", "batch a rank", "step, ms", "tokens/s", "speed-up", "efficiency")
 _LEGEND = (
     "weak: a rank's batch stays; strong: the global batch stays. efficiency: speed-up per rank "
     "over one rank without any wrapper, of the same round (median; 95 % interval by the bootstrap "
@@ -235,13 +216,20 @@ _LEGEND = (
 )
 
 
-def _cells(point: ScalingPoint) -> tuple[str, ...]:
-    efficiency = f"{point.efficiency:.1%} ({point.low:.1%}-{point.high:.1%})"
-    return (
-        *(point.mode, str(point.world_size), str(point.batch_size), point.step_ms.text(1)),
-        *(f"{point.tokens_per_s:,.0f}", f"{point.speedup:.2f}"),
-        *(("1", "") if point.world_size == 1 else (efficiency, point.verdict)),
-    )
+def _cells(point: Mapping[str, Any]) -> dict[str, str]:
+    """A line of the table, by column."""
+    alone = point["world_size"] == 1
+    efficiency = f"{point['efficiency']:.1%} ({point['low']:.1%}-{point['high']:.1%})"
+    return {
+        "mode": point["mode"],
+        "ranks": str(point["world_size"]),
+        "batch a rank": str(point["batch_size"]),
+        "step, ms": Spread(**point["step_ms"]).text(1),
+        "tokens/s": f"{point['tokens_per_s']:,.0f}",
+        "speed-up": f"{point['speedup']:.2f}",
+        "efficiency": "1" if alone else efficiency,
+        _VERDICT: "" if alone else point["verdict"],
+    }
 
 
 def notes_of(scaling: ScalingPlan, *, on_cpu: bool, cores: int) -> list[str]:
@@ -279,13 +267,12 @@ def findings_of(scaling: ScalingPlan, result: Mapping[str, Any]) -> Findings:
             "same_host_cpu": on_cpu,
             "notes": notes,
             "plan": asdict(scaling.plan),
-            "points": [asdict(point) for point in points],
+            "points": points,
         },
         samples=[result["contestants"] for result in results],
         show=partial(
             print_table,
             title=title,
-            columns=(*_COLUMNS, _VERDICT),
             rows=[_cells(point) for point in points],
             notes=(*notes, _LEGEND, where(environment)),
             words=(_VERDICT,),

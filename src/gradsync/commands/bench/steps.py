@@ -174,9 +174,10 @@ def _communication(
         settled_s = entrant.exposed_s
         if settled_s is None:
             return None
-        for _ in range(_CHECK_STEPS):
+        steps = entrant.whole_periods(_CHECK_STEPS)
+        for _ in range(steps):
             entrant.step(micro_batches)
-        return ((entrant.exposed_s or 0.0) - settled_s) / _CHECK_STEPS
+        return ((entrant.exposed_s or 0.0) - settled_s) / steps
     finally:
         entrant.close()
 

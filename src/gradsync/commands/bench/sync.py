@@ -118,28 +118,8 @@ def plan_of(options: SyncOptions, world: World) -> BenchPlan:
     return replace(plan, settings=settings)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ContestantRow:
-    """One contestant."""
-
-    contestant: str
-    keep_memory: bool  # whether its processes did keep freed memory; not every system allows it
-    total_ms: Spread  # a step, on the slowest rank (see `turns`); over rounds
-    compute_ms: float  # forward and backward of it, up to the last gradient
-    comm_ms: float | None  # in collectives, without overlap; None: not timed
-    exposed_ms: float  # what the step takes beyond `none`'s of the same round
-    ratio: Spread  # the step over `none`'s, over rounds
-    num_comm_ops: float  # operations of a rank in a step; a batch of messages is one
-    comm_bytes: float  # sent on sockets by a rank in a step; shared memory does not count
-    tokens_per_s: float  # tokens of all ranks
-    memory_bytes: int | None  # peak above the process's start, of the rank with the most
-    final_loss: float  # after the check's steps
-    comm_fraction: float | None  # communication in units of the step
-    exposed_fraction: float  # the part of the step that is exposed communication
-
-
-def row_of(plan: BenchPlan, entry: Entry, results: Results) -> ContestantRow:
-    """The figures of one contestant."""
+def row_of(plan: BenchPlan, entry: Entry, results: Results) -> dict[str, Any]:
+    """The figures of one contestant, as the record has them."""
     ranks = plan.ranks(results, entry)
     own, ideal = step_seconds(ranks), step_seconds(plan.ranks(results, plan.ideal_of(entry)))
     total = spread([1000 * seconds for seconds in own])
@@ -149,28 +129,27 @@ def row_of(plan: BenchPlan, entry: Entry, results: Results) -> ContestantRow:
     comm_ms = None if None in times else 1000 * max(times)
     memory = [rank["memory_bytes"] for rank in ranks]
     tokens = len(ranks) * entry.batch_size * plan.settings.tokens
-    return ContestantRow(
-        contestant=entry.label,
-        keep_memory=results[entry.worker_set]["keeps_memory"],
-        total_ms=total,
-        compute_ms=1000 * median(step_seconds(ranks, "compute_s")),
-        comm_ms=comm_ms,
-        comm_fraction=None if comm_ms is None else comm_ms / total.median,
-        exposed_ms=exposed_ms,
-        exposed_fraction=exposed_ms / total.median,
-        ratio=spread(ratios(own, ideal)),
-        num_comm_ops=fmean(rank["operations"] for rank in ranks),
-        comm_bytes=fmean(rank["sent_bytes"] for rank in ranks),
-        tokens_per_s=tokens / total.median * 1000,
-        memory_bytes=None if None in memory else max(memory),
-        final_loss=ranks[0]["losses"][-1],
-    )
+    return {
+        "contestant": entry.label,
+        "keep_memory": results[entry.worker_set]["keeps_memory"],  # not every system allows it
+        "total_ms": asdict(total),  # a step, on the slowest rank (see `turns`); over rounds
+        # Forward and backward of it, up to the last gradient.
+        "compute_ms": 1000 * median(step_seconds(ranks, "compute_s")),
+        "comm_ms": comm_ms,  # in collectives, without overlap; None: not timed
+        "comm_fraction": None if comm_ms is None else comm_ms / total.median,  # of the step
+        "exposed_ms": exposed_ms,  # what the step takes beyond `none`'s of the same round
+        "exposed_fraction": exposed_ms / total.median,  # of the step
+        "ratio": asdict(spread(ratios(own, ideal))),  # the step over `none`'s, over rounds
+        # Of a rank in a step; a batch of messages is one operation, shared memory sends nothing.
+        "num_comm_ops": fmean(rank["operations"] for rank in ranks),
+        "comm_bytes": fmean(rank["sent_bytes"] for rank in ranks),
+        "tokens_per_s": tokens / total.median * 1000,  # of all ranks
+        # Peak above the process's start, of the rank with the most.
+        "memory_bytes": None if None in memory else max(memory),
+        "final_loss": ranks[0]["losses"][-1],  # after the check's steps
+    }
 
 
-_COLUMNS = (
-    *("contestant", "keeps memory", "step, ms", "to none", "forward + backward, ms"),
-    *("communication, ms", "exposed, ms", "operations", "sent, MB", "tokens/s", "memory, MB"),
-)
 STEP_LEGEND = (
     "step: each rank's mean over a turn, of these the slowest rank's; median (quartiles) over "
     "rounds. to none: the same over "
@@ -183,20 +162,22 @@ _LEGEND = (
 )
 
 
-def _cells(row: ContestantRow) -> tuple[str, ...]:
-    return (
-        row.contestant,
-        "yes" if row.keep_memory else "no",
-        row.total_ms.text(1),
-        row.ratio.text(3),
-        f"{row.compute_ms:.1f}",
-        "-" if row.comm_ms is None else f"{row.comm_ms:.1f}",
-        f"{row.exposed_ms:.1f} ({row.exposed_fraction:.0%})",
-        f"{row.num_comm_ops:.3g}",
-        f"{row.comm_bytes / 1e6:.2f}",
-        f"{row.tokens_per_s:,.0f}",
-        "-" if row.memory_bytes is None else f"{row.memory_bytes / 2**20:.0f}",
-    )
+def _cells(row: Mapping[str, Any]) -> dict[str, str]:
+    """A line of the table, by column."""
+    comm_ms, memory = row["comm_ms"], row["memory_bytes"]
+    return {
+        "contestant": row["contestant"],
+        "keeps memory": "yes" if row["keep_memory"] else "no",
+        "step, ms": Spread(**row["total_ms"]).text(1),
+        "to none": Spread(**row["ratio"]).text(3),
+        "forward + backward, ms": f"{row['compute_ms']:.1f}",
+        "communication, ms": "-" if comm_ms is None else f"{comm_ms:.1f}",
+        "exposed, ms": f"{row['exposed_ms']:.1f} ({row['exposed_fraction']:.0%})",
+        "operations": f"{row['num_comm_ops']:.3g}",
+        "sent, MB": f"{row['comm_bytes'] / 1e6:.2f}",
+        "tokens/s": f"{row['tokens_per_s']:,.0f}",
+        "memory, MB": "-" if memory is None else f"{memory / 2**20:.0f}",
+    }
 
 
 def title(plan: BenchPlan) -> str:
@@ -210,7 +191,7 @@ def title(plan: BenchPlan) -> str:
     )
 
 
-def rows_csv(plan: BenchPlan, rows: Sequence[ContestantRow]) -> str:
+def rows_csv(plan: BenchPlan, rows: Sequence[Mapping[str, Any]]) -> str:
     """A header and a line for each row; unmeasured values are empty. The first eight columns are
     the same as in other benchmarks."""
     settings = plan.settings
@@ -220,28 +201,17 @@ def rows_csv(plan: BenchPlan, rows: Sequence[ContestantRow]) -> str:
                 "model_size": settings.model_size,
                 "d_model": settings.config.n_embd,
                 "num_layers": settings.config.n_layer,
-                "total_time_ms": row.total_ms.median,
-                "compute_time_ms": row.compute_ms,
-                "comm_time_ms": row.comm_ms,
-                "comm_fraction": row.comm_fraction,
-                "num_comm_ops": row.num_comm_ops,
-                "contestant": row.contestant,
-                "keep_memory": row.keep_memory,
+                "total_time_ms": row["total_ms"]["median"],
+                "compute_time_ms": row["compute_ms"],
+                "comm_time_ms": row["comm_ms"],
+                "comm_fraction": row["comm_fraction"],
+                "num_comm_ops": row["num_comm_ops"],
                 "world_size": plan.sets[entry.worker_set].world_size,
                 "batch_size": entry.batch_size,
                 "context_length": settings.tokens,
-                "micro_batches_per_rank": settings.micro_batches_per_rank,
                 "dtype": settings.dtype,
-                "total_low_ms": row.total_ms.low,
-                "total_high_ms": row.total_ms.high,
-                "exposed_time_ms": row.exposed_ms,
-                "exposed_fraction": row.exposed_fraction,
-                "ratio_to_none": row.ratio.median,
-                "ratio_low": row.ratio.low,
-                "ratio_high": row.ratio.high,
-                "comm_bytes": row.comm_bytes,
-                "tokens_per_s": row.tokens_per_s,
-                "memory_bytes": row.memory_bytes,
+                "ratio_to_none": row["ratio"]["median"],
+                **{name: value for name, value in row.items() if not isinstance(value, dict)},
             }
             for entry, row in zip(plan.entries, rows, strict=True)
         ]
@@ -255,19 +225,17 @@ def findings_of(plan: BenchPlan, result: Mapping[str, Any]) -> Findings:
     if plan.settings.host:
         ranks = {entry.label: plan.ranks(results, entry) for entry in plan.entries}
         first = {label: found[0] for label, found in ranks.items()}
-        columns, legend, words = host.COLUMNS, host.LEGEND, ()
-        cells = host.cells({name: step_seconds(found) for name, found in ranks.items()}, first)
-        rows = [dict(zip(columns, row, strict=True)) for row in cells]
-        as_csv = partial(csv_text, rows)
+        seconds = {label: step_seconds(found) for label, found in ranks.items()}
+        rows = cells = host.rows_of(seconds, first)
+        legend, as_csv = host.LEGEND, partial(csv_text, rows)
     else:
-        measured = [row_of(plan, entry, results) for entry in plan.entries]
-        first, columns, legend, words = {}, _COLUMNS, _LEGEND, ("keeps memory",)
-        cells, rows = [_cells(row) for row in measured], [asdict(row) for row in measured]
-        as_csv = partial(rows_csv, plan, measured)
+        first, legend = {}, _LEGEND
+        rows = [row_of(plan, entry, results) for entry in plan.entries]
+        cells, as_csv = [_cells(row) for row in rows], partial(rows_csv, plan, rows)
 
     def show(file: IO[str]) -> None:
         notes = (legend, where(environment))
-        print_table(file, title(plan), columns, cells, notes, words=words)
+        print_table(file, title(plan), cells, notes, words=("keeps memory",))
         host.show_profiles(file, first)
 
     return Findings(

@@ -37,7 +37,7 @@ from gradsync.commands.bench.report import (
     silent,
     where,
 )
-from gradsync.commands.bench.sync import STEP_LEGEND, ContestantRow, row_of
+from gradsync.commands.bench.sync import STEP_LEGEND, row_of
 from gradsync.commands.bench.sync_plan import (
     SyncSettings,
     bench_plan,
@@ -256,57 +256,42 @@ def bucket_stage(
     return TuneStage(name="bucket size", candidates=(winner, *others))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Judged:
-    """A candidate compared with the default; a ratio is its time over the default's."""
-
-    label: str
-    ratio: float  # median over rounds
-    low: float  # the interval's ends
-    high: float
-    faster: bool  # beyond chance, and beyond the difference of the default's two copies
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StageOutcome:
-    """A stage's outcome."""
-
-    winner: str  # label of the fastest candidate, or of the default
-    noise: float  # relative difference of the default's two copies
-    judged: tuple[Judged, ...]  # every candidate but the default, in order
-    words: str  # a one-line summary
-
-
 def decide(
     default: Sequence[float],
     again: Sequence[float],
     candidates: Mapping[str, Sequence[float]],
     *,
     name: str,
-) -> StageOutcome:
+) -> dict[str, Any]:
     """Choose between the default, called `name`, and the candidates, by step times per round: the
     default's, its second copy's, each candidate's by label."""
     copies = [pair[n % 2] for n, pair in enumerate(zip(default, again, strict=True))]
     noise = abs(median(ratios(again, default)) - 1)
-    judged = []
+    judged: list[dict[str, Any]] = []
     for label, seconds in candidates.items():
         beside = ratios(seconds, copies)
         ratio = median(beside)
         low, high = interval(beside, doubt=_DOUBT / len(candidates))
+        # Beyond chance, and beyond the difference of the default's two copies.
         faster = high < 1 and ratio < 1 - noise
-        judged.append(Judged(label=label, ratio=ratio, low=low, high=high, faster=faster))
-    best = min(judged, key=lambda each: (not each.faster, each.ratio))
-    gain, least, most = (100 * (1 - ratio) for ratio in (best.ratio, best.high, best.low))
+        judged.append({"label": label, "ratio": ratio, "low": low, "high": high, "faster": faster})
+    best = min(judged, key=lambda each: (not each["faster"], each["ratio"]))
+    label, faster = best["label"], best["faster"]
+    gain, least, most = (100 * (1 - best[part]) for part in ("ratio", "high", "low"))
     words = (
-        f"{best.label} takes {gain:.1f} % less time than {name} (95 % interval {least:.1f} to "
+        f"{label} takes {gain:.1f} % less time than {name} (95 % interval {least:.1f} to "
         f"{most:.1f} %, two copies differ by {100 * noise:.1f} %)"
     )
-    if best.ratio >= 1:
+    if best["ratio"] >= 1:
         words = f"nothing is faster than {name}, which stays"
-    elif not best.faster:
+    elif not faster:
         words = f"no measurable difference: {words}; {name} stays"
-    winner = best.label if best.faster else name
-    return StageOutcome(winner=winner, noise=noise, judged=tuple(judged), words=words)
+    return {
+        "winner": label if faster else name,
+        "noise": noise,  # relative difference of the default's two copies
+        "judged": judged,  # every candidate but the default, in order; times over the default's
+        "words": words,
+    }
 
 
 def fewest_rounds(candidates: int) -> int:
@@ -335,71 +320,55 @@ class Tuner:
     ) -> None:
         self._request, self._world, self._tell = request, world, tell
         self._keeps_memory = keeps_memory
-        self._environment: Mapping[str, Any] = {}
-        self._samples: dict[str, Any] = {}
-        self._stages: list[dict[str, Any]] = []
-        self._has_messages = True
+        self._found: dict[str, Any] = {
+            **{"stages": [], "samples": {}},
+            **{"device": world.device_name, "num_nodes": world.num_nodes},
+        }
 
     def run(self) -> dict[str, Any]:
         """See `measure`."""
         request, world = self._request, self._world
-        choice = self._ask(strategy_stage(request, world), TunedStrategy())
+        choice, rows = self._ask(strategy_stage(request, world))
         stage = bucket_stage(
             choice,
-            has_messages=self._has_messages,
+            has_messages=has_messages(rows, choice.text),
             gradient_bytes=4 * request.settings.config.num_params(),  # fp32, as the weights are
             device=world.device.type,
         )
-        choice = self._ask(stage, choice)
-        return {
-            "choice": asdict(choice),
-            "stages": self._stages,
-            "device": world.device_name,
-            "num_nodes": world.num_nodes,
-            "environment": self._environment,
-            "samples": self._samples,
-        }
+        if stage.skipped:
+            self._found["stages"].append({"name": stage.name, "skipped": stage.skipped})
+        else:
+            choice, _ = self._ask(stage)
+        return {"choice": asdict(choice), **self._found}
 
-    def _ask(self, stage: TuneStage, before: TunedStrategy) -> TunedStrategy:
-        """The answer to one question: one of the stage's candidates."""
+    def _ask(self, stage: TuneStage) -> tuple[TunedStrategy, list[dict[str, Any]]]:
+        """The answer to one question, which is one of the stage's candidates, and all figures."""
         from gradsync.commands.bench.steps import Runner
 
-        if stage.skipped:
-            self._stages.append({"name": stage.name, "skipped": stage.skipped})
-            return before
         request, size = self._request, self._world.world_size
         contestants = with_ideals(stage.contestants(), same_allocator=True)
         plan = bench_plan(request.settings, [(c, size, request.batch_size) for c in contestants])
         result = Runner(plan, 0, self._world, None, self._tell).run()
         results = [{"keeps_memory": self._keeps_memory, **result}]
         rows = [row_of(plan, entry, results) for entry in plan.entries]
-        decision = decision_of(stage, result["contestants"])
-        self._environment = self._environment or result["environment"]
-        self._samples[stage.name] = result["contestants"]
-        entry = {"rows": [asdict(row) for row in rows], "decision": asdict(decision)}
-        self._stages.append({"name": stage.name, **entry})
-        winner = next(each for each in stage.candidates if each.text == decision.winner)
-        if stage.name == "strategy":
-            self._has_messages = has_messages(rows, winner.text)
-        return winner
+        # By the slowest rank's time of each round.
+        seconds = {name: step_seconds(ranks) for name, ranks in result["contestants"].items()}
+        name, *others = (choice.text for choice in stage.candidates)
+        candidates = {label: seconds[label] for label in others}
+        decision = decide(seconds[name], seconds[again(name)], candidates, name=name)
+        self._found.setdefault("environment", result["environment"])
+        self._found["samples"][stage.name] = result["contestants"]
+        self._found["stages"].append({"name": stage.name, "rows": rows, "decision": decision})
+        winner = next(each for each in stage.candidates if each.text == decision["winner"])
+        return winner, rows
 
 
-def decision_of(stage: TuneStage, found: Mapping[str, Any]) -> StageOutcome:
-    """The decision from a stage's samples (by label, each rank's)."""
-    name, *others = (choice.text for choice in stage.candidates)
-    seconds = {label: step_seconds(ranks) for label, ranks in found.items()}
-    return decide(
-        seconds[name], seconds[again(name)], {label: seconds[label] for label in others}, name=name
-    )
-
-
-def has_messages(rows: list[ContestantRow], label: str) -> bool:
+def has_messages(rows: Sequence[Mapping[str, Any]], label: str) -> bool:
     """Whether the gradients of `label` travel; assumed if the system counts no bytes."""
-    sent = {row.contestant: row.comm_bytes for row in rows if row.contestant != ALONE}
+    sent = {row["contestant"]: row["comm_bytes"] for row in rows if row["contestant"] != ALONE}
     return sent[label] >= _SOME_MESSAGES * max(sent.values())
 
 
-_COLUMNS = ("candidate", "step, ms", "to none", "to the default", "sent, MB", "verdict")
 _LEGEND = (
     f"{STEP_LEGEND}ranks that never talk. to the default: median of the ratios within rounds, and "
     "the bootstrap's 95 % interval, widened for the number of candidates; below 1 is faster. The "
@@ -426,27 +395,28 @@ def print_report(
         if "skipped" in stage:
             print(f"{stage['name']}: not measured: {stage['skipped']}", file=stream)
             continue
-        decision = stage["decision"]
-        cells = [_cells(row, decision["judged"]) for row in stage["rows"]]
-        print_table(stream, stage["name"], _COLUMNS, cells, (decision["words"],))
+        judged = {each["label"]: each for each in stage["decision"]["judged"]}
+        lines = []
+        for row in stage["rows"]:
+            beside, verdict = judged.get(row["contestant"]), ""
+            if beside:
+                slower = "slower" if beside["low"] > 1 else "cannot tell"
+                verdict = "faster" if beside["faster"] else slower
+            line = {
+                "candidate": row["contestant"],
+                "step, ms": Spread(**row["total_ms"]).text(1),
+                "to none": Spread(**row["ratio"]).text(3),
+                "to the default": (
+                    f"{beside['ratio']:.3f} ({beside['low']:.3f}-{beside['high']:.3f})"
+                    if beside
+                    else ""
+                ),
+                "sent, MB": f"{row['comm_bytes'] / 1e6:.2f}",
+                "verdict": verdict,
+            }
+            lines.append(line)
+        print_table(stream, stage["name"], lines, (stage["decision"]["words"],))
     print(_LEGEND, where(environment), sep="\n", file=stream)
-
-
-def _cells(row: Mapping[str, Any], judged: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    ratio = verdict = ""
-    for each in judged:
-        if each["label"] == row["contestant"]:
-            ratio = f"{each['ratio']:.3f} ({each['low']:.3f}-{each['high']:.3f})"
-            slower = "slower" if each["low"] > 1 else "cannot tell"
-            verdict = "faster" if each["faster"] else slower
-    return (
-        row["contestant"],
-        Spread(**row["total_ms"]).text(1),
-        Spread(**row["ratio"]).text(3),
-        ratio,
-        f"{row['comm_bytes'] / 1e6:.2f}",
-        verdict,
-    )
 
 
 def measured_conditions(request: TuneRequest, result: Mapping[str, Any]) -> Conditions:

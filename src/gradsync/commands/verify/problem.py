@@ -77,6 +77,8 @@ def build_problem(name: str, settings: VerifySettings, variant: Variant = PLAIN)
         else:
             with users_code(settings.target):
                 model, dataset, loss_sum = factory()
+                if not isinstance(model, nn.Module):
+                    raise TypeError(f"{model!r} is no torch.nn.Module")
                 # A data set that is too small repeats, so that every step runs.
                 indices = [index % len(dataset) for index in range(settings.dataset_size)]
             data = Subset(dataset, indices)

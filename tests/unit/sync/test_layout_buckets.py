@@ -88,15 +88,26 @@ def test_a_parameter_is_cut_inside() -> None:
     ]
 
 
-def test_zero_gives_each_parameter_its_own() -> None:
-    plans = plan_buckets(items(5, 0, 7), [2, 0, 1], bucket_bytes=0, world_size=2)
-    assert indices(plans) == [[2], [0], [1]]
+HALF = {"itemsize": 2, "kind": "bf16"}
 
 
-def test_infinity_gives_one_per_kind() -> None:
-    things = [*items(5, 6), *items(7, 8, itemsize=2, kind="bf16")]
-    plans = plan_buckets(things, [3, 0, 2, 1], bucket_bytes=math.inf, world_size=2)
-    assert sorted(indices(plans)) == [[0, 1], [3, 2]]
+@pytest.mark.parametrize(
+    ("things", "limit", "expected"),
+    [
+        (items(5, 0, 7), 0, [[0], [1], [2]]),
+        ([*items(5, 6), *items(7, 8, **HALF)], math.inf, [[0, 1], [2, 3]]),
+        (items(*[64] * 4), 512, [[0, 1], [2, 3]]),
+        (items(*[64] * 4), 513, [[0, 1, 2], [3]]),
+        (items(*[64] * 4, itemsize=8, kind="fp64"), 512, [[0], [1], [2], [3]]),
+        ([*items(10), *items(10, **HALF)] * 3, 10_000, [[0, 2, 4], [1, 3, 5]]),
+    ],
+    ids=["zero", "infinity", "exactly", "one byte more", "bytes", "kinds that alternate"],
+)
+def test_a_bucket_closes_once_it_holds_the_limit(
+    things: list[Item], limit: float, expected: list[list[int]]
+) -> None:
+    plans = plan_buckets(things, range(len(things)), bucket_bytes=limit, world_size=2)
+    assert sorted(indices(plans)) == expected
 
 
 def sizes(num_items: int, *, like_ddp: bool = False, limit: float = 1100) -> list[int]:
@@ -128,27 +139,6 @@ def test_the_last_bucket_begins_with_a_large_parameter() -> None:
     assert indices(plans) == [[0, 1], [2, 3], [4]]
     small = plan_buckets(things, range(5), bucket_bytes=9000, first_bucket_bytes=1e6, world_size=1)
     assert indices(small) == [[0, 1, 2, 3, 4]], "all of it is less than a last bucket"
-
-
-def test_a_bucket_closes_once_it_holds_the_limit() -> None:
-    things = items(*[64] * 4)
-    exactly = plan_buckets(things, range(4), bucket_bytes=512, world_size=1)
-    assert indices(exactly) == [[0, 1], [2, 3]]
-    one_more = plan_buckets(things, range(4), bucket_bytes=513, world_size=1)
-    assert indices(one_more) == [[0, 1, 2], [3]]
-
-
-def test_the_limit_is_in_bytes() -> None:
-    wide = plan_buckets(
-        items(*[64] * 4, itemsize=8, kind="fp64"), range(4), bucket_bytes=512, world_size=1
-    )
-    assert indices(wide) == [[0], [1], [2], [3]]
-
-
-def test_kinds_that_alternate_do_not_close_each_other() -> None:
-    things = [*items(10), *items(10, itemsize=2, kind="bf16")] * 3
-    plans = plan_buckets(things, range(6), bucket_bytes=10_000, world_size=1)
-    assert sorted(indices(plans)) == [[0, 2, 4], [1, 3, 5]]
 
 
 @pytest.mark.parametrize("order", [[0], [0, 0], [0, 1, 2]])

@@ -20,23 +20,23 @@ FILE_LIMIT = 600
 FUNCTION_LIMIT = 80
 PACKAGES = REPOSITORY / "src" / "gradsync"
 LIBRARY = {
-    **{"checkpoint": 1_365, "comm": 2_822, "core": 991, "data": 2_268},
-    **{"runtime": 4_629, "sync": 11_725},
+    **{"checkpoint": 1_175, "comm": 2_214, "core": 912, "data": 2_021},
+    **{"runtime": 4_144, "sync": 10_390},
 }
 COMMANDS = {
-    **{"bench": 4_034, "cli": 3_889, "compat": 1_211, "launch": 1_381, "lint": 1_016},
+    **{"bench": 3_530, "cli": 2_445, "compat": 1_164, "launch": 1_470, "lint": 913},
     **{
-        "models": 972,
-        "parallel": 1_269,
+        "models": 964,
+        "parallel": 1_166,
         "prepare": 685,
-        "plan": 4_477,
-        "report": 1_372,
-        "train": 5_152,
+        "plan": 3_608,
+        "report": 1_212,
+        "train": 3_836,
     },
-    **{"verify": 3_254},
+    **{"verify": 3_042},
 }
 """Lines of each package of a floor, docstrings and blanks included."""
-FLOORS = (("library", LIBRARY, 23_800), ("commands", COMMANDS, 28_712))
+FLOORS = (("library", LIBRARY, 20_856), ("commands", COMMANDS, 24_035))
 """Most lines of each floor: a package grows only by what another one of its floor gives. Totals
 only fall; the aim is 20,000 each."""
 BUDGETS = LIBRARY | COMMANDS

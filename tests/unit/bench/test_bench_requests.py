@@ -51,7 +51,7 @@ REFUSALS = {
         ("--world-sizes 2,3 --mode strong", "does not divide among 2 ranks"),
     ],
     "bench sync": [
-        ("--model-size tinny", "did you mean tiny"),
+        ("--model-size tinny", "unknown model preset"),
         (
             "--host --strategies naive:loop=mine",
             "naive: loop must be user or sync.step, got 'mine'",
@@ -71,7 +71,7 @@ REFUSALS = {
         ("--dtype fp32 --csv /dev/null/x.csv", "/dev/null is no folder"),
     ],
     "tune": [
-        ("tny", "did you mean tiny?"),
+        ("tny", "unknown model preset"),
         ("--world-size 1", "--world-size must be at least 2; got 1"),
         ("--world-size 0", "--world-size must be at least 1; got 0"),
         ("--rounds 7", "--rounds must be at least 8 to tell 5 candidates from noise; got 7"),

@@ -210,7 +210,6 @@ def test_prepare_says_when_there_is_too_little_text(
         ("prepare", "PATH", "--out", "data"),
         ("prepare", "text.txt", "--out", "PATH"),
         ("sample", "PATH"),
-        ("plan", "tiny", "--hardware", "PATH"),
         ("submit", "--time", "1", "--", "PATH.py"),
         ("launch", "--nproc-per-node", "1", "--", "PATH.py"),
     ],

@@ -153,7 +153,6 @@ CANARIES: dict[str, tuple[Callable[[], object], str]] = {
 }
 
 OTHERWISE_TESTED = {
-    "_workers",  # tests/unit/data/test_data_loader.py kills one
     "_dynamo_marked_constant",  # tests/ranks/test_buffer_changes.py compiles a sequence
     "_torchdynamo_disable",  # below: an optimizer leaves the compiler unloaded
     *("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"),  # below

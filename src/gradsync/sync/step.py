@@ -163,25 +163,7 @@ def take_step(parts: StepParts, call: StepCall) -> StepResult:
 
     # agree
     began = time.perf_counter()
-    order = "" if loss is None else loss.order
-    mine = StepMetadata(
-        used=used,
-        counts=counts,
-        loss=NO_LOSS if loss is None else loss.message(),
-        dealt=0.0 if loss is None else loss.dealt,
-        stop=call.stop,
-        discard=call.discard,
-        changed=parts.watch is not None and parts.watch.changed(),
-        late=call.late,
-        marks={
-            "model": parts.number,
-            "data": mark_of(order.encode()) if order else None,
-            "settings": mark_of(json.dumps(call.settings).encode()),
-            "weights": None if parts.watch is None else parts.watch.sample,
-            "buffers": parts.buffers.mark,
-        },
-    )
-    agreed = agree_on_metadata(parts.comm, mine)
+    agreed = agree_on_metadata(parts.comm, _metadata(parts, call, used, counts))
     met_s = time.perf_counter() - began
     total_weight = _weight_over_ranks(parts, call, agreed)
     # If every rank steps alone, `.grad` holds this rank's sum, to be divided by its weight.
@@ -228,6 +210,31 @@ def take_step(parts: StepParts, call: StepCall) -> StepResult:
         discarded=agreed.discard,
         had_gradients=any(agreed.used),
         late=agreed.late,
+    )
+
+
+def _metadata(
+    parts: StepParts, call: StepCall, used: list[bool], counts: Sequence[int]
+) -> StepMetadata:
+    """What this rank tells the others."""
+    loss, watch = call.loss, parts.watch
+    order = "" if loss is None else loss.order
+    return StepMetadata(
+        used=used,
+        counts=counts,
+        loss=NO_LOSS if loss is None else loss.message(),
+        dealt=0.0 if loss is None else loss.dealt,
+        stop=call.stop,
+        discard=call.discard,
+        changed=watch is not None and watch.changed(),
+        late=call.late,
+        marks={
+            "model": parts.number,
+            "data": mark_of(order.encode()) if order else None,
+            "settings": mark_of(json.dumps(call.settings).encode()),
+            "weights": None if watch is None else watch.sample,
+            "buffers": parts.buffers.mark,
+        },
     )
 
 

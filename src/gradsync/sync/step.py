@@ -159,7 +159,7 @@ def take_step(parts: StepParts, call: StepCall) -> StepResult:
 
     # agree
     began = time.perf_counter()
-    agreed = agree_on_metadata(parts.comm, _metadata_of(parts, call, used, counts))
+    agreed = agree_on_metadata(parts.comm, _metadata(parts, call, used, counts))
     met_s = time.perf_counter() - began
     total_weight = _weight_over_ranks(parts, call, agreed)
     # If every rank steps alone, `.grad` holds this rank's sum, to be divided by its weight.
@@ -209,10 +209,10 @@ def take_step(parts: StepParts, call: StepCall) -> StepResult:
     )
 
 
-def _metadata_of(
-    parts: StepParts, call: StepCall, used: list[bool], counts: list[int]
+def _metadata(
+    parts: StepParts, call: StepCall, used: list[bool], counts: Sequence[int]
 ) -> StepMetadata:
-    """What this rank tells the others in the step's message."""
+    """What this rank tells the others."""
     loss, watch = call.loss, parts.watch
     order = "" if loss is None else loss.order
     return StepMetadata(

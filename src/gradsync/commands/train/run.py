@@ -211,10 +211,9 @@ def _introduce(trainer: Trainer, resumed: Resumed, threads: int, notes: Sequence
 
 def _unlike_machines(trainer: Trainer) -> list[str]:
     """A note if ranks compute with different bits. One all-reduce, int64 [2]."""
-    told = {name: repr(value) for name, value in trainer.fingerprint.items()}
-    if trainer.world.device.type == "cuda":
-        for name in ("threads", "cpu_capability", "math_env"):  # they determine nothing there
-            del told[name]
+    on_cuda = trainer.world.device.type == "cuda"
+    skip = ("threads", "cpu_capability", "math_env") if on_cuda else ()  # of no effect there
+    told = {name: repr(value) for name, value in trainer.fingerprint.items() if name not in skip}
     if same_on_all_ranks(trainer.comm, repr(told).encode()):
         return []
     said = first_difference(trainer.comm, told)

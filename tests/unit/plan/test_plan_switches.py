@@ -14,6 +14,7 @@ from gradsync.commands.cli.main import main
 from gradsync.commands.plan import machine
 from gradsync.commands.plan.description import Device, Hardware, Host, Link, speed_switches
 from gradsync.commands.plan.machine import fast_dtype
+from gradsync.world import World
 
 LINK = Link(name="nvlink4", alpha_s=1e-6, bytes_per_s=1e11)
 
@@ -74,8 +75,8 @@ def test_commands_know_a_cpu_that_emulates_bf16(
         taken = "bf16"
     monkeypatch.setattr(machine, "read_processor", lambda: processor)
     options = bench_sync.SyncOptions(device="cpu")
-    assert bench_sync._dtype_of(options) == taken
-    assert bench_sync._dtype_of(replace(options, dtype="bf16")) == "bf16"
+    for asked, measured in ((options, taken), (replace(options, dtype="bf16"), "bf16")):
+        assert bench_sync.plan_of(asked, World()).settings.dtype == measured
     assert main(["train", "tiny", "--device", "cpu", "--dry-run", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["config"]["dtype"] == taken
 

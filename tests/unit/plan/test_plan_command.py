@@ -270,7 +270,7 @@ xl --hardware h100x2@2 --network tokenring      unknown network 'tokenring'
 xl --hardware h100x2@2 --network bad.yaml       bad.yaml
 xl --hardware h100 --strategies zero9           perhaps you meant 'zero
 xl --hardware h100 --tokens-per-update 1000     nearest legal
-xl --hardware h100 --micro-batch-size 3         micro_batch_size 2 or 4
+xl --hardware h100 --micro-batch-size 3         nearest legal
 xl --hardware h100 --dtype fp8                  fp8
 xl --hardware h100 --simulate 8,x               --simulate takes numbers
 xl --hardware h100 --simulate 0                 --simulate takes numbers

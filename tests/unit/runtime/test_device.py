@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradsync.commands.cli.main import main
 from gradsync.errors import ConfigError, LaunchError
 from gradsync.runtime.device import (
     check_not_shared,
@@ -157,8 +156,3 @@ def test_refused(requested: str, device: str, words: str) -> None:
     said = str(caught.value)
     assert words in said
     assert "\n" not in said
-
-
-def test_train_names_them(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "tiny", "--backend", "foo", "--dry-run"]) == 2
-    assert "gloo, nccl, mpi, ucc, xccl" in " ".join(capsys.readouterr().err.split())

@@ -9,7 +9,7 @@ import pytest
 
 from gradsync.commands.train import loop
 from gradsync.commands.train.loop import Interval
-from gradsync.sync import reducer as stopwatch
+from gradsync.sync import monitors as stopwatch
 from gradsync.sync.monitors import Stopwatch
 
 

@@ -193,7 +193,7 @@ def test_tune_writes_what_the_next_auto_reads(world_size: int) -> None:
     options = TuneOptions(model="tiny", world_size=world_size, dtype="bf16", device="cpu")
     result = {"num_nodes": 1, "device": "cpu"}
     world = World(world_size=world_size, local_world_size=world_size)
-    written = measured_conditions(options, request_of(options, World()), result)
+    written = measured_conditions(request_of(options, World()), result)
     assert written == here(asked(), world)
 
 

@@ -277,11 +277,9 @@ def test_bytes_are_what_the_registry_says(sync: str, halves: int) -> None:
     share = (world_size - 1) / world_size
     for sent in run_thread_ranks(work, world_size):
         formula = halves * share * 4 * numel
-        # Four flags; the model's number, a digest's two and a sample, with squares; whether there
-        # is an order of samples, its number and square; the loader's leaves, given and dealt, and
-        # whether they are known; loss, weight, the used parameter; then perhaps the ranks' numbers
-        # of leaves.
-        small = 2 * share * 8 * (19 + 2 * NUM_BINS)
+        # Four flags and the share of micro-batches that came; five marks of five numbers; loss and
+        # weight; the used parameter; then perhaps the ranks' numbers of micro-batches.
+        small = 2 * share * 8 * (5 + 5 * 5 + 2 * NUM_BINS + 1)
         assert formula + small <= sent <= formula + small + 2 * share * 8 * world_size
 
 

@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 
 from gradsync.commands.cli.main import main
-from gradsync.commands.prepare.prepare import prepare
-from gradsync.errors import DataError
 from support.foreign_files import (
     make_run,
     replace_header,
@@ -25,7 +23,6 @@ from support.foreign_files import (
     train,
 )
 
-DEEP = "[" * 100_000
 Damage = Callable[[Path], None]
 Change = Callable[[Any], None]
 
@@ -119,12 +116,9 @@ def of_group(**changes: Any) -> Damage:
 SAMPLED: list[tuple[Damage, str]] = [
     (file(pipe), "is not a regular file"),
     (file(huge), "has more than"),
-    (file(text("[1")), "Expecting"),
     (file(text('{"manifest": {"step": NaN}}')), "NaN where a finite number belongs"),
-    (sealed(lambda body: body.update(files=[1])), "files must be"),
     (sealed(lambda body: body["files"]["state.json"].update(size=-1)), "files must be"),
     (sealed(lambda b: b["files"].update({"../../x": b["files"]["state.json"]})), "'../../x'"),
-    (sealed(lambda body: body.update(aliases={"model": [1]})), "aliases must be"),
     (sealed(lambda body: body["aliases"].update(model={"a": "b"})), "no tensor 'b'"),
     (sealed(lambda body: body.update(step=10**30)), "step must be"),
     (sealed(lambda body: body.update(fingerprint={"torch": {}})), "fingerprint must be"),
@@ -132,32 +126,19 @@ SAMPLED: list[tuple[Damage, str]] = [
         sealed(lambda b: b.update(places={"part-0": {"x": {"whole": ["a"], "start": [0]}}})),
         "places must be",
     ),
-    (header(lambda h: first(h).update(shape=[-1, -256])), "describes no tensor"),
     (header(lambda h: first(h).update(shape=[0, 2**62, 2**62])), "describes no tensor"),
-    (header(lambda h: first(h).update(shape="ab")), "describes no tensor"),
     (header(lambda h: first(h).update(dtype="F8_E4M3")), "describes no tensor"),
-    (header(lambda h: first(h).update(dtype=["F32"])), "describes no tensor"),
     (header(lambda h: first(h).update(data_offsets=[8, 1032])), "are not one tensor's"),
-    (header(lambda h: h.update({"\ud800": h.pop(next(iter(h)))})), "not readable"),
-    (header(lambda h: h.clear()), "its header describes 0"),
     (header(b"[1, 2]"), "its header is no object"),
     # A model that the tensors do not fill is not built.
     (model(n_layer=10_000), "parameters, the file of tensors holds 8,256"),
-    (model(vocab_size=4 * 10**9), "parameters, the file of tensors holds 8,256"),
-    (model(dropout="a"), "other fields than a model's"),
     (model(n_head=0), "n_head: got 0"),
 ]
 TRAINED_ON: list[tuple[Damage, str]] = [
     (state(lambda saved: saved.clear()), "state.json has no optimizer"),
-    (state(lambda saved: saved.update(data=[1])), "state.json has no data"),
-    (state(lambda saved: saved.update(optimizer={"class": 1})), "expected its class, groups and"),
     (state(lambda saved: saved["optimizer"].update(groups=[5])), "group 0 lists no parameters"),
-    (each_parameter(slots=[3]), "needs its shape, slots and values"),
     (each_parameter(slots=["exp_avg"]), "has not the state that AdamW keeps"),
-    (each_parameter(values={"exp_avg": "x"}), "has not the state that AdamW keeps"),
     (of_group(betas="abc"), "betas is 'abc', expected something like [0.9, 0.95]"),
-    (of_group(amsgrad=True), "amsgrad is 'True', expected something like False"),
-    (of_group(eps=float("nan")), "eps is 'nan', expected something like 1e-08"),
     (model(n_layer=10**6), "model.n_layer is 1000000 there"),
 ]
 
@@ -205,10 +186,7 @@ def is_plain(text: str) -> bool:
     ("command", "damage"),
     [
         ("train", state(lambda saved: saved["optimizer"].update({"class": CONTROLS}))),
-        ("train", sealed(lambda body: body["fingerprint"].update(sync=CONTROLS))),
         ("sample", state(lambda saved: saved.update(tokenizer=CONTROLS))),
-        ("sample", state(lambda saved: saved["config"].update(data=CONTROLS))),
-        ("sample", state(lambda saved: saved.pop("tokenizer"))),
         ("sample", file(text(f'{{"manifest": {{"{CONTROLS}": 1}}}}'))),
     ],
 )
@@ -245,11 +223,9 @@ def wide(data: Path) -> None:
     ("damage", "words"),
     [
         (lambda data: pipe(data / "meta.json"), "is not a regular file"),
-        (lambda data: (data / "meta.json").write_text("[1"), "Expecting"),
         (lambda data: pipe(data / "train.bin"), "is not a regular file"),
         (in_meta(unigram_entropy_nats=float("nan")), "NaN where a finite number belongs"),
         (in_meta(unigram_entropy_nats=-1), "must not be negative"),
-        (in_meta(dtype=CONTROLS), "EVIL"),
         (in_meta(tokens={CONTROLS: 1}), "EVIL"),
         (wide, "parameters takes 1.02e+03 GB at least, and this host has"),
     ],
@@ -261,13 +237,6 @@ def test_data_that_are_none(
     shutil.copytree(run.parent / "data", data)
     damage(data)
     refused(capsys, lambda: train(tmp_path / "new", data), words)
-
-
-@pytest.mark.parametrize("line", [DEEP, '{"text": ' * 50_000])
-def test_nested_lines_are_refused_by_number(tmp_path: Path, line: str) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "good"}\n' + line)
-    with pytest.raises(DataError, match=r"a\.jsonl:2: nests too deeply"):
-        prepare([tmp_path / "a.jsonl"], tmp_path / "out")
 
 
 def test_a_run_is_done_though_its_tokenizer_is_not_known(

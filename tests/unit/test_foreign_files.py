@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 
 from gradsync.commands.cli.main import main
-from gradsync.commands.prepare.prepare import prepare
-from gradsync.errors import DataError
 from support.foreign_files import (
     make_run,
     replace_header,
@@ -25,7 +23,6 @@ from support.foreign_files import (
     train,
 )
 
-DEEP = "[" * 100_000
 Damage = Callable[[Path], None]
 Change = Callable[[Any], None]
 
@@ -119,7 +116,6 @@ def of_group(**changes: Any) -> Damage:
 SAMPLED: list[tuple[Damage, str]] = [
     (file(pipe), "is not a regular file"),
     (file(huge), "has more than"),
-    (file(text("[1")), "Expecting"),
     (file(text('{"manifest": {"step": NaN}}')), "NaN where a finite number belongs"),
     (sealed(lambda body: body.update(files=[1])), "not the entries of a manifest"),
     (sealed(lambda body: body["aliases"].update(model={"a": "b"})), "no tensor 'b'"),
@@ -141,8 +137,6 @@ TRAINED_ON: list[tuple[Damage, str]] = [
     (each_parameter(slots=[3]), "expected its class, groups and"),
     (each_parameter(slots=["exp_avg"]), "belongs to no parameter"),
     (of_group(betas="abc"), "betas is 'abc', expected something like [0.9, 0.95]"),
-    (of_group(amsgrad=True), "amsgrad is 'True', expected something like False"),
-    (of_group(eps=float("nan")), "eps is 'nan', expected something like 1e-08"),
     (model(n_layer=10**6), "model.n_layer is 1000000 there"),
 ]
 
@@ -190,10 +184,7 @@ def is_plain(text: str) -> bool:
     ("command", "damage"),
     [
         ("train", state(lambda saved: saved["optimizer"].update({"class": CONTROLS}))),
-        ("train", sealed(lambda body: body["fingerprint"].update(sync=CONTROLS))),
         ("sample", state(lambda saved: saved.update(tokenizer=CONTROLS))),
-        ("sample", state(lambda saved: saved["config"].update(data=CONTROLS))),
-        ("sample", state(lambda saved: saved.pop("tokenizer"))),
         ("sample", file(text(f'{{"manifest": {{"{CONTROLS}": 1}}}}'))),
     ],
 )
@@ -230,11 +221,9 @@ def wide(data: Path) -> None:
     ("damage", "words"),
     [
         (lambda data: pipe(data / "meta.json"), "is not a regular file"),
-        (lambda data: (data / "meta.json").write_text("[1"), "Expecting"),
         (lambda data: pipe(data / "train.bin"), "is not a regular file"),
         (in_meta(unigram_entropy_nats=float("nan")), "NaN where a finite number belongs"),
         (in_meta(unigram_entropy_nats=-1), "must not be negative"),
-        (in_meta(dtype=CONTROLS), "EVIL"),
         (in_meta(tokens={CONTROLS: 1}), "EVIL"),
         (wide, "parameters takes 1.02e+03 GB at least, and this host has"),
     ],
@@ -246,13 +235,6 @@ def test_data_that_are_none(
     shutil.copytree(run.parent / "data", data)
     damage(data)
     refused(capsys, lambda: train(tmp_path / "new", data), words)
-
-
-@pytest.mark.parametrize("line", [DEEP, '{"text": ' * 50_000])
-def test_nested_lines_are_refused_by_number(tmp_path: Path, line: str) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "good"}\n' + line)
-    with pytest.raises(DataError, match=r"a\.jsonl:2: nests too deeply"):
-        prepare([tmp_path / "a.jsonl"], tmp_path / "out")
 
 
 def test_a_run_is_done_though_its_tokenizer_is_not_known(

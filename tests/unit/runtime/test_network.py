@@ -117,13 +117,6 @@ def test_connections_of_before_and_to_strangers_are_left_alone() -> None:
                 assert bound_of(one) == (0, 0)
 
 
-def test_within_a_host_nothing_is_bounded(peers: PeerConnections) -> None:
-    near, there = connected()
-    with near, there:
-        peers.learn()
-        assert bound_of(near) == (0, 0)
-
-
 def test_ended_connections_are_counted(peers: PeerConnections) -> None:
     store, its_end = connected()
     pairs = [connected() for _ in range(2)]
@@ -165,7 +158,7 @@ class Ended:
         return self.number
 
 
-def looks(ended: int, *, left: int = 0, beats: tuple[int, int] = (1, 9)) -> list[int]:
+def looks(ended: int, *, left: int, beats: tuple[int, int]) -> list[int]:
     """Ranks that rank 0 of 3 finds cut off in two looks; meanwhile ranks 1, 2 beat as told."""
     store = SignedStore(dist.HashStore(), b"", "")
     peers = Peers(store, rank=0, world_size=3, connections=Ended(ended))  # type: ignore
@@ -179,19 +172,21 @@ def looks(ended: int, *, left: int = 0, beats: tuple[int, int] = (1, 9)) -> list
     return found
 
 
-def test_an_ended_connection_and_a_heartbeat_that_stands_still_are_a_death() -> None:
-    assert looks(1) == [1]
-    assert looks(2, beats=(1, 1)) == [1, 2]
-
-
-def test_either_alone_is_none() -> None:
-    assert looks(0) == []  # it computes with Python's lock held
-    assert looks(1, beats=(7, 9)) == []  # it has destroyed its group
-
-
-def test_who_left_in_good_order_is_not_dead() -> None:
-    assert looks(1, left=1, beats=(1, 1)) == []
-    assert looks(2, left=1, beats=(1, 1)) == [2]
+@pytest.mark.parametrize(
+    ("ended", "left", "beats", "found"),
+    [
+        (1, 0, (1, 9), [1]),
+        (2, 0, (1, 1), [1, 2]),
+        (0, 0, (1, 9), []),  # it computes with Python's lock held
+        (1, 0, (7, 9), []),  # it has destroyed its group
+        (1, 1, (1, 1), []),  # it left in good order
+        (2, 1, (1, 1), [2]),
+    ],
+)
+def test_an_ended_connection_and_a_heartbeat_that_stands_still_are_a_death(
+    ended: int, left: int, beats: tuple[int, int], found: list[int]
+) -> None:
+    assert looks(ended, left=left, beats=beats) == found
 
 
 @pytest.mark.parametrize(("state", "silent"), [("sleeping", []), ("stopped", [1])])

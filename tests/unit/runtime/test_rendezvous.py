@@ -145,15 +145,6 @@ def test_nobody_answers() -> None:
     assert "MASTER_ADDR/MASTER_PORT" in str(caught.value)
 
 
-def test_joining_a_name_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
-    def look_up(*_: object, **__: object) -> None:
-        raise socket.gaierror(-2, "Name or service not known")
-
-    monkeypatch.setattr(socket, "getaddrinfo", look_up)
-    with pytest.raises(RendezvousError, match=r"nowhere:29500 .*Name or service not known"):
-        join_store("nowhere", 29_500, rank=1, deadline_s=soon(0.3))
-
-
 def test_a_server_that_comes_later_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))
@@ -231,11 +222,6 @@ def test_a_presence_that_cannot_be_read_is_refused(said: str) -> None:
         check_in(shared, presence(0), rank=0, world_size=2, deadline_s=soon())
 
 
-def test_wait_until_looks_at_least_once() -> None:
-    assert wait_until(lambda: True, time.monotonic() - 1)
-    assert not wait_until(lambda: False, time.monotonic() - 1)
-
-
 # -- publishing a port on one host ----------------------------------------------------------------
 
 
@@ -262,8 +248,9 @@ def test_a_published_port_is_read(temporary: Path) -> None:
     assert list(temporary.iterdir()) == [note]
     assert note.stat().st_mode & 0o777 == 0o600
     publish_port("job-1", 4712, SECRET)
+    publish_port("job-2", 4713, SECRET)
     assert read_port("job-1", rank=1, deadline_s=soon()) == (4712, SECRET)
-    assert len(list(temporary.iterdir())) == 1
+    assert len(list(temporary.iterdir())) == 2
 
 
 def test_another_user_can_neither_block_nor_forge_it(temporary: Path) -> None:
@@ -277,16 +264,6 @@ def test_another_user_can_neither_block_nor_forge_it(temporary: Path) -> None:
         read_port("job-1", rank=1, deadline_s=soon(0.05))
     assert publish_port("job-1", 4711, SECRET) not in planted
     assert read_port("job-1", rank=1, deadline_s=soon()) == (4711, SECRET)
-
-
-def test_a_note_of_another_user_is_not_read(
-    temporary: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    publish_port("job-1", 4711, SECRET)
-    me = os.getuid()
-    monkeypatch.setattr(rendezvous.os, "getuid", lambda: me + 1)
-    with pytest.raises(RendezvousError, match="as another user"):
-        read_port("job-1", rank=1, deadline_s=soon(0.05))
 
 
 def gone() -> int:
@@ -316,14 +293,6 @@ def test_what_a_dead_process_left_is_ignored(note: Callable[[], object], tempora
         read_port("job-1", rank=2, deadline_s=soon(0.05))
     publish_port("job-1", 4712, SECRET)  # and takes its place
     assert read_port("job-1", rank=2, deadline_s=soon()) == (4712, SECRET)
-
-
-def test_jobs_do_not_meet(temporary: Path) -> None:
-    publish_port("job-1", 1, SECRET)
-    publish_port("job-2", 2, SECRET)
-    assert read_port("job-1", rank=1, deadline_s=soon()) == (1, SECRET)
-    with pytest.raises(RendezvousError, match=r"job-3-\*\.json; rank 0 did not start"):
-        read_port("job-3", rank=1, deadline_s=soon(0.05))
 
 
 def test_a_store_that_dies_during_the_meeting() -> None:
@@ -371,8 +340,10 @@ def refused(*_: Any, **__: Any) -> socket.socket:
     raise TimeoutError("timed out")
 
 
-def test_open_ports_are_no_news() -> None:
-    assert on_all("lo") == [""] * 4
+@pytest.mark.parametrize("interface", ["lo", "no such interface"])
+def test_open_ports_are_no_news(interface: str) -> None:
+    """Without an address nothing is tried."""
+    assert on_all(interface) == [""] * 4
 
 
 def test_all_hear_what_one_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,8 +365,3 @@ def test_who_serves_the_store_stays_until_all_have_heard(monkeypatch: pytest.Mon
         said |= {ask(store, 3), first.result()}
     assert len(said) == 1
     assert "" not in said
-
-
-def test_without_an_address_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(rendezvous.socket, "create_connection")
-    assert on_all("no such interface") == [""] * 4

@@ -160,7 +160,7 @@ SAMPLED: list[tuple[Damage, str]] = [
     # A model that the tensors do not fill is not built.
     (model(n_layer=10_000), "parameters, the file of tensors holds 8,256"),
     (model(vocab_size=4 * 10**9), "parameters, the file of tensors holds 8,256"),
-    (model(dropout="a"), "other fields than a model's"),
+    (model(dropout="a"), "state.json has no model to build"),
     (model(n_head=0), "n_head: got 0"),
 ]
 TRAINED_ON: list[tuple[Damage, str]] = [
@@ -169,8 +169,7 @@ TRAINED_ON: list[tuple[Damage, str]] = [
     (state(lambda saved: saved.update(optimizer={"class": 1})), "expected its class, groups and"),
     (state(lambda saved: saved["optimizer"].update(groups=[5])), "group 0 lists no parameters"),
     (each_parameter(slots=[3]), "needs its shape, slots and values"),
-    (each_parameter(slots=["exp_avg"]), "has not the state that AdamW keeps"),
-    (each_parameter(values={"exp_avg": "x"}), "has not the state that AdamW keeps"),
+    (each_parameter(slots=["exp_avg"]), "belongs to no parameter"),
     (of_group(betas="abc"), "betas is 'abc', expected something like [0.9, 0.95]"),
     (of_group(amsgrad=True), "amsgrad is 'True', expected something like False"),
     (of_group(eps=float("nan")), "eps is 'nan', expected something like 1e-08"),

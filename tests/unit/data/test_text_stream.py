@@ -152,10 +152,10 @@ def test_what_is_wrong_with_a_stream_is_named(
     ("options", "message"),
     [
         ({"data": "nowhere.jsonl"}, r"no file is called nowhere\.jsonl"),
-        ({"text_key": "body"}, "text_key is for streams"),
-        ({"data": "hf:x", "num_workers": 1}, "num_workers .* hf:x is a stream; leave it at 0"),
-        ({"data": "hf:x", "eval": EvalConfig(max_tokens=None)}, "say how many with --eval"),
-        ({"tokenizer": "dir"}, "tokenizer is for streams"),
+        ({"text_key": "body"}, "tokenizer and text_key are for streams"),
+        ({"data": "hf:x", "num_workers": 1}, "hf:x is a stream: leave num_workers at 0"),
+        ({"data": "hf:x", "eval": EvalConfig(max_tokens=None)}, "say with --eval.max-tokens how many"),
+        ({"tokenizer": "dir"}, "tokenizer and text_key are for streams"),
     ],
 )
 def test_a_run_is_refused_before_it_starts(options: dict[str, Any], message: str) -> None:

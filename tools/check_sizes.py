@@ -31,12 +31,12 @@ COMMANDS = {
         "prepare": 685,
         "plan": 3_608,
         "report": 1_212,
-        "train": 3_836,
+        "train": 3_835,
     },
     **{"verify": 3_042},
 }
 """Lines of each package of a floor, docstrings and blanks included."""
-FLOORS = (("library", LIBRARY, 20_856), ("commands", COMMANDS, 24_035))
+FLOORS = (("library", LIBRARY, 20_856), ("commands", COMMANDS, 24_034))
 """Most lines of each floor: a package grows only by what another one of its floor gives. Totals
 only fall; the aim is 20,000 each."""
 BUDGETS = LIBRARY | COMMANDS

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradsync.comm.groups import SingleCommunicator
 from gradsync.errors import ConfigError
 from gradsync.sync.comm_hook import comm_hook
 from gradsync.sync.replicate import replicate
@@ -206,16 +205,6 @@ def test_a_model_that_is_synchronised_already_is_refused(pool: Any, name: str) -
     for said in pool.run(_refusals, 2, name):
         assert len(said) == (1 if name in ("composable", "fsdp") else 3)
         assert all(text.startswith(f"torch's {owner} this model already") for text in said)
-
-
-@pytest.mark.usefixtures("one_thread")
-def test_data_parallel_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    sync = replicate(nn.DataParallel(nn.Linear(3, 1)), comm=SingleCommunicator())
-    sync.close()
-    (record,) = caplog.records
-    assert record.getMessage().startswith(
-        "torch's DataParallel splits each micro-batch over all GPUs"
-    )
 
 
 # -- examples --------------------------------------------------------------------------------------

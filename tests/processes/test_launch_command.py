@@ -216,7 +216,7 @@ def test_a_resume_that_is_refused_is_said_once(tmp_path: Path) -> None:
     assert parse_config([str(run / "config.yaml")]).model.vocab_size == 257  # that of the data
     flags = ("--data", tmp_path / "data", "--out", run, "--steps", "2", "--nproc-per-node", "2")
     command = ("-m", "gradsync", "train", "tiny", *foreign_files.FLAGS, *flags)
-    for change, said in (("--seed=9", "was begun with --seed"), ("--model.n-layer=2", "n_layer")):
+    for change, said in (("--seed=9", "was trained with --seed"), ("--model.n-layer=2", "n_layer")):
         (done,) = run_forked([*command, change])
         assert done.returncode == 2, done.describe()
         assert done.stderr.count("gradsync: error:") == done.stderr.count(said) == 1, done.stderr

@@ -154,11 +154,6 @@ def test_a_rank_that_is_stopped(tmp_path: Path) -> None:
         assert f"rank 1 (process {second.pid}) gives no sign of life (it is stopped, by" in line
         assert "(it is stopped, by a signal or a debugger); this rank" in said(first, "saw")
         assert second.wait(0) is None
-    _, stopped = stacks(tmp_path, 0, 1)
-    assert re.fullmatch(
-        r"rank 1, process \d+ on \S+: it is stopped, .*\nlast seen in rank\.py:\d+ .*\n",
-        stopped,
-    )
 
 
 def test_a_rank_that_holds_pythons_lock_is_named_with_its_last_place(tmp_path: Path) -> None:
@@ -166,8 +161,6 @@ def test_a_rank_that_holds_pythons_lock_is_named_with_its_last_place(tmp_path: P
         told = said(first, "no sign of life")
         assert "(something holds Python's lock, or the machine swaps), last seen in ran" in told
         assert first.wait(30) == 124
-    _, held = stacks(tmp_path, 0, 1)
-    assert re.search(r"machine swaps\nlast seen in rank\.py:\d+ ", held)
 
 
 @pytest.mark.parametrize("sync", ["invariant", "naive"])
@@ -176,9 +169,8 @@ def test_a_rank_that_is_killed_is_named_within_three_seconds(tmp_path: Path, syn
         assert first.wait(30) == 1
         assert "rank(s) 1 vanished without a word" in said(first, "vanished")
         assert seconds(first, "error") - seconds(second, "hang") < 3 + 2  # the machine is shared
-    own, killed = stacks(tmp_path, 0, 1)
+    (own,) = stacks(tmp_path, 0)
     assert "rank.py" in own
-    assert re.match(r"rank 1, process \d+ on \S+: ended\nlast seen in ", killed)
 
 
 def test_a_rank_that_is_late_is_an_error_for_nobody(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gradsync.runtime import launchers, memory
+from gradsync.runtime import launchers
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "gradsync"
@@ -38,10 +38,9 @@ def constants() -> Iterator[tuple[str, str]]:
 
 def composed() -> set[str]:
     """Names that the code puts together."""
-    worlds = {
+    return {
         f"{mark}_COMM_WORLD_{part}" for mark in ("OMPI", "MV2") for part in launchers._COMM_WORLD
     }
-    return worlds | {f"MALLOC_{name.upper()}_" for name in memory._USERS_OWN}
 
 
 def in_tables() -> set[str]:

@@ -15,34 +15,27 @@ The setting affects the whole process and cannot be undone, so a library must no
 from __future__ import annotations
 
 import ctypes
-import functools
 import gc
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-
-from gradsync.runtime import environ
 
 # Parameters of `mallopt`, from glibc's <malloc.h>.
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
-_USERS_OWN = ("mmap_threshold", "mmap_max", "trim_threshold")
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
 
 
-@functools.cache
 def keep_freed_memory() -> bool:
     """Keep freed memory in this process from now on; returns whether it was set.
 
-    False, without a change, for another system or C library than Linux with glibc, or if the user
-    has tuned glibc (`MALLOC_MMAP_THRESHOLD_`, `GLIBC_TUNABLES`, …). Has no effect with another
-    allocator in its place (jemalloc, tcmalloc).
+    False, without a change, for another system or C library than Linux with glibc. Has no effect
+    with another allocator in its place (jemalloc, tcmalloc).
 
     Call it early, before other threads allocate: those keep separate heaps. Any thread may call it,
     more than once; once is enough. See [Note: Keeping freed memory].
     """
-    if not sys.platform.startswith("linux") or _is_tuned(environ.snapshot()):
+    if sys.platform != "linux":
         return False
     process = ctypes.CDLL(None)
     if not hasattr(process, "gnu_get_libc_version"):
@@ -51,15 +44,6 @@ def keep_freed_memory() -> bool:
     settings = ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, -1), (_ARENA_MAX, 1))
     accepted = [process.mallopt(name, value) for name, value in settings]
     return all(accepted)
-
-
-def _is_tuned(env: Mapping[str, str]) -> bool:
-    """Whether the user has set these options."""
-    tunables = env.get("GLIBC_TUNABLES", "")
-    return any(
-        env.get(f"MALLOC_{name.upper()}_") or f"glibc.malloc.{name}=" in tunables
-        for name in _USERS_OWN
-    )
 
 
 class PeakMemory:

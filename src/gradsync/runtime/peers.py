@@ -70,10 +70,6 @@ class Peers:
         """The last heartbeats; b"" for none yet."""
         return {rank: self._store.get(f"beat/{rank}") or b"" for rank in self._others}
 
-    def activities(self) -> dict[int, Activity]:
-        """The latest activity of each of them."""
-        return {rank: read_activity(beat) for rank, beat in self.beats().items()}
-
     def everyone(self) -> dict[int, Activity]:
         """Every rank's activity, including this one's; torch's error if the store is gone."""
         ranks = range(self.world_size)

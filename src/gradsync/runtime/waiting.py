@@ -107,7 +107,7 @@ class WaitReport:
         """The ranks that this one waited for until its timeout, with activity `own`."""
         if left := self._peers.left():
             return f"rank(s) {', '.join(map(str, left))} had left in good order"
-        found = self._peers.activities() | {self._rank: own}
+        found = self._peers.everyone() | {self._rank: own}
         told = f"rank {self._rank} waited as long as it may (timeout_s)"
         waiting = {self._rank, *waiting_ranks(found)}
         others = {rank: each for rank, each in sorted(found.items()) if rank not in waiting}

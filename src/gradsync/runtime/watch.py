@@ -27,7 +27,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
@@ -139,7 +139,7 @@ class FailureWatch:
                 say_interrupted(error)
                 return None  # no reader is left
             said = self.peers.server_obituary(self._store_lost or gone)
-            return _because(PeerError(said + self._keep_stacks(error=error)), error)
+            return _because(PeerError(said + self._keep_stacks(error)), error)
 
     def _settle_trouble(self, error: BaseException, trouble: BaseException) -> RunError | None:
         """The rank that made a collective fail: it recorded a failure, is silent, has left or is
@@ -161,18 +161,18 @@ class FailureWatch:
             silent = self.peers.ended() or self.peers.silent_for(3 * self._interval_s)
             if silent:
                 said = self.peers.obituary(silent)
-                seen = f"this rank ({self._rank}) saw: {trouble}{self._keep_stacks(silent, error)}"
+                seen = f"this rank ({self._rank}) saw: {trouble}{self._keep_stacks(error)}"
                 lives = not self.peers.ended() and all(r in self.peers.pids for r in silent)
                 code = LatePeerError.exit_code if lives and is_late(trouble) else 1
                 # Ranks without a connection to the silent ones would only see us leave.
                 self._claim(said, code)
                 self.peers.settle(len(silent), time.monotonic() + _SILENT_S)
                 return _because(PeerError(f"{said}; {seen}", exit_code=code), error)
-            kept = self._keep_stacks(error=error)
+            kept = self._keep_stacks(error)
             cause = self._explain(trouble, kept)
             failure = self._publish(error, cause, stuck=True)
         elif failure.stuck:
-            self._keep_stacks(error=error)
+            self._keep_stacks(error)
         if failure:
             log.info("rank %d saw", self._rank, exc_info=error)
             return failure.as_error()
@@ -239,9 +239,8 @@ class FailureWatch:
             self.peers.notice(HEARD)
         return self._seen
 
-    def _keep_stacks(self, silent: Iterable[int] = (), error: BaseException | None = None) -> str:
-        silent = {*silent, *self._waits.silent}
-        return self._stacks.keep(self.peers, silent, error) if self._stacks else ""
+    def _keep_stacks(self, error: BaseException | None = None) -> str:
+        return self._stacks.keep(self._rank, error) if self._stacks else ""
 
     def _run(self) -> None:
         signal_when_parent_ends(signal.SIGCONT)
@@ -271,7 +270,7 @@ class FailureWatch:
                 if failure.stuck:
                     self._keep_stacks()
                 return str(failure.as_error())
-            if said := self._waits.news(self._doing, time.monotonic(), self.peers.activities):
+            if said := self._waits.news(self._doing, time.monotonic(), self.peers.everyone):
                 _say(f"gradsync: {said}\n")
             if late := self._late_for_a_stop():
                 self._publish(late, stuck=True)
@@ -281,7 +280,7 @@ class FailureWatch:
             if lost := self.peers.dead() or (beat % _BEATS_A_LOOK == 0 and self.peers.cut_off()):
                 self._claim(said := self.peers.obituary(lost))
                 self._read()  # tells the others that this rank knows; its heartbeat has stopped
-                return said + self._keep_stacks(lost)
+                return said + self._keep_stacks()
         except self._store_gone as gone:
             self._store_lost = gone
             if not self._server_left:

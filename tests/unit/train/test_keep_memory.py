@@ -57,29 +57,9 @@ def test_the_pages_of_big_temporaries_are_used_again() -> None:
         assert after < before / 10
 
 
-@pytest.mark.parametrize(
-    ("variables", "expected"),
-    [
-        ({"MALLOC_TRIM_THRESHOLD_": "1000000"}, False),
-        ({"MALLOC_MMAP_MAX_": "100"}, False),
-        ({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=4096"}, False),
-        ({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}, True),
-        ({"MALLOC_ARENA_MAX": "4"}, True),
-        ({}, True),
-    ],
-)
-def test_what_the_user_tuned_stays(variables: dict[str, str], expected: bool) -> None:
-    assert memory._is_tuned(variables) is not expected
-
-
-def test_then_nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MALLOC_MMAP_MAX_", "65536")
-    assert not keep_freed_memory.__wrapped__()
-
-
 def test_another_system(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "sys", SimpleNamespace(platform="darwin"))
-    assert not keep_freed_memory.__wrapped__()
+    assert not keep_freed_memory()
 
 
 @pytest.mark.parametrize("asked", [False, True])

@@ -29,7 +29,7 @@ NOT_ON_CUDA = {
     "step_metadata.is_finite",
     "replicas.scale_all",
     "monitors.look",
-    "check_replicas._signs_now",
+    "watch._signs_now",
 }
 """What `on_cuda`, or the tensor's device, keeps from being read on a GPU."""
 

@@ -318,7 +318,7 @@ def test_a_handle_overwrites_weights_on_all_ranks() -> None:
 
 def test_samples_go_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """A change past the counters in one of more parameters than are looked into at once."""
-    monkeypatch.setattr("gradsync.sync.check_replicas._SAMPLED", 2)
+    monkeypatch.setattr("gradsync.sync.watch._SAMPLED", 2)
 
     def work(sync: GradientSync, _: Any) -> None:
         optimizer = adamw(sync.model)

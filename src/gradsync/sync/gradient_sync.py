@@ -27,7 +27,7 @@ from gradsync.runtime.gloo_group import wait_until_workers_sleep
 from gradsync.sync.batch_norm import BatchNormHandling, choose_batch_norm
 from gradsync.sync.buffers import BufferSync
 from gradsync.sync.check_loss import LossCheck, counts_for_nothing
-from gradsync.sync.check_replicas import ReplicaWatch, check_replicas, replica_tensors
+from gradsync.sync.check_replicas import check_replicas, replica_tensors
 from gradsync.sync.monitors import StragglerWatch
 from gradsync.sync.reducer import Reducer, outside_of_micro_step
 from gradsync.sync.replica import Replica
@@ -44,7 +44,7 @@ from gradsync.sync.step import (
 )
 from gradsync.sync.step_metadata import LossSum
 from gradsync.sync.user_loop import UserLoop, UserLoopMethods
-from gradsync.sync.watch import optimizer_watch
+from gradsync.sync.watch import ReplicaWatch, optimizer_watch
 
 if TYPE_CHECKING:
     from torch import nn

@@ -32,7 +32,6 @@ from gradsync.comm.base import Communicator
 from gradsync.errors import ConfigError, GradsyncError
 from gradsync.sync.buffers import BufferSync
 from gradsync.sync.check_model import first_difference
-from gradsync.sync.check_replicas import ReplicaWatch
 from gradsync.sync.monitors import Stopwatch, StragglerWatch
 from gradsync.sync.reducer import Reducer, trainable
 from gradsync.sync.step_metadata import (
@@ -44,7 +43,7 @@ from gradsync.sync.step_metadata import (
     mark_of,
     settings_of,
 )
-from gradsync.sync.watch import refuse_replaced, shapes
+from gradsync.sync.watch import ReplicaWatch, refuse_replaced, shapes
 
 if TYPE_CHECKING:
     from torch import Tensor

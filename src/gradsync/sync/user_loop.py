@@ -48,11 +48,10 @@ from gradsync.core.torch_private import (
 )
 from gradsync.errors import ConfigError, GradsyncError
 from gradsync.sync.check_model import IN_DDP
-from gradsync.sync.check_replicas import ReplicaWatch
 from gradsync.sync.engine import gone
 from gradsync.sync.step import StepCall, StepParts, take_step
 from gradsync.sync.step_metadata import settings_of
-from gradsync.sync.watch import ModuleHook, UntrackedParameters, optimizer_watch
+from gradsync.sync.watch import ModuleHook, ReplicaWatch, UntrackedParameters, optimizer_watch
 
 if TYPE_CHECKING:
     from torch import nn

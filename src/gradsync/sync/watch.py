@@ -2,6 +2,19 @@
 
 Torch offers hooks on all optimizers of the process, in one table. That table must not change while
 another thread steps. So one watch enters it once and stays, and listeners register with the watch.
+
+[Note: Signs of an edit] A checkpoint that only rank 0 loads, or `weight.mul_` in one rank's branch,
+makes replicas differ. If ranks divide the update, the next step mixes the replicas, and they are
+equal again. So an edit must be detected before the update. Each rank looks for cheap signs, and
+if one rank finds any, all compare. `check_replicas` finds the edits that these signs miss.
+
+    version counters       any in-place operation of autograd, `load_state_dict`
+    addresses              `parameter.data = other`
+    samples, on a CPU      `parameter.data.mul_`, a NumPy array over the memory: some elements of
+                           each of `_SAMPLED` parameters, others after every step
+
+The next step's message compares the samples taken after a step over ranks. They show an edit within
+an update, by a hook or a clip on one rank.
 """
 
 from __future__ import annotations
@@ -9,24 +22,30 @@ from __future__ import annotations
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
+from gradsync.comm.base import Communicator
+from gradsync.comm.values import all_gather_numbers
 from gradsync.core.torch_private import (
     current_graph_task,
     optimizer_post_hooks,
     optimizer_pre_hooks,
     run_uncompiled,
     step_hooks,
+    version,
 )
 from gradsync.errors import ConfigError
+from gradsync.sync.check_replicas import check_replicas, hash_bits
+from gradsync.sync.step_metadata import mark_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -216,3 +235,100 @@ class NoHook:
 
     def __call__(self, *arguments: Any) -> None:
         """Do nothing."""
+
+
+_SAMPLED = 16
+"""Number of parameters sampled after a step, and before the next; about 5 us each."""
+_ELEMENTS = 8
+"""Number of elements sampled of a parameter."""
+_STRIDE = 10_007
+"""Elements between the places of two steps; prime, so that all places have their turn."""
+
+
+class ReplicaWatch:
+    """This rank's replica after the last step, see [Note: Signs of an edit]; includes frozen
+    parameters. If ranks hold different weights on purpose (not `equal`), nothing is watched."""
+
+    def __init__(self, model: nn.Module, comm: Communicator, *, equal: bool) -> None:
+        self._comm = comm
+        watched = equal and comm.world_size > 1
+        self._named = list(model.named_parameters()) if watched else []
+        self._weights = [parameter for _, parameter in self._named if _is_plain(parameter)]
+        self._states: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
+        self._turn = 0
+        self._sampled = frozenset[int]()  # ids
+        self._edited = False
+        self.remember()
+
+    def remember(self, *optimizers: Optimizer) -> None:
+        """Accept the current weights, and the state of `optimizers`, on this rank.
+        `remember_late` does the same for weights that are updated later."""
+        self._turn += 1
+        count = len(self._weights)
+        first = self._turn * _SAMPLED % count if count > _SAMPLED else 0
+        self._sampled = frozenset(map(id, self._weights[first : first + _SAMPLED]))
+        self._signs = self._signs_now(self._weights)
+        self.accept_states(*optimizers)
+
+    def remember_late(self, weights: Iterable[Tensor]) -> None:
+        """Accept weights that were updated after `remember`."""
+        self._signs |= self._signs_now(w for w in weights if id(w) in self._signs)
+
+    def accept_states(self, *optimizers: Optimizer) -> None:
+        """Take the state of `optimizers` as accepted, because ranks have just compared it."""
+        for optimizer in optimizers:
+            self._states[optimizer] = optimizer.state
+
+    def state_of(self, optimizer: Optimizer) -> str:
+        """Origin of its state, the same on ranks that load the same state."""
+        if optimizer not in self._states:
+            # Merely reading `state[parameter]` makes an empty entry.
+            loaded = any(optimizer.state.values())
+            return "loaded before the first step" if loaded else "empty"
+        kept = self._states[optimizer] is optimizer.state
+        return "kept from the last step" if kept else "loaded since the last step"
+
+    def changed(self, *optimizers: Optimizer) -> bool:
+        """Whether weights have changed, or one of these states was loaded, since `remember`; also
+        if an earlier change was never compared."""
+        if not self._edited:
+            loaded = any(self.state_of(optimizer).startswith("loaded") for optimizer in optimizers)
+            self._edited = loaded or self._signs != self._signs_now(self._weights)
+        return self._edited
+
+    def refuse_unlike(self, *, changed: bool) -> None:
+        """If weights have `changed` on some rank, compare them completely, and raise RunError on
+        all ranks if they differ. Whole group, int64 [1], then the cost of `check_replicas`."""
+        if changed:
+            told = all_gather_numbers(self._comm, int(self._edited))
+            self._edited = True
+            edited = [rank for rank, number in enumerate(told) if number]
+            check_replicas(self._named, self._comm, edited=edited)
+            self._edited, self._turn = False, 0  # from here on all ranks sample the same elements
+
+    @property
+    def sample(self) -> int:
+        """A number computed from the samples taken by `remember`."""
+        return mark_of("".join(few for _, _, few in self._signs.values()).encode())
+
+    def gradients(self) -> list[list[int]]:
+        """Hashes of this rank's gradients; waits for the device."""
+        grads = [weight.grad for weight in self._weights]
+        return [[] if grad is None else hash_bits(grad).tolist() for grad in grads]
+
+    def _signs_now(self, weights: Iterable[Tensor]) -> dict[int, tuple[int, int, str]]:
+        """Versions and addresses of `weights` by their ids, and a few elements of some."""
+        sampled, signs = self._sampled, {}
+        for weight in weights:
+            key, few = id(weight), ""
+            if key in sampled and weight.is_cpu and weight.is_contiguous():  # no wait for a device
+                start = self._turn * _STRIDE % max(weight.numel() - _ELEMENTS, 1)
+                few = repr(weight.detach().view(-1)[start : start + _ELEMENTS].tolist())
+            signs[key] = version(weight), weight.data_ptr(), few
+        return signs
+
+
+def _is_plain(weight: Tensor) -> bool:
+    """Whether the tensor has readable memory, and counts its versions."""
+    is_dense = type(weight) is torch.nn.Parameter and weight.layout == torch.strided
+    return is_dense and not weight.is_inference()

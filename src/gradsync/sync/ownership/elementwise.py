@@ -66,11 +66,6 @@ def arguments_of(optimizer_class: type[Optimizer], options: dict[str, Any]) -> d
     return {name: value for name, value in options.items() if name in known}
 
 
-def members_of(optimizer: Optimizer) -> list[list[int]]:
-    """The ids of each group's parameters."""
-    return [[id(p) for p in group["params"]] for group in optimizer.param_groups]
-
-
 def group_numbers(groups: Sequence[Mapping[str, Any]]) -> dict[int, int]:
     """id of a parameter -> number of its group."""
     return {id(p): number for number, group in enumerate(groups) for p in group["params"]}

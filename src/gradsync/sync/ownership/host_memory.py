@@ -29,7 +29,7 @@ from gradsync.sync.layout import (
     share_blocks,
 )
 from gradsync.sync.ownership.elementwise import PieceOptimizer, group_numbers, state_like
-from gradsync.sync.ownership.owner import OwnedUpdate
+from gradsync.sync.replicas import OwnedUpdate
 from gradsync.sync.shares import State
 
 if TYPE_CHECKING:

@@ -43,8 +43,13 @@ from gradsync.sync.ownership.host_memory import (
     can_move,
     num_uses,
 )
-from gradsync.sync.ownership.owner import DividedReplicas, tell
-from gradsync.sync.replicas import clip_factor, norm_from_blocks, norms_of_blocks
+from gradsync.sync.replicas import (
+    DividedReplicas,
+    clip_factor,
+    norm_from_blocks,
+    norms_of_blocks,
+    tell,
+)
 from gradsync.sync.step_metadata import options
 from gradsync.sync.watch import why_not_now
 

@@ -38,7 +38,7 @@ from gradsync.sync.ownership.elementwise import (
     group_numbers,
     warn_of_threads,
 )
-from gradsync.sync.ownership.owner import OwnedUpdate
+from gradsync.sync.replicas import OwnedUpdate
 from gradsync.sync.shares import HeldState, Owners, Share, State, flat_state, is_elementwise
 from gradsync.world import World
 

@@ -30,13 +30,12 @@ from gradsync.sync.buckets import Bucket
 from gradsync.sync.exchange import Then
 from gradsync.sync.monitors import Stopwatch
 from gradsync.sync.ownership.elementwise import check_elementwise
-from gradsync.sync.ownership.owner import DividedReplicas, tell
 from gradsync.sync.ownership.sharded_optimizer import (
     ShardedUpdate,
     update_and_gather,
     wait_for_most,
 )
-from gradsync.sync.replicas import clip_factor, clip_shards, scale_all
+from gradsync.sync.replicas import DividedReplicas, clip_factor, clip_shards, scale_all, tell
 from gradsync.sync.shares import HeldState
 from gradsync.sync.tree_exchange import ShardedNorm, TreeExchange
 from gradsync.sync.waiting_weights import WaitingWeights, has_compiled

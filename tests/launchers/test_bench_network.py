@@ -164,7 +164,7 @@ def test_the_floor_is_what_the_cable_or_the_processor_takes(hosts: int) -> None:
         ("--hosts 251", "--hosts must be at most 250"),
         ("--ranks-per-host 0", "--ranks-per-host must be at least 1"),
         ("--delay-ms -1", "--delay-ms must be finite and not negative"),
-        ("--model-size tinny", "did you mean tiny"),
+        ("--model-size tinny", "unknown model preset"),
         ("--strategies invarant", "perhaps you meant 'invariant'"),
         ("--rounds 0", "--rounds must be at least 1"),
         ("--out /dev/null/x", "is no folder"),

@@ -69,7 +69,7 @@ def test_a_run_ends_at_the_step_not_at_the_next_log(pool: Any, data: Path, tmp_p
         data,
         steps=40,
         log_every=30,
-        optim=OptimConfig(lr=1e30, warmup_steps=0),
+        optim=OptimConfig(lr=1e18, warmup_steps=0),
         checkpoint=CheckpointConfig(every=1, keep_last=2),
     )
     for result in pool.run(train_rank, 2, config):

@@ -347,14 +347,15 @@ def test_a_flipped_bit_heals(
     changes = {"check_replicas_every": 1, "on_drift": "heal", "sync_options": given}
     results = pool.run(flip_one_bit, 3, small_config(tmp_path / "3", data, **changes), where)
     assert [result.exit_code for result in results] == [0] * 3, results[0].error
-    checks = read_run(tmp_path / "3").checks
-    assert [check.step for check in checks if check.bad] == [4]
-    assert {check.step for check in checks} == set(range(7))
+    checks = read_run(tmp_path / "3").metrics["check/replicas_equal"]
+    assert [step for step, equal in checks if not equal] == [4]
+    assert {step for step, _ in checks} == set(range(7))
     expected = undisturbed("invariant", 1).weights_sha256
     assert results[0].summary["weights_sha256"] == expected
     results = pool.run(flip_one_bit, 2, small_config(tmp_path / "2", data, **changes), where)
     assert "without a majority" in results[0].error
-    assert [check.step for check in read_run(tmp_path / "2").checks if check.bad] == [4]
+    checks = read_run(tmp_path / "2").metrics["check/replicas_equal"]
+    assert [step for step, equal in checks if not equal] == [4]
 
 
 def test_no_checkpoint_is_written_of_replicas_that_differ(

@@ -326,7 +326,7 @@ statistics_of_one_rank = partial(statistics_drift, everywhere=False)
 def no_meeting(parts: Parts) -> Parts:
     """Ranks that train alone never average their weights."""
     shards: Any = parts.sync.replica.reducer.shards
-    shards.meet = lambda: None
+    shards.synchronize_replicas = lambda: None
     return parts
 
 
@@ -339,7 +339,7 @@ def meeting_at_rank_0(parts: Parts) -> Parts:
         for parameter in shards.parameters:
             parts.comm.broadcast(parameter.data).wait()
 
-    shards.meet = meet
+    shards.synchronize_replicas = meet
     return parts
 
 

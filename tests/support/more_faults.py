@@ -12,7 +12,6 @@ import struct
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from itertools import compress
 from typing import Any
 
 import torch
@@ -56,15 +55,24 @@ def _send_another_first(_: Planted, send: Any) -> Any:
     return twice
 
 
+class _Without:
+    """A batch of which one micro-batch is read, and dropped."""
+
+    def __init__(self, batch: Any) -> None:
+        self._batch, self._dropped = batch, batch.number % len(batch)
+
+    def __iter__(self) -> Any:
+        return (each for place, each in enumerate(self._batch) if place != self._dropped)
+
+    def __len__(self) -> int:
+        return len(self._batch)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batch, name)
+
+
 def _drop_leaf(_: Planted, step: Any) -> Any:
-    size, number = len(step), step.number
-    kept = (place != number % size for place in range(size))
-    return type(step)(
-        compress(step, kept),
-        number=number,
-        num_micro_batches=step.num_micro_batches,
-        num_local_micro_batches=size,
-    )
+    return _Without(step)
 
 
 def _flip_bit(planted: Planted, passing: Any) -> Any:

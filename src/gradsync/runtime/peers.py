@@ -13,7 +13,6 @@ from pathlib import Path
 
 from gradsync.runtime.activity import Activity, read_activity
 from gradsync.runtime.network import PeerConnections
-from gradsync.runtime.signals import stop_asked_for
 from gradsync.runtime.store import (
     HEARD,
     LEFT,
@@ -198,8 +197,6 @@ class Peers:
                 why = "the host died, or the network to it is broken"
             who = ", ".join(map(str, ended))
             causes = f"killed, out of memory, {why}"
-            if stop_asked_for() == "SIGINT":
-                causes = f"a second Ctrl-C, {causes}"
             said.append(f"rank(s) {who}{where} vanished without a word ({causes})")
         # Two hosts may have one name: then a process with that id is here by chance.
         more = ", or the network to it is broken" if self.hosts else ""

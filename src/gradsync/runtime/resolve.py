@@ -138,11 +138,11 @@ def _warnings(env: Mapping[str, str], winner: Reading) -> tuple[str, ...]:
     if winner.name != "python":
         return ()
     found = []
-    tasks = env.get("SLURM_NTASKS", "").strip() or env.get("SLURM_NPROCS", "").strip()
+    tasks = (env.get("SLURM_NTASKS", "").strip() or env.get("SLURM_NPROCS", "").strip())[:6]
     if tasks not in ("", "1"):
         found.append(
-            f"this Slurm job has {tasks[:6]} tasks, but this process was not started by srun: "
-            "running as one rank. Put `srun` before the command to use all of them"
+            f"this Slurm job has {tasks} tasks, but this process was not started by srun: "
+            f"running as one rank. Put `srun` before the command to use all {tasks}"
         )
     for name in _IGNORED:
         wanted = env.get(name, "").strip()[:6]

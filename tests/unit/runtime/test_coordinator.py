@@ -237,7 +237,3 @@ def test_the_nearest_launcher_counts(parents, expected, monkeypatch):
     above = [SimpleNamespace(name=lambda name=name: name, pid=pid) for name, pid in parents]
     monkeypatch.setattr(psutil.Process, "parents", lambda _: above)
     assert launcher_ancestor() == expected.format(parent=os.getppid())
-
-
-def test_two_calls_give_one_answer():
-    assert launcher_ancestor() == launcher_ancestor()

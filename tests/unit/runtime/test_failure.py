@@ -22,7 +22,6 @@ from gradsync.runtime import watch as watching
 from gradsync.runtime.activity import Activity, read_activity
 from gradsync.runtime.failure import Failure, communication_error, describe, read_failure
 from gradsync.runtime.peers import Peers
-from gradsync.runtime.signals import StopRequest
 from gradsync.runtime.store import HEARD, LEFT, NOTICED, Presence, wait_until
 from gradsync.runtime.watch import FailureWatch
 
@@ -196,15 +195,6 @@ def test_who_looks_for_the_cause_still_gives_signs_of_life() -> None:
     watch.peers.silent_for = lambda _: looked(time.monotonic() + 60)
     assert isinstance(watch.settle(caught(raise_compiled, CLOSED)), PeerError)
     assert beats[0] > 2
-
-
-def test_a_rank_that_went_after_ctrl_c_may_have_been_pressed_away() -> None:
-    """Each rank counts presses by its own clock: one may end by the second, and the other not."""
-    with StopRequest() as stop:
-        stop.request("SIGINT")
-        said = str(settled(Store("silent"), caught(raise_compiled, CLOSED)))
-    assert "vanished without a word (a second Ctrl-C, killed, out of memory, " in said
-    assert "Ctrl-C" not in str(settled(Store("silent"), caught(raise_compiled, CLOSED)))
 
 
 PEERS = Failure(1, "there", "KeyError: 'x'", "Traceback: line 7").record()

@@ -180,7 +180,7 @@ def doctors(slurm: SlurmCluster, command: str) -> list[dict[str, Any]]:
 def test_a_plain_process_in_an_sbatch_shell_is_one_rank(slurm: SlurmCluster) -> None:
     (seen,) = doctors(slurm, "")
     assert (seen["world"]["launcher"], seen["world"]["world_size"]) == ("python", 1)
-    assert "Put `srun` before the command to use all of them" in seen["warnings"][0]
+    assert "Put `srun` before the command to use all 4" in seen["warnings"][0]
 
 
 @pytest.mark.launcher("slurm")

@@ -133,7 +133,7 @@ _OTHER = (
     r"(?:something else|was ended by SIGABRT \(Gloo does it where ranks called different)"
 )
 _CALLS = r"(?:: |; )rank (?P<ranks>[\d, ]+): all_reduce "
-_LEAVES = r".*(?:micro-batch \d+ came where|of this step's micro-batches)"
+_LEAVES = r".*(?:micro-batch \d+ came where|of its \d+ micro-batches)"
 _REPLICAS = (
     r"replicas differ.*?: ranks? (?P<ranks>\d[^a-z]*(?:(?:and|rank|ranks) \d[^a-z]*)*)holds? "
 )

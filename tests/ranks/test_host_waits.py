@@ -29,7 +29,6 @@ NOT_ON_CUDA = {
     "step_metadata.is_finite",
     "replicas.scale_all",
     "monitors.look",
-    "watch._signs_now",
 }
 """What `on_cuda`, or the tensor's device, keeps from being read on a GPU."""
 

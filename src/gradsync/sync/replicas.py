@@ -198,12 +198,6 @@ class Replicas:
             raise RunError(f"this strategy remembers nothing, got {', '.join(tensors)}")
 
 
-# -- norms
-
-_ROWS = 256
-"""Number of blocks whose norms a GPU computes in one call."""
-
-
 class OwnedUpdate(ABC):
     """One optimizer's steps on the pieces that this rank owns, and their state. Does not refer to
     the optimizer, so that deleting that frees the memory of both."""
@@ -269,6 +263,12 @@ def tell(optimizer: Optimizer) -> None:
     optimizer.step()
     for parameter, gradient in zip(parameters, held, strict=True):
         parameter.grad = gradient
+
+
+# -- norms
+
+_ROWS = 256
+"""Number of blocks whose norms a GPU computes in one call."""
 
 
 def gradient_norm(gradients: Sequence[Tensor]) -> Tensor:

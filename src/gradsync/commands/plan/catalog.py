@@ -186,7 +186,7 @@ def detected_device(
 
 
 def device_of(key: str) -> Device:
-    """A catalogued device: `h100`, `a100-40`. ConfigError names those that there are."""
+    """A catalogued device: `h100`, `a100-40`. ConfigError names the known devices."""
     if key not in DEVICES:
         there = ", ".join(DEVICES)
         raise ConfigError(f"unknown device {key!r} (there are: {there}; a file describes others)")

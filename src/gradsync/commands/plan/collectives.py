@@ -109,7 +109,7 @@ def _fold(place: GroupPlace, num_bytes: float) -> float:
 
 
 def _two_levels(place: GroupPlace) -> tuple[GroupPlace, GroupPlace]:
-    """The ranks of one host, and those that own the same shard on all hosts."""
+    """The ranks of one host, and the ranks that own the same shard on all hosts."""
     groups = place.local * place.groups_per_host
     return (
         replace(place, ranks=place.local, network=None),

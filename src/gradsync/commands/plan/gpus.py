@@ -33,7 +33,7 @@ class Gpu:
     device: Device
     uuid: str
     handle: Any
-    nvlinks: int  # Those that are up
+    nvlinks: int  # Number of links that are up
     pcie: tuple[int, int]
     """Highest generation and lanes of GPU and slot; the current ones drop to save power."""
 

@@ -18,17 +18,9 @@ from gradsync.errors import ConfigError, RunError
 from gradsync.sync import late_update
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.monitors import Stopwatch
-from gradsync.sync.ownership import zero
 from gradsync.sync.replicate import replicate
 from support.engine_cases import pretend_hosts
 from support.thread_ranks import run_thread_ranks
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other tests of this process may have."""
-    monkeypatch.setattr(late_update, "has_compiled", lambda: False)
-    monkeypatch.setattr(zero, "has_compiled", lambda: False)
 
 
 class Net(nn.Module):

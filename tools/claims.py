@@ -78,12 +78,13 @@ def render(data: Mapping[str, Any]) -> str:
     lines = ["# Published claims, tried", "", data["intro"].strip(), ""]
     lines += _table(("document", "about"), data["document"].items())
     lines += ["", f"{len(claims)} claims: {verdicts}.", "", data["verdicts"].strip()]
+    lines += ["", f"Run on {data['here']}, unless a section says otherwise. {data['ci'].strip()}"]
     for show in data["show"]:
         lines += ["", f"## {show['heading']}", ""]
         for caption, runs in groupby(show["run"], _caption):
             blocks = [f"$ {run['command']}\n{run['prints'].strip(chr(10))}" for run in runs]
             lines += ["```", *"\n\n".join(blocks).splitlines(), "```", ""]
-            lines += [f"{caption[0] or data['here']}. CI {caption[1]}.", ""]
+            lines += [f"{caption[0] and caption[0] + '. '}{caption[1]}.", ""]
         rows = (
             (
                 claim["says"],
@@ -104,9 +105,8 @@ def _caption(run: Mapping[str, Any]) -> tuple[str, str]:
     """Where and when it ran, "" for where and when most did; and what CI does with it."""
     here = run.get("here", "")
     if "skip" in run:
-        return here, f"does not run this: {run['skip']}"
-    within = f"to {run['tolerance']:.0%}" if "tolerance" in run else "exactly"
-    return here, f"runs this and compares all numbers, {within}"
+        return here, f"Not run by CI: {run['skip']}"
+    return here, f"CI: to {run['tolerance']:.0%}" if "tolerance" in run else "CI: exact"
 
 
 def _table(head: Sequence[str], rows: Any) -> list[str]:

@@ -28,9 +28,8 @@ from gradsync.data.workers import begin_reading, begin_worker, start_method
 from gradsync.errors import ConfigError, DataError
 from gradsync.runtime.seeds import (
     kept_generators,
-    seed_after,
+    seed_draws,
     seed_micro_batch,
-    seed_read,
     stream_seed,
 )
 from gradsync.world import World
@@ -66,7 +65,7 @@ class _Reader(Dataset[Any]):
     def __getitem__(self, index: tuple[tuple[int, int, int] | None, np.ndarray]) -> Any:
         key, indices = index
         if key is not None and type(self._dataset) is not TokenDataset:  # it draws nothing
-            seed_read(*key)
+            seed_draws(key[0], "read", *key[1:])
         if self._whole:
             return self._dataset.read_batch(indices)
         numbers = indices.tolist()
@@ -202,7 +201,7 @@ class Loader:
             if self._batches is batches and not finalizing():
                 self.close()
                 if self._seed is not None:
-                    seed_after(self._seed, self._steps)
+                    seed_draws(self._seed, "after", self._steps)
 
     def close(self) -> None:
         """End the iteration in progress and its worker processes, if any."""

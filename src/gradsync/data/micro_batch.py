@@ -29,7 +29,7 @@ from torch import Tensor
 
 from gradsync.data.batch_plan import StepSpan
 from gradsync.errors import DataError
-from gradsync.runtime.seeds import seed_micro_batch, seed_step, stream_seed
+from gradsync.runtime.seeds import seed_draws, seed_micro_batch, stream_seed
 
 IGNORED_TARGET = -100
 """Targets with this value are not counted; torch's `cross_entropy` has the same default."""
@@ -131,7 +131,7 @@ class Batch:
         self._left = deque(span.micro_batches)
         self._taken = False
         if seed is not None:
-            seed_step(seed, number, "before")
+            seed_draws(seed, "before", number)
         self.number = number
         """Number of the step in the stream, from 0."""
         self.num_micro_batches = span.num_micro_batches
@@ -181,7 +181,7 @@ class Batch:
             yield micro_batch
             object.__setattr__(micro_batch, "is_passed", True)
         if self._seed is not None:
-            seed_step(self._seed, self.number, "behind")
+            seed_draws(self._seed, "behind", self.number)
         if given < len(self):  # unordered sums would hide that
             raise DataError(
                 f"step {self.number + 1} brought {given} of its {len(self)} micro-batches on this "

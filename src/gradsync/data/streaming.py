@@ -25,7 +25,7 @@ from gradsync.data.batch_plan import MicroBatchSpan, StepSpan, require_at_least,
 from gradsync.data.loader import check_state, fingerprint_of
 from gradsync.data.micro_batch import Batch
 from gradsync.errors import ConfigError, DataError
-from gradsync.runtime.seeds import seed_after, seed_read
+from gradsync.runtime.seeds import seed_draws
 from gradsync.world import World
 
 Place = Mapping[str, Any]
@@ -114,7 +114,7 @@ class StreamLoader:
                 yield step
         finally:
             if self._seed is not None and not finalizing():
-                seed_after(self._seed, self._state["steps"])
+                seed_draws(self._seed, "after", self._state["steps"])
 
     def close(self) -> None:
         """Close the data set's resources."""
@@ -212,7 +212,7 @@ class StreamLoader:
         own, digests, total = {}, [], 0
         for index, begin in enumerate(range(0, count, size)):
             if self._seed is not None:
-                seed_read(self._seed, self._state["steps"], index)
+                seed_draws(self._seed, "read", self._state["steps"], index)
             group = list(islice(self._source, min(size, count - begin)))
             if not group:
                 break

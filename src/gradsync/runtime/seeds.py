@@ -45,23 +45,7 @@ def seed_everything(seed: int) -> None:
 
 def seed_micro_batch(seed: int, step: int, micro_batch: int) -> None:
     """Seed the global generators (torch's: CPU and current CUDA device) for one micro-batch."""
-    _seed_all(stream_seed(seed, "leaf", step, micro_batch))
-
-
-def seed_read(seed: int, step: int, micro_batch: int) -> None:
-    """Seed them for draws while that micro-batch is read."""
-    _seed_all(stream_seed(seed, "read", step, micro_batch))
-
-
-def seed_step(seed: int, step: int, when: Literal["before", "behind"]) -> None:
-    """Seed them alike on all ranks for draws before or after a step's micro-batches."""
-    _seed_all(stream_seed(seed, when, step))
-
-
-def seed_after(seed: int, step: int) -> None:
-    """Seed them alike on all ranks for draws after a loop of `step` steps, such as another
-    model."""
-    _seed_all(stream_seed(seed, "after", step))
+    seed_draws(seed, "leaf", step, micro_batch)
 
 
 @contextmanager
@@ -84,13 +68,25 @@ def kept_generators() -> Generator[None]:
             torch.cuda.set_rng_state(cuda)
 
 
-def _seed_all(key: int) -> None:
+def seed_draws(
+    seed: int, purpose: Literal["leaf", "read", "before", "behind", "after"], *counters: int
+) -> None:
+    """Seed the global generators for draws that follow.
+
+    | purpose | counters | draws |
+    | --- | --- | --- |
+    | leaf | step, micro-batch | in a micro-batch's forward |
+    | read | step, micro-batch | while that micro-batch is read |
+    | before, behind | step | before or after a step's micro-batches, alike on all ranks |
+    | after | steps | after a loop of `steps`, such as another model's weights, alike |
+    """
     import random
 
     import numpy as np
     import torch
     from torch.utils.data import get_worker_info
 
+    key = stream_seed(seed, purpose, *counters)
     random.seed(key)
     np.random.seed(key % 2**32)
     # Like `torch.manual_seed`, which formats the whole stack if CUDA is not in use: over 1 ms.

@@ -83,7 +83,10 @@ __all__ = [  # noqa: PLE0604  one list of names, in `_HOMES`; a test compares it
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
-        raise AttributeError(f"module 'gradsync' has no attribute {name!r}")
+        raise AttributeError(
+            f"module 'gradsync' has no attribute {name!r} (the names of other guides, such as "
+            "DDPManager and init_distributed, are in gradsync.compat)"
+        )
     return getattr(import_module(_HOME_OF[name]), name)
 
 

@@ -64,7 +64,7 @@ def test_the_listing_is_the_promise() -> None:
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'ini' .*gradsync.compat"):
+    with pytest.raises(AttributeError, match=r"no attribute 'ini' .*gradsync\.compat"):
         _ = gradsync.ini
     assert not hasattr(gradsync, "torch")
 

@@ -14,7 +14,6 @@ import tyro
 
 from gradsync.errors import ConfigError, GradsyncError
 from gradsync.runtime import environ
-from gradsync.runtime.bounds import check_numbers
 
 T = TypeVar("T")
 
@@ -52,7 +51,6 @@ def parse(
             raise
         raise _refusal(stop, box.getvalue(), command) from None
     sys.stderr.write(box.getvalue())
-    check_numbers(parsed, lambda name: f"--{name.replace('_', '-')}")
     return parsed
 
 

@@ -1,14 +1,9 @@
-"""Refuse numbers that no run can use, by name, before they reach a socket, a clock or a kernel.
-
-The owner of a number checks its meaning. This module checks what the system cannot take: seconds
-beyond its clocks, numbers beyond 64 bits or NaN, ranks and threads that would exhaust the host.
-"""
+"""Whole numbers and times in what users write."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from typing import Any
 
 from gradsync.errors import ConfigError
@@ -19,11 +14,6 @@ _INT64 = 2**63 - 1
 MOST_RANKS = 4_096
 """Largest number of ranks on a host."""
 MOST_NODES = 65_536
-_MOST = {
-    "silence_s": 86_400,  # seconds in the options of a TCP socket end at 32,767, five times this
-    **dict.fromkeys(("world_size", "nproc_per_node", "num_workers", "threads"), MOST_RANKS),
-    **dict.fromkeys(("nodes", "nnodes"), MOST_NODES),
-}
 
 
 def whole_number(text: str, most: int = _INT64) -> int | None:
@@ -32,21 +22,10 @@ def whole_number(text: str, most: int = _INT64) -> int | None:
     return None if number is None or number > most else number
 
 
-def check_numbers(options: Any, spell: Callable[[str], str] = str) -> None:
-    """Refuse unusable numbers in a dataclass and in the dataclasses nested in it: NaN, more than
-    `_MOST` or 64 bits, and times (`_s`) that are not positive or exceed `LONGEST_S`.
-
-    Args:
-        spell: maps a field's name to the name that the user wrote.
-    """
+def check_times(options: Any) -> None:
+    """Refuse times (fields that end in `_s`) of a dataclass that are not positive, or longer than
+    clocks can count."""
     for field in fields(options):
-        name, value = spell(field.name), getattr(options, field.name)
-        if is_dataclass(value):
-            check_numbers(value, lambda inner, outer=field.name: spell(f"{outer}.{inner}"))
-        elif isinstance(value, int | float):
-            seconds = field.name.endswith("_s")
-            most = _MOST.get(field.name, LONGEST_S if seconds else _INT64)
-            if seconds and not value > 0:
-                raise ConfigError(f"{name} must be positive; got {value}")
-            if not abs(value) <= most:
-                raise ConfigError(f"{name} must be a number, at most {most}; got {str(value)[:40]}")
+        value = getattr(options, field.name)
+        if field.name.endswith("_s") and value is not None and not 0 < value <= LONGEST_S:
+            raise ConfigError(f"{field.name} must be positive, at most {LONGEST_S}; got {value}")

@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 
 from gradsync.errors import ConfigError, LaunchError, RunError
 from gradsync.runtime import environ
-from gradsync.runtime.bounds import check_numbers
+from gradsync.runtime.bounds import check_times
 from gradsync.runtime.device import (
     check_not_shared,
     choose_backend,
@@ -77,7 +77,7 @@ class SessionOptions:
     stacks_dir: str = ""
 
     def __post_init__(self) -> None:
-        check_numbers(self)
+        check_times(self)
         if self.silence_s < 1:
             raise ConfigError(f"silence_s must be at least 1; got {self.silence_s}")
 

@@ -17,7 +17,7 @@ from gradsync.commands.train.trackers import tracker_names
 from gradsync.core.files import check_name
 from gradsync.data.batch_plan import BatchPlan, solve_batch_plan
 from gradsync.errors import ConfigError
-from gradsync.runtime.bounds import check_numbers
+from gradsync.runtime.bounds import check_times
 from gradsync.sync.options import every_option, key_and_value
 
 Dtype = Literal["auto", "bf16", "fp32", "fp16"]
@@ -276,7 +276,7 @@ class TrainConfig:
     them."""
 
     def __post_init__(self) -> None:
-        check_numbers(self)
+        check_times(self)
         tracker_names(self.track)
         _require_least(self, "", **_LEAST)
         _require(

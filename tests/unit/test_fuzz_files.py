@@ -17,11 +17,11 @@ from gradsync.checkpoint.optimizer_state import unpack_optimizer
 from gradsync.checkpoint.store import CheckpointStore
 from gradsync.checkpoint.tensor_file import read_tensors
 from gradsync.commands.models.gpt import GPT
+from gradsync.commands.prepare.tokenizer import load_tokenizer
 from gradsync.commands.train.config import recipe
 from gradsync.commands.train.learner import build_optimizer
 from gradsync.commands.train.state import check_state, saved_model
 from gradsync.data.meta import read_meta
-from gradsync.data.tokenizer import load_tokenizer
 from gradsync.data.tokens import open_dataset
 from gradsync.errors import GradsyncError
 from support.foreign_files import make_run, replace_header

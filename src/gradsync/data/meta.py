@@ -14,7 +14,7 @@ import numpy as np
 from gradsync.core.files import one_line, read_json
 from gradsync.errors import DataError
 
-FILE_NAME = "meta.json"
+META_FILE = "meta.json"
 FORMAT_VERSION = 1
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 """The token types of a `.bin` file, little-endian on every machine."""
@@ -87,7 +87,7 @@ def file_sha256(path: Path) -> str:
 def read_meta(directory: Path) -> Meta | None:
     """The directory's `meta.json`, or None without one (as in nanoGPT's own directories); DataError
     if this version cannot read it."""
-    path = directory / FILE_NAME
+    path = directory / META_FILE
     try:
         raw = read_json(path)
     except (FileNotFoundError, NotADirectoryError):

@@ -20,9 +20,15 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from gradsync.core.torch_private import end_workers
-from gradsync.data.batch_plan import StepSpan, cut_step, require_at_least, solve_batch_plan
+from gradsync.data.batch_plan import (
+    SampleOrder,
+    StepSpan,
+    cut_step,
+    derive_key,
+    require_at_least,
+    solve_batch_plan,
+)
 from gradsync.data.micro_batch import Batch, MicroBatch, make_micro_batch
-from gradsync.data.order import SampleOrder, derive_key
 from gradsync.data.tokens import TokenDataset
 from gradsync.data.workers import begin_reading, begin_worker, start_method
 from gradsync.errors import ConfigError, DataError

@@ -17,12 +17,9 @@ from gradsync.checkpoint.optimizer_state import unpack_optimizer
 from gradsync.checkpoint.store import CheckpointStore
 from gradsync.checkpoint.tensor_file import read_tensors
 from gradsync.commands.models.gpt import GPT
-from gradsync.commands.prepare.tokenizer import load_tokenizer
 from gradsync.commands.train.config import recipe
 from gradsync.commands.train.learner import build_optimizer
 from gradsync.commands.train.state import check_state, saved_model
-from gradsync.data.meta import read_meta
-from gradsync.data.tokens import open_dataset
 from gradsync.errors import GradsyncError
 from support.foreign_files import make_run, replace_header
 from support.fuzz import changed, damaged, fuzzed, randoms, text_of, within_seconds
@@ -59,25 +56,6 @@ def in_place_of(path: Path, content: bytes) -> Iterator[None]:
         yield
     finally:
         path.write_bytes(good)
-
-
-def test_meta(run: Path) -> None:
-    data = run.parent / "data"
-    path = data / "meta.json"
-    document = json.loads(path.read_bytes())
-
-    @fuzzed
-    @given(randoms)
-    def holds(random: Random) -> None:
-        with in_place_of(path, text_of(changed(document, random), random)), read_or_refused():
-            meta = read_meta(data)
-            assert meta is not None
-            assert 0 <= meta.unigram_entropy_nats < float("inf")
-            dataset = open_dataset(data, "train", 8)
-            dataset[len(dataset) - 1]
-            load_tokenizer(meta, data)
-
-    holds()
 
 
 def test_manifest(checkpoint: Path) -> None:

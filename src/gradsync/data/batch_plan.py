@@ -180,13 +180,11 @@ def solve_batch_plan(
         tokens_per_update=tokens_per_update,
         global_batch_size=global_batch_size,
     )
-    if tokens_per_update is not None:
-        assert seq_len is not None
+    if tokens_per_update is not None and seq_len is not None:
         name, total, unit = "tokens_per_update", tokens_per_update, micro_batch_size * seq_len
         product = f"micro_batch_size x seq_len = {micro_batch_size} x {seq_len} = {unit}"
     else:
-        assert global_batch_size is not None
-        name, total, unit = "global_batch_size", global_batch_size, micro_batch_size
+        name, total, unit = "global_batch_size", global_batch_size or 0, micro_batch_size
         product = f"micro_batch_size = {unit}"
     if total % unit:
         least = unit * world_size

@@ -6,9 +6,14 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import multiprocessing
+import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from multiprocessing import resource_tracker
 from operator import index
 from pathlib import PurePath
 from typing import Any
@@ -30,7 +35,6 @@ from gradsync.data.batch_plan import (
 )
 from gradsync.data.micro_batch import Batch, MicroBatch, make_micro_batch
 from gradsync.data.tokens import TokenDataset
-from gradsync.data.workers import begin_reading, begin_worker, start_method
 from gradsync.errors import ConfigError, DataError
 from gradsync.runtime.seeds import (
     kept_generators,
@@ -39,6 +43,7 @@ from gradsync.runtime.seeds import (
     seed_read,
     stream_seed,
 )
+from gradsync.runtime.signals import HANDLED
 from gradsync.world import World
 
 log = logging.getLogger("gradsync")
@@ -48,8 +53,7 @@ Collate = Callable[[list[Any]], Any]
 WORKER_OPTIONS = ("timeout", "prefetch_factor", "multiprocessing_context", "worker_init_fn")
 WORKER_OPTIONS += ("persistent_workers",)
 """The options of torch's `DataLoader` that do not change the contents of a micro-batch."""
-
-
+_HELD = HANDLED if hasattr(signal, "sigwaitinfo") else ()
 _DEEPEST = 4
 """Depth of nested lists and data sets that `glimpse_of` looks into."""
 
@@ -273,7 +277,7 @@ class Loader:
         )
         if not self._num_workers:
             return map(self._reader.__getitem__, items)
-        return begin_reading(self._read_ahead(items))
+        return _begin_reading(self._read_ahead(items))
 
     def _read_ahead(self, items: Iterable[Any]) -> DataLoader[Any]:
         """The batches of `items`, see `_Reader`, read by at least one worker."""
@@ -282,8 +286,8 @@ class Loader:
         generator = torch.Generator()
         generator.manual_seed(derive_key(self._order.seed, self._samples, self._rank) >> 1)
         options = dict(self._worker_options)
-        options["worker_init_fn"] = partial(begin_worker, options.get("worker_init_fn"))
-        context = start_method(options.pop("multiprocessing_context", None))
+        options["worker_init_fn"] = partial(_begin_worker, options.get("worker_init_fn"))
+        context = _start_method(options.pop("multiprocessing_context", None))
         return DataLoader(
             self._reader,
             sampler=items,
@@ -301,8 +305,52 @@ loader = Loader
 """The name in training loops: `for batch in gs.loader(...)`."""
 
 
+# -- worker processes: torch's, except for stop signals and their end -----------------------------
+
+
 def _unchanged(batch: Any) -> Any:
     return batch
+
+
+def _start_method(asked: Any) -> Any:
+    """DataLoader's `multiprocessing_context` for `asked`. A fork server would also get a stop
+    signal, end, and take its workers along; spawn does the same without a server."""
+    # The first method is the system's default, which the user may still change.
+    default = multiprocessing.get_start_method(allow_none=True)
+    method = asked or default or multiprocessing.get_all_start_methods()[0]
+    name = getattr(method, "get_start_method", lambda: method)()
+    return "spawn" if name == "forkserver" else asked
+
+
+def _begin_reading(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Start the workers, with stop signals blocked from their start."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD)
+    try:
+        if getattr(loader.multiprocessing_context, "get_start_method", str)() == "spawn":
+            resource_tracker.ensure_running()  # its start unblocks some of them
+            signal.pthread_sigmask(signal.SIG_BLOCK, _HELD)
+        return iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _begin_worker(then: Callable[[int], None] | None, number: int) -> None:
+    """Ignore stop signals in a worker: the rank still needs batches to finish its step."""
+    if _HELD:
+        signal.pthread_sigmask(signal.SIG_BLOCK, _HELD)
+        threading.Thread(target=_end_when_told, daemon=True).start()
+    if then is not None:
+        then(number)
+
+
+def _end_when_told() -> None:
+    rank = multiprocessing.parent_process()
+    while told := signal.sigwaitinfo(_HELD):
+        if told.si_signo == signal.SIGTERM and rank is not None and told.si_pid == rank.pid:
+            os._exit(0)
+
+
+# -- what identifies data and a place in it -------------------------------------------------------
 
 
 def check_state(

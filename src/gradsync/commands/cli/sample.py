@@ -92,8 +92,8 @@ def tokenizer_of(state: Mapping[str, Any], data: str) -> Any:
     """The tokenizer of a checkpoint's `state`, from the folder `data`, or from the one that the run
     was trained on; DataError if it is different or missing."""
     from gradsync.commands.prepare.prepare import default_corpus, is_stream
-    from gradsync.data.meta import read_meta
     from gradsync.commands.prepare.tokenizer import load_tokenizer
+    from gradsync.data.meta import read_meta
 
     saved, trained_with = state["config"], state["tokenizer"]
     source = str(saved.get("data", ""))

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from gradsync.commands.models.config import GPTConfig, preset
 from gradsync.commands.prepare.prepare import is_stream
+from gradsync.commands.prepare.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from gradsync.commands.train.config import TrainConfig
 from gradsync.data.batch_plan import BatchPlan
 from gradsync.data.meta import Meta, read_meta
-from gradsync.commands.prepare.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from gradsync.errors import ConfigError
 from gradsync.world import World
 

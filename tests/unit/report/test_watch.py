@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import re
 import subprocess
 import sys
 import time
@@ -135,13 +134,6 @@ def test_a_run_that_starts_again_is_told_from_there(run: Path) -> None:
     ]
 
 
-def test_a_quiet_run_is_said_once(run: Path) -> None:
-    os.utime(run / "metrics.jsonl", (1, 1))
-    stream = io.StringIO()
-    assert watched(run, lambda: None, lambda: None, lambda: end(run), stream=stream) == 0
-    assert len(re.findall("no record for", stream.getvalue())) == 1
-
-
 def test_a_terminal_has_a_panel(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
@@ -199,21 +191,6 @@ def test_of_many_ranks_the_latest_are_shown(run: Path) -> None:
     table(run, *ranks)
     rows = read_ranks(run).rows
     assert [row[0] for row in rows] == ["3", "5", *map(str, range(39, 25, -1)), "and 24 more"]
-
-
-@pytest.mark.parametrize(
-    ("age_s", "said"),
-    [
-        (0.0, r"rank 0 waits in train\.py:1; rank 1 computes in data\.py:7"),
-        (60.0, "evaluating, waiting, or killed"),
-    ],
-)
-def test_a_quiet_run_says_where_its_ranks_are(run: Path, age_s: float, said: str) -> None:
-    os.utime(run / "metrics.jsonl", (1, 1))
-    table(run, WAITS, LATE, age_s=age_s)
-    stream = io.StringIO()
-    assert watched(run, lambda: end(run), stream=stream) == 0
-    assert re.search(f"no record for .*: {said}", stream.getvalue())
 
 
 def test_a_check_is_no_step(run: Path) -> None:

@@ -30,12 +30,8 @@ from gradsync.runtime.arguments import parse
 
 _OLD_WARNINGS = 5
 """The most warnings from before the first look to show."""
-_MOST_TOLD = 4
-"""The most ranks to name in a line about a quiet run."""
-_QUIET_S = 60.0
-"""A run is quiet after this long without a record, and three times the usual interval."""
 _LOOK_S = 1.0
-_START_LOOKS, _END_LOOKS = 60, 5
+_START_LOOKS = 60
 
 
 class _Tail:
@@ -88,14 +84,12 @@ class Follower:
         self._told, self._checkpoint = 0, 0
         self._record: dict[str, Any] = {}
         self._held_out: dict[str, Any] = {}
-        self._quiet, self._looked = False, False
+        self._looked = False
         self.ended: Mapping[str, Any] = {}  # `exit.json`, once it exists
 
     def _read_settings(self) -> None:
         run = read_run(self._path)
         self._steps, self._ranks = run.config.get("steps"), run.environment.get("world_size", "?")
-        every = run.config.get("log_every")
-        self._log_every = every if isinstance(every, int) else 1
 
     def news(self) -> list[str]:
         """Changes since the last look, a line each; the first look reports only the newest."""
@@ -103,15 +97,6 @@ class Follower:
         self.ended = {} if self._holds() else read_object(self._path / "exit.json")
         found = [*self._restarts(), *self._records(), *self._new_checkpoint(), *self._warnings()]
         self._looked = True
-        silent_s = time.time() - self._metrics.modified
-        usual_s = (self._number("perf/step_s") or 0.0) * self._log_every
-        was_quiet, self._quiet = self._quiet, silent_s > max(_QUIET_S, 3 * usual_s)
-        if self._quiet and not was_quiet and not self.ended:
-            table = read_ranks(self._path)
-            ranks = [dict(zip(RANKS_HEAD, row, strict=True)) for row in table.rows if table.fresh]
-            said = [f"rank {r['rank']} {r['phase']} in {r['where']}" for r in ranks if r["where"]]
-            why = "; ".join(said[:_MOST_TOLD]) or "evaluating, waiting, or killed"
-            found.append(f"no record for {_duration(silent_s)}: {why}")
         if self.ended:
             found.append(f"the run has ended: {read_run(self._path).outcome}")
         return found
@@ -251,20 +236,15 @@ def run(argv: list[str]) -> int:
     options = parse(WatchOptions, argv, "watch")
     if not options.path:
         raise ConfigError("watch: name a run directory: gradsync watch runs/first")
+    path = Path(options.path)
     try:
-        return follow(_begun(Path(options.path)), sys.stdout, lambda: time.sleep(_LOOK_S))
+        for look in range(_START_LOOKS):  # a starting run takes some seconds
+            if (path / "metrics.jsonl").exists():
+                break
+            if look == 0:
+                print(f"waiting for a run to begin in {path}", flush=True)
+            time.sleep(_LOOK_S)
+        return follow(Follower(path), sys.stdout, lambda: time.sleep(_LOOK_S))
     except KeyboardInterrupt:
         print("no longer watching; the run goes on", flush=True)
         return 130
-
-
-def _begun(path: Path) -> Follower:
-    """A run that exists; a starting run, or one that restarts after its end, takes some seconds."""
-    for look in range(_START_LOOKS):
-        ended = (path / "exit.json").exists() and look < _END_LOOKS
-        if not ended and (path / "metrics.jsonl").exists():
-            break
-        if look == 0:
-            print(f"waiting for a run to begin in {path}", flush=True)
-        time.sleep(_LOOK_S)
-    return Follower(path)

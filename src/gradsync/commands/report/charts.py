@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from gradsync.core.files import read_bytes
 
@@ -260,31 +260,23 @@ def read_spans(run: Path) -> list[Span]:
     folders = sorted(run.glob("profile_trace/iteration_*"), key=lambda p: p.stat().st_mtime)
     found: list[Span] = []
     for path in sorted(folders[-1].glob("rank*_trace.json")) if folders else ():
-        rank = int(re.sub(r"\D", "", path.name.partition("_")[0]) or 0)
-        if rank < _MOST_RANKS and path.stat().st_size <= _LARGEST:
-            try:
-                events = json.loads(read_bytes(path, _LARGEST))["traceEvents"]
-            except (ValueError, KeyError, TypeError, OSError):
-                continue
-            found += [span for event in events if (span := _span(rank, event)) is not None]
+        rank = int(path.name.removeprefix("rank").partition("_")[0])
+        try:
+            events = json.loads(read_bytes(path, _LARGEST)) if rank < _MOST_RANKS else {}
+        except (ValueError, OSError):  # of a rank that was killed
+            continue
+        for event in events.get("traceEvents", ()):
+            if event.get("ph") == "X":
+                name, begin, end = str(event["name"]), event["ts"], event["ts"] + event["dur"]
+                if (named := _NAMED.match(name)) and event.get("cat") == "user_annotation":
+                    found.append(Span(rank, named[1], int(named[2] or _NONE), begin, end))
+                elif _LIBRARY.match(name) and end > begin:
+                    found.append(Span(rank, "sum", _LIBRARY_CALL, begin, end))
     # If our collectives have names, the library's are only small messages.
     if any(span.kind in _SENDS and span.bucket != _LIBRARY_CALL for span in found):
         found = [span for span in found if span.bucket != _LIBRARY_CALL]
     first = min((span.begin for span in found), default=0.0)
     return [s._replace(begin=s.begin - first, end=s.end - first) for s in found]
-
-
-def _span(rank: int, event: Any) -> Span | None:
-    if not isinstance(event, dict) or event.get("ph") != "X":
-        return None
-    name, begin, length = (event.get(key) for key in ("name", "ts", "dur"))
-    if not isinstance(begin, int | float) or not isinstance(length, int | float):
-        return None
-    if (named := _NAMED.match(str(name))) and event.get("cat") == "user_annotation":
-        return Span(rank, named[1], int(named[2] or _NONE), begin, begin + length)
-    if _LIBRARY.match(str(name)) and length > 0:
-        return Span(rank, "sum", _LIBRARY_CALL, begin, begin + length)
-    return None
 
 
 def timeline(run: Path, name: str = "") -> str:
@@ -315,7 +307,7 @@ def _bars(spans: Sequence[Span]) -> str:
     parts = [f'<svg viewBox="0 0 {_WIDE:g} {height:g}" role="img" aria-label="Two steps">']
     for number, (rank, sends) in enumerate(rows):
         words = f"rank {rank} {'communicates' if sends else 'computes'}"
-        parts.append(f'<text x="4" y="{_ROW * number + 18:g}">{words}</text>')
+        parts.append(_text(4, _ROW * number + 18, words, "start"))
     free = [[0.0] * _ABREAST for _ in rows]  # when the last bar in each lane of a row ends
     # Updates happen during a forward: they are drawn over it.
     for span in sorted(spans, key=lambda s: (s.kind == "update", s.begin)):
@@ -339,7 +331,5 @@ def _bars(spans: Sequence[Span]) -> str:
     step = _round_step(end / 1e3 / 12)
     for mark in range(int(end / 1e3 / step) + 1):
         x = _MARGIN + mark * step * 1e3 * scale
-        parts.append(
-            f'<text x="{x:.1f}" y="{height - 6:g}" text-anchor="middle">{mark * step:g}</text>'
-        )
+        parts.append(_text(x, height - 6, f"{mark * step:g}", "middle"))
     return "".join([*parts, "</svg>"])

@@ -10,7 +10,7 @@ from importlib import resources
 from typing import Any
 
 from gradsync.commands.report.charts import LIGHT, STYLE, Chart, Line, figure, timeline
-from gradsync.commands.report.run import REPLICAS_EQUAL, WARNING, Points, Run
+from gradsync.commands.report.run import REPLICAS_EQUAL, WARNING, Run
 from gradsync.core.files import counted
 
 _MOST_LINES = 40
@@ -97,17 +97,11 @@ def charts_of(runs: Sequence[Run]) -> list[Chart]:
         else replace(line, name=f"{line.name}, validation", dashed=True)
         for line in lines("val/loss")
     ]
-    hidden = [replace(ln, points=_share(r)) for ln, r in zip(lines(""), runs, strict=True)]
     loss = [*lines("train/loss", "training"), *held_out]
     found = [
         Chart(title="Loss", y="nats per token", lines=loss, from_zero=False),
         Chart(title="Tokens a second", y="of all ranks", lines=lines("perf/tokens_per_s")),
         *(_step_parts(run, "" if alone else f", {run.name}") for run in runs[:_IN_DETAIL]),
-        Chart(
-            title="Exposed communication",
-            y="% of a step, not hidden behind computing",
-            lines=hidden,
-        ),
         Chart(title="Learning rate", lines=lines("optim/lr")),
         Chart(
             title="Norm of the mean gradient", y="before clipping", lines=lines("optim/grad_norm")
@@ -148,12 +142,6 @@ def _step_parts(run: Run, behind: str) -> Chart:
     rest = [(x, 1e3 * max(0.0, step_s - sum(values))) for x, (step_s, *values) in known]
     lines.append(Line(name="the rest", points=rest, color=2))
     return Chart(title=f"Where a step's time went{behind}", y="ms", lines=lines, stacked=True)
-
-
-def _share(run: Run) -> Points:
-    steps = dict(run.metrics.get("perf/step_s", []))
-    exposed = run.metrics.get("comm/exposed_s", [])
-    return [(x, 100 * y / steps[x]) for x, y in exposed if steps.get(x)]
 
 
 # -- words ----------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from multiprocessing import resource_tracker
 from operator import index
@@ -267,6 +267,7 @@ class Loader:
             start = stop
 
     def _open_batches(self) -> Iterator[Any]:
+        """The batches of this rank's micro-batches, read here or ahead by workers."""
         items = (
             (
                 None if self._seed is None else (self._seed, step, micro_batch.index),
@@ -277,10 +278,6 @@ class Loader:
         )
         if not self._num_workers:
             return map(self._reader.__getitem__, items)
-        return _begin_reading(self._read_ahead(items))
-
-    def _read_ahead(self, items: Iterable[Any]) -> DataLoader[Any]:
-        """The batches of `items`, see `_Reader`, read by at least one worker."""
         # A separate generator: DataLoader would draw from the global one, and `num_workers` would
         # change the model's dropout.
         generator = torch.Generator()
@@ -288,17 +285,18 @@ class Loader:
         options = dict(self._worker_options)
         options["worker_init_fn"] = partial(_begin_worker, options.get("worker_init_fn"))
         context = _start_method(options.pop("multiprocessing_context", None))
-        return DataLoader(
+        workers = DataLoader(
             self._reader,
             sampler=items,
             batch_size=None,  # a micro-batch is one item: the reader makes the batch
             collate_fn=_unchanged,
-            num_workers=self._num_workers or 1,
+            num_workers=self._num_workers,
             pin_memory=self._device.type == "cuda",
             generator=generator,
             multiprocessing_context=context,
             **options,
         )
+        return _begin_reading(workers)
 
 
 loader = Loader

@@ -58,8 +58,8 @@ def lint(script: Script) -> list[Found]:
     found = []
     for rule in RULES:
         for node in rule.find(script):
-            line = getattr(node, "lineno", 1)
-            said = _IGNORED.search(script.lines[line - 1]) if line <= len(script.lines) else None
+            line: int = getattr(node, "lineno", 1)
+            said = _IGNORED.search(script.lines[line - 1])
             if said is None or (said[1] and rule.id not in said[1].replace(",", " ").split()):
                 found.append(Found(rule=rule, path=script.path, line=line))
     return sorted(set(found), key=lambda each: (each.line, each.rule.id))
@@ -84,17 +84,12 @@ def _rule(
 )
 def _forward_outside_no_sync(s: Script) -> Iterator[ast.AST]:
     for block in s.nodes:
-        if isinstance(block, ast.With) and _is_no_sync(block):
+        opened = [i.context_expr for i in block.items] if isinstance(block, ast.With) else []
+        if any(isinstance(each, ast.Call) and last(each.func) == "no_sync" for each in opened):
             calls = [call for each in block.body for call in calls_in(each)]
             # Any other call may contain the forward, as the user's own `loss = step(batch)`.
             if calls and all(last(call.func) == "backward" for call in calls):
                 yield calls[0]
-
-
-def _is_no_sync(node: ast.AST) -> bool:
-    """Whether it is an unconditional `with model.no_sync():`."""
-    calls = [i.context_expr for i in node.items] if isinstance(node, ast.With) else []
-    return any(isinstance(each, ast.Call) and last(each.func) == "no_sync" for each in calls)
 
 
 @_rule(
@@ -235,13 +230,11 @@ def _whole_data_on_each_rank(s: Script) -> Iterator[ast.AST]:
     fix="refuse a remainder, or let shares differ and weigh them (gs.loader does)",
 )
 def _floored_batch(s: Script) -> Iterator[ast.AST]:
-    for node in s.nodes:
-        if (
-            isinstance(node, ast.BinOp)
-            and isinstance(node.op, ast.FloorDiv)
-            and (s.is_world_size(node.right) or _is_of_batch(s, node))
-            and not _is_checked(s, node.right)
-        ):
+    operations = [node for node in s.nodes if isinstance(node, ast.BinOp)]
+    checked = {ast.unparse(node.right) for node in operations if isinstance(node.op, ast.Mod)}
+    for node in operations:
+        is_floored = isinstance(node.op, ast.FloorDiv) and ast.unparse(node.right) not in checked
+        if is_floored and (s.is_world_size(node.right) or _is_of_batch(s, node)):
             yield node
 
 
@@ -252,17 +245,6 @@ def _is_of_batch(s: Script, node: ast.BinOp) -> bool:
     product = isinstance(node.right, ast.BinOp) and isinstance(node.right.op, ast.Mult)
     ranks = (s.is_world_size(n) or dotted(n) == "world_size" for n in ast.walk(node.right))
     return sized and product and any(ranks)  # or a function's argument with that name
-
-
-def _is_checked(s: Script, divisor: ast.expr) -> bool:
-    """Whether the script checks the remainder anywhere."""
-    size = ast.unparse(divisor)
-    return any(
-        isinstance(each, ast.BinOp)
-        and isinstance(each.op, ast.Mod)
-        and ast.unparse(each.right) == size
-        for each in s.nodes
-    )
 
 
 # -- devices --------------------------------------------------------------------------------------

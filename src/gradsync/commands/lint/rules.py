@@ -84,7 +84,9 @@ def _rule(
 )
 def _forward_outside_no_sync(s: Script) -> Iterator[ast.AST]:
     for block in s.nodes:
-        opened = [i.context_expr for i in block.items] if isinstance(block, ast.With) else []
+        if not isinstance(block, ast.With):
+            continue
+        opened = [item.context_expr for item in block.items]
         if any(isinstance(each, ast.Call) and last(each.func) == "no_sync" for each in opened):
             calls = [call for each in block.body for call in calls_in(each)]
             # Any other call may contain the forward, as the user's own `loss = step(batch)`.

@@ -58,25 +58,27 @@ class Pair(nn.Module):
         return self.head(self.llama(x, factor=x)["out"] * self.qwen(x))
 
 
-def two() -> FrozenPlacement:
-    places = {"llama": PartPlace(devices=(1,)), "qwen": PartPlace(devices=(2,))}
+def two_and_one() -> FrozenPlacement:
+    places = {"llama": PartPlace(devices=(0, 1), first_blocks=2), "qwen": PartPlace(devices=(2,))}
     return FrozenPlacement(places=places, left=(0, 0, 0))
 
 
-def test_frozen_parts_are_found_with_their_sizes() -> None:
+def test_frozen_parts_are_found_with_their_blocks() -> None:
     linear = 4 * (16 + 4)
     llama, qwen = frozen_parts(Pair())
-    assert llama == FrozenPart(name="llama", num_bytes=6 * linear + 16)
-    assert qwen == FrozenPart(name="qwen", num_bytes=linear)
+    assert llama == FrozenPart(name="llama", num_bytes=6 * linear + 16, blocks=(linear,) * 4)
+    assert qwen == FrozenPart(name="qwen", num_bytes=linear, blocks=(linear, 0))
 
 
 def test_tensors_go_where_they_belong() -> None:
     """The meta device stands for another one."""
     model = Pair()
-    place_frozen(model, two(), ["cpu", "cpu", "meta"])
+    place_frozen(model, two_and_one(), ["cpu", "meta", "meta"])
     homes = {name: p.device.type for name, p in model.named_parameters()}
-    found = {name for name, home in homes.items() if home == "meta"}
-    assert found == {"qwen.0.weight", "qwen.0.bias"}
+    assert {name for name, home in homes.items() if home == "meta"} == {
+        *(f"llama.layers.{i}.{what}" for i in (2, 3) for what in ("weight", "bias")),
+        *("qwen.0.weight", "qwen.0.bias"),
+    }
 
 
 def test_inputs_follow_and_outputs_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,13 +93,14 @@ def test_inputs_follow_and_outputs_come_back(monkeypatch: pytest.MonkeyPatch) ->
             moves.append(str(arguments[0]))
         return original(self, "cpu")
 
-    place_frozen(model, two(), ["cpu:0", "cpu:1", "cpu:2"])
+    place_frozen(model, two_and_one(), ["cpu:0", "cpu:1", "cpu:2"])
     monkeypatch.setattr(Tensor, "to", noted)
     result = model(torch.ones(2, 4))
     monkeypatch.undo()
     assert torch.equal(result, expected)
-    # llama (input, factor) and back; then qwen, and back
-    assert moves == ["cpu:1", "cpu:1", "cpu", "cpu:2", "cpu"]
+    # llama (input, factor), inlet, layers 0 to 3, outlet, and back; then qwen, and back
+    there_and_back = ("cpu:0", "cpu:0", "cpu:0", "cpu:0", "cpu:0", "cpu:1", "cpu:1", "cpu:0", "cpu")
+    assert moves == [*there_and_back, "cpu:2", "cpu"]
 
 
 @pytest.fixture
@@ -146,8 +149,9 @@ def planned(count: int, room: int) -> ElasticGPUConfig:
 @pytest.mark.parametrize(
     ("count", "room", "strategy", "homes"),
     [
-        (2, 700, "model_split", {"llama.layers.0": 0, "qwen.0": 1}),
-        (4, 700, "hybrid_ddp", {"llama.layers.0": 0, "qwen.0": 1}),
+        (2, 700, "model_split", {"llama.layers.0": 0, "llama.layers.1": 0, "qwen.0": 1}),
+        (3, 500, "hybrid", {"llama.layers.0": 0, "llama.layers.1": 1, "qwen.0": 2}),
+        (4, 700, "hybrid_ddp", {"llama.layers.0": 0, "llama.layers.1": 0, "qwen.0": 1}),
     ],
 )
 def test_a_split_trains_as_one_device_does(
@@ -177,7 +181,7 @@ def test_frozen_parts_may_be_in_what_is_replicated() -> None:
     models = [Pair() for _ in range(2)]
 
     def work(rank: int, group: dist.ProcessGroup) -> dict[str, Tensor]:
-        place_frozen(models[rank], two(), ["cpu"] * 3)
+        place_frozen(models[rank], two_and_one(), ["cpu"] * 3)
         return trained(models[rank], ProcessGroupCommunicator(group), whole=True)
 
     expected = trained(Pair(), SingleCommunicator())
@@ -195,7 +199,7 @@ def test_two_replicas_beside_a_second_model_on_the_third_device() -> None:
     def work(rank: int, group: dist.ProcessGroup) -> dict[str, Tensor]:
         with CpuDevices():
             placement = FrozenPlacement(places=places, left=())
-            place_frozen(models[rank], placement, ["cpu:0", "cpu:2"])
+            place_frozen(models[rank], placement, ["cpu:0", "cpu:2"], rest="cpu:0")
             return trained(models[rank], ProcessGroupCommunicator(group))
 
     for found in run_thread_ranks(work, 2):

@@ -24,7 +24,7 @@ the trainable parts fit on no single device, use `gs.replicate(model, strategy="
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ from torch.utils.hooks import RemovableHandle as Hook
 from gradsync.commands.plan.description import Device, Hardware
 from gradsync.commands.plan.hardware_file import load_hardware
 from gradsync.commands.plan.machine import detect_hardware
-from gradsync.commands.plan.placement import FrozenPart, FrozenPlacement, place_parts
+from gradsync.commands.plan.placement import FrozenPart, FrozenPlacement, PartPlace, place_parts
 from gradsync.core.files import counted
 from gradsync.core.torch_private import move_own
 from gradsync.data.micro_batch import map_tensors
@@ -158,7 +158,8 @@ class ElasticGPUConfig:
         inputs belong. Create the optimizer and call `gs.replicate`, over what trains, afterwards.
 
         Raises:
-            ConfigError: a plan with several devices per replica has no frozen parts.
+            ConfigError: a plan with several devices per replica has no frozen parts, or `model` has
+                other frozen parts.
         """
         if self.placement is None and len(self.groups[0]) > 1:
             raise ConfigError(
@@ -167,7 +168,7 @@ class ElasticGPUConfig:
             )
         homes = self._replica_devices() if devices is None else devices
         placement = self.placement or FrozenPlacement(places={}, left=())
-        return place_frozen(model, placement, homes)
+        return place_frozen(model, placement, homes, rest=homes[0])
 
     def __str__(self) -> str:
         config = self.config
@@ -217,42 +218,41 @@ def frozen_parts(model: nn.Module) -> tuple[FrozenPart, ...]:
         if not name or (inside and name.startswith(inside)):
             continue
         parameters = list(module.parameters())
-        if parameters and not any(parameter.requires_grad for parameter in parameters):
-            inside = f"{name}."
-            tensors = (*parameters, *module.buffers())
-            num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-            found.append(FrozenPart(name=name, num_bytes=num_bytes))
+        if not parameters or any(parameter.requires_grad for parameter in parameters):
+            continue
+        inside = f"{name}."
+        blocks = tuple(map(_bytes, _blocks(module)))
+        found.append(FrozenPart(name=name, num_bytes=_bytes(module), blocks=blocks))
     return tuple(found)
 
 
 def place_frozen(
-    model: nn.Module, placement: FrozenPlacement, devices: Sequence[AnyDevice]
+    model: nn.Module,
+    placement: FrozenPlacement,
+    devices: Sequence[AnyDevice],
+    *,
+    rest: AnyDevice | None = None,
 ) -> list[Hook]:
-    """Move frozen submodules to their devices, and everything else to the first; activations follow
-    by the hooks that it returns.
+    """Move frozen submodules to their devices; activations follow by the hooks that it returns.
 
     Args:
-        model: whose `frozen_parts` were placed.
-        placement: from `place_parts`.
+        model: a part that is split in two must call its blocks as modules, one after the other.
+        placement: from `place_parts`, with names of submodules of `model`.
         devices: of this rank, in the order of the placement.
+        rest: device of the other parts of `model`; None does not move them.
     """
-    homes = {
-        model.get_submodule(name): devices[place.devices[0]]
+    modules = dict(model.named_modules())
+    if rest is not None:
+        _place_around({id(modules[name]) for name in placement.places}, model, rest)
+    return [
+        hook
         for name, place in placement.places.items()
-    }
-
-    def move_rest(module: nn.Module) -> None:
-        move_own(module, devices[0])  # the frozen parts in it may be too large for this device
-        for child in module.children():
-            if child not in homes:
-                move_rest(child)
-
-    move_rest(model)
-    return [hook for part, home in homes.items() for hook in _move_and_follow(part, home)]
+        for hook in _place(modules[name], place, [devices[index] for index in place.devices])
+    ]
 
 
-def _move_and_follow(part: nn.Module, device: AnyDevice) -> list[Hook]:
-    """Inputs go to the part's device, outputs come back to the first input's."""
+def _follow(module: nn.Module, device: AnyDevice, *, comes_back: bool = False) -> list[Hook]:
+    """Move inputs to `device`; with `comes_back`, move outputs to the first input's device."""
     origins: list[AnyDevice] = []
 
     def before(_: nn.Module, inputs: Any, named: Any) -> tuple[Any, Any]:
@@ -263,15 +263,55 @@ def _move_and_follow(part: nn.Module, device: AnyDevice) -> list[Hook]:
             return tensor.to(device)
 
         moved = map_tensors(inputs, move), map_tensors(named, move)
-        origins.append(homes[0] if homes else device)
+        if comes_back:
+            origins.append(homes[0] if homes else device)
         return moved
 
     def after(_: nn.Module, inputs: Any, outputs: Any) -> Any:
         home = origins.pop()
         return map_tensors(outputs, lambda tensor: tensor.to(home))
 
-    part.to(device)
-    return [
-        part.register_forward_pre_hook(before, with_kwargs=True),
-        part.register_forward_hook(after),
-    ]
+    hooks = [module.register_forward_pre_hook(before, with_kwargs=True)]
+    return [*hooks, module.register_forward_hook(after)] if comes_back else hooks
+
+
+def _place(module: nn.Module, place: PartPlace, devices: Sequence[AnyDevice]) -> list[Hook]:
+    first, last = devices[0], devices[-1]
+    hooks = _follow(module, first, comes_back=True)
+    if len(devices) == 1:
+        module.to(first)
+        return hooks
+    blocks = _blocks(module)
+    for outside in _place_around({id(block) for block in blocks}, module, first):
+        hooks += _follow(outside, first)
+    for index, block in enumerate(blocks):
+        home = first if index < place.first_blocks else last
+        block.to(home)
+        hooks += _follow(block, home)
+    return hooks
+
+
+def _place_around(kept: Container[int], module: nn.Module, device: AnyDevice) -> list[nn.Module]:
+    """Move all of `module` except the submodules in `kept`, which may be too large for `device`.
+    Returns the largest submodules that hold none of them."""
+    move_own(module, device)
+    outside = []
+    for child in module.children():
+        if id(child) in kept:
+            continue
+        if any(id(part) in kept for part in child.modules()):
+            outside += _place_around(kept, child, device)
+        else:
+            outside.append(child.to(device))
+    return outside
+
+
+def _blocks(module: nn.Module) -> list[nn.Module]:
+    """The largest list of submodules in `module`; for most models their layers."""
+    lists = [part for part in module.modules() if isinstance(part, nn.Sequential | nn.ModuleList)]
+    return list(max(lists, key=_bytes).children()) if lists else []
+
+
+def _bytes(module: nn.Module) -> int:
+    tensors = (*module.parameters(), *module.buffers())
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gradsync.commands.plan.description import Device, Hardware, Host, Link
-from gradsync.commands.plan.placement import FrozenPart
+from gradsync.commands.plan.placement import FrozenPart, PartPlace
 from gradsync.compat import log_gpu_memory
 from gradsync.compat.elastic_gpu import ElasticGPUConfig
 from gradsync.errors import ConfigError
@@ -102,14 +102,15 @@ def test_hardware_by_name() -> None:
 
 def test_two_and_one() -> None:
     frozen = (
-        *(FrozenPart(name=f"llama {half}", num_bytes=20 * GB) for half in (1, 2)),
+        FrozenPart(name="llama", num_bytes=40 * GB, blocks=(5 * GB,) * 8),
         FrozenPart(name="qwen", num_bytes=24 * GB),
     )
     config = ElasticGPUConfig(64, 68.0, frozen=frozen, hardware=gpus(3, 40))
     assert config.strategy == "hybrid"
     assert config.placement is not None
-    assert [place.devices for place in config.placement.places.values()] == [(1,), (2,), (0,)]
-    assert "device 0: qwen" in str(config)
+    assert config.placement.places["llama"] == PartPlace(devices=(0, 1), first_blocks=4)
+    assert config.placement.places["qwen"] == PartPlace(devices=(2,))
+    assert "device 2: qwen" in str(config)
 
 
 def test_bad_numbers() -> None:

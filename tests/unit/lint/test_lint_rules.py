@@ -116,6 +116,12 @@ WRONG: dict[str, list[str]] = {
             accumulation = batch // (micro * world_size)  # GS204
         """,
     ],
+    "GS205": [
+        """
+        sampler = DistributedSampler(held_out, shuffle=False)  # GS205
+        loader = DataLoader(held_out, 8, sampler=sampler)
+        """,
+    ],
     "GS301": [
         """
         device = f"cuda:{rank}"  # GS301
@@ -191,6 +197,17 @@ WRONG: dict[str, list[str]] = {
         finish()
         """,
     ],
+    "GS501": [
+        """
+        loss = criterion(model(x), y)
+        dist.all_reduce(loss)  # GS501
+        loss = loss / world_size
+        """,
+        """
+        accuracy = correct.float().mean()
+        dist.all_reduce(accuracy, op=dist.ReduceOp.AVG)  # GS501
+        """,
+    ],
 }
 
 RIGHT: dict[str, str] = {
@@ -255,7 +272,7 @@ RIGHT: dict[str, str] = {
         loader = DataLoader(dataset, 8, sampler=sampler)
         for epoch in range(3):
             sampler.set_epoch(epoch)
-        held_out = DistributedSampler(validation, shuffle=False)
+        held_out = DistributedSampler(validation, shuffle=False, drop_last=True)
         """,
     "a loader that is chosen": """
         ddp = DDP(model)

@@ -28,6 +28,7 @@ _COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gathe
 _COLLECTIVES += ("reduce_scatter", "reduce_scatter_tensor", "barrier", "broadcast", "reduce")
 _COLLECTIVES += ("broadcast_object_list", "gather", "gather_object", "scatter", "all_to_all")
 _COLLECTIVES += ("all_to_all_single", "monitored_barrier", "new_group", "wait_for_everyone")
+_MEANS = ("mean", "criterion", "cross_entropy", "mse_loss")
 _LIBRARIES = ("dist", "torch.distributed", "distributed", "accelerator", "fabric", "gs", "gradsync")
 _IGNORED = re.compile(r"#\s*gradsync:\s*ignore(?:\[([\w, ]+)\])?")
 
@@ -249,6 +250,21 @@ def _is_of_batch(s: Script, node: ast.BinOp) -> bool:
     return sized and product and any(ranks)  # or a function's argument with that name
 
 
+@_rule(
+    "GS205",
+    "warning",
+    "a DistributedSampler in the data's own order repeats samples to make shares equal",
+    why="of 10 samples 4 ranks evaluate 12: a metric counts two of them twice",
+    fix="each rank takes range(rank, len(dataset), world_size), and ranks sum counts",
+)
+def _padded_evaluation(s: Script) -> Iterator[ast.AST]:
+    for call in s.calls("DistributedSampler"):
+        ordered = is_constant(keyword(call, "shuffle"), value=False)
+        whole = is_constant(keyword(call, "drop_last"), value=True)
+        if ordered and not whole and "gather_for_metrics" not in s.text:
+            yield call
+
+
 # -- devices --------------------------------------------------------------------------------------
 
 
@@ -347,6 +363,33 @@ def _called_by_one_rank(s: Script, call: ast.Call) -> bool:
         return False
     uses = [use for use in s.calls(function.name) if dotted(use.func) == function.name]
     return bool(uses) and all(s.on_one_rank(use) for use in uses)
+
+
+@_rule(
+    "GS501",
+    "warning",
+    "a mean over ranks of each rank's mean",
+    why="it is the mean over samples only where all ranks have equally many",
+    fix="sum losses and counts over ranks, and divide once (sync.mean_loss)",
+)
+def _mean_of_means(s: Script) -> Iterator[ast.AST]:
+    for call in s.calls("all_reduce"):
+        name = dotted(call.args[0]) if call.args else ""
+        if not any(word in name.lower() for word in ("loss", "acc", "metric")):
+            continue
+        values = s.values.get(name, [])
+        means = any(any(calls_in(value, *_MEANS)) for value in values) or any(
+            isinstance(getattr(n, "op", None), ast.Div) for v in values for n in ast.walk(v)
+        )
+        average = any(last(n) == "AVG" for n in ast.walk(call))
+        divided = any(
+            isinstance(n, ast.BinOp | ast.AugAssign)
+            and isinstance(n.op, ast.Div)
+            and s.is_world_size(n.right if isinstance(n, ast.BinOp) else n.value)
+            for n in s.nodes
+        )
+        if means and (average or divided):
+            yield call
 
 
 RULES = tuple(

@@ -18,8 +18,7 @@ from pathlib import Path
 
 from network import namespaces
 
-from gradsync.commands.report.charts import LIGHT, STYLE
-from gradsync.commands.report.timeline import timeline
+from gradsync.commands.report.charts import LIGHT, STYLE, timeline
 
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "guide" / "timeline.svg"
 RATE_MBIT, RANKS = 1000, 2

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gradsync.commands.report.timeline import read_spans
+from gradsync.commands.report.charts import read_spans
 from gradsync.commands.train.config import SyncConfig
 from gradsync.commands.train.faults import FaultPlan
 from support.small_run import make_data, small_config, train_rank

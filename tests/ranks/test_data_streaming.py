@@ -9,13 +9,11 @@ from contextlib import nullcontext
 from itertools import islice
 from typing import Any
 
-import datasets
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from datasets import IterableDataset
-from datasets.distributed import split_dataset_by_node
 
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.data.loader import loader
@@ -450,10 +448,3 @@ def test_places_that_are_none_are_passed_over(damage: dict[str, Any]) -> None:
 def test_misuse_is_named(data: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises((ConfigError, DataError), match=message):
         stream(data, **options)
-
-
-def test_a_split_data_set_is_refused() -> None:
-    for data in (data_set([4]), datasets.Dataset.from_dict({"a": [1, 2]}).to_iterable_dataset()):
-        split = split_dataset_by_node(data, rank=1, world_size=2)
-        with pytest.raises(ConfigError, match=r"split_dataset_by_node \(rank 1 of 2\)"):
-            stream(split.map(lambda row: row))

@@ -19,7 +19,6 @@ A new training script is shorter with `gs.replicate(model)`, which wraps nothing
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Literal, TypedDict
@@ -29,7 +28,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gradsync.comm.groups import communicator
-from gradsync.compat.frozen import tensors_in
 from gradsync.compat.functions import setup_distributed as setup_distributed  # noqa: PLC0414  a re-export
 from gradsync.data.batch_plan import share
 from gradsync.data.micro_batch import count_targets, map_tensors
@@ -93,11 +91,8 @@ class NaiveDDPTrainer:
                 f"rank {comm.rank} of {comm.world_size}"
             )
         self._sync = replicate(self.model, strategy="naive", comm=comm)
-        counted = self._counted = deque([0], maxlen=1)
-        # What has a gradient when the optimizer steps has been reduced.
-        optimizer.register_step_pre_hook(
-            lambda *_: counted.append(sum(p.grad is not None for p in model.parameters()))
-        )
+        self._num_reduced = 0
+        optimizer.register_step_pre_hook(self._count_reduced)
 
     def train_step(self, inputs: Any, targets: Any, loss_fn: LossFn | None = None) -> StepInfo:
         """One optimizer step on this rank's shard of the global batch; all ranks call it.
@@ -114,8 +109,7 @@ class NaiveDDPTrainer:
                 integer targets, without -100, and squared error for others.
 
         Raises:
-            DataError: tensors have different lengths; values and outputs have different shapes;
-                without a loss_fn, targets are not a tensor.
+            DataError: tensors have different lengths; values and outputs have different shapes.
         """
         inputs, targets = map_tensors((inputs, targets), lambda tensor: tensor.to(self.device))
         begin = self._now()
@@ -128,7 +122,7 @@ class NaiveDDPTrainer:
             loss, weight, reduction = _loss(outputs, targets, loss_fn, num_samples)
             self._sync.backward(loss, weight=weight, reduction=reduction)
         computed = self._now()
-        self._counted.append(0)
+        self._num_reduced = 0
         result = self._sync.step(self.optimizer)
         total_time = self._now() - begin
         comm_time = result.exposed.seconds()
@@ -138,8 +132,12 @@ class NaiveDDPTrainer:
             compute_time=computed - begin,
             comm_time=comm_time,
             comm_fraction=comm_time / total_time,
-            num_comm_ops=self._counted[-1],
+            num_comm_ops=self._num_reduced,
         )
+
+    def _count_reduced(self, *_: Any) -> None:
+        """What has a gradient when the optimizer steps has been reduced."""
+        self._num_reduced = sum(p.grad is not None for p in self.model.parameters())
 
     def _now(self) -> float:
         """The time after the device has finished all work; otherwise it would time the launch."""
@@ -186,8 +184,6 @@ def _loss(
         if losses.dim() == 0:
             return losses, count_targets((outputs, targets), num_samples), "mean"
         return losses.sum(), losses.numel(), "sum"
-    if not isinstance(targets, Tensor):
-        raise DataError(f"targets are a {type(targets).__name__}: give train_step a loss_fn")
     if targets.is_floating_point():
         if outputs.shape != targets.shape:
             raise DataError(
@@ -203,7 +199,14 @@ def _loss(
 
 def _num_samples(batch: Any) -> int | None:
     """The common length of all tensors in a batch; None without tensors."""
-    lengths = dict.fromkeys(len(tensor) for tensor in tensors_in(batch) if tensor.dim())
+    lengths: dict[int, None] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        if tensor.dim():
+            lengths[len(tensor)] = None
+        return tensor
+
+    map_tensors(batch, note)
     if len(lengths) > 1:
         raise DataError(f"tensors of one batch have different lengths: {[*lengths]}")
     return next(iter(lengths), None)

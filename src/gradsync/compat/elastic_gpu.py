@@ -1,4 +1,5 @@
-"""`ElasticGPUConfig`: which GPUs are available, and how to train on 1 to N of them.
+"""`ElasticGPUConfig`: which GPUs are available, and how to train on 1 to N of them; frozen
+submodules on separate devices, around a trainable rest that is replicated.
 
     config = ElasticGPUConfig(base_batch_size=64, model_size_gb=30, frozen=frozen_parts(model))
     print(config)
@@ -16,27 +17,32 @@ an A100 has 40 or 80 GB, and a slice of one less.
     4          ddp                        hybrid_ddp: two replicas, each on two
 
 On several devices a replica's frozen parts are on separate devices (`place`); its trainable parts
-are on its first device, and are replicated. If the trainable parts fit on no single device, use a
-strategy that shards them: `gs.replicate(model, strategy="fsdp")`.
+are on its first device, and are replicated. Hooks move the activations: inputs of a submodule go to
+its device, and its outputs come back to the device of its inputs; gradients return the same way. If
+the trainable parts fit on no single device, use `gs.replicate(model, strategy="fsdp")`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle as Hook
 
 from gradsync.commands.plan.description import Device, Hardware
 from gradsync.commands.plan.hardware_file import load_hardware
 from gradsync.commands.plan.machine import detect_hardware
-from gradsync.commands.plan.placement import FrozenPart, FrozenPlacement, place_parts
-from gradsync.compat.frozen import AnyDevice, Hook, place_frozen
+from gradsync.commands.plan.placement import FrozenPart, FrozenPlacement, PartPlace, place_parts
 from gradsync.core.files import counted
+from gradsync.core.torch_private import move_own
+from gradsync.data.micro_batch import map_tensors
 from gradsync.errors import ConfigError
 from gradsync.runtime import environ
 from gradsync.runtime.resolve import resolve
 
+AnyDevice = torch.device | str
 _GB = 1e9
 
 
@@ -84,8 +90,14 @@ class ElasticGPUConfig:
         """Devices of each replica."""
         self.replicas = len(self.groups) if hardware else world.world_size
         """Number of replicas in a step: the ranks of this run, or what fits on `hardware`."""
-        self.placement: FrozenPlacement | None = self._placement()
+        self.placement: FrozenPlacement | None = None
         """Placement of the frozen parts over one replica's devices; None without frozen parts."""
+        if self.frozen:
+            trains = int(self.model_size_gb * _GB) - sum(part.num_bytes for part in self.frozen)
+            if trains < 0:
+                raise ConfigError("frozen parts are larger than model_size_gb says of all")
+            room = [self._room[index] for index in self.groups[0]]
+            self.placement = place_parts(self.frozen, room, replicated_bytes=trains)
         self.config = self.configure()
         """See `configure`."""
 
@@ -121,7 +133,13 @@ class ElasticGPUConfig:
         base, replicas = self.base_batch_size, self.replicas
         if replicas > base:
             raise ConfigError(f"{replicas} replicas cannot share {base} samples")
-        sizes = range(1, min(self._most_samples(), -(-base // replicas)) + 1)
+        most = base
+        if self.sample_gb is not None:
+            room = min(sum(self._room[index] for index in group) for group in self.groups)
+            most = int((room / _GB - self.model_size_gb) / self.sample_gb)
+        if most < 1:
+            raise ConfigError(f"no room for one sample of {self.sample_gb} GB beside a replica")
+        sizes = range(1, min(most, -(-base // replicas)) + 1)
         cuts = [(size, max(round(base / replicas / size), 1)) for size in sizes]
         size, steps = min(cuts, key=lambda cut: (abs(cut[0] * cut[1] * replicas - base), cut[1]))
         return {
@@ -155,19 +173,14 @@ class ElasticGPUConfig:
     def __str__(self) -> str:
         config = self.config
         names = ", ".join(dict.fromkeys(device.name for device in self.devices))
-        takes = f", a replica takes {self.model_size_gb:g} GB" if self.model_size_gb else ""
         groups = ", ".join("+".join(map(str, group)) for group in self.groups)
         lines = [
-            f"{len(self.devices)} x {names}: {self._room[0] / _GB:.1f} GB each may be planned with"
-            + takes,
+            f"{len(self.devices)} x {names}: {self._room[0] / _GB:.1f} GB each may be planned with",
             f"strategy {config['strategy']}: replicas on devices {groups}",
-            f"batch {config['effective_batch_size']} (of {self.base_batch_size} asked for) = "
-            f"{counted(self.replicas, 'replica')} x {config['batch_size']} samples x "
-            f"{counted(config['grad_accum_steps'], 'forward')}",
+            f"batch {config['effective_batch_size']} = {counted(self.replicas, 'replica')} x "
+            f"{config['batch_size']} samples x {counted(config['grad_accum_steps'], 'forward')}",
         ]
-        if self.placement is not None:
-            lines.append(self.placement.describe())
-        return "\n".join(lines)
+        return "\n".join(lines + ([self.placement.describe()] if self.placement else []))
 
     def _replica_devices(self) -> list[str]:
         """Devices of this process's replica, as torch names."""
@@ -193,23 +206,112 @@ class ElasticGPUConfig:
             "missing"
         )
 
-    def _placement(self) -> FrozenPlacement | None:
-        if not self.frozen:
-            return None
-        room = [self._room[index] for index in self.groups[0]]
-        trains = int(self.model_size_gb * _GB) - sum(part.num_bytes for part in self.frozen)
-        if trains < 0:
-            raise ConfigError("frozen parts are larger than model_size_gb says of all")
-        return place_parts(self.frozen, room, replicated_bytes=trains)
 
-    def _most_samples(self) -> int:
-        if self.sample_gb is None:
-            return self.base_batch_size
-        rooms = [sum(self._room[index] for index in group) for group in self.groups]
-        most = int((min(rooms) / _GB - self.model_size_gb) / self.sample_gb)
-        if most < 1:
-            raise ConfigError(
-                f"no room for one sample of {self.sample_gb} GB beside a replica of "
-                f"{self.model_size_gb:g} GB"
-            )
-        return most
+# -- frozen parts ----------------------------------------------------------------------------------
+
+
+def frozen_parts(model: nn.Module) -> tuple[FrozenPart, ...]:
+    """The largest submodules whose parameters have no `requires_grad`, in the model's order."""
+    found: list[FrozenPart] = []
+    inside = ""
+    for name, module in model.named_modules():
+        if not name or (inside and name.startswith(inside)):
+            continue
+        parameters = list(module.parameters())
+        if not parameters or any(parameter.requires_grad for parameter in parameters):
+            continue
+        inside = f"{name}."
+        blocks = tuple(map(_bytes, _blocks(module)))
+        found.append(FrozenPart(name=name, num_bytes=_bytes(module), blocks=blocks))
+    return tuple(found)
+
+
+def place_frozen(
+    model: nn.Module,
+    placement: FrozenPlacement,
+    devices: Sequence[AnyDevice],
+    *,
+    rest: AnyDevice | None = None,
+) -> list[Hook]:
+    """Move frozen submodules to their devices; activations follow by the hooks that it returns.
+
+    Args:
+        model: a part that is split in two must call its blocks as modules, one after the other.
+        placement: from `place_parts`, with names of submodules of `model`.
+        devices: of this rank, in the order of the placement.
+        rest: device of the other parts of `model`; None does not move them.
+    """
+    modules = dict(model.named_modules())
+    if rest is not None:
+        _place_around({id(modules[name]) for name in placement.places}, model, rest)
+    return [
+        hook
+        for name, place in placement.places.items()
+        for hook in _place(modules[name], place, [devices[index] for index in place.devices])
+    ]
+
+
+def _follow(module: nn.Module, device: AnyDevice, *, comes_back: bool = False) -> list[Hook]:
+    """Move inputs to `device`; with `comes_back`, move outputs to the first input's device."""
+    origins: list[AnyDevice] = []
+
+    def before(_: nn.Module, inputs: Any, named: Any) -> tuple[Any, Any]:
+        homes: list[AnyDevice] = []
+
+        def move(tensor: Tensor) -> Tensor:
+            homes.append(tensor.device)
+            return tensor.to(device)
+
+        moved = map_tensors(inputs, move), map_tensors(named, move)
+        if comes_back:
+            origins.append(homes[0] if homes else device)
+        return moved
+
+    def after(_: nn.Module, inputs: Any, outputs: Any) -> Any:
+        home = origins.pop()
+        return map_tensors(outputs, lambda tensor: tensor.to(home))
+
+    hooks = [module.register_forward_pre_hook(before, with_kwargs=True)]
+    return [*hooks, module.register_forward_hook(after)] if comes_back else hooks
+
+
+def _place(module: nn.Module, place: PartPlace, devices: Sequence[AnyDevice]) -> list[Hook]:
+    first, last = devices[0], devices[-1]
+    hooks = _follow(module, first, comes_back=True)
+    if len(devices) == 1:
+        module.to(first)
+        return hooks
+    blocks = _blocks(module)
+    for outside in _place_around({id(block) for block in blocks}, module, first):
+        hooks += _follow(outside, first)
+    for index, block in enumerate(blocks):
+        home = first if index < place.first_blocks else last
+        block.to(home)
+        hooks += _follow(block, home)
+    return hooks
+
+
+def _place_around(kept: Container[int], module: nn.Module, device: AnyDevice) -> list[nn.Module]:
+    """Move all of `module` except the submodules in `kept`, which may be too large for `device`.
+    Returns the largest submodules that hold none of them."""
+    move_own(module, device)
+    outside = []
+    for child in module.children():
+        if id(child) in kept:
+            continue
+        if any(id(part) in kept for part in child.modules()):
+            outside += _place_around(kept, child, device)
+        else:
+            outside.append(child.to(device))
+    return outside
+
+
+def _blocks(module: nn.Module) -> list[nn.Module]:
+    """The largest list of submodules in `module`; for most models their layers."""
+    lists = [part for part in module.modules() if isinstance(part, nn.Sequential | nn.ModuleList)]
+    return list(max(lists, key=_bytes).children()) if lists else []
+
+
+def _bytes(module: nn.Module) -> int:
+    tensors = (*module.parameters(), *module.buffers())
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -85,22 +85,16 @@ def get_device() -> torch.device:
     return torch.device(choose_device("auto", resolve(environ.snapshot()).world.local_rank))
 
 
-def _place() -> tuple[int, int]:
-    """Rank and number of processes: from the process group if it exists, else from the launcher."""
-    if dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    world = resolve(environ.snapshot()).world
-    return world.rank, world.world_size
-
-
 def get_rank() -> int:
-    """Rank of this process; 0 without a launcher."""
-    return _place()[0]
+    """Rank of this process in its group, else by the launcher's variables; 0 without any."""
+    return dist.get_rank() if dist.is_initialized() else resolve(environ.snapshot()).world.rank
 
 
 def get_world_size() -> int:
-    """Number of processes; 1 without a launcher."""
-    return _place()[1]
+    """Number of processes in the group, else by the launcher's variables; 1 without any."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return resolve(environ.snapshot()).world.world_size
 
 
 def get_local_rank() -> int:

@@ -6,9 +6,14 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import multiprocessing
+import os
+import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from multiprocessing import resource_tracker
 from operator import index
 from pathlib import PurePath
 from typing import Any
@@ -20,11 +25,16 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from gradsync.core.torch_private import end_workers
-from gradsync.data.batch_plan import StepSpan, cut_step, require_at_least, solve_batch_plan
+from gradsync.data.batch_plan import (
+    SampleOrder,
+    StepSpan,
+    cut_step,
+    derive_key,
+    require_at_least,
+    solve_batch_plan,
+)
 from gradsync.data.micro_batch import Batch, MicroBatch, make_micro_batch
-from gradsync.data.order import SampleOrder, derive_key
 from gradsync.data.tokens import TokenDataset
-from gradsync.data.workers import begin_reading, begin_worker, start_method
 from gradsync.errors import ConfigError, DataError
 from gradsync.runtime.seeds import (
     kept_generators,
@@ -32,6 +42,7 @@ from gradsync.runtime.seeds import (
     seed_micro_batch,
     stream_seed,
 )
+from gradsync.runtime.signals import HANDLED
 from gradsync.world import World
 
 log = logging.getLogger("gradsync")
@@ -41,8 +52,7 @@ Collate = Callable[[list[Any]], Any]
 WORKER_OPTIONS = ("timeout", "prefetch_factor", "multiprocessing_context", "worker_init_fn")
 WORKER_OPTIONS += ("persistent_workers",)
 """The options of torch's `DataLoader` that do not change the contents of a micro-batch."""
-
-
+_HELD = HANDLED if hasattr(signal, "sigwaitinfo") else ()
 _DEEPEST = 4
 """Depth of nested lists and data sets that `glimpse_of` looks into."""
 
@@ -256,6 +266,7 @@ class Loader:
             start = stop
 
     def _open_batches(self) -> Iterator[Any]:
+        """The batches of this rank's micro-batches, read here or ahead by workers."""
         items = (
             (
                 None if self._seed is None else (self._seed, step, micro_batch.index),
@@ -266,36 +277,77 @@ class Loader:
         )
         if not self._num_workers:
             return map(self._reader.__getitem__, items)
-        return begin_reading(self._read_ahead(items))
-
-    def _read_ahead(self, items: Iterable[Any]) -> DataLoader[Any]:
-        """The batches of `items`, see `_Reader`, read by at least one worker."""
         # A separate generator: DataLoader would draw from the global one, and `num_workers` would
         # change the model's dropout.
         generator = torch.Generator()
         generator.manual_seed(derive_key(self._order.seed, self._samples, self._rank) >> 1)
         options = dict(self._worker_options)
-        options["worker_init_fn"] = partial(begin_worker, options.get("worker_init_fn"))
-        context = start_method(options.pop("multiprocessing_context", None))
-        return DataLoader(
+        options["worker_init_fn"] = partial(_begin_worker, options.get("worker_init_fn"))
+        context = _start_method(options.pop("multiprocessing_context", None))
+        workers = DataLoader(
             self._reader,
             sampler=items,
             batch_size=None,  # a micro-batch is one item: the reader makes the batch
             collate_fn=_unchanged,
-            num_workers=self._num_workers or 1,
+            num_workers=self._num_workers,
             pin_memory=self._device.type == "cuda",
             generator=generator,
             multiprocessing_context=context,
             **options,
         )
+        return _begin_reading(workers)
 
 
 loader = Loader
 """The name in training loops: `for batch in gs.loader(...)`."""
 
 
+# -- worker processes: torch's, except for stop signals and their end -----------------------------
+
+
 def _unchanged(batch: Any) -> Any:
     return batch
+
+
+def _start_method(asked: Any) -> Any:
+    """DataLoader's `multiprocessing_context` for `asked`. A fork server would also get a stop
+    signal, end, and take its workers along; spawn does the same without a server."""
+    # The first method is the system's default, which the user may still change.
+    default = multiprocessing.get_start_method(allow_none=True)
+    method = asked or default or multiprocessing.get_all_start_methods()[0]
+    name = getattr(method, "get_start_method", lambda: method)()
+    return "spawn" if name == "forkserver" else asked
+
+
+def _begin_reading(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Start the workers, with stop signals blocked from their start."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD)
+    try:
+        if getattr(loader.multiprocessing_context, "get_start_method", str)() == "spawn":
+            resource_tracker.ensure_running()  # its start unblocks some of them
+            signal.pthread_sigmask(signal.SIG_BLOCK, _HELD)
+        return iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _begin_worker(then: Callable[[int], None] | None, number: int) -> None:
+    """Ignore stop signals in a worker: the rank still needs batches to finish its step."""
+    if _HELD:
+        signal.pthread_sigmask(signal.SIG_BLOCK, _HELD)
+        threading.Thread(target=_end_when_told, daemon=True).start()
+    if then is not None:
+        then(number)
+
+
+def _end_when_told() -> None:
+    rank = multiprocessing.parent_process()
+    while told := signal.sigwaitinfo(_HELD):
+        if told.si_signo == signal.SIGTERM and rank is not None and told.si_pid == rank.pid:
+            os._exit(0)
+
+
+# -- what identifies data and a place in it -------------------------------------------------------
 
 
 def check_state(

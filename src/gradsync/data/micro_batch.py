@@ -205,12 +205,10 @@ def _has_parts(batch: Any) -> bool:
 
 def _described(batch: Any) -> str:
     """The reason for an error: the kind of batch, and what to write instead."""
-    if isinstance(batch, Mapping):
-        keys = ", ".join(map(repr, batch))
-        return f"this batch is a dict ({keys}): use micro_batch.batch, as in model(**batch)"
+    keys = f" ({', '.join(map(repr, batch))})" if isinstance(batch, Mapping) else ""
     return (
-        f"this batch is a {type(batch).__name__}: use micro_batch.batch or micro_batch.inputs; "
-        "only a tuple or list of two or more has targets"
+        f"this batch is a {type(batch).__name__}{keys}: use micro_batch.batch, as in "
+        "model(**batch); only a tuple or list of two or more has targets"
     )
 
 

@@ -38,7 +38,7 @@ _COMPARED = 8
 may lack samples, such as a shuffle buffer's."""
 _REMEDY = (
     "give all ranks, and a run that goes on, the same data in the same order (a shuffle needs a "
-    "seed, files must be equal, nothing may be split by rank)"
+    "seed, files must be equal, nothing may be split by rank, as by split_dataset_by_node)"
 )
 
 
@@ -64,7 +64,7 @@ class StreamLoader:
         seed, seed_micro_batches: as in `loader`.
 
     Raises:
-        ConfigError: inexact batch arithmetic; a data set split for ranks, or readable only once.
+        ConfigError: inexact batch arithmetic; a data set readable only once, for several passes.
         DataError: while iterating: ranks read different streams.
     """
 
@@ -83,7 +83,11 @@ class StreamLoader:
         device: torch.device | str | None = None,
     ) -> None:
         require_at_least(1, num_epochs=num_epochs)
-        _check_whole(dataset, num_epochs)
+        if isinstance(dataset, Iterator) and num_epochs != 1:
+            raise ConfigError(
+                f"{type(dataset).__name__} can be read once and num_epochs is {num_epochs}: give "
+                "an iterable that begins anew whenever it is iterated"
+            )
         self.plan = solve_batch_plan(
             global_batch_size=global_batch_size,
             micro_batch_size=micro_batch_size,
@@ -237,32 +241,16 @@ class StreamLoader:
             return
         found = all_gather_json(self._comm, [count, digests])
         other = next(rank for rank, what in enumerate(found) if what != found[0])
-        first, theirs = found[0], found[other]
-        if first[0] != theirs[0]:
-            what = f"{first[0]} samples on rank 0, {theirs[0]} on rank {other}"
-        else:
-            pairs = enumerate(zip(first[1], theirs[1], strict=True))
-            micro_batch = next(index for index, (one, two) in pairs if one != two)
-            what = f"micro-batch {micro_batch} has other samples on rank {other} than on rank 0"
+        (mine, first), (theirs, second) = found[0], found[other]
+        what = f"{mine} samples on rank 0, {theirs} on rank {other}"
+        if mine == theirs:
+            number = next(n for n, digest in enumerate(first) if digest != second[n])
+            what = f"micro-batch {number} has other samples on rank {other} than on rank 0"
         raise DataError(f"the ranks read different streams at step {step}: {what}; {_REMEDY}")
 
 
 stream_loader = StreamLoader
 """The name in training loops: `for batch in gs.stream_loader(...)`."""
-
-
-def _check_whole(dataset: Any, num_epochs: int | None) -> None:
-    if isinstance(dataset, Iterator) and num_epochs != 1:
-        raise ConfigError(
-            f"{type(dataset).__name__} can be read once and num_epochs is {num_epochs}: give an "
-            "iterable that begins anew whenever it is iterated"
-        )
-    split = getattr(dataset, "_distributed", None)  # of `datasets`; there is no public name
-    if split is not None and split.world_size > 1:
-        raise ConfigError(
-            f"the data set was split by split_dataset_by_node (rank {split.rank} of "
-            f"{split.world_size}): leave that call out, stream_loader deals the samples to ranks"
-        )
 
 
 class _Source:

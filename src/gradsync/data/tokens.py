@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from gradsync.core.files import check_name, open_regular
 from gradsync.data.batch_plan import require_at_least
-from gradsync.data.meta import DTYPES, FileMeta, file_sha256, read_meta
+from gradsync.data.meta import DTYPES, file_sha256, read_meta
 from gradsync.errors import DataError
 
 _LARGEST_HASHED_BYTES = 1 << 30
@@ -137,22 +137,16 @@ def open_dataset(directory: Path | str, split: str, seq_len: int, **otherwise: A
         return TokenDataset(path, seq_len, **otherwise)
     if split not in meta.tokens:
         raise DataError(f"{directory} was prepared without a {split!r} split")
-    file = meta.files[path.name]
-    _check_file(path, file)
+    file, num_bytes = meta.files[path.name], _size_of(path)
+    is_small = num_bytes <= _LARGEST_HASHED_BYTES
+    if num_bytes != file.num_bytes or (is_small and file_sha256(path) != file.sha256):
+        raise DataError(
+            f"{path} is not the file that meta.json describes: damaged or replaced; prepare the "
+            "data again"
+        )
     return TokenDataset(
         path, seq_len, dtype=meta.dtype, vocab_size=meta.vocab_size, content=file.sha256
     )
-
-
-def _check_file(path: Path, file: FileMeta) -> None:
-    num_bytes = _size_of(path)
-    if num_bytes != file.num_bytes:
-        found = f"has {num_bytes} bytes, meta.json says {file.num_bytes}"
-    elif num_bytes <= _LARGEST_HASHED_BYTES and (sha256 := file_sha256(path)) != file.sha256:
-        found = f"SHA-256 is {sha256[:12]}…, meta.json says {file.sha256[:12]}…"
-    else:
-        return
-    raise DataError(f"{path}: {found}: damaged or replaced; prepare the data again")
 
 
 def _size_of(path: Path) -> int:

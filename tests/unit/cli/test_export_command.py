@@ -25,8 +25,8 @@ from gradsync.commands.models.config import GPTConfig
 from gradsync.commands.models.gpt import GPT
 from gradsync.commands.models.llama import from_llama, llama_config, shape_of, to_llama
 from gradsync.commands.prepare.prepare import prepare
+from gradsync.commands.prepare.tokenizer import load_tokenizer
 from gradsync.data.meta import read_meta
-from gradsync.data.tokenizer import load_tokenizer
 from gradsync.errors import ConfigError
 
 TEXT = "the quick brown fox, Größe 3 µm \u200b🦊\n\tdef f(x): return x  # <|endoftext|>\n"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradsync.compat import DatasetLoader
-from gradsync.compat.loaders import BatchLoader
+from gradsync.compat.manager import BatchLoader
 from gradsync.errors import ConfigError, DataError
 from gradsync.world import World
 

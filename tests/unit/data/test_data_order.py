@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradsync.data.order import SampleOrder, derive_key, permute
+from gradsync.data.batch_plan import SampleOrder, derive_key, permute
 from gradsync.errors import DataError
 
 

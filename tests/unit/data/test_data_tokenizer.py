@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradsync.commands.prepare.prepare import prepare
-from gradsync.data.tokenizer import BpeTokenizer, ByteTokenizer, load_tokenizer
+from gradsync.commands.prepare.tokenizer import BpeTokenizer, ByteTokenizer, load_tokenizer
 from gradsync.errors import ConfigError, DataError
 
 TEXTS = [b"a rose is a rose is a rose", "Ärger über Öl 🌊".encode(), b"x = <|endoftext|> + 1\n" * 9]

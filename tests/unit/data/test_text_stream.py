@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from gradsync.commands.prepare.documents import is_stream
-from gradsync.commands.prepare.prepare import prepare
+from gradsync.commands.prepare.prepare import is_stream, prepare
 from gradsync.commands.prepare.text_stream import (
     StreamedText,
     TextStream,
@@ -128,7 +127,6 @@ def test_a_hugging_face_stream_is_the_same(tmp_path: Path) -> None:
         (['{"body": "x"}'], "a.jsonl", r"a\.jsonl:1: .* 'text'; its keys are 'body'; .*--text-key"),
         (['{"body": "x"}'], "hf:json:a.jsonl", r"no field 'text'; its fields are 'body'; .*--text"),
         (['{"text": 3}'], "hf:json:a.jsonl", r"row 0: 'text' is a int and no text"),
-        ([], "hf::x", r"hf::x names no data set: hf:NAME"),
         (["{"], "hf:json:a.jsonl", r"hf:json:.*a\.jsonl cannot be opened: JSON parse error"),
         ([], "hf:json:a.jsonl", r"cannot be opened: no such files, or nothing in them"),
     ],

@@ -67,7 +67,7 @@ def export(path: Path, out: Path | None, data: str = "") -> Path:
 
     from gradsync.commands.models.gpt2 import gpt2_config, to_gpt2
     from gradsync.commands.models.llama import llama_config, to_llama
-    from gradsync.data.tokenizer import END_OF_TEXT
+    from gradsync.commands.prepare.tokenizer import END_OF_TEXT
 
     checkpoint, snapshot, shape, tokenizer = load_run(path, data)
     end = tokenizer.end_of_text_id if tokenizer.end_of_text_id < shape.vocab_size else None

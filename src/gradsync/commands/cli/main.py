@@ -44,8 +44,11 @@ COMMANDS = {
 _ROOMS = {
     "bench": "bench.command",
     "lint": "lint.command",
+    "prepare": "prepare.command",
+    "report": "report.command",
     "tune": "bench.tune",
     "verify": "verify.command",
+    "watch": "report.watch",
 }
 """Modules of commands outside of this package."""
 _SILENCE_S = 2.0

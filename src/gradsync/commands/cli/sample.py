@@ -91,10 +91,9 @@ def sample(path: Path, config: SampleOptions) -> tuple[Path, str]:
 def tokenizer_of(state: Mapping[str, Any], data: str) -> Any:
     """The tokenizer of a checkpoint's `state`, from the folder `data`, or from the one that the run
     was trained on; DataError if it is different or missing."""
-    from gradsync.commands.prepare.documents import is_stream
-    from gradsync.commands.prepare.prepare import default_corpus
+    from gradsync.commands.prepare.prepare import default_corpus, is_stream
+    from gradsync.commands.prepare.tokenizer import load_tokenizer
     from gradsync.data.meta import read_meta
-    from gradsync.data.tokenizer import load_tokenizer
 
     saved, trained_with = state["config"], state["tokenizer"]
     source = str(saved.get("data", ""))
@@ -120,7 +119,7 @@ def _bare_tokenizer(path: Path) -> Any:
     """The tokenizer of a folder that gradsync did not prepare: a `tokenizer.json`, or the
     characters in nanoGPT's `meta.pkl`; None without either."""
     from gradsync.checkpoint.plain_pickle import read_plain
-    from gradsync.data.tokenizer import FILE_NAME, BpeTokenizer
+    from gradsync.commands.prepare.tokenizer import FILE_NAME, BpeTokenizer
 
     if (path / FILE_NAME).is_file():
         return BpeTokenizer.load(path / FILE_NAME)

@@ -28,8 +28,8 @@ _COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gathe
 _COLLECTIVES += ("reduce_scatter", "reduce_scatter_tensor", "barrier", "broadcast", "reduce")
 _COLLECTIVES += ("broadcast_object_list", "gather", "gather_object", "scatter", "all_to_all")
 _COLLECTIVES += ("all_to_all_single", "monitored_barrier", "new_group", "wait_for_everyone")
-_LIBRARIES = ("dist", "torch.distributed", "distributed", "accelerator", "fabric", "gs", "gradsync")
 _MEANS = ("mean", "criterion", "cross_entropy", "mse_loss")
+_LIBRARIES = ("dist", "torch.distributed", "distributed", "accelerator", "fabric", "gs", "gradsync")
 _IGNORED = re.compile(r"#\s*gradsync:\s*ignore(?:\[([\w, ]+)\])?")
 
 
@@ -59,8 +59,8 @@ def lint(script: Script) -> list[Found]:
     found = []
     for rule in RULES:
         for node in rule.find(script):
-            line = getattr(node, "lineno", 1)
-            said = _IGNORED.search(script.lines[line - 1]) if line <= len(script.lines) else None
+            line: int = getattr(node, "lineno", 1)
+            said = _IGNORED.search(script.lines[line - 1])
             if said is None or (said[1] and rule.id not in said[1].replace(",", " ").split()):
                 found.append(Found(rule=rule, path=script.path, line=line))
     return sorted(set(found), key=lambda each: (each.line, each.rule.id))
@@ -85,31 +85,14 @@ def _rule(
 )
 def _forward_outside_no_sync(s: Script) -> Iterator[ast.AST]:
     for block in s.nodes:
-        if isinstance(block, ast.With) and _is_no_sync(block):
+        if not isinstance(block, ast.With):
+            continue
+        opened = [item.context_expr for item in block.items]
+        if any(isinstance(each, ast.Call) and last(each.func) == "no_sync" for each in opened):
             calls = [call for each in block.body for call in calls_in(each)]
             # Any other call may contain the forward, as the user's own `loss = step(batch)`.
             if calls and all(last(call.func) == "backward" for call in calls):
                 yield calls[0]
-
-
-@_rule(
-    "GS106",
-    "error",
-    "every backward is inside no_sync()",
-    why="no gradient is ever averaged: each rank trains a model of its own",
-    fix="the last micro-batch of a step outside of it, forward included",
-)
-def _never_synchronised(s: Script) -> Iterator[ast.AST]:
-    backward = list(s.calls("backward"))
-    steps = s.wrapped and any(s.calls("step")) and not any(s.calls("all_reduce"))
-    if steps and all(any(map(_is_no_sync, s.parents(node))) for node in backward):
-        yield from backward[:1]
-
-
-def _is_no_sync(node: ast.AST) -> bool:
-    """Whether it is an unconditional `with model.no_sync():`."""
-    calls = [i.context_expr for i in node.items] if isinstance(node, ast.With) else []
-    return any(isinstance(each, ast.Call) and last(each.func) == "no_sync" for each in calls)
 
 
 @_rule(
@@ -137,8 +120,8 @@ def _flag_after_forward(s: Script) -> Iterator[ast.AST]:
             break
 
 
-def _accumulations(s: Script) -> Iterator[tuple[ast.For, ast.If, str]]:
-    """Loops whose optimizer steps every K-th time: the loop, the condition, and K as text."""
+def _accumulations(s: Script) -> Iterator[tuple[ast.For, str]]:
+    """Loops whose optimizer steps every K-th time: the loop, and K as text."""
     for step in s.calls("step"):
         for above in s.parents(step):
             if not isinstance(above, ast.If):
@@ -150,7 +133,7 @@ def _accumulations(s: Script) -> Iterator[tuple[ast.For, ast.If, str]]:
             ]
             loop = next((each for each in s.parents(above) if isinstance(each, ast.For)), None)
             if every and loop is not None and any(calls_in(loop, "backward")):
-                yield loop, above, ast.unparse(every[0])
+                yield loop, ast.unparse(every[0])
                 break
 
 
@@ -163,7 +146,7 @@ def _accumulations(s: Script) -> Iterator[tuple[ast.For, ast.If, str]]:
     "micro_batch) and sync.step(optimizer), which divide by the targets of all",
 )
 def _not_divided(s: Script) -> Iterator[ast.AST]:
-    for loop, _, every in _accumulations(s):
+    for loop, every in _accumulations(s):
         parts = [
             ast.unparse(n.right if isinstance(n, ast.BinOp) else n.value)
             for n in ast.walk(loop)
@@ -172,22 +155,6 @@ def _not_divided(s: Script) -> Iterator[ast.AST]:
         summed = any(isinstance(n, ast.Constant) and n.value == "sum" for n in ast.walk(s.tree))
         if not any(every in part or part in every for part in parts) and not summed:
             yield next(calls_in(loop, "backward"))
-    for loop in s.nodes:  # over the micro-batches of a batch of gs.loader
-        if not isinstance(loop, ast.For) or not isinstance(loop.iter, ast.Name):
-            continue
-        steps = [each for each in s.parents(loop) if isinstance(each, ast.For)]
-        steps = [each for each in steps if dotted(each.target) == loop.iter.id]
-        made = [v for each in steps for v in [each.iter, *s.values(dotted(each.iter))]]
-        dealt = any(isinstance(v, ast.Call) and keyword(v, "global_batch_size") for v in made)
-        ops = (getattr(node, "op", None) for node in ast.walk(loop))
-        divided = any(isinstance(op, ast.Div | ast.Mult) for op in ops)
-        if dealt and not divided and not any(calls_in(loop, "step")):
-            yield from [c for c in calls_in(loop, "backward") if not _is_of_handle(c)][:1]
-
-
-def _is_of_handle(call: ast.Call) -> bool:
-    """Whether it is `sync.backward(loss, micro_batch)`."""
-    return len(call.args) == 2 or bool(keyword(call, "micro_batch") or keyword(call, "weight"))
 
 
 @_rule(
@@ -200,42 +167,16 @@ def _is_of_handle(call: ast.Call) -> bool:
 )
 def _changed_sums(s: Script) -> Iterator[ast.AST]:
     for clip in s.calls("clip_grad_norm_", "clip_grad_value_"):
-        handles = {
+        handles = {  # of `sync.backward(loss, micro_batch)`
             owner(call)
             for call in s.calls("backward")
-            if _is_of_handle(call) and call.lineno < clip.lineno
+            if call.lineno < clip.lineno
+            and (len(call.args) == 2 or keyword(call, "micro_batch") or keyword(call, "weight"))
         }
         steps = (call for call in s.calls("step") if call.lineno > clip.lineno)
         near = (each for each in steps if s.function_of(each) is s.function_of(clip))
         if any(owner(each) in handles for each in near):
             yield clip
-
-
-@_rule(
-    "GS105",
-    "error",
-    "the optimizer steps after the first micro-batch",
-    why="`i % steps == 0` is true for i = 0",
-    fix="(i + 1) % steps == 0",
-)
-def _fires_at_once(s: Script) -> Iterator[ast.AST]:
-    for loop, chosen, _ in _accumulations(s):
-        test = chosen.test
-        if not (isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Eq)):
-            continue
-        left, right = test.left, test.comparators[0]
-        if not (isinstance(right, ast.Constant) and right.value == 0):
-            continue
-        if not (isinstance(left, ast.BinOp) and isinstance(left.left, ast.Name)):
-            continue
-        counts = loop.iter
-        if not isinstance(counts, ast.Call):
-            continue
-        target = loop.target.elts[0] if isinstance(loop.target, ast.Tuple) else loop.target
-        plain = last(counts.func) == "enumerate" and len(counts.args) == 1 and not counts.keywords
-        plain |= last(counts.func) == "range" and len(counts.args) == 1
-        if plain and dotted(target) == left.left.id:
-            yield chosen
 
 
 @_rule(
@@ -247,8 +188,7 @@ def _fires_at_once(s: Script) -> Iterator[ast.AST]:
 )
 def _syncs_every_micro_batch(s: Script) -> Iterator[ast.AST]:
     if s.wrapped and "no_sync" not in s.text and "require_backward_grad_sync" not in s.text:
-        for loop, _, _ in _accumulations(s):
-            yield loop
+        yield from (loop for loop, _ in _accumulations(s))
 
 
 # -- data -----------------------------------------------------------------------------------------
@@ -293,13 +233,11 @@ def _whole_data_on_each_rank(s: Script) -> Iterator[ast.AST]:
     fix="refuse a remainder, or let shares differ and weigh them (gs.loader does)",
 )
 def _floored_batch(s: Script) -> Iterator[ast.AST]:
-    for node in s.nodes:
-        if (
-            isinstance(node, ast.BinOp)
-            and isinstance(node.op, ast.FloorDiv)
-            and (s.is_world_size(node.right) or _is_of_batch(s, node))
-            and not _is_checked(s, node.right)
-        ):
+    operations = [node for node in s.nodes if isinstance(node, ast.BinOp)]
+    checked = {ast.unparse(node.right) for node in operations if isinstance(node.op, ast.Mod)}
+    for node in operations:
+        is_floored = isinstance(node.op, ast.FloorDiv) and ast.unparse(node.right) not in checked
+        if is_floored and (s.is_world_size(node.right) or _is_of_batch(s, node)):
             yield node
 
 
@@ -325,17 +263,6 @@ def _padded_evaluation(s: Script) -> Iterator[ast.AST]:
         whole = is_constant(keyword(call, "drop_last"), value=True)
         if ordered and not whole and "gather_for_metrics" not in s.text:
             yield call
-
-
-def _is_checked(s: Script, divisor: ast.expr) -> bool:
-    """Whether the script checks the remainder anywhere."""
-    size = ast.unparse(divisor)
-    return any(
-        isinstance(each, ast.BinOp)
-        and isinstance(each.op, ast.Mod)
-        and ast.unparse(each.right) == size
-        for each in s.nodes
-    )
 
 
 # -- devices --------------------------------------------------------------------------------------
@@ -369,36 +296,6 @@ def _device_of_global_rank(s: Script) -> Iterator[ast.AST]:
                 yield node
 
 
-@_rule(
-    "GS302",
-    "error",
-    "the model moves after DDP has wrapped it",
-    why="DDP's buckets and hooks belong to the parameters where they were",
-    fix="move it first, wrap it then",
-)
-def _moved_after_wrapping(s: Script) -> Iterator[ast.AST]:
-    for call in s.calls("to", "cuda"):
-        on = owner(call)
-        if on in s.wrapped and call.lineno > s.wrapped[on]:
-            yield call
-
-
-@_rule(
-    "GS303",
-    "warning",
-    "torch.load without map_location",
-    why="tensors come back to the GPU that saved them: all ranks fill the first one",
-    fix='map_location="cpu", or the rank\'s own device',
-)
-def _loaded_to_one_device(s: Script) -> Iterator[ast.AST]:
-    if not s.is_distributed or "cuda" not in s.text:
-        return
-    for call in s.calls("load"):
-        given = len(call.args) > 1 or keyword(call, "map_location") is not None
-        if dotted(call.func) == "torch.load" and not given:
-            yield call
-
-
 # -- rank 0 ---------------------------------------------------------------------------------------
 
 
@@ -425,7 +322,7 @@ def _collective_on_one_rank(s: Script) -> Iterator[ast.AST]:
 )
 def _wrapper_on_one_rank(s: Script) -> Iterator[ast.AST]:
     for node in s.nodes:
-        if not isinstance(node, ast.Call) or not s.on_one_rank(node) or s.all_come(node):
+        if not isinstance(node, ast.Call) or not s.on_one_rank(node):
             continue
         named = dotted(node.func)
         given = [dotted(each) for each in node.args]
@@ -452,7 +349,7 @@ def _saved_by_all(s: Script) -> Iterator[ast.AST]:
             continue
         guarded = s.on_one_rank(call) or keyword(call, "is_main_process") is not None
         where = call.args[0 if last(call.func) == "save_pretrained" else 1 :]
-        named = [each for arg in where for each in (arg, *s.values(dotted(arg)))]
+        named = [each for arg in where for each in (arg, *s.values[dotted(arg)])]
         parts = [n for each in named for n in ast.walk(each)]
         own = any(s.is_rank(n) or last(n) in ("rank", "BytesIO") for n in parts)
         if not guarded and not own and not _called_by_one_rank(s, call):
@@ -469,23 +366,6 @@ def _called_by_one_rank(s: Script, call: ast.Call) -> bool:
 
 
 @_rule(
-    "GS405",
-    "error",
-    "weights are loaded on one rank after wrapping",
-    why="DDP sends rank 0's weights round when it wraps, not later: replicas differ from here",
-    fix="load on every rank, or before wrapping",
-)
-def _loaded_on_one_rank(s: Script) -> Iterator[ast.AST]:
-    for call in s.calls("load_state_dict"):
-        base = owner(call).removesuffix(".module")
-        if base in s.wrapped and call.lineno > s.wrapped[base] and s.on_one_rank(call):
-            yield call
-
-
-# -- numbers --------------------------------------------------------------------------------------
-
-
-@_rule(
     "GS501",
     "warning",
     "a mean over ranks of each rank's mean",
@@ -497,7 +377,7 @@ def _mean_of_means(s: Script) -> Iterator[ast.AST]:
         name = dotted(call.args[0]) if call.args else ""
         if not any(word in name.lower() for word in ("loss", "acc", "metric")):
             continue
-        values = s.values(name)
+        values = s.values.get(name, [])
         means = any(any(calls_in(value, *_MEANS)) for value in values) or any(
             isinstance(getattr(n, "op", None), ast.Div) for v in values for n in ast.walk(v)
         )

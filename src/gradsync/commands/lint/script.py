@@ -7,15 +7,14 @@ scripts; in other cases a rule reports nothing.
 from __future__ import annotations
 
 import ast
+from collections import defaultdict
 from collections.abc import Iterator
-from functools import cached_property
 from typing import Literal
 
 from gradsync.errors import ConfigError
 
 _MAIN = ("is_main_process", "is_main", "is_master", "master_process", "is_global_zero", "is_rank_0")
 _MAIN += ("is_local_main_process", "rank_zero", "is_rank_zero", "main_process")
-_GLOBAL, _LOCAL, _WORLD = "RANK", "LOCAL_RANK", "WORLD_SIZE"
 _WRAPPERS = ("DistributedDataParallel", "DDP")
 _HINTS = ("torch.distributed", "DistributedDataParallel", "init_process_group", "LOCAL_RANK")
 
@@ -59,6 +58,20 @@ def calls_in(node: ast.AST, *names: str) -> Iterator[ast.Call]:
             yield each
 
 
+def _mentions(node: ast.AST, text: str) -> bool:
+    return any(isinstance(each, ast.Constant) and each.value == text for each in ast.walk(node))
+
+
+def _is_value(node: ast.AST, variable: str, call: str) -> bool:
+    """Whether it is `call()`, or the environment's `variable`, also as an int."""
+    if isinstance(node, ast.Call) and last(node.func) == "int" and node.args:
+        node = node.args[0]
+    if isinstance(node, ast.Call) and last(node.func) == call:
+        return True
+    of_environment = isinstance(node, ast.Subscript | ast.Call) and "environ" in ast.dump(node)
+    return of_environment and _mentions(node, variable)
+
+
 class Script:
     """A parsed script.
 
@@ -89,6 +102,18 @@ class Script:
             self._parents.update(dict.fromkeys(children, node))
             todo += reversed(children)
         self.is_distributed = any(hint in text for hint in _HINTS)
+        self.values = self._assigned()
+        """All expressions assigned to a name anywhere."""
+        self.ranks = self._names_of("RANK", "get_rank")
+        """Names of the global rank."""
+        self.world_sizes = self._names_of("WORLD_SIZE", "get_world_size")
+        """Names of the number of ranks."""
+        self.wrapped = {
+            name
+            for name, values in self.values.items()
+            if any(isinstance(v, ast.Call) and last(v.func) in _WRAPPERS for v in values)
+        }
+        """Names of models wrapped in torch's DDP."""
 
     def calls(self, *names: str) -> Iterator[ast.Call]:
         """Calls of functions or methods with one of these last names, in order."""
@@ -118,17 +143,15 @@ class Script:
 
     # -- names ------------------------------------------------------------------------------------
 
-    @cached_property
-    def _values(self) -> dict[str, list[ast.expr]]:
-        """Expressions that are assigned to each name."""
-        found: dict[str, list[ast.expr]] = {}
+    def _assigned(self) -> dict[str, list[ast.expr]]:
+        found: dict[str, list[ast.expr]] = defaultdict(list)
 
         def take(target: ast.expr, value: ast.expr) -> None:
             if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
                 for each, part in zip(target.elts, value.elts, strict=False):
                     take(each, part)
             elif name := dotted(target):
-                found.setdefault(name, []).append(value)
+                found[name].append(value)
 
         for node in self.nodes:
             if isinstance(node, ast.Assign):
@@ -138,60 +161,32 @@ class Script:
                 take(node.target, node.value)
         return found
 
-    def values(self, name: str) -> list[ast.expr]:
-        """All expressions assigned to a name anywhere."""
-        return self._values.get(name, [])
-
-    def _from_environment(self, node: ast.AST, variable: str) -> bool:
-        return any(
-            isinstance(each, ast.Constant) and each.value == variable for each in ast.walk(node)
-        )
-
     def _names_of(self, variable: str, call: str) -> set[str]:
+        """Names of an environment variable or a call's result; not of a remainder of it, as a
+        local rank is."""
         found = {
             name
-            for name, values in self._values.items()
+            for name, values in self.values.items()
             for value in values
-            if self._from_environment(value, variable) or any(calls_in(value, call))
+            if (_mentions(value, variable) or any(calls_in(value, call)))
+            and not any(isinstance(each, ast.Mod) for each in ast.walk(value))
         }
         while more := {  # copies of copies
             name
-            for name, values in self._values.items()
+            for name, values in self.values.items()
             if name not in found and any(dotted(value) in found for value in values)
         }:
             found |= more
         return found
 
-    @cached_property
-    def ranks(self) -> set[str]:
-        """Names of the global rank."""
-        return self._names_of(_GLOBAL, "get_rank") - self.local_ranks
-
-    @cached_property
-    def local_ranks(self) -> set[str]:
-        """Names of the rank within the host."""
-        computed = {
-            name
-            for name, values in self._values.items()
-            for value in values
-            if any(isinstance(n, ast.BinOp) and isinstance(n.op, ast.Mod) for n in ast.walk(value))
-        }
-        return self._names_of(_LOCAL, "get_local_rank") | computed
-
-    @cached_property
-    def world_sizes(self) -> set[str]:
-        """Names of the number of ranks."""
-        return self._names_of(_WORLD, "get_world_size")
-
     def is_rank(self, node: ast.AST) -> bool:
         """Whether an expression is the global rank."""
-        if isinstance(node, ast.Call) and last(node.func) == "int" and node.args:
-            node = node.args[0]
-        if isinstance(node, ast.Call) and last(node.func) == "get_rank":
-            return True
-        if isinstance(node, ast.Subscript | ast.Call) and "environ" in ast.dump(node):
-            return self._from_environment(node, _GLOBAL)
-        return dotted(node) in self.ranks and not self._is_parameter(node)
+        named = dotted(node) in self.ranks and not self._is_parameter(node)
+        return named or _is_value(node, "RANK", "get_rank")
+
+    def is_world_size(self, node: ast.AST) -> bool:
+        """Whether an expression is the number of ranks."""
+        return dotted(node) in self.world_sizes or _is_value(node, "WORLD_SIZE", "get_world_size")
 
     def _is_parameter(self, node: ast.AST) -> bool:
         """Whether a name is a parameter of an enclosing function, whatever its callers pass."""
@@ -201,24 +196,6 @@ class Script:
             for above in self.parents(node)
             if isinstance(above, ast.FunctionDef | ast.Lambda)
         )
-
-    def is_world_size(self, node: ast.AST) -> bool:
-        """Whether an expression is the number of ranks."""
-        if isinstance(node, ast.Call) and last(node.func) in ("int", "float") and node.args:
-            node = node.args[0]
-        if isinstance(node, ast.Call) and last(node.func) == "get_world_size":
-            return True
-        return dotted(node) in self.world_sizes
-
-    @cached_property
-    def wrapped(self) -> dict[str, int]:
-        """Names of models wrapped in torch's DDP, with the first line of each wrapping."""
-        return {
-            name: value.lineno
-            for name, values in reversed(self._values.items())
-            for value in reversed(values)
-            if isinstance(value, ast.Call) and last(value.func) in _WRAPPERS
-        }
 
     # -- rank 0 only ------------------------------------------------------------------------------
 
@@ -241,7 +218,7 @@ class Script:
         if self.is_rank(test):
             return "others"
         name = last(test.func if isinstance(test, ast.Call) else test)
-        said = [v for v in self.values(name) if isinstance(v, ast.Compare | ast.BoolOp)]
+        said = [v for v in self.values[name] if isinstance(v, ast.Compare | ast.BoolOp)]
         is_one = name not in names and any(
             self._chooses(value, (*names, name)) == "one" for value in said
         )
@@ -273,27 +250,14 @@ class Script:
             for earlier in block[:place]
         )
 
-    def on_some_ranks(self, node: ast.AST) -> bool:
+    def on_some_ranks(self, call: ast.Call) -> bool:
         """Whether a condition on the rank encloses a call that its other branch does not make."""
-        return self._around(node) is not None and not self.all_come(node)
-
-    def all_come(self, node: ast.AST) -> bool:
-        """Whether both branches of the condition on the rank around a call call this name."""
-        chosen = self._around(node)
-        if chosen is None or not isinstance(node, ast.Call):
-            return False
-        name = last(node.func)
-        sides = (chosen.body, chosen.orelse)
-        return all(any(any(calls_in(each, name)) for each in side) for side in sides)
-
-    def _around(self, node: ast.AST) -> ast.If | None:
-        """The innermost condition on the rank around a statement."""
-        here = node
-        for above in self.parents(node):
+        here: ast.AST = call
+        for above in self.parents(call):
             if isinstance(above, ast.FunctionDef):
-                return None
-            inside = isinstance(above, ast.If) and here is not above.test
-            if inside and self._chooses(above.test):
-                return above
+                return False
+            if isinstance(above, ast.If) and here is not above.test and self._chooses(above.test):
+                sides, name = (above.body, above.orelse), last(call.func)
+                return not all(any(any(calls_in(each, name)) for each in side) for side in sides)
             here = above
-        return None
+        return False

@@ -7,32 +7,37 @@ tokens. Memory stays at a few MiB and eight bytes per document.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import itertools
+import json
 import logging
 import os
 import platform
 import shutil
 import sysconfig
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from gradsync.commands.prepare.documents import Documents
+from gradsync.commands.prepare.tokenizer import FILE_NAME as TOKENIZER_FILE
+from gradsync.commands.prepare.tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer
 from gradsync.core.files import Filesystem, StagedDirectory, counted
-from gradsync.data import meta as meta_file
-from gradsync.data import tokenizer as tokenizer_file
-from gradsync.data.meta import DTYPES, FileMeta, Meta, file_sha256, read_meta
-from gradsync.data.tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer
+from gradsync.data.meta import DTYPES, META_FILE, FileMeta, Meta, file_sha256, read_meta
 from gradsync.errors import ConfigError, DataError, RunError
 from gradsync.runtime import environ
 
 log = logging.getLogger("gradsync")
 
 DEFAULT_BPE_VOCAB_SIZE = 4096
+HUGGING_FACE = "hf:"
+"""Prefix of the name of a data set that the package `datasets` reads."""
+_JSON_LINES = ".jsonl"
+_BLOCK_BYTES = 1 << 22
+_PROBE_BYTES = 1 << 13
 _GROUP_BYTES = 1 << 22
 _PIECE_BYTES = 256
 """Approximate overhead of a piece, bytes; keeps groups of tiny documents small."""
@@ -80,7 +85,10 @@ def prepare(
     """
     if not paths:
         raise ConfigError("name at least one file or folder to prepare")
-    _check_options(tokenizer, vocab_size, val_fraction)
+    if tokenizer == "byte" and vocab_size is not None:
+        raise ConfigError(f"the byte tokenizer has 257 tokens, vocab_size={vocab_size} is for bpe")
+    if not 0 <= val_fraction < 1:
+        raise ConfigError(f"val_fraction must be at least 0 and below 1; got {val_fraction}")
     target = Path(os.path.abspath(out))
     _check_target(target, overwrite=overwrite)
     documents = Documents(paths, text_key=text_key, exclude=target)
@@ -104,8 +112,13 @@ def prepare(
                 skipped_files=documents.skipped_files,
                 source=source or f"{len(documents.files)} files",
             )
-            (staged.path / meta_file.FILE_NAME).write_text(meta.to_json(), encoding="utf-8")
-            _publish(staged, target, overwrite=overwrite)
+            (staged.path / META_FILE).write_text(meta.to_json(), encoding="utf-8")
+            for path in staged.path.iterdir():
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+            staged.seal()
+            _check_target(target, overwrite=overwrite)  # another process may have made it
+            staged.commit(target, replace=overwrite)
     except OSError as error:
         raise RunError(f"preparing {target} failed: {error}") from error
     share = meta.tokens.get("val", 0) / sum(meta.tokens.values())
@@ -115,10 +128,9 @@ def prepare(
             "and equal ones together",
             *(100 * share, 100 * val_fraction),
         )
-    if num_broken:
-        what = "kept as they are" if tokenizer == "byte" else "each became U+FFFD"
+    if num_broken and tokenizer == "bpe":
         some = counted(num_broken, "document")
-        log.warning("bytes in %s of %s are not UTF-8: %s", some, f"{len(hashes):,}", what)
+        log.warning("bytes in %s are not UTF-8: each became U+FFFD", some)
     return meta
 
 
@@ -126,31 +138,10 @@ def _check_target(out: Path, *, overwrite: bool) -> None:
     """Refuse a non-empty `out`, unless it is a data directory and may be replaced."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
-    if not (out / meta_file.FILE_NAME).is_file():
+    if not (out / META_FILE).is_file():
         raise DataError(f"{out} exists and is no data directory; choose another --out")
     if not overwrite:
         raise DataError(f"{out} already holds prepared data; --overwrite replaces it")
-
-
-def _publish(staged: StagedDirectory, out: Path, *, overwrite: bool) -> None:
-    for path in staged.path.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-    staged.seal()
-    _check_target(out, overwrite=overwrite)
-    try:
-        staged.commit(out, replace=overwrite)
-    except OSError as error:
-        raise DataError(f"{out} was created by another process meanwhile") from error
-
-
-def _check_options(tokenizer: str, vocab_size: int | None, val_fraction: float) -> None:
-    if tokenizer not in ("byte", "bpe"):
-        raise ConfigError(f"tokenizer must be byte or bpe; got {tokenizer!r}")
-    if tokenizer == "byte" and vocab_size not in (None, ByteTokenizer.vocab_size):
-        raise ConfigError(f"the byte tokenizer has 257 tokens, vocab_size={vocab_size} is for bpe")
-    if not 0 <= val_fraction < 1:
-        raise ConfigError(f"val_fraction must be at least 0 and below 1; got {val_fraction}")
 
 
 def _scan(documents: Documents) -> tuple[np.ndarray, int, int]:
@@ -226,7 +217,7 @@ def _write(
     elif split_by == "none":
         val.unlink()
     if isinstance(tokenizer, BpeTokenizer):
-        tokenizer.save(folder / tokenizer_file.FILE_NAME)
+        tokenizer.save(folder / TOKENIZER_FILE)
     files = {
         path.name: FileMeta(num_bytes=path.stat().st_size, sha256=file_sha256(path))
         for path in sorted(folder.iterdir())
@@ -306,11 +297,9 @@ def default_corpus() -> Path:
     if read_meta(out) is None:
         try:
             prepare(files, out, source=f"standard library of Python {version}")
-        except DataError:
+        except (DataError, RunError) as error:
             if read_meta(out) is None:  # else another process was faster: use its folder
-                raise
-        except RunError as error:
-            raise RunError(f"{error}; GRADSYNC_CACHE can name another cache") from error
+                raise RunError(f"{error}; GRADSYNC_CACHE can name another cache") from error
     return out
 
 
@@ -320,3 +309,141 @@ def _sources(folder: Path) -> list[Path]:
         folders[:] = sorted(name for name in folders if name not in _NO_CORPUS)
         found += [Path(parent) / name for name in sorted(names) if name.endswith(".py")]
     return found
+
+
+# -- sources of text -------------------------------------------------------------------------------
+
+
+def is_stream(data: str) -> bool:
+    """Whether `data` names text to stream: `hf:…`, a `.jsonl` file, a pattern (`*`, `?`, `[`), or a
+    folder that holds `.jsonl` files and no `train.bin`."""
+    if data.startswith(HUGGING_FACE) or data.endswith(_JSON_LINES):
+        return True
+    folder = Path(data)
+    if not data or (folder / "train.bin").exists():
+        return False
+    return any(folder.glob(f"*{_JSON_LINES}")) if folder.is_dir() else glob.has_magic(data)
+
+
+def json_lines(data: str) -> list[Path]:
+    """The `.jsonl` files that a file name, a pattern or a folder matches, sorted; DataError if
+    there are none, or if other files match."""
+    path = Path(data)
+    if path.is_file():
+        paths = [path]
+    elif path.is_dir():
+        paths = sorted(path.glob(f"*{_JSON_LINES}"))
+    else:
+        paths = sorted(map(Path, glob.glob(data, recursive=True)))
+    if not paths:
+        raise DataError(f"no file is called {data}")
+    for path in paths:
+        if path.suffix != _JSON_LINES or not path.is_file():
+            raise DataError(f"{path} is no {_JSON_LINES} file; `gradsync prepare` takes any text")
+    return paths
+
+
+class Documents:
+    """All documents under `paths`, in a fixed order, each as pieces; may be iterated more than
+    once. Pieces are a few MiB, so that a large file is never in memory as a whole.
+
+    A `.jsonl` file holds one document per line, under `text_key`; any other file is one document.
+    Folders are read recursively except `exclude`, sorted by name; hidden and binary files in them
+    are skipped and counted. Empty texts are left out.
+
+    DataError if a path does not exist or cannot be read, or if a file in `paths` is binary; while
+    iterating, for an invalid line (it names `file:line`).
+    """
+
+    def __init__(
+        self, paths: Sequence[Path | str], *, text_key: str = "text", exclude: Path | None = None
+    ) -> None:
+        self.text_key = text_key
+        self.skipped_files = 0
+        """Hidden and binary files found in folders; a hidden folder counts as one."""
+        self._exclude = exclude.resolve() if exclude else None
+        self.files: list[Path] = []
+        for path in map(Path, paths):
+            if path.is_dir():
+                self.files += self._walk(path)
+            elif not path.exists():
+                raise DataError(f"{path} does not exist")
+            elif not path.is_file() or _is_binary(path):
+                raise DataError(f"{path} is no text file; gradsync prepare reads text and .jsonl")
+            else:
+                self.files.append(path)
+
+    def _walk(self, folder: Path) -> Iterator[Path]:
+        def unreadable(error: OSError) -> None:
+            raise DataError(f"{error.filename}: {error.strerror}") from error
+
+        for parent, folders, names in os.walk(folder, onerror=unreadable):
+            seen = [name for name in sorted(folders) if not name.startswith(".")]
+            self.skipped_files += len(folders) - len(seen)
+            folders[:] = [n for n in seen if (Path(parent) / n).resolve() != self._exclude]
+            for name in sorted(names):
+                path = Path(parent) / name
+                if name.startswith(".") or not path.is_file() or _is_binary(path):
+                    self.skipped_files += 1
+                else:
+                    yield path
+
+    def __iter__(self) -> Iterator[Iterable[bytes]]:
+        for path in self.files:
+            if path.suffix == _JSON_LINES:
+                yield from self._json_lines(path)
+            elif path.stat().st_size:
+                yield _pieces(path)
+
+    def _json_lines(self, path: Path) -> Iterator[Iterable[bytes]]:
+        with path.open("rb") as stream:
+            for number, line in enumerate(stream, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    row = json.loads(line, parse_int=float)  # only text is used
+                except ValueError as error:
+                    raise DataError(f"{path}:{number}: no JSON: {error}") from error
+                text = row.get(self.text_key) if isinstance(row, dict) else None
+                if not isinstance(text, str):
+                    keys = ", ".join(map(repr, row)) if isinstance(row, dict) else "none"
+                    raise DataError(
+                        f"{path}:{number}: needs an object with a string under {self.text_key!r}; "
+                        f"its keys are {keys[:200]}; another key is named with --text-key"
+                    )
+                if text:
+                    # A lone surrogate is legal in JSON and nowhere else.
+                    yield [text.encode(errors="replace")]
+
+
+def _is_binary(path: Path) -> bool:
+    """Whether there is a NUL byte near the start, as git checks."""
+    try:
+        with path.open("rb") as stream:
+            return b"\0" in stream.read(_PROBE_BYTES)
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from error
+
+
+def _pieces(path: Path) -> Iterator[bytes]:
+    """The content of a file in order; pieces end at a line end if there is one."""
+    rest = b""
+    with path.open("rb") as stream:
+        while block := stream.read(_BLOCK_BYTES):
+            block = rest + block
+            cut = _cut_point(block)
+            yield block[:cut]
+            rest = block[cut:]
+    if rest:
+        yield rest
+
+
+def _cut_point(block: bytes) -> int:
+    """The place after the last line end, else before the last UTF-8 character, which may be cut."""
+    cut = block.rfind(b"\n") + 1
+    if cut:
+        return cut
+    cut = len(block) - 1
+    while cut > len(block) - 4 and block[cut] & 0xC0 == 0x80:
+        cut -= 1
+    return cut if cut > 0 else len(block)

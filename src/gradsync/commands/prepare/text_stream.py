@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradsync.commands.prepare.documents import HUGGING_FACE, Documents, json_lines
+from gradsync.commands.prepare.prepare import HUGGING_FACE, Documents, json_lines
+from gradsync.commands.prepare.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from gradsync.data.meta import read_meta
-from gradsync.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from gradsync.data.tokens import sample_content
 from gradsync.errors import ConfigError, DataError, RunError
 
@@ -66,8 +66,6 @@ def open_texts(data: str, text_key: str) -> Texts:
 def _hugging_face(data: str, text_key: str) -> Texts:
     if find_spec("datasets") is None:
         raise ConfigError(f"{data} needs the package datasets: pip install 'gradsync[data]'")
-    if not data.removeprefix(HUGGING_FACE).partition(":")[0]:
-        raise DataError(f"{data} names no data set: hf:NAME[:CONFIG], or hf:json:FILES")
     import datasets
 
     # Errors also come as exceptions; report them once.
@@ -87,18 +85,12 @@ def _hugging_face(data: str, text_key: str) -> Texts:
         )
 
     def read(start: int) -> Iterator[bytes]:
-        number = start
-        try:
-            for number, row in enumerate(rows.skip(start), start=start):
-                text = row.get(text_key)
-                if not isinstance(text, str):
-                    kind = type(text).__name__
-                    raise DataError(f"{data}: row {number}: {text_key!r} is a {kind} and no text")
-                yield text.encode(errors="replace")
-        except DataError:
-            raise
-        except ValueError as error:  # such as an invalid JSON line
-            raise DataError(f"{data}: after row {number}: {error}") from error
+        for number, row in enumerate(rows.skip(start), start=start):
+            text = row.get(text_key)
+            if not isinstance(text, str):
+                kind = type(text).__name__
+                raise DataError(f"{data}: row {number}: {text_key!r} is a {kind} and no text")
+            yield text.encode(errors="replace")
 
     return Texts(read, data)
 

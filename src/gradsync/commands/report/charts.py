@@ -1,15 +1,20 @@
-"""Line and area charts as SVG; the page sets the colours: light, dark, printed.
+"""Line and area charts, and a timeline of two steps, as SVG.
 
-Text stays text, sizes follow the page, and nothing is loaded or executed.
+The page sets the colours: light, dark, printed. Text stays text, and nothing is loaded or executed.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
+from pathlib import Path
 from typing import NamedTuple
+
+from gradsync.core.files import read_bytes
 
 WIDTH, HEIGHT = 480.0, 225.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58.0, 14.0, 20.0, 38.0
@@ -31,13 +36,11 @@ Point = tuple[float, float]
 
 
 class Event(NamedTuple):
-    """An event of a run: a number on the x axis, explained in a list below."""
+    """An event of a run: a number above the x axis, its place in a list beside the charts."""
 
     step: float
     words: str
     bad: bool = False
-    number: int = 0  # In the list; 0: its place among the chart's
-    color: int | None = None  # Its run's, if there are several
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +64,7 @@ class Chart:
     y: str = ""
     stacked: bool = False
     """Areas on top of each other; all lines have the same x."""
-    from_zero: bool = False
+    from_zero: bool = True
     events: Sequence[Event] = ()
 
 
@@ -77,8 +80,7 @@ def svg(chart: Chart) -> str:
     xs = [x for line in lines for x, _ in line.points]
     ys = [y for line in lines for _, y in line.points]
     x_low, x_high = min(xs), max(xs)
-    zero = chart.from_zero or chart.stacked
-    y_ticks = ticks(0.0 if zero else min(ys), max(ys))
+    y_ticks = ticks(0.0 if chart.from_zero else min(ys), max(ys))
     y_low, y_high = min(y_ticks[0], *ys), max(y_ticks[-1], *ys)
 
     def at(x: float, y: float) -> tuple[float, float]:
@@ -94,16 +96,16 @@ def svg(chart: Chart) -> str:
     ]
     for y in y_ticks:
         _, high = at(x_low, y)
-        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" {_y(high)}/>')
+        ends = f'x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{high:.1f}" y2="{high:.1f}"'
+        parts.append(f'<line class="grid" {ends}/>')
         parts.append(_text(_LEFT - 6, high + 4, number(y), "end"))
     for x in whole_ticks(x_low, x_high):
         across, _ = at(x, y_low)
         parts.append(_text(across, HEIGHT - _BOTTOM + 16, number(x), "middle"))
     parts.append(_text(WIDTH - _RIGHT, HEIGHT - 3, chart.x, "end"))
-    numbered = [e._replace(number=e.number or n) for n, e in enumerate(chart.events, 1)]
-    for step in dict.fromkeys(e.step for e in numbered if x_low <= e.step <= x_high):
-        here = [event for event in numbered if event.step == step]
-        parts.append(_event(at(step, y_low)[0], here))
+    for step in dict.fromkeys(e.step for e in chart.events if x_low <= e.step <= x_high):
+        meeting = {n: event for n, event in enumerate(chart.events, 1) if event.step == step}
+        parts.append(_events(at(step, y_low)[0], meeting))
     floor = [(x, 0.0) for x, _ in lines[0].points]
     for line, said in zip(lines, values, strict=True):
         here = [at(x, y) for x, y in line.points]
@@ -119,16 +121,14 @@ def svg(chart: Chart) -> str:
     return "".join([*parts, "</svg>"])
 
 
-def _event(across: float, here: Sequence[Event]) -> str:
+def _events(across: float, meeting: Mapping[int, Event]) -> str:
     """A line with the numbers of the events at one step."""
-    kind, color = " bad" if any(event.bad for event in here) else "", here[0].color
-    own = "" if color is None else f' style="stroke:var(--c{color % COLORS})"'
-    words = "; ".join(event.words for event in here)
+    kind = "bad" if any(event.bad for event in meeting.values()) else ""
+    words = "; ".join(event.words for event in meeting.values())
     return (
-        f'<line class="event{kind}"{own} x1="{across:.1f}" x2="{across:.1f}" y1="{_TOP - 4:g}" '
-        f'y2="{HEIGHT - _BOTTOM:g}"/><text class="{kind.strip()}" x="{across:.1f}" '
-        f'y="{_TOP - 7:g}" text-anchor="middle">{",".join(str(e.number) for e in here)}'
-        f"<title>{escape(words)}</title></text>"
+        f'<line class="event {kind}" x1="{across:.1f}" x2="{across:.1f}" y1="{_TOP - 4:g}" '
+        f'y2="{HEIGHT - _BOTTOM:g}"/><text class="{kind}" x="{across:.1f}" y="{_TOP - 7:g}" '
+        f'text-anchor="middle">{",".join(map(str, meeting))}<title>{escape(words)}</title></text>'
     )
 
 
@@ -197,11 +197,9 @@ def _round_step(rough: float) -> float:
 
 def number(value: float) -> str:
     """A number in few characters: 12,300 as 12.3k, 0.000012 as 1.2e-05."""
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= size:
-            return f"{value / (1e3 if letter == 'k' else size):.4g}{letter}"
-    if value == int(value):
-        return f"{value:.0f}"
+    for least, size, letter in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
+        if abs(value) >= least:
+            return f"{value / size:.4g}{letter}"
     return f"{value:.4g}"
 
 
@@ -227,5 +225,111 @@ def _text(x: float, y: float, words: str, anchor: str) -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
 
 
-def _y(value: float) -> str:
-    return f'y1="{value:.1f}" y2="{value:.1f}"'
+# -- timeline: when parts of a step ran, by the traces of `gradsync train --profile` ---------------
+
+_NAMED = re.compile(r"(forward|backward|step|update|in|out|sum)(?: (\d+))?$")
+_LIBRARY = re.compile(r"(?:gloo|nccl|c10d)[:_](all_?reduce|all_?gather|reduce_?scatter)\w*$")
+_COLORS = {"forward": 0, "backward": 5, "step": 4, "update": 1, "in": 2, "sum": 2, "out": 3}
+_WORDS = {
+    "step": "step: the small message, norm, update",
+    "update": "update of weights",
+    "in": "a bucket's sums to their owners",
+    "out": "to all ranks",
+    "sum": "a bucket's sum",
+}
+_NONE, _LIBRARY_CALL = -1, -2
+_SENDS = ("in", "out", "sum")
+_WIDE, _MARGIN, _ROW, _BAR = 1000.0, 142.0, 30.0, 20.0
+_ABREAST = 2  # bars in a row of sends, which may overlap
+_MOST_RANKS = 4
+_LARGEST = 400 * 2**20
+
+
+class Span(NamedTuple):
+    """A part of a step on one rank; times are microseconds."""
+
+    rank: int
+    kind: str
+    bucket: int  # `_NONE`: none; `_LIBRARY_CALL`: a collective of torch's
+    begin: float
+    end: float
+
+
+def read_spans(run: Path) -> list[Span]:
+    """Spans of the newest trace of a run, the first ranks' only; [] without one."""
+    folders = sorted(run.glob("profile_trace/iteration_*"), key=lambda p: p.stat().st_mtime)
+    found: list[Span] = []
+    for path in sorted(folders[-1].glob("rank*_trace.json")) if folders else ():
+        rank = int(path.name.removeprefix("rank").partition("_")[0])
+        try:
+            events = json.loads(read_bytes(path, _LARGEST)) if rank < _MOST_RANKS else {}
+        except (ValueError, OSError):  # of a rank that was killed
+            continue
+        for event in events.get("traceEvents", ()):
+            if event.get("ph") == "X":
+                name, begin, end = str(event["name"]), event["ts"], event["ts"] + event["dur"]
+                if (named := _NAMED.match(name)) and event.get("cat") == "user_annotation":
+                    found.append(Span(rank, named[1], int(named[2] or _NONE), begin, end))
+                elif _LIBRARY.match(name) and end > begin:
+                    found.append(Span(rank, "sum", _LIBRARY_CALL, begin, end))
+    # If our collectives have names, the library's are only small messages.
+    if any(span.kind in _SENDS and span.bucket != _LIBRARY_CALL for span in found):
+        found = [span for span in found if span.bucket != _LIBRARY_CALL]
+    first = min((span.begin for span in found), default=0.0)
+    return [s._replace(begin=s.begin - first, end=s.end - first) for s in found]
+
+
+def timeline(run: Path, name: str = "") -> str:
+    """The picture with its legend, as HTML, headed by the run's `name`; "" if the run has no
+    trace."""
+    spans = read_spans(run)
+    if not spans:
+        return ""
+    kinds = [kind for kind in _COLORS if any(span.kind == kind for span in spans)]
+    names = "".join(
+        f'<span><i style="color:var(--c{_COLORS[kind]})"></i>'
+        f"{escape(_WORDS.get(kind, kind))}</span>"
+        for kind in kinds
+    )
+    numbered = any(span.bucket >= 0 for span in spans)
+    numbers = "; a number is a bucket, in the order of backward" if numbered else ""
+    of = f" of {escape(name)}" if name else ""
+    head = f"<b>Two steps{of}</b> <small>ms{numbers}</small>"
+    return f'<figure class="all"><figcaption>{head}{names}</figcaption>{_bars(spans)}</figure>'
+
+
+def _bars(spans: Sequence[Span]) -> str:
+    rows = [(rank, sends) for rank in sorted({s.rank for s in spans}) for sends in (False, True)]
+    rows = [row for row in rows if any((s.rank, s.kind in _SENDS) == row for s in spans)]
+    end = max(span.end for span in spans)
+    height = _ROW * len(rows) + 26
+    scale = (_WIDE - _MARGIN - 6) / end
+    parts = [f'<svg viewBox="0 0 {_WIDE:g} {height:g}" role="img" aria-label="Two steps">']
+    for number, (rank, sends) in enumerate(rows):
+        words = f"rank {rank} {'communicates' if sends else 'computes'}"
+        parts.append(_text(4, _ROW * number + 18, words, "start"))
+    free = [[0.0] * _ABREAST for _ in rows]  # when the last bar in each lane of a row ends
+    # Updates happen during a forward: they are drawn over it.
+    for span in sorted(spans, key=lambda s: (s.kind == "update", s.begin)):
+        row, sends = rows.index((span.rank, span.kind in _SENDS)), span.kind in _SENDS
+        lane = free[row].index(min(free[row])) if sends else 0
+        bar = _BAR / _ABREAST if sends else _BAR
+        free[row][lane] = span.end
+        top = _ROW * row + 4 + bar * lane
+        left, width = _MARGIN + span.begin * scale, max((span.end - span.begin) * scale, 0.5)
+        bucket = "" if span.bucket < 0 else f" {span.bucket + 1}"
+        said = f"{span.kind}{bucket}: {(span.end - span.begin) / 1e3:.1f} ms"
+        parts.append(
+            f'<rect x="{left:.1f}" y="{top:g}" width="{width:.1f}" height="{bar:g}" '
+            f'fill="var(--c{_COLORS[span.kind]})"><title>{said}</title></rect>'
+        )
+        if bucket and width > 9:
+            parts.append(
+                f'<text class="on" x="{left + width / 2:.1f}" y="{top + bar / 2 + 4:g}" '
+                f'text-anchor="middle">{span.bucket + 1}</text>'
+            )
+    step = _round_step(end / 1e3 / 12)
+    for mark in range(int(end / 1e3 / step) + 1):
+        x = _MARGIN + mark * step * 1e3 * scale
+        parts.append(_text(x, height - 6, f"{mark * step:g}", "middle"))
+    return "".join([*parts, "</svg>"])

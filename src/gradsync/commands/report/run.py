@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,11 +17,10 @@ from gradsync.core.files import counted, one_line, open_regular, read_object
 from gradsync.errors import ConfigError
 
 Points = list[tuple[float, float]]
-CHECKS = {
-    "check/replicas_equal": ("replicas compared", "after step"),
-    "check/audit_equal": ("a micro-batch computed by two ranks", "in step"),
-}
-"""Metrics of comparisons, 1 if bits were equal: what was done, and when."""
+REPLICAS_EQUAL = "check/replicas_equal"
+"""1 where the replicas' bits were equal."""
+WARNING = re.compile(r"(^| )(WARNING|ERROR|CRITICAL) ")
+"""In lines of the ranks' logs."""
 _STOPPED = 75  # Exit code of a run that a signal stopped, with a checkpoint written
 
 
@@ -29,6 +29,8 @@ class Run:
     """One run."""
 
     path: Path
+    name: str
+    """The name of its folder; its path, if another run's folder has the same name."""
     metrics: Mapping[str, Points]
     """(step, value) of each metric, in the order of the file."""
     summary: Mapping[str, Any]
@@ -39,13 +41,6 @@ class Run:
     """Each start of the run, as `RunDir.begin` notes it."""
     problems: list[str] = field(default_factory=list)
     """Lines that could not be read, and missing files."""
-    told_apart: str = ""
-    """A longer name, if another run's folder has the same name."""
-
-    @property
-    def name(self) -> str:
-        """The name of its folder, or `told_apart`."""
-        return self.told_apart or self.path.name
 
     def last(self, metric: str) -> float | None:
         """The last value of a metric, None without one."""
@@ -55,7 +50,7 @@ class Run:
     @property
     def last_step(self) -> float | None:
         """The last step that was logged, None without one."""
-        logged = (points for name, points in self.metrics.items() if name not in CHECKS)
+        logged = (points for name, points in self.metrics.items() if name != REPLICAS_EQUAL)
         return max((points[-1][0] for points in logged), default=None)
 
     @property
@@ -83,9 +78,8 @@ class Run:
         """Points at which the run resumed or ended early, in order."""
         found = []
         for before, start in pairwise(self.starts):
-            step, ended = start["step"], start.get("before")
-            ended = ended if isinstance(ended, Mapping) else {}
-            reached = start["reached"] if isinstance(start.get("reached"), int | float) else step
+            step, ended = start["step"], start.get("before") or {}
+            reached = start.get("reached") or step
             words = f"after step {reached:g}: {_ended(ended) if ended else 'killed'}; went on from "
             words += f"step {step:g} with {counted(start['world_size'], 'rank')}"
             if before["world_size"] != start["world_size"]:
@@ -96,17 +90,6 @@ class Run:
             words = f"after step {last:g}: {_ended({**self.exit, 'error': ''})}"  # it is `outcome`
             found.append(Event(last, words, code != _STOPPED))
         return found
-
-    @property
-    def planned_memory(self) -> Points:
-        """GiB of a rank by `gradsync plan`'s formulas, from each start to the next."""
-        ends = [start["step"] for start in self.starts[1:]] + [self.last_step or 0.0]
-        return [
-            (float(x), _real(start["planned_gib"]))
-            for start, end in zip(self.starts, ends, strict=False)
-            if isinstance(start.get("planned_gib"), int | float)
-            for x in (max(start["step"], 1), max(start["step"], end))
-        ]
 
 
 def read_run(path: Path) -> Run:
@@ -122,7 +105,7 @@ def read_run(path: Path) -> Run:
     for step, entry in _lines(path / "metrics.jsonl", ("step",), problems):
         for name, value in entry.items():
             if isinstance(value, int | float) and not isinstance(value, bool):
-                metrics.setdefault(name, []).append((step, _real(value)))
+                metrics.setdefault(name, []).append((step, float(value)))
     starts = []
     if (path / "starts.jsonl").is_file():
         read = _lines(path / "starts.jsonl", ("step", "world_size"), problems)
@@ -133,6 +116,7 @@ def read_run(path: Path) -> Run:
         config = _config(path / "config.yaml", problems)
     return Run(
         path=path.resolve(),
+        name=path.resolve().name,
         metrics=metrics,
         summary=found["summary"],
         exit=found["exit"],
@@ -149,7 +133,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     runs = [read_run(path) for path in paths]
     names = [run.name for run in runs]
     return [
-        replace(run, told_apart=str(path)) if names.count(run.name) > 1 else run
+        replace(run, name=str(path)) if names.count(run.name) > 1 else run
         for path, run in zip(paths, runs, strict=True)
     ]
 
@@ -172,44 +156,28 @@ class RankRows(NamedTuple):
 def read_ranks(run: Path) -> RankRows:
     """The run's table of ranks; no rows if it has none."""
     found = read_object(run / "ranks.json")
-    written, ranks = found.get("time"), found.get("ranks")
-    if not isinstance(written, int | float) or not isinstance(ranks, list):
+    if not found:
         return RankRows([], 0.0, False)
-    known = [r for r in ranks if isinstance(r, Mapping) and isinstance(r.get("rank"), int)]
-    if len(known) > _MOST_RANKS:
-        known.sort(key=_urgency)
-    rows = [_rank_row(each) for each in known[:_MOST_RANKS]]
-    if (more := len(known) - len(rows)) > 0:
+    ranks = found["ranks"]
+    if len(ranks) > _MOST_RANKS:
+        # Silent ranks come first, then ranks that others wait for, then ranks that wait least.
+        ranks.sort(key=lambda r: (r["phase"] != "silent", -r["lag_s"], r["waited"]))
+    rows = [
+        (
+            str(rank["rank"]),
+            str(rank["step"]),
+            "" if rank["steps_per_s"] is None else f"{rank['steps_per_s']:.2f}",
+            rank["phase"],
+            f"{100 * rank['waited']:.0f} %",
+            f"{rank['lag_s']:.1f} s" if rank["lag_s"] else "",
+            one_line(rank["where"]),
+        )
+        for rank in ranks[:_MOST_RANKS]
+    ]
+    if (more := len(ranks) - len(rows)) > 0:
         rows.append((f"and {more} more", *[""] * (len(RANKS_HEAD) - 1)))
-    age_s = max(0.0, time.time() - written)
-    return RankRows(rows, age_s, age_s <= max(_OLD_S, 3 * _real(found.get("every_s"))))
-
-
-def _urgency(rank: Mapping[str, Any]) -> tuple[bool, float, float]:
-    """Silent ranks come first, then ranks that others wait for, then ranks that wait least."""
-    silent, lag_s = rank.get("phase") == "silent", _real(rank.get("lag_s"))
-    return not silent, -lag_s, _real(rank.get("waited"))
-
-
-def _rank_row(rank: Mapping[str, Any]) -> tuple[str, ...]:
-    rate, lag_s = rank.get("steps_per_s"), _real(rank.get("lag_s"))
-    return (
-        str(rank["rank"]),
-        one_line(rank.get("step", "?")),
-        "" if rate is None else f"{_real(rate):.2f}",
-        one_line(rank.get("phase", "?")),
-        f"{100 * _real(rank.get('waited')):.0f} %",
-        f"{lag_s:.1f} s" if lag_s else "",
-        one_line(rank.get("where", "")),
-    )
-
-
-def _real(value: object) -> float:
-    """0.0 if it is no number, infinity if it is an integer beyond all floats."""
-    try:
-        return float(value) if isinstance(value, int | float) else 0.0
-    except OverflowError:
-        return math.inf
+    age_s = max(0.0, time.time() - found["time"])
+    return RankRows(rows, age_s, age_s <= max(_OLD_S, 3 * found["every_s"]))
 
 
 def flat(document: Mapping[str, Any], before: str = "") -> dict[str, Any]:
@@ -241,7 +209,7 @@ def _lines(
                 entry = json.loads(line)
                 entry |= {name: float(entry[name]) for name in numbers}
                 step = entry.pop("step")
-            except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+            except (ValueError, KeyError, TypeError):
                 problems.append(
                     f"{path.name}, line {number}: not an object with a {' and '.join(numbers)}"
                 )

@@ -8,28 +8,30 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Annotated, Any, TextIO
 
+import tyro
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from gradsync.commands.report.run import RANKS_HEAD, read_ranks, read_run
+from gradsync.commands.report.run import RANKS_HEAD, WARNING, read_ranks, read_run
 from gradsync.core.files import counted, lock, one_line, open_regular, read_object
+from gradsync.errors import ConfigError
+from gradsync.runtime.arguments import parse
 
-_WARNING = re.compile(r" (WARNING|ERROR|CRITICAL) ")
 _OLD_WARNINGS = 5
 """The most warnings from before the first look to show."""
-_MOST_TOLD = 4
-"""The most ranks to name in a line about a quiet run."""
-_QUIET_S = 60.0
-"""A run is quiet after this long without a record, and three times the usual interval."""
+_LOOK_S = 1.0
+_START_LOOKS = 60
 
 
 class _Tail:
@@ -61,7 +63,7 @@ class _Tail:
         for line in self.lines():
             try:
                 entry = json.loads(line)
-            except (ValueError, RecursionError):
+            except ValueError:
                 continue
             if isinstance(entry, dict) and isinstance(entry.get("step"), int):
                 yield entry
@@ -82,14 +84,12 @@ class Follower:
         self._told, self._checkpoint = 0, 0
         self._record: dict[str, Any] = {}
         self._held_out: dict[str, Any] = {}
-        self._warned, self._quiet, self._looked = 0, False, False
+        self._looked = False
         self.ended: Mapping[str, Any] = {}  # `exit.json`, once it exists
 
     def _read_settings(self) -> None:
         run = read_run(self._path)
         self._steps, self._ranks = run.config.get("steps"), run.environment.get("world_size", "?")
-        every = run.config.get("log_every")
-        self._log_every = every if isinstance(every, int) else 1
 
     def news(self) -> list[str]:
         """Changes since the last look, a line each; the first look reports only the newest."""
@@ -97,11 +97,6 @@ class Follower:
         self.ended = {} if self._holds() else read_object(self._path / "exit.json")
         found = [*self._restarts(), *self._records(), *self._new_checkpoint(), *self._warnings()]
         self._looked = True
-        silent_s = time.time() - self._metrics.modified
-        usual_s = (self._number("perf/step_s") or 0.0) * self._log_every
-        was_quiet, self._quiet = self._quiet, silent_s > max(_QUIET_S, 3 * usual_s)
-        if self._quiet and not was_quiet and not self.ended:
-            found.append(f"no record for {_duration(silent_s)}: {self._why_quiet()}")
         if self.ended:
             found.append(f"the run has ended: {read_run(self._path).outcome}")
         return found
@@ -111,12 +106,6 @@ class Follower:
         with suppress(OSError), open_regular(self._path / "starts.jsonl") as file:
             return not lock(file)
         return False
-
-    def _why_quiet(self) -> str:
-        found = read_ranks(self._path)
-        ranks = [dict(zip(RANKS_HEAD, row, strict=True)) for row in found.rows if found.fresh]
-        said = [f"rank {r['rank']} {r['phase']} in {r['where']}" for r in ranks if r["where"]]
-        return "; ".join(said[:_MOST_TOLD]) or "evaluating, waiting, or killed"
 
     def _restarts(self) -> Iterator[str]:
         for start in self._starts.objects():
@@ -177,35 +166,17 @@ class Follower:
         for path in sorted(self._path.glob("logs/rank_*.log")):
             rank = path.stem.removeprefix("rank_").lstrip("0") or "0"
             lines = self._logs.setdefault(path, _Tail(path)).lines()
-            found += [f"rank {rank}: {one_line(line)}" for line in lines if _WARNING.search(line)]
-        self._warned += len(found)
+            found += [f"rank {rank}: {one_line(line)}" for line in lines if WARNING.search(line)]
         return found if self._looked else found[-_OLD_WARNINGS:]
 
     def panel(self) -> Group:
-        """The run in a few rows, and a row for each rank, for a terminal."""
-        held_out, record, rate = self._held_out, self._record, self._number("perf/tokens_per_s")
+        """A row for each rank, for a terminal, and the age of the last record."""
         age_s = max(0.0, time.time() - self._metrics.modified)
-        rows = {
-            "step": f"{record.get('step', 0)} of {self._steps or '?'}",
-            "loss": _figure(record.get("train/loss")),
-            "validation loss": _figure(held_out["val/loss"]) if held_out else "",
-            "speed": f"{rate:,.0f} tokens/s by {counted(self._ranks, 'rank')}"
-            if rate is not None
-            else "",
-            "left": self._left(),
-            "checkpoint": f"step {self._checkpoint}" if self._checkpoint else "none yet",
-            "warnings": str(self._warned),
-            "last record": f"{_duration(age_s)} ago",
-        }
-        table = Table.grid(padding=(0, 2))
-        for name, value in rows.items():
-            if value:
-                table.add_row(Text(name, style="dim"), Text(value))
         found = read_ranks(self._path)
         ranks = Table(*(RANKS_HEAD if found.rows else ()), box=None, padding=(0, 2, 0, 0))
         for row in found.rows:
             ranks.add_row(*map(Text, row), style="" if found.fresh else "dim")
-        return Group(table, ranks)
+        return Group(ranks, Text(f"last record {_duration(age_s)} ago", style="dim"))
 
 
 def follow(follower: Follower, stream: TextIO, pause: Callable[[], None]) -> int:
@@ -240,3 +211,40 @@ def _figure(value: object) -> str:
 
 def _duration(seconds: float) -> str:
     return str(timedelta(seconds=int(seconds)))
+
+
+# -- the command --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WatchOptions:
+    """Follow a run in the terminal by the files of its directory: steps, loss, speed, time left,
+    checkpoints, warnings; one line each if the output is no terminal. It ends when the run does,
+    with the run's exit code; Ctrl-C ends only the watching.
+    """
+
+    path: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = ""
+    """Run directory."""
+
+
+def run(argv: list[str]) -> int:
+    """Run `gradsync watch ARGV`; returns the exit code.
+
+    Raises:
+        ConfigError: no run directory is named, or the path is not one.
+    """
+    options = parse(WatchOptions, argv, "watch")
+    if not options.path:
+        raise ConfigError("watch: name a run directory: gradsync watch runs/first")
+    path = Path(options.path)
+    try:
+        for look in range(_START_LOOKS):  # a starting run takes some seconds
+            if (path / "metrics.jsonl").exists():
+                break
+            if look == 0:
+                print(f"waiting for a run to begin in {path}", flush=True)
+            time.sleep(_LOOK_S)
+        return follow(Follower(path), sys.stdout, lambda: time.sleep(_LOOK_S))
+    except KeyboardInterrupt:
+        print("no longer watching; the run goes on", flush=True)
+        return 130

@@ -11,10 +11,10 @@ from typing import Any
 from gradsync.commands.models.config import GPTConfig
 from gradsync.commands.parallel.layout import ParallelLayout, check_divisible
 from gradsync.commands.plan.workload import goes_with_parts
-from gradsync.commands.prepare.documents import HUGGING_FACE, is_stream, json_lines
+from gradsync.commands.prepare.prepare import HUGGING_FACE, is_stream, json_lines
+from gradsync.commands.prepare.tokenizer import check_tokenizer
 from gradsync.commands.train.config import AUTO, TrainConfig
 from gradsync.data.batch_plan import BatchPlan
-from gradsync.data.tokenizer import check_tokenizer
 from gradsync.errors import ConfigError, DataError
 from gradsync.runtime.machine import total_bytes
 from gradsync.sync.registry import STRATEGIES, check_options, find_strategy

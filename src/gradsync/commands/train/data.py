@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradsync.commands.models.config import GPTConfig, preset
-from gradsync.commands.prepare.documents import is_stream
+from gradsync.commands.prepare.prepare import is_stream
+from gradsync.commands.prepare.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from gradsync.commands.train.config import TrainConfig
 from gradsync.data.batch_plan import BatchPlan
 from gradsync.data.meta import Meta, read_meta
-from gradsync.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from gradsync.errors import ConfigError
 from gradsync.world import World
 

@@ -10,7 +10,6 @@ from typing import Annotated, Literal
 
 import tyro
 
-from gradsync.commands.models.config import preset
 from gradsync.commands.prepare.prepare import prepare
 from gradsync.core.files import counted
 from gradsync.data.meta import Meta
@@ -50,13 +49,12 @@ class PrepareOptions:
 def run(argv: list[str]) -> int:
     """See `gradsync prepare --help`."""
     options = parse(PrepareOptions, argv, "prepare")
-    missing = [] if options.paths else ["name at least one file or folder to prepare"]
-    missing += [] if options.out else ["say with --out which directory to make"]
-    if missing:
-        raise ConfigError(f"{' and '.join(missing)}: gradsync prepare my_texts/ --out data/")
+    if not options.paths or not options.out:
+        raise ConfigError("name texts and a directory: gradsync prepare my_texts/ --out data/")
+    out = Path(options.out)
     meta = prepare(
         options.paths,
-        out := Path(options.out),
+        out,
         tokenizer=options.tokenizer,
         vocab_size=options.vocab_size,
         val_fraction=options.val_fraction,
@@ -71,8 +69,7 @@ def run(argv: list[str]) -> int:
 
 
 def _describe(meta: Meta, out: Path) -> str:
-    names = (f"hidden or binary {each}" for each in ("file or folder", "files or folders"))
-    skipped = f", {counted(meta.skipped_files, *names)} skipped" if meta.skipped_files else ""
+    skipped = f", {meta.skipped_files} hidden or binary skipped" if meta.skipped_files else ""
     held_out = 100 * meta.tokens.get("val", 0) / sum(meta.tokens.values())
     how = {"documents": "whole documents, chosen by content", "tail": "the last ones"}
     splits = ", ".join(f"{name} {tokens:,}" for name, tokens in meta.tokens.items())
@@ -82,16 +79,5 @@ def _describe(meta: Meta, out: Path) -> str:
         f"held out  {held_out:.1f} % of the tokens: {how.get(meta.split_by, 'no val.bin')}\n"
         f"unigrams  {meta.unigram_entropy_nats:.3f} nats: a model should get well below\n"
         f"written   {out}\n"
-        f"next      {_next(meta, out)}"
+        f"next      gradsync train tiny --data {shlex.quote(str(out))}"
     )
-
-
-def _next(meta: Meta, out: Path) -> str:
-    """The next command, or what is missing for it."""
-    need = preset("tiny").block_size + 1
-    short = [f"{name} has {tokens:,}" for name, tokens in meta.tokens.items() if tokens < need]
-    if not short:
-        return f"gradsync train tiny --data {shlex.quote(str(out))}"
-    other = "larger" if meta.tokens["train"] >= need else "smaller"
-    share = f", or a {other} --val-fraction" * (sum(meta.tokens.values()) >= 2 * need)
-    return f"more text{share}: `train tiny` needs {need} tokens in each ({', '.join(short)})"

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from gradsync.comm.groups import SingleCommunicator
-from gradsync.commands.verify.matrix import Setting, run_cell
 from gradsync.commands.verify.compare import Difference
+from gradsync.commands.verify.matrix import Setting, run_cell
 from gradsync.commands.verify.problem import build_problem
 from gradsync.commands.verify.record import digest, sample_digests
 from gradsync.commands.verify.reference import Reference

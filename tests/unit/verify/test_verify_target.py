@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import sys
 from collections.abc import Callable
@@ -18,11 +17,10 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from gradsync.comm.groups import SingleCommunicator
-from gradsync.commands.verify.problem import build_problem, find_factory
+from gradsync.commands.verify.problem import build_problem, check_target, find_factory
 from gradsync.commands.verify.record import digest
 from gradsync.commands.verify.run import Task, train_traced
 from gradsync.commands.verify.settings import VerifySettings
-from gradsync.commands.verify.target import check_target
 from gradsync.errors import ConfigError
 
 SETTINGS = VerifySettings(num_steps=2)
@@ -92,7 +90,7 @@ def test_a_module_that_seeds_when_it_is_imported(
 def test_every_step_is_run_whatever_the_size_of_the_data(name: str) -> None:
     """BatchNorm1d cannot train on a single sample, so the short micro-batch has two."""
     task = called(name, num_steps=3)
-    check_target(task.settings, task.dtype)
+    check_target(task.settings)
     trace = train_traced(task, SingleCommunicator())
     assert [len(step.micro_batches) for step in trace.steps] == [5, 5, 2]
     assert len(trace.steps[-1].micro_batches[-1]["samples"]) == 2
@@ -119,7 +117,7 @@ class Odd(nn.Module):
 
     def __init__(self, change: Callable[[Any, Any, Tensor], Any]) -> None:
         super().__init__()
-        self.net, self.change, self.drawn = net(), change, itertools.count(1)
+        self.net, self.change = net(), change
 
     def forward(self, x: Any) -> Any:
         return self.change(self, x, self.net(x["x"] + x["more"][0] if isinstance(x, dict) else x))
@@ -134,7 +132,7 @@ def two_lines(*_: Any) -> Any:
     raise ValueError("no such\nthing")
 
 
-KEPT, DRAWN = net(), itertools.count()
+KEPT = net()
 
 
 def given(model: Any = None, data: Any = None, loss_sum: Any = summed) -> Any:
@@ -158,14 +156,6 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "ragged": (
         lambda: made(lambda i: (INPUTS[i, : 8 - i % 2], TARGETS[i])),
         "RuntimeError: stack expects each tensor to be equal size",
-    ),
-    "augmented": (
-        lambda: made(lambda i: (INPUTS[i] + next(DRAWN), TARGETS[i])),
-        "something is kept between forwards, or the data set draws by itself",
-    ),
-    "by_memory": (
-        lambda: given(Odd(lambda model, _, output: output * next(model.drawn))),
-        "the same micro-batch gives something else when it is run again",
     ),
     "unreadable": (
         lambda: made(lambda i: (INPUTS[i], [1, 2][i + 7])),
@@ -229,13 +219,13 @@ def test_a_wrong_part_is_named_and_a_right_target_left_alone(name: str) -> None:
     state, message = torch.get_rng_state(), CASES[name][1]
     if message:
         with pytest.raises(ConfigError) as raised:
-            check_target(called(name).settings, "fp32")
+            check_target(called(name).settings)
         text = str(raised.value)
         assert text.startswith(f"--target unit.verify.test_verify_target:{name}: ")
         assert message in text
         assert "\n" not in text
     else:
-        check_target(called(name).settings, "fp32")
+        check_target(called(name).settings)
     assert torch.equal(state, torch.get_rng_state())
 
 

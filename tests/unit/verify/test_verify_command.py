@@ -63,7 +63,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, then: Callable[[], None], **ended: 
         (["--target", "json:nothing"], "has no attribute 'nothing'"),
         (["--strategies", "nave"], "perhaps you meant 'naive'"),
         (["--models", "mpl"], "perhaps you meant 'mlp'"),
-        (["--world-sizes", "two"], "'two' are not numbers of ranks"),
+        (["--world-sizes", "two"], "--world-sizes must be numbers of ranks, got 'two'"),
         (["--world-sizes", "0"], "--world-sizes must be at least 1, got 0"),
         (["--num-steps", "0"], "--num-steps must be at least 1, got 0"),
         (["--num-samples", "0"], "--num-samples must be at least 1, got 0"),

@@ -91,7 +91,7 @@ def plan_of(options: VerifyOptions, world: World) -> VerifyPlan:
     if world.is_distributed:
         sizes = [world.world_size]
     if None in sizes:
-        raise ConfigError(f"--world-sizes: {words[:80]!r} are not numbers of ranks")
+        raise ConfigError(f"--world-sizes must be numbers of ranks, got {words[:80]!r}")
     every = options.strategies in ("", "all")
     strategies = list(STRATEGIES) if every else listed(options.strategies)
     for word in strategies:

@@ -6,6 +6,7 @@ import io
 import json
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from gradsync.commands.verify.matrix import _RESULTS, _WORK, compare_world_sizes
 from gradsync.commands.verify.result import Result, document, mark, print_report
 from gradsync.commands.verify.settings import Cell, VerifyPlan, VerifySettings, make_plan
 from gradsync.errors import PeerError, RendezvousError
+from gradsync.world import World
 
 CELL = Cell(strategy="invariant", world_size=1, model="mlp", dtype="fp32")
 
@@ -124,6 +126,7 @@ def test_the_rank_whose_failure_it_was_is_named(
     no_steps = matrix.Trace((), ())
     cells = [CELL, replace(CELL, strategy="naive"), replace(CELL, strategy="flat")]
     monkeypatch.setattr(matrix, "run_cell", run_cell)
+    monkeypatch.setattr(matrix, "open_session", lambda: nullcontext(World()))
     work = {"settings": asdict(VerifySettings()), "cells": [asdict(cell) for cell in cells]}
     (tmp_path / _WORK).write_text(json.dumps(work))
     assert matrix.run_worker(tmp_path) == 1

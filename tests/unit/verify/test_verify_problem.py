@@ -54,7 +54,7 @@ def test_the_problems_have_what_goes_wrong_in_practice() -> None:
     assert len({each.weight for each in first}) > 1  # unequal weights
     used = [["rare.weight" in each.gradient for each in step] for step in (first, last)]
     assert used == [[False] * 5, [False, True]]  # by none, then by one
-    assert build_problem("conv", SETTINGS).has_batch_norm
+    assert any(isinstance(m, nn.BatchNorm2d) for m in build_problem("conv", SETTINGS).model)
 
 
 def test_strategies_change_micro_batches_but_not_the_data() -> None:

@@ -263,7 +263,7 @@ def test_a_module_that_cannot_be_imported(
     text = str(raised.value)
     assert text.startswith("--target wrong_target:factory: ")
     assert message in text
-    assert "wrong_target.py:" in text
+    assert "wrong_target.py" in text
     assert "\n" not in text
 
 

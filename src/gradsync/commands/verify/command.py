@@ -68,7 +68,6 @@ def run(argv: list[str]) -> int:
 
     Raises:
         ConfigError: an unknown strategy, model or dtype, invalid numbers.
-        RunError: ranks could not start.
     """
     if argv[:1] == [WORKER]:
         from gradsync.commands.verify.matrix import run_worker

@@ -96,9 +96,6 @@ def run_rank(
 ) -> list[Result]:
     """Be rank `rank` of a launch, and run its cells; after an error the rest count as not run. The
     results are complete on rank 0."""
-    # The results report it; a hundred cells would report it a hundred times.
-    logging.getLogger("gradsync").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
     results: list[Result] = []
 
     def note(result: Result) -> None:
@@ -188,6 +185,9 @@ class Setting:
 
 def open_session() -> Session:
     """A session with one thread per rank: bits must not depend on the number of cores."""
+    # The results report it; a hundred cells would report it a hundred times.
+    logging.getLogger("gradsync").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
     return Session(SessionOptions(device="cpu", threads=1, timeout_s=_TIMEOUT_S))
 
 

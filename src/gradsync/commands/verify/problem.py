@@ -31,7 +31,6 @@ from gradsync.commands.models.config import GPTConfig
 from gradsync.commands.models.gpt import GPT
 from gradsync.commands.models.gpt import loss_sum as token_loss_sum
 from gradsync.commands.verify.settings import SEED, VerifySettings
-from gradsync.core.torch_private import BatchNorm
 from gradsync.data.micro_batch import IGNORED_TARGET, make_micro_batch
 from gradsync.errors import ConfigError
 from gradsync.runtime.seeds import kept_generators, seed_everything, stream_seed
@@ -54,11 +53,6 @@ class Problem:
     dataset: Any  # map-style; samples are (input, target)
     loss_sum: LossSum  # `loss_sum(output, target)`: [], *summed* over targets
     uses_all: bool = True  # False if some micro-batch leaves a parameter without gradient
-
-    @property
-    def has_batch_norm(self) -> bool:
-        """Whether any layer keeps statistics over the batch."""
-        return any(isinstance(module, BatchNorm) for module in self.model.modules())
 
 
 def build_problem(name: str, settings: VerifySettings) -> Problem:
@@ -161,8 +155,6 @@ def users_code(target: str) -> Generator[None]:
             for frame in traceback.extract_tb(error.__traceback__)
             if not frame.filename.startswith(_NOT_THE_USERS)
         ]
-        if isinstance(error, SyntaxError) and error.filename:
-            places = [(error.filename, error.lineno)]
         place = f" ({Path(places[-1][0]).name}:{places[-1][1]})" if places else ""
         said = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise ConfigError(f"--target {target}: {said}{place}") from error

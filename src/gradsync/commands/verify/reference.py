@@ -115,15 +115,12 @@ class Reference:
         return self.weights(), {name: tensor.clone() for name, tensor in packed.items()}
 
     def loss(self, state: State) -> float:
-        """Mean loss over the data set in evaluation mode."""
+        """Mean loss over the data set in evaluation mode, in which the model is left."""
         self._load(state.weights, state.buffers)
-        modes = {module: module.training for module in self._model.modules()}
         self._model.eval()
         every = [each for batch in self.batches.values() for each in batch]
         with torch.no_grad():
             total = sum(float(self._loss_sum(each)) for each in every)
-        for module, mode in modes.items():
-            module.training = mode
         return total / sum(each.num_targets for each in every)
 
     def train(self) -> Trace:

@@ -6,12 +6,10 @@ No torch here.
 from __future__ import annotations
 
 import math
-import platform
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from importlib import metadata
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -187,12 +185,10 @@ def document(settings: VerifySettings, results: Sequence[Result], seconds: float
             return [strict(entry) for entry in value]
         return None if isinstance(value, float) and not math.isfinite(value) else value
 
-    versions = {name: metadata.version(name) for name in ("gradsync", "torch")}
     return strict(
         {
             "passed": all(result.passed for result in results),
             "settings": asdict(settings),
-            "versions": {**versions, "python": platform.python_version()},
             "cells": [asdict(result) for result in results if not result.loaded_from],
             "cross_load": [asdict(result) for result in results if result.loaded_from],
             "seconds": round(seconds, 1),

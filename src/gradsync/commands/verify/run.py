@@ -132,7 +132,7 @@ def train_traced(
         strategy=name,
         comm=comm,
         hosts=hosts,
-        batch_norm="local" if problem.has_batch_norm else None,
+        batch_norm="local",
         **{name: value for name, value in options.items() if name in known},
     )
     parts = Parts(

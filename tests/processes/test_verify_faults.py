@@ -83,7 +83,6 @@ FAULTS = [
     ("loss_of_one_rank", "local_sgd", "mlp", 3, "loss scaling", "the mean loss"),
     ("gradients_negated", "powersgd", "gpt", 2, "unknown", "the loss does not fall"),
     ("promised_bitwise", "naive", "gpt", 2, "order only", "differs by"),
-    ("sign_flipped", "naive", "mlp", 2, "loss scaling", "-1 times it"),
     ("loss_of_one_rank", "naive", "mlp", 2, "loss scaling", "the mean loss"),
     ("statistics_of_all", "naive", "conv", 2, "BatchNorm", "Leave buffers to gs.replicate"),
     ("momentum_lost", "naive", "mlp", 2, "initial weights", "state is not the checkpoint's"),

@@ -152,11 +152,6 @@ def test_the_norm_of_very_many_numbers_has_no_bound() -> None:
     assert norm_bound(exact, bounds) == math.inf
 
 
-def test_clipping_only_shrinks() -> None:
-    assert clip_factor(None) == clip_factor(0.5 * CLIP_NORM) == 1.0
-    assert clip_factor(2 * CLIP_NORM) == pytest.approx(0.5, rel=1e-5)
-
-
 # -- the optimizer, buffers, meetings ------------------------------------------------------------
 
 SIZE = 1000

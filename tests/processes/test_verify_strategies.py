@@ -35,7 +35,7 @@ def _work(
     rank: int, world_size: int, store_path: str, folder: str, cells: list[Cell]
 ) -> list[Result]:
     with open_session(rank, world_size, store_path) as world:
-        return run_cells(cells, SETTINGS, world, Path(folder))
+        return list(run_cells(cells, SETTINGS, world, Path(folder)))
 
 
 @pytest.fixture(scope="module")

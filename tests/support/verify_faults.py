@@ -85,14 +85,6 @@ def gradients_negated(parts: Parts, _: dict[str, Tensor]) -> None:
         gradient.neg_()
 
 
-@after_reduce
-def sign_flipped(parts: Parts, _: dict[str, Tensor]) -> None:
-    """One gradient has the wrong sign on all ranks: its norm is right."""
-    gradient = parameter_of(parts, "head.bias").grad
-    assert gradient is not None
-    gradient.neg_()
-
-
 def stale_bucket(parts: Parts) -> Parts:
     """One parameter gets the reduced gradient of the step before, as a bucket that was read too
     early."""

@@ -1,10 +1,11 @@
 """Differences against numpy's own spacing; bounds that hold, and that no mistake fits into; the
-rules for buffers and for the weights after a meeting."""
+rules for buffers and for the weights after a meeting; what is said of a finding."""
 
 from __future__ import annotations
 
 import math
 import random
+import re
 from typing import Any
 
 import pytest
@@ -22,9 +23,10 @@ from gradsync.commands.verify.compare import (
     part_of_bound,
     update_bounds,
 )
-from gradsync.commands.verify.judge import moved_rightly, wrong_meeting
+from gradsync.commands.verify.judge import common_ratio, minority, moved_rightly, wrong_meeting
 from gradsync.commands.verify.record import State
 from gradsync.commands.verify.reference import MicroBatchResult
+from gradsync.commands.verify.result import Finding, Kind, Result
 from gradsync.commands.verify.settings import CLIP_NORM, Promise
 
 NAN, INF, ONE = torch.tensor([math.nan]), torch.tensor([math.inf]), torch.ones(1)
@@ -150,11 +152,6 @@ def test_the_norm_of_very_many_numbers_has_no_bound() -> None:
     assert norm_bound(exact, bounds) == math.inf
 
 
-def test_clipping_only_shrinks() -> None:
-    assert clip_factor(None) == clip_factor(0.5 * CLIP_NORM) == 1.0
-    assert clip_factor(2 * CLIP_NORM) == pytest.approx(0.5, rel=1e-5)
-
-
 # -- the optimizer, buffers, meetings ------------------------------------------------------------
 
 SIZE = 1000
@@ -252,3 +249,32 @@ def test_where_ranks_meet(begun: State, after: State, is_right: bool) -> None:
     """Two ranks end a round at 0.8 and 0.4."""
     ends = [{"w": torch.full((3,), 0.8)}, {"w": torch.full((3,), 0.4)}]
     assert (wrong_meeting(begun, ends, after) == "") is is_right
+
+
+# -- what is said --------------------------------------------------------------------------------
+
+
+def test_the_ratio_needs_the_same_direction() -> None:
+    torch.manual_seed(0)
+    a, b = torch.randn(100), torch.randn(100)
+    assert common_ratio({"a": 3 * a, "b": 3 * b}, {"a": a, "b": b}) == pytest.approx(3.0)
+    assert common_ratio({"a": 3 * a, "b": b}, {"a": a, "b": b}) is None
+    assert common_ratio({"a": a}, {"a": a, "b": a}) is None  # a missing one is no match
+    for got, expected in ((a + 0.1 * b, a), (0 * a, a), (a, 0 * a), (a * math.nan, a)):
+        assert common_ratio({"a": got}, {"a": expected}) is None
+
+
+def test_minority() -> None:
+    assert minority(["x", "x", "x"]) == ()
+    assert minority(["x", "y", "x"]) == (1,)
+    assert minority(["x", "y"]) == (1,)
+    assert minority(["y", "x", "x"]) == (0,)
+
+
+def test_every_sentence_says_what_why_and_what_to_do() -> None:
+    result = Result(strategy="naive", world_size=2, model="mlp", dtype="fp32", promise="rounding")
+    found = [Finding(kind=k, step=3, names=tuple("vwxyz"), ranks=(1,), detail="7") for k in Kind]
+    for place, finding in enumerate(found):
+        result.explain([*found[:place:-1], finding])  # the first kind tells most
+        words = rf"step 3, 'v', 'w', 'x', 2 more, rank 1: {finding.kind} \(7\); [^.]+\. [A-Z].*\."
+        assert re.fullmatch(words, result.sentence)

@@ -17,7 +17,7 @@ import tyro
 from gradsync.commands.cli.main import main
 from gradsync.commands.launch import local
 from gradsync.commands.verify import command as verify
-from gradsync.commands.verify.matrix import WORK
+from gradsync.commands.verify.matrix import _RESULTS, _WORK
 from gradsync.commands.verify.result import Result, print_report
 from gradsync.commands.verify.settings import Cell
 from gradsync.sync.registry import STRATEGIES
@@ -45,8 +45,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch, then: Callable[[], None], **ended: 
     def launch_ranks(argv: list[str], nproc_per_node: int, **options: Any) -> local.LaunchOutcome:
         folder = Path(argv[2])
         started.append(nproc_per_node)
-        work = json.loads((folder / WORK).read_text())
-        with (folder / f"done-{work['number']}.jsonl").open("w") as done:
+        work = json.loads((folder / _WORK).read_text())
+        with (folder / _RESULTS).open("w") as done:
             for cell in map(Cell.from_json, work["cells"]):
                 done.write(json.dumps(asdict(Result.of(cell))) + "\n")
         then()
@@ -63,7 +63,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, then: Callable[[], None], **ended: 
         (["--target", "json:nothing"], "has no attribute 'nothing'"),
         (["--strategies", "nave"], "perhaps you meant 'naive'"),
         (["--models", "mpl"], "perhaps you meant 'mlp'"),
-        (["--world-sizes", "two"], "'two' are not numbers of ranks"),
+        (["--world-sizes", "two"], "--world-sizes must be numbers of ranks, got 'two'"),
         (["--world-sizes", "0"], "--world-sizes must be at least 1, got 0"),
         (["--num-steps", "0"], "--num-steps must be at least 1, got 0"),
         (["--num-samples", "0"], "--num-samples must be at least 1, got 0"),
@@ -91,38 +91,22 @@ def test_what_cannot_be_is_refused_before_any_rank_starts(
     [
         ([], 3 * 3 * 1),
         (["--thorough"], 4 * 3 * 2),
-        (["--strategies", "all", "--world-sizes", "1,2,3,4"], 4 * 3 * 2),
-        (["--dtypes", "fp32"], 4 * 3 * 1),
-        (["--num-steps", "2"], 3 * 3 * 1),
+        (["--strategies", "all", "--world-sizes", "1,2,3,4"], 4 * 3 * 1),
+        (["--world-size", "2"], 1 * 3 * 1),
     ],
 )
-def test_nothing_chosen_is_a_quick_check(words: list[str], cells: int) -> None:
+def test_thorough_adds_ranks_and_a_dtype(words: list[str], cells: int) -> None:
     plan = verify.plan_of(tyro.cli(verify.VerifyOptions, args=words), World())
     own = [cell for launch in plan.launches for cell in launch if cell.source is None]
     assert len(own) == cells * len(STRATEGIES)
-    asked = "--num-steps" in words
-    assert plan.settings.num_steps == (2 if asked else 3 if not words else 4)
 
 
-def test_a_quick_check_says_what_it_leaves_out(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_ranks_start_once_for_each_size_and_once_more_for_the_last_checkpoints(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     started = pretend(monkeypatch, lambda: None)
     assert main(["verify"]) == 0
     assert started == [1, 2, 3, 1]
-    first = capsys.readouterr().out.splitlines()[0]
-    assert "left out are 4 ranks, bf16 and a fourth step (--thorough: everything" in first
-
-
-def test_a_dry_run_lists_the_cells(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--strategies", "ring", "--models", "mlp", "--dtypes", "fp32", "--world-sizes", "1,2"]
-    assert main(["verify", "--dry-run", *words]) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        "ring W=1 mlp fp32",
-        "ring W=2 mlp fp32",
-        "ring W=2 mlp fp32 from ring W=1 mlp fp32",
-        "ring W=1 mlp fp32 from ring W=2 mlp fp32",
-    ]
 
 
 def test_a_reason_is_printed_once_with_its_cells(capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,7 +115,7 @@ def test_a_reason_is_printed_once_with_its_cells(capsys: pytest.CaptureFixture[s
         return Result(**named, promise="rounding", status=status, sentence=said)
 
     sizes = [(size, dtype) for size in (1, 2, 3, 4) for dtype in ("fp32", "bf16")]
-    results = [result(*each, f"rank {each[0] - 1} raised ValueError: no") for each in sizes]
+    results = [result(*each, "rank 0 raised ValueError: no") for each in sizes]
     results.append(result(1, "fp32", "another", "failed"))
     print_report(results, 1.0, sys.stdout)
     printed = capsys.readouterr().out

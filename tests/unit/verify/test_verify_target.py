@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import sys
 from collections.abc import Callable
@@ -18,11 +17,10 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from gradsync.comm.groups import SingleCommunicator
-from gradsync.commands.verify.problem import build_problem, find_factory
+from gradsync.commands.verify.problem import build_problem, check_target, find_factory
 from gradsync.commands.verify.record import digest
 from gradsync.commands.verify.run import Task, train_traced
 from gradsync.commands.verify.settings import VerifySettings
-from gradsync.commands.verify.target import check_target
 from gradsync.errors import ConfigError
 
 SETTINGS = VerifySettings(num_steps=2)
@@ -42,9 +40,9 @@ def pairs(count: int = 40) -> TensorDataset:
     return TensorDataset(INPUTS[:count], TARGETS[:count])
 
 
-def called(name: str, *, strategy: str = "naive", dtype: str = "fp32", **changes: Any) -> Task:
+def called(name: str, *, dtype: str = "fp32", **changes: Any) -> Task:
     settings = replace(SETTINGS, target=f"unit.verify.test_verify_target:{name}", **changes)
-    return Task(strategy=strategy, model="target", dtype=dtype, settings=settings)
+    return Task(strategy="naive", model="target", dtype=dtype, settings=settings)
 
 
 # --- alike on every call ---------------------------------------------------------------------
@@ -92,7 +90,7 @@ def test_a_module_that_seeds_when_it_is_imported(
 def test_every_step_is_run_whatever_the_size_of_the_data(name: str) -> None:
     """BatchNorm1d cannot train on a single sample, so the short micro-batch has two."""
     task = called(name, num_steps=3)
-    check_target(task.settings, task.dtype)
+    check_target(task.settings)
     trace = train_traced(task, SingleCommunicator())
     assert [len(step.micro_batches) for step in trace.steps] == [5, 5, 2]
     assert len(trace.steps[-1].micro_batches[-1]["samples"]) == 2
@@ -119,22 +117,17 @@ class Odd(nn.Module):
 
     def __init__(self, change: Callable[[Any, Any, Tensor], Any]) -> None:
         super().__init__()
-        self.net, self.change, self.drawn = net(), change, itertools.count(1)
+        self.net, self.change = net(), change
 
     def forward(self, x: Any) -> Any:
         return self.change(self, x, self.net(x["x"] + x["more"][0] if isinstance(x, dict) else x))
-
-
-def makes_a_parameter(model: Any, _: Any, output: Tensor) -> Tensor:
-    model.shift = nn.Parameter(torch.ones(4))
-    return output + model.shift
 
 
 def two_lines(*_: Any) -> Any:
     raise ValueError("no such\nthing")
 
 
-KEPT, DRAWN = net(), itertools.count()
+KEPT = net()
 
 
 def given(model: Any = None, data: Any = None, loss_sum: Any = summed) -> Any:
@@ -150,30 +143,12 @@ LINE = "(test_verify_target.py:"
 
 # Name: its parts, and what is said of it; "" where it is left alone.
 CASES: dict[str, tuple[Callable[[], Any], str]] = {
-    "no_tuple": (lambda: 3, "TypeError: cannot unpack non-iterable int object"),
     "no_model": (lambda: given("net"), "TypeError: 'net' is no torch.nn.Module"),
     "frozen": (lambda: given(net().requires_grad_(False)), "does not require grad"),
     "same_model": (lambda: given(KEPT), "must build a new model each time it is called"),
-    "nothing": (lambda: given(data=pairs(0)), "ZeroDivisionError: "),
     "ragged": (
         lambda: made(lambda i: (INPUTS[i, : 8 - i % 2], TARGETS[i])),
         "RuntimeError: stack expects each tensor to be equal size",
-    ),
-    "augmented": (
-        lambda: made(lambda i: (INPUTS[i] + next(DRAWN), TARGETS[i])),
-        "something is kept between forwards, or the data set draws by itself",
-    ),
-    "by_memory": (
-        lambda: given(Odd(lambda model, _, output: output * next(model.drawn))),
-        "the same micro-batch gives something else when it is run again",
-    ),
-    "unreadable": (
-        lambda: made(lambda i: (INPUTS[i], [1, 2][i + 7])),
-        f"IndexError: list index out of range {LINE}",
-    ),
-    "vector_loss": (
-        lambda: given(loss_sum=lambda o, t: F.cross_entropy(o, t, reduction="none")),
-        "grad can be implicitly created only for scalar outputs",
     ),
     "mean_loss": (
         lambda: given(nn.Sequential(net(), nn.Dropout(0.5)), loss_sum=F.cross_entropy),
@@ -212,8 +187,6 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         ),
         "",
     ),
-    "late": (lambda: given(Odd(makes_a_parameter)), ""),
-    "all_ignored": (lambda: given(data=TensorDataset(INPUTS, torch.full((40,), -100))), ""),
 }
 
 
@@ -229,13 +202,13 @@ def test_a_wrong_part_is_named_and_a_right_target_left_alone(name: str) -> None:
     state, message = torch.get_rng_state(), CASES[name][1]
     if message:
         with pytest.raises(ConfigError) as raised:
-            check_target(called(name).settings, "fp32")
+            check_target(called(name).settings)
         text = str(raised.value)
         assert text.startswith(f"--target unit.verify.test_verify_target:{name}: ")
         assert message in text
         assert "\n" not in text
     else:
-        check_target(called(name).settings, "fp32")
+        check_target(called(name).settings)
     assert torch.equal(state, torch.get_rng_state())
 
 
@@ -256,10 +229,8 @@ def test_a_target_that_cannot_be_found(target: str, message: str) -> None:
     ("source", "message"),
     [
         ("def factory(:\n", "SyntaxError: invalid syntax"),
-        ("from torch import nothing_like_this\n", "ImportError: cannot import name"),
         ("\n1/0\n", "ZeroDivisionError: division by zero (wrong_target.py:2"),
         ("raise SystemExit(0)\n", "SystemExit: 0 (wrong_target.py:1"),
-        ("import no_such_thing_at_all\n", "No module named 'no_such_thing_at_all'"),
     ],
 )
 def test_a_module_that_cannot_be_imported(
@@ -273,14 +244,8 @@ def test_a_module_that_cannot_be_imported(
     text = str(raised.value)
     assert text.startswith("--target wrong_target:factory: ")
     assert message in text
-    assert "wrong_target.py:" in text
+    assert "wrong_target.py" in text
     assert "\n" not in text
-
-
-def test_a_parameter_that_a_later_forward_makes() -> None:
-    """One that only the ranks' forwards make, or some micro-batches', is not seen in the trial."""
-    with pytest.raises(ConfigError, match="a forward made parameter 'shift', which no optimizer"):
-        train_traced(called("late", strategy="bucketed"), SingleCommunicator())
 
 
 def test_doubles_reach_into_dicts() -> None:

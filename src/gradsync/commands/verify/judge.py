@@ -36,6 +36,8 @@ from gradsync.commands.verify.settings import Promise
 
 _OUTER_LR, _OUTER_MOMENTUM = 0.7, 0.9
 _OUTER_ROUNDINGS = 8
+_CLOSE = 1e-3  # largest relative rest of a gradient that is a multiple of the right one
+_FAR = 1e-2  # a factor this close to one is no factor
 
 
 @dataclass(kw_only=True, slots=True)
@@ -73,15 +75,6 @@ class Verdict:
     findings: list[Finding] = field(default_factory=list)
     part_of_bound: float = 0.0  # largest part of a gradient's bound that was used
 
-    @property
-    def passed(self) -> bool:
-        """True when nothing was found."""
-        return not self.findings
-
-    def first(self, *kinds: Kind) -> Finding | None:
-        """The first finding of one of these kinds."""
-        return next((f for f in self.findings if f.kind in kinds), None)
-
     def add(self, kind: Kind, step: int, names: Sequence[str] = (), **more: Any) -> None:
         """Record one finding."""
         self.findings.append(Finding(kind=kind, step=step, names=names, **more))
@@ -96,9 +89,9 @@ def judge(run: Observed) -> Verdict:
             check.start()
         check.data()
         check.moved()
+        wrong = check.gradient()
         if not run.promise.local:
-            check.replicas("gradient", Kind.GRADIENT_REPLICAS)
-        check.gradient()
+            check.replicas("gradient", Kind.GRADIENT_REPLICAS, wrong)
         check.update()
         if not run.promise.local:
             check.replicas("after", Kind.REPLICAS)
@@ -161,12 +154,10 @@ class _StepCheck:
         ]
         seen = Counter(chain.from_iterable(trained))
         missing, extra = wanted - seen, seen - wanted
-        home = self._reference.owner_of
-        parts = [f"missing: {samples_text(missing, home)}"] if missing else []
-        parts += [f"too often: {samples_text(extra, home)}"] if extra else []
-        if parts:
+        if missing or extra:
             ranks = [rank for rank, samples in enumerate(trained) if extra.keys() & set(samples)]
-            self._found(Kind.DATA, ranks=ranks, detail="; ".join(parts))
+            detail = f"{missing.total()} samples are missing, {extra.total()} too many or unknown"
+            self._found(Kind.DATA, ranks=ranks, detail=detail)
         states = {each["index"]: each["random"] for each in traces}
         wrong = [
             (rank, each["index"])
@@ -175,7 +166,7 @@ class _StepCheck:
             if each["random"] != states.get(each["index"], each["random"])
         ]
         if wrong:
-            detail = f"micro-batch {wrong[0][1]} on rank {wrong[0][0]}"
+            detail = f"micro-batch {wrong[0][1]} on rank {wrong[0][0]} drew from another state"
             self._found(Kind.RANDOM, ranks=sorted({rank for rank, _ in wrong}), detail=detail)
 
     def moved(self) -> None:
@@ -186,27 +177,30 @@ class _StepCheck:
         ]
         self._found_on_ranks(Kind.MOVED, moved)
 
-    def replicas(self, part: str, kind: Kind) -> None:
-        """One part of a step has the same bits on all ranks."""
+    def replicas(self, part: str, kind: Kind, wrong: Sequence[str] = ()) -> None:
+        """One part of a step has the same bits on all ranks. Clipping by a wrong norm changes all
+        gradients: only those that are `wrong` are named, if any."""
         documents = self._documents
         ranks_of = {
             name: minority([document[part].get(name, "") for document in documents])
             for name in documents[0][part]
         }
-        if names := [name for name, ranks in ranks_of.items() if ranks]:
-            self._found(kind, names, ranks=sorted({r for each in ranks_of.values() for r in each}))
+        differ = [name for name, ranks in ranks_of.items() if ranks]
+        if names := [name for name in differ if name in wrong] or differ:
+            self._found(kind, names, ranks=sorted({r for name in names for r in ranks_of[name]}))
 
-    def gradient(self) -> None:
-        """Gradient, norm and loss differ by no more than the order of sums explains."""
+    def gradient(self) -> list[str]:
+        """Gradient, norm and loss differ by no more than the order of sums explains. Returns the
+        names of wrong gradients."""
         step, exact = self._step, self._run.exact(self._place)
         if not exact.weight or self._is_not_finite(exact):
-            return
+            return []
         right = abs(step.loss - exact.loss) <= exact.loss_bound and step.weight == exact.weight
         if not (right or self._promise.local):
             said = f"{step.loss:.9g} over {step.weight:g} targets, expected {exact.loss:.9g} over "
             self._found(Kind.LOSS, detail=f"{said}{exact.weight:g}")
         if not self._promise.bounded:
-            return
+            return []
         bounds = gradient_bounds(exact, self._promise, len(self._documents))
         factor, means = clip_factor(step.norm), exact.means()
         parts = {}
@@ -221,9 +215,15 @@ class _StepCheck:
                 parts[name] = 0.0 if absent or zeros else math.inf
         self._verdict.part_of_bound = max(self._verdict.part_of_bound, *parts.values())
         if wrong := [name for name, part in parts.items() if part > 1]:
-            self._found(Kind.GRADIENT, wrong, detail=f"{parts[wrong[0]]:.3g} times the bound")
+            ratio = common_ratio(step.gradient, {name: means.get(name) for name in wrong})
+            if ratio is None or abs(ratio / factor - 1) < _FAR:
+                self._found(Kind.GRADIENT, wrong, detail=f"{parts[wrong[0]]:.3g} times the bound")
+            else:
+                detail = f"{ratio / factor:.6g} times it on rank {self._run.rank}"
+                self._found(Kind.SCALED, wrong, detail=detail)
         if step.norm is not None and abs(step.norm - exact.norm()) > norm_bound(exact, bounds):
             self._found(Kind.NORM, detail=f"{step.norm:.9g}, expected {exact.norm():.9g}")
+        return wrong
 
     def _is_not_finite(self, exact: Exact) -> bool:
         """Whether a value is not finite even on one rank: then no bound applies, and the strategy
@@ -290,13 +290,24 @@ def minority(values: list[str]) -> tuple[int, ...]:
     return tuple(rank for rank, value in enumerate(values) if value != best)
 
 
-def samples_text(counter: Counter[str], home: dict[str, int]) -> str:
-    """`sample 3, sample 5, 2 not in the data set …`, for digests of samples and their places."""
-    names = [f"sample {home[sample]}" for sample in counter.elements() if sample in home]
-    shown = [", ".join(names[:4]) + f" and {len(names) - 4} more" * (len(names) > 4)]
-    unknown = counter.total() - len(names)
-    rest = f"{unknown} not in the data set as rank 0 reads it"
-    return ", ".join(shown * bool(names) + [rest] * bool(unknown))
+def common_ratio(
+    gradients: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None]
+) -> float | None:
+    """c if gradients g = c x h for all `expected` h together; None if there is no such factor.
+
+    With c = <g, h> / <h, h> the rest |g - c h| / |g| is zero up to rounding where it holds, and of
+    order one elsewhere.
+    """
+    pairs = [(gradients.get(name), h) for name, h in expected.items()]
+    found = [(g.double(), h.double()) for g, h in pairs if g is not None and h is not None]
+    if len(found) < len(pairs):
+        return None
+    g, h = (torch.cat([each.reshape(-1) for each in side]) for side in zip(*found, strict=True))
+    if not bool(h.any()) or not bool(g.any()) or not bool(g.isfinite().all()):
+        return None
+    factor = float(g @ h) / float(h @ h)
+    rest = float((g - factor * h).norm() / g.norm())
+    return factor if factor and rest < _CLOSE else None
 
 
 def _slots_of(name: str, states: Tensors) -> Tensors:

@@ -1,132 +1,151 @@
-"""Run the whole matrix: ranks start once per world size and run all of its cells.
+"""Run the matrix: ranks start once per world size and run all of its cells.
 
-    FOLDER/work.json                 settings and cells of the next start
-    FOLDER/done-N.jsonl              a line per cell that rank 0 finished, in the N-th start
-    FOLDER/error-N-rank_00001.json   the error that a rank raised
-    FOLDER/checkpoints/              one per cell that is continued by another one
+    FOLDER/work.json        settings and cells of the next start
+    FOLDER/results.jsonl    a line per cell, written by rank 0 as soon as it is known
+    FOLDER/checkpoints/     one per cell that is continued by another one
 
-A rank that raises ends all ranks and fails its cell; then they start again."""
+An error ends all ranks: its cell has failed, and the rest of this start is not run.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
-import re
+import signal
+import sys
 import time
-import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
-from gradsync.comm.groups import RankPlacement, communicator
-from gradsync.commands.verify.cell import OneRankRuns, Setting, run_cell
-from gradsync.commands.verify.result import Cause, Result
-from gradsync.commands.verify.run import read, save
+import torch
+
+from gradsync.checkpoint.weights import weights_sha256
+from gradsync.comm.base import Communicator
+from gradsync.comm.groups import RankPlacement, SingleCommunicator, communicator
+from gradsync.comm.values import all_gather_json, broadcast_json
+from gradsync.commands.launch import local
+from gradsync.commands.launch.ranks import WORKER, Signals, Stopped, start_ranks
+from gradsync.commands.verify.compare import Difference
+from gradsync.commands.verify.judge import Observed, Verdict, judge, judge_local
+from gradsync.commands.verify.record import State, Trace
+from gradsync.commands.verify.reference import Reference
+from gradsync.commands.verify.result import Kind, Result
+from gradsync.commands.verify.run import Prepare, Task, read, save, train_traced
 from gradsync.commands.verify.settings import Cell, VerifyPlan, VerifySettings, promise_of
-from gradsync.errors import RunError
-from gradsync.runtime.failure import communication_error
+from gradsync.errors import PeerError
+from gradsync.runtime import environ
+from gradsync.runtime.resolve import resolve
 from gradsync.runtime.session import Session, SessionOptions
 from gradsync.world import World
 
-WORK = "work.json"
+_WORK, _RESULTS = "work.json", "results.jsonl"
 _TIMEOUT_S = 60.0  # longest duration of a collective
-
-Tell = Callable[[Result], None]  # called with each result as soon as it is known
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunEnd:
-    """The end of one start of the ranks."""
-
-    code: int  # exit code; above 128 for a signal to the whole run
-    deaths: Mapping[int, str] = field(default_factory=dict)
-    """The launcher's words for ranks that could not report why they ended."""
+# Launchers end all ranks when the first one fails: give rank 0 time to report.
+_SILENCE_S = 2.0
 
 
-StartRanks = Callable[[Path, int], RunEnd]
-"""`start_ranks(folder, world_size)`: run `run_worker(folder)` on `world_size` ranks, and wait."""
+def run_matrix(plan: VerifyPlan, folder: Path, signals: Signals) -> list[Result]:
+    """Start ranks here, one world size after another: every cell's result, in the order of work.
 
-
-def run_matrix(
-    plan: VerifyPlan, folder: Path, start_ranks: StartRanks, tell: Tell = lambda result: None
-) -> list[Result]:
-    """Every cell's result, in the order of work. `RunError` if ranks ended before they began a
-    cell, `KeyboardInterrupt` if a signal stopped them."""
+    Raises:
+        Stopped: a signal came.
+    """
     results: list[Result] = []
-    number = 0
-    for cells in plan.launches:
+    for launched in plan.launches:
         broken = {result.name for result in results if result.status == "error"}
-        left = []
-        for cell in cells:
+        cells = []
+        for cell in launched:
             if cell.source and cell.source.name in broken:
-                results.append(error_result(cell, f"not run: {cell.source.name} failed"))
+                results.append(_error(cell, f"not run: {cell.source.name} failed"))
             else:
-                left.append(cell)
-        while left:
-            asked = [asdict(cell) for cell in left]
-            work = {"number": number, "settings": asdict(plan.settings), "cells": asked}
-            (folder / WORK).write_text(json.dumps(work))
-            ended = start_ranks(folder, cells[0].world_size)
-            if ended.code > 128:  # even if all cells are done: no further start is wanted
-                raise KeyboardInterrupt
-            found = read_done(folder, number)
-            if len(found) < len(left):  # the cell in which the ranks stopped
-                errors = read_errors(folder, number)
-                if not errors and not found and ended.code != 1:
-                    raise RunError(f"verify: the ranks ended with code {ended.code} at once")
-                found.append(error_result(left[len(found)], *_blame(errors, ended)))
-            for result in found:
-                tell(result)
-            results += found
-            left = left[len(found) :]
-            number += 1
-            if left and _same_error_twice(results):
-                said = "not run: the same error came twice"
-                results += [error_result(cell, said) for cell in left]
-                left = []
+                cells.append(cell)
+        if not cells:
+            continue
+        work = {"settings": asdict(plan.settings), "cells": [asdict(cell) for cell in cells]}
+        (folder / _WORK).write_text(json.dumps(work))
+        (folder / _RESULTS).write_text("")
+        ended = start_ranks(["verify", WORKER, str(folder)], cells[0].world_size, signals)
+        lines = (folder / _RESULTS).read_text().splitlines(keepends=True)
+        # A rank that was killed while writing has left half a line.
+        made = [Result(**json.loads(line)) for line in lines if line.endswith("\n")]
+        said = f"the ranks ended with code {ended.code}; their own lines say why"
+        made += _broken_off(cells[len(made) :], said)
+        error = next((result for result in made if result.status == "error"), None)
+        if ended.killed and error is not None:  # a killed rank could not say why
+            deaths = [local.obituary(*each) for each in ended.killed.items()]
+            error.sentence, error.ranks = "; ".join(deaths), [*ended.killed]
+        results += made
     compare_world_sizes(results)
     return results
 
 
-def _blame(errors: list[dict[str, Any]], ended: RunEnd) -> tuple[str, list[int]]:
-    """The failure that ended a start, as text and as ranks: the killed rank's; else the first error
-    that is not the echo of a lost peer. An echo alone blames no rank."""
-    if ended.deaths:
-        return "; ".join(ended.deaths.values()), list(ended.deaths)
-    if not errors:
-        return f"the ranks ended with code {ended.code}", []
-    first = errors[0]
-    ranks = [] if first["echo"] else [first["rank"]]
-    return f"rank {first['rank']} raised {first['message']}", ranks
+def run_worker(folder: Path) -> int:
+    """Run one rank of one start; 0 if all cells were run, 1 after an error."""
+    work = json.loads((folder / _WORK).read_text())
+    cells = [Cell.from_json(cell) for cell in work["cells"]]
+    rank = resolve(environ.snapshot()).world.rank
+    with Signals() as signals:
+        results = run_rank(rank, cells, VerifySettings(**work["settings"]), folder, signals)
+    return int(any(result.status == "error" for result in results))
 
 
-def _same_error_twice(results: Sequence[Result]) -> bool:
-    """A mistake in the model or the machine appears in every cell: starting ranks again for each
-    cell would only take time. Numbers (rank, port, address) may differ, and so may the effects on
-    other ranks."""
-    last = [result.sentence for result in results[-2:] if result.status == "error"]
-    gists = [re.sub(r"\d+", "", sentence.partition("; rank ")[0]) for sentence in last]
-    return len(gists) == 2 and gists[0] == gists[1] and gists[0].startswith("rank")
+def run_rank(
+    rank: int, cells: Sequence[Cell], settings: VerifySettings, folder: Path, signals: Signals
+) -> list[Result]:
+    """Be rank `rank` of a launch, and run its cells; after an error the rest count as not run. The
+    results are complete on rank 0."""
+    results: list[Result] = []
+
+    def note(result: Result) -> None:
+        results.append(result)
+        if rank == 0:
+            with (folder / _RESULTS).open("a") as file:
+                file.write(json.dumps(asdict(result)) + "\n")
+
+    try:
+        signals.check()
+        with open_session() as world:
+            try:
+                for result in run_cells(cells, settings, world, folder):
+                    note(result)
+                    if world.is_main and sys.stderr.isatty():
+                        shown = f"\r\x1b[K{result.status} {result.name}"
+                        print(shown, end="\r", file=sys.stderr, flush=True)
+            except Exception:
+                # The launcher may now end all ranks; first the session asks which rank failed.
+                signals.hold()
+                raise
+    except (Exception, Stopped) as error:
+        if signals.received is signal.SIGINT:
+            raise
+        signals.hold()
+        if rank:
+            time.sleep(_SILENCE_S)
+        for result in _broken_off(cells[len(results) :], *_blame(error, rank)):
+            note(result)
+    return results
 
 
-def error_result(cell: Cell, said: str, ranks: Sequence[int] = ()) -> Result:
-    """The entry of a cell in which a rank raised or died, or that was not run."""
+def _blame(error: BaseException, rank: int) -> tuple[str, list[int]]:
+    """What ended the ranks, and the rank at fault if it is known."""
+    if isinstance(error, PeerError):
+        return str(error).partition("\n")[0], [error.rank] if error.rank >= 0 else []
+    if isinstance(error, Stopped):
+        # A launcher stops a rank when another one has failed: finished work must not be lost.
+        return f"rank {rank} was ended by {error}, perhaps as another one failed", []
+    return f"rank {rank} raised {type(error).__name__}: {error}", [rank]
+
+
+def _error(cell: Cell, said: str, ranks: Sequence[int] = ()) -> Result:
     return Result.of(cell, status="error", sentence=said, ranks=list(ranks))
 
 
-def broken_off(
-    found: Sequence[Result], cells: Sequence[Cell], said: str, ranks: Sequence[int]
-) -> list[Result]:
-    """`found`, an error for the next one of `cells`, and the rest as not run: for ranks that do not
-    start again."""
-    left = cells[len(found) :]
-    return [
-        *found,
-        *(error_result(cell, said, ranks) for cell in left[:1]),
-        *(error_result(cell, "not run: the ranks had ended") for cell in left[1:]),
-    ]
+def _broken_off(cells: Sequence[Cell], said: str, ranks: Sequence[int] = ()) -> list[Result]:
+    """An error for the first of `cells`, and the rest as not run."""
+    rest = [_error(cell, "not run: the ranks had ended") for cell in cells[1:]]
+    return [*(_error(cell, said, ranks) for cell in cells[:1]), *rest]
 
 
 def compare_world_sizes(results: Sequence[Result]) -> None:
@@ -139,28 +158,29 @@ def compare_world_sizes(results: Sequence[Result]) -> None:
             continue
         first = wanted.setdefault((result.strategy, result.model, result.dtype), result)
         if result.passed and result.weights_sha256 != first.weights_sha256:
-            result.status, result.bitwise, result.cause = "failed", False, Cause.ORDER.value
+            result.status, result.bitwise, result.cause = "failed", False, "order only"
             result.sentence = (
                 f"the final weights are not those of {first.name} (SHA-256 "
                 f"{result.weights_sha256[:12]}… instead of {first.weights_sha256[:12]}…)"
             )
 
 
-def run_worker(folder: Path) -> int:
-    """Run one rank of one start; 0 if all cells are done, 1 if this rank recorded its error."""
-    work = json.loads((folder / WORK).read_text())
-    settings = VerifySettings(**work["settings"])
-    cells = [Cell.from_json(cell) for cell in work["cells"]]
-    noted = None
-    try:
-        with open_session() as world:
-            noted = _error_file(folder, work["number"], world.rank)
-            run_cells(cells, settings, world, folder, number=work["number"])
-    except Exception:
-        if noted is None or not noted.exists():
-            raise
-        return 1  # the command that started the ranks reads it
-    return 0
+# -- one cell -------------------------------------------------------------------------------------
+
+OneRankRuns = dict[tuple[str, str, VerifySettings], Trace]
+"""Plain one-rank runs, shared by most strategies."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Setting:
+    """The environment of a cell, see `train_traced`."""
+
+    settings: VerifySettings
+    comm: Communicator
+    hosts: RankPlacement | None = None
+    prepare: Prepare | None = None
+    saved: State | None = None
+    one_rank_runs: OneRankRuns = field(default_factory=dict)  # shared by all cells
 
 
 def open_session() -> Session:
@@ -172,87 +192,101 @@ def open_session() -> Session:
 
 
 def run_cells(
-    cells: Sequence[Cell],
-    settings: VerifySettings,
-    world: World,
-    folder: Path,
-    *,
-    number: int = 0,
-    tell: Tell = lambda result: None,
-) -> list[Result]:
-    """Run cells, the same on all ranks, as one rank of a session; record and raise any error.
+    cells: Sequence[Cell], settings: VerifySettings, world: World, folder: Path
+) -> Iterator[Result]:
+    """Run cells, the same on all ranks, as one rank of a session. Rank 0's results are complete.
 
-    Results, errors and checkpoints go to `folder` (rank 0's counts); `number` is the start's. Rank
-    0's results are complete, and it reports them.
+    A cell runs from its source's checkpoint if it has a source; otherwise it saves a checkpoint.
     """
-    comm, two_hosts = communicator(world), pretend_two_hosts(world)
-    known: OneRankRuns = {}
-    results = []
-    for cell in cells:
-        setting = Setting(settings=settings, comm=comm, hosts=two_hosts, one_rank_runs=known)
-        try:
-            result = _run_or_continue(cell, setting, folder)
-        except Exception as error:
-            note = {
-                "rank": world.rank,
-                "time": time.time(),
-                "message": f"{type(error).__name__}: {error}",
-                # Written before the session asks the other ranks: it may be ended meanwhile.
-                "echo": communication_error(error) is not None,
-                "traceback": traceback.format_exc(),
-            }
-            _error_file(folder, number, world.rank).write_text(json.dumps(note))
-            raise
-        if world.is_main:
-            with _done_file(folder, number).open("a") as file:
-                file.write(json.dumps(asdict(result)) + "\n")
-            tell(result)
-        results.append(result)
-    return results
-
-
-def _run_or_continue(cell: Cell, setting: Setting, folder: Path) -> Result:
-    """Run a cell, from its source's checkpoint if it has a source; otherwise save a checkpoint."""
-    begun = cell.source or cell
-    checkpoint = f"{begun.strategy}-{begun.world_size}-{begun.model}-{begun.dtype}"
-    place = folder / "checkpoints" / checkpoint
-    if cell.source is not None:
-        setting.saved, settings = read(place, setting.comm), setting.settings
-        if setting.saved.data["global_batch_size"] != settings.global_batch_size:
-            # Its place in the data differs: the rest of the pass may be too short.
-            size = settings.dataset_size
-            setting.settings = replace(settings, num_samples=size, whole_steps=True)
-    result, trace = run_cell(cell, setting)
-    if cell.source is None and setting.comm.rank == 0 and len(trace.steps) > 1:
-        save(place, cell.strategy, trace, len(trace.steps) // 2)
-    return result
-
-
-def pretend_two_hosts(world: World) -> RankPlacement:
-    """As if the first half of the ranks were on one host and the rest on another, so that
-    `hierarchical` has two levels."""
+    comm, known = communicator(world), OneRankRuns()
+    # As if the first half of the ranks were on one host and the rest on another, so that
+    # `hierarchical` has two levels.
     first = (world.world_size + 1) // 2
-    return RankPlacement(tuple(int(rank >= first) for rank in range(world.world_size)))
+    hosts = RankPlacement(tuple(int(rank >= first) for rank in range(world.world_size)))
+    for cell in cells:
+        setting = Setting(settings=settings, comm=comm, hosts=hosts, one_rank_runs=known)
+        begun = cell.source or cell
+        name = f"{begun.strategy}-{begun.world_size}-{begun.model}-{begun.dtype}"
+        place = folder / "checkpoints" / name
+        if cell.source is not None:
+            setting.saved = read(place, comm)
+            if setting.saved.data["global_batch_size"] != settings.global_batch_size:
+                # Its place in the data differs: the rest of the pass may be too short.
+                size = settings.dataset_size
+                setting.settings = replace(settings, num_samples=size, whole_steps=True)
+        result, trace = run_cell(cell, setting)
+        if cell.source is None and world.is_main and len(trace.steps) > 1:
+            save(place, cell.strategy, trace, len(trace.steps) // 2)
+        yield result
 
 
-def _done_file(folder: Path, number: int) -> Path:
-    return folder / f"done-{number}.jsonl"
+def run_cell(cell: Cell, setting: Setting) -> tuple[Result, Trace]:
+    """Train one cell, and judge it; all ranks call it. Returns the result (complete on rank 0), and
+    this rank's record of the run."""
+    comm, saved = setting.comm, setting.saved
+    task = Task(
+        strategy=cell.strategy, model=cell.model, dtype=cell.dtype, settings=setting.settings
+    )
+    trace = train_traced(task, comm, hosts=setting.hosts, prepare=setting.prepare, saved=saved)
+    ranks = all_gather_json(comm, [step.digests() for step in trace.steps])
+    promise = promise_of(cell.strategy)
+    verdict, differences = Verdict(), {}
+    if comm.rank == 0 or promise.local:
+        reference = Reference(task, comm.world_size, saved)
+        run = Observed(
+            rank=comm.rank, promise=promise, reference=reference, trace=trace, ranks=ranks
+        )
+        verdict = judge_local(run, comm) if promise.local else judge(run)
+        if comm.rank == 0:
+            differences = _compare_to_one_rank(run, setting, verdict)
+    result = Result.of(
+        cell,
+        bitwise=all(each.bitwise for each in differences.values()),
+        differences={name: asdict(each) for name, each in differences.items()},
+        part_of_bound=verdict.part_of_bound,
+        losses=[step.loss for step in trace.steps],
+        weights_sha256=weights_sha256(trace.steps[-1].after.weights.items()),
+    )
+    if verdict.findings:
+        result.explain(verdict.findings)
+    result.status = broadcast_json(comm, result.status)
+    return result, trace
 
 
-def _error_file(folder: Path, number: int, rank: int) -> Path:
-    return folder / f"error-{number}-rank_{rank:05d}.json"
-
-
-def read_done(folder: Path, number: int = 0) -> list[Result]:
-    """Results of one start, up to its end."""
-    path = _done_file(folder, number)
-    text = path.read_text() if path.exists() else ""
-    # A rank that was killed while writing has left half a line.
-    whole = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
-    return [Result(**json.loads(line)) for line in whole]
-
-
-def read_errors(folder: Path, number: int) -> list[dict[str, Any]]:
-    """Errors that ranks raised, the first one first; echoes of a lost peer last."""
-    found = [json.loads(path.read_text()) for path in folder.glob(f"error-{number}-rank_*.json")]
-    return sorted(found, key=lambda entry: (entry["echo"], entry["time"]))
+def _compare_to_one_rank(
+    run: Observed, setting: Setting, verdict: Verdict
+) -> dict[str, Difference]:
+    """Differences from the same training on one rank: by the strategy itself if its bits are
+    promised, else in plain PyTorch. Adds what they break to `verdict`."""
+    reference, promise, known = run.reference, run.promise, setting.one_rank_runs
+    task, saved = reference.task, reference.saved
+    key = (task.model, task.dtype, reference.settings)
+    if promise.same_bits:
+        alone = train_traced(task, SingleCommunicator(), saved=saved)
+    elif saved is None and key in known:
+        alone = known[key]
+    else:
+        alone = Reference(task, setting.comm.world_size, saved).train()
+        if saved is None:
+            known[key] = alone
+    differences = {part: Difference() for part in ("loss", "gradient", "weight", "state")}
+    for a, b in zip(run.trace.steps, alone.steps, strict=True):
+        losses = ({"loss": torch.tensor(step.loss, dtype=torch.float64)} for step in (a, b))
+        differences["loss"].include(a.number, *losses)
+        differences["gradient"].include(a.number, a.gradient, b.gradient)
+        differences["weight"].include(a.number, a.after.weights, b.after.weights)
+        differences["state"].include(a.number, a.after.optimizer, b.after.optimizer)
+    if not verdict.findings and promise.same_bits:
+        found = [(d.first_step, n) for n, d in differences.items() if d.first_step is not None]
+        if found:
+            step, part = min(found, key=lambda entry: entry[0])
+            first = differences[part]
+            detail = f"{part} differs by {first.max_abs:.3g}"
+            verdict.add(Kind.BITS, step, [first.first_name], detail=detail)
+    if not verdict.findings and promise.kind == "lossy":  # it has no bound, but its loss must fall
+        last = run.trace.steps[-1]
+        before, after = reference.loss(run.trace.steps[0].before), reference.loss(last.after)
+        if not after < before:
+            detail = f"{before:.6g} before the first step, {after:.6g} after the last"
+            verdict.add(Kind.FALL, last.number, detail=detail)
+    return differences

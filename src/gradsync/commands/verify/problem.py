@@ -12,33 +12,32 @@ micro-batch of one sample, dropout, and
 from __future__ import annotations
 
 import importlib
-import random
+import math
 import sys
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import Subset, TensorDataset, default_collate
 
 from gradsync.commands.models.config import GPTConfig
 from gradsync.commands.models.gpt import GPT
 from gradsync.commands.models.gpt import loss_sum as token_loss_sum
-from gradsync.commands.verify.settings import PLAIN, SEED, Variant, VerifySettings
-from gradsync.core.torch_private import BatchNorm
-from gradsync.data.micro_batch import IGNORED_TARGET
+from gradsync.commands.verify.settings import SEED, VerifySettings
+from gradsync.data.micro_batch import IGNORED_TARGET, make_micro_batch
 from gradsync.errors import ConfigError
-from gradsync.runtime.seeds import seed_everything, stream_seed
+from gradsync.runtime.seeds import kept_generators, seed_everything, stream_seed
 
 LossSum = Callable[[Any, Any], Tensor]
 _CLASSES = 10
+_SAME_LOSS = 1e-2
 _NOT_THE_USERS = (
     *(str(Path(file).parent) for file in (torch.__file__, importlib.__file__)),
     str(Path(__file__).parents[2]),
@@ -55,39 +54,80 @@ class Problem:
     loss_sum: LossSum  # `loss_sum(output, target)`: [], *summed* over targets
     uses_all: bool = True  # False if some micro-batch leaves a parameter without gradient
 
-    @property
-    def has_batch_norm(self) -> bool:
-        """Whether any layer keeps statistics over the batch."""
-        return any(isinstance(module, BatchNorm) for module in self.model.modules())
 
-
-def build_problem(name: str, settings: VerifySettings, variant: Variant = PLAIN) -> Problem:
+def build_problem(name: str, settings: VerifySettings) -> Problem:
     """Build the problem called `name`, the same on every rank.
 
     The global generators are seeded before a factory's module is imported, which may draw data, and
     again before the factory is called: only the first call imports.
     """
     seed = stream_seed(SEED, "verify")
-    with kept_randomness():
+    with kept_generators():
         seed_everything(seed)
         factory = find_factory(settings.target) if name == "target" else None
         seed_everything(seed)
         if factory is None:
-            problem = _OWN[name](settings)
-        else:
+            return _OWN[name](settings)
+        with users_code(settings.target):
+            model, dataset, loss_sum = factory()
+            if not isinstance(model, nn.Module):
+                raise TypeError(f"{model!r} is no torch.nn.Module")
+            # A data set that is too small repeats, so that every step runs.
+            indices = [index % len(dataset) for index in range(settings.dataset_size)]
+    data = Subset(dataset, indices)
+    return Problem(model=model, dataset=data, loss_sum=loss_sum, uses_all=False)
+
+
+def check_target(settings: VerifySettings) -> None:
+    """Try the user's problem on one micro-batch, in fp32, before any rank starts.
+
+    A target that needs a process group is left to the ranks, which have one.
+
+    Raises:
+        ConfigError: what is wrong, in one line.
+    """
+    with kept_generators():
+        try:
+            problem = build_problem("target", settings)
             with users_code(settings.target):
-                model, dataset, loss_sum = factory()
-                if not isinstance(model, nn.Module):
-                    raise TypeError(f"{model!r} is no torch.nn.Module")
-                # A data set that is too small repeats, so that every step runs.
-                indices = [index % len(dataset) for index in range(settings.dataset_size)]
-            data = Subset(dataset, indices)
-            problem = Problem(model=model, dataset=data, loss_sum=loss_sum, uses_all=False)
-    for module in problem.model.modules():
-        is_norm = isinstance(module, BatchNorm)
-        if (variant.frozen_batch_norm and is_norm) or not (variant.dropout or is_norm):
-            module.training = False  # it uses its stored statistics, or draws nothing at random
-    return problem
+                _trial_loss(problem, settings, 1).backward()
+            again = build_problem("target", settings)
+        except ConfigError as error:
+            if "process group" not in str(error.__cause__):
+                raise
+            return
+        # Every sample twice gives twice the loss, unless `loss_sum` is a mean; in evaluation mode,
+        # so that neither dropout nor BatchNorm makes a difference. Other ratios are accepted: a
+        # contrastive loss is no sum over samples.
+        problem.model.eval()
+        once = twice = math.nan
+        with suppress(Exception), torch.no_grad():  # some models give something else there
+            once, twice = (float(_trial_loss(problem, settings, times)) for times in (1, 2))
+    # The run and its reference each need a separate model.
+    own = {id(parameter) for parameter in problem.model.parameters() if parameter.requires_grad}
+    wrong = ""
+    if any(id(parameter) in own for parameter in again.model.parameters()):
+        wrong = "the factory must build a new model each time it is called"
+    elif 0 < abs(once) < math.inf and math.isclose(once, twice, rel_tol=_SAME_LOSS):
+        wrong = "loss scaling: loss_sum is a mean; use reduction='sum'"
+    if wrong:
+        raise ConfigError(f"--target {settings.target}: {wrong}")
+
+
+def _trial_loss(problem: Problem, settings: VerifySettings, times: int) -> Tensor:
+    """Loss of the first samples, each `times` times, []."""
+    seed_everything(SEED)
+    count = min(len(problem.dataset), settings.micro_batch_size)
+    samples = [problem.dataset[index] for index in range(count)] * times
+    micro_batch = make_micro_batch(
+        default_collate(samples),
+        index=0,
+        step=0,
+        num_samples=len(samples),
+        is_last=True,
+        device=torch.device("cpu"),
+    )
+    return problem.loss_sum(problem.model(micro_batch.inputs), micro_batch.targets)
 
 
 def find_factory(target: str) -> Callable[[], Any]:
@@ -115,24 +155,9 @@ def users_code(target: str) -> Generator[None]:
             for frame in traceback.extract_tb(error.__traceback__)
             if not frame.filename.startswith(_NOT_THE_USERS)
         ]
-        if isinstance(error, SyntaxError) and error.filename:
-            places = [(error.filename, error.lineno)]
         place = f" ({Path(places[-1][0]).name}:{places[-1][1]})" if places else ""
         said = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise ConfigError(f"--target {target}: {said}{place}") from error
-
-
-@contextmanager
-def kept_randomness() -> Generator[None]:
-    """Restore torch's, numpy's and Python's global generators at the end: a check must not change
-    later random numbers."""
-    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(states[0])
-        np.random.set_state(states[1])
-        random.setstate(states[2])
 
 
 class MLP(nn.Module):

@@ -15,7 +15,6 @@ from gradsync.checkpoint.tensor_file import tensor_bytes
 from gradsync.checkpoint.weights import clean_names, pack_weights
 from gradsync.comm.base import Work
 from gradsync.data.micro_batch import MicroBatch, map_tensors
-from gradsync.errors import ConfigError
 from gradsync.sync.reducer import Reducer, trainable
 from gradsync.sync.shares import whole
 
@@ -200,12 +199,6 @@ class Observer:
         """Copies of the mean gradients of whole parameters; all ranks call it."""
         named = trainable(self._model)
         names = clean_names(name for name, _ in named).values()
-        for name in names:
-            if name not in self.trace.trainable:
-                raise ConfigError(
-                    f"a forward made parameter {name!r}, which no optimizer knows: make it in "
-                    "__init__, or run a batch through the model in the factory"
-                )
         if self._shards is not None:
             found = self._shards.whole_gradients()
         else:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import default_collate
 
 from gradsync.checkpoint.optimizer_state import pack_optimizer, unpack_optimizer
 from gradsync.checkpoint.weights import pack_weights
@@ -24,7 +23,6 @@ from gradsync.commands.verify.record import (
     State,
     Tensors,
     Trace,
-    sample_digests,
     trace_micro_batch,
 )
 from gradsync.commands.verify.run import Task, make_loader, make_optimizer
@@ -54,7 +52,6 @@ class Reference:
         self.settings = task.settings_for(world_size)
         self._problem = task.build()
         self._model = self._problem.model
-        self.has_batch_norm = self._problem.has_batch_norm
         self._parameters = pack_weights(dict(self._model.named_parameters()))
         self._buffers = pack_weights(dict(self._model.named_buffers()))
         source = make_loader(self._problem, self.settings, 0, 1)
@@ -65,11 +62,6 @@ class Reference:
         self.batches = {step.number: list(step) for step in islice(source, left)}
         self.traces = {n: [*map(self._trace_of, batch)] for n, batch in self.batches.items()}
         self._cache: dict[int, tuple[Tensors, list[MicroBatchResult]]] = {}
-        # Digest of a sample's contents -> its place in the data set (the first of equal ones).
-        self.owner_of: dict[str, int] = {}
-        dataset = self._problem.dataset
-        for index in reversed(range(len(dataset))):
-            self.owner_of[sample_digests(default_collate([dataset[index]]), 1)[0]] = index
 
     @property
     def optimizer_group(self) -> dict[str, Any]:
@@ -123,15 +115,12 @@ class Reference:
         return self.weights(), {name: tensor.clone() for name, tensor in packed.items()}
 
     def loss(self, state: State) -> float:
-        """Mean loss over the data set in evaluation mode."""
+        """Mean loss over the data set in evaluation mode, in which the model is left."""
         self._load(state.weights, state.buffers)
-        modes = {module: module.training for module in self._model.modules()}
         self._model.eval()
         every = [each for batch in self.batches.values() for each in batch]
         with torch.no_grad():
             total = sum(float(self._loss_sum(each)) for each in every)
-        for module, mode in modes.items():
-            module.training = mode
         return total / sum(each.num_targets for each in every)
 
     def train(self) -> Trace:

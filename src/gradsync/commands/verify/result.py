@@ -1,4 +1,4 @@
-"""Findings, their causes, and the result of a cell: as values, sentences, a table, JSON and CSV.
+"""Findings, their causes, and the result of a cell: as values, sentences, a table and JSON.
 
 No torch here.
 """
@@ -6,13 +6,10 @@ No torch here.
 from __future__ import annotations
 
 import math
-import platform
-import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from importlib import metadata
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -22,60 +19,84 @@ from gradsync.commands.verify.settings import Cell, VerifySettings, promise_of
 
 
 class Kind(StrEnum):
-    """Places of the first difference in a step, in the order of the checks."""
+    """What can be found in a step: the first one of a step tells most about its cause."""
 
     START = "the weights are not the one-rank run's"
     DATA = "the global batch is not the one-rank run's"
     RANDOM = "dropout is not the one-rank run's"
     FINITE = "a number is not finite on one rank either"
     MOVED = "weights changed during backward"
+    SCALED = "the gradient is a multiple of the one-rank run's"
     GRADIENT_REPLICAS = "the gradient differs between ranks"
     GRADIENT = "the gradient is not the one-rank run's"
     NORM = "the gradient norm is not the one-rank run's"
     LOSS = "the mean loss is not the one-rank run's"
-    UPDATE = "the optimizer's step is not the one-rank run's"
     REPLICAS = "the weights differ between ranks"
     MEETING = "the weights are not what the ranks' meeting must give"
     BUFFERS = "buffers are not the one-rank run's"
+    UPDATE = "the optimizer's step is not the one-rank run's"
     BITS = "the bits are not the one-rank run's"
     FALL = "the loss does not fall"
 
 
-class Cause(StrEnum):
-    """The closed list of reasons."""
-
-    DATA = "data"
-    INITIAL_WEIGHTS = "initial weights"
-    LOSS_SCALING = "loss scaling"
-    UNSYNCHRONISED = "unsynchronised parameter"
-    FLAG_TOO_LATE = "synchronisation flag set too late"
-    BATCH_NORM = "BatchNorm"
-    RANDOM = "dropout/RNG"
-    DTYPE = "dtype"
-    ORDER = "order only"
-    OPTIMIZER = "optimizer step"
-    UNKNOWN = "unknown"
-
-
-_ADVICE: dict[Cause | Kind, str] = {
-    Cause.DATA: "Give each sample of a global batch to exactly one rank (gs.loader does).",
-    Cause.INITIAL_WEIGHTS: "Broadcast rank 0's weights before the first step (gs.replicate does).",
-    Cause.LOSS_SCALING: "Sum losses over targets and divide once, by the global number of targets.",
-    Cause.UNSYNCHRONISED: "Let every rank reduce every gradient in every step, in the same order.",
-    Cause.FLAG_TOO_LATE: "Enter micro_step or no_sync before the forward, not before the backward.",
-    Cause.BATCH_NORM: "Choose batch_norm=freeze, or use GroupNorm.",
-    Cause.RANDOM: "Seed by (seed, step, micro-batch) before each forward, never by rank.",
-    Cause.DTYPE: "Keep gradients in the weights' dtype, or choose a strategy that says it rounds.",
-    Cause.ORDER: "All is right up to rounding; sums are taken in another order at this world size.",
-    Cause.OPTIMIZER: "The optimizer must act elementwise on the whole mean gradient.",
-    Cause.UNKNOWN: "None of the known causes explains it; compare the first parameter by hand.",
-    Kind.FINITE: "Look for its first inf or nan on one rank: no strategy can help.",
-    Kind.REPLICAS: "Let nothing but the optimizer write to weights, alike on all ranks.",
-    Kind.MEETING: "Average the weights of all ranks, with equal shares.",
-    Kind.BUFFERS: "Leave buffers to gs.replicate, which moves them by what all micro-batches do.",
-    Kind.MOVED: "Reduce parameter.grad in the hook, and leave the parameter alone.",
+_SCALING = "Sum losses over targets and divide once, by the global number of targets."
+_CAUSES = {
+    Kind.START: (
+        "initial weights",
+        "Broadcast rank 0's weights before the first step (gs.replicate does).",
+    ),
+    Kind.DATA: (
+        "data",
+        "Give each sample of a global batch to exactly one rank (gs.loader does).",
+    ),
+    Kind.RANDOM: (
+        "dropout/RNG",
+        "Seed by (seed, step, micro-batch) before each forward, never by rank.",
+    ),
+    Kind.FINITE: (
+        "unknown",
+        "Look for its first inf or nan on one rank: no strategy can help.",
+    ),
+    Kind.MOVED: (
+        "unsynchronised parameter",
+        "Reduce parameter.grad in a hook, and leave the parameter alone.",
+    ),
+    Kind.SCALED: ("loss scaling", _SCALING),
+    Kind.GRADIENT_REPLICAS: (
+        "unsynchronised parameter",
+        "Let every rank reduce every gradient in every step; enter no_sync before the forward.",
+    ),
+    Kind.GRADIENT: (
+        "unknown",
+        "Look for random numbers drawn by rank, BatchNorm over one rank's samples, a micro-batch "
+        "left out of the sum, or sums in a narrower dtype.",
+    ),
+    Kind.NORM: ("unknown", "Clip by the norm of the whole mean gradient, once."),
+    Kind.LOSS: ("loss scaling", _SCALING),
+    Kind.REPLICAS: (
+        "unsynchronised parameter",
+        "Let nothing but the optimizer write to weights, alike on all ranks.",
+    ),
+    Kind.MEETING: (
+        "unsynchronised parameter",
+        "Average the weights of all ranks, with equal shares.",
+    ),
+    Kind.BUFFERS: (
+        "BatchNorm or other buffers",
+        "Leave buffers to gs.replicate; for BatchNorm choose batch_norm=freeze, or use GroupNorm.",
+    ),
+    Kind.UPDATE: (
+        "optimizer step",
+        "The optimizer must act elementwise on the whole mean gradient.",
+    ),
+    Kind.BITS: (
+        "order only",
+        "All is right up to rounding; sums are taken in another order at this world size.",
+    ),
+    Kind.FALL: ("unknown", "Compare the first weights that differ from one rank's by hand."),
 }
-"""Advice, by the kind of finding if it has an entry, else by the cause."""
+"""The likely cause of each, and advice."""
+_MOST_NAMES = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,7 +119,6 @@ class Result:
     model: str
     dtype: str
     promise: str  # bitwise, rounding or lossy
-    says: str = ""  # A lossy strategy's promise
     loaded_from: str = ""  # name of the cell's source; "" for a run from the start
     status: str = "passed"  # passed, failed or error
     bitwise: bool = False
@@ -114,20 +134,16 @@ class Result:
     step: int | None = None  # first step that breaks the promise
     names: list[str] = field(default_factory=list)  # parameters that differ there
     ranks: list[int] = field(default_factory=list)  # that deviate or failed; empty: all, or unknown
-    tried: list[str] = field(default_factory=list)  # variants, and whether the difference vanished
-    seconds: float = 0.0
 
     @classmethod
     def of(cls, cell: Cell, **fields: Any) -> Result:
         """The result of `cell`, with `fields` in addition to its names and its promise."""
-        promise = promise_of(cell.strategy)
         return cls(
             strategy=cell.strategy,
             world_size=cell.world_size,
             model=cell.model,
             dtype=cell.dtype,
-            promise=promise.kind,
-            says=promise.says,
+            promise=promise_of(cell.strategy).kind,
             loaded_from=cell.source.name if cell.source else "",
             **fields,
         )
@@ -143,28 +159,20 @@ class Result:
         loaded = f" from {self.loaded_from}" if self.loaded_from else ""
         return f"{self.strategy} W={self.world_size} {self.model} {self.dtype}{loaded}"
 
-    def explain(self, cause: Cause, finding: Finding, detail: str) -> None:
-        """Record the cause of a failure, and the sentence that reports it:
-        `step 2, 'head.weight', rank 1: finding; cause: why. Advice.`"""
-        self.cause = cause.value
-        self.step, self.names, self.ranks = finding.step, [*finding.names], [*finding.ranks]
-        where = [f"step {self.step}"]
-        where += [listed(self.names)] if self.names else []
-        where += [ranks_text(self.ranks)] if self.ranks else []
-        why = f"{cause}: {detail}" if detail else cause
-        advice = _ADVICE.get(finding.kind, _ADVICE[cause])
-        self.sentence = f"{', '.join(where)}: {finding.kind}; {why}. {advice}"
-
-
-def listed(names: Sequence[str], most: int = 3) -> str:
-    """`'a', 'b', 'c' and 4 more`."""
-    shown = ", ".join(repr(name) for name in names[:most])
-    return f"{shown} and {len(names) - most} more" if len(names) > most else shown
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """`rank 1` or `ranks 1, 2`."""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    def explain(self, findings: Sequence[Finding]) -> None:
+        """Record the finding that tells most, and the sentence that reports it:
+        `step 2, 'head.weight', rank 1: finding (numbers); cause. Advice.`"""
+        first = min(findings, key=lambda finding: [*Kind].index(finding.kind))
+        self.status, self.step = "failed", first.step
+        self.names, self.ranks = [*first.names], [*first.ranks]
+        self.cause, advice = _CAUSES[first.kind]
+        where = [f"step {self.step}", *map(repr, self.names[:_MOST_NAMES])]
+        if left := self.names[_MOST_NAMES:]:
+            where.append(f"{len(left)} more")
+        if self.ranks:
+            where.append(f"rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))}")
+        numbers = f" ({first.detail})" if first.detail else ""
+        self.sentence = f"{', '.join(where)}: {first.kind}{numbers}; {self.cause}. {advice}"
 
 
 def document(settings: VerifySettings, results: Sequence[Result], seconds: float) -> dict[str, Any]:
@@ -177,12 +185,10 @@ def document(settings: VerifySettings, results: Sequence[Result], seconds: float
             return [strict(entry) for entry in value]
         return None if isinstance(value, float) and not math.isfinite(value) else value
 
-    versions = {name: metadata.version(name) for name in ("gradsync", "torch")}
     return strict(
         {
             "passed": all(result.passed for result in results),
             "settings": asdict(settings),
-            "versions": {**versions, "python": platform.python_version()},
             "cells": [asdict(result) for result in results if not result.loaded_from],
             "cross_load": [asdict(result) for result in results if result.loaded_from],
             "seconds": round(seconds, 1),
@@ -218,12 +224,10 @@ def print_report(results: Sequence[Result], seconds: float, stream: TextIO) -> N
         table.add_row(strategy, dtype, row[0].promise, *marks, *worst, f"{bound:.0%}")
     console.print(table)
     console.print(_LEGEND)
-    # Errors may have one reason although numbers in them (rank, port, address) differ.
-    reasons: dict[tuple[str, ...], list[Result]] = {}
+    reasons: dict[tuple[str, str], list[Result]] = {}
     for result in results:
-        gist = re.sub(r"\d+", "", result.sentence) if result.status == "error" else result.sentence
         if not result.passed:
-            reasons.setdefault((result.status, gist, *result.tried), []).append(result)
+            reasons.setdefault((result.status, result.sentence), []).append(result)
     for alike in reasons.values():
         first, names = alike[0], ", ".join(result.name for result in alike)
         console.print(first.status, style="bold red", end=" ")
@@ -231,8 +235,6 @@ def print_report(results: Sequence[Result], seconds: float, stream: TextIO) -> N
             console.print(f"{names}: {first.sentence}")
         else:
             console.print(f"{len(alike)} cells: {first.sentence}\n    {names}")
-        for line in first.tried:
-            console.print(f"    tried: {line}")
     failed = sum(not result.passed for result in results)
     console.print(
         f"{len(cells)} cells and {len(results) - len(cells)} checkpoints handed on, "

@@ -24,9 +24,7 @@ from gradsync.commands.verify.problem import LossSum, Problem, build_problem
 from gradsync.commands.verify.record import Observer, State, Trace
 from gradsync.commands.verify.settings import (
     CLIP_NORM,
-    PLAIN,
     SEED,
-    Variant,
     VerifySettings,
     promise_of,
 )
@@ -76,17 +74,11 @@ class Task:
     model: str
     dtype: str
     settings: VerifySettings
-    variant: Variant = PLAIN
-
-    @property
-    def used_dtype(self) -> str:
-        """The cell's, or the variant's."""
-        return self.variant.dtype or self.dtype
 
     def build(self) -> Problem:
         """Build a new problem, in the dtype of the weights."""
-        problem = build_problem(self.model, self.settings, self.variant)
-        if self.used_dtype != "fp64":
+        problem = build_problem(self.model, self.settings)
+        if self.dtype != "fp64":
             return problem
 
         def widen(tensor: torch.Tensor) -> torch.Tensor:
@@ -99,22 +91,22 @@ class Task:
         return replace(problem, model=model)
 
     def settings_for(self, world_size: int) -> VerifySettings:
-        """Settings with the number of micro-batches that the variant and the strategy need, and the
-        same data set, so that one run can continue another's checkpoint."""
-        settings, equal = self.settings, chosen_strategy(self.strategy)[0].equal_leaves
-        if not (equal or self.variant.one_micro_batch):
+        """Settings with the number of micro-batches that the strategy needs, and the same data set,
+        so that one run can continue another's checkpoint."""
+        settings = self.settings
+        if not chosen_strategy(self.strategy)[0].equal_leaves:
             return settings
         each = -(-settings.num_micro_batches // world_size)
         return replace(
             settings,
             num_samples=settings.dataset_size,
-            num_micro_batches=world_size * (1 if self.variant.one_micro_batch else each),
-            whole_steps=equal,
+            num_micro_batches=world_size * each,
+            whole_steps=True,
         )
 
     def autocast(self) -> torch.autocast:
         """bf16 mixed precision, or nothing."""
-        return torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.used_dtype == "bf16")
+        return torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.dtype == "bf16")
 
 
 def train_traced(
@@ -140,7 +132,7 @@ def train_traced(
         strategy=name,
         comm=comm,
         hosts=hosts,
-        batch_norm="local" if problem.has_batch_norm else None,
+        batch_norm="local",
         **{name: value for name, value in options.items() if name in known},
     )
     parts = Parts(

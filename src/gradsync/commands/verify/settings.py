@@ -2,7 +2,7 @@
 
     bitwise    the bits of the strategy's one-rank run, at every world size
     rounding   one rank's result, up to the order in which numbers are added
-    lossy      something else by design, stated in `says`; replicas equal, and the loss falls
+    lossy      something else by design; replicas equal, and the loss falls
 
 `bitwise` includes `rounding`: equal bits that are wrong everywhere would not help. No torch here.
 """
@@ -63,19 +63,6 @@ class VerifySettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Variant:
-    """A change to the plain run, to test whether it removes the difference."""
-
-    dropout: bool = True  # False draws nothing at random: evaluation mode, except BatchNorm
-    frozen_batch_norm: bool = False  # True uses the stored statistics instead of the batch's
-    one_micro_batch: bool = False  # True leaves no gradient accumulation
-    dtype: str | None = None  # a dtype other than the cell's
-
-
-PLAIN = Variant()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Promise:
     """The numbers that one strategy must meet."""
 
@@ -86,18 +73,13 @@ class Promise:
     local: bool = False  # True if each rank keeps its gradients and weights are averaged instead
     zeros_when_unused: bool = False
     """Torch's DDP gives a parameter that no rank used zeros: weight decay still moves it."""
-    says: str = ""  # A lossy strategy's promise in a few words
 
 
 _DETAILS: dict[str, dict[str, Any]] = {
     "ddp": {"zeros_when_unused": True},
-    "powersgd": {
-        "bounded": False,
-        "zeros_when_unused": True,
-        "says": "gradients of low rank; replicas equal, loss falls",
-    },
-    "local_sgd": {"local": True, "says": "ranks step alone; weights averaged when they meet"},
-    "diloco": {"local": True, "says": "ranks step alone; one outer step when they meet"},
+    "powersgd": {"bounded": False, "zeros_when_unused": True},
+    "local_sgd": {"local": True},
+    "diloco": {"local": True},
 }
 
 
@@ -106,11 +88,12 @@ def promise_of(strategy: str) -> Promise:
     entry, options = chosen_strategy(strategy)
     recipe = options if isinstance(options, Recipe) else Recipe()
     wire = "" if recipe.wire == "same" else recipe.wire
-    same_bits = entry.same_on_any_ranks
-    rounded = f"nodes of the tree in {wire}" if same_bits else f"{wire} on the wire"
-    details = _DETAILS.get(entry.name, {"says": rounded if wire else ""})
-    kind = "lossy" if wire else entry.promise
-    return Promise(kind=kind, same_bits=same_bits, wire=wire, **details)
+    return Promise(
+        kind="lossy" if wire else entry.promise,
+        same_bits=entry.same_on_any_ranks,
+        wire=wire,
+        **_DETAILS.get(entry.name, {}),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

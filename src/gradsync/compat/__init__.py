@@ -9,7 +9,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gradsync.commands.plan.placement import place_parts as place_parts
     from gradsync.compat.course import NaiveDDPTrainer as NaiveDDPTrainer
     from gradsync.compat.course import shard_batch as shard_batch
     from gradsync.compat.elastic_gpu import ElasticGPUConfig as ElasticGPUConfig
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from gradsync.compat.functions import setup_distributed as setup_distributed
     from gradsync.compat.loaders import DatasetLoader as DatasetLoader
     from gradsync.compat.manager import DDPManager as DDPManager
+    from gradsync.compat.placement import place_parts as place_parts
 
 _HOME_OF = {
     "DDPManager": "compat.manager",
@@ -34,7 +34,7 @@ _HOME_OF = {
     "is_main_process": "compat.functions",
     "log_gpu_memory": "compat.functions",
     "place_frozen": "compat.frozen",
-    "place_parts": "commands.plan.placement",
+    "place_parts": "compat.placement",
     "setup_distributed": "compat.functions",
     "shard_batch": "compat.course",
 }

@@ -30,8 +30,8 @@ from torch import nn
 from gradsync.commands.plan.description import Device, Hardware
 from gradsync.commands.plan.hardware_file import load_hardware
 from gradsync.commands.plan.machine import detect_hardware
-from gradsync.commands.plan.placement import FrozenPart, FrozenPlacement, place_parts
 from gradsync.compat.frozen import AnyDevice, Hook, place_frozen
+from gradsync.compat.placement import FrozenPart, FrozenPlacement, place_parts
 from gradsync.core.files import counted
 from gradsync.errors import ConfigError
 from gradsync.runtime import environ

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle as Hook
 
-from gradsync.commands.plan.placement import FrozenPart, FrozenPlacement, PartPlace
+from gradsync.compat.placement import FrozenPart, FrozenPlacement, PartPlace
 from gradsync.core.torch_private import move_own
 from gradsync.data.micro_batch import map_tensors
 from gradsync.errors import ConfigError

@@ -31,7 +31,6 @@ from gradsync.commands.plan.hardware_file import (
     dump_hardware,
     hardware_document,
     load_hardware,
-    load_network,
     read_quantity,
 )
 from gradsync.errors import ConfigError
@@ -82,7 +81,6 @@ def test_links_are_as_nccl_reckons_and_networks_as_their_names_say() -> None:
     assert "450 GB/s as specified" in LINKS["nvlink4"].source
     assert [LINKS[f"pcie{n}"].bytes_per_s for n in (3, 5)] == pytest.approx([12e9, 48e9])
     for name, link in NETWORKS.items():
-        assert load_network(name) is link
         assert link.name == name
     assert NETWORKS["infiniband-ndr"].bytes_per_s == 50e9
     assert NETWORKS["ethernet-10g"].bytes_per_s == pytest.approx(1.25e9 * 1448 / 1538)
@@ -244,16 +242,3 @@ def test_a_bad_file_is_refused_with_file_key_and_what_was_expected(
     assert message.startswith(f"hardware file {tmp_path / 'a.yaml'}: ")
     assert words in message
     assert "\n" not in message
-
-
-def test_a_network_file(tmp_path: Path) -> None:
-    path = tmp_path / "sites.yaml"
-    path.write_text("latency: 20ms\nbandwidth: 10Gbit/s\nper_host: true\n")
-    source = "file sites.yaml"
-    link = Link(name="sites", alpha_s=0.02, bytes_per_s=1.25e9, per_host=True, source=source)
-    assert load_network(str(path)) == link
-    with pytest.raises(ConfigError, match="unknown network 'infiniband-ndx'; perhaps you meant"):
-        load_network("infiniband-ndx")
-    path.write_text("latency: 1ms\nbandwith: 1GB/s\n")
-    with pytest.raises(ConfigError, match=r"network file .*sites\.yaml: .* unknown field"):
-        load_network(str(path))

@@ -140,13 +140,16 @@ def test_small_on_a_cpu_box(tmp_path: Path) -> None:
     assert pick.memory.weights < 4 * preset("small").num_params()  # a share of one copy
 
 
-@pytest.mark.parametrize(("network", "ranks"), [("infiniband-ndr", 4), ("wan.yaml", 2)])
+@pytest.mark.parametrize(
+    ("network", "ranks"), [("infiniband-ndr", 4), ("{latency: 100ms, bandwidth: 100Mbit/s}", 2)]
+)
 def test_hosts_are_joined_where_the_network_allows(
-    network: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    network: str, ranks: int, tmp_path: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "wan.yaml").write_text("{latency: 100ms, bandwidth: 100Mbit/s}")
-    choice = planned("small", "h100x2@2", network=network, strategies="invariant")
+    (file := tmp_path / "two.yaml").write_text(
+        f"hosts: [{{devices: h100x2, count: 2}}]\nnetwork: {network}"
+    )
+    choice = planned("small", str(file), strategies="invariant")
     assert choice.pick is not None
     assert choice.pick.split.world_size == ranks
 
@@ -266,7 +269,7 @@ xl --hardware nowhere.yaml                      cannot read hardware file nowher
 xl --hardware h100x2 --nodes 0                  --nodes must be at least 1; got 0
 xl --hardware h100x2 --nodes 2                  --hardware says how many
 xl --hardware h100x2@2 --network tokenring      unknown network 'tokenring'
-xl --hardware h100x2@2 --network bad.yaml       bad.yaml
+xl --hardware bad.yaml                          hardware file bad.yaml
 xl --hardware h100 --strategies zero9           perhaps you meant 'zero
 xl --hardware h100 --tokens-per-update 1000     nearest legal
 xl --hardware h100 --micro-batch-size 3         nearest legal

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from gradsync.commands.plan.choice import USUAL, Costs, Recommendation, Search, choose, remedy
-from gradsync.commands.plan.description import Hardware, fast_switches
-from gradsync.commands.plan.hardware_file import hardware_document, load_hardware, load_network
+from gradsync.commands.plan.description import NETWORKS, Hardware, fast_switches
+from gradsync.commands.plan.hardware_file import hardware_document, load_hardware
 from gradsync.commands.plan.machine import detect_hardware
 from gradsync.commands.plan.report import (
     commands,
@@ -30,6 +30,7 @@ from gradsync.commands.plan.step_costs import simulate
 from gradsync.commands.plan.workload import Split, Workload
 from gradsync.commands.train.config import AUTO, recipe
 from gradsync.commands.train.data import vocabulary
+from gradsync.core.files import check_name
 from gradsync.errors import ConfigError, RunError
 from gradsync.runtime import environ
 from gradsync.runtime.arguments import parse
@@ -62,7 +63,7 @@ class PlanOptions:
     nproc_per_node: int | None = None
     """CPU: ranks per host; default: depends on its cores."""
     network: str = ""
-    """Between hosts: a name such as infiniband-ndr or ethernet-10g, or FILE.yaml."""
+    """Between hosts, such as infiniband-ndr or ethernet-10g; others in the file of --hardware."""
     tokens_per_update: int | None = None
     """Tokens of one optimizer step over all ranks; default: the model's."""
     micro_batch_size: int | None = None
@@ -172,8 +173,10 @@ def hardware_of(options: PlanOptions) -> Hardware:
     else:
         asked = {"num_hosts": options.nodes, "ranks_per_host": options.nproc_per_node}
         hardware = detect_hardware(environ.snapshot(), **asked)
-    network = load_network(options.network) if options.network else hardware.network
-    return replace(hardware, network=network)
+    if not options.network:
+        return hardware
+    check_name("network", options.network, NETWORKS)
+    return replace(hardware, network=NETWORKS[options.network])
 
 
 def _strategies(text: str) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from typing import Any
 
 from gradsync.commands.parallel.layout import ParallelLayout, check_divisible
 from gradsync.commands.plan.description import Device, Hardware, gb
+from gradsync.commands.plan.measured import machine_conditions
 from gradsync.commands.plan.memory import MemoryNeed, memory_need
 from gradsync.commands.plan.profile import (
     PROFILES,
@@ -25,7 +26,6 @@ from gradsync.commands.plan.profile import (
     estimate_profile,
     probe_profile,
     probe_work,
-    profile_conditions,
     scaled_profile,
 )
 from gradsync.commands.plan.step_costs import StepTime, predict_step
@@ -65,7 +65,8 @@ class Costs:
         if memory_need(leaf, Split(strategy="bucketed")).total > room_bytes(hardware, 1):
             return False
         ranks = len(host.devices)
-        conditions = profile_conditions(leaf, choose_threads(ranks))
+        conditions = machine_conditions(leaf.kind, choose_threads(ranks))
+        conditions |= asdict(replace(leaf, num_leaves=1))  # their number does not matter
         profile = None
         with suppress(GradsyncError):  # there may be no folder for caches
             profile = PROFILES.read(conditions)

@@ -1,4 +1,4 @@
-"""Hardware as text: `--hardware NAME|FILE`, `--network NAME|FILE`, and the file to write.
+"""Hardware as text: `--hardware NAME|FILE`, and the file to write.
 
 A file is YAML (or JSON, with the same keys):
 
@@ -14,9 +14,8 @@ A file is YAML (or JSON, with the same keys):
     network: infiniband-ndr         # with several hosts; or {name, latency, bandwidth, per_host}
 
 Without `type` a device needs `name`, `memory` and `flops`. `link`, `cores` and `memory` of a host
-default to those of a host given only by name. A network's own file has the keys of `network`; its
-name is optional. Units: `80GB`, `80GiB`, `3.35TB/s`, `400Gbit/s`, `989TFLOP/s`, `5us`; a bare
-number means bytes, seconds or operations, and is what is written.
+default to those of a host given only by name. Units: `80GB`, `80GiB`, `3.35TB/s`, `400Gbit/s`,
+`989TFLOP/s`, `5us`; a bare number means bytes, seconds or operations, and is what is written.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct, ValidationError
@@ -46,8 +45,6 @@ from gradsync.commands.plan.description import (
 from gradsync.core.document import brief, read_document
 from gradsync.core.files import check_name, one_line
 from gradsync.errors import ConfigError
-
-T = TypeVar("T")
 
 
 class Quantity(float):
@@ -147,30 +144,13 @@ def load_hardware(name_or_path: str) -> Hardware:
     if path.suffix not in _SUFFIXES:
         return named_hardware(name_or_path)
     document = read_document(path, "hardware file")
-    found = _convert(document.values, _Hardware, document.where)
     try:
+        found = msgspec.convert(document.values, _Hardware, dec_hook=read_quantity)
         network = None if found.network is None else _link(found.network, "network", NETWORKS)
         hosts = [host for section in found.hosts for host in [_host(section)] * section.count]
         return Hardware(hosts=tuple(hosts), network=network, notes=found.notes)
-    except ConfigError as error:
-        raise ConfigError(f"{document.where}: {error}") from None
-
-
-def load_network(name_or_path: str) -> Link:
-    """The link with this name, or the one that a YAML file describes; like `load_hardware`."""
-    path = Path(name_or_path)
-    if path.suffix not in _SUFFIXES:
-        return _link(name_or_path, "network", NETWORKS)
-    document = read_document(path, "network file")
-    section = _convert(document.values, _Link, document.where)
-    return Link(**{"name": path.stem, "source": f"file {path.name}"} | section.given())
-
-
-def _convert(document: Any, kind: type[T], where: str) -> T:
-    try:
-        return msgspec.convert(document, kind, dec_hook=read_quantity)
-    except ValidationError as error:
-        raise ConfigError(f"{where}: {one_line(error)}") from None
+    except (ConfigError, ValidationError) as error:
+        raise ConfigError(f"{document.where}: {one_line(error)}") from None
 
 
 def _host(section: _Host) -> Host:

@@ -169,7 +169,7 @@ def cpu_link(ranks: int) -> Link:
 def network_link(ranks_per_host: int, root: Path = Path("/")) -> Link:
     """Between this host and equal ones: the rate comes from the adapters (InfiniBand's or RoCE's
     active ports, as lines of /sys such as `400 Gb/sec (4X NDR)`), the latency is that of the usual
-    network of their kind (`gradsync plan --network` takes measured ones)."""
+    network of their kind (a hardware file takes measured ones)."""
     gigabits = 0.0
     for state in (root / "sys/class/infiniband").glob("*/ports/*/state"):
         with suppress(OSError, ValueError, IndexError):

@@ -8,7 +8,7 @@ activations add one forward. Only a probe imports torch.
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from gradsync.commands.plan.description import Device
-from gradsync.commands.plan.measured import Cache, Conditions, machine_conditions
+from gradsync.commands.plan.measured import Cache
 from gradsync.commands.plan.workload import Workload
 from gradsync.runtime.machine import choose_threads, pin_threads
 from gradsync.runtime.memory import keep_freed_memory
@@ -106,11 +106,6 @@ _CLIP_NORM = 1.0
 _FEWEST, _MOST = 3, 8  # Micro-batches
 _BUDGET_S = 8.0  # At least `_FEWEST` are measured, whatever they take
 PROFILES = Cache("profiles", lambda document: msgspec.convert(document, StepProfile))
-
-
-def profile_conditions(work: Workload, threads: int) -> Conditions:
-    """Conditions of the profile of `work`; the number of micro-batches does not matter."""
-    return machine_conditions(work.kind, threads) | asdict(replace(work, num_leaves=1))
 
 
 def probe_profile(work: Workload, ranks_per_host: int) -> StepProfile:

@@ -17,8 +17,6 @@ measured line defines the link (`machine.cpu_link`).
     all_reduce                   ring        2 (n-1) a + 2 (n-1)/n S b
                                  halving     2 lg n a + 2 (n-1)/n S b
                                  doubling    lg n (a + S b)
-                                 hierarchical  reduce_scatter inside a host, all_reduce of a rank's
-                                             S/L between hosts, all_gather inside
 
 Thakur, Rabenseifner, Gropp 2005, "Optimization of collective communication operations in MPICH"
 (ring, recursive doubling); Rabenseifner 2004, "Optimization of collective reduction operations"

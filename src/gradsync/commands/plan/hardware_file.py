@@ -175,13 +175,15 @@ def _device(section: _Device) -> Device:
     missing = [_KEYS.get(f, f) for f in ("name", "memory_bytes", "peak_flops") if f not in given]
     if missing:
         raise ConfigError(f"a device without type needs {', '.join(missing)}")
-    return Device(**{"kind": "cuda"} | given)
+    given.setdefault("kind", "cuda")
+    return Device(**given)
 
 
 def _link(link: str | _Link, what: str, known: Mapping[str, Link]) -> Link:
     """A link by its name or by its figures."""
     if isinstance(link, _Link):
-        return Link(**{"name": "given"} | link.given())
+        given: dict[str, Any] = {"name": "given"} | link.given()
+        return Link(**given)
     check_name(what, link, known)
     return known[link]
 

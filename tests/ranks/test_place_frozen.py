@@ -16,8 +16,8 @@ from gradsync.comm.base import Communicator
 from gradsync.comm.groups import SingleCommunicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.commands.plan.description import Device, Hardware, Host, Link
-from gradsync.commands.plan.placement import FrozenPart, FrozenPlacement, PartPlace
 from gradsync.compat.elastic_gpu import ElasticGPUConfig, frozen_parts, place_frozen
+from gradsync.compat.placement import FrozenPart, FrozenPlacement, PartPlace
 from gradsync.data.loader import loader
 from gradsync.sync.replicate import replicate
 from gradsync.world import World

@@ -8,7 +8,7 @@ from gradsync.commands.models.config import GPTConfig
 from gradsync.commands.parallel.layout import ParallelLayout
 from gradsync.commands.plan.description import Device, Hardware, Host, Kind, Link
 from gradsync.commands.plan.measured import Fit
-from gradsync.commands.plan.profile import BucketReady, StepProfile
+from gradsync.commands.plan.profile import StepProfile
 from gradsync.commands.plan.workload import Split, Workload
 
 MODEL = GPTConfig(n_layer=2, n_head=2, n_embd=8, vocab_size=16, block_size=8)
@@ -37,14 +37,8 @@ def hardware(ranks: int, *, per_host: int = 8, kind: Kind = "cuda", cores: int =
 
 
 def profile() -> StepProfile:
-    """0.1 s forward, 0.2 s backward whose gradients come evenly, 0.03 s update."""
-    total = MODEL.num_params() * 4
-    return StepProfile(
-        forward_s=0.1,
-        backward_s=0.2,
-        update_s=0.03,
-        buckets=(BucketReady(num_bytes=total, ready_s=0.2),),
-    )
+    """0.1 s forward, 0.2 s backward, 0.03 s update."""
+    return StepProfile(forward_s=0.1, backward_s=0.2, update_s=0.03)
 
 
 def line(operation: str, algorithm: str, alpha_s: float, beta_s_per_byte: float = 0.0) -> Fit:

@@ -1,6 +1,5 @@
 """Names that readers of other guides know, as thin wrappers of the same parts."""
 
-from gradsync.commands.plan.placement import place_parts
 from gradsync.compat.course import NaiveDDPTrainer, shard_batch
 from gradsync.compat.elastic_gpu import ElasticGPUConfig, frozen_parts, place_frozen
 from gradsync.compat.functions import (
@@ -11,6 +10,7 @@ from gradsync.compat.functions import (
     setup_distributed,
 )
 from gradsync.compat.manager import DatasetLoader, DDPManager
+from gradsync.compat.placement import place_parts
 
 __all__ = [
     "DDPManager",

@@ -34,7 +34,7 @@ from torch.utils.hooks import RemovableHandle as Hook
 from gradsync.commands.plan.description import Device, Hardware
 from gradsync.commands.plan.hardware_file import load_hardware
 from gradsync.commands.plan.machine import detect_hardware
-from gradsync.commands.plan.placement import FrozenPart, FrozenPlacement, PartPlace, place_parts
+from gradsync.compat.placement import FrozenPart, FrozenPlacement, PartPlace, place_parts
 from gradsync.core.files import counted
 from gradsync.core.torch_private import move_own
 from gradsync.data.micro_batch import map_tensors

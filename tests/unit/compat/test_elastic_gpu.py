@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from gradsync.commands.plan.description import Device, Hardware, Host, Link
-from gradsync.commands.plan.placement import FrozenPart, PartPlace
 from gradsync.compat import log_gpu_memory
 from gradsync.compat.elastic_gpu import ElasticGPUConfig
+from gradsync.compat.placement import FrozenPart, PartPlace
 from gradsync.errors import ConfigError
 
 GB = 10**9

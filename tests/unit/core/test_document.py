@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gradsync.commands.plan.hardware_file import load_hardware, load_network
+from gradsync.commands.plan.hardware_file import load_hardware
 from gradsync.commands.train.config_io import parse_config
 from gradsync.core.document import LARGEST_BYTES, read_document
 from gradsync.errors import ConfigError
@@ -49,7 +49,7 @@ def test_what_does_not_parse_is_refused_in_one_line(
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir])
-@pytest.mark.parametrize("read", [lambda path: parse_config([path]), load_hardware, load_network])
+@pytest.mark.parametrize("read", [lambda path: parse_config([path]), load_hardware])
 @pytest.mark.timeout(5)
 def test_what_is_no_file_is_refused_at_once(
     tmp_path: Path, read: Callable[[str], object], make: Callable[[Path], None]

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from gradsync.commands.plan.collectives import ALL_REDUCE, GroupPlace, all_reduce_s, half_s
 from gradsync.commands.plan.description import Link
 from gradsync.commands.plan.measured import fit_line, load_fits, save_fits
+from gradsync.commands.plan.step_costs import ALL_REDUCE, GroupPlace, all_reduce_s, half_s
 from gradsync.errors import RunError
 from support.planned_machines import line
 
@@ -113,9 +113,6 @@ ONE_HOST = [
     ("hierarchical", 4, 6 * (1 + 2)),
     ("tree", 4, 2 * ((1 + 4) + (1 + 2))),
     ("tree", 3, 2 * 2 * (1 + 8 / 3)),
-    # 3 ranks: one hands its 8 bytes to a partner and gets them back
-    ("doubling", 3, 1 * (1 + 8) + 2 * (1 + 8)),
-    ("halving", 3, 2 * (1 + 4) + 2 * (1 + 8)),
     ("ring", 3, 4 * (1 + 8 / 3)),
 ]
 

@@ -17,7 +17,7 @@ import pytest
 import tyro
 
 from gradsync.commands.cli.main import main
-from gradsync.commands.cli.plan import PlanOptions, hardware_of, request_of
+from gradsync.commands.cli.plan import PlanOptions, request_of
 from gradsync.commands.models.config import preset
 from gradsync.commands.parallel.layout import ParallelLayout
 from gradsync.commands.plan.choice import (
@@ -140,13 +140,16 @@ def test_small_on_a_cpu_box(tmp_path: Path) -> None:
     assert pick.memory.weights < 4 * preset("small").num_params()  # a share of one copy
 
 
-@pytest.mark.parametrize(("network", "ranks"), [("infiniband-ndr", 4), ("wan.yaml", 2)])
+@pytest.mark.parametrize(
+    ("network", "ranks"), [("infiniband-ndr", 4), ("{latency: 100ms, bandwidth: 100Mbit/s}", 2)]
+)
 def test_hosts_are_joined_where_the_network_allows(
-    network: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    network: str, ranks: int, tmp_path: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "wan.yaml").write_text("{latency: 100ms, bandwidth: 100Mbit/s}")
-    choice = planned("small", "h100x2@2", network=network, strategies="invariant")
+    (file := tmp_path / "two.yaml").write_text(
+        f"hosts: [{{devices: h100x2, count: 2}}]\nnetwork: {network}"
+    )
+    choice = planned("small", str(file), strategies="invariant")
     assert choice.pick is not None
     assert choice.pick.split.world_size == ranks
 
@@ -179,7 +182,7 @@ def test_the_command_is_one_that_train_takes(
 
 def test_commands_for_several_hosts(ask: Ask, capsys: pytest.CaptureFixture[str]) -> None:
     few = "--strategies invariant --micro-batch-size 4"
-    for line in ask(f"small --hardware h100x4 --nodes 2 --json {few}")["commands"]:
+    for line in ask(f"small --hardware h100x4@2 --json {few}")["commands"]:
         _, command, *arguments = shlex.split(line)
         assert main([command, "--dry-run", *arguments]) == 0
     assert "#SBATCH --gres=gpu:4" in capsys.readouterr().out
@@ -202,7 +205,7 @@ def test_json_is_one_document(ask: Ask) -> None:
     assert total == sum(pick["memory_bytes"].values())
     for each in document["candidates"]:
         assert bool(each["obstacle"]) == (each["step"] is None)
-        assert each["micro_batch_size"] * each["num_leaves"] == 16
+        assert each["micro_batch_size"] * each["num_micro_batches"] == 16
 
 
 @pytest.mark.parametrize(
@@ -247,7 +250,7 @@ def test_simulation(ask: Ask) -> None:
             "xl --hardware rtx4090x2 --strategies invariant --micro-batch-size 16",
             ("xl fits nowhere on 2 x", " GB short", "hosts"),
         ),
-        ("2.7b --hardware a100-40", ("it would fit on 2 such hosts", "'xl' fits here")),
+        ("2.7b --hardware a100-40", ("it would fit on 2 such hosts",)),
     ],
 )
 def test_what_fits_nowhere(line: str, words: tuple[str, ...], ask: Ask) -> None:
@@ -263,11 +266,10 @@ BAD_REQUESTS = """
 xxl                                             unknown model preset 'xxl'
 xl --hardware h1000x4                           unknown device 'h1000'
 xl --hardware nowhere.yaml                      cannot read hardware file nowhere.yaml
-xl --hardware h100x4@2 --nodes 3                --hardware has 2 hosts
 xl --hardware h100x2 --nodes 0                  --nodes must be at least 1; got 0
-xl --hardware h100x2 --nproc-per-node 2         --hardware says how many
+xl --hardware h100x2 --nodes 2                  --hardware says how many
 xl --hardware h100x2@2 --network tokenring      unknown network 'tokenring'
-xl --hardware h100x2@2 --network bad.yaml       bad.yaml
+xl --hardware bad.yaml                          hardware file bad.yaml
 xl --hardware h100 --strategies zero9           perhaps you meant 'zero
 xl --hardware h100 --tokens-per-update 1000     nearest legal
 xl --hardware h100 --micro-batch-size 3         nearest legal
@@ -308,31 +310,24 @@ def test_a_leaf_is_measured_here(
     load: float, ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The profile is used; on a busy machine it is not kept, and the answer says so."""
-    asked: list[dict[str, Any]] = []
+    asked: list[int] = []
 
-    def probe(work: Workload, **how: Any) -> StepProfile:
-        asked.append(how)
-        return replace(estimate_profile(work, hardware.devices[0]), update_s=1.25, measured=True)
+    def probe(work: Workload, ranks: int) -> StepProfile:
+        asked.append(ranks)
+        return replace(estimate_profile(work, hardware.devices[0]), update_s=1.25)
 
     hardware = load_hardware("box.yaml")
     monkeypatch.setenv("GRADSYNC_CACHE", "cache")
     monkeypatch.setattr("gradsync.commands.cli.plan.detect_hardware", lambda *_, **__: hardware)
-    monkeypatch.setattr("gradsync.commands.plan.probe.probe_profile", probe)
+    monkeypatch.setattr("gradsync.commands.plan.choice.probe_profile", probe)
     monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
     printed = ask("tiny")
-    assert asked == [{"ranks_per_host": 2}]
+    assert asked == [2]
     assert (tmp_path / "cache").exists() == (load < 1)
-    assert "of 2 x 256 tokens, update 1.25 s; other leaves in proportion" in printed
+    assert "of 2 x 256 tokens, update 1.25 s; other micro-batches in proportion" in printed
     assert ("busy with other work (load 7.0)" in printed) == (load > 1)
     ask("2.7b", 1)  # a replica has no room: nothing is measured
     assert len(asked) == 1
-
-
-def test_repeated_hosts_get_a_network() -> None:
-    hardware = hardware_of(PlanOptions(hardware="h100x2", nodes=3))
-    assert len(hardware.devices) == 6
-    assert hardware.network is not None
-    assert any("--network names another" in note for note in hardware.notes)
 
 
 def test_a_batch_that_the_recipes_leaf_does_not_divide() -> None:

@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Sequence
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import psutil
 import pytest
 
+from gradsync.commands.bench import sync as bench_sync
+from gradsync.commands.cli.main import main
 from gradsync.commands.plan import gpus, machine
-from gradsync.commands.plan.description import Hardware
+from gradsync.commands.plan.description import Device, Hardware, fast_switches, usual_host
+from gradsync.commands.plan.gpus import detected_device
 from gradsync.commands.plan.machine import (
     DEFAULT_LINK,
     Processor,
     cpu_devices,
     cpu_link,
     detect_hardware,
-    infiniband_ports,
+    fast_dtype,
     network_link,
     read_processor,
 )
 from gradsync.commands.plan.measured import Fit
 from gradsync.errors import LaunchError
+from gradsync.world import World
 from support.planned_machines import line
 
 GB = 10**9
@@ -42,240 +45,73 @@ EPYC = Processor(
 )
 
 
-class NVMLError(Exception):
-    """As the library's own."""
-
-
-def fake_nvml(*gpus: SimpleNamespace, failure: str = "", silent: Sequence[str] = ()) -> Any:
-    """The functions of pynvml that gradsync calls, for a host with these GPUs; `silent` ones answer
-    with an error, and `failure` is why the driver does not start."""
-
-    def refuse(why: str) -> Any:
-        raise NVMLError(why)
-
-    def start(difference: int) -> None:
-        nvml.open_sessions += difference
-
-    answers: dict[str, Any] = {
-        "NVMLError": NVMLError,
-        "NVML_NVLINK_MAX_LINKS": 36,
-        "NVML_CLOCK_SM": 1,
-        "NVML_P2P_CAPS_INDEX_NVLINK": 2,
-        "NVML_P2P_STATUS_OK": 0,
-        "nvmlInit": lambda: refuse(failure) if failure else start(1),
-        "nvmlShutdown": lambda: start(-1),
-        "nvmlDeviceGetCount": lambda: len(gpus),
-        "nvmlDeviceGetHandleByIndex": lambda n: refuse(gpus[n].lost) if gpus[n].lost else gpus[n],
-        "nvmlDeviceGetName": lambda gpu: gpu.name,
-        "nvmlDeviceGetUUID": lambda gpu: gpu.uuid,
-        "nvmlDeviceGetMemoryInfo": lambda gpu: gpu,
-        "nvmlDeviceGetCudaComputeCapability": lambda gpu: gpu.capability,
-        "nvmlDeviceGetNumGpuCores": lambda gpu: gpu.sms * 128,
-        "nvmlDeviceGetMaxClockInfo": lambda gpu, _clock: gpu.megahertz,
-        "nvmlDeviceGetNvLinkState": lambda gpu, link: int(link < gpu.links),
-        "nvmlDeviceGetP2PStatus": lambda one, two, _: 0 if one.links and two.links else 5,
-        "nvmlDeviceGetMaxPcieLinkGeneration": lambda gpu: gpu.pcie[0],
-        "nvmlDeviceGetMaxPcieLinkWidth": lambda gpu: gpu.pcie[1],
-    }
-    answers |= {name: lambda *_: refuse("Not Supported") for name in silent}
-    nvml = SimpleNamespace(**answers, open_sessions=0)
-    return nvml
-
-
-def h100(index: int, **values: Any) -> SimpleNamespace:
-    """One of an HGX board, whose 18 links lead to switches."""
-    usual = {"name": "NVIDIA H100 80GB HBM3", "total": 81559 * 2**20, "capability": (9, 0)}
-    usual |= {"uuid": f"GPU-{index}1111111-aaaa", "links": 18, "pcie": (5, 16), "lost": ""}
-    found = usual | {"sms": 132, "megahertz": 1980} | values
-    return SimpleNamespace(**{"free": found["total"], **found})
-
-
-def a100(index: int, **values: Any) -> SimpleNamespace:
-    """On a PCIe card."""
-    usual = {"name": "NVIDIA A100-SXM4-40GB", "total": 40536 * 2**20, "capability": (8, 0)}
-    return h100(index, **usual | {"links": 0, "pcie": (4, 16)} | values)
-
-
-def found(
-    nvml: Any = None,
-    env: dict[str, str] | None = None,
-    *,
-    torch: Any = lambda: None,
-    torch_version: str = "2.13.0",
-    **more: Any,
-) -> Hardware:
-    """The hardware detected on `EPYC` where `nvml` is the driver's library (None: not installed);
-    nothing of this machine shows through."""
-    with (
-        patch.object(gpus, "_module", lambda name: nvml if name == "pynvml" else torch()),
-        patch.object(gpus, "version_of", lambda _: torch_version),
-        patch.multiple(machine, read_processor=lambda: EPYC, load_fits=lambda _: ()),
-    ):
-        return detect_hardware(env or {}, **{"root": Path("/nowhere"), **more})
-
-
-def test_memory_is_the_drivers_and_arithmetic_the_data_sheets() -> None:
-    nvml = fake_nvml(h100(0, free=70 * GIB), h100(1))
-    hardware = found(nvml)
-    first, second = hardware.devices
-    assert first.memory_bytes == 81559 * 2**20
-    assert first.usable_bytes == 70 * GIB
-    assert first.peak_flops == pytest.approx(989.5e12)
-    assert first.compute_capability == (9, 0)
-    assert first.memory_bytes_per_s == pytest.approx(3.35e12)
-    assert second.usable_bytes == 81559 * 2**20
-    host = hardware.hosts[0]
-    assert (host.cores, host.memory_bytes) == (8, 64 * GIB)
-    assert (hardware.network, hardware.notes) == (None, ())
-    assert nvml.open_sessions == 0
-
-
-def test_a_device_without_a_data_sheet_is_estimated_and_says_so() -> None:
-    gpu = h100(0, name="NVIDIA H300", sms=100, megahertz=2000)
-    device = found(fake_nvml(gpu)).devices[0]
-    assert (device.peak_flops, device.memory_bytes_per_s) == (pytest.approx(4096 * 100 * 2e9), None)
-    assert device.source.startswith("estimate: 100 multiprocessors of compute capability 9.0")
-    silent = ("nvmlDeviceGetNumGpuCores", "nvmlDeviceGetMaxClockInfo")
-    assert found(fake_nvml(gpu, silent=silent)).devices[0].peak_flops > 0
-
-
-GPUS = [h100(0), h100(1), h100(2), h100(3)]
-
-
-@pytest.mark.parametrize(
-    ("value", "chosen"),
-    [
-        (None, "0123"),
-        ("", ""),
-        ("2,0", "20"),
-        (" 1 , 3 ", "13"),
-        ("0,2,-1,1", "02"),  # NVIDIA's own example
-        ("1,2,1", ""),
-        ("GPU-11111111", "1"),
-        ("GPU-21111111-aaaa,GPU-0", "20"),
-        ("GPU-", ""),  # fits all
-        ("2,GPU-21111111", ""),
-        ("MIG-aaa1", ""),
-    ],
-)
-def test_visible_devices_are_those_that_cuda_would_show(value: str | None, chosen: str) -> None:
-    env = {} if value is None else {"CUDA_VISIBLE_DEVICES": value}
-    # Free memory tells them apart.
-    gpus = [h100(index, free=index) for index in range(4)]
-    hardware = found(fake_nvml(*gpus), env)
-    if chosen:
-        assert "".join(str(device.free_bytes) for device in hardware.devices) == chosen
-    else:
-        assert {device.kind for device in hardware.devices} == {"cpu"}
-        assert hardware.notes == (
-            f"none of 4 GPUs here may be used: CUDA_VISIBLE_DEVICES={value!r}",
-        )
-
-
-@pytest.mark.parametrize(
-    ("env", "names"),
-    [
-        ({}, ["H100", "A100", "A100"]),
-        ({"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, ["A100", "H100", "A100"]),
-        ({"CUDA_VISIBLE_DEVICES": "0"}, ["H100"]),
-    ],
-)
-def test_cuda_counts_the_fastest_first_unless_told_otherwise(
-    env: dict[str, str], names: list[str]
-) -> None:
-    devices = found(fake_nvml(a100(0), h100(1), a100(2)), env).devices
-    assert [device.name.split()[1][:4] for device in devices] == names
-
-
-PATHS = ("nvmlDeviceGetMaxPcieLinkGeneration", "nvmlDeviceGetMaxPcieLinkWidth")
-NARROW = [a100(0), a100(1, pcie=(4, 8))]
-
-
-@pytest.mark.parametrize(
-    ("nvml", "name", "bytes_per_s"),
-    [
-        (fake_nvml(*GPUS), "nvlink4", 18 * 20.6e9),
-        (fake_nvml(a100(0, links=12), a100(1, links=12)), "nvlink3", 12 * 20e9),
-        (fake_nvml(a100(0, links=12), a100(1)), "pcie4", 24e9),  # not all are joined
-        (fake_nvml(*NARROW), "pcie4", 12e9),  # the narrower of two slots
-        (fake_nvml(*NARROW, silent=PATHS), "pcie3", 12e9),
-        (fake_nvml(*GPUS, silent=["nvmlDeviceGetP2PStatus"]), "pcie5", 48e9),
-    ],
-)
-def test_the_link_of_a_host(nvml: Any, name: str, bytes_per_s: float) -> None:
-    link = found(nvml).hosts[0].link
-    assert (link.name, link.bytes_per_s) == (name, pytest.approx(bytes_per_s))
-
-
-def test_a_lost_gpu_is_left_out() -> None:
-    nvml = fake_nvml(h100(0), h100(1, lost="GPU is lost"))
-    hardware = found(nvml)
-    assert len(hardware.devices) == 1
-    assert hardware.notes == ("GPU 1 is left out: GPU is lost",)
-    assert nvml.open_sessions == 0
-
-
-def fake_torch(*names: str) -> SimpleNamespace:
-    properties = [
+def fake_torch(*names: str, used: int = 0) -> SimpleNamespace:
+    """Torch on a host with these GPUs, each with `used` bytes in use."""
+    told = [
         SimpleNamespace(
             name=name, total_memory=42 * GB, major=8, minor=0, multi_processor_count=108
         )
         for name in names
     ]
     return SimpleNamespace(
+        __version__="2.13.0",
         cuda=SimpleNamespace(
-            is_available=lambda: bool(properties),
-            device_count=lambda: len(properties),
-            get_device_properties=properties.__getitem__,
-        )
+            is_available=lambda: bool(told),
+            device_count=lambda: len(told),
+            get_device_properties=told.__getitem__,
+            device_memory_used=lambda _: used,
+        ),
     )
 
 
-NO_MEMORY = fake_nvml(h100(0), silent=["nvmlDeviceGetMemoryInfo"])
-BROKEN = fake_nvml(*GPUS, failure="Driver/library version mismatch")
+def found(torch: Any = None, env: dict[str, str] | None = None, **more: Any) -> Hardware:
+    """The hardware detected on `EPYC` with GPUs as `torch` sees them (None: there is no driver);
+    nothing of this machine shows through."""
+
+    def imported(_: str) -> Any:
+        assert torch is not None, "torch was imported without a driver"
+        return torch
+
+    with (
+        patch.multiple(gpus, import_module=imported, has_driver=lambda _: torch is not None),
+        patch.multiple(machine, read_processor=lambda: EPYC, load_fits=lambda _: ()),
+    ):
+        return detect_hardware(env or {}, **more)
 
 
-@pytest.mark.parametrize(
-    ("nvml", "note"),
-    [
-        (NO_MEMORY, "GPU 0 is left out: Not Supported"),  # as where GPU and CPU share theirs
-        (BROKEN, "the NVIDIA driver does not answer: Driver/library version mismatch"),
-        (None, "the GPUs are as torch sees them; nvidia-ml-py tells free memory and links"),
-    ],
-)
-def test_what_the_library_does_not_tell_torch_is_asked(
-    nvml: Any, note: str, tmp_path: Path
-) -> None:
-    torch = fake_torch("NVIDIA A100-SXM4-40GB", "NVIDIA X9")
-    (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
-    (tmp_path / "proc/driver/nvidia/version").touch()
-    hardware = found(nvml, root=tmp_path, torch=lambda: torch)
-    known, unknown = hardware.devices
-    assert (known.memory_bytes, known.free_bytes) == (42 * GB, None)
-    assert known.peak_flops == pytest.approx(312e12)
-    assert unknown.source.startswith("estimate: 108 multiprocessors")
-    assert hardware.hosts[0].link.name == "pcie4"
-    assert hardware.notes[0] == note
-    torch.cuda.is_available = lambda: False
-    assert found(nvml, root=tmp_path, torch=lambda: torch).devices[0].kind == "cpu"
+def test_memory_is_the_drivers_and_arithmetic_the_data_sheets() -> None:
+    hardware = found(fake_torch("NVIDIA A100-SXM4-40GB", "A100-SXM4-40GB", used=2 * GB))
+    for device in hardware.devices:
+        assert (device.memory_bytes, device.usable_bytes) == (42 * GB, 40 * GB)
+        assert (device.peak_flops, device.memory_bytes_per_s) == (312e12, 1555e9)
+    host = hardware.hosts[0]
+    assert (host.cores, host.memory_bytes, host.link.name) == (8, 64 * GIB, "nvlink3")
+    assert (hardware.network, hardware.notes) == (None, ())
 
 
-def test_torch_is_not_imported_where_there_is_no_driver() -> None:
-    """And its library's complaint is no news there."""
-
-    def imported() -> None:
-        raise AssertionError("torch was imported")
-
-    for nvml in (None, BROKEN):
-        hardware = found(nvml, torch=imported)
-        assert (hardware.devices[0].kind, hardware.notes) == ("cpu", ())
-    assert BROKEN.open_sessions == 0
-    assert found(fake_nvml(*GPUS), torch=imported).devices[0].kind == "cuda"
+def test_a_device_without_a_data_sheet_is_estimated_and_says_so() -> None:
+    hardware = found(fake_torch("NVIDIA A100-SXM4-40GB", "NVIDIA X9"))
+    unknown = hardware.devices[1]
+    assert unknown.peak_flops == pytest.approx(2048 * 108 * 1.5e9)
+    assert unknown.source.startswith("estimate: 108 multiprocessors of compute capability 8.0")
+    assert hardware.hosts[0].link.name == "pcie4"  # of two kinds
 
 
-def test_a_torch_that_cannot_use_the_gpus_is_said() -> None:
-    hardware = found(fake_nvml(*GPUS), torch_version="2.13.0+cpu")
-    assert "torch 2.13.0+cpu is built for the CPU and cannot use the GPUs" in hardware.notes
+def test_all_memory_counts_where_nothing_tells_what_is_free() -> None:
+    torch = fake_torch("NVIDIA X9")
+    torch.cuda.device_memory_used = Mock(side_effect=ModuleNotFoundError("no nvidia-ml-py"))
+    hardware = found(torch)
+    assert hardware.devices[0].usable_bytes == 42 * GB
+    assert hardware.notes == ("free memory is unknown: no nvidia-ml-py",)
+
+
+def test_gpus_that_cannot_be_used() -> None:
+    hidden = found(fake_torch("NVIDIA X9"), {"CUDA_VISIBLE_DEVICES": ""})
+    assert (hidden.devices[0].kind, hidden.notes) == ("cpu", ())
+    unusable = found(fake_torch())
+    assert unusable.devices[0].kind == "cpu"
+    assert unusable.notes == ("torch 2.13.0 cannot use the GPUs here",)
+    assert found().devices[0].kind == "cpu"
 
 
 def test_the_launcher_tells_hosts_and_ranks() -> None:
@@ -289,21 +125,9 @@ def test_the_launcher_tells_hosts_and_ranks() -> None:
     assert hardware.network is not None
     given = found(env=env, num_hosts=3, ranks_per_host=2)
     assert [len(host.devices) for host in given.hosts] == [2, 2, 2]
-    assert len(found(fake_nvml(*GPUS), num_hosts=2).devices) == 8
+    assert len(found(fake_torch("NVIDIA X9"), num_hosts=2).devices) == 2
     with pytest.raises(LaunchError):
         found(env={"RANK": "1"})
-
-
-def test_the_stand_in_has_the_librarys_functions_and_numbers() -> None:
-    import pynvml  # of the test group: CI may not do without
-
-    for name, ours in vars(fake_nvml()).items():
-        if isinstance(ours, int) and name != "open_sessions":
-            assert ours == getattr(pynvml, name), name
-        elif name.startswith("nvml"):
-            theirs = inspect.signature(getattr(pynvml, name)).parameters.values()
-            required = [value for value in theirs if value.default is value.empty]
-            assert len(inspect.signature(ours).parameters) == len(required), name
 
 
 def test_a_cpu_is_shared_out_among_ranks() -> None:
@@ -393,22 +217,20 @@ LINES = {
 
 
 @pytest.mark.parametrize(
-    ("ranks", "measured", "seconds"),
-    [(4, "(ring) of 4 ranks", 6e-5), (3, "(shared) of 2 ranks", 5e-5), (1, "of 2 ranks", 5e-5)],
+    ("ranks", "measured", "seconds"), [(4, "(ring) of 4 ranks", 6e-5), (1, "of 2 ranks", 5e-5)]
 )
 def test_the_cpu_link_gives_back_the_time_that_was_measured(
     ranks: int, measured: str, seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Figures of other world sizes are better than none."""
-
     def load(environment: dict[str, Any]) -> list[Fit]:
         lines = LINES.get(environment["world_size"], ())
         return [line("all_reduce", *values) for values in lines]
 
     monkeypatch.setattr(machine, "load_fits", load)
-    link, of = cpu_link(ranks), 4 if ranks == 4 else 2
-    assert 2 * (of - 1) * link.seconds(0) == pytest.approx(seconds)
+    link = cpu_link(ranks)
+    assert 2 * (max(ranks, 2) - 1) * link.seconds(0) == pytest.approx(seconds)
     assert measured in link.source
+    assert cpu_link(3) == DEFAULT_LINK
 
 
 def test_without_figures_the_default_says_that_it_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -430,7 +252,6 @@ def test_active_ports_are_the_network(tmp_path: Path) -> None:
         port.mkdir(parents=True)
         (port / "state").write_text(state + "\n")
         (port / "rate").write_text(rate + "\n")
-    assert infiniband_ports(tmp_path) == [400.0, 200.0]
     link = network_link(6, tmp_path)
     assert (link.name, link.per_host) == ("infiniband", False)
     assert link.bytes_per_s == pytest.approx(12.5e9)
@@ -454,3 +275,50 @@ def test_the_network_is_what_the_fastest_interface_says(
     link = network_link(4, tmp_path)
     assert (link.name, link.per_host) == (name, True)
     assert link.source.startswith(source)
+
+
+def gpu(capability: tuple[int, int]) -> Device:
+    return detected_device("a GPU", capability, 100, 10**10)
+
+
+@pytest.mark.parametrize(
+    ("devices", "instructions", "dtype", "reason"),
+    [
+        ([gpu((9, 0))], (), "bf16", "9.0: bf16, TF32, flash attention, fused AdamW"),
+        ([gpu((9, 0)), gpu((7, 5))], (), "fp32", "7.5 has no bf16"),  # the oldest decides
+        (cpu_devices(EPYC, 1), ("avx2", "amx_bf16"), "bf16", "multiplies in hardware"),
+        (cpu_devices(EPYC, 1), ("avx2", "avx512f"), "fp32", "the CPU emulates bf16"),
+    ],
+)
+def test_the_dtype_is_by_what_devices_can_do(
+    devices: Any, instructions: tuple[str, ...], dtype: str, reason: str
+) -> None:
+    host = replace(usual_host(devices), instructions=instructions)
+    found, said = fast_switches(Hardware(hosts=(host,)))
+    assert found == dtype
+    assert reason in said
+
+
+@pytest.mark.parametrize("instruction", ["avx512f", "avx512_bf16"])
+def test_commands_know_a_cpu_that_emulates_bf16(
+    instruction: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`train`, `tune` and `bench sync` then take fp32."""
+    taken, processor = "fp32", SimpleNamespace(instructions=(instruction,))
+    if instruction == "avx512_bf16":
+        taken = "bf16"
+    monkeypatch.setattr(machine, "read_processor", lambda: processor)
+    options = bench_sync.SyncOptions(device="cpu")
+    for asked, measured in ((options, taken), (replace(options, dtype="bf16"), "bf16")):
+        assert bench_sync.plan_of(asked, World()).settings.dtype == measured
+    assert main(["train", "tiny", "--device", "cpu", "--dry-run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["config"]["dtype"] == taken
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_gpu_is_asked(fast: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda **_: fast)
+    assert fast_dtype("cuda:1") == ("bf16" if fast else "fp32")
+    monkeypatch.setattr(machine, "read_processor", lambda: SimpleNamespace(instructions=()))
+    assert {fast_dtype("cpu"), fast_dtype("auto", tmp_path)} == {"fp32"}

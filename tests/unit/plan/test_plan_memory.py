@@ -20,7 +20,6 @@ from gradsync.commands.plan.memory import (
     activations,
     memory_need,
     most_open_nodes,
-    rank_shape,
     strategy_memory,
 )
 from gradsync.commands.plan.workload import Split, Workload
@@ -47,9 +46,7 @@ def split(strategy: str, *, shared_weights: bool = False, **sizes: int) -> Split
 
 def parts(strategy: str, work: Workload = ONE_LEAF, **sizes: int) -> dict[str, int]:
     """Weights, optimizer, and gradients and buckets at each moment."""
-    layout = ParallelLayout(**(sizes or {"dp": 2}))
-    shape = rank_shape(work.model, layout, 0)
-    found = strategy_memory(Case(work, Split(strategy=strategy, layout=layout), shape))
+    found = strategy_memory(Case(work, split(strategy, **sizes)))
     moments = {"loss": found.loss, "backward": found.backward, "update": found.update}
     return {"weights": found.weights, "optimizer": found.optimizer} | {
         name: moment.gradients + moment.buckets for name, moment in moments.items()
@@ -112,7 +109,7 @@ def test_replicas_divide_what_each_stage_of_zero_says(ranks: int) -> None:
     assert one["loss"] == S
     assert two["loss"] == 0
     # Outside of the blocks everything is whole until the step ends.
-    root = 4 * rank_shape(MODEL, ParallelLayout(dp=ranks), 0).root_params
+    root = 4 * Case(work, split("fsdp", dp=ranks)).root_params
     assert three["loss"] == root
     assert three["backward"] == -(-S // ranks) + 3 * root  # weights, gradients, what is sent
 
@@ -148,29 +145,26 @@ def test_the_tree_keeps_a_buffer_for_each_open_node() -> None:
 
 def test_a_stage_holds_its_blocks_and_its_leaves() -> None:
     work = replace(WORK, num_leaves=16, kind="cuda")
-    two = rank_shape(MODEL, ParallelLayout(pp=2), 0), rank_shape(MODEL, ParallelLayout(pp=2), 1)
+    two = [Case(work, split("naive", pp=2), stage) for stage in (0, 1)]
     table, width = MODEL.vocab_size * MODEL.n_embd, MODEL.n_embd
     # The tied embedding lies on both ends.
-    assert [shape.blocks for shape in two] == [6, 6]
-    assert sum(shape.num_params for shape in two) == MODEL.num_params() + table
+    assert [case.blocks for case in two] == [6, 6]
+    assert sum(case.num_params for case in two) == MODEL.num_params() + table
     assert two[1].num_params == 6 * two[1].block_params + width + table
-    layout = ParallelLayout(pp=4)
-    shapes = [rank_shape(MODEL, layout, stage) for stage in range(4)]
-    divided = Split(strategy="naive", layout=layout)
-    assert [Case(work, divided, shape).leaves_in_flight for shape in shapes] == [4, 3, 2, 1]
-    few = replace(work, num_leaves=2)
-    cases = [Case(few, Split(strategy="naive", layout=layout), shape) for shape in shapes]
-    assert [case.leaves_in_flight for case in cases] == [2, 2, 2, 1]
+    divided = split("naive", pp=4)
+    for leaves, in_flight in ((16, [4, 3, 2, 1]), (2, [2, 2, 2, 1])):
+        few = replace(work, num_leaves=leaves)
+        assert [Case(few, divided, stage).leaves_in_flight for stage in range(4)] == in_flight
     few_words = replace(work, model=replace(MODEL, vocab_size=256))
-    first = memory_need(few_words, Split(strategy="naive", layout=layout))
+    first = memory_need(few_words, divided)
     leaf = activations(few_words, blocks=3)
     assert first.activations == 4 * (leaf.kept + leaf.stream)
-    eager = memory_need(work, Split(strategy="naive", layout=ParallelLayout(pp=2)))
+    eager = memory_need(work, split("naive", pp=2))
     assert eager.optimizer < memory_need(work, split("naive", dp=1)).optimizer
 
 
 def test_shards_divide_the_matrices_of_blocks() -> None:
-    one, two = (rank_shape(MODEL, ParallelLayout(tp=size), 0) for size in (1, 2))
+    one, two = (Case(WORK, split("naive", tp=size)) for size in (1, 2))
     norms = 2 * MODEL.n_embd
     assert two.block_params == (one.block_params - norms) // 2 + norms
     assert two.root_params == one.root_params

@@ -1,4 +1,4 @@
-"""A measured profile: every gradient's moment, and the cache in front of it."""
+"""A measured profile, and the cache in front of it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from gradsync.commands.plan import choice, probe
+from gradsync.commands.plan import choice, profile
 from gradsync.commands.plan.choice import Costs
 from gradsync.commands.plan.machine import DEFAULT_LINK, cpu_link
 from gradsync.commands.plan.measured import save_fits
-from gradsync.commands.plan.probe import probe_profile
+from gradsync.commands.plan.profile import probe_profile
 from gradsync.runtime.machine import choose_threads
-from support.planned_machines import MODEL, hardware, line, work
+from support.planned_machines import hardware, line, work
 
 LEAF = work(1, dtype="fp32", kind="cpu")
 
@@ -21,7 +21,7 @@ LEAF = work(1, dtype="fp32", kind="cpu")
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("GRADSYNC_CACHE", str(tmp_path))
-    monkeypatch.setattr(probe, "keep_freed_memory", lambda: True)  # it could not be taken back
+    monkeypatch.setattr(profile, "keep_freed_memory", lambda: True)  # it could not be taken back
     return tmp_path
 
 
@@ -33,18 +33,11 @@ def test_a_measured_leaf(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         pinned.append(count)
         return 77
 
-    monkeypatch.setattr(probe, "pin_threads", pin)
-    monkeypatch.setattr(probe, "choose_threads", lambda ranks: 10 * ranks)
-    found = probe_profile(LEAF, ranks_per_host=3)
+    monkeypatch.setattr(profile, "pin_threads", pin)
+    monkeypatch.setattr(profile, "choose_threads", lambda ranks: 10 * ranks)
+    found = probe_profile(LEAF, 3)
     assert pinned == [30, 77]
-    assert found.measured
     assert min(found.forward_s, found.backward_s, found.update_s) > 0
-    assert sum(bucket.num_bytes for bucket in found.buckets) == 4 * MODEL.num_params()
-    times = [bucket.ready_s for bucket in found.buckets]
-    assert len(times) == 2 + 9 * MODEL.n_layer
-    assert times == sorted(times)
-    assert 0 < times[0] < times[-1] <= found.backward_s
-    assert found.buckets[-1].num_bytes == 4 * MODEL.vocab_size * MODEL.n_embd  # the embedding
 
 
 def test_it_is_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,12 +53,17 @@ def test_it_is_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     first = measured()
     (kept,) = (cache / "profiles").iterdir()
-    monkeypatch.setattr(probe, "probe_profile", None)  # nothing more may be measured
+    monkeypatch.setattr(choice, "probe_profile", None)  # nothing more may be measured
     assert measured(leaves=7) == first
     with pytest.raises(TypeError):
         measured(size=1)
     document = json.loads(kept.read_text())
-    for damaged in ({}, {"forward_s": 1}, document | {"buckets": 1}, document | {"conditions": 1}):
+    for damaged in (
+        {},
+        {"forward_s": 1},
+        document | {"forward_s": "x"},
+        document | {"conditions": 1},
+    ):
         kept.write_text(json.dumps(damaged))
         with pytest.raises(TypeError):
             measured()

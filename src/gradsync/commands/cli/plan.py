@@ -5,36 +5,32 @@ from __future__ import annotations
 import json
 import math
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
-from gradsync.commands.plan.catalog import DEFAULT_NETWORK, NETWORKS
 from gradsync.commands.plan.choice import USUAL, Costs, Recommendation, Search, choose, remedy
-from gradsync.commands.plan.description import Hardware, speed_switches
-from gradsync.commands.plan.hardware_file import hardware_document, load_hardware, load_network
+from gradsync.commands.plan.description import NETWORKS, Hardware, fast_switches
+from gradsync.commands.plan.hardware_file import hardware_document, load_hardware
 from gradsync.commands.plan.machine import detect_hardware
 from gradsync.commands.plan.report import (
     commands,
+    efficiency_table,
     figure_lines,
     hardware_lines,
     link_text,
     pick_sections,
     print_table,
     section,
-    work_lines,
+    work_line,
 )
-from gradsync.commands.plan.simulation import (
-    DEFAULT_STRATEGIES,
-    SplitPoint,
-    efficiency_table,
-    simulate,
-)
+from gradsync.commands.plan.step_costs import simulate
 from gradsync.commands.plan.workload import Split, Workload
 from gradsync.commands.train.config import AUTO, recipe
 from gradsync.commands.train.data import vocabulary
+from gradsync.core.files import check_name
 from gradsync.errors import ConfigError, RunError
 from gradsync.runtime import environ
 from gradsync.runtime.arguments import parse
@@ -43,6 +39,10 @@ from gradsync.sync.registry import STRATEGIES, find_strategy
 
 _SIZES = ("tokens_per_update", "seq_len", "dtype", "micro_batch_size")
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
+_SIMULATED = (
+    *("bucketed", "ring", "hierarchical", "invariant", "fsdp"),
+    *("powersgd", "local_sgd", "diloco"),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,11 +59,11 @@ class PlanOptions:
     hardware: str = ""
     """Plan for other hardware: a name such as h100x4 or a100-40x2, or FILE.yaml."""
     nodes: int | None = None
-    """Number of these hosts; default: one, or the number of the launcher or the file."""
+    """Number of hosts like this one; default: one, or the launcher's number."""
     nproc_per_node: int | None = None
     """CPU: ranks per host; default: depends on its cores."""
     network: str = ""
-    """Between hosts: a name such as infiniband-ndr or ethernet-10g, or FILE.yaml."""
+    """Between hosts, such as infiniband-ndr or ethernet-10g; others in the file of --hardware."""
     tokens_per_update: int | None = None
     """Tokens of one optimizer step over all ranks; default: the model's."""
     micro_batch_size: int | None = None
@@ -77,7 +77,7 @@ class PlanOptions:
     strategies: str = ""
     """Names separated by commas, or all; default: all that keep one rank's numbers."""
     probe: bool = True
-    """Measure a few leaves here; --no-probe estimates."""
+    """Measure a few micro-batches here; --no-probe estimates."""
     simulate: str = ""
     """Also simulate the step on these numbers of devices: 8,64,512."""
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
@@ -109,7 +109,7 @@ def run(argv: list[str]) -> int:
     choice = choose(work, hardware, costs, request.search)
     if options.probe and request.here and choice.pick is not None and costs.measure(work, hardware):
         choice = choose(work, hardware, costs, request.search)
-    _tell(options, request, costs, choice, _simulated(options, request, costs, choice))
+    _tell(options, request, costs, choice)
     return 0
 
 
@@ -119,8 +119,7 @@ def request_of(options: PlanOptions) -> Request:
     given = {n: value for n in _SIZES if (value := getattr(options, n)) is not None}
     config = replace(usual, **given)
     if config.dtype == AUTO:
-        fast = speed_switches(hardware, {}).dtype
-        config = replace(config, dtype="bf16" if fast == "bf16" else "fp32")
+        config = replace(config, dtype=fast_switches(hardware)[0])
     more_sizes = []
     if options.micro_batch_size is None:  # one that divides the batch, and others to try
         sequences = config.tokens_per_update // config.sequence_length
@@ -165,36 +164,19 @@ def hardware_of(options: PlanOptions) -> Hardware:
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1; got {value}")
     if options.hardware:
+        if options.nodes is not None or options.nproc_per_node is not None:
+            raise ConfigError(
+                "--nodes and --nproc-per-node are for this machine; --hardware says how many: "
+                "h100x8@2 is two hosts"
+            )
         hardware = load_hardware(options.hardware)
-        if options.nproc_per_node is not None:
-            raise ConfigError("--nproc-per-node is for this machine; --hardware says how many")
-        if options.nodes is not None and options.nodes != len(hardware.hosts):
-            hardware = _repeated(hardware, options.nodes)
     else:
         asked = {"num_hosts": options.nodes, "ranks_per_host": options.nproc_per_node}
         hardware = detect_hardware(environ.snapshot(), **asked)
-    network = load_network(options.network) if options.network else hardware.network
-    return replace(hardware, network=network)
-
-
-def _repeated(hardware: Hardware, nodes: int) -> Hardware:
-    """Repeat the described host."""
-    if len(hardware.hosts) > 1:
-        raise ConfigError(f"--nodes {nodes}, but --hardware has {len(hardware.hosts)} hosts")
-    network = hardware.network or NETWORKS[DEFAULT_NETWORK]
-    note = f"assumed: {network.name} between the hosts (--network names another)"
-    return Hardware(hosts=hardware.hosts * nodes, network=network, notes=(*hardware.notes, note))
-
-
-def sizes_of(options: PlanOptions) -> list[int]:
-    """Numbers of ranks to simulate."""
-    sizes = [whole_number(word.strip(), MOST_NODES) for word in options.simulate.split(",")]
-    if options.simulate and not all(sizes):
-        raise ConfigError(
-            f"--simulate takes numbers of ranks such as 8,64,512, at most {MOST_NODES}; got "
-            f"{options.simulate[:80]!r}"
-        )
-    return [size for size in sizes if size]
+    if not options.network:
+        return hardware
+    check_name("network", options.network, NETWORKS)
+    return replace(hardware, network=NETWORKS[options.network])
 
 
 def _strategies(text: str) -> tuple[str, ...]:
@@ -206,31 +188,32 @@ def _strategies(text: str) -> tuple[str, ...]:
 
 def _simulated(
     options: PlanOptions, request: Request, costs: Costs, choice: Recommendation
-) -> list[SplitPoint]:
-    """More of the first host: every replica keeps the leaves that it has under the pick."""
-    sizes, pick = sizes_of(options), choice.pick
+) -> list[dict[str, Any]]:
+    """More of the first host: every replica keeps the micro-batches that it has under the pick."""
+    words = options.simulate.split(",") if options.simulate else []
+    sizes, pick = [whole_number(word.strip(), MOST_NODES) for word in words], choice.pick
+    if not all(sizes):
+        raise ConfigError(
+            f"--simulate takes numbers of ranks such as 8,64,512, at most {MOST_NODES}; got "
+            f"{options.simulate[:80]!r}"
+        )
     if not sizes or pick is None:
         return []
     hardware = request.hardware
-    names = _strategies(options.strategies) if options.strategies else DEFAULT_STRATEGIES
+    names = _strategies(options.strategies) if options.strategies else _SIMULATED
     splits = [Split(strategy=name) for name in names]
     if (best := replace(pick.split, layout=replace(pick.split.layout, dp=1))) not in splits:
         splits.insert(0, replace(best, shared_weights=False))
     work = replace(pick.work, num_leaves=-(-pick.work.num_leaves // pick.split.layout.dp))
     profile = costs.profile(work, hardware.devices[0])
-    about = (work, hardware.hosts[0], hardware.network, sizes, profile)
+    about = (work, hardware.hosts[0], hardware.network, [size for size in sizes if size], profile)
     return simulate(*about, splits=list(dict.fromkeys(splits)))
 
 
-def _tell(
-    options: PlanOptions,
-    request: Request,
-    costs: Costs,
-    choice: Recommendation,
-    simulation: list[SplitPoint],
-) -> None:
+def _tell(options: PlanOptions, request: Request, costs: Costs, choice: Recommendation) -> None:
     """Print it; raises RunError if nothing fits."""
     name, pick, hardware = options.model, choice.pick, request.hardware
+    simulation = _simulated(options, request, costs, choice)
     lines = [] if pick is None else commands(pick, hardware, name, request.flags)
     figures = figure_lines(costs, hardware)
     if not options.data:
@@ -242,19 +225,20 @@ def _tell(
         document = {
             "model": name,
             "hardware": hardware_document(hardware),
-            **choice.to_json(),
+            "pick": None if pick is None else pick.to_json(),
+            "candidates": [candidate.to_json() for candidate in choice.candidates],
             "commands": [line for _, line in lines],
             "figures": figures,
-            "simulation": [asdict(point) for point in simulation] or None,
+            "simulation": simulation or None,
         }
         print(json.dumps(document, indent=1, allow_nan=False), flush=True)
     else:
-        print(section("model", work_lines(name, request.work)))
+        print(section("model", [work_line(name, request.work)]))
         print(section("hardware", hardware_lines(hardware)))
         print_table(choice, sys.stdout)
         if pick is not None:
             print("\n".join(pick_sections(pick, lines)))
-            print(section("switches", _switch_lines(request)))
+            print(section("switches", [fast_switches(hardware)[1]]))
             print(section("figures", figures))
         if simulation:
             network = hardware.network
@@ -262,12 +246,3 @@ def _tell(
             print("\n".join(["", *efficiency_table(simulation), *joined]))
     if pick is None:
         raise RunError(remedy(name, choice, request.work, hardware, costs))
-
-
-def _switch_lines(request: Request) -> list[str]:
-    """Lines on the devices' capabilities and what may help; nothing is set."""
-    switches = speed_switches(request.hardware, environ.snapshot() if request.here else {})
-    lines = [switches.reason]
-    if switches.dtype != (dtype := request.work.dtype):
-        lines.append(f"--dtype {switches.dtype} would be faster here than {dtype}")
-    return [*lines, *switches.suggestions]

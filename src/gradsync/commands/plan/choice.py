@@ -1,4 +1,4 @@
-"""Chooses a split, micro-batch and recomputation for given hardware, with reasons; no torch.
+"""Chooses a split, micro-batch and recomputation for given hardware, with reasons.
 
 Every combination is judged by arithmetic, then memory, then time. The global batch,
 `micro_batch_size x num_leaves`, stays the same. Several choices may be as fast as the fastest,
@@ -16,20 +16,22 @@ from itertools import groupby, product
 from math import log2
 from typing import Any
 
-from gradsync.commands.models.config import PRESETS
-from gradsync.commands.parallel.layout import ParallelLayout
-from gradsync.commands.plan.collectives import shares_memory
+from gradsync.commands.parallel.layout import ParallelLayout, check_divisible
 from gradsync.commands.plan.description import Device, Hardware, gb
+from gradsync.commands.plan.measured import machine_conditions
 from gradsync.commands.plan.memory import MemoryNeed, memory_need
 from gradsync.commands.plan.profile import (
+    PROFILES,
     StepProfile,
     estimate_profile,
+    probe_profile,
     probe_work,
     scaled_profile,
 )
 from gradsync.commands.plan.step_costs import StepTime, predict_step
-from gradsync.commands.plan.workload import Split, Workload, goes_with_parts
-from gradsync.errors import GradsyncError
+from gradsync.commands.plan.workload import Split, Workload, goes_with_parts, shares_memory
+from gradsync.core.files import counted
+from gradsync.errors import ConfigError, GradsyncError
 from gradsync.runtime.machine import busy, choose_threads
 from gradsync.sync.registry import STRATEGIES, Promise
 
@@ -43,7 +45,7 @@ PROMISES: tuple[Promise, ...] = ("bitwise", "rounding", "lossy")  # The stronges
 
 
 class Costs:
-    """Memory by formula; time from data sheets, or from a leaf measured here."""
+    """Memory by formula; time from data sheets, or from a micro-batch measured here."""
 
     measured: tuple[StepProfile, Workload] | None = None
     load: float | None = None  # The machine's load, if it was busy during the measurement
@@ -51,28 +53,26 @@ class Costs:
     step = staticmethod(predict_step)
 
     def profile(self, work: Workload, device: Device) -> StepProfile:
-        """A leaf and an update on a device."""
+        """A micro-batch and an update on a device."""
         if self.measured is None:
             return estimate_profile(work, device)
         return scaled_profile(*self.measured, work)
 
     def measure(self, work: Workload, hardware: Hardware) -> bool:
-        """Time a leaf on this machine, a few seconds, unless that was done before; false if a whole
-        replica does not fit on a device."""
-        leaf = probe_work(work)
+        """Time a micro-batch on this machine, a few seconds, unless that was done before; false if
+        a whole replica does not fit on a device."""
+        leaf, host = probe_work(work), hardware.hosts[0]
         if memory_need(leaf, Split(strategy="bucketed")).total > room_bytes(hardware, 1):
             return False
-        from gradsync.commands.plan.probe import PROFILES, probe_profile, profile_conditions
-
-        host = hardware.hosts[0]
         ranks = len(host.devices)
-        conditions = profile_conditions(leaf, choose_threads(ranks))
+        conditions = machine_conditions(leaf.kind, choose_threads(ranks))
+        conditions |= asdict(replace(leaf, num_leaves=1))  # their number does not matter
         profile = None
         with suppress(GradsyncError):  # there may be no folder for caches
             profile = PROFILES.read(conditions)
         if profile is None:
             load = os.getloadavg()[0]
-            profile = probe_profile(leaf, ranks_per_host=ranks)
+            profile = probe_profile(leaf, ranks)
             if busy(load, host.cores):
                 self.load = load
             else:
@@ -88,7 +88,7 @@ class Search:
 
     strategies: tuple[str, ...]  # The simplest first: it wins if times are equal
     micro_batch_sizes: tuple[int, ...]
-    """Sequences of a leaf; the usual one first. Each divides the global batch."""
+    """Sequences; the usual size first. Each divides the global batch."""
     checkpointing: tuple[bool, ...] = (False, True)
     """Whether activations may be kept, recomputed, or either."""
 
@@ -149,7 +149,7 @@ class Candidate:
             "parallel": asdict(self.split.layout),
             "shared_weights": self.split.shared_weights,
             "micro_batch_size": self.work.micro_batch_size,
-            "num_leaves": self.work.num_leaves,
+            "num_micro_batches": self.work.num_leaves,
             "activation_checkpointing": self.work.activation_checkpointing,
             "memory_bytes": None if memory is None else asdict(memory) | {"total": memory.total},
             "room_bytes": self.room_bytes or None,
@@ -179,7 +179,7 @@ def splits(count: int, hardware: Hardware, strategies: Sequence[str]) -> Iterato
         layout = ParallelLayout(dp=count // model_ranks, pp=model_ranks // tp, tp=tp)
         usable = [name for name in strategies if model_ranks == 1 or goes_with_parts(name)]
         if layout.dp == 1:
-            # Alone, strategies differ only in how they sum leaves, which is their promise.
+            # Alone, strategies differ only in how they sum micro-batches: their promise.
             first = {STRATEGIES[name].promise: name for name in reversed(usable)}
             usable = [name for name in usable if name in first.values()]
         for strategy in usable:
@@ -192,25 +192,22 @@ def splits(count: int, hardware: Hardware, strategies: Sequence[str]) -> Iterato
 
 def obstacle(work: Workload, split: Split) -> str:
     """Why arithmetic or `train/check.py` forbids it; empty if neither does."""
-    layout, leaves, model = split.layout, work.num_leaves, work.model
-    if layout.dp > leaves:
-        return f"{layout.dp} replicas cannot share {leaves} leaves"
-    equal = layout.model_ranks > 1 or STRATEGIES[split.strategy].equal_leaves
-    if equal and leaves % layout.dp:
-        return f"{leaves} leaves do not divide by {layout.dp}"
-    if layout.model_ranks == 1:
-        return ""
-    for name, size in (("layers", model.n_layer), ("leaves of a replica", leaves // layout.dp)):
-        if layout.pp > size:
-            return f"{size} {name} are fewer than {layout.pp} stages"
-    for name, size in (
-        ("heads", model.n_head),
-        ("key and value heads", model.num_kv_heads),
-        ("channels of the SwiGLU", model.mlp_dim),
-    ):
-        if size % layout.tp:
-            return f"{size:,} {name} do not divide by {layout.tp}"
-    return "fp16's loss scale is not known to all parts" if work.dtype == "fp16" else ""
+    layout, count = split.layout, work.num_leaves
+    is_divided = layout.model_ranks > 1
+    batches = counted(count, "micro-batch", "micro-batches")
+    if layout.dp > count:
+        return f"{layout.dp} replicas cannot share {batches}"
+    if count % layout.dp and (is_divided or STRATEGIES[split.strategy].equal_leaves):
+        return f"{batches} do not divide by {layout.dp}"
+    try:
+        check_divisible(work.model, layout)
+    except ConfigError as error:
+        return str(error).removeprefix("parallel: ")
+    if layout.pp > count // layout.dp:
+        return f"pp={layout.pp} stages need a micro-batch each, a replica has {count // layout.dp}"
+    if is_divided and work.dtype == "fp16":
+        return "fp16's loss scale is not known to all parts"
+    return ""
 
 
 def room_bytes(hardware: Hardware, count: int) -> int:
@@ -251,13 +248,6 @@ class Recommendation:
                 kept.append(row)
             seen |= {count, reason} if reason else {count}
         return kept
-
-    def to_json(self) -> dict[str, Any]:
-        """Values for JSON."""
-        return {
-            "pick": None if self.pick is None else self.pick.to_json(),
-            "candidates": [candidate.to_json() for candidate in self.candidates],
-        }
 
     def _best(self, group: Sequence[Candidate]) -> Candidate:
         """Of one split: the pick, else the preferred one, else what lacks least."""
@@ -354,11 +344,6 @@ _PROMISE = {
 }
 
 
-def percent(share: float) -> str:
-    """Whole percents, with one digit below 1 %."""
-    return f"{share:.0%}" if share >= 0.01 else f"{share:.1%}"
-
-
 def _beside(candidate: Candidate, pick: Candidate) -> str:
     """How long the candidate takes, against the pick."""
     ratio = candidate.seconds / pick.seconds
@@ -366,30 +351,27 @@ def _beside(candidate: Candidate, pick: Candidate) -> str:
         return f"takes {ratio:.1f} times as long"
     if abs(ratio - 1) < 0.01:
         return "as fast"
-    if ratio > 1:
-        return f"slower by {percent(ratio - 1)}"
-    return f"faster by {percent(1 - ratio)}, within the model's error"
+    return f"slower by {ratio - 1:.0%}" if ratio > 1 else f"faster by {1 - ratio:.0%}"
 
 
 def _why_not(candidate: Candidate, pick: Candidate) -> str:
-    """Why `candidate`, which can run, was not taken."""
+    """Why `candidate`, which can run, was not taken; if it is about as fast, an advantage of the
+    pick that it lacks."""
     said = _beside(candidate, pick)
     if candidate.seconds > (1 + ERROR) * pick.seconds:
         return said
-    # An advantage of the pick that it lacks:
-    parts = pick.split.layout.model_ranks
     if candidate.promise != pick.promise:
         return f"{said}; {candidate.promise} only"
-    if candidate.split.layout.model_ranks > parts:
-        return f"{said}; divides the model {'without need' if parts == 1 else 'further'}"
+    if candidate.split.layout.model_ranks > pick.split.layout.model_ranks:
+        return f"{said}; divides the model further"
     if candidate.work.activation_checkpointing and not pick.work.activation_checkpointing:
         return f"{said}; recomputes without need"
     return f"{said}; not as simple"
 
 
 def _why_taken(pick: Candidate, rows: Sequence[Candidate], judged: Sequence[Candidate]) -> str:
-    """Why `pick`, one of `rows`: what rules out a replica per device, kept activations or the usual
-    micro-batch, the next best split, and the promise."""
+    """Why `pick`, one of `rows`: what rules out a replica per device or kept activations, the next
+    best split, and the promise."""
     parts = []
     whole = [
         each
@@ -401,19 +383,15 @@ def _why_taken(pick: Candidate, rows: Sequence[Candidate], judged: Sequence[Cand
     if pick.split.layout.model_ranks > 1 and whole and not any(each.runs for each in whole):
         least = min(whole, key=lambda each: each.short_bytes)
         parts.append(f"no replica fits on one device (at best {least.split} {least.obstacle})")
-    own = [each for each in judged if each.split == pick.split]  # the usual micro-batch is first
-    recomputes = pick.work.activation_checkpointing
-    kept = [each for each in own if not each.work.activation_checkpointing]
-    if recomputes and kept and not any(each.runs for each in kept):
+    own = [each for each in judged if each.split == pick.split]
+    if not any(each.runs and not each.work.activation_checkpointing for each in own):
         parts.append("activations must be recomputed to fit")
-    usual = next(each for each in own if each.work.activation_checkpointing == recomputes)
-    if usual.obstacle:
-        size, wanted = pick.work.micro_batch_size, usual.work.micro_batch_size
-        parts.append(f"micro-batch {size}, as with {wanted} a rank {usual.obstacle}")
     others = [each for each in rows if each.runs and each.split != pick.split]
     rival = min(others, key=lambda each: each.seconds, default=None)
-    next_best = "" if rival is None else f" (next: {rival.split}, {_beside(rival, pick)})"
-    parts.append(f"the best of what fits{next_best}" if next_best else "the only one that fits")
+    if rival is None:
+        parts.append("the only one that fits")
+    else:
+        parts.append(f"the best of what fits (next: {rival.split}, {_beside(rival, pick)})")
     if pick.split.world_size > 1:
         parts.append(f"it gives {_PROMISE[pick.promise]}")
     return "; ".join(parts)
@@ -426,18 +404,7 @@ def remedy(
     name: str, choice: Recommendation, work: Workload, hardware: Hardware, costs: Costs
 ) -> str:
     """The error line if `choice` finds no fit for the model `name`: the candidate that lacks the
-    least memory, the smallest number of these hosts on which the model fits, and the largest
-    smaller preset that fits here."""
-
-    def fits(work: Workload, hardware: Hardware) -> bool:
-        count = len(hardware.devices)
-        room = room_bytes(hardware, count)
-        return any(
-            not obstacle(variant, split) and costs.memory(variant, split).total <= room
-            for split in splits(count, hardware, choice.search.strategies)
-            for variant in choice.search.works(work)
-        )
-
+    least memory, and the smallest number of these hosts on which the model fits."""
     said = f"{name} fits nowhere on {len(hardware.devices)} x {hardware.devices[0].name}"
     judged = [candidate for candidate in choice.candidates if candidate.memory is not None]
     if judged:
@@ -449,11 +416,12 @@ def remedy(
         )
     host, network = hardware.hosts[-1], hardware.network or hardware.hosts[-1].link
     for count in range(len(hardware.hosts) + 1, _MOST_HOSTS + 1):
-        if fits(work, Hardware(hosts=(host,) * count, network=network)):
-            said += f"; it would fit on {count} such hosts"
-            break
-    for preset, config in sorted(PRESETS.items(), key=lambda each: -each[1].num_params()):
-        small = replace(work, model=config, seq_len=min(work.seq_len, config.block_size))
-        if config.num_params() < work.model.num_params() and fits(small, hardware):
-            return f"{said}; {preset!r} fits here"
+        larger = Hardware(hosts=(host,) * count, network=network)
+        room = room_bytes(larger, len(larger.devices))
+        if any(
+            not obstacle(variant, split) and costs.memory(variant, split).total <= room
+            for split in splits(len(larger.devices), larger, choice.search.strategies)
+            for variant in choice.search.works(work)
+        ):
+            return f"{said}; it would fit on {count} such hosts"
     return said

@@ -1,27 +1,24 @@
-"""The machines to train on, as values, and their capabilities; no torch.
+"""The machines to train on: as values, and by name with published figures; no torch.
 
     Hardware
     ├── hosts: Host ── devices: Device
     │            └──── link: Link        between devices of this host (NVLink, PCIe, memory)
     └── network: Link                    between hosts
 
-They are detected (`machine.py`) or described (`catalog.py`, `hardware_file.py`); the planner sees
-no difference. The switches that speed them up, by device capability:
+They are detected (`machine.py`), described in a file (`hardware_file.py`), or named by
+DEVICE[xCOUNT][@HOSTS]: `h100x8@2` is two hosts with eight GPUs each. What a name leaves open is
+assumed; `Hardware.notes` and `Link.source` say so.
 
-    bf16, TF32        tensor cores of compute capability 8.0 (Ampere) and later
-    fp16              tensor cores of 7.0 (Volta) and later; it needs a GradScaler
-    flash attention   torch's kernel needs 8.0 and later, and 16-bit inputs; torch selects it
-                      inside `scaled_dot_product_attention`
-    bf16 on a CPU     AMX or AVX-512 BF16 (on Arm: bf16). Without them it is emulated: measured
-                      with oneDNN, one thread, a product of 1024 x 512 x 2048, bf16 took 0.40 of
-                      fp32's time with AVX-512 BF16 and 2.3 times it without, on the same CPU
-
-Environment variables are suggested, never set; the ones that the user has set are left alone.
+Memory is the data sheet's, in decimal GB. Drivers report a few percent more (an "80 GB" H100 has
+85.5e9 bytes), so a plan made here fits there. A link's `bytes_per_s` is below the bus's limit: it
+is the figure in NCCL's own model, `src/graph/topo.h` at commit 069a3d4 (SM70_NVLINK_BW …, PCI_BW),
+with the latency of `src/graph/tuning.cc` at commit 01afd20 (hwLat; ring, simple protocol).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal, TypeVar
@@ -29,6 +26,8 @@ from typing import Literal, TypeVar
 from gradsync.errors import ConfigError
 
 Kind = Literal["cuda", "cpu"]
+GB = 10**9
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,60 +112,191 @@ def gb(num_bytes: float) -> str:
     return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:,.1f} MB"
 
 
-T = TypeVar("T")
-
-
 def runs(values: Iterable[T]) -> Iterator[tuple[T, int]]:
     """Runs of equal neighbours as one value, with their count."""
     for value, same in groupby(values):
         yield value, len(list(same))
 
 
-_AMPERE, _VOLTA = (8, 0), (7, 0)
 _CPU_BF16 = ("amx_bf16", "avx512_bf16", "bf16")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Switches:
-    """The settings to turn on; the same for all devices."""
-
-    dtype: Literal["bf16", "fp16", "fp32"]  # The fastest that every device multiplies in hardware
-    tf32: bool = False
-    reason: str
-    suggestions: tuple[str, ...] = ()
-    """`export NAME=value` of variables that may help and are not set, for the user to type."""
-
-
-def speed_switches(hardware: Hardware, env: Mapping[str, str]) -> Switches:
-    """The switches that suit all devices; variables set in `env` are left to the user."""
-    if hardware.devices[0].kind == "cpu":
-        dtype, reason = "fp32", "fp32: without AMX or AVX-512 BF16 the CPU emulates bf16, slower"
-        if all(multiplies_bf16(host.instructions) for host in hardware.hosts):
-            fast = next(name for name in _CPU_BF16 if name in hardware.hosts[0].instructions)
-            dtype, reason = "bf16", f"bf16: the CPU multiplies it in hardware ({fast})"
-        return Switches(dtype=dtype, reason=f"{reason}; fused AdamW; freed memory kept")
-    oldest = min(device.compute_capability or (0, 0) for device in hardware.devices)
-    dtype, said = "fp32", " has no tensor cores (7.0 has): fp32"
-    if oldest >= _AMPERE:
-        dtype, said = "bf16", ": bf16, TF32, flash attention"
-    elif oldest >= _VOLTA:
-        dtype, said = "fp16", " has no bf16 (8.0 has): fp16"
-    wanted = {}
-    if "PYTORCH_CUDA_ALLOC_CONF" not in env:  # the older name
-        wanted["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-    if len(hardware.devices) > 1:
-        wanted["NCCL_DEBUG"] = "WARN"
-    if len(hardware.hosts) > 1 and (interface := env.get("GLOO_SOCKET_IFNAME")):
-        # The user's choice for Gloo also suits NCCL; "=" makes NCCL match the exact name.
-        wanted["NCCL_SOCKET_IFNAME"] = f"={interface}"
-    return Switches(
-        dtype=dtype,
-        tf32=oldest >= _AMPERE,
-        reason=f"compute capability {oldest[0]}.{oldest[1]}{said}, fused AdamW",
-        suggestions=tuple(f"export {n}={value}" for n, value in wanted.items() if n not in env),
-    )
+"""Without one of them (the last is Arm's) bf16 is emulated: measured with oneDNN, one thread, a
+product of 1024 x 512 x 2048 took 0.40 of fp32's time with AVX-512 BF16 and 2.3 times it without."""
 
 
 def multiplies_bf16(instructions: Collection[str]) -> bool:
     """Whether a CPU with these instructions has bf16 in hardware, without emulation."""
     return any(name in instructions for name in _CPU_BF16)
+
+
+def fast_switches(hardware: Hardware) -> tuple[Literal["bf16", "fp32"], str]:
+    """The dtype to train in on all devices, and what speeds them up: TF32, bf16 and torch's flash
+    attention need compute capability 8.0 (Ampere)."""
+    if hardware.devices[0].kind == "cpu":
+        if all(multiplies_bf16(host.instructions) for host in hardware.hosts):
+            return "bf16", "bf16, which the CPU multiplies in hardware; fused AdamW"
+        return "fp32", "fp32: without AMX or AVX-512 BF16 the CPU emulates bf16; fused AdamW"
+    oldest = min(device.compute_capability or (0, 0) for device in hardware.devices)
+    said = f"compute capability {oldest[0]}.{oldest[1]}"
+    if oldest >= (8, 0):
+        return "bf16", f"{said}: bf16, TF32, flash attention, fused AdamW"
+    return "fp32", f"{said} has no bf16: fp32 (7.0 and later: --dtype fp16), fused AdamW"
+
+
+_NVLINK_ALPHA_S, _PCIE_ALPHA_S, _NETWORK_ALPHA_S = 3.4e-6, 5.7e-6, 9.6e-6
+_NCCL = "NCCL's own model of a ring's step (src/graph/tuning.cc)"
+_TCP_PART = 1448 / 1538
+"""Payload of a full Ethernet frame: 1500 bytes less IP, TCP and time stamps (52), over 1500 and its
+38 bytes of header, check sum, preamble and gap (IEEE 802.3)."""
+
+
+def _nvlink(generation: int, links: int, gb_per_s: float, specified: float) -> Link:
+    """All links of one device; GB/s of one link, by NCCL and by the specification."""
+    return Link(
+        name=f"nvlink{generation}",
+        alpha_s=_NVLINK_ALPHA_S,
+        bytes_per_s=links * gb_per_s * 1e9,
+        source=(
+            f"NCCL's own figure for {links} links, {links * specified:.4g} GB/s as specified; "
+            "one direction"
+        ),
+    )
+
+
+def infiniband(name: str, gigabits: float) -> Link:
+    """A port per GPU."""
+    source = f"InfiniBand Trade Association's rate, 4 lanes, a port per GPU; latency: {_NCCL}"
+    return Link(name=name, alpha_s=_NETWORK_ALPHA_S, bytes_per_s=gigabits * 1e9 / 8, source=source)
+
+
+def ethernet(gigabits: float) -> Link:
+    """TCP over one port a host."""
+    return Link(
+        name=f"ethernet-{gigabits:g}g",
+        alpha_s=_NETWORK_ALPHA_S,
+        bytes_per_s=gigabits * 1e9 / 8 * _TCP_PART,
+        per_host=True,
+        source=f"line rate less the headers of TCP, one port a host; latency: {_NCCL}",
+    )
+
+
+_INSIDE = (
+    *(_nvlink(3, 12, 20, 25), _nvlink(4, 18, 20.6, 25), _nvlink(5, 18, 40.1, 50)),
+    *(
+        Link(
+            name=f"pcie{generation}",
+            alpha_s=_PCIE_ALPHA_S,
+            bytes_per_s=16 * 0.75e9 * 2 ** (generation - 3),
+            source="NCCL's own figure for x16; one direction",
+        )
+        for generation in (3, 4, 5)
+    ),
+)
+LINKS = {link.name: link for link in _INSIDE}
+_BETWEEN_HOSTS = (
+    *(infiniband("infiniband-hdr", 200), infiniband("infiniband-ndr", 400)),
+    *(ethernet(gigabits) for gigabits in (10, 25, 100)),
+)
+NETWORKS = LINKS | {link.name: link for link in _BETWEEN_HOSTS}
+"""Not measured here. TCP's latency over Ethernet exceeds NCCL's figure if the kernel is slow:
+measure it with `gradsync bench collectives`, and write a file."""
+
+
+def _gpu(
+    name: str,
+    memory_gb: int,
+    tflops: float,
+    gb_per_s: float,
+    capability: tuple[int, int],
+    *,
+    source: str = "NVIDIA data sheet",
+) -> Device:
+    """A product by the driver's name for it. `tflops`: dense bf16 products with fp32 sums; figures
+    for sparse matrices, which are twice as high, are halved. `gb_per_s`: of its memory."""
+    return Device(
+        kind="cuda",
+        name=name,
+        memory_bytes=memory_gb * GB,
+        peak_flops=tflops * 1e12,
+        compute_capability=capability,
+        memory_bytes_per_s=gb_per_s * 1e9,
+        source=source,
+    )
+
+
+_PAPER = "NVIDIA architecture white paper"
+_FP16 = "NVIDIA data sheet; fp16, it has no bf16 units"
+DEVICES = {
+    "b200": _gpu("NVIDIA B200", 180, 2250, 7700, (10, 0)),
+    "h200": _gpu("NVIDIA H200", 141, 989.5, 4800, (9, 0)),
+    "h100": _gpu("NVIDIA H100 80GB HBM3", 80, 989.5, 3350, (9, 0)),
+    "a100-80": _gpu("NVIDIA A100-SXM4-80GB", 80, 312, 2039, (8, 0)),
+    "a100-40": _gpu("NVIDIA A100-SXM4-40GB", 40, 312, 1555, (8, 0)),
+    "a10": _gpu("NVIDIA A10", 24, 125, 600, (8, 6)),
+    "l40s": _gpu("NVIDIA L40S", 48, 362, 864, (8, 9)),
+    "l4": _gpu("NVIDIA L4", 24, 121, 300, (8, 9)),
+    "t4": _gpu("Tesla T4", 16, 65, 300, (7, 5), source=_FP16),
+    "rtx4090": _gpu("NVIDIA GeForce RTX 4090", 24, 165.2, 1008, (8, 9), source=_PAPER),
+}
+"""By the name that users type; all of the memory counts as free."""
+_JOINED_BY = {
+    **{"b200": "nvlink5", "h200": "nvlink4", "h100": "nvlink4"},
+    **{"a100-80": "nvlink3", "a100-40": "nvlink3"},
+}
+"""The NVLinks of the usual host; others need a bridge."""
+
+CORES_PER_DEVICE = 16
+MEMORY_PER_DEVICE = 128 * GB
+"""Assumed for a host given only by name: NVIDIA's DGX A100 has 128 cores and 1 TB for 8 devices."""
+DEFAULT_NETWORK = "infiniband-hdr"
+"""Between hosts given only by name; DGX A100 has it, one port per device."""
+
+_NAME = re.compile(r"(.+?)(?:x([1-9]\d{0,2}))?(?:@([1-9]\d{0,3}))?", re.ASCII)
+"""The count has at most three digits: rtx4090 is no count."""
+
+
+def device_of(key: str) -> Device:
+    """A catalogued device: `h100`, `a100-40`. ConfigError names the known devices."""
+    if key not in DEVICES:
+        there = ", ".join(DEVICES)
+        raise ConfigError(f"unknown device {key!r} (there are: {there}; a file describes others)")
+    return DEVICES[key]
+
+
+def named_hardware(name: str) -> Hardware:
+    """The machine called `name`; ConfigError for an unknown device."""
+    found = _NAME.fullmatch(name)
+    key, count, hosts = found.groups() if found else (name, None, None)
+    host = usual_host([device_of(key)] * int(count or 1))
+    num_hosts = int(hosts or 1)
+    notes = [
+        f"assumed: {CORES_PER_DEVICE} cores and {MEMORY_PER_DEVICE // GB} GB of host memory per "
+        "device"
+    ]
+    if num_hosts > 1:
+        notes.append(f"assumed: {DEFAULT_NETWORK} between the hosts")
+    return Hardware(
+        hosts=(host,) * num_hosts,
+        network=NETWORKS[DEFAULT_NETWORK] if num_hosts > 1 else None,
+        notes=tuple(notes),
+    )
+
+
+def usual_host(devices: Sequence[Device]) -> Host:
+    """A host about which only its devices are known."""
+    return Host(
+        devices=tuple(devices),
+        link=usual_link(devices),
+        cores=CORES_PER_DEVICE * len(devices),
+        memory_bytes=MEMORY_PER_DEVICE * len(devices),
+    )
+
+
+def usual_link(devices: Sequence[Device]) -> Link:
+    """NVLink if all devices are of one kind that has it, else PCIe as old as the oldest one's."""
+    names = {device.name for device in devices}
+    for key, link in _JOINED_BY.items():
+        if names == {DEVICES[key].name}:
+            return LINKS[link]
+    oldest = min(device.compute_capability or (0, 0) for device in devices)
+    generation = 3 if oldest < (8, 0) else 4 if oldest < (9, 0) else 5
+    return LINKS[f"pcie{generation}"]

@@ -1,20 +1,30 @@
 """The machine to train on: GPUs, cores, memory, links, hosts. Imports torch only if needed.
 
-GPUs come from the NVIDIA driver (`gpus.py`); without any, ranks use the CPU. The system reports
-cores and memory, the launcher (equal) hosts. Nothing is set.
+Without GPUs (`gpus.py`) ranks use the CPU. The system reports cores and memory, the launcher
+(equal) hosts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import psutil
 
-from gradsync.commands.plan.catalog import NETWORKS, ethernet, infiniband
-from gradsync.commands.plan.description import Device, Hardware, Host, Link, multiplies_bf16
+from gradsync.commands.plan.description import (
+    NETWORKS,
+    Device,
+    Hardware,
+    Host,
+    Link,
+    ethernet,
+    infiniband,
+    multiplies_bf16,
+    usual_link,
+)
 from gradsync.commands.plan.gpus import find_gpus, has_driver
 from gradsync.commands.plan.measured import load_fits, version_of
 from gradsync.runtime.machine import (
@@ -130,52 +140,44 @@ def cpu_link(ranks: int) -> Link:
     A measured all_reduce of n ranks, alpha + beta S, becomes a link with which a ring takes the
     same time: 2 (n-1) messages of S / n bytes.
     """
-    for world_size in dict.fromkeys((max(ranks, 2), 2, 4)):
-        here = {
-            "cpu": cpu_model(),
-            "cores": usable_cores(),
-            "accelerator": None,
-            "backend": "gloo",
-            "world_size": world_size,
-            "threads_per_rank": choose_threads(world_size),
-            "torch": version_of("torch") or "none",
-            "num_nodes": 1,
-            "dtype": "fp32",
-        }
-        found = {fit.algorithm: fit for fit in load_fits(here) if fit.operation == "all_reduce"}
-        for algorithm in _MESSAGES:
-            fit = found.get(algorithm)
-            if fit is not None and fit.beta_s_per_byte > 0:
-                messages = 2 * (world_size - 1)
-                return replace(
-                    DEFAULT_LINK,
-                    alpha_s=fit.alpha_s / messages,
-                    bytes_per_s=messages / world_size / fit.beta_s_per_byte,
-                    source=f"all_reduce ({algorithm}) of {world_size} ranks, measured on this "
-                    "machine",
-                )
+    ranks = max(ranks, 2)
+    here = {
+        "cpu": cpu_model(),
+        "cores": usable_cores(),
+        "accelerator": None,
+        "backend": "gloo",
+        "world_size": ranks,
+        "threads_per_rank": choose_threads(ranks),
+        "torch": version_of("torch") or "none",
+        "num_nodes": 1,
+        "dtype": "fp32",
+    }
+    found = {fit.algorithm: fit for fit in load_fits(here) if fit.operation == "all_reduce"}
+    for algorithm in _MESSAGES:
+        fit = found.get(algorithm)
+        if fit is not None and fit.beta_s_per_byte > 0:
+            messages = 2 * (ranks - 1)
+            return replace(
+                DEFAULT_LINK,
+                alpha_s=fit.alpha_s / messages,
+                bytes_per_s=messages / ranks / fit.beta_s_per_byte,
+                source=f"all_reduce ({algorithm}) of {ranks} ranks, measured on this machine",
+            )
     return DEFAULT_LINK
 
 
-def infiniband_ports(root: Path = Path("/")) -> list[float]:
-    """Gbit/s of the InfiniBand (or RoCE) ports that are up, from the system's /sys under `root`:
-    lines such as `400 Gb/sec (4X NDR)`."""
-    found = []
-    for state in sorted((root / "sys/class/infiniband").glob("*/ports/*/state")):
-        try:
-            if "ACTIVE" in state.read_text():
-                found.append(float(state.with_name("rate").read_text().split()[0]))
-        except (OSError, ValueError, IndexError):
-            continue
-    return found
-
-
 def network_link(ranks_per_host: int, root: Path = Path("/")) -> Link:
-    """Between this host and equal ones: the rate comes from the adapters, the latency is that of
-    the usual network of their kind (`gradsync plan --network` takes measured ones)."""
-    if ports := infiniband_ports(root):
-        source = f"{sum(ports):g} Gbit/s of active ports, divided among {ranks_per_host} ranks"
-        return replace(infiniband("infiniband", sum(ports) / ranks_per_host), source=source)
+    """Between this host and equal ones: the rate comes from the adapters (InfiniBand's or RoCE's
+    active ports, as lines of /sys such as `400 Gb/sec (4X NDR)`), the latency is that of the usual
+    network of their kind (a hardware file takes measured ones)."""
+    gigabits = 0.0
+    for state in (root / "sys/class/infiniband").glob("*/ports/*/state"):
+        with suppress(OSError, ValueError, IndexError):
+            if "ACTIVE" in state.read_text():
+                gigabits += float(state.with_name("rate").read_text().split()[0])
+    if gigabits:
+        source = f"{gigabits:g} Gbit/s of active ports, divided among {ranks_per_host} ranks"
+        return replace(infiniband("infiniband", gigabits / ranks_per_host), source=source)
     speeds = [interface.speed for interface in psutil.net_if_stats().values() if interface.isup]
     megabits = max((speed for speed in speeds if speed != _UNKNOWN_SPEED), default=0)
     if not megabits:  # as in most virtual machines
@@ -206,15 +208,13 @@ def detect_hardware(
     world = resolve(env).world
     processor = read_processor()
     notes: list[str] = []
-    devices, link = find_gpus(env, root, notes)
-    if not devices or link is None:
+    devices = tuple(find_gpus(env, root, notes))
+    if not devices:
         started = world.local_world_size if world.is_distributed else processor.cores
-        ranks = ranks_per_host or started
-        devices = list(cpu_devices(processor, ranks))
-        link = cpu_link(ranks)
+        devices = cpu_devices(processor, ranks_per_host or started)
     host = Host(
-        devices=tuple(devices),
-        link=link,
+        devices=devices,
+        link=usual_link(devices) if devices[0].kind == "cuda" else cpu_link(len(devices)),
         cores=processor.cores,
         memory_bytes=processor.memory_bytes,
         instructions=processor.instructions,

@@ -1,8 +1,8 @@
 """Memory that a rank needs to train, in bytes, by closed formulas; no torch.
 
 Memory can peak at a few moments of a step; the need is the largest of them, on the pipeline stage
-that needs most. N tokens of a leaf, V vocabulary, C width, e bytes of an element in which products
-are computed (2 under autocast, 4 in fp32):
+that needs most. N tokens of a micro-batch, V vocabulary, C width, e bytes of an element in which
+products are computed (2 under autocast, 4 in fp32):
 
     loss       blocks' activations, last norm, and for the head
                whole: 12 N V (logarithms of probabilities, the gradients of these and of logits)
@@ -15,10 +15,9 @@ are computed (2 under autocast, 4 in fp32):
     update     activations are gone: all gradients, optimizer; what the strategy gathers
 
 Gradients, optimizer state and buffers are the strategy's: S = 4 x parameters of the rank (gradients
-are fp32), W replicas, k leaves of a rank, b the largest bucket (bytes). AdamW keeps two fp32
-moments: 2 S (Kingma & Ba 2014, arXiv 1412.6980); Rajbhandari et al. 2020 (ZeRO, arXiv 1910.02054,
-section 3.1) count the same 16 bytes a parameter with weights and gradients, and divide them by W
-stage by stage.
+are fp32), W replicas, k micro-batches of a rank, b the largest bucket (bytes). AdamW keeps two fp32
+moments: 2 S (arXiv 1412.6980). ZeRO (arXiv 1910.02054, section 3.1) counts the same 16 bytes a
+parameter with weights and gradients, and divides them by W stage by stage.
 
 [Note: Activations] Counted tensor by tensor. With G = K x key/value heads, F width of the SwiGLU
 and H heads, a block keeps, in bytes a token (after Korthikanti et al. 2022, arXiv 2205.05198,
@@ -31,33 +30,27 @@ section 4, recounted for this decoder, with fp32 RMSNorm and fused attention; GP
     inputs of gate, up 2 e C               likewise; fp32: 4 C
     SwiGLU             4 e F               gate, silu(gate), up, their product
 
-and under autocast a 16-bit copy of each weight that it multiplies by, for any number of tokens. A
-test counts the same with torch's saved-tensor hooks, to the byte. The count is the CPU's: on CUDA
-the fused RMSNorm does not keep the normalised input, so it is an upper bound there.
+and under autocast a 16-bit copy of each weight that it multiplies by. A test counts the same with
+torch's saved-tensor hooks, to the byte. The count is the CPU's: on CUDA the fused RMSNorm does not
+keep the normalised input, so it is an upper bound there.
 
 [Note: Shared pages] With `Split.shared_weights` (and for gradients in shared memory) a rank counts
-its share: what all ranks of the host map, divided by their number. The kernel's RSS counts such
-pages in every rank that has touched them; PSS (proportional set size, proc(5) smaps) counts them as
-here.
+its share: what all ranks of the host map, divided by their number (as PSS does, not RSS).
 
 [Note: Slack] On a CPU: what glibc's heap holds unused, with `keep_freed_memory`. glibc before 2.38
 cannot put an aligned block, as torch asks for, into a hole of the same size (bug 14581), so that
-all that passes through the process's memory leaves part of its place unused:
-
-    CPU_SLACK        of what a leaf takes
-    RECOMPUTE_SLACK  of a block that checkpointing computes twice
-    GATHER_SLACK     of the blocks under `fsdp`: each is gathered twice and its gradient sent once
-    RENEW_SLACK      of buckets, copies and gathered weights that each step allocates again
-    MOVE_SLACK       of what is built here and then moved into shared memory
-
-Fitted to peaks of 16 strategies at two sizes less the formulas' count (benchmarks/memory of commit
-8ff7521); one number for each. The heap never shrinks below the model as it was built. On CUDA: what
-torch's caching allocator reserves beyond allocated memory (CUDA_SLACK): a default, not measured.
+all that passes through the process's memory leaves part of its place unused: a part of what a
+micro-batch takes (CPU_SLACK), of a block that checkpointing computes twice (RECOMPUTE_SLACK), of
+the blocks that `fsdp` gathers (GATHER_SLACK), of buffers that each step allocates again
+(RENEW_SLACK), and of what moves into shared memory (MOVE_SLACK). Fitted to peaks of 16 strategies
+at two sizes (benchmarks/memory of commit 8ff7521). The heap never shrinks below the model as it was
+built. On CUDA: what torch's caching allocator reserves beyond allocated memory (CUDA_SLACK): a
+default, not measured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import NamedTuple
@@ -70,8 +63,7 @@ from gradsync.commands.parallel.layout import (
     ParallelLayout,
     check_divisible,
 )
-from gradsync.commands.plan.collectives import shares_memory
-from gradsync.commands.plan.workload import Split, Workload
+from gradsync.commands.plan.workload import Split, Workload, shares_memory
 from gradsync.data.batch_plan import share
 from gradsync.sync.layout import Item, plan_buckets
 from gradsync.sync.options import Recipe
@@ -88,44 +80,17 @@ _IN_FLIGHT = 3
 FP32, _HALF = 4, 2  # Bytes of an element
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankShape:
-    """The parameters of a rank on one stage of a layout; all shards of a stage are alike."""
-
-    layout: ParallelLayout
-    stage: int
-    sizes: tuple[int, ...]  # Elements of each parameter, in `named_parameters` order
-    block_params: int  # Elements of one of its blocks
-    blocks: int
-    table_params: int  # Elements of the embedding, and of the head
-    is_tied: bool  # Whether both are one parameter of this rank
-    num_params: int  # Elements of all parameters
-    root_params: int  # Elements that are in no block
-
-
 @cache
-def rank_shape(model: GPTConfig, layout: ParallelLayout, stage: int) -> RankShape:
-    """The shape of a rank on this stage; ConfigError if the model cannot be divided this way."""
+def _parameters(model: GPTConfig, layout: ParallelLayout, stage: int) -> Mapping[str, int]:
+    """Elements of each parameter of a rank on this stage, in `named_parameters` order; all shards
+    of a stage are alike. ConfigError if the model cannot be divided this way."""
     check_divisible(model, layout)
     part = ModelPart(config=model, layout=layout, place=Coordinates(data=0, stage=stage, shard=0))
-    sizes = {name: piece.numel for name, piece in part.pieces().items()}
-    first, total = f"blocks.{part.blocks.start}.", sum(sizes.values())
-    block_params = sum(size for name, size in sizes.items() if name.startswith(first))
-    return RankShape(
-        layout=layout,
-        stage=stage,
-        sizes=tuple(sizes.values()),
-        block_params=block_params,
-        blocks=len(part.blocks),
-        table_params=model.vocab_size * model.n_embd,
-        is_tied=model.tie_head and EMBEDDING in sizes and layout.pp == 1,
-        num_params=total,
-        root_params=total - len(part.blocks) * block_params,
-    )
+    return {name: piece.numel for name, piece in part.pieces().items()}
 
 
 class Activations(NamedTuple):
-    """Bytes that one rank holds for one leaf."""
+    """Bytes that one rank holds for one micro-batch."""
 
     element: int  # Of one element in which products are computed
     weight_copies: int  # 16-bit copies of one block's matrices; 0 in fp32
@@ -182,13 +147,13 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StrategyMemory:
-    """Bytes of one rank under one strategy, at the moments of its last leaf."""
+    """Bytes of one rank under one strategy, at the moments of its last micro-batch."""
 
     weights: int  # All the time; with one copy per host, a rank's share. Likewise `optimizer`.
     optimizer: int
-    loss: Moment  # Forward is over, this leaf's gradient has not begun
+    loss: Moment  # Forward is over, its gradient has not begun
     backward: Moment
-    """All gradients exist, nothing else of the leaf except the embedding's gradient."""
+    """All gradients exist, nothing else except the embedding's gradient."""
     update: Moment
     fresh: int  # The embedding's gradients, just made by backward, in addition to `backward`
     gathered_block: int = 0
@@ -200,25 +165,35 @@ class StrategyMemory:
 
 
 class Case:
-    """A rank's share of a step under one strategy."""
+    """A rank's share of a step under one strategy, on one stage of the layout."""
 
-    def __init__(self, work: Workload, split: Split, shape: RankShape) -> None:
-        self.work, self.split, self.shape = work, split, shape
-        self.leaf = activations(work, shape.blocks, shape.layout.tp)
-        self.gradient_bytes = FP32 * shape.num_params  # S
-        self.replicas = split.layout.dp  # W
+    def __init__(self, work: Workload, split: Split, stage: int = 0) -> None:
+        model, layout = work.model, split.layout
+        parameters = _parameters(model, layout, stage)
+        self.work, self.split, self.stage = work, split, stage
+        blocks = {name.split(".")[1] for name in parameters if name.startswith("blocks.")}
+        self.blocks = len(blocks)
+        in_blocks = sum(n for name, n in parameters.items() if name.startswith("blocks."))
+        self.block_params = in_blocks // max(self.blocks, 1)  # Elements of one of them
+        self.num_params = sum(parameters.values())
+        self.root_params = self.num_params - in_blocks
+        self.table_params = model.vocab_size * model.n_embd  # Of the embedding, and of the head
+        self.is_tied = model.tie_head and EMBEDDING in parameters and layout.pp == 1
+        """Whether both are one parameter of this rank."""
+        self.leaf = activations(work, self.blocks, layout.tp)
+        self.gradient_bytes = FP32 * self.num_params  # S
+        self.replicas = layout.dp  # W
         self.leaves = -(-work.num_leaves // self.replicas)  # k, of the rank with the most
-        tables = 0 if shape.stage else 2 if shape.is_tied else 1
-        self.fresh = FP32 * shape.table_params * tables
+        tables = 0 if stage else 2 if self.is_tied else 1
+        self.fresh = FP32 * self.table_params * tables
         """The embedding's gradient, the last that backward makes. A tied one comes twice: autograd
         holds the head's until it can be added."""
-        self.leaves_in_flight = min(self.leaves, split.layout.pp - shape.stage)
-        """Leaves whose activations a pipeline stage keeps at once: as many as there are stages from
-        this one to the last (1F1B: Narayanan et al. 2019 and 2021, arXiv 1806.03377, 2104.04473).
-        """
+        self.leaves_in_flight = min(self.leaves, layout.pp - stage)
+        """Micro-batches whose activations a pipeline stage keeps at once: as many as there are
+        stages from this one to the last (1F1B: arXiv 1806.03377, 2104.04473)."""
         recipe = find_strategy(split.strategy).recipe or Recipe()  # DDP's buckets are similar
         size_mb = recipe.bucket_size_mb(work.kind)
-        self.buckets = _buckets(shape.sizes, self.replicas, size_mb)  # Bytes of each
+        self.buckets = _buckets(tuple(parameters.values()), self.replicas, size_mb)  # Bytes of each
 
     def shard(self, num_bytes: int) -> int:
         """A rank's share of a value that the replicas divide."""
@@ -321,18 +296,18 @@ def _gathering(case: Case) -> int:
 
 def _other(case: Case, name: str) -> StrategyMemory:
     """Strategies without flat buffers that stay. `.grad` is allocated by backward and dropped by
-    the update; leaves before the last add up in it."""
+    the update; micro-batches before the last add up in it."""
     size, shard = case.gradient_bytes, case.shard(case.gradient_bytes)
     added_up = size if case.leaves > 1 else 0
-    # The first leaf's embedding gradient does not exist yet when backward ends.
-    waits = FP32 * case.shape.table_params if case.fresh and case.leaves == 1 else 0
+    # The first micro-batch's embedding gradient does not exist yet when backward ends.
+    waits = FP32 * case.table_params if case.fresh and case.leaves == 1 else 0
     made = size - waits
     other: dict[str, int] = {}
     loss, backward, update = Moment(added_up), Moment(made), Moment(size)
     match name:
         case "ddp":
-            # Buckets stay; `.grad` is a view of them. Leaves before the last add up in separate
-            # memory: torch drops the views when gradients are cleared (arXiv 2006.15704).
+            # Buckets stay; `.grad` is a view of them. Micro-batches before the last add up in
+            # separate memory: torch drops the views when gradients are cleared (arXiv 2006.15704).
             loss = backward = Moment(added_up, size)
             update = Moment(0, size)
         case "powersgd":
@@ -355,14 +330,16 @@ def _other(case: Case, name: str) -> StrategyMemory:
             other = {"optimizer": case.shard(2 * size), "renewed": 2 * (size + shard)}
         case "fsdp":
             # Everything is sharded. Parameters in no block are gathered for the whole step, a block
-            # while it computes. Leaves before the last keep whole gradients (arXiv 2304.11277).
-            root, block = FP32 * case.shape.root_params, FP32 * case.shape.block_params
+            # while it computes. Micro-batches before the last keep whole gradients (arXiv
+            # 2304.11277).
+            root, block = FP32 * case.root_params, FP32 * case.block_params
             loss = Moment(added_up, root)
-            # The blocks' gradients are sharded by now, including those of leaves before the last.
+            # The blocks' gradients are sharded by now, including those of micro-batches before
+            # the last.
             # Parameters in no block: weights, gradients, and these again while they are sent.
             backward, update = Moment(shard, 3 * root), Moment(shard)
             other = {"weights": shard, "optimizer": case.shard(2 * size), "fresh": 0}
-            other |= {"gathered_block": 2 * block, "gathered_blocks": case.shape.blocks * block}
+            other |= {"gathered_block": 2 * block, "gathered_blocks": case.blocks * block}
         case _:
             assert name == "naive", f"no memory is known of {name}"
     return _memory(case, loss, backward, update, **other)
@@ -390,22 +367,19 @@ class MemoryNeed:
 
     @property
     def loose(self) -> int:
-        """The part that lives no longer than a leaf."""
+        """The part that lives no longer than a micro-batch."""
         return self.activations + self.logits + self.workspace
 
 
 def memory_need(work: Workload, split: Split) -> MemoryNeed:
     """The need of the rank that needs most; ConfigError for an unknown strategy, or a model that
     cannot be divided this way."""
-    stages = (
-        _of_stage(work, split, rank_shape(work.model, split.layout, stage))
-        for stage in range(split.layout.pp)
-    )
-    return max(stages, key=lambda need: need.total)
+    cases = (Case(work, split, stage) for stage in range(split.layout.pp))
+    return max(map(_need_of_rank, cases), key=lambda need: need.total)
 
 
-def _of_stage(work: Workload, split: Split, shape: RankShape) -> MemoryNeed:
-    case = Case(work, split, shape)
+def _need_of_rank(case: Case) -> MemoryNeed:
+    work, split = case.work, case.split
     strategy = strategy_memory(case)
     moments = list(_moments(case, strategy))
     rope = 2 * FP32 * work.model.block_size * work.model.head_dim
@@ -414,7 +388,7 @@ def _of_stage(work: Workload, split: Split, shape: RankShape) -> MemoryNeed:
         "optimizer": strategy.optimizer,
         "process": CUDA_PROCESS if work.kind == "cuda" else CPU_PROCESS,
     }
-    # Holes, see [Note: Slack]: made at a leaf's peak, kept until the process ends.
+    # Holes, see [Note: Slack]: made at a micro-batch's peak, kept until the process ends.
     loose = max(moment.loose for moment in moments)
     shares = (
         (CPU_SLACK, loose),
@@ -436,26 +410,27 @@ def _of_stage(work: Workload, split: Split, shape: RankShape) -> MemoryNeed:
 
 
 def _moments(case: Case, strategy: StrategyMemory) -> Iterator[MemoryNeed]:
-    """Gradients, buckets and all that lives no longer than a leaf, at each moment of a step."""
-    work, shape, leaf, flying = case.work, case.shape, case.leaf, case.leaves_in_flight
+    """Gradients, buckets and all that lives no longer than a micro-batch, at each moment."""
+    work, leaf, flying = case.work, case.leaf, case.leaves_in_flight
+    stages = case.split.layout.pp
+    is_last = case.stage == stages - 1
     kept = flying * leaf.kept
-    if shape.layout.pp > 1:  # a stage's output; its input is its first block's input
+    if stages > 1:  # a stage's output; its input is its first block's input
         kept += flying * leaf.stream
-    head_waits = FP32 * shape.table_params if shape.is_tied else 0
-    block = FP32 * shape.block_params + 2 * leaf.stream + strategy.gathered_block
+    head_waits = FP32 * case.table_params if case.is_tied else 0
+    block = FP32 * case.block_params + 2 * leaf.stream + strategy.gathered_block
     loss = MemoryNeed(**strategy.loss._asdict())
     yield replace(loss, activations=kept + leaf.recomputed, workspace=block + head_waits)
     backward = MemoryNeed(**strategy.backward._asdict())
     yield replace(backward, activations=leaf.stream, workspace=strategy.fresh)
     # A tied embedding at both ends of a pipeline: the other end's gradient.
-    stages, is_last = shape.layout.pp, shape.stage == shape.layout.pp - 1
-    is_end = stages > 1 and (shape.stage == 0 or is_last)
-    other_end = FP32 * shape.table_params if work.model.tie_head and is_end else 0
+    is_end = stages > 1 and (case.stage == 0 or is_last)
+    other_end = FP32 * case.table_params if work.model.tie_head and is_end else 0
     yield MemoryNeed(**strategy.update._asdict(), workspace=other_end)
     if is_last:
-        # The loss keeps this for each leaf that waits for its backward.
+        # The loss keeps this for each micro-batch that waits for its backward.
         in_rows = work.loss_rows is not None
-        kept_by_loss = shape.table_params if in_rows else work.leaf_tokens * work.model.vocab_size
+        kept_by_loss = case.table_params if in_rows else work.leaf_tokens * work.model.vocab_size
         of_others = (flying - 1) * FP32 * kept_by_loss
         activations = kept + flying * leaf.last_norm
         for own, workspace in _head(case):
@@ -465,9 +440,9 @@ def _moments(case: Case, strategy: StrategyMemory) -> Iterator[MemoryNeed]:
 
 def _head(case: Case) -> list[tuple[int, int]]:
     """Logits and workspace at the moments of the loss and of the head's gradient."""
-    work, shape, leaf = case.work, case.shape, case.leaf
-    size, vocab, table = leaf.element, work.model.vocab_size, FP32 * shape.table_params
-    copy = 0 if size == FP32 else size * shape.table_params
+    work, leaf = case.work, case.leaf
+    size, vocab, table = leaf.element, work.model.vocab_size, FP32 * case.table_params
+    copy = 0 if size == FP32 else size * case.table_params
     if work.loss_rows is not None:
         rows = min(work.loss_rows, work.leaf_tokens) * vocab
         return [
@@ -476,7 +451,7 @@ def _head(case: Case) -> list[tuple[int, int]]:
         ]
     logits = work.leaf_tokens * vocab
     # Autocast keeps its copies of weights until forward ends, whether or not blocks keep them.
-    cached = shape.blocks * leaf.weight_copies if work.activation_checkpointing else 0
+    cached = case.blocks * leaf.weight_copies if work.activation_checkpointing else 0
     forward = 2 * FP32 + (size if copy else 0)
     return [
         (forward * logits, copy + cached),

@@ -1,51 +1,34 @@
-"""The costs of one leaf and one update on a device, and when each gradient is ready; no torch.
+"""The costs of one micro-batch and one update on a device, estimated from peaks or measured.
 
-Backward runs through the layers from the last to the first, and each gradient takes its share of
-the products (`Parameter.backward_units`). Buckets follow the engine's own plan over parameters in
-reverse order.
-
-A profile is estimated from peaks, or measured (`probe.py`). A probe must take seconds, but a real
-run's leaf can take minutes on a CPU. A smaller leaf is therefore measured, and scaled by the number
-of operations (`GPTConfig.flops_per_token`); recomputed activations add one forward.
+A probe must take seconds, but a real run's micro-batch can take minutes on a CPU. A smaller one is
+therefore measured, and scaled by the number of operations (`GPTConfig.flops_per_token`); recomputed
+activations add one forward. Only a probe imports torch.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+import time
 from dataclasses import dataclass, replace
-from itertools import accumulate
-from math import prod
+from itertools import pairwise
+from statistics import median
+from typing import Any
 
-from gradsync.commands.models.config import GPTConfig
-from gradsync.commands.parallel.layout import EMBEDDING, weights_of
-from gradsync.commands.plan.collectives import Traffic, traffic_of
+import msgspec
+
 from gradsync.commands.plan.description import Device
+from gradsync.commands.plan.measured import Cache
 from gradsync.commands.plan.workload import Workload
-from gradsync.sync.layout import Item, plan_buckets
-
-MIB = 2**20
-GRADIENT_BYTES = 4  # Weights and gradients are fp32, with any autocast
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BucketReady:
-    """When a bucket's last gradient is ready."""
-
-    num_bytes: int  # Bytes of its gradients
-    ready_s: float
-    """Seconds after backward began; the last one's is at most `StepProfile.backward_s`."""
+from gradsync.runtime.machine import choose_threads, pin_threads
+from gradsync.runtime.memory import keep_freed_memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepProfile:
     """One rank's work, alone on its device, without communication."""
 
-    forward_s: float  # One leaf's; likewise `backward_s`
+    forward_s: float  # One micro-batch's; likewise `backward_s`
     backward_s: float
     update_s: float  # Clipping and optimizer over all parameters
-    buckets: tuple[BucketReady, ...]  # In the order in which they fill
-    measured: bool = False  # False: estimated from peak arithmetic and bandwidth
 
     @property
     def leaf_s(self) -> float:
@@ -53,79 +36,10 @@ class StepProfile:
         return self.forward_s + self.backward_s
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Parameter:
-    """One trained tensor."""
-
-    name: str  # The name in `named_parameters`
-    shape: tuple[int, ...]
-    backward_units: int
-    """Backward's work from the previous gradient to this one, in products per token. Each takes 4
-    floating-point operations (2 for the gradient of the weight, 2 for that of the input). It is the
-    parameter's elements, plus attention itself for the projection that is first in backward."""
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return prod(self.shape)
-
-
-def parameters_of(config: GPTConfig, seq_len: int) -> list[Parameter]:
-    """Every parameter of `GPT(config)`, in `named_parameters` order."""
-    head = config.vocab_size * config.n_embd if config.tie_head else 0
-    found = []
-    for weight in weights_of(config):
-        units = prod(weight.shape)
-        if weight.name == EMBEDDING:
-            units = 0
-        elif weight.name.endswith("attention.v.weight"):
-            # Forward's two products of 2 T C operations each cost 8 T C in backward. They come
-            # before the three projections' gradients; this one is ready first.
-            units += 2 * seq_len * config.n_embd
-        elif weight.name == "norm.weight":
-            # The head's products come first in backward; a tied one adds its gradient to the
-            # embedding's, which is complete last.
-            units += head
-        found.append(Parameter(name=weight.name, shape=weight.shape, backward_units=units))
-    return found
-
-
-def buckets_of(parameters: Sequence[Parameter], traffic: Traffic) -> list[list[int]]:
-    """Indices of the parameters that travel together, in the order in which backward finishes
-    them."""
-    sizes = {"parameter": 0.0, "flat": math.inf, "buckets": traffic.bucket_mb * MIB}
-    first = traffic.first_bucket_mb * MIB if traffic.grouping == "buckets" else None
-    plans = plan_buckets(
-        [Item(numel=p.numel, itemsize=GRADIENT_BYTES, kind="fp32") for p in parameters],
-        range(len(parameters))[::-1],
-        bucket_bytes=sizes[traffic.grouping],
-        first_bucket_bytes=first,
-        like_ddp=traffic.by_library,
-        world_size=1,
-    )
-    return [[slot.index for slot in plan.slots] for plan in plans]
-
-
-def bucket_timeline(work: Workload, traffic: Traffic, backward_s: float) -> tuple[BucketReady, ...]:
-    """Each bucket's bytes and when it is full, in the order in which they fill; the last one fills
-    at the end of a leaf's backward."""
-    parameters = parameters_of(work.model, work.seq_len)
-    done = list(accumulate(p.backward_units for p in reversed(parameters)))
-    ready = [backward_s * units / done[-1] for units in reversed(done)]
-    buckets = [
-        BucketReady(
-            num_bytes=sum(parameters[index].numel for index in bucket) * GRADIENT_BYTES,
-            ready_s=max(ready[index] for index in bucket),
-        )
-        for bucket in buckets_of(parameters, traffic)
-    ]
-    return tuple(sorted(buckets, key=lambda bucket: bucket.ready_s))
-
-
 UTILISATION = 0.415
 """Model FLOPs over peak: a 22B model on one host of eight A100 (Korthikanti et al. 2022, arXiv
 2205.05198, table 5); PaLM's over 6144 TPUs is 46.2 % (arXiv 2204.02311, table 3). Small models
-reach less: measure them (`probe.probe_profile`) if the device is available."""
+reach less: measure them (`probe_profile`) if the device is available."""
 FORWARD_PART = 1 / 3  # Each product of forward has two in backward (arXiv 2001.08361, section 2.1)
 FP32_PART = 0.5
 """Fraction of the bf16 peak that fp32 products reach at best, as TF32: NVIDIA's data sheets of A100
@@ -138,17 +52,16 @@ FLOPS_PER_BYTE = 153.0
 
 
 def leaf_operations(work: Workload) -> float:
-    """Floating-point operations of a leaf's forward and backward."""
+    """Floating-point operations of a micro-batch's forward and backward."""
     return work.model.flops_per_token(work.seq_len) * work.leaf_tokens
 
 
 def estimate_profile(work: Workload, device: Device) -> StepProfile:
-    """The time of one leaf of the whole model, and of one whole update, on `device`.
+    """The time of one micro-batch of the whole model, and of one whole update, on `device`.
 
-    leaf      6 N + 12 L H Q T flops a token (`GPTConfig.flops_per_token`) over UTILISATION of
-              the peak; a third of it forward. Recomputed activations add one more forward.
-    update    UPDATE_BYTES a parameter over the memory's bandwidth
-    buckets   of 25 MiB; `step_costs` derives any strategy's buckets from them
+    micro-batch    6 N + 12 L H Q T flops a token (`GPTConfig.flops_per_token`) over UTILISATION of
+                   the peak; a third of it forward. Recomputed activations add one more forward.
+    update         UPDATE_BYTES a parameter over the memory's bandwidth
     """
     peak = device.peak_flops * (FP32_PART if work.dtype == "fp32" else 1.0)
     leaf_s = leaf_operations(work) / (UTILISATION * peak)
@@ -159,19 +72,18 @@ def estimate_profile(work: Workload, device: Device) -> StepProfile:
         forward_s=forward_s,
         backward_s=backward_s,
         update_s=UPDATE_BYTES * work.model.num_params() / bandwidth,
-        buckets=bucket_timeline(work, traffic_of("bucketed"), backward_s),
     )
 
 
 _CPU_OPERATIONS = 1.25e11
-"""Operations of a probe's leaf on a CPU: about a second at 0.1 TFLOP/s, which a core reached in
-`benchmarks/sync/mini-512/record.json`."""
+"""Operations of a probe's micro-batch on a CPU: about a second at 0.1 TFLOP/s, which a core reached
+in `benchmarks/sync/mini-512/record.json`."""
 _FEWEST_TOKENS = 64
 
 
 def probe_work(work: Workload) -> Workload:
-    """The leaf to measure: the requested one on a GPU; on a CPU the part of it that takes a second
-    or two. Activations are kept."""
+    """The micro-batch to measure: the requested one on a GPU; on a CPU the part of it that takes a
+    second or two. Activations are kept."""
     work = replace(work, activation_checkpointing=False)
     if work.kind == "cuda":
         return work
@@ -183,17 +95,84 @@ def probe_work(work: Workload) -> Workload:
 
 
 def scaled_profile(profile: StepProfile, measured: Workload, work: Workload) -> StepProfile:
-    """The profile of the leaf of `work`, scaled from `measured`, a leaf of the same model."""
+    """The profile of the micro-batch of `work`, scaled from `measured`, one of the same model."""
     factor = leaf_operations(work) / leaf_operations(measured)
     forward_s = profile.forward_s * factor
     backward_s = profile.backward_s * factor + forward_s * work.activation_checkpointing
-    later = backward_s / profile.backward_s
-    return replace(
-        profile,
-        forward_s=forward_s,
-        backward_s=backward_s,
-        buckets=tuple(
-            BucketReady(num_bytes=bucket.num_bytes, ready_s=bucket.ready_s * later)
-            for bucket in profile.buckets
-        ),
-    )
+    return replace(profile, forward_s=forward_s, backward_s=backward_s)
+
+
+_CLIP_NORM = 1.0
+_FEWEST, _MOST = 3, 8  # Micro-batches
+_BUDGET_S = 8.0  # At least `_FEWEST` are measured, whatever they take
+PROFILES = Cache("profiles", lambda document: msgspec.convert(document, StepProfile))
+
+
+def probe_profile(work: Workload, ranks_per_host: int) -> StepProfile:
+    """Measure one rank alone: forward and backward of one micro-batch, clipping and fused AdamW.
+
+    On a CPU this process keeps freed memory from now on, as the trainer does
+    (`runtime.memory.keep_freed_memory`); torch's thread count, a rank's, is restored afterwards.
+    """
+    if work.kind == "cpu":
+        keep_freed_memory()
+    before = pin_threads(choose_threads(ranks_per_host))
+    try:
+        return _measure(work)
+    finally:
+        pin_threads(before)
+
+
+def _measure(work: Workload) -> StepProfile:
+    import torch
+
+    from gradsync.commands.models.gpt import GPT
+
+    model = GPT(
+        work.model,
+        seed=0,
+        activation_checkpointing=work.activation_checkpointing,
+        loss_rows=work.loss_rows,
+    ).to(work.kind)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    shape = (2, work.micro_batch_size, work.seq_len)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(work.model.vocab_size, shape, generator=generator).to(work.kind)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(work.dtype)
+
+    def now() -> Any:
+        """The clock; on CUDA the time at which the stream reaches this point."""
+        if work.kind == "cpu":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def steps(count: int) -> list[float]:
+        """Median seconds of forward, backward and update."""
+        found = []
+        for _ in range(count):
+            moments = [now()]
+            with torch.autocast(work.kind, dtype=dtype, enabled=dtype is not None):
+                loss = model(*tokens) / tokens[0].numel()
+            moments.append(now())
+            loss.backward()
+            moments.append(now())
+            torch.nn.utils.clip_grad_norm_(model.parameters(), _CLIP_NORM)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append([*moments, now()])
+        if work.kind == "cuda":
+            torch.cuda.synchronize()
+        parts = [[_between(*pair) for pair in pairwise(moments)] for moments in found]
+        return [median(part) for part in zip(*parts, strict=True)]
+
+    steps(1)
+    one_s = sum(steps(1))
+    forward_s, backward_s, update_s = steps(max(_FEWEST, min(_MOST, int(_BUDGET_S / one_s))))
+    return StepProfile(forward_s=forward_s, backward_s=backward_s, update_s=update_s)
+
+
+def _between(first: Any, last: Any) -> float:
+    """Seconds between two clock readings."""
+    return last - first if isinstance(first, float) else first.elapsed_time(last) / 1000

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import IO
+from typing import IO, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from gradsync.commands.plan.choice import MARGIN, Candidate, Costs, Recommendation, percent
+from gradsync.commands.plan.choice import MARGIN, Candidate, Costs, Recommendation
 from gradsync.commands.plan.description import Hardware, Host, Link, gb, runs
 from gradsync.commands.plan.profile import UTILISATION
 from gradsync.commands.plan.workload import Workload, sizes_text
 
 _WIDE = 240  # Columns without a terminal: a table in a file must not be cut
 _MOST_ROWS = 24
+_WORDS = ("strategy", "parallel", "taken, or why not")
 _HEADS = ("strategy", "parallel", "micro-batch", "GB a rank", "step", "tokens/s", "efficiency")
-_HEADS += ("taken, or why not",)
+_TIME = "24:00:00"  # Time limit of a turn; a job is requeued until it is done
 
 
 def section(name: str, lines: Sequence[str]) -> str:
@@ -64,15 +65,15 @@ def link_text(link: Link) -> str:
     return f"{link.name} ({link.bytes_per_s / 1e9:,.4g} GB/s, {link.alpha_s * 1e6:,.3g} µs)"
 
 
-def work_lines(name: str, work: Workload) -> list[str]:
+def work_line(name: str, work: Workload) -> str:
     """The model and its batch."""
     millions = work.model.num_params() / 1e6
     size = f"{millions:.1f} M" if millions < 1e3 else f"{millions / 1e3:.2f} B"
-    return [
+    return (
         f"GPT {name} ({size} parameters, vocabulary "
         f"{work.model.vocab_size:,}), {work.dtype}, {work.step_tokens:,} tokens per update in "
         f"sequences of {work.seq_len:,}"
-    ]
+    )
 
 
 def figure_lines(costs: Costs, hardware: Hardware) -> list[str]:
@@ -85,7 +86,7 @@ def figure_lines(costs: Costs, hardware: Hardware) -> list[str]:
         computing = (
             f"measured here, forward {duration(profile.forward_s)}, backward "
             f"{duration(profile.backward_s)} of {leaf.micro_batch_size} x {leaf.seq_len} "
-            f"tokens, update {duration(profile.update_s)}; other leaves in proportion"
+            f"tokens, update {duration(profile.update_s)}; other micro-batches in proportion"
         )
     lines = ["memory: closed formulas", f"computing: {computing}"]
     if costs.load is not None:
@@ -96,19 +97,18 @@ def figure_lines(costs: Costs, hardware: Hardware) -> list[str]:
     links = [host.link for host in hardware.hosts if len(host.devices) > 1]
     if hardware.network is not None and len(hardware.hosts) > 1:
         links.append(hardware.network)
-    for link in dict.fromkeys(links):
-        lines.append(f"messages: {link.name}, {link.source or 'as given'}")
-    return lines
+    return lines + [
+        f"messages: {link.name}, {link.source or 'as given'}" for link in dict.fromkeys(links)
+    ]
 
 
 def print_table(choice: Recommendation, stream: IO[str]) -> None:
     """A row per split: its best micro-batch and the verdict. On a narrow terminal a row takes
     several lines."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1))
-    for head in _HEADS:
-        words = head in ("strategy", "parallel", _HEADS[-1])
-        justify, whole = "left" if words else "right", head == "parallel"
-        table.add_column(head, justify=justify, no_wrap=whole, overflow="fold")
+    for head in (*_HEADS, _WORDS[-1]):
+        justify = "left" if head in _WORDS else "right"
+        table.add_column(head, justify=justify, no_wrap=head == "parallel", overflow="fold")
     rows = choice.rows()
     for row in rows[:_MOST_ROWS]:
         taken = row is choice.pick
@@ -120,7 +120,7 @@ def print_table(choice: Recommendation, stream: IO[str]) -> None:
 
 
 def _cells(row: Candidate, taken: bool) -> list[str]:
-    """Cells under `_HEADS`."""
+    """Cells under `_HEADS`, and the verdict."""
     work, time, memory, missing = row.work, row.time, "", row.obstacle
     if row.memory is not None:
         memory = f"{row.memory.total / 1e9:,.1f} of {row.room_bytes / 1e9:,.1f}"
@@ -133,7 +133,7 @@ def _cells(row: Candidate, taken: bool) -> list[str]:
     ]
     if time is None:
         return [*cells, "", "", "", missing]
-    cells += [duration(time.total_s), f"{time.tokens_per_s:,.0f}", percent(time.efficiency)]
+    cells += [duration(time.total_s), f"{time.tokens_per_s:,.0f}", f"{time.efficiency:.0%}"]
     return [*cells, "taken" if taken else row.remark]
 
 
@@ -142,7 +142,6 @@ def pick_sections(pick: Candidate, commands: Sequence[tuple[str, str]]) -> list[
     assert pick.memory is not None
     assert pick.time is not None
     work, time = pick.work, pick.time
-    recomputes = ", activations recomputed" if work.activation_checkpointing else ""
     parts = {
         "computing": time.compute_s,
         "exposed communication": time.exposed_comm_s,
@@ -152,21 +151,18 @@ def pick_sections(pick: Candidate, commands: Sequence[tuple[str, str]]) -> list[
     shown = ", ".join(f"{name} {duration(s)}" for name, s in parts.items() if s > 0)
     sizes = [(getattr(pick.memory, f.name), f.name) for f in fields(pick.memory)]
     listed = ", ".join(f"{name} {gb(size)}" for size, name in sorted(sizes, reverse=True) if size)
-    memory = f"{gb(pick.memory.total)} a rank: {listed}"
-    width = max(len(where) for where, _ in commands)
+    memory = f"{gb(pick.memory.total)} a rank: {listed}; a {MARGIN:.0%} margin stays free"
+    recomputes = ", activations recomputed" if work.activation_checkpointing else ""
     taken = (
-        f"{pick.split}: {work.num_leaves:,} leaves x {work.micro_batch_size} x "
+        f"{pick.split}: {work.num_leaves:,} micro-batches of {work.micro_batch_size} x "
         f"{work.seq_len:,} tokens{recomputes}"
     )
     return [
         section("taken", [taken, *pick.remark.split("; ")]),
-        section("memory", [f"{memory}; a {MARGIN:.0%} margin stays free"]),
+        section("memory", [memory]),
         section("step", [f"{duration(time.total_s)}: {shown}"]),
-        section("run", [f"{where:<{width}}{'  ' * (width > 0)}{line}" for where, line in commands]),
+        section("run", [f"{where:<13}{line}" if where else line for where, line in commands]),
     ]
-
-
-_TIME = "24:00:00"  # Time limit of a turn; a job is requeued until it is done
 
 
 def commands(
@@ -174,9 +170,16 @@ def commands(
 ) -> list[tuple[str, str]]:
     """Commands, each with the place to type it: a single host needs one command, several need a
     launcher; `extra` holds more flags of `gradsync train MODEL`."""
-    used = hardware.with_devices(pick.split.world_size)
+    split, work = pick.split, pick.work
+    flags = ["--sync", split.strategy]
+    if split.layout.model_ranks > 1:
+        flags += ["--parallel", sizes_text(split.layout)]
+    flags += ["--micro-batch-size", str(work.micro_batch_size)]
+    if work.activation_checkpointing:
+        flags.append("--activation-checkpointing")
+    train = shlex.join(["train", model, *flags, *extra])
+    used = hardware.with_devices(split.world_size)
     nodes, ranks = len(used.hosts), len(used.hosts[0].devices)
-    train = shlex.join(["train", model, *_train_flags(pick), *extra])
     if nodes == 1:
         nproc = f" --nproc-per-node {ranks}" if ranks > 1 else ""
         return [("", f"gradsync {train}{nproc}")]
@@ -186,13 +189,17 @@ def commands(
     return [("by hand", by_hand), ("under Slurm", slurm)]
 
 
-def _train_flags(pick: Candidate) -> list[str]:
-    """The flags of `gradsync train` that express the choice."""
-    split, work, layout = pick.split, pick.work, pick.split.layout
-    flags = ["--sync", split.strategy]
-    if layout.model_ranks > 1:
-        flags += ["--parallel", sizes_text(layout)]
-    flags += ["--micro-batch-size", str(work.micro_batch_size)]
-    if work.activation_checkpointing:
-        flags.append("--activation-checkpointing")
-    return flags
+def efficiency_table(points: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line per simulated split, a column per number of ranks."""
+    sizes = sorted({point["world_size"] for point in points})
+    found = {(each["name"], each["world_size"]): f"{each['efficiency']:.1%}" for each in points}
+    names = dict.fromkeys(point["name"] for point in points)
+    rows = [
+        ["efficiency", *(f"{size} ranks" for size in sizes)],
+        *([name, *(found.get((name, size), "") for size in sizes)] for name in names),
+    ]
+    first, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
+    return [
+        "  ".join([name.ljust(first), *map(str.rjust, cells, widths)]).rstrip()
+        for name, *cells in rows
+    ]

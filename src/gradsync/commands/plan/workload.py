@@ -1,14 +1,15 @@
-"""The run to plan, and how it is divided over ranks; pure, no torch."""
+"""The run to plan, how it is divided over ranks, and what a strategy sends; pure, no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from gradsync.commands.models.config import GPTConfig
 from gradsync.commands.parallel.layout import ParallelLayout
 from gradsync.commands.plan.description import Kind
+from gradsync.sync.options import Grouping, Recipe
 from gradsync.sync.registry import find_strategy
 
 
@@ -71,3 +72,77 @@ def goes_with_parts(sync: str) -> bool:
     if recipe is None:
         return sync == "naive"
     return recipe.shard == "none" and recipe.reduction != "hierarchical"
+
+
+_INNER_STEPS = {"local_sgd": 8, "diloco": 100}
+"""Steps between synchronisations by their reducers' defaults."""
+_POWERSGD_RANK = 1  # Torch's default
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traffic:
+    """The messages of one strategy.
+
+    in backward        all_reduce or reduce_scatter of each bucket, during backward or after it
+    after update       all_gather of the weights, if each rank updated a share
+    per micro-batch    gathers before each block computes (fsdp)
+    periodic           an all_reduce of the weights every `every` steps (local_sgd, diloco)
+    """
+
+    grouping: Grouping = "buckets"  # Which gradients travel together
+    bucket_mb: float = 25.0
+    overlap: bool = True
+    """Communicate during backward, if other hardware than the computing cores communicates."""
+    late: bool = False
+    """Whether one half of an all-reduce overlaps with backward, the other with the next forward
+    (sync/late_update.py); on CPUs only, except along the tree. With shards: whether updated weights
+    are gathered there."""
+    shard: Literal["none", "optimizer", "gradients", "weights"] = "none"
+    """How far ranks shard. optimizer: each updates its part. gradients: they are scattered, too.
+    weights: they are gathered in each forward and backward, which reduces gradients, too."""
+    algorithm: str = "best"  # A name in `step_costs.ALL_REDUCE`, or best
+    wire: float = 1.0  # Bytes that travel over bytes of gradients
+    every: int = 1  # Steps between synchronisations; above 1: no other communication
+    through_host: bool = False
+    """Whether ranks of one host may use shared memory instead, and divide the update among them."""
+    copies: int = 1  # Copies of all gradients in a rank's memory: into buckets, and out of them
+    by_library: bool = False
+    """Whether to call the process group's collectives (gloo, NCCL) in all cases."""
+    low_rank: int | None = None  # PowerSGD's rank; matrices travel as their factors
+
+
+def traffic_of(strategy: str, device: Kind = "cpu") -> Traffic:
+    """The messages of a strategy, as `gradsync train` runs it on these devices; ConfigError for an
+    unknown one."""
+    found = find_strategy(strategy)
+    if found.recipe is None:
+        library = Traffic(by_library=True)
+        apart = replace(library, overlap=False, copies=0)
+        others = {
+            "ddp": library,
+            "fsdp": replace(library, shard="weights"),
+            "powersgd": replace(library, low_rank=_POWERSGD_RANK),
+            "naive": replace(apart, grouping="parameter"),
+        }
+        others |= {n: replace(apart, grouping="flat", every=e) for n, e in _INNER_STEPS.items()}
+        return others[found.name]
+    recipe = found.recipe
+    algorithm = "best" if recipe.reduction == "backend" else recipe.reduction
+    if recipe.order == "invariant":
+        algorithm = "tree"
+    return Traffic(
+        grouping=recipe.grouping,
+        bucket_mb=recipe.bucket_size_mb(device),
+        overlap=recipe.overlap,
+        late=recipe.shard != "none" or algorithm == "tree" or shares_memory(recipe),
+        shard=recipe.shard,
+        algorithm=algorithm,
+        wire=1.0 if recipe.wire == "same" else 0.5,
+        through_host=shares_memory(recipe),
+    )
+
+
+def shares_memory(recipe: Recipe) -> bool:
+    """Whether ranks of one CPU host can sum, and keep their weights, in shared memory."""
+    plain = ("buckets", "none", "backend", "same")
+    return (recipe.grouping, recipe.shard, recipe.reduction, recipe.wire) == plain

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradsync.commands.plan.placement import FrozenPart, PartPlace, place_parts
+from gradsync.compat.placement import FrozenPart, PartPlace, place_parts
 from gradsync.errors import ConfigError
 
 GB = 10**9

@@ -112,7 +112,7 @@ def replicate(
     comm.broadcast(number).wait()
     reducer = build_reducer(found, model, comm, hosts, checked)
     handle = GradientSync(model, comm, reducer, handling, number=int(number))
-    # Hooks do not keep their handle alive; the model does. See GradientSync.__deepcopy__.
+    # Hooks do not keep their handle alive; the model does. See GradientSync.__reduce__.
     for part in model.modules():
         own = part.parameters(recurse=False)
         if part is model or any(parameter.requires_grad for parameter in own):

@@ -24,7 +24,7 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -115,10 +115,10 @@ def postponed(parameters: Sequence[Tensor]) -> Generator[None]:
     """Enclose an update of some of a model's `parameters` that `GradientSync.step` has postponed:
     it is no step of the user's, and no edit."""
     owner = optimizer_watch().owner_of(parameters[0])
-    with ExitStack() as stack:
-        if owner is not None:
-            stack.enter_context(owner.late_update(parameters))
+    with nullcontext() if owner is None else owner.enclosed():
         yield
+    if owner is not None:
+        owner.watch.remember_late(parameters)
 
 
 def why_not_now(optimizer: Optimizer, *, after: bool = True) -> str:
@@ -216,26 +216,24 @@ def shapes(optimizer: Optimizer, ids: Collection[int] | None = None) -> str:
 
 
 class ModuleHook:
-    """Calls `function`; copied or pickled, it becomes a hook that does nothing."""
+    """Calls `function(owner, *arguments)` while `owner`, which it does not keep alive, exists.
+    Copied or pickled, it becomes a hook that does nothing."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, owner: Any = None, function: Callable[..., Any] | None = None) -> None:
+        self._owner = None if owner is None else weakref.ref(owner)
         self._function = function
 
     def __call__(self, *arguments: Any) -> Any:
-        return self._function(*arguments)
+        owner = None if self._owner is None else self._owner()
+        if owner is not None and self._function is not None:
+            return self._function(owner, *arguments)
+        return None
 
-    def __reduce__(self) -> tuple[type[NoHook], tuple[()]]:
-        return (NoHook, ())
+    def __reduce__(self) -> tuple[type[ModuleHook], tuple[()]]:
+        return (ModuleHook, ())
 
 
 run_uncompiled(ModuleHook.__call__)
-
-
-class NoHook:
-    """Stand-in for a `ModuleHook` in a copy."""
-
-    def __call__(self, *arguments: Any) -> None:
-        """Do nothing."""
 
 
 _SAMPLED = 16
@@ -254,7 +252,14 @@ class ReplicaWatch:
         self._comm = comm
         watched = equal and comm.world_size > 1
         self._named = list(model.named_parameters()) if watched else []
-        self._weights = [parameter for _, parameter in self._named if _is_plain(parameter)]
+        # Those with readable memory that count their versions.
+        self._weights = [
+            weight
+            for _, weight in self._named
+            if type(weight) is torch.nn.Parameter
+            and weight.layout == torch.strided
+            and not weight.is_inference()
+        ]
         self._states: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
         self._turn = 0
         self._sampled = frozenset[int]()  # ids
@@ -330,9 +335,3 @@ class ReplicaWatch:
                 few = ctypes.string_at(place, count * weight.itemsize).hex()
             signs[key] = version(weight), weight.data_ptr(), few
         return signs
-
-
-def _is_plain(weight: Tensor) -> bool:
-    """Whether the tensor has readable memory, and counts its versions."""
-    is_dense = type(weight) is torch.nn.Parameter and weight.layout == torch.strided
-    return is_dense and not weight.is_inference()

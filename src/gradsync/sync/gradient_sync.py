@@ -10,6 +10,7 @@ counts once per target, as it would in one big batch.
 
 from __future__ import annotations
 
+import logging
 import math
 import operator
 from collections.abc import Generator, Mapping, Sequence
@@ -26,9 +27,8 @@ from gradsync.errors import ConfigError
 from gradsync.runtime.gloo_group import wait_until_workers_sleep
 from gradsync.sync.batch_norm import BatchNormHandling, choose_batch_norm
 from gradsync.sync.buffers import BufferSync
-from gradsync.sync.check_loss import LossCheck, counts_for_nothing
+from gradsync.sync.check_loss import check_loss, counts_for_nothing
 from gradsync.sync.check_replicas import check_replicas, replica_tensors
-from gradsync.sync.monitors import StragglerWatch
 from gradsync.sync.reducer import Reducer, outside_of_micro_step
 from gradsync.sync.replica import Replica
 from gradsync.sync.state_dict import load_whole_state, whole_state
@@ -44,12 +44,14 @@ from gradsync.sync.step import (
 )
 from gradsync.sync.step_metadata import LossSum
 from gradsync.sync.user_loop import UserLoop
-from gradsync.sync.watch import ReplicaWatch, optimizer_watch
+from gradsync.sync.watch import ReplicaWatch, StragglerWatch, optimizer_watch
 
 if TYPE_CHECKING:
     from torch import nn
 
     from gradsync.data.micro_batch import MicroBatch
+
+log = logging.getLogger("gradsync")
 
 _CHANGED_SUMS = (
     "gradients were cleared or replaced between sync.backward() and sync.step(), which clears them "
@@ -93,7 +95,7 @@ class GradientSync:
     ) -> None:
         self.model = model
         self._loss = LossSum(reducer.parameters[0].device)
-        self._check_loss = LossCheck(comm.rank)
+        self._losses_to_check = 8  # the form of a program's loss does not change
         self._last = self._failed = self._in_micro_step = False
         self._index: int | None = None
         self._scale: Any = None
@@ -104,8 +106,8 @@ class GradientSync:
         self.replica = Replica(comm, reducer, self._buffers)
         self._equal = shards.whole_parameters and shards.equal_replicas
         watch = ReplicaWatch(model, comm, equal=self._equal)
-        self._stragglers = StragglerWatch(comm)
-        self._parts = StepParts(reducer, comm, self._buffers, number, self._stragglers, watch)
+        stragglers = StragglerWatch(comm)
+        self._parts = StepParts(reducer, comm, self._buffers, number, stragglers, watch)
         self._user_loop = UserLoop(model, self._parts, watch)
         self._sums: tuple[list[Any], list[int]] = [None] * len(reducer.parameters), []
         """Gradients and versions after the last micro-batch. Before the first there are none, and
@@ -137,7 +139,6 @@ class GradientSync:
             index: `micro_batch.index`, see `backward`.
         """
         self._last, self._index = last, index
-        self._stragglers.micro_batch_begins()
         if self.replica.reducer.user_loop:
             self._user_loop.sums_begin()  # a loss.backward() in here would be a step of its own
         self._in_micro_step = True
@@ -146,7 +147,6 @@ class GradientSync:
                 yield
         finally:
             self._last, self._index = False, None
-            self._stragglers.micro_batch_ends()
             self._in_micro_step = False
 
     def backward(
@@ -189,8 +189,11 @@ class GradientSync:
         if self.replica.reducer.needs_micro_step and not self._in_micro_step:
             raise ConfigError(outside_of_micro_step(self.replica.reducer.strategy))
         loss_sum = to_sum(loss, weight, reduction)
-        if self._check_loss.left:
-            self._check_loss(loss, weight, reduction)
+        if self._losses_to_check:
+            self._losses_to_check -= 1
+            if wrong := check_loss(loss, weight, reduction):
+                self._losses_to_check = 0
+                log.warning("rank %d: %s (said once)", self.replica.comm.rank, wrong)
         nothing = reduction == "mean" and not weight
         self._refuse_changed(scale)
         self._scale = scale
@@ -332,7 +335,7 @@ class GradientSync:
             self._result = take_step(self._parts, call)
         finally:
             self._sums = [None] * len(self._sums[0]), []
-            if not self._loss.num_leaves:
+            if not self._loss.num_micro_batches:
                 self._user_loop.sums_end(discarded=call.discard)
         return self._result
 
@@ -347,7 +350,7 @@ class GradientSync:
                 if known is None and grad is not None:
                     raise ConfigError(_OTHER_GRADIENTS.format([*grad.shape]))
             raise ConfigError(_CHANGED_SUMS)
-        if self._loss.num_leaves and scale is not self._scale:
+        if self._loss.num_micro_batches and scale is not self._scale:
             raise ConfigError(_SCALES)
 
     def _refuse_if_closed(self) -> None:
@@ -404,7 +407,7 @@ class GradientSync:
 
     def _refuse_in_step(self, what: str) -> None:
         self._refuse_if_closed()
-        if self._failed or self._loss.num_leaves or self._user_loop.pending():
+        if self._failed or self._loss.num_micro_batches or self._user_loop.pending():
             raise ConfigError(
                 f"sync.{what}() was called between backward and step, where gradients are "
                 "unfinished sums: call it after sync.step(), or after sync.discard()"

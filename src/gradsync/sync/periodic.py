@@ -36,11 +36,10 @@ from gradsync.comm.values import broadcast_json, broadcast_tensors
 from gradsync.core.files import counted
 from gradsync.core.torch_private import foreach_copy_, foreach_sub
 from gradsync.errors import CheckpointError
-from gradsync.sync.monitors import Stopwatch
 from gradsync.sync.options import DilocoOptions, LocalSgdOptions
 from gradsync.sync.reducer import Reducer, trainable
 from gradsync.sync.replicas import Replicas
-from gradsync.sync.watch import ModuleHook
+from gradsync.sync.watch import ModuleHook, Stopwatch
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

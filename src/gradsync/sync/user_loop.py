@@ -39,7 +39,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import ModuleList
 
-from gradsync.comm.values import same_on_all_ranks
 from gradsync.core.torch_private import (
     active_ddp,
     at_the_end_of_backward,
@@ -47,7 +46,7 @@ from gradsync.core.torch_private import (
     version,
 )
 from gradsync.errors import ConfigError, GradsyncError
-from gradsync.sync.check_model import IN_DDP
+from gradsync.sync.check_replicas import IN_DDP
 from gradsync.sync.engine import gone
 from gradsync.sync.step import StepCall, StepParts, take_step
 from gradsync.sync.step_metadata import settings_of
@@ -99,10 +98,6 @@ _TOO_LATE_TO_CHANGE = (
 _STEP_IN_BACKWARD = (
     "optimizer.step() was called during a backward, by a hook on a parameter, before gradients are "
     "averaged. Step after it; with an optimizer for each layer, by sync.step([a, b, ...])"
-)
-_UNLIKE = (
-    "optimizer.step() came without a backward on any rank, and the gradients left in .grad differ "
-    "between ranks (written through .data?): write to .grad itself, which counts as this rank's"
 )
 _FOREIGN = (
     "works through sync.backward and sync.step only (an optimizer's own step would let ranks drift "
@@ -162,7 +157,8 @@ class UserLoop:
         self.parameter_ids = {id(parameter) for parameter in self._reducer.parameters}
         self.untracked = UntrackedParameters(model, self.parameter_ids)
         self._optimizers = optimizer_watch()
-        self._optimizers.add(self)
+        self._key = next(self._optimizers.numbers)
+        self._optimizers.listeners[self._key] = self
         loop: weakref.ref[UserLoop] = weakref.ref(self)  # refers to the model's parameters
 
         def gradient_is_ready(parameter: torch.Tensor) -> bool:
@@ -374,10 +370,6 @@ class UserLoop:
             mean = parameter.grad if result.had_gradients else copy
             keeps = mean is None or mean is own_grad
             parameter.grad = mean if keeps else own_grad.copy_(mean)
-        same = result.discarded or result.had_gradients
-        # By hashes, since writes through `.data` bump no version.
-        if not (same or same_on_all_ranks(self.comm, repr(self.watch.gradients()).encode())):
-            raise ConfigError(_UNLIKE)
         self._note_published()
         self._hashes = self.watch.gradients() if result.late and not late else None
 
@@ -402,7 +394,7 @@ class UserLoop:
 
     def close(self) -> None:
         """Remove the hooks."""
-        self._optimizers.discard(self)
+        self._optimizers.listeners.pop(self._key, None)
         for handle in self.handles:
             handle.remove()
         self.handles = []

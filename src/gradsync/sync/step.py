@@ -58,9 +58,8 @@ NOT_UPDATED = (
 )
 _OTHER_ORDER = (
     "no rank has updated its weights; ranks share one order of one data set, and take its steps "
-    "together (`next(iter(loader))` takes one): go on from one checkpoint, with equal arguments "
-    "and data (of random numbers: of one seed; gs.loader itself divides them among ranks), or "
-    "assign dataset.fingerprint, a text, where content differs and samples do not"
+    "together: give gs.loader equal arguments and data on all ranks, which it divides among them, "
+    "or assign dataset.fingerprint, a text, where content differs and samples do not"
 )
 _OTHER_BUFFERS = (
     "no rank has updated its weights; set buffers between steps on all ranks alike, and give what "

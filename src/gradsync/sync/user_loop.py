@@ -60,8 +60,7 @@ log = logging.getLogger("gradsync")
 _PLAIN = (
     "a backward that is not sync.backward() reached this model in sync.micro_step(), or between "
     "sync.backward() and sync.step(), whose gradients it would change. Write sync.backward(loss, "
-    "micro_batch) there and sync.step(optimizer) after the last one; in a loop of your own, "
-    "sync.no_sync() around all micro-batches but the last"
+    "micro_batch) there and sync.step(optimizer) after the last one"
 )
 _OTHERS = (
     "another handle's sync.backward() reached this model between its own backward and its step, or "
@@ -70,7 +69,7 @@ _OTHERS = (
 )
 _TOO_LATE = (
     "enclose forward and backward of a micro-batch together (or set require_backward_grad_sync "
-    "before the forward), as torch's DDP needs it (there, replicas would drift apart silently)"
+    "before the forward)"
 )
 _REENTRANT = (
     "activation checkpointing with use_reentrant=True runs a backward inside of the backward, and "
@@ -86,9 +85,8 @@ _FAILED = (
 )
 _ADDED = (
     "this backward's gradients are added to those of the one before, and both are averaged over "
-    "ranks: enclose all but a step's last in sync.no_sync(), and divide each loss by their number, "
-    "which with gs.loader differs from one number of ranks to another (sync.backward(loss, "
-    "micro_batch) and sync.step(optimizer) divide by themselves) (said once)"
+    "ranks: enclose all but a step's last in sync.no_sync(), and divide each loss by their number "
+    "(said once)"
 )
 _TOO_LATE_TO_CHANGE = (
     "gradients were changed between loss.backward() and optimizer.step() (clipped?), but a rank "
@@ -105,9 +103,7 @@ _FOREIGN = (
 )
 _DRIFTED = (
     "so their last steps differed, and their weights do: go back to a checkpoint from before. Step "
-    "with the same on all ranks (a scheduler that looks at a loss: with its mean over ranks), as "
-    "often for as many backwards: enclose all micro-batches of a step but the last in "
-    "sync.no_sync()"
+    "with the same on all ranks, as often for as many backwards"
 )
 
 _FLAG = "require_backward_grad_sync"  # torch's DDP has the same name; set on the model

@@ -77,8 +77,6 @@ class BatchNormHandling:
 
         Called before the action's other messages. One all-gather, whole group, int64 [1].
         """
-        if self.choice != "sync":
-            return
         turns = all_gather_numbers(self._comm, TURNS.index(turn))
         if len(set(turns)) > 1:
             sides = " but ".join(

@@ -100,6 +100,8 @@ class BufferSync:
         equal_replicas: bool = True,
     ) -> None:
         self._model, self._comm, self._batch_norm = model, comm, batch_norm
+        synced = batch_norm is not None and batch_norm.choice == "sync"
+        self._meeting = batch_norm if synced else None  # its forwards send messages of their own
         skip = batch_norm.own_buffers if batch_norm else ()
         self._buffers = _find_buffers(model, skip) if equal_replicas else []
         self._leaves: list[_Values] = []  # changed buffers after each leaf of this step
@@ -226,8 +228,8 @@ class BufferSync:
 
     def leaf_begins(self, *, last: bool) -> None:
         """Begin a backward (`last`: communication begins in it)."""
-        if self._batch_norm is not None:
-            self._batch_norm.meet("the backward of the last micro-batch" if last else "a backward")
+        if self._meeting is not None:
+            self._meeting.meet("the backward of the last micro-batch" if last else "a backward")
 
     def leaf_ends(self, *, counts: bool = True) -> None:
         """Keep the buffers' changes, unless the leaf has weight 0 (`counts=False`), and reset."""
@@ -251,8 +253,8 @@ class BufferSync:
     def step_begins(self) -> list[int]:
         """For each buffer, the number of this rank's leaves that changed it in this step. The
         caller sums them over all ranks, in a message that it sends anyway, for `step_ends`."""
-        if self._batch_norm is not None:
-            self._batch_norm.meet("the step's end")
+        if self._meeting is not None:
+            self._meeting.meet("the step's end")
         if self._trained:  # a forward without backward
             self.leaf_ends(counts=False)
         self._look()

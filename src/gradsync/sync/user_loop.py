@@ -103,7 +103,8 @@ _FOREIGN = (
 )
 _DRIFTED = (
     "so their last steps differed, and their weights do: go back to a checkpoint from before. Step "
-    "with the same on all ranks, as often for as many backwards"
+    "with the same on all ranks, as often for as many backwards: enclose all micro-batches of a "
+    "step but the last in sync.no_sync()"
 )
 
 _FLAG = "require_backward_grad_sync"  # torch's DDP has the same name; set on the model

@@ -10,8 +10,8 @@ import pytest
 
 from gradsync.commands.verify.matrix import compare_world_sizes, run_cells
 from gradsync.commands.verify.result import Result
-from gradsync.commands.verify.settings import Cell, VerifySettings, promise_of
-from gradsync.sync.registry import STRATEGIES, chosen_strategy
+from gradsync.commands.verify.settings import Cell, VerifySettings, chosen_strategy, promise_of
+from gradsync.sync.registry import STRATEGIES
 from gradsync.world import World
 from support.rank_session import open_session
 

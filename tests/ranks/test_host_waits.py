@@ -21,14 +21,14 @@ SOURCE = Path(gs.__file__).parent
 ON_THE_CPU = {
     "step_metadata.agree_on_metadata",  # the step's message
     "step_metadata.message",  # weights; losses only where they are on a CPU
-    "monitors.find_straggler",  # seconds, every tenth step
+    "watch.find_straggler",  # seconds, every tenth step
     "tree_exchange._share",  # numbers of leaves
 }
 """Tensors that are on the CPU, whatever device the model is on."""
 NOT_ON_CUDA = {
     "step_metadata.is_finite",
     "replicas.scale_all",
-    "monitors.look",
+    "watch.look",
 }
 """What `on_cuda`, or the tensor's device, keeps from being read on a GPU."""
 

@@ -17,8 +17,8 @@ from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.errors import ConfigError, RunError
 from gradsync.sync import late_update
 from gradsync.sync.gradient_sync import GradientSync
-from gradsync.sync.monitors import Stopwatch
 from gradsync.sync.replicate import replicate
+from gradsync.sync.watch import Stopwatch
 from support.engine_cases import pretend_hosts
 from support.thread_ranks import run_thread_ranks
 

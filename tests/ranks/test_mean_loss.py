@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
 import pytest
@@ -17,7 +16,7 @@ from gradsync.comm.groups import SingleCommunicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.data.batch_plan import share
 from gradsync.errors import ConfigError
-from gradsync.sync.check_loss import LossCheck
+from gradsync.sync.check_loss import check_loss
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.replicate import replicate
 from support.thread_ranks import run_thread_ranks
@@ -30,14 +29,9 @@ VALUES = torch.linspace(-1, 1, B * C).view(B, C)
 ONES = torch.ones(B, C)
 
 
-def alarm(
-    loss: Tensor, caplog: pytest.LogCaptureFixture, weight: float = B, reduction: str = "mean"
-) -> str:
+def alarm(loss: Tensor, weight: float = B, reduction: str = "mean") -> str:
     """The warning about `loss`, "" for none."""
-    caplog.clear()
-    caplog.set_level(logging.WARNING, logger="gradsync")
-    LossCheck(0)(loss, weight, reduction)
-    return caplog.text
+    return check_loss(loss, weight, reduction)
 
 
 def images(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -68,24 +62,24 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
 `kl_div`) by operations that look like anybody's."""
 
 
-def test_a_mean_is_told_from_a_sum(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_mean_is_told_from_a_sum() -> None:
     x = VALUES.clone().requires_grad_()
     loss = F.cross_entropy(x, CLASSES)
-    assert "this loss is a mean" in alarm(loss, caplog, reduction="sum")
-    assert not alarm(loss * B, caplog, reduction="sum")
-    assert not alarm(sum(map(F.mse_loss, x, VALUES)), caplog, reduction="sum")
+    assert "this loss is a mean" in alarm(loss, reduction="sum")
+    assert not alarm(loss * B, reduction="sum")
+    assert not alarm(sum(map(F.mse_loss, x, VALUES)), reduction="sum")
     terms = F.cross_entropy(x, CLASSES, reduction="none")
-    assert "this loss is a sum" in alarm(terms.sum(), caplog)
-    assert not alarm(terms.sum() / B, caplog)
+    assert "this loss is a sum" in alarm(terms.sum())
+    assert not alarm(terms.sum() / B)
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_sum_is_told_from_a_mean(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_sum_is_told_from_a_mean(name: str) -> None:
     if name == "linear_cross_entropy" and not hasattr(F, name):
         pytest.skip(f"torch {torch.__version__} has no F.{name}; 2.13 has")
     x = torch.linspace(-2, 1, B * C).view(B, C).requires_grad_()
-    assert "reduction='sum'" not in alarm(LOSSES[name](x, reduction="mean"), caplog)
-    assert "reduction='sum'" in alarm(LOSSES[name](x, reduction="sum"), caplog)
+    assert "reduction='sum'" not in alarm(LOSSES[name](x, reduction="mean"))
+    assert "reduction='sum'" in alarm(LOSSES[name](x, reduction="sum"))
 
 
 MEANS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -103,26 +97,24 @@ MEANS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", MEANS)
-def test_no_false_alarm(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    assert not alarm(MEANS[name](VALUES.clone().requires_grad_()), caplog)
+def test_no_false_alarm(name: str) -> None:
+    assert not alarm(MEANS[name](VALUES.clone().requires_grad_()))
 
 
-def test_a_sum_of_one_is_the_mean(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_sum_of_one_is_the_mean() -> None:
     loss = F.cross_entropy(VALUES.clone().requires_grad_()[:1], CLASSES[:1], reduction="sum")
-    assert not alarm(loss, caplog, weight=1)
+    assert not alarm(loss, weight=1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_mean_over_others_than_it_counts_is_noticed(
-    dtype: torch.dtype, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_mean_over_others_than_it_counts_is_noticed(dtype: torch.dtype) -> None:
     """As of a language model that shifts its labels, which leaves out one of each sequence."""
     logits = torch.zeros(3000, 2, dtype=dtype, requires_grad=True)
     labels = torch.zeros(3000, dtype=torch.long)
     labels[2001:] = -100
     loss = F.cross_entropy(logits, labels)
-    assert not alarm(loss, caplog, weight=2001)
-    text = alarm(loss, caplog, weight=2500)
+    assert not alarm(loss, weight=2001)
+    text = alarm(loss, weight=2500)
     assert "was taken over 200" in text
     assert "counts for 2500: give sync.backward the number as weight=" in text
 

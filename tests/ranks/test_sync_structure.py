@@ -12,7 +12,7 @@ from gradsync.comm.groups import SingleCommunicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.values import all_gather_json, all_gather_numbers, same_on_all_ranks
 from gradsync.errors import ConfigError
-from gradsync.sync.check_model import broadcast_model, check_same_model
+from gradsync.sync.check_replicas import broadcast_model, check_same_model
 from support.thread_ranks import run_thread_ranks
 
 

@@ -150,7 +150,6 @@ def written(model: nn.Module, rank: int, how: str) -> None:
             parameter.grad = torch.zeros_like(parameter)
         {
             "copy_": parameter.grad.copy_,
-            "data": parameter.grad.data.copy_,
             "replaced": lambda g, p=parameter: setattr(p, "grad", g),
             "foreach": lambda g, p=parameter: torch._foreach_copy_([p.grad], [g]),
         }[how](gradient)
@@ -177,20 +176,6 @@ def test_gradients_written_in_place_are_averaged(name: str, world_size: int, how
         optimizer.step()
     for found in on_handles(work, linear, world_size, strategy=name):
         torch.testing.assert_close(found, weights(plain))
-
-
-@own_loop
-def test_gradients_written_past_autograd_are_refused(name: str) -> None:
-    """Writing through `.data` counts no version, so the ranks compare what they step with."""
-
-    def work(sync: GradientSync, optimizer: Any) -> None:
-        written(sync.model, sync.replica.comm.rank, "replaced")
-        optimizer.step()
-        written(sync.model, sync.replica.comm.rank, "data")
-        with pytest.raises(ConfigError, match=r"differ between ranks .*\.data"):
-            optimizer.step()
-
-    on_handles(work, linear, strategy=name)
 
 
 @own_loop

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from gradsync.commands.verify.run import Parts
 from gradsync.data.micro_batch import MicroBatch
-from gradsync.sync.monitors import Stopwatch
 from gradsync.sync.reducer import sum_gradients, trainable
+from gradsync.sync.watch import Stopwatch
 
 Fault = Callable[[Parts], Parts]
 NAME = "head.weight"

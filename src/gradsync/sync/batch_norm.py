@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import batch_norm
 
 from gradsync.comm.base import Communicator
 from gradsync.comm.values import all_gather_numbers
 from gradsync.core.torch_private import BatchNorm, check_input
 from gradsync.errors import ConfigError
-from gradsync.sync.check_model import group_ranks, name_ranks
+from gradsync.sync.check_replicas import group_ranks, name_ranks
 from gradsync.sync.watch import ModuleHook
 
 if TYPE_CHECKING:
@@ -55,8 +56,20 @@ class BatchNormHandling:
         """The user's choice; None when no layer of the model needs one."""
         self.own_buffers: list[nn.Module] = []
         """Layers that keep their buffers equal on all ranks by themselves."""
-        self.undo: list[Callable[[], None]] = []
+        self.replaced: list[tuple[nn.Module, Any]] = []
+        """Layers with another forward, and what they had of their own before."""
+        self.hook: Any = None
         self._comm = comm
+
+    def replace_forward(self, layer: nn.Module, forward: Callable[..., Any]) -> None:
+        """Make `forward(layer, inputs)` the forward of this layer alone.
+
+        A bound method survives `copy.deepcopy`: the copy's method is bound to the copy. Pickle
+        writes it as "the attribute of that name of that layer", so a loaded layer uses its class's.
+        """
+        forward.__name__ = "forward"
+        self.replaced.append((layer, layer.__dict__.get("forward")))
+        layer.__dict__["forward"] = MethodType(forward, layer)
 
     def meet(self, turn: str) -> None:
         """Under `sync`, raise on every rank if ranks are about to do different things, of `TURNS`.
@@ -64,8 +77,6 @@ class BatchNormHandling:
 
         Called before the action's other messages. One all-gather, whole group, int64 [1].
         """
-        if self.choice != "sync":
-            return
         turns = all_gather_numbers(self._comm, TURNS.index(turn))
         if len(set(turns)) > 1:
             sides = " but ".join(
@@ -80,8 +91,13 @@ class BatchNormHandling:
 
     def close(self) -> None:
         """Restore the layers' original methods; values do not change."""
-        while self.undo:
-            self.undo.pop()()
+        for layer, before in self.replaced:
+            del layer.__dict__["forward"]
+            if before is not None:
+                layer.__dict__["forward"] = before
+        self.replaced = []
+        if self.hook is not None:
+            self.hook.remove()
 
 
 def choose_batch_norm(
@@ -112,59 +128,32 @@ def choose_batch_norm(
                 f"batch_norm='freeze': no running statistics to keep in {_some(without)} "
                 "(track_running_stats=False); say 'sync' or 'local'"
             )
-        handling.undo += [_freeze(layer) for layer in layers.values()]
+        for layer in layers.values():
+            handling.replace_forward(layer, _frozen_forward)
     elif choice == "local":
-        alone = [layer for layer in layers.values() if isinstance(layer, nn.SyncBatchNorm)]
-        handling.undo += [_replace(layer, BatchNorm.forward) for layer in alone]
+        for layer in layers.values():
+            if isinstance(layer, nn.SyncBatchNorm):
+                handling.replace_forward(layer, BatchNorm.forward)
     elif choice == "sync" and layers:
         forward = _synced_forward(comm)
         handling.own_buffers += layers.values()
-        handling.undo += [_replace(layer, forward) for layer in layers.values()]
-
-        @torch.compiler.disable
-        def before_forward(*_: Any) -> None:
-            if any(layer.training for layer in handling.own_buffers):
-                handling.meet("a forward")
-
-        handling.undo.append(model.register_forward_pre_hook(ModuleHook(before_forward)).remove)
+        for layer in layers.values():
+            handling.replace_forward(layer, forward)
+        hook = ModuleHook(handling, torch.compiler.disable(_meet_before_forward))
+        handling.hook = model.register_forward_pre_hook(hook)
     return handling
 
 
-def _freeze(layer: nn.Module) -> Callable[[], None]:
-    """Keep a layer in eval mode, regardless of `model.train()`; weight and bias still train."""
-    was_training = layer.training
-    layer.eval()
-
-    def train(self: nn.Module, mode: bool = True) -> nn.Module:
-        """Keep the mode; `eval` calls this too."""
-        return self
-
-    give_back = _replace(layer, train)
-
-    def undo() -> None:
-        give_back()
-        layer.train(was_training)
-
-    return undo
+def _meet_before_forward(handling: BatchNormHandling, *_: Any) -> None:
+    if any(layer.training for layer in handling.own_buffers):
+        handling.meet("a forward")
 
 
-def _replace(layer: nn.Module, function: Callable[..., Any]) -> Callable[[], None]:
-    """Replace one layer's method `function.__name__` by `function(layer, ...)`; returns the undo.
-
-    A bound method survives `copy.deepcopy`: the copy's method is bound to the copy. Pickle writes
-    it as "the attribute of that name of that layer", so a loaded layer uses its class's method.
-    """
-    name = function.__name__
-    assert hasattr(type(layer), name), f"{type(layer).__name__} could not be loaded without {name}"
-    before = layer.__dict__.get(name)
-    layer.__dict__[name] = MethodType(function, layer)
-
-    def undo() -> None:
-        del layer.__dict__[name]
-        if before is not None:
-            layer.__dict__[name] = before
-
-    return undo
+def _frozen_forward(layer: BatchNorm, inputs: Tensor) -> Tensor:
+    """As in eval, regardless of `model.train()`; weight and bias still train."""
+    check_input(layer, inputs)
+    means, variances = layer.running_mean, layer.running_var
+    return batch_norm(inputs, means, variances, layer.weight, layer.bias, eps=layer.eps)
 
 
 def _synced_forward(comm: Communicator) -> Callable[[BatchNorm, Tensor], Tensor]:
@@ -219,7 +208,7 @@ class _SyncedNorm(torch.autograd.Function):
         own_count = x.numel() // x.shape[1]
         own_mean = own_var = torch.zeros(x.shape[1], dtype=wide.dtype, device=x.device)
         if own_count:
-            own_var, own_mean = torch.var_mean(wide, _all_but_channels(x), correction=0)
+            own_var, own_mean = torch.var_mean(wide, [0, *range(2, x.dim())], correction=0)
         own_mean, own_var = own_mean.double(), own_var.double()
         # Whole group, float64 [2C + 1]. The next operation needs it, so nothing overlaps it.
         sums = torch.cat([own_mean, own_var + own_mean.square(), own_mean.new_ones(1)]) * own_count
@@ -251,8 +240,9 @@ class _SyncedNorm(torch.autograd.Function):
         x, weight, mean, inv_std, count = ctx.saved_tensors
         wide, grad = _wide(x), _wide(grad_outputs[0])
         normal = (wide - _like(mean, wide)) * _like(inv_std, wide)
-        own_bias = grad.sum(_all_but_channels(x))
-        own_weight = (grad * normal).sum(_all_but_channels(x))
+        all_but_channels = [0, *range(2, x.dim())]
+        own_bias = grad.sum(all_but_channels)
+        own_weight = (grad * normal).sum(all_but_channels)
         grad_x = None
         if ctx.needs_input_grad[0]:
             # Whole group, float64 [2C]; as in forward, nothing overlaps it.
@@ -270,10 +260,6 @@ class _SyncedNorm(torch.autograd.Function):
 def _wide(x: Tensor) -> Tensor:
     """Convert to float32 or wider: half precision is too coarse for sums."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-
-
-def _all_but_channels(x: Tensor) -> list[int]:
-    return [dim for dim in range(x.dim()) if dim != 1]
 
 
 def _like(per_channel: Tensor, x: Tensor) -> Tensor:

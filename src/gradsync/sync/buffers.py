@@ -120,22 +120,21 @@ class BufferSync:
         modules = {self._model, *(buffer.owner for buffer in self._buffers)}
         known = weakref.WeakSet(m for m in modules if not isinstance(m, torch.jit.ScriptModule))
 
-        def loaded_or_traced(*_: Any) -> None:
+        def traced() -> None:
             if (alive := this()) is not None:
                 alive._look()
 
-        run_when_traced(loaded_or_traced)
+        run_when_traced(traced)
 
-        def before_forward(module: nn.Module, _: Any) -> None:
+        def before_forward(alive: BufferSync, module: nn.Module, _: Any) -> None:
             if torch.compiler.is_compiling():
-                loaded_or_traced()
-                return
-            alive = this()  # a copy has this hook too
-            if alive and not alive._in_forward and module in known and not in_transform():
+                traced()
+            # A copy has this hook too.
+            elif not alive._in_forward and module in known and not in_transform():
                 alive._forward_begins(module)
 
         # Prepended: a hook of torch's older spectral_norm changes buffers.
-        hook, loading = ModuleHook(before_forward), ModuleHook(loaded_or_traced)
+        hook, loading = ModuleHook(self, before_forward), ModuleHook(self, BufferSync._look)
         hooks: list[Any] = [m.register_forward_pre_hook(hook, prepend=True) for m in known]
         return [*hooks, self._model.register_load_state_dict_post_hook(loading)]
 
@@ -152,15 +151,16 @@ class BufferSync:
             self._trained.add(module)
         else:
             before = {buffer: buffer.value.clone() for buffer in self._changed}
-        self._in_forward, this = True, weakref.ref(self)
+        self._in_forward = True
 
-        def after_forward(*_: Any) -> None:
+        def after_forward(alive: BufferSync, *_: Any) -> None:
             handle.remove()
-            if (alive := this()) is not None and alive._in_forward:
+            if alive._in_forward:
                 alive._in_forward = False
                 alive._forward_ended(module, before)
 
-        handle = module.register_forward_hook(ModuleHook(after_forward), always_call=True)
+        hook = ModuleHook(self, after_forward)
+        handle = module.register_forward_hook(hook, always_call=True)
 
     def _forward_ended(self, module: nn.Module, before: _Values | None) -> None:
         """End a forward; if it belongs to no leaf, `before` holds the values already changed."""
@@ -168,7 +168,8 @@ class BufferSync:
         silent = {b for b in self._buffers if b.is_silent or self._num_leaves < 2}
         silent -= written if before is not None else written | self._changed
         for buffer in silent & self._part(module) if silent else ():
-            if not buffer.holds((before or {}).get(buffer, buffer.start)):
+            values = (before or {}).get(buffer, buffer.start)
+            if not torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (buffer.value, values))):
                 buffer.is_silent = True
                 written.add(buffer)
         if before is None:
@@ -196,7 +197,7 @@ class BufferSync:
         owners = {id(buffer.owner) for buffer in self._buffers if buffer.was_written()}
         return {buffer for buffer in self._buffers if id(buffer.owner) in owners}
 
-    def _look(self) -> None:
+    def _look(self, *_: Any) -> None:
         if self._trained or self._in_step:
             self._changed |= self._written()
         else:
@@ -317,10 +318,6 @@ class _Buffer:
     is_silent: bool = False
     """Whether forwards write to it without a version bump."""
 
-    @property
-    def is_floating(self) -> bool:
-        return self.start.is_floating_point() or self.start.is_complex()
-
     def text(self) -> str:
         """Its start, or a hash of the start, for messages."""
         values = self.start
@@ -338,10 +335,6 @@ class _Buffer:
                 f"shape and dtype ({list(self.start.shape)} {self.start.dtype})"
             )
         return now.detach()
-
-    def holds(self, values: Tensor) -> bool:
-        """Whether it has the bits of `values` now."""
-        return torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (self.value, values)))
 
     def was_written(self) -> bool:
         """Whether it was assigned or written since the last call, as far as torch records it."""
@@ -417,8 +410,10 @@ def _find_buffers(model: nn.Module, skip: Collection[nn.Module]) -> list[_Buffer
 def _combine(counts: dict[_Buffer, float], leaves: Sequence[_Values], comm: Communicator) -> None:
     """Set new values of the buffers in `counts`, which as many leaves of all ranks have changed, of
     them this rank's `leaves`."""
-    moving = [buffer for buffer in counts if buffer.is_floating]
-    counting = [buffer for buffer in counts if not buffer.is_floating]
+    counting, moving = list[_Buffer](), list[_Buffer]()
+    for buffer in counts:
+        is_moving = buffer.start.is_floating_point() or buffer.start.is_complex()
+        (moving if is_moving else counting).append(buffer)
 
     def changes(buffers: list[_Buffer], nothing: Tensor) -> Tensor:
         """One row per leaf; `nothing` for leaves that did not change the buffer."""
@@ -440,7 +435,7 @@ def _combine(counts: dict[_Buffer, float], leaves: Sequence[_Values], comm: Comm
     for buffers, flat in zip((moving, counting), sums, strict=True):
         sizes = [_flat(buffer.start).numel() for buffer in buffers]
         for buffer, change in zip(buffers, flat.split(sizes), strict=True):
-            buffer.move(change / counts[buffer] if buffer.is_floating else change)
+            buffer.move(change / counts[buffer] if buffers is moving else change)
 
 
 _NOTHING = -2000

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
@@ -12,8 +11,6 @@ import torch
 from torch import Tensor
 
 from gradsync.core.torch_private import saved
-
-log = logging.getLogger("gradsync")
 
 _NONE, _MEAN, _SUM = 0, 1, 2
 """Values of `reduction` that the node of a loss stores."""
@@ -46,37 +43,23 @@ def _zeros(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
     return tuple(None if g is None else torch.zeros_like(g) for g in gradients)
 
 
-class LossCheck:
-    """Warns, once on each rank, of a sum that was passed as a mean, of a mean that was passed as a
-    sum, and of a cross-entropy over another number of targets than its weight.
+def check_loss(loss: Tensor, weight: float, reduction: str) -> str:
+    """What is wrong with a micro-batch's `loss`, [], over `weight` targets, before its backward: a
+    sum that was passed as a mean, a mean that was passed as a sum, or a cross-entropy over another
+    number of targets than its weight; "" if nothing is.
 
     It reads the autograd graph, by names that torch does not document; the tests go through the
-    losses of `torch.nn.functional`. A loss that is not recognised causes no warning. Only the first
-    micro-batches are checked, since the form of a program's loss does not change.
+    losses of `torch.nn.functional`. Of a loss that is not recognised nothing is said.
     """
-
-    def __init__(self, rank: int) -> None:
-        self.left, self._rank = 8, rank
-
-    def __call__(self, loss: Tensor, weight: float, reduction: str) -> None:
-        """Check a micro-batch's `loss`, [], over `weight` targets, before its backward."""
-        if weight <= 1:
-            return  # the mean of one target is the sum
-        self.left -= 1
-        if wrong := _wrong(loss, weight, reduction):
-            self.left = 0
-            log.warning("rank %d: %s (said once)", self._rank, wrong)
-
-
-def _wrong(loss: Tensor, weight: float, reduction: str) -> str:
     if reduction == "sum":
-        if saved(loss.grad_fn, "reduction") != _MEAN:  # not times its count, for example
+        # A mean times its count, for example, has no such node.
+        if weight <= 1 or saved(loss.grad_fn, "reduction") != _MEAN:
             return ""
         return (
             "this loss is a mean, but reduction='sum' makes sync.backward take it as a sum over "
             f"{weight:g} targets: leave reduction out"
         )
-    found = list(_torchs_losses(loss))
+    found = list(_torchs_losses(loss)) if weight > 1 else []  # the mean of one target is the sum
     if found and all(kind == _SUM for _, kind in found):
         return (
             "this loss is a sum, but sync.backward takes it as a mean and multiplies it by its "

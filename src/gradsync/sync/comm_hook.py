@@ -15,6 +15,7 @@ Algorithms of several messages run on a worker thread; `backward()` raises their
 # No `from __future__ import annotations` here: DDP compares the hook's annotations as objects.
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -43,6 +44,7 @@ Average = Callable[[Any, dist.GradBucket], torch.futures.Future[Tensor]]
 """`average(group, bucket)`: a future of the bucket's buffer, averaged over the group in place."""
 
 
+@dataclass(eq=False)
 class CommHook:
     """A hook for one DDP model, with its state between buckets.
 
@@ -51,9 +53,8 @@ class CommHook:
     *default* group unless you pass `comm_hook(group=)`.
     """
 
-    def __init__(self, group: Any, average: Average) -> None:
-        self.group = group
-        self.average = average
+    group: Any
+    average: Average
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self, average_bucket))

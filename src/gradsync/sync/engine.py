@@ -12,6 +12,7 @@ step, and then contributes zeros. So nothing hangs, and every gradient is synchr
 
 from __future__ import annotations
 
+import copy
 import logging
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -28,10 +29,10 @@ from gradsync.errors import ConfigError
 from gradsync.sync.buckets import Bucket, Sums
 from gradsync.sync.exchange import Exchange
 from gradsync.sync.layout import Item, plan_buckets
-from gradsync.sync.monitors import SMALL, Stopwatch
 from gradsync.sync.options import Recipe
 from gradsync.sync.reducer import Reducer, trainable
 from gradsync.sync.replicas import Replicas
+from gradsync.sync.watch import SMALL, Stopwatch
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -253,7 +254,7 @@ class Engine(Reducer):
         # The only place that divides gradients, by the weight of the sum.
         self.shards.take(self.buckets, used, divisor and 1 / divisor, self._watch)
         self._begin_step(used)
-        return self._watch.copy()
+        return copy.copy(self._watch)
 
     def _begin_step(self, used: list[bool]) -> None:
         """Prepare for the next step's gradients, after this step's are summed."""

@@ -14,6 +14,7 @@ reports whether this is its last one, and a rank without any reports that from `
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,11 +31,11 @@ from gradsync.comm.base import Communicator
 from gradsync.comm.values import all_gather_numbers
 from gradsync.core.torch_private import mesh_of, reduce_unused_params
 from gradsync.errors import ConfigError
-from gradsync.sync.monitors import Stopwatch
 from gradsync.sync.options import FsdpOptions
 from gradsync.sync.reducer import Reducer, trainable
 from gradsync.sync.replicas import Replicas, clip_shards
 from gradsync.sync.shares import HeldState, Share, flat_state, local, sharded_as, whole
+from gradsync.sync.watch import Stopwatch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -139,7 +140,7 @@ class FsdpReducer(Reducer):
             if not any_rank:
                 parameter.grad = None
         self.shards.scale(divisor and (self.comm.world_size if self._averaged else 1) / divisor)
-        return self._seen.stopwatch.copy()
+        return copy.copy(self._seen.stopwatch)
 
     def close(self) -> None:
         """Leave the model sharded, because FSDP2 cannot undo it."""

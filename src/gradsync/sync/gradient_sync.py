@@ -10,6 +10,7 @@ counts once per target, as it would in one big batch.
 
 from __future__ import annotations
 
+import logging
 import math
 import operator
 from collections.abc import Generator, Mapping, Sequence
@@ -26,9 +27,8 @@ from gradsync.errors import ConfigError
 from gradsync.runtime.gloo_group import wait_until_workers_sleep
 from gradsync.sync.batch_norm import BatchNormHandling, choose_batch_norm
 from gradsync.sync.buffers import BufferSync
-from gradsync.sync.check_loss import LossCheck, counts_for_nothing
+from gradsync.sync.check_loss import check_loss, counts_for_nothing
 from gradsync.sync.check_replicas import check_replicas, replica_tensors
-from gradsync.sync.monitors import StragglerWatch
 from gradsync.sync.reducer import Reducer, outside_of_micro_step
 from gradsync.sync.replica import Replica
 from gradsync.sync.state_dict import load_whole_state, whole_state
@@ -43,13 +43,15 @@ from gradsync.sync.step import (
     take_step,
 )
 from gradsync.sync.step_metadata import LossSum
-from gradsync.sync.user_loop import UserLoop, UserLoopMethods
-from gradsync.sync.watch import ReplicaWatch, optimizer_watch
+from gradsync.sync.user_loop import UserLoop
+from gradsync.sync.watch import ReplicaWatch, StragglerWatch, optimizer_watch
 
 if TYPE_CHECKING:
     from torch import nn
 
     from gradsync.data.micro_batch import MicroBatch
+
+log = logging.getLogger("gradsync")
 
 _CHANGED_SUMS = (
     "gradients were cleared or replaced between sync.backward() and sync.step(), which clears them "
@@ -68,7 +70,7 @@ HANDLE = "_gradsync"
 """Attribute of a model that refers to its handle; hooks do not keep the handle alive."""
 
 
-class GradientSync(UserLoopMethods):
+class GradientSync:
     """Handle of a replicated model, made by `gs.replicate`.
 
     In each step call `backward` for each micro-batch, then `step` once. In the user's training
@@ -93,7 +95,7 @@ class GradientSync(UserLoopMethods):
     ) -> None:
         self.model = model
         self._loss = LossSum(reducer.parameters[0].device)
-        self._check_loss = LossCheck(comm.rank)
+        self._losses_to_check = 8  # the form of a program's loss does not change
         self._last = self._failed = self._in_micro_step = False
         self._index: int | None = None
         self._scale: Any = None
@@ -104,10 +106,12 @@ class GradientSync(UserLoopMethods):
         self.replica = Replica(comm, reducer, self._buffers)
         self._equal = shards.whole_parameters and shards.equal_replicas
         watch = ReplicaWatch(model, comm, equal=self._equal)
-        self._stragglers = StragglerWatch(comm)
-        self._parts = StepParts(reducer, comm, self._buffers, number, self._stragglers, watch)
+        stragglers = StragglerWatch(comm)
+        self._parts = StepParts(reducer, comm, self._buffers, number, stragglers, watch)
         self._user_loop = UserLoop(model, self._parts, watch)
-        self._sums = _Sums(reducer.parameters)
+        self._sums: tuple[list[Any], list[int]] = [None] * len(reducer.parameters), []
+        """Gradients and versions after the last micro-batch. Before the first there are none, and
+        never any if they are summed elsewhere, as along the tree."""
 
     @property
     def mean_loss(self) -> float:
@@ -135,7 +139,6 @@ class GradientSync(UserLoopMethods):
             index: `micro_batch.index`, see `backward`.
         """
         self._last, self._index = last, index
-        self._stragglers.micro_batch_begins()
         if self.replica.reducer.user_loop:
             self._user_loop.sums_begin()  # a loss.backward() in here would be a step of its own
         self._in_micro_step = True
@@ -144,7 +147,6 @@ class GradientSync(UserLoopMethods):
                 yield
         finally:
             self._last, self._index = False, None
-            self._stragglers.micro_batch_ends()
             self._in_micro_step = False
 
     def backward(
@@ -187,11 +189,13 @@ class GradientSync(UserLoopMethods):
         if self.replica.reducer.needs_micro_step and not self._in_micro_step:
             raise ConfigError(outside_of_micro_step(self.replica.reducer.strategy))
         loss_sum = to_sum(loss, weight, reduction)
-        if self._check_loss.left:
-            self._check_loss(loss, weight, reduction)
+        if self._losses_to_check:
+            self._losses_to_check -= 1
+            if wrong := check_loss(loss, weight, reduction):
+                self._losses_to_check = 0
+                log.warning("rank %d: %s (said once)", self.replica.comm.rank, wrong)
         nothing = reduction == "mean" and not weight
-        self._sums.check()
-        self._check_scale(scale)
+        self._refuse_changed(scale)
         self._scale = scale
         self._buffers.leaf_begins(last=last)
         root = loss_sum if scale is None else scale.scale(loss_sum)
@@ -205,7 +209,7 @@ class GradientSync(UserLoopMethods):
         self._failed = False
         self._buffers.leaf_ends(counts=weight > 0)
         self._loss.add(loss_sum, weight, micro_batch)
-        self._sums.note()
+        self._sums = _gradients_of(self.replica.reducer.parameters)
         if (ended := getattr(micro_batch, "backward_ended", None)) is not None:
             ended()
 
@@ -243,13 +247,12 @@ class GradientSync(UserLoopMethods):
         self._refuse_if_failed()
         for each in optimizers:
             self._user_loop.untracked.check(each, own_step=False)
-        if self._user_loop.pending:
+        if self._user_loop.pending():
             raise ConfigError(
                 "loss.backward() is followed by optimizer.step(); sync.step(optimizer) needs "
                 "sync.backward(loss, micro_batch), which says how many targets the loss counts"
             )
-        self._sums.check(last=True)
-        self._check_scale(scale)
+        self._refuse_changed(scale, ends=True)
         if scale is not None and not reducer.shards.takes_scaler:
             raise ConfigError(
                 f"strategy={reducer.strategy!r} cannot work with a GradScaler: a gradient that is "
@@ -269,6 +272,47 @@ class GradientSync(UserLoopMethods):
             each.zero_grad(set_to_none=True)
         return result
 
+    def finish(self) -> None:
+        """Set every `.grad` to the mean over ranks, as torch's DDP does; for user training loops.
+
+        Backward does this itself when it ends. Call `finish` on a rank that had no backward in this
+        step, and under strategies without hooks. A second call does nothing.
+        """
+        self._refuse_if_closed()
+        self._user_loop.finish()
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether a backward averages over ranks, in the user's training loop, as in torch's DDP.
+
+        False means `no_sync` without the `with`: set it before the forward, and set True before the
+        forward of the last micro-batch. It can also be set on the model itself
+        (`model.require_backward_grad_sync = False`). Regardless of it, `sync.backward` only adds
+        up, and `sync.step` synchronises.
+
+        Raises:
+            ConfigError: on setting, if the strategy does not support the user's training loop.
+        """
+        return self._user_loop.synchronises
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, wanted: bool) -> None:
+        """Set it between two micro-batches."""
+        self._refuse_if_closed()
+        self._user_loop.refuse_if_foreign()
+        self._user_loop.off = not wanted
+
+    @contextmanager
+    def no_sync(self) -> Generator[None]:
+        """Only accumulate, in the user's training loop. Enclose forward and backward of all
+        micro-batches except the last."""
+        before = self._user_loop.off
+        self.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            self._user_loop.off = before
+
     def discard(self) -> None:
         """Discard this step's gradients; call it in place of `step` (or `finish`).
 
@@ -277,8 +321,8 @@ class GradientSync(UserLoopMethods):
         Torch's own DDP (`ddp`, `powersgd`) cannot continue after a backward that raised.
         """
         self._refuse_if_closed()
-        if self._user_loop.pending:
-            self._user_loop.discard()
+        if self._user_loop.pending():
+            self._user_loop.finish(discard=True)
             return
         if self._failed:
             self._buffers.leaf_ends(counts=False)
@@ -290,14 +334,28 @@ class GradientSync(UserLoopMethods):
         try:
             self._result = take_step(self._parts, call)
         finally:
-            self._sums.forget()
-            if not self._loss.num_leaves:
+            self._sums = [None] * len(self._sums[0]), []
+            if not self._loss.num_micro_batches:
                 self._user_loop.sums_end(discarded=call.discard)
         return self._result
 
-    def _check_scale(self, scale: Any) -> None:
-        if self._loss.num_leaves and scale is not self._scale:
+    def _refuse_changed(self, scale: Any, *, ends: bool = False) -> None:
+        """Raise ConfigError if there is a gradient that `backward` did not make, if sums were
+        cleared or replaced, or if `scale` changed. When the step `ends`, communication may have
+        changed the sums, so only replaced ones are noticed."""
+        before, versions = self._sums
+        now, versions_now = _gradients_of(self.replica.reducer.parameters)
+        if not all(map(operator.is_, before, now)) or not (ends or versions == versions_now):
+            for known, grad in zip(before, now, strict=True):
+                if known is None and grad is not None:
+                    raise ConfigError(_OTHER_GRADIENTS.format([*grad.shape]))
+            raise ConfigError(_CHANGED_SUMS)
+        if self._loss.num_micro_batches and scale is not self._scale:
             raise ConfigError(_SCALES)
+
+    def _refuse_if_closed(self) -> None:
+        if not self._user_loop.handles:
+            raise ConfigError("this handle is closed: call gs.replicate again")
 
     def _refuse_if_failed(self) -> None:
         self._refuse_if_closed()
@@ -349,7 +407,7 @@ class GradientSync(UserLoopMethods):
 
     def _refuse_in_step(self, what: str) -> None:
         self._refuse_if_closed()
-        if self._failed or self._loss.num_leaves or self._user_loop.pending:
+        if self._failed or self._loss.num_micro_batches or self._user_loop.pending():
             raise ConfigError(
                 f"sync.{what}() was called between backward and step, where gradients are "
                 "unfinished sums: call it after sync.step(), or after sync.discard()"
@@ -419,45 +477,15 @@ class GradientSync(UserLoopMethods):
         if self.replica.comm.world_size > 1:
             wait_until_workers_sleep()
 
-    def __deepcopy__(self, memo: object) -> None:
-        """Give a copy of the model no handle, because the copy is not synchronised."""
-
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """Give a saved model no handle, as with copies."""
+        """Give a copied or saved model no handle, because it is not synchronised."""
         return (type(None), ())
 
 
-class _Sums:
-    """Notices gradients that `GradientSync.backward` did not make, and a step's sums that were
-    cleared or replaced. Before a step's first micro-batch there are no gradients, and never any if
-    they are summed elsewhere, as along the tree."""
-
-    def __init__(self, parameters: Sequence[Any]) -> None:
-        self._parameters = parameters
-        self.forget()
-
-    def note(self) -> None:
-        """Remember the gradients after a micro-batch."""
-        self._noted = self._now()
-
-    def forget(self) -> None:
-        """Begin another step."""
-        self._noted = [None] * len(self._parameters), []
-
-    def check(self, *, last: bool = False) -> None:
-        """Raise ConfigError if gradients changed. After the `last` micro-batch communication may
-        change them, so only replaced gradients are noticed."""
-        (before, versions), (now, versions_now) = self._noted, self._now()
-        if all(map(operator.is_, before, now)) and (last or versions == versions_now):
-            return
-        for known, grad in zip(before, now, strict=True):
-            if known is None and grad is not None:
-                raise ConfigError(_OTHER_GRADIENTS.format([*grad.shape]))
-        raise ConfigError(_CHANGED_SUMS)
-
-    def _now(self) -> tuple[list[Any], list[int]]:
-        grads = [p.grad for p in self._parameters]
-        return grads, [version(grad) for grad in grads if grad is not None]
+def _gradients_of(parameters: Sequence[Any]) -> tuple[list[Any], list[int]]:
+    """The parameters' gradients, and the versions of those that exist."""
+    grads = [p.grad for p in parameters]
+    return grads, [version(grad) for grad in grads if grad is not None]
 
 
 def weight_of(weight: float | Tensor | None, micro_batch: Any) -> float:

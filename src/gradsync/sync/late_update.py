@@ -37,13 +37,12 @@ from gradsync.comm.base import Communicator, Work
 from gradsync.comm.process_group import AllOf, Done
 from gradsync.errors import ConfigError, RunError
 from gradsync.sync.buckets import Bucket
-from gradsync.sync.monitors import Stopwatch
 from gradsync.sync.ownership.elementwise import check_elementwise
 from gradsync.sync.replicas import Replicas, clip_factor, scale_all
 from gradsync.sync.step_metadata import options
 from gradsync.sync.tree_exchange import ShardedNorm, TreeExchange
 from gradsync.sync.waiting_weights import WaitingWeights, has_compiled
-from gradsync.sync.watch import postponed, why_not_now
+from gradsync.sync.watch import Stopwatch, postponed, why_not_now
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

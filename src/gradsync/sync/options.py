@@ -5,17 +5,12 @@ The registry, `gs.replicate`, the command line and configuration files all use t
 
 from __future__ import annotations
 
-import logging
 import sys
-from collections.abc import Collection
 from dataclasses import dataclass, field, fields
-from inspect import signature
 from types import NoneType
 from typing import Any, ClassVar, Literal, get_args, get_type_hints
 
 from gradsync.errors import ConfigError
-
-log = logging.getLogger("gradsync")
 
 Grouping = Literal["parameter", "flat", "buckets"]
 Order = Literal["any", "invariant"]
@@ -302,80 +297,3 @@ def check_value(name: str, value: Any, kind: Kind) -> None:
             wanted = "a positive, finite number" if not is_number or value > 0 else "positive"
     if not fits:
         raise ConfigError(f"{name} must be {wanted}; got {value!r}")
-
-
-_CHANGES_NOTHING = (
-    *("find_unused_parameters", "gradient_as_bucket_view", "static_graph", "bucket_cap_mb"),
-    *("device_ids", "output_device", "dim", "broadcast_buffers", "forward_sync_buffers"),
-    *("pin_memory", "pin_memory_device", "in_order"),
-)
-_IS_CALLED = {
-    **dict.fromkeys(("process_group", "device_mesh"), "gs.replicate(model, comm=gs.group(ranks))"),
-    "init_sync": "True always: ranks start with rank 0's weights",
-    "mixed_precision": "torch.autocast around the forward",
-    "bucket_cap_mb_list": "bucket_mb=, one size for all",
-    **dict.fromkeys(("sampler", "batch_sampler"), "shuffle= and seed=: samples are dealt to ranks"),
-    "generator": "seed=",
-}
-
-
-def take_torchs(who: str, options: dict[str, Any], known: Collection[str], torchs: type) -> None:
-    """Translate or drop, in place, `options` of torch's class that `who` does not have.
-
-    Raises:
-        ConfigError: an option that would change results, with its name here if it has one.
-    """
-    if (size := options.get("bucket_cap_mb")) is not None:
-        check_value("bucket_cap_mb", size, "size")
-        if "bucket_mb" in options:
-            raise ConfigError("bucket_cap_mb and bucket_mb are one option: give one of them")
-        if "bucket_mb" in known:
-            options["bucket_mb"] = options.pop("bucket_cap_mb")
-    theirs = signature(torchs).parameters
-    for name in [name for name in options if name not in known]:
-        value = options.pop(name)
-        if name in theirs and (value is theirs[name].default or name in _CHANGES_NOTHING):
-            log.debug("%s=%r of %s is ignored: it changes nothing", name, value, torchs.__name__)
-        elif name in _IS_CALLED:
-            raise ConfigError(f"{name}= of torch is {_IS_CALLED[name]} here; got {value!r}")
-        else:
-            has = ", ".join(known) or "none"
-            raise ConfigError(f"{who} has no option {name!r} (it has: {has})")
-
-
-def listed(text: str) -> list[str]:
-    """Split `a,b:key=value,key=value,c` at commas; `key=value` belongs to the name before it."""
-    words: list[str] = []
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        is_option = "=" in part and ":" not in part.partition("=")[0]
-        if is_option and words:
-            words[-1] += ("," if ":" in words[-1] else ":") + part
-        else:
-            words.append(part)
-    return words
-
-
-def with_options(word: str) -> tuple[str, dict[str, Any]]:
-    """The name in `name:key=value,key=value`, and its options, unchecked.
-
-    Raises:
-        ConfigError: a part that is not `key=value`.
-    """
-    name, _, rest = word.partition(":")
-    return name, dict(key_and_value(name, part) for part in rest.split(",") if part)
-
-
-def key_and_value(name: str, part: str) -> tuple[str, Any]:
-    """The option in `key=value`; ConfigError, which names whose it is, for other text."""
-    key, equals, value = part.partition("=")
-    if not (key and equals and value):
-        raise ConfigError(f"{name}: option {part!r} is not key=value")
-    words = {"true": True, "false": False, "none": None}
-    if value.lower() in words:
-        return key, words[value.lower()]
-    for kind in (int, float):
-        try:
-            return key, kind(value)
-        except ValueError:
-            continue
-    return key, value

@@ -24,9 +24,7 @@ unless checkpoints fall on multiples of `inner_steps`, where rounds end anyway.
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,11 +36,10 @@ from gradsync.comm.values import broadcast_json, broadcast_tensors
 from gradsync.core.files import counted
 from gradsync.core.torch_private import foreach_copy_, foreach_sub
 from gradsync.errors import CheckpointError
-from gradsync.sync.monitors import Stopwatch
 from gradsync.sync.options import DilocoOptions, LocalSgdOptions
 from gradsync.sync.reducer import Reducer, trainable
 from gradsync.sync.replicas import Replicas
-from gradsync.sync.watch import ModuleHook
+from gradsync.sync.watch import ModuleHook, Stopwatch
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -109,8 +106,7 @@ class PeriodicReplicas(Replicas):
             self._outer = torch.optim.SGD(self._start, **how)
         self._on_cuda = any(parameter.is_cuda for parameter in self.parameters)
         self._watch = Stopwatch(on_cuda=self._on_cuda)
-        warn = partial(_warn_of_drift, weakref.ref(self))
-        self._hook = model.register_state_dict_pre_hook(ModuleHook(warn))
+        self._hook = model.register_state_dict_pre_hook(ModuleHook(self, _warn_of_drift))
         self._warned = comm.world_size == 1
         self._note_buffers()
 
@@ -227,10 +223,9 @@ class PeriodicReplicas(Replicas):
             self._outer.state[start]["momentum_buffer"] = saved.to(start, copy=True)
 
 
-def _warn_of_drift(owner: weakref.ref[PeriodicReplicas], *_: Any) -> None:
+def _warn_of_drift(replicas: PeriodicReplicas, *_: Any) -> None:
     """Hook before `model.state_dict()`: in the middle of a round it holds one rank's weights."""
-    replicas = owner()
-    if replicas is None or replicas._warned or not replicas.steps_in_round:
+    if replicas._warned or not replicas.steps_in_round:
         return
     replicas._warned = True
     log.warning(

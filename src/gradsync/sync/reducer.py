@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gradsync.comm.base import Communicator
-from gradsync.sync.monitors import SMALL, NonFinite, Stopwatch
 from gradsync.sync.replicas import Replicas
+from gradsync.sync.watch import SMALL, NonFinite, Stopwatch
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

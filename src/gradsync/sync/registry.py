@@ -16,7 +16,6 @@ from gradsync.sync.options import (
     Options,
     PowerSgdOptions,
     Recipe,
-    with_options,
 )
 
 Promise = Literal["bitwise", "rounding", "lossy"]
@@ -232,14 +231,3 @@ def find_strategy(name: str) -> Strategy:
     """
     check_name("sync strategy", name, STRATEGIES)
     return STRATEGIES[name]
-
-
-def chosen_strategy(word: str) -> tuple[Strategy, Options]:
-    """The strategy in `name:key=value,…`, with its options checked.
-
-    Raises:
-        ConfigError: unknown name, option or value.
-    """
-    name, options = with_options(word)
-    strategy = find_strategy(name)
-    return strategy, check_options(strategy, options)

@@ -30,7 +30,7 @@ from gradsync.comm.process_group import Done
 from gradsync.core.torch_private import foreach_copy_, foreach_mul_, foreach_norm
 from gradsync.errors import RunError
 from gradsync.sync.layout import BLOCK
-from gradsync.sync.monitors import Stopwatch
+from gradsync.sync.watch import Stopwatch
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

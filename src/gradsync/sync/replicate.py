@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import asdict, replace
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,9 +22,9 @@ from gradsync.runtime import environ
 from gradsync.runtime.resolve import resolve
 from gradsync.sync.batch_norm import NOT_INVARIANT, choose_batch_norm
 from gradsync.sync.build import build_reducer
-from gradsync.sync.check_model import broadcast_model, check_same_model, refuse_synchronised
+from gradsync.sync.check_replicas import broadcast_model, check_same_model, refuse_synchronised
 from gradsync.sync.gradient_sync import HANDLE, GradientSync
-from gradsync.sync.options import Options, Recipe, take_torchs
+from gradsync.sync.options import Options, Recipe, check_value
 from gradsync.sync.reducer import trainable
 from gradsync.sync.registry import Strategy, check_options, find_strategy
 from gradsync.sync.watch import optimizer_watch
@@ -43,6 +44,16 @@ _OTHER_THREADS = (
     "bits on a CPU depend on a rank's threads, here %d, and launchers give other numbers: for the "
     "same ones everywhere take gs.init(threads=1) or torch.set_num_threads(1)"
 )
+_CHANGES_NOTHING = (
+    *("find_unused_parameters", "gradient_as_bucket_view", "static_graph", "bucket_cap_mb"),
+    *("device_ids", "output_device", "dim", "broadcast_buffers", "forward_sync_buffers"),
+)
+_IS_CALLED = {
+    **dict.fromkeys(("process_group", "device_mesh"), "gs.replicate(model, comm=gs.group(ranks))"),
+    "init_sync": "True always: ranks start with rank 0's weights",
+    "mixed_precision": "torch.autocast around the forward",
+    "bucket_cap_mb_list": "bucket_mb=, one size for all",
+}
 
 
 def replicate(
@@ -86,8 +97,7 @@ def replicate(
             no trainable parameter.
     """
     found = find_strategy(strategy)
-    ddp = torch.nn.parallel.DistributedDataParallel
-    take_torchs(f"strategy={strategy!r}", options, found.options, ddp)
+    _translate(options, found)
     _refuse_replicated(model)
     if not isinstance(world, World | None):
         raise ConfigError(
@@ -107,17 +117,42 @@ def replicate(
     broadcast_model(model, comm)
     if isinstance(checked, Recipe):
         comm, hosts, checked = _places(comm, hosts, checked, world, trainable(model)[0][1].device)
-    # Whole group, int64 [1], blocking, rank 0's count: gives the model one number on all ranks.
-    number = torch.tensor([optimizer_watch().added])
+    # Whole group, int64 [1], blocking: gives the model one number on all ranks, rank 0's.
+    number = torch.tensor([next(optimizer_watch().numbers)])
     comm.broadcast(number).wait()
     reducer = build_reducer(found, model, comm, hosts, checked)
     handle = GradientSync(model, comm, reducer, handling, number=int(number))
-    # Hooks do not keep their handle alive; the model does. See GradientSync.__deepcopy__.
+    # Hooks do not keep their handle alive; the model does. See GradientSync.__reduce__.
     for part in model.modules():
         own = part.parameters(recurse=False)
         if part is model or any(parameter.requires_grad for parameter in own):
             part.__dict__[HANDLE] = handle
     return handle
+
+
+def _translate(options: dict[str, Any], strategy: Strategy) -> None:
+    """Translate or drop, in place, options of torch's DDP that the strategy does not have.
+
+    Raises:
+        ConfigError: an option that would change results, with its name here if it has one.
+    """
+    known = strategy.options
+    if (size := options.get("bucket_cap_mb")) is not None:
+        check_value("bucket_cap_mb", size, "size")
+        if "bucket_mb" in options:
+            raise ConfigError("bucket_cap_mb and bucket_mb are one option: give one of them")
+        if "bucket_mb" in known:
+            options["bucket_mb"] = options.pop("bucket_cap_mb")
+    theirs = signature(torch.nn.parallel.DistributedDataParallel).parameters
+    for name in [name for name in options if name not in known]:
+        value = options.pop(name)
+        if name in theirs and (value is theirs[name].default or name in _CHANGES_NOTHING):
+            log.debug("%s=%r of torch's DDP is ignored: it changes nothing", name, value)
+        elif name in _IS_CALLED:
+            raise ConfigError(f"{name}= of torch is {_IS_CALLED[name]} here; got {value!r}")
+        else:
+            has = ", ".join(known) or "none"
+            raise ConfigError(f"strategy={strategy.name!r} has no option {name!r} (it has: {has})")
 
 
 def _refuse_replicated(model: nn.Module) -> None:

@@ -31,19 +31,20 @@ import torch
 from gradsync.comm.base import Communicator
 from gradsync.errors import ConfigError, GradsyncError
 from gradsync.sync.buffers import BufferSync
-from gradsync.sync.check_model import first_difference
-from gradsync.sync.monitors import Stopwatch, StragglerWatch
+from gradsync.sync.check_replicas import first_difference
 from gradsync.sync.reducer import Reducer, trainable
 from gradsync.sync.step_metadata import (
     NO_LOSS,
+    NUM_BINS,
     LossSum,
     Settings,
     StepMetadata,
     agree_on_metadata,
+    from_bins,
     mark_of,
     settings_of,
 )
-from gradsync.sync.watch import ReplicaWatch, refuse_replaced, shapes
+from gradsync.sync.watch import ReplicaWatch, Stopwatch, StragglerWatch, refuse_replaced, shapes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,9 +58,8 @@ NOT_UPDATED = (
 )
 _OTHER_ORDER = (
     "no rank has updated its weights; ranks share one order of one data set, and take its steps "
-    "together (`next(iter(loader))` takes one): go on from one checkpoint, with equal arguments "
-    "and data (of random numbers: of one seed; gs.loader itself divides them among ranks), or "
-    "assign dataset.fingerprint, a text, where content differs and samples do not"
+    "together: give gs.loader equal arguments and data on all ranks, which it divides among them, "
+    "or assign dataset.fingerprint, a text, where content differs and samples do not"
 )
 _OTHER_BUFFERS = (
     "no rank has updated its weights; set buffers between steps on all ranks alike, and give what "
@@ -82,7 +82,8 @@ class StepParts:
     buffers: BufferSync
     number: int
     """Number of the model, the same on all ranks; see `agree_on_metadata`."""
-    stragglers: StragglerWatch
+    stragglers: StragglerWatch | None = None
+    """None if ranks do different things in a step, as a pipeline's stages do."""
     watch: ReplicaWatch | None = None
     """None if ranks hold parts of a model: then neither weights nor optimizers are compared."""
 
@@ -169,7 +170,8 @@ def take_step(parts: StepParts, call: StepCall) -> StepResult:
     # reduce: divides the sums, once
     exposed = reducer.reduce(agreed.used, None if skip else weight)
     # Here no rank can have raised alone.
-    parts.stragglers.step_ends(exposed, met_s, 0 if loss is None else loss.num_leaves)
+    if parts.stragglers is not None:
+        parts.stragglers.step_ends(exposed, met_s, 0 if loss is None else loss.num_micro_batches)
     for index in unheld:  # they do not count in the norm
         reducer.parameters[index].grad = None
     norm = None
@@ -199,7 +201,6 @@ def take_step(parts: StepParts, call: StepCall) -> StepResult:
         finally:
             if parts.watch is not None and not agreed.discard:
                 parts.watch.remember(*optimizers)
-    parts.stragglers.micro_batch_ends()
     return StepResult(
         *(mean_loss, total_weight, norm, agreed.stop, exposed),
         discarded=agreed.discard,
@@ -213,12 +214,12 @@ def _metadata(
 ) -> StepMetadata:
     """What this rank tells the others."""
     loss, watch = call.loss, parts.watch
-    order = "" if loss is None else loss.order
+    order, dealt = ("", 0.0) if loss is None else loss.source()
     return StepMetadata(
         used=used,
         counts=counts,
         loss=NO_LOSS if loss is None else loss.message(),
-        dealt=0.0 if loss is None else loss.dealt,
+        dealt=dealt,
         stop=call.stop,
         discard=call.discard,
         changed=watch is not None and watch.changed(),
@@ -254,9 +255,11 @@ def _refuse_unlike(parts: StepParts, agreed: StepMetadata, call: StepCall) -> No
     if not any(agreed.used) and parts.reducer.shards.whole_parameters:
         # Rare, so it may search the whole model: a replacement parameter has no hook.
         refuse_replaced(model, {id(p) for _, p in trainable(model)} - set(map(id, known)))
-    order = call.loss.order if call.loss else ""
-    if call.loss is not None and parts.comm.rank == 0:
-        call.loss.warn_of_data(agreed.dealt)
+    order = ""
+    if call.loss is not None:
+        order, _ = call.loss.source()
+        if parts.comm.rank == 0:
+            call.loss.warn_of_data(agreed.dealt)
     texts: dict[str, Callable[[], Settings]] = {
         "data": lambda: {"gs.loader": order or "no micro-batch"},
         "settings": lambda: call.settings,
@@ -275,7 +278,7 @@ def _weight_over_ranks(parts: StepParts, call: StepCall, agreed: StepMetadata) -
     if agreed.discard:
         return 0.0
     if call.loss is not None:
-        return call.loss.weight_over_ranks(agreed.loss)
+        return from_bins(agreed.loss[:NUM_BINS])
     return float(parts.comm.world_size if any(agreed.used) else 0)
 
 

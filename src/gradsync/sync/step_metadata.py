@@ -47,7 +47,7 @@ class StepMetadata:
     loss: Sequence[float] = ()
     """From `LossSum.message()`; their sum."""
     dealt: float = 0.0
-    """From `LossSum.dealt`; their sum."""
+    """The share from `LossSum.source()`; their sum."""
     stop: bool = False
     """Whether this rank (any rank) wants to stop."""
     discard: bool = False
@@ -85,7 +85,13 @@ def agree_on_metadata(comm: Communicator, mine: StepMetadata) -> StepMetadata:
             "ranks call different operations at the same time: the others sum a step's metadata, "
             f"rank(s) {comm.rank} something else (only its own numbers came back)"
         )
-    unlike = frozenset(name for name, found in by_name.items() if _differ(found))
+    unlike = set()
+    for name, found in by_name.items():
+        # k numbers are equal if and only if k times the sum of their squares is the square of
+        # their sum.
+        count, low, high, low_2, high_2 = map(int, found)
+        if count * low_2 != low**2 or count * high_2 != high**2:
+            unlike.add(name)
     if "model" in unlike:
         raise RunError(
             f"rank {comm.rank}: ranks synchronise different models at the same time: models that "
@@ -95,7 +101,8 @@ def agree_on_metadata(comm: Communicator, mine: StepMetadata) -> StepMetadata:
     stop, discard, changed, late = (number > 0 for number in wishes)
     return StepMetadata(
         **{"used": [use > 0 for use in used], "counts": counts, "loss": loss, "dealt": dealt},
-        **{"stop": stop, "discard": discard, "late": late, "marks": mine.marks, "unlike": unlike},
+        **{"stop": stop, "discard": discard, "late": late, "marks": mine.marks},
+        unlike=frozenset(unlike),
         changed=changed or "weights" in unlike,
     )
 
@@ -115,13 +122,6 @@ def _powers(mark: int | None) -> list[int]:
         return [0] * 5
     high, low = divmod(mark, 2**_BITS)
     return [1, low, high, low**2, high**2]
-
-
-def _differ(sums: Sequence[float]) -> bool:
-    """Whether not all marks in these sums of `_powers` are equal: k numbers are equal if and only
-    if k times the sum of their squares is the square of their sum."""
-    count, low, high, low_2, high_2 = map(int, sums)
-    return count * low_2 != low**2 or count * high_2 != high**2
 
 
 # -- sums of losses and weights --------------------------------------------------------------------
@@ -160,27 +160,35 @@ NO_LOSS = (0.0,) * (2 * NUM_BINS)
 discards a step may not know how they end it."""
 
 
+_DROPPED = (
+    "some of this step's micro-batches came from gs.loader, but to sync.backward on no rank, and "
+    "nothing of them counts: it is called on every rank for each micro-batch, with weight=0 where "
+    "none of its targets shall count (said once)"
+)
+_AGAIN = (
+    "this step has the samples of the first one again, in the same order, and with the same random "
+    "numbers: a new gs.loader begins anew; several passes are one loader with num_epochs=, or "
+    "loaders with a seed= each (said once)"
+)
+
+
 class LossSum:
     """This rank's losses (on `device`), weights and order of samples in a step. Sums over all ranks
-    do not depend on the distribution of leaves, see [Note: Fixed bins]."""
+    do not depend on the distribution of micro-batches, see [Note: Fixed bins]."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._losses: list[Tensor] = []
         self._weights: list[float] = []
-        self._leaves: set[tuple[str, int, int]] = set()
-        """Order of samples, place in the step, and number of the step's leaves, of each leaf."""
+        self._dealt: set[tuple[str, int, int]] = set()
+        """Of each micro-batch: order of samples, place in the step, and how many the step has."""
         self._first = ""  # order of the first step
         self._said: set[str] = set()
-
-    @property
-    def num_leaves(self) -> int:
-        """Number of leaves added."""
-        return len(self._losses)
+        self.num_micro_batches = 0
 
     @property
     def weight(self) -> float:
-        """Number of targets (or samples) of this rank's leaves."""
+        """Number of targets (or samples) of this rank's micro-batches."""
         return math.fsum(self._weights)
 
     @property
@@ -188,57 +196,43 @@ class LossSum:
         """Whether this rank's losses are finite; not checked on CUDA, to avoid waiting."""
         return self._device.type == "cuda" or all(map(torch.isfinite, self._losses))
 
-    @property
-    def order(self) -> str:
-        """The order of samples that the leaves belong to; "" without one, or for several loaders,
-        since a rank may have skipped a leaf of one."""
-        orders = {order for order, _, _ in self._leaves} - {""}
-        return orders.pop() if len(orders) == 1 else ""
-
-    @property
-    def dealt(self) -> float:
-        """The share of all ranks' leaves that the loader gave to this rank; 0.0 if not known."""
-        totals = {total for _, _, total in self._leaves}
-        return len(self._leaves) / totals.pop() if self.order and len(totals) == 1 else 0.0
+    def source(self) -> tuple[str, float]:
+        """The order of samples that the micro-batches belong to, "" without one or for several
+        loaders (a rank may have skipped a micro-batch of one); and the share of all ranks'
+        micro-batches that the loader gave to this rank, 0.0 if it is not known."""
+        orders = {order for order, _, _ in self._dealt} - {""}
+        totals = {total for _, _, total in self._dealt}
+        if len(orders) != 1:
+            return "", 0.0
+        return orders.pop(), len(self._dealt) / totals.pop() if len(totals) == 1 else 0.0
 
     def warn_of_data(self, dealt: float) -> None:
-        """Warn, once each, if ranks passed less than all leaves of a step to `backward` (`dealt` is
-        the sum of their shares), and if the data of the first step appear again, as a second loader
-        provides them."""
-        order = self.order
-        if 0 < dealt < 1 - 1e-6:
-            self._warn(
-                "%s of this step's micro-batches came from gs.loader, but to sync.backward on no "
-                "rank, and nothing of them counts: it is called on every rank for each "
-                "micro-batch, with weight=0 where none of its targets shall count (said once)",
-                f"{1 - dealt:.0%}",
-            )
-        if order and order == self._first:
-            self._warn(
-                "this step has the samples of the first one again, in the same order, and with the "
-                "same random numbers: a new gs.loader begins anew; several passes are one loader "
-                "with num_epochs=, or loaders with a seed= each (said once)"
-            )
+        """Warn, once each, if ranks passed less than all micro-batches of a step to `backward`
+        (`dealt` is the sum of their shares), and if the data of the first step appear again, as a
+        second loader provides them."""
+        order, _ = self.source()
+        again = bool(order) and order == self._first
+        for text, wrong in ((_DROPPED, 0 < dealt < 1 - 1e-6), (_AGAIN, again)):
+            if wrong and text not in self._said:
+                self._said.add(text)
+                log.warning(text)
         self._first = self._first or order
-
-    def _warn(self, text: str, *values: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
-            log.warning(text, *values)
 
     def add(self, loss_sum: Tensor, weight: float, micro_batch: Any = None) -> None:
         """Add one micro-batch's summed loss, [], and weight."""
-        leaf = ("", 0, 0)
+        place = ("", 0, 0)
         if order := getattr(micro_batch, "order", ""):
             step = f"{order}, step {micro_batch.step}"
-            leaf = step, micro_batch.index, micro_batch.num_micro_batches
-        self._leaves.add(leaf)
+            place = step, micro_batch.index, micro_batch.num_micro_batches
+        self._dealt.add(place)
+        self.num_micro_batches += 1
         self._losses.append(loss_sum.detach().to(self._device, torch.float64, copy=True))
         self._weights.append(weight)
 
     def clear(self) -> None:
-        """Start over with no leaves."""
-        for each in (self._losses, self._weights, self._leaves):
+        """Start over with no micro-batches."""
+        self.num_micro_batches = 0
+        for each in (self._losses, self._weights, self._dealt):
             each.clear()
 
     def message(self) -> list[float]:
@@ -248,18 +242,13 @@ class LossSum:
         losses = [0.0] * NUM_BINS if self._device.type == "cuda" else self._bins().tolist()
         return weights + losses
 
-    @staticmethod
-    def weight_over_ranks(summed: Sequence[float]) -> float:
-        """Weight over all ranks, from the sum of their messages."""
-        return from_bins(summed[:NUM_BINS])
-
     def over_ranks(self, comm: Communicator, summed: Sequence[float]) -> tuple[Tensor, float]:
         """Loss (float64 []) and weight over all ranks, from the sum of their messages.
 
         On CUDA by another all-reduce: whole group, float64 [NUM_BINS], on the device; overlaps
         the buckets in progress.
         """
-        weight = self.weight_over_ranks(summed)
+        weight = from_bins(summed[:NUM_BINS])
         if self._device.type != "cuda":
             return torch.tensor(from_bins(summed[NUM_BINS:]), dtype=torch.float64), weight
         bins = self._bins()
@@ -276,13 +265,11 @@ class LossSum:
 
 Settings = dict[str, str]
 """Text by name, in the order in which messages look for the first difference."""
-NOT_OPTIONS = frozenset({"params", "param_names"})
-"""Entries of a parameter group that are not hyper-parameters."""
 
 
 def options(group: Mapping[str, Any]) -> dict[str, Any]:
     """The hyper-parameters of a parameter group."""
-    return {name: value for name, value in group.items() if name not in NOT_OPTIONS}
+    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 
 def settings_of(optimizer: Optimizer, parameters: Sequence[Tensor], *, number: int = 0) -> Settings:

@@ -20,6 +20,7 @@ this is exactly the paper's algorithm.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import asdict, fields
@@ -31,9 +32,9 @@ from gradsync.comm.base import Communicator
 from gradsync.comm.process_group import refuse_detail
 from gradsync.core.torch_private import ddp_without_buffer_sync, regroup_ddp_buckets
 from gradsync.errors import ConfigError
-from gradsync.sync.monitors import Stopwatch
 from gradsync.sync.options import DdpOptions, PowerSgdOptions
 from gradsync.sync.reducer import Reducer, outside_of_micro_step, sum_gradients
+from gradsync.sync.watch import Stopwatch
 
 if TYPE_CHECKING:
     from torch import nn
@@ -153,7 +154,7 @@ class TorchDdpReducer(Reducer):
         averaged, self._synchronised = self._synchronised, False
         if averaged:
             self._regroup()
-            watch = self._watch.copy()
+            watch = copy.copy(self._watch)
         else:
             watch = sum_gradients(self.parameters, used, self.comm)
         # DDP has already divided by the number of ranks.

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
@@ -39,7 +39,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import ModuleList
 
-from gradsync.comm.values import same_on_all_ranks
 from gradsync.core.torch_private import (
     active_ddp,
     at_the_end_of_backward,
@@ -47,7 +46,7 @@ from gradsync.core.torch_private import (
     version,
 )
 from gradsync.errors import ConfigError, GradsyncError
-from gradsync.sync.check_model import IN_DDP
+from gradsync.sync.check_replicas import IN_DDP
 from gradsync.sync.engine import gone
 from gradsync.sync.step import StepCall, StepParts, take_step
 from gradsync.sync.step_metadata import settings_of
@@ -61,8 +60,7 @@ log = logging.getLogger("gradsync")
 _PLAIN = (
     "a backward that is not sync.backward() reached this model in sync.micro_step(), or between "
     "sync.backward() and sync.step(), whose gradients it would change. Write sync.backward(loss, "
-    "micro_batch) there and sync.step(optimizer) after the last one; in a loop of your own, "
-    "sync.no_sync() around all micro-batches but the last"
+    "micro_batch) there and sync.step(optimizer) after the last one"
 )
 _OTHERS = (
     "another handle's sync.backward() reached this model between its own backward and its step, or "
@@ -71,7 +69,7 @@ _OTHERS = (
 )
 _TOO_LATE = (
     "enclose forward and backward of a micro-batch together (or set require_backward_grad_sync "
-    "before the forward), as torch's DDP needs it (there, replicas would drift apart silently)"
+    "before the forward)"
 )
 _REENTRANT = (
     "activation checkpointing with use_reentrant=True runs a backward inside of the backward, and "
@@ -87,9 +85,8 @@ _FAILED = (
 )
 _ADDED = (
     "this backward's gradients are added to those of the one before, and both are averaged over "
-    "ranks: enclose all but a step's last in sync.no_sync(), and divide each loss by their number, "
-    "which with gs.loader differs from one number of ranks to another (sync.backward(loss, "
-    "micro_batch) and sync.step(optimizer) divide by themselves) (said once)"
+    "ranks: enclose all but a step's last in sync.no_sync(), and divide each loss by their number "
+    "(said once)"
 )
 _TOO_LATE_TO_CHANGE = (
     "gradients were changed between loss.backward() and optimizer.step() (clipped?), but a rank "
@@ -100,19 +97,14 @@ _STEP_IN_BACKWARD = (
     "optimizer.step() was called during a backward, by a hook on a parameter, before gradients are "
     "averaged. Step after it; with an optimizer for each layer, by sync.step([a, b, ...])"
 )
-_UNLIKE = (
-    "optimizer.step() came without a backward on any rank, and the gradients left in .grad differ "
-    "between ranks (written through .data?): write to .grad itself, which counts as this rank's"
-)
 _FOREIGN = (
     "works through sync.backward and sync.step only (an optimizer's own step would let ranks drift "
     "apart); in a loop of your own use strategy='invariant', 'bucketed', 'naive' or 'fsdp'"
 )
 _DRIFTED = (
     "so their last steps differed, and their weights do: go back to a checkpoint from before. Step "
-    "with the same on all ranks (a scheduler that looks at a loss: with its mean over ranks), as "
-    "often for as many backwards: enclose all micro-batches of a step but the last in "
-    "sync.no_sync()"
+    "with the same on all ranks, as often for as many backwards: enclose all micro-batches of a "
+    "step but the last in sync.no_sync()"
 )
 
 _FLAG = "require_backward_grad_sync"  # torch's DDP has the same name; set on the model
@@ -143,7 +135,7 @@ class UserLoop:
     """
 
     def __init__(self, model: nn.Module, parts: StepParts, watch: ReplicaWatch) -> None:
-        self._parts, self._watch = parts, watch
+        self._parts, self.watch = parts, watch
         self._buffers, self._reducer = parts.buffers, parts.reducer
         self.comm = parts.comm
         self._models = [model, *model.children()] if type(model) is ModuleList else [model]
@@ -162,25 +154,18 @@ class UserLoop:
         self.parameter_ids = {id(parameter) for parameter in self._reducer.parameters}
         self.untracked = UntrackedParameters(model, self.parameter_ids)
         self._optimizers = optimizer_watch()
-        self._optimizers.add(self)
-        self._handles = self._watch_model(model)
-
-    def _watch_model(self, model: nn.Module) -> list[Any]:
-        """Add hooks. They do not refer to this loop, which refers to the model's parameters."""
-        loop: weakref.ref[UserLoop] = weakref.ref(self)
-
-        def before_forward(*_: Any) -> None:
-            # The second forward of a checkpointed part runs during a backward.
-            if torch.is_grad_enabled() and current_graph_task() < 0 and (alive := loop()):
-                alive._forward_begins()
+        self._key = next(self._optimizers.numbers)
+        self._optimizers.listeners[self._key] = self
+        loop: weakref.ref[UserLoop] = weakref.ref(self)  # refers to the model's parameters
 
         def gradient_is_ready(parameter: torch.Tensor) -> bool:
             if (alive := loop()) is None:
                 raise gone()
             return False if alive._enclosed else alive._gradient_came(parameter)
 
-        hook = model.register_forward_pre_hook(ModuleHook(before_forward))
-        return [hook, *self._reducer.watch(gradient_is_ready)]
+        hook = model.register_forward_pre_hook(ModuleHook(self, UserLoop._forward_begins))
+        self.handles = [hook, *self._reducer.watch(gradient_is_ready)]
+        """The hooks; none after `close`."""
 
     # -- sync.backward and sync.step ---------------------------------------------------------------
 
@@ -220,46 +205,38 @@ class UserLoop:
         self._hashes = None
         self._users.clear()
 
-    @contextmanager
-    def late_update(self, parameters: Iterable[torch.Tensor]) -> Generator[None]:
-        """Enclose an update of `parameters` that `sync.step` has postponed; see `postponed`."""
-        with self.enclosed():
-            yield
-        self._watch.remember_late(parameters)
-
     # -- loss.backward() ---------------------------------------------------------------------------
 
     @property
     def synchronises(self) -> bool:
-        """See `UserLoopMethods.require_backward_grad_sync`."""
+        """See `GradientSync.require_backward_grad_sync`."""
         return not self.off and all(vars(m).get(_FLAG, True) for m in self._models)
 
-    @property
-    def was_used(self) -> bool:
-        """Whether this step's gradients came by `loss.backward()`."""
-        return self._state not in (State.NONE, State.SUMS, State.DROPPED)
-
-    @property
-    def pending(self) -> bool:
-        """Whether the user's training loop has gradients that no optimizer has used."""
-        return self._waiting(self._reducer.parameters)
-
-    def _waiting(self, parameters: Iterable[torch.Tensor]) -> bool:
+    def pending(self, but: torch.Tensor | None = None) -> bool:
+        """Whether the user's training loop has gradients that no optimizer has used, of a parameter
+        other than `but`."""
         if self._state in (State.BACKWARD, State.SUMS):
             return self._state is State.BACKWARD
+        here = self._state not in (State.NONE, State.DROPPED) and not self._users
         # Where a loop of the user's own is not supported, no hook notices gradients.
-        unused = not self._reducer.user_loop or (self.was_used and not self._users)
-        return unused and _any_gradient(parameters)
+        return (here or not self._reducer.user_loop) and self._any_gradient(but)
 
-    def _forward_begins(self) -> None:
+    def _any_gradient(self, but: torch.Tensor | None = None) -> bool:
+        return any(p.grad is not None for p in self._reducer.parameters if p is not but)
+
+    def _forward_begins(self, *_: Any) -> None:
         """Note whether it is under `no_sync`; refuse it in torch's DDP around the model."""
+        # The second forward of a checkpointed part runs during a backward.
+        if not torch.is_grad_enabled() or current_graph_task() >= 0:
+            return
         ddp, own = active_ddp(), getattr(self._reducer, "ddp", None)
         if ddp is not None and ddp is not own:
             first = self._reducer.parameters[0]
             if any(first is parameter for parameter in ddp.module.parameters()):
                 raise ConfigError(IN_DDP)
         if self._reducer.user_loop:
-            self._refuse_if_failed()
+            if self._state is State.BACKWARD:
+                raise ConfigError(_FAILED)
             self._off_in_forward = not self.synchronises
 
     def _gradient_came(self, parameter: torch.Tensor) -> bool:
@@ -273,10 +250,9 @@ class UserLoop:
         task = current_graph_task()
         if self._state is State.BACKWARD and task >= self._task:  # the same, or one nested in it
             return self.synchronises
-        others = (p for p in self._reducer.parameters if p is not parameter)
         if task in self._optimizers.backwards:
             dropped = self._state is State.DROPPED
-            if self._state is State.SUMS or (not dropped and self._waiting(others)):
+            if self._state is State.SUMS or (not dropped and self.pending(but=parameter)):
                 raise ConfigError(_OTHERS)
             parameter.grad = None
             if not dropped or task != self._task:
@@ -287,10 +263,6 @@ class UserLoop:
             raise ConfigError(_PLAIN)
         if not self._reducer.user_loop:
             return False
-        self._backward_begins(task, others)
-        return self.synchronises
-
-    def _backward_begins(self, task: int, others: Iterable[torch.Tensor]) -> None:
         before, self._off_in_forward = self._off_in_forward, None
         if before is self.synchronises:
             where = "around the forward only" if before else "after the forward"
@@ -298,7 +270,7 @@ class UserLoop:
         if task < self._task:
             raise ConfigError(_REENTRANT)
         unused = self._state is State.MEAN and self.synchronises and not self._users
-        if unused and not self._warned and _any_gradient(others):
+        if unused and not self._warned and self._any_gradient(but=parameter):
             self._warned = True
             log.warning(_ADDED)
         self._tasks = {task, *(self._tasks if self._state is State.OWN else ())}
@@ -307,6 +279,7 @@ class UserLoop:
         self._users.clear()
         self._state = State.BACKWARD
         at_the_end_of_backward(self._backward_ended)
+        return self.synchronises
 
     def _backward_ended(self) -> None:
         self._state = State.OWN
@@ -317,15 +290,19 @@ class UserLoop:
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Take part in the step, as this rank may have had no backward; gradients are used next."""
-        if current_graph_task() >= 0 and self._is_ours(optimizer):
+        in_backward = current_graph_task() >= 0
+        if self._enclosed and not in_backward:
+            return
+        ours = self._held(optimizer)
+        if ours and in_backward:
             raise ConfigError(_STEP_IN_BACKWARD)
         if self._enclosed:
             return
         self.untracked.check(optimizer, own_step=True, backwards=self._tasks)
-        if not self._is_ours(optimizer):
+        if not ours:
             return
         self._refuse_unless_own()
-        cleared = not _any_gradient(_held(optimizer, self.parameter_ids))
+        cleared = all(parameter.grad is None for parameter in ours)
         if self._state is State.DROPPED and cleared:
             raise ConfigError(_OTHERS)
         hashes = None if self._users else self._hashes
@@ -333,37 +310,36 @@ class UserLoop:
         fresh = fresh or (self._state is State.MEAN and not cleared)
         if not fresh or optimizer in self._users:
             self._synchronise(late=True)
-        elif hashes is not None and hashes != self._watch.gradients():
+        elif hashes is not None and hashes != self.watch.gradients():
             raise ConfigError(_TOO_LATE_TO_CHANGE)
-        self._watch.changed(optimizer)  # noted now, because its step changes weights too
+        self.watch.changed(optimizer)  # noted now, because its step changes weights too
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that an optimizer has used the gradients."""
-        if self._enclosed or not self._is_ours(optimizer):
+        if self._enclosed or not self._held(optimizer):
             return
         self._users.add(optimizer)
         self._note_published()  # because clipping has changed them since
-        self._watch.remember(optimizer)
+        self.watch.remember(optimizer)
         if self.comm.world_size > 1 and self._state is State.MEAN:
             number = int(self._settings[_STEPS])
             self._settings[_STEPS] = str(number + 1)
             self._settings |= settings_of(optimizer, self._reducer.parameters, number=number)
 
-    def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
-        return next(_held(optimizer, self.parameter_ids), None) is not None
+    def _held(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        groups = (group["params"] for group in optimizer.param_groups)
+        return [p for group in groups for p in group if id(p) in self.parameter_ids]
 
-    def finish(self) -> None:
-        """See `UserLoopMethods.finish` and [Note: Who synchronises when]."""
-        self._refuse_unless_own()
+    def finish(self, *, discard: bool = False) -> None:
+        """See `GradientSync.finish`, `GradientSync.discard` and [Note: Who synchronises when]."""
+        if discard:
+            self.refuse_if_foreign()
+        else:
+            self._refuse_unless_own()
         fresh = self._state is State.LOST
-        fresh = fresh or (self._state is State.MEAN and _any_gradient(self._reducer.parameters))
-        if not fresh or self._users:
-            self._synchronise()
-
-    def discard(self) -> None:
-        """See `GradientSync.discard`."""
-        self._refuse_if_foreign()
-        self._synchronise(discard=True)
+        fresh = fresh or (self._state is State.MEAN and self._any_gradient())
+        if discard or not fresh or self._users:
+            self._synchronise(discard=discard)
 
     def _synchronise(self, *, discard: bool = False, late: bool = False) -> None:
         reducer = self._reducer
@@ -391,12 +367,8 @@ class UserLoop:
             mean = parameter.grad if result.had_gradients else copy
             keeps = mean is None or mean is own_grad
             parameter.grad = mean if keeps else own_grad.copy_(mean)
-        same = result.discarded or result.had_gradients
-        # By hashes, since writes through `.data` bump no version.
-        if not (same or same_on_all_ranks(self.comm, repr(self._watch.gradients()).encode())):
-            raise ConfigError(_UNLIKE)
         self._note_published()
-        self._hashes = self._watch.gradients() if result.late and not late else None
+        self._hashes = self.watch.gradients() if result.late and not late else None
 
     def _note_published(self) -> None:
         grads = [p.grad for p in self._reducer.parameters]
@@ -406,35 +378,23 @@ class UserLoop:
 
     def _refuse_unless_own(self) -> None:
         """Raise unless gradients are, or may be, of a `loss.backward()` that has ended."""
-        self._refuse_if_foreign()
+        self.refuse_if_foreign()
         if self._state is State.SUMS:
             raise ConfigError(_OWN_STEP)
-        self._refuse_if_failed()
-
-    def _refuse_if_failed(self) -> None:
         if self._state is State.BACKWARD:
             raise ConfigError(_FAILED)
 
-    def _refuse_if_foreign(self) -> None:
+    def refuse_if_foreign(self) -> None:
+        """Raise if the strategy does not support the user's training loop."""
         if not self._reducer.user_loop:
             raise ConfigError(f"strategy={self._reducer.strategy!r} {_FOREIGN}")
 
-    def turn_off(self, off: bool) -> None:
-        """Turn synchronisation `off` or on, between two micro-batches."""
-        self._refuse_if_foreign()
-        self.off = off
-
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return not self._handles
-
     def close(self) -> None:
         """Remove the hooks."""
-        self._optimizers.discard(self)
-        for handle in self._handles:
+        self._optimizers.listeners.pop(self._key, None)
+        for handle in self.handles:
             handle.remove()
-        self._handles = []
+        self.handles = []
 
 
 def _left_over(
@@ -451,62 +411,3 @@ def _left_over(
         if known[1] == version(grad):
             found.append((parameter, grad, grad.clone()))
     return found
-
-
-class UserLoopMethods:
-    """Methods of `GradientSync` for the user's training loop."""
-
-    _user_loop: UserLoop
-
-    def finish(self) -> None:
-        """Set every `.grad` to the mean over ranks, as torch's DDP does; for user training loops.
-
-        Backward does this itself when it ends. Call `finish` on a rank that had no backward in this
-        step, and under strategies without hooks. A second call does nothing.
-        """
-        self._refuse_if_closed()
-        self._user_loop.finish()
-
-    @property
-    def require_backward_grad_sync(self) -> bool:
-        """Whether a backward averages over ranks, in the user's training loop, as in torch's DDP.
-
-        False means `no_sync` without the `with`: set it before the forward, and set True before the
-        forward of the last micro-batch. It can also be set on the model itself
-        (`model.require_backward_grad_sync = False`). Regardless of it, `sync.backward` only adds
-        up, and `sync.step` synchronises.
-
-        Raises:
-            ConfigError: on setting, if the strategy does not support the user's training loop.
-        """
-        return self._user_loop.synchronises
-
-    @require_backward_grad_sync.setter
-    def require_backward_grad_sync(self, wanted: bool) -> None:
-        """Set it between two micro-batches."""
-        self._refuse_if_closed()
-        self._user_loop.turn_off(not wanted)
-
-    @contextmanager
-    def no_sync(self) -> Generator[None]:
-        """Only accumulate, in the user's training loop. Enclose forward and backward of all
-        micro-batches except the last."""
-        self._refuse_if_closed()
-        before = self._user_loop.off
-        self._user_loop.turn_off(True)
-        try:
-            yield
-        finally:
-            self._user_loop.turn_off(before)
-
-    def _refuse_if_closed(self) -> None:
-        if self._user_loop.closed:
-            raise ConfigError("this handle is closed: call gs.replicate again")
-
-
-def _held(optimizer: torch.optim.Optimizer, ids: set[int]) -> Iterator[torch.Tensor]:
-    return (p for group in optimizer.param_groups for p in group["params"] if id(p) in ids)
-
-
-def _any_gradient(parameters: Iterable[torch.Tensor]) -> bool:
-    return any(parameter.grad is not None for parameter in parameters)

@@ -1,4 +1,4 @@
-"""What a process does with its optimizers and parameters, beside training the replicated model.
+"""What watches a step: optimizers and weights outside of it, slow ranks, gradients not finite.
 
 Torch offers hooks on all optimizers of the process, in one table. That table must not change while
 another thread steps. So one watch enters it once and stays, and listeners register with the watch.
@@ -21,12 +21,14 @@ from __future__ import annotations
 
 import ctypes
 import inspect
-import threading
+import itertools
+import logging
+import time
 import weakref
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch.optim.optimizer import (
@@ -35,9 +37,11 @@ from torch.optim.optimizer import (
 )
 
 from gradsync.comm.base import Communicator
+from gradsync.comm.finite import non_finite
 from gradsync.comm.values import all_gather_numbers
 from gradsync.core.torch_private import (
     current_graph_task,
+    foreach_norm,
     optimizer_post_hooks,
     optimizer_pre_hooks,
     run_uncompiled,
@@ -52,29 +56,20 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+log = logging.getLogger("gradsync")
+
 
 class OptimizerWatch:
-    """The hooks. Refers to its listeners (each model's `UserLoop`) weakly, in the order in which
-    they were added: all ranks must notify them of a step in the same order."""
+    """The hooks, and whom they notify of each step."""
 
     def __init__(self) -> None:
-        self._listeners: list[weakref.ref[Any]] = []
-        self._lock = threading.Lock()
-        self.added = 0
-        """Number of listeners ever added."""
+        self.listeners = WeakValueDictionary[int, Any]()
+        """Each model's `UserLoop`, in the order in which they were added: all ranks must notify
+        them of a step in the same order."""
+        self.numbers = itertools.count()
+        """Gives each listener its number."""
         self.backwards: set[int] = set()
         """Graph task of each `GradientSync.backward` that is running."""
-
-    def add(self, listener: Any) -> None:
-        """Notify `listener` until it is garbage-collected."""
-        with self._lock:
-            self._listeners.append(weakref.ref(listener))
-            self.added += 1
-
-    def discard(self, listener: Any) -> None:
-        """Stop notifying `listener`."""
-        with self._lock:
-            self._listeners = [ref for ref in self._listeners if ref() not in (None, listener)]
 
     def owner_of(self, parameter: Tensor) -> Any:
         """The listener that synchronises this parameter, or None."""
@@ -93,10 +88,9 @@ class OptimizerWatch:
 
     def present(self) -> list[Any]:
         """Listeners that are alive, in order."""
-        with self._lock:
-            found = [(ref, ref()) for ref in self._listeners]
-            self._listeners = [ref for ref, listener in found if listener is not None]
-        return [listener for _, listener in found if listener is not None]
+        # Not `values()`: another thread may add a listener meanwhile.
+        found = [ref() for ref in self.listeners.valuerefs()]
+        return [listener for listener in found if listener is not None]
 
 
 def optimizer_watch() -> OptimizerWatch:
@@ -115,10 +109,10 @@ def postponed(parameters: Sequence[Tensor]) -> Generator[None]:
     """Enclose an update of some of a model's `parameters` that `GradientSync.step` has postponed:
     it is no step of the user's, and no edit."""
     owner = optimizer_watch().owner_of(parameters[0])
-    with ExitStack() as stack:
-        if owner is not None:
-            stack.enter_context(owner.late_update(parameters))
+    with nullcontext() if owner is None else owner.enclosed():
         yield
+    if owner is not None:
+        owner.watch.remember_late(parameters)
 
 
 def why_not_now(optimizer: Optimizer, *, after: bool = True) -> str:
@@ -174,15 +168,13 @@ class UntrackedParameters:
         if own_step:
             owner_of = optimizer_watch().owner_of
             outside = {i: p for i, p in outside.items() if owner_of(p) is None}
-        if not any(id(p) in self._known for p in held):
-            self._watch(optimizer, outside.values())
-        elif outside:
+        if any(id(p) in self._known for p in held):
+            if not outside:
+                return
             raise ConfigError(
                 "the optimizer also holds parameters outside of the replicated model "
                 f"{shapes(optimizer, outside)}: {_ONE_MODULE}"
             )
-
-    def _watch(self, optimizer: Optimizer, parameters: Collection[Tensor]) -> None:
         self._reached[optimizer] = -1
         this, its = weakref.ref(self), weakref.ref(optimizer)
 
@@ -191,7 +183,7 @@ class UntrackedParameters:
             if alive is not None and optimizer is not None:
                 alive._reached[optimizer] = current_graph_task()
 
-        for parameter in parameters:
+        for parameter in outside.values():
             parameter.register_post_accumulate_grad_hook(gradient_came)
 
 
@@ -216,26 +208,24 @@ def shapes(optimizer: Optimizer, ids: Collection[int] | None = None) -> str:
 
 
 class ModuleHook:
-    """Calls `function`; copied or pickled, it becomes a hook that does nothing."""
+    """Calls `function(owner, *arguments)` while `owner`, which it does not keep alive, exists.
+    Copied or pickled, it becomes a hook that does nothing."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, owner: Any = None, function: Callable[..., Any] | None = None) -> None:
+        self._owner = None if owner is None else weakref.ref(owner)
         self._function = function
 
     def __call__(self, *arguments: Any) -> Any:
-        return self._function(*arguments)
+        owner = None if self._owner is None else self._owner()
+        if owner is not None and self._function is not None:
+            return self._function(owner, *arguments)
+        return None
 
-    def __reduce__(self) -> tuple[type[NoHook], tuple[()]]:
-        return (NoHook, ())
+    def __reduce__(self) -> tuple[type[ModuleHook], tuple[()]]:
+        return (ModuleHook, ())
 
 
 run_uncompiled(ModuleHook.__call__)
-
-
-class NoHook:
-    """Stand-in for a `ModuleHook` in a copy."""
-
-    def __call__(self, *arguments: Any) -> None:
-        """Do nothing."""
 
 
 _SAMPLED = 16
@@ -254,7 +244,14 @@ class ReplicaWatch:
         self._comm = comm
         watched = equal and comm.world_size > 1
         self._named = list(model.named_parameters()) if watched else []
-        self._weights = [parameter for _, parameter in self._named if _is_plain(parameter)]
+        # Those with readable memory that count their versions.
+        self._weights = [
+            weight
+            for _, weight in self._named
+            if type(weight) is torch.nn.Parameter
+            and weight.layout == torch.strided
+            and not weight.is_inference()
+        ]
         self._states: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()
         self._turn = 0
         self._sampled = frozenset[int]()  # ids
@@ -332,7 +329,163 @@ class ReplicaWatch:
         return signs
 
 
-def _is_plain(weight: Tensor) -> bool:
-    """Whether the tensor has readable memory, and counts its versions."""
-    is_dense = type(weight) is torch.nn.Parameter and weight.layout == torch.strided
-    return is_dense and not weight.is_inference()
+class Stopwatch:
+    """Measures one interval: `start`, `stop`, and later `seconds()`.
+
+    On CUDA it records events and reads them only on request, so that measuring does not
+    synchronise the step. Wall-clock time would measure the launch there, not the work.
+    """
+
+    def __init__(self, *, on_cuda: bool) -> None:
+        self._on_cuda = on_cuda
+        self._first: Any = None
+        self._last: Any = None
+
+    def start(self) -> None:
+        """Mark the beginning."""
+        self._first = self._now()
+
+    def stop(self) -> None:
+        """Mark the end. A copy (`copy.copy`) keeps this reading."""
+        self._last = self._now()
+
+    def seconds(self) -> float:
+        """Time from `start` to `stop`, in seconds; waits until the GPU has reached `stop`.
+
+        0.0 if one of them was never called.
+        """
+        if self._first is None or self._last is None:
+            return 0.0
+        if not self._on_cuda:
+            return self._last - self._first
+        self._last.synchronize()
+        return self._first.elapsed_time(self._last) / 1000
+
+    def _now(self) -> Any:
+        if not self._on_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+_WINDOW = 10
+"""Number of steps that are examined together."""
+_LAG, _LEAST_LAG_S = 0.2, 0.001
+"""How long the others must wait for a rank: share of a step, and seconds."""
+
+
+class StragglerWatch:
+    """Warns of a rank that the others repeatedly wait for.
+
+    A backward takes equally long on a slow rank and on the others, because all wait in it for the
+    slowest. But the slowest rank waits least. A rank is named if in nine of ten steps it has waited
+    less than all others, in the median by a fifth of a step and 1 ms. So a pause (a checkpoint by
+    rank 0, an evaluation) does not count, nor does noise that affects one rank after the other.
+
+    Args:
+        comm: the ranks.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._steps: list[tuple[float, float, int, Stopwatch]] = []
+        self._ended = 0.0
+        self._said = -1
+
+    def step_ends(self, exposed: Stopwatch, met_s: float, micro_batches: int = 0) -> None:
+        """Record a step with this number of `micro_batches` (0: unknown). This rank has waited for
+        `exposed`, or for `met_s` seconds until all ranks arrived (strategies wait in different
+        places). Every tenth time one all-gather: whole group, float64 [30], CPU; no overlap."""
+        now = time.perf_counter()
+        if self._ended and self._comm.world_size > 1:
+            self._steps.append((now - self._ended, met_s, micro_batches, exposed))
+        self._ended = now
+        if len(self._steps) > _WINDOW:  # one step more, to avoid waiting for a GPU
+            steps = self._steps[:_WINDOW]
+            rows = [(wall, max(met, watch.seconds()), n) for wall, met, n, watch in steps]
+            mine = torch.tensor(rows, dtype=torch.float64)
+            everyone = torch.zeros(self._comm.world_size * mine.numel(), dtype=torch.float64)
+            self._comm.all_gather(everyone, mine.flatten()).wait()
+            self._steps.clear()
+            slow, said = find_straggler(everyone.view(-1, *mine.shape))
+            if said and slow != self._said and self._comm.rank == 0:
+                log.warning(said)
+            self._said = slow
+
+
+def find_straggler(ranks: Tensor) -> tuple[int, str]:
+    """The rank that all others wait for, and the message about it; (-1, "") for no such rank.
+
+    Args:
+        ranks: seconds of a step and of waiting for others, and micro-batches, [W, steps, 3].
+    """
+    waits = ranks[:, :, 1]
+    least = waits.argmin(0)
+    slow = int(least.mode().values)
+    wall, _, micro_batches = (float(part.median()) for part in ranks[slow].unbind(1))
+    others = torch.cat([waits[:slow], waits[slow + 1 :]]).min(0).values
+    lag = float((others - waits[slow]).median())
+    if int((least == slow).sum()) < 0.9 * len(least) or lag < max(_LAG * wall, _LEAST_LAG_S):
+        return -1, ""
+    waited = f"the others wait for it, {100 * lag / wall:.0f} % of each step ({wall:.2g} s)"
+    dealt = ranks[:, :, 2].median(1).values
+    own = (ranks[:, :, 0].median(1).values - waits.median(1).values) / dealt.clamp(min=1)
+    if micro_batches > dealt.min() and own[slow] < (1 + _LAG) * own[dealt > 0].median():
+        return slow, (
+            f"rank {slow} has {micro_batches:.0f} of a step's {int(dealt.sum())} micro-batches: "
+            f"{waited}; a number that divides evenly among {len(ranks)} ranks would save that"
+        )
+    return slow, f"rank {slow} is slow: {waited}"
+
+
+SMALL = 16_384
+"""Largest size, in elements, of a gradient that is checked in every step: a norm's, a bias's."""
+_CUDA_STEPS = 100
+"""Steps between two checks of the gradients on CUDA, where each check waits for the device."""
+
+
+class NonFinite:
+    """Warns when this rank's gradients become nan or inf, before sums hide which rank caused it.
+    Warns once, until they are finite again.
+
+    Per step: `look` before gradients are sent, in one or several parts; then `step_ends`. A
+    non-finite value in one layer's activations reaches norms and biases of all layers before it.
+    """
+
+    def __init__(self) -> None:
+        self._step = 0
+        self._said = False
+        self._found: list[str] = []
+
+    def is_due(self, *, on_cuda: bool) -> bool:
+        """Whether to check in this step."""
+        return not on_cuda or self._step % _CUDA_STEPS == 0
+
+    def look(
+        self, parts: Sequence[Tensor], named: Callable[[], Iterable[tuple[str, Tensor]]]
+    ) -> None:
+        """Note the names of gradients that are not finite.
+
+        Args:
+            parts: memory of gradients, read once. Names are read only if a part is not finite.
+            named: the gradients.
+        """
+        plain = [p for p in parts if p.is_floating_point() and p.layout == torch.strided]
+        if len(plain) == len(parts) and (
+            not plain or torch.stack(foreach_norm(plain)).isfinite().all()
+        ):
+            return
+        if found := non_finite(named()):
+            self._found.append(found)
+
+    def step_ends(self, rank: int) -> None:
+        """Warn about this step's findings; the step number counts from this model's first step."""
+        self._step += 1
+        if self._found and not self._said:
+            log.warning(
+                "rank %d, step %d: nan or inf in this rank's gradient of %s; every rank gets it "
+                "with the next sum or average",
+                *(rank, self._step, ", ".join(self._found)),
+            )
+        self._said, self._found = bool(self._found), []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from gradsync.sync.check_model import describe_model, name_ranks
+from gradsync.sync.check_replicas import describe_model, name_ranks
 
 
 @pytest.mark.parametrize(

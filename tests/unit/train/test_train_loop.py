@@ -9,8 +9,8 @@ import pytest
 
 from gradsync.commands.train import loop
 from gradsync.commands.train.loop import Interval
-from gradsync.sync import monitors as stopwatch
-from gradsync.sync.monitors import Stopwatch
+from gradsync.sync import watch as stopwatch
+from gradsync.sync.watch import Stopwatch
 
 
 class Clock:

@@ -20,9 +20,10 @@ from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any
 
+from gradsync.commands.train.config import listed, with_options
 from gradsync.core.files import check_name
 from gradsync.errors import ConfigError
-from gradsync.sync.options import Kind, check_value, listed, with_options
+from gradsync.sync.options import Kind, check_value
 from gradsync.sync.registry import STRATEGIES, check_options
 
 ALONE = "none"

@@ -24,7 +24,6 @@ from gradsync.sync.buffers import BufferSync
 from gradsync.sync.build import build_reducer
 from gradsync.sync.check_replicas import check_replicas
 from gradsync.sync.layout import BLOCK
-from gradsync.sync.monitors import Stopwatch, StragglerWatch
 from gradsync.sync.reducer import Reducer, trainable
 from gradsync.sync.registry import check_options, find_strategy
 from gradsync.sync.replica import Replica
@@ -37,6 +36,7 @@ from gradsync.sync.replicas import (
 )
 from gradsync.sync.step import Optimizers, StepCall, StepParts, StepResult, Update, take_step
 from gradsync.sync.step_metadata import LossSum
+from gradsync.sync.watch import Stopwatch
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -216,9 +216,7 @@ class SplitSync:
         # Rotary tables are constants: there is nothing to keep equal.
         self._buffers = BufferSync(model, groups.data, equal_replicas=False)
         self.replica = Replica(self.comm, self.reducer, self._buffers)
-        self._parts = StepParts(
-            self.reducer, groups.everyone, self._buffers, 0, StragglerWatch(None)
-        )
+        self._parts = StepParts(self.reducer, groups.everyone, self._buffers, 0)
 
     def add_loss(self, loss_sum: Tensor, weight: float) -> None:
         """A micro-batch's summed loss, [], and its targets; one rank of a replica reports it."""

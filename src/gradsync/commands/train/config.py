@@ -18,7 +18,7 @@ from gradsync.core.files import check_name
 from gradsync.data.batch_plan import BatchPlan, solve_batch_plan
 from gradsync.errors import ConfigError
 from gradsync.runtime.bounds import check_times
-from gradsync.sync.options import every_option, key_and_value
+from gradsync.sync.options import every_option
 
 Dtype = Literal["auto", "bf16", "fp32", "fp16"]
 Schedule = Literal["cosine", "wsd", "constant"]
@@ -160,6 +160,44 @@ SyncConfig: Any = make_dataclass(
     kw_only=True,
 )
 """Every option of every strategy, as `sync/options.py` declares it."""
+
+
+def listed(text: str) -> list[str]:
+    """Split `a,b:key=value,key=value,c` at commas; `key=value` belongs to the name before it."""
+    words: list[str] = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        is_option = "=" in part and ":" not in part.partition("=")[0]
+        if is_option and words:
+            words[-1] += ("," if ":" in words[-1] else ":") + part
+        else:
+            words.append(part)
+    return words
+
+
+def with_options(word: str) -> tuple[str, dict[str, Any]]:
+    """The name in `name:key=value,key=value`, and its options, unchecked.
+
+    Raises:
+        ConfigError: a part that is not `key=value`.
+    """
+    name, _, rest = word.partition(":")
+    return name, dict(key_and_value(name, part) for part in rest.split(",") if part)
+
+
+def key_and_value(name: str, part: str) -> tuple[str, Any]:
+    """The option in `key=value`; ConfigError, which names whose it is, for other text."""
+    key, equals, value = part.partition("=")
+    if not (key and equals and value):
+        raise ConfigError(f"{name}: option {part!r} is not key=value")
+    words = {"true": True, "false": False, "none": None}
+    if value.lower() in words:
+        return key, words[value.lower()]
+    for kind in (int, float):
+        try:
+            return key, kind(value)
+        except ValueError:
+            continue
+    return key, value
 
 
 def sync_options(words: Sequence[str]) -> Any:

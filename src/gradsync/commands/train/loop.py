@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
@@ -24,8 +25,8 @@ from gradsync.commands.train.saving import ADVICE, RANDOM_STREAMS, Fingerprint, 
 from gradsync.data.micro_batch import Batch
 from gradsync.errors import DataError, DivergenceError, DriftError
 from gradsync.runtime.signals import StopRequest
-from gradsync.sync.monitors import Stopwatch
 from gradsync.sync.step import StepResult
+from gradsync.sync.watch import Stopwatch
 from gradsync.world import World
 
 T = TypeVar("T")
@@ -101,7 +102,7 @@ class Interval:
     def add(self, exposed: Stopwatch, part: str = "step") -> None:
         """Count one more step, and its communication, which `exposed` measured within `part`."""
         self.steps += 1
-        self._exposed.append((part, exposed.copy()))
+        self._exposed.append((part, copy.copy(exposed)))
 
     def read(self) -> tuple[float, float]:
         """(wall seconds, exposed communication seconds) so far; waits for the device."""

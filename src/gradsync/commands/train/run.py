@@ -38,7 +38,7 @@ from gradsync.core.files import counted, read_object
 from gradsync.errors import ConfigError, GradsyncError, RunError, UsageError
 from gradsync.runtime.signals import StopRequest
 from gradsync.runtime.watch import FailureWatch
-from gradsync.sync.check_model import first_difference
+from gradsync.sync.check_replicas import first_difference
 from gradsync.world import World
 
 EXIT_REQUEUE = 75

@@ -20,12 +20,14 @@ from gradsync.checkpoint.weights import match_weights
 from gradsync.comm.base import Communicator
 from gradsync.comm.groups import RankPlacement
 from gradsync.comm.values import broadcast_json, broadcast_tensors
+from gradsync.commands.train.config import with_options
 from gradsync.commands.verify.problem import LossSum, Problem, build_problem
 from gradsync.commands.verify.record import Observer, State, Trace
 from gradsync.commands.verify.settings import (
     CLIP_NORM,
     SEED,
     VerifySettings,
+    chosen_strategy,
     promise_of,
 )
 from gradsync.data.loader import Loader, loader
@@ -33,8 +35,7 @@ from gradsync.data.micro_batch import map_tensors
 from gradsync.errors import CheckpointError
 from gradsync.runtime.seeds import seed_micro_batch
 from gradsync.sync.gradient_sync import GradientSync
-from gradsync.sync.options import with_options
-from gradsync.sync.registry import chosen_strategy, find_strategy
+from gradsync.sync.registry import find_strategy
 from gradsync.sync.replicate import replicate
 from gradsync.world import World
 

@@ -14,11 +14,12 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+from gradsync.commands.train.config import with_options
 from gradsync.core.files import check_name
 from gradsync.errors import ConfigError
-from gradsync.sync.options import Recipe
+from gradsync.sync.options import Options, Recipe
 from gradsync.sync.registry import Promise as Kind
-from gradsync.sync.registry import chosen_strategy
+from gradsync.sync.registry import Strategy, check_options, find_strategy
 
 MODELS = ("mlp", "conv", "gpt")
 """The problems included in verify, smallest first."""
@@ -81,6 +82,17 @@ _DETAILS: dict[str, dict[str, Any]] = {
     "local_sgd": {"local": True},
     "diloco": {"local": True},
 }
+
+
+def chosen_strategy(word: str) -> tuple[Strategy, Options]:
+    """The strategy in `name:key=value,…`, with its options checked.
+
+    Raises:
+        ConfigError: unknown name, option or value.
+    """
+    name, options = with_options(word)
+    strategy = find_strategy(name)
+    return strategy, check_options(strategy, options)
 
 
 def promise_of(strategy: str) -> Promise:

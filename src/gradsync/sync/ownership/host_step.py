@@ -33,7 +33,6 @@ from gradsync.errors import ConfigError
 from gradsync.sync.buckets import FORGOTTEN, UNKNOWN, Bucket, SumPlan, Sums, plan_sum
 from gradsync.sync.exchange import Exchange, Then
 from gradsync.sync.layout import BLOCK, Run
-from gradsync.sync.monitors import Stopwatch
 from gradsync.sync.options import Recipe
 from gradsync.sync.ownership.elementwise import why_whole
 from gradsync.sync.ownership.host_memory import (
@@ -51,7 +50,7 @@ from gradsync.sync.replicas import (
     tell,
 )
 from gradsync.sync.step_metadata import options
-from gradsync.sync.watch import why_not_now
+from gradsync.sync.watch import Stopwatch, why_not_now
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -28,7 +28,6 @@ from gradsync.comm.process_group import AllOf
 from gradsync.errors import ConfigError
 from gradsync.sync.buckets import Bucket
 from gradsync.sync.exchange import Then
-from gradsync.sync.monitors import Stopwatch
 from gradsync.sync.ownership.elementwise import check_elementwise
 from gradsync.sync.ownership.sharded_optimizer import (
     ShardedUpdate,
@@ -39,7 +38,7 @@ from gradsync.sync.replicas import DividedReplicas, clip_factor, clip_shards, sc
 from gradsync.sync.shares import HeldState
 from gradsync.sync.tree_exchange import ShardedNorm, TreeExchange
 from gradsync.sync.waiting_weights import WaitingWeights, has_compiled
-from gradsync.sync.watch import postponed, why_not_now
+from gradsync.sync.watch import Stopwatch, postponed, why_not_now
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

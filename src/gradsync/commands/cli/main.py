@@ -43,7 +43,9 @@ COMMANDS = {
 
 _ROOMS = {
     "bench": "bench.command",
+    "launch": "launch.command",
     "lint": "lint.command",
+    "submit": "launch.submit",
     "tune": "bench.tune",
     "verify": "verify.command",
 }

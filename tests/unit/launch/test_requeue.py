@@ -26,7 +26,7 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
         if argv[1] == "requeue":
             talk["requeued"].append(argv[2])
             if talk["refusal"]:
-                raise RunError(f"scontrol refused: {talk['refusal'][0]}")
+                raise RunError(f"Slurm refused scontrol: {talk['refusal'][0]}")
         return talk["state"][0]
 
     monkeypatch.setattr(requeue, "ask", answer)
@@ -76,7 +76,7 @@ def test_what_did_not_stop_is_not_requeued(code, slurm, tmp_path, capsys) -> Non
         (TASK, "RUNNING", [], ["7_3"], "another turn of job 7_3"),
         ({}, "COMPLETING", [], [], "not requeued: job 7 is being ended from outside"),
         ({}, "CANCELLED", [], [], "not requeued: job 7 is being ended from outside"),
-        ({}, "RUNNING", ["disabled"], ["7"], "not requeued: scontrol refused: disabled"),
+        ({}, "RUNNING", ["disabled"], ["7"], "not requeued: Slurm refused scontrol: disabled"),
         ({}, "history is a folder", [], [], "not requeued: cannot write"),
     ],
 )
@@ -112,7 +112,7 @@ def test_what_slurm_refuses_is_said_in_its_words(monkeypatch, tmp_path: Path) ->
     fake = tmp_path / "scontrol"
     fake.write_text("#!/bin/sh\necho 'error: a' >&2\necho b >&2\nexit 1\n")
     fake.chmod(0o755)
-    with pytest.raises(RunError, match="scontrol refused: error: a; b"):
+    with pytest.raises(RunError, match="Slurm refused scontrol: error: a; b"):
         ask("scontrol", "requeue", "7")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LaunchError, match="there is no sbatch on this machine"):

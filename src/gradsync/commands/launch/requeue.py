@@ -57,7 +57,8 @@ def ask(*argv: str) -> str:
     except subprocess.TimeoutExpired:
         raise RunError(f"{argv[0]} did not answer within {_TIMEOUT_S} s; is Slurm up?") from None
     if done.returncode != 0:
-        raise RunError(f"{argv[0]} refused: {'; '.join(done.stderr.strip().splitlines())}")
+        words = "; ".join(done.stderr.strip().splitlines())
+        raise RunError(f"Slurm refused {argv[0]}: {words}")
     return done.stdout
 
 

@@ -13,7 +13,6 @@ from support.launchers import (
     clean_environment,
     run_command,
     run_mpich,
-    run_mpirun,
 )
 from support.namespaces import Host, program, two_hosts
 from support.small_run import OneRank, small_config
@@ -32,7 +31,6 @@ except RendezvousError as error:
 """
 OPEN_MPI = {"MPI4PY_LIBMPI": "libmpi.so.40"}
 """Variables by which mpi4py finds Open MPI, whatever this machine calls its MPI."""
-WHICH = "from mpi4py import MPI; w = MPI.COMM_WORLD; print(w.rank, w.size, flush=True)"
 
 
 @pytest.fixture
@@ -110,14 +108,3 @@ def test_the_library_of_another_mpi_is_named() -> None:
     assert "mpi4py found another MPI's library, Open MPI v" in done.stdout
     assert "MPI4PY_LIBMPI" in done.stdout
     assert "-genv MASTER_ADDR <host of rank 0>" in done.stdout
-
-
-@pytest.mark.launcher("mpich")
-@pytest.mark.launcher("mpirun")
-def test_both_families_side_by_side(mpich_library: dict[str, str]) -> None:
-    """Each one's launcher with its own library, from the same mpi4py."""
-    for said in (
-        run_mpirun(2, ["-c", WHICH], extra_env=OPEN_MPI).ok().stdout,
-        run_mpich(2, ["-c", WHICH], extra_env=mpich_library).ok().stdout,
-    ):
-        assert sorted(said.splitlines()) == ["0 2", "1 2"]

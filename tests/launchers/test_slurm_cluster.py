@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from support import processes
-from support.launchers import Finished, run_srun
+from support.launchers import Finished
 from support.slurm_cluster import SlurmCluster
 
 pytestmark = pytest.mark.launcher("srun")
@@ -84,28 +84,12 @@ def test_a_batch_shell_has_a_rank_but_no_step(slurm: SlurmCluster, dump: Dumper)
     assert "SLURM_STEP_NUM_TASKS" not in env
 
 
-def test_a_step_in_a_batch_job(slurm: SlurmCluster, dump: Dumper) -> None:
-    script = BATCH + " ".join(("srun", *dump.argv))
-    tasks = dump.environments(slurm.sbatch_script(script, extra_env=dump.extra_env))
-    assert [env["SLURM_STEP_ID"] for env in tasks] == ["0", "0"]
-    assert [env["SLURM_PROCID"] for env in tasks] == ["0", "1"]
-
-
 def test_an_allocation_shell_has_no_rank(slurm: SlurmCluster, dump: Dumper) -> None:
     salloc = ("salloc", "--ntasks=2", "--nodes=2", *dump.argv)
     (env,) = dump.environments(slurm.command(salloc, extra_env=dump.extra_env))
     assert env["SLURM_NTASKS"] == "2"
     assert "SLURM_PROCID" not in env
     assert "SLURM_STEP_ID" not in env
-
-
-def test_a_step_may_be_smaller_than_its_allocation(slurm: SlurmCluster, dump: Dumper) -> None:
-    srun = ("srun", "--ntasks=1", "--nodes=1", *dump.argv)
-    salloc = ("salloc", "--ntasks=4", "--nodes=2", *srun)
-    (env,) = dump.environments(slurm.command(salloc, extra_env=dump.extra_env))
-    assert env["SLURM_JOB_NODELIST"] == "n[1-2]"
-    assert env["SLURM_STEP_NODELIST"] == "n1"
-    assert env["SLURM_STEP_NUM_TASKS"] == "1"
 
 
 @pytest.mark.launcher("mpirun")
@@ -129,18 +113,6 @@ def test_pmi2_adds_pmi_variables_to_the_step(slurm: SlurmCluster, dump: Dumper) 
     )
     assert [(env["PMI_RANK"], env["PMI_SIZE"]) for env in tasks] == [("0", "2"), ("1", "2")]
     assert [env["SLURM_PROCID"] for env in tasks] == ["0", "1"]
-
-
-def test_exit_codes_and_output_come_through(slurm: SlurmCluster) -> None:
-    assert run_srun(2, ["-c", "raise SystemExit(75)"], slurm).returncode == 75
-    done = slurm.sbatch_script("#!/bin/sh\necho out; echo err >&2; exit 3\n")
-    assert (done.returncode, done.stdout, done.stderr) == (3, "out\n", "err\n")
-
-
-def test_only_slurm_knows_the_nodes(slurm: SlurmCluster) -> None:
-    asked = slurm.command(["scontrol", "show", "hostnames", "n[1-2]"]).ok()
-    assert asked.stdout.split() == ["n1", "n2"]
-    assert "NodeAddr=127.0.0.1" in slurm.command(["scontrol", "show", "node", "n2"]).ok().stdout
 
 
 def test_nothing_is_left_of_a_cluster(tmp_path: Path) -> None:

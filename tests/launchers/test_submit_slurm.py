@@ -222,4 +222,6 @@ def test_slurms_own_words(jobs: Submitter) -> None:
     done = jobs.call("--time=30", "--partition=nowhere", "--", "turns.py", "run", "1")
     assert done.returncode == 1
     assert done.stderr.count("gradsync: error: ") == 1
-    assert "sbatch refused the job: invalid partition specified: nowhere" in done.stderr
+    assert (
+        "Slurm refused sbatch: sbatch: error: invalid partition specified: nowhere" in done.stderr
+    )

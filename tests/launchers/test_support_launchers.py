@@ -1,14 +1,11 @@
 """The helpers that run real launchers: clean start, bounded time, nothing left."""
 
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from support import launchers, processes
-from support.launchers import Finished, run_command, run_mpirun, run_python, run_torchrun
+from support.launchers import run_mpirun, run_python
 
 FAILED = pytest.fail.Exception
 HANG = "import time\ndef hang_here():\n    while True: time.sleep(0.1)\nhang_here()"
@@ -29,28 +26,6 @@ def test_no_launcher_variable_is_inherited(monkeypatch: pytest.MonkeyPatch) -> N
         assert name not in names
 
 
-def test_gives_code_and_output() -> None:
-    code = "import sys; print('out'); print('err', file=sys.stderr); sys.exit(5)"
-    done = run_python(["-c", code])
-    assert tuple(done) == (5, "out\n", "err\n")
-    with pytest.raises(FAILED, match=r"exit 5\n(.|\n)*--- stderr\nerr"):
-        done.ok()
-
-
-def test_torchrun(tmp_path: Path) -> None:
-    script = tmp_path / "rank.py"
-    # In one write: without Python's buffer, parts of two ranks' lines may mix.
-    line = 'f\'{os.environ["RANK"]} {os.environ["WORLD_SIZE"]}\\n\'.encode()'
-    script.write_text(f"import os; os.write(1, {line})\n")
-    assert sorted(run_torchrun(2, [script]).ok().stdout.splitlines()) == ["0 2", "1 2"]
-
-
-@pytest.mark.launcher("mpirun")
-def test_mpirun() -> None:
-    code = "import os; print(os.environ['OMPI_COMM_WORLD_RANK'], flush=True)"
-    assert sorted(run_mpirun(3, ["-c", code]).ok().stdout.split()) == ["0", "1", "2"]
-
-
 @pytest.mark.launcher("mpirun")
 def test_a_hang_shows_the_ranks_stacks_and_ends_it(tmp_path: Path) -> None:
     script = tmp_path / "hang.py"
@@ -68,31 +43,3 @@ def test_a_descendant_left_behind_fails_and_is_ended(monkeypatch: pytest.MonkeyP
         run_python(["-c", ORPHAN])
     pid = int(str(caught.value).split("['")[1].split()[0])
     assert processes.describe(pid) == f"{pid} (ended)"
-
-
-def test_an_interrupted_wait_shows_the_stacks_and_ends_the_command(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    """An exception in the middle of the wait, as a test's own timeout raises it.
-
-    Not by a signal that the command sends: on a busy machine it may arrive while it is started.
-    """
-    hangs = tmp_path / "hangs"
-    wait = subprocess.Popen.wait
-
-    def interrupted(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
-        if hangs.exists():  # the second wait, once it was interrupted
-            return wait(process, timeout)
-        while not hangs.exists():
-            time.sleep(0.01)
-        raise TimeoutError("interrupted")
-
-    monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
-    code = HANG.replace("while True", f"open({str(hangs)!r}, 'w')\n    while True")
-    with pytest.raises(TimeoutError, match="interrupted"):
-        run_command([sys.executable, "-c", code])
-    assert "hang_here" in capfd.readouterr().err
-
-
-def test_finished_describes_itself() -> None:
-    assert Finished(("echo", "1"), 0, "1\n", "").describe().startswith("$ echo 1\n--- stdout\n1")

@@ -17,14 +17,8 @@ from support.launchers import clean_environment
 from support.small_run import summary_of
 
 TINY = (
-    *(
-        "tiny",
-        "--steps=6",
-        "--dtype=fp32",
-        "--device=cpu",
-        "--eval.every=0",
-        "--checkpoint.every=2",
-    ),
+    *("tiny", "--steps=6", "--dtype=fp32", "--device=cpu"),
+    *("--eval.every=0", "--checkpoint.every=2"),
     *("--model.n-layer=1", "--model.n-embd=48", "--model.block-size=16", "--eval.max-tokens=64"),
     *("--tokens-per-update=128", "--micro-batch-size=1", "--sample-tokens=0"),
 )

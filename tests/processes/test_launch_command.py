@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from gradsync.commands.cli.main import main
-from gradsync.commands.launch import agent
+from gradsync.commands.launch import local
 from gradsync.commands.train.config_io import parse_config
 from gradsync.runtime.store import wait_until
 from support import foreign_files
@@ -45,18 +45,13 @@ def notes(folder: Path) -> list[dict[str, object]]:
 
 
 def test_a_script_gets_its_arguments_as_they_are(script: Path, tmp_path: Path) -> None:
-    words = [str(script), str(tmp_path), "0", "a b", "$HOME ${rank}", "$(x)", "", "--", "'"]
-    assert main(["launch", "--nproc-per-node", "2", "--", *words]) == 0
+    words = [str(script), str(tmp_path), "75", "a b", "$HOME ${rank}", "$(x)", "", "--", "'"]
+    python = ["python", "-W", "error"]
+    assert main(["launch", "--nproc-per-node", "2", "--", *python, *words]) == 75
     ranks = notes(tmp_path)
     assert [rank["argv"] for rank in ranks] == [words[1:]] * 2
     assert [rank["RANK"] for rank in ranks] == ["0", "1"]
     assert {rank["path"] for rank in ranks} == {str(tmp_path)}
-
-
-def test_the_exit_code_is_the_ranks(script: Path, tmp_path: Path) -> None:
-    words = ["python", "-W", "error", str(script), str(tmp_path), "75"]
-    assert main(["launch", "--nproc-per-node", "2", "--", *words]) == 75
-    assert len(notes(tmp_path)) == 2
 
 
 PLAIN = """
@@ -118,7 +113,7 @@ def test_a_missing_node_is_named(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(agent, "_WAIT_S", 0.2)
+    monkeypatch.setattr(local, "_WAIT_S", 0.2)
     argv = ["launch", "--nproc-per-node", "1", "--nnodes", "2", "--node-rank", str(node)]
     argv += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     assert main([*argv, "--", str(script), str(tmp_path), "0"]) == 1

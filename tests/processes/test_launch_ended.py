@@ -105,7 +105,3 @@ def test_a_node_that_is_done_does_not_stay_for_one_that_failed() -> None:
         assert main([*argv, "--node-rank=0", *words]) == 0
         assert other.wait(60) == 1
     assert time.monotonic() - began < 60
-
-
-def test_a_good_end() -> None:
-    assert launch("nothing") == LaunchOutcome(code=0, received=None, killed={})

@@ -150,7 +150,7 @@ def test_the_exit_code_is_that_of_the_rank_that_failed_first(
 ):
     """`wait` is a rank that would go on for ever: it is ended, and its code then is no cause.
     `late` is one that gives up waiting after another one has failed."""
-    monkeypatch.setattr("gradsync.commands.launch.agent.LAST_WORDS_S", 1.0)
+    monkeypatch.setattr("gradsync.commands.launch.local.LAST_WORDS_S", 1.0)
     rank_module("""
 mine = sys.argv[2].split()[rank]
 if mine == "wait":
@@ -206,7 +206,7 @@ def test_rank_0_keeps_the_terminal(tmp_path, rank_module):
     assert (tmp_path / "tty1").read_text() == "False"
 
 
-@pytest.mark.parametrize("first", [3, 2, 75])
+@pytest.mark.parametrize("first", [3, 124, 2, 75, 130])
 def test_a_failure_is_started_again_but_no_usage_error_or_clean_stop(tmp_path, rank_module, first):
     rank_module("""
 attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
@@ -214,7 +214,7 @@ attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
 wait_for(lambda: (out / f"attempt{attempt}.{1 - rank}").exists())
 sys.exit(int(sys.argv[2]) if attempt == "0" else 0)
 """)
-    again = first == 3
+    again = first in (3, 124)
     assert launch(tmp_path, str(first), max_restarts=2) == (0 if again else first)
     assert (tmp_path / "attempt1.0").exists() == again
     assert not (tmp_path / "attempt2.0").exists()
@@ -313,8 +313,8 @@ def test_after_a_failure_no_rank_keeps_the_launcher(
     """A stopped rank prints no message, and is woken to end; one that saves may finish; one that
     ignores it is killed."""
     last_words_s = 30.0 if other == "stops" else 0.3
-    monkeypatch.setattr("gradsync.commands.launch.agent.LAST_WORDS_S", last_words_s)
-    monkeypatch.setattr("gradsync.commands.launch.agent.END_S", 3.0)
+    monkeypatch.setattr("gradsync.commands.launch.local.LAST_WORDS_S", last_words_s)
+    monkeypatch.setattr("gradsync.commands.launch.local.END_S", 3.0)
     rank_module("""
 def save(number, frame):
     time.sleep(1.0)
@@ -342,7 +342,7 @@ sys.exit(1)
 def test_a_stop_wakes_a_rank_that_is_stopped_and_ends_one_that_others_gave_up(
     tmp_path, rank_module, monkeypatch
 ):
-    monkeypatch.setattr("gradsync.commands.launch.agent.END_S", 0.5)
+    monkeypatch.setattr("gradsync.commands.launch.local.END_S", 0.5)
     rank_module("""
 number = [signal.SIG_IGN, lambda number, frame: sys.exit(124)][rank]
 signal.signal(signal.SIGTERM, number)

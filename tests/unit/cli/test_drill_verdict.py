@@ -31,11 +31,12 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     def give(disturbed: Ended, again: Ended = DONE, *, came: bool = True) -> list[str]:
         names: list[str] = []
 
-        def watched(folder: Path, name: str, start: object) -> Ended:
+        def watched(out: Path, start: object) -> Ended:
+            folder = out.parent
             work = json.loads((folder / "work.json").read_text())
-            names.append(f"{name}: {work['flags']}")
+            names.append(f"{out.name}: {work['flags']}")
             if work["fault"] is None:
-                return again if name == "disturbed" else DONE
+                return again if out.name == "disturbed" else DONE
             if came:
                 Path(work["fault"]["note"]).write_text('{"at": 100.0, "step": 3, "step_s": 0.4}')
             lines = [(at, line.replace("FOLDER", str(folder))) for at, line in disturbed.lines]

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -24,7 +25,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.nn.parallel import DistributedDataParallel
 
-from gradsync.commands.launch.agent import LocalAgent, build_agent
+from gradsync.commands.launch.local import AgentRendezvous, LocalAgent, RankLogs
 from gradsync.commands.parallel import stage_model
 from gradsync.core import torch_private
 from support.fork_server import run_forked
@@ -38,9 +39,9 @@ def made_with(name: str, cls: type) -> object:
 
 
 def agent() -> LocalAgent:
-    return build_agent(
-        ["-c", ""], 1, log_dir=None, max_restarts=0, grace_s=1.0, on_killed=lambda *_: None
-    )
+    meeting = AgentRendezvous(None)
+    spec = WorkerSpec("ranks", 1, meeting, entrypoint="true")
+    return LocalAgent(spec, RankLogs(None), meeting)
 
 
 def loss_node(**how: Any) -> object:

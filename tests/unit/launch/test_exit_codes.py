@@ -5,7 +5,6 @@ import signal
 import pytest
 
 from gradsync.commands.launch.local import after_failure, after_signal, obituary
-from gradsync.commands.launch.request import may_restart
 
 
 @pytest.mark.parametrize(
@@ -44,14 +43,6 @@ def test_after_a_failure(codes, code):
 )
 def test_after_a_signal(codes, number, code):
     assert after_signal(codes, number) == code
-
-
-def test_what_is_started_again():
-    assert may_restart([1])
-    assert may_restart([-9, 1])
-    assert may_restart([124])
-    for code in (2, 75, 130):
-        assert not may_restart([1, code])
 
 
 def test_what_a_signal_may_mean():

@@ -43,7 +43,7 @@ PARTS = (TrainConfig, OptimConfig, EvalConfig, CheckpointConfig, SyncConfig)
         (TrainConfig, "threads", (0,), (1, None), "at least 1"),
         (TrainConfig, "seq_len", (0,), (1, 256, None), "at least 1"),
         (TrainConfig, "num_workers", (-1,), (0,), "at least 0"),
-        (TrainConfig, "timeout_s", (0.0,), (0.1,), "positive"),
+        (TrainConfig, "timeout_s", (0.0,), (0.1,), "positive, at most 1000000000"),
         (TrainConfig, "silence_s", (0.5,), (1.0,), "at least 1"),
     ],
 )

@@ -1,40 +1,59 @@
 """`gradsync doctor`: what this process sees of its launcher and machine, and whether it is enough.
 
---launcher and --hardware only describe, without torch; else the findings of `cli/health.py` follow.
+--launcher and --hardware only describe, without torch; else findings follow. `gather` queries the
+system and returns plain values by name, the `judge` functions use only these. Only `gather` and the
+sum over ranks import torch.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import platform
+import re
+import shutil
+import subprocess
+import sys
 import time
+import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Annotated, Any
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import psutil
 import tyro
 
-from gradsync.commands.cli import health
-from gradsync.commands.cli.health import Facts, Finding, from_message
+from gradsync import __version__
 from gradsync.commands.plan.description import gb
 from gradsync.commands.plan.hardware_file import dump_hardware, hardware_document
 from gradsync.commands.plan.machine import detect_hardware
 from gradsync.commands.plan.measured import version_of
 from gradsync.commands.plan.report import hardware_lines
 from gradsync.core.files import counted, printable
-from gradsync.errors import ConfigError, GradsyncError, LaunchError, RunError
+from gradsync.errors import GradsyncError, LaunchError, RunError
 from gradsync.runtime import environ
 from gradsync.runtime.arguments import parse
-from gradsync.runtime.coordinator import CoordinatorPlan, plan_coordinator
-from gradsync.runtime.machine import choose_threads
+from gradsync.runtime.coordinator import CoordinatorPlan, plan_coordinator, run_command
+from gradsync.runtime.machine import choose_threads, host_cores
+from gradsync.runtime.network import interface_towards, own_address
+from gradsync.runtime.rendezvous import first_line
 from gradsync.runtime.resolve import Resolution, resolve
+from gradsync.runtime.store import TOKEN
 from gradsync.world import World
 
-Report = Callable[[Sequence[Finding]], int]
-_LARGE = 16 * 2**20
+Level = Literal["ok", "warning", "blocker"]
+Facts = Mapping[str, Any]
+_MIB, _GIB = 2**20, 2**30
+_LARGE = 16 * _MIB
 _MEET_S, _ANSWER_S, _SILENCE_S = 20.0, 60.0, 2.0
+_FAMILIES = {"Open MPI": "open ?mpi", "MPICH": "mpich|hydra|intel|mvapich"}
+_ASK_MPI4PY = (
+    "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; "
+    "print(MPI.Get_library_version())"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,10 +68,26 @@ class DoctorOptions:
     """Show the launcher part only."""
     hardware: bool = False
     """Show the hardware only, in the format of `gradsync plan --hardware FILE.yaml`."""
-    out: str = ""
-    """Folder that a run would write to; default: the working folder."""
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print one JSON document."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One check's result, for people: what was seen, and what to do about it."""
+
+    check: str
+    level: Level
+    said: str
+    cure: str = ""  # "" if there is nothing to do
+
+
+def grade(
+    check: str, said: str, cure: str = "", *, blocker: object = False, warning: object = False
+) -> Finding:
+    """A finding of the most severe level that applies; a finding that is ok needs no cure."""
+    level: Level = "blocker" if blocker else "warning" if warning else "ok"
+    return Finding(check, level, said, "" if level == "ok" else cure)
 
 
 def run(argv: list[str]) -> int:
@@ -60,12 +95,9 @@ def run(argv: list[str]) -> int:
 
     Raises:
         LaunchError: with --launcher or --hardware, launcher variables are invalid.
-        ConfigError: two parts were requested; only one can be.
         RunError: a rank other than the main one could not meet the others.
     """
     options = parse(DoctorOptions, argv, "doctor")
-    if options.launcher and options.hardware:
-        raise ConfigError("--launcher and --hardware each show one part only; leave one out")
     env = environ.snapshot()
     if options.hardware:
         hardware = detect_hardware(env)
@@ -81,12 +113,16 @@ def run(argv: list[str]) -> int:
     except LaunchError as error:
         if options.launcher:
             raise
-        found = [
-            from_message("launcher", "blocker", error),
-            *health.judge(health.gather(env, World(), "")),
-        ]
+        said = first_line(error).removesuffix(" What each launcher family says:")
+        found = [Finding("launcher", "blocker", said), *judge(gather(env, World(), ""))]
         return _print(options, {"machine": describe_machine(1)}, str(error), found)
-    document, text = launcher_document(resolution, plan), launcher_text(resolution, plan)
+    document = {
+        "world": asdict(resolution.world),
+        "coordinator": asdict(plan),
+        "generation": resolution.generation,
+        "warnings": list(resolution.warnings),
+    }
+    text = launcher_text(resolution, plan)
     if options.launcher:
         print(json.dumps(document) if options.as_json else text)
         return 0
@@ -94,9 +130,7 @@ def run(argv: list[str]) -> int:
     def report(findings: Sequence[Finding]) -> int:
         hardware = detect_hardware(env)
         machine = describe_machine(resolution.world.local_world_size)
-        shown = {name: value for name, value in machine.items() if name != "memory_gib"}
-        shown["memory"] = gb(hardware.hosts[0].memory_bytes)
-        rows = [f"{name.replace('_', ' '):<16}  {value}" for name, value in shown.items()]
+        rows = [f"{name.replace('_', ' '):<16}  {value}" for name, value in machine.items()]
         lines = [text]
         for title, part in (("machine", rows), ("hardware", hardware_lines(hardware))):
             lines += ["", title, *(f"  {line}" for line in part)]
@@ -104,19 +138,21 @@ def run(argv: list[str]) -> int:
         return _print(options, document | described, "\n".join(lines), findings)
 
     said = f"{resolution.world.launcher}, {resolution.reading.says()}; {plan.why}"
-    warned = [from_message("launcher", "warning", each) for each in resolution.warnings]
+    warned = [Finding("launcher", "warning", each) for each in resolution.warnings]
     launcher = warned or [Finding("launcher", "ok", said)]
     towards = "" if resolution.world.one_host else plan.address
     return _diagnose(env, resolution.world, towards, lambda found: report([*launcher, *found]))
 
 
-def _diagnose(env: dict[str, str], world: World, towards: str, report: Report) -> int:
+def _diagnose(
+    env: dict[str, str], world: World, towards: str, report: Callable[[Sequence[Finding]], int]
+) -> int:
     """Make rank 0 report findings about this rank or, with several ranks, about all of them."""
-    facts = health.gather(env, world, towards)
+    facts = gather(env, world, towards)
     if not world.is_distributed:
-        return report([*health.judge(facts), Finding("ranks", "ok", "one, nothing to compare")])
+        return report([*judge(facts), Finding("ranks", "ok", "one, nothing to compare")])
     if facts["torch_problem"]:
-        return report(health.judge(facts)) if world.is_main else 1
+        return report(judge(facts)) if world.is_main else 1
     from gradsync.comm.process_group import ProcessGroupCommunicator
     from gradsync.comm.values import all_gather_json, all_gather_numbers
     from gradsync.runtime.session import Session, SessionOptions
@@ -130,16 +166,15 @@ def _diagnose(env: dict[str, str], world: World, towards: str, report: Report) -
             sums = {"gloo": _try_sum("cpu")}
             if here.device_name != "cpu":
                 sums["nccl"] = _try_sum(here.device_name)
-            findings = health.judge_ranks(all_gather_json(comm, {"facts": facts, "sums": sums}))
+            findings = judge_ranks(all_gather_json(comm, {"facts": facts, "sums": sums}))
             code = report(findings) if world.is_main else 0
             # A launcher ends all ranks after a failure: rank 0 prints first, here and below.
             return max(all_gather_numbers(comm, code))
     except (GradsyncError, RuntimeError, OSError) as error:
-        problem = from_message("ranks", "blocker", error)
         if world.is_main:
-            return report([*health.judge(facts), problem])
+            return report([*judge(facts), Finding("ranks", "blocker", first_line(error))])
         time.sleep(_SILENCE_S)
-        raise RunError(f"{problem.said}; {problem.cure}") from error
+        raise RunError(first_line(error)) from error
 
 
 def _try_sum(device: str) -> tuple[bool, float, float]:
@@ -163,18 +198,16 @@ def _try_sum(device: str) -> tuple[bool, float, float]:
 
 
 def _print(options: DoctorOptions, document: Facts, text: str, found: Sequence[Finding]) -> int:
-    """Print the document or the text with the findings, the disk's last; returns the exit code."""
-    findings = [*found, health.judge_disk(health.gather_disk(options.out))]
+    """Print the document or the text with the findings; returns the exit code."""
     lines = [text, "", "findings"]
-    for each in findings:
+    for each in found:
         cure = f"; {each.cure}" if each.cure else ""
         lines.append(printable(f"  {each.level:<7}  {each.check:<13}  {each.said}{cure}", kept=""))
-    counts = Counter(each.level for each in findings)
+    counts = Counter(each.level for each in found)
     ready = not counts["blocker"]
     numbers = ", ".join(counted(counts[each], each) for each in ("blocker", "warning"))
     lines += ["", f"verdict: {'ready' if ready else 'not ready'}, {numbers}"]
-    listed = [asdict(finding) for finding in findings]
-    whole = {**document, "findings": listed, "ready": ready}
+    whole = {**document, "findings": [asdict(each) for each in found], "ready": ready}
     print(json.dumps(whole) if options.as_json else "\n".join(lines), flush=True)
     return int(not ready)
 
@@ -195,32 +228,8 @@ def launcher_text(resolution: Resolution, plan: CoordinatorPlan) -> str:
     return "\n".join([*lines, *(f"warning: {warning}" for warning in resolution.warnings)])
 
 
-def launcher_document(resolution: Resolution, plan: CoordinatorPlan) -> dict[str, Any]:
-    """The launcher part, for programs."""
-    rows = [
-        {
-            "name": reading.name,
-            "complete": reading.complete,
-            "won": reading is resolution.reading,
-            "says": reading.says(),
-            "why": reason,
-            "seen": dict(reading.seen),
-            "missing": list(reading.missing),
-        }
-        for reading, reason in zip(resolution.readings, resolution.reasons, strict=True)
-    ]
-    return {
-        "rows": rows,
-        "world": asdict(resolution.world),
-        "needs_hosts": resolution.reading.needs_hosts,
-        "generation": resolution.generation,
-        "coordinator": asdict(plan),
-        "warnings": list(resolution.warnings),
-    }
-
-
 def describe_machine(local_world_size: int) -> dict[str, str | int | float]:
-    """Versions, cores and memory (GiB), without importing torch.
+    """Versions, cores and memory, without importing torch.
 
     `cores` are those this process may use; `threads_per_rank` is what a session would pin.
     """
@@ -230,5 +239,206 @@ def describe_machine(local_world_size: int) -> dict[str, str | int | float]:
         "torch": version_of("torch") or "not installed",
         "cores": choose_threads(1),
         "threads_per_rank": choose_threads(local_world_size),
-        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "memory": gb(psutil.virtual_memory().total),
     }
+
+
+# -- what is there --------------------------------------------------------------------------------
+
+
+def gather(env: Mapping[str, str], world: World, towards: str) -> dict[str, Any]:
+    """Plain values about this machine for `judge`, as this rank sees it; `towards` is the address
+    at which ranks of several hosts meet, or ""."""
+    interface = "lo" if sys.platform == "linux" else "lo0"
+    if not (world.is_distributed and world.one_host):
+        interface = interface_towards(towards or own_address())
+    shm = Path("/dev/shm")
+    facts = _torch_facts(env) | {
+        "interface": interface,
+        "named_interface": env.get("GLOO_SOCKET_IFNAME", "").strip(),
+        "interfaces": list(psutil.net_if_addrs()),
+        "one_host": world.one_host,
+        "token": bool(env.get(TOKEN, "").strip()),
+        "ranks_here": world.local_world_size,
+        "cores": host_cores(),
+        "cores_machine": os.cpu_count() or 1,
+        "shm": shutil.disk_usage(shm).total if shm.is_dir() else 0,
+        "mpi": _mpi_facts(world.launcher),
+    }
+    alike = {
+        "torch": facts["torch"],
+        "gradsync": __version__,
+        "python": platform.python_version(),
+        "GPUs": "some" if facts["gpus"] else "none",
+    }
+    return facts | {"alike": alike}
+
+
+def _torch_facts(env: Mapping[str, str]) -> dict[str, Any]:
+    facts = {"torch": version_of("torch"), "visible": env.get("CUDA_VISIBLE_DEVICES")}
+    try:
+        import torch
+        from torch.distributed import is_available, is_backend_available
+    except (ImportError, OSError) as error:
+        return facts | {"torch_problem": first_line(error), "gpus": 0}
+    known = ("gloo", "nccl", "mpi", "ucc", "xccl") if is_available() else ()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    built = (("CUDA", torch.version.cuda), ("ROCm", torch.version.hip))
+    return facts | {
+        "torch_problem": "",
+        "backends": [name for name in known if is_backend_available(name)],
+        "gpus": gpus,
+        "gpus_here": max(len(list(Path("/dev").glob("nvidia[0-9]*"))), gpus),
+        "gpu_problem": first_line(said[0].message) if said else "no reason given",
+        "built_for": next((f"{name} {number}" for name, number in built if number), ""),
+    }
+
+
+def _mpi_facts(launcher: str) -> list[str] | None:
+    """Launchers found, what mpi4py loads, and why it loads nothing; None without MPI. Uses separate
+    processes: MPI may end the process that loads it."""
+    if not version_of("mpi4py") or launcher not in ("python", "openmpi", "mvapich2", "hydra"):
+        return None
+    with suppress(OSError, subprocess.SubprocessError):
+        alone = launcher == "python"
+        starts = first_line(run_command(["mpirun", "--version"])) if alone else launcher
+        try:
+            return [starts, first_line(run_command([sys.executable, "-c", _ASK_MPI4PY])), ""]
+        except subprocess.SubprocessError as error:
+            said = str(getattr(error, "stderr", "") or error)
+            return [starts, "", said.strip().rpartition("\n")[2]]
+    return None
+
+
+# -- whether it is enough -------------------------------------------------------------------------
+
+
+def judge(facts: Facts) -> list[Finding]:
+    """Findings about one rank's machine."""
+    cure = "install torch again, a build for this machine (pytorch.org)"
+    if facts["torch_problem"]:
+        said = f"{facts['torch'] or 'torch'} cannot be imported: {facts['torch_problem']}"
+        return [grade("torch", said, cure, blocker=True), *_judge_host(facts)]
+    backends = facts["backends"]
+    needed = ("gloo", "nccl") if facts["gpus"] else ("gloo",)
+    missing = [name for name in needed if name not in backends]
+    said = f"{facts['torch']} with {', '.join(backends) or 'no backend'}"
+    said += f", without {', '.join(missing)}" if missing else ""
+    torch = grade("torch", said, cure, blocker=missing)
+    return [torch, _judge_gpus(facts), *_judge_host(facts)]
+
+
+def _judge_gpus(facts: Facts) -> Finding:
+    here, gpus, named = facts["gpus_here"], facts["gpus"], facts["visible"]
+    words = "" if named is None or named.strip() == "-1" else named.strip()
+    wanted = len(words.split(",")) if words else 0
+    blocker, cure = here and not gpus, ""
+    if named is not None and not words:
+        said, blocker = f"{here} here, hidden by CUDA_VISIBLE_DEVICES", False
+    elif here and not facts["built_for"]:
+        said, blocker = f"{here} here, but torch is built for the CPU", False
+        cure = "install a CUDA build of torch (pytorch.org)"
+    elif gpus < wanted:
+        said = f"CUDA_VISIBLE_DEVICES={words[:80]} names {wanted}, usable: {gpus} of {here}"
+        cure = "name GPUs that `nvidia-smi -L` lists, or unset it"
+    elif blocker:
+        said = f"torch for {facts['built_for']} can use none of {here}: {facts['gpu_problem']}"
+        cure = "update the driver, or install a torch built for the CUDA that `nvidia-smi` shows"
+    else:
+        said = f"{gpus} of {here} usable, torch for {facts['built_for']}"
+        said = said if gpus else "none, ranks compute on the CPU"
+    return grade("GPUs", said, cure, blocker=blocker, warning=cure)
+
+
+def _judge_host(facts: Facts) -> list[Finding]:
+    """The interface for gloo, write access to the rendezvous, cores, MPI, and /dev/shm, which does
+    not limit our shared buffers (memfds)."""
+    named, used, there = facts["named_interface"], facts["interface"], facts["interfaces"]
+    unknown = [name for name in named.split(",") if name and name not in there]
+    said = named or used or "none leads to other hosts"
+    if unknown:
+        said = f"GLOO_SOCKET_IFNAME names {unknown[0][:40]}, which is not here"
+    cure = f"let GLOO_SOCKET_IFNAME name one of {', '.join(there)}, or unset it"
+    found = [grade("interface", said, cure, blocker=unknown, warning=not (named or used))]
+    unsigned = not facts["one_host"] and not facts["token"]
+    said = "given" if facts["token"] else "made by the ranks of one host"
+    said = "none: whoever reaches the rendezvous can write into it" if unsigned else said
+    cure = f"give all ranks one {TOKEN}, made by `openssl rand -hex 32`"
+    found.append(grade("job token", said, cure, warning=unsigned))
+    ranks, cores, machine = facts["ranks_here"], facts["cores"], facts["cores_machine"]
+    said = f"{cores} for {counted(ranks, 'rank')}"
+    said += f", this container's limit; the machine has {machine}" if cores < machine else ""
+    cure = f"start at most {counted(cores, 'rank')} on this host"
+    found.append(grade("cores", said, cure, warning=ranks > cores))
+    small = facts["shm"] < _GIB
+    said = f"/dev/shm holds {gb(facts['shm'])}"
+    said += ", little for NCCL and loaders' workers (gradsync needs none)" if small else ""
+    cure = "`docker run --shm-size 8g`, or `mount -o remount,size=8G /dev/shm`"
+    blocker = facts["gpus"] and facts["shm"] < 64 * _MIB
+    found.append(grade("shared memory", said, cure, blocker=blocker, warning=small))
+    if facts["mpi"] is not None:
+        *names, problem = facts["mpi"]
+        starts, loads = (
+            next((f for f in _FAMILIES if re.search(_FAMILIES[f], said.lower())), said)
+            for said in names
+        )
+        said = f"mpirun is {starts}, mpi4py loads {loads or f'no library ({problem[:120]})'}"
+        cure = "let MPI4PY_LIBMPI name that MPI's libmpi.so; only ranks on several hosts need it"
+        found.append(grade("MPI", said, cure, warning=starts != loads))
+    return found
+
+
+def judge_ranks(ranks: Sequence[Facts]) -> list[Finding]:
+    """Findings about all ranks from what each reported: its `facts`, and each backend's sum:
+    right, seconds of 8 bytes, bytes per second."""
+    findings = _merge([judge(rank["facts"]) for rank in ranks])
+    findings += judge_alike([rank["facts"]["alike"] for rank in ranks])
+    cure = "name the fastest network's interface by GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+    for backend in set.intersection(*(set(rank["sums"]) for rank in ranks)):
+        right, latencies, rates = zip(*(rank["sums"][backend] for rank in ranks), strict=True)
+        latency_s, rate = max(latencies), min(rates)
+        said = f"{latency_s * 1e6:,.0f} µs for 8 bytes, {rate / 1e9:.2g} GB/s for 16 MiB"
+        wrong, slow = not all(right), latency_s > 0.01 or rate < 5e7
+        said = f"a wrong sum; {said}" if wrong else said
+        findings.append(grade(f"{backend} sum", said, cure, blocker=wrong, warning=slow))
+    return findings
+
+
+def judge_alike(values: Sequence[Facts]) -> list[Finding]:
+    """One finding for each value that differs over ranks; it names the ranks of the minority."""
+    findings, cure = [], "start them all in one environment"
+    for name in values[0]:
+        seen = [str(each[name]) for each in values]
+        usual = Counter(seen).most_common(1)[0][0]
+        odd = {v: [r for r, each in enumerate(seen) if each == v] for v in seen if v != usual}
+        if odd:
+            each = ", ".join(f"{_ranks(ranks)} {value}" for value, ranks in odd.items())
+            said = f"{name} differs: {each}, the others {usual}"
+            level: Level = "warning" if name == "python" else "blocker"
+            findings.append(Finding("ranks alike", level, said, cure))
+    said = f"{len(values)} ranks, the same {', '.join(values[0])}"
+    return findings or [Finding("ranks alike", "ok", said)]
+
+
+def _merge(found: Sequence[Sequence[Finding]]) -> list[Finding]:
+    """All ranks' findings as one list; a finding that only some ranks have names these."""
+    ranks_of: dict[Finding, list[int]] = {}
+    for rank, findings in enumerate(found):
+        for each in findings:
+            ranks_of.setdefault(each, []).append(rank)
+    troubled = {each.check for each in ranks_of if each.level != "ok"}
+    merged = []
+    for each, ranks in ranks_of.items():
+        if each.level == "ok":
+            merged += [each] if ranks[0] == 0 and each.check not in troubled else []
+        else:
+            some = f"{_ranks(ranks)}: " if len(ranks) < len(found) else ""
+            merged.append(replace(each, said=some + each.said))
+    return merged
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{more}"

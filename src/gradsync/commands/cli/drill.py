@@ -23,8 +23,8 @@ from typing import Annotated
 
 import tyro
 
-from gradsync.commands.cli.launch import split
 from gradsync.commands.cli.train import run as train
+from gradsync.commands.launch.command import split
 from gradsync.commands.launch.ranks import WORKER, Signals, start_ranks, until_stopped
 from gradsync.commands.train.config import TrainConfig
 from gradsync.commands.train.config_io import parse_config
@@ -39,7 +39,6 @@ _MARK = "GRADSYNC_DRILL"
 """Variable that identifies all processes which a run has started."""
 _NOTE, _WORK = "fault.json", "work.json"
 _SETTLE_S = 1.0
-_CACHE = "torchinductor_"  # torch's cache, which stays on purpose
 Line = tuple[float, str]
 """Time of printing, and the text."""
 
@@ -75,7 +74,7 @@ class Ended:
     lines: list[Line]  # of launcher and ranks
     at: float  # when all ranks had ended
     weights: str  # weights_sha256; "" if it ended early
-    left: list[str]  # processes, ports, shared memory and files that it left
+    left: list[str]  # processes and shared memory that it left
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,7 +153,9 @@ def drill(
             work = {"flags": words, "fault": fault and asdict(fault)}
             (folder / _WORK).write_text(json.dumps(work))
             command = ["drill", WORKER, str(folder / _WORK)]
-            return _watched(folder, name, lambda: start_ranks(command, ranks, signals, module).code)
+            return _watched(
+                folder / name, lambda: start_ranks(command, ranks, signals, module).code
+            )
 
         try:
             expect = expect or _weights(start("undisturbed"))
@@ -252,19 +253,15 @@ def _show(seconds: float, line: str) -> None:
 # -- one run --------------------------------------------------------------------------------------
 
 
-def _watched(folder: Path, name: str, start: Callable[[], int]) -> Ended:
-    """Result of a run in the run directory `folder`/`name`; `start` starts and awaits it."""
-    out, temporary, mark = folder / name, folder / "tmp", secrets.token_hex(8)
-    temporary.mkdir(exist_ok=True)
-    summary, before, lines = out / "summary.json", _ports() | _shared_memory(), []
+def _watched(out: Path, start: Callable[[], int]) -> Ended:
+    """Result of a run in the run directory `out`; `start` starts and awaits it."""
+    summary, mark, lines = out / "summary.json", secrets.token_hex(8), []
+    before = _shared_memory()
     summary.unlink(missing_ok=True)
-    with environ.exported({_MARK: mark, "TMPDIR": str(temporary)}), _captured(lines):
+    with environ.exported({_MARK: mark}), _captured(lines):
         code = start()
     at = time.monotonic()
-    left = [*_processes(mark), *sorted((_ports() | _shared_memory()) - before)]
-    left += [each.name for each in temporary.iterdir() if not each.name.startswith(_CACHE)]
-    if not code:  # the next save removes an incomplete one
-        left += [each.name for each in out.glob("checkpoints/.tmp-*")]
+    left = [*_processes(mark), *sorted(_shared_memory() - before)]
     weights = read_object(summary)["weights_sha256"] if summary.exists() else ""
     return Ended(code=code, lines=lines, at=at, weights=weights, left=left)
 
@@ -329,14 +326,6 @@ def _processes(mark: str) -> list[str]:
         with suppress(ProcessLookupError):
             os.kill(int(pid), SIGKILL)
     return [f"process {pid}" for pid in found]
-
-
-def _ports() -> set[str]:
-    """Ports on which this process, the launcher, listens; its ranks' end with them."""
-    import psutil
-
-    found = psutil.Process().net_connections("tcp")
-    return {f"port {each.laddr.port}" for each in found if each.status == psutil.CONN_LISTEN}
 
 
 def _shared_memory() -> set[str]:

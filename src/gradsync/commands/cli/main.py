@@ -43,9 +43,11 @@ COMMANDS = {
 
 _ROOMS = {
     "bench": "bench.command",
+    "launch": "launch.command",
     "lint": "lint.command",
     "prepare": "prepare.command",
     "report": "report.command",
+    "submit": "launch.submit",
     "tune": "bench.tune",
     "verify": "verify.command",
     "watch": "report.watch",

@@ -1,4 +1,17 @@
-"""Start N ranks on this host, without torchrun: `gradsync train … --nproc-per-node N`."""
+"""Start N ranks on this host, without torchrun: `gradsync train … --nproc-per-node N`.
+
+`launch_ranks` runs torch's elastic agent with additional handling of signals, exit codes and
+silent nodes.
+
+[Note: how the agent stops]
+torch's handlers raise an exception wherever the signal hits, even between two process starts. They
+signal a worker's whole process group, which kills its data loaders while it still has to save. Here
+a handler only records the signal. The monitor loop, which runs ten times a second, forwards it to
+each rank once, waits for all to end, and only then kills the rest. A later signal is forwarded at
+once, so that a second Ctrl-C ends the ranks immediately.
+A rank that ends with code 75 has agreed with the others to stop. The agent waits for these, too; it
+does not send them the SIGTERM that follows a failure.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +21,70 @@ import secrets
 import signal
 import sys
 import threading
-from collections.abc import Generator, Sequence
+import time
+import uuid
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import FrameType
+from typing import Any
 
-from gradsync.commands.launch.request import STOPPED
-from gradsync.errors import ConfigError
+from torch.distributed import PrefixStore
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+)
+
+from gradsync.commands.launch.requeue import STOPPED
+from gradsync.core.torch_private import close_streams, end_ranks, forbid_restarts, rank_processes
+from gradsync.errors import ConfigError, LatePeerError, RendezvousError
 from gradsync.runtime import environ
-from gradsync.runtime.store import TOKEN
-
-if TYPE_CHECKING:
-    from gradsync.commands.launch.agent import LocalAgent
-    from gradsync.commands.launch.request import LaunchPlan
+from gradsync.runtime.peers import process_state
+from gradsync.runtime.signals import LAUNCHED
+from gradsync.runtime.store import (
+    TOKEN,
+    SignedStore,
+    host_store,
+    join_store,
+    token_of,
+    wait_until,
+)
 
 GRACE_S = 60.0
 """How long ranks may take to save and end after a signal, seconds."""
+
+FORWARDED = (
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+)
+"""Signals that the launcher forwards to its ranks."""
+
+LAST_WORDS_S = 6.0
+"""How long ranks may take to notice and report another rank's failure, seconds: the failure watch
+ends a stuck rank after five."""
+
+END_S = 10.0
+"""How long ranks may take to end when there is nothing left to wait for, seconds."""
+
+_TORCH_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+_LOOPBACK = "127.0.0.1"
+_KNOCK_S = 1.0
+_WAIT_S = 300.0  # for the other nodes, at the start
+_OTHERS_END_S = {False: 5.0, True: 300.0}  # to tell the others, and to wait for them, as torch does
+
 
 _HINTS: dict[int, str] = {
     signal.SIGKILL: " (killed by hand, or out of memory)",
@@ -34,6 +94,16 @@ _HINTS: dict[int, str] = {
 
 # Codes with a specific meaning; every other failure returns 1.
 _MEANINGFUL = (2, 124, 130)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Nodes:
+    """This host as one of several."""
+
+    count: int
+    rank: int
+    address: str  # of node 0
+    port: int  # on node 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +126,7 @@ def launch_ranks(
     log_dir: Path | None,
     max_restarts: int = 0,
     module: str = "gradsync",
-    nodes: LaunchPlan | None = None,
+    nodes: Nodes | None = None,
 ) -> LaunchOutcome:
     """Run `python -m MODULE ARGV` as ranks on this host and wait for them.
 
@@ -81,28 +151,31 @@ def launch_ranks(
         raise ConfigError(f"nproc_per_node must be at least 1, got {nproc_per_node}")
     if max_restarts < 0:
         raise ConfigError(f"max_restarts must be at least 0, got {max_restarts}")
-    from gradsync.commands.launch.agent import build_agent
-
-    agent = build_agent(
-        ["-u", "-m", "gradsync.commands.launch.worker", str(os.getpid()), module, *argv],
-        nproc_per_node,
-        log_dir=log_dir,
+    meeting = AgentRendezvous(nodes)
+    command = ["-u", "-m", "gradsync.commands.launch.worker", str(os.getpid()), module, *argv]
+    spec = WorkerSpec(
+        role=LAUNCHED,
+        local_world_size=nproc_per_node,
+        entrypoint=sys.executable,
+        # The agent substitutes ${…} in arguments and turns a doubled dollar sign into one.
+        args=tuple(word.replace("$", "$$") for word in command),
+        rdzv_handler=meeting,
         max_restarts=max_restarts,
-        grace_s=GRACE_S,
-        on_killed=_tell,
-        nodes=nodes,
+        monitor_interval=0.1,
     )
+    agent = LocalAgent(spec, RankLogs(log_dir), meeting)
+    meeting.stopped = lambda: bool(agent.received)
+    # No names: the agent must not install its handlers. torch's profiler writes two lines to
+    # standard error at the start and end of a trace.
+    level = environ.get("KINETO_LOG_LEVEL", "99")
+    variables = {_TORCH_SIGNALS: "", "KINETO_LOG_LEVEL": level}
+    if nodes is None:  # otherwise the user must set the same token on all nodes
+        variables[TOKEN] = secrets.token_hex(32)
+    if not environ.get("LOGLEVEL"):  # ranks report their errors
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL + 1)
     with ExitStack() as stack:
         stack.callback(agent.release)
-        stack.enter_context(_quiet())
-        # No names: the agent must not install its handlers. torch's profiler writes two lines to
-        # standard error at the start and end of a trace.
-        quiet = {"TORCHELASTIC_SIGNALS_TO_HANDLE": "", "KINETO_LOG_LEVEL": "99"}
-        if environ.get("KINETO_LOG_LEVEL"):
-            del quiet["KINETO_LOG_LEVEL"]
-        stack.enter_context(environ.exported(quiet))
-        if nodes is None:  # otherwise the user must set the same token on all nodes
-            stack.enter_context(environ.exported({TOKEN: secrets.token_hex(32)}))
+        stack.enter_context(environ.exported(variables))
         stack.enter_context(_signals_to(agent))
         agent.run()
         codes = agent.exit_codes()
@@ -121,19 +194,11 @@ def obituary(rank: int, number: int) -> str:
     return f"rank {rank} was ended by {named}{_HINTS.get(number, '')}"
 
 
-def _tell(rank: int, number: int) -> None:
-    """Print what a rank cannot print itself; a closed terminal must not end the run."""
-    with suppress(OSError, ValueError):
-        print(f"gradsync: error: {obituary(rank, number)}", file=sys.stderr, flush=True)
-
-
 @contextmanager
 def _signals_to(agent: LocalAgent) -> Generator[None]:
     """Forward signals to `agent`, except a SIGHUP that this process was started to ignore (nohup);
     works only in the main thread. Background jobs of a script ignore interrupts, but these are
     forwarded even then."""
-    from gradsync.commands.launch.agent import FORWARDED
-
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -147,23 +212,6 @@ def _signals_to(agent: LocalAgent) -> Generator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@contextmanager
-def _quiet() -> Generator[None]:
-    """Suppress the agent's log, unless `LOGLEVEL` is set: ranks report their errors."""
-    if environ.get("LOGLEVEL"):
-        yield
-        return
-    logger = logging.getLogger("torch.distributed.elastic")
-    before, silent = logger.propagate, logging.NullHandler()
-    logger.propagate = False
-    logger.addHandler(silent)
-    try:
-        yield
-    finally:
-        logger.propagate = before
-        logger.removeHandler(silent)
 
 
 def after_failure(codes: Sequence[int | None]) -> int:
@@ -184,3 +232,286 @@ def after_signal(codes: Sequence[int | None], received: signal.Signals) -> int:
     75 if all stopped cleanly, 128 + signal if the signal itself ended a rank.
     """
     return 128 + received if -received in codes else after_failure(codes)
+
+
+# -- torch's agent ------------------------------------------------------------------------------
+
+
+class RankLogs(LogsSpecs):
+    """Destination of each rank's output: rank 0 keeps the terminal, the others only its stderr.
+
+    Only rank 0 may write to standard output, since a program may parse it.
+
+    Args:
+        log_dir: folder for the other ranks' standard output; None drops it.
+    """
+
+    def __init__(self, log_dir: Path | None) -> None:
+        super().__init__()
+        self.log_dir = log_dir
+
+    @property
+    def root_log_dir(self) -> str:
+        """The folder, as text."""
+        return str(self.log_dir or "")
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Destinations by local rank, "" for the launcher's own stream."""
+        for env in envs.values():
+            env["TORCHELASTIC_ERROR_FILE"] = ""
+            # Workers must not inherit the agent's value.
+            env[_TORCH_SIGNALS] = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+        return LogsDest(
+            stdouts={rank: self._stdout(rank, env) for rank, env in envs.items()},
+            stderrs=dict.fromkeys(envs, ""),
+            error_files=dict.fromkeys(envs, os.devnull),
+        )
+
+    def _stdout(self, rank: int, env: dict[str, str]) -> str:
+        if rank == 0:
+            return ""
+        if self.log_dir is None:
+            return os.devnull
+        self.log_dir.mkdir(parents=True, exist_ok=True)
+        restarts = env["TORCHELASTIC_RESTART_COUNT"]
+        again = "" if restarts == "0" else f".restart{restarts}"
+        return str(self.log_dir / f"rank_{rank:05d}.stdout{again}.log")
+
+
+class LocalAgent(LocalElasticAgent):
+    """Starts, watches and stops the ranks of one host; see [Note: how the agent stops]."""
+
+    def __init__(self, spec: WorkerSpec, logs: RankLogs, meeting: AgentRendezvous) -> None:
+        super().__init__(spec, logs)
+        self._meeting = meeting
+        self.received: list[signal.Signals] = []
+        self.failures: list[int] = []  # codes of ranks that ended by themselves, in order
+        self.killed: dict[int, int] = {}
+        self._pending: list[signal.Signals] = []
+        self._passes_on = False
+
+    def exit_codes(self) -> list[int | None]:
+        """Exit code of each local rank, negative for a signal; None while it runs."""
+        return [handler.proc.poll() for handler in rank_processes(self)]
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Signal handler; see [Note: how the agent stops]."""
+        received = signal.Signals(number)
+        self.received.append(received)
+        if self._passes_on:
+            self._send(received)
+        else:
+            self._pending.append(received)
+
+    def release(self) -> None:
+        """Close the store and the ranks' log files."""
+        self._meeting.say_ended()
+        self._meeting.shutdown()
+        self._close_streams()
+
+    def _exit_barrier(self) -> None:
+        """Torch's barrier would wait for a failed node, and ignore signals."""
+        self._meeting.say_ended(wait=True)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self.failures, self.killed = [], {}
+        self._close_streams()
+        return super()._start_workers(worker_group)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        codes = self.exit_codes()
+        failures = [code for code in codes if code]
+        if self.received or STOPPED in failures:
+            return self._stop()
+        if failures:
+            self.killed = {
+                worker.global_rank: -code
+                for worker, code in zip(worker_group.workers, codes, strict=True)
+                if code is not None and code < 0
+            }
+            for rank, number in self.killed.items():
+                with suppress(OSError, ValueError):  # a closed terminal must not end the run
+                    line = f"gradsync: error: {obituary(rank, number)}"
+                    print(line, file=sys.stderr, flush=True)
+            self._let_others_speak()
+            self.failures = failures + [code for code in self.exit_codes() if code]
+            self._end_others()
+            if any(code in (2, 130) for code in failures):  # usage errors, interrupted
+                forbid_restarts(self)
+        elif None in codes:
+            return RunResult(state=WorkerState.HEALTHY)
+        return super()._monitor_workers(worker_group)
+
+    def _let_others_speak(self) -> None:
+        """Let the other ranks notice and name the failed rank, where torch would end them. A
+        stopped rank (SIGSTOP) prints nothing."""
+        deadline = time.monotonic() + LAST_WORDS_S
+        while not self.received and time.monotonic() < deadline:
+            alive = [each.proc.pid for each in rank_processes(self) if each.proc.poll() is None]
+            if all("stopped" in process_state(pid) for pid in alive):
+                break
+            time.sleep(0.02)
+
+    def _end_others(self) -> None:
+        """Ask the ranks to end and wait for it. torch, which kills the rest, would wait longer, and
+        needlessly for a stopped rank (SIGSTOP)."""
+        self._send(signal.SIGTERM)
+        self._send(signal.SIGCONT)
+        deadline = time.monotonic() + END_S
+        while None in self.exit_codes() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        self._send(signal.SIGKILL)
+
+    def _stop(self) -> RunResult:
+        """Forward the received signals, wait for the ranks, kill the rest, end for good."""
+        self._passes_on = True  # before the list is emptied, to lose or repeat no signal
+        while self._pending:
+            self._send(self._pending.pop(0))
+        self._send(signal.SIGCONT)  # a stopped rank cannot act on a signal
+        deadline = time.monotonic() + GRACE_S
+        while None in (codes := self.exit_codes()) and time.monotonic() < deadline:
+            if LatePeerError.exit_code in codes:  # they have given up waiting for the rest
+                deadline = min(deadline, time.monotonic() + END_S)
+            time.sleep(0.02)
+        end_ranks(self, signal.SIGKILL)
+        forbid_restarts(self)
+        codes = self.exit_codes()
+        if any(codes):
+            return RunResult(state=WorkerState.FAILED)
+        return RunResult(
+            state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(range(len(codes)))
+        )
+
+    def _send(self, number: signal.Signals) -> None:
+        for handler in rank_processes(self):
+            handler.proc.send_signal(number)  # to the rank alone, and only while it runs
+
+    def _close_streams(self) -> None:
+        """Close the log files of ranks that have ended."""
+        for process in rank_processes(self):
+            close_streams(process)
+
+
+class AgentRendezvous(RendezvousHandler):
+    """Rendezvous of agents, and then of their ranks: a store that the agent of node 0 serves.
+
+    torch's static rendezvous needs a port chosen beforehand and listens on all interfaces. It does
+    not say which node is missing, and cannot be interrupted.
+
+    Args:
+        nodes: None for one host, whose socket then listens on the loopback only.
+    """
+
+    def __init__(self, nodes: Nodes | None) -> None:
+        self._nodes = nodes
+        self._token = token_of(environ.snapshot())  # authenticates the nodes to each other
+        # All nodes need the same id; the port distinguishes runs.
+        self._run_id = uuid.uuid4().hex if nodes is None else "gradsync-launch"
+        self._store: Any = None
+        self.stopped: Callable[[], bool] = lambda: False
+        """True after a stop request: the agent then waits for no node."""
+
+    @property
+    def use_agent_store(self) -> bool:
+        """True: the store lives as long as the agent, and ranks connect to it."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Rendezvous of the next generation's ranks; waits for all nodes."""
+        nodes = self._nodes
+        if nodes is None:
+            if self._store is None:
+                self._store = host_store(_LOOPBACK, 0, one_host=True)
+            where = RendezvousStoreInfo(_LOOPBACK, self._store.port)
+            return RendezvousInfo(PrefixStore(self._run_id, self._store), 0, 1, where)
+        deadline_s = time.monotonic() + _WAIT_S
+        if self._store is None:
+            self._store = self._open(nodes, deadline_s)
+        store = PrefixStore(self._run_id, self._store)
+        try:
+            self._wait_for_nodes(nodes, SignedStore(store, self._token, "nodes"), deadline_s)
+        except RendezvousError:
+            raise
+        except RuntimeError as error:  # torch's DistNetworkError is one
+            raise RendezvousError(
+                f"node {nodes.rank}: node 0, which serves the store, went away while the nodes met"
+            ) from error
+        where = RendezvousStoreInfo(nodes.address, nodes.port)
+        return RendezvousInfo(store, nodes.rank, nodes.count, where)
+
+    def _open(self, nodes: Nodes, deadline_s: float) -> Any:
+        if nodes.rank == 0:
+            return host_store(nodes.address, nodes.port, one_host=False)
+        while True:  # in short tries, to notice signals in between
+            slice_s = min(deadline_s, time.monotonic() + _KNOCK_S)
+            try:
+                return join_store(nodes.address, nodes.port, rank=nodes.rank, deadline_s=slice_s)
+            except RendezvousError:
+                if self.stopped() or time.monotonic() >= deadline_s:
+                    raise self._vain(nodes, "node 0 does not answer") from None
+
+    def _wait_for_nodes(self, nodes: Nodes, store: SignedStore, deadline_s: float) -> None:
+        keys = [f"here/{node}" for node in range(nodes.count)]
+
+        def all_here() -> bool:
+            store.claim(keys[nodes.rank], "1")
+            return bool(store.get_all(keys)) or self.stopped()
+
+        wait_until(all_here, deadline_s)
+        missing = [str(node) for node, key in enumerate(keys) if store.get(key) is None]
+        if missing:
+            raise self._vain(nodes, f"node(s) {', '.join(missing)} did not come")
+
+    def _vain(self, nodes: Nodes, problem: str) -> RendezvousError:
+        if self.stopped():
+            return RendezvousError(f"stopped while waiting: {problem}")
+        return RendezvousError(
+            f"node {nodes.rank} of {nodes.count} waited {_WAIT_S:.0f} s at "
+            f"{nodes.address}:{nodes.port}, but {problem}. Is each node's line running, do all "
+            "lines say the same --nnodes, --master-addr and --master-port, and is that port open "
+            "between the nodes?"
+        )
+
+    def say_ended(self, *, wait: bool = False) -> None:
+        """Tell the other nodes that this one's ranks have ended. With `wait`, also wait for theirs,
+        which may need the store of node 0, until a signal comes."""
+        if self._nodes is None or self._store is None:
+            return
+        records = SignedStore(PrefixStore(self._run_id, self._store), self._token, "nodes")
+        keys = [f"ended/{node}" for node in range(self._nodes.count)]
+        own, deadline_s = keys[self._nodes.rank], time.monotonic() + _OTHERS_END_S[wait]
+
+        def tell() -> None:
+            with suppress(RuntimeError):  # node 0 is unreachable
+                records.claim(own, "1")
+                wait_until(lambda: not wait or bool(records.get_all(keys)), deadline_s)
+
+        # The store waits indefinitely if node 0 is silent.
+        thread = threading.Thread(target=tell, name="gradsync-ended", daemon=True)
+        thread.start()
+        wait_until(lambda: not thread.is_alive() or (wait and self.stopped()), deadline_s)
+
+    def shutdown(self) -> bool:
+        """Drop the store, whose socket closes with it, and the agent, which also holds it."""
+        self._store = None
+        self.stopped = lambda: False
+        return True
+
+    def get_backend(self) -> str:
+        """Name of this kind of rendezvous."""
+        return "gradsync"
+
+    def get_run_id(self) -> str:
+        """Name of this run."""
+        return self._run_id
+
+    def is_closed(self) -> bool:
+        """False: another generation is always possible."""
+        return False
+
+    def set_closed(self) -> None:
+        """Nothing to do: no other node can join."""
+
+    def num_nodes_waiting(self) -> int:
+        """0: the nodes are fixed."""
+        return 0

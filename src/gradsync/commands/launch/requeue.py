@@ -16,147 +16,122 @@ Runs without torch; returns the exit code of the job.
 from __future__ import annotations
 
 import argparse
+import re
+import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from signal import Signals
 
-from gradsync.commands.launch.request import STOPPED
-from gradsync.commands.launch.slurm import ask, own_words, state_of
 from gradsync.core.files import json_text, read_object, write_text
-from gradsync.errors import GradsyncError
+from gradsync.errors import GradsyncError, LaunchError, RunError
 from gradsync.runtime import environ
 
-_FRUITLESS_TURNS = 3
-LONG_TURN_S = 300.0
-"""If no steps are counted, a turn of this length counts as progress, seconds."""
+STOPPED = 75
+"""Stopped after a signal with the checkpoint written; start the command again."""
 
 _TOLD_TO_STOP = (128 + Signals.SIGUSR1, 128 + Signals.SIGTERM)
 """Exit statuses of ranks that a signal ended before they installed handlers."""
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Turn:
-    """How one turn of the job ended."""
-
-    code: int  # exit code of the run
-    steps: int | None  # optimizer steps in its checkpoint; None if unknown
-    seconds: float  # duration
+_FRUITLESS_TURNS = 3
+_LONG_TURN_S = 300.0  # if no steps are counted, a turn of this length counts as progress
+_TIMEOUT_S = 60
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class History:
-    """Records of the job's earlier turns."""
+def ask(*argv: str) -> str:
+    """Run one of Slurm's commands; what it printed.
 
-    steps: int = 0  # optimizer steps after the last turn
-    fruitless: int = 0  # turns in a row without a step
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RequeueDecision:
-    """The decision after a turn."""
-
-    again: bool  # ask for another turn
-    history: History  # for the next turn
-    note: str = ""  # a line to print
-
-
-def decide(turn: Turn, history: History) -> RequeueDecision:
-    """Decide on another turn: no after three in a row without a step."""
-    if turn.code != STOPPED:
-        return RequeueDecision(again=False, history=history)
-    if turn.steps is None:
-        fruitful = turn.seconds >= LONG_TURN_S
-        what = f"ended within {LONG_TURN_S:.0f} s"
-    else:
-        fruitful = turn.steps > history.steps
-        what = f"brought no step beyond {history.steps}"
-    after = History(
-        steps=max(history.steps, turn.steps or 0),
-        fruitless=0 if fruitful else history.fruitless + 1,
-    )
-    if after.fruitless >= _FRUITLESS_TURNS:
-        note = (
-            f"not requeued: {after.fruitless} turn(s) in a row {what}. Is --time too short for "
-            "start-up and one step, or is the job stopped by hand? `scontrol requeue` tries again"
+    Raises:
+        LaunchError: this machine has no Slurm.
+        RunError: Slurm refused (with its message), or does not answer.
+    """
+    try:
+        done = subprocess.run(
+            argv, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S, check=False
         )
-        return RequeueDecision(again=False, history=History(steps=after.steps), note=note)
-    return RequeueDecision(again=True, history=after)
+    except FileNotFoundError:
+        raise LaunchError(
+            f"there is no {argv[0]} on this machine: submit on a login node of the cluster; "
+            "--dry-run shows the script anywhere, and gradsync launch needs no Slurm"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise RunError(f"{argv[0]} did not answer within {_TIMEOUT_S} s; is Slurm up?") from None
+    if done.returncode != 0:
+        words = "; ".join(done.stderr.strip().splitlines())
+        raise RunError(f"Slurm refused {argv[0]}: {words}")
+    return done.stdout
 
 
-def read_turn(run_dir: Path | None, status: int, seconds: float) -> Turn:
-    """The turn that just ended, from the run directory if there is one, else from `status`."""
-    note = {} if run_dir is None else read_object(run_dir / "exit.json")
-    code = note.get("exit_code")
-    if not isinstance(code, int):
+def read_turn(run_dir: Path | None, status: int) -> tuple[int, int | None]:
+    """Exit code and optimizer steps of the turn that just ended, from the run directory if there is
+    one, else from `status`; None for unknown steps."""
+    code = None if run_dir is None else read_object(run_dir / "exit.json").get("exit_code")
+    if run_dir is None or not isinstance(code, int):
         # A stop before the start counts as stopped.
         code = STOPPED if status in _TOLD_TO_STOP else status
-        return Turn(code=code, steps=None if run_dir is None else 0, seconds=seconds)
-    assert run_dir is not None
+        return code, None if run_dir is None else 0
     steps = read_object(run_dir / "summary.json").get("steps")
-    return Turn(code=code, steps=steps if isinstance(steps, int) else 0, seconds=seconds)
+    return code, steps if isinstance(steps, int) else 0
 
 
 def main(argv: Sequence[str]) -> int:
     """See the module's docstring."""
-    options = _parse(argv)
-    turn = read_turn(options.run_dir, options.status, options.seconds)
-    before = read_object(options.history)
-    history = History(steps=before.get("steps", 0), fruitless=before.get("fruitless", 0))
-    decision = decide(turn, history)
-    if decision.note:
-        _say(decision.note)
-    if turn.code == STOPPED:
-        try:
-            write_text(options.history, json_text(asdict(decision.history)))
-        except OSError as error:  # uncounted turns could repeat endlessly
-            _say(f"not requeued: cannot write {options.history} ({error.strerror})")
-            return turn.code
-    if decision.again:
-        _requeue(turn)
-    return turn.code
-
-
-def _requeue(turn: Turn) -> None:
-    """Ask Slurm for another turn; print the result."""
-    try:
-        job = _own_job()
-        state = state_of(job)
-        if state != "RUNNING":
-            _say(f"not requeued: job {job} is being ended from outside ({state})")
-            return
-        at = "" if turn.steps is None else f" after step {turn.steps}"
-        _say(f"stopped{at} with a checkpoint; asking Slurm for another turn of job {job}")
-        done = ask(["scontrol", "requeue", job])
-    except GradsyncError as error:
-        _say(f"not requeued: {error}")
-        return
-    if done.returncode != 0:
-        _say(
-            f"not requeued, Slurm says: {own_words(done.stderr)}; submit the script again, and "
-            "the run goes on from its checkpoint if --out names its directory"
-        )
-
-
-def _own_job() -> str:
-    """This job's id. SLURM_JOB_ID of an array task is the id of the whole array. Requeueing that
-    would start all tasks again, so tasks use their number."""
-    array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
-    return f"{array}_{task}" if array and task else environ.get("SLURM_JOB_ID")
-
-
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="gradsync.commands.launch.requeue", description=__doc__)
     parser.add_argument("--status", type=int, required=True)
     parser.add_argument("--seconds", type=float, required=True)
     parser.add_argument("--history", type=Path, required=True)
     parser.add_argument("--run-dir", type=Path)
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    code, steps = read_turn(options.run_dir, options.status)
+    if code == STOPPED:
+        try:
+            said = _requeue(options.history, steps, options.seconds)
+        except OSError as error:  # uncounted turns could repeat endlessly
+            said = f"not requeued: cannot write {options.history} ({error.strerror})"
+        except GradsyncError as error:
+            said = (
+                f"not requeued: {error}; submit the script again, and the run goes on from its "
+                "checkpoint if --out names its directory"
+            )
+        if said:
+            print(f"gradsync: {said}", file=sys.stderr, flush=True)
+    return code
 
 
-def _say(text: str) -> None:
-    print(f"gradsync: {text}", file=sys.stderr, flush=True)
+def _requeue(history: Path, steps: int | None, seconds: float) -> str:
+    """Count the turn and ask Slurm for another one; returns why it was not asked, or "".
+
+    `history` holds the steps after the last turn, and how many turns in a row brought none.
+    """
+    before = read_object(history)
+    reached = before.get("steps", 0)
+    if steps is None:
+        fruitful, what = seconds >= _LONG_TURN_S, f"ended within {_LONG_TURN_S:.0f} s"
+    else:
+        fruitful, what = steps > reached, f"brought no step beyond {reached}"
+    fruitless = 0 if fruitful else before.get("fruitless", 0) + 1
+    given_up = fruitless >= _FRUITLESS_TURNS
+    # Requeued by hand, the job has its turns again.
+    after = {"steps": max(reached, steps or 0), "fruitless": 0 if given_up else fruitless}
+    write_text(history, json_text(after))
+    if given_up:
+        return (
+            f"not requeued: {fruitless} turn(s) in a row {what}. Is --time too short for start-up "
+            "and one step, or is the job stopped by hand? `scontrol requeue` tries again"
+        )
+    # SLURM_JOB_ID of an array task is the id of the whole array. Requeueing that would start all
+    # tasks again, so tasks use their number.
+    array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+    job = f"{array}_{task}" if array and task else environ.get("SLURM_JOB_ID")
+    found = re.search(r"\sJobState=(\S+)", ask("scontrol", "--oneliner", "show", "job", job))
+    state = found[1] if found else "gone"
+    if state != "RUNNING":
+        return f"not requeued: job {job} is being ended from outside ({state})"
+    at = "" if steps is None else f" after step {steps}"
+    line = f"gradsync: stopped{at} with a checkpoint; asking Slurm for another turn of job {job}"
+    print(line, file=sys.stderr, flush=True)  # Slurm may end this process at once
+    ask("scontrol", "requeue", job)
+    return ""
 
 
 if __name__ == "__main__":

@@ -186,7 +186,7 @@ def test_a_file_that_is_none(name: str, text: str, message: str, tmp_path: Path)
         ("optim.lr: 1\noptim: {lr: 2}", ":2: optim.lr is given twice"),
         ("log-every: 1\nlog_every: 2", ":2: log_every is given twice"),
         ("seed: 1\nsteps: 0", ": steps must be at least 1; got 0"),
-        ("steps: 1\nloss_rows: 2\ndtype: fp16", ": loss_rows works with dtype bf16"),
+        ("steps: 1\nloss_rows: 2", ":2: unknown key 'loss_rows'"),
         ("steps: true", ":1: steps: got True: Expected `int`"),
         ("steps: [1]", ":1: steps: got [1]: Expected `int`"),
         ("steps: {a: 1}", ":1: unknown key 'steps.a'"),

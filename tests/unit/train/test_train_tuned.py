@@ -217,7 +217,6 @@ def test_the_run_writes_down_what_it_took(tmp_path: Path) -> None:
 def test_the_order_of_compilation_is_the_users_first() -> None:
     compiled = TunedStrategy(compile="model")
     assert apply_choice(asked(), compiled, threads=1).compile == "model"
-    assert apply_choice(asked("--loss-rows", "8"), compiled, threads=1).compile == "none"
     assert apply_choice(asked("--compile", "model"), TunedStrategy(), threads=1).compile == "model"
     ddp = TunedStrategy(sync="ddp", compile="ddp")
     assert apply_choice(asked("--compile", "model"), ddp, threads=1).compile == "model"

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from gradsync.comm.base import Communicator
 from gradsync.comm.values import all_sum
@@ -17,13 +15,6 @@ from gradsync.errors import RunError
 from gradsync.sync.step_metadata import LossSum
 
 Autocast = AbstractContextManager[Any]
-
-
-def summed_loss(
-    forward: Callable[..., Tensor], model: Any, inputs: Tensor, targets: Tensor
-) -> Tensor:
-    """Loss summed over the targets; the model computes it if it must not keep all logits."""
-    return forward(inputs, targets) if model.loss_rows else loss_sum(forward(inputs), targets)
 
 
 @torch.no_grad()
@@ -49,7 +40,7 @@ def evaluate(
     try:
         for mine in loader:
             with autocast:
-                loss = summed_loss(model, model, mine.inputs, mine.targets)
+                loss = loss_sum(model(mine.inputs), mine.targets)
             total.add(loss, mine.num_targets)
             samples += mine.num_samples
         for _ in range(loader.most - len(loader) if equal_forwards else 0):

@@ -12,16 +12,6 @@ rotating, norms are LayerNorms, and a GELU replaces the SwiGLU.
 With `tie_head` there is no second parameter to keep equal: the output layer multiplies by the
 embedding's weight. So by construction it is counted, reduced, clipped and saved once, and it
 survives `to_empty`, which separates parameters that are merely shared.
-
-[Note: Loss in rows]
-Logits, their fp32 copy, log-probabilities and two gradients of them take 14 bytes for each token
-and each word of the vocabulary: 720 MB for 1,024 tokens and 50,257 words. Computed a few hundred
-rows (tokens) at a time, only those rows are in memory. Their gradient is computed with them, so
-backward recomputes nothing. It keeps the gradient with respect to the head's weight, which backward
-needs anyway, and the one with respect to the head's input.
-
-The sums are the same, in another order: the bits differ from those of whole logits, but are the
-same on any number of ranks, because the rows are cut from a micro-batch.
 """
 
 from __future__ import annotations
@@ -33,7 +23,6 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
@@ -230,8 +219,6 @@ class GPT(nn.Module):
     Args:
         activation_checkpointing: recompute each block in backward instead of keeping its
             activations (arXiv 1604.06174); gradients keep the same bits.
-        loss_rows: compute the loss of this many positions at a time, see [Note: Loss in rows]; None
-            computes it at once.
     """
 
     read_after: ClassVar[Mapping[str, str]] = {"head": "norm", "positions": "embed"}
@@ -245,12 +232,10 @@ class GPT(nn.Module):
         *,
         seed: int = 0,
         activation_checkpointing: bool = False,
-        loss_rows: int | None = None,
     ) -> None:
         super().__init__()
         self.config = config
         self.activation_checkpointing = activation_checkpointing
-        self.loss_rows = loss_rows
         with _Undrawn():  # layers would draw rank-dependent initial values
             self.embed = nn.Embedding(config.vocab_size, config.n_embd)
             self.positions = None
@@ -277,17 +262,10 @@ class GPT(nn.Module):
         if not config.is_gpt2:
             self.rope_cos, self.rope_sin = (t.to(table.device) for t in rope_tables(config))
 
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
-        """Logits of the next token at every position, logits_BTV, or the loss if targets are given,
-        see `loss_sum`. Token ids are int64; ConfigError if T exceeds `block_size`."""
-        x_BTC = self.features(tokens_BT)
-        if targets_BT is None:
-            return self.logits(x_BTC)
-        if self.loss_rows is None:
-            return loss_sum(self.logits(x_BTC), targets_BT)
-        return loss_sum_in_rows(
-            x_BTC.flatten(0, 1), self._head_weight, targets_BT.flatten(), self.loss_rows
-        )
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """Logits of the next token at every position, logits_BTV. Token ids are int64; ConfigError
+        if T exceeds `block_size`."""
+        return self.logits(self.features(tokens_BT))
 
     def features(self, tokens_BT: Tensor, caches: Sequence[KeyValueCache] | None = None) -> Tensor:
         """Input of the head: `tokens_BT -> x_BTC`, after the last norm.
@@ -319,11 +297,8 @@ class GPT(nn.Module):
 
     def logits(self, x_BTC: Tensor) -> Tensor:
         """The head alone: `x_BTC -> logits_BTV`; any number of positions."""
-        return F.linear(x_BTC, self._head_weight)
-
-    @property
-    def _head_weight(self) -> Tensor:
-        return self.embed.weight if self.head is None else self.head.weight
+        owner = self.embed if self.head is None else self.head
+        return F.linear(x_BTC, owner.weight)
 
 
 def loss_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
@@ -339,70 +314,6 @@ def loss_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
         ignore_index=_IGNORED,
         reduction="sum",
     )
-
-
-def loss_sum_in_rows(x_NC: Tensor, weight_VC: Tensor, targets_N: Tensor, rows: int) -> Tensor:
-    """Cross-entropy of `x @ weight.T`, summed over the targets that are not -100, in nats.
-
-    Logits of `rows` positions are in memory at once. Any float dtype; the result is fp32, 0-dim,
-    differentiable once.
-    """
-    if torch.is_grad_enabled() and (x_NC.requires_grad or weight_VC.requires_grad):
-        return _InRows.apply(x_NC, weight_VC, targets_N, rows)
-    return _in_rows(x_NC, weight_VC, targets_N, rows, None)
-
-
-class _InRows(torch.autograd.Function):
-    """See [Note: Loss in rows]."""
-
-    @staticmethod
-    def forward(ctx: Any, x_NC: Tensor, weight_VC: Tensor, targets_N: Tensor, rows: int) -> Tensor:
-        """The loss, []; the gradients are computed with it."""
-        gradients = torch.empty_like(x_NC), torch.zeros_like(weight_VC)
-        loss = _in_rows(x_NC, weight_VC, targets_N, rows, gradients)
-        ctx.save_for_backward(*gradients)
-        return loss
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyrefly: ignore[bad-override]
-        """Gradients of x, weight, targets and rows."""
-        grad_x_NC, grad_VC = ctx.saved_tensors
-        return grad_x_NC * grad_outputs[0], grad_VC * grad_outputs[0], None, None
-
-
-def _in_rows(
-    x_NC: Tensor,
-    weight_VC: Tensor,
-    targets_N: Tensor,
-    rows: int,
-    gradients: tuple[Tensor, Tensor] | None,
-) -> Tensor:
-    """The loss, []. `gradients` (zeros for the weight's) receive those of x and weight."""
-    kind, dtype = x_NC.device.type, x_NC.dtype
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-    loss = torch.zeros((), dtype=torch.float32, device=x_NC.device)
-    with torch.autocast(kind, enabled=False):
-        narrow_NC, narrow_VC = x_NC.to(dtype), weight_VC.to(dtype)
-        for start in range(0, len(x_NC), rows):
-            cut = slice(start, start + rows)
-            log_p_RV = F.linear(narrow_NC[cut], narrow_VC).float().log_softmax(-1)
-            loss += F.nll_loss(log_p_RV, targets_N[cut], ignore_index=_IGNORED, reduction="sum")
-            if gradients is not None:
-                grad_RV = _gradient(log_p_RV, targets_N[cut]).to(dtype)
-                gradients[0][cut] = grad_RV @ narrow_VC
-                gradients[1].add_(grad_RV.T @ narrow_NC[cut])
-    return loss
-
-
-def _gradient(log_p_RV: Tensor, targets_R: Tensor) -> Tensor:
-    """Gradient of the summed loss with respect to the logits; overwrites `log_p_RV`."""
-    counts_R = targets_R != _IGNORED
-    p_RV = log_p_RV.exp_().mul_(counts_R.unsqueeze(1))
-    row_R = torch.arange(len(targets_R), device=targets_R.device)
-    p_RV[row_R, targets_R.clamp_min(0)] -= counts_R.float()
-    return p_RV
 
 
 @torch.no_grad()

@@ -30,14 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gradsync.comm.base import Communicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
-from gradsync.commands.models.gpt import (
-    GPT,
-    Block,
-    initial_weight,
-    loss_sum,
-    loss_sum_in_rows,
-    rope_tables,
-)
+from gradsync.commands.models.gpt import GPT, Block, initial_weight, loss_sum, rope_tables
 from gradsync.commands.parallel.layout import COLUMNS, ROWS, ModelPart
 from gradsync.commands.parallel.split_sync import SplitGroups
 from gradsync.core.torch_private import mesh_of
@@ -63,12 +56,10 @@ class GPTStage(nn.Module):
         seed: int,
         device: torch.device,
         activation_checkpointing: bool = False,
-        loss_rows: int | None = None,
     ) -> None:
         super().__init__()
         self.part, self.config = part, part.config
         self.activation_checkpointing = activation_checkpointing
-        self.loss_rows = loss_rows
         with torch.device("meta"):
             whole = GPT(part.config)
         names = part.pieces()
@@ -120,10 +111,7 @@ class GPTStage(nn.Module):
         """On the last stage: cross-entropy summed over the targets, as `GPT` computes it."""
         owner = self.embed if self.head is None else self.head
         assert owner is not None
-        if self.loss_rows is None:
-            return loss_sum(F.linear(x_BTC, owner.weight), targets_BT)
-        rows = x_BTC.flatten(0, 1), owner.weight, targets_BT.flatten()
-        return loss_sum_in_rows(*rows, self.loss_rows)
+        return loss_sum(F.linear(x_BTC, owner.weight), targets_BT)
 
     def pass_over_dropout(self, like_BTC: Tensor, branch_dtype: torch.dtype) -> None:
         """Draw what earlier stages draw for a micro-batch, so that this stage's dropout is the

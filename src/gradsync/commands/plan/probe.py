@@ -65,7 +65,6 @@ def _measure(work: Workload, device: torch.device, budget_s: float) -> StepProfi
         work.model,
         seed=0,
         activation_checkpointing=work.activation_checkpointing,
-        loss_rows=work.loss_rows,
     ).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     shape = (2, work.micro_batch_size, work.seq_len)

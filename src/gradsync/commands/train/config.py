@@ -32,7 +32,7 @@ AUTO = "auto"  # What `gradsync tune` found for this kind of run: strategy and o
 _LEAST = {
     **dict.fromkeys(("num_workers", "sample_tokens", "check_replicas_every", "profile"), 0),
     **dict.fromkeys(("steps", "tokens_per_update", "micro_batch_size", "log_every"), 1),
-    **dict.fromkeys(("silence_s", "threads", "nproc_per_node", "seq_len", "loss_rows"), 1),
+    **dict.fromkeys(("silence_s", "threads", "nproc_per_node", "seq_len"), 1),
 }
 """Smallest allowed values of numbers in `TrainConfig`."""
 
@@ -237,9 +237,6 @@ class TrainConfig:
     alone means model) or ddp (around torch DDP)."""
     activation_checkpointing: bool = False
     """Recompute activations in backward: less memory, about a third more compute."""
-    loss_rows: int | None = None
-    """Compute the loss of this many positions at a time: at 124M and 1,024 tokens 256 saves 0.8 GB
-    and takes no longer. Default: all at once, which gives other bits."""
     num_workers: int = 0  # Data-loading processes per rank.
     log_every: int = 10
     """Optimizer steps between log entries: a printed line, an object in metrics.jsonl."""
@@ -299,11 +296,6 @@ class TrainConfig:
             self.sync != AUTO or not self.sync_options.given(),
             "sync=auto chooses options too; drop sync_options."
             f"{', sync_options.'.join(self.sync_options.given())}, or name the strategy",
-        )
-        _require(
-            self.loss_rows is None or (self.dtype != "fp16" and self.compile == "none"),
-            "loss_rows works with dtype bf16 or fp32 and without compile; got "
-            f"dtype={self.dtype}, compile={self.compile}",
         )
 
     def batch_plan(self, world_size: int) -> BatchPlan:

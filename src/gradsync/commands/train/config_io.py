@@ -32,7 +32,7 @@ _OTHERS = {
     "ddp_find_unused_parameters": "leave it out; unused parameters are found in every step",
 }
 """Keys in other projects' files, and what to use here."""
-_FORMER = {"audit_every"}
+_FORMER = {"audit_every", "loss_rows"}
 """Settings of older versions, which a run's file may hold unset."""
 
 

@@ -169,7 +169,6 @@ def _choose(
         num_leaves=config.sequences_per_update // sizes[0],
         dtype=config.named_dtype,
         activation_checkpointing=config.activation_checkpointing,
-        loss_rows=config.loss_rows,
         kind=hardware.devices[0].kind,
     )
     costs = Costs()

@@ -14,8 +14,8 @@ from torch.autograd.profiler import record_function
 
 from gradsync.comm.base import Communicator
 from gradsync.commands.models.config import GPTConfig
-from gradsync.commands.models.evaluation import Autocast, evaluate, summed_loss
-from gradsync.commands.models.gpt import GPT
+from gradsync.commands.models.evaluation import Autocast, evaluate
+from gradsync.commands.models.gpt import GPT, loss_sum
 from gradsync.commands.train.config import OptimConfig, TrainConfig
 from gradsync.commands.train.saving import Trained
 from gradsync.data.loader import EvalLoader
@@ -97,7 +97,7 @@ class Learner(Trained):
                 # All ranks know before the forward whether this backward synchronises.
                 with sync.micro_step(last=mine.is_last, index=mine.index):
                     with span("forward"), self.autocast:
-                        loss = summed_loss(sync.forward, self.model, mine.inputs, mine.targets)
+                        loss = loss_sum(sync.forward(mine.inputs), mine.targets)
                     with span("backward"):
                         sync.backward(
                             loss, weight=mine.num_targets, reduction="sum", scale=self.scaler
@@ -111,7 +111,7 @@ class Learner(Trained):
 
         def forward_backward() -> None:
             with self.autocast:
-                loss = summed_loss(self.sync.forward, self.model, tokens, tokens)
+                loss = loss_sum(self.sync.forward(tokens), tokens)
             loss.backward()
 
         self.sync.replica.prime(forward_backward)
@@ -129,12 +129,8 @@ def build_learner(
     device = world.device
     if config.dtype == "fp16" and device.type != "cuda":
         raise ConfigError("dtype fp16 needs CUDA; use bf16 or fp32 on a CPU")
-    model = GPT(
-        shape,
-        seed=config.seed,
-        activation_checkpointing=config.activation_checkpointing,
-        loss_rows=config.loss_rows,
-    ).to(device)
+    recompute = config.activation_checkpointing
+    model = GPT(shape, seed=config.seed, activation_checkpointing=recompute).to(device)
     options = trainer_options(config.sync, config.sync_options.given())
     if config.compile == "ddp":
         options["compile_wrapper"] = True

@@ -120,7 +120,6 @@ def build_split_learner(
         seed=config.seed,
         device=device,
         activation_checkpointing=config.activation_checkpointing,
-        loss_rows=config.loss_rows,
     )
     options = config.sync_options.given()
     if find_strategy(config.sync).recipe is not None:

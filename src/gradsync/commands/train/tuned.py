@@ -112,13 +112,12 @@ def resolve_auto(config: TrainConfig, world: World, *, threads: int) -> tuple[Tu
 def apply_choice(config: TrainConfig, choice: TunedStrategy, *, threads: int | None) -> TrainConfig:
     """`config` with a strategy in place of `auto`, saved with the run. `threads`: the number per
     rank if the run must keep it under a strategy that would choose another, else None."""
-    keeps_own = config.compile != "none" or config.loss_rows is not None
     promised = find_strategy(choice.sync).same_on_any_ranks
     return replace(
         config,
         sync=choice.sync,
         sync_options=SyncConfig(**choice.options),
-        compile=config.compile if keeps_own else choice.compile,
+        compile=choice.compile if config.compile == "none" else config.compile,
         threads=config.threads if promised or config.threads is not None else threads,
     )
 

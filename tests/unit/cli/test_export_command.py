@@ -23,8 +23,8 @@ from gradsync.checkpoint.weights import load_weights
 from gradsync.commands.cli.main import main
 from gradsync.commands.models.config import GPTConfig
 from gradsync.commands.models.gpt import GPT
-from gradsync.commands.models.llama import from_llama, llama_config, shape_of, to_llama
 from gradsync.commands.prepare.prepare import prepare
+from gradsync.commands.train.foreign import from_llama, hf_config, hf_shape, to_llama
 from gradsync.data.meta import read_meta
 from gradsync.data.tokenizer import load_tokenizer
 from gradsync.errors import ConfigError
@@ -132,8 +132,8 @@ def test_a_model_saved_before_there_were_others_goes_on(run: Path, tmp_path: Pat
 )
 def test_there_and_back(changes: dict[str, object]) -> None:
     shape = replace(GPTConfig(n_layer=11, n_head=4, n_embd=32, vocab_size=61), **changes)
-    config = json.loads(json.dumps(llama_config(shape, end_of_text=None)))
-    again = shape_of(config)
+    config = json.loads(json.dumps(hf_config(shape, end_of_text=None)))
+    again = hf_shape(config)
     same = {"n_kv_head": shape.num_kv_heads, "hidden_dim": shape.mlp_dim}
     assert again == replace(shape, **same)
     weights = GPT(shape).state_dict()
@@ -143,19 +143,19 @@ def test_there_and_back(changes: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model_type": "gpt2"}, "'gpt2' is not llama"),
+        ({"model_type": "gptj"}, "must be llama or gpt2; got 'gptj'"),
         ({"attention_bias": True}, "attention_bias must be False; got True"),
         ({"hidden_act": "gelu"}, "hidden_act must be 'silu'"),
         ({"rope_parameters": {"rope_type": "llama3"}}, "of type 'llama3'"),
         ({"head_dim": 64}, "head_dim must be 8; got 64"),
-        ({"hidden_size": None}, "not of a Llama"),
-        ({"rope_parameters": 5}, "not of a Llama"),
+        ({"hidden_size": None}, "not of a llama"),
+        ({"rope_parameters": 5}, "not of a llama"),
     ],
 )
 def test_what_the_decoder_does_not_have_is_refused(changes: dict[str, object], said: str) -> None:
     shape = GPTConfig(n_head=4, n_embd=32)
     with pytest.raises(ConfigError, match=said):
-        shape_of(llama_config(shape, end_of_text=256) | changes)
+        hf_shape(hf_config(shape, end_of_text=256) | changes)
     theirs = {"model.layers.0.self_attn.q_norm.weight": torch.zeros(1)}
     with pytest.raises(ConfigError, match="no counterpart"):
         from_llama(theirs, GPT(shape).state_dict())

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from gradsync.commands.models.config import GPTConfig
 from gradsync.commands.models.gpt import GPT, loss_sum, rope_tables, rotate
-from gradsync.commands.models.llama import llama_config, llama_name, to_llama
+from gradsync.commands.train.foreign import hf_config, to_llama
 from gradsync.errors import ConfigError
 from support.launchers import run_python
 
@@ -31,7 +31,7 @@ def gradients(model, tokens_BT):
 
 
 def llama_like(config):
-    known = llama_config(config, end_of_text=None)
+    known = hf_config(config, end_of_text=None)
     return LlamaForCausalLM(LlamaConfig(**known, attn_implementation="eager"))
 
 
@@ -66,8 +66,8 @@ def test_equals_llama_of_transformers_with_the_same_weights(changes):
 
     F.cross_entropy(expected.flatten(0, 1), x.roll(-1, 1).flatten(), reduction="sum").backward()
     their_gradients = dict(theirs.named_parameters())
-    for name, gradient in gradients(ours, x).items():
-        expected_gradient = their_gradients[llama_name(name)].grad
+    for name, gradient in to_llama(gradients(ours, x)).items():
+        expected_gradient = their_gradients[name].grad
         scale = expected_gradient.abs().max().item()
         torch.testing.assert_close(gradient, expected_gradient, rtol=1e-4, atol=1e-5 * scale)
 

@@ -22,11 +22,11 @@ from gradsync.commands.train.config import recipe
 from gradsync.commands.train.config_io import parse_config
 from gradsync.commands.train.output import (
     Progress,
+    RankTable,
     RunDir,
     default_out,
     describe_environment,
 )
-from gradsync.commands.train.rank_table import RankTable
 from gradsync.commands.train.run import note_failure
 from gradsync.errors import ConfigError
 from gradsync.runtime.activity import Activity

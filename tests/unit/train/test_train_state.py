@@ -17,7 +17,7 @@ from gradsync.commands.train.config import (
     SyncConfig,
     TrainConfig,
 )
-from gradsync.commands.train.saving import Fingerprint
+from gradsync.commands.train.learner import Fingerprint
 from gradsync.commands.train.state import (
     changed_settings,
     compare,

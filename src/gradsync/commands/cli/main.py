@@ -43,7 +43,10 @@ COMMANDS = {
 
 _ROOMS = {
     "bench": "bench.command",
+    "export": "train.export",
     "lint": "lint.command",
+    "sample": "train.sample",
+    "train": "train.command",
     "tune": "bench.tune",
     "verify": "verify.command",
 }

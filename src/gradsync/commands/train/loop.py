@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, Self, TypeVar
 
 import torch
 from torch.autograd.profiler import record_function
@@ -17,10 +19,17 @@ from gradsync.checkpoint.store import CheckpointStore, Snapshot
 from gradsync.comm.base import Communicator
 from gradsync.commands.train.config import TrainConfig
 from gradsync.commands.train.data import Data
-from gradsync.commands.train.learner import Learner, learning_rate
+from gradsync.commands.train.learner import (
+    ADVICE,
+    RANDOM_STREAMS,
+    Fingerprint,
+    Learner,
+    Whole,
+    learning_rate,
+)
 from gradsync.commands.train.output import Progress, RunDir
-from gradsync.commands.train.profiler import StepProfiler
-from gradsync.commands.train.saving import ADVICE, RANDOM_STREAMS, Fingerprint, Whole
+from gradsync.core.files import one_line
+from gradsync.core.torch_private import PROFILE_ALL_THREADS
 from gradsync.data.micro_batch import Batch
 from gradsync.errors import DataError, DivergenceError, DriftError
 from gradsync.runtime.signals import StopRequest
@@ -29,6 +38,11 @@ from gradsync.sync.step import StepResult
 from gradsync.world import World
 
 T = TypeVar("T")
+log = logging.getLogger("gradsync")
+
+TRACED_STEPS = 2
+"""Two, because sums of the first may still be in flight in the second."""
+TRACE_FOLDER = "profile_trace"
 
 
 @dataclass(slots=True)
@@ -107,6 +121,69 @@ class Interval:
         """(wall seconds, exposed communication seconds) so far; waits for the device."""
         exposed = sum(watch.seconds() for _, watch in self._exposed)
         return time.perf_counter() - self._started, exposed
+
+
+class StepProfiler:
+    """Runs torch's profiler over a step (counted from 1; 0: none) and the next one, on all threads
+    of this rank. A context manager, so that a step that raises is traced too. Files are named as
+    torchtitan's: `profile_trace/iteration_N/rankR_trace.json` in the run's folder."""
+
+    def __init__(self, step: int, folder: Path, world: World) -> None:
+        self._step, self._folder, self._world = step, folder, world
+        self._profile: Any = None
+        self._records = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """End and write a trace in progress; an error still propagates."""
+        try:
+            self.close(failed=kind is not None)
+        except Exception as error:
+            if kind is None:
+                raise
+            reason = f"{type(error).__name__}: {one_line(error)}"
+            log.warning("no trace of the steps that failed: %s", reason)
+
+    def before(self, step: int) -> None:
+        """Start at the coming step, if it is the first one; write the trace that `after` ended."""
+        if step == self._step > 0:
+            from torch.profiler import ProfilerActivity, profile
+
+            activities = [ProfilerActivity.CPU]
+            if self._world.device.type == "cuda":
+                activities.append(ProfilerActivity.CUDA)
+            self._profile = profile(
+                activities=activities, experimental_config=PROFILE_ALL_THREADS()
+            )
+            self._profile.start()
+            self._records = True
+        elif step == self._step + TRACED_STEPS:
+            self.close()
+
+    def after(self, step: int, *, last: bool) -> None:
+        """End after the second step, or the run's last one: what follows is not a step."""
+        if self._records and (last or step == self._step + TRACED_STEPS - 1):
+            self._stop()
+
+    def _stop(self, *, failed: bool = False) -> None:
+        self._records = False
+        # After an error a collective on the device may never end.
+        if self._world.device.type == "cuda" and not failed:
+            torch.cuda.synchronize()
+        self._profile.stop()
+
+    def close(self, *, failed: bool = False) -> None:
+        """End and write a trace in progress; `failed`: the loop has raised."""
+        if self._profile is None:
+            return
+        if self._records:
+            self._stop(failed=failed)
+        profile, self._profile = self._profile, None
+        folder = self._folder / TRACE_FOLDER / f"iteration_{self._step}"
+        folder.mkdir(parents=True, exist_ok=True)
+        profile.export_chrome_trace(str(folder / f"rank{self._world.rank}_trace.json"))
 
 
 @dataclass(kw_only=True)

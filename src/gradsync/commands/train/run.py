@@ -29,9 +29,8 @@ from gradsync.commands.train.config_io import HINTS
 from gradsync.commands.train.data import Data, model_config, open_data
 from gradsync.commands.train.faults import FaultPlan
 from gradsync.commands.train.learner import Learner, build_learner, kernels
-from gradsync.commands.train.loop import Interval, Totals, Trainer
+from gradsync.commands.train.loop import Interval, StepProfiler, Totals, Trainer
 from gradsync.commands.train.output import Progress, RunDir, finite_or_none
-from gradsync.commands.train.profiler import StepProfiler
 from gradsync.commands.train.state import Resumed, numeric_fingerprint, restore
 from gradsync.commands.train.trackers import require_packages
 from gradsync.core.files import counted, read_object

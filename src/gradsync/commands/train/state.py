@@ -21,8 +21,8 @@ from gradsync.commands.models.config import GPTConfig
 from gradsync.commands.models.gpt import GPT
 from gradsync.commands.train.config import TrainConfig
 from gradsync.commands.train.foreign import read_hf
+from gradsync.commands.train.learner import Fingerprint, Whole
 from gradsync.commands.train.loop import Trainer
-from gradsync.commands.train.saving import Fingerprint, Whole
 from gradsync.core.files import one_line
 from gradsync.data.batch_plan import BatchPlan
 from gradsync.errors import CheckpointError, ConfigError, DataError

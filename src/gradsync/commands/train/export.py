@@ -9,16 +9,19 @@ import shlex
 import shutil
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 from tyro.conf import Positional
 
-from gradsync.commands.cli.sample import load_run
+from gradsync.commands.train.sample import load_run
 from gradsync.errors import CheckpointError, RunError, UsageError
 from gradsync.runtime.arguments import parse
+
+if TYPE_CHECKING:
+    from gradsync.commands.train.foreign import Foreign
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,13 +68,12 @@ def export(path: Path, out: Path | None, data: str = "") -> Path:
     """Write the model under `path` for transformers; returns the folder."""
     from safetensors.torch import save_file
 
-    from gradsync.commands.models.gpt2 import gpt2_config, to_gpt2
-    from gradsync.commands.models.llama import llama_config, to_llama
+    from gradsync.commands.train.foreign import hf_config, to_gpt2, to_llama
     from gradsync.data.tokenizer import END_OF_TEXT
 
     checkpoint, snapshot, shape, tokenizer = load_run(path, data)
     end = tokenizer.end_of_text_id if tokenizer.end_of_text_id < shape.vocab_size else None
-    config = (gpt2_config if shape.is_gpt2 else llama_config)(shape, end_of_text=end)
+    config = hf_config(shape, end_of_text=end)
     weights = snapshot.tensors["model"]
     weights = to_gpt2(weights, turned=True) if shape.is_gpt2 else to_llama(weights)
     documents = {
@@ -100,7 +102,7 @@ def export(path: Path, out: Path | None, data: str = "") -> Path:
 
 def bring(path: Path, out: Path | None, source: str, data: str = "") -> Path:
     """Make a run of another program's model; returns its directory."""
-    from gradsync.commands.train.foreign import read_hf, read_nanogpt, write_start
+    from gradsync.commands.train.foreign import read_hf, read_nanogpt
 
     folder = out or path.parent / f"{path.stem or 'model'}-run"
     try:
@@ -109,8 +111,30 @@ def bring(path: Path, out: Path | None, source: str, data: str = "") -> Path:
         raise UsageError(f"{path}: {error}") from error
     with _whole(folder) as part:
         part.mkdir(mode=0o700)
-        write_start(found, part, folder, data)
+        _write_start(found, part, folder, data)
     return folder
+
+
+def _write_start(foreign: Foreign, part: Path, folder: Path, data: str) -> None:
+    """Make `part`, which becomes `folder`, a run to start from: a checkpoint with weights only, and
+    the `config.yaml` of a run that continues from them."""
+    from gradsync.checkpoint.store import CheckpointStore, Snapshot
+    from gradsync.commands.train.config import recipe
+    from gradsync.commands.train.config_io import write_config
+
+    begin = {"model": foreign.shape, "init": str(folder), "data": data or foreign.data}
+    config = replace(recipe("tiny"), **begin, **foreign.settings)
+    state = {
+        "optimizer": {"class": "AdamW", "groups": [], "params": {}},
+        "data": {},  # no data were read: `restore` does not go on from here
+        "tokenizer": None,
+        "scaler": None,
+        "model": asdict(foreign.shape),
+        "config": asdict(config),
+    }
+    snapshot = Snapshot(step=foreign.step, tensors={"model": foreign.weights}, state=state)
+    CheckpointStore(part / "checkpoints").save(snapshot)
+    write_config(config, part / "config.yaml")
 
 
 @contextmanager

@@ -11,8 +11,8 @@ from gradsync.commands.bench.contestants import Contestant
 from gradsync.commands.bench.steps import Checked
 from gradsync.commands.bench.sync_plan import SyncSettings
 from gradsync.commands.bench.tune import Tuner, TuneRequest
+from gradsync.commands.cli.train import _with_all_ranks
 from gradsync.commands.models.config import PRESETS, GPTConfig
-from gradsync.commands.train.command import _with_all_ranks
 from gradsync.commands.train.tuned import TUNED, Tuned, TunedStrategy, conditions_of
 from gradsync.runtime import environ
 from support.rank_session import open_session

@@ -14,8 +14,8 @@ import yaml
 
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.commands.cli.main import main
+from gradsync.commands.cli.train import _with_all_ranks
 from gradsync.commands.train import tuned
-from gradsync.commands.train.command import _with_all_ranks
 from gradsync.commands.train.config import TrainConfig
 from gradsync.commands.train.config_io import parse_config, write_config
 from gradsync.commands.train.tuned import resolve_dtype
@@ -47,7 +47,7 @@ def test_a_run_writes_down_what_was_found_and_keeps_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     line = ["train", str(config_file), "--elastic", "--nproc-per-node", "1"]
-    monkeypatch.setattr("gradsync.commands.train.command.host_cores", lambda: 0)
+    monkeypatch.setattr("gradsync.commands.cli.train.host_cores", lambda: 0)
     assert main(line) == 0
     printed = capsys.readouterr()
     assert "\n1 ranks share 0 cores: no faster than 0 ranks\n" in printed.out

@@ -25,7 +25,7 @@ from gradsync.commands.bench.tune import (
     strategies,
     strategy_stage,
 )
-from gradsync.commands.train.command import _threads
+from gradsync.commands.cli.train import _threads
 from gradsync.commands.train.config import TrainConfig
 from gradsync.commands.train.tuned import TunedStrategy
 from gradsync.sync.registry import STRATEGIES

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from gradsync.commands.cli.main import COMMANDS, main
+from gradsync.commands.cli.train import complete_flags
 from gradsync.commands.models.config import PRESETS
 from gradsync.commands.prepare.prepare import prepare
-from gradsync.commands.train.command import complete_flags
 from gradsync.data import tokenizer
 from support.foreign_files import rewrite_json
 from support.launchers import run_python

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from gradsync.commands.cli import train as command
 from gradsync.commands.plan.hardware_file import load_hardware
-from gradsync.commands.train import command
 from gradsync.commands.train.config import SyncConfig, TrainConfig, recipe
 from gradsync.commands.train.config_io import given_fields, parse_config, write_config
 from gradsync.commands.train.elastic import Decision, decide, hardware_of, take_flag

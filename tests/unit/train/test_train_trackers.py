@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from gradsync.commands.cli import train as command
 from gradsync.commands.cli.main import main
-from gradsync.commands.train import command
 from gradsync.commands.train.faults import FaultPlan
 from gradsync.commands.train.trackers import Trackers, require_packages, tracker_names
 from gradsync.errors import ConfigError

@@ -24,8 +24,8 @@ from typing import Annotated
 import tyro
 
 from gradsync.commands.cli.launch import split
+from gradsync.commands.cli.train import run as train
 from gradsync.commands.launch.ranks import WORKER, Signals, start_ranks, until_stopped
-from gradsync.commands.train.command import run as train
 from gradsync.commands.train.config import TrainConfig
 from gradsync.commands.train.config_io import parse_config
 from gradsync.commands.train.faults import FAULTS, FaultPlan, named

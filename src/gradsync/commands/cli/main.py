@@ -46,7 +46,6 @@ _ROOMS = {
     "export": "train.export",
     "lint": "lint.command",
     "sample": "train.sample",
-    "train": "train.command",
     "tune": "bench.tune",
     "verify": "verify.command",
 }

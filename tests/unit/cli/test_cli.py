@@ -347,7 +347,6 @@ def test_without_the_package_of_its_tokenizer_a_run_is_done(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--resume", "nowhere"), "nowhere: no checkpoint there"),
         (("--model.n-embd", "1500000"), "and this host has"),
     ],
 )

@@ -157,7 +157,6 @@ def test_the_logits_are_the_same(
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
         assert torch.equal(found.argmax(-1), expected.argmax(-1))
         ids = generate(ours, [1, 2], 20, temperature=0)
-        assert ids == generate(ours, [1, 2], 20, temperature=0, use_cache=False)
         for end in range(2, len(ids)):
             assert theirs(torch.tensor([ids[max(0, end - 12) : end]]))[0, -1].argmax() == ids[end]
 

@@ -242,12 +242,6 @@ def test_options_of_the_strategy_are_words(tmp_path: Path) -> None:
         parse_config(["--sync-options", "bucket_mb"])
 
 
-@pytest.mark.parametrize("word", ["--optim.eps", "--optim.beta1=0.5", "--model.no-tie-head"])
-def test_a_setting_of_the_file_is_no_flag(word: str) -> None:
-    with pytest.raises(ConfigError, match=r"^(optim|model)\.\w+ is no flag: set it in a file"):
-        parse_config(["tiny", word])
-
-
 def test_a_switch_that_is_on_already_may_be_given_again(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("allow_numeric_change: true\ntf32: false\n")
     for words in ([], ["--allow-numeric-change", "--no-tf32"]):

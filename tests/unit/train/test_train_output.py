@@ -265,8 +265,8 @@ def test_another_runs_checkpoints_are_safe(path: Path) -> None:
 
 
 def begin_log(path: Path, **changes: Any) -> None:
-    with RunDir(path).rank_log(replace(WORLD, **changes)) as begin:
-        begin()
+    with RunDir(path).rank_log(replace(WORLD, **changes)):
+        pass
 
 
 def test_it_is_its_users_alone(path: Path) -> None:
@@ -306,7 +306,6 @@ def test_a_full_disk_is_no_pages_of_logging(
     path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(output, "append_private", lambda _: Path("/dev/full").open("a"))  # noqa: SIM115
-    with RunDir(path).rank_log(WORLD) as begin_log:
-        begin_log()
+    with RunDir(path).rank_log(WORLD):
         output.log.warning("not to be written")
     assert capsys.readouterr().err == ""

@@ -384,15 +384,13 @@ def generate(
     temperature: float = 0.8,
     top_k: int | None = 50,
     seed: int = 0,
-    use_cache: bool = True,
 ) -> list[int]:
     """`prompt_ids` and `max_new_tokens` more; the same call on the same kind of device gives the
     same.
 
-    A token costs a forward over one position, because keys and values of earlier ones are kept
-    (`use_cache=False` recomputes them: the same tokens, slowly). After `block_size` tokens it costs
-    a forward over the last `block_size`: the window slides, and deeper layers' kept values come
-    from positions that it no longer contains.
+    A token costs a forward over one position, because keys and values of earlier ones are kept.
+    After `block_size` tokens it costs a forward over the last `block_size`: the window slides, and
+    deeper layers' kept values come from positions that it no longer contains.
 
     Args:
         temperature: divides the logits; 0 takes the most likely token.
@@ -416,7 +414,7 @@ def generate(
     model.eval()
     try:
         for _ in range(max_new_tokens):
-            if use_cache and len(ids) <= model.config.block_size:
+            if len(ids) <= model.config.block_size:
                 new_BT = torch.tensor([ids[caches[0].length :]], device=device)
                 x_BTC = model.features(new_BT, caches)
             else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
@@ -10,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd.profiler import record_function
@@ -28,7 +27,6 @@ from gradsync.commands.train.learner import (
     learning_rate,
 )
 from gradsync.commands.train.output import Progress, RunDir
-from gradsync.core.files import one_line
 from gradsync.core.torch_private import PROFILE_ALL_THREADS
 from gradsync.data.micro_batch import Batch
 from gradsync.errors import DataError, DivergenceError, DriftError
@@ -38,11 +36,8 @@ from gradsync.sync.step import StepResult
 from gradsync.world import World
 
 T = TypeVar("T")
-log = logging.getLogger("gradsync")
-
 TRACED_STEPS = 2
 """Two, because sums of the first may still be in flight in the second."""
-TRACE_FOLDER = "profile_trace"
 
 
 @dataclass(slots=True)
@@ -125,29 +120,15 @@ class Interval:
 
 class StepProfiler:
     """Runs torch's profiler over a step (counted from 1; 0: none) and the next one, on all threads
-    of this rank. A context manager, so that a step that raises is traced too. Files are named as
-    torchtitan's: `profile_trace/iteration_N/rankR_trace.json` in the run's folder."""
+    of this rank. Files are named as torchtitan's: `profile_trace/iteration_N/rankR_trace.json` in
+    the run's folder."""
 
     def __init__(self, step: int, folder: Path, world: World) -> None:
         self._step, self._folder, self._world = step, folder, world
         self._profile: Any = None
-        self._records = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """End and write a trace in progress; an error still propagates."""
-        try:
-            self.close(failed=kind is not None)
-        except Exception as error:
-            if kind is None:
-                raise
-            reason = f"{type(error).__name__}: {one_line(error)}"
-            log.warning("no trace of the steps that failed: %s", reason)
 
     def before(self, step: int) -> None:
-        """Start at the coming step, if it is the first one; write the trace that `after` ended."""
+        """Start at the coming step, if it is the first one."""
         if step == self._step > 0:
             from torch.profiler import ProfilerActivity, profile
 
@@ -158,30 +139,16 @@ class StepProfiler:
                 activities=activities, experimental_config=PROFILE_ALL_THREADS()
             )
             self._profile.start()
-            self._records = True
-        elif step == self._step + TRACED_STEPS:
-            self.close()
 
     def after(self, step: int, *, last: bool) -> None:
-        """End after the second step, or the run's last one: what follows is not a step."""
-        if self._records and (last or step == self._step + TRACED_STEPS - 1):
-            self._stop()
-
-    def _stop(self, *, failed: bool = False) -> None:
-        self._records = False
-        # After an error a collective on the device may never end.
-        if self._world.device.type == "cuda" and not failed:
-            torch.cuda.synchronize()
-        self._profile.stop()
-
-    def close(self, *, failed: bool = False) -> None:
-        """End and write a trace in progress; `failed`: the loop has raised."""
-        if self._profile is None:
+        """Write the trace after the second step, or the run's last one."""
+        if self._profile is None or not (last or step == self._step + TRACED_STEPS - 1):
             return
-        if self._records:
-            self._stop(failed=failed)
+        if self._world.device.type == "cuda":
+            torch.cuda.synchronize()
         profile, self._profile = self._profile, None
-        folder = self._folder / TRACE_FOLDER / f"iteration_{self._step}"
+        profile.stop()
+        folder = self._folder / "profile_trace" / f"iteration_{self._step}"
         folder.mkdir(parents=True, exist_ok=True)
         profile.export_chrome_trace(str(folder / f"rank{self._world.rank}_trace.json"))
 
@@ -250,7 +217,6 @@ class Trainer:
             if stopped:
                 totals.stopped_by = stop.signal_name or "a signal to another rank"
             if last:
-                self.profiler.close()
                 break
         else:
             raise DataError(f"the data ended after step {totals.step} of {config.steps}")

@@ -7,7 +7,6 @@ mode, so chmod can admit a group.
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import math
@@ -43,7 +42,6 @@ from gradsync.core.files import (
 )
 from gradsync.errors import ConfigError, RunError, UsageError
 from gradsync.runtime.activity import Activity
-from gradsync.runtime.failure import communication_error
 from gradsync.runtime.waiting import waiting_ranks
 from gradsync.world import World
 
@@ -200,26 +198,17 @@ class RunDir:
             replace_text(self.path / name, json.dumps(value, indent=2) + "\n", mode=PRIVATE)
 
     @contextmanager
-    def rank_log(self, world: World) -> Generator[Callable[[], None]]:
-        """This rank's log file: its start, log lines, and how it ended (with the traceback).
-
-        It is created when the yielded function is called, or when this rank fails; a refused
-        request does not create it. Another rank's failure reaches this one as a failed collective.
-        """
-        early = io.StringIO()
-        handler: logging.StreamHandler[TextIO] = logging.StreamHandler(early)
-
-        def begin() -> None:
-            folder = self.path / "logs"
-            try:
-                _make(self.path)
-                _make(folder)
-                file = append_private(folder / f"rank_{world.rank:05d}.log")
-            except OSError as error:
-                raise ConfigError(f"cannot write to --out {self.path}: {error.strerror}") from error
-            file.write(early.getvalue())
-            handler.setStream(file)
-
+    def rank_log(self, world: World) -> Generator[None]:
+        """This rank's log file: its start, log lines, and how it ended; with a traceback, unless
+        the request was refused."""
+        folder = self.path / "logs"
+        try:
+            _make(self.path)
+            _make(folder)
+            file = append_private(folder / f"rank_{world.rank:05d}.log")
+        except OSError as error:
+            raise ConfigError(f"cannot write to --out {self.path}: {error.strerror}") from error
+        handler = logging.StreamHandler(file)
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         handler.handleError = lambda record: None  # a full disk is reported elsewhere
         own = logging.Logger("gradsync.rank")  # not in the logger tree: the terminal gets nothing
@@ -227,19 +216,16 @@ class RunDir:
         log.addHandler(handler)
         try:
             own.info("started: %s", world.describe())
-            yield begin
+            yield
             own.info("ended")
         except BaseException as error:
-            own.exception("ended by %s", type(error).__name__)
-            refused = isinstance(error, UsageError) or communication_error(error)
-            if handler.stream is early and not refused:
-                with suppress(ConfigError):
-                    begin()
+            shown = None if isinstance(error, UsageError) else error
+            own.error("ended by %s", type(error).__name__, exc_info=shown)
             raise
         finally:
             log.removeHandler(handler)
             with suppress(OSError):
-                handler.stream.close()
+                file.close()
 
     def close(self, *, failed: bool = False) -> None:
         """Close the files, end the trackers; `failed`: the run ends with an error."""

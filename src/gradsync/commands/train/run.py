@@ -89,7 +89,7 @@ def train(
         _refuse_unlike(config, data, comm)
         shape, device = model_config(config, data.vocab_size), _device(world, threads)
         config = replace(config, model=shape)
-        begin_log = stack.enter_context(run_dir.rank_log(world))
+        stack.enter_context(run_dir.rank_log(world))
         stack.enter_context(kernels(config, world))
         trainer = Trainer(
             config=config,
@@ -101,13 +101,12 @@ def train(
             run_dir=run_dir,
             store=CheckpointStore(run_dir.checkpoints, config.checkpoint.keep_last),
             progress=progress,
-            profiler=stack.enter_context(StepProfiler(config.profile, run_dir.path, world)),
+            profiler=StepProfiler(config.profile, run_dir.path, world),
             peak_flops=device.peak_flops,
             interval=Interval(on_cuda=world.device.type == "cuda"),
             tell=watch.sampler.tell if watch else lambda _: None,
         )
         resumed = restore(trainer)
-        begin_log()
         _introduce(trainer, resumed, threads, notes)
         if resumed.source and resumed.step >= config.steps:
             trainer.progress.say(

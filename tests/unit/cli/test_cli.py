@@ -129,7 +129,6 @@ SMALL = (*TRAIN, "--model.block-size", "16", "--micro-batch-size", "2", "--token
         ((*TRAIN, "--model.n-head", "5"), "n_embd must be a multiple of n_head"),
         ((*TRAIN, "--data", "nowhere"), "nowhere does not exist (--data takes one, .jsonl files"),
         ((*TRAIN, "--data", "empty"), "`gradsync prepare PATHS --out DIR` makes it"),
-        (("train", "a-run"), "`gradsync train a-run/config.yaml --resume auto --out a-run` goes"),
         ((*TRAIN, "--model.vocab-size", "100"), "smaller than the data's vocabulary 257"),
         ((*TRAIN, "--model.vocab-size", "4000000000"), "the vocabulary (4,000,000,000)"),
         ((*TRAIN, "--model.n-embd", "307200"), "takes"),
@@ -161,9 +160,7 @@ def test_bad_request_gets_one_clear_message(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("my.txt").write_text("text")
-    Path("a-run").mkdir()
     Path("empty").mkdir()
-    Path("a-run/config.yaml").write_text("preset: tiny\n")
     assert run(*arguments) == 2
     printed = capsys.readouterr().err
     assert printed.startswith("gradsync: error: ")
@@ -206,7 +203,7 @@ def test_prepare_says_when_there_is_too_little_text(
     [
         ("train", "tiny", "--out", "PATH", "--dry-run"),
         ("train", "tiny", "--data", "PATH", "--dry-run"),
-        ("train", "PATH"),
+        ("train", "PATH.yaml"),
         ("prepare", "PATH", "--out", "data"),
         ("prepare", "text.txt", "--out", "PATH"),
         ("sample", "PATH"),

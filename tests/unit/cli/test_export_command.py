@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -224,27 +221,3 @@ def test_shares_of_ranks_are_exported_whole(
         assert main(["export", str(source), "--out", str(tmp_path / out)]) == 0
     found = load_file(tmp_path / "joined" / "model.safetensors")
     assert same_bits(found, load_file(tmp_path / "whole" / "model.safetensors"))
-
-
-@pytest.mark.parametrize(
-    ("broken", "error"),
-    [
-        ("pathlib.Path.write_text", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))),
-        ("safetensors.torch.save_file", SafetensorError("I/O error: No space left on device")),
-    ],
-)
-def test_a_full_disk_is_one_line_and_leaves_nothing(
-    run: Path,
-    broken: str,
-    error: Exception,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    out = tmp_path / "out"
-    monkeypatch.setattr(broken, Mock(side_effect=error))
-    assert main(["export", str(run), "--out", str(out)]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert f"cannot write to {out}: " in line
-    assert "No space left" in line
-    assert list(tmp_path.iterdir()) == []

@@ -22,7 +22,7 @@ from gradsync.commands.train.tuned import apply_choice, dtype_alone, resolve_aut
 from gradsync.core.files import counted
 from gradsync.errors import ConfigError
 from gradsync.runtime import environ
-from gradsync.runtime.machine import choose_threads, host_cores
+from gradsync.runtime.machine import host_cores
 from gradsync.runtime.resolve import resolve
 from gradsync.sync.registry import find_strategy
 from gradsync.world import World
@@ -60,7 +60,7 @@ def run(argv: list[str], fault: FaultPlan | None = None) -> int:
     if not world.is_distributed:  # otherwise only rank 0 checks, and tells the others
         require_packages(config.track)
     if dry_run:
-        return _show_plan(config, world, world_size, as_json=as_json)
+        return _show_plan(config, world_size, as_json=as_json)
     # The run checks again, with the data's vocabulary; this check comes before torch is imported.
     check_size(config.model, device=config.device, num_nodes=world.num_nodes)
     if world_size > world.world_size:
@@ -231,18 +231,9 @@ def _on_cpu(config: TrainConfig) -> bool:
     return config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available())
 
 
-def _show_plan(config: TrainConfig, world: World, world_size: int, *, as_json: bool) -> int:
+def _show_plan(config: TrainConfig, world_size: int, *, as_json: bool) -> int:
     """The resolved configuration and batch arithmetic; nothing is started or written."""
     config = dtype_alone(config)
-    if config.sync == AUTO:
-        if not world.is_distributed:
-            world = replace(world, world_size=world_size, local_world_size=world_size)
-        on_cpu = _on_cpu(config)
-        threads = choose_threads(world.local_world_size, requested=_threads(config))
-        world = replace(world, device_name="cpu" if on_cpu else "cuda")
-        choice, note = resolve_auto(config, world, threads=threads)
-        print(note, file=sys.stderr)
-        config = apply_choice(config, choice, threads=threads if on_cpu else None)
     plan = config.batch_plan(world_size)
     if as_json:
         print(json.dumps({"config": asdict(config), "plan": asdict(plan)}, indent=2))

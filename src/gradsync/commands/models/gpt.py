@@ -36,6 +36,8 @@ from gradsync.sync.step_metadata import LossSum
 
 Autocast = AbstractContextManager[Any]
 """The mixed precision of a forward."""
+Cache = list[Tensor]
+"""Keys and values of the positions that one attention has seen, for generation; empty at first."""
 _INIT_STD = 0.02
 _IGNORED = -100
 
@@ -83,26 +85,6 @@ def initial_weight(
     return drawn.normal_(0.0, std, generator=generator)
 
 
-class KeyValueCache:
-    """Keys and values that one attention has computed for earlier positions, for generation."""
-
-    def __init__(self) -> None:
-        self._kept: tuple[Tensor, Tensor] | None = None
-
-    @property
-    def length(self) -> int:
-        """Number of positions so far."""
-        return 0 if self._kept is None else self._kept[0].shape[2]
-
-    def extend(self, k_BGTK: Tensor, v_BGTK: Tensor) -> tuple[Tensor, Tensor]:
-        """Append these keys and values; returns those of all positions."""
-        if self._kept is not None:
-            old_k, old_v = self._kept
-            k_BGTK, v_BGTK = torch.cat((old_k, k_BGTK), dim=2), torch.cat((old_v, v_BGTK), dim=2)
-        self._kept = k_BGTK, v_BGTK
-        return self._kept
-
-
 class Attention(nn.Module):
     """Causal self-attention with grouped key/value heads; rotary positions except for GPT-2."""
 
@@ -118,7 +100,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
 
     def forward(
-        self, x_BTC: Tensor, cos_TK: Tensor, sin_TK: Tensor, cache: KeyValueCache | None = None
+        self, x_BTC: Tensor, cos_TK: Tensor, sin_TK: Tensor, cache: Cache | None = None
     ) -> Tensor:
         """(B, T, C) -> (B, T, C); if `cache` already holds positions, T is 1."""
         q_BTHK = self.q(x_BTC).unflatten(-1, (self.n_head, -1))
@@ -130,8 +112,11 @@ class Attention(nn.Module):
         q_BHTK, k_BGTK = q_BTHK.transpose(1, 2), k_BTGK.transpose(1, 2)
         is_causal = True
         if cache is not None:
-            is_causal = cache.length == 0  # a single new position may attend to all others
-            k_BGTK, v_BGTK = cache.extend(k_BGTK, v_BGTK)
+            if cache:
+                is_causal = False  # a single new position may attend to all others
+                k_BGTK = torch.cat((cache[0], k_BGTK), dim=2)
+                v_BGTK = torch.cat((cache[1], v_BGTK), dim=2)
+            cache[:] = k_BGTK, v_BGTK
         y_BHTK = F.scaled_dot_product_attention(
             q_BHTK,
             k_BGTK,
@@ -189,7 +174,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
-        self, x_BTC: Tensor, cos_TK: Tensor, sin_TK: Tensor, cache: KeyValueCache | None = None
+        self, x_BTC: Tensor, cos_TK: Tensor, sin_TK: Tensor, cache: Cache | None = None
     ) -> Tensor:
         """(B, T, C) -> (B, T, C)."""
         normed_BTC = narrowed(self.attention_norm(x_BTC))
@@ -274,13 +259,13 @@ class GPT(nn.Module):
         if T exceeds `block_size`."""
         return self.logits(self.features(tokens_BT))
 
-    def features(self, tokens_BT: Tensor, caches: Sequence[KeyValueCache] | None = None) -> Tensor:
+    def features(self, tokens_BT: Tensor, caches: Sequence[Cache] | None = None) -> Tensor:
         """Input of the head: `tokens_BT -> x_BTC`, after the last norm.
 
         `caches`, one per block, hold the earlier positions, and afterwards these too. If they hold
         some, only one token is allowed at a time.
         """
-        first = 0 if caches is None else caches[0].length
+        first = caches[0][0].shape[2] if caches and caches[0] else 0
         T = first + tokens_BT.shape[1]
         if self.config.block_size < T:
             raise ConfigError(
@@ -409,13 +394,14 @@ def generate(
         )
     generator = torch.Generator().manual_seed(seed)
     device = model.embed.weight.device
-    caches = [KeyValueCache() for _ in model.blocks]
+    caches: list[Cache] = [[] for _ in model.blocks]
     was_training = model.training
     model.eval()
     try:
         for _ in range(max_new_tokens):
             if len(ids) <= model.config.block_size:
-                new_BT = torch.tensor([ids[caches[0].length :]], device=device)
+                first = caches[0][0].shape[2] if caches[0] else 0
+                new_BT = torch.tensor([ids[first:]], device=device)
                 x_BTC = model.features(new_BT, caches)
             else:
                 context_BT = torch.tensor([ids[-model.config.block_size :]], device=device)

@@ -86,7 +86,8 @@ def decide(
         notes = (f"goes on as it began in {place}: {named}",)
         return Decision(changes=changes, ranks=ranks, notes=notes)
     if "parallel" in given or config.sync == AUTO:
-        return Decision(ranks=world_size or _most_ranks(config, hardware))
+        ranks = world_size or _most_ranks(config, hardware)
+        return Decision(ranks=ranks, notes=("the strategy, the split and the batch are as given",))
     taken = _choose(config, given, hardware, world_size)
     changes: dict[str, Any] = {}
     if not given & {"sync", "sync_options"}:

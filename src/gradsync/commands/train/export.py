@@ -4,11 +4,7 @@ another program (transformers, nanoGPT) saved."""
 from __future__ import annotations
 
 import json
-import os
 import shlex
-import shutil
-from collections.abc import Generator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -17,7 +13,7 @@ import tyro
 from tyro.conf import Positional
 
 from gradsync.commands.train.sample import load_run
-from gradsync.errors import CheckpointError, RunError, UsageError
+from gradsync.errors import CheckpointError, UsageError
 from gradsync.runtime.arguments import parse
 
 if TYPE_CHECKING:
@@ -87,16 +83,15 @@ def export(path: Path, out: Path | None, data: str = "") -> Path:
         },
     }
     folder = out or checkpoint.parent.parent / "hf"
-    with _whole(folder) as part:
-        part.mkdir()
-        for name, document in documents.items():
-            text = json.dumps(document, indent=2, ensure_ascii=False)
-            (part / name).write_text(f"{text}\n", encoding="utf-8")
-        file = part / "model.safetensors"
-        file.touch()
-        mode = file.stat().st_mode  # the usual one; safetensors writes with its own
-        save_file(weights, file, metadata={"format": "pt"})
-        file.chmod(mode)
+    _make_empty(folder)
+    for name, document in documents.items():
+        text = json.dumps(document, indent=2, ensure_ascii=False)
+        (folder / name).write_text(f"{text}\n", encoding="utf-8")
+    file = folder / "model.safetensors"
+    file.touch()
+    mode = file.stat().st_mode  # the usual one; safetensors writes with its own
+    save_file(weights, file, metadata={"format": "pt"})
+    file.chmod(mode)
     return folder
 
 
@@ -109,21 +104,20 @@ def bring(path: Path, out: Path | None, source: str, data: str = "") -> Path:
         found = read_nanogpt(path) if source == "nanogpt" else read_hf(path)
     except CheckpointError as error:
         raise UsageError(f"{path}: {error}") from error
-    with _whole(folder) as part:
-        part.mkdir(mode=0o700)
-        _write_start(found, part, folder, data)
+    _make_empty(folder, mode=0o700)
+    _write_start(found, folder, data)
     return folder
 
 
-def _write_start(foreign: Foreign, part: Path, folder: Path, data: str) -> None:
-    """Make `part`, which becomes `folder`, a run to start from: a checkpoint with weights only, and
-    the `config.yaml` of a run that continues from them."""
+def _write_start(foreign: Foreign, folder: Path, data: str) -> None:
+    """Make `folder` a run to start from: a checkpoint with weights only, and the `config.yaml` of a
+    run that continues from them."""
     from gradsync.checkpoint.store import CheckpointStore, Snapshot
     from gradsync.commands.train.config import recipe
     from gradsync.commands.train.config_io import write_config
 
     begin = {"model": foreign.shape, "init": str(folder), "data": data or foreign.data}
-    config = replace(recipe("tiny"), **begin, **foreign.settings)
+    config = replace(recipe("tiny"), **begin)
     state = {
         "optimizer": {"class": "AdamW", "groups": [], "params": {}},
         "data": {},  # no data were read: `restore` does not go on from here
@@ -133,24 +127,12 @@ def _write_start(foreign: Foreign, part: Path, folder: Path, data: str) -> None:
         "config": asdict(config),
     }
     snapshot = Snapshot(step=foreign.step, tensors={"model": foreign.weights}, state=state)
-    CheckpointStore(part / "checkpoints").save(snapshot)
-    write_config(config, part / "config.yaml")
+    CheckpointStore(folder / "checkpoints").save(snapshot)
+    write_config(config, folder / "config.yaml")
 
 
-@contextmanager
-def _whole(target: Path) -> Generator[Path]:
-    """A path for writing the folder `target`, which then appears complete or not at all."""
-    from safetensors import SafetensorError
-
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UsageError(f"{target} holds something already: name another --out, or empty it")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(f".{target.name}-{os.getpid()}")
-    try:
-        yield part
-        part.replace(target)
-    except (OSError, SafetensorError) as error:
-        said = getattr(error, "strerror", None) or error
-        raise RunError(f"cannot write to {target}: {said}") from error
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+def _make_empty(folder: Path, **mode: int) -> None:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(f"{folder} holds something already: name another --out, or empty it")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True, **mode)

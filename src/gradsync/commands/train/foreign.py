@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from gradsync.checkpoint.weights import match_tensors, pack_weights
 from gradsync.comm.finite import non_finite
 from gradsync.commands.models.config import GPTConfig
 from gradsync.commands.parallel.layout import weights_of
-from gradsync.commands.train.config import OptimConfig, recipe
 from gradsync.core.files import one_line, read_object
 from gradsync.errors import CheckpointError, ConfigError, DataError
 
@@ -66,14 +65,6 @@ _NEEDED_GPT2 = {
 }
 """Values that the decoder requires in a `config.json`."""
 _NANOGPT = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
-_OPTIM = {
-    "learning_rate": "lr",
-    "warmup_iters": "warmup_steps",
-    "weight_decay": "weight_decay",
-    "beta1": "beta1",
-    "beta2": "beta2",
-}
-"""nanoGPT's settings, and ours."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +75,6 @@ class Foreign:
     weights: dict[str, Tensor]  # Under our names; all weights of the shape
     data: str  # Where its tokenizer may be
     step: int = 0  # Optimizer steps of its training
-    settings: Mapping[str, Any] = field(default_factory=dict)  # Fields of `TrainConfig`
 
 
 def their_name(name: str, names: Mapping[str, str]) -> str:
@@ -160,107 +150,99 @@ def _expected(shape: GPTConfig) -> dict[str, Tensor]:
     return {each.name: torch.empty(each.shape, device="meta") for each in weights_of(shape)}
 
 
+_LLAMA_FIELDS = {
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "num_key_value_heads": "n_kv_head",
+    "intermediate_size": "hidden_dim",
+    "vocab_size": "vocab_size",
+    "max_position_embeddings": "block_size",
+    "rms_norm_eps": "norm_eps",
+    "tie_word_embeddings": "tie_head",
+}
+_GPT2_FIELDS = {
+    "n_embd": "n_embd",
+    "n_layer": "n_layer",
+    "n_head": "n_head",
+    "n_inner": "hidden_dim",
+    "vocab_size": "vocab_size",
+    "n_positions": "block_size",
+    "layer_norm_epsilon": "norm_eps",
+    "tie_word_embeddings": "tie_head",
+    "resid_pdrop": "dropout",
+}
+"""Their settings of a shape, and ours."""
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"num_key_value_heads": None, "rms_norm_eps": 1e-6, "tie_word_embeddings": False},
+    "gpt2": {
+        "activation_function": "gelu_new",
+        "n_inner": None,
+        "layer_norm_epsilon": 1e-5,
+        "tie_word_embeddings": True,
+        "resid_pdrop": 0.1,
+    },
+}
+"""What transformers takes where a `config.json` says nothing."""
+
+
 def hf_config(shape: GPTConfig, *, end_of_text: int | None) -> dict[str, Any]:
     """The `config.json` of a model of this shape for transformers; `end_of_text` is the id of the
     token that ends a text, or None."""
+    sizes = {**asdict(shape), "n_kv_head": shape.num_kv_heads, "hidden_dim": shape.mlp_dim}
     if shape.is_gpt2:
-        return {
+        own = {
             "architectures": ["GPT2LMHeadModel"],
             "model_type": "gpt2",
             **_NEEDED_GPT2,
-            "n_embd": shape.n_embd,
-            "n_inner": shape.mlp_dim,
-            "n_layer": shape.n_layer,
-            "n_head": shape.n_head,
-            "n_positions": shape.block_size,
-            "vocab_size": shape.vocab_size,
-            "layer_norm_epsilon": shape.norm_eps,
-            "tie_word_embeddings": shape.tie_head,
             "embd_pdrop": shape.dropout,
-            "resid_pdrop": shape.dropout,
             "attn_pdrop": 0.0,
             "bos_token_id": end_of_text,
-            "eos_token_id": end_of_text,
-            "dtype": "float32",
         }
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        **_NEEDED_LLAMA,
-        "hidden_size": shape.n_embd,
-        "intermediate_size": shape.mlp_dim,
-        "num_hidden_layers": shape.n_layer,
-        "num_attention_heads": shape.n_head,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
-        "vocab_size": shape.vocab_size,
-        "max_position_embeddings": shape.block_size,
-        "rms_norm_eps": shape.norm_eps,
-        "rope_theta": shape.rope_theta,  # transformers 4
-        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},  # and 5
-        "rope_scaling": None,
-        "tie_word_embeddings": shape.tie_head,
-        "attention_dropout": 0.0,
-        "bos_token_id": None,
-        "eos_token_id": end_of_text,
-        "pad_token_id": None,
-        "dtype": "float32",
-    }
+    else:
+        own = {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            **_NEEDED_LLAMA,
+            "head_dim": shape.head_dim,
+            "rope_theta": shape.rope_theta,  # transformers 4
+            "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},  # and 5
+            "rope_scaling": None,
+            "attention_dropout": 0.0,
+            "bos_token_id": None,
+            "pad_token_id": None,
+        }
+    fields = _GPT2_FIELDS if shape.is_gpt2 else _LLAMA_FIELDS
+    own |= {theirs: sizes[ours] for theirs, ours in fields.items()}
+    return own | {"eos_token_id": end_of_text, "dtype": "float32"}
 
 
 def hf_shape(config: Mapping[str, Any]) -> GPTConfig:
     """The decoder's shape from transformers' `config.json`; ConfigError for another architecture,
     or a value that the decoder does not have."""
     kind = config.get("model_type")
-    if kind not in ("llama", "gpt2"):
+    if kind not in _DEFAULTS:
         raise ConfigError(f"model_type must be llama or gpt2; got {one_line(repr(kind))}")
-    needed = _NEEDED_GPT2 if kind == "gpt2" else _NEEDED_LLAMA
-    defaults = {**needed, "activation_function": "gelu_new"}  # transformers'
+    is_gpt2 = kind == "gpt2"
+    needed, fields = (_NEEDED_GPT2, _GPT2_FIELDS) if is_gpt2 else (_NEEDED_LLAMA, _LLAMA_FIELDS)
+    config = needed | _DEFAULTS[kind] | config
     for name, value in needed.items():
-        if (got := config.get(name, defaults[name])) != value:
-            raise ConfigError(f"{name} must be {value!r}; got {one_line(repr(got))}")
+        if config[name] != value:
+            raise ConfigError(f"{name} must be {value!r}; got {one_line(repr(config[name]))}")
     try:
-        return _gpt2_shape(config) if kind == "gpt2" else _llama_shape(config)
+        sizes = {ours: config[theirs] for theirs, ours in fields.items()}
+        if is_gpt2:
+            return GPTConfig(architecture="gpt2", bias=True, **sizes)
+        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        turns = rope.get("rope_type", rope.get("type", "default"))
+        if turns != "default":
+            raise ConfigError(f"rotary positions of type {turns!r} are not known here")
+        if config.get("head_dim") not in (None, head_dim := sizes["n_embd"] // sizes["n_head"]):
+            raise ConfigError(f"head_dim must be {head_dim}; got {config['head_dim']}")
+        theta = float(rope.get("rope_theta") or config.get("rope_theta", 10_000.0))
+        return GPTConfig(**sizes, rope_theta=theta)
     except (KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"config.json is not of a {kind}: {one_line(error)}") from None
-
-
-def _gpt2_shape(config: Mapping[str, Any]) -> GPTConfig:
-    return GPTConfig(
-        architecture="gpt2",
-        bias=True,
-        n_layer=config["n_layer"],
-        n_head=config["n_head"],
-        n_embd=config["n_embd"],
-        vocab_size=config["vocab_size"],
-        block_size=config["n_positions"],
-        hidden_dim=config.get("n_inner"),
-        dropout=config.get("resid_pdrop", 0.1),
-        tie_head=config.get("tie_word_embeddings", True),
-        norm_eps=config.get("layer_norm_epsilon", 1e-5),
-    )
-
-
-def _llama_shape(config: Mapping[str, Any]) -> GPTConfig:
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise ConfigError(f"rotary positions of type {kind!r} are not known here")
-    heads, width = config["num_attention_heads"], config["hidden_size"]
-    if config.get("head_dim") not in (None, width // heads):
-        raise ConfigError(f"head_dim must be {width // heads}; got {config['head_dim']}")
-    return GPTConfig(
-        n_layer=config["num_hidden_layers"],
-        n_head=heads,
-        n_kv_head=config.get("num_key_value_heads"),
-        n_embd=width,
-        vocab_size=config["vocab_size"],
-        block_size=config["max_position_embeddings"],
-        hidden_dim=config["intermediate_size"],
-        tie_head=config.get("tie_word_embeddings", False),
-        rope_theta=float(rope.get("rope_theta") or config.get("rope_theta", 10_000.0)),
-        norm_eps=config.get("rms_norm_eps", 1e-6),
-    )
 
 
 def read_hf(folder: Path) -> Foreign:
@@ -308,37 +290,10 @@ def _nanogpt(found: Any, path: Path) -> Foreign:
     weights = {n: t.float() for n, t in from_gpt2(theirs, shape, turned=False).items()}
     if bad := non_finite(weights.items()):
         raise ConfigError(f"nan or inf in {bad}")
-    settings = found.get("config", {})
-    dataset = settings.get("dataset")
+    dataset = found.get("config", {}).get("dataset")
     return Foreign(
         shape=shape,
         weights=weights,
         data=f"data/{one_line(dataset)}" if dataset else str(path.parent),
         step=int(found.get("iter_num", 0)),
-        settings=_settings(settings, shape),
     )
-
-
-def _settings(theirs: Mapping[str, Any], shape: GPTConfig) -> dict[str, Any]:
-    """Batch and optimizer settings from the numbers in nanoGPT's `config`."""
-    given = {
-        name: value
-        for name, value in theirs.items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
-    }
-    optim: dict[str, Any] = {ours: given[name] for name, ours in _OPTIM.items() if name in given}
-    if "grad_clip" in given:
-        optim["clip_norm"] = given["grad_clip"] or None
-    if given.get("learning_rate") and "min_lr" in given:
-        optim["min_lr_ratio"] = given["min_lr"] / given["learning_rate"]
-    if theirs.get("decay_lr") is False:
-        optim["schedule"] = "constant"
-    found: dict[str, Any] = {"optim": OptimConfig(**optim)} if optim else {}
-    if "max_iters" in given:
-        found["steps"] = given["max_iters"]
-    if "batch_size" in given:
-        size, times = int(given["batch_size"]), int(given.get("gradient_accumulation_steps", 1))
-        found["micro_batch_size"] = size
-        found["tokens_per_update"] = size * times * shape.block_size
-    replace(recipe("tiny"), model=shape, **found)  # validates
-    return found

@@ -261,7 +261,7 @@ class Learner:
         layout = layout_of(broadcast_json(self.comm, describe(whole)))
         named = list(self.model.named_parameters())
         states: dict[Any, dict[str, Any]] = {}
-        runs: dict[str, tuple[int, int]] = {}
+        runs: dict[str, list[tuple[int, int]]] = {}
         homes: dict[str, tuple[Tensor, str, torch.device]] = {}
         found = unpack_settings(self.optimizer, named, layout, state)
         for name, (parameter, group) in found.items():
@@ -272,7 +272,7 @@ class Learner:
             for slot in entry["slots"]:
                 key = f"{slot}/{name}"
                 share = held[parameter][0]
-                runs[key] = (share.start, share.stop) if layout[key].dim() else (0, 1)
+                runs[key] = [(share.start, share.stop)] if layout[key].dim() else [(0, 1)]
                 homes[key] = parameter, slot, state_device(slot, parameter, group)
         got = hand_out(self.comm, whole or layout, runs)
         for key, (parameter, slot, device) in homes.items():
@@ -293,7 +293,7 @@ class Learner:
         saved_as = {clean: name for name, clean in clean_names(layout).items()}
         sources = {name: saved_as.get(clean_name(name)) for name in held}  # None: tied to another
         runs = {
-            source: (held[name][0].start, held[name][0].stop)
+            source: [(held[name][0].start, held[name][0].stop)]
             for name, source in sources.items()
             if source is not None
         }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 
 import pytest
@@ -105,18 +104,6 @@ def test_start_values_have_the_documented_size_and_lengths_a_limit():
     assert block.mlp_norm.weight.eq(1).all()
 
 
-def test_a_default_dtype_changes_neither_draws_nor_rotary_tables():
-    torch.set_default_dtype(torch.float64)
-    try:
-        model = GPT(SMALL)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert model.rope_cos.dtype == torch.float32
-    assert torch.equal(model.rope_cos, GPT(SMALL).rope_cos)
-    assert torch.equal(model.embed.weight.float(), GPT(SMALL).embed.weight)
-    assert not [name for name in model.state_dict() if "rope" in name]
-
-
 def test_rotation_of_bf16_rounds_only_once():
     config = replace(SMALL, block_size=4096)
     cos_TK, sin_TK = rope_tables(config)
@@ -159,14 +146,6 @@ def test_activation_checkpointing_keeps_every_bit(autocast):
     assert len(calls) == 2
     gradients(recomputing.eval(), tokens())
     assert len(calls) == 3
-
-
-def test_deepcopy_and_to_keep_a_tied_head_tied():
-    model = copy.deepcopy(GPT(SMALL)).to(torch.float64)
-    with torch.no_grad():
-        model.embed.weight.mul_(2.0)
-    assert not torch.equal(model(tokens()), GPT(SMALL).double()(tokens()))
-    assert len(gradients(model, tokens())) == len(list(model.parameters()))
 
 
 def test_compiles_without_a_graph_break():

@@ -52,33 +52,6 @@ def test_other_ranks_say_nothing() -> None:
     assert stream.getvalue() == ""
 
 
-def test_every_line_is_there_at_once() -> None:
-    flushed = []
-
-    class File(io.StringIO):
-        def flush(self) -> None:
-            flushed.append(self.getvalue())
-
-    Progress(10, 1, enabled=True, stream=File()).say("now")
-    assert flushed == ["now\n"]
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"optim/grad_norm": None}, "loss 2.3457  lr 6.00e-04"),
-        ({"perf/step_s": 0.0}, "exposed 0%"),
-        ({"comm/exposed_s": 0.5}, "exposed 100%"),
-        ({"perf/tokens_per_s": 1.0}, "  0 tok/s/device"),
-        ({"train/loss": float("nan")}, "loss nan"),
-    ],
-)
-def test_odd_figures(changes: dict[str, float | None], words: str) -> None:
-    stream = io.StringIO()
-    Progress(10, 2, enabled=True, stream=stream).show(METRICS | changes)
-    assert words in stream.getvalue()
-
-
 @pytest.mark.parametrize(
     ("start", "step", "elapsed_s", "eta"),
     [

@@ -74,12 +74,6 @@ def test_what_is_written_down(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fingerprint(replace(CONFIG, tf32=False), device_name="cuda:1")["tf32"] is False
 
 
-def test_the_bits_of_this_release_show() -> None:
-    """Activations are cast once in bf16, and blocks are compiled: other bits than before."""
-    changed = fingerprint(replace(CONFIG, dtype="bf16", compile="model"))
-    assert (changed["dtype"], changed["compile"]) == ("bf16, one cast", "blocks")
-
-
 @pytest.mark.parametrize(
     ("changes", "name"),
     [
@@ -93,12 +87,6 @@ def test_the_bits_of_this_release_show() -> None:
 )
 def test_a_setting_shows(changes: dict[str, Any], name: str) -> None:
     assert fingerprint(replace(CONFIG, **changes))[name] != fingerprint()[name]
-
-
-def test_the_same_numerics() -> None:
-    assert compare(fingerprint(), fingerprint(), allow_change=False) == []
-    later = fingerprint() | {"of a later version": 1}
-    assert compare(later, fingerprint(), allow_change=False) == []
 
 
 def refusal(saved: dict[str, Any], now: Fingerprint | None = None) -> str:

@@ -88,10 +88,6 @@ class OptimConfig:
             ("min_lr_ratio", 0 <= self.min_lr_ratio <= 1, "in 0..1"),
             ("warmup_steps", self.warmup_steps >= 0, "at least 0"),
             ("decay_fraction", 0 < self.decay_fraction <= 1, "in 0..1, 0 excluded"),
-            ("beta1", 0 <= self.beta1 < 1, "in 0..1, 1 excluded"),
-            ("beta2", 0 <= self.beta2 < 1, "in 0..1, 1 excluded"),
-            ("eps", self.eps > 0, "positive"),
-            ("weight_decay", self.weight_decay >= 0, "at least 0"),
             ("clip_norm", clip is None or clip > 0, "positive, or None for no clipping"),
         ):
             _require(holds, f"optim.{name} must be {rule}; got {getattr(self, name)}")
@@ -283,10 +279,6 @@ class TrainConfig:
         _require(
             self.compile != "ddp" or self.sync == "ddp",
             f"compile=ddp wraps torch DDP, but sync={self.sync}; use compile=model",
-        )
-        _require(
-            self.profile <= self.steps,
-            f"profile={self.profile} names a step after the last one, {self.steps}",
         )
         _require(
             self.on_drift == "stop" or bool(self.check_replicas_every),

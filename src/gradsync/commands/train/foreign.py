@@ -20,7 +20,6 @@ from torch import Tensor
 
 from gradsync.checkpoint.tensor_file import read_tensors
 from gradsync.checkpoint.weights import match_tensors, pack_weights
-from gradsync.comm.finite import non_finite
 from gradsync.commands.models.config import GPTConfig
 from gradsync.commands.parallel.layout import weights_of
 from gradsync.core.files import one_line, read_object
@@ -64,7 +63,6 @@ _NEEDED_GPT2 = {
     "scale_attn_by_inverse_layer_idx": False,
 }
 """Values that the decoder requires in a `config.json`."""
-_NANOGPT = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -272,28 +270,19 @@ def read_nanogpt(path: Path) -> Foreign:
             f"{path}: not readable as a checkpoint of tensors and plain values ({reason})"
         ) from error
     try:
-        return _nanogpt(found, path)
-    except (ConfigError, CheckpointError, AttributeError, TypeError, ValueError) as error:
+        theirs, args = pack_weights(found["model"]), found["model_args"]
+        embed, head = theirs.get(_EMBED), theirs.get(_HEAD)
+        sizes = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
+        shape = GPTConfig(
+            architecture="gpt2",
+            tie_head=head is None or (embed is not None and torch.equal(embed, head)),
+            bias=args.get("bias", True),
+            dropout=float(args.get("dropout", 0.0)),
+            **{name: args[name] for name in sizes},
+        )
+        weights = {n: t.float() for n, t in from_gpt2(theirs, shape, turned=False).items()}
+        dataset = found.get("config", {}).get("dataset")
+    except (ConfigError, CheckpointError, AttributeError, LookupError, TypeError) as error:
         raise DataError(f"{path} is no checkpoint of nanoGPT: {one_line(error)}") from error
-
-
-def _nanogpt(found: Any, path: Path) -> Foreign:
-    if not isinstance(found, dict) or not {"model", "model_args"} <= found.keys():
-        raise ConfigError("expected a dict with model, model_args, iter_num and config")
-    theirs, args = pack_weights(found["model"]), found["model_args"]
-    if missing := [name for name in _NANOGPT if name not in args]:
-        raise ConfigError(f"model_args has no {', '.join(missing)}")
-    embed, head = theirs.get(_EMBED), theirs.get(_HEAD)
-    is_tied = head is None or (embed is not None and torch.equal(embed, head))
-    given = {"bias": True, **args, "dropout": float(args.get("dropout", 0.0))}
-    shape = GPTConfig(architecture="gpt2", tie_head=is_tied, **given)
-    weights = {n: t.float() for n, t in from_gpt2(theirs, shape, turned=False).items()}
-    if bad := non_finite(weights.items()):
-        raise ConfigError(f"nan or inf in {bad}")
-    dataset = found.get("config", {}).get("dataset")
-    return Foreign(
-        shape=shape,
-        weights=weights,
-        data=f"data/{one_line(dataset)}" if dataset else str(path.parent),
-        step=int(found.get("iter_num", 0)),
-    )
+    data = f"data/{one_line(dataset)}" if dataset else str(path.parent)
+    return Foreign(shape=shape, weights=weights, data=data, step=int(found.get("iter_num", 0)))

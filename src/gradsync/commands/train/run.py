@@ -203,8 +203,6 @@ def _introduce(trainer: Trainer, resumed: Resumed, threads: int, notes: Sequence
         say(f"note: {note}")
     if resumed.source:
         say(f"continuing from {resumed.source} (step {resumed.step})")
-        if 0 < config.profile <= resumed.step:
-            say(f"note: no trace: step {config.profile} (--profile) is done")
 
 
 def _unlike_machines(trainer: Trainer) -> list[str]:

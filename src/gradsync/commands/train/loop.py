@@ -223,19 +223,17 @@ class Trainer:
         return totals
 
     def _check_replicas(self, step: int) -> None:
-        """Compare all ranks' bits; DriftError ends the run."""
-        sync, heal = self.learner.sync, self.config.on_drift == "heal"
+        """Compare all ranks' bits, and record whether they are equal; DriftError ends the run."""
+        sync, heal, drift = self.learner.sync, self.config.on_drift == "heal", None
         try:
             equal = sync.check_replicas(self.learner.optimizer, step=step, heal=heal)
-        except DriftError:
-            self._log_check(step, equal=False)
-            raise
-        self._log_check(step, equal=equal)
-
-    def _log_check(self, step: int, *, equal: bool) -> None:
-        """Record a comparison of ranks; rank 0 of a split model knows only its part."""
+        except DriftError as error:
+            equal, drift = False, error
+        # Rank 0 of a split model knows only its part.
         if self.world.is_distributed and not self.config.parallel:
             self.run_dir.log_metrics({"step": step, "check/replicas_equal": int(equal)})
+        if drift is not None:
+            raise drift
 
     def _train_step(self, batch: Batch, lr: float, stop: StopRequest) -> StepResult:
         """One global batch: this rank's micro-batches, then the update that all ranks make."""

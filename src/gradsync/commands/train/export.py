@@ -131,8 +131,8 @@ def _write_start(foreign: Foreign, folder: Path, data: str) -> None:
     write_config(config, folder / "config.yaml")
 
 
-def _make_empty(folder: Path, **mode: int) -> None:
+def _make_empty(folder: Path, mode: int = 0o777) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{folder} holds something already: name another --out, or empty it")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    folder.mkdir(exist_ok=True, **mode)
+    folder.mkdir(mode, exist_ok=True)

@@ -215,15 +215,15 @@ def hf_config(shape: GPTConfig, *, end_of_text: int | None) -> dict[str, Any]:
     return own | {"eos_token_id": end_of_text, "dtype": "float32"}
 
 
-def hf_shape(config: Mapping[str, Any]) -> GPTConfig:
+def hf_shape(given: Mapping[str, Any]) -> GPTConfig:
     """The decoder's shape from transformers' `config.json`; ConfigError for another architecture,
     or a value that the decoder does not have."""
-    kind = config.get("model_type")
+    kind = given.get("model_type")
     if kind not in _DEFAULTS:
         raise ConfigError(f"model_type must be llama or gpt2; got {one_line(repr(kind))}")
     is_gpt2 = kind == "gpt2"
     needed, fields = (_NEEDED_GPT2, _GPT2_FIELDS) if is_gpt2 else (_NEEDED_LLAMA, _LLAMA_FIELDS)
-    config = needed | _DEFAULTS[kind] | config
+    config: dict[str, Any] = {**needed, **_DEFAULTS[kind], **given}
     for name, value in needed.items():
         if config[name] != value:
             raise ConfigError(f"{name} must be {value!r}; got {one_line(repr(config[name]))}")

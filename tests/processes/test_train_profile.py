@@ -1,16 +1,12 @@
-"""`gradsync train --profile`: a trace of each rank, and the same weights as without; also of a step
-that raises."""
+"""`gradsync train --profile`: a trace of each rank, and the same weights as without."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from gradsync.commands.report.charts import read_spans
 from gradsync.commands.train.config import SyncConfig
-from gradsync.commands.train.faults import FaultPlan
 from support.small_run import make_data, small_config, train_rank
 
 
@@ -48,21 +44,3 @@ def test_ranks_that_share_memory_show_what_they_do_in_it(pool: Any, tmp_path: Pa
         )
         times = [step.begin, *(time for part in parts for time in part[-2:]), step.end]
         assert times == sorted(times), "one after the other, in the step"
-
-
-@pytest.mark.parametrize("writable", [True, False])
-def test_steps_that_raise_are_traced_too(pool: Any, tmp_path: Path, writable: bool) -> None:
-    out = tmp_path / "out"
-    if not writable:
-        out.mkdir()
-        (out / "profile_trace").touch()
-    config = small_config(out, make_data(tmp_path / "data"), profile=2, steps=4)
-    fault = FaultPlan(kind="raise", rank=1, step=2, phase="backward")
-    first, second = pool.run(train_rank, 2, config, fault)
-    assert second.error == "ValueError: a fault of gradsync drill"
-    assert "ValueError: a fault of gradsync drill" in first.error
-    if writable:
-        assert {span.rank for span in read_spans(out)} == {0, 1}
-    else:
-        log = (out / "logs" / "rank_00001.log").read_text()
-        assert "no trace of the steps that failed: " in log

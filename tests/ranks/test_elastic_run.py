@@ -52,7 +52,6 @@ def test_a_run_writes_down_what_was_found_and_keeps_it(
     printed = capsys.readouterr()
     assert "\n1 ranks share 0 cores: no faster than 0 ranks\n" in printed.out
     found = written(tmp_path)
-    assert f"elastic: micro-batch {found['micro_batch_size']}, which 1 rank" in printed.err
     assert found["sync"] == "invariant"
     assert main([*line, "--steps", "3"]) == 0
     assert "goes on as it began in " in capsys.readouterr().err

@@ -12,8 +12,7 @@ from torch import Tensor
 from gradsync.comm.groups import SingleCommunicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.commands.models.config import GPTConfig
-from gradsync.commands.models.evaluation import evaluate
-from gradsync.commands.models.gpt import GPT
+from gradsync.commands.models.gpt import GPT, evaluate
 from gradsync.data.loader import EvalLoader
 from gradsync.errors import RunError
 from gradsync.world import World
@@ -133,7 +132,7 @@ def test_sums_are_kept_in_double_precision(monkeypatch: pytest.MonkeyPatch) -> N
     """In fp32 a sum of 2**24 + 1 + 1 loses the ones."""
     values = iter((float(2**24), 1.0, 1.0))
     monkeypatch.setattr(
-        "gradsync.commands.models.evaluation.loss_sum", lambda *_: torch.tensor(next(values))
+        "gradsync.commands.models.gpt.loss_sum", lambda *_: torch.tensor(next(values))
     )
     micro_batches = micro_batches_of(0, 1, 10)
     targets = sum(micro_batch.num_targets for micro_batch in micro_batches)

@@ -129,7 +129,6 @@ SMALL = (*TRAIN, "--model.block-size", "16", "--micro-batch-size", "2", "--token
         ((*TRAIN, "--model.n-head", "5"), "n_embd must be a multiple of n_head"),
         ((*TRAIN, "--data", "nowhere"), "nowhere does not exist (--data takes one, .jsonl files"),
         ((*TRAIN, "--data", "empty"), "`gradsync prepare PATHS --out DIR` makes it"),
-        (("train", "a-run"), "`gradsync train a-run/config.yaml --resume auto --out a-run` goes"),
         ((*TRAIN, "--model.vocab-size", "100"), "smaller than the data's vocabulary 257"),
         ((*TRAIN, "--model.vocab-size", "4000000000"), "the vocabulary (4,000,000,000)"),
         ((*TRAIN, "--model.n-embd", "307200"), "takes"),
@@ -161,9 +160,7 @@ def test_bad_request_gets_one_clear_message(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("my.txt").write_text("text")
-    Path("a-run").mkdir()
     Path("empty").mkdir()
-    Path("a-run/config.yaml").write_text("preset: tiny\n")
     assert run(*arguments) == 2
     printed = capsys.readouterr().err
     assert printed.startswith("gradsync: error: ")
@@ -188,7 +185,7 @@ def test_prepare_says_what_comes_next(
     [
         ("train", "tiny", "--out", "PATH", "--dry-run"),
         ("train", "tiny", "--data", "PATH", "--dry-run"),
-        ("train", "PATH"),
+        ("train", "PATH.yaml"),
         ("prepare", "PATH", "--out", "data"),
         ("prepare", "text.txt", "--out", "PATH"),
         ("sample", "PATH"),
@@ -329,7 +326,6 @@ def test_without_the_package_of_its_tokenizer_a_run_is_done(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--resume", "nowhere"), "nowhere: no checkpoint there"),
         (("--model.n-embd", "1500000"), "and this host has"),
     ],
 )

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -23,9 +20,9 @@ from gradsync.checkpoint.weights import load_weights
 from gradsync.commands.cli.main import main
 from gradsync.commands.models.config import GPTConfig
 from gradsync.commands.models.gpt import GPT
-from gradsync.commands.models.llama import from_llama, llama_config, shape_of, to_llama
 from gradsync.commands.prepare.prepare import prepare
 from gradsync.commands.prepare.tokenizer import load_tokenizer
+from gradsync.commands.train.foreign import from_llama, hf_config, hf_shape, to_llama
 from gradsync.data.meta import read_meta
 from gradsync.errors import ConfigError
 
@@ -132,8 +129,8 @@ def test_a_model_saved_before_there_were_others_goes_on(run: Path, tmp_path: Pat
 )
 def test_there_and_back(changes: dict[str, object]) -> None:
     shape = replace(GPTConfig(n_layer=11, n_head=4, n_embd=32, vocab_size=61), **changes)
-    config = json.loads(json.dumps(llama_config(shape, end_of_text=None)))
-    again = shape_of(config)
+    config = json.loads(json.dumps(hf_config(shape, end_of_text=None)))
+    again = hf_shape(config)
     same = {"n_kv_head": shape.num_kv_heads, "hidden_dim": shape.mlp_dim}
     assert again == replace(shape, **same)
     weights = GPT(shape).state_dict()
@@ -143,19 +140,19 @@ def test_there_and_back(changes: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model_type": "gpt2"}, "'gpt2' is not llama"),
+        ({"model_type": "gptj"}, "must be llama or gpt2; got 'gptj'"),
         ({"attention_bias": True}, "attention_bias must be False; got True"),
         ({"hidden_act": "gelu"}, "hidden_act must be 'silu'"),
         ({"rope_parameters": {"rope_type": "llama3"}}, "of type 'llama3'"),
         ({"head_dim": 64}, "head_dim must be 8; got 64"),
-        ({"hidden_size": None}, "not of a Llama"),
-        ({"rope_parameters": 5}, "not of a Llama"),
+        ({"hidden_size": None}, "not of a llama"),
+        ({"rope_parameters": 5}, "not of a llama"),
     ],
 )
 def test_what_the_decoder_does_not_have_is_refused(changes: dict[str, object], said: str) -> None:
     shape = GPTConfig(n_head=4, n_embd=32)
     with pytest.raises(ConfigError, match=said):
-        shape_of(llama_config(shape, end_of_text=256) | changes)
+        hf_shape(hf_config(shape, end_of_text=256) | changes)
     theirs = {"model.layers.0.self_attn.q_norm.weight": torch.zeros(1)}
     with pytest.raises(ConfigError, match="no counterpart"):
         from_llama(theirs, GPT(shape).state_dict())
@@ -224,27 +221,3 @@ def test_shares_of_ranks_are_exported_whole(
         assert main(["export", str(source), "--out", str(tmp_path / out)]) == 0
     found = load_file(tmp_path / "joined" / "model.safetensors")
     assert same_bits(found, load_file(tmp_path / "whole" / "model.safetensors"))
-
-
-@pytest.mark.parametrize(
-    ("broken", "error"),
-    [
-        ("pathlib.Path.write_text", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))),
-        ("safetensors.torch.save_file", SafetensorError("I/O error: No space left on device")),
-    ],
-)
-def test_a_full_disk_is_one_line_and_leaves_nothing(
-    run: Path,
-    broken: str,
-    error: Exception,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    out = tmp_path / "out"
-    monkeypatch.setattr(broken, Mock(side_effect=error))
-    assert main(["export", str(run), "--out", str(out)]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert f"cannot write to {out}: " in line
-    assert "No space left" in line
-    assert list(tmp_path.iterdir()) == []

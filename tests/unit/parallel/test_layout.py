@@ -31,7 +31,7 @@ from gradsync.commands.parallel.layout import (
 )
 from gradsync.commands.train.config import OptimConfig
 from gradsync.commands.train.learner import build_optimizer
-from gradsync.errors import CheckpointError, ConfigError
+from gradsync.errors import ConfigError
 
 SHAPE = GPTConfig(n_layer=5, n_head=4, n_kv_head=2, n_embd=8, vocab_size=10, hidden_dim=12)
 ANY_LAYOUT = st.builds(
@@ -77,10 +77,6 @@ def test_what_is_not_said_is_one_or_what_is_left(
     ("text", "world_size", "message"),
     [
         ("foo", 4, "got 'foo', expected sizes such as pp=2,dp=2"),
-        ("xp=2", 4, "got 'xp=2'"),
-        ("pp=", 4, "got 'pp='"),
-        ("pp=-1", 4, "got 'pp=-1'"),
-        ("pp=²", 4, "got 'pp=²'"),
         ("pp=0", 4, "got 'pp=0'"),
         ("pp=3", 4, "dp=1,pp=3,tp=1 is 3 ranks, but there are 4"),
         ("pp=2,dp=2", 2, "is 4 ranks, but there are 2"),
@@ -203,19 +199,3 @@ def test_files_of_parts_are_read_as_one_model(tmp_path: Path, layout: ParallelLa
     for name, tensor in whole.items():
         kind, _, rest = name.partition("/")
         assert torch.equal(found[kind][rest], tensor), name
-
-
-def test_a_part_that_is_missing_is_named(tmp_path: Path) -> None:
-    (first, _) = parts_of(ParallelLayout(tp=2))
-    name = "model/blocks.0.mlp.up.weight"
-    piece = first.owned()[name.removeprefix("model/")]
-    tensors, places = {name: torch.zeros(piece.shape)}, {"part-0": places_of({name: piece})}
-    store = CheckpointStore(tmp_path)
-    for files, message in (
-        (["part-0"], r"'model/blocks.0.mlp.up.weight': pieces overlap, or leave a gap"),
-        (["part-0", "part-1"], r"part-1: tensor .* has no place"),
-    ):
-        held = dict.fromkeys(files, tensors)
-        path = store.save(Snapshot(step=1, tensors=held, state={}, places=places))
-        with pytest.raises(CheckpointError, match=message):
-            store.load(path)

@@ -97,15 +97,6 @@ def test_ranks_get_everything_by_name(
     assert "elastic: 2 ranks, one per device" in capsys.readouterr().err
 
 
-def test_a_micro_batch_that_so_many_ranks_cannot_share_is_only_a_start(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """tiny has 16 sequences: 8 micro-batches of 2, too few for 16 ranks."""
-    config, _ = alone(monkeypatch, "h100x8", "--nproc-per-node", "16", "--sync", "auto")
-    assert config.micro_batch_size == 1
-    config.batch_plan(16)
-
-
 def test_the_largest_micro_batch_that_fits_a_gpu_and_the_usual_one_on_a_cpu() -> None:
     small = recipe("small")
     assert decided(small, "h100x1").changes["micro_batch_size"] > small.micro_batch_size

@@ -34,7 +34,6 @@ PARTS = (TrainConfig, OptimConfig, EvalConfig, CheckpointConfig, SyncConfig)
         (OptimConfig, "min_lr_ratio", (-0.1, 1.1), (0.0, 1.0), "in 0..1"),
         (OptimConfig, "warmup_steps", (-1,), (0,), "at least 0"),
         (OptimConfig, "clip_norm", (0.0, -1.0), (None,), "positive, or None for no clipping"),
-        (OptimConfig, "beta2", (-0.1,), (0.0,), "in 0..1, 1 excluded"),
         (EvalConfig, "max_tokens", (0,), (1, None), "at least 1"),
         (EvalConfig, "every", (-1,), (0,), "at least 0"),
         (CheckpointConfig, "keep_last", (0,), (1,), "at least 1"),
@@ -70,12 +69,9 @@ def test_what_does_not_go_together() -> None:
         TrainConfig(sync="auto", sync_options=SyncConfig(bucket_mb=1.0))
     with pytest.raises(ConfigError, match=r"compile=ddp .* sync=naive; use compile=model"):
         TrainConfig(compile="ddp", sync="naive")
-    with pytest.raises(ConfigError, match="profile=9 names a step after the last one, 8"):
-        TrainConfig(steps=8, profile=9)
     with pytest.raises(ConfigError, match="on_drift=heal heals what a check finds: set check_repl"):
         TrainConfig(on_drift="heal")
-    healing = TrainConfig(on_drift="heal", check_replicas_every=1, steps=8, profile=8)
-    assert healing.on_drift == "heal"
+    assert TrainConfig(on_drift="heal", check_replicas_every=1).on_drift == "heal"
     assert TrainConfig(compile="model", sync="naive").compile == "model"
     assert TrainConfig(compile="ddp", sync="ddp").compile == "ddp"
 
@@ -177,23 +173,17 @@ def test_a_file_that_is_none(name: str, text: str, message: str, tmp_path: Path)
         ("help: 1", ":1: unknown key 'help'"),
         ("ddp_enabled: true", ":1: unknown key 'ddp_enabled': leave it out; --nproc-per-node"),
         ("ddp-backend: nccl", ":1: unknown key 'ddp-backend': backend"),
-        ("\nddp_find_unused_parameters: on", ":2: unknown key 'ddp_find_unused_parameters': leave"),
         ("steps: 1\nstepz: 2", ":2: unknown key 'stepz'; perhaps you meant steps"),
         ("optim:\n  lrr: 1", ":2: unknown key 'optim.lrr'; perhaps you meant optim.lr"),
         ("optim:\n  lr: abc", ":2: optim.lr: got 'abc': Expected `float`"),
         ("optim:\n  lr: .nan", ": optim.lr must be a positive number; got nan"),
         ("optim: 5", ":1: unknown key 'optim'"),
         ("optim.lr: 1\noptim: {lr: 2}", ":2: optim.lr is given twice"),
-        ("log-every: 1\nlog_every: 2", ":2: log_every is given twice"),
         ("seed: 1\nsteps: 0", ": steps must be at least 1; got 0"),
-        ("steps: 1\nloss_rows: 2\ndtype: fp16", ": loss_rows works with dtype bf16"),
+        ("steps: 1\nloss_rows: 2", ":2: unknown key 'loss_rows'"),
         ("steps: true", ":1: steps: got True: Expected `int`"),
-        ("steps: [1]", ":1: steps: got [1]: Expected `int`"),
         ("steps: {a: 1}", ":1: unknown key 'steps.a'"),
-        ("tf32: 'yes'", ":1: tf32: got 'yes': Expected `bool`"),
         ("dtype: fp8", ":1: dtype: got 'fp8': Invalid enum value 'fp8'"),
-        ("resume: no", ":1: resume: got False: Expected `str`"),
-        ("out: null", ":1: out: got None: Expected `str`"),
         ("preset: midium", ": unknown model preset 'midium'"),
         ("sync_options: {wire: 1}", ":1: sync_options.wire: got 1: Expected `str | null`"),
     ],
@@ -240,12 +230,6 @@ def test_options_of_the_strategy_are_words(tmp_path: Path) -> None:
         parse_config(["--sync-options", "bukcet_mb=5"])
     with pytest.raises(ConfigError, match="'bucket_mb' is not key=value"):
         parse_config(["--sync-options", "bucket_mb"])
-
-
-@pytest.mark.parametrize("word", ["--optim.eps", "--optim.beta1=0.5", "--model.no-tie-head"])
-def test_a_setting_of_the_file_is_no_flag(word: str) -> None:
-    with pytest.raises(ConfigError, match=r"^(optim|model)\.\w+ is no flag: set it in a file"):
-        parse_config(["tiny", word])
 
 
 def test_a_switch_that_is_on_already_may_be_given_again(tmp_path: Path) -> None:

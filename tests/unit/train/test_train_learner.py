@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -24,7 +20,6 @@ from gradsync.commands.train.config import OptimConfig
 from gradsync.commands.train.learner import (
     Learner,
     build_optimizer,
-    compile_blocks,
     learning_rate,
 )
 from gradsync.errors import ConfigError
@@ -56,31 +51,6 @@ def test_matrices_decay_vectors_do_not_and_the_settings_arrive() -> None:
         )
     for group in build_optimizer(Net(), OptimConfig(fused=False)).param_groups:
         assert not group["fused"]
-
-
-@pytest.mark.parametrize(("model", "decay"), [(nn.Linear(3, 3, bias=False), 0.25),
-                                              (nn.LayerNorm(3), 0.0)])  # fmt: skip
-def test_an_empty_group_is_left_out(model: nn.Module, decay: float) -> None:
-    (group,) = build_optimizer(model, CONFIG).param_groups
-    assert group["weight_decay"] == decay
-
-
-@pytest.mark.parametrize("fused", [True, False])
-def test_two_steps_by_hand(fused: bool) -> None:
-    """w <- w - lr (wd w + m / (sqrt(v) + eps)), m and v without their bias; arXiv 1711.05101."""
-    lr, decay, b1, b2, eps = 0.1, 0.25, 0.8, 0.9, 1e-6
-    model = nn.Linear(1, 1, bias=False).double()
-    with torch.no_grad():
-        model.weight.fill_(2.0)
-    optimizer = build_optimizer(model, replace(CONFIG, lr=lr, fused=fused))
-    w, m, v = 2.0, 0.0, 0.0
-    for step, gradient in enumerate((3.0, -1.0), start=1):
-        model.weight.grad = torch.full((1, 1), gradient, dtype=torch.float64)
-        optimizer.step()
-        m, v = b1 * m + (1 - b1) * gradient, b2 * v + (1 - b2) * gradient**2
-        unbiased = (m / (1 - b1**step)) / (math.sqrt(v / (1 - b2**step)) + eps)
-        w = w - lr * decay * w - lr * unbiased
-        assert model.weight.item() == pytest.approx(w, rel=1e-12)
 
 
 # -- the learning rate ----------------------------------------------------------------------------
@@ -116,35 +86,6 @@ def test_edges_of_the_warm_up(schedule: str) -> None:
     assert learning_rate(replace(config, warmup_steps=0), 0, 1) > 0  # one step alone
     overlapping = replace(config, warmup_steps=6, decay_fraction=0.8)
     assert curve(overlapping, 10)[6] == 1.0  # a decay that would begin before the peak
-
-
-@given(
-    st.builds(
-        OptimConfig,
-        lr=st.floats(1e-6, 10.0),
-        min_lr_ratio=st.floats(0.0, 1.0),
-        schedule=st.sampled_from(["cosine", "wsd", "constant"]),
-        warmup_steps=st.integers(0, 50),
-        decay_fraction=st.floats(0.01, 1.0),
-    ),
-    st.integers(1, 80),
-)
-def test_up_then_down_between_floor_and_peak(config: OptimConfig, total_steps: int) -> None:
-    rates = curve(config, total_steps)
-    warmup = min(config.warmup_steps, total_steps)
-    rounding = 1e-12 * config.lr
-    assert max(rates) <= config.lr + rounding
-    assert min(rates) >= 0
-    rising, falling = rates[:warmup], rates[warmup:]
-    assert all(a < b for a, b in pairwise(rising))
-    assert all(a + rounding >= b for a, b in pairwise(falling))
-    assert all(rate + rounding >= config.lr * config.min_lr_ratio for rate in falling)
-    if warmup:
-        assert rising[0] == pytest.approx(config.lr / warmup)
-        assert rising[-1] == pytest.approx(config.lr)
-    if config.schedule != "constant" and config.warmup_steps < total_steps - 1:
-        floor = config.lr * config.min_lr_ratio
-        assert rates[-1] == pytest.approx(floor, rel=1e-9, abs=1e-15)
 
 
 @pytest.mark.parametrize(
@@ -243,15 +184,3 @@ def test_the_last_leafs_gradients_come_in_the_order_of_its_backward() -> None:
     assert last.index("blocks.1.mlp.down.weight") < last.index("blocks.0.mlp_norm.weight")
     learner.sync.step(learner.optimizer)
     learner.sync.close()
-
-
-def test_blocks_are_compiled_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = GPT(GPTConfig(n_layer=2, n_head=1, n_embd=64, vocab_size=32, block_size=8))
-    compiled: list[nn.Module] = []
-
-    def compiles(module: nn.Module) -> None:
-        compiled.append(module)
-
-    monkeypatch.setattr(nn.Module, "compile", compiles)
-    compile_blocks(model)
-    assert compiled == list(model.blocks)

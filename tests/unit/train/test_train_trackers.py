@@ -17,7 +17,7 @@ import pytest
 from gradsync.commands.cli import train as command
 from gradsync.commands.cli.main import main
 from gradsync.commands.train.faults import FaultPlan
-from gradsync.commands.train.trackers import Trackers, require_packages, tracker_names
+from gradsync.commands.train.trackers import require_packages, tracker_names
 from gradsync.errors import ConfigError
 from support.small_run import make_data, summary_of
 
@@ -221,11 +221,3 @@ def test_names_of_trackers() -> None:
     assert tracker_names("wandb, tensorboard,wandb,") == ["wandb", "tensorboard"]
     with pytest.raises(ConfigError, match="no tracker 'mlflow'; there are tensorboard, wandb, "):
         tracker_names("wandb,mlflow")
-
-
-def test_a_value_that_is_null_is_no_value(fake: Fake, tmp_path: Path) -> None:
-    started = Trackers()
-    started.start("wandb", tmp_path, {}, 0)
-    started.log({"step": 1, "train/loss": 2.0, "optim/grad_norm": None})
-    started.finish(failed=False)
-    assert fake.got["wandb"] == [(1, "train/loss", 2.0)]

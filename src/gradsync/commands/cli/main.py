@@ -43,10 +43,12 @@ COMMANDS = {
 
 _ROOMS = {
     "bench": "bench.command",
+    "export": "train.export",
     "launch": "launch.command",
     "lint": "lint.command",
     "prepare": "prepare.command",
     "report": "report.command",
+    "sample": "train.sample",
     "submit": "launch.submit",
     "tune": "bench.tune",
     "verify": "verify.command",

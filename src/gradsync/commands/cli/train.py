@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -23,13 +22,11 @@ from gradsync.commands.train.tuned import apply_choice, dtype_alone, resolve_aut
 from gradsync.core.files import counted
 from gradsync.errors import ConfigError
 from gradsync.runtime import environ
-from gradsync.runtime.machine import busy, choose_threads, host_cores
+from gradsync.runtime.machine import host_cores
 from gradsync.runtime.resolve import resolve
 from gradsync.sync.registry import find_strategy
 from gradsync.world import World
 
-_KEEPS_MEMORY = "memory freed by a step is kept for the next one, which is faster; "
-_KEEPS_MEMORY += "--no-keep-memory gives it back"
 _EMULATED = "this device has no bf16 and emulates it, many times slower than --dtype fp32"
 
 
@@ -63,7 +60,7 @@ def run(argv: list[str], fault: FaultPlan | None = None) -> int:
     if not world.is_distributed:  # otherwise only rank 0 checks, and tells the others
         require_packages(config.track)
     if dry_run:
-        return _show_plan(config, world, world_size, as_json=as_json)
+        return _show_plan(config, world_size, as_json=as_json)
     # The run checks again, with the data's vocabulary; this check comes before torch is imported.
     check_size(config.model, device=config.device, num_nodes=world.num_nodes)
     if world_size > world.world_size:
@@ -145,8 +142,6 @@ def _join_run(
                 config = replace(config, out=broadcast_json(comm, default_out(config)))
             session.stacks.folder = f"{config.out}/stacks"
             notes = _notes(config, world)
-            if session.keeps_memory:
-                notes.insert(0, _KEEPS_MEMORY)
             config, lines = _with_all_ranks(config, given, world, threads=session.threads)
             outcome = train(
                 config,
@@ -179,8 +174,6 @@ def _notes(config: TrainConfig, world: World) -> list[str]:
     if ranks > cores and world.device_name == "cpu":
         few = counted(cores, "rank")
         notes.append(f"{ranks} ranks share {counted(cores, 'core')}: no faster than {few}")
-    if said := busy(os.getloadavg()[0], cores):
-        notes.append(f"{said}; the eta and all times change with theirs")
     if config.dtype == "bf16" and fast_dtype(world.device_name) != "bf16":
         notes.append(_EMULATED)
     return notes
@@ -238,18 +231,9 @@ def _on_cpu(config: TrainConfig) -> bool:
     return config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available())
 
 
-def _show_plan(config: TrainConfig, world: World, world_size: int, *, as_json: bool) -> int:
+def _show_plan(config: TrainConfig, world_size: int, *, as_json: bool) -> int:
     """The resolved configuration and batch arithmetic; nothing is started or written."""
     config = dtype_alone(config)
-    if config.sync == AUTO:
-        if not world.is_distributed:
-            world = replace(world, world_size=world_size, local_world_size=world_size)
-        on_cpu = _on_cpu(config)
-        threads = choose_threads(world.local_world_size, requested=_threads(config))
-        world = replace(world, device_name="cpu" if on_cpu else "cuda")
-        choice, note = resolve_auto(config, world, threads=threads)
-        print(note, file=sys.stderr)
-        config = apply_choice(config, choice, threads=threads if on_cpu else None)
     plan = config.batch_plan(world_size)
     if as_json:
         print(json.dumps({"config": asdict(config), "plan": asdict(plan)}, indent=2))

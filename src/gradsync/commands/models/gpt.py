@@ -12,34 +12,32 @@ rotating, norms are LayerNorms, and a GELU replaces the SwiGLU.
 With `tie_head` there is no second parameter to keep equal: the output layer multiplies by the
 embedding's weight. So by construction it is counted, reduced, clipped and saved once, and it
 survives `to_empty`, which separates parameters that are merely shared.
-
-[Note: Loss in rows]
-Logits, their fp32 copy, log-probabilities and two gradients of them take 14 bytes for each token
-and each word of the vocabulary: 720 MB for 1,024 tokens and 50,257 words. Computed a few hundred
-rows (tokens) at a time, only those rows are in memory. Their gradient is computed with them, so
-backward recomputes nothing. It keeps the gradient with respect to the head's weight, which backward
-needs anyway, and the one with respect to the head's input.
-
-The sums are the same, in another order: the bits differ from those of whole logits, but are the
-same on any number of ranks, because the rows are cut from a micro-batch.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from gradsync.comm.base import Communicator
+from gradsync.comm.values import all_sum
 from gradsync.commands.models.config import GPTConfig
-from gradsync.errors import ConfigError
+from gradsync.data.loader import EvalLoader
+from gradsync.errors import ConfigError, RunError
+from gradsync.sync.step_metadata import LossSum
 
+Autocast = AbstractContextManager[Any]
+"""The mixed precision of a forward."""
+Cache = list[Tensor]
+"""Keys and values of the positions that one attention has seen, for generation; empty at first."""
 _INIT_STD = 0.02
 _IGNORED = -100
 
@@ -87,26 +85,6 @@ def initial_weight(
     return drawn.normal_(0.0, std, generator=generator)
 
 
-class KeyValueCache:
-    """Keys and values that one attention has computed for earlier positions, for generation."""
-
-    def __init__(self) -> None:
-        self._kept: tuple[Tensor, Tensor] | None = None
-
-    @property
-    def length(self) -> int:
-        """Number of positions so far."""
-        return 0 if self._kept is None else self._kept[0].shape[2]
-
-    def extend(self, k_BGTK: Tensor, v_BGTK: Tensor) -> tuple[Tensor, Tensor]:
-        """Append these keys and values; returns those of all positions."""
-        if self._kept is not None:
-            old_k, old_v = self._kept
-            k_BGTK, v_BGTK = torch.cat((old_k, k_BGTK), dim=2), torch.cat((old_v, v_BGTK), dim=2)
-        self._kept = k_BGTK, v_BGTK
-        return self._kept
-
-
 class Attention(nn.Module):
     """Causal self-attention with grouped key/value heads; rotary positions except for GPT-2."""
 
@@ -122,7 +100,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
 
     def forward(
-        self, x_BTC: Tensor, cos_TK: Tensor, sin_TK: Tensor, cache: KeyValueCache | None = None
+        self, x_BTC: Tensor, cos_TK: Tensor, sin_TK: Tensor, cache: Cache | None = None
     ) -> Tensor:
         """(B, T, C) -> (B, T, C); if `cache` already holds positions, T is 1."""
         q_BTHK = self.q(x_BTC).unflatten(-1, (self.n_head, -1))
@@ -134,8 +112,11 @@ class Attention(nn.Module):
         q_BHTK, k_BGTK = q_BTHK.transpose(1, 2), k_BTGK.transpose(1, 2)
         is_causal = True
         if cache is not None:
-            is_causal = cache.length == 0  # a single new position may attend to all others
-            k_BGTK, v_BGTK = cache.extend(k_BGTK, v_BGTK)
+            if cache:
+                is_causal = False  # a single new position may attend to all others
+                k_BGTK = torch.cat((cache[0], k_BGTK), dim=2)
+                v_BGTK = torch.cat((cache[1], v_BGTK), dim=2)
+            cache[:] = k_BGTK, v_BGTK
         y_BHTK = F.scaled_dot_product_attention(
             q_BHTK,
             k_BGTK,
@@ -193,7 +174,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
-        self, x_BTC: Tensor, cos_TK: Tensor, sin_TK: Tensor, cache: KeyValueCache | None = None
+        self, x_BTC: Tensor, cos_TK: Tensor, sin_TK: Tensor, cache: Cache | None = None
     ) -> Tensor:
         """(B, T, C) -> (B, T, C)."""
         normed_BTC = narrowed(self.attention_norm(x_BTC))
@@ -230,8 +211,6 @@ class GPT(nn.Module):
     Args:
         activation_checkpointing: recompute each block in backward instead of keeping its
             activations (arXiv 1604.06174); gradients keep the same bits.
-        loss_rows: compute the loss of this many positions at a time, see [Note: Loss in rows]; None
-            computes it at once.
     """
 
     read_after: ClassVar[Mapping[str, str]] = {"head": "norm", "positions": "embed"}
@@ -245,12 +224,10 @@ class GPT(nn.Module):
         *,
         seed: int = 0,
         activation_checkpointing: bool = False,
-        loss_rows: int | None = None,
     ) -> None:
         super().__init__()
         self.config = config
         self.activation_checkpointing = activation_checkpointing
-        self.loss_rows = loss_rows
         with _Undrawn():  # layers would draw rank-dependent initial values
             self.embed = nn.Embedding(config.vocab_size, config.n_embd)
             self.positions = None
@@ -277,25 +254,18 @@ class GPT(nn.Module):
         if not config.is_gpt2:
             self.rope_cos, self.rope_sin = (t.to(table.device) for t in rope_tables(config))
 
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
-        """Logits of the next token at every position, logits_BTV, or the loss if targets are given,
-        see `loss_sum`. Token ids are int64; ConfigError if T exceeds `block_size`."""
-        x_BTC = self.features(tokens_BT)
-        if targets_BT is None:
-            return self.logits(x_BTC)
-        if self.loss_rows is None:
-            return loss_sum(self.logits(x_BTC), targets_BT)
-        return loss_sum_in_rows(
-            x_BTC.flatten(0, 1), self._head_weight, targets_BT.flatten(), self.loss_rows
-        )
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """Logits of the next token at every position, logits_BTV. Token ids are int64; ConfigError
+        if T exceeds `block_size`."""
+        return self.logits(self.features(tokens_BT))
 
-    def features(self, tokens_BT: Tensor, caches: Sequence[KeyValueCache] | None = None) -> Tensor:
+    def features(self, tokens_BT: Tensor, caches: Sequence[Cache] | None = None) -> Tensor:
         """Input of the head: `tokens_BT -> x_BTC`, after the last norm.
 
         `caches`, one per block, hold the earlier positions, and afterwards these too. If they hold
         some, only one token is allowed at a time.
         """
-        first = 0 if caches is None else caches[0].length
+        first = caches[0][0].shape[2] if caches and caches[0] else 0
         T = first + tokens_BT.shape[1]
         if self.config.block_size < T:
             raise ConfigError(
@@ -319,11 +289,8 @@ class GPT(nn.Module):
 
     def logits(self, x_BTC: Tensor) -> Tensor:
         """The head alone: `x_BTC -> logits_BTV`; any number of positions."""
-        return F.linear(x_BTC, self._head_weight)
-
-    @property
-    def _head_weight(self) -> Tensor:
-        return self.embed.weight if self.head is None else self.head.weight
+        owner = self.embed if self.head is None else self.head
+        return F.linear(x_BTC, owner.weight)
 
 
 def loss_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
@@ -341,68 +308,56 @@ def loss_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     )
 
 
-def loss_sum_in_rows(x_NC: Tensor, weight_VC: Tensor, targets_N: Tensor, rows: int) -> Tensor:
-    """Cross-entropy of `x @ weight.T`, summed over the targets that are not -100, in nats.
+@torch.no_grad()
+def evaluate(
+    model: GPT,
+    loader: EvalLoader,
+    comm: Communicator,
+    autocast: Autocast,
+    *,
+    equal_forwards: bool = False,
+) -> float:
+    """Mean loss per target over the evaluation set, nats, the same on all ranks. Every sample
+    counts once, with no padded duplicates.
 
-    Logits of `rows` positions are in memory at once. Any float dtype; the result is fp32, 0-dim,
-    differentiable once.
+    It calls the model, not its wrapper, whose forward would communicate. With `equal_forwards` all
+    ranks call the model equally often and discard some results: if parameters are sharded, a
+    forward takes all ranks.
     """
-    if torch.is_grad_enabled() and (x_NC.requires_grad or weight_VC.requires_grad):
-        return _InRows.apply(x_NC, weight_VC, targets_N, rows)
-    return _in_rows(x_NC, weight_VC, targets_N, rows, None)
+    was_training = model.training
+    model.eval()
+    device = model.embed.weight.device
+    total, samples = LossSum(device), 0
+    try:
+        for mine in loader:
+            with autocast:
+                loss = loss_sum(model(mine.inputs), mine.targets)
+            total.add(loss, mine.num_targets)
+            samples += mine.num_samples
+        for _ in range(loader.most - len(loader) if equal_forwards else 0):
+            with autocast:
+                model(torch.zeros((1, 1), dtype=torch.int64, device=device))
+    finally:
+        model.train(was_training)
+    return mean_over_ranks(total, samples, loader, comm)
 
 
-class _InRows(torch.autograd.Function):
-    """See [Note: Loss in rows]."""
+def mean_over_ranks(total: LossSum, samples: int, loader: EvalLoader, comm: Communicator) -> float:
+    """The mean loss per target of what all ranks have added. Ranks may have had different numbers
+    of micro-batches, and have not communicated: one all-reduce sums loss, targets and samples.
 
-    @staticmethod
-    def forward(ctx: Any, x_NC: Tensor, weight_VC: Tensor, targets_N: Tensor, rows: int) -> Tensor:
-        """The loss, []; the gradients are computed with it."""
-        gradients = torch.empty_like(x_NC), torch.zeros_like(weight_VC)
-        loss = _in_rows(x_NC, weight_VC, targets_N, rows, gradients)
-        ctx.save_for_backward(*gradients)
-        return loss
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyrefly: ignore[bad-override]
-        """Gradients of x, weight, targets and rows."""
-        grad_x_NC, grad_VC = ctx.saved_tensors
-        return grad_x_NC * grad_outputs[0], grad_VC * grad_outputs[0], None, None
-
-
-def _in_rows(
-    x_NC: Tensor,
-    weight_VC: Tensor,
-    targets_N: Tensor,
-    rows: int,
-    gradients: tuple[Tensor, Tensor] | None,
-) -> Tensor:
-    """The loss, []. `gradients` (zeros for the weight's) receive those of x and weight."""
-    kind, dtype = x_NC.device.type, x_NC.dtype
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-    loss = torch.zeros((), dtype=torch.float32, device=x_NC.device)
-    with torch.autocast(kind, enabled=False):
-        narrow_NC, narrow_VC = x_NC.to(dtype), weight_VC.to(dtype)
-        for start in range(0, len(x_NC), rows):
-            cut = slice(start, start + rows)
-            log_p_RV = F.linear(narrow_NC[cut], narrow_VC).float().log_softmax(-1)
-            loss += F.nll_loss(log_p_RV, targets_N[cut], ignore_index=_IGNORED, reduction="sum")
-            if gradients is not None:
-                grad_RV = _gradient(log_p_RV, targets_N[cut]).to(dtype)
-                gradients[0][cut] = grad_RV @ narrow_VC
-                gradients[1].add_(grad_RV.T @ narrow_NC[cut])
-    return loss
-
-
-def _gradient(log_p_RV: Tensor, targets_R: Tensor) -> Tensor:
-    """Gradient of the summed loss with respect to the logits; overwrites `log_p_RV`."""
-    counts_R = targets_R != _IGNORED
-    p_RV = log_p_RV.exp_().mul_(counts_R.unsqueeze(1))
-    row_R = torch.arange(len(targets_R), device=targets_R.device)
-    p_RV[row_R, targets_R.clamp_min(0)] -= counts_R.float()
-    return p_RV
+    Raises:
+        RunError: the number of samples counted is not that of the set, or no target counts.
+    """
+    *summed, num_samples = all_sum(comm, *total.message(), samples)
+    total_loss, num_targets = total.over_ranks(comm, summed)
+    if num_samples != loader.total_samples:
+        raise RunError(
+            f"evaluation counted {num_samples:.0f} samples, the set has {loader.total_samples}"
+        )
+    if not num_targets:
+        raise RunError("the evaluation set has no target that counts: all of them are -100")
+    return float(total_loss) / num_targets
 
 
 @torch.no_grad()
@@ -414,15 +369,13 @@ def generate(
     temperature: float = 0.8,
     top_k: int | None = 50,
     seed: int = 0,
-    use_cache: bool = True,
 ) -> list[int]:
     """`prompt_ids` and `max_new_tokens` more; the same call on the same kind of device gives the
     same.
 
-    A token costs a forward over one position, because keys and values of earlier ones are kept
-    (`use_cache=False` recomputes them: the same tokens, slowly). After `block_size` tokens it costs
-    a forward over the last `block_size`: the window slides, and deeper layers' kept values come
-    from positions that it no longer contains.
+    A token costs a forward over one position, because keys and values of earlier ones are kept.
+    After `block_size` tokens it costs a forward over the last `block_size`: the window slides, and
+    deeper layers' kept values come from positions that it no longer contains.
 
     Args:
         temperature: divides the logits; 0 takes the most likely token.
@@ -441,13 +394,14 @@ def generate(
         )
     generator = torch.Generator().manual_seed(seed)
     device = model.embed.weight.device
-    caches = [KeyValueCache() for _ in model.blocks]
+    caches: list[Cache] = [[] for _ in model.blocks]
     was_training = model.training
     model.eval()
     try:
         for _ in range(max_new_tokens):
-            if use_cache and len(ids) <= model.config.block_size:
-                new_BT = torch.tensor([ids[caches[0].length :]], device=device)
+            if len(ids) <= model.config.block_size:
+                first = caches[0][0].shape[2] if caches[0] else 0
+                new_BT = torch.tensor([ids[first:]], device=device)
                 x_BTC = model.features(new_BT, caches)
             else:
                 context_BT = torch.tensor([ids[-model.config.block_size :]], device=device)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from gradsync.commands.models.evaluation import mean_over_ranks
+from gradsync.commands.models.gpt import mean_over_ranks
 from gradsync.commands.parallel.split_sync import SplitGroups, SplitSync
 from gradsync.commands.parallel.stage_model import GPTStage
 from gradsync.core.torch_private import drop_received, renew_received

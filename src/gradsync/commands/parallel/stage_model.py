@@ -11,9 +11,8 @@ Between `leave` and the next `enter` every shard holds the same activations, bit
 all-reduce gives all ranks the same bits. So norms, embedding and head are replicated and stay equal
 without communication, and dropout there is the same on all shards.
 
-[Note: Plain shards] The styles below are `parallelize_module`'s, but they leave plain tensors, not
-DTensors: our strategies sum flat memory, and any of them can sum a plain gradient over the replicas
-of a shard.
+[Note: Plain shards] Shards are plain tensors, not DTensors: our strategies sum flat memory, and any
+of them can sum a plain gradient over the replicas of a shard.
 """
 
 from __future__ import annotations
@@ -23,24 +22,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import parallelize_module
-from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.utils.checkpoint import checkpoint
 
 from gradsync.comm.base import Communicator
-from gradsync.comm.process_group import ProcessGroupCommunicator
-from gradsync.commands.models.gpt import (
-    GPT,
-    Block,
-    initial_weight,
-    loss_sum,
-    loss_sum_in_rows,
-    rope_tables,
-)
+from gradsync.commands.models.gpt import GPT, Block, SwiGLU, initial_weight, loss_sum, rope_tables
 from gradsync.commands.parallel.layout import COLUMNS, ROWS, ModelPart
 from gradsync.commands.parallel.split_sync import SplitGroups
-from gradsync.core.torch_private import mesh_of
 
 
 class GPTStage(nn.Module):
@@ -63,12 +50,10 @@ class GPTStage(nn.Module):
         seed: int,
         device: torch.device,
         activation_checkpointing: bool = False,
-        loss_rows: int | None = None,
     ) -> None:
         super().__init__()
         self.part, self.config = part, part.config
         self.activation_checkpointing = activation_checkpointing
-        self.loss_rows = loss_rows
         with torch.device("meta"):
             whole = GPT(part.config)
         names = part.pieces()
@@ -79,11 +64,9 @@ class GPTStage(nn.Module):
         self.norm = whole.norm if part.is_last else None
         self.head = whole.head if part.is_last else None
         if part.layout.tp > 1:
-            assert isinstance(groups.shards, ProcessGroupCommunicator), "several ranks"
-            mesh = mesh_of(groups.shards.group, device, self)
             for block in self.blocks.values():
                 assert isinstance(block, Block)
-                divide_block(block, mesh, groups.shards)
+                divide_block(block, groups.shards)
         self.register_buffer("rope_cos", whole.rope_cos, persistent=False)
         self.register_buffer("rope_sin", whole.rope_sin, persistent=False)
         self.to_empty(device=device)
@@ -120,10 +103,7 @@ class GPTStage(nn.Module):
         """On the last stage: cross-entropy summed over the targets, as `GPT` computes it."""
         owner = self.embed if self.head is None else self.head
         assert owner is not None
-        if self.loss_rows is None:
-            return loss_sum(F.linear(x_BTC, owner.weight), targets_BT)
-        rows = x_BTC.flatten(0, 1), owner.weight, targets_BT.flatten()
-        return loss_sum_in_rows(*rows, self.loss_rows)
+        return loss_sum(F.linear(x_BTC, owner.weight), targets_BT)
 
     def pass_over_dropout(self, like_BTC: Tensor, branch_dtype: torch.dtype) -> None:
         """Draw what earlier stages draw for a micro-batch, so that this stage's dropout is the
@@ -138,57 +118,31 @@ class GPTStage(nn.Module):
             self.dropout(branch)
 
 
-def divide_block(block: Block, mesh: DeviceMesh, comm: Communicator) -> None:
+def divide_block(block: Block, comm: Communicator) -> None:
     """Keep only this rank's shard of `block`, which is still on the meta device."""
-    columns, rows = _Cut(comm, COLUMNS), _Cut(comm, ROWS)
-    enter = _Enter(comm)
-    parallelize_module(
-        block,
-        mesh,
-        {
-            **dict.fromkeys(("attention", "mlp"), enter),
-            **dict.fromkeys(("attention.q", "attention.k", "attention.v"), columns),
-            **dict.fromkeys(("mlp.gate", "mlp.up"), columns),
-            **dict.fromkeys(("attention.out", "mlp.down"), rows),
-        },
-    )
-    block.attention.n_head //= comm.world_size
-    block.attention.n_kv_head //= comm.world_size
+    attention, mlp = block.attention, block.mlp
+    assert isinstance(mlp, SwiGLU), "GPT-2 is not split"
+
+    def enter(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (_CopyToShards.apply(inputs[0], comm), *inputs[1:])
+
+    for part in (attention, mlp):
+        part.register_forward_pre_hook(enter)
+    for linear in (attention.q, attention.k, attention.v, mlp.gate, mlp.up):
+        _keep_share(linear, comm, COLUMNS)
+    for linear in (attention.out, mlp.down):
+        _keep_share(linear, comm, ROWS)
+        linear.register_forward_hook(lambda _, __, output: _SumOfShards.apply(output, comm))
+    attention.n_head //= comm.world_size
+    attention.n_kv_head //= comm.world_size
 
 
-class _Enter(ParallelStyle):
-    """The module's input is the same on every shard; its gradient is the sum over shards."""
-
-    def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        comm = self._comm
-
-        def enter(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-            return (_CopyToShards.apply(inputs[0], comm), *inputs[1:])
-
-        module.register_forward_pre_hook(enter)
-        return module
-
-
-class _Cut(ParallelStyle):
-    """A linear layer keeps its share of outputs (columns) or of inputs (rows); with rows its output
-    is summed over shards."""
-
-    def __init__(self, comm: Communicator, dim: int) -> None:
-        self._comm, self._dim = comm, dim
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        assert isinstance(module, nn.Linear)
-        assert module.weight.is_meta, "nothing of the whole matrix is in memory"
-        share = module.weight.chunk(self._comm.world_size, self._dim)[0]
-        module.weight = nn.Parameter(torch.empty_like(share))
-        module.out_features, module.in_features = share.shape
-        if self._dim == ROWS:
-            comm = self._comm
-            module.register_forward_hook(lambda _, __, output: _SumOfShards.apply(output, comm))
-        return module
+def _keep_share(linear: nn.Linear, comm: Communicator, dim: int) -> None:
+    """The layer keeps its share of outputs (columns) or of inputs (rows)."""
+    assert linear.weight.is_meta, "nothing of the whole matrix is in memory"
+    share = linear.weight.chunk(comm.world_size, dim)[0]
+    linear.weight = nn.Parameter(torch.empty_like(share))
+    linear.out_features, linear.in_features = share.shape
 
 
 class _CopyToShards(torch.autograd.Function):

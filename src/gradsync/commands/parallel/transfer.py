@@ -85,24 +85,17 @@ def distribute(
     shapes = ((name, tuple(tensor.shape)) for name, tensor in layout.items())
     wanted = cut_tensors(part.pieces(), shapes)
     spans = {name: [(s.start, s.stop) for s in piece.slices] for name, piece in wanted.items()}
-    return _hand_out(comm, whole or layout, spans)
+    return hand_out(comm, whole or layout, spans)
 
 
 def hand_out(
-    comm: Communicator, whole: Mapping[str, Tensor], runs: Mapping[str, tuple[int, int]]
-) -> dict[str, Tensor]:
-    """Send each rank its runs of elements, [begin, end) of the flattened tensor, of rank 0's whole
-    tensors. Of the other ranks' `whole` only shapes and dtypes count."""
-    flat = {name: tensor.reshape(-1) for name, tensor in whole.items()}
-    return _hand_out(comm, flat, {name: [run] for name, run in runs.items()})
-
-
-def _hand_out(
     comm: Communicator,
     whole: Mapping[str, Tensor],
     wanted: Mapping[str, Sequence[tuple[int, int]]],
 ) -> dict[str, Tensor]:
-    """Send each rank what it wants, as [begin, end) in each dimension; all ranks call it.
+    """Send each rank what it wants of rank 0's tensors, as [begin, end) in each dimension, or as
+    one [begin, end) of the flattened tensor; all ranks call it, and of the other ranks' `whole`
+    only shapes and dtypes count.
 
     The returned tensors are on the CPU and share memory with no other tensor.
     """
@@ -116,7 +109,9 @@ def _hand_out(
             continue
         for rank, spans in enumerate(told):
             if name in spans:
-                piece = tensor[tuple(slice(*span) for span in spans[name])]
+                run = spans[name]
+                source = tensor.reshape(-1) if len(run) == 1 else tensor
+                piece = source[tuple(slice(*span) for span in run)]
                 if not rank:
                     found[name] = piece.clone()
                 elif piece.numel():

@@ -429,9 +429,7 @@ def _moments(case: Case, strategy: StrategyMemory) -> Iterator[MemoryNeed]:
     yield MemoryNeed(**strategy.update._asdict(), workspace=other_end)
     if is_last:
         # The loss keeps this for each micro-batch that waits for its backward.
-        in_rows = work.loss_rows is not None
-        kept_by_loss = case.table_params if in_rows else work.leaf_tokens * work.model.vocab_size
-        of_others = (flying - 1) * FP32 * kept_by_loss
+        of_others = (flying - 1) * FP32 * work.leaf_tokens * work.model.vocab_size
         activations = kept + flying * leaf.last_norm
         for own, workspace in _head(case):
             logits = own + of_others
@@ -443,12 +441,6 @@ def _head(case: Case) -> list[tuple[int, int]]:
     work, leaf = case.work, case.leaf
     size, vocab, table = leaf.element, work.model.vocab_size, FP32 * case.table_params
     copy = 0 if size == FP32 else size * case.table_params
-    if work.loss_rows is not None:
-        rows = min(work.loss_rows, work.leaf_tokens) * vocab
-        return [
-            ((2 * FP32 + 4 * size) * rows, table + 2 * copy + leaf.stream),
-            (0, 2 * table + 2 * leaf.stream),
-        ]
     logits = work.leaf_tokens * vocab
     # Autocast keeps its copies of weights until forward ends, whether or not blocks keep them.
     cached = case.blocks * leaf.weight_copies if work.activation_checkpointing else 0

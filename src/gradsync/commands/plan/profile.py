@@ -132,7 +132,6 @@ def _measure(work: Workload) -> StepProfile:
         work.model,
         seed=0,
         activation_checkpointing=work.activation_checkpointing,
-        loss_rows=work.loss_rows,
     ).to(work.kind)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     shape = (2, work.micro_batch_size, work.seq_len)

@@ -23,7 +23,6 @@ class Workload:
     num_leaves: int  # Leaves of an optimizer step, over all ranks
     dtype: Literal["bf16", "fp32", "fp16"] = "bf16"  # bf16 and fp16 are autocast over fp32 weights
     activation_checkpointing: bool = False
-    loss_rows: int | None = None  # Positions whose loss is computed at a time; None: all
     kind: Kind = "cuda"
 
     @property

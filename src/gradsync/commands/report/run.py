@@ -162,7 +162,7 @@ def read_ranks(run: Path) -> RankRows:
     if len(ranks) > _MOST_RANKS:
         # Silent ranks come first, then ranks that others wait for, then ranks that wait least.
         ranks.sort(key=lambda r: (r["phase"] != "silent", -r["lag_s"], r["waited"]))
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             str(rank["rank"]),
             str(rank["step"]),

@@ -11,11 +11,9 @@ from dataclasses import asdict, is_dataclass, replace
 from difflib import get_close_matches
 from operator import attrgetter
 from pathlib import Path
-from shlex import quote
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_type_hints
 
 import msgspec
-from tyro.conf import Fixed
 
 from gradsync.commands.models.config import PRESETS
 from gradsync.commands.train.config import SyncConfig, TrainConfig, recipe
@@ -32,24 +30,22 @@ _OTHERS = {
     "ddp_find_unused_parameters": "leave it out; unused parameters are found in every step",
 }
 """Keys in other projects' files, and what to use here."""
-_FORMER = {"audit_every"}
+_FORMER = {"audit_every", "loss_rows"}
 """Settings of older versions, which a run's file may hold unset."""
 
 
-def _hints(part: type, prefix: str = "", *, marked: bool = False) -> dict[str, Any]:
-    """The type of every field but sections, by dotted name; `marked`: with tyro's marks."""
+def _hints(part: type, prefix: str = "") -> dict[str, Any]:
+    """The type of every field but sections, by dotted name."""
     found: dict[str, Any] = {}
-    for name, hint in get_type_hints(part, include_extras=marked).items():
+    for name, hint in get_type_hints(part).items():
         way = f"{prefix}{name}"
-        found |= _hints(hint, f"{way}.", marked=marked) if is_dataclass(hint) else {way: hint}
+        found |= _hints(hint, f"{way}.") if is_dataclass(hint) else {way: hint}
     return found
 
 
 HINTS = _hints(TrainConfig)
 """The type of each setting, by dotted name."""
 _SECTIONS = {name.partition(".")[0] for name in HINTS if "." in name}
-_FIXED = get_args(Fixed[int])[1]
-_FILE_ONLY = {name for name, t in _hints(TrainConfig, marked=True).items() if _FIXED in get_args(t)}
 
 
 def parse_config(argv: Sequence[str]) -> TrainConfig:
@@ -58,22 +54,7 @@ def parse_config(argv: Sequence[str]) -> TrainConfig:
     start = recipe("tiny")
     if arguments and not arguments[0].startswith("-"):
         first = arguments.pop(0)
-        if first.endswith(SUFFIXES):
-            start = read_config(Path(first))
-        elif first not in PRESETS and (known := Path(first) / "config.yaml").is_file():
-            raise ConfigError(
-                f"{first} is a run: `gradsync train {quote(str(known))} --resume auto --out "
-                f"{quote(first)}` goes on with it, with --steps N beyond its last step"
-            )
-        else:
-            start = recipe(first)
-    for word in arguments:
-        name = word.removeprefix("--").partition("=")[0].replace("-", "_").replace(".no_", ".")
-        if word.startswith("--") and name in _FILE_ONLY:
-            raise ConfigError(
-                f"{name} is no flag: set it in a file (`gradsync train FILE.yaml`; "
-                "--dry-run prints one)"
-            )
+        start = read_config(Path(first)) if first.endswith(SUFFIXES) else recipe(first)
     # A switch that is on has no flag that turns it on: typed again, it changes nothing.
     on = {_switch(name, attrgetter(name)(start)) for name, hint in HINTS.items() if hint is bool}
     parsed = parse(

@@ -11,6 +11,7 @@ Settings that the user gave, by flag or file, never change.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,7 +31,6 @@ from gradsync.commands.plan.workload import Workload, sizes_text
 from gradsync.commands.train.config import AUTO, SyncConfig, TrainConfig
 from gradsync.commands.train.config_io import begun_config
 from gradsync.commands.train.data import shape_before
-from gradsync.core.files import counted
 from gradsync.errors import ConfigError, RunError
 from gradsync.sync.registry import find_strategy
 from gradsync.world import World
@@ -86,7 +86,8 @@ def decide(
         notes = (f"goes on as it began in {place}: {named}",)
         return Decision(changes=changes, ranks=ranks, notes=notes)
     if "parallel" in given or config.sync == AUTO:
-        return _ranks_only(config, given, hardware, world_size)
+        ranks = world_size or _most_ranks(config, hardware)
+        return Decision(ranks=ranks, notes=("the strategy, the split and the batch are as given",))
     taken = _choose(config, given, hardware, world_size)
     changes: dict[str, Any] = {}
     if not given & {"sync", "sync_options"}:
@@ -106,41 +107,14 @@ def decide(
     return Decision(changes=changes, ranks=layout.world_size, notes=notes)
 
 
-def _ranks_only(
-    config: TrainConfig, given: frozenset[str], hardware: Hardware, world_size: int | None
-) -> Decision:
-    """As many ranks as can share the batch, with the largest micro-batch up to the usual one."""
-    sizes = [config.micro_batch_size]
-    if "micro_batch_size" not in given:
-        sizes = [size for size in _divisors(config) if size <= config.micro_batch_size]
-    ranks = world_size or _most_ranks(replace(config, micro_batch_size=sizes[0]), hardware)
-    for size in reversed(sizes):
-        if _shared_by(replace(config, micro_batch_size=size), ranks):
-            note = f"micro-batch {size}, which {counted(ranks, 'rank')} can share"
-            return Decision(changes={"micro_batch_size": size}, ranks=ranks, notes=(note,))
-    return Decision(ranks=ranks)  # `check_request` says what is wrong
-
-
 def _most_ranks(config: TrainConfig, hardware: Hardware) -> int:
     """The largest number of ranks that have a device each and can share the batch."""
-    counts = range(len(hardware.devices), 0, -1)
-    return next((ranks for ranks in counts if _shared_by(config, ranks)), 1)
-
-
-def _shared_by(config: TrainConfig, ranks: int) -> bool:
-    """Whether so many ranks can share the batch."""
     equal = config.sync != AUTO and find_strategy(config.sync).equal_leaves
-    try:
-        plan = config.batch_plan(ranks)
-    except ConfigError:
-        return False
-    return not (equal and plan.num_micro_batches % ranks)
-
-
-def _divisors(config: TrainConfig) -> list[int]:
-    """Micro-batches that keep the global batch, ascending."""
-    sequences = config.sequences_per_update
-    return [size for size in range(1, sequences + 1) if sequences % size == 0]
+    for ranks in range(len(hardware.devices), 1, -1):
+        with suppress(ConfigError):
+            if not (equal and config.batch_plan(ranks).num_micro_batches % ranks):
+                return ranks
+    return 1
 
 
 def _choose(
@@ -148,9 +122,9 @@ def _choose(
 ) -> Candidate:
     """The candidate to take, on `world_size` ranks if given. Whole replicas come first: they give
     the same bits on any number of ranks."""
-    sizes = [config.micro_batch_size]
+    sizes, sequences = [config.micro_batch_size], config.sequences_per_update
     if "micro_batch_size" not in given:
-        sizes = _divisors(config)
+        sizes = [size for size in range(1, sequences + 1) if sequences % size == 0]
         if hardware.devices[0].kind == "cuda":  # the larger, the fewer launches
             sizes.reverse()
         else:  # one sequence keeps a core busy: the usual size first
@@ -166,10 +140,9 @@ def _choose(
         model=shape_before(config),
         micro_batch_size=sizes[0],
         seq_len=config.sequence_length,
-        num_leaves=config.sequences_per_update // sizes[0],
+        num_leaves=sequences // sizes[0],
         dtype=config.named_dtype,
         activation_checkpointing=config.activation_checkpointing,
-        loss_rows=config.loss_rows,
         kind=hardware.devices[0].kind,
     )
     costs = Costs()

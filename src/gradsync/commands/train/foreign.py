@@ -1,35 +1,68 @@
-"""Models saved by other programs: transformers' folders, nanoGPT's checkpoints. Loading builds and
-calls nothing in them: safetensors, JSON, and torch's `weights_only`."""
+"""The decoder in other programs' formats: transformers' Llama and GPT-2, and nanoGPT's checkpoints.
+
+Both architectures compute the same as ours; the tests compare logits. GPT-2 has one matrix with
+queries, keys and values, one below the other. transformers transposes the four matrices of its
+blocks (`Conv1D`, here `turned`) and always has biases: zeros if the decoder has none.
+
+Loading builds and calls nothing in a file: safetensors, JSON, and torch's `weights_only`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradsync.checkpoint.store import CheckpointStore, Snapshot
 from gradsync.checkpoint.tensor_file import read_tensors
 from gradsync.checkpoint.weights import match_tensors, pack_weights
-from gradsync.comm.finite import non_finite
 from gradsync.commands.models.config import GPTConfig
-from gradsync.commands.models.gpt2 import from_gpt2, gpt2_shape, nanogpt_shape, plain_names, to_gpt2
-from gradsync.commands.models.llama import from_llama, shape_of
 from gradsync.commands.parallel.layout import weights_of
-from gradsync.commands.train.config import OptimConfig, recipe
-from gradsync.commands.train.config_io import write_config
 from gradsync.core.files import one_line, read_object
 from gradsync.errors import CheckpointError, ConfigError, DataError
 
-_EMBED, _HEAD = "transformer.wte.weight", "lm_head.weight"
-_OPTIM = {
-    **{"learning_rate": "lr", "warmup_iters": "warmup_steps", "weight_decay": "weight_decay"},
-    **{"beta1": "beta1", "beta2": "beta2"},
+_LLAMA = {
+    "embed": "model.embed_tokens",
+    "norm": "model.norm",
+    "head": "lm_head",
+    "blocks.N.attention_norm": "model.layers.N.input_layernorm",
+    "blocks.N.attention.q": "model.layers.N.self_attn.q_proj",
+    "blocks.N.attention.k": "model.layers.N.self_attn.k_proj",
+    "blocks.N.attention.v": "model.layers.N.self_attn.v_proj",
+    "blocks.N.attention.out": "model.layers.N.self_attn.o_proj",
+    "blocks.N.mlp_norm": "model.layers.N.post_attention_layernorm",
+    "blocks.N.mlp.gate": "model.layers.N.mlp.gate_proj",
+    "blocks.N.mlp.up": "model.layers.N.mlp.up_proj",
+    "blocks.N.mlp.down": "model.layers.N.mlp.down_proj",
 }
-"""nanoGPT's settings, and ours."""
+_GPT2 = {
+    "embed": "transformer.wte",
+    "positions": "transformer.wpe",
+    "norm": "transformer.ln_f",
+    "head": "lm_head",
+    "blocks.N.attention_norm": "transformer.h.N.ln_1",
+    "blocks.N.attention.q": "transformer.h.N.attn.c_attn",
+    "blocks.N.attention.k": "transformer.h.N.attn.c_attn",
+    "blocks.N.attention.v": "transformer.h.N.attn.c_attn",
+    "blocks.N.attention.out": "transformer.h.N.attn.c_proj",
+    "blocks.N.mlp_norm": "transformer.h.N.ln_2",
+    "blocks.N.mlp.up": "transformer.h.N.mlp.c_fc",
+    "blocks.N.mlp.down": "transformer.h.N.mlp.c_proj",
+}
+"""Our modules, and theirs; N is the number of a block."""
+_EMBED, _HEAD = "transformer.wte.weight", "lm_head.weight"
+
+_NEEDED_LLAMA = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+_NEEDED_GPT2 = {
+    "activation_function": "gelu",
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+}
+"""Values that the decoder requires in a `config.json`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,21 +73,187 @@ class Foreign:
     weights: dict[str, Tensor]  # Under our names; all weights of the shape
     data: str  # Where its tokenizer may be
     step: int = 0  # Optimizer steps of its training
-    settings: Mapping[str, Any] = field(default_factory=dict)  # Fields of `TrainConfig`
+
+
+def their_name(name: str, names: Mapping[str, str]) -> str:
+    """Their name of our tensor `name`; ConfigError for one that they do not have."""
+    module, _, kind = name.rpartition(".")
+    block = re.match(r"blocks\.(\d+)\.", module)
+    number = f".{block[1]}." if block else ".N."
+    if (theirs := names.get(module.replace(number, ".N.", 1))) is None:
+        raise ConfigError(f"tensor {name!r} has no counterpart in transformers")
+    return f"{theirs.replace('.N.', number)}.{kind}"
+
+
+def to_llama(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Our weights under Llama's names."""
+    return {their_name(name, _LLAMA): tensor for name, tensor in weights.items()}
+
+
+def from_llama(weights: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
+    """Llama's weights under our `names`, without rotary tables, which follow from the shape;
+    ConfigError for a tensor that the decoder does not have."""
+    ours = {their_name(name, _LLAMA): name for name in names}
+    found = {n: t for n, t in weights.items() if not n.endswith("rotary_emb.inv_freq")}
+    for name in found:
+        if name not in ours:
+            raise ConfigError(f"tensor {name!r} has no counterpart in the decoder")
+    return {ours[name]: tensor for name, tensor in found.items()}
+
+
+def to_gpt2(weights: Mapping[str, Tensor], *, turned: bool) -> dict[str, Tensor]:
+    """Our weights under GPT-2's names and in its layout."""
+    found: dict[str, Tensor] = {}
+    for name, own in weights.items():
+        theirs, tensor = their_name(name, _GPT2), own
+        if theirs in found:
+            continue
+        if ".attn.c_attn." in theirs:
+            tensor = torch.cat([weights[re.sub(r"\.[qkv]\.", f".{c}.", name)] for c in "qkv"])
+        is_matrix = tensor.dim() == 2 and name.startswith("blocks.")
+        found[theirs] = tensor.t().contiguous() if turned and is_matrix else tensor
+        bias = re.sub(r"weight$", "bias", name)
+        if turned and bias not in weights and (is_matrix or tensor.dim() == 1):
+            found[their_name(bias, _GPT2)] = tensor.new_zeros(len(tensor))
+    return found
+
+
+def from_gpt2(
+    weights: Mapping[str, Tensor], shape: GPTConfig, *, turned: bool
+) -> dict[str, Tensor]:
+    """GPT-2's weights under our names; CheckpointError if some are missing or unknown. Old files
+    hold causal masks, which are left out, and no `transformer.` before the names."""
+    theirs = {
+        name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}": tensor
+        for name, tensor in weights.items()
+        if not name.endswith((".attn.bias", ".attn.masked_bias"))
+    }
+    if shape.tie_head:  # some files hold the embedding again under the head's name
+        theirs.pop(_HEAD, None)
+    own = _expected(shape)
+    matched = match_tensors(to_gpt2(own, turned=turned), theirs)
+    found = {}
+    for name in own:
+        tensor = matched[their_name(name, _GPT2)]
+        if turned and tensor.dim() == 2 and name.startswith("blocks."):
+            tensor = tensor.t()
+        part = name.split(".")[-2]
+        if part in ("q", "k", "v"):
+            tensor = tensor.chunk(3)["qkv".index(part)]
+        found[name] = tensor.contiguous()
+    return found
+
+
+def _expected(shape: GPTConfig) -> dict[str, Tensor]:
+    return {each.name: torch.empty(each.shape, device="meta") for each in weights_of(shape)}
+
+
+_LLAMA_FIELDS = {
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "num_key_value_heads": "n_kv_head",
+    "intermediate_size": "hidden_dim",
+    "vocab_size": "vocab_size",
+    "max_position_embeddings": "block_size",
+    "rms_norm_eps": "norm_eps",
+    "tie_word_embeddings": "tie_head",
+}
+_GPT2_FIELDS = {
+    "n_embd": "n_embd",
+    "n_layer": "n_layer",
+    "n_head": "n_head",
+    "n_inner": "hidden_dim",
+    "vocab_size": "vocab_size",
+    "n_positions": "block_size",
+    "layer_norm_epsilon": "norm_eps",
+    "tie_word_embeddings": "tie_head",
+    "resid_pdrop": "dropout",
+}
+"""Their settings of a shape, and ours."""
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"num_key_value_heads": None, "rms_norm_eps": 1e-6, "tie_word_embeddings": False},
+    "gpt2": {
+        "activation_function": "gelu_new",
+        "n_inner": None,
+        "layer_norm_epsilon": 1e-5,
+        "tie_word_embeddings": True,
+        "resid_pdrop": 0.1,
+    },
+}
+"""What transformers takes where a `config.json` says nothing."""
+
+
+def hf_config(shape: GPTConfig, *, end_of_text: int | None) -> dict[str, Any]:
+    """The `config.json` of a model of this shape for transformers; `end_of_text` is the id of the
+    token that ends a text, or None."""
+    sizes = {**asdict(shape), "n_kv_head": shape.num_kv_heads, "hidden_dim": shape.mlp_dim}
+    if shape.is_gpt2:
+        own = {
+            "architectures": ["GPT2LMHeadModel"],
+            "model_type": "gpt2",
+            **_NEEDED_GPT2,
+            "embd_pdrop": shape.dropout,
+            "attn_pdrop": 0.0,
+            "bos_token_id": end_of_text,
+        }
+    else:
+        own = {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            **_NEEDED_LLAMA,
+            "head_dim": shape.head_dim,
+            "rope_theta": shape.rope_theta,  # transformers 4
+            "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},  # and 5
+            "rope_scaling": None,
+            "attention_dropout": 0.0,
+            "bos_token_id": None,
+            "pad_token_id": None,
+        }
+    fields = _GPT2_FIELDS if shape.is_gpt2 else _LLAMA_FIELDS
+    own |= {theirs: sizes[ours] for theirs, ours in fields.items()}
+    return own | {"eos_token_id": end_of_text, "dtype": "float32"}
+
+
+def hf_shape(given: Mapping[str, Any]) -> GPTConfig:
+    """The decoder's shape from transformers' `config.json`; ConfigError for another architecture,
+    or a value that the decoder does not have."""
+    kind = given.get("model_type")
+    if kind not in _DEFAULTS:
+        raise ConfigError(f"model_type must be llama or gpt2; got {one_line(repr(kind))}")
+    is_gpt2 = kind == "gpt2"
+    needed, fields = (_NEEDED_GPT2, _GPT2_FIELDS) if is_gpt2 else (_NEEDED_LLAMA, _LLAMA_FIELDS)
+    config: dict[str, Any] = {**needed, **_DEFAULTS[kind], **given}
+    for name, value in needed.items():
+        if config[name] != value:
+            raise ConfigError(f"{name} must be {value!r}; got {one_line(repr(config[name]))}")
+    try:
+        sizes = {ours: config[theirs] for theirs, ours in fields.items()}
+        if is_gpt2:
+            return GPTConfig(architecture="gpt2", bias=True, **sizes)
+        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        turns = rope.get("rope_type", rope.get("type", "default"))
+        if turns != "default":
+            raise ConfigError(f"rotary positions of type {turns!r} are not known here")
+        if config.get("head_dim") not in (None, head_dim := sizes["n_embd"] // sizes["n_head"]):
+            raise ConfigError(f"head_dim must be {head_dim}; got {config['head_dim']}")
+        theta = float(rope.get("rope_theta") or config.get("rope_theta", 10_000.0))
+        return GPTConfig(**sizes, rope_theta=theta)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"config.json is not of a {kind}: {one_line(error)}") from None
 
 
 def read_hf(folder: Path) -> Foreign:
     """A Llama or GPT-2 of transformers: `config.json` and `*.safetensors`. ConfigError,
     CheckpointError: a shape or a tensor that the decoder does not have, or a missing one."""
-    config, files = read_object(folder / "config.json"), sorted(folder.glob("*.safetensors"))
+    shape = hf_shape(read_object(folder / "config.json"))
+    files = sorted(folder.glob("*.safetensors"))
     theirs = {name: t for file in files for name, t in read_tensors(file, {}).items()}
-    is_gpt2 = config.get("model_type") == "gpt2"
-    shape = gpt2_shape(config) if is_gpt2 else shape_of(config)
-    if shape.tie_head:  # some files hold the embedding again under the head's name
-        theirs.pop(_HEAD, None)
-    if is_gpt2:
-        weights = _from_gpt2(theirs, shape, turned=True)
+    if shape.is_gpt2:
+        weights = from_gpt2(theirs, shape, turned=True)
     else:
+        if shape.tie_head:
+            theirs.pop(_HEAD, None)
         own = _expected(shape)
         weights = match_tensors(own, from_llama(theirs, own))
     return Foreign(shape=shape, weights=weights, data=str(folder))
@@ -71,83 +270,19 @@ def read_nanogpt(path: Path) -> Foreign:
             f"{path}: not readable as a checkpoint of tensors and plain values ({reason})"
         ) from error
     try:
-        return _nanogpt(found, path)
-    except (ConfigError, CheckpointError, AttributeError, TypeError, ValueError) as error:
+        theirs, args = pack_weights(found["model"]), found["model_args"]
+        embed, head = theirs.get(_EMBED), theirs.get(_HEAD)
+        sizes = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
+        shape = GPTConfig(
+            architecture="gpt2",
+            tie_head=head is None or (embed is not None and torch.equal(embed, head)),
+            bias=args.get("bias", True),
+            dropout=float(args.get("dropout", 0.0)),
+            **{name: args[name] for name in sizes},
+        )
+        weights = {n: t.float() for n, t in from_gpt2(theirs, shape, turned=False).items()}
+        dataset = found.get("config", {}).get("dataset")
+    except (ConfigError, CheckpointError, AttributeError, LookupError, TypeError) as error:
         raise DataError(f"{path} is no checkpoint of nanoGPT: {one_line(error)}") from error
-
-
-def _nanogpt(found: Any, path: Path) -> Foreign:
-    if not isinstance(found, dict) or not {"model", "model_args"} <= found.keys():
-        raise ConfigError("expected a dict with model, model_args, iter_num and config")
-    theirs = plain_names(pack_weights(found["model"]))
-    embed, head = theirs.get(_EMBED), theirs.get(_HEAD)
-    is_tied = head is None or (embed is not None and torch.equal(embed, head))
-    shape = nanogpt_shape(found["model_args"], tie_head=is_tied)
-    if is_tied:
-        theirs.pop(_HEAD, None)
-    weights = {n: t.float() for n, t in _from_gpt2(theirs, shape, turned=False).items()}
-    if bad := non_finite(weights.items()):
-        raise ConfigError(f"nan or inf in {bad}")
-    settings = found.get("config", {})
-    dataset = settings.get("dataset")
-    return Foreign(
-        shape=shape,
-        weights=weights,
-        data=f"data/{one_line(dataset)}" if dataset else str(path.parent),
-        step=int(found.get("iter_num", 0)),
-        settings=_settings(settings, shape),
-    )
-
-
-def _expected(shape: GPTConfig) -> dict[str, Tensor]:
-    return {each.name: torch.empty(each.shape, device="meta") for each in weights_of(shape)}
-
-
-def _from_gpt2(
-    theirs: Mapping[str, Tensor], shape: GPTConfig, *, turned: bool
-) -> dict[str, Tensor]:
-    own = _expected(shape)
-    matched = match_tensors(to_gpt2(own, turned=turned), plain_names(theirs))
-    return from_gpt2(matched, own, turned=turned)
-
-
-def write_start(foreign: Foreign, part: Path, folder: Path, data: str) -> None:
-    """Make `part`, which becomes `folder`, a run to start from: a checkpoint with weights only, and
-    the `config.yaml` of a run that continues from them."""
-    begin = {"model": foreign.shape, "init": str(folder), "data": data or foreign.data}
-    config = replace(recipe("tiny"), **begin, **foreign.settings)
-    state = {
-        "optimizer": {"class": "AdamW", "groups": [], "params": {}},
-        "data": {},  # no data were read: `restore` does not go on from here
-        **{"tokenizer": None, "scaler": None},
-        "model": asdict(foreign.shape),
-        "config": asdict(config),
-    }
-    snapshot = Snapshot(step=foreign.step, tensors={"model": foreign.weights}, state=state)
-    CheckpointStore(part / "checkpoints").save(snapshot)
-    write_config(config, part / "config.yaml")
-
-
-def _settings(theirs: Mapping[str, Any], shape: GPTConfig) -> dict[str, Any]:
-    """Batch and optimizer settings from the numbers in nanoGPT's `config`."""
-    given = {
-        name: value
-        for name, value in theirs.items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
-    }
-    optim: dict[str, Any] = {ours: given[name] for name, ours in _OPTIM.items() if name in given}
-    if "grad_clip" in given:
-        optim["clip_norm"] = given["grad_clip"] or None
-    if given.get("learning_rate") and "min_lr" in given:
-        optim["min_lr_ratio"] = given["min_lr"] / given["learning_rate"]
-    if theirs.get("decay_lr") is False:
-        optim["schedule"] = "constant"
-    found: dict[str, Any] = {"optim": OptimConfig(**optim)} if optim else {}
-    if "max_iters" in given:
-        found["steps"] = given["max_iters"]
-    if "batch_size" in given:
-        size, times = int(given["batch_size"]), int(given.get("gradient_accumulation_steps", 1))
-        found["micro_batch_size"] = size
-        found["tokens_per_update"] = size * times * shape.block_size
-    replace(recipe("tiny"), model=shape, **found)  # validates
-    return found
+    data = f"data/{one_line(dataset)}" if dataset else str(path.parent)
+    return Foreign(shape=shape, weights=weights, data=data, step=int(found.get("iter_num", 0)))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -18,10 +19,16 @@ from gradsync.checkpoint.store import CheckpointStore, Snapshot
 from gradsync.comm.base import Communicator
 from gradsync.commands.train.config import TrainConfig
 from gradsync.commands.train.data import Data
-from gradsync.commands.train.learner import Learner, learning_rate
+from gradsync.commands.train.learner import (
+    ADVICE,
+    RANDOM_STREAMS,
+    Fingerprint,
+    Learner,
+    Whole,
+    learning_rate,
+)
 from gradsync.commands.train.output import Progress, RunDir
-from gradsync.commands.train.profiler import StepProfiler
-from gradsync.commands.train.saving import ADVICE, RANDOM_STREAMS, Fingerprint, Whole
+from gradsync.core.torch_private import PROFILE_ALL_THREADS
 from gradsync.data.micro_batch import Batch
 from gradsync.errors import DataError, DivergenceError, DriftError
 from gradsync.runtime.signals import StopRequest
@@ -30,6 +37,8 @@ from gradsync.sync.watch import Stopwatch
 from gradsync.world import World
 
 T = TypeVar("T")
+TRACED_STEPS = 2
+"""Two, because sums of the first may still be in flight in the second."""
 
 
 @dataclass(slots=True)
@@ -110,6 +119,41 @@ class Interval:
         return time.perf_counter() - self._started, exposed
 
 
+class StepProfiler:
+    """Runs torch's profiler over a step (counted from 1; 0: none) and the next one, on all threads
+    of this rank. Files are named as torchtitan's: `profile_trace/iteration_N/rankR_trace.json` in
+    the run's folder."""
+
+    def __init__(self, step: int, folder: Path, world: World) -> None:
+        self._step, self._folder, self._world = step, folder, world
+        self._profile: Any = None
+
+    def before(self, step: int) -> None:
+        """Start at the coming step, if it is the first one."""
+        if step == self._step > 0:
+            from torch.profiler import ProfilerActivity, profile
+
+            activities = [ProfilerActivity.CPU]
+            if self._world.device.type == "cuda":
+                activities.append(ProfilerActivity.CUDA)
+            self._profile = profile(
+                activities=activities, experimental_config=PROFILE_ALL_THREADS()
+            )
+            self._profile.start()
+
+    def after(self, step: int, *, last: bool) -> None:
+        """Write the trace after the second step, or the run's last one."""
+        if self._profile is None or not (last or step == self._step + TRACED_STEPS - 1):
+            return
+        if self._world.device.type == "cuda":
+            torch.cuda.synchronize()
+        profile, self._profile = self._profile, None
+        profile.stop()
+        folder = self._folder / "profile_trace" / f"iteration_{self._step}"
+        folder.mkdir(parents=True, exist_ok=True)
+        profile.export_chrome_trace(str(folder / f"rank{self._world.rank}_trace.json"))
+
+
 @dataclass(kw_only=True)
 class Trainer:
     """The parts of a run and the loop over them; made by `gradsync.commands.train.run.train`."""
@@ -174,26 +218,23 @@ class Trainer:
             if stopped:
                 totals.stopped_by = stop.signal_name or "a signal to another rank"
             if last:
-                self.profiler.close()
                 break
         else:
             raise DataError(f"the data ended after step {totals.step} of {config.steps}")
         return totals
 
     def _check_replicas(self, step: int) -> None:
-        """Compare all ranks' bits; DriftError ends the run."""
-        sync, heal = self.learner.sync, self.config.on_drift == "heal"
+        """Compare all ranks' bits, and record whether they are equal; DriftError ends the run."""
+        sync, heal, drift = self.learner.sync, self.config.on_drift == "heal", None
         try:
             equal = sync.check_replicas(self.learner.optimizer, step=step, heal=heal)
-        except DriftError:
-            self._log_check(step, equal=False)
-            raise
-        self._log_check(step, equal=equal)
-
-    def _log_check(self, step: int, *, equal: bool) -> None:
-        """Record a comparison of ranks; rank 0 of a split model knows only its part."""
+        except DriftError as error:
+            equal, drift = False, error
+        # Rank 0 of a split model knows only its part.
         if self.world.is_distributed and not self.config.parallel:
             self.run_dir.log_metrics({"step": step, "check/replicas_equal": int(equal)})
+        if drift is not None:
+            raise drift
 
     def _train_step(self, batch: Batch, lr: float, stop: StopRequest) -> StepResult:
         """One global batch: this rank's micro-batches, then the update that all ranks make."""

@@ -7,7 +7,6 @@ mode, so chmod can admit a group.
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import math
@@ -16,7 +15,9 @@ import platform
 import re
 import socket
 import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -28,7 +29,6 @@ from typing import Any, TextIO
 from gradsync.commands.plan.description import Device
 from gradsync.commands.train.config import TrainConfig
 from gradsync.commands.train.config_io import write_config
-from gradsync.commands.train.rank_table import RankTable
 from gradsync.commands.train.trackers import Trackers
 from gradsync.core.files import (
     PRIVATE,
@@ -42,10 +42,13 @@ from gradsync.core.files import (
 )
 from gradsync.errors import ConfigError, RunError, UsageError
 from gradsync.runtime.activity import Activity
-from gradsync.runtime.failure import communication_error
+from gradsync.runtime.waiting import waiting_ranks
 from gradsync.world import World
 
 log = logging.getLogger("gradsync")
+
+_LOOKS = 30
+"""Looks at the ranks over which rates and shares are averaged."""
 
 _UNEQUAL = re.compile(r'"check/\w+": 0\b')
 """Marks a record of different bits, which is kept even if its step is repeated."""
@@ -195,26 +198,17 @@ class RunDir:
             replace_text(self.path / name, json.dumps(value, indent=2) + "\n", mode=PRIVATE)
 
     @contextmanager
-    def rank_log(self, world: World) -> Generator[Callable[[], None]]:
-        """This rank's log file: its start, log lines, and how it ended (with the traceback).
-
-        It is created when the yielded function is called, or when this rank fails; a refused
-        request does not create it. Another rank's failure reaches this one as a failed collective.
-        """
-        early = io.StringIO()
-        handler: logging.StreamHandler[TextIO] = logging.StreamHandler(early)
-
-        def begin() -> None:
-            folder = self.path / "logs"
-            try:
-                _make(self.path)
-                _make(folder)
-                file = append_private(folder / f"rank_{world.rank:05d}.log")
-            except OSError as error:
-                raise ConfigError(f"cannot write to --out {self.path}: {error.strerror}") from error
-            file.write(early.getvalue())
-            handler.setStream(file)
-
+    def rank_log(self, world: World) -> Generator[None]:
+        """This rank's log file: its start, log lines, and how it ended; with a traceback, unless
+        the request was refused."""
+        folder = self.path / "logs"
+        try:
+            _make(self.path)
+            _make(folder)
+            file = append_private(folder / f"rank_{world.rank:05d}.log")
+        except OSError as error:
+            raise ConfigError(f"cannot write to --out {self.path}: {error.strerror}") from error
+        handler = logging.StreamHandler(file)
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         handler.handleError = lambda record: None  # a full disk is reported elsewhere
         own = logging.Logger("gradsync.rank")  # not in the logger tree: the terminal gets nothing
@@ -222,19 +216,16 @@ class RunDir:
         log.addHandler(handler)
         try:
             own.info("started: %s", world.describe())
-            yield begin
+            yield
             own.info("ended")
         except BaseException as error:
-            own.exception("ended by %s", type(error).__name__)
-            refused = isinstance(error, UsageError) or communication_error(error)
-            if handler.stream is early and not refused:
-                with suppress(ConfigError):
-                    begin()
+            shown = None if isinstance(error, UsageError) else error
+            own.error("ended by %s", type(error).__name__, exc_info=shown)
             raise
         finally:
             log.removeHandler(handler)
             with suppress(OSError):
-                handler.stream.close()
+                file.close()
 
     def close(self, *, failed: bool = False) -> None:
         """Close the files, end the trackers; `failed`: the run ends with an error."""
@@ -265,6 +256,78 @@ class RunDir:
                 f"{self.path} already holds a run; continue it with --resume auto, or choose "
                 "another --out"
             )
+
+
+class RankTable:
+    """Writes the file from a thread, at most once a second; the last version stays after the run.
+    `read` returns the ranks' activities, an exception ends the thread; `done_steps` were done
+    before the ranks report more."""
+
+    def __init__(
+        self,
+        path: Path,
+        read: Callable[[], Mapping[int, Activity]],
+        world_size: int,
+        done_steps: int,
+    ) -> None:
+        self._path, self._read, self._done_steps = path, read, done_steps
+        self.every_s = max(1.0, world_size / 64)
+        self._over = threading.Event()
+        self._beats: dict[int, tuple[int, float]] = {}  # A rank's heartbeat number, and since when
+        self._looks: deque[tuple[float, dict[int, int], list[int]]] = deque(maxlen=_LOOKS)
+        """The time, the ranks' steps, and the ranks that waited."""
+        self._thread = threading.Thread(target=self._run, name="gradsync-ranks", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        over = False
+        try:
+            while not over:
+                rows = self.rows(self._read(), time.monotonic())
+                document = {"time": time.time(), "every_s": self.every_s, "ranks": rows}
+                with suppress(OSError):  # a full disk may have room later
+                    text = json.dumps(document) + "\n"
+                    replace_text(self._path, text, mode=PRIVATE, durable=False)
+                over = self._over.wait(self.every_s)
+        except Exception as error:  # the store is gone: the watch reports it
+            log.debug("ranks.json is not kept any more: %s", error)
+
+    def rows(self, found: Mapping[int, Activity], now: float) -> list[dict[str, Any]]:
+        """A row per rank: its optimizer step and rate, its phase and location, the share of recent
+        looks in which it waited, and the seconds for which others have waited for it."""
+        for rank, each in found.items():
+            if self._beats.get(rank, (-2, 0.0))[0] != each.beat:
+                self._beats[rank] = (each.beat, now)
+        silent = [r for r, (_, since) in self._beats.items() if now - since > 4 * self.every_s]
+        waiting = waiting_ranks(found, silent)
+        longest_s = max((found[rank].since_s for rank in waiting), default=0.0)
+        steps = {rank: max(each.step, self._done_steps) for rank, each in found.items()}
+        self._looks.append((now, steps, waiting))
+        then, before, _ = self._looks[0]
+        passed = now - then
+
+        def phase(rank: int, each: Activity) -> str:
+            if rank in silent:
+                return "silent"
+            return "waits" if rank in waiting else "saves" if each.excused else "computes"
+
+        return [
+            {
+                "rank": rank,
+                "step": steps[rank],
+                "steps_per_s": (steps[rank] - before[rank]) / passed if passed else None,
+                "phase": phase(rank, each),
+                "where": each.where,
+                "waited": sum(rank in who for _, _, who in self._looks) / len(self._looks),
+                "lag_s": 0.0 if rank in waiting or each.excused else longest_s,
+            }
+            for rank, each in found.items()
+        ]
+
+    def close(self) -> None:
+        """Stop writing; does not wait for a disk that does not answer."""
+        self._over.set()
+        self._thread.join(timeout=2.0)
 
 
 def _make(folder: Path) -> None:

@@ -29,9 +29,8 @@ from gradsync.commands.train.config_io import HINTS
 from gradsync.commands.train.data import Data, model_config, open_data
 from gradsync.commands.train.faults import FaultPlan
 from gradsync.commands.train.learner import Learner, build_learner, kernels
-from gradsync.commands.train.loop import Interval, Totals, Trainer
+from gradsync.commands.train.loop import Interval, StepProfiler, Totals, Trainer
 from gradsync.commands.train.output import Progress, RunDir, finite_or_none
-from gradsync.commands.train.profiler import StepProfiler
 from gradsync.commands.train.state import Resumed, numeric_fingerprint, restore
 from gradsync.commands.train.trackers import require_packages
 from gradsync.core.files import counted, read_object
@@ -90,7 +89,7 @@ def train(
         _refuse_unlike(config, data, comm)
         shape, device = model_config(config, data.vocab_size), _device(world, threads)
         config = replace(config, model=shape)
-        begin_log = stack.enter_context(run_dir.rank_log(world))
+        stack.enter_context(run_dir.rank_log(world))
         stack.enter_context(kernels(config, world))
         trainer = Trainer(
             config=config,
@@ -102,13 +101,12 @@ def train(
             run_dir=run_dir,
             store=CheckpointStore(run_dir.checkpoints, config.checkpoint.keep_last),
             progress=progress,
-            profiler=stack.enter_context(StepProfiler(config.profile, run_dir.path, world)),
+            profiler=StepProfiler(config.profile, run_dir.path, world),
             peak_flops=device.peak_flops,
             interval=Interval(on_cuda=world.device.type == "cuda"),
             tell=watch.sampler.tell if watch else lambda _: None,
         )
         resumed = restore(trainer)
-        begin_log()
         _introduce(trainer, resumed, threads, notes)
         if resumed.source and resumed.step >= config.steps:
             trainer.progress.say(
@@ -205,8 +203,6 @@ def _introduce(trainer: Trainer, resumed: Resumed, threads: int, notes: Sequence
         say(f"note: {note}")
     if resumed.source:
         say(f"continuing from {resumed.source} (step {resumed.step})")
-        if 0 < config.profile <= resumed.step:
-            say(f"note: no trace: step {config.profile} (--profile) is done")
 
 
 def _unlike_machines(trainer: Trainer) -> list[str]:

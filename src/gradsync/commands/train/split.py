@@ -31,8 +31,16 @@ from gradsync.commands.parallel.stage_model import GPTStage
 from gradsync.commands.parallel.transfer import distribute
 from gradsync.commands.train.check import BY_MESSAGES
 from gradsync.commands.train.config import TrainConfig
-from gradsync.commands.train.learner import Learner, Span, autocast, build_optimizer
-from gradsync.commands.train.saving import Keep, Whole, check_finite, keep_parts
+from gradsync.commands.train.learner import (
+    Keep,
+    Learner,
+    Span,
+    Whole,
+    autocast,
+    build_optimizer,
+    check_finite,
+    keep_parts,
+)
 from gradsync.data.loader import EvalLoader
 from gradsync.data.micro_batch import MicroBatch
 from gradsync.errors import CheckpointError
@@ -120,7 +128,6 @@ def build_split_learner(
         seed=config.seed,
         device=device,
         activation_checkpointing=config.activation_checkpointing,
-        loss_rows=config.loss_rows,
     )
     options = config.sync_options.given()
     if find_strategy(config.sync).recipe is not None:

@@ -7,6 +7,10 @@
 Only rank 0 tracks. Both packages queue what they get and write it from a thread of their own, so no
 step waits for a disk or a network. A tracker that raises is left alone, and the run goes on. Its
 package is imported when a run asks for it. No torch here.
+
+A tracker is made before the first step, with the run's folder, its configuration as in
+`config.yaml` and the number of steps that are done. `log` takes the finite values of one record;
+later steps are done, and logged, again.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import logging
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from gradsync.core.files import PRIVATE, one_line, read_object, replace_text
 from gradsync.errors import ConfigError
@@ -24,19 +28,6 @@ from gradsync.runtime import environ
 from gradsync.runtime.activity import expect_wait
 
 log = logging.getLogger("gradsync")
-
-
-class Tracker(Protocol):
-    """Made before the first step, with the run's folder, its configuration as in `config.yaml`, and
-    the number of steps that are done; later steps are done, and logged, again."""
-
-    def __init__(self, folder: Path, config: Mapping[str, Any], done_steps: int) -> None: ...
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        """Take the finite values of one record; a step may have several records."""
-
-    def finish(self, *, failed: bool) -> None:
-        """Write what is left; `failed`: the run ends with an error."""
 
 
 class _TensorBoard:
@@ -84,7 +75,7 @@ class _WeightsAndBiases:
         self._run.finish(exit_code=int(failed))
 
 
-KINDS: Mapping[str, type[Tracker]] = {"tensorboard": _TensorBoard, "wandb": _WeightsAndBiases}
+KINDS: Mapping[str, Any] = {"tensorboard": _TensorBoard, "wandb": _WeightsAndBiases}
 """Each needs the package of the same name, which the extra of that name installs."""
 
 
@@ -115,7 +106,7 @@ class Trackers:
     without it."""
 
     def __init__(self) -> None:
-        self._working: dict[str, Tracker] = {}
+        self._working: dict[str, Any] = {}
 
     @expect_wait
     def start(self, track: str, folder: Path, config: Mapping[str, Any], done_steps: int) -> None:
@@ -138,7 +129,7 @@ class Trackers:
         self._each(lambda tracker: tracker.finish(failed=failed))
         self._working = {}
 
-    def _each(self, call: Callable[[Tracker], None]) -> None:
+    def _each(self, call: Callable[[Any], None]) -> None:
         for name, tracker in list(self._working.items()):
             try:
                 call(tracker)

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from gradsync.commands.plan.machine import fast_dtype
 from gradsync.commands.plan.measured import Cache, Conditions, machine_conditions
 from gradsync.commands.train.config import AUTO, CompileOrder, SyncConfig, TrainConfig
 from gradsync.commands.train.config_io import begun_config
 from gradsync.commands.train.data import shape_before
-from gradsync.errors import ConfigError
 from gradsync.sync.registry import check_options, find_strategy
 from gradsync.world import World
 
@@ -36,10 +35,6 @@ class TunedStrategy:
 
     def __post_init__(self) -> None:
         check_options(find_strategy(self.sync), self.options)
-        if self.compile not in get_args(CompileOrder) or (
-            self.compile == "ddp" and self.sync != "ddp"
-        ):
-            raise ConfigError(f"no order of compilation for {self.sync}: {self.compile!r}")
 
     @property
     def text(self) -> str:
@@ -112,13 +107,12 @@ def resolve_auto(config: TrainConfig, world: World, *, threads: int) -> tuple[Tu
 def apply_choice(config: TrainConfig, choice: TunedStrategy, *, threads: int | None) -> TrainConfig:
     """`config` with a strategy in place of `auto`, saved with the run. `threads`: the number per
     rank if the run must keep it under a strategy that would choose another, else None."""
-    keeps_own = config.compile != "none" or config.loss_rows is not None
     promised = find_strategy(choice.sync).same_on_any_ranks
     return replace(
         config,
         sync=choice.sync,
         sync_options=SyncConfig(**choice.options),
-        compile=config.compile if keeps_own else choice.compile,
+        compile=choice.compile if config.compile == "none" else config.compile,
         threads=config.threads if promised or config.threads is not None else threads,
     )
 

@@ -4,21 +4,20 @@ another program (transformers, nanoGPT) saved."""
 from __future__ import annotations
 
 import json
-import os
 import shlex
-import shutil
-from collections.abc import Generator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 from tyro.conf import Positional
 
-from gradsync.commands.cli.sample import load_run
-from gradsync.errors import CheckpointError, RunError, UsageError
+from gradsync.commands.train.sample import load_run
+from gradsync.errors import CheckpointError, UsageError
 from gradsync.runtime.arguments import parse
+
+if TYPE_CHECKING:
+    from gradsync.commands.train.foreign import Foreign
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,13 +64,12 @@ def export(path: Path, out: Path | None, data: str = "") -> Path:
     """Write the model under `path` for transformers; returns the folder."""
     from safetensors.torch import save_file
 
-    from gradsync.commands.models.gpt2 import gpt2_config, to_gpt2
-    from gradsync.commands.models.llama import llama_config, to_llama
     from gradsync.commands.prepare.tokenizer import END_OF_TEXT
+    from gradsync.commands.train.foreign import hf_config, to_gpt2, to_llama
 
     checkpoint, snapshot, shape, tokenizer = load_run(path, data)
     end = tokenizer.end_of_text_id if tokenizer.end_of_text_id < shape.vocab_size else None
-    config = (gpt2_config if shape.is_gpt2 else llama_config)(shape, end_of_text=end)
+    config = hf_config(shape, end_of_text=end)
     weights = snapshot.tensors["model"]
     weights = to_gpt2(weights, turned=True) if shape.is_gpt2 else to_llama(weights)
     documents = {
@@ -85,48 +83,56 @@ def export(path: Path, out: Path | None, data: str = "") -> Path:
         },
     }
     folder = out or checkpoint.parent.parent / "hf"
-    with _whole(folder) as part:
-        part.mkdir()
-        for name, document in documents.items():
-            text = json.dumps(document, indent=2, ensure_ascii=False)
-            (part / name).write_text(f"{text}\n", encoding="utf-8")
-        file = part / "model.safetensors"
-        file.touch()
-        mode = file.stat().st_mode  # the usual one; safetensors writes with its own
-        save_file(weights, file, metadata={"format": "pt"})
-        file.chmod(mode)
+    _make_empty(folder)
+    for name, document in documents.items():
+        text = json.dumps(document, indent=2, ensure_ascii=False)
+        (folder / name).write_text(f"{text}\n", encoding="utf-8")
+    file = folder / "model.safetensors"
+    file.touch()
+    mode = file.stat().st_mode  # the usual one; safetensors writes with its own
+    save_file(weights, file, metadata={"format": "pt"})
+    file.chmod(mode)
     return folder
 
 
 def bring(path: Path, out: Path | None, source: str, data: str = "") -> Path:
     """Make a run of another program's model; returns its directory."""
-    from gradsync.commands.train.foreign import read_hf, read_nanogpt, write_start
+    from gradsync.commands.train.foreign import read_hf, read_nanogpt
 
     folder = out or path.parent / f"{path.stem or 'model'}-run"
     try:
         found = read_nanogpt(path) if source == "nanogpt" else read_hf(path)
     except CheckpointError as error:
         raise UsageError(f"{path}: {error}") from error
-    with _whole(folder) as part:
-        part.mkdir(mode=0o700)
-        write_start(found, part, folder, data)
+    _make_empty(folder, mode=0o700)
+    _write_start(found, folder, data)
     return folder
 
 
-@contextmanager
-def _whole(target: Path) -> Generator[Path]:
-    """A path for writing the folder `target`, which then appears complete or not at all."""
-    from safetensors import SafetensorError
+def _write_start(foreign: Foreign, folder: Path, data: str) -> None:
+    """Make `folder` a run to start from: a checkpoint with weights only, and the `config.yaml` of a
+    run that continues from them."""
+    from gradsync.checkpoint.store import CheckpointStore, Snapshot
+    from gradsync.commands.train.config import recipe
+    from gradsync.commands.train.config_io import write_config
 
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UsageError(f"{target} holds something already: name another --out, or empty it")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(f".{target.name}-{os.getpid()}")
-    try:
-        yield part
-        part.replace(target)
-    except (OSError, SafetensorError) as error:
-        said = getattr(error, "strerror", None) or error
-        raise RunError(f"cannot write to {target}: {said}") from error
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+    begin = {"model": foreign.shape, "init": str(folder), "data": data or foreign.data}
+    config = replace(recipe("tiny"), **begin)
+    state = {
+        "optimizer": {"class": "AdamW", "groups": [], "params": {}},
+        "data": {},  # no data were read: `restore` does not go on from here
+        "tokenizer": None,
+        "scaler": None,
+        "model": asdict(foreign.shape),
+        "config": asdict(config),
+    }
+    snapshot = Snapshot(step=foreign.step, tensors={"model": foreign.weights}, state=state)
+    CheckpointStore(folder / "checkpoints").save(snapshot)
+    write_config(config, folder / "config.yaml")
+
+
+def _make_empty(folder: Path, mode: int = 0o777) -> None:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(f"{folder} holds something already: name another --out, or empty it")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode, exist_ok=True)

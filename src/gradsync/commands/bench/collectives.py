@@ -6,7 +6,6 @@ run at the same time. docs/guide/verifying.md explains both."""
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -43,14 +42,9 @@ DTYPES = {
 }
 """By the name that users type: torch's dtype, and bytes."""
 GB = 1e9
-_TURN_S = 0.04  # approximate time of one turn
-_BUFFERS = 7  # per rank: two ordinary, two shared, one to receive in, two in a backend
+_BUFFERS = 10  # per rank: two ordinary, two shared, two in a backend, those of the check
 _SPARE = 0.9  # fraction of the free memory to use at most
-_UNITS = {"": 1, "b": 1} | {
-    f"{letter}{suffix}": base**power
-    for power, letter in enumerate("kmg", 1)
-    for suffix, base in (("", 1024), ("ib", 1024), ("b", 1000))
-}
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,16 +64,16 @@ class CollectivesOptions:
     """backend (gloo or nccl), ring, hierarchical, tree, shared (in place, over shared memory),
     shared_copies; or all."""
     sizes: str = ""
-    """Sizes of the tensor, separated by commas: 4K,25M (K, M, G are powers of 1024; KB, MB, GB of
-    1000). Default: 4 B, 16 B, 64 B, ... up to 1 GiB or what fits in memory."""
+    """Sizes of the tensor, separated by commas: 4K,25M (K, M, G are powers of 1024). Default: 4 B,
+    16 B, 64 B, ... up to 1 GiB or what fits in memory."""
     world_size: int = 2  # Ranks to start on this host.
     dtype: str = "fp32"  # fp64, fp32, bf16, fp16, int64, int32 or int8.
     device: str = "auto"  # cpu, cuda, or auto: GPUs if each rank of a host has one.
-    rounds: int = 7  # Turns of each algorithm at each size; slow ones get fewer, at least 3.
+    rounds: int = 7  # Turns of each algorithm at each size.
     save: bool = False  # Keep the fitted costs in the user's cache, for planning.
     out: str = ""  # Write record.json, with every sample, into this folder.
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
-    """Print one JSON document on standard output; the tables go to standard error."""
+    """Print the record on standard output; the tables go to standard error."""
 
 
 def plan_of(options: CollectivesOptions, world: World) -> CollectivesOptions:
@@ -112,24 +106,20 @@ def work_of(options: CollectivesOptions) -> dict[str, list[str]]:
 
 
 def parse_size(text: str) -> int:
-    """Bytes from `4`, `4B`, `64K`, `25M`, `25MiB` (powers of 1024) or `25MB` (of 1000)."""
-    found = re.fullmatch(r"([0-9]{1,19}(?:\.[0-9]+)?) ?([a-z]*)", text.strip(), re.IGNORECASE)
-    if found is None or found[2].lower() not in _UNITS:
+    """Bytes from `4`, `64K`, `25M` or `25MiB`: powers of 1024."""
+    found = re.fullmatch(r"([1-9][0-9]{0,14})(?:B|([KMG])(?:iB)?)?", text)
+    if found is None:
         raise ConfigError(
             f"--sizes: {text[:80]!r} is no size; write bytes, or a number with K, M or G: 64K"
         )
-    size = int(float(found[1]) * _UNITS[found[2].lower()])
-    if size < 1:
-        raise ConfigError(f"--sizes: {text!r} is less than one byte")
-    return size
+    return int(found[1]) * _UNITS.get(found[2], 1)
 
 
 def size_text(size_bytes: int) -> str:
     """Short and exact: `4 B`, `64 KiB`, `25 MiB`; plain bytes if no unit divides the size."""
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if size_bytes >= factor:
-            even = size_bytes % (factor // 4) == 0
-            return f"{size_bytes / factor:g} {unit}" if even else f"{size_bytes} B"
+        if size_bytes % factor == 0:
+            return f"{size_bytes // factor} {unit}"
     return f"{size_bytes} B"
 
 
@@ -151,20 +141,8 @@ def counts_of(operation: str, sizes: Sequence[int], dtype: str, world_size: int)
     a part, rounded up to a multiple of `world_size`."""
     counts = [max(size // DTYPES[dtype][1], 1) for size in sizes]
     if operation in ("reduce_scatter", "all_gather"):
-        counts = [math.ceil(count / world_size) * world_size for count in counts]
+        counts = [-(-count // world_size) * world_size for count in counts]
     return list(dict.fromkeys(counts))
-
-
-def repetitions_of(seconds: float, overhead_s: float) -> int:
-    """How often one turn repeats an operation that takes `seconds`."""
-    return max(1, min(int(_TURN_S / (seconds + overhead_s)), 50))
-
-
-def rounds_of(seconds: Sequence[float], most: int) -> int:
-    """Rounds for algorithms that take `seconds` each: fewer than `most` for slow ones, but at least
-    three (unless fewer were requested)."""
-    affordable = int(most * _TURN_S * len(seconds) / sum(seconds))
-    return max(min(3, most), min(affordable, most))
 
 
 def bus_factor(operation: str, world_size: int) -> float:
@@ -239,8 +217,8 @@ def findings_of(options: CollectivesOptions, result: Mapping[str, Any]) -> Findi
             "fits": [asdict(fit) for fit in fits],
             "skipped": result["skipped"],
             "wrong": result["wrong"],
+            "samples": result["samples"],
         },
-        samples=result["samples"],
         show=partial(print_report, rows, fits, result, options.dtype),
         keep=(lambda: f"kept alpha and beta in {save_fits(found | about, fits)}") if fits else None,
         code=1 if result["wrong"] else 0,
@@ -248,10 +226,9 @@ def findings_of(options: CollectivesOptions, result: Mapping[str, Any]) -> Findi
 
 
 _OF_LIMIT = (
-    "of limit: the least bytes of the operation, moved at the rate of the plain copy beside it, "
-    "which reads and writes each of its bytes. A "
-    "copy reads the lines of its destination before it writes them, and has more buffers for the "
-    "caches to hold; an operation in place (all_reduce) does not, and may pass 100%."
+    "of limit: the least bytes of the operation, moved at the rate of the plain copy beside it. A "
+    "copy reads the lines of its destination before it writes them: an operation in place "
+    "(all_reduce) does not, and may pass 100%."
 )
 
 
@@ -266,59 +243,40 @@ def print_report(
     found = result["environment"]
     hosts = counted(result["num_nodes"], "host")
     print(f"{found['world_size']} ranks on {hosts}, {dtype}; {where(found)}", file=stream)
-    limited = any(row["of_limit"] for row in rows)
     for operation, group in groupby(rows, key=lambda row: row["operation"]):
         cells = []
         for row in group:
             busbw, part = row["busbw_gbs"], row["of_limit"]
             line = {
                 "size": size_text(row["size_bytes"]),
-                "algorithm": "copy" if row["algorithm"] == COPY else row["algorithm"],
+                "algorithm": row["algorithm"],
                 "p50": time_text(row["p50_s"]),
                 "p95": time_text(row["p95_s"]),
-                "algbw GB/s": rate_text(row["algbw_gbs"]),
-                "busbw GB/s": "" if busbw is None else rate_text(busbw),
+                "algbw GB/s": f"{row['algbw_gbs']:.3g}",
+                "busbw GB/s": f"{busbw:.3g}" if busbw else "",
+                "of limit": f"{part['median']:.0%}" if part else "",
             }
-            if limited:
-                line["of limit"] = f"{part['median']:.0%}" if part else ""
             cells.append(line)
-        print(file=stream)
-        print_table(stream, operation, cells, words=("algorithm",), framed=False)
-    if limited:
-        print(f"\n{_OF_LIMIT}", file=stream)
+        print_table(stream, operation, cells, words=("algorithm",))
     if fits:
         cells = [
             {
                 "operation": fit.operation,
                 "algorithm": fit.algorithm,
                 "alpha": time_text(fit.alpha_s),
-                "1/beta GB/s": (
-                    rate_text(1 / fit.beta_s_per_byte / 1e9) if fit.beta_s_per_byte else ""
-                ),
-                "half of the sizes within": f"{fit.residual:.0%}",
-                "worst factor": f"{fit.worst:.2f}",
+                "beta, s/GB": f"{fit.beta_s_per_byte * GB:.3g}",
             }
             for fit in fits
         ]
-        print(file=stream)
-        print_table(
-            stream, "seconds = alpha + beta * bytes", cells, words=("algorithm",), framed=False
-        )
-    for word, lines in (("skipped:", result["skipped"]), ("WRONG", result["wrong"])):
-        for line in lines:
-            print(word, line, file=stream)
+        print_table(stream, "seconds = alpha + beta * bytes", cells, words=("algorithm",))
+    for line in (_OF_LIMIT, *result["skipped"], *(f"WRONG {each}" for each in result["wrong"])):
+        print(line, file=stream)
 
 
 def time_text(seconds: float) -> str:
     """Three digits: `4.21 us`, `1.30 ms`, `2.05 s`."""
     unit, factor = ("s", 1) if seconds >= 1 else ("ms", 1e3) if seconds >= 1e-3 else ("us", 1e6)
-    value = seconds * factor
-    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {unit}"
-
-
-def rate_text(gbs: float) -> str:
-    """Three significant digits, more for small rates."""
-    return f"{gbs:.3g}" if gbs < 100 else f"{gbs:.0f}"
+    return f"{seconds * factor:.3g} {unit}"
 
 
 EXPERIMENT = Experiment(

@@ -1,27 +1,27 @@
-"""A measurement from the command line to its record: `run_experiment` runs an `Experiment`.
+"""`gradsync bench NAME`: a measurement from the command line to its record. `run_experiment` runs
+an `Experiment`, that of `gradsync.commands.bench.NAME`.
 
 plan       from the command's options: what to measure, or an error
 measure    a rank's part, from JSON to JSON, on a launcher's ranks or on new ones
-findings   the results as a table, JSON, CSV and `record.json`
+findings   the results as a table, a record (JSON) and CSV
 """
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from gradsync.commands.launch.ranks import WORKER, be_rank, measure_on_ranks, until_stopped
-from gradsync.core.files import check_place, json_text, write_result
+from gradsync.core.files import check_name, check_place, json_text, write_result
 from gradsync.errors import ConfigError
 from gradsync.runtime import environ
 from gradsync.runtime.arguments import parse
@@ -31,8 +31,22 @@ from gradsync.runtime.resolve import resolve
 if TYPE_CHECKING:
     from gradsync.world import World
 
-_HEAD = ("environment", "command", "benchmark")
-_PLACES = ("csv", "out", "save", "as_json", "dry_run")
+BENCHMARKS = {
+    "sync": "training steps of every strategy, beside DDP, Accelerate, Fabric and no communication",
+    "collectives": "all-reduce and its kin by every algorithm, beside the memory's own bandwidth",
+    "scaling": "strong and weak scaling from one rank on, with a verdict",
+}
+_HELP = """\
+usage: gradsync bench NAME [options]
+
+Measure what synchronisation costs on this machine.
+
+benchmarks:
+{benchmarks}
+
+`gradsync bench NAME --help` says more.
+"""
+_PLACES = ("csv", "out", "save", "as_json")
 """Options that do not change what is measured."""
 
 T = TypeVar("T")
@@ -43,9 +57,8 @@ class Findings:
     """Results, in the form that each output needs."""
 
     environment: Mapping[str, Any]  # see `environment`
-    data: Mapping[str, Any]  # for `--json` and the record
+    data: Mapping[str, Any]  # for the record
     show: Callable[[IO[str]], None]  # prints it for people
-    samples: Any = None  # for the record alone
     csv: Callable[[], str] | None = None
     keep: Callable[[], str] | None = None  # saves what other commands use, last; returns where
     code: int = 0  # exit code
@@ -61,6 +74,18 @@ class Experiment:
     ranks: Callable[[Any], int]  # from the plan: how many to start
     measure: str  # `module:function`; imported by ranks only
     findings: Callable[[Any, Any], Findings]  # from the plan and what `measure` returned on rank 0
+
+
+def run(argv: list[str]) -> int:
+    """Run `gradsync bench ARGV`; returns the exit code."""
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        width = max(map(len, BENCHMARKS))
+        lines = [f"  {name:<{width}}  {summary}" for name, summary in BENCHMARKS.items()]
+        print(_HELP.format(benchmarks="\n".join(lines)), end="")
+        return 0 if argv else 2
+    name, *rest = argv
+    check_name("benchmark", name, BENCHMARKS)
+    return run_experiment(import_module(f"gradsync.commands.bench.{name}").EXPERIMENT, rest)
 
 
 def run_experiment(experiment: Experiment, argv: list[str]) -> int:
@@ -88,10 +113,6 @@ def run_experiment(experiment: Experiment, argv: list[str]) -> int:
         for name in ("csv", "out"):
             if place := getattr(options, name, ""):
                 check_place(flag_of(name), Path(place), folder=name == "out")
-    if getattr(options, "dry_run", False):
-        if world.is_main:
-            print(json.dumps(asdict(plan), indent=1))
-        return 0
     if world.is_distributed:
         options = replace(options, world_size=world.world_size)
     ask = partial(measure_on_ranks, experiment.command, asdict(plan), measure, world=world)
@@ -111,16 +132,14 @@ def _deliver(options: Any, command: Sequence[str], found: Findings) -> None:
     """Write the results to every requested output."""
     human = sys.stderr if options.as_json else sys.stdout
     found.show(human)
-    again = command_of(options, command)
+    about = {"command": command_of(options, command), "environment": found.environment}
+    about |= {"name": command[-1], "data": found.data}
     if options.as_json:
-        head = {"environment": found.environment, "command": again}
-        print(json.dumps({**head, **found.data}, indent=1, allow_nan=False), flush=True)
+        print(json_text(record_of(**about)), end="", flush=True)
     if found.csv and options.csv:
         write_result(Path(options.csv), found.csv())
     if options.out:
-        about = {"name": command[-1], "command": again, "environment": found.environment}
-        data = {**found.data, "samples": found.samples}
-        print(f"wrote {write_record(Path(options.out), **about, data=data)}", file=human)
+        print(f"wrote {write_record(Path(options.out), **about)}", file=human)
     if found.keep and getattr(options, "save", True):
         print(found.keep(), file=human)
 
@@ -185,32 +204,15 @@ def environment(*, world_size: int, threads: int) -> dict[str, Any]:
     }
 
 
-def write_record(
-    folder: Path,
-    *,
-    name: str,
-    command: str,
-    environment: Mapping[str, Any],
-    data: Mapping[str, Any],
-) -> Path:
-    """Write `folder/record.json` atomically; returns its path."""
-    assert not set(_HEAD) & set(data), "a key of the head in the data"
-    document = {"environment": dict(environment), "command": command, "benchmark": name, **data}
+def record_of(
+    *, name: str, command: str, environment: Mapping[str, Any], data: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The document of a measurement."""
+    return {"environment": environment, "command": command, "benchmark": name, **data}
+
+
+def write_record(folder: Path, **parts: Any) -> Path:
+    """Write `folder/record.json` atomically, with `parts` of `record_of`; returns its path."""
     path = folder / "record.json"
-    write_result(path, json_text(document))
+    write_result(path, json_text(record_of(**parts)))
     return path
-
-
-def from_json(kind: type[T], data: Mapping[str, Any]) -> T:
-    """The dataclass `kind` from what `dataclasses.asdict` and JSON made of it. Fields may be
-    dataclasses, and tuples of one type. Other keys, of an older record, are left out."""
-    hints = get_type_hints(kind)
-    return kind(**{name: _value(hints[name], data[name]) for name in hints if name in data})
-
-
-def _value(hint: Any, value: Any) -> Any:
-    if is_dataclass(hint):
-        return from_json(hint, value)
-    if get_origin(hint) is tuple:
-        return tuple(_value(get_args(hint)[0], each) for each in value)
-    return value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -16,8 +16,6 @@ from gradsync.core.files import counted
 
 _RESAMPLES = 4000
 _WIDE = 240  # columns of a file: a table in it must not be cut
-
-Tell = Callable[[int, int, str], None]  # `tell(items of work done, items in all, what comes now)`
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +71,10 @@ def print_table(
     notes: Iterable[str] = (),
     *,
     words: Collection[str] = (),
-    framed: bool = True,
 ) -> None:
     """A table of at least one row, each by column, then notes, one paragraph each; lines in a file
     are not cut. `words` are the columns without numbers, as the first one."""
     table = Table(title=title, title_justify="left")
-    if not framed:
-        table.box, table.pad_edge = None, False
     for place, heading in enumerate(rows[0]):
         table.add_column(heading, justify="right" if place and heading not in words else "left")
     for row in rows:
@@ -111,15 +106,11 @@ def where(environment: Mapping[str, Any]) -> str:
 
 
 def show_progress(place: int, count: int, what: str) -> None:
-    """A line for each tenth of the work; see `Tell`."""
-    if place < count and 10 * place % count < 10:
+    """A line for each tenth of the work: items done, items in all, what comes now."""
+    if 10 * place % count < 10:
         say(f"{place} of {count} done, next: {what}")
 
 
 def say(text: str) -> None:
     """Print a line on standard error."""
     print(f"gradsync: {text}", file=sys.stderr, flush=True)
-
-
-def silent(*_: object) -> None:
-    """For ranks that show no progress."""

@@ -16,21 +16,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from gradsync.commands.bench.contestants import ALONE, Contestant, parse_contestants
-from gradsync.commands.bench.experiment import (
-    Experiment,
-    Findings,
-    check_least,
-    names_in,
-    taken,
-)
+from gradsync.commands.bench.experiment import Experiment, Findings, check_least, names_in, taken
 from gradsync.commands.bench.report import Spread, interval, print_table, spread, where
 from gradsync.commands.bench.sync_plan import (
+    ALONE,
     BenchPlan,
-    Entry,
+    Contestant,
     Results,
     SyncSettings,
-    bench_plan,
+    parse_contestants,
     side_by_side,
     step_seconds,
 )
@@ -75,22 +69,7 @@ class ScalingOptions:
     device: str = "auto"  # auto, cpu or cuda.
     out: str = ""  # Write record.json, with every sample, into this folder.
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
-    """Print one JSON document on standard output; the table goes to standard error."""
-    dry_run: bool = False  # Only say what would be measured.
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Point:
-    """A world size in a mode; both modes may share an entry of the plan."""
-
-    mode: str
-    world_size: int
-    batch_size: int  # sequences of a rank and step
-
-    @property
-    def label(self) -> str:
-        """Its entry's label."""
-        return f"{counted(self.world_size, 'rank')}, {self.batch_size} a rank"
+    """Print the record on standard output; the table goes to standard error."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,11 +77,8 @@ class ScalingPlan:
     """What to measure, and how it is compared."""
 
     plan: BenchPlan
-    points: tuple[Point, ...]  # by mode and ascending world size
-
-    def entry(self, point: Point) -> Entry:
-        """The entry that measures `point`."""
-        return next(entry for entry in self.plan.entries if entry.label == point.label)
+    points: tuple[tuple[str, Contestant], ...]
+    """By mode and ascending world size; both modes may share a contestant."""
 
 
 def plan_of(options: ScalingOptions, world: World) -> ScalingPlan:
@@ -130,20 +106,16 @@ def plan_of(options: ScalingOptions, world: World) -> ScalingPlan:
                     f"--mode strong: a global batch of {options.batch_size} x {sizes[-1]} "
                     f"sequences does not divide among {size} ranks"
                 )
-            points.append(Point(mode=mode, world_size=size, batch_size=batch))
-    entries = {
-        point.label: (
-            replace(chosen[0], label=point.label, keep_memory=True)
-            if point.world_size > 1
-            else Contestant(label=point.label, name=ALONE),
-            point.world_size,
-            point.batch_size,
-        )
-        for point in points
-    }
+            contestant = chosen[0] if size > 1 else Contestant(label=ALONE, name=ALONE)
+            label = f"{counted(size, 'rank')}, {batch} a rank"
+            points.append(
+                (mode, replace(contestant, label=label, world_size=size, batch_size=batch))
+            )
     settings = taken(SyncSettings, options, threads=choose_threads(sizes[-1]))
     settings = side_by_side(settings, ranks=sum(sizes), models=len(points) // len(sizes) + 1)
-    return ScalingPlan(plan=bench_plan(settings, entries.values()), points=tuple(points))
+    contestants = {each.label: each for _, each in points}
+    plan = BenchPlan(settings=settings, contestants=tuple(contestants.values()))
+    return ScalingPlan(plan=plan, points=tuple(points))
 
 
 def measure(scaling_json: dict[str, Any]) -> dict[str, Any]:
@@ -179,21 +151,24 @@ def parse_world_sizes(text: str) -> tuple[int, ...]:
 def points_of(scaling: ScalingPlan, results: Results) -> list[dict[str, Any]]:
     """The figures of every point, as the record has them."""
     plan, found, baseline = scaling.plan, [], []
-    for point in scaling.points:
-        steps = step_seconds(plan.ranks(results, scaling.entry(point)))
-        if point.world_size == 1:  # the first of its mode
+    for mode, contestant in scaling.points:
+        size = contestant.world_size
+        steps = step_seconds(plan.ranks(results, contestant))
+        if size == 1:  # the first of its mode
             baseline = steps
         # Weak: W times the work in the same time. Strong: the same work in 1/W of the time.
-        ranks = 1 if point.mode == "weak" else point.world_size
+        ranks = 1 if mode == "weak" else size
         rounds = [one / (ranks * many) for one, many in zip(baseline, steps, strict=True)]
         low, high = interval(rounds)
-        tokens = point.world_size * point.batch_size * plan.settings.tokens
+        tokens = size * contestant.batch_size * plan.settings.tokens
         step_ms = spread([1000 * seconds for seconds in steps])
         figures = {
-            **asdict(point),
+            "mode": mode,
+            "world_size": size,
+            "batch_size": contestant.batch_size,  # sequences of a rank and step
             "step_ms": asdict(step_ms),  # on the slowest rank, over rounds
             "tokens_per_s": tokens / step_ms.median * 1000,  # of all ranks
-            "speedup": point.world_size * median(rounds),  # in tokens per second, over one rank
+            "speedup": size * median(rounds),  # in tokens per second, over one rank
             "efficiency": median(rounds),  # speed-up per rank: 1 is perfect
             "low": low,  # 95 % confidence interval of the efficiency
             "high": high,
@@ -214,6 +189,10 @@ _LEGEND = (
     "over one rank without any wrapper, of the same round (median; 95 % interval by the bootstrap "
     "over rounds)."
 )
+_ONE_HOST = (
+    "All ranks on one host, on its CPU: they share caches and memory bandwidth. This is not how "
+    "several hosts or GPUs scale, and with more ranks than cores it says nothing."
+)
 
 
 def _cells(point: Mapping[str, Any]) -> dict[str, str]:
@@ -232,30 +211,13 @@ def _cells(point: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def notes_of(scaling: ScalingPlan, *, on_cpu: bool, cores: int) -> list[str]:
-    """Facts that a reader needs to judge the figures."""
-    notes, ranks = [], scaling.plan.world_sizes[-1]
-    threads = scaling.plan.settings.threads
-    if on_cpu:
-        notes.append(
-            "All ranks on one host, on its CPU: they share caches and memory bandwidth. This is "
-            "not how several hosts or GPUs scale."
-        )
-    if on_cpu and ranks * threads > cores:
-        notes.append(
-            f"WARNING: {ranks} ranks x {counted(threads, 'thread')} want more than the {cores} "
-            "cores that there are: efficiency beyond that many ranks says nothing."
-        )
-    return notes
-
-
 def findings_of(scaling: ScalingPlan, result: Mapping[str, Any]) -> Findings:
     """The table, and what goes into the record."""
     results, settings = result["results"], scaling.plan.settings
     environment = results[-1]["environment"]  # of the largest world size
     on_cpu, points = results[-1]["device"] == "cpu", points_of(scaling, results)
-    notes = notes_of(scaling, on_cpu=on_cpu, cores=environment["cores"])
-    name = scaling.entry(scaling.points[-1]).contestant.name
+    notes = (_ONE_HOST, _LEGEND) if on_cpu else (_LEGEND,)
+    name = scaling.points[-1][1].name
     title = (
         f"Scaling of {name}: {settings.model_text}, sequences of {settings.tokens}; "
         f"{settings.turns_text}"
@@ -265,16 +227,15 @@ def findings_of(scaling: ScalingPlan, result: Mapping[str, Any]) -> Findings:
         data={
             "threshold": THRESHOLD,
             "same_host_cpu": on_cpu,
-            "notes": notes,
             "plan": asdict(scaling.plan),
             "points": points,
+            "samples": [result["contestants"] for result in results],
         },
-        samples=[result["contestants"] for result in results],
         show=partial(
             print_table,
             title=title,
             rows=[_cells(point) for point in points],
-            notes=(*notes, _LEGEND, where(environment)),
+            notes=(*notes, where(environment)),
             words=(_VERDICT,),
         ),
     )

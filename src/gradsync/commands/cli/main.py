@@ -42,7 +42,7 @@ COMMANDS = {
 }
 
 _ROOMS = {
-    "bench": "bench.command",
+    "bench": "bench.experiment",
     "lint": "lint.command",
     "tune": "bench.tune",
     "verify": "verify.command",

@@ -204,10 +204,10 @@ def decide(
         judged.append({"label": label, "ratio": ratio, "low": low, "high": high, "faster": faster})
     best = min(judged, key=lambda each: (not each["faster"], each["ratio"]))
     label, faster = best["label"], best["faster"]
-    gain, least, most = (100 * (1 - best[part]) for part in ("ratio", "high", "low"))
+    part, low, high = (100 * best[figure] for figure in ("ratio", "low", "high"))
     words = (
-        f"{label} takes {gain:.1f} % less time than {name} (95 % interval {least:.1f} to "
-        f"{most:.1f} %, two copies differ by {100 * noise:.1f} %)"
+        f"{label} takes {part:.1f} % of the time of {name} (95 % interval {low:.1f} to {high:.1f} "
+        f"%, two copies differ by {100 * noise:.1f} %)"
     )
     if not faster:
         words = f"{name} stays, nothing is faster beyond the noise: {words}"

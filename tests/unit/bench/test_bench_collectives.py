@@ -55,9 +55,6 @@ def test_sizes_go_as_far_as_memory() -> None:
     small = choose_sizes("", available_bytes=16 * 2**20, ranks=2)
     assert small == [4**k for k in range(1, 10)]  # 10 buffers of 256 KiB on 2 ranks
     assert choose_sizes("1M,4,4", available_bytes=2**30, ranks=2) == [4, 2**20]
-    with pytest.raises(ConfigError, match=r"--sizes: 1 MiB is too large for 3 ranks") as found:
-        choose_sizes("1M,4,4", available_bytes=10_000_000, ranks=3)
-    assert str(found.value).endswith(f"the largest size is {9_000_000 // 30} bytes")
 
 
 @pytest.mark.parametrize(
@@ -136,6 +133,5 @@ def test_what_is_printed() -> None:
     lines = [" ".join(line.replace("│", "").split()) for line in text.splitlines()]
     assert "1000 B ring 2 us 18.2 us 0.5 0.5 50%" in lines
     assert "1000 B copy 1 us 9.1 us 2" in lines
-    assert "all_reduce ring 0 us 2" in lines
     assert "shared: not here" in lines
     assert "WRONG all_reduce by tree: element 3" in lines

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradsync.commands.bench import scaling
-from gradsync.commands.bench.report import Spread, interval, percentile, spread
-from gradsync.commands.bench.scaling import ScalingOptions, ScalingPlan, judge, usual_sizes
+from gradsync.commands.bench.experiment import Spread, interval, percentile, spread
+from gradsync.commands.bench.scaling import ScalingOptions, ScalingPlan, judge, parse_world_sizes
 from gradsync.commands.bench.sync import row_of, rows_csv
 from gradsync.commands.bench.sync_plan import (
     BenchPlan,
@@ -120,7 +120,8 @@ def test_one_rank_without_a_wrapper_is_the_baseline() -> None:
         ("1 rank, 4 a rank", "none", 1),
         ("2 ranks, 2 a rank", "bucketed", 2),
     ]
-    assert [usual_sizes(cores) for cores in (1, 2, 7, 8)] == ["1,2", "1,2", "1,2,4", "1,2,4,8"]
+    sizes = [parse_world_sizes("", cores) for cores in (1, 2, 7, 8)]
+    assert sizes == [(1, 2), (1, 2), (1, 2, 4), (1, 2, 4, 8)]
 
 
 def test_efficiencies_compare_rounds_with_themselves() -> None:

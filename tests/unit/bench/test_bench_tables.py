@@ -12,7 +12,7 @@ import pytest
 from bench_tables import PAGES, ROOT, TABLE
 from benchmark_table import PAGE, SECTION
 
-from gradsync.commands.bench.report import show_progress
+from gradsync.commands.bench.experiment import show_progress
 from gradsync.sync.registry import STRATEGIES
 
 

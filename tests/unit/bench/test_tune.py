@@ -19,7 +19,6 @@ from gradsync.commands.bench.tune import (
     TuneRequest,
     bucket_sizes,
     decide,
-    fewest_rounds,
     request_of,
     strategies,
 )
@@ -93,12 +92,6 @@ def test_what_lies_within_the_copies_difference_is_refused() -> None:
     assert "beyond the noise: c takes 89.9 % of the time" in found["words"]
     much = [0.8 * second for second in steady]
     assert decide(steady, again, {"c": much}, name="default")["winner"] == "c"
-
-
-def test_rounds_that_chance_needs() -> None:
-    """Values that all lie on one side by chance: less often than the doubt."""
-    assert [fewest_rounds(k) for k in (1, 2, 4, 5, 7)] == [6, 7, 8, 8, 9]
-    assert all(k * 2.0 ** (1 - fewest_rounds(k)) <= 0.05 for k in range(1, 20))
 
 
 @pytest.mark.parametrize("promise", ["bitwise", "rounding"])

@@ -16,8 +16,17 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from gradsync.commands.bench.experiment import Experiment, Findings, check_least, names_in
-from gradsync.commands.bench.report import percentile, print_table, ratios, spread, where
+from gradsync.commands.bench.experiment import (
+    Experiment,
+    Findings,
+    check_least,
+    names_in,
+    percentile,
+    print_table,
+    ratios,
+    spread,
+    where,
+)
 from gradsync.commands.bench.sync_plan import uses_cuda
 from gradsync.commands.plan.measured import Fit, fit_line, save_fits
 from gradsync.core.files import check_name, counted
@@ -88,21 +97,23 @@ def plan_of(options: CollectivesOptions, world: World) -> CollectivesOptions:
 
 def work_of(options: CollectivesOptions) -> dict[str, list[str]]:
     """The requested operations, each with the requested algorithms that implement it."""
-    operations, algorithms = names_in(options.operations), names_in(options.algorithms)
-    for name in operations:
-        check_name("operation", name, ("all", *OPERATIONS))
-    for name in algorithms:
-        check_name("algorithm", name, ("all", *ALGORITHMS))
+    asked = []
+    for what, known in (("operation", tuple(OPERATIONS)), ("algorithm", ALGORITHMS)):
+        names = names_in(getattr(options, f"{what}s"))
+        for name in names:
+            check_name(what, name, ("all", *known))
+        asked.append(known if "all" in names else names)
+    operations, algorithms = asked
     work = {
-        operation: [name for name in known if name in algorithms or "all" in algorithms]
+        operation: [name for name in known if name in algorithms]
         for operation, known in OPERATIONS.items()
-        if operation in operations or "all" in operations
+        if operation in operations and set(known) & set(algorithms)
     }
-    if not any(work.values()):
+    if not work:
         raise ConfigError(
             f"nothing to measure: {options.operations} by {options.algorithms} does not exist"
         )
-    return {operation: names for operation, names in work.items() if names}
+    return work
 
 
 def parse_size(text: str) -> int:
@@ -124,15 +135,10 @@ def size_text(size_bytes: int) -> str:
 
 
 def choose_sizes(asked: str, *, available_bytes: int, ranks: int) -> list[int]:
-    """Sizes in bytes, ascending, for `ranks` ranks that share `available_bytes`: those in `asked`,
-    or 4 B, 16 B, 64 B, ... up to what fits in memory."""
+    """Sizes in bytes, ascending: those in `asked`, or 4 B, 16 B, 64 B, ... up to what fits in the
+    `available_bytes` that `ranks` ranks share."""
     most = int(_SPARE * available_bytes) // (_BUFFERS * ranks)
     sizes = sorted(set(map(parse_size, names_in(asked))))
-    if sizes and sizes[-1] > most:
-        raise ConfigError(
-            f"--sizes: {size_text(sizes[-1])} is too large for {counted(ranks, 'rank')} here; the "
-            f"largest size is {most} bytes"
-        )
     return sizes or [4**k for k in range(1, 16) if 4**k <= most]
 
 
@@ -202,7 +208,7 @@ def fits_of(rows: Sequence[Mapping[str, Any]]) -> list[Fit]:
 
 
 def findings_of(options: CollectivesOptions, result: Mapping[str, Any]) -> Findings:
-    """The tables, the fits to keep, and what goes into the record."""
+    """The tables, the lines to keep, and what goes into the record."""
     found, num_nodes = result["environment"], result["num_nodes"]
     rows = rows_of(result["samples"], found["world_size"], one_memory=result["one_memory"])
     fits = fits_of(rows)
@@ -219,7 +225,7 @@ def findings_of(options: CollectivesOptions, result: Mapping[str, Any]) -> Findi
             "wrong": result["wrong"],
             "samples": result["samples"],
         },
-        show=partial(print_report, rows, fits, result, options.dtype),
+        show=partial(print_report, rows, result, options.dtype),
         keep=(lambda: f"kept alpha and beta in {save_fits(found | about, fits)}") if fits else None,
         code=1 if result["wrong"] else 0,
     )
@@ -234,12 +240,11 @@ _OF_LIMIT = (
 
 def print_report(
     rows: Sequence[Mapping[str, Any]],
-    fits: Sequence[Fit],
     result: Mapping[str, Any],
     dtype: str,
     stream: IO[str],
 ) -> None:
-    """A table per operation, the fits, what was skipped and what failed."""
+    """A table per operation, what was skipped and what failed."""
     found = result["environment"]
     hosts = counted(result["num_nodes"], "host")
     print(f"{found['world_size']} ranks on {hosts}, {dtype}; {where(found)}", file=stream)
@@ -258,17 +263,6 @@ def print_report(
             }
             cells.append(line)
         print_table(stream, operation, cells, words=("algorithm",))
-    if fits:
-        cells = [
-            {
-                "operation": fit.operation,
-                "algorithm": fit.algorithm,
-                "alpha": time_text(fit.alpha_s),
-                "beta, s/GB": f"{fit.beta_s_per_byte * GB:.3g}",
-            }
-            for fit in fits
-        ]
-        print_table(stream, "seconds = alpha + beta * bytes", cells, words=("algorithm",))
     for line in (_OF_LIMIT, *result["skipped"], *(f"WRONG {each}" for each in result["wrong"])):
         print(line, file=stream)
 

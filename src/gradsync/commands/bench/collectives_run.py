@@ -29,9 +29,8 @@ from gradsync.commands.bench.collectives import (
     size_text,
     work_of,
 )
-from gradsync.commands.bench.experiment import environment
+from gradsync.commands.bench.experiment import environment, show_progress
 from gradsync.commands.bench.meter import moment, seconds_between
-from gradsync.commands.bench.report import show_progress
 from gradsync.errors import ConfigError
 from gradsync.runtime import environ
 from gradsync.runtime.machine import available_bytes

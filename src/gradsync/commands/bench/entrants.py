@@ -35,9 +35,6 @@ CLIP_NORM = 1.0  # largest norm of the gradient, as `gradsync train` has it
 _ON_HOST: Mapping[str, Any] = {"collective": "backend", "overlap_publish": False}
 """With `--host`: by messages, as on GPUs, and whole sums in the step."""
 
-MicroBatches = Sequence[MicroBatch]
-"""A rank's, of a step: tokens and targets, each [sequences, tokens], int64."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchSite:
@@ -47,14 +44,9 @@ class BenchSite:
     world: World
 
     @property
-    def device(self) -> torch.device:
-        """The rank's device."""
-        return self.world.device
-
-    @property
     def on_cuda(self) -> bool:
         """Whether the rank computes on CUDA."""
-        return self.device.type == "cuda"
+        return self.world.device.type == "cuda"
 
     @property
     def comm(self) -> Communicator:
@@ -63,7 +55,7 @@ class BenchSite:
 
     def model(self) -> GPT:
         """The model with its initial weights, the same on all ranks."""
-        return GPT(self.settings.config, seed=0).to(self.device)
+        return GPT(self.settings.config, seed=0).to(self.world.device)
 
     def optimizer(self, model: torch.nn.Module) -> torch.optim.AdamW:
         """The trainer's: fused AdamW, matrices decay."""
@@ -72,9 +64,9 @@ class BenchSite:
     def autocast(self) -> AbstractContextManager[Any]:
         """The mixed precision of a forward."""
         enabled = self.settings.dtype == "bf16"
-        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=enabled)
+        return torch.autocast(self.world.device.type, dtype=torch.bfloat16, enabled=enabled)
 
-    def micro_batches(self, batch_size: int) -> MicroBatches:
+    def micro_batches(self, batch_size: int) -> list[MicroBatch]:
         """Random tokens of this rank, the same in every step; they differ by rank and place."""
         count, batches = self.settings.micro_batches_per_rank, []
         shape = (2, batch_size // count, self.settings.tokens)
@@ -126,7 +118,7 @@ class Entrant:
 
     def backward(self) -> None:
         """Forward and backward of this rank's micro-batches."""
-        total = torch.zeros((), device=self.site.device)
+        total = torch.zeros((), device=self.site.world.device)
         for each in self.micro_batches:
             with self.accumulating(last=each.is_last):
                 with nullcontext() if self.own_precision else self.site.autocast():
@@ -176,7 +168,7 @@ class TorchDdp(Entrant):
         options = dict(self.contestant.options)
         if site.settings.bucket_mb is not None:
             options.setdefault("bucket_cap_mb", site.settings.bucket_mb)
-        ids = [site.device.index] if site.on_cuda else None
+        ids = [site.world.device.index] if site.on_cuda else None
         self.called = DistributedDataParallel(self.model, device_ids=ids, **options)
 
     def accumulating(self, *, last: bool) -> AbstractContextManager[Any]:

@@ -16,8 +16,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from gradsync.commands.bench.experiment import Experiment, Findings, check_least, names_in, taken
-from gradsync.commands.bench.report import Spread, interval, print_table, spread, where
+from gradsync.commands.bench.experiment import (
+    Experiment,
+    Findings,
+    Spread,
+    check_least,
+    interval,
+    names_in,
+    print_table,
+    spread,
+    taken,
+    where,
+)
 from gradsync.commands.bench.sync_plan import (
     ALONE,
     BenchPlan,
@@ -94,7 +104,7 @@ def plan_of(options: ScalingOptions, world: World) -> ScalingPlan:
     chosen = parse_contestants(options.strategy)
     if len(chosen) != 1:
         raise ConfigError(f"--strategy takes one name; got {options.strategy!r}")
-    sizes = parse_world_sizes(options.world_sizes or usual_sizes(usable_cores()))
+    sizes = parse_world_sizes(options.world_sizes, usable_cores())
     points = []
     for mode in MODES if options.mode == "both" else (options.mode,):
         for size in sizes:
@@ -125,18 +135,10 @@ def measure(scaling_json: dict[str, Any]) -> dict[str, Any]:
     return steps.measure(scaling_json["plan"])
 
 
-def usual_sizes(cores: int) -> str:
-    """1, 2, 4 … up to the number of cores, and at least 2."""
-    sizes = [1, 2]
-    while 2 * sizes[-1] <= cores:
-        sizes.append(2 * sizes[-1])
-    return ",".join(map(str, sizes))
-
-
-def parse_world_sizes(text: str) -> tuple[int, ...]:
-    """`"2,4"` as (1, 2, 4): ascending, 1 first."""
+def parse_world_sizes(text: str, cores: int) -> tuple[int, ...]:
+    """`"4,2"` as (1, 2, 4); "" is 1, 2, 4 … up to the number of cores, and at least 2."""
     sizes = {1}
-    for word in names_in(text):
+    for word in names_in(text) or (str(2**n) for n in range(1, max(cores.bit_length(), 2))):
         number = whole_number(word, MOST_RANKS)
         if not number:
             raise ConfigError(

@@ -3,6 +3,8 @@ the ideal; docs/guide/verifying.md explains the figures."""
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -11,8 +13,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from gradsync.commands.bench.experiment import Experiment, Findings, check_least, taken
-from gradsync.commands.bench.report import Spread, csv_text, print_table, ratios, spread, where
+from gradsync.commands.bench.experiment import (
+    Experiment,
+    Findings,
+    Spread,
+    check_least,
+    print_table,
+    ratios,
+    spread,
+    taken,
+    where,
+)
 from gradsync.commands.bench.sync_plan import (
     BenchPlan,
     Contestant,
@@ -128,22 +139,17 @@ def row_of(plan: BenchPlan, contestant: Contestant, results: Results) -> dict[st
     return row
 
 
-STEP_LEGEND = (
+LEGEND = (
     "step: each rank's mean over a turn, of these the slowest rank's; median (quartiles) over "
-    "rounds. to none: the same over "
-)
-_LEGEND = (
-    f"{STEP_LEGEND}`none` of the same round. forward + backward: until the last gradient. exposed: "
-    "what the step takes beyond `none`'s. sent: by a rank, through sockets. memory: peak of a rank "
-    "above its start, pages shared by ranks counted in each."
-)
-_HOST_LEGEND = (
-    f"{STEP_LEGEND}`none` of the same round. dispatched: operations of torch, those inside of "
-    "others too. Python calls: of this thread, rank 0. operations: of the process group."
+    "rounds. to none: the same over `none` of the same round. operations: collectives and batches "
+    "of messages. forward + backward: until the last gradient. exposed: what the step takes beyond "
+    "`none`'s. sent: by a rank, through sockets. memory: peak of a rank above its start, pages "
+    "shared by ranks counted in each. With --host, of rank 0's thread, dispatched: operations of "
+    "torch, those inside of others too."
 )
 
 
-def _cells(row: Mapping[str, Any]) -> dict[str, str]:
+def cells_of(row: Mapping[str, Any]) -> dict[str, str]:
     """A line of the table, by column."""
     memory = row["memory_bytes"]
     cells = {
@@ -179,28 +185,30 @@ def title(settings: SyncSettings, world_size: int, batch_size: int) -> str:
 def rows_csv(plan: BenchPlan, rows: Sequence[Mapping[str, Any]]) -> str:
     """A header and a line for each row. The first eight columns are the same as in other
     benchmarks; communication is what `none` does not take."""
-    settings = plan.settings
-    return csv_text(
-        [
-            {
-                "model_size": settings.model_size,
-                "d_model": settings.config.n_embd,
-                "num_layers": settings.config.n_layer,
-                "total_time_ms": row["total_ms"]["median"],
-                "compute_time_ms": row["compute_ms"],
-                "comm_time_ms": row["exposed_ms"],
-                "comm_fraction": row["exposed_fraction"],
-                "num_comm_ops": row["num_comm_ops"],
-                "world_size": contestant.world_size,
-                "batch_size": contestant.batch_size,
-                "context_length": settings.tokens,
-                "dtype": settings.dtype,
-                "ratio_to_none": row["ratio"]["median"],
-                **{name: value for name, value in row.items() if not isinstance(value, dict)},
-            }
-            for contestant, row in zip(plan.contestants, rows, strict=True)
-        ]
-    )
+    settings, text = plan.settings, io.StringIO()
+    lines = [
+        {
+            "model_size": settings.model_size,
+            "d_model": settings.config.n_embd,
+            "num_layers": settings.config.n_layer,
+            "total_time_ms": row["total_ms"]["median"],
+            "compute_time_ms": row["compute_ms"],
+            "comm_time_ms": row["exposed_ms"],
+            "comm_fraction": row["exposed_fraction"],
+            "num_comm_ops": row["num_comm_ops"],
+            "world_size": contestant.world_size,
+            "batch_size": contestant.batch_size,
+            "context_length": settings.tokens,
+            "dtype": settings.dtype,
+            "ratio_to_none": row["ratio"]["median"],
+            **{name: value for name, value in row.items() if not isinstance(value, dict)},
+        }
+        for contestant, row in zip(plan.contestants, rows, strict=True)
+    ]
+    writer = csv.DictWriter(text, list(lines[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return text.getvalue()
 
 
 def findings_of(plan: BenchPlan, result: Mapping[str, Any]) -> Findings:
@@ -218,8 +226,8 @@ def findings_of(plan: BenchPlan, result: Mapping[str, Any]) -> Findings:
         show=partial(
             print_table,
             title=title(plan.settings, first.world_size, first.batch_size),
-            rows=[_cells(row) for row in rows],
-            notes=(_HOST_LEGEND if plan.settings.host else _LEGEND, where(environment)),
+            rows=[cells_of(row) for row in rows],
+            notes=(LEGEND, where(environment)),
         ),
         csv=partial(rows_csv, plan, rows),
     )

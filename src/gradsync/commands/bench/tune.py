@@ -23,11 +23,14 @@ from gradsync.commands.bench.experiment import (
     Experiment,
     Findings,
     check_least,
+    interval,
+    print_table,
+    ratios,
     run_experiment,
     taken,
+    where,
 )
-from gradsync.commands.bench.report import Spread, interval, print_table, ratios, where
-from gradsync.commands.bench.sync import STEP_LEGEND, row_of
+from gradsync.commands.bench.sync import LEGEND, cells_of, row_of
 from gradsync.commands.bench.sync_plan import (
     Contestant,
     SyncSettings,
@@ -54,6 +57,8 @@ _MIB = 2**20
 _DOUBT = 0.05  # probability that noise wins a stage, both sides together
 _SOME_MESSAGES = 0.01  # fraction of the gradients' bytes
 _MOST_CANDIDATES = 7  # of a stage, beside its default
+_FEWEST_ROUNDS = 1 + math.ceil(math.log2(_MOST_CANDIDATES / _DOUBT))
+"""All candidates lie on one side of the default by chance once in 2**(rounds-1) times."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,7 +110,7 @@ def request_of(options: TuneOptions, world: World) -> TuneRequest:
     preset(options.model)
     start = recipe(options.model)
     check_least(options, world_size=2, batch_size=1, micro_batches_per_rank=1, threads=1)
-    check_least(options, rounds=fewest_rounds(_MOST_CANDIDATES))
+    check_least(options, rounds=_FEWEST_ROUNDS)
     if options.data and not Path(options.data).is_dir():
         raise ConfigError(f"--data {options.data} is no directory")
     if world.is_main:
@@ -141,11 +146,6 @@ def batch_of(options: TuneOptions, start: TrainConfig, world_size: int) -> tuple
         return count * micro, count
     whole, rest = divmod(options.batch_size, micro)
     return options.batch_size, count or (1 if rest else whole)
-
-
-def again(label: str) -> str:
-    """Name of the second copy of the first candidate."""
-    return f"{label} (again)"
 
 
 def strategies(promise: str, *, on_cpu: bool, hosts: int) -> list[TunedStrategy]:
@@ -219,11 +219,6 @@ def decide(
     }
 
 
-def fewest_rounds(candidates: int) -> int:
-    """Rounds needed so that chance alone does not look like a winner."""
-    return 1 + math.ceil(math.log2(candidates / _DOUBT))
-
-
 def measure(request_json: dict[str, Any]) -> dict[str, Any]:
     """This rank's part; the same on all ranks."""
     from gradsync.commands.bench.steps import quiet_session
@@ -266,7 +261,7 @@ def _ask(
     from gradsync.commands.bench.steps import run_plan
 
     made = [Contestant(label=c.text, name=c.sync, options=c.options) for c in candidates]
-    name, twice = made[0].label, again(made[0].label)
+    name, twice = made[0].label, f"{made[0].label} (again)"
     made.insert(1, replace(made[0], label=twice))
     plan = bench_plan(request.settings, made, world.world_size, request.batch_size)
     result = run_plan(plan, world)
@@ -280,9 +275,9 @@ def _ask(
 
 
 _LEGEND = (
-    f"{STEP_LEGEND}ranks that never talk. to the default: median of the ratios within rounds, and "
-    "the bootstrap's 95 % interval, widened for the number of candidates; below 1 is faster. The "
-    "default is there twice: what its copies differ by is noise."
+    f"{LEGEND} to the default: median of the ratios within rounds, and the bootstrap's 95 % "
+    "interval, widened for the number of candidates; below 1 is faster. The default is there "
+    "twice: what its copies differ by is noise."
 )
 
 
@@ -305,22 +300,12 @@ def print_report(
         judged = {each["label"]: each for each in stage["decision"]["judged"]}
         lines = []
         for row in stage["rows"]:
-            beside, verdict = judged.get(row["contestant"]), ""
-            if beside:
-                slower = "slower" if beside["low"] > 1 else "cannot tell"
-                verdict = "faster" if beside["faster"] else slower
-            line = {
-                "candidate": row["contestant"],
-                "step, ms": Spread(**row["total_ms"]).text(1),
-                "to none": Spread(**row["ratio"]).text(3),
-                "to the default": (
-                    f"{beside['ratio']:.3f} ({beside['low']:.3f}-{beside['high']:.3f})"
-                    if beside
-                    else ""
-                ),
-                "sent, MB": f"{row['comm_bytes'] / 1e6:.2f}",
-                "verdict": verdict,
-            }
+            line = cells_of(row) | {"to the default": "", "verdict": ""}
+            if beside := judged.get(row["contestant"]):
+                low, high = beside["low"], beside["high"]
+                line["to the default"] = f"{beside['ratio']:.3f} ({low:.3f}-{high:.3f})"
+                slower = "slower" if low > 1 else "cannot tell"
+                line["verdict"] = "faster" if beside["faster"] else slower
             lines.append(line)
         print_table(stream, stage["name"], lines, (stage["decision"]["words"],))
     print(_LEGEND, where(environment), sep="\n", file=stream)

@@ -64,8 +64,7 @@ def test_a_wrong_result_is_named_and_not_timed(pool: Any) -> None:
     assert [other["told"] for other in others] == [[], []]
     assert len(first["wrong"]) == 2
     for line, operation in zip(first["wrong"], ("all_reduce", "broadcast"), strict=True):
-        assert line.startswith(f"{operation} by tree, 200 elements of bf16: element ")
-        assert line.endswith("is wrong on rank 1")
+        assert line.startswith(f"{operation} by tree, 200 elements of bf16: wrong on rank ")
     assert first["skipped"] == ["skipped: shared, shared_copies: not here"]
     assert [(entry["operation"], entry["algorithm"]) for entry in first["samples"]] == [
         *(("all_reduce", name) for name in ("backend", "ring", "hierarchical", "copy")),

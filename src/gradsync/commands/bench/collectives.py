@@ -51,7 +51,7 @@ DTYPES = {
 }
 """By the name that users type: torch's dtype, and bytes."""
 GB = 1e9
-_BUFFERS = 10  # per rank: two ordinary, two shared, two in a backend, those of the check
+_BUFFERS = 8  # per rank: two ordinary, two shared, one to receive in, two in a backend, a check's
 _SPARE = 0.9  # fraction of the free memory to use at most
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 

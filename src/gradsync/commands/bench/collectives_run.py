@@ -41,48 +41,6 @@ from gradsync.world import World
 _WARM_UP = 2
 _TURN_S, _MOST_REPETITIONS = 0.04, 50  # of a turn: approximate time, repetitions at most
 _SHARED = ("shared", "shared_copies")
-_LENGTH = 65_521  # values per rank before they repeat: the largest prime below 2**16
-_MOST = 127  # limit for their sums: int8's maximum; bfloat16 is exact up to 256
-
-
-class Patterns:
-    """The values that ranks contribute, and the expected results.
-
-    Each rank repeats its sequence of small integers, of prime length, over the tensor. This detects
-    a misplaced part and a rank that is missing or counted twice. Sums are exact up to 127 ranks.
-    """
-
-    def __init__(self, rank: int, world_size: int, like: Tensor) -> None:
-        self._rank, self._world_size = rank, world_size
-        highest = max(min(_MOST // world_size, 4), 1)
-        tiles = [
-            torch.randint(highest + 1, (_LENGTH,), generator=torch.Generator().manual_seed(seed))
-            for seed in range(world_size)
-        ]
-        self._tiles = [tile.to(like) for tile in tiles]
-        self._sum = torch.stack(tiles).sum(0).to(like)
-
-    def own(self, count: int) -> Tensor:
-        """What this rank contributes, [count]."""
-        return _repeated(self._tiles[self._rank], count)
-
-    def first_wrong(self, operation: str, result: Tensor) -> int:
-        """Index of the first wrong element of this rank's `result`, or -1."""
-        count, ranks = len(result), self._world_size
-        if operation == "all_gather":
-            expected = torch.cat([_repeated(tile, count // ranks) for tile in self._tiles])
-        elif operation == "broadcast":
-            expected = _repeated(self._tiles[0], count)
-        elif operation == "reduce_scatter":
-            expected = _repeated(self._sum, count * ranks).view(ranks, -1)[self._rank]
-        else:
-            expected = _repeated(self._sum, count)
-        wrong = result != expected
-        return int(wrong.int().argmax()) if bool(wrong.any()) else -1
-
-
-def _repeated(tile: Tensor, count: int) -> Tensor:
-    return tile.repeat(-(-count // _LENGTH))[:count]
 
 
 class TimedOperation(NamedTuple):
@@ -172,7 +130,6 @@ class Bench:
         self._on_cpu = world.device.type == "cpu"
         dtype: torch.dtype = getattr(torch, DTYPES[options.dtype][0])
         self._like = torch.zeros(1, dtype=dtype, device=world.device)
-        self._patterns = Patterns(world.rank, world.world_size, self._like)
         self.skipped: list[str] = []  # one line for each skipped measurement: what, and why
         self.wrong: list[str] = []  # incorrect results; these are not timed
 
@@ -249,19 +206,21 @@ class Bench:
 
     def _is_right(self, operation: str, contestant: TimedOperation) -> bool:
         """Run it once on values with a known result. All ranks get the same answer."""
-        contestant.result.fill_(-1)  # detects an operation that does nothing
-        contestant.source.copy_(self._patterns.own(len(contestant.source)))
+        # Whole numbers whose sum is exact in each dtype, up to 63 ranks.
+        values = torch.tensor([1 + rank % 3 for rank in range(self._comm.world_size)])
+        result = contestant.result.fill_(-1)  # detects an operation that does nothing
+        contestant.source.fill_(int(values[self._comm.rank]))
         self._comm.barrier()  # peers also write shared buffers
         contestant.run()
-        wrong = self._patterns.first_wrong(operation, contestant.result)
-        for rank, index in enumerate(all_gather_numbers(self._comm, wrong)):
-            if index >= 0:
-                self.wrong.append(
-                    f"{operation} by {contestant.algorithm}, {len(contestant.result)} elements of "
-                    f"{self._options.dtype}: element {index} is wrong on rank {rank}"
-                )
-                return False
-        return True
+        right = {"broadcast": values[:1], "all_gather": values}.get(operation, values.sum(0, True))
+        is_wrong = result.view(len(right), -1) != right.to(result)[:, None]
+        flags = all_gather_numbers(self._comm, int(is_wrong.any()))
+        if any(flags):
+            self.wrong.append(
+                f"{operation} by {contestant.algorithm}, {len(result)} elements of "
+                f"{self._options.dtype}: wrong on rank {flags.index(1)}"
+            )
+        return not any(flags)
 
     def _rounds(
         self, operation: str, count: int, contestants: list[TimedOperation]

@@ -31,22 +31,13 @@ from gradsync.commands.models.config import PRESETS, GPTConfig, preset
 from gradsync.core.files import check_name
 from gradsync.errors import ConfigError
 from gradsync.runtime.machine import available_bytes
-from gradsync.sync.options import Kind, check_value, listed, with_options
+from gradsync.sync.options import listed, with_options
 from gradsync.sync.registry import STRATEGIES, check_options
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("fp32", "bf16")
 ALONE = "none"
-OTHERS: dict[str, dict[str, Kind]] = {
-    "torch_ddp": {
-        "bucket_cap_mb": "size",
-        "static_graph": "flag",
-        "gradient_as_bucket_view": "flag",
-    },
-    "accelerate": {},
-    "fabric": {},
-}
-"""Other libraries, with the options they take."""
+OTHERS = ("torch_ddp", "accelerate", "fabric")
 _PACKAGES = {"accelerate": "accelerate", "fabric": "lightning_fabric"}  # extra `bench`
 _SEVERAL = {
     "default": ("naive", "flat", "overlap", "bucketed", "invariant", *OTHERS),
@@ -210,9 +201,8 @@ def _contestant(word: str) -> Contestant:
     name, options = with_options(word)
     check_name("contestant", name, (*STRATEGIES, *OTHERS))
     if name not in STRATEGIES:
-        for option, value in options.items():
-            check_name(f"option of {name}", option, OTHERS[name])
-            check_value(option, value, OTHERS[name][option])
+        if options and name in _PACKAGES:  # torch refuses what it does not know itself
+            raise ConfigError(f"{name} takes no options, got {word}")
         return Contestant(label=word, name=name, options=options)
     loop = options.pop("loop", "sync.step")
     if loop not in ("user", "sync.step"):

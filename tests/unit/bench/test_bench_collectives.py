@@ -84,12 +84,12 @@ def test_figures_of_a_row() -> None:
     assert ring["repetitions"] == 6
     assert ring["algbw_gbs"] == pytest.approx(1000 / 8e-6 / 1e9)
     assert ring["busbw_gbs"] == pytest.approx(1.5 * 1000 / 8e-6 / 1e9)
-    assert ring["limit_s"] == pytest.approx(4e-6)
     assert ring["of_limit"]["median"] == pytest.approx(0.625)  # 2/4 and 6/8, round by round
     assert copy["algbw_gbs"] == pytest.approx(2000 / 6e-6 / 1e9)
-    assert (copy["busbw_gbs"], copy["limit_s"], copy["of_limit"]) == (None, None, None)
+    assert (copy["busbw_gbs"], copy["of_limit"]) == (None, None)
     part = [{**each, "operation": "reduce_scatter"} for each in found]
-    assert rows_of(part, 4, one_memory=True)[0]["limit_s"] == pytest.approx(4e-6 * (1 + 1 / 4) / 2)
+    less = rows_of(part, 4, one_memory=True)[0]["of_limit"]["median"]
+    assert less == pytest.approx(0.625 * (1 + 1 / 4) / 2)  # it has less to move
     between_hosts = rows_of(found, 4, one_memory=False)
     assert [row["of_limit"] for row in between_hosts] == [None, None]
     assert fits_of(between_hosts) == []  # one size gives no line

@@ -112,8 +112,8 @@ def scaling_planned(mode: str = "both", **changes: Any) -> ScalingPlan:
 
 def test_one_rank_without_a_wrapper_is_the_baseline() -> None:
     found = scaling_planned()
-    assert found.plan.world_sizes == (1, 2, 4)
-    assert [(each.label, each.name, each.world_size) for each in found.plan.contestants] == [
+    assert found.world_sizes == (1, 2, 4)
+    assert [(each.label, each.name, each.world_size) for each in found.contestants] == [
         ("1 rank, 1 a rank", "none", 1),
         ("2 ranks, 1 a rank", "bucketed", 2),
         ("4 ranks, 1 a rank", "bucketed", 4),  # of both modes
@@ -131,7 +131,7 @@ def test_efficiencies_compare_rounds_with_themselves() -> None:
         "2 ranks, 1 a rank": [1.25, 1.25, 5.0, 1.25],
         "1 rank, 2 a rank": [2.25, 2.25, 9.0, 2.25],
     }
-    results: list[dict[str, Any]] = [{"contestants": {}} for _ in planned.plan.world_sizes]
+    results: list[dict[str, Any]] = [{"contestants": {}} for _ in planned.world_sizes]
     for label, seconds in step_s.items():
         found = results[label.startswith("2")]["contestants"]
         found[label] = [{"step_s": [[second] for second in seconds]}]

@@ -189,7 +189,6 @@ def rows_of(
             "p95_s": percentile(times, 95),
             "algbw_gbs": algbw,  # 1e9 bytes per second
             "busbw_gbs": None if is_copy else algbw * bus_factor(operation, world_size),
-            "limit_s": median(limits) if limited else None,
             "of_limit": asdict(spread(ratios(limits, seconds))) if limited else None,
         }
         rows.append(row)

@@ -25,7 +25,6 @@ from gradsync.commands.models.gpt import GPT
 from gradsync.commands.train.config import OptimConfig
 from gradsync.commands.train.learner import Learner, build_optimizer, trainer_options
 from gradsync.data.micro_batch import MicroBatch, make_micro_batch
-from gradsync.runtime import environ
 from gradsync.runtime.machine import pin_threads
 from gradsync.sync.registry import STRATEGIES
 from gradsync.sync.replicate import replicate
@@ -122,7 +121,9 @@ class Entrant:
         for each in self.micro_batches:
             with self.accumulating(last=each.is_last):
                 with nullcontext() if self.own_precision else self.site.autocast():
-                    loss = mean_loss(self.called(each.inputs), each.targets)
+                    logits_BTV = self.called(each.inputs)
+                    # As most loops write it: the mean over targets, [].
+                    loss = F.cross_entropy(logits_BTV.flatten(0, 1), each.targets.flatten())
                 self.differentiate(loss, len(self.micro_batches))
             total += loss.detach()
         self.mean_loss = total / len(self.micro_batches)
@@ -156,15 +157,25 @@ class Entrant:
         """Remove hooks and stop threads."""
 
 
+class Reference(Entrant):
+    """The simplest synchronisation. Every contestant should see its losses."""
+
+    def update(self) -> None:
+        comm = self.site.comm
+        for parameter in self.model.parameters():
+            assert parameter.grad is not None, "the model uses all its parameters"
+            # Whole group, the parameter's shape and dtype; overlaps nothing.
+            comm.all_reduce(parameter.grad).wait()
+            parameter.grad /= comm.world_size
+        super().update()
+
+
 class TorchDdp(Entrant):
-    """torch's DistributedDataParallel, as its tutorial writes it, with the given options. On one
-    rank it is the loop alone, as users run it."""
+    """torch's DistributedDataParallel, as its tutorial writes it, with the given options."""
 
     def set_up(self) -> None:
         super().set_up()
         site = self.site
-        if not site.world.is_distributed:
-            return
         options = dict(self.contestant.options)
         if site.settings.bucket_mb is not None:
             options.setdefault("bucket_cap_mb", site.settings.bucket_mb)
@@ -172,8 +183,7 @@ class TorchDdp(Entrant):
         self.called = DistributedDataParallel(self.model, device_ids=ids, **options)
 
     def accumulating(self, *, last: bool) -> AbstractContextManager[Any]:
-        skip = not last and isinstance(self.called, DistributedDataParallel)
-        return self.called.no_sync() if skip else nullcontext()
+        return nullcontext() if last else self.called.no_sync()
 
 
 class Accelerated(Entrant):
@@ -191,15 +201,12 @@ class Accelerated(Entrant):
 
         site, size = self.site, self.site.settings.bucket_mb
         handlers = [] if size is None else [DistributedDataParallelKwargs(bucket_cap_mb=size)]
-        # One rank runs without a launcher; these variables would make it distributed.
-        alone = {} if site.world.is_distributed else {"LOCAL_RANK": "-1", "WORLD_SIZE": "1"}
-        with environ.exported(alone):
-            self.accelerator = Accelerator(
-                cpu=not site.on_cuda,
-                mixed_precision="bf16" if site.settings.dtype == "bf16" else "no",
-                gradient_accumulation_steps=site.settings.micro_batches_per_rank,
-                kwargs_handlers=handlers,
-            )
+        self.accelerator = Accelerator(
+            cpu=not site.on_cuda,
+            mixed_precision="bf16" if site.settings.dtype == "bf16" else "no",
+            gradient_accumulation_steps=site.settings.micro_batches_per_rank,
+            kwargs_handlers=handlers,
+        )
         optimizer = site.optimizer(self.model)
         self.called, self.optimizer = self.accelerator.prepare(self.model, optimizer)
 
@@ -231,11 +238,10 @@ class Fabricated(Entrant):
 
         # Its import messages do not belong in a table.
         logging.getLogger("lightning_fabric").setLevel(logging.ERROR)
-        site, strategy = self.site, "auto"
-        if site.world.is_distributed:  # over the existing ranks, however started
-            size = site.settings.bucket_mb
-            options = {} if size is None else {"bucket_cap_mb": size}
-            strategy = DDPStrategy(cluster_environment=TorchElasticEnvironment(), **options)
+        site, size = self.site, self.site.settings.bucket_mb
+        options = {} if size is None else {"bucket_cap_mb": size}
+        # Over the existing ranks, however started.
+        strategy = DDPStrategy(cluster_environment=TorchElasticEnvironment(), **options)
         self.fabric = Fabric(
             accelerator="cuda" if site.on_cuda else "cpu",
             devices=site.world.local_world_size,
@@ -325,11 +331,6 @@ def enter(contestant: Contestant, site: BenchSite) -> Entrant:
     entrant = _OTHERS.get(contestant.name, ours)(contestant, site)
     pin_threads(site.settings.threads)  # Accelerate changes the number
     return entrant
-
-
-def mean_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    """Cross-entropy as most loops write it: the mean over targets, []."""
-    return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
 
 
 def given_options(contestant: Contestant, site: BenchSite) -> dict[str, Any]:

@@ -141,8 +141,8 @@ def _deliver(options: Any, command: Sequence[str], found: Findings) -> None:
     """Write the results to every requested output."""
     human = sys.stderr if options.as_json else sys.stdout
     found.show(human)
-    about = {"command": command_of(options, command), "environment": found.environment}
-    about |= {"name": command[-1], "data": found.data}
+    about: dict[str, Any] = {"name": command[-1], "command": command_of(options, command)}
+    about |= {"environment": found.environment, "data": found.data}
     if options.as_json:
         print(json_text(record_of(**about)), end="", flush=True)
     if found.csv and options.csv:

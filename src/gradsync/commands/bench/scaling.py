@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -46,7 +46,6 @@ from gradsync.runtime.machine import choose_threads, usable_cores
 if TYPE_CHECKING:
     from gradsync.world import World
 
-MODES = ("weak", "strong")
 THRESHOLD = 0.85  # efficiency to reach
 FEWEST_ROUNDS = 6
 """The bootstrap's interval lies within its values. All n lie on one side of the median once in
@@ -64,7 +63,7 @@ class ScalingOptions:
     world_sizes: str = ""
     """Numbers of ranks, separated by commas; 1 is always measured. Default: 1, 2, 4 … up to the
     number of cores."""
-    mode: str = "both"  # weak, strong or both.
+    mode: Literal["weak", "strong", "both"] = "both"
     strategy: str = "invariant"
     """How gradients are synchronised, optionally with options: bucketed:bucket_mb=1."""
     model_size: str = "tiny"  # tiny, mini, small, medium, large, xl, 1.3b, 2.7b.
@@ -83,10 +82,9 @@ class ScalingOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ScalingPlan:
+class ScalingPlan(BenchPlan):
     """What to measure, and how it is compared."""
 
-    plan: BenchPlan
     points: tuple[tuple[str, Contestant], ...]
     """By mode and ascending world size; both modes may share a contestant."""
 
@@ -99,14 +97,12 @@ def plan_of(options: ScalingOptions, world: World) -> ScalingPlan:
             "measures the ranks that a launcher started"
         )
     check_least(options, batch_size=1, rounds=FEWEST_ROUNDS)
-    if options.mode not in (*MODES, "both"):
-        raise ConfigError(f"--mode must be {', '.join(MODES)} or both; got {options.mode!r}")
     chosen = parse_contestants(options.strategy)
     if len(chosen) != 1:
         raise ConfigError(f"--strategy takes one name; got {options.strategy!r}")
     sizes = parse_world_sizes(options.world_sizes, usable_cores())
     points = []
-    for mode in MODES if options.mode == "both" else (options.mode,):
+    for mode in ("weak", "strong") if options.mode == "both" else (options.mode,):
         for size in sizes:
             batch, rest = options.batch_size, 0
             if mode == "strong":
@@ -123,16 +119,8 @@ def plan_of(options: ScalingOptions, world: World) -> ScalingPlan:
             )
     settings = taken(SyncSettings, options, threads=choose_threads(sizes[-1]))
     settings = side_by_side(settings, ranks=sum(sizes), models=len(points) // len(sizes) + 1)
-    contestants = {each.label: each for _, each in points}
-    plan = BenchPlan(settings=settings, contestants=tuple(contestants.values()))
-    return ScalingPlan(plan=plan, points=tuple(points))
-
-
-def measure(scaling_json: dict[str, Any]) -> dict[str, Any]:
-    """This rank's part."""
-    from gradsync.commands.bench import steps
-
-    return steps.measure(scaling_json["plan"])
+    contestants = tuple({each.label: each for _, each in points}.values())
+    return ScalingPlan(settings=settings, contestants=contestants, points=tuple(points))
 
 
 def parse_world_sizes(text: str, cores: int) -> tuple[int, ...]:
@@ -150,10 +138,10 @@ def parse_world_sizes(text: str, cores: int) -> tuple[int, ...]:
     return tuple(sorted(sizes))
 
 
-def points_of(scaling: ScalingPlan, results: Results) -> list[dict[str, Any]]:
+def points_of(plan: ScalingPlan, results: Results) -> list[dict[str, Any]]:
     """The figures of every point, as the record has them."""
-    plan, found, baseline = scaling.plan, [], []
-    for mode, contestant in scaling.points:
+    found, baseline = [], []
+    for mode, contestant in plan.points:
         size = contestant.world_size
         steps = step_seconds(plan.ranks(results, contestant))
         if size == 1:  # the first of its mode
@@ -213,13 +201,13 @@ def _cells(point: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def findings_of(scaling: ScalingPlan, result: Mapping[str, Any]) -> Findings:
+def findings_of(plan: ScalingPlan, result: Mapping[str, Any]) -> Findings:
     """The table, and what goes into the record."""
-    results, settings = result["results"], scaling.plan.settings
+    results, settings = result["results"], plan.settings
     environment = results[-1]["environment"]  # of the largest world size
-    on_cpu, points = results[-1]["device"] == "cpu", points_of(scaling, results)
-    notes = (_ONE_HOST, _LEGEND) if on_cpu else (_LEGEND,)
-    name = scaling.points[-1][1].name
+    points = points_of(plan, results)
+    notes = (_ONE_HOST, _LEGEND) if results[-1]["device"] == "cpu" else (_LEGEND,)
+    name = plan.points[-1][1].name
     title = (
         f"Scaling of {name}: {settings.model_text}, sequences of {settings.tokens}; "
         f"{settings.turns_text}"
@@ -228,8 +216,7 @@ def findings_of(scaling: ScalingPlan, result: Mapping[str, Any]) -> Findings:
         environment=environment,
         data={
             "threshold": THRESHOLD,
-            "same_host_cpu": on_cpu,
-            "plan": asdict(scaling.plan),
+            "plan": asdict(plan),
             "points": points,
             "samples": [result["contestants"] for result in results],
         },
@@ -247,7 +234,7 @@ EXPERIMENT = Experiment(
     command=("bench", "scaling"),
     options=ScalingOptions,
     plan=plan_of,
-    ranks=lambda scaling: sum(scaling.plan.world_sizes),
-    measure="gradsync.commands.bench.scaling:measure",
+    ranks=lambda plan: sum(plan.world_sizes),
+    measure="gradsync.commands.bench.steps:measure",
     findings=findings_of,
 )

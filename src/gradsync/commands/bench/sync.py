@@ -86,15 +86,14 @@ class SyncOptions:
 def plan_of(options: SyncOptions, world: World) -> BenchPlan:
     """Check the request; under a launcher, at its number of ranks."""
     if options.host:
-        mine = options.strategies == "default"
         options = replace(
             options,
-            strategies=_ON_HOST if mine else options.strategies,
+            strategies=_ON_HOST if options.strategies == "default" else options.strategies,
             context_length=options.context_length or _HOST_TOKENS,
             dtype="fp32" if options.dtype == "auto" else options.dtype,
         )
     world_size = world.world_size if world.is_distributed else options.world_size
-    check_least(options, world_size=1)
+    check_least(options, world_size=2)
     local = world.local_world_size if world.is_distributed else world_size
     device = "cuda" if uses_cuda(options.device) else "cpu"
     chosen = parse_contestants(options.strategies)

@@ -128,11 +128,6 @@ class Contestant:
     world_size: int = 1
     batch_size: int = 1  # sequences of a rank and step
 
-    @property
-    def is_ours(self) -> bool:
-        """Whether it is a strategy of the registry."""
-        return self.name in STRATEGIES
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchPlan:

@@ -53,7 +53,6 @@ from gradsync.sync.registry import STRATEGIES
 from gradsync.world import World
 
 _BUCKETS_MB = (2.0, 5.0, 10.0, 50.0, 100.0)
-_MIB = 2**20
 _DOUBT = 0.05  # probability that noise wins a stage, both sides together
 _SOME_MESSAGES = 0.01  # fraction of the gradients' bytes
 _MOST_CANDIDATES = 7  # of a stage, beside its default
@@ -179,7 +178,7 @@ def bucket_sizes(winner: TunedStrategy, *, gradient_bytes: int, device: str) -> 
     recipe = None if known.recipe is None else replace(known.recipe, **winner.options)
     if "bucket_mb" not in known.options if recipe is None else recipe.grouping != "buckets":
         return []
-    usual, whole = (recipe or Recipe()).bucket_size_mb(device), gradient_bytes / _MIB
+    usual, whole = (recipe or Recipe()).bucket_size_mb(device), gradient_bytes / 2**20
     return [size for size in _BUCKETS_MB if size != usual and min(size, usual) < whole]
 
 

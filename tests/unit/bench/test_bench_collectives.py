@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import json
-
 import pytest
 
 from gradsync.commands.bench.collectives import (
@@ -13,7 +10,6 @@ from gradsync.commands.bench.collectives import (
     bus_factor,
     choose_sizes,
     counts_of,
-    findings_of,
     fits_of,
     parse_size,
     rows_of,
@@ -22,7 +18,7 @@ from gradsync.commands.bench.collectives import (
     work_of,
 )
 from gradsync.errors import ConfigError
-from support.bench_results import COLLECTIVES, collective
+from support.bench_results import collective
 
 
 @pytest.mark.parametrize(
@@ -93,15 +89,3 @@ def test_figures_of_a_row() -> None:
     between_hosts = rows_of(found, 4, one_memory=False)
     assert [row["of_limit"] for row in between_hosts] == [None, None]
     assert fits_of(between_hosts) == []  # one size gives no line
-
-
-def test_what_is_printed() -> None:
-    result = json.loads(json.dumps(COLLECTIVES | {"wrong": ["all_reduce by tree: element 3"]}))
-    findings_of(CollectivesOptions(), result).show(stream := io.StringIO())
-    text = stream.getvalue()
-    assert text.startswith("2 ranks on 1 host, fp32; 2026-01-02, a [bold] cpu, 2 cores (load 0.5")
-    lines = [" ".join(line.replace("│", "").split()) for line in text.splitlines()]
-    assert "1000 B ring 2 us 18.2 us 0.5 0.5 50%" in lines
-    assert "1000 B copy 1 us 9.1 us 2" in lines
-    assert "shared: not here" in lines
-    assert "WRONG all_reduce by tree: element 3" in lines

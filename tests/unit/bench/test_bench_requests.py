@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 
 from gradsync.commands.bench import experiment
-from gradsync.commands.bench.experiment import command_of
-from gradsync.commands.bench.sync import SyncOptions
 from gradsync.commands.cli.main import main
 from gradsync.commands.launch import local
 from gradsync.world import World
@@ -101,13 +99,6 @@ def test_what_starts_its_own_ranks_refuses_those_of_a_launcher(
     assert "bench scaling starts ranks itself: run it without" in capsys.readouterr().err
 
 
-def test_the_command_line_of_a_record() -> None:
-    """Without the places for results."""
-    options = SyncOptions(strategies="naive", host=True, out="somewhere", rounds=3)
-    expected = "gradsync bench sync --strategies naive --rounds 3 --host"
-    assert command_of(options, ("bench", "sync")) == expected
-
-
 def pretend(
     monkeypatch: pytest.MonkeyPatch, found: dict[str, Any] | None = None, **ended: Any
 ) -> None:
@@ -152,7 +143,6 @@ def test_the_document_and_the_places(
         (COLLECTIVES | {"wrong": ["a line"]}, {"code": 0}, 1, ""),
         (None, {"code": 2}, 2, ""),  # the ranks have said why
         (None, {"code": 0}, 1, "gradsync: error: the ranks ended without a result\n"),
-        (None, {"code": 130, "received": signal.SIGINT}, 130, "gradsync: error: interrupted\n"),
         (
             *(None, {"code": 75, "received": signal.SIGTERM}, 143),
             "gradsync: error: ended by SIGTERM\n",

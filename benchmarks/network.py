@@ -38,13 +38,16 @@ from delay import DelayingSwitch
 
 from gradsync.commands.bench import sync
 from gradsync.commands.bench.experiment import (
+    Spread,
     check_least,
     command_of,
     flag_of,
     names_in,
+    print_table,
+    say,
+    where,
     write_record,
 )
-from gradsync.commands.bench.report import Spread, print_table, say, where
 from gradsync.commands.bench.sync_plan import CHECKED
 from gradsync.core.files import check_place, one_line
 from gradsync.errors import ConfigError, GradsyncError, RunError

@@ -17,9 +17,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gradsync.commands.bench.experiment import from_json
+import msgspec
+
 from gradsync.commands.bench.sync import title
-from gradsync.commands.bench.sync_plan import BenchPlan
+from gradsync.commands.bench.sync_plan import SyncSettings
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("docs/figures.md", "docs/guide/strategies.md", "docs/guide/between-hosts.md")
@@ -57,14 +58,16 @@ def sync_table(record: Mapping[str, Any]) -> str:
             _spread(row["ratio"], 3),
             f"{row['exposed_ms']:,.{digits}f}",
             f"{row['tokens_per_s']:,.0f}",
-            "yes" if row["keep_memory"] else "no",
+            "yes" if row.get("keep_memory", True) else "no",
         ]
         table.append([*cells, f"{row['tokens_per_s'] / ddp:.2f}"] if ddp else cells)
     lines = [_row(cells[: len(table[-1])]) for cells in table]
     # Records of before micro-batches had this name.
-    settings = record["plan"]["settings"]
+    settings, plan = record["plan"]["settings"], record["plan"]
     settings.setdefault("micro_batches_per_rank", settings.pop("leaves_per_rank", 1))
-    what = title(from_json(BenchPlan, record["plan"]))
+    first = plan.get("entries", plan.get("contestants"))[0]
+    world_size = record["environment"]["world_size"]
+    what = title(msgspec.convert(settings, SyncSettings), world_size, first["batch_size"])
     said = f"`{_command(record)}`: {what}; medians (quartiles)."
     return "\n".join([*lines, "", f"{said} {_machine(record)}"])
 

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradsync as gs
-from gradsync.commands.bench.experiment import environment, write_record
-from gradsync.commands.bench.report import ratios, spread
+from gradsync.commands.bench.experiment import environment, ratios, spread, write_record
 
 WIDTH = 64
 """Elements of a parameter."""

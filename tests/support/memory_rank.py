@@ -37,7 +37,7 @@ def main(folder: Path) -> None:
     case = json.loads((folder / "case.json").read_text())
     model, tokens = GPTConfig(**case.pop("model")), case.pop("tokens")
     config = TrainConfig(**case, model=model)
-    with quiet_session("cpu", 1, keep_memory=True) as (world, _):
+    with quiet_session("cpu", 1) as world:
         learner = build_learner(config, world, model, communicator(world))
         learner.prime((1, tokens))
         batch = torch.randint(model.vocab_size, (2, 1, tokens)).unbind()

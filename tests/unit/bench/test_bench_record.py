@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gradsync.commands.bench.experiment import environment, write_record
-from gradsync.core.files import check_place, json_text, write_result, write_text
+from gradsync.core.files import check_place, write_result, write_text
 from gradsync.errors import ConfigError, RunError
 
 
@@ -25,12 +25,6 @@ def test_the_head_comes_first(tmp_path: Path) -> None:
     assert list(found) == ["environment", "command", "benchmark", "rows", "none"]
     assert found["rows"] == [[1.5, 2e-7], [3]]
     assert list(path.parent.iterdir()) == [path]
-
-
-def test_lists_of_numbers_take_one_line() -> None:
-    assert json_text({"a": [1, -2.5, 3e-7], "b": ["x"]}) == (
-        '{\n "a": [ 1, -2.5, 3e-07 ],\n "b": [\n  "x"\n ]\n}\n'
-    )
 
 
 def test_what_cannot_be_written_leaves_the_older_record(
@@ -49,15 +43,6 @@ def test_what_cannot_be_written_leaves_the_older_record(
         record(tmp_path, value=2)
     assert path.read_text() == before
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_text_takes_the_place_of_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    write_text(path, "one")
-    with path.open() as reader:
-        write_text(path, "ä")
-        assert reader.read() == "one"  # a reader of the old one reads all of it
-    assert path.read_text(encoding="utf-8") == "ä"
 
 
 def test_what_is_no_plain_file_is_written_into(tmp_path: Path) -> None:

@@ -156,7 +156,7 @@ def test_a_cache_that_fails_at_the_end_takes_nothing_else_with_it(
     world = World(rank=0, world_size=4, local_world_size=4, launcher="torchrun")
     result = {
         "choice": {},
-        "stages": [{"name": "strategy", "skipped": "why"}],
+        "stages": [],
         "environment": environment(world_size=4, threads=1),
         "samples": {},
         **{"num_nodes": 1, "device": "cpu"},

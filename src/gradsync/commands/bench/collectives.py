@@ -6,7 +6,6 @@ run at the same time. docs/guide/verifying.md explains both."""
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,8 +16,17 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from gradsync.commands.bench.experiment import Experiment, Findings, check_least, names_in
-from gradsync.commands.bench.report import percentile, print_table, ratios, spread, where
+from gradsync.commands.bench.experiment import (
+    Experiment,
+    Findings,
+    check_least,
+    names_in,
+    percentile,
+    print_table,
+    ratios,
+    spread,
+    where,
+)
 from gradsync.commands.bench.sync_plan import uses_cuda
 from gradsync.commands.plan.measured import Fit, fit_line, save_fits
 from gradsync.core.files import check_name, counted
@@ -43,14 +51,9 @@ DTYPES = {
 }
 """By the name that users type: torch's dtype, and bytes."""
 GB = 1e9
-_TURN_S = 0.04  # approximate time of one turn
-_BUFFERS = 7  # per rank: two ordinary, two shared, one to receive in, two in a backend
+_BUFFERS = 8  # per rank: two ordinary, two shared, one to receive in, two in a backend, a check's
 _SPARE = 0.9  # fraction of the free memory to use at most
-_UNITS = {"": 1, "b": 1} | {
-    f"{letter}{suffix}": base**power
-    for power, letter in enumerate("kmg", 1)
-    for suffix, base in (("", 1024), ("ib", 1024), ("b", 1000))
-}
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,16 +73,16 @@ class CollectivesOptions:
     """backend (gloo or nccl), ring, hierarchical, tree, shared (in place, over shared memory),
     shared_copies; or all."""
     sizes: str = ""
-    """Sizes of the tensor, separated by commas: 4K,25M (K, M, G are powers of 1024; KB, MB, GB of
-    1000). Default: 4 B, 16 B, 64 B, ... up to 1 GiB or what fits in memory."""
+    """Sizes of the tensor, separated by commas: 4K,25M (K, M, G are powers of 1024). Default: 4 B,
+    16 B, 64 B, ... up to 1 GiB or what fits in memory."""
     world_size: int = 2  # Ranks to start on this host.
     dtype: str = "fp32"  # fp64, fp32, bf16, fp16, int64, int32 or int8.
     device: str = "auto"  # cpu, cuda, or auto: GPUs if each rank of a host has one.
-    rounds: int = 7  # Turns of each algorithm at each size; slow ones get fewer, at least 3.
+    rounds: int = 7  # Turns of each algorithm at each size.
     save: bool = False  # Keep the fitted costs in the user's cache, for planning.
     out: str = ""  # Write record.json, with every sample, into this folder.
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
-    """Print one JSON document on standard output; the tables go to standard error."""
+    """Print the record on standard output; the tables go to standard error."""
 
 
 def plan_of(options: CollectivesOptions, world: World) -> CollectivesOptions:
@@ -94,55 +97,48 @@ def plan_of(options: CollectivesOptions, world: World) -> CollectivesOptions:
 
 def work_of(options: CollectivesOptions) -> dict[str, list[str]]:
     """The requested operations, each with the requested algorithms that implement it."""
-    operations, algorithms = names_in(options.operations), names_in(options.algorithms)
-    for name in operations:
-        check_name("operation", name, ("all", *OPERATIONS))
-    for name in algorithms:
-        check_name("algorithm", name, ("all", *ALGORITHMS))
+    asked = []
+    for what, known in (("operation", tuple(OPERATIONS)), ("algorithm", ALGORITHMS)):
+        names = names_in(getattr(options, f"{what}s"))
+        for name in names:
+            check_name(what, name, ("all", *known))
+        asked.append(known if "all" in names else names)
+    operations, algorithms = asked
     work = {
-        operation: [name for name in known if name in algorithms or "all" in algorithms]
+        operation: [name for name in known if name in algorithms]
         for operation, known in OPERATIONS.items()
-        if operation in operations or "all" in operations
+        if operation in operations and set(known) & set(algorithms)
     }
-    if not any(work.values()):
+    if not work:
         raise ConfigError(
             f"nothing to measure: {options.operations} by {options.algorithms} does not exist"
         )
-    return {operation: names for operation, names in work.items() if names}
+    return work
 
 
 def parse_size(text: str) -> int:
-    """Bytes from `4`, `4B`, `64K`, `25M`, `25MiB` (powers of 1024) or `25MB` (of 1000)."""
-    found = re.fullmatch(r"([0-9]{1,19}(?:\.[0-9]+)?) ?([a-z]*)", text.strip(), re.IGNORECASE)
-    if found is None or found[2].lower() not in _UNITS:
+    """Bytes from `4`, `64K`, `25M` or `25MiB`: powers of 1024."""
+    found = re.fullmatch(r"([1-9][0-9]{0,14})(?:B|([KMG])(?:iB)?)?", text)
+    if found is None:
         raise ConfigError(
             f"--sizes: {text[:80]!r} is no size; write bytes, or a number with K, M or G: 64K"
         )
-    size = int(float(found[1]) * _UNITS[found[2].lower()])
-    if size < 1:
-        raise ConfigError(f"--sizes: {text!r} is less than one byte")
-    return size
+    return int(found[1]) * _UNITS.get(found[2], 1)
 
 
 def size_text(size_bytes: int) -> str:
     """Short and exact: `4 B`, `64 KiB`, `25 MiB`; plain bytes if no unit divides the size."""
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if size_bytes >= factor:
-            even = size_bytes % (factor // 4) == 0
-            return f"{size_bytes / factor:g} {unit}" if even else f"{size_bytes} B"
+        if size_bytes % factor == 0:
+            return f"{size_bytes // factor} {unit}"
     return f"{size_bytes} B"
 
 
 def choose_sizes(asked: str, *, available_bytes: int, ranks: int) -> list[int]:
-    """Sizes in bytes, ascending, for `ranks` ranks that share `available_bytes`: those in `asked`,
-    or 4 B, 16 B, 64 B, ... up to what fits in memory."""
+    """Sizes in bytes, ascending: those in `asked`, or 4 B, 16 B, 64 B, ... up to what fits in the
+    `available_bytes` that `ranks` ranks share."""
     most = int(_SPARE * available_bytes) // (_BUFFERS * ranks)
     sizes = sorted(set(map(parse_size, names_in(asked))))
-    if sizes and sizes[-1] > most:
-        raise ConfigError(
-            f"--sizes: {size_text(sizes[-1])} is too large for {counted(ranks, 'rank')} here; the "
-            f"largest size is {most} bytes"
-        )
     return sizes or [4**k for k in range(1, 16) if 4**k <= most]
 
 
@@ -151,20 +147,8 @@ def counts_of(operation: str, sizes: Sequence[int], dtype: str, world_size: int)
     a part, rounded up to a multiple of `world_size`."""
     counts = [max(size // DTYPES[dtype][1], 1) for size in sizes]
     if operation in ("reduce_scatter", "all_gather"):
-        counts = [math.ceil(count / world_size) * world_size for count in counts]
+        counts = [-(-count // world_size) * world_size for count in counts]
     return list(dict.fromkeys(counts))
-
-
-def repetitions_of(seconds: float, overhead_s: float) -> int:
-    """How often one turn repeats an operation that takes `seconds`."""
-    return max(1, min(int(_TURN_S / (seconds + overhead_s)), 50))
-
-
-def rounds_of(seconds: Sequence[float], most: int) -> int:
-    """Rounds for algorithms that take `seconds` each: fewer than `most` for slow ones, but at least
-    three (unless fewer were requested)."""
-    affordable = int(most * _TURN_S * len(seconds) / sum(seconds))
-    return max(min(3, most), min(affordable, most))
 
 
 def bus_factor(operation: str, world_size: int) -> float:
@@ -205,7 +189,6 @@ def rows_of(
             "p95_s": percentile(times, 95),
             "algbw_gbs": algbw,  # 1e9 bytes per second
             "busbw_gbs": None if is_copy else algbw * bus_factor(operation, world_size),
-            "limit_s": median(limits) if limited else None,
             "of_limit": asdict(spread(ratios(limits, seconds))) if limited else None,
         }
         rows.append(row)
@@ -224,7 +207,7 @@ def fits_of(rows: Sequence[Mapping[str, Any]]) -> list[Fit]:
 
 
 def findings_of(options: CollectivesOptions, result: Mapping[str, Any]) -> Findings:
-    """The tables, the fits to keep, and what goes into the record."""
+    """The tables, the lines to keep, and what goes into the record."""
     found, num_nodes = result["environment"], result["num_nodes"]
     rows = rows_of(result["samples"], found["world_size"], one_memory=result["one_memory"])
     fits = fits_of(rows)
@@ -239,86 +222,54 @@ def findings_of(options: CollectivesOptions, result: Mapping[str, Any]) -> Findi
             "fits": [asdict(fit) for fit in fits],
             "skipped": result["skipped"],
             "wrong": result["wrong"],
+            "samples": result["samples"],
         },
-        samples=result["samples"],
-        show=partial(print_report, rows, fits, result, options.dtype),
+        show=partial(print_report, rows, result, options.dtype),
         keep=(lambda: f"kept alpha and beta in {save_fits(found | about, fits)}") if fits else None,
         code=1 if result["wrong"] else 0,
     )
 
 
 _OF_LIMIT = (
-    "of limit: the least bytes of the operation, moved at the rate of the plain copy beside it, "
-    "which reads and writes each of its bytes. A "
-    "copy reads the lines of its destination before it writes them, and has more buffers for the "
-    "caches to hold; an operation in place (all_reduce) does not, and may pass 100%."
+    "of limit: the least bytes of the operation, moved at the rate of the plain copy beside it. A "
+    "copy reads the lines of its destination before it writes them: an operation in place "
+    "(all_reduce) does not, and may pass 100%."
 )
 
 
 def print_report(
     rows: Sequence[Mapping[str, Any]],
-    fits: Sequence[Fit],
     result: Mapping[str, Any],
     dtype: str,
     stream: IO[str],
 ) -> None:
-    """A table per operation, the fits, what was skipped and what failed."""
+    """A table per operation, what was skipped and what failed."""
     found = result["environment"]
     hosts = counted(result["num_nodes"], "host")
     print(f"{found['world_size']} ranks on {hosts}, {dtype}; {where(found)}", file=stream)
-    limited = any(row["of_limit"] for row in rows)
     for operation, group in groupby(rows, key=lambda row: row["operation"]):
         cells = []
         for row in group:
             busbw, part = row["busbw_gbs"], row["of_limit"]
             line = {
                 "size": size_text(row["size_bytes"]),
-                "algorithm": "copy" if row["algorithm"] == COPY else row["algorithm"],
+                "algorithm": row["algorithm"],
                 "p50": time_text(row["p50_s"]),
                 "p95": time_text(row["p95_s"]),
-                "algbw GB/s": rate_text(row["algbw_gbs"]),
-                "busbw GB/s": "" if busbw is None else rate_text(busbw),
+                "algbw GB/s": f"{row['algbw_gbs']:.3g}",
+                "busbw GB/s": f"{busbw:.3g}" if busbw else "",
+                "of limit": f"{part['median']:.0%}" if part else "",
             }
-            if limited:
-                line["of limit"] = f"{part['median']:.0%}" if part else ""
             cells.append(line)
-        print(file=stream)
-        print_table(stream, operation, cells, words=("algorithm",), framed=False)
-    if limited:
-        print(f"\n{_OF_LIMIT}", file=stream)
-    if fits:
-        cells = [
-            {
-                "operation": fit.operation,
-                "algorithm": fit.algorithm,
-                "alpha": time_text(fit.alpha_s),
-                "1/beta GB/s": (
-                    rate_text(1 / fit.beta_s_per_byte / 1e9) if fit.beta_s_per_byte else ""
-                ),
-                "half of the sizes within": f"{fit.residual:.0%}",
-                "worst factor": f"{fit.worst:.2f}",
-            }
-            for fit in fits
-        ]
-        print(file=stream)
-        print_table(
-            stream, "seconds = alpha + beta * bytes", cells, words=("algorithm",), framed=False
-        )
-    for word, lines in (("skipped:", result["skipped"]), ("WRONG", result["wrong"])):
-        for line in lines:
-            print(word, line, file=stream)
+        print_table(stream, operation, cells, words=("algorithm",))
+    for line in (_OF_LIMIT, *result["skipped"], *(f"WRONG {each}" for each in result["wrong"])):
+        print(line, file=stream)
 
 
 def time_text(seconds: float) -> str:
     """Three digits: `4.21 us`, `1.30 ms`, `2.05 s`."""
     unit, factor = ("s", 1) if seconds >= 1 else ("ms", 1e3) if seconds >= 1e-3 else ("us", 1e6)
-    value = seconds * factor
-    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {unit}"
-
-
-def rate_text(gbs: float) -> str:
-    """Three significant digits, more for small rates."""
-    return f"{gbs:.3g}" if gbs < 100 else f"{gbs:.0f}"
+    return f"{seconds * factor:.3g} {unit}"
 
 
 EXPERIMENT = Experiment(

@@ -1,21 +1,16 @@
 """The measurement of `bench collectives`, on every rank: sizes in ascending order.
 
 At each size every algorithm's result is checked once. Then come rounds, in which each algorithm and
-the copy have a turn of several repetitions. Each round starts with the next algorithm.
-
-[Note: A common begin] A rank that leaves a barrier early measures its waiting. Ranks of one host
-share a clock: they agree on a start time slightly ahead and spin until then. A repetition in which
-a rank arrives late is dropped, unless there are more ranks than cores."""
+the copy have a turn: after a barrier several repetitions follow each other, as in nccl-tests. A
+repetition takes as long as on its slowest rank. Each round starts with the next algorithm."""
 
 from __future__ import annotations
 
 import gc
-import os
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -31,168 +26,24 @@ from gradsync.commands.bench.collectives import (
     CollectivesOptions,
     choose_sizes,
     counts_of,
-    repetitions_of,
-    rounds_of,
     size_text,
     work_of,
 )
-from gradsync.commands.bench.experiment import environment, from_json
-from gradsync.commands.bench.report import Tell, percentile, show_progress, silent
+from gradsync.commands.bench.experiment import environment, show_progress
+from gradsync.commands.bench.meter import moment, seconds_between
 from gradsync.errors import ConfigError
 from gradsync.runtime import environ
-from gradsync.runtime.machine import available_bytes, usable_cores
+from gradsync.runtime.machine import available_bytes
 from gradsync.runtime.resolve import resolve
 from gradsync.runtime.session import Session, SessionOptions
 from gradsync.world import World
 
 _WARM_UP = 2
+_TURN_S, _MOST_REPETITIONS = 0.04, 50  # of a turn: approximate time, repetitions at most
 _SHARED = ("shared", "shared_copies")
-_LENGTH = 65_521  # values per rank before they repeat: the largest prime below 2**16
-_MOST = 127  # limit for their sums: int8's maximum; bfloat16 is exact up to 256
-_TRIALS = 30
-_SHORTEST_NS, _LONGEST_NS = 50_000, 2_000_000
-_LATE_S, _LATE_PART = 5e-6, 0.02
-"""A rank may be late by at most the larger of these: seconds, fraction of the operation's time."""
 
 
-class Patterns:
-    """The values that ranks contribute, and the expected results.
-
-    Each rank repeats its sequence of small integers, of prime length, over the tensor. This detects
-    a misplaced part and a rank that is missing or counted twice. Sums are exact up to 127 ranks.
-    """
-
-    def __init__(
-        self, rank: int, world_size: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self._rank, self._world_size = rank, world_size
-        highest = max(min(_MOST // world_size, 4), 1)
-        tiles = [
-            torch.randint(highest + 1, (_LENGTH,), generator=torch.Generator().manual_seed(seed))
-            for seed in range(world_size)
-        ]
-        self._tiles = [tile.to(device, dtype) for tile in tiles]
-        self._sum = torch.stack(tiles).sum(0).to(device, dtype)
-
-    def fill(self, source: Tensor, result: Tensor) -> None:
-        """Write this rank's values into `source`, [n]. First fill `result`, [n], with wrong values
-        to detect an operation that does nothing."""
-        result.fill_(-1)
-        for piece in source.split(_LENGTH):
-            piece.copy_(self._tiles[self._rank][: len(piece)])
-
-    def first_wrong(self, operation: str, result: Tensor) -> int:
-        """Index of the first wrong element of this rank's `result`, or -1."""
-        start = self._rank * len(result) if operation == "reduce_scatter" else 0
-        parts = [(self._sum, result, start)]
-        if operation == "broadcast":
-            parts = [(self._tiles[0], result, 0)]
-        if operation == "all_gather":
-            every = result.view(self._world_size, -1)
-            parts = [(tile, part, 0) for tile, part in zip(self._tiles, every, strict=True)]
-        place = 0
-        for tile, part, start in parts:
-            turned = tile.roll(-(start % _LENGTH))
-            for piece in part.split(_LENGTH):
-                differs = piece != turned[: len(piece)]
-                if bool(differs.any()):
-                    return place + int(differs.nonzero()[0])
-                place += len(piece)
-        return -1
-
-
-@dataclass(frozen=True, slots=True)
-class Lap:
-    """One repetition."""
-
-    seconds: float  # from the common start to the end
-    late_s: float = 0.0  # from the common start to the actual one
-
-
-def slowest(comm: Communicator, laps: list[Lap]) -> list[Lap]:
-    """The longest time and the latest start of each repetition, over all ranks."""
-    found = torch.tensor([[lap.seconds, lap.late_s] for lap in laps], dtype=torch.float64)
-    # All ranks, float64 [n, 2], on the CPU.
-    comm.all_reduce(found, "max").wait()
-    return [Lap(*pair) for pair in found.tolist()]
-
-
-def in_time(laps: list[Lap]) -> list[float]:
-    """Seconds of the repetitions that started on time; if there are none, of the least late one."""
-    kept = [lap.seconds for lap in laps if lap.late_s <= max(_LATE_S, _LATE_PART * lap.seconds)]
-    return kept or [min(laps, key=lambda lap: lap.late_s).seconds]
-
-
-class Clock:
-    """Times an operation on all ranks at once, from the end of a barrier: for CPU ranks of several
-    hosts. `overhead_s` is about the cost of an empty repetition, equal on all ranks."""
-
-    def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
-        begin = time.perf_counter()
-        for _ in range(_TRIALS):
-            self.lap(lambda: None)
-        [lap] = slowest(comm, [Lap((time.perf_counter() - begin) / _TRIALS)])
-        self.overhead_s = lap.seconds
-
-    def lap(self, run: Callable[[], object]) -> Lap:
-        """One repetition on this rank; all ranks call it."""
-        self._comm.barrier()
-        begin = time.perf_counter()
-        run()
-        return Lap(time.perf_counter() - begin)
-
-
-class MomentClock(Clock):
-    """See [Note: A common begin]; for CPU ranks of one host."""
-
-    def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
-        self._crowded = comm.world_size > usable_cores()
-        late = []
-        for _ in range(_TRIALS):
-            agreed_ns = self._agree()
-            late.append(time.perf_counter_ns() - agreed_ns)
-        [longest] = slowest(comm, [Lap(2e-9 * percentile(late, 90))])
-        self._ahead_ns = int(min(max(longest.seconds * 1e9, _SHORTEST_NS), _LONGEST_NS))
-        self.overhead_s = 2e-9 * self._ahead_ns
-
-    def lap(self, run: Callable[[], object]) -> Lap:
-        begin = self._agree() + self._ahead_ns
-        while time.perf_counter_ns() < begin:
-            if self._crowded:
-                os.sched_yield()
-        late = 0 if self._crowded else time.perf_counter_ns() - begin
-        run()
-        return Lap((time.perf_counter_ns() - begin) * 1e-9, late * 1e-9)
-
-    def _agree(self) -> int:
-        """When the last rank arrived, nanoseconds: one all-reduce, int64 [1], on the CPU."""
-        now = torch.tensor([time.perf_counter_ns()])
-        self._comm.all_reduce(now, "max").wait()
-        return int(now)
-
-
-class EventClock(Clock):
-    """For ranks with a CUDA device each."""
-
-    def __init__(self, comm: Communicator, device: torch.device) -> None:
-        self._small = torch.zeros(1, device=device)
-        super().__init__(comm)
-
-    def lap(self, run: Callable[[], object]) -> Lap:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        # All ranks, float32 [1]: later work on the stream starts together on all ranks.
-        self._comm.all_reduce(self._small).wait()
-        begin.record()
-        run()
-        end.record()
-        end.synchronize()
-        return Lap(begin.elapsed_time(end) * 1e-3)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TimedOperation:
+class TimedOperation(NamedTuple):
     """One operation by one algorithm over its buffers. They hold zeros during timing, since a sum
     in place would grow with each repetition."""
 
@@ -240,12 +91,12 @@ def build(
         ("broadcast", "tree"): lambda: p2p.tree_broadcast(comm, whole),
     }
     run: Callable[[], object] = by_messages.get(name, by_backend[operation])
-    return TimedOperation(algorithm=algorithm, source=source, result=result, run=run)
+    return TimedOperation(algorithm, source, result, run)
 
 
 def measure(options_json: dict[str, Any]) -> dict[str, Any]:
-    """Open a session, measure everything; returns the data for `--json` and the record."""
-    options = from_json(CollectivesOptions, options_json)
+    """Open a session, measure everything; returns the data for the record."""
+    options = msgspec.convert(options_json, CollectivesOptions)
     device = options.device
     if device == "auto":  # GPUs, if each rank of this host has one
         ranks = resolve(environ.snapshot()).world.local_world_size
@@ -256,7 +107,7 @@ def measure(options_json: dict[str, Any]) -> dict[str, Any]:
         if world.world_size < 2:
             raise ConfigError("collectives need at least 2 ranks: one rank has nothing to move")
         before = environment(world_size=world.world_size, threads=session.threads)
-        bench = Bench(options, world, show_progress)
+        bench = Bench(options, world)
         samples = bench.run()
         return {
             "environment": before,
@@ -269,20 +120,16 @@ def measure(options_json: dict[str, Any]) -> dict[str, Any]:
 
 
 class Bench:
-    """One rank's part; `tell` is called on rank 0 before each size."""
+    """One rank's part."""
 
-    def __init__(self, options: CollectivesOptions, world: World, tell: Tell) -> None:
+    def __init__(self, options: CollectivesOptions, world: World) -> None:
         self._options, self._world = options, world
-        self._tell = tell if world.is_main else silent
         self._comm = communicator(world)
         self._hosts = share_placement(self._comm, world)
         self._shared: SharedMemoryCommunicator | None = None
         self._on_cpu = world.device.type == "cpu"
         dtype: torch.dtype = getattr(torch, DTYPES[options.dtype][0])
         self._like = torch.zeros(1, dtype=dtype, device=world.device)
-        self._patterns = Patterns(world.rank, world.world_size, dtype, world.device)
-        clock = MomentClock if world.one_host else Clock
-        self._clock = clock(self._comm) if self._on_cpu else EventClock(self._comm, world.device)
         self.skipped: list[str] = []  # one line for each skipped measurement: what, and why
         self.wrong: list[str] = []  # incorrect results; these are not timed
 
@@ -301,25 +148,22 @@ class Bench:
                     raise SharedMemoryError("for tensors on the CPU only")
                 self._shared = share_memory(self._comm)
             except SharedMemoryError as error:
-                self.skipped.append(f"shared, shared_copies: {error}")
-        if self._shared is None:
-            asked = {o: [n for n in names if n not in _SHARED] for o, names in asked.items()}
+                self.skipped.append(f"skipped: shared, shared_copies: {error}")
+                asked = {o: [n for n in names if n not in _SHARED] for o, names in asked.items()}
         work = [
             (operation, count, names)
             for operation, names in asked.items()
             for count in counts_of(operation, sizes, options.dtype, self._comm.world_size)
             if names
         ]
-        was_on = gc.isenabled()
         gc.disable()  # a garbage collection takes milliseconds
         try:
             for done, (operation, count, names) in enumerate(work):
-                self._tell(done, len(work), f"{operation} {self._size(count)}")
+                if self._world.is_main:
+                    show_progress(done, len(work), f"{operation} {self._size(count)}")
                 samples += self._measure_size(operation, count, names)
-            self._tell(len(work), len(work), "done")
         finally:
-            if was_on:
-                gc.enable()
+            gc.enable()
             if self._shared is not None:
                 self._shared.close()
         return samples
@@ -339,7 +183,8 @@ class Bench:
                 for length in (count, part_count):
                     in_place.append(self._shared.allocate(length, self._like.dtype))
             except SharedMemoryError as error:
-                self.skipped.append(f"{operation} by shared at {self._size(count)}: {error}")
+                where = f"{operation} by shared at {self._size(count)}"
+                self.skipped.append(f"skipped: {where}: {error}")
                 names.remove("shared")
         contestants = []
         try:
@@ -352,11 +197,7 @@ class Bench:
                     contestants.append(built)
             for tensor in (whole, other, part, *in_place):
                 tensor.zero_()
-            contestants.append(
-                TimedOperation(
-                    algorithm=COPY, source=whole, result=other, run=lambda: other.copy_(whole)
-                )
-            )
+            contestants.append(TimedOperation(COPY, whole, other, lambda: other.copy_(whole)))
             return self._rounds(operation, count, contestants)
         finally:
             for tensor in in_place:
@@ -365,28 +206,31 @@ class Bench:
 
     def _is_right(self, operation: str, contestant: TimedOperation) -> bool:
         """Run it once on values with a known result. All ranks get the same answer."""
-        self._patterns.fill(contestant.source, contestant.result)
+        # Whole numbers whose sum is exact in each dtype, up to 63 ranks.
+        values = torch.tensor([1 + rank % 3 for rank in range(self._comm.world_size)])
+        result = contestant.result.fill_(-1)  # detects an operation that does nothing
+        contestant.source.fill_(int(values[self._comm.rank]))
         self._comm.barrier()  # peers also write shared buffers
         contestant.run()
-        wrong = self._patterns.first_wrong(operation, contestant.result)
-        for rank, index in enumerate(all_gather_numbers(self._comm, wrong)):
-            if index >= 0:
-                self.wrong.append(
-                    f"{operation} by {contestant.algorithm}, {len(contestant.result)} elements of "
-                    f"{self._options.dtype}: element {index} is wrong on rank {rank}"
-                )
-                return False
-        return True
+        right = {"broadcast": values[:1], "all_gather": values}.get(operation, values.sum(0, True))
+        is_wrong = result.view(len(right), -1) != right.to(result)[:, None]
+        flags = all_gather_numbers(self._comm, int(is_wrong.any()))
+        if any(flags):
+            self.wrong.append(
+                f"{operation} by {contestant.algorithm}, {len(result)} elements of "
+                f"{self._options.dtype}: wrong on rank {flags.index(1)}"
+            )
+        return not any(flags)
 
     def _rounds(
         self, operation: str, count: int, contestants: list[TimedOperation]
     ) -> list[dict[str, Any]]:
-        overhead_s = self._clock.overhead_s
-        estimates = [min(self._turn(c, _WARM_UP)) for c in contestants]
-        repetitions = [repetitions_of(s, overhead_s) for s in estimates]
-        rounds = rounds_of([s + overhead_s for s in estimates], self._options.rounds)
+        repetitions = []
+        for contestant in contestants:
+            affordable = int(_TURN_S / min(self._turn(contestant, _WARM_UP)))
+            repetitions.append(max(1, min(affordable, _MOST_REPETITIONS)))
         times: list[list[list[float]]] = [[] for _ in contestants]
-        for first in range(rounds):
+        for first in range(self._options.rounds):
             for step in range(len(contestants)):
                 place = (first + step) % len(contestants)
                 times[place].append(self._turn(contestants[place], repetitions[place]))
@@ -402,6 +246,14 @@ class Bench:
         ]
 
     def _turn(self, contestant: TimedOperation, repetitions: int) -> list[float]:
-        """Seconds per operation in each repetition, to the nanosecond; the same on all ranks."""
-        laps = slowest(self._comm, [self._clock.lap(contestant.run) for _ in range(repetitions)])
-        return [round(seconds, 9) for seconds in in_time(laps)]
+        """Seconds of each repetition, to the nanosecond; the same on all ranks."""
+        device = self._like.device
+        self._comm.barrier()
+        moments = [moment(device)]
+        for _ in range(repetitions):
+            contestant.run()
+            moments.append(moment(device))
+        seconds = torch.tensor(seconds_between(moments), dtype=torch.float64)
+        # All ranks, float64 [repetitions], on the CPU.
+        self._comm.all_reduce(seconds, "max").wait()
+        return [max(round(each, 9), 1e-9) for each in seconds.tolist()]

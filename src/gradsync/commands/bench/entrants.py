@@ -7,7 +7,7 @@ to `update`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -19,26 +19,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradsync.comm.base import Communicator
 from gradsync.comm.groups import communicator
-from gradsync.commands.bench.contestants import ALONE, Contestant
-from gradsync.commands.bench.host import OPTIONS
 from gradsync.commands.bench.meter import StepClock
-from gradsync.commands.bench.sync_plan import SyncSettings
+from gradsync.commands.bench.sync_plan import ALONE, Contestant, SyncSettings
 from gradsync.commands.models.gpt import GPT
 from gradsync.commands.train.config import OptimConfig
 from gradsync.commands.train.learner import Learner, build_optimizer, trainer_options
 from gradsync.data.micro_batch import MicroBatch, make_micro_batch
-from gradsync.runtime import environ
 from gradsync.runtime.machine import pin_threads
 from gradsync.sync.registry import STRATEGIES
 from gradsync.sync.replicate import replicate
 from gradsync.world import World
 
 CLIP_NORM = 1.0  # largest norm of the gradient, as `gradsync train` has it
-_TORCHS = ("ddp", "fsdp", "powersgd")
-_DRIFTING = (ALONE, "local_sgd", "diloco")  # ranks differ, always or between meetings
-
-MicroBatches = Sequence[MicroBatch]
-"""A rank's, of a step: tokens and targets, each [sequences, tokens], int64."""
+_ON_HOST: Mapping[str, Any] = {"collective": "backend", "overlap_publish": False}
+"""With `--host`: by messages, as on GPUs, and whole sums in the step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,14 +43,9 @@ class BenchSite:
     world: World
 
     @property
-    def device(self) -> torch.device:
-        """The rank's device."""
-        return self.world.device
-
-    @property
     def on_cuda(self) -> bool:
         """Whether the rank computes on CUDA."""
-        return self.device.type == "cuda"
+        return self.world.device.type == "cuda"
 
     @property
     def comm(self) -> Communicator:
@@ -65,7 +54,7 @@ class BenchSite:
 
     def model(self) -> GPT:
         """The model with its initial weights, the same on all ranks."""
-        return GPT(self.settings.config, seed=0).to(self.device)
+        return GPT(self.settings.config, seed=0).to(self.world.device)
 
     def optimizer(self, model: torch.nn.Module) -> torch.optim.AdamW:
         """The trainer's: fused AdamW, matrices decay."""
@@ -74,9 +63,9 @@ class BenchSite:
     def autocast(self) -> AbstractContextManager[Any]:
         """The mixed precision of a forward."""
         enabled = self.settings.dtype == "bf16"
-        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=enabled)
+        return torch.autocast(self.world.device.type, dtype=torch.bfloat16, enabled=enabled)
 
-    def micro_batches(self, batch_size: int) -> MicroBatches:
+    def micro_batches(self, batch_size: int) -> list[MicroBatch]:
         """Random tokens of this rank, the same in every step; they differ by rank and place."""
         count, batches = self.settings.micro_batches_per_rank, []
         shape = (2, batch_size // count, self.settings.tokens)
@@ -101,20 +90,16 @@ def micro_batches_of(batches: Sequence[tuple[Tensor, ...]], world: World) -> lis
 
 class Entrant:
     """A contestant on this rank: the plain torch loop, which is `none`. Subclasses override what
-    their library's documentation writes differently. `clock` is called when a step's last gradient
-    is ready; with `exposed`, communication that can be kept from overlapping is, and is timed.
-    """
+    their library's documentation writes differently."""
 
-    exposed_s: float | None = None  # seconds in collectives so far, if nothing hides them
     period = 1  # steps after which the communication pattern repeats
     own_precision = False  # whether the wrapped model enters mixed precision itself
 
-    def __init__(
-        self, contestant: Contestant, site: BenchSite, clock: StepClock, *, exposed: bool = False
-    ) -> None:
-        self.contestant, self.site, self.exposed = contestant, site, exposed
+    def __init__(self, contestant: Contestant, site: BenchSite) -> None:
+        self.contestant, self.site = contestant, site
+        self.micro_batches = site.micro_batches(contestant.batch_size)
         self.model = site.model()
-        clock.watch(self.model.embed.weight)
+        self.clock = StepClock(self.model.embed.weight)
         self.called: Any = self.model
         self.optimizer: Any = None
         self.mean_loss: Any = None  # of this rank's micro-batches, or of all, in the last step
@@ -124,22 +109,24 @@ class Entrant:
         """Wrap the model, create the optimizer."""
         self.optimizer = self.site.optimizer(self.model)
 
-    def step(self, micro_batches: MicroBatches) -> Tensor:
+    def step(self) -> Tensor:
         """One step; its mean loss, []."""
-        self.backward(micro_batches)
+        self.backward()
         self.update()
         return self.mean_loss
 
-    def backward(self, micro_batches: MicroBatches) -> None:
+    def backward(self) -> None:
         """Forward and backward of this rank's micro-batches."""
-        total = torch.zeros((), device=self.site.device)
-        for each in micro_batches:
+        total = torch.zeros((), device=self.site.world.device)
+        for each in self.micro_batches:
             with self.accumulating(last=each.is_last):
                 with nullcontext() if self.own_precision else self.site.autocast():
-                    loss = mean_loss(self.called(each.inputs), each.targets)
-                self.differentiate(loss, len(micro_batches))
+                    logits_BTV = self.called(each.inputs)
+                    # As most loops write it: the mean over targets, [].
+                    loss = F.cross_entropy(logits_BTV.flatten(0, 1), each.targets.flatten())
+                self.differentiate(loss, len(self.micro_batches))
             total += loss.detach()
-        self.mean_loss = total / len(micro_batches)
+        self.mean_loss = total / len(self.micro_batches)
 
     def accumulating(self, *, last: bool) -> AbstractContextManager[Any]:
         """Context of a micro-batch; gradients are synchronised in the last one only."""
@@ -159,46 +146,44 @@ class Entrant:
         """Clip gradients to `CLIP_NORM`."""
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM)
 
-    def communicators(self) -> list[Communicator]:
-        """Communicators to count; see `Wire`."""
-        return []
-
-    def whole_periods(self, steps: int) -> int:
-        """The smallest multiple of `period` that is at least `steps`."""
-        return -(-steps // self.period) * self.period
+    def communicator(self) -> Communicator | None:
+        """The communicator to count, see `Wire`."""
+        return None
 
     def wait(self) -> None:
         """Return when the last step has no pending work."""
-
-    def weights(self) -> list[Tensor] | None:
-        """This rank's copy of the weights; None if no rank holds a whole copy, or if ranks may
-        differ."""
-        if self.contestant.name in _DRIFTING:
-            return None
-        return [parameter.detach() for parameter in self.model.parameters()]
 
     def close(self) -> None:
         """Remove hooks and stop threads."""
 
 
+class Reference(Entrant):
+    """The simplest synchronisation. Every contestant should see its losses."""
+
+    def update(self) -> None:
+        comm = self.site.comm
+        for parameter in self.model.parameters():
+            assert parameter.grad is not None, "the model uses all its parameters"
+            # Whole group, the parameter's shape and dtype; overlaps nothing.
+            comm.all_reduce(parameter.grad).wait()
+            parameter.grad /= comm.world_size
+        super().update()
+
+
 class TorchDdp(Entrant):
-    """torch's DistributedDataParallel, as its tutorial writes it, with the given options. On one
-    rank it is the loop alone, as users run it."""
+    """torch's DistributedDataParallel, as its tutorial writes it, with the given options."""
 
     def set_up(self) -> None:
         super().set_up()
         site = self.site
-        if not site.world.is_distributed:
-            return
         options = dict(self.contestant.options)
         if site.settings.bucket_mb is not None:
             options.setdefault("bucket_cap_mb", site.settings.bucket_mb)
-        ids = [site.device.index] if site.on_cuda else None
+        ids = [site.world.device.index] if site.on_cuda else None
         self.called = DistributedDataParallel(self.model, device_ids=ids, **options)
 
     def accumulating(self, *, last: bool) -> AbstractContextManager[Any]:
-        skip = not last and isinstance(self.called, DistributedDataParallel)
-        return self.called.no_sync() if skip else nullcontext()
+        return nullcontext() if last else self.called.no_sync()
 
 
 class Accelerated(Entrant):
@@ -216,15 +201,12 @@ class Accelerated(Entrant):
 
         site, size = self.site, self.site.settings.bucket_mb
         handlers = [] if size is None else [DistributedDataParallelKwargs(bucket_cap_mb=size)]
-        # One rank runs without a launcher; these variables would make it distributed.
-        alone = {} if site.world.is_distributed else {"LOCAL_RANK": "-1", "WORLD_SIZE": "1"}
-        with environ.exported(alone):
-            self.accelerator = Accelerator(
-                cpu=not site.on_cuda,
-                mixed_precision="bf16" if site.settings.dtype == "bf16" else "no",
-                gradient_accumulation_steps=site.settings.micro_batches_per_rank,
-                kwargs_handlers=handlers,
-            )
+        self.accelerator = Accelerator(
+            cpu=not site.on_cuda,
+            mixed_precision="bf16" if site.settings.dtype == "bf16" else "no",
+            gradient_accumulation_steps=site.settings.micro_batches_per_rank,
+            kwargs_handlers=handlers,
+        )
         optimizer = site.optimizer(self.model)
         self.called, self.optimizer = self.accelerator.prepare(self.model, optimizer)
 
@@ -238,8 +220,9 @@ class Accelerated(Entrant):
         self.accelerator.clip_grad_norm_(self.called.parameters(), CLIP_NORM)
 
     def close(self) -> None:
-        """Accelerate keeps what it prepared for the life of the process."""
+        """Accelerate keeps what it prepared, and the process group, for the life of the process."""
         self.accelerator.free_memory()
+        self.accelerator.state._reset_state(reset_partial_state=True)
 
 
 class Fabricated(Entrant):
@@ -255,11 +238,10 @@ class Fabricated(Entrant):
 
         # Its import messages do not belong in a table.
         logging.getLogger("lightning_fabric").setLevel(logging.ERROR)
-        site, strategy = self.site, "auto"
-        if site.world.is_distributed:  # over the existing ranks, however started
-            size = site.settings.bucket_mb
-            options = {} if size is None else {"bucket_cap_mb": size}
-            strategy = DDPStrategy(cluster_environment=TorchElasticEnvironment(), **options)
+        site, size = self.site, self.site.settings.bucket_mb
+        options = {} if size is None else {"bucket_cap_mb": size}
+        # Over the existing ranks, however started.
+        strategy = DDPStrategy(cluster_environment=TorchElasticEnvironment(), **options)
         self.fabric = Fabric(
             accelerator="cuda" if site.on_cuda else "cpu",
             devices=site.world.local_world_size,
@@ -285,13 +267,7 @@ class Synchronised(Entrant):
 
     def set_up(self) -> None:
         contestant, site = self.contestant, self.site
-        strategy, options = STRATEGIES[contestant.name], given_options(contestant, site)
-        # The stopwatch of a step sees neither torch's own messages nor the gathering of shards.
-        gathers = strategy.recipe is not None and strategy.recipe.shard != "none"
-        if self.exposed and contestant.name not in _TORCHS and not gathers:
-            self.exposed_s = 0.0
-            if "overlap" in strategy.options:
-                options["overlap"] = False
+        options = given_options(contestant, site)
         self.period = options.get("inner_steps", 1)
         self.sync = replicate(self.model, site.world, strategy=contestant.name, **options)
         self.optimizer = site.optimizer(self.model)  # fsdp replaces the parameters
@@ -304,27 +280,19 @@ class Synchronised(Entrant):
             autocast=site.autocast(),
         )
         self.learner.prime((1, 2))
-        self.replica = self.sync.replica
 
-    def backward(self, micro_batches: MicroBatches) -> None:
-        self.learner.run_micro_batches(micro_batches)
+    def backward(self) -> None:
+        self.learner.run_micro_batches(self.micro_batches)
 
     def update(self) -> None:
-        if self.exposed_s is not None:
-            self.site.comm.barrier()
         result = self.sync.step(self.optimizer, clip_norm=CLIP_NORM)
         self.mean_loss = result.mean_loss
-        if self.exposed_s is not None:
-            self.exposed_s += result.exposed.seconds()
 
     def wait(self) -> None:
-        self.replica.wait()
+        self.sync.replica.wait()
 
-    def communicators(self) -> list[Communicator]:
-        return [self.replica.comm]
-
-    def weights(self) -> list[Tensor] | None:
-        return super().weights() if self.replica.whole_parameters else None
+    def communicator(self) -> Communicator:
+        return self.sync.replica.comm
 
     def close(self) -> None:
         self.sync.close()
@@ -342,8 +310,8 @@ class InTheirLoop(Entrant):
     def accumulating(self, *, last: bool) -> AbstractContextManager[Any]:
         return nullcontext() if last else self.sync.no_sync()
 
-    def communicators(self) -> list[Communicator]:
-        return [self.sync.replica.comm]
+    def communicator(self) -> Communicator:
+        return self.sync.replica.comm
 
     def close(self) -> None:
         self.sync.close()
@@ -357,19 +325,12 @@ _OTHERS = {
 }
 
 
-def enter(
-    contestant: Contestant, site: BenchSite, clock: StepClock, *, exposed: bool = False
-) -> Entrant:
+def enter(contestant: Contestant, site: BenchSite) -> Entrant:
     """Build the contestant, see `Entrant`; all ranks of the set call this together."""
     ours = InTheirLoop if contestant.own_loop else Synchronised
-    entrant = _OTHERS.get(contestant.name, ours)(contestant, site, clock, exposed=exposed)
+    entrant = _OTHERS.get(contestant.name, ours)(contestant, site)
     pin_threads(site.settings.threads)  # Accelerate changes the number
     return entrant
-
-
-def mean_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    """Cross-entropy as most loops write it: the mean over targets, []."""
-    return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
 
 
 def given_options(contestant: Contestant, site: BenchSite) -> dict[str, Any]:
@@ -379,7 +340,7 @@ def given_options(contestant: Contestant, site: BenchSite) -> dict[str, Any]:
     strategy = STRATEGIES[contestant.name]
     usual: dict[str, Any] = {"inner_steps": settings.num_steps, "start_powerSGD_iter": 2}
     if settings.host:
-        usual |= OPTIONS
+        usual |= _ON_HOST
     has_buckets = strategy.recipe is None or strategy.recipe.grouping == "buckets"
     if settings.bucket_mb is not None and has_buckets:
         usual["bucket_mb"] = settings.bucket_mb

@@ -1,27 +1,33 @@
-"""A measurement from the command line to its record: `run_experiment` runs an `Experiment`.
+"""`gradsync bench NAME`: a measurement from the command line to its record. `run_experiment` runs
+an `Experiment`, that of `gradsync.commands.bench.NAME`.
 
 plan       from the command's options: what to measure, or an error
 measure    a rank's part, from JSON to JSON, on a launcher's ranks or on new ones
-findings   the results as a table, JSON, CSV and `record.json`
+findings   the results as a table, a record (JSON) and CSV
+
+Figures of repeated measurements are medians, quartiles and ratios. No torch before ranks measure.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import IO, TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
 
 from gradsync.commands.launch.ranks import WORKER, be_rank, measure_on_ranks, until_stopped
-from gradsync.core.files import check_place, json_text, write_result
+from gradsync.core.files import check_name, check_place, counted, json_text, write_result
 from gradsync.errors import ConfigError
 from gradsync.runtime import environ
 from gradsync.runtime.arguments import parse
@@ -31,9 +37,26 @@ from gradsync.runtime.resolve import resolve
 if TYPE_CHECKING:
     from gradsync.world import World
 
-_HEAD = ("environment", "command", "benchmark")
-_PLACES = ("csv", "out", "save", "as_json", "dry_run")
+BENCHMARKS = {
+    "sync": "training steps of every strategy, beside DDP, Accelerate, Fabric and no communication",
+    "collectives": "all-reduce and its kin by every algorithm, beside the memory's own bandwidth",
+    "scaling": "strong and weak scaling from one rank on, with a verdict",
+}
+_HELP = """\
+usage: gradsync bench NAME [options]
+
+Measure what synchronisation costs on this machine.
+
+benchmarks:
+{benchmarks}
+
+`gradsync bench NAME --help` says more.
+"""
+_PLACES = ("csv", "out", "save", "as_json")
 """Options that do not change what is measured."""
+
+_RESAMPLES = 4000
+_WIDE = 240  # columns of a file: a table in it must not be cut
 
 T = TypeVar("T")
 
@@ -43,9 +66,8 @@ class Findings:
     """Results, in the form that each output needs."""
 
     environment: Mapping[str, Any]  # see `environment`
-    data: Mapping[str, Any]  # for `--json` and the record
+    data: Mapping[str, Any]  # for the record
     show: Callable[[IO[str]], None]  # prints it for people
-    samples: Any = None  # for the record alone
     csv: Callable[[], str] | None = None
     keep: Callable[[], str] | None = None  # saves what other commands use, last; returns where
     code: int = 0  # exit code
@@ -61,6 +83,18 @@ class Experiment:
     ranks: Callable[[Any], int]  # from the plan: how many to start
     measure: str  # `module:function`; imported by ranks only
     findings: Callable[[Any, Any], Findings]  # from the plan and what `measure` returned on rank 0
+
+
+def run(argv: list[str]) -> int:
+    """Run `gradsync bench ARGV`; returns the exit code."""
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        width = max(map(len, BENCHMARKS))
+        lines = [f"  {name:<{width}}  {summary}" for name, summary in BENCHMARKS.items()]
+        print(_HELP.format(benchmarks="\n".join(lines)), end="")
+        return 0 if argv else 2
+    name, *rest = argv
+    check_name("benchmark", name, BENCHMARKS)
+    return run_experiment(import_module(f"gradsync.commands.bench.{name}").EXPERIMENT, rest)
 
 
 def run_experiment(experiment: Experiment, argv: list[str]) -> int:
@@ -88,10 +122,6 @@ def run_experiment(experiment: Experiment, argv: list[str]) -> int:
         for name in ("csv", "out"):
             if place := getattr(options, name, ""):
                 check_place(flag_of(name), Path(place), folder=name == "out")
-    if getattr(options, "dry_run", False):
-        if world.is_main:
-            print(json.dumps(asdict(plan), indent=1))
-        return 0
     if world.is_distributed:
         options = replace(options, world_size=world.world_size)
     ask = partial(measure_on_ranks, experiment.command, asdict(plan), measure, world=world)
@@ -111,16 +141,14 @@ def _deliver(options: Any, command: Sequence[str], found: Findings) -> None:
     """Write the results to every requested output."""
     human = sys.stderr if options.as_json else sys.stdout
     found.show(human)
-    again = command_of(options, command)
+    about: dict[str, Any] = {"name": command[-1], "command": command_of(options, command)}
+    about |= {"environment": found.environment, "data": found.data}
     if options.as_json:
-        head = {"environment": found.environment, "command": again}
-        print(json.dumps({**head, **found.data}, indent=1, allow_nan=False), flush=True)
+        print(json_text(record_of(**about)), end="", flush=True)
     if found.csv and options.csv:
         write_result(Path(options.csv), found.csv())
     if options.out:
-        about = {"name": command[-1], "command": again, "environment": found.environment}
-        data = {**found.data, "samples": found.samples}
-        print(f"wrote {write_record(Path(options.out), **about, data=data)}", file=human)
+        print(f"wrote {write_record(Path(options.out), **about)}", file=human)
     if found.keep and getattr(options, "save", True):
         print(found.keep(), file=human)
 
@@ -185,32 +213,100 @@ def environment(*, world_size: int, threads: int) -> dict[str, Any]:
     }
 
 
-def write_record(
-    folder: Path,
-    *,
-    name: str,
-    command: str,
-    environment: Mapping[str, Any],
-    data: Mapping[str, Any],
-) -> Path:
-    """Write `folder/record.json` atomically; returns its path."""
-    assert not set(_HEAD) & set(data), "a key of the head in the data"
-    document = {"environment": dict(environment), "command": command, "benchmark": name, **data}
+def record_of(
+    *, name: str, command: str, environment: Mapping[str, Any], data: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The document of a measurement."""
+    return {"environment": environment, "command": command, "benchmark": name, **data}
+
+
+def write_record(folder: Path, **parts: Any) -> Path:
+    """Write `folder/record.json` atomically, with `parts` of `record_of`; returns its path."""
     path = folder / "record.json"
-    write_result(path, json_text(document))
+    write_result(path, json_text(record_of(**parts)))
     return path
 
 
-def from_json(kind: type[T], data: Mapping[str, Any]) -> T:
-    """The dataclass `kind` from what `dataclasses.asdict` and JSON made of it. Fields may be
-    dataclasses, and tuples of one type. Other keys, of an older record, are left out."""
-    hints = get_type_hints(kind)
-    return kind(**{name: _value(hints[name], data[name]) for name in hints if name in data})
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Range of the middle half of `count` measurements: median, first and third quartile."""
+
+    median: float
+    low: float
+    high: float
+    count: int
+
+    def text(self, digits: int) -> str:
+        """`median (first quartile-third quartile)`; for a single value, the value."""
+        middle = f"{self.median:.{digits}f}"
+        if self.count == 1:
+            return middle
+        return f"{middle} ({self.low:.{digits}f}-{self.high:.{digits}f})"
 
 
-def _value(hint: Any, value: Any) -> Any:
-    if is_dataclass(hint):
-        return from_json(hint, value)
-    if get_origin(hint) is tuple:
-        return tuple(_value(get_args(hint)[0], each) for each in value)
-    return value
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The value that `percent` of 100 do not exceed; interpolated linearly between two of them."""
+    return float(np.percentile(values, percent))
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Median and quartiles of at least one value."""
+    low, median, high = (percentile(values, percent) for percent in (25, 50, 75))
+    return Spread(median=median, low=low, high=high, count=len(values))
+
+
+def ratios(values: Sequence[float], ideal: Sequence[float]) -> list[float]:
+    """`values` over `ideal`, each round by the same round: disturbances affect both."""
+    return [value / best for value, best in zip(values, ideal, strict=True)]
+
+
+def interval(values: Sequence[float], *, doubt: float = 0.05) -> tuple[float, float]:
+    """Confidence interval of the median, by the bootstrap over rounds (Efron 1979); `doubt` is 0.05
+    for 95 %. The same values give the same interval."""
+    places = np.random.default_rng(0).integers(0, len(values), (_RESAMPLES, len(values)))
+    medians = np.median(np.asarray(values)[places], axis=1)
+    low, high = np.quantile(medians, [doubt / 2, 1 - doubt / 2])
+    return float(low), float(high)
+
+
+def print_table(
+    stream: IO[str],
+    title: str,
+    rows: Sequence[Mapping[str, str]],
+    notes: Iterable[str] = (),
+    *,
+    words: Collection[str] = (),
+) -> None:
+    """A table of at least one row, each by column, then notes, one paragraph each; lines in a file
+    are not cut. `words` are the columns without numbers, as the first one."""
+    table = Table(title=title, title_justify="left")
+    for place, heading in enumerate(rows[0]):
+        table.add_column(heading, justify="right" if place and heading not in words else "left")
+    for row in rows:
+        table.add_row(*row.values())
+    width = None if stream.isatty() else _WIDE
+    console = Console(file=stream, width=width, markup=False, emoji=False, highlight=False)
+    console.print(table)
+    for line in notes:
+        console.print(line, style="dim", soft_wrap=not stream.isatty())
+
+
+def where(environment: Mapping[str, Any]) -> str:
+    """The machine, in one line."""
+    device = environment["accelerator"] or environment["cpu"]
+    return (
+        f"{environment['date']}, {device}, {environment['cores']} cores (load "
+        f"{environment['load_at_start']} at the start), torch {environment['torch']}, "
+        f"{counted(environment['threads_per_rank'], 'thread')} a rank, {environment['backend']}"
+    )
+
+
+def show_progress(place: int, count: int, what: str) -> None:
+    """A line for each tenth of the work: items done, items in all, what comes now."""
+    if 10 * place % count < 10:
+        say(f"{place} of {count} done, next: {what}")
+
+
+def say(text: str) -> None:
+    """Print a line on standard error."""
+    print(f"gradsync: {text}", file=sys.stderr, flush=True)

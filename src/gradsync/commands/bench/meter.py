@@ -1,4 +1,4 @@
-"""When a step begins and ends, and what a rank sends in it.
+"""When a step begins and ends, what a rank sends in it, and what it costs the host.
 
 On a CPU the clock is read, on an accelerator events in the stream. Torch's own contestants are
 measured from outside: process groups count operations, the kernel counts bytes. For our strategies
@@ -7,14 +7,17 @@ messages is one operation."""
 
 from __future__ import annotations
 
+import cProfile
+import ctypes
 import os
 import socket
 import stat
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -30,62 +33,59 @@ headers. A late packet is sent twice, on a busy host even to itself."""
 _IN_MEMORY = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "run")
 
 
+def moment(device: torch.device) -> Any:
+    """Now: on an accelerator, when its stream has done all work so far."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(moments: list[Any]) -> list[float]:
+    """From each moment to the next one; waits for the device."""
+    if not isinstance(moments[-1], torch.cuda.Event):
+        return [last - first for first, last in pairwise(moments)]
+    moments[-1].synchronize()
+    return [first.elapsed_time(last) / 1000 for first, last in pairwise(moments)]
+
+
 class StepClock:
     """Called by a turn in this order: `begin`, then `backward_done` and `step_done` for each step.
 
     Torch's DDP waits for its messages at the end of backward. A rank's own computation ends
-    earlier, with the gradient of the embedding, which is first in forward. A hook reads the clock
-    there.
+    earlier, with the gradient of `last`, the parameter that is first in forward. A hook reads the
+    clock there.
     """
 
-    def __init__(self, *, on_cuda: bool) -> None:
-        self._on_cuda = on_cuda
-        self._marks: list[Any] = []
+    def __init__(self, last: Tensor) -> None:
+        self._device = last.device
+        self._moments: list[Any] = []
         self._last_gradient: Any = None
+        last.register_post_accumulate_grad_hook(self._ready)
 
-    def watch(self, parameter: Tensor) -> None:
-        """`parameter` is the one whose gradient comes last."""
-
-        def ready(_: Tensor) -> None:
-            self._last_gradient = self._now()
-
-        parameter.register_post_accumulate_grad_hook(ready)
+    def _ready(self, _: Tensor) -> None:
+        self._last_gradient = moment(self._device)
 
     def begin(self) -> None:
         """The first step of a turn begins."""
         self._last_gradient = None
-        self._marks = [self._now()]
+        self._moments = [moment(self._device)]
 
     def backward_done(self) -> None:
         """The last backward of a step has returned."""
         ready, self._last_gradient = self._last_gradient, None
         # The hook does not see sharded parameters; this time replaces it.
-        self._marks.append(self._now() if ready is None else ready)
+        self._moments.append(moment(self._device) if ready is None else ready)
 
     def step_done(self) -> None:
         """The step has ended, and the next one begins."""
-        self._marks.append(self._now())
+        self._moments.append(moment(self._device))
 
     def read(self) -> tuple[list[float], list[float]]:
         """Seconds of all steps since `begin`, and of their forward and backward up to the rank's
         last gradient; waits for the device."""
-        if self._on_cuda:
-            torch.cuda.synchronize()
-        begins, readies, ends = self._marks[:-1:2], self._marks[1::2], self._marks[2::2]
-        return (
-            [self._between(*pair) for pair in zip(begins, ends, strict=True)],
-            [self._between(*pair) for pair in zip(begins, readies, strict=True)],
-        )
-
-    def _now(self) -> Any:
-        if not self._on_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _between(self, first: Any, last: Any) -> float:
-        return first.elapsed_time(last) / 1000 if self._on_cuda else last - first
+        return seconds_between(self._moments[::2]), seconds_between(self._moments)[::2]
 
 
 def bytes_sent() -> int:
@@ -115,36 +115,50 @@ def operations_issued() -> int:
 
 
 class Wire:
-    """Counts from its creation on; `comms` are those of a strategy of ours. It shadows their
-    methods: each call is counted and forwarded."""
+    """Counts from its creation on; `comm` is that of a strategy of ours. It shadows its methods:
+    each call is counted and forwarded."""
 
-    def __init__(self, comms: Sequence[Communicator] = ()) -> None:
+    def __init__(self, comm: Communicator | None = None) -> None:
+        self._comm = comm
         self._begin = operations_issued(), bytes_sent()
-        self._surplus = 0  # sends and receives of a batch, which the group counts one by one
-        self._in_memory = 0
+        self._beyond = 0  # operations that the group does not count, less messages of a batch
         self._lock = threading.Lock()
-        self._shadows: list[tuple[Any, str]] = []
-        for comm in comms:
-            in_memory = hasattr(comm, "parts_of")
-            for name in ("exchange", *(_IN_MEMORY if in_memory else ())):
-                if hasattr(comm, name):
-                    setattr(comm, name, partial(self._call, name, getattr(comm, name)))
-                    self._shadows.append((comm, name))
+        in_memory = _IN_MEMORY if hasattr(comm, "parts_of") else ()
+        self._names = [name for name in ("exchange", *in_memory) if hasattr(comm, name)]
+        for name in self._names:
+            setattr(comm, name, partial(self._call, name, getattr(comm, name)))
 
     def read(self) -> tuple[int, int]:
         """(operations, bytes sent) of this rank; a batch of messages is one operation. Shared
         memory sends no bytes."""
-        operations = operations_issued() - self._begin[0]
+        operations = operations_issued() - self._begin[0] + self._beyond
         sent = bytes_sent() - self._begin[1]
-        for comm, name in self._shadows:
-            delattr(comm, name)
-        return operations - self._surplus + self._in_memory, sent
+        for name in self._names:
+            delattr(self._comm, name)
+        return operations, sent
 
     def _call(self, name: str, method: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
         with self._lock:
             if name == "exchange":
                 messages = sum(t.numel() > 0 for t, _ in (*arguments[0], *arguments[1]))
-                self._surplus += max(messages - 1, 0)  # an empty batch does not count
+                self._beyond -= max(messages - 1, 0)  # an empty batch does not count
             else:
-                self._in_memory += 1
+                self._beyond += 1
         return method(*arguments, **named)
+
+
+def host_cost(step: Callable[[], object]) -> dict[str, int]:
+    """What two steps do on this thread: operations that torch dispatches, Python's function
+    calls."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as operations:
+        step()
+    recorded: Any = operations.profiler
+    # Freeing these events crashes one run in five (torch 2.13, ~ProfilerResult): never free them.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(recorded.kineto_results))
+    profile = cProfile.Profile()
+    profile.runcall(step)
+    stats: Any = profile.getstats()
+    return {
+        "dispatched": sum(e.name.startswith("aten::") for e in recorded.function_events),
+        "calls": sum(entry.callcount for entry in stats if not isinstance(entry.code, str)),
+    }

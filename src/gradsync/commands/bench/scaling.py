@@ -12,25 +12,29 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from gradsync.commands.bench.contestants import ALONE, Contestant, parse_contestants
 from gradsync.commands.bench.experiment import (
     Experiment,
     Findings,
+    Spread,
     check_least,
+    interval,
     names_in,
+    print_table,
+    spread,
     taken,
+    where,
 )
-from gradsync.commands.bench.report import Spread, interval, print_table, spread, where
 from gradsync.commands.bench.sync_plan import (
+    ALONE,
     BenchPlan,
-    Entry,
+    Contestant,
     Results,
     SyncSettings,
-    bench_plan,
+    parse_contestants,
     side_by_side,
     step_seconds,
 )
@@ -42,7 +46,6 @@ from gradsync.runtime.machine import choose_threads, usable_cores
 if TYPE_CHECKING:
     from gradsync.world import World
 
-MODES = ("weak", "strong")
 THRESHOLD = 0.85  # efficiency to reach
 FEWEST_ROUNDS = 6
 """The bootstrap's interval lies within its values. All n lie on one side of the median once in
@@ -60,7 +63,7 @@ class ScalingOptions:
     world_sizes: str = ""
     """Numbers of ranks, separated by commas; 1 is always measured. Default: 1, 2, 4 … up to the
     number of cores."""
-    mode: str = "both"  # weak, strong or both.
+    mode: Literal["weak", "strong", "both"] = "both"
     strategy: str = "invariant"
     """How gradients are synchronised, optionally with options: bucketed:bucket_mb=1."""
     model_size: str = "tiny"  # tiny, mini, small, medium, large, xl, 1.3b, 2.7b.
@@ -75,34 +78,15 @@ class ScalingOptions:
     device: str = "auto"  # auto, cpu or cuda.
     out: str = ""  # Write record.json, with every sample, into this folder.
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
-    """Print one JSON document on standard output; the table goes to standard error."""
-    dry_run: bool = False  # Only say what would be measured.
+    """Print the record on standard output; the table goes to standard error."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Point:
-    """A world size in a mode; both modes may share an entry of the plan."""
-
-    mode: str
-    world_size: int
-    batch_size: int  # sequences of a rank and step
-
-    @property
-    def label(self) -> str:
-        """Its entry's label."""
-        return f"{counted(self.world_size, 'rank')}, {self.batch_size} a rank"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ScalingPlan:
+class ScalingPlan(BenchPlan):
     """What to measure, and how it is compared."""
 
-    plan: BenchPlan
-    points: tuple[Point, ...]  # by mode and ascending world size
-
-    def entry(self, point: Point) -> Entry:
-        """The entry that measures `point`."""
-        return next(entry for entry in self.plan.entries if entry.label == point.label)
+    points: tuple[tuple[str, Contestant], ...]
+    """By mode and ascending world size; both modes may share a contestant."""
 
 
 def plan_of(options: ScalingOptions, world: World) -> ScalingPlan:
@@ -113,14 +97,12 @@ def plan_of(options: ScalingOptions, world: World) -> ScalingPlan:
             "measures the ranks that a launcher started"
         )
     check_least(options, batch_size=1, rounds=FEWEST_ROUNDS)
-    if options.mode not in (*MODES, "both"):
-        raise ConfigError(f"--mode must be {', '.join(MODES)} or both; got {options.mode!r}")
     chosen = parse_contestants(options.strategy)
     if len(chosen) != 1:
         raise ConfigError(f"--strategy takes one name; got {options.strategy!r}")
-    sizes = parse_world_sizes(options.world_sizes or usual_sizes(usable_cores()))
+    sizes = parse_world_sizes(options.world_sizes, usable_cores())
     points = []
-    for mode in MODES if options.mode == "both" else (options.mode,):
+    for mode in ("weak", "strong") if options.mode == "both" else (options.mode,):
         for size in sizes:
             batch, rest = options.batch_size, 0
             if mode == "strong":
@@ -130,41 +112,21 @@ def plan_of(options: ScalingOptions, world: World) -> ScalingPlan:
                     f"--mode strong: a global batch of {options.batch_size} x {sizes[-1]} "
                     f"sequences does not divide among {size} ranks"
                 )
-            points.append(Point(mode=mode, world_size=size, batch_size=batch))
-    entries = {
-        point.label: (
-            replace(chosen[0], label=point.label, keep_memory=True)
-            if point.world_size > 1
-            else Contestant(label=point.label, name=ALONE),
-            point.world_size,
-            point.batch_size,
-        )
-        for point in points
-    }
+            contestant = chosen[0] if size > 1 else Contestant(label=ALONE, name=ALONE)
+            label = f"{counted(size, 'rank')}, {batch} a rank"
+            points.append(
+                (mode, replace(contestant, label=label, world_size=size, batch_size=batch))
+            )
     settings = taken(SyncSettings, options, threads=choose_threads(sizes[-1]))
     settings = side_by_side(settings, ranks=sum(sizes), models=len(points) // len(sizes) + 1)
-    return ScalingPlan(plan=bench_plan(settings, entries.values()), points=tuple(points))
+    contestants = tuple({each.label: each for _, each in points}.values())
+    return ScalingPlan(settings=settings, contestants=contestants, points=tuple(points))
 
 
-def measure(scaling_json: dict[str, Any]) -> dict[str, Any]:
-    """This rank's part."""
-    from gradsync.commands.bench import steps
-
-    return steps.measure(scaling_json["plan"])
-
-
-def usual_sizes(cores: int) -> str:
-    """1, 2, 4 … up to the number of cores, and at least 2."""
-    sizes = [1, 2]
-    while 2 * sizes[-1] <= cores:
-        sizes.append(2 * sizes[-1])
-    return ",".join(map(str, sizes))
-
-
-def parse_world_sizes(text: str) -> tuple[int, ...]:
-    """`"2,4"` as (1, 2, 4): ascending, 1 first."""
+def parse_world_sizes(text: str, cores: int) -> tuple[int, ...]:
+    """`"4,2"` as (1, 2, 4); "" is 1, 2, 4 … up to the number of cores, and at least 2."""
     sizes = {1}
-    for word in names_in(text):
+    for word in names_in(text) or (str(2**n) for n in range(1, max(cores.bit_length(), 2))):
         number = whole_number(word, MOST_RANKS)
         if not number:
             raise ConfigError(
@@ -176,24 +138,27 @@ def parse_world_sizes(text: str) -> tuple[int, ...]:
     return tuple(sorted(sizes))
 
 
-def points_of(scaling: ScalingPlan, results: Results) -> list[dict[str, Any]]:
+def points_of(plan: ScalingPlan, results: Results) -> list[dict[str, Any]]:
     """The figures of every point, as the record has them."""
-    plan, found, baseline = scaling.plan, [], []
-    for point in scaling.points:
-        steps = step_seconds(plan.ranks(results, scaling.entry(point)))
-        if point.world_size == 1:  # the first of its mode
+    found, baseline = [], []
+    for mode, contestant in plan.points:
+        size = contestant.world_size
+        steps = step_seconds(plan.ranks(results, contestant))
+        if size == 1:  # the first of its mode
             baseline = steps
         # Weak: W times the work in the same time. Strong: the same work in 1/W of the time.
-        ranks = 1 if point.mode == "weak" else point.world_size
+        ranks = 1 if mode == "weak" else size
         rounds = [one / (ranks * many) for one, many in zip(baseline, steps, strict=True)]
         low, high = interval(rounds)
-        tokens = point.world_size * point.batch_size * plan.settings.tokens
+        tokens = size * contestant.batch_size * plan.settings.tokens
         step_ms = spread([1000 * seconds for seconds in steps])
         figures = {
-            **asdict(point),
+            "mode": mode,
+            "world_size": size,
+            "batch_size": contestant.batch_size,  # sequences of a rank and step
             "step_ms": asdict(step_ms),  # on the slowest rank, over rounds
             "tokens_per_s": tokens / step_ms.median * 1000,  # of all ranks
-            "speedup": point.world_size * median(rounds),  # in tokens per second, over one rank
+            "speedup": size * median(rounds),  # in tokens per second, over one rank
             "efficiency": median(rounds),  # speed-up per rank: 1 is perfect
             "low": low,  # 95 % confidence interval of the efficiency
             "high": high,
@@ -214,6 +179,10 @@ _LEGEND = (
     "over one rank without any wrapper, of the same round (median; 95 % interval by the bootstrap "
     "over rounds)."
 )
+_ONE_HOST = (
+    "All ranks on one host, on its CPU: they share caches and memory bandwidth. This is not how "
+    "several hosts or GPUs scale, and with more ranks than cores it says nothing."
+)
 
 
 def _cells(point: Mapping[str, Any]) -> dict[str, str]:
@@ -232,30 +201,13 @@ def _cells(point: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def notes_of(scaling: ScalingPlan, *, on_cpu: bool, cores: int) -> list[str]:
-    """Facts that a reader needs to judge the figures."""
-    notes, ranks = [], scaling.plan.world_sizes[-1]
-    threads = scaling.plan.settings.threads
-    if on_cpu:
-        notes.append(
-            "All ranks on one host, on its CPU: they share caches and memory bandwidth. This is "
-            "not how several hosts or GPUs scale."
-        )
-    if on_cpu and ranks * threads > cores:
-        notes.append(
-            f"WARNING: {ranks} ranks x {counted(threads, 'thread')} want more than the {cores} "
-            "cores that there are: efficiency beyond that many ranks says nothing."
-        )
-    return notes
-
-
-def findings_of(scaling: ScalingPlan, result: Mapping[str, Any]) -> Findings:
+def findings_of(plan: ScalingPlan, result: Mapping[str, Any]) -> Findings:
     """The table, and what goes into the record."""
-    results, settings = result["results"], scaling.plan.settings
+    results, settings = result["results"], plan.settings
     environment = results[-1]["environment"]  # of the largest world size
-    on_cpu, points = results[-1]["device"] == "cpu", points_of(scaling, results)
-    notes = notes_of(scaling, on_cpu=on_cpu, cores=environment["cores"])
-    name = scaling.entry(scaling.points[-1]).contestant.name
+    points = points_of(plan, results)
+    notes = (_ONE_HOST, _LEGEND) if results[-1]["device"] == "cpu" else (_LEGEND,)
+    name = plan.points[-1][1].name
     title = (
         f"Scaling of {name}: {settings.model_text}, sequences of {settings.tokens}; "
         f"{settings.turns_text}"
@@ -264,17 +216,15 @@ def findings_of(scaling: ScalingPlan, result: Mapping[str, Any]) -> Findings:
         environment=environment,
         data={
             "threshold": THRESHOLD,
-            "same_host_cpu": on_cpu,
-            "notes": notes,
-            "plan": asdict(scaling.plan),
+            "plan": asdict(plan),
             "points": points,
+            "samples": [result["contestants"] for result in results],
         },
-        samples=[result["contestants"] for result in results],
         show=partial(
             print_table,
             title=title,
             rows=[_cells(point) for point in points],
-            notes=(*notes, _LEGEND, where(environment)),
+            notes=(*notes, where(environment)),
             words=(_VERDICT,),
         ),
     )
@@ -284,7 +234,7 @@ EXPERIMENT = Experiment(
     command=("bench", "scaling"),
     options=ScalingOptions,
     plan=plan_of,
-    ranks=lambda scaling: sum(scaling.plan.world_sizes),
-    measure="gradsync.commands.bench.scaling:measure",
+    ranks=lambda plan: sum(plan.world_sizes),
+    measure="gradsync.commands.bench.steps:measure",
     findings=findings_of,
 )

@@ -1,37 +1,55 @@
-"""The measurement as checked values: a model, sets of processes, contestants, order of turns.
+"""The measurement of training steps as checked values: a model, contestants, the order of turns.
+
+    none          plain torch without communication: the ideal
+    NAME          a strategy of the registry, used as its documentation says
+    torch_ddp     torch's DistributedDataParallel, as torch's own tutorial writes the loop
+    accelerate    Hugging Face Accelerate, in its own idiom
+    fabric        Lightning Fabric, in its own idiom
+
+A name may carry options: `bucketed:bucket_mb=1,collective=gloo`. With `loop=user` a strategy runs
+in a plain loop that calls `loss.backward()` and `optimizer.step()` instead of `sync.step`.
 
     round 0    none  naive  flat  …                a turn: some steps to warm up, then `num_steps`
     round 1    naive  flat  …  none                the next round begins with the next contestant
     round 2    flat  …  none  naive
 
-A *set* is a number of ranks with one process group and one allocator setting. All sets stay alive;
-one works at a time, the others sleep. No torch here.
+Contestants with the same number of ranks share processes, a *set*. All sets stay alive; one works
+at a time, the others sleep. All keep freed memory, as `gradsync train` does. No torch here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from gradsync.commands.bench.contestants import ALONE, Contestant
 from gradsync.commands.bench.experiment import check_least
-from gradsync.commands.bench.host import bucket_mb, shrunk
 from gradsync.commands.models.config import PRESETS, GPTConfig, preset
+from gradsync.commands.train.config import listed, with_options
+from gradsync.core.files import check_name
 from gradsync.errors import ConfigError
 from gradsync.runtime.machine import available_bytes
+from gradsync.sync.registry import STRATEGIES, check_options
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("fp32", "bf16")
+ALONE = "none"
+OTHERS = ("torch_ddp", "accelerate", "fabric")
+_PACKAGES = {"accelerate": "accelerate", "fabric": "lightning_fabric"}  # extra `bench`
+_SEVERAL = {
+    "default": ("naive", "flat", "overlap", "bucketed", "invariant", *OTHERS),
+    "all": (*STRATEGIES, *OTHERS),
+}
 CHECKED = "all contestants train as they should; measuring"  # printed between checks and turns
 _USUAL_TOKENS = 512
 _SHARE = 0.5  # fraction of the free memory for models; steps take the rest
 _BYTES = 20  # of a parameter: weight, gradient, AdamW's two moments and bucket, fp32
 
-Ranks = Sequence[Mapping[str, Any]]  # per rank: what `Runner.run` found for a contestant
-Results = Sequence[Mapping[str, Any]]  # per set: what `Runner.run` returned
+Ranks = Sequence[Mapping[str, Any]]  # per rank: what `run_plan` found for a contestant
+Results = Sequence[Mapping[str, Any]]  # per set: what `run_plan` returned
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,14 +67,13 @@ class SyncSettings:
     threads: int = 1  # intra-op threads of a rank
     device: str = "auto"  # auto, cpu or cuda
     side_by_side: bool = True  # models stay from turn to turn; else each turn builds its own
-    host: bool = False  # shrink the model until computing costs nothing, see host.py
+    host: bool = False  # shrink the model to a width of 8, so that computing costs nothing
 
     def __post_init__(self) -> None:
         preset(self.model_size)
         check_least(self, num_steps=1, num_warmup=0, rounds=1, micro_batches_per_rank=1, threads=1)
-        for name, known in (("dtype", DTYPES), ("device", DEVICES)):
-            if (value := getattr(self, name)) not in known:
-                raise ConfigError(f"--{name} must be one of {', '.join(known)}; got {value!r}")
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"--dtype must be one of {', '.join(DTYPES)}; got {self.dtype!r}")
         longest = self.config.block_size
         if not 1 <= self.tokens <= longest:
             raise ConfigError(
@@ -66,15 +83,20 @@ class SyncSettings:
 
     @property
     def config(self) -> GPTConfig:
-        """The model's shape."""
+        """The model's shape; with `host` it keeps its number of tensors, each almost empty."""
         shape = PRESETS[self.model_size]
-        shape = shape if self.vocab_size is None else replace(shape, vocab_size=self.vocab_size)
-        return shrunk(shape) if self.host else shape
+        if self.host:
+            small = {"n_head": 1, "n_kv_head": None, "n_embd": 8, "hidden_dim": 8}
+            return replace(shape, **small, vocab_size=64, block_size=16)
+        return shape if self.vocab_size is None else replace(shape, vocab_size=self.vocab_size)
 
     @property
     def bucket_mb(self) -> float | None:
-        """Size of all contestants' buckets in MiB; None: each one's default."""
-        return bucket_mb(PRESETS[self.model_size]) if self.host else None
+        """Size of all contestants' buckets in MiB; None: each one's default. With `host` the size
+        at which the shrunk model has as many buckets as the whole one has at 25 MiB."""
+        if not self.host:
+            return None
+        return 25.0 * self.config.num_params() / PRESETS[self.model_size].num_params()
 
     @property
     def tokens(self) -> int:
@@ -96,25 +118,15 @@ class SyncSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WorkerSet:
-    """Ranks with one process group."""
+class Contestant:
+    """One row of the table."""
 
-    world_size: int
-    keep_memory: bool
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
-    """A contestant in its set."""
-
-    contestant: Contestant
-    worker_set: int  # index into `BenchPlan.sets`
-    batch_size: int  # sequences of a rank and step
-
-    @property
-    def label(self) -> str:
-        """The contestant's."""
-        return self.contestant.label
+    label: str  # its name in the table; unique
+    name: str  # a strategy of the registry, `none`, or one of `OTHERS`
+    options: Mapping[str, Any] = field(default_factory=dict)
+    own_loop: bool = False  # for our strategies: whether to use the `loop=user` loop
+    world_size: int = 1
+    batch_size: int = 1  # sequences of a rank and step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,54 +134,85 @@ class BenchPlan:
     """The whole measurement."""
 
     settings: SyncSettings
-    sets: tuple[WorkerSet, ...]
-    entries: tuple[Entry, ...]
+    contestants: tuple[Contestant, ...]
 
     def __post_init__(self) -> None:
         count = self.settings.micro_batches_per_rank
-        for each in self.sets:
-            check_least(each, world_size=1)
-        for entry in self.entries:
-            check_least(entry, batch_size=1)
-            if entry.batch_size % count:
+        for each in self.contestants:
+            check_least(each, world_size=1, batch_size=1)
+            if each.batch_size % count:
                 raise ConfigError(
-                    f"--batch-size {entry.batch_size} does not divide into {count} micro-batches"
+                    f"--batch-size {each.batch_size} does not divide into {count} micro-batches"
                 )
 
     @property
     def world_sizes(self) -> tuple[int, ...]:
         """Ranks of each set."""
-        return tuple(each.world_size for each in self.sets)
+        return tuple(dict.fromkeys(each.world_size for each in self.contestants))
 
-    def turns(self) -> list[Entry]:
-        """Entries in the order of turns: each round begins with the next contestant. Every other
-        round is reversed, so that a contestant does not always follow the same one."""
-        order = []
+    def turns(self) -> list[Contestant]:
+        """The order of turns: each round begins with the next contestant. Every other round is
+        reversed, so that a contestant does not always follow the same one."""
+        order, every = [], self.contestants
         for first in range(self.settings.rounds):
-            places = (first - n if first % 2 else first + n for n in range(len(self.entries)))
-            order += [self.entries[place % len(self.entries)] for place in places]
+            places = (first - n if first % 2 else first + n for n in range(len(every)))
+            order += [every[place % len(every)] for place in places]
         return order
 
-    def ideal_of(self, entry: Entry) -> Entry:
-        """The `none` of the same set with the same batch; it does not communicate."""
-        same_set = (each for each in self.entries if each.worker_set == entry.worker_set)
-        return next(each for each in same_set if each.contestant.name == ALONE)
-
-    def ranks(self, results: Results, entry: Entry) -> Ranks:
-        """Measurements of `entry`, by rank."""
-        return results[entry.worker_set]["contestants"][entry.label]
+    def ranks(self, results: Results, contestant: Contestant) -> Ranks:
+        """Measurements of `contestant`, by rank."""
+        found = results[self.world_sizes.index(contestant.world_size)]
+        return found["contestants"][contestant.label]
 
 
-def bench_plan(settings: SyncSettings, entries: Iterable[tuple[Contestant, int, int]]) -> BenchPlan:
-    """Plan of contestants, each with ranks and batch size: a set for each combination of rank count
-    and allocator setting, in this order."""
-    work = [(WorkerSet(world_size=w, keep_memory=c.keep_memory), c, b) for c, w, b in entries]
-    sets = tuple(dict.fromkeys(each for each, _, _ in work))
-    made = (
-        Entry(contestant=contestant, worker_set=sets.index(each), batch_size=batch)
-        for each, contestant, batch in work
-    )
-    return BenchPlan(settings=settings, sets=sets, entries=tuple(made))
+def parse_contestants(text: str) -> list[Contestant]:
+    """The checked contestants of `--strategies`, without `none`. `default` and `all` skip those
+    whose package is missing."""
+    chosen: list[Contestant] = []
+    for word in listed(text):
+        if word in _SEVERAL:
+            chosen += [_contestant(name) for name in _SEVERAL[word] if not _missing(name)]
+        elif word != ALONE:
+            chosen.append(_contestant(word))
+    if not chosen and ALONE not in listed(text):
+        raise ConfigError("--strategies: name at least one contestant")
+    labels = [each.label for each in chosen]
+    for each in chosen:
+        if labels.count(each.label) > 1:
+            raise ConfigError(f"--strategies: {each.label} is named twice")
+        if _missing(each.name):
+            raise ConfigError(
+                f"contestant {each.name!r} needs the package {_PACKAGES[each.name]}: "
+                "pip install 'gradsync[bench]'"
+            )
+    return chosen
+
+
+def _missing(name: str) -> bool:
+    return name in _PACKAGES and find_spec(_PACKAGES[name]) is None
+
+
+def _contestant(word: str) -> Contestant:
+    name, options = with_options(word)
+    check_name("contestant", name, (*STRATEGIES, *OTHERS))
+    if name not in STRATEGIES:
+        if options and name in _PACKAGES:  # torch refuses what it does not know itself
+            raise ConfigError(f"{name} takes no options, got {word}")
+        return Contestant(label=word, name=name, options=options)
+    loop = options.pop("loop", "sync.step")
+    if loop not in ("user", "sync.step"):
+        raise ConfigError(f"{name}: loop must be user or sync.step, got {loop!r}")
+    check_options(STRATEGIES[name], options)
+    return Contestant(label=word, name=name, options=options, own_loop=loop == "user")
+
+
+def bench_plan(
+    settings: SyncSettings, chosen: Sequence[Contestant], world_size: int, batch_size: int
+) -> BenchPlan:
+    """`none` and the chosen contestants on as many ranks."""
+    every = (Contestant(label=ALONE, name=ALONE), *chosen)
+    made = (replace(each, world_size=world_size, batch_size=batch_size) for each in every)
+    return BenchPlan(settings=settings, contestants=tuple(made))
 
 
 def turns(by_rank: Sequence[Sequence[Sequence[float]]]) -> list[float]:

@@ -16,29 +16,23 @@ from pathlib import Path
 from statistics import median
 from typing import IO, Annotated, Any, Literal, cast
 
+import msgspec
 import tyro
 
-from gradsync.commands.bench.contestants import ALONE, Contestant, with_ideals
 from gradsync.commands.bench.experiment import (
     Experiment,
     Findings,
     check_least,
-    from_json,
-    run_experiment,
-    taken,
-)
-from gradsync.commands.bench.report import (
-    Spread,
-    Tell,
     interval,
     print_table,
     ratios,
-    show_progress,
-    silent,
+    run_experiment,
+    taken,
     where,
 )
-from gradsync.commands.bench.sync import STEP_LEGEND, row_of
+from gradsync.commands.bench.sync import LEGEND, cells_of, row_of
 from gradsync.commands.bench.sync_plan import (
+    Contestant,
     SyncSettings,
     bench_plan,
     side_by_side,
@@ -58,12 +52,12 @@ from gradsync.sync.options import Recipe
 from gradsync.sync.registry import STRATEGIES
 from gradsync.world import World
 
-PROMISES = ("bitwise", "rounding")
 _BUCKETS_MB = (2.0, 5.0, 10.0, 50.0, 100.0)
-_MIB = 2**20
 _DOUBT = 0.05  # probability that noise wins a stage, both sides together
-_SOME_MESSAGES = 0.01  # fraction of the bytes of the contestant that sends most
-_SIDE_BY_SIDE = 10  # models that the largest stage holds
+_SOME_MESSAGES = 0.01  # fraction of the gradients' bytes
+_MOST_CANDIDATES = 7  # of a stage, beside its default
+_FEWEST_ROUNDS = 1 + math.ceil(math.log2(_MOST_CANDIDATES / _DOUBT))
+"""All candidates lie on one side of the default by chance once in 2**(rounds-1) times."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +73,7 @@ class TuneOptions:
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[MODEL]")] = "tiny"
     """tiny, mini, small, medium, large, xl, 1.3b, 2.7b."""
     world_size: int = 2  # Ranks to start on this host.
-    promise: str = "bitwise"
+    promise: Literal["bitwise", "rounding"] = "bitwise"
     """The weakest promise to accept: bitwise (one rank's bits on any number of ranks), or rounding
     (one rank's numbers except for the order of sums)."""
     dtype: Literal["fp32", "bf16"] | None = None
@@ -96,8 +90,7 @@ class TuneOptions:
     device: str = "auto"  # auto, cpu or cuda.
     out: str = ""  # Write record.json, with every sample, into this folder.
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
-    """Print one JSON document on standard output; tables go to standard error."""
-    dry_run: bool = False  # Only say what would be measured.
+    """Print the record on standard output; tables go to standard error."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,30 +103,13 @@ class TuneRequest:
     promise: str = "bitwise"  # the weakest promise to accept: bitwise, or rounding
     data: str = ""
 
-    def __post_init__(self) -> None:
-        if self.promise not in PROMISES:
-            raise ConfigError(
-                f"--promise must be one of {', '.join(PROMISES)}; got {self.promise!r} (what is "
-                "lossy changes the training, and is not chosen by its speed)"
-            )
-        if self.world_size < 2:
-            raise ConfigError(
-                f"--world-size must be at least 2; got {self.world_size}: one sends nothing"
-            )
-        tried = [strategies(self.promise, on_cpu=True, hosts=hosts) for hosts in (1, 2)]
-        most = max(len(_BUCKETS_MB), *(len(choices) - 1 for choices in tried))
-        if self.settings.rounds < fewest_rounds(most):
-            raise ConfigError(
-                f"--rounds must be at least {fewest_rounds(most)} to tell {most} candidates from "
-                f"noise; got {self.settings.rounds}"
-            )
-
 
 def request_of(options: TuneOptions, world: World) -> TuneRequest:
     """Check the request; under a launcher, at its number of ranks."""
     preset(options.model)
     start = recipe(options.model)
-    check_least(options, world_size=1, batch_size=1, micro_batches_per_rank=1, threads=1)
+    check_least(options, world_size=2, batch_size=1, micro_batches_per_rank=1, threads=1)
+    check_least(options, rounds=_FEWEST_ROUNDS)
     if options.data and not Path(options.data).is_dir():
         raise ConfigError(f"--data {options.data} is no directory")
     if world.is_main:
@@ -153,56 +129,22 @@ def request_of(options: TuneOptions, world: World) -> TuneRequest:
         num_warmup=1,
         threads=choose_threads(local, requested=options.threads or (None if on_cuda else 1)),
     )
-    return taken(
-        TuneRequest,
-        options,
-        settings=side_by_side(settings, ranks=local, models=_SIDE_BY_SIDE),
-        batch_size=batch,
-        world_size=world_size,
-    )
+    bench_plan(settings, [], world_size, batch)  # refuses what does not divide
+    # Beside the candidates: `none`, the default twice, and one that is checked.
+    settings = side_by_side(settings, ranks=local, models=_MOST_CANDIDATES + 4)
+    about = {"settings": settings, "batch_size": batch, "world_size": world_size}
+    return taken(TuneRequest, options, **about)
 
 
 def batch_of(options: TuneOptions, start: TrainConfig, world_size: int) -> tuple[int, int]:
     """Sequences and micro-batches of a rank and step: given, or those of `gradsync train MODEL`."""
-    micro = start.micro_batch_size
-    batch, count = options.batch_size, options.micro_batches_per_rank
-    if batch is None and count is None:
-        try:
+    micro, count = start.micro_batch_size, options.micro_batches_per_rank
+    if options.batch_size is None:
+        if count is None:
             count = -(-start.batch_plan(world_size).num_micro_batches // world_size)
-        except ConfigError as error:
-            raise ConfigError(
-                f"gradsync train {options.model} divides its batch among fewer ranks than "
-                f"{world_size}; give --batch-size or --micro-batches-per-rank"
-            ) from error
-    if batch is None:
-        batch = (count or 1) * micro
-    if count is None:
-        count = batch // micro if batch % micro == 0 else 1
-    if batch % count:
-        raise ConfigError(f"--batch-size {batch} does not divide into {count} micro-batches")
-    return batch, count
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TuneStage:
-    """One question. The first candidate stays unless another is faster."""
-
-    name: str
-    candidates: tuple[TunedStrategy, ...] = ()
-    skipped: str = ""  # why there is nothing to measure
-
-    def contestants(self) -> list[Contestant]:
-        """The first candidate twice, which measures the noise, and the others."""
-        made = [
-            Contestant(label=choice.text, name=choice.sync, options=choice.options)
-            for choice in self.candidates
-        ]
-        return [made[0], replace(made[0], label=again(made[0].label)), *made[1:]]
-
-
-def again(label: str) -> str:
-    """Name of the second copy of the first candidate."""
-    return f"{label} (again)"
+        return count * micro, count
+    whole, rest = divmod(options.batch_size, micro)
+    return options.batch_size, count or (1 if rest else whole)
 
 
 def strategies(promise: str, *, on_cpu: bool, hosts: int) -> list[TunedStrategy]:
@@ -229,31 +171,15 @@ def strategies(promise: str, *, on_cpu: bool, hosts: int) -> list[TunedStrategy]
     ]
 
 
-def strategy_stage(request: TuneRequest, world: World) -> TuneStage:
-    """The first question."""
-    equal = world.local_world_size * world.num_nodes == world.world_size
-    hosts = world.num_nodes if equal or world.num_nodes == 1 else 0
-    candidates = strategies(request.promise, on_cpu=world.device_name == "cpu", hosts=hosts)
-    return TuneStage(name="strategy", candidates=tuple(candidates))
-
-
-def bucket_stage(
-    winner: TunedStrategy, *, has_messages: bool, gradient_bytes: int, device: str = "cpu"
-) -> TuneStage:
-    """Sizes of buckets that split the gradients unlike the winner."""
+def bucket_sizes(winner: TunedStrategy, *, gradient_bytes: int, device: str) -> list[float]:
+    """Sizes of buckets, in MiB, that split the gradients unlike the winner; none if it has no
+    buckets."""
     known = STRATEGIES[winner.sync]
     recipe = None if known.recipe is None else replace(known.recipe, **winner.options)
-    usual, whole = (recipe or Recipe()).bucket_size_mb(device), gradient_bytes / _MIB
-    sizes = [size for size in _BUCKETS_MB if size != usual and min(size, usual) < whole]
-    why = "" if sizes else f"all gradients are {whole:.1f} MiB"
     if "bucket_mb" not in known.options if recipe is None else recipe.grouping != "buckets":
-        why = f"{winner.sync} has no buckets"
-    elif not has_messages:
-        why = "the ranks share memory, and no bucket travels"
-    if why:
-        return TuneStage(name="bucket size", skipped=why)
-    others = [replace(winner, options={**winner.options, "bucket_mb": size}) for size in sizes]
-    return TuneStage(name="bucket size", candidates=(winner, *others))
+        return []
+    usual, whole = (recipe or Recipe()).bucket_size_mb(device), gradient_bytes / 2**20
+    return [size for size in _BUCKETS_MB if size != usual and min(size, usual) < whole]
 
 
 def decide(
@@ -277,15 +203,13 @@ def decide(
         judged.append({"label": label, "ratio": ratio, "low": low, "high": high, "faster": faster})
     best = min(judged, key=lambda each: (not each["faster"], each["ratio"]))
     label, faster = best["label"], best["faster"]
-    gain, least, most = (100 * (1 - best[part]) for part in ("ratio", "high", "low"))
+    part, low, high = (100 * best[figure] for figure in ("ratio", "low", "high"))
     words = (
-        f"{label} takes {gain:.1f} % less time than {name} (95 % interval {least:.1f} to "
-        f"{most:.1f} %, two copies differ by {100 * noise:.1f} %)"
+        f"{label} takes {part:.1f} % of the time of {name} (95 % interval {low:.1f} to {high:.1f} "
+        f"%, two copies differ by {100 * noise:.1f} %)"
     )
-    if best["ratio"] >= 1:
-        words = f"nothing is faster than {name}, which stays"
-    elif not faster:
-        words = f"no measurable difference: {words}; {name} stays"
+    if not faster:
+        words = f"{name} stays, nothing is faster beyond the noise: {words}"
     return {
         "winner": label if faster else name,
         "noise": noise,  # relative difference of the default's two copies
@@ -294,85 +218,65 @@ def decide(
     }
 
 
-def fewest_rounds(candidates: int) -> int:
-    """Rounds needed so that chance alone does not look like a winner."""
-    return 1 + math.ceil(math.log2(candidates / _DOUBT))
-
-
 def measure(request_json: dict[str, Any]) -> dict[str, Any]:
     """This rank's part; the same on all ranks."""
     from gradsync.commands.bench.steps import quiet_session
 
-    request = from_json(TuneRequest, request_json)
-    settings = request.settings
-    session = quiet_session(settings.device, settings.threads, keep_memory=True)
-    with session as (world, keeps):
-        tell = show_progress if world.is_main else silent
-        return Tuner(request, world, tell, keeps_memory=keeps).run()
+    request = msgspec.convert(request_json, TuneRequest)
+    with quiet_session(request.settings.device, request.settings.threads) as world:
+        return ask_all(request, world)
 
 
-class Tuner:
-    """The stages, one after another; `keeps_memory`: whether this process does keep freed
-    memory."""
-
-    def __init__(
-        self, request: TuneRequest, world: World, tell: Tell, *, keeps_memory: bool
-    ) -> None:
-        self._request, self._world, self._tell = request, world, tell
-        self._keeps_memory = keeps_memory
-        self._found: dict[str, Any] = {
-            **{"stages": [], "samples": {}},
-            **{"device": world.device_name, "num_nodes": world.num_nodes},
-        }
-
-    def run(self) -> dict[str, Any]:
-        """See `measure`."""
-        request, world = self._request, self._world
-        choice, rows = self._ask(strategy_stage(request, world))
-        stage = bucket_stage(
-            choice,
-            has_messages=has_messages(rows, choice.text),
-            gradient_bytes=4 * request.settings.config.num_params(),  # fp32, as the weights are
-            device=world.device.type,
-        )
-        if stage.skipped:
-            self._found["stages"].append({"name": stage.name, "skipped": stage.skipped})
-        else:
-            choice, _ = self._ask(stage)
-        return {"choice": asdict(choice), **self._found}
-
-    def _ask(self, stage: TuneStage) -> tuple[TunedStrategy, list[dict[str, Any]]]:
-        """The answer to one question, which is one of the stage's candidates, and all figures."""
-        from gradsync.commands.bench.steps import Runner
-
-        request, size = self._request, self._world.world_size
-        contestants = with_ideals(stage.contestants(), same_allocator=True)
-        plan = bench_plan(request.settings, [(c, size, request.batch_size) for c in contestants])
-        result = Runner(plan, 0, self._world, None, self._tell).run()
-        results = [{"keeps_memory": self._keeps_memory, **result}]
-        rows = [row_of(plan, entry, results) for entry in plan.entries]
-        # By the slowest rank's time of each round.
-        seconds = {name: step_seconds(ranks) for name, ranks in result["contestants"].items()}
-        name, *others = (choice.text for choice in stage.candidates)
-        candidates = {label: seconds[label] for label in others}
-        decision = decide(seconds[name], seconds[again(name)], candidates, name=name)
-        self._found.setdefault("environment", result["environment"])
-        self._found["samples"][stage.name] = result["contestants"]
-        self._found["stages"].append({"name": stage.name, "rows": rows, "decision": decision})
-        winner = next(each for each in stage.candidates if each.text == decision["winner"])
-        return winner, rows
+def ask_all(request: TuneRequest, world: World) -> dict[str, Any]:
+    """Both stages, in a session."""
+    on_cpu, nodes = world.device_name == "cpu", world.num_nodes
+    equal = world.local_world_size * nodes == world.world_size
+    first = strategies(request.promise, on_cpu=on_cpu, hosts=nodes if equal else 0)
+    choice, measured = _ask("strategy", first, request, world)
+    found = [measured]
+    gradient_bytes = 4 * request.settings.config.num_params()  # fp32, as the weights are
+    sizes = bucket_sizes(choice, gradient_bytes=gradient_bytes, device=world.device.type)
+    rows = {row["contestant"]: row for row in measured["stage"]["rows"]}
+    # Sockets alone are counted: a GPU's messages take other ways.
+    if sizes and not (on_cpu and rows[choice.text]["comm_bytes"] < _SOME_MESSAGES * gradient_bytes):
+        others = [replace(choice, options={**choice.options, "bucket_mb": s}) for s in sizes]
+        choice, measured = _ask("bucket size", [choice, *others], request, world)
+        found.append(measured)
+    return {
+        "choice": asdict(choice),
+        "environment": found[0]["environment"],
+        "device": world.device_name,
+        "num_nodes": nodes,
+        "stages": [each["stage"] for each in found],
+        "samples": [each["contestants"] for each in found],
+    }
 
 
-def has_messages(rows: Sequence[Mapping[str, Any]], label: str) -> bool:
-    """Whether the gradients of `label` travel; assumed if the system counts no bytes."""
-    sent = {row["contestant"]: row["comm_bytes"] for row in rows if row["contestant"] != ALONE}
-    return sent[label] >= _SOME_MESSAGES * max(sent.values())
+def _ask(
+    stage: str, candidates: list[TunedStrategy], request: TuneRequest, world: World
+) -> tuple[TunedStrategy, dict[str, Any]]:
+    """One of the candidates, and what was measured: the first one stays unless another is
+    faster. It takes part twice, which measures the noise."""
+    from gradsync.commands.bench.steps import run_plan
+
+    made = [Contestant(label=c.text, name=c.sync, options=c.options) for c in candidates]
+    name, twice = made[0].label, f"{made[0].label} (again)"
+    made.insert(1, replace(made[0], label=twice))
+    plan = bench_plan(request.settings, made, world.world_size, request.batch_size)
+    result = run_plan(plan, world)
+    # By the slowest rank's time of each round.
+    seconds = {label: step_seconds(ranks) for label, ranks in result["contestants"].items()}
+    others = {each.text: seconds[each.text] for each in candidates[1:]}
+    decision = decide(seconds[name], seconds[twice], others, name=name)
+    winner = next(each for each in candidates if each.text == decision["winner"])
+    rows = [row_of(plan, each, [result]) for each in plan.contestants]
+    return winner, result | {"stage": {"name": stage, "rows": rows, "decision": decision}}
 
 
 _LEGEND = (
-    f"{STEP_LEGEND}ranks that never talk. to the default: median of the ratios within rounds, and "
-    "the bootstrap's 95 % interval, widened for the number of candidates; below 1 is faster. The "
-    "default is there twice: what its copies differ by is noise."
+    f"{LEGEND} to the default: median of the ratios within rounds, and the bootstrap's 95 % "
+    "interval, widened for the number of candidates; below 1 is faster. The default is there "
+    "twice: what its copies differ by is noise."
 )
 
 
@@ -392,28 +296,15 @@ def print_report(
         file=stream,
     )
     for stage in stages:
-        if "skipped" in stage:
-            print(f"{stage['name']}: not measured: {stage['skipped']}", file=stream)
-            continue
         judged = {each["label"]: each for each in stage["decision"]["judged"]}
         lines = []
         for row in stage["rows"]:
-            beside, verdict = judged.get(row["contestant"]), ""
-            if beside:
-                slower = "slower" if beside["low"] > 1 else "cannot tell"
-                verdict = "faster" if beside["faster"] else slower
-            line = {
-                "candidate": row["contestant"],
-                "step, ms": Spread(**row["total_ms"]).text(1),
-                "to none": Spread(**row["ratio"]).text(3),
-                "to the default": (
-                    f"{beside['ratio']:.3f} ({beside['low']:.3f}-{beside['high']:.3f})"
-                    if beside
-                    else ""
-                ),
-                "sent, MB": f"{row['comm_bytes'] / 1e6:.2f}",
-                "verdict": verdict,
-            }
+            line = cells_of(row) | {"to the default": "", "verdict": ""}
+            if beside := judged.get(row["contestant"]):
+                low, high = beside["low"], beside["high"]
+                line["to the default"] = f"{beside['ratio']:.3f} ({low:.3f}-{high:.3f})"
+                slower = "slower" if low > 1 else "cannot tell"
+                line["verdict"] = "faster" if beside["faster"] else slower
             lines.append(line)
         print_table(stream, stage["name"], lines, (stage["decision"]["words"],))
     print(_LEGEND, where(environment), sep="\n", file=stream)
@@ -446,7 +337,7 @@ def findings_of(request: TuneRequest, result: Mapping[str, Any]) -> Findings:
     conditions = measured_conditions(request, result)
 
     def keep() -> str:
-        verdict = "; ".join(s["decision"]["words"] for s in stages if "decision" in s)
+        verdict = "; ".join(stage["decision"]["words"] for stage in stages)
         tuned = Tuned(choice=choice, verdict=verdict, date=result["environment"]["date"])
         path = TUNED.save(conditions, tuned)
         return f"best here: {choice.text}; kept in {path} for gradsync train --sync auto"
@@ -458,8 +349,8 @@ def findings_of(request: TuneRequest, result: Mapping[str, Any]) -> Findings:
             "choice": result["choice"],
             "stages": stages,
             "cache": str(TUNED.path(conditions)),
+            "samples": result["samples"],
         },
-        samples=result["samples"],
         show=partial(print_report, request, stages, result["environment"]),
         keep=keep,
     )

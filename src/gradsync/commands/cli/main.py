@@ -42,7 +42,7 @@ COMMANDS = {
 }
 
 _ROOMS = {
-    "bench": "bench.command",
+    "bench": "bench.experiment",
     "export": "train.export",
     "launch": "launch.command",
     "lint": "lint.command",

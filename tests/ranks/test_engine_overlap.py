@@ -28,8 +28,8 @@ TINY_MB = 1e-9
 
 
 def engine_of(sync: GradientSync) -> Engine:
-    assert isinstance(sync.replica.reducer, Engine)
-    return sync.replica.reducer
+    assert isinstance(sync.reducer, Engine)
+    return sync.reducer
 
 
 def order_of(engine: Engine) -> list[int]:
@@ -165,7 +165,7 @@ def test_a_rank_0_without_a_leaf_learns_later(sync: str) -> None:
 
 
 def _prime(handle: GradientSync) -> None:
-    handle.replica.prime(lambda: handle.forward(torch.ones(1, 4)).sum().backward())
+    handle.prime(lambda: handle.forward(torch.ones(1, 4)).sum().backward())
 
 
 def test_prime_learns_without_leaving_anything() -> None:

@@ -79,7 +79,6 @@ class Engine(Reducer):
         self._names = [name for name, _ in trainable(model)]
         self._sums, self._learning = sums, learns
         self._ready_order: list[int] = []
-        self._watch = Stopwatch(on_cuda=any(p.is_cuda for p in self.parameters))
         self._in_micro_batch = self._last = self._complete = self._begun = self._priming = False
         self._in_user_loop = False
         self._works: list[Work] = []
@@ -238,7 +237,7 @@ class Engine(Reducer):
         return [part for n in numbers for part in bucket.parts(n, None if large else SMALL)]
 
     def launch(self) -> list[bool]:
-        self._watch.start()
+        self.shards.exposed.start()
         self._begin_exchange()
         for bucket in self.buckets[len(self._works) :]:
             untouched = [place for place, touched in enumerate(bucket.touched) if not touched]
@@ -251,9 +250,9 @@ class Engine(Reducer):
         for work in self._works:
             work.wait()
         # The only place that divides gradients, by the weight of the sum.
-        self.shards.take(self.buckets, used, divisor and 1 / divisor, self._watch)
+        self.shards.take(self.buckets, used, divisor and 1 / divisor)
         self._begin_step(used)
-        return self._watch.copy()
+        return self.shards.exposed.copy()
 
     def _begin_step(self, used: list[bool]) -> None:
         """Prepare for the next step's gradients, after this step's are summed."""

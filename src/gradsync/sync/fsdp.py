@@ -238,12 +238,6 @@ class FsdpShards(Replicas):
             for name, tensor in self.model.state_dict().items()
         }
 
-    def load_sharded_weights(self, weights: Mapping[str, Tensor]) -> None:
-        own = self.model.state_dict()
-        for name, tensor in weights.items():
-            here = local(own[name])
-            here.copy_(tensor.view(here.shape))
-
     def full_weights(self) -> dict[str, Tensor]:
         """See `Replicas.full_weights`: one all-gather per parameter, its shape and dtype."""
         return {name: whole(tensor) for name, tensor in self.model.state_dict().items()}

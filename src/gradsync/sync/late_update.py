@@ -34,15 +34,19 @@ from torch import Tensor, nn
 from torch.autograd.profiler import record_function
 
 from gradsync.comm.base import Communicator, Work
-from gradsync.comm.process_group import AllOf, Done
+from gradsync.comm.process_group import Done
 from gradsync.errors import ConfigError, RunError
 from gradsync.sync.buckets import Bucket
-from gradsync.sync.monitors import Stopwatch
 from gradsync.sync.ownership.elementwise import check_elementwise
-from gradsync.sync.replicas import Replicas, clip_factor, scale_all
+from gradsync.sync.replicas import (
+    Replicas,
+    WaitingWeights,
+    clip_factor,
+    has_compiled,
+    scale_all,
+)
 from gradsync.sync.step_metadata import options
 from gradsync.sync.tree_exchange import ShardedNorm, TreeExchange
-from gradsync.sync.waiting_weights import WaitingWeights, has_compiled
 from gradsync.sync.watch import postponed, why_not_now
 
 if TYPE_CHECKING:
@@ -99,34 +103,28 @@ class LateReplicas(Replicas):
         self._waits: list[float] = []
         self._step: _Pending | None = None
         self._norm = ShardedNorm(self.parameters, comm, exchange)
-        self._weights = WaitingWeights(model)
+        self.waiting = self._weights = WaitingWeights(model)
 
     def prepare(self, optimizers: Sequence[Optimizer], *, scaled: bool) -> None:
         """See `Replicas.prepare`."""
         self._optimizers, self._scaled = optimizers, scaled
 
-    def take(
-        self,
-        buckets: Sequence[Bucket],
-        used: Sequence[bool],
-        factor: float | None,
-        watch: Stopwatch,
-    ) -> None:
+    def take(self, buckets: Sequence[Bucket], used: Sequence[bool], factor: float | None) -> None:
         """See `Replicas.take`; if sums are not whole, the step is left for later."""
-        self._step = None  # of a step that was refused after its sums
+        self._step, self.under_way = None, ()  # of a step that was refused after its sums
         if self._exchange.whole:
-            super().take(buckets, used, factor, watch)
+            super().take(buckets, used, factor)
             if factor is not None and self._optimizers and not self._decided:
-                self._decide(watch)
+                self._decide()
             return
         for parameter in self.parameters:
             parameter.grad = None
         if factor is not None:
             self._step = _Pending(list(buckets), list(used))
             self._multiply(factor)
-        watch.stop()
+        self.exposed.stop()
 
-    def _decide(self, watch: Stopwatch) -> None:
+    def _decide(self) -> None:
         """Decide whether to be late, after the steps to measure.
 
         One all-reduce, once: whole group, float64 [1], on the CPU; overlaps nothing. The smallest
@@ -135,7 +133,7 @@ class LateReplicas(Replicas):
         began, self._ended = self._ended, time.perf_counter()
         if self._measures:
             if began:
-                self._waits.append(watch.seconds() / (self._ended - began))
+                self._waits.append(self.exposed.seconds() / (self._ended - began))
             if len(self._waits) < _MEASURED:
                 return
         # A rank that cannot be late would wait for the second half without any overlap.
@@ -207,6 +205,7 @@ class LateReplicas(Replicas):
             super().update(optimizers)
             return
         step.gathers = [self._exchange.gather(b) for b in reversed(step.buckets)][::-1]
+        self.under_way = step.gathers if self._exchange.in_one_order else ()
         used = {id(p) for p, here in zip(self.parameters, step.used, strict=True) if here}
         for optimizer in optimizers:
             groups = [
@@ -218,11 +217,6 @@ class LateReplicas(Replicas):
                     optimizer.state.setdefault(parameter, {})
             step.updates.append((optimizer, groups))
 
-    def settle(self) -> None:
-        """See `Replicas.settle`: waits for whole sums."""
-        if self._step is not None and self._exchange.in_one_order:
-            AllOf(self._step.gathers).wait()
-
     def publish(self) -> Work:
         """See `Replicas.publish`: from now on a forward waits for its weights' buckets."""
         if (step := self._step) is None or not step.updates:
@@ -230,15 +224,9 @@ class LateReplicas(Replicas):
         for optimizer, _ in step.updates:
             if "step" in optimizer.__dict__:  # a scheduler wraps it, to count steps
                 optimizer.step()  # without gradients it changes nothing
-        buckets, late = [bucket.parameters for bucket in step.buckets], not has_compiled()
-        self._weights.expect(
-            *(buckets, step.gathers, self._update_bucket), late=late, ended=self._end
-        )
+        buckets = [bucket.parameters for bucket in step.buckets]
+        self._weights.expect(buckets, step.gathers, self._update_bucket, self._end)
         return Done()
-
-    def wait(self) -> None:
-        """See `Replicas.wait`."""
-        self._weights.wait()
 
     def _update_bucket(self, number: int) -> None:
         step = self._now
@@ -264,10 +252,10 @@ class LateReplicas(Replicas):
         for optimizer, _ in self._now.updates:
             for parameter in [p for p, entry in optimizer.state.items() if not entry]:
                 del optimizer.state[parameter]  # of an optimizer that keeps no state
-        self._step = None
+        self._step, self.under_way = None, ()
 
     def close(self) -> None:
-        self._weights.close()
+        super().close()
         if self._step is not None and self._step.updates:  # given up: optimizers keep their state
             self._end()
 

@@ -321,7 +321,7 @@ class Synchronised(Entrant):
         self.replica.wait()
 
     def communicators(self) -> list[Communicator]:
-        return [self.replica.comm]
+        return [self.sync.comm]
 
     def weights(self) -> list[Tensor] | None:
         return super().weights() if self.replica.whole_parameters else None
@@ -343,7 +343,7 @@ class InTheirLoop(Entrant):
         return nullcontext() if last else self.sync.no_sync()
 
     def communicators(self) -> list[Communicator]:
-        return [self.sync.replica.comm]
+        return [self.sync.comm]
 
     def close(self) -> None:
         self.sync.close()

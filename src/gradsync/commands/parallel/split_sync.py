@@ -27,7 +27,6 @@ from gradsync.sync.layout import BLOCK
 from gradsync.sync.monitors import Stopwatch, StragglerWatch
 from gradsync.sync.reducer import Reducer, trainable
 from gradsync.sync.registry import check_options, find_strategy
-from gradsync.sync.replica import Replica
 from gradsync.sync.replicas import (
     Replicas,
     clip_factor,
@@ -215,7 +214,7 @@ class SplitSync:
         self._loss = LossSum(self.reducer.parameters[0].device)
         # Rotary tables are constants: there is nothing to keep equal.
         self._buffers = BufferSync(model, groups.data, equal_replicas=False)
-        self.replica = Replica(self.comm, self.reducer, self._buffers)
+        self.replica = self.reducer.shards
         self._parts = StepParts(
             self.reducer, groups.everyone, self._buffers, 0, StragglerWatch(None)
         )

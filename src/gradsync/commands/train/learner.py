@@ -114,7 +114,7 @@ class Learner(Trained):
                 loss = summed_loss(self.sync.forward, self.model, tokens, tokens)
             loss.backward()
 
-        self.sync.replica.prime(forward_backward)
+        self.sync.prime(forward_backward)
 
     def evaluate(self, loader: EvalLoader) -> float:
         """Mean loss per target over the validation set, nats, the same on all ranks."""

@@ -116,7 +116,7 @@ class Trained:
             self._save_shares(held, step, keep)
             return
         replica.gather(self.optimizer)
-        weights = replica.full_weights(copy=False)
+        weights = replica.full_weights()
         kept, state = pack_optimizer(self.optimizer, self.model.named_parameters())
         remembered = replica.state_tensors()
         check_finite(comm, step, chain(weights.items(), kept.items(), remembered.items()))
@@ -135,7 +135,7 @@ class Trained:
         names = {parameter: clean[name] for name, parameter in named}
         whole: dict[str, Whole] = {}
         if weights is None:
-            whole["model"] = replica.full_weights(copy=False)
+            whole["model"] = replica.full_weights()
         remembered = replica.state_tensors()
         placed = dict(chain(_placed_weights(weights or {}), _placed_state(held, names)))
         here = ((name, tensor) for name, (_, tensor) in placed.items())
@@ -230,9 +230,9 @@ class Trained:
             if source is not None
         }
         got = hand_out(self.comm, whole or layout, runs)
-        replica.load_sharded_weights(
-            {name: got[source] for name, source in sources.items() if source}
-        )
+        for name, source in sources.items():
+            if source is not None:
+                held[name][1].copy_(got[source])
 
     def whole_model(self, weights: Whole) -> GPT:
         """A model that one rank can use alone: the trained model, or a copy of a sharded one."""

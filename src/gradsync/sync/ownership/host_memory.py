@@ -29,7 +29,6 @@ from gradsync.sync.layout import (
     share_blocks,
 )
 from gradsync.sync.ownership.elementwise import PieceOptimizer, group_numbers, state_like
-from gradsync.sync.replicas import OwnedUpdate
 from gradsync.sync.shares import State
 
 if TYPE_CHECKING:
@@ -173,7 +172,7 @@ class _OwnedPiece:
     """Whether the inner optimizer's state is there already."""
 
 
-class HostUpdate(PieceOptimizer, OwnedUpdate):
+class HostUpdate(PieceOptimizer):
     """One optimizer's steps on this rank's pieces of `flats` and `weights`, with state that the
     host's ranks hold once; they make it together.
 
@@ -249,7 +248,8 @@ class HostUpdate(PieceOptimizer, OwnedUpdate):
         self._memory += memory.values()
 
     def take_in(self, optimizer: Optimizer) -> None:
-        """See `OwnedUpdate.take_in`; the ranks meet before they update.
+        """Before a step: take over state that was loaded since the last one. The ranks meet before
+        they update.
 
         Raises:
             ConfigError: the state was changed in place, once per rank.
@@ -340,7 +340,7 @@ class HostUpdate(PieceOptimizer, OwnedUpdate):
         return [version(memory) for memory in self._memory]
 
     def give_back(self, optimizer: Optimizer) -> None:
-        """See `OwnedUpdate.give_back`; nothing is sent."""
+        """Leave whole state of this rank's own in `optimizer.state`; nothing is sent."""
         self._hook.remove()
         for index in self._shown:
             entry = optimizer.state.get(self._parameters[index], {})

@@ -21,6 +21,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.autograd.profiler import record_function
@@ -33,7 +34,6 @@ from gradsync.errors import ConfigError
 from gradsync.sync.buckets import FORGOTTEN, UNKNOWN, Bucket, SumPlan, Sums, plan_sum
 from gradsync.sync.exchange import Exchange, Then
 from gradsync.sync.layout import BLOCK, Run
-from gradsync.sync.monitors import Stopwatch
 from gradsync.sync.options import Recipe
 from gradsync.sync.ownership.elementwise import why_whole
 from gradsync.sync.ownership.host_memory import (
@@ -44,10 +44,11 @@ from gradsync.sync.ownership.host_memory import (
     num_uses,
 )
 from gradsync.sync.replicas import (
-    DividedReplicas,
+    Replicas,
     clip_factor,
     norm_from_blocks,
     norms_of_blocks,
+    owned_update,
     tell,
 )
 from gradsync.sync.step_metadata import options
@@ -174,7 +175,7 @@ class SharedMemoryExchange(Exchange):
         return [flat.gradients[number][rank] for rank, number in self.plan.operands]
 
 
-class SharedMemoryShards(DividedReplicas[HostUpdate]):
+class SharedMemoryShards(Replicas):
     """A share of the gradients, weights and optimizer state that a host's ranks hold once.
 
     Args:
@@ -209,6 +210,9 @@ class SharedMemoryShards(DividedReplicas[HostUpdate]):
                 "weights='shared' needs parameters that are dense, contiguous and share their "
                 "memory with no other tensor or array; use weights='replicas'"
             )
+        self._updates: WeakKeyDictionary[Optimizer, tuple[Any, HostUpdate]] = WeakKeyDictionary()
+        self._stepped: Sequence[Optimizer] = ()
+        """Optimizers whose update is not published yet."""
         self._said = self._clips = False
         self._used: Sequence[bool] = ()
 
@@ -238,32 +242,12 @@ class SharedMemoryShards(DividedReplicas[HostUpdate]):
         self._said = self._said or bool(why)
         return why
 
-    def key_of(self, optimizer: Optimizer) -> Any:
-        """See `DividedReplicas.key_of`. What an optimizer keeps also depends on which options are
-        zero (momentum) or false (amsgrad)."""
-        settings = [
-            {n: bool(v) for n, v in options(group).items() if isinstance(v, int | float)}
-            for group in optimizer.param_groups
-        ]
-        for group in settings:
-            group.pop("lr", None)  # 0 in many a warm-up
-        return super().key_of(optimizer), settings
-
-    def make_update(self, optimizer: Optimizer) -> HostUpdate:
-        return HostUpdate(optimizer, self._flats, self._weights)
-
-    def take(
-        self,
-        buckets: Sequence[Bucket],
-        used: Sequence[bool],
-        factor: float | None,
-        watch: Stopwatch,
-    ) -> None:
+    def take(self, buckets: Sequence[Bucket], used: Sequence[bool], factor: float | None) -> None:
         """See `Replicas.take`. A divided step does the additions here, run by run, together with
         the division and the norms, while a run is in the cache."""
         if self._exchange.plan is not None and not self._exchange.divided:
             self._release()
-            super().take(buckets, used, factor, watch)
+            super().take(buckets, used, factor)
             return
         self._used = used
         for parameter in self.parameters:
@@ -273,7 +257,7 @@ class SharedMemoryShards(DividedReplicas[HostUpdate]):
             share = partial(self._mean, self._exchange.plan, factor)
             with record_function("sum"):
                 self._comm.run(share, "the mean of gradients, a share per rank").wait()
-        watch.stop()
+        self.exposed.stop()
 
     def _mean(self, plan: SumPlan, factor: float) -> None:
         for number, flat in enumerate(self._flats):
@@ -331,13 +315,12 @@ class SharedMemoryShards(DividedReplicas[HostUpdate]):
                 self._norms.take(number, run, mean)
 
     def update(self, optimizers: Sequence[Optimizer]) -> None:
-        if self._exchange.divided:
+        if not self._exchange.divided:
             super().update(optimizers)
             return
-        for optimizer in optimizers:
-            optimizer.step()
-
-    def update_pieces(self, pairs: Sequence[tuple[Optimizer, HostUpdate]]) -> None:
+        pairs = [(optimizer, self._update_of(optimizer)) for optimizer in optimizers]
+        for optimizer, update in pairs:
+            update.take_in(optimizer)
         for home in self._weights:
             home.check()
         self._comm.barrier()  # until then, ranks that read weights or state find the old ones
@@ -345,10 +328,23 @@ class SharedMemoryShards(DividedReplicas[HostUpdate]):
         with record_function("update"):
             for optimizer, update in pairs:
                 update.step_pieces(optimizer, means, self._used)
+        self._stepped = optimizers
+
+    def _update_of(self, optimizer: Optimizer) -> HostUpdate:
+        """This rank's part of the steps. What an optimizer keeps also depends on which options are
+        zero (momentum) or false (amsgrad)."""
+        settings = [
+            {n: bool(v) for n, v in options(group).items() if isinstance(v, int | float)}
+            for group in optimizer.param_groups
+        ]
+        for group in settings:
+            group.pop("lr", None)  # 0 in many a warm-up
+        make = partial(HostUpdate, flats=self._flats, weights=self._weights)
+        return owned_update(self._updates, optimizer, make, settings)
 
     def publish(self) -> Work:
         """See `Replicas.publish`: write this rank's share into the other ranks' replicas."""
-        if self.stepped:
+        if self._stepped:
             with record_function("out"):
                 for home in self._weights:
                     home.hand_out()
@@ -357,7 +353,7 @@ class SharedMemoryShards(DividedReplicas[HostUpdate]):
                 # Autograd must detect that an older graph is stale.
                 torch.autograd.graph.increment_version(home.parameters)
                 home.remember()
-            stepped, self.stepped = self.stepped, ()
+            stepped, self._stepped = self._stepped, ()
             for optimizer in stepped:
                 if "step" in optimizer.__dict__:  # a scheduler wraps it, to count steps
                     tell(optimizer)

@@ -38,7 +38,6 @@ from gradsync.sync.ownership.elementwise import (
     group_numbers,
     warn_of_threads,
 )
-from gradsync.sync.replicas import OwnedUpdate
 from gradsync.sync.shares import HeldState, Owners, Share, State, flat_state, is_elementwise
 from gradsync.world import World
 
@@ -125,7 +124,7 @@ def _view(parameter: Tensor, piece: Piece) -> Tensor:
     return parameter.detach().view(-1)[piece.start : piece.stop]
 
 
-class ShardedUpdate(OwnedUpdate):
+class ShardedUpdate:
     """The steps of one optimizer on this rank's shards, and the state of their elements.
 
     Args:
@@ -190,7 +189,8 @@ class ShardedUpdate(OwnedUpdate):
                 state[tensor] = dict(states[parameter])
 
     def take_in(self, optimizer: Optimizer) -> None:
-        """See `OwnedUpdate.take_in`; nothing is sent. `optimizer.state` is empty afterwards.
+        """Before a step: take over state that was loaded since the last one; nothing is sent.
+        `optimizer.state` is empty afterwards.
 
         Raises:
             ConfigError: names state that is neither elementwise nor a single number.
@@ -211,7 +211,7 @@ class ShardedUpdate(OwnedUpdate):
         self._seen = whole
 
     def give_back(self, optimizer: Optimizer) -> None:
-        """See `OwnedUpdate.give_back`; needs memory for all.
+        """Leave whole state in `optimizer.state`; all ranks call it, and need memory for all.
 
         Raises:
             ConfigError: names state that is neither elementwise nor a single number.

@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.autograd.profiler import record_function
@@ -28,17 +29,23 @@ from gradsync.comm.process_group import AllOf
 from gradsync.errors import ConfigError
 from gradsync.sync.buckets import Bucket
 from gradsync.sync.exchange import Then
-from gradsync.sync.monitors import Stopwatch
 from gradsync.sync.ownership.elementwise import check_elementwise
 from gradsync.sync.ownership.sharded_optimizer import (
     ShardedUpdate,
     update_and_gather,
     wait_for_most,
 )
-from gradsync.sync.replicas import DividedReplicas, clip_factor, clip_shards, scale_all, tell
+from gradsync.sync.replicas import (
+    Replicas,
+    WaitingWeights,
+    clip_factor,
+    clip_shards,
+    owned_update,
+    scale_all,
+    tell,
+)
 from gradsync.sync.shares import HeldState
 from gradsync.sync.tree_exchange import ShardedNorm, TreeExchange
-from gradsync.sync.waiting_weights import WaitingWeights, has_compiled
 from gradsync.sync.watch import postponed, why_not_now
 
 if TYPE_CHECKING:
@@ -48,7 +55,7 @@ if TYPE_CHECKING:
     from gradsync.sync.layout import Piece
 
 
-class ZeroShards(DividedReplicas[ShardedUpdate]):
+class ZeroShards(Replicas):
     """Optimizer state in shards, one per rank.
 
     Args:
@@ -74,7 +81,10 @@ class ZeroShards(DividedReplicas[ShardedUpdate]):
         late: bool,
     ) -> None:
         super().__init__(model, parameters)
-        self._weights = WaitingWeights(model) if late else None
+        self.waiting = WaitingWeights(model) if late else None
+        self._updates: WeakKeyDictionary[Optimizer, tuple[Any, ShardedUpdate]] = WeakKeyDictionary()
+        self._stepped: Sequence[Optimizer] = ()
+        """Optimizers whose update is not published yet."""
         self._comm, self._buckets, self._scattered = comm, list(buckets), gradients
         self.by_halves = exchange is not None
         self._in_shards = gradients or self.by_halves
@@ -102,18 +112,12 @@ class ZeroShards(DividedReplicas[ShardedUpdate]):
                     "after the step"
                 )
 
-    def take(
-        self,
-        buckets: Sequence[Bucket],
-        used: Sequence[bool],
-        factor: float | None,
-        watch: Stopwatch,
-    ) -> None:
+    def take(self, buckets: Sequence[Bucket], used: Sequence[bool], factor: float | None) -> None:
         """See `Replicas.take`; keeps the shards, and in stage 2 frees the buckets."""
         if not self._in_shards:
-            super().take(buckets, used, factor, watch)
+            super().take(buckets, used, factor)
             return
-        watch.stop()
+        self.exposed.stop()
         self._used, self._shards = used, []
         for bucket in buckets:
             for place, slot in enumerate(bucket.plan.slots):
@@ -156,14 +160,18 @@ class ZeroShards(DividedReplicas[ShardedUpdate]):
             return super().clip(max_norm)
         return clip_shards(self._shards, max_norm, self._comm, self._shards[0].device)
 
-    def update_pieces(self, pairs: Sequence[tuple[Optimizer, ShardedUpdate]]) -> None:
+    def update(self, optimizers: Sequence[Optimizer]) -> None:
         """Update this rank's shards, and start gathering all shards."""
-        if self._weights is None:
+        pairs = [(optimizer, self._update_of(optimizer)) for optimizer in optimizers]
+        for optimizer, update in pairs:
+            update.take_in(optimizer)
+        if self.waiting is None:
             self._gathers = wait_for_most(update_and_gather(pairs, self._gradient_of))
         else:
             launched = update_and_gather(pairs, self._gradient_of, last_first=True)
             self._gathers = list(launched)[::-1]
-        self._shards = []
+        self.under_way = [gather.work for gather in self._gathers if self._settles]
+        self._shards, self._stepped = [], optimizers
 
     def _gradient_of(self, bucket: int, parameter: Tensor, piece: Piece) -> Tensor | None:
         if self._in_shards:
@@ -172,16 +180,11 @@ class ZeroShards(DividedReplicas[ShardedUpdate]):
         gradient = parameter.grad
         return None if gradient is None else gradient.reshape(-1)[piece.start : piece.stop]
 
-    def settle(self) -> None:
-        """See `Replicas.settle`: waits for all gathers."""
-        for gather in self._gathers if self._settles else ():
-            gather.work.wait()
-
     def publish(self) -> Work:
         """See `Replicas.publish`: this step's last gathers, or nothing if weights wait."""
-        gathers, self._gathers = self._gathers, []
-        stepped, self.stepped = self.stepped, ()
-        if self._weights is not None and gathers:
+        gathers, self._gathers, self.under_way = self._gathers, [], ()
+        stepped, self._stepped = self._stepped, ()
+        if self.waiting is not None and gathers:
             late, gathers = dict(enumerate(gathers)), []
             buckets = [b.parameters for b in self._buckets]
 
@@ -190,20 +193,14 @@ class ZeroShards(DividedReplicas[ShardedUpdate]):
                     late.pop(number).wait()  # and releases the gathered copy
 
             sent = [gather.work for gather in late.values()]
-            self._weights.expect(buckets, sent, copy_in, late=not has_compiled())
+            self.waiting.expect(buckets, sent, copy_in)
         # After the marks, so that an optimizer hook that reads weights waits. It may raise.
         return Then(AllOf(gathers), lambda: [tell(optimizer) for optimizer in stepped])
 
-    def wait(self) -> None:
-        """See `Replicas.wait`."""
-        if self._weights is not None:
-            self._weights.wait()
+    def _update_of(self, optimizer: Optimizer) -> ShardedUpdate:
+        return owned_update(self._updates, optimizer, self._divide)
 
-    def close(self) -> None:
-        if self._weights is not None:
-            self._weights.close()
-
-    def make_update(self, optimizer: Optimizer) -> ShardedUpdate:
+    def _divide(self, optimizer: Optimizer) -> ShardedUpdate:
         plans = [bucket.plan for bucket in self._buckets]
         update = ShardedUpdate(
             *(optimizer, type(optimizer), self.parameters, plans),
@@ -215,18 +212,19 @@ class ZeroShards(DividedReplicas[ShardedUpdate]):
         return update
 
     def gather(self, optimizer: Optimizer) -> None:
-        self.update_of(optimizer).give_back(optimizer)
+        self.wait()
+        self._update_of(optimizer).give_back(optimizer)
 
     def scatter(self, optimizer: Optimizer) -> None:
-        self.update_of(optimizer).take_in(optimizer)
+        self._update_of(optimizer).take_in(optimizer)
 
     def sharded_state_dict(self, optimizer: Optimizer) -> HeldState:
-        return self.update_of(optimizer).held()
+        return self._update_of(optimizer).held()
 
     def load_sharded_state_dict(
         self, optimizer: Optimizer, states: Mapping[Any, dict[str, Any]]
     ) -> None:
-        self.update_of(optimizer).keep(states)
+        self._update_of(optimizer).keep(states)
 
 
 def _refuse_empty_state(

@@ -97,7 +97,7 @@ def train(
         held = sync.replica.sharded_state_dict(optimizer)
         if held is not None:  # each rank's share, into a checkpoint and back
             states = {p: copy.deepcopy(state) for p, (_, state) in held.items()}
-            sync.replica.load_sharded_state_dict(optimizer, states)
+            sync.replica.scatter(optimizer, states)
         sync.replica.gather(optimizer)
     found = copy.deepcopy([part.state_dict() for part in (model, *parts)])
     for optimizer in optimizers:

@@ -20,10 +20,10 @@ from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.data.batch_plan import share
 from gradsync.errors import ConfigError
 from gradsync.sync.build import build_engine
-from gradsync.sync.engine import Engine
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.options import Recipe
 from gradsync.sync.ownership.zero import ZeroShards
+from gradsync.sync.reducer import Engine
 from gradsync.sync.replicate import replicate
 from support.engine_cases import pretend_hosts
 from support.recording import RecordingCommunicator

@@ -25,6 +25,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -79,8 +80,7 @@ class LateReplicas(Replicas):
     """Whole replicas that are updated at their next use; see the diagram at the top of the module.
 
     Args:
-        model, parameters: see `Replicas`.
-        comm: all ranks.
+        model, comm: see `Replicas`.
         exchange: sums the buckets.
         measures: measure some steps first, and be late only if it pays.
     """
@@ -88,14 +88,13 @@ class LateReplicas(Replicas):
     def __init__(
         self,
         model: nn.Module,
-        parameters: Sequence[nn.Parameter],
         comm: Communicator,
         exchange: TreeExchange,
         *,
         measures: bool = False,
     ) -> None:
-        super().__init__(model, parameters)
-        self._comm, self._exchange, self._measures = comm, exchange, measures
+        super().__init__(model, comm)
+        self._exchange, self._measures = exchange, measures
         self.by_halves = self._decided = False
         self._optimizers: Sequence[Optimizer] = ()
         self._scaled = False
@@ -121,7 +120,7 @@ class LateReplicas(Replicas):
             parameter.grad = None
         if factor is not None:
             self._step = _Pending(list(buckets), list(used))
-            self._multiply(factor)
+            self._multiply(self._step, factor)
         self.exposed.stop()
 
     def _decide(self) -> None:
@@ -139,9 +138,9 @@ class LateReplicas(Replicas):
         # A rank that cannot be late would wait for the second half without any overlap.
         share = 0.0 if (why := self._why_not()) else median(self._waits or [1.0])
         wait = torch.tensor([share], dtype=torch.float64)
-        self._comm.all_reduce(wait, "min").wait()
+        self.comm.all_reduce(wait, "min").wait()
         self._decided, self.by_halves = True, bool(wait >= _LEAST_WAIT)
-        if self._comm.rank == 0:
+        if self.comm.rank == 0:
             said = "go down beside the next forward" if self.by_halves else "stay in the step"
             reason = why or f"ranks wait {100 * float(wait):.0f} % of a step for them"
             log.info("sums %s: %s", said, reason)
@@ -163,25 +162,20 @@ class LateReplicas(Replicas):
                 return why
         return ""
 
-    @property
-    def _now(self) -> _Pending:
-        assert self._step is not None, "between `take` and the last bucket's update"
-        return self._step
-
     def owned(self) -> list[Tensor]:
         """See `Replicas.owned`; if sums are not whole, this rank's shards, possibly rounded."""
         if self._step is None:
             return super().owned()
-        mine = [self._exchange.owned(b.plan.numel, self._comm.rank) for b in self._step.buckets]
+        mine = [self._exchange.owned(b.plan.numel, self.comm.rank) for b in self._step.buckets]
         pairs = zip(self._step.buckets, mine, strict=True)
         return [bucket.flat(0)[span.start : span.stop] for bucket, span in pairs]
 
-    def _multiply(self, factor: Any) -> None:
+    def _multiply(self, step: _Pending, factor: Any) -> None:
         """Scale the shards, before they go to all ranks. Rounded nodes do not change until each
         rank has widened them."""
-        pairs = zip(self._now.buckets, self.owned(), strict=True)
+        pairs = zip(step.buckets, self.owned(), strict=True)
         scale_all([shard for bucket, shard in pairs if not bucket.rounded], factor)
-        self._now.factors.append(factor)
+        step.factors.append(factor)
 
     def whole_gradients(self) -> list[Tensor | None]:
         """See `Replicas.whole_gradients`; only for steps that are not late."""
@@ -194,7 +188,7 @@ class LateReplicas(Replicas):
             return super().clip(max_norm)
         factor = prod(map(float, self._step.factors))
         norm = self._norm.of(self._step.buckets, self.owned(), self._step.used, factor)
-        self._multiply(clip_factor(norm, max_norm))
+        self._multiply(self._step, clip_factor(norm, max_norm))
         return norm
 
     def update(self, optimizers: Sequence[Optimizer]) -> None:
@@ -225,11 +219,11 @@ class LateReplicas(Replicas):
             if "step" in optimizer.__dict__:  # a scheduler wraps it, to count steps
                 optimizer.step()  # without gradients it changes nothing
         buckets = [bucket.parameters for bucket in step.buckets]
-        self._weights.expect(buckets, step.gathers, self._update_bucket, self._end)
+        update, end = partial(self._update_bucket, step), partial(self._end, step)
+        self._weights.expect(buckets, step.gathers, update, end)
         return Done()
 
-    def _update_bucket(self, number: int) -> None:
-        step = self._now
+    def _update_bucket(self, step: _Pending, number: int) -> None:
         bucket = step.buckets[number]
         means = bucket.sums()
         for factor in step.factors if bucket.rounded else ():
@@ -248,8 +242,8 @@ class LateReplicas(Replicas):
         for parameter in bucket.parameters:
             parameter.grad = None
 
-    def _end(self) -> None:
-        for optimizer, _ in self._now.updates:
+    def _end(self, step: _Pending) -> None:
+        for optimizer, _ in step.updates:
             for parameter in [p for p, entry in optimizer.state.items() if not entry]:
                 del optimizer.state[parameter]  # of an optimizer that keeps no state
         self._step, self.under_way = None, ()
@@ -257,7 +251,7 @@ class LateReplicas(Replicas):
     def close(self) -> None:
         super().close()
         if self._step is not None and self._step.updates:  # given up: optimizers keep their state
-            self._end()
+            self._end(self._step)
 
 
 def _set_options(optimizer: Optimizer, options_of_groups: Sequence[dict[str, Any]]) -> None:

@@ -92,8 +92,7 @@ class PeriodicReplicas(Replicas):
     def __init__(
         self, model: nn.Module, comm: Communicator, options: LocalSgdOptions | DilocoOptions
     ) -> None:
-        super().__init__(model, [parameter for _, parameter in trainable(model)])
-        self.comm = comm
+        super().__init__(model, comm)
         self.inner_steps = options.inner_steps
         self.steps_in_round = 0
         """Number of steps since the ranks last met."""

@@ -57,7 +57,7 @@ class Replicas:
 
     Args:
         model: on its device; its replicas are equal.
-        parameters: its trainable parameters, tied ones once, in `named_parameters` order.
+        comm: all ranks.
     """
 
     takes_scaler = True
@@ -70,8 +70,9 @@ class Replicas:
     """False if a rank holds a share of each parameter. Then all ranks take part in every forward,
     and make the same number of forwards."""
 
-    def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
-        self.model, self.parameters = model, list(parameters)
+    def __init__(self, model: nn.Module, comm: Communicator) -> None:
+        self.model, self.comm = model, comm
+        self.parameters = [parameter for _, parameter in trainable(model)]
         self.strategy = ""
         """Name that users pass as `gs.replicate(strategy=...)`; for messages."""
         self.exposed = Stopwatch(on_cuda=any(p.is_cuda for p in self.parameters))
@@ -130,9 +131,14 @@ class Replicas:
         return [parameter.grad for parameter in self.parameters]
 
     def clip(self, max_norm: float) -> Tensor:
-        """Scale the mean gradient to an L2 norm of at most `max_norm`; returns the old norm, []."""
+        """Scale the mean gradient to an L2 norm of at most `max_norm` (Pascanu et al. 2013, arXiv
+        1211.5063); returns the old norm, []."""
         gradients = self.owned()
-        return clip_gradients(gradients, max_norm, self._memory_of(gradients))
+        norm = gradient_norm(gradients)
+        # Between tensors [] torch promotes dtypes; between [1] and [], as in shards, it does not.
+        held = [m if m.dim() else m.view(1) for m in self._memory_of(gradients)]
+        scale_all(held, clip_factor(norm, max_norm))
+        return norm
 
     def update(self, optimizers: Sequence[Optimizer]) -> None:
         """Do one step of each optimizer on owned slices; optimizers hold different parameters."""
@@ -174,18 +180,15 @@ class Replicas:
         checkpoint; `scatter` undoes it."""
         self.wait()
 
-    def scatter(self, optimizer: Optimizer) -> None:
-        """Take this rank's part of a whole `optimizer.state`, after `gather` or loading."""
+    def scatter(
+        self, optimizer: Optimizer, states: Mapping[Any, dict[str, Any]] | None = None
+    ) -> None:
+        """Take this rank's part of a whole `optimizer.state`, after `gather` or loading; or the
+        part `states`, from `sharded_state_dict`, on the parameters' device."""
 
     def sharded_state_dict(self, optimizer: Optimizer) -> HeldState | None:
         """This rank's part of `optimizer`'s state, sharing its memory; None if it is whole."""
         return None
-
-    def load_sharded_state_dict(
-        self, optimizer: Optimizer, states: Mapping[Any, dict[str, Any]]
-    ) -> None:
-        """Restore a part from `sharded_state_dict`, on the parameters' device."""
-        raise NotImplementedError
 
     def sharded_weights(self) -> dict[str, tuple[Share, Tensor]] | None:
         """This rank's part of parameters and buffers by the names of `model.state_dict()`, flat,
@@ -214,6 +217,11 @@ class Replicas:
         """Restore tensors from `state_tensors`; RunError: they are another strategy's."""
         if tensors:
             raise RunError(f"this strategy remembers nothing, got {', '.join(tensors)}")
+
+
+def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Trainable parameters with their names, tied ones once, in `named_parameters` order."""
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
 
 def owned_update(
@@ -428,6 +436,16 @@ def norm_from_blocks(norms: Tensor, *, double: bool) -> Tensor:
     return total.sqrt().to(torch.float64 if double else torch.float32)
 
 
+def total_norm(norms: Tensor, parameters: Sequence[Tensor], used: Sequence[bool]) -> Tensor:
+    """`norm_from_blocks` of the `parameters` that are `used`; `norms` are those of all blocks."""
+    if not all(used):
+        counts = torch.tensor([-(-p.numel() // BLOCK) for p in parameters])
+        here = torch.tensor(used).repeat_interleave(counts).to(norms.device)
+        norms = norms.where(here, 0.0)
+    pairs = zip(parameters, used, strict=True)
+    return norm_from_blocks(norms, double=any(p.dtype == torch.float64 for p, u in pairs if u))
+
+
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     """Factor, at most 1, that scales a gradient of norm `norm` to at most `max_norm`."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -441,22 +459,10 @@ def scale_all(tensors: list[Tensor], factor: Any) -> None:
         foreach_mul_(tensors, factor)
 
 
-def clip_gradients(
-    gradients: Sequence[Tensor], max_norm: float, memory: Sequence[Tensor] | None = None
-) -> Tensor:
-    """Scale `gradients` in place so that their norm is at most `max_norm` (Pascanu et al. 2013,
-    arXiv 1211.5063); returns the norm before, []. If `memory` is given, it holds all of them."""
-    norm = gradient_norm(gradients)
-    # Between tensors [] torch promotes dtypes; between [1] and [], as in shards, it does not.
-    held = memory or gradients
-    scale_all([m if m.dim() else m.view(1) for m in held], clip_factor(norm, max_norm))
-    return norm
-
-
 def clip_shards(
     shards: list[Tensor], max_norm: float, comm: Communicator, device: torch.device
 ) -> Tensor:
-    """Like `clip_gradients`, for gradients that are divided among ranks; a rank may hold none. The
+    """Like `Replicas.clip`, for gradients that are divided among ranks; a rank may hold none. The
     norm is that of all gradients; its last bits depend on how they are cut."""
     square = gradient_norm(shards).to(device).double().square()
     # Whole group, float64 []; overlaps nothing, since the factor depends on it.

@@ -152,7 +152,7 @@ class SplitShards(Replicas):
     def __init__(
         self, model: nn.Module, part: ModelPart, groups: SplitGroups, inner: Replicas
     ) -> None:
-        super().__init__(model, inner.parameters)
+        super().__init__(model, groups.everyone)
         self._inner, self._part, self._groups = inner, part, groups
         self._places, self._num_blocks = norm_places(part, BLOCK)
 

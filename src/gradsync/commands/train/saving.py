@@ -181,7 +181,7 @@ class Trained:
             replica.scatter(optimizer)
         else:
             states = self._states_of_shares(held, whole, optimizer_state)
-            replica.load_sharded_state_dict(optimizer, states)
+            replica.scatter(optimizer, states)
         for group, own in zip(optimizer.param_groups, settings, strict=True):
             group.update(own)
         replica.load_state_tensors(broadcast_tensors(comm, saved.get("sync")))
@@ -261,7 +261,7 @@ def _placed_state(held: HeldState, names: Mapping[Any, str]) -> Iterator[tuple[s
             name = f"optimizer/{slot}/{names[parameter]}"
             if value.dim() and share.saves:
                 yield name, _place(share, value)
-            elif share.saves_numbers and not value.dim():
+            elif share.saves and not share.start and not value.dim():
                 yield name, (whole_piece(()), value)
 
 

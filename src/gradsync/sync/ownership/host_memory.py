@@ -52,14 +52,10 @@ class Flat:
         """Places of the parameters, in order."""
         blocks = share_blocks(blocks_of(self.slots), comm.world_size)[comm.rank]
         self.pieces, self.runs = pieces_of_blocks(blocks), list(runs_of(blocks))
+        self.mine = slice(blocks[0].start, blocks[-1].stop) if blocks else slice(0, 0)
         """What this rank owns."""
         self.gradients: list[list[Tensor]] = []
         """Buffer number -> rank -> [numel]."""
-
-    @property
-    def mine(self) -> slice:
-        """The elements that this rank owns."""
-        return slice(self.runs[0].start, self.runs[-1].stop) if self.runs else slice(0, 0)
 
     def ensure(self, count: int) -> None:
         """Allocate gradient buffers until each rank has `count`; all ranks call it.
@@ -255,7 +251,7 @@ class HostUpdate(PieceOptimizer):
             ConfigError: the state was changed in place, once per rank.
         """
         state = optimizer.state
-        if self._seen is state and self._versions != self._versions_now():
+        if self._seen is state and self._versions != list(map(version, self._memory)):
             raise ConfigError(
                 "optimizer state was changed in place between two steps, and all ranks of the host "
                 "share one copy of it: put new tensors in its place, or replicate with "
@@ -312,7 +308,7 @@ class HostUpdate(PieceOptimizer):
                 piece.is_home = True
         if len(self._shown) < len(self._parameters):
             self._show(optimizer, [i for i in self._parameters if used[i] and i not in self._shown])
-        self._versions = self._versions_now()
+        self._versions = list(map(version, self._memory))
 
     def _parts_of(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Gradients of the pieces, usually in the same memory in every step."""
@@ -334,10 +330,7 @@ class HostUpdate(PieceOptimizer):
                 optimizer.state[self._parameters[index]] = entry
         self._shown.update(indices)
         self._seen, self._values = optimizer.state, _values_of(optimizer.state)
-        self._versions = self._versions_now()
-
-    def _versions_now(self) -> list[int]:
-        return [version(memory) for memory in self._memory]
+        self._versions = list(map(version, self._memory))
 
     def give_back(self, optimizer: Optimizer) -> None:
         """Leave whole state of this rank's own in `optimizer.state`; nothing is sent."""

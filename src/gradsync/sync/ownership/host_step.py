@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -27,12 +28,11 @@ import torch
 from torch.autograd.profiler import record_function
 
 from gradsync.comm.base import Work
-from gradsync.comm.process_group import Done
+from gradsync.comm.process_group import Done, Then
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator, reduce_in_place
 from gradsync.core.torch_private import foreach_mul_
 from gradsync.errors import ConfigError
 from gradsync.sync.buckets import FORGOTTEN, UNKNOWN, Bucket, SumPlan, Sums, plan_sum
-from gradsync.sync.exchange import Exchange, Then
 from gradsync.sync.layout import BLOCK, Run
 from gradsync.sync.options import Recipe
 from gradsync.sync.ownership.elementwise import why_whole
@@ -43,13 +43,14 @@ from gradsync.sync.ownership.host_memory import (
     can_move,
     num_uses,
 )
+from gradsync.sync.reducer import Exchange
 from gradsync.sync.replicas import (
     Replicas,
     clip_factor,
-    norm_from_blocks,
     norms_of_blocks,
     owned_update,
     tell,
+    total_norm,
 )
 from gradsync.sync.step_metadata import options
 from gradsync.sync.watch import why_not_now
@@ -68,9 +69,9 @@ class BlockNorms:
     def __init__(
         self, comm: SharedMemoryCommunicator, flats: Sequence[Flat], parameters: Sequence[Tensor]
     ) -> None:
-        self._counts = torch.tensor([-(-p.numel() // BLOCK) for p in parameters])
-        *firsts, count = [0, *self._counts.cumsum(0).tolist()]
-        self._norms = comm.allocate_once(max(count, 1), torch.float64)
+        *firsts, count = accumulate((-(-p.numel() // BLOCK) for p in parameters), initial=0)
+        self.norms = comm.allocate_once(max(count, 1), torch.float64)
+        """Of all blocks in order, as soon as all ranks have stored theirs."""
         self._places = {
             (number, run.start): torch.tensor([firsts[b.index] + b.number for b in run.blocks])
             for number, flat in enumerate(flats)
@@ -84,15 +85,7 @@ class BlockNorms:
         if key not in self._blocks or self._blocks[key][0] != place:
             blocks = [gradient[block.start : block.stop] for block in run.blocks]
             self._blocks[key] = place, blocks  # usually the same memory in every step
-        self._norms.index_copy_(0, self._places[key], norms_of_blocks(self._blocks[key][1]))
-
-    def total(self, used: Sequence[bool], *, double: bool) -> Tensor:
-        """The norm of the parameters that are `used`, [], fp32 or fp64 (`double`); call it after
-        all ranks have stored their norms."""
-        norms = self._norms
-        if not all(used):
-            norms = norms.where(torch.tensor(used).repeat_interleave(self._counts), 0.0)
-        return norm_from_blocks(norms, double=double)
+        self.norms.index_copy_(0, self._places[key], norms_of_blocks(self._blocks[key][1]))
 
 
 class SharedMemoryExchange(Exchange):
@@ -134,7 +127,7 @@ class SharedMemoryExchange(Exchange):
         self.comm.note([sums.num_micro_batches, first, self.divided])
         self._begun = True
 
-    def launch(self, bucket: Bucket) -> Work:
+    def launch(self, bucket: Bucket, *, half: bool = False) -> Work:
         """See `Exchange.launch`; the first `wait` sums all buckets."""
         return Then(Done(), self._sum)
 
@@ -179,7 +172,7 @@ class SharedMemoryShards(Replicas):
     """A share of the gradients, weights and optimizer state that a host's ranks hold once.
 
     Args:
-        model, parameters: see `Replicas`.
+        model: see `Replicas`.
         exchange: holds the memory of the gradients.
         recipe: whether updates are divided, and whether weights are held once or as replicas.
 
@@ -190,11 +183,10 @@ class SharedMemoryShards(Replicas):
     def __init__(
         self,
         model: nn.Module,
-        parameters: Sequence[nn.Parameter],
         exchange: SharedMemoryExchange,
         recipe: Recipe,
     ) -> None:
-        super().__init__(model, parameters)
+        super().__init__(model, exchange.comm)
         self._exchange, self._comm, self._flats = exchange, exchange.comm, exchange.flats
         self._one_copy, self._update_whole = recipe.weights == "shared", recipe.update == "whole"
         self._norms = BlockNorms(self._comm, self._flats, self.parameters)
@@ -299,9 +291,7 @@ class SharedMemoryShards(Replicas):
         if not self._clips:  # the first step that clips
             self._clips = True
             self._comm.run(self._take_norms, "the norm of a mean, a share per rank").wait()
-        pairs = zip(self.parameters, self._used, strict=True)
-        double = any(p.dtype == torch.float64 for p, used in pairs if used)
-        norm = self._norms.total(self._used, double=double)
+        norm = total_norm(self._norms.norms, self.parameters, self._used)
         factor = clip_factor(norm, max_norm)
         if float(factor) != 1.0:
             for flat, mean in zip(self._flats, self._means(), strict=True):

@@ -26,11 +26,10 @@ from torch.optim import Optimizer
 
 from gradsync.comm.base import Communicator, Work
 from gradsync.comm.groups import communicator
-from gradsync.comm.process_group import AllOf
+from gradsync.comm.process_group import AllOf, Then
 from gradsync.comm.values import all_gather_json, same_on_all_ranks
 from gradsync.core.torch_private import foreach_copy_
 from gradsync.errors import ConfigError
-from gradsync.sync.exchange import Then
 from gradsync.sync.layout import BucketPlan, Item, Piece, pieces_of_shard, plan_buckets
 from gradsync.sync.ownership.elementwise import (
     PieceOptimizer,
@@ -97,12 +96,9 @@ class ShardedBucket(PieceOptimizer):
     def launch_gather(self) -> Then:
         """Start sending this rank's shard of the parameters; `wait` copies in the other shards."""
         flat, work = self.gather([tensor.detach() for tensor in self.tensors], self.homes[0].dtype)
-        return Then(work, partial(self._take_over, flat))
-
-    @torch.no_grad()
-    def _take_over(self, flat: Tensor) -> None:
         parts = [flat[slot.offset : slot.offset + slot.numel] for slot in self.plan.slots]
-        foreach_copy_([home.detach().view(-1) for home in self.homes], parts)
+        homes = [home.detach().view(-1) for home in self.homes]
+        return Then(work, partial(foreach_copy_, homes, parts))
 
     def gather(self, values: Sequence[Tensor | None], dtype: torch.dtype) -> tuple[Tensor, Work]:
         """Gather the values of all ranks' pieces, each [piece.numel], into the whole bucket,
@@ -369,7 +365,7 @@ class ShardedOptimizer(Optimizer):
                     f"parameter {name} has a gradient, but was frozen when the optimizer's state "
                     "was sharded; make the optimizer after unfreezing"
                 )
-        AllOf(wait_for_most(update_and_gather([(self, self._update)], _gradient_of))).wait()
+        AllOf(wait_for_most(update_and_gather([(self, self._update)], gradient_of_piece))).wait()
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -433,6 +429,7 @@ class ShardedOptimizer(Optimizer):
             yield from zip(names or places, group["params"], strict=True)
 
 
-def _gradient_of(_: int, parameter: Tensor, piece: Piece) -> Tensor | None:
+def gradient_of_piece(_: int, parameter: Tensor, piece: Piece) -> Tensor | None:
+    """The part of a whole `.grad`, flat; see `update_and_gather`."""
     gradient = parameter.grad
     return None if gradient is None else gradient.reshape(-1)[piece.start : piece.stop]

@@ -25,13 +25,13 @@ import torch
 from torch.autograd.profiler import record_function
 
 from gradsync.comm.base import Communicator, Work
-from gradsync.comm.process_group import AllOf
+from gradsync.comm.process_group import AllOf, Then
 from gradsync.errors import ConfigError
 from gradsync.sync.buckets import Bucket
-from gradsync.sync.exchange import Then
 from gradsync.sync.ownership.elementwise import check_elementwise
 from gradsync.sync.ownership.sharded_optimizer import (
     ShardedUpdate,
+    gradient_of_piece,
     update_and_gather,
     wait_for_most,
 )
@@ -59,8 +59,7 @@ class ZeroShards(Replicas):
     """Optimizer state in shards, one per rank.
 
     Args:
-        model, parameters: see `Replicas`.
-        comm: all ranks.
+        model, comm: see `Replicas`.
         buckets: of the gradients; each is divided into one shard per rank.
         gradients: keep only this rank's shard of the gradients too (stage 2).
         exchange: sums shards, each at its owner; None: buckets hold whole sums or scattered sums.
@@ -72,7 +71,6 @@ class ZeroShards(Replicas):
     def __init__(
         self,
         model: nn.Module,
-        parameters: Sequence[nn.Parameter],
         comm: Communicator,
         buckets: Sequence[Bucket],
         *,
@@ -80,12 +78,12 @@ class ZeroShards(Replicas):
         exchange: TreeExchange | None,
         late: bool,
     ) -> None:
-        super().__init__(model, parameters)
+        super().__init__(model, comm)
         self.waiting = WaitingWeights(model) if late else None
         self._updates: WeakKeyDictionary[Optimizer, tuple[Any, ShardedUpdate]] = WeakKeyDictionary()
         self._stepped: Sequence[Optimizer] = ()
         """Optimizers whose update is not published yet."""
-        self._comm, self._buckets, self._scattered = comm, list(buckets), gradients
+        self._buckets, self._scattered = list(buckets), gradients
         self.by_halves = exchange is not None
         self._in_shards = gradients or self.by_halves
         self._owners = comm if exchange is None else exchange.owners()
@@ -158,7 +156,7 @@ class ZeroShards(Replicas):
             return norm
         if not self._in_shards:
             return super().clip(max_norm)
-        return clip_shards(self._shards, max_norm, self._comm, self._shards[0].device)
+        return clip_shards(self._shards, max_norm, self.comm, self._shards[0].device)
 
     def update(self, optimizers: Sequence[Optimizer]) -> None:
         """Update this rank's shards, and start gathering all shards."""
@@ -177,8 +175,7 @@ class ZeroShards(Replicas):
         if self._in_shards:
             mine = self._shards[bucket][piece.offset : piece.offset + piece.numel]
             return mine if self._used[piece.index] else None
-        gradient = parameter.grad
-        return None if gradient is None else gradient.reshape(-1)[piece.start : piece.stop]
+        return gradient_of_piece(bucket, parameter, piece)
 
     def publish(self) -> Work:
         """See `Replicas.publish`: this step's last gathers, or nothing if weights wait."""
@@ -204,7 +201,7 @@ class ZeroShards(Replicas):
         plans = [bucket.plan for bucket in self._buckets]
         update = ShardedUpdate(
             *(optimizer, type(optimizer), self.parameters, plans),
-            comm=self._comm,
+            comm=self.comm,
             owners=self._owners,
         )
         refuse = partial(_refuse_empty_state, weakref.ref(update), self.strategy)
@@ -215,16 +212,17 @@ class ZeroShards(Replicas):
         self.wait()
         self._update_of(optimizer).give_back(optimizer)
 
-    def scatter(self, optimizer: Optimizer) -> None:
-        self._update_of(optimizer).take_in(optimizer)
+    def scatter(
+        self, optimizer: Optimizer, states: Mapping[Any, dict[str, Any]] | None = None
+    ) -> None:
+        update = self._update_of(optimizer)
+        if states is None:
+            update.take_in(optimizer)
+        else:
+            update.keep(states)
 
     def sharded_state_dict(self, optimizer: Optimizer) -> HeldState:
         return self._update_of(optimizer).held()
-
-    def load_sharded_state_dict(
-        self, optimizer: Optimizer, states: Mapping[Any, dict[str, Any]]
-    ) -> None:
-        self._update_of(optimizer).keep(states)
 
 
 def _refuse_empty_state(

@@ -117,6 +117,9 @@ class SharedMemoryExchange(Exchange):
         """Whether every rank needs the sum of its share only; set before the first launch."""
         self.plan: SumPlan | None = None
         """The additions of this step; None if it is discarded."""
+        self.operands: list[list[Tensor]] = []
+        """The buffers of each flat that the step adds up, each [flat.numel], in the same memory on
+        all ranks."""
         self._told: list[tuple[int, int]] = []
         self._known: SumPlan | None = None
         self._begun = False
@@ -135,7 +138,7 @@ class SharedMemoryExchange(Exchange):
         """Plan this step's additions. Execute them unless the step is divided: see `operands`."""
         if not self._begun:
             return
-        self._begun, self.plan = False, None
+        self._begun, self.plan, self.operands = False, None, []
         notes = self.comm.notes(3)
         told = [(leaves, first) for leaves, first, _ in notes]
         if any(first == FORGOTTEN for _, first in told):
@@ -148,24 +151,19 @@ class SharedMemoryExchange(Exchange):
         self.plan = self._known
         for flat in self.flats:
             flat.ensure(self.plan.num_buffers)
+            self.operands.append([flat.gradients[n][rank] for rank, n in self.plan.operands])
         if not self.divided:
             # All ranks of the host, every bucket, each [numel] of its dtype; overlaps nothing.
             with record_function("sum"):
                 what = "the sum of gradients that every rank sees whole"
-                self.comm.run(self._add_whole, what).wait()
+                self.comm.run(partial(self._add_whole, self.plan), what).wait()
 
-    def _add_whole(self) -> None:
+    def _add_whole(self, plan: SumPlan) -> None:
         """Add up this rank's share, and write the sum into all ranks' buffers."""
-        assert self.plan is not None, "not discarded"
-        for flat in self.flats:
-            operands = [part[flat.mine] for part in self.operands(flat)]
+        for flat, operands in zip(self.flats, self.operands, strict=True):
             copies = [part[flat.mine] for part in flat.gradients[0]]
-            reduce_in_place(operands, self.plan.pairs, self.plan.end, copies)
-
-    def operands(self, flat: Flat) -> list[Tensor]:
-        """The buffers that a step adds up, each [flat.numel], in the same memory on all ranks."""
-        assert self.plan is not None, "not discarded"
-        return [flat.gradients[number][rank] for rank, number in self.plan.operands]
+            own = [part[flat.mine] for part in operands]
+            reduce_in_place(own, plan.pairs, plan.end, copies)
 
 
 class SharedMemoryShards(Replicas):
@@ -252,8 +250,8 @@ class SharedMemoryShards(Replicas):
         self.exposed.stop()
 
     def _mean(self, plan: SumPlan, factor: float) -> None:
-        for number, flat in enumerate(self._flats):
-            operands = self._exchange.operands(flat)
+        flats = zip(self._flats, self._exchange.operands, strict=True)
+        for number, (flat, operands) in enumerate(flats):
             for run in flat.runs:
                 parts = [operand[run.start : run.stop] for operand in operands]
                 for left, right in plan.pairs:
@@ -266,7 +264,7 @@ class SharedMemoryShards(Replicas):
     def _means(self) -> list[Tensor]:
         """The mean gradient of each flat, [flat.numel], in the same memory on all ranks."""
         assert self._exchange.plan is not None, "not discarded"
-        return [self._exchange.operands(flat)[self._exchange.plan.end] for flat in self._flats]
+        return [operands[self._exchange.plan.end] for operands in self._exchange.operands]
 
     def owned(self) -> list[Tensor]:
         """See `Replicas.owned`; in a divided step, this rank's share of each flat."""

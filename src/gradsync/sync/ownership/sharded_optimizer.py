@@ -72,7 +72,10 @@ class ShardedBucket(PieceOptimizer):
         self.device = self.homes[0].device
         self.pieces = pieces_of_shard(plan, owners.rank, owners.world_size)
         self.parameters = [parameters[piece.index] for piece in self.pieces]
-        self.tensors = list(map(_view, self.parameters, self.pieces))
+        self.tensors = [
+            parameter.detach().view(-1)[piece.start : piece.stop]
+            for parameter, piece in zip(self.parameters, self.pieces, strict=True)
+        ]
         """The elements of each of `pieces`, flat, in the memory of its parameter."""
         self._addresses = [parameter.data_ptr() for parameter in self.parameters]
         numbers = group_numbers(optimizer.param_groups)
@@ -88,7 +91,8 @@ class ShardedBucket(PieceOptimizer):
         """See `PieceOptimizer.step`; `gradient_of` a parameter's piece is flat, [piece.numel]."""
         for number, parameter in enumerate(self.parameters):
             if parameter.data_ptr() != self._addresses[number]:  # the user has set `.data`
-                self.tensors[number].data = _view(parameter, self.pieces[number])
+                piece = self.pieces[number]
+                self.tensors[number].data = parameter.detach().view(-1)[piece.start : piece.stop]
                 self._addresses[number] = parameter.data_ptr()
         gradients = map(gradient_of, self.parameters, self.pieces)
         self.step(groups, zip(self.tensors, gradients, strict=True))
@@ -114,10 +118,6 @@ class ShardedBucket(PieceOptimizer):
         # of the next bucket.
         work = self._owners.all_gather(flat.view(torch.uint8), shard.view(torch.uint8))
         return flat, work
-
-
-def _view(parameter: Tensor, piece: Piece) -> Tensor:
-    return parameter.detach().view(-1)[piece.start : piece.stop]
 
 
 class ShardedUpdate:

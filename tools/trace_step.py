@@ -114,7 +114,7 @@ def be_rank(transport: str, loop: str, folder: Path) -> None:
 
 def _step(sync: Any, model: nn.Module, optimizer: Optimizer, inputs: Tensor) -> None:
     for number, inputs_BC in enumerate(inputs):
-        index = sync.replica.comm.rank * LEAVES + number
+        index = sync.comm.rank * LEAVES + number
         leaf = MicroBatch(index, is_last=number == LEAVES - 1, num_targets=len(inputs_BC))
         sync.backward(model(inputs_BC).square().sum(), leaf, reduction="sum")
     sync.step(optimizer, clip_norm=1.0)

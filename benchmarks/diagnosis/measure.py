@@ -78,7 +78,7 @@ def main() -> None:
         timed(sync._parts.reducer.non_finite, "look", spent)
 
         def turn() -> float:
-            sync.replica.comm.barrier()
+            sync.comm.barrier()
             began = time.perf_counter()
             for _ in range(steps):
                 sync.backward(
@@ -105,9 +105,9 @@ def main() -> None:
                     with unwatched(session, sync):
                         pair[0] = turn()
             mine.append((pair[0], pair[1]))
-        everyone = all_gather_json(sync.replica.comm, mine)
+        everyone = all_gather_json(sync.comm, mine)
         watched_s = sum(on for _, on in mine) * steps / 1e3
-        shares = all_gather_json(sync.replica.comm, [watch_s / watched_s, step_s / watched_s])
+        shares = all_gather_json(sync.comm, [watch_s / watched_s, step_s / watched_s])
         if world.is_main:
             off, on = (
                 [max(rank[i][which] for rank in everyone) for i in range(rounds)]

@@ -168,7 +168,7 @@ def wrap_in_place(rank: int, world_size: int, store_path: str) -> dict[str, Any]
         assert manager.wrap_model(backbone) is backbone  # only moved
         wrapped = manager.wrap_model(adapter, head, **DDP_OPTIONS)
         (handle,) = manager._handles
-        assert handle.replica.reducer.recipe.bucket_mb == 1.0
+        assert handle.reducer.recipe.bucket_mb == 1.0
         assert wrapped == (adapter, head)
         optimizer = torch.optim.SGD([*adapter.parameters(), *head.parameters()], lr=0.1)
         gradients = []
@@ -213,7 +213,7 @@ def test_replicate_takes_the_options_of_ddp(sync: str) -> None:
     """As `wrap_model` does: a script may keep its arguments."""
     handle = replicate(nn.Linear(1, 1), World(), strategy=sync, **DDP_OPTIONS)
     handle.close()
-    recipe = getattr(handle.replica.reducer, "recipe", None)
+    recipe = getattr(handle.reducer, "recipe", None)
     assert recipe is None or recipe.bucket_mb == 1.0
     with pytest.raises(ConfigError, match="init_sync= of torch is True always"):
         replicate(nn.Linear(1, 1), World(), strategy=sync, init_sync=False)

@@ -73,7 +73,7 @@ def leaf_loss(sync: GradientSync, step: int, index: int) -> tuple[Tensor, int]:
 def do_step(
     sync: GradientSync, optimizer: torch.optim.Optimizer, step: int, num_leaves: int = 6
 ) -> float:
-    mine = share(num_leaves, sync.replica.comm.rank, sync.replica.comm.world_size)
+    mine = share(num_leaves, sync.comm.rank, sync.comm.world_size)
     for index in mine:
         with sync.micro_step(last=index == mine[-1]):
             loss, weight = leaf_loss(sync, step, index)

@@ -107,7 +107,7 @@ def _two_models(rank: int, world_size: int, store_path: str) -> list[float]:
             x = torch.ones(4, 6)
             used = models[1](x) if rank == 0 else models[1].first(x)
             handles[1].backward(used.square().sum(), weight=4, reduction="sum")
-        reducer: Any = handles[1].replica.reducer
+        reducer: Any = handles[1].reducer
         for work in reducer._works:
             work._works[0].wait()  # its all-reduce is under way
         metric = torch.full((reducer.buckets[0].plan.numel,), float(rank + 1))

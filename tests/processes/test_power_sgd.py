@@ -67,7 +67,7 @@ def _train(
             lambda *_: gradients.append(model[0].weight.grad.detach().clone())
         )
         if prime:
-            sync.replica.prime(lambda: sync.forward(torch.full((1, SIDE), 9.0)).sum().backward())
+            sync.prime(lambda: sync.forward(torch.full((1, SIDE), 9.0)).sum().backward())
         for step in range(steps):
             seed = 10 * (step % data_seeds) + 2 * rank
             if step == empty_step:
@@ -77,7 +77,7 @@ def _train(
                 _leaf(sync, seed, last=False)
                 _leaf(sync, seed + 1, last=True)
             losses.append(float(sync.step(optimizer).mean_loss) / SIDE)
-        state = sync.replica.reducer.hook.state if options is not None else None
+        state = sync.reducer.hook.state if options is not None else None
         size = 0 if state is None else sum(len(p) for p in state.p_memory_dict.values())
         return losses, gradients, [p.detach().clone() for p in model.parameters()], size
 

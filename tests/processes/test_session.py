@@ -485,7 +485,7 @@ with gs.init(threads=1) as world:
         print(codes)
     sync = gs.replicate(model := torch.nn.Linear(4, 4), world)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = sync.replica.full_weights()
+    before = {name: t.clone() for name, t in sync.replica.full_weights().items()}
     start, (stepped, step) = before["weight"].clone(), os.pipe()
     if world.is_main and (child := os.fork()) == 0:
         os.read(stepped, 1)

@@ -46,7 +46,7 @@ def on_ranks(build: Callable[[], nn.Module], loop: Loop, world_size: int, **opti
 
 def leaves(sync: GradientSync) -> Iterator[Tensor]:
     """This rank's leaves of a step."""
-    mine = list(share(LEAVES, sync.replica.comm.rank, sync.replica.comm.world_size))
+    mine = list(share(LEAVES, sync.comm.rank, sync.comm.world_size))
     for index in mine:
         with sync.micro_step(last=index == mine[-1], index=index):
             yield X.split(len(X) // LEAVES)[index]

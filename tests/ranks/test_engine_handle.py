@@ -59,7 +59,7 @@ def test_unused_parameters_are_named_once(name: str, caplog: pytest.LogCaptureFi
 
     def work(sync: GradientSync, _: Any) -> None:
         for _ in range(3):
-            one_step(sync, use_branch=sync.replica.comm.rank == 1)
+            one_step(sync, use_branch=sync.comm.rank == 1)
 
     on_handles(work, branched, 3, strategy=name)
     said = sorted(record.getMessage() for record in caplog.records)
@@ -80,7 +80,7 @@ def test_nothing_is_said_of_what_nobody_uses(name: str, caplog: pytest.LogCaptur
         used = []
         weight = sync.model.branch.weight
         optimizer.register_step_pre_hook(lambda *_: used.append(weight.grad is not None))
-        if sync.replica.comm.rank != 2:
+        if sync.comm.rank != 2:
             sync.backward(
                 sync.forward(X, use_branch=False).square().sum(), weight=2, reduction="sum"
             )
@@ -102,7 +102,7 @@ def test_a_stale_sum_does_not_come_back(name: str) -> None:
             lambda *_: seen.append(None if bias.grad is None else bias.grad.clone())
         )
         for users in ((0, 1), (1,), ()):
-            out = sync.forward(X, use_branch=sync.replica.comm.rank in users)
+            out = sync.forward(X, use_branch=sync.comm.rank in users)
             sync.backward(out.sum(), weight=1, reduction="sum")
             sync.step(optimizer)
         return seen
@@ -203,7 +203,7 @@ def test_close_removes_hooks_and_ends_threads(name: str) -> None:
         done.wait()
         assert not background_threads()
         # From here on it is torch alone: no messages, or rank 0 would wait for ever.
-        if sync.replica.comm.rank == 0:
+        if sync.comm.rank == 0:
             loss = model(X).square().sum()
             expected = torch.autograd.grad(loss, model.weight, retain_graph=True)[0]
             loss.backward()
@@ -286,7 +286,7 @@ def test_frozen_parts_are_left_alone(name: str) -> None:
     one_step(sync)
     assert model.frozen.weight.grad is None
     assert torch.equal(model.frozen.weight, before)
-    assert len(sync.replica.reducer.parameters) == 3, "the tied weight once, two biases"
+    assert len(sync.reducer.parameters) == 3, "the tied weight once, two biases"
 
 
 @pytest.mark.parametrize("name", [name for name, s in STRATEGIES.items() if not s.needs_group])

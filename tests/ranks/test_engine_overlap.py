@@ -15,8 +15,8 @@ from gradsync.comm.groups import SingleCommunicator
 from gradsync.comm.process_group import Done, ProcessGroupCommunicator
 from gradsync.errors import GradsyncError
 from gradsync.sync.buckets import Bucket
-from gradsync.sync.engine import Engine
 from gradsync.sync.gradient_sync import GradientSync
+from gradsync.sync.reducer import Engine
 from gradsync.sync.replicate import replicate
 from gradsync.sync.step_metadata import NUM_BINS
 from support.recording import RecordingCommunicator
@@ -28,8 +28,8 @@ TINY_MB = 1e-9
 
 
 def engine_of(sync: GradientSync) -> Engine:
-    assert isinstance(sync.replica.reducer, Engine)
-    return sync.replica.reducer
+    assert isinstance(sync.reducer, Engine)
+    return sync.reducer
 
 
 def order_of(engine: Engine) -> list[int]:
@@ -41,15 +41,14 @@ def record_launches(engine: Engine, events: list[Any]) -> None:
     """Note the parameters of every bucket when it is launched."""
     transport: Any = engine.exchange
 
-    def recorded(original: Callable[[Bucket], Work]) -> Callable[[Bucket], Work]:
-        def launch(bucket: Bucket) -> Work:
+    def recorded(original: Callable[..., Work]) -> Callable[..., Work]:
+        def launch(bucket: Bucket, *, half: bool) -> Work:
             events.append([slot.index for slot in bucket.plan.slots])
-            return original(bucket)
+            return original(bucket, half=half)
 
         return launch
 
     transport.launch = recorded(transport.launch)
-    transport.launch_half = recorded(transport.launch_half)
 
 
 class Chain(nn.Module):
@@ -165,7 +164,7 @@ def test_a_rank_0_without_a_leaf_learns_later(sync: str) -> None:
 
 
 def _prime(handle: GradientSync) -> None:
-    handle.replica.prime(lambda: handle.forward(torch.ones(1, 4)).sum().backward())
+    handle.prime(lambda: handle.forward(torch.ones(1, 4)).sum().backward())
 
 
 def test_prime_learns_without_leaving_anything() -> None:

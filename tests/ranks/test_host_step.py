@@ -104,8 +104,8 @@ def assert_equal(left: Any, right: Any) -> None:
 
 
 def was_divided(sync: GradientSync) -> bool:
-    assert isinstance(sync.replica.reducer.shards, SharedMemoryShards)
-    return bool(sync.replica.reducer.shards._updates)
+    assert isinstance(sync.reducer.shards, SharedMemoryShards)
+    return bool(sync.reducer.shards._updates)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -140,7 +140,7 @@ def test_no_rank_goes_on_before_all_have_written_their_shares() -> None:
         seen = copy.deepcopy(model.state_dict())
         gone_on.set()
         assert was_divided(sync)
-        sync.replica.comm.barrier()
+        sync.comm.barrier()
         return seen, copy.deepcopy(model.state_dict())
 
     with mock.patch.object(torch.optim.SGD, "step", step_late):
@@ -394,13 +394,13 @@ def test_models_over_one_group_share_a_communicator_which_ends_with_the_last() -
     def work(_: int, group: dist.ProcessGroup) -> None:
         comm = ProcessGroupCommunicator(group)
         handles = [replicate(nn.Linear(3, 3), comm=comm) for _ in range(2)]
-        shared = handles[0].replica.comm
+        shared = handles[0].comm
         assert isinstance(shared, SharedMemoryCommunicator)
-        assert handles[1].replica.comm is shared
+        assert handles[1].comm is shared
         handles[0].close()
         shared.barrier()
         handles[1].close()
-        assert replicate(nn.Linear(3, 3), comm=comm).replica.comm is not shared
+        assert replicate(nn.Linear(3, 3), comm=comm).comm is not shared
 
     run_thread_ranks(work, 2)
 
@@ -417,7 +417,7 @@ def test_too_little_memory_for_buckets_leaves_messages(sync: str) -> None:
         comm.allocate = full
         model = Net()
         sync_ = replicate(model, comm=comm, strategy=sync)
-        assert not isinstance(sync_.replica.reducer.shards, SharedMemoryShards)
+        assert not isinstance(sync_.reducer.shards, SharedMemoryShards)
         optimizer = OPTIMIZERS["adamw"](model.parameters())
         one_step(sync_, optimizer, 0, rank)
         found = copy.deepcopy(model.state_dict())
@@ -455,7 +455,7 @@ def test_zero1_adds_in_shared_memory() -> None:
     def work(rank: int, group: dist.ProcessGroup) -> Any:
         model = Net()
         sync = replicate(model, comm=ProcessGroupCommunicator(group), strategy="zero1")
-        assert isinstance(sync.replica.reducer.exchange, SharedMemoryExchange)
+        assert isinstance(sync.reducer.exchange, SharedMemoryExchange)
         optimizer = OPTIMIZERS["adamw"](model.parameters())
         for leaves in (1, 3 - rank, 2 + rank):
             for leaf in range(leaves):
@@ -585,11 +585,11 @@ def test_memory_goes_with_who_uses_it() -> None:
     def work(rank: int, group: dist.ProcessGroup) -> None:
         model = Net()
         sync = replicate(model, comm=ProcessGroupCommunicator(group))
-        assert sync.replica.comm._regions == []
+        assert sync.comm._regions == []
         assert model.scale.untyped_storage().nbytes() == 4  # saved alone, it is that
         optimizer = OPTIMIZERS["adamw"](model.parameters())
         one_step(sync, optimizer, 0, rank)
-        ((_, update),) = sync.replica.reducer.shards._updates.values()
+        ((_, update),) = sync.reducer.shards._updates.values()
         memory = weakref.ref(update)
         del update, optimizer
         gc.collect()

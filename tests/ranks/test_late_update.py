@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.errors import ConfigError, RunError
-from gradsync.sync import late_update
+from gradsync.sync import late_update, replicas
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.replicate import replicate
 from gradsync.sync.watch import Stopwatch
@@ -66,7 +66,7 @@ class Trained:
     @property
     def waits(self) -> bool:
         """Whether updates of weights are still to be made."""
-        weights = getattr(self.sync.replica.reducer.shards, "_weights", None)
+        weights = self.sync.replica.waiting
         return weights is not None and bool(weights._works)
 
     def end(self) -> list[Tensor]:
@@ -239,7 +239,8 @@ def test_all_ranks_update_at_once_if_one_cannot_wait(
 ) -> None:
     """A hook on one rank sees gradients; compiled code is not left to wait."""
     if hinders == "compiled":
-        monkeypatch.setattr(late_update, "has_compiled", lambda: True)
+        for module in (late_update, replicas):
+            monkeypatch.setattr(module, "has_compiled", lambda: True)
 
     def work(rank: int, group: dist.ProcessGroup) -> list[bool]:
         trained, found = Trained(group), []
@@ -278,7 +279,7 @@ def test_weights_that_never_come_can_be_loaded_after_close(
         saved = {name: t.clone() for name, t in trained.model.state_dict().items()}
         for number in range(2):
             trained.step(number, range(rank, rank + 1))
-        trained.sync.replica.reducer.shards._weights._works[0] = Lost()
+        trained.sync.reducer.shards.waiting._works[0] = Lost()
         with pytest.raises(RunError, match="closed by peer"):
             trained.sync.replica.wait()
         assert trained.waits

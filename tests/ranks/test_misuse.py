@@ -253,7 +253,7 @@ def test_plain_backwards_in_micro_step_are_refused(name: str) -> None:
     ones."""
 
     def work(sync: GradientSync, _: Any) -> str:
-        last = sync.replica.comm.rank == 2
+        last = sync.comm.rank == 2
         with sync.micro_step(last=last), pytest.raises(ConfigError) as caught:
             sync.model(X).sum().backward()
         return str(caught.value)
@@ -266,7 +266,7 @@ def test_plain_backwards_in_micro_step_are_refused(name: str) -> None:
 @pytest.mark.parametrize("collective", ["auto", "backend"])
 def test_a_skipped_step_is_named(name: str, collective: str) -> None:
     def work(sync: GradientSync, _: Any) -> None:
-        first = 2 * sync.replica.comm.rank
+        first = 2 * sync.comm.rank
         for leaf in (MicroBatch(first, False, 4), MicroBatch(first + 1, True, 4)):
             sync.backward(sync.model(X).sum(), leaf, reduction="sum")
         loss = sync.model(X).sum()
@@ -404,7 +404,7 @@ def test_a_failed_backward_is_thrown_away(
     def work(
         sync: GradientSync, optimizer: Any, steps: tuple[int, ...]
     ) -> tuple[Tensor, list[bool]]:
-        model, rank = sync.model, sync.replica.comm.rank
+        model, rank = sync.model, sync.comm.rank
         discarded = []
         for step in steps:
             try:
@@ -446,7 +446,7 @@ def test_leaves_can_be_thrown_away(name: str) -> None:
 @every_strategy
 def test_a_failed_backward_in_a_loop_of_ones_own(name: str) -> None:
     def work(sync: GradientSync, optimizer: Any) -> tuple[Tensor, Tensor | None]:
-        model, rank = sync.model, sync.replica.comm.rank
+        model, rank = sync.model, sync.comm.rank
         model.left[0] = int(rank == 1)
         loss = model(X * (rank + 1)).square().sum()
         if rank == 1:
@@ -479,7 +479,7 @@ def test_a_rank_whose_forward_failed_discards(name: str, own: bool) -> None:
     """In the first step, before anything tells which of the two ways the program goes."""
 
     def work(sync: GradientSync, optimizer: Any) -> Tensor:
-        model, rank = sync.model, sync.replica.comm.rank
+        model, rank = sync.model, sync.comm.rank
         before = model[0].weight.detach().clone()
         if rank == 1:
             sync.discard()
@@ -509,7 +509,7 @@ def test_sync_batch_norm_meets_once_a_backward_under_no_sync() -> None:
             return self.c(hidden) + (self.d(hidden) if both else 0.0)
 
     def work(sync: GradientSync, _: Any) -> None:
-        both = sync.replica.comm.rank == 0
+        both = sync.comm.rank == 0
         with sync.no_sync():
             sync.model(X, both).square().sum().backward()
         sync.model(X, both).square().sum().backward()

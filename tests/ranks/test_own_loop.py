@@ -252,7 +252,7 @@ def test_no_sync_adds_up(name: str, overlap: bool) -> None:
             for turn in (0, 1):
                 with sync.no_sync():
                     loss_of(sync.model, rank, turn).backward()
-            for parameter in sync.replica.reducer.parameters:
+            for parameter in sync.reducer.parameters:
                 assert parameter.grad is not None
                 parameter.grad.mul_(0.5)
             loss_of(sync.model, rank, 2).backward()
@@ -291,7 +291,7 @@ def test_the_flag_of_one_model_in_a_list_counts() -> None:
     def train(sync: GradientSync, _: Any) -> list[float]:
         first, second = sync.model
         first.require_backward_grad_sync = False
-        (second(first(torch.ones(1, 1))) * (1.0 + sync.replica.comm.rank)).sum().backward()
+        (second(first(torch.ones(1, 1))) * (1.0 + sync.comm.rank)).sum().backward()
         early = second.bias.grad.item()
         first.require_backward_grad_sync = True
         second(first(torch.ones(1, 1))).sum().backward()
@@ -360,10 +360,10 @@ def test_gradients_put_there_by_hand_are_averaged(name: str) -> None:
     def loop(rank: int, sync: GradientSync, optimizer: Any) -> list[Tensor]:
         found = []
         for step in range(2):
-            for parameter in sync.replica.reducer.parameters:
+            for parameter in sync.reducer.parameters:
                 parameter.grad = torch.full_like(parameter, float(rank + step))
             optimizer.step()
-            found.append(sync.replica.reducer.parameters[0].grad.clone())
+            found.append(sync.reducer.parameters[0].grad.clone())
         return found
 
     for first, second in on_ranks(name, loop):
@@ -445,14 +445,14 @@ def steps_another_models_optimizer(rank: int, sync: GradientSync, optimizer: Any
 @program
 def calls_backward_in_a_closure(rank: int, sync: GradientSync, _: Any) -> None:
     """LBFGS calls it inside of its step, several times, alike on all ranks."""
-    optimizer = torch.optim.LBFGS(sync.replica.reducer.parameters, max_iter=4)
+    optimizer = torch.optim.LBFGS(sync.reducer.parameters, max_iter=4)
 
     def closure() -> Tensor:
         optimizer.zero_grad()
         loss = loss_of(sync.model, rank)
         loss.backward()
         total = loss.detach().clone()  # it needs the global loss, too
-        sync.replica.comm.all_reduce(total).wait()
+        sync.comm.all_reduce(total).wait()
         return total / WORLD_SIZE
 
     for _ in range(2):

@@ -95,7 +95,7 @@ def train(
     """A user's loop, on one rank."""
     results = []
     for step in steps:
-        for index in shares.of(sync.replica.comm.rank, sync.replica.comm.world_size):
+        for index in shares.of(sync.comm.rank, sync.comm.world_size):
             loss = leaf_loss(sync.model, step, index, shares)
             sync.backward(loss, weight=shares.weight(index), reduction="sum")
         results.append(sync.step(optimizer))

@@ -81,7 +81,8 @@ def train(
     if saved is not None:
         for part, state in zip([model, *parts], saved, strict=True):
             part.load_state_dict(copy.deepcopy(state))
-        sync.replica.scatter(optimizers)
+        for optimizer in optimizers:
+            sync.replica.scatter(optimizer)
     for step in steps:
         for index, last in leaves_of(comm):
             with sync.micro_step(last=last, index=index):
@@ -92,16 +93,15 @@ def train(
         for scheduler in parts[len(optimizers) :]:
             scheduler.step()
         assert all(parameter.grad is None for parameter in model.parameters())
-    held = sync.replica.sharded_state_dict(optimizers)
-    if held is None:
-        sync.check_replicas(optimizers)
-    else:  # each rank's share, into a checkpoint and back
-        sync.replica.load_sharded_state_dict(
-            optimizers, {p: copy.deepcopy(state) for p, (_, state) in held.items()}
-        )
-    sync.replica.gather(optimizers)
+    for optimizer in optimizers:
+        held = sync.replica.sharded_state_dict(optimizer)
+        if held is not None:  # each rank's share, into a checkpoint and back
+            states = {p: copy.deepcopy(state) for p, (_, state) in held.items()}
+            sync.replica.scatter(optimizer, states)
+        sync.replica.gather(optimizer)
     found = copy.deepcopy([part.state_dict() for part in (model, *parts)])
-    sync.replica.scatter(optimizers)
+    for optimizer in optimizers:
+        sync.replica.scatter(optimizer)
     sync.close()
     return found
 
@@ -179,7 +179,7 @@ def test_what_is_no_list_of_optimizers(wrong: Any, message: str) -> None:
 def test_muon_cannot_be_shared_out(name: str) -> None:
     def work(sync: GradientSync, _: Any) -> str:
         sync.backward(
-            sync.model(x_of(0, sync.replica.comm.rank)).square().sum(),
+            sync.model(x_of(0, sync.comm.rank)).square().sum(),
             weight=3,
             reduction="sum",
         )
@@ -194,7 +194,7 @@ def test_muon_cannot_be_shared_out(name: str) -> None:
 
 def test_ranks_that_differ_in_one_of_them() -> None:
     def work(sync: GradientSync, _: Any) -> None:
-        rank = sync.replica.comm.rank
+        rank = sync.comm.rank
         optimizers = adam_and_sgd(sync.model)
         optimizers[1].param_groups[0]["lr"] = 0.1 * (rank + 1)
         sync.backward(sync.model(x_of(0, rank)).square().sum(), weight=3, reduction="sum")

@@ -20,10 +20,10 @@ from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.data.batch_plan import share
 from gradsync.errors import ConfigError
 from gradsync.sync.build import build_engine
-from gradsync.sync.engine import Engine
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.options import Recipe
 from gradsync.sync.ownership.zero import ZeroShards
+from gradsync.sync.reducer import Engine
 from gradsync.sync.replicate import replicate
 from support.engine_cases import pretend_hosts
 from support.recording import RecordingCommunicator
@@ -54,7 +54,7 @@ def make(comm: Communicator, recipe: Recipe) -> tuple[GradientSync, Any]:
 
 
 def do_step(sync: GradientSync, optimizer: Any, step: int, *, leaves: int = 5) -> None:
-    mine = share(leaves, sync.replica.comm.rank, sync.replica.comm.world_size)
+    mine = share(leaves, sync.comm.rank, sync.comm.world_size)
     for index in mine:
         inputs, targets = leaf_of(step, index)
         with sync.micro_step(last=index == mine[-1], index=index):
@@ -213,7 +213,7 @@ def test_whole_gradients_do_not_outlive_backward_in_zero2() -> None:
     def work(comm: Communicator) -> tuple[int, int]:
         sync, optimizer = make(comm, ZERO2)
         kept = []
-        reducer = sync.replica.reducer
+        reducer = sync.reducer
         assert isinstance(reducer, Engine)
         assert isinstance(reducer.shards, ZeroShards)
         update = reducer.shards.update
@@ -253,7 +253,7 @@ def test_a_hook_sees_whole_new_weights_and_may_raise(way: str) -> None:
         sync = replicate(model, comm=ProcessGroupCommunicator(group), **_WAYS[way])
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
         seen: list[Tensor] = []
-        raises = sync.replica.comm.rank == 0
+        raises = sync.comm.rank == 0
 
         def look(*_: Any) -> None:
             nonlocal raises

@@ -61,7 +61,7 @@ def one_step(rank: int, group: dist.ProcessGroup, name: str) -> Phases:
     hosts: dict[str, Any] = {"hosts": pretend_hosts(comm, 1)} if name == "hierarchical" else {}
     sync = replicate(model, strategy=name, comm=comm, **hosts)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    reducer, shards, found = sync.replica.reducer, sync.replica.reducer.shards, {}
+    reducer, shards, found = sync.reducer, sync.reducer.shards, {}
     launch, reduce, clip, publish = reducer.launch, reducer.reduce, shards.clip, shards.publish
 
     def copies() -> list[Tensor | None]:

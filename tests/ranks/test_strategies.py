@@ -132,7 +132,7 @@ def test_what_is_not_finite_stays_so(name: str, bad: float) -> None:
     """On all ranks, so that a gradient scaler or the loop can see it everywhere."""
 
     def work(sync: GradientSync, _: Any) -> list[bool]:
-        values = torch.tensor([1.0, bad if sync.replica.comm.rank else 1.0, 1.0])
+        values = torch.tensor([1.0, bad if sync.comm.rank else 1.0, 1.0])
         (sync.model[0] * values).sum().backward()
         return sync.model[0].grad.isfinite().tolist()
 
@@ -176,7 +176,7 @@ def test_any_rank_may_ask_to_stop() -> None:
         stops = []
         for step in range(3):
             sync.backward(sync.model(torch.ones(1, 2)).sum(), weight=1, reduction="sum")
-            stops.append(sync.step(optimizer, stop=(sync.replica.comm.rank, step) == (1, 1)).stop)
+            stops.append(sync.step(optimizer, stop=(sync.comm.rank, step) == (1, 1)).stop)
         return stops
 
     found = on_handles(work, lambda: nn.Linear(2, 1), 3, strategy="naive")

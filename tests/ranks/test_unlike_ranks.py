@@ -69,7 +69,7 @@ def clip(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         model[0].weight.clamp_(max=0.05)
     model[1].weight.data = torch.full_like(model[1].weight, 0.25)
     sync = getattr(model, HANDLE)
-    if sync.replica.reducer.strategy in ("zero1", "zero2"):
+    if sync.reducer.strategy in ("zero1", "zero2"):
         sync.replica.gather(optimizer)
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
@@ -105,7 +105,7 @@ def net() -> nn.Sequential:
 
 
 def step(sync: GradientSync, optimizer: torch.optim.Optimizer, own: bool, **named: Any) -> None:
-    loss = sync.model(torch.ones(2, 3) * (1 + sync.replica.comm.rank)).square().sum()
+    loss = sync.model(torch.ones(2, 3) * (1 + sync.comm.rank)).square().sum()
     if own:
         loss.backward()
         optimizer.step()
@@ -234,8 +234,8 @@ def test_one_clip_norm_for_all_ranks() -> None:
         for mine in (0.5, None):
             refused = rf"clip_norm differs: rank 0 {mine}, rank 1 1\.0; no rank has updated"
             with pytest.raises(ConfigError, match=refused):
-                step(sync, optimizer, False, clip_norm=1.0 if sync.replica.comm.rank else mine)
-        step(sync, optimizer, False, clip_norm=1.0 if sync.replica.comm.rank else 1)
+                step(sync, optimizer, False, clip_norm=1.0 if sync.comm.rank else mine)
+        step(sync, optimizer, False, clip_norm=1.0 if sync.comm.rank else 1)
         return sync.model[0].weight.detach()
 
     first, second = on_handles(work, net)
@@ -245,7 +245,7 @@ def test_one_clip_norm_for_all_ranks() -> None:
 def test_who_only_looks_at_a_state_has_loaded_none() -> None:
     def work(sync: GradientSync, _: Any) -> None:
         optimizer = adamw(sync.model)
-        if sync.replica.comm.rank == 0:
+        if sync.comm.rank == 0:
             assert not any(optimizer.state[parameter] for parameter in sync.model.parameters())
         step(sync, optimizer, False)
 
@@ -254,7 +254,7 @@ def test_who_only_looks_at_a_state_has_loaded_none() -> None:
 
 def test_a_step_goes_on_once_ranks_are_alike() -> None:
     def work(sync: GradientSync, optimizer: Any) -> Tensor:
-        optimizer.param_groups[0]["lr"] = torch.tensor(0.1 * (sync.replica.comm.rank + 1))
+        optimizer.param_groups[0]["lr"] = torch.tensor(0.1 * (sync.comm.rank + 1))
         with pytest.raises(ConfigError, match=r"lr of group 0 differs: rank 0 0\.1\d+, rank 1 0"):
             step(sync, optimizer, False)
         optimizer.param_groups[0]["lr"].fill_(0.5)
@@ -270,7 +270,7 @@ def test_a_step_that_is_thrown_away_compares_nothing() -> None:
     """A rank that wants to stop, or has no leaf, does not change the message's length either."""
 
     def work(sync: GradientSync, _: Any) -> list[bool]:
-        model, rank = sync.model, sync.replica.comm.rank
+        model, rank = sync.model, sync.comm.rank
         optimizer = adamw(model)
         if rank:
             sync.backward(model(torch.ones(1, 3)).sum(), weight=1, reduction="sum")
@@ -294,7 +294,7 @@ def test_the_two_ways_to_step_do_not_meet() -> None:
 
     def work(sync: GradientSync, optimizer: Any) -> str:
         with pytest.raises(ConfigError) as caught:
-            optimizer.step() if sync.replica.comm.rank else step(sync, optimizer, own=False)
+            optimizer.step() if sync.comm.rank else step(sync, optimizer, own=False)
         return str(caught.value)
 
     for said in on_handles(work, net):
@@ -324,7 +324,7 @@ def test_samples_go_round(monkeypatch: pytest.MonkeyPatch) -> None:
         optimizer = adamw(sync.model)
         for _ in range(2):  # after the first it looks into 2.*, then into 0.*
             step(sync, optimizer, False)
-            if sync.replica.comm.rank:
+            if sync.comm.rank:
                 sync.model[0].bias.data.mul_(0.5)
         with pytest.raises(RunError, match=r"'0.bias' .* changed on rank 1, not"):
             step(sync, optimizer, False)
@@ -343,7 +343,7 @@ def test_an_edit_within_an_update_is_noticed_in_the_next_step(
         optimizer = adamw(handle.model)
 
         def edit(*_: Any) -> None:
-            if handle.replica.comm.rank == 1:
+            if handle.comm.rank == 1:
                 handle.model[1].weight.data.mul_(0.5)
 
         hook = optimizer.register_step_post_hook(edit)

@@ -45,7 +45,7 @@ def linear() -> nn.Linear:
 
 
 def share_of(sync: GradientSync, x: Tensor = X) -> Tensor:
-    return x[sync.replica.comm.rank :: sync.replica.comm.world_size]
+    return x[sync.comm.rank :: sync.comm.world_size]
 
 
 def weights(model: nn.Module) -> Tensor:
@@ -129,7 +129,7 @@ def test_they_stay_there_on_a_rank_without_a_backward(name: str) -> None:
         sync.model.weight.grad = kept
         for step in range(3):
             optimizer.zero_grad(set_to_none=False)
-            if sync.replica.comm.rank == 0 or step == 0:
+            if sync.comm.rank == 0 or step == 0:
                 sync.model(X).sum().backward()
             optimizer.step()
         return kept.flatten().tolist(), sync.model.weight.grad is kept
@@ -161,7 +161,7 @@ def written(model: nn.Module, rank: int, how: str) -> None:
 def test_gradients_written_in_place_are_averaged(name: str, world_size: int, how: str) -> None:
     def work(sync: GradientSync, optimizer: Any) -> Tensor:
         for _ in range(3):
-            written(sync.model, sync.replica.comm.rank, how)
+            written(sync.model, sync.comm.rank, how)
             optimizer.step()
         return weights(sync.model)
 

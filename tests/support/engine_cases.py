@@ -208,7 +208,7 @@ def _backward(
 ) -> None:
     told = way.told
     if told == "differently":
-        told = ("leaf", "last")[sync.replica.comm.rank % 2]
+        told = ("leaf", "last")[sync.comm.rank % 2]
     enclosing = {
         "micro_step": lambda: sync.micro_step(last=last, index=index),
         "last": lambda: sync.micro_step(last=last),

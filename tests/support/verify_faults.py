@@ -45,7 +45,7 @@ def after_reduce(change: Callable[[Parts, dict[str, Tensor]], None]) -> Fault:
 
     @wraps(change)
     def fault(parts: Parts) -> Parts:
-        reducer: Any = parts.sync.replica.reducer
+        reducer: Any = parts.sync.reducer
         original = reducer.reduce
         prepare = reducer.shards.prepare
         reducer.shards.prepare = lambda *_, **__: prepare([], scaled=False)  # gradients stay whole
@@ -142,7 +142,7 @@ def mean_of_means(parts: Parts) -> Parts:
     """Each rank divides its own sum by its own targets, and the means are averaged: as DDP does
     with `loss.mean()` on micro-batches of unequal weight."""
     own = _Own(parts)
-    reducer: Any = parts.sync.replica.reducer
+    reducer: Any = parts.sync.reducer
     original = reducer.reduce
 
     def reduce(used: list[bool], divisor: float | None) -> Stopwatch:
@@ -317,14 +317,14 @@ statistics_of_one_rank = partial(statistics_drift, everywhere=False)
 
 def no_meeting(parts: Parts) -> Parts:
     """Ranks that train alone never average their weights."""
-    shards: Any = parts.sync.replica.reducer.shards
+    shards: Any = parts.sync.reducer.shards
     shards.synchronize_replicas = lambda: None
     return parts
 
 
 def meeting_at_rank_0(parts: Parts) -> Parts:
     """Ranks meet, but take rank 0's weights instead of the mean."""
-    shards: Any = parts.sync.replica.reducer.shards
+    shards: Any = parts.sync.reducer.shards
 
     @torch.no_grad()
     def meet() -> None:
@@ -341,7 +341,7 @@ def meeting_at_rank_0(parts: Parts) -> Parts:
 def _with_hooks(parts: Parts, act: Callable[[nn.Parameter], None]) -> Parts:
     """Call `act` with what a post-accumulate hook is handed, in a rank's last micro-batch of a
     step; the author trusts the hooks and leaves gradients where they are."""
-    reducer: Any = parts.sync.replica.reducer
+    reducer: Any = parts.sync.reducer
 
     def reduce(used: list[bool], divisor: float | None) -> Stopwatch:
         watch = sum_gradients([], [], parts.comm)
@@ -386,7 +386,7 @@ def hook_adds_the_parameter(parts: Parts) -> Parts:
 
 def no_sync_after_forward(parts: Parts) -> Parts:
     """Torch DDP's flag set between forward and backward: it takes effect one forward late."""
-    reducer: Any = parts.sync.replica.reducer
+    reducer: Any = parts.sync.reducer
     sync: Any = parts.sync
     original = sync.backward
 

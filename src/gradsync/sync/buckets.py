@@ -1,6 +1,6 @@
 """Flat memory of gradients, and the accumulation of a rank's own micro-batches in it.
 
-`Bucket` holds gradients that are sent together. `PlainSums` adds them in order of arrival.
+`Bucket` holds gradients that are sent together. `Sums` adds them in order of arrival.
 `TreeSums` adds them along the fixed tree, defined by the index functions at the top.
 
 [Note: The tree] A step's gradient is defined without reference to ranks. Leaf i is micro-batch i of
@@ -57,33 +57,27 @@ Pair = tuple[int, int]
 """(left, right): add operand `right` to operand `left`."""
 
 
-class LeafStack:
-    """Folds leaves, in order of arrival, into the largest finished nodes: a binary counter.
-    `nodes` is in leaf order; node k is in the caller's slot k."""
+def push_leaf(nodes: list[Node], leaf: int) -> int:
+    """Fold leaf number `leaf` into the largest finished `nodes`, which are in leaf order: a binary
+    counter. Node k is in the caller's slot k; returns the slot of the node that the leaf finishes.
 
-    def __init__(self) -> None:
-        self.nodes: list[Node] = []
-
-    def push(self, leaf: int) -> int:
-        """Add leaf number `leaf`; returns the slot of the node that it finishes.
-
-        The caller adds the leaf to slot `len(nodes)` - 1 as counted before the call, that slot to
-        the one below and so on, down to the returned slot. If that is `len(nodes)`, it just stays.
-        """
-        level, index = 0, leaf
-        while self.nodes and index % 2 == 1 and self.nodes[-1] == (level, index - 1):
-            self.nodes.pop()
-            level, index = level + 1, index // 2
-        self.nodes.append((level, index))
-        return len(self.nodes) - 1
+    The caller adds the leaf to slot `len(nodes)` - 1 as counted before the call, that slot to the
+    one below and so on, down to the returned slot. If that is `len(nodes)`, it just stays.
+    """
+    level, index = 0, leaf
+    while nodes and index % 2 == 1 and nodes[-1] == (level, index - 1):
+        nodes.pop()
+        level, index = level + 1, index // 2
+    nodes.append((level, index))
+    return len(nodes) - 1
 
 
 def largest_nodes(leaves: range) -> list[Node]:
     """The largest nodes that lie within `leaves`, in leaf order."""
-    stack = LeafStack()
+    nodes: list[Node] = []
     for leaf in leaves:
-        stack.push(leaf)
-    return stack.nodes
+        push_leaf(nodes, leaf)
+    return nodes
 
 
 def checked_shares(told: Sequence[tuple[int, int]]) -> list[range]:
@@ -110,6 +104,7 @@ def merges_of(nodes: Sequence[Node], wanted: Sequence[Node]) -> tuple[list[Pair]
     """Plan how to add `nodes` (in leaf order, slot k holding nodes[k]) up to the `wanted` nodes:
     the additions in order, and the final slot of each wanted node; -1 for one without leaves."""
     merges: list[Pair] = []
+    starts = [index << level for level, index in nodes]
 
     def value(level: int, index: int, first: int, last: int) -> int:
         """Slot that will hold node (level, index), the sum of slots first .. last-1."""
@@ -118,7 +113,7 @@ def merges_of(nodes: Sequence[Node], wanted: Sequence[Node]) -> tuple[list[Pair]
         if last == first + 1:
             return first
         middle = first
-        while middle < last and _start(nodes[middle]) < (2 * index + 1) << (level - 1):
+        while middle < last and starts[middle] < (2 * index + 1) << (level - 1):
             middle += 1
         left = value(level - 1, 2 * index, first, middle)
         right = value(level - 1, 2 * index + 1, middle, last)
@@ -129,7 +124,7 @@ def merges_of(nodes: Sequence[Node], wanted: Sequence[Node]) -> tuple[list[Pair]
     slots, first = [], 0
     for level, index in wanted:
         end, last = (index + 1) << level, first
-        while last < len(nodes) and _start(nodes[last]) < end:
+        while last < len(nodes) and starts[last] < end:
             last += 1
         slots.append(value(level, index, first, last))
         first = last
@@ -154,10 +149,6 @@ def root(num_leaves: int) -> Node:
     return (max(num_leaves - 1, 0).bit_length(), 0)
 
 
-def _start(node: Node) -> int:
-    return node[1] << node[0]
-
-
 @dataclass(frozen=True, slots=True)
 class SumPlan:
     """How to add up the buffers of ranks that share memory."""
@@ -168,11 +159,8 @@ class SumPlan:
     """Pairs of operands, in a valid order of execution."""
     end: int
     """The operand that then holds the sum; -1 if no rank had a leaf."""
-
-    @property
-    def num_buffers(self) -> int:
-        """Largest number of buffers on any rank."""
-        return max((number + 1 for _, number in self.operands), default=1)
+    num_buffers: int
+    """Largest number of buffers on any rank."""
 
 
 def plan_sum(told: Sequence[tuple[int, int]]) -> SumPlan:
@@ -187,7 +175,8 @@ def plan_sum(told: Sequence[tuple[int, int]]) -> SumPlan:
         operands += [(rank, number) for number in range(len(own))]
         nodes += own
     merges, ends = merges_of(nodes, [root(ranges[-1].stop)])
-    return SumPlan(tuple(operands), tuple(merges), ends[0])
+    num_buffers = max((number + 1 for _, number in operands), default=1)
+    return SumPlan(tuple(operands), tuple(merges), ends[0], num_buffers)
 
 
 class Bucket:
@@ -288,10 +277,6 @@ class Bucket:
             for view, parameter in zip(views, self.parameters, strict=True)
         ]
 
-    def fits(self, gradient: Tensor) -> bool:
-        """Whether `gradient` is dense and has the dtype that the parameters had."""
-        return gradient.dtype is self.dtype and gradient.layout is torch.strided
-
     def memory(self) -> Tensor | None:
         """Flat memory of what `gradients` yields; None if a gradient lies elsewhere."""
         if self.kept or not all(parameter.is_contiguous() for parameter in self.parameters):
@@ -353,11 +338,6 @@ class Bucket:
         self.fired = [False] * self.missing
         self.waiting, self.waiting_elements = [], 0
 
-    def begin_step(self) -> None:
-        """Forget which slots were touched; keep the memory."""
-        self.touched = [False] * len(self.plan.slots)
-        self.kept.clear()
-
     def free(self) -> None:
         """Free the memory; the next use allocates it again."""
         self._flats.clear()
@@ -365,28 +345,31 @@ class Bucket:
         self._parts.clear()
 
 
-class PlainSums:
+class Sums:
     """Accumulates micro-batches in order of arrival, in one buffer; `.grad` is a view of it."""
 
     num_buffers = 1
     """Number of buffers in use per bucket."""
+    num_micro_batches = 0
+    """Micro-batches begun in this step."""
+    first_index: int | None = None
+    """Global index of the first one; None if the caller gave none or it does not matter."""
 
-    def __init__(self) -> None:
-        self.num_micro_batches = 0
-        """Micro-batches begun in this step."""
-        self.first_index: int | None = None
-        """Global index of the first one; None if the caller gave none or it does not matter."""
+    def begin_step(self, first_index: int | None = None) -> None:
+        """Start over; with `FORGOTTEN` this rank's part of the step is discarded."""
+        self.num_micro_batches, self.first_index = 0, first_index
 
     def begin_micro_batch(self, index: int | None) -> None:
         """Begin micro-batch `index` of the global batch (None: unknown)."""
         self.num_micro_batches += 1
 
-    def fold(self, bucket: Bucket, slots: Sequence[int]) -> None:
-        """Accumulate the gradients that have arrived in `.grad` of these parameters.
+    def fold(self, bucket: Bucket) -> None:
+        """Accumulate the gradients that wait in `.grad`, small ones in one call.
 
         Copies new gradients; after the first micro-batch autograd itself adds to the view. A
         `.grad` that is not the view holds the whole gradient: it is new, or was cleared in between.
         """
+        slots, bucket.waiting, bucket.waiting_elements = bucket.waiting, [], 0
         views = bucket.views(0, slots)
         parameters = [bucket.parameters[slot] for slot in slots]
         fresh = [(p, v) for p, v in zip(parameters, views, strict=True) if p.grad is not v]
@@ -399,37 +382,24 @@ class PlainSums:
     def end_micro_batch(self, bucket: Bucket) -> None:
         """Handle slots without a gradient from this micro-batch; here they add nothing."""
 
-    def forget(self) -> None:
-        """Discard this rank's part of this step; the other ranks discard theirs too."""
-        self.num_micro_batches, self.first_index = 0, FORGOTTEN
 
-    def begin_step(self) -> None:
-        """Start over."""
-        self.num_micro_batches, self.first_index = 0, None
+class TreeSums(Sums):
+    """Accumulates along the fixed tree, whose leaves are micro-batches.
 
-
-class TreeSums:
-    """Accumulates along the fixed tree, whose leaves are micro-batches; the methods are those of
-    `PlainSums`.
-
-    Without global indices, a rank knows its nodes only after all ranks have exchanged their numbers
-    of micro-batches. Until then each of them keeps its own buffer.
+    There is one buffer for each finished node. Without global indices, a rank knows its nodes only
+    after all ranks have exchanged their numbers of micro-batches. Until then each of them keeps its
+    own buffer.
     """
 
+    num_buffers = 0
+
     def __init__(self) -> None:
-        self.begin_step()
+        self._nodes: list[Node] = []
         self._top = self._target = 0
 
-    def begin_step(self) -> None:
-        """Start over."""
-        self._stack = LeafStack()
-        self.num_micro_batches = 0
-        self.first_index: int | None = None
-
-    @property
-    def num_buffers(self) -> int:
-        """One per finished node, or one per micro-batch."""
-        return self.num_micro_batches if self.first_index is None else len(self._stack.nodes)
+    def begin_step(self, first_index: int | None = None) -> None:
+        super().begin_step(first_index)
+        self._nodes, self.num_buffers = [], 0
 
     def begin_micro_batch(self, index: int | None) -> None:
         """Begin a micro-batch; ConfigError: a rank's indices are not consecutive."""
@@ -444,11 +414,15 @@ class TreeSums:
                 "discard()) ends a step before the next one's come"
             )
         self._top = self.num_buffers
-        self._target = self._top if index is None else self._stack.push(index)
+        self._target = self._top if index is None else push_leaf(self._nodes, index)
         self.num_micro_batches += 1
+        self.num_buffers = self.num_micro_batches if index is None else len(self._nodes)
 
-    def fold(self, bucket: Bucket, slots: Sequence[int]) -> None:
+    def fold(self, bucket: Bucket) -> None:
         """Push new gradients down the stack; leaves `.grad` empty."""
+        slots, bucket.waiting, bucket.waiting_elements = bucket.waiting, [], 0
+        if not slots:
+            return
         parameters = [bucket.parameters[slot] for slot in slots]
         gradients = _gradients(parameters)
         if self._target == self._top:
@@ -485,14 +459,6 @@ class TreeSums:
     def _carry(self, bucket: Bucket, slots: Sequence[int]) -> None:
         for number in range(self._top - 1, self._target, -1):
             foreach_add_(bucket.views(number - 1, slots), bucket.views(number, slots))
-
-    def forget(self) -> None:
-        """Discard this rank's part; the other ranks see it in place of the first index."""
-        self.begin_step()
-        self.first_index = FORGOTTEN
-
-
-Sums = PlainSums | TreeSums
 
 
 def _gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:

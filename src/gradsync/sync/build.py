@@ -1,26 +1,35 @@
 """Builds the reducer of a strategy: what a recipe names (sums, exchange, shards), composed in an
 `Engine`, or an adapter of torch's own classes.
+
+Contains the exchanges that use a communicator's collectives, or messages in rounds. For sums along
+the tree see tree_exchange.py, for sums in memory that ranks share ownership/host_step.py.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradsync.comm.base import Communicator, Messenger
+from gradsync.comm.base import Communicator, Messenger, Work
 from gradsync.comm.groups import RankPlacement, for_background, group_of_pair, levels_of
 from gradsync.comm.p2p_collectives import hierarchical_all_reduce, ring_all_reduce
-from gradsync.comm.process_group import ProcessGroupCommunicator, Subset, draw_channel
+from gradsync.comm.process_group import (
+    Background,
+    Done,
+    ProcessGroupCommunicator,
+    Subset,
+    Then,
+    draw_channel,
+)
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
 from gradsync.comm.shared_memory.segment import SharedMemoryError
 from gradsync.errors import ConfigError
-from gradsync.sync.buckets import PlainSums, TreeSums
-from gradsync.sync.engine import Engine, lay_out_buckets
-from gradsync.sync.exchange import Algorithm, AllReduce, Exchange, HalfWire, ReduceScatter
+from gradsync.sync.buckets import Bucket
 from gradsync.sync.late_update import LateReplicas
 from gradsync.sync.options import (
     DdpOptions,
@@ -32,13 +41,20 @@ from gradsync.sync.options import (
 )
 from gradsync.sync.ownership.host_step import SharedMemoryExchange, SharedMemoryShards
 from gradsync.sync.ownership.zero import ZeroShards
-from gradsync.sync.reducer import NaiveReducer, Reducer, trainable
+from gradsync.sync.reducer import (
+    Engine,
+    Exchange,
+    NaiveReducer,
+    Reducer,
+    lay_out_buckets,
+    trainable,
+)
 from gradsync.sync.registry import Strategy
 from gradsync.sync.replicas import Replicas
 from gradsync.sync.tree_exchange import TreeExchange
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 log = logging.getLogger("gradsync")
 
@@ -66,7 +82,9 @@ def build_reducer(
     """
     name = strategy.name
     if strategy.needs_group and comm.world_size == 1:
-        return NaiveReducer(model, comm, strategy=name, needs_micro_step=True)
+        naive = NaiveReducer(model, comm, strategy=name)
+        naive.needs_micro_step = True  # as on several ranks
+        return naive
     match options:
         case Recipe():
             return build_engine(model, comm, options, hosts, strategy=name)
@@ -82,7 +100,7 @@ def build_reducer(
             from gradsync.sync.periodic import PeriodicReducer
 
             return PeriodicReducer(model, comm, options)
-    return NaiveReducer(model, comm)
+    return NaiveReducer(model, comm, strategy=name)
 
 
 def build_engine(
@@ -114,7 +132,7 @@ def build_engine(
         try:
             exchange = SharedMemoryExchange(comm, buckets, along_tree=invariant)
             if divides:
-                shards = SharedMemoryShards(model, parameters, exchange, recipe)
+                shards = SharedMemoryShards(model, exchange, recipe)
                 user_loop = recipe.weights != "shared"
         except SharedMemoryError as error:
             exchange, buckets = None, lay_out_buckets(parameters, recipe, comm.world_size)
@@ -124,20 +142,19 @@ def build_engine(
     later = comm.world_size > 1 and not in_memory and publishes_later(recipe, device)
     late = later and recipe.overlap and recipe.shard == "none"
     if exchange is None:
-        exchange = _exchange(comm, recipe, hosts, device, by_halves=late)
+        exchange = build_exchange(comm, recipe, hosts, device, by_halves=late)
     tree = exchange if isinstance(exchange, TreeExchange) and comm.world_size > 1 else None
     if recipe.shard != "none":
         in_shards = recipe.shard == "gradients"
         how = {"gradients": in_shards, "exchange": tree, "late": later}
-        shards = ZeroShards(model, parameters, comm, buckets, **how)
+        shards = ZeroShards(model, comm, buckets, **how)
     elif late and tree is not None:
         measures = recipe.overlap_publish == "auto"
-        shards = LateReplicas(model, parameters, comm, tree, measures=measures)
+        shards = LateReplicas(model, comm, tree, measures=measures)
     return Engine(
         *(model, comm, buckets),
         # The core that would add while backward runs is busy computing.
         recipe=recipe if by_messages else replace(recipe, overlap=False),
-        sums=TreeSums() if invariant else PlainSums(),
         exchange=exchange,
         shards=shards,
         # Shards of optimizer state belong to places in buckets, so places must not change.
@@ -158,7 +175,7 @@ def gathers(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _exchange(
+def build_exchange(
     comm: Communicator,
     recipe: Recipe,
     hosts: RankPlacement | None,
@@ -166,6 +183,8 @@ def _exchange(
     *,
     by_halves: bool,
 ) -> Exchange:
+    """The exchange by messages or collectives that `recipe` names; the arguments are those of
+    `build_reducer`. `by_halves`: the second half of each sum may come later."""
     plain = (recipe.grouping, recipe.reduction, recipe.wire) == ("buckets", "backend", "same")
     along_tree = recipe.order == "invariant"
     if along_tree or (by_halves and plain and device.type == "cpu"):
@@ -179,11 +198,11 @@ def _exchange(
         everyone = Subset(own, channel=channel)
         return TreeExchange(everyone, levels, device, made=_made_for(comm, own, pair), **how)
     if recipe.shard == "gradients":
-        return ReduceScatter(comm)
+        return Collective(partial(reduce_scatter, comm))
     if recipe.wire != "same":
         return HalfWire(comm, torch.bfloat16 if recipe.wire == "bf16" else torch.float16)
     if recipe.reduction == "backend":
-        return AllReduce(comm)
+        return Collective(lambda bucket: comm.all_reduce(bucket.flat(0)))
     own = for_background(comm, device)
     everyone = Subset(own, channel=draw_channel(own))
     all_reduce = partial(ring_all_reduce, everyone)
@@ -192,7 +211,11 @@ def _exchange(
             raise ConfigError(_NO_HOSTS)
         intra, inter, equal = levels_of(everyone, hosts)
         all_reduce = partial(hierarchical_all_reduce, intra, inter, equal_nodes=equal)
-    return Algorithm(all_reduce, device, _made_for(comm, own))
+    lane = Background(device)
+    return Collective(
+        lambda bucket: lane.submit(partial(all_reduce, bucket.flat(0))),
+        [lane, *_made_for(comm, own)],
+    )
 
 
 def _made_for(comm: Communicator, *used: Communicator | None) -> list[ProcessGroupCommunicator]:
@@ -225,3 +248,87 @@ def _tree_levels(
     if comm.rank == 0:
         log.warning("each rank's sums cross between hosts apart; quicker with %s", said)
     return [comm]
+
+
+# -- exchanges by collectives
+
+
+class Collective(Exchange):
+    """Sums by one function, which works in place on a bucket's [numel], in its dtype.
+
+    Args:
+        start: starts the sum of a bucket, of the whole group; overlaps backward.
+        made: what `start` uses, to be closed.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[Bucket], Work],
+        made: Sequence[Background | ProcessGroupCommunicator] = (),
+    ) -> None:
+        self._start, self.made = start, made
+
+    def launch(self, bucket: Bucket, *, half: bool = False) -> Work:
+        return self._start(bucket)
+
+
+def reduce_scatter(comm: Communicator, bucket: Bucket) -> Work:
+    """Give each rank its shard's sum, in place in `flat(0)`; half the bytes of an all-reduce."""
+    flat = bucket.flat(0)
+    mine = bucket.plan.shard(comm.rank, comm.world_size)
+    shard = flat[mine.start : mine.stop]
+    # Not into `shard` itself: backends may refuse to read and write the same memory.
+    result = torch.empty_like(shard)
+    # Whole group, the bucket's [numel] and dtype in, [numel / W] out; overlaps backward.
+    return Then(comm.reduce_scatter(result, flat), lambda: shard.copy_(result))
+
+
+class HalfWire(Exchange):
+    """All-reduce in 16 bits: half the bytes; rounds when sending and at every addition.
+
+    [Note: fp16 on the wire] Gradients here are sums over targets and would exceed 65,504, fp16's
+    largest number. So a bucket is first multiplied by the power of two that brings ranks x largest
+    magnitude just below 65,504; a power of two rounds nothing. Ranks agree on that magnitude by one
+    all-reduce (max, fp32 [1]). On a CPU backward waits for it; on CUDA only a separate stream does.
+    bf16 has fp32's range.
+
+    Complex numbers are sent as pairs of real numbers, because there is no complex bf16.
+    """
+
+    def __init__(self, comm: Communicator, dtype: torch.dtype) -> None:
+        self._comm = comm
+        self._dtype = dtype
+        self._stream: Any = None
+
+    def launch(self, bucket: Bucket, *, half: bool = False) -> Work:
+        device = bucket.flat(0).device
+        if device.type != "cuda":
+            return self._launch(bucket)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        # After this bucket's gradients, and after the last use of what this stream has allocated.
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
+            return self._launch(bucket)
+
+    def _launch(self, bucket: Bucket) -> Work:
+        flat = bucket.flat(0)
+        if self._comm.world_size == 1:
+            return Done()  # nothing is sent, nothing is rounded
+        if flat.is_complex():
+            flat = torch.view_as_real(flat)  # [numel, 2], the same memory
+        if self._dtype == torch.bfloat16:
+            small = flat.to(self._dtype)  # whole group, bf16 [numel], overlaps backward
+            return Then(self._comm.all_reduce(small), lambda: flat.copy_(small))
+        scale = self._scale(flat)
+        small = (flat.float() * scale).to(self._dtype)
+        # Whole group, fp16 [numel], overlaps backward.
+        return Then(self._comm.all_reduce(small), lambda: flat.copy_(small.float() / scale))
+
+    def _scale(self, flat: Tensor) -> Tensor:
+        """Power of two, [1]; 1 if the gradient is all zeros or not finite."""
+        largest = flat.abs().max().reshape(1).float()  # 16 bits would round the scale up
+        self._comm.all_reduce(largest, "max").wait()  # see [Note: fp16 on the wire]
+        limit = torch.finfo(torch.float16).max / self._comm.world_size
+        scale = torch.exp2(torch.floor(torch.log2(limit / largest)).clamp(-120, 120))
+        return torch.where(torch.isfinite(largest) & (largest > 0), scale, torch.ones_like(scale))

@@ -111,10 +111,6 @@ class FsdpReducer(Reducer):
             self._divide_by(self.comm.world_size)
         self._seen.stopwatch.stop()
 
-    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's rows of the sums, which backward has already computed."""
-        return ((name, local(grad)) for name, grad in super().named_gradients())
-
     def launch(self) -> list[bool]:
         """Start nothing; answer the other ranks' roll call.
 
@@ -123,13 +119,13 @@ class FsdpReducer(Reducer):
         complete, self._complete = self._complete, False
         if not self._seen.outside:
             self._roll_call(0)
-            if not complete and self._seen.any():
+            if not complete and self._seen.indices:
                 raise ConfigError(
                     "strategy='fsdp': no micro-step of this step was `last=True`, so no gradient "
                     "was reduced; pass it for the last one, on all ranks"
                 )
         self._averaged = not complete
-        if complete or self._seen.any():
+        if complete or self._seen.indices:
             return self._seen.take()
         return super().launch()  # no backward since the last call, so no more gradients arrive
 
@@ -144,7 +140,8 @@ class FsdpReducer(Reducer):
 
     def close(self) -> None:
         """Leave the model sharded, because FSDP2 cannot undo it."""
-        self._seen.close()
+        for handle in self._seen.handles:
+            handle.remove()
 
     def _divide_by(self, factor: int) -> None:
         for unit in self._units:
@@ -164,18 +161,9 @@ class FsdpReducer(Reducer):
 
 
 class FsdpShards(Replicas):
-    """Rows of every parameter, gradient and state, as FSDP2 cuts them.
-
-    Args:
-        model: sharded already.
-        comm: all ranks.
-    """
+    """Rows of every parameter, gradient and state of a sharded model, as FSDP2 cuts them."""
 
     whole_parameters = False
-
-    def __init__(self, model: nn.Module, comm: Communicator) -> None:
-        super().__init__(model, [parameter for _, parameter in trainable(model)])
-        self.comm = comm
 
     def owned(self) -> list[Tensor]:
         """This rank's shards of the gradients."""
@@ -202,7 +190,19 @@ class FsdpShards(Replicas):
                 if isinstance(value, DTensor):
                     state[name] = whole(value)
 
-    def scatter(self, optimizer: Optimizer) -> None:
+    def scatter(
+        self, optimizer: Optimizer, states: Mapping[Any, dict[str, Any]] | None = None
+    ) -> None:
+        if states is not None:
+            optimizer.state.clear()
+            for parameter, state in states.items():
+                for name, value in state.items():
+                    held = value
+                    if isinstance(value, torch.Tensor) and value.dim():
+                        held = torch.zeros_like(parameter, dtype=value.dtype)
+                        local(held).view(-1).copy_(value)
+                    optimizer.state[parameter][name] = held
+            return
         for parameter, state in _states(optimizer).items():
             for name, value in state.items():
                 if (
@@ -221,29 +221,11 @@ class FsdpShards(Replicas):
             for p in group["params"]
         }
 
-    def load_sharded_state_dict(
-        self, optimizer: Optimizer, states: Mapping[Any, dict[str, Any]]
-    ) -> None:
-        optimizer.state.clear()
-        for parameter, state in states.items():
-            for name, value in state.items():
-                held = value
-                if isinstance(value, torch.Tensor) and value.dim():
-                    held = torch.zeros_like(parameter, dtype=value.dtype)
-                    local(held).view(-1).copy_(value)
-                optimizer.state[parameter][name] = held
-
     def sharded_weights(self) -> dict[str, tuple[Share, Tensor]]:
         return {
             name: (self._share(tensor), local(tensor).reshape(-1))
             for name, tensor in self.model.state_dict().items()
         }
-
-    def load_sharded_weights(self, weights: Mapping[str, Tensor]) -> None:
-        own = self.model.state_dict()
-        for name, tensor in weights.items():
-            here = local(own[name])
-            here.copy_(tensor.view(here.shape))
 
     def full_weights(self) -> dict[str, Tensor]:
         """See `Replicas.full_weights`: one all-gather per parameter, its shape and dtype."""
@@ -285,8 +267,9 @@ class Seen:
             if id(parameter) in index_of
         ]
         self._count = len(named)
-        self._indices: set[int] = set()
-        self._handles: list[Any] = []
+        self.indices: set[int] = set()
+        """Parameters that got a gradient since the last `take`."""
+        self.handles: list[Any] = []
         self.enclosed = False
         """Whether a micro-step is in progress."""
         self.outside = False
@@ -301,23 +284,14 @@ class Seen:
             inside = set(unit.modules())
             pending = [home for home in homes if home[0] in inside]
             homes = [home for home in homes if home[0] not in inside]
-            self._handles.append(unit.register_forward_pre_hook(partial(self._attach, pending)))
+            self.handles.append(unit.register_forward_pre_hook(partial(self._attach, pending)))
 
     def take(self) -> list[bool]:
         """For each trainable parameter, whether it got a gradient since the last call."""
-        flags = [index in self._indices for index in range(self._count)]
-        self._indices.clear()
+        flags = [index in self.indices for index in range(self._count)]
+        self.indices.clear()
         self.outside = False
         return flags
-
-    def any(self) -> bool:
-        """Whether any gradient has arrived since the last `take`."""
-        return bool(self._indices)
-
-    def close(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
 
     def _attach(self, pending: list[tuple[nn.Module, str, int]], *_: Any) -> None:
         """Attach hooks after FSDP2's own hook, when the unit's parameters are whole. They are the
@@ -327,10 +301,10 @@ class Seen:
             parameter = getattr(module, attribute)
             assert not isinstance(parameter, DTensor), "FSDP2 gathers before this hook"
             mark = partial(self._mark, index)
-            self._handles.append(parameter.register_post_accumulate_grad_hook(mark))
+            self.handles.append(parameter.register_post_accumulate_grad_hook(mark))
 
     def _mark(self, index: int, _: Tensor) -> None:
-        self._indices.add(index)
+        self.indices.add(index)
         self.outside |= not self.enclosed
         self.stopwatch.start()
 

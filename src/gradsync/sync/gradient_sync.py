@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import math
 import operator
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,7 +30,6 @@ from gradsync.sync.buffers import BufferSync
 from gradsync.sync.check_loss import check_loss, counts_for_nothing
 from gradsync.sync.check_replicas import check_replicas, replica_tensors
 from gradsync.sync.reducer import Reducer, outside_of_micro_step
-from gradsync.sync.replica import Replica
 from gradsync.sync.state_dict import load_whole_state, whole_state
 from gradsync.sync.step import (
     Optimizers,
@@ -103,7 +102,7 @@ class GradientSync:
         shards = reducer.shards
         handling = batch_norm or choose_batch_norm(model, comm, None)
         self._buffers = BufferSync(model, comm, handling, equal_replicas=shards.equal_replicas)
-        self.replica = Replica(comm, reducer, self._buffers)
+        self.comm, self.reducer, self.replica = comm, reducer, shards
         self._equal = shards.whole_parameters and shards.equal_replicas
         watch = ReplicaWatch(model, comm, equal=self._equal)
         stragglers = StragglerWatch(comm)
@@ -125,7 +124,13 @@ class GradientSync:
 
         Strategies that work by hooks do not need it; for them it only calls the model.
         """
-        return self.replica.reducer.forward
+        return self.reducer.forward
+
+    def prime(self, forward_backward: Callable[[], None]) -> None:
+        """Run a throwaway backward before the first step; for gradsync's own commands. Some
+        strategies group sums by the first backward, and a resumed run would have other bits."""
+        with self._buffers.untouched():
+            self.reducer.prime(forward_backward)
 
     @contextmanager
     def micro_step(self, *, last: bool, index: int | None = None) -> Generator[None]:
@@ -139,11 +144,11 @@ class GradientSync:
             index: `micro_batch.index`, see `backward`.
         """
         self._last, self._index = last, index
-        if self.replica.reducer.user_loop:
+        if self.reducer.user_loop:
             self._user_loop.sums_begin()  # a loss.backward() in here would be a step of its own
         self._in_micro_step = True
         try:
-            with self.replica.reducer.micro_step(last=last):
+            with self.reducer.micro_step(last=last):
                 yield
         finally:
             self._last, self._index = False, None
@@ -186,14 +191,14 @@ class GradientSync:
             last, index = micro_batch.is_last, micro_batch.index
         weight = weight_of(weight, micro_batch)
         self._refuse_if_failed()
-        if self.replica.reducer.needs_micro_step and not self._in_micro_step:
-            raise ConfigError(outside_of_micro_step(self.replica.reducer.strategy))
+        if self.reducer.needs_micro_step and not self._in_micro_step:
+            raise ConfigError(outside_of_micro_step(self.reducer.strategy))
         loss_sum = to_sum(loss, weight, reduction)
         if self._losses_to_check:
             self._losses_to_check -= 1
             if wrong := check_loss(loss, weight, reduction):
                 self._losses_to_check = 0
-                log.warning("rank %d: %s (said once)", self.replica.comm.rank, wrong)
+                log.warning("rank %d: %s (said once)", self.comm.rank, wrong)
         nothing = reduction == "mean" and not weight
         self._refuse_changed(scale)
         self._scale = scale
@@ -201,7 +206,7 @@ class GradientSync:
         root = loss_sum if scale is None else scale.scale(loss_sum)
         with (
             self._user_loop.enclosed(root),
-            self.replica.reducer.micro_batch(last=last, index=index),
+            self.reducer.micro_batch(last=last, index=index),
             counts_for_nothing(loss) if nothing else nullcontext(),
         ):
             self._failed = True  # until backward succeeds
@@ -209,7 +214,7 @@ class GradientSync:
         self._failed = False
         self._buffers.leaf_ends(counts=weight > 0)
         self._loss.add(loss_sum, weight, micro_batch)
-        self._sums = _gradients_of(self.replica.reducer.parameters)
+        self._sums = _gradients_of(self.reducer.parameters)
         if (ended := getattr(micro_batch, "backward_ended", None)) is not None:
             ended()
 
@@ -243,7 +248,7 @@ class GradientSync:
             RunError: on all ranks, before any update: weights changed since the last step on some
                 ranks, and differ.
         """
-        reducer, optimizers = self.replica.reducer, each_optimizer(optimizer)
+        reducer, optimizers = self.reducer, each_optimizer(optimizer)
         self._refuse_if_failed()
         for each in optimizers:
             self._user_loop.untracked.check(each, own_step=False)
@@ -344,7 +349,7 @@ class GradientSync:
         cleared or replaced, or if `scale` changed. When the step `ends`, communication may have
         changed the sums, so only replaced ones are noticed."""
         before, versions = self._sums
-        now, versions_now = _gradients_of(self.replica.reducer.parameters)
+        now, versions_now = _gradients_of(self.reducer.parameters)
         if not all(map(operator.is_, before, now)) or not (ends or versions == versions_now):
             for known, grad in zip(before, now, strict=True):
                 if known is None and grad is not None:
@@ -384,7 +389,7 @@ class GradientSync:
             ConfigError: between `backward` and `step`.
         """
         self._refuse_in_step("state_dict")
-        return whole_state(self.replica, optimizer)
+        return whole_state(self.replica, self.comm, optimizer)
 
     def load_state_dict(
         self, state: Mapping[str, Any], optimizer: Optimizers | None = None
@@ -403,7 +408,8 @@ class GradientSync:
             RunError: on all ranks, if they were given different states.
         """
         self._refuse_in_step("load_state_dict")
-        load_whole_state(self.replica, self.model, state, optimizer)
+        load_whole_state(self.replica, self.comm, state, optimizer)
+        self._buffers.refresh()
 
     def _refuse_in_step(self, what: str) -> None:
         self._refuse_if_closed()
@@ -447,13 +453,13 @@ class GradientSync:
         """
         if not self._equal:
             raise ConfigError(
-                f"strategy={self.replica.reducer.strategy!r} lets ranks hold different values "
+                f"strategy={self.reducer.strategy!r} lets ranks hold different values "
                 "on purpose: there is nothing to check"
             )
         self.replica.wait()
         optimizers = [] if optimizer is None else each_optimizer(optimizer)
         tensors = replica_tensors(self.model, optimizers)
-        healed = check_replicas(tensors, self.replica.comm, step=step, heal=heal)
+        healed = check_replicas(tensors, self.comm, step=step, heal=heal)
         if healed and self._parts.watch:
             self._parts.watch.remember(*optimizers)
         return not healed
@@ -465,16 +471,16 @@ class GradientSync:
         needs Python's lock when the interpreter ends would abort the process.
         """
         self._user_loop.close()
-        self.replica.reducer.close()
+        self.reducer.close()
         self._buffers.close()
         for part in self.model.modules():
             if part.__dict__.get(HANDLE) is self:
                 del part.__dict__[HANDLE]
         others = [listener.comm for listener in optimizer_watch().present()]
         own = (SharedMemoryCommunicator, ProcessGroupCommunicator)
-        if isinstance(self.replica.comm, own) and self.replica.comm not in others:
-            self.replica.comm.close()
-        if self.replica.comm.world_size > 1:
+        if isinstance(self.comm, own) and self.comm not in others:
+            self.comm.close()
+        if self.comm.world_size > 1:
             wait_until_workers_sleep()
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:

@@ -25,6 +25,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -34,15 +35,20 @@ from torch import Tensor, nn
 from torch.autograd.profiler import record_function
 
 from gradsync.comm.base import Communicator, Work
-from gradsync.comm.process_group import AllOf, Done
+from gradsync.comm.process_group import Done
 from gradsync.errors import ConfigError, RunError
 from gradsync.sync.buckets import Bucket
 from gradsync.sync.ownership.elementwise import check_elementwise
-from gradsync.sync.replicas import Replicas, clip_factor, scale_all
+from gradsync.sync.replicas import (
+    Replicas,
+    WaitingWeights,
+    clip_factor,
+    has_compiled,
+    scale_all,
+)
 from gradsync.sync.step_metadata import options
 from gradsync.sync.tree_exchange import ShardedNorm, TreeExchange
-from gradsync.sync.waiting_weights import WaitingWeights, has_compiled
-from gradsync.sync.watch import Stopwatch, postponed, why_not_now
+from gradsync.sync.watch import postponed, why_not_now
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -74,8 +80,7 @@ class LateReplicas(Replicas):
     """Whole replicas that are updated at their next use; see the diagram at the top of the module.
 
     Args:
-        model, parameters: see `Replicas`.
-        comm: all ranks.
+        model, comm: see `Replicas`.
         exchange: sums the buckets.
         measures: measure some steps first, and be late only if it pays.
     """
@@ -83,14 +88,13 @@ class LateReplicas(Replicas):
     def __init__(
         self,
         model: nn.Module,
-        parameters: Sequence[nn.Parameter],
         comm: Communicator,
         exchange: TreeExchange,
         *,
         measures: bool = False,
     ) -> None:
-        super().__init__(model, parameters)
-        self._comm, self._exchange, self._measures = comm, exchange, measures
+        super().__init__(model, comm)
+        self._exchange, self._measures = exchange, measures
         self.by_halves = self._decided = False
         self._optimizers: Sequence[Optimizer] = ()
         self._scaled = False
@@ -98,34 +102,28 @@ class LateReplicas(Replicas):
         self._waits: list[float] = []
         self._step: _Pending | None = None
         self._norm = ShardedNorm(self.parameters, comm, exchange)
-        self._weights = WaitingWeights(model)
+        self.waiting = self._weights = WaitingWeights(model)
 
     def prepare(self, optimizers: Sequence[Optimizer], *, scaled: bool) -> None:
         """See `Replicas.prepare`."""
         self._optimizers, self._scaled = optimizers, scaled
 
-    def take(
-        self,
-        buckets: Sequence[Bucket],
-        used: Sequence[bool],
-        factor: float | None,
-        watch: Stopwatch,
-    ) -> None:
+    def take(self, buckets: Sequence[Bucket], used: Sequence[bool], factor: float | None) -> None:
         """See `Replicas.take`; if sums are not whole, the step is left for later."""
-        self._step = None  # of a step that was refused after its sums
+        self._step, self.under_way = None, ()  # of a step that was refused after its sums
         if self._exchange.whole:
-            super().take(buckets, used, factor, watch)
+            super().take(buckets, used, factor)
             if factor is not None and self._optimizers and not self._decided:
-                self._decide(watch)
+                self._decide()
             return
         for parameter in self.parameters:
             parameter.grad = None
         if factor is not None:
             self._step = _Pending(list(buckets), list(used))
-            self._multiply(factor)
-        watch.stop()
+            self._multiply(self._step, factor)
+        self.exposed.stop()
 
-    def _decide(self, watch: Stopwatch) -> None:
+    def _decide(self) -> None:
         """Decide whether to be late, after the steps to measure.
 
         One all-reduce, once: whole group, float64 [1], on the CPU; overlaps nothing. The smallest
@@ -134,15 +132,15 @@ class LateReplicas(Replicas):
         began, self._ended = self._ended, time.perf_counter()
         if self._measures:
             if began:
-                self._waits.append(watch.seconds() / (self._ended - began))
+                self._waits.append(self.exposed.seconds() / (self._ended - began))
             if len(self._waits) < _MEASURED:
                 return
         # A rank that cannot be late would wait for the second half without any overlap.
         share = 0.0 if (why := self._why_not()) else median(self._waits or [1.0])
         wait = torch.tensor([share], dtype=torch.float64)
-        self._comm.all_reduce(wait, "min").wait()
+        self.comm.all_reduce(wait, "min").wait()
         self._decided, self.by_halves = True, bool(wait >= _LEAST_WAIT)
-        if self._comm.rank == 0:
+        if self.comm.rank == 0:
             said = "go down beside the next forward" if self.by_halves else "stay in the step"
             reason = why or f"ranks wait {100 * float(wait):.0f} % of a step for them"
             log.info("sums %s: %s", said, reason)
@@ -164,25 +162,20 @@ class LateReplicas(Replicas):
                 return why
         return ""
 
-    @property
-    def _now(self) -> _Pending:
-        assert self._step is not None, "between `take` and the last bucket's update"
-        return self._step
-
     def owned(self) -> list[Tensor]:
         """See `Replicas.owned`; if sums are not whole, this rank's shards, possibly rounded."""
         if self._step is None:
             return super().owned()
-        mine = [self._exchange.owned(b.plan.numel, self._comm.rank) for b in self._step.buckets]
+        mine = [self._exchange.owned(b.plan.numel, self.comm.rank) for b in self._step.buckets]
         pairs = zip(self._step.buckets, mine, strict=True)
         return [bucket.flat(0)[span.start : span.stop] for bucket, span in pairs]
 
-    def _multiply(self, factor: Any) -> None:
+    def _multiply(self, step: _Pending, factor: Any) -> None:
         """Scale the shards, before they go to all ranks. Rounded nodes do not change until each
         rank has widened them."""
-        pairs = zip(self._now.buckets, self.owned(), strict=True)
+        pairs = zip(step.buckets, self.owned(), strict=True)
         scale_all([shard for bucket, shard in pairs if not bucket.rounded], factor)
-        self._now.factors.append(factor)
+        step.factors.append(factor)
 
     def whole_gradients(self) -> list[Tensor | None]:
         """See `Replicas.whole_gradients`; only for steps that are not late."""
@@ -195,7 +188,7 @@ class LateReplicas(Replicas):
             return super().clip(max_norm)
         factor = prod(map(float, self._step.factors))
         norm = self._norm.of(self._step.buckets, self.owned(), self._step.used, factor)
-        self._multiply(clip_factor(norm, max_norm))
+        self._multiply(self._step, clip_factor(norm, max_norm))
         return norm
 
     def update(self, optimizers: Sequence[Optimizer]) -> None:
@@ -206,6 +199,7 @@ class LateReplicas(Replicas):
             super().update(optimizers)
             return
         step.gathers = [self._exchange.gather(b) for b in reversed(step.buckets)][::-1]
+        self.under_way = step.gathers if self._exchange.in_one_order else ()
         used = {id(p) for p, here in zip(self.parameters, step.used, strict=True) if here}
         for optimizer in optimizers:
             groups = [
@@ -217,11 +211,6 @@ class LateReplicas(Replicas):
                     optimizer.state.setdefault(parameter, {})
             step.updates.append((optimizer, groups))
 
-    def settle(self) -> None:
-        """See `Replicas.settle`: waits for whole sums."""
-        if self._step is not None and self._exchange.in_one_order:
-            AllOf(self._step.gathers).wait()
-
     def publish(self) -> Work:
         """See `Replicas.publish`: from now on a forward waits for its weights' buckets."""
         if (step := self._step) is None or not step.updates:
@@ -229,18 +218,12 @@ class LateReplicas(Replicas):
         for optimizer, _ in step.updates:
             if "step" in optimizer.__dict__:  # a scheduler wraps it, to count steps
                 optimizer.step()  # without gradients it changes nothing
-        buckets, late = [bucket.parameters for bucket in step.buckets], not has_compiled()
-        self._weights.expect(
-            *(buckets, step.gathers, self._update_bucket), late=late, ended=self._end
-        )
+        buckets = [bucket.parameters for bucket in step.buckets]
+        update, end = partial(self._update_bucket, step), partial(self._end, step)
+        self._weights.expect(buckets, step.gathers, update, end)
         return Done()
 
-    def wait(self) -> None:
-        """See `Replicas.wait`."""
-        self._weights.wait()
-
-    def _update_bucket(self, number: int) -> None:
-        step = self._now
+    def _update_bucket(self, step: _Pending, number: int) -> None:
         bucket = step.buckets[number]
         means = bucket.sums()
         for factor in step.factors if bucket.rounded else ():
@@ -259,16 +242,16 @@ class LateReplicas(Replicas):
         for parameter in bucket.parameters:
             parameter.grad = None
 
-    def _end(self) -> None:
-        for optimizer, _ in self._now.updates:
+    def _end(self, step: _Pending) -> None:
+        for optimizer, _ in step.updates:
             for parameter in [p for p, entry in optimizer.state.items() if not entry]:
                 del optimizer.state[parameter]  # of an optimizer that keeps no state
-        self._step = None
+        self._step, self.under_way = None, ()
 
     def close(self) -> None:
-        self._weights.close()
+        super().close()
         if self._step is not None and self._step.updates:  # given up: optimizers keep their state
-            self._end()
+            self._end(self._step)
 
 
 def _set_options(optimizer: Optimizer, options_of_groups: Sequence[dict[str, Any]]) -> None:

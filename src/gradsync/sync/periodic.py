@@ -89,8 +89,7 @@ class PeriodicReplicas(Replicas):
     def __init__(
         self, model: nn.Module, comm: Communicator, options: LocalSgdOptions | DilocoOptions
     ) -> None:
-        super().__init__(model, [parameter for _, parameter in trainable(model)])
-        self.comm = comm
+        super().__init__(model, comm)
         self.inner_steps = options.inner_steps
         self.steps_in_round = 0
         """Number of steps since the ranks last met."""
@@ -105,7 +104,6 @@ class PeriodicReplicas(Replicas):
             how = {"lr": options.outer_lr, "momentum": momentum, "nesterov": momentum > 0}
             self._outer = torch.optim.SGD(self._start, **how)
         self._on_cuda = any(parameter.is_cuda for parameter in self.parameters)
-        self._watch = Stopwatch(on_cuda=self._on_cuda)
         self._hook = model.register_state_dict_pre_hook(ModuleHook(self, _warn_of_drift))
         self._warned = comm.world_size == 1
         self._note_buffers()
@@ -118,8 +116,8 @@ class PeriodicReplicas(Replicas):
         """
         if not self.steps_in_round and self._outer is not None:
             foreach_copy_(self._start, [p.detach() for p in self.parameters])
-        self._watch = Stopwatch(on_cuda=self._on_cuda)
-        return self._watch
+        self.exposed = Stopwatch(on_cuda=self._on_cuda)
+        return self.exposed
 
     def update(self, optimizers: Sequence[Optimizer]) -> None:
         """Do one step on this rank alone."""
@@ -140,7 +138,7 @@ class PeriodicReplicas(Replicas):
         ranks call it."""
         if not self.steps_in_round:
             return
-        self._watch.start()
+        self.exposed.start()
         if self._outer is None:
             average(self.parameters, self.comm)
         else:
@@ -149,7 +147,7 @@ class PeriodicReplicas(Replicas):
             average_state(self._optimizer_of, self.parameters, self.comm)
         average_buffers(list(self.model.buffers()), self._buffer_starts, self.comm)
         self._note_buffers()
-        self._watch.stop()
+        self.exposed.stop()
         self.steps_in_round = 0
 
     @torch.no_grad()

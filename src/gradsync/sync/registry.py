@@ -208,17 +208,12 @@ def check_options(strategy: Strategy, options: Mapping[str, Any]) -> Options:
     words = {name: short.get(str(value), value) for name, value in options.items()}
     checked = replace(strategy.defaults, **words)
     if isinstance(checked, Recipe) and strategy.same_on_any_ranks:
-        if checked.order != "invariant":
+        rounds = strategy.promise == "lossy"
+        if checked.order != "invariant" or (checked.wire != "same") != rounds:
             raise ConfigError(
-                f"strategy={strategy.name!r} promises bits that do not depend on ranks, which "
-                f"order={checked.order!r} cannot keep; strategy='bucketed' takes the other options "
-                "too"
-            )
-        if (strategy.promise == "lossy") != (checked.wire != "same"):
-            raise ConfigError(
-                f"strategy={strategy.name!r} names its bits, which wire={checked.wire!r} would "
-                "change: strategy='invariant' rounds nothing, strategy='invariant_bf16' each node "
-                "of the tree"
+                f"strategy={strategy.name!r} names its bits, which order={checked.order!r} and "
+                f"wire={checked.wire!r} would change; strategy='bucketed' takes both options, "
+                "strategy='invariant_bf16' rounds each node of the tree"
             )
     return checked
 

@@ -7,6 +7,11 @@
 `Replicas` owns everything, and is the base of classes that own less: shards (ZeRO-1 and 2, FSDP2),
 a share of memory that a host's ranks have in common, or a replica that drifts between rounds.
 
+[Note: Waiting weights] Weights may be updated when the next forward needs them. A module waits for
+its own parameters before its forward, as in FSDP2 and DeAR (Zhang et al. 2023, arXiv 2302.12445).
+Nothing else waits. A program that reads a weight or an optimizer's state between two steps in
+another way must call `Replicas.wait` first; `gradsync train` does.
+
 [Note: Fixed blocks] A norm is a sum, and a sum's bits depend on its grouping: per-parameter, flat
 and sharded norms of the same gradient gave four different values. So the grouping is fixed. Each
 parameter is cut into blocks of 65,536 elements, each block's norm is computed alone (fp32), and
@@ -16,18 +21,21 @@ the squares are added in float64 in parameter order. It does not depend on bucke
 from __future__ import annotations
 
 import functools
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+import logging
+import sys
+import threading
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from functools import partial
 from itertools import chain
 from operator import is_
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from gradsync.comm.base import Communicator, Work
 from gradsync.comm.process_group import Done
-from gradsync.core.torch_private import foreach_copy_, foreach_mul_, foreach_norm
+from gradsync.core.files import one_line
+from gradsync.core.torch_private import FRAMES, foreach_copy_, foreach_mul_, foreach_norm
 from gradsync.errors import RunError
 from gradsync.sync.layout import BLOCK
 from gradsync.sync.watch import Stopwatch
@@ -39,13 +47,17 @@ if TYPE_CHECKING:
     from gradsync.sync.buckets import Bucket
     from gradsync.sync.shares import HeldState, Share
 
+log = logging.getLogger("gradsync")
+
 
 class Replicas:
     """Every rank owns everything: whole gradients in `.grad`, weights and optimizer state.
 
+    A handle has it as `sync.replica`, for gradsync's own commands; scripts use the handle.
+
     Args:
         model: on its device; its replicas are equal.
-        parameters: its trainable parameters, tied ones once, in `named_parameters` order.
+        comm: all ranks.
     """
 
     takes_scaler = True
@@ -58,10 +70,17 @@ class Replicas:
     """False if a rank holds a share of each parameter. Then all ranks take part in every forward,
     and make the same number of forwards."""
 
-    def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
-        self.model, self.parameters = model, list(parameters)
+    def __init__(self, model: nn.Module, comm: Communicator) -> None:
+        self.model, self.comm = model, comm
+        self.parameters = [parameter for _, parameter in trainable(model)]
         self.strategy = ""
         """Name that users pass as `gs.replicate(strategy=...)`; for messages."""
+        self.exposed = Stopwatch(on_cuda=any(p.is_cuda for p in self.parameters))
+        """Measures communication that nothing overlaps, until `take` has what it needs."""
+        self.waiting: WaitingWeights | None = None
+        """Weights that the next forward updates, under strategies that postpone this."""
+        self.under_way: Sequence[Work] = ()
+        """Work of the last step in a group that only the lane uses; see `settle`."""
         self._given: list[Tensor] = []
         self._memory: list[Tensor] = []
         """Gradients as `take` provided them, and the few large tensors that hold all of them."""
@@ -73,22 +92,15 @@ class Replicas:
         training loop), and whether a GradScaler reads the gradients too. ConfigError: an optimizer
         that the strategy cannot work with."""
 
-    def take(
-        self,
-        buckets: Sequence[Bucket],
-        used: Sequence[bool],
-        factor: float | None,
-        watch: Stopwatch,
-    ) -> None:
+    def take(self, buckets: Sequence[Bucket], used: Sequence[bool], factor: float | None) -> None:
         """Make owned slices from sums in `buckets`, times `factor`; `None` if no rank has any.
 
         Args:
             buckets: `flat(0)` holds the sum over ranks, or this rank's part of it.
             used: for each parameter, whether any rank has a gradient for it.
             factor: from sums to the mean; None in a step in which no rank updates.
-            watch: stopped when nothing more is communicated.
         """
-        watch.stop()
+        self.exposed.stop()
         for bucket in buckets:
             for parameter, gradient in bucket.gradients(used):
                 parameter.grad = gradient
@@ -119,9 +131,14 @@ class Replicas:
         return [parameter.grad for parameter in self.parameters]
 
     def clip(self, max_norm: float) -> Tensor:
-        """Scale the mean gradient to an L2 norm of at most `max_norm`; returns the old norm, []."""
+        """Scale the mean gradient to an L2 norm of at most `max_norm` (Pascanu et al. 2013, arXiv
+        1211.5063); returns the old norm, []."""
         gradients = self.owned()
-        return clip_gradients(gradients, max_norm, self._memory_of(gradients))
+        norm = gradient_norm(gradients)
+        # Between tensors [] torch promotes dtypes; between [1] and [], as in shards, it does not.
+        held = [m if m.dim() else m.view(1) for m in self._memory_of(gradients)]
+        scale_all(held, clip_factor(norm, max_norm))
+        return norm
 
     def update(self, optimizers: Sequence[Optimizer]) -> None:
         """Do one step of each optimizer on owned slices; optimizers hold different parameters."""
@@ -131,6 +148,8 @@ class Replicas:
     def settle(self) -> None:
         """Wait for started work before collectives of the main thread's group, if the lane uses
         another group: NCCL needs the kernels of both in one order on all ranks."""
+        for work in self.under_way:
+            work.wait()
 
     def publish(self) -> Work:
         """Make weights whole on every rank, at the end of every step; gradients are cleared.
@@ -141,10 +160,15 @@ class Replicas:
         return Done()
 
     def wait(self) -> None:
-        """Return when all weights of the last step are complete; needs no action by other ranks."""
+        """Return when this rank's weights and state are those of the last step; needs no action by
+        other ranks. See [Note: Waiting weights]."""
+        if self.waiting is not None:
+            self.waiting.wait()
 
     def close(self) -> None:
         """Leave whole weights and state in this rank's private memory."""
+        if self.waiting is not None:
+            self.waiting.close()
 
     # -- between steps; all ranks call each
 
@@ -154,35 +178,32 @@ class Replicas:
     def gather(self, optimizer: Optimizer) -> None:
         """Make `optimizer.state` whole on every rank, with the model's parameters as keys, for a
         checkpoint; `scatter` undoes it."""
+        self.wait()
 
-    def scatter(self, optimizer: Optimizer) -> None:
-        """Take this rank's part of a whole `optimizer.state`, after `gather` or loading."""
+    def scatter(
+        self, optimizer: Optimizer, states: Mapping[Any, dict[str, Any]] | None = None
+    ) -> None:
+        """Take this rank's part of a whole `optimizer.state`, after `gather` or loading; or the
+        part `states`, from `sharded_state_dict`, on the parameters' device."""
 
     def sharded_state_dict(self, optimizer: Optimizer) -> HeldState | None:
         """This rank's part of `optimizer`'s state, sharing its memory; None if it is whole."""
         return None
-
-    def load_sharded_state_dict(
-        self, optimizer: Optimizer, states: Mapping[Any, dict[str, Any]]
-    ) -> None:
-        """Restore a part from `sharded_state_dict`, on the parameters' device."""
-        raise NotImplementedError
 
     def sharded_weights(self) -> dict[str, tuple[Share, Tensor]] | None:
         """This rank's part of parameters and buffers by the names of `model.state_dict()`, flat,
         sharing their memory; None if every rank holds them whole."""
         return None
 
-    def load_sharded_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Overwrite this rank's part with the result of `sharded_weights`."""
-        raise NotImplementedError
-
     def full_weights(self) -> dict[str, Tensor]:
-        """Whole parameters and buffers by name, as `model.state_dict()`."""
+        """Whole parameters and buffers by name, as `model.state_dict()`. They may be the model's
+        own tensors, which the next step changes."""
+        self.wait()
         return dict(self.model.state_dict())
 
     def load_full_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Overwrite parameters and buffers with whole ones, equal on all ranks."""
+        self.wait()
         own = self.model.state_dict()
         with torch.no_grad():
             for name, tensor in weights.items():
@@ -198,60 +219,34 @@ class Replicas:
             raise RunError(f"this strategy remembers nothing, got {', '.join(tensors)}")
 
 
-class OwnedUpdate(ABC):
-    """One optimizer's steps on the pieces that this rank owns, and their state. Does not refer to
-    the optimizer, so that deleting that frees the memory of both."""
-
-    @abstractmethod
-    def take_in(self, optimizer: Optimizer) -> None:
-        """Before a step: take over state that was loaded since the last one."""
-
-    @abstractmethod
-    def give_back(self, optimizer: Optimizer) -> None:
-        """Leave whole state in `optimizer.state`, this rank's own; all ranks call it."""
+def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Trainable parameters with their names, tied ones once, in `named_parameters` order."""
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
 
-Owned = TypeVar("Owned", bound=OwnedUpdate)
+def owned_update(
+    made: MutableMapping[Optimizer, tuple[Any, Any]],
+    optimizer: Optimizer,
+    make: Callable[[Optimizer], Any],
+    settings: object = None,
+) -> Any:
+    """This rank's part of an optimizer's steps, which it updates alone. All ranks call it together.
 
-
-class DividedReplicas(Replicas, Generic[Owned]):
-    """Whole weights on every rank between steps, of which each rank updates a part."""
-
-    def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
-        super().__init__(model, parameters)
-        self._updates: WeakKeyDictionary[Optimizer, tuple[Any, Owned]] = WeakKeyDictionary()
-        self.stepped: Sequence[Optimizer] = ()
-        """Optimizers whose update is not published yet."""
-
-    def make_update(self, optimizer: Optimizer) -> Owned:
-        """Divide an optimizer's work; all ranks call it together."""
-        raise NotImplementedError
-
-    def update_pieces(self, pairs: Sequence[tuple[Optimizer, Owned]]) -> None:
-        """Update what this rank owns."""
-        raise NotImplementedError
-
-    def key_of(self, optimizer: Optimizer) -> Any:
-        """What an update is made for; another key needs another one (`add_param_group`)."""
-        return [[id(p) for p in group["params"]] for group in optimizer.param_groups]
-
-    def update_of(self, optimizer: Optimizer) -> Owned:
-        """What this rank does of `optimizer`'s steps; all ranks call it together."""
-        key = self.key_of(optimizer)
-        before, known = self._updates.get(optimizer, (None, None))
-        if known is None or before != key:
-            if known is not None:
-                known.give_back(optimizer)
-            known = self.make_update(optimizer)
-            self._updates[optimizer] = key, known
-        return known
-
-    def update(self, optimizers: Sequence[Optimizer]) -> None:
-        pairs = [(optimizer, self.update_of(optimizer)) for optimizer in optimizers]
-        for optimizer, update in pairs:
-            update.take_in(optimizer)
-        self.update_pieces(pairs)
-        self.stepped = optimizers
+    Args:
+        made: what was made before, for which parameters and `settings`; if these have changed
+            (`add_param_group`), it gives the state back and another one is made.
+        optimizer: what is made must not refer to it, so that deleting it frees the memory of both.
+        make: divides the optimizer's work.
+        settings: of the optimizer, as far as what it keeps depends on them.
+    """
+    key = [[id(p) for p in group["params"]] for group in optimizer.param_groups], settings
+    before, update = made.get(optimizer, (None, None))
+    if update is None or before != key:
+        if update is not None:
+            update.give_back(optimizer)
+        update = make(optimizer)
+        made[optimizer] = key, update
+    return update
 
 
 def tell(optimizer: Optimizer) -> None:
@@ -263,6 +258,111 @@ def tell(optimizer: Optimizer) -> None:
     optimizer.step()
     for parameter, gradient in zip(parameters, held, strict=True):
         parameter.grad = gradient
+
+
+# -- weights that wait
+
+
+class WaitingWeights:
+    """A model's weights after a step; each is up to date when its module's forward begins.
+
+    Args:
+        model: if it has an attribute `read_after`, this names the modules whose weights the model's
+            own forward reads, each with the module whose forward comes before: {"head": "norm"}.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        own = {m: [*m.parameters(recurse=False)] for m in model.modules()}
+        reads: Any = getattr(model, "read_after", {})
+        for name, before in reads.items():
+            if (module := getattr(model, name)) is not None:
+                own[getattr(model, before)] += own[module]
+        self._modules = [(m, held) for m, held in own.items() if any(p.requires_grad for p in held)]
+        self._lock = threading.RLock()
+        self._hooks: list[Any] = []
+        self._broken = self._kind = ""
+        self._forget()
+
+    def expect(
+        self,
+        buckets: Sequence[Sequence[nn.Parameter]],
+        works: Sequence[Work],
+        update: Callable[[int], object],
+        ended: Callable[[], object] | None = None,
+    ) -> None:
+        """Call `update(number)` once for each bucket, when its work is done and one of its
+        parameters is needed; immediately if `has_compiled`. Then call `ended()`, if given."""
+        with self._lock:
+            self._update, self._ended = update, ended
+            self._works, self._kind = dict(enumerate(works)), buckets[0][0].device.type
+            self._numbers = {id(p): number for number, held in enumerate(buckets) for p in held}
+            if has_compiled():
+                self.wait()
+                return
+            self._hooks = [
+                module.register_forward_pre_hook(partial(self._before_forward, held))
+                for module, held in self._modules
+            ]
+
+    def wait(self) -> None:
+        """Bring all weights up to date; needs no action by other ranks."""
+        with self._lock:
+            for number in sorted(self._works, reverse=True):
+                self._arrive(number)
+
+    def _before_forward(self, held: Sequence[nn.Parameter], *_: Any) -> None:
+        for parameter in held:
+            if (number := self._numbers.get(id(parameter))) is not None:
+                self._arrive(number)
+
+    def _arrive(self, number: int) -> None:
+        """Update the weights of a bucket with the forward's modes turned off: state that is made in
+        inference mode could not be changed."""
+        with self._lock:
+            if self._broken:
+                raise RunError(f"{self._broken}: close this handle, and go back to a checkpoint")
+            if number not in self._works or self._update is None:
+                return
+            self._works[number].wait()
+            self._broken = f"the update of weights was interrupted at bucket {number}"
+            autocast = torch.autocast(self._kind, enabled=False)
+            with torch.no_grad(), torch.inference_mode(False), autocast:
+                self._update(number)
+            del self._works[number]
+            self._broken = ""
+            if not self._works:
+                if self._ended is not None:
+                    self._ended()
+                self._forget()
+
+    def _forget(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._works: dict[int, Work] = {}
+        self._numbers: dict[int, int] = {}
+        """The bucket of each waiting parameter, by the parameter's id."""
+        self._update: Callable[[int], object] | None = None
+        self._ended: Callable[[], object] | None = None
+
+    def close(self) -> None:
+        """Wait for all weights, and report if they do not arrive."""
+        try:
+            self.wait()
+        except Exception as error:
+            log.warning(
+                "the weights of the last step did not all arrive (%s): go back to a checkpoint",
+                one_line(error),
+            )
+        self._forget()
+        self._broken = ""
+
+
+def has_compiled() -> bool:
+    """Whether this process has compiled anything (or may have, if torch does not count). With other
+    hooks than before, code would be compiled again."""
+    frames = sys.modules.get(FRAMES)
+    return frames is not None and getattr(frames, "FRAME_COUNTER", 1) > 0
 
 
 # -- norms
@@ -336,6 +436,16 @@ def norm_from_blocks(norms: Tensor, *, double: bool) -> Tensor:
     return total.sqrt().to(torch.float64 if double else torch.float32)
 
 
+def total_norm(norms: Tensor, parameters: Sequence[Tensor], used: Sequence[bool]) -> Tensor:
+    """`norm_from_blocks` of the `parameters` that are `used`; `norms` are those of all blocks."""
+    if not all(used):
+        counts = torch.tensor([-(-p.numel() // BLOCK) for p in parameters])
+        here = torch.tensor(used).repeat_interleave(counts).to(norms.device)
+        norms = norms.where(here, 0.0)
+    pairs = zip(parameters, used, strict=True)
+    return norm_from_blocks(norms, double=any(p.dtype == torch.float64 for p, u in pairs if u))
+
+
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     """Factor, at most 1, that scales a gradient of norm `norm` to at most `max_norm`."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -349,22 +459,10 @@ def scale_all(tensors: list[Tensor], factor: Any) -> None:
         foreach_mul_(tensors, factor)
 
 
-def clip_gradients(
-    gradients: Sequence[Tensor], max_norm: float, memory: Sequence[Tensor] | None = None
-) -> Tensor:
-    """Scale `gradients` in place so that their norm is at most `max_norm` (Pascanu et al. 2013,
-    arXiv 1211.5063); returns the norm before, []. If `memory` is given, it holds all of them."""
-    norm = gradient_norm(gradients)
-    # Between tensors [] torch promotes dtypes; between [1] and [], as in shards, it does not.
-    held = memory or gradients
-    scale_all([m if m.dim() else m.view(1) for m in held], clip_factor(norm, max_norm))
-    return norm
-
-
 def clip_shards(
     shards: list[Tensor], max_norm: float, comm: Communicator, device: torch.device
 ) -> Tensor:
-    """Like `clip_gradients`, for gradients that are divided among ranks; a rank may hold none. The
+    """Like `Replicas.clip`, for gradients that are divided among ranks; a rank may hold none. The
     norm is that of all gradients; its last bits depend on how they are cut."""
     square = gradient_norm(shards).to(device).double().square()
     # Whole group, float64 []; overlaps nothing, since the factor depends on it.

@@ -37,11 +37,6 @@ class Share:
     saves: bool = True
     """False if another rank holds the same elements and saves them."""
 
-    @property
-    def saves_numbers(self) -> bool:
-        """Whether this share saves the numbers that are equal in all shares of the tensor."""
-        return self.saves and self.start == 0
-
 
 HeldState = dict[Any, tuple[Share, State]]
 """Parameter -> this rank's share of it, and the optimizer state there. Tensors with one value per

@@ -15,57 +15,66 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradsync.comm.base import Communicator
 from gradsync.comm.values import all_gather_json, call_site, check_same_call, same_on_all_ranks
 from gradsync.core.files import counted
 from gradsync.errors import ConfigError, DriftError, RunError
 from gradsync.sync.check_replicas import check_replicas
-from gradsync.sync.replica import Replica
+from gradsync.sync.replicas import Replicas
 from gradsync.sync.step import Optimizers, each_optimizer
 
 log = logging.getLogger("gradsync")
 
 
-def whole_state(replica: Replica, optimizer: Optimizers | None) -> dict[str, Any]:
+def whole_state(
+    replica: Replicas, comm: Communicator, optimizer: Optimizers | None
+) -> dict[str, Any]:
     """See `GradientSync.state_dict`."""
-    check_same_call(replica.comm, "state_dict", torch.empty(0), call_site())
+    check_same_call(comm, "state_dict", torch.empty(0), call_site())
     each = [] if optimizer is None else each_optimizer(optimizer)
-    if each:
-        replica.gather(each)
+    for one in each:
+        replica.gather(one)
     states: Any = [deepcopy(one.state_dict()) for one in each]
     tensors = {name: tensor.clone() for name, tensor in replica.state_tensors().items()}
-    weights = replica.full_weights()
-    if each:
-        replica.scatter(each)
+    weights, copies = replica.full_weights(), dict[object, Any]()
+    for name, tensor in weights.items():
+        if isinstance(tensor, Tensor):  # else a module's extra state
+            key = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+            weights[name] = copies.setdefault(key, tensor.clone())  # tied ones stay tied
+    for one in each:
+        replica.scatter(one)
     if not isinstance(optimizer, Sequence):
         states = states[0] if states else None
     return {
         "model": weights,
         "optimizer": states,
         "kinds": [type(one).__name__ for one in each],
-        "strategy": {"name": replica.reducer.strategy, "tensors": tensors},
+        "strategy": {"name": replica.strategy, "tensors": tensors},
     }
 
 
 def load_whole_state(
-    replica: Replica, model: nn.Module, state: Mapping[str, Any], optimizer: Optimizers | None
+    replica: Replicas,
+    comm: Communicator,
+    state: Mapping[str, Any],
+    optimizer: Optimizers | None,
 ) -> None:
     """See `GradientSync.load_state_dict`."""
-    comm = replica.comm
     check_same_call(comm, "load_state_dict", torch.empty(0), call_site())
     each = [] if optimizer is None else each_optimizer(optimizer)
-    for rank, words in enumerate(all_gather_json(comm, _why_not(state, model, each))):
+    for rank, words in enumerate(all_gather_json(comm, _why_not(state, replica.model, each))):
         if words:
             raise ConfigError(f"load_state_dict() on rank {rank}: {words}")
     states = state["optimizer"] if each else []
     states = states if isinstance(states, list) else [states]
     if comm.world_size > 1:
-        _refuse_unlike(replica, {"model": state["model"], "optimizer": states})
+        _refuse_unlike(comm, {"model": state["model"], "optimizer": states})
     replica.load_full_weights(state["model"])
     for one, held in zip(each, states, strict=True):
         one.load_state_dict(deepcopy(held))  # torch would train in the caller's tensors
-    if each:
-        replica.scatter(each)
-    kept, mine = state["strategy"], replica.reducer.strategy
+    for one in each:
+        replica.scatter(one)
+    kept, mine = state["strategy"], replica.strategy
     if kept["name"] == mine:
         replica.load_state_tensors(kept["tensors"])
     elif kept["tensors"] and comm.rank == 0:
@@ -97,13 +106,13 @@ def _why_not(state: Any, model: nn.Module, optimizers: Sequence[Any]) -> str:
     return ""
 
 
-def _refuse_unlike(replica: Replica, given: Mapping[str, Any]) -> None:
+def _refuse_unlike(comm: Communicator, given: Mapping[str, Any]) -> None:
     """Raise RunError on all ranks if they were given different states."""
     settings = repr([one["param_groups"] for one in given["optimizer"]]).encode()
-    if not same_on_all_ranks(replica.comm, settings):
+    if not same_on_all_ranks(comm, settings):
         raise RunError("load_state_dict() was given optimizers with other settings on other ranks")
     try:
-        check_replicas(dict(_tensors(given)).items(), replica.comm)
+        check_replicas(dict(_tensors(given)).items(), comm)
     except DriftError as error:
         raise RunError(
             f"load_state_dict() was given other states on other ranks: {error}"

@@ -106,22 +106,12 @@ class TorchDdpReducer(Reducer):
         """Run one backward; DDP then regroups its buckets in the order of readiness."""
         with self.micro_step(last=True):
             forward_backward()
-        self._regroup()
-        self._synchronised = False
+        regroup_ddp_buckets(self.ddp)
+        self._synchronised, self._regrouped = False, True
         if self.hook is not None:
             self.hook.state.iter = 0  # the throwaway step does not count
         for parameter in self.parameters:
             parameter.grad = None
-
-    def _regroup(self) -> None:
-        """Make DDP regroup its buckets now, on all ranks, unless it already has.
-
-        DDP itself regroups with a broadcast, in the forward after its first synchronised backward.
-        A rank without a micro-batch in that step makes no forward, and the others would wait.
-        """
-        if not self._regrouped:
-            self._regrouped = True
-            regroup_ddp_buckets(self.ddp)
 
     @contextmanager
     def micro_step(self, *, last: bool) -> Generator[None]:
@@ -153,7 +143,11 @@ class TorchDdpReducer(Reducer):
         """
         averaged, self._synchronised = self._synchronised, False
         if averaged:
-            self._regroup()
+            if not self._regrouped:
+                # DDP itself regroups with a broadcast, in the forward after its first synchronised
+                # backward. A rank without a micro-batch then makes none, and the others would wait.
+                self._regrouped = True
+                regroup_ddp_buckets(self.ddp)
             watch = copy.copy(self._watch)
         else:
             watch = sum_gradients(self.parameters, used, self.comm)

@@ -59,9 +59,9 @@ from gradsync.sync.buckets import (
     merges_of,
     root,
 )
-from gradsync.sync.exchange import Exchange
 from gradsync.sync.layout import BLOCK, ParameterBlock, blocks_of
-from gradsync.sync.replicas import norm_from_blocks, norms_of_blocks
+from gradsync.sync.reducer import Exchange
+from gradsync.sync.replicas import norms_of_blocks, total_norm
 from gradsync.sync.shares import Owners
 
 if TYPE_CHECKING:
@@ -133,13 +133,14 @@ class TreeExchange(Exchange):
         made: Sequence[ProcessGroupCommunicator] = (),
     ) -> None:
         self.messenger, self._over_leaves, self._pair = comm, over_leaves, pair
-        self._made, self._gather = made, gather
+        self._gather = gather
         self._levels = levels
         # If the number of ranks is a power of two, shards lie as repeated halving leaves them.
         self._in_order = gather is not None
         self.in_one_order = device.type == "cuda" or gather is not None
         """Whether the lane has a separate group, which runs messages in order (NCCL)."""
         self._lanes = [Background(device) for _ in range(1 if self.in_one_order else LANES)]
+        self.made = [*self._lanes, *made]
         self._planned: Work = Done()
         self._num_buffers = 0
         self._indexed = False
@@ -161,23 +162,20 @@ class TreeExchange(Exchange):
         else:
             self._planned = self.submit("plan", lambda lane: self._plan(self._share(mine, lane)))
 
-    def launch(self, bucket: Bucket) -> Work:
-        self.whole = True
-        buffers, number = self._buffers(bucket), bucket.number
+    def launch(self, bucket: Bucket, *, half: bool = False) -> Work:
+        self.whole, number = not half, bucket.number
+        buffers = [bucket.flat(place) for place in range(max(self._num_buffers, 1))]
+        if half:
+            return self.submit(f"in {number}", partial(self._reduce, buffers), number)
         if self.messenger.world_size == 1:
             self._reduce(buffers, 0)
             return Done()
         if self._pair is None:
-            return self.submit(f"sum {number}", partial(self._both, buffers), number)
+            return self.submit(f"sum {number}", partial(self._reduce, buffers, whole=True), number)
         works: list[Work] = []
         # On one lane, since collectives need the same order on both ranks.
         works.append(self.submit(f"start {number}", partial(self._as_pair, works, bucket, buffers)))
         return AllOf(works)
-
-    def launch_half(self, bucket: Bucket) -> Work:
-        self.whole = False
-        buffers, number = self._buffers(bucket), bucket.number
-        return self.submit(f"in {number}", lambda lane: self._reduce(buffers, lane), number)
 
     def gather(self, bucket: Bucket) -> Work:
         """Start the second half."""
@@ -197,9 +195,6 @@ class TreeExchange(Exchange):
 
         return Owners(self.owned(ranks, rank).start, ranks, all_gather)
 
-    def _buffers(self, bucket: Bucket) -> list[Tensor]:
-        return [bucket.flat(number) for number in range(max(self._num_buffers, 1))]
-
     def submit(self, name: str, fn: Callable[[int], None], number: int = 0) -> Work:
         """Run `fn(lane)` on a thread, under a `name` that profilers show. It may send messages by
         `messenger`, over the channel `lane`. All ranks submit in one order and with the same
@@ -218,11 +213,6 @@ class TreeExchange(Exchange):
         for level, place in zip(self._levels, (rank % size, rank // size), strict=False):
             span = shard_of(span, place, level.world_size, in_order=self._in_order)
         return span
-
-    def close(self) -> None:
-        """End the threads, then the groups they used."""
-        for each in (*self._lanes, *self._made):
-            each.close()
 
     def _share(self, mine: tuple[int, int], lane: int) -> list[tuple[int, int]]:
         """Every rank's (number of leaves, first leaf): int64 [2] from each rank to each, on the
@@ -269,7 +259,7 @@ class TreeExchange(Exchange):
         siblings = bool(self._stages) and all(stage.siblings for stage in self._stages)
         if self._pair is None or not siblings or bucket.rounded or bucket.dtype not in _PLAIN:
             with record_function(f"sum {bucket.number}"):
-                self._both(buffers, 0)
+                self._reduce(buffers, 0, whole=True)
         else:
             _put(self._own_nodes(buffers), buffers[0])
             # Both ranks, the bucket's [numel] and dtype; overlaps backward.
@@ -281,13 +271,9 @@ class TreeExchange(Exchange):
         leaves = [(0, leaf) for leaf in own]
         return values if self._indexed else _add(values, leaves, largest_nodes(own))
 
-    def _both(self, buffers: list[Tensor], lane: int) -> None:
-        self._reduce(buffers, lane)
-        if self._stages:  # else the step is discarded
-            self._send_down(buffers[0], lane)
-
-    def _reduce(self, buffers: list[Tensor], lane: int) -> None:
-        """Add up; `buffers[0]` then holds this rank's shard of the sum, at its place."""
+    def _reduce(self, buffers: list[Tensor], lane: int, *, whole: bool = False) -> None:
+        """Add up; `buffers[0]` then holds this rank's shard of the sum, at its place, or the
+        `whole` sum."""
         self._planned.wait()  # on another lane
         if not self._stages:
             return  # the step is discarded
@@ -298,6 +284,8 @@ class TreeExchange(Exchange):
             values = climb(stage, values, parts[-1], lane)
             parts.append(self._shard(stage.comm, parts[-1], stage.comm.rank))
         _put(values, parts[-1])
+        if whole:
+            self._send_down(result, lane)
 
     def _send_down(self, result: Tensor, lane: int) -> None:
         """Give all ranks all shards of `result`, in place."""
@@ -452,8 +440,8 @@ class ShardedNorm:
         self, parameters: Sequence[Tensor], comm: Communicator, exchange: TreeExchange
     ) -> None:
         self._parameters, self._comm, self._exchange = list(parameters), comm, exchange
-        self._counts = torch.tensor([-(-p.numel() // BLOCK) for p in parameters])
-        self._firsts = [0, *self._counts.cumsum(0).tolist()]
+        counts = (-(-p.numel() // BLOCK) for p in parameters)
+        self._firsts = list(itertools.accumulate(counts, initial=0))
         self._pieces: WeakKeyDictionary[Bucket, Pieces] = WeakKeyDictionary()
         self._places: tuple[list[int], Tensor] | None = None
 
@@ -480,12 +468,7 @@ class ShardedNorm:
             "norm", lambda lane: self._take_own(buckets, shards, norms, factor, lane)
         ).wait()
         self._comm.all_reduce(norms).wait()
-        if not all(used):
-            norms = norms.where(torch.tensor(used).repeat_interleave(self._counts).to(device), 0.0)
-        pairs = zip(self._parameters, used, strict=True)
-        return norm_from_blocks(
-            norms, double=any(p.dtype == torch.float64 for p, here in pairs if here)
-        )
+        return total_norm(norms, self._parameters, used)
 
     def _take_own(
         self,

@@ -47,7 +47,7 @@ from gradsync.core.torch_private import (
 )
 from gradsync.errors import ConfigError, GradsyncError
 from gradsync.sync.check_replicas import IN_DDP
-from gradsync.sync.engine import gone
+from gradsync.sync.reducer import gone
 from gradsync.sync.step import StepCall, StepParts, take_step
 from gradsync.sync.step_metadata import settings_of
 from gradsync.sync.watch import ModuleHook, ReplicaWatch, UntrackedParameters, optimizer_watch

@@ -25,7 +25,7 @@ from gradsync.commands.plan.memory import (
 from gradsync.commands.plan.workload import Split, Workload
 from gradsync.data.batch_plan import share
 from gradsync.errors import ConfigError
-from gradsync.sync.buckets import LeafStack
+from gradsync.sync.buckets import push_leaf
 from gradsync.sync.registry import STRATEGIES
 
 MIB = 2**20
@@ -133,10 +133,10 @@ def test_the_tree_keeps_a_buffer_for_each_open_node() -> None:
     for leaves, ranks in product(range(1, 40), range(1, 9)):
         most = 1
         for rank in range(ranks if leaves > ranks else 0):
-            stack = LeafStack()
+            nodes = []
             for leaf in share(leaves, rank, ranks):
-                stack.push(leaf)
-                most = max(most, len(stack.nodes))
+                push_leaf(nodes, leaf)
+                most = max(most, len(nodes))
         assert most_open_nodes(leaves, ranks) == most
     assert parts("zero1", replace(WORK, num_leaves=6))["loss"] == 2 * S
     assert parts("powersgd")["loss"] == 2 * S

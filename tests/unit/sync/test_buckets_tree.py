@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from gradsync.sync.buckets import (
     UNKNOWN,
-    LeafStack,
     Node,
     checked_shares,
     largest_nodes,
     merges_of,
+    push_leaf,
     root,
 )
 
@@ -53,14 +53,14 @@ def add_up(
 
 
 def fold(leaves: range) -> tuple[list[Node], list[Expression]]:
-    """Carry out `LeafStack`, as a rank's own sums do with buffers."""
-    stack, slots = LeafStack(), []
+    """Carry out `push_leaf`, as a rank's own sums do with buffers."""
+    nodes, slots = [], []
     for leaf in leaves:
-        top = len(stack.nodes)
+        top = len(nodes)
         slots.append(leaf)
-        for number in range(top, stack.push(leaf), -1):
+        for number in range(top, push_leaf(nodes, leaf), -1):
             slots[number - 1] = (slots[number - 1], slots.pop())
-    return stack.nodes, slots
+    return nodes, slots
 
 
 def edges(node: Node) -> tuple[int, int]:
@@ -141,13 +141,13 @@ def test_largest_nodes(first: int, count: int) -> None:
 
 @given(st.integers(0, 300), st.integers(0, 60))
 def test_the_stack_holds_the_largest_nodes_at_any_time(first: int, count: int) -> None:
-    stack = LeafStack()
+    nodes = []
     for leaf in range(first, first + count):
-        before = list(stack.nodes)
-        slot = stack.push(leaf)
-        assert slot == len(stack.nodes) - 1
-        assert stack.nodes[:-1] == before[:slot], "nodes below the new one stay where they are"
-        assert stack.nodes == largest_nodes(range(first, leaf + 1))
+        before = list(nodes)
+        slot = push_leaf(nodes, leaf)
+        assert slot == len(nodes) - 1
+        assert nodes[:-1] == before[:slot], "nodes below the new one stay where they are"
+        assert nodes == largest_nodes(range(first, leaf + 1))
 
 
 def test_one_leaf_a_rank_needs_one_node() -> None:

@@ -105,18 +105,21 @@ def test_only_the_tree_promises_bits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "wire"), [("invariant", "bf16"), ("zero1", "bf16"), ("invariant_bf16", "same")]
+    ("name", "option", "value"),
+    [
+        ("invariant", "wire", "bf16"),
+        ("zero1", "wire", "bf16"),
+        ("invariant_bf16", "wire", "same"),
+        ("invariant", "order", "any"),
+        ("invariant_bf16", "order", "any"),
+        ("zero1", "order", "any"),
+    ],
 )
-def test_a_name_stands_for_its_bits(name: str, wire: str) -> None:
-    with pytest.raises(ConfigError, match=f"strategy='{name}' names its bits, which wire='{wire}'"):
-        check_options(find_strategy(name), {"wire": wire})
-
-
-@pytest.mark.parametrize("name", ["invariant", "invariant_bf16", "zero1"])
-def test_a_promise_of_bits_is_not_given_up_by_an_option(name: str) -> None:
+def test_a_name_stands_for_its_bits(name: str, option: str, value: str) -> None:
     """A run is resumed at other numbers of ranks by the strategy's name."""
-    with pytest.raises(ConfigError, match=f"strategy='{name}' promises bits .* order='any'"):
-        check_options(find_strategy(name), {"order": "any"})
+    message = f"strategy='{name}' names its bits.* {option}='{value}'"
+    with pytest.raises(ConfigError, match=message):
+        check_options(find_strategy(name), {option: value})
 
 
 def _other(value: Any, hint: Any) -> Any:

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gradsync.comm.groups import SingleCommunicator
 from gradsync.sync.layout import BLOCK
 from gradsync.sync.replicas import (
-    clip_gradients,
+    Replicas,
     gradient_norm,
     norms_in_rows,
     norms_of_blocks,
@@ -109,6 +110,13 @@ def test_nothing_and_empty() -> None:
     assert bits(gradient_norm([torch.empty(0), torch.empty(3, 0)])) == 0
     assert bits(clip_gradients([], 1.0)) == 0
     assert float(gradient_norm([torch.empty(0), torch.full((4,), 2.0)])) == 4.0
+
+
+def clip_gradients(gradients: list[torch.Tensor], max_norm: float) -> torch.Tensor:
+    parameters = [nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    return Replicas(nn.ParameterList(parameters), SingleCommunicator()).clip(max_norm)
 
 
 def test_clips_like_torch() -> None:

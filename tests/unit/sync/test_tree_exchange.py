@@ -129,7 +129,7 @@ def test_two_buckets_are_on_their_way_at_once_and_never_meet() -> None:
     sums.begin_micro_batch(0)
     exchange.begin(sums)
     buckets = [Bucket(plan, [nn.Parameter(torch.zeros(numel))], number=n) for n in range(2)]
-    for work in [exchange.launch_half(bucket) for bucket in buckets]:
+    for work in [exchange.launch(bucket, half=True) for bucket in buckets]:
         work.wait()
     (first, room), (second, other) = comm.posted
     assert first != second, "messages of one channel are matched by their order"

@@ -292,7 +292,7 @@ class Synchronised(Entrant):
         self.sync.replica.wait()
 
     def communicator(self) -> Communicator:
-        return self.sync.replica.comm
+        return self.sync.comm
 
     def close(self) -> None:
         self.sync.close()
@@ -311,7 +311,7 @@ class InTheirLoop(Entrant):
         return nullcontext() if last else self.sync.no_sync()
 
     def communicator(self) -> Communicator:
-        return self.sync.replica.comm
+        return self.sync.comm
 
     def close(self) -> None:
         self.sync.close()

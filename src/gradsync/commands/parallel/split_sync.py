@@ -26,7 +26,6 @@ from gradsync.sync.check_replicas import check_replicas
 from gradsync.sync.layout import BLOCK
 from gradsync.sync.reducer import Reducer, trainable
 from gradsync.sync.registry import check_options, find_strategy
-from gradsync.sync.replica import Replica
 from gradsync.sync.replicas import (
     Replicas,
     clip_factor,
@@ -153,7 +152,7 @@ class SplitShards(Replicas):
     def __init__(
         self, model: nn.Module, part: ModelPart, groups: SplitGroups, inner: Replicas
     ) -> None:
-        super().__init__(model, inner.parameters)
+        super().__init__(model, groups.everyone)
         self._inner, self._part, self._groups = inner, part, groups
         self._places, self._num_blocks = norm_places(part, BLOCK)
 
@@ -215,7 +214,7 @@ class SplitSync:
         self._loss = LossSum(self.reducer.parameters[0].device)
         # Rotary tables are constants: there is nothing to keep equal.
         self._buffers = BufferSync(model, groups.data, equal_replicas=False)
-        self.replica = Replica(self.comm, self.reducer, self._buffers)
+        self.replica = self.reducer.shards
         self._parts = StepParts(self.reducer, groups.everyone, self._buffers, 0)
 
     def add_loss(self, loss_sum: Tensor, weight: float) -> None:

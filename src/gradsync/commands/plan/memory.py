@@ -214,7 +214,7 @@ def _buckets(sizes: tuple[int, ...], world_size: int, size_mb: float) -> tuple[i
 
 @cache
 def most_open_nodes(num_leaves: int, world_size: int) -> int:
-    """Largest number of tree nodes that a rank holds at once: `LeafStack` without torch."""
+    """Largest number of tree nodes that a rank holds at once: `push_leaf` without torch."""
     most = 1
     for rank in range(world_size if num_leaves > world_size else 0):
         leaves = share(num_leaves, rank, world_size)

@@ -84,7 +84,7 @@ class Planted:
             own = [each for each in parts if [*each.parameters(recurse=False)]]
             own[len(own) // 2].register_forward_hook(lambda _, inputs, out: self._watch(out))
         elif plan.moment == "reduce":
-            comm: Any = trainer.learner.sync.replica.comm
+            comm: Any = trainer.learner.sync.comm
             self._all_reduce, comm.all_reduce = comm.all_reduce, self._around_all_reduce
         elif plan.moment == "save":
             store = trainer.store

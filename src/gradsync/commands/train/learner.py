@@ -162,7 +162,7 @@ class Learner:
                 loss = loss_sum(self.sync.forward(tokens), tokens)
             loss.backward()
 
-        self.sync.replica.prime(forward_backward)
+        self.sync.prime(forward_backward)
 
     def evaluate(self, loader: EvalLoader) -> float:
         """Mean loss per target over the validation set, nats, the same on all ranks."""
@@ -184,7 +184,7 @@ class Learner:
             self._save_shares(held, step, keep)
             return
         replica.gather(self.optimizer)
-        weights = replica.full_weights(copy=False)
+        weights = replica.full_weights()
         kept, state = pack_optimizer(self.optimizer, self.model.named_parameters())
         remembered = replica.state_tensors()
         check_finite(comm, step, chain(weights.items(), kept.items(), remembered.items()))
@@ -203,7 +203,7 @@ class Learner:
         names = {parameter: clean[name] for name, parameter in named}
         whole: dict[str, Whole] = {}
         if weights is None:
-            whole["model"] = replica.full_weights(copy=False)
+            whole["model"] = replica.full_weights()
         remembered = replica.state_tensors()
         placed = dict(chain(_placed_weights(weights or {}), _placed_state(held, names)))
         here = ((name, tensor) for name, (_, tensor) in placed.items())
@@ -249,7 +249,7 @@ class Learner:
             replica.scatter(optimizer)
         else:
             states = self._states_of_shares(held, whole, optimizer_state)
-            replica.load_sharded_state_dict(optimizer, states)
+            replica.scatter(optimizer, states)
         for group, own in zip(optimizer.param_groups, settings, strict=True):
             group.update(own)
         replica.load_state_tensors(broadcast_tensors(comm, saved.get("sync")))
@@ -298,9 +298,9 @@ class Learner:
             if source is not None
         }
         got = hand_out(self.comm, whole or layout, runs)
-        replica.load_sharded_weights(
-            {name: got[source] for name, source in sources.items() if source}
-        )
+        for name, source in sources.items():
+            if source is not None:
+                held[name][1].copy_(got[source])
 
     def whole_model(self, weights: Whole) -> GPT:
         """A model that one rank can use alone: the trained model, or a copy of a sharded one."""
@@ -448,7 +448,7 @@ def _placed_state(held: HeldState, names: Mapping[Any, str]) -> Iterator[tuple[s
             name = f"optimizer/{slot}/{names[parameter]}"
             if value.dim() and share.saves:
                 yield name, _place(share, value)
-            elif share.saves_numbers and not value.dim():
+            elif share.saves and not share.start and not value.dim():
                 yield name, (whole_piece(()), value)
 
 

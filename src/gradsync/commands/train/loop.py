@@ -249,7 +249,7 @@ class Trainer:
                 stop=stop.requested,
                 scale=learner.scaler,
             )
-        waits_in_backward = sync.replica.reducer.waits_in_backward
+        waits_in_backward = sync.reducer.waits_in_backward
         self.interval.add(result.exposed, "backward" if waits_in_backward else "step")
         return result
 

@@ -179,7 +179,7 @@ def _device(world: World, threads: int) -> Device:
 def _introduce(trainer: Trainer, resumed: Resumed, threads: int, notes: Sequence[str]) -> None:
     config, world, data = trainer.config, trainer.world, trainer.data
     say, shape = trainer.progress.say, trainer.learner.model.config
-    shares_memory = isinstance(trainer.learner.sync.replica.comm, SharedMemoryCommunicator)
+    shares_memory = isinstance(trainer.learner.sync.comm, SharedMemoryCommunicator)
     through = " through shared memory" if shares_memory else ""
     say(
         f"{counted(world.world_size, 'rank')} by {world.launcher} on "
@@ -219,7 +219,7 @@ def _unlike_machines(trainer: Trainer) -> list[str]:
 def _finish(trainer: Trainer, totals: Totals) -> TrainOutcome:
     learner, world = trainer.learner, trainer.world
     exit_code = EXIT_REQUEUE if totals.stopped_by else 0
-    weights = learner.sync.replica.full_weights(copy=False)  # all ranks: some may hold only a part
+    weights = learner.sync.replica.full_weights()  # all ranks: some may hold only a part
     if not world.is_main:
         return TrainOutcome(exit_code=exit_code, summary={})
     summary = _summarise(trainer, totals)

@@ -70,7 +70,7 @@ class SplitLearner(Learner):
 
     def prime(self, shape: tuple[int, int]) -> None:
         """Each stage alone: it records the order of the stage's gradients."""
-        self.sync.replica.reducer.prime(self.pipeline.throwaway)
+        self.sync.reducer.prime(self.pipeline.throwaway)
 
     def evaluate(self, loader: EvalLoader) -> float:
         """Through all stages of each replica."""

@@ -149,9 +149,7 @@ def train_traced(
     if prepare is not None:
         parts = prepare(parts)
     whole = not promise_of(task.strategy).local
-    observer = Observer(
-        parts.model, trace, parts.optimizer, parts.sync.replica.reducer, whole=whole
-    )
+    observer = Observer(parts.model, trace, parts.optimizer, parts.sync.reducer, whole=whole)
     try:
         for step in islice(parts.loader, settings.num_steps - parts.loader.state_dict()["steps"]):
             observer.begin(step.number)

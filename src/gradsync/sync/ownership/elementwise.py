@@ -58,14 +58,6 @@ def check_elementwise(optimizer_class: Any, promised: bool) -> None:
         )
 
 
-def arguments_of(optimizer_class: type[Optimizer], options: dict[str, Any]) -> dict[str, Any]:
-    """The `options` that the constructor accepts; `defaults` may hold more (AdamW's do)."""
-    known = inspect.signature(optimizer_class.__init__).parameters
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values()):
-        return dict(options)
-    return {name: value for name, value in options.items() if name in known}
-
-
 def group_numbers(groups: Sequence[Mapping[str, Any]]) -> dict[int, int]:
     """id of a parameter -> number of its group."""
     return {id(p): number for number, group in enumerate(groups) for p in group["params"]}
@@ -94,16 +86,17 @@ class PieceOptimizer:
         self._numbers = sorted(own)
         self.inner: Optimizer | None = None
         """None if this rank owns nothing."""
+        self.state: Any = {}
+        """State by piece, as `Optimizer.state`."""
         if own:
+            known = inspect.signature(optimizer_class.__init__).parameters
+            anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
             self.inner = optimizer_class(
                 [{**options(groups[n]), "params": own[n]} for n in self._numbers],
-                **arguments_of(optimizer_class, defaults),
+                # `defaults` may hold more than the constructor accepts (AdamW's do).
+                **{name: v for name, v in defaults.items() if anything or name in known},
             )
-
-    @property
-    def state(self) -> Any:
-        """State by piece, as `Optimizer.state`."""
-        return {} if self.inner is None else self.inner.state
+            self.state = self.inner.state
 
     def step(
         self, groups: Sequence[Mapping[str, Any]], gradients: Iterable[tuple[Tensor, Tensor | None]]

@@ -29,7 +29,6 @@ from gradsync.sync.layout import (
     share_blocks,
 )
 from gradsync.sync.ownership.elementwise import PieceOptimizer, group_numbers, state_like
-from gradsync.sync.replicas import OwnedUpdate
 from gradsync.sync.shares import State
 
 if TYPE_CHECKING:
@@ -53,14 +52,10 @@ class Flat:
         """Places of the parameters, in order."""
         blocks = share_blocks(blocks_of(self.slots), comm.world_size)[comm.rank]
         self.pieces, self.runs = pieces_of_blocks(blocks), list(runs_of(blocks))
+        self.mine = slice(blocks[0].start, blocks[-1].stop) if blocks else slice(0, 0)
         """What this rank owns."""
         self.gradients: list[list[Tensor]] = []
         """Buffer number -> rank -> [numel]."""
-
-    @property
-    def mine(self) -> slice:
-        """The elements that this rank owns."""
-        return slice(self.runs[0].start, self.runs[-1].stop) if self.runs else slice(0, 0)
 
     def ensure(self, count: int) -> None:
         """Allocate gradient buffers until each rank has `count`; all ranks call it.
@@ -173,7 +168,7 @@ class _OwnedPiece:
     """Whether the inner optimizer's state is there already."""
 
 
-class HostUpdate(PieceOptimizer, OwnedUpdate):
+class HostUpdate(PieceOptimizer):
     """One optimizer's steps on this rank's pieces of `flats` and `weights`, with state that the
     host's ranks hold once; they make it together.
 
@@ -249,13 +244,14 @@ class HostUpdate(PieceOptimizer, OwnedUpdate):
         self._memory += memory.values()
 
     def take_in(self, optimizer: Optimizer) -> None:
-        """See `OwnedUpdate.take_in`; the ranks meet before they update.
+        """Before a step: take over state that was loaded since the last one. The ranks meet before
+        they update.
 
         Raises:
             ConfigError: the state was changed in place, once per rank.
         """
         state = optimizer.state
-        if self._seen is state and self._versions != self._versions_now():
+        if self._seen is state and self._versions != list(map(version, self._memory)):
             raise ConfigError(
                 "optimizer state was changed in place between two steps, and all ranks of the host "
                 "share one copy of it: put new tensors in its place, or replicate with "
@@ -312,7 +308,7 @@ class HostUpdate(PieceOptimizer, OwnedUpdate):
                 piece.is_home = True
         if len(self._shown) < len(self._parameters):
             self._show(optimizer, [i for i in self._parameters if used[i] and i not in self._shown])
-        self._versions = self._versions_now()
+        self._versions = list(map(version, self._memory))
 
     def _parts_of(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Gradients of the pieces, usually in the same memory in every step."""
@@ -334,13 +330,10 @@ class HostUpdate(PieceOptimizer, OwnedUpdate):
                 optimizer.state[self._parameters[index]] = entry
         self._shown.update(indices)
         self._seen, self._values = optimizer.state, _values_of(optimizer.state)
-        self._versions = self._versions_now()
-
-    def _versions_now(self) -> list[int]:
-        return [version(memory) for memory in self._memory]
+        self._versions = list(map(version, self._memory))
 
     def give_back(self, optimizer: Optimizer) -> None:
-        """See `OwnedUpdate.give_back`; nothing is sent."""
+        """Leave whole state of this rank's own in `optimizer.state`; nothing is sent."""
         self._hook.remove()
         for index in self._shown:
             entry = optimizer.state.get(self._parameters[index], {})

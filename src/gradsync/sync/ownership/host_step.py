@@ -20,18 +20,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.autograd.profiler import record_function
 
 from gradsync.comm.base import Work
-from gradsync.comm.process_group import Done
+from gradsync.comm.process_group import Done, Then
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator, reduce_in_place
 from gradsync.core.torch_private import foreach_mul_
 from gradsync.errors import ConfigError
 from gradsync.sync.buckets import FORGOTTEN, UNKNOWN, Bucket, SumPlan, Sums, plan_sum
-from gradsync.sync.exchange import Exchange, Then
 from gradsync.sync.layout import BLOCK, Run
 from gradsync.sync.options import Recipe
 from gradsync.sync.ownership.elementwise import why_whole
@@ -42,15 +43,17 @@ from gradsync.sync.ownership.host_memory import (
     can_move,
     num_uses,
 )
+from gradsync.sync.reducer import Exchange
 from gradsync.sync.replicas import (
-    DividedReplicas,
+    Replicas,
     clip_factor,
-    norm_from_blocks,
     norms_of_blocks,
+    owned_update,
     tell,
+    total_norm,
 )
 from gradsync.sync.step_metadata import options
-from gradsync.sync.watch import Stopwatch, why_not_now
+from gradsync.sync.watch import why_not_now
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -66,9 +69,9 @@ class BlockNorms:
     def __init__(
         self, comm: SharedMemoryCommunicator, flats: Sequence[Flat], parameters: Sequence[Tensor]
     ) -> None:
-        self._counts = torch.tensor([-(-p.numel() // BLOCK) for p in parameters])
-        *firsts, count = [0, *self._counts.cumsum(0).tolist()]
-        self._norms = comm.allocate_once(max(count, 1), torch.float64)
+        *firsts, count = accumulate((-(-p.numel() // BLOCK) for p in parameters), initial=0)
+        self.norms = comm.allocate_once(max(count, 1), torch.float64)
+        """Of all blocks in order, as soon as all ranks have stored theirs."""
         self._places = {
             (number, run.start): torch.tensor([firsts[b.index] + b.number for b in run.blocks])
             for number, flat in enumerate(flats)
@@ -82,15 +85,7 @@ class BlockNorms:
         if key not in self._blocks or self._blocks[key][0] != place:
             blocks = [gradient[block.start : block.stop] for block in run.blocks]
             self._blocks[key] = place, blocks  # usually the same memory in every step
-        self._norms.index_copy_(0, self._places[key], norms_of_blocks(self._blocks[key][1]))
-
-    def total(self, used: Sequence[bool], *, double: bool) -> Tensor:
-        """The norm of the parameters that are `used`, [], fp32 or fp64 (`double`); call it after
-        all ranks have stored their norms."""
-        norms = self._norms
-        if not all(used):
-            norms = norms.where(torch.tensor(used).repeat_interleave(self._counts), 0.0)
-        return norm_from_blocks(norms, double=double)
+        self.norms.index_copy_(0, self._places[key], norms_of_blocks(self._blocks[key][1]))
 
 
 class SharedMemoryExchange(Exchange):
@@ -122,6 +117,9 @@ class SharedMemoryExchange(Exchange):
         """Whether every rank needs the sum of its share only; set before the first launch."""
         self.plan: SumPlan | None = None
         """The additions of this step; None if it is discarded."""
+        self.operands: list[list[Tensor]] = []
+        """The buffers of each flat that the step adds up, each [flat.numel], in the same memory on
+        all ranks."""
         self._told: list[tuple[int, int]] = []
         self._known: SumPlan | None = None
         self._begun = False
@@ -132,7 +130,7 @@ class SharedMemoryExchange(Exchange):
         self.comm.note([sums.num_micro_batches, first, self.divided])
         self._begun = True
 
-    def launch(self, bucket: Bucket) -> Work:
+    def launch(self, bucket: Bucket, *, half: bool = False) -> Work:
         """See `Exchange.launch`; the first `wait` sums all buckets."""
         return Then(Done(), self._sum)
 
@@ -140,7 +138,7 @@ class SharedMemoryExchange(Exchange):
         """Plan this step's additions. Execute them unless the step is divided: see `operands`."""
         if not self._begun:
             return
-        self._begun, self.plan = False, None
+        self._begun, self.plan, self.operands = False, None, []
         notes = self.comm.notes(3)
         told = [(leaves, first) for leaves, first, _ in notes]
         if any(first == FORGOTTEN for _, first in told):
@@ -153,31 +151,26 @@ class SharedMemoryExchange(Exchange):
         self.plan = self._known
         for flat in self.flats:
             flat.ensure(self.plan.num_buffers)
+            self.operands.append([flat.gradients[n][rank] for rank, n in self.plan.operands])
         if not self.divided:
             # All ranks of the host, every bucket, each [numel] of its dtype; overlaps nothing.
             with record_function("sum"):
                 what = "the sum of gradients that every rank sees whole"
-                self.comm.run(self._add_whole, what).wait()
+                self.comm.run(partial(self._add_whole, self.plan), what).wait()
 
-    def _add_whole(self) -> None:
+    def _add_whole(self, plan: SumPlan) -> None:
         """Add up this rank's share, and write the sum into all ranks' buffers."""
-        assert self.plan is not None, "not discarded"
-        for flat in self.flats:
-            operands = [part[flat.mine] for part in self.operands(flat)]
+        for flat, operands in zip(self.flats, self.operands, strict=True):
             copies = [part[flat.mine] for part in flat.gradients[0]]
-            reduce_in_place(operands, self.plan.pairs, self.plan.end, copies)
-
-    def operands(self, flat: Flat) -> list[Tensor]:
-        """The buffers that a step adds up, each [flat.numel], in the same memory on all ranks."""
-        assert self.plan is not None, "not discarded"
-        return [flat.gradients[number][rank] for rank, number in self.plan.operands]
+            own = [part[flat.mine] for part in operands]
+            reduce_in_place(own, plan.pairs, plan.end, copies)
 
 
-class SharedMemoryShards(DividedReplicas[HostUpdate]):
+class SharedMemoryShards(Replicas):
     """A share of the gradients, weights and optimizer state that a host's ranks hold once.
 
     Args:
-        model, parameters: see `Replicas`.
+        model: see `Replicas`.
         exchange: holds the memory of the gradients.
         recipe: whether updates are divided, and whether weights are held once or as replicas.
 
@@ -188,11 +181,10 @@ class SharedMemoryShards(DividedReplicas[HostUpdate]):
     def __init__(
         self,
         model: nn.Module,
-        parameters: Sequence[nn.Parameter],
         exchange: SharedMemoryExchange,
         recipe: Recipe,
     ) -> None:
-        super().__init__(model, parameters)
+        super().__init__(model, exchange.comm)
         self._exchange, self._comm, self._flats = exchange, exchange.comm, exchange.flats
         self._one_copy, self._update_whole = recipe.weights == "shared", recipe.update == "whole"
         self._norms = BlockNorms(self._comm, self._flats, self.parameters)
@@ -208,6 +200,9 @@ class SharedMemoryShards(DividedReplicas[HostUpdate]):
                 "weights='shared' needs parameters that are dense, contiguous and share their "
                 "memory with no other tensor or array; use weights='replicas'"
             )
+        self._updates: WeakKeyDictionary[Optimizer, tuple[Any, HostUpdate]] = WeakKeyDictionary()
+        self._stepped: Sequence[Optimizer] = ()
+        """Optimizers whose update is not published yet."""
         self._said = self._clips = False
         self._used: Sequence[bool] = ()
 
@@ -237,32 +232,12 @@ class SharedMemoryShards(DividedReplicas[HostUpdate]):
         self._said = self._said or bool(why)
         return why
 
-    def key_of(self, optimizer: Optimizer) -> Any:
-        """See `DividedReplicas.key_of`. What an optimizer keeps also depends on which options are
-        zero (momentum) or false (amsgrad)."""
-        settings = [
-            {n: bool(v) for n, v in options(group).items() if isinstance(v, int | float)}
-            for group in optimizer.param_groups
-        ]
-        for group in settings:
-            group.pop("lr", None)  # 0 in many a warm-up
-        return super().key_of(optimizer), settings
-
-    def make_update(self, optimizer: Optimizer) -> HostUpdate:
-        return HostUpdate(optimizer, self._flats, self._weights)
-
-    def take(
-        self,
-        buckets: Sequence[Bucket],
-        used: Sequence[bool],
-        factor: float | None,
-        watch: Stopwatch,
-    ) -> None:
+    def take(self, buckets: Sequence[Bucket], used: Sequence[bool], factor: float | None) -> None:
         """See `Replicas.take`. A divided step does the additions here, run by run, together with
         the division and the norms, while a run is in the cache."""
         if self._exchange.plan is not None and not self._exchange.divided:
             self._release()
-            super().take(buckets, used, factor, watch)
+            super().take(buckets, used, factor)
             return
         self._used = used
         for parameter in self.parameters:
@@ -272,11 +247,11 @@ class SharedMemoryShards(DividedReplicas[HostUpdate]):
             share = partial(self._mean, self._exchange.plan, factor)
             with record_function("sum"):
                 self._comm.run(share, "the mean of gradients, a share per rank").wait()
-        watch.stop()
+        self.exposed.stop()
 
     def _mean(self, plan: SumPlan, factor: float) -> None:
-        for number, flat in enumerate(self._flats):
-            operands = self._exchange.operands(flat)
+        flats = zip(self._flats, self._exchange.operands, strict=True)
+        for number, (flat, operands) in enumerate(flats):
             for run in flat.runs:
                 parts = [operand[run.start : run.stop] for operand in operands]
                 for left, right in plan.pairs:
@@ -289,7 +264,7 @@ class SharedMemoryShards(DividedReplicas[HostUpdate]):
     def _means(self) -> list[Tensor]:
         """The mean gradient of each flat, [flat.numel], in the same memory on all ranks."""
         assert self._exchange.plan is not None, "not discarded"
-        return [self._exchange.operands(flat)[self._exchange.plan.end] for flat in self._flats]
+        return [operands[self._exchange.plan.end] for operands in self._exchange.operands]
 
     def owned(self) -> list[Tensor]:
         """See `Replicas.owned`; in a divided step, this rank's share of each flat."""
@@ -314,9 +289,7 @@ class SharedMemoryShards(DividedReplicas[HostUpdate]):
         if not self._clips:  # the first step that clips
             self._clips = True
             self._comm.run(self._take_norms, "the norm of a mean, a share per rank").wait()
-        pairs = zip(self.parameters, self._used, strict=True)
-        double = any(p.dtype == torch.float64 for p, used in pairs if used)
-        norm = self._norms.total(self._used, double=double)
+        norm = total_norm(self._norms.norms, self.parameters, self._used)
         factor = clip_factor(norm, max_norm)
         if float(factor) != 1.0:
             for flat, mean in zip(self._flats, self._means(), strict=True):
@@ -330,13 +303,12 @@ class SharedMemoryShards(DividedReplicas[HostUpdate]):
                 self._norms.take(number, run, mean)
 
     def update(self, optimizers: Sequence[Optimizer]) -> None:
-        if self._exchange.divided:
+        if not self._exchange.divided:
             super().update(optimizers)
             return
-        for optimizer in optimizers:
-            optimizer.step()
-
-    def update_pieces(self, pairs: Sequence[tuple[Optimizer, HostUpdate]]) -> None:
+        pairs = [(optimizer, self._update_of(optimizer)) for optimizer in optimizers]
+        for optimizer, update in pairs:
+            update.take_in(optimizer)
         for home in self._weights:
             home.check()
         self._comm.barrier()  # until then, ranks that read weights or state find the old ones
@@ -344,10 +316,23 @@ class SharedMemoryShards(DividedReplicas[HostUpdate]):
         with record_function("update"):
             for optimizer, update in pairs:
                 update.step_pieces(optimizer, means, self._used)
+        self._stepped = optimizers
+
+    def _update_of(self, optimizer: Optimizer) -> HostUpdate:
+        """This rank's part of the steps. What an optimizer keeps also depends on which options are
+        zero (momentum) or false (amsgrad)."""
+        settings = [
+            {n: bool(v) for n, v in options(group).items() if isinstance(v, int | float)}
+            for group in optimizer.param_groups
+        ]
+        for group in settings:
+            group.pop("lr", None)  # 0 in many a warm-up
+        make = partial(HostUpdate, flats=self._flats, weights=self._weights)
+        return owned_update(self._updates, optimizer, make, settings)
 
     def publish(self) -> Work:
         """See `Replicas.publish`: write this rank's share into the other ranks' replicas."""
-        if self.stepped:
+        if self._stepped:
             with record_function("out"):
                 for home in self._weights:
                     home.hand_out()
@@ -356,7 +341,7 @@ class SharedMemoryShards(DividedReplicas[HostUpdate]):
                 # Autograd must detect that an older graph is stale.
                 torch.autograd.graph.increment_version(home.parameters)
                 home.remember()
-            stepped, self.stepped = self.stepped, ()
+            stepped, self._stepped = self._stepped, ()
             for optimizer in stepped:
                 if "step" in optimizer.__dict__:  # a scheduler wraps it, to count steps
                     tell(optimizer)

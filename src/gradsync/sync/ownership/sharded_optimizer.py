@@ -26,11 +26,10 @@ from torch.optim import Optimizer
 
 from gradsync.comm.base import Communicator, Work
 from gradsync.comm.groups import communicator
-from gradsync.comm.process_group import AllOf
+from gradsync.comm.process_group import AllOf, Then
 from gradsync.comm.values import all_gather_json, same_on_all_ranks
 from gradsync.core.torch_private import foreach_copy_
 from gradsync.errors import ConfigError
-from gradsync.sync.exchange import Then
 from gradsync.sync.layout import BucketPlan, Item, Piece, pieces_of_shard, plan_buckets
 from gradsync.sync.ownership.elementwise import (
     PieceOptimizer,
@@ -38,7 +37,6 @@ from gradsync.sync.ownership.elementwise import (
     group_numbers,
     warn_of_threads,
 )
-from gradsync.sync.replicas import OwnedUpdate
 from gradsync.sync.shares import HeldState, Owners, Share, State, flat_state, is_elementwise
 from gradsync.world import World
 
@@ -74,7 +72,10 @@ class ShardedBucket(PieceOptimizer):
         self.device = self.homes[0].device
         self.pieces = pieces_of_shard(plan, owners.rank, owners.world_size)
         self.parameters = [parameters[piece.index] for piece in self.pieces]
-        self.tensors = list(map(_view, self.parameters, self.pieces))
+        self.tensors = [
+            parameter.detach().view(-1)[piece.start : piece.stop]
+            for parameter, piece in zip(self.parameters, self.pieces, strict=True)
+        ]
         """The elements of each of `pieces`, flat, in the memory of its parameter."""
         self._addresses = [parameter.data_ptr() for parameter in self.parameters]
         numbers = group_numbers(optimizer.param_groups)
@@ -90,7 +91,8 @@ class ShardedBucket(PieceOptimizer):
         """See `PieceOptimizer.step`; `gradient_of` a parameter's piece is flat, [piece.numel]."""
         for number, parameter in enumerate(self.parameters):
             if parameter.data_ptr() != self._addresses[number]:  # the user has set `.data`
-                self.tensors[number].data = _view(parameter, self.pieces[number])
+                piece = self.pieces[number]
+                self.tensors[number].data = parameter.detach().view(-1)[piece.start : piece.stop]
                 self._addresses[number] = parameter.data_ptr()
         gradients = map(gradient_of, self.parameters, self.pieces)
         self.step(groups, zip(self.tensors, gradients, strict=True))
@@ -98,12 +100,9 @@ class ShardedBucket(PieceOptimizer):
     def launch_gather(self) -> Then:
         """Start sending this rank's shard of the parameters; `wait` copies in the other shards."""
         flat, work = self.gather([tensor.detach() for tensor in self.tensors], self.homes[0].dtype)
-        return Then(work, partial(self._take_over, flat))
-
-    @torch.no_grad()
-    def _take_over(self, flat: Tensor) -> None:
         parts = [flat[slot.offset : slot.offset + slot.numel] for slot in self.plan.slots]
-        foreach_copy_([home.detach().view(-1) for home in self.homes], parts)
+        homes = [home.detach().view(-1) for home in self.homes]
+        return Then(work, partial(foreach_copy_, homes, parts))
 
     def gather(self, values: Sequence[Tensor | None], dtype: torch.dtype) -> tuple[Tensor, Work]:
         """Gather the values of all ranks' pieces, each [piece.numel], into the whole bucket,
@@ -121,11 +120,7 @@ class ShardedBucket(PieceOptimizer):
         return flat, work
 
 
-def _view(parameter: Tensor, piece: Piece) -> Tensor:
-    return parameter.detach().view(-1)[piece.start : piece.stop]
-
-
-class ShardedUpdate(OwnedUpdate):
+class ShardedUpdate:
     """The steps of one optimizer on this rank's shards, and the state of their elements.
 
     Args:
@@ -190,7 +185,8 @@ class ShardedUpdate(OwnedUpdate):
                 state[tensor] = dict(states[parameter])
 
     def take_in(self, optimizer: Optimizer) -> None:
-        """See `OwnedUpdate.take_in`; nothing is sent. `optimizer.state` is empty afterwards.
+        """Before a step: take over state that was loaded since the last one; nothing is sent.
+        `optimizer.state` is empty afterwards.
 
         Raises:
             ConfigError: names state that is neither elementwise nor a single number.
@@ -211,7 +207,7 @@ class ShardedUpdate(OwnedUpdate):
         self._seen = whole
 
     def give_back(self, optimizer: Optimizer) -> None:
-        """See `OwnedUpdate.give_back`; needs memory for all.
+        """Leave whole state in `optimizer.state`; all ranks call it, and need memory for all.
 
         Raises:
             ConfigError: names state that is neither elementwise nor a single number.
@@ -369,7 +365,7 @@ class ShardedOptimizer(Optimizer):
                     f"parameter {name} has a gradient, but was frozen when the optimizer's state "
                     "was sharded; make the optimizer after unfreezing"
                 )
-        AllOf(wait_for_most(update_and_gather([(self, self._update)], _gradient_of))).wait()
+        AllOf(wait_for_most(update_and_gather([(self, self._update)], gradient_of_piece))).wait()
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -433,6 +429,7 @@ class ShardedOptimizer(Optimizer):
             yield from zip(names or places, group["params"], strict=True)
 
 
-def _gradient_of(_: int, parameter: Tensor, piece: Piece) -> Tensor | None:
+def gradient_of_piece(_: int, parameter: Tensor, piece: Piece) -> Tensor | None:
+    """The part of a whole `.grad`, flat; see `update_and_gather`."""
     gradient = parameter.grad
     return None if gradient is None else gradient.reshape(-1)[piece.start : piece.stop]

@@ -19,26 +19,34 @@ import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.autograd.profiler import record_function
 
 from gradsync.comm.base import Communicator, Work
-from gradsync.comm.process_group import AllOf
+from gradsync.comm.process_group import AllOf, Then
 from gradsync.errors import ConfigError
 from gradsync.sync.buckets import Bucket
-from gradsync.sync.exchange import Then
 from gradsync.sync.ownership.elementwise import check_elementwise
 from gradsync.sync.ownership.sharded_optimizer import (
     ShardedUpdate,
+    gradient_of_piece,
     update_and_gather,
     wait_for_most,
 )
-from gradsync.sync.replicas import DividedReplicas, clip_factor, clip_shards, scale_all, tell
+from gradsync.sync.replicas import (
+    Replicas,
+    WaitingWeights,
+    clip_factor,
+    clip_shards,
+    owned_update,
+    scale_all,
+    tell,
+)
 from gradsync.sync.shares import HeldState
 from gradsync.sync.tree_exchange import ShardedNorm, TreeExchange
-from gradsync.sync.waiting_weights import WaitingWeights, has_compiled
-from gradsync.sync.watch import Stopwatch, postponed, why_not_now
+from gradsync.sync.watch import postponed, why_not_now
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -47,12 +55,11 @@ if TYPE_CHECKING:
     from gradsync.sync.layout import Piece
 
 
-class ZeroShards(DividedReplicas[ShardedUpdate]):
+class ZeroShards(Replicas):
     """Optimizer state in shards, one per rank.
 
     Args:
-        model, parameters: see `Replicas`.
-        comm: all ranks.
+        model, comm: see `Replicas`.
         buckets: of the gradients; each is divided into one shard per rank.
         gradients: keep only this rank's shard of the gradients too (stage 2).
         exchange: sums shards, each at its owner; None: buckets hold whole sums or scattered sums.
@@ -64,7 +71,6 @@ class ZeroShards(DividedReplicas[ShardedUpdate]):
     def __init__(
         self,
         model: nn.Module,
-        parameters: Sequence[nn.Parameter],
         comm: Communicator,
         buckets: Sequence[Bucket],
         *,
@@ -72,9 +78,12 @@ class ZeroShards(DividedReplicas[ShardedUpdate]):
         exchange: TreeExchange | None,
         late: bool,
     ) -> None:
-        super().__init__(model, parameters)
-        self._weights = WaitingWeights(model) if late else None
-        self._comm, self._buckets, self._scattered = comm, list(buckets), gradients
+        super().__init__(model, comm)
+        self.waiting = WaitingWeights(model) if late else None
+        self._updates: WeakKeyDictionary[Optimizer, tuple[Any, ShardedUpdate]] = WeakKeyDictionary()
+        self._stepped: Sequence[Optimizer] = ()
+        """Optimizers whose update is not published yet."""
+        self._buckets, self._scattered = list(buckets), gradients
         self.by_halves = exchange is not None
         self._in_shards = gradients or self.by_halves
         self._owners = comm if exchange is None else exchange.owners()
@@ -101,18 +110,12 @@ class ZeroShards(DividedReplicas[ShardedUpdate]):
                     "after the step"
                 )
 
-    def take(
-        self,
-        buckets: Sequence[Bucket],
-        used: Sequence[bool],
-        factor: float | None,
-        watch: Stopwatch,
-    ) -> None:
+    def take(self, buckets: Sequence[Bucket], used: Sequence[bool], factor: float | None) -> None:
         """See `Replicas.take`; keeps the shards, and in stage 2 frees the buckets."""
         if not self._in_shards:
-            super().take(buckets, used, factor, watch)
+            super().take(buckets, used, factor)
             return
-        watch.stop()
+        self.exposed.stop()
         self._used, self._shards = used, []
         for bucket in buckets:
             for place, slot in enumerate(bucket.plan.slots):
@@ -153,34 +156,32 @@ class ZeroShards(DividedReplicas[ShardedUpdate]):
             return norm
         if not self._in_shards:
             return super().clip(max_norm)
-        return clip_shards(self._shards, max_norm, self._comm, self._shards[0].device)
+        return clip_shards(self._shards, max_norm, self.comm, self._shards[0].device)
 
-    def update_pieces(self, pairs: Sequence[tuple[Optimizer, ShardedUpdate]]) -> None:
+    def update(self, optimizers: Sequence[Optimizer]) -> None:
         """Update this rank's shards, and start gathering all shards."""
-        if self._weights is None:
+        pairs = [(optimizer, self._update_of(optimizer)) for optimizer in optimizers]
+        for optimizer, update in pairs:
+            update.take_in(optimizer)
+        if self.waiting is None:
             self._gathers = wait_for_most(update_and_gather(pairs, self._gradient_of))
         else:
             launched = update_and_gather(pairs, self._gradient_of, last_first=True)
             self._gathers = list(launched)[::-1]
-        self._shards = []
+        self.under_way = [gather.work for gather in self._gathers if self._settles]
+        self._shards, self._stepped = [], optimizers
 
     def _gradient_of(self, bucket: int, parameter: Tensor, piece: Piece) -> Tensor | None:
         if self._in_shards:
             mine = self._shards[bucket][piece.offset : piece.offset + piece.numel]
             return mine if self._used[piece.index] else None
-        gradient = parameter.grad
-        return None if gradient is None else gradient.reshape(-1)[piece.start : piece.stop]
-
-    def settle(self) -> None:
-        """See `Replicas.settle`: waits for all gathers."""
-        for gather in self._gathers if self._settles else ():
-            gather.work.wait()
+        return gradient_of_piece(bucket, parameter, piece)
 
     def publish(self) -> Work:
         """See `Replicas.publish`: this step's last gathers, or nothing if weights wait."""
-        gathers, self._gathers = self._gathers, []
-        stepped, self.stepped = self.stepped, ()
-        if self._weights is not None and gathers:
+        gathers, self._gathers, self.under_way = self._gathers, [], ()
+        stepped, self._stepped = self._stepped, ()
+        if self.waiting is not None and gathers:
             late, gathers = dict(enumerate(gathers)), []
             buckets = [b.parameters for b in self._buckets]
 
@@ -189,24 +190,18 @@ class ZeroShards(DividedReplicas[ShardedUpdate]):
                     late.pop(number).wait()  # and releases the gathered copy
 
             sent = [gather.work for gather in late.values()]
-            self._weights.expect(buckets, sent, copy_in, late=not has_compiled())
+            self.waiting.expect(buckets, sent, copy_in)
         # After the marks, so that an optimizer hook that reads weights waits. It may raise.
         return Then(AllOf(gathers), lambda: [tell(optimizer) for optimizer in stepped])
 
-    def wait(self) -> None:
-        """See `Replicas.wait`."""
-        if self._weights is not None:
-            self._weights.wait()
+    def _update_of(self, optimizer: Optimizer) -> ShardedUpdate:
+        return owned_update(self._updates, optimizer, self._divide)
 
-    def close(self) -> None:
-        if self._weights is not None:
-            self._weights.close()
-
-    def make_update(self, optimizer: Optimizer) -> ShardedUpdate:
+    def _divide(self, optimizer: Optimizer) -> ShardedUpdate:
         plans = [bucket.plan for bucket in self._buckets]
         update = ShardedUpdate(
             *(optimizer, type(optimizer), self.parameters, plans),
-            comm=self._comm,
+            comm=self.comm,
             owners=self._owners,
         )
         refuse = partial(_refuse_empty_state, weakref.ref(update), self.strategy)
@@ -214,18 +209,20 @@ class ZeroShards(DividedReplicas[ShardedUpdate]):
         return update
 
     def gather(self, optimizer: Optimizer) -> None:
-        self.update_of(optimizer).give_back(optimizer)
+        self.wait()
+        self._update_of(optimizer).give_back(optimizer)
 
-    def scatter(self, optimizer: Optimizer) -> None:
-        self.update_of(optimizer).take_in(optimizer)
+    def scatter(
+        self, optimizer: Optimizer, states: Mapping[Any, dict[str, Any]] | None = None
+    ) -> None:
+        update = self._update_of(optimizer)
+        if states is None:
+            update.take_in(optimizer)
+        else:
+            update.keep(states)
 
     def sharded_state_dict(self, optimizer: Optimizer) -> HeldState:
-        return self.update_of(optimizer).held()
-
-    def load_sharded_state_dict(
-        self, optimizer: Optimizer, states: Mapping[Any, dict[str, Any]]
-    ) -> None:
-        self.update_of(optimizer).keep(states)
+        return self._update_of(optimizer).held()
 
 
 def _refuse_empty_state(

@@ -52,7 +52,7 @@ from gradsync.commands.bench.sync_plan import CHECKED
 from gradsync.core.files import check_place, one_line
 from gradsync.errors import ConfigError, GradsyncError, RunError
 from gradsync.runtime import environ
-from gradsync.runtime.arguments import parse
+from gradsync.commands.arguments import parse
 from gradsync.runtime.bounds import whole_number
 from gradsync.world import World
 

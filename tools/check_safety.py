@@ -19,7 +19,7 @@ from source_tree import run
 ENVIRONMENT_MODULE = "runtime/environ.py"
 ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.putenv", "os.unsetenv"}
 PRIVATE_MODULE = "core/torch_private.py"
-UNPICKLER_MODULE = "checkpoint/plain_pickle.py"
+UNPICKLER_MODULE = "commands/train/sample.py"
 UNPICKLER = {"import pickle.Unpickler", "import pickle.UnpicklingError"}
 """To derive one that builds no class."""
 _NAMED_TUPLE = ("_asdict", "_fields", "_make", "_replace")

@@ -16,6 +16,7 @@ from gradsync.commands.bench import steps
 from gradsync.commands.bench.entrants import BenchSite, Entrant, TorchDdp
 from gradsync.commands.bench.meter import StepClock
 from gradsync.commands.bench.steps import (
+    PeakMemory,
     check,
     judge,
     reference_losses,
@@ -29,7 +30,6 @@ from gradsync.commands.bench.sync_plan import (
 )
 from gradsync.commands.models.config import PRESETS, GPTConfig
 from gradsync.errors import RunError
-from gradsync.runtime.memory import PeakMemory
 from support.fork_server import run_forked
 from support.rank_session import open_session
 

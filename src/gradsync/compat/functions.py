@@ -15,7 +15,7 @@ from gradsync.errors import ConfigError, LaunchError
 from gradsync.runtime import environ
 from gradsync.runtime.device import choose_device
 from gradsync.runtime.machine import available_bytes
-from gradsync.runtime.memory import resident_bytes
+from gradsync.runtime.memory import status_bytes
 from gradsync.runtime.resolve import resolve
 from gradsync.runtime.session import Session, SessionOptions
 
@@ -167,7 +167,7 @@ def log_gpu_memory(label: str = "") -> None:
         )
     if not torch.cuda.is_available():
         lines = [
-            f"process: {resident_bytes() / 1e9:.2f} GB resident, "
+            f"process: {status_bytes('VmRSS') / 1e9:.2f} GB resident, "
             f"{available_bytes() / 1e9:.2f} GB available on the host"
         ]
     for line in lines:

@@ -28,7 +28,7 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -211,36 +211,6 @@ def lock(file: IO[Any]) -> bool:
     except OSError as error:
         return error.errno not in (errno.EACCES, errno.EAGAIN)
     return True
-
-
-# -- a cache: measurements, one JSON file for each kind of run and machine ------------------------
-
-
-def cache_entry(folder: Path, key: str) -> Path:
-    """The file in `folder` for `key`."""
-    return folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
-
-
-def read_entry(path: Path, build: Callable[[Any], T]) -> T | None:
-    """The cached value in `path`, built by `build` from its JSON; None without one.
-
-    Policy of all caches: an entry that cannot be read, or that `build` refuses (ValueError,
-    KeyError, TypeError …), counts as missing. A warning names it; the next measurement replaces it.
-    """
-    try:
-        return build(read_json(path))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        said = one_line(f"{type(error).__name__}: {error}")
-        log.warning("%s cannot be used (%s): it is replaced when measured again", path, said)
-        return None
-
-
-def write_entry(path: Path, document: Mapping[str, Any]) -> Path:
-    """Write `document` to a cache's file `path`; returns `path`. RunError if that fails."""
-    write_result(path, json_text(document), "; GRADSYNC_CACHE can name another cache")
-    return path
 
 
 # -- a directory ----------------------------------------------------------------------------------

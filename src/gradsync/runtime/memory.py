@@ -1,4 +1,4 @@
-"""Memory of this process: keep freed memory for the next step, and measure the peak.
+"""Memory of this process: keep freed memory for the next step, and read its size.
 
 [Note: Keeping freed memory]
 Each step allocates the same big temporaries (logits, activations, gradients) and frees them again.
@@ -15,7 +15,6 @@ The setting affects the whole process and cannot be undone, so a library must no
 from __future__ import annotations
 
 import ctypes
-import gc
 import sys
 from pathlib import Path
 
@@ -23,7 +22,6 @@ from pathlib import Path
 _TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
 
 _STATUS = Path("/proc/self/status")
-_CLEAR = Path("/proc/self/clear_refs")
 
 
 def keep_freed_memory() -> bool:
@@ -46,51 +44,11 @@ def keep_freed_memory() -> bool:
     return all(accepted)
 
 
-class PeakMemory:
-    """Peak of this process's resident memory, or of its CUDA device's, from here until `read`.
-
-    Pages that ranks share count in each of their processes.
-    """
-
-    def __init__(self, *, on_cuda: bool) -> None:
-        self._on_cuda = on_cuda
-        self._before = 0
-        if on_cuda:
-            import torch
-
-            torch.cuda.reset_peak_memory_stats()
-            self._before = torch.cuda.memory_allocated()
-            return
-        give_back()
-        if _CLEAR.exists():
-            _CLEAR.write_text("5")  # resets the kernel's peak resident size (proc(5))
-            self._before = resident_bytes()
-
-    def read(self) -> int | None:
-        """Bytes above the size at the start; None if the system does not report it."""
-        if self._on_cuda:
-            import torch
-
-            return torch.cuda.max_memory_allocated() - self._before
-        return max(_status("VmHWM") - self._before, 0) if self._before else None
-
-
-def give_back() -> None:
-    """Return freed memory to the system, even with `keep_freed_memory` (glibc)."""
-    gc.collect()
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
-
-
-def resident_bytes() -> int:
-    """Resident bytes of this process; 0 if the system does not report them."""
-    return _status("VmRSS") if _STATUS.exists() else 0
-
-
-def _status(name: str) -> int:
-    for line in _STATUS.read_text().splitlines():
+def status_bytes(name: str) -> int:
+    """A size of this process by its name in proc(5)'s `status`, such as "VmRSS"; 0 if the system
+    does not report it."""
+    lines = _STATUS.read_text().splitlines() if _STATUS.exists() else ()
+    for line in lines:
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
     return 0

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from gradsync.commands.document import LARGEST_BYTES, read_document
 from gradsync.commands.plan.hardware_file import load_hardware
 from gradsync.commands.train.config_io import parse_config
-from gradsync.core.document import LARGEST_BYTES, read_document
 from gradsync.errors import ConfigError
 
 REFUSED = [

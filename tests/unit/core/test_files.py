@@ -9,17 +9,15 @@ from typing import Any
 
 import pytest
 
+from gradsync.commands.plan.measured import cache_entry, read_entry, write_entry
 from gradsync.core.files import (
     Filesystem,
     StagedDirectory,
-    cache_entry,
     parse_json,
     printable,
     read_bytes,
-    read_entry,
     read_json,
     replace_text,
-    write_entry,
     write_text,
 )
 from gradsync.errors import RunError

@@ -26,11 +26,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from gradsync.commands.arguments import parse
 from gradsync.commands.launch.ranks import WORKER, be_rank, measure_on_ranks, until_stopped
 from gradsync.core.files import check_name, check_place, counted, json_text, write_result
 from gradsync.errors import ConfigError
 from gradsync.runtime import environ
-from gradsync.runtime.arguments import parse
 from gradsync.runtime.machine import cpu_model, total_bytes, usable_cores
 from gradsync.runtime.resolve import resolve
 

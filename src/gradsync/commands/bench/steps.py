@@ -5,13 +5,17 @@ and to collect results. Under torchrun, mpirun or srun, all ranks are one set.""
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import json
 import logging
+import sys
 import time
 import warnings
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -25,7 +29,7 @@ from gradsync.commands.bench.meter import Wire, host_cost
 from gradsync.commands.bench.sync_plan import ALONE, CHECKED, BenchPlan, Contestant
 from gradsync.errors import RunError
 from gradsync.runtime import environ
-from gradsync.runtime.memory import PeakMemory, give_back, keep_freed_memory
+from gradsync.runtime.memory import keep_freed_memory, status_bytes
 from gradsync.runtime.session import Session, SessionOptions
 from gradsync.runtime.store import SignedStore, join_store, token_of
 from gradsync.sync.registry import STRATEGIES
@@ -40,6 +44,7 @@ _DECIDING = 5  # steps until overlap_publish=auto has chosen, plus one
 _PATIENCE = timedelta(days=7)  # sets work as long as they need; if one dies, all end
 _JOIN_S = 60.0
 _FIRST_GENERATION = 1000
+_CLEAR = Path("/proc/self/clear_refs")
 
 
 def reference_losses(site: BenchSite, batch_size: int) -> list[float]:
@@ -227,3 +232,37 @@ def quiet_session(device: str, threads: int) -> Generator[World]:
     keep_freed_memory()
     with Session(SessionOptions(device=device, threads=threads)) as world:
         yield world
+
+
+class PeakMemory:
+    """Peak of this process's resident memory, or of its CUDA device's, from here until `read`.
+
+    Pages that ranks share count in each of their processes.
+    """
+
+    def __init__(self, *, on_cuda: bool) -> None:
+        self._on_cuda = on_cuda
+        self._before = 0
+        if on_cuda:
+            torch.cuda.reset_peak_memory_stats()
+            self._before = torch.cuda.memory_allocated()
+            return
+        give_back()
+        if _CLEAR.exists():
+            _CLEAR.write_text("5")  # resets the kernel's peak resident size (proc(5))
+            self._before = status_bytes("VmRSS")
+
+    def read(self) -> int | None:
+        """Bytes above the size at the start; None if the system does not report it."""
+        if self._on_cuda:
+            return torch.cuda.max_memory_allocated() - self._before
+        return max(status_bytes("VmHWM") - self._before, 0) if self._before else None
+
+
+def give_back() -> None:
+    """Return freed memory to the system, even with `keep_freed_memory` (glibc)."""
+    gc.collect()
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)

@@ -27,6 +27,7 @@ import psutil
 import tyro
 
 from gradsync import __version__
+from gradsync.commands.arguments import parse
 from gradsync.commands.plan.description import gb
 from gradsync.commands.plan.hardware_file import dump_hardware, hardware_document
 from gradsync.commands.plan.machine import detect_hardware
@@ -35,7 +36,6 @@ from gradsync.commands.plan.report import hardware_lines
 from gradsync.core.files import counted, printable
 from gradsync.errors import GradsyncError, LaunchError, RunError
 from gradsync.runtime import environ
-from gradsync.runtime.arguments import parse
 from gradsync.runtime.coordinator import CoordinatorPlan, plan_coordinator, run_command
 from gradsync.runtime.machine import choose_threads, host_cores
 from gradsync.runtime.network import interface_towards, own_address

@@ -23,6 +23,7 @@ from typing import Annotated
 
 import tyro
 
+from gradsync.commands.arguments import parse
 from gradsync.commands.cli.train import run as train
 from gradsync.commands.launch.command import split
 from gradsync.commands.launch.ranks import WORKER, Signals, start_ranks, until_stopped
@@ -32,7 +33,6 @@ from gradsync.commands.train.faults import FAULTS, FaultPlan, named
 from gradsync.core.files import counted, printable, read_object
 from gradsync.errors import ConfigError, RunError
 from gradsync.runtime import environ
-from gradsync.runtime.arguments import parse
 from gradsync.runtime.resolve import resolve
 
 _MARK = "GRADSYNC_DRILL"

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from gradsync.commands.arguments import parse
 from gradsync.commands.plan.choice import USUAL, Costs, Recommendation, Search, choose, remedy
 from gradsync.commands.plan.description import NETWORKS, Hardware, fast_switches
 from gradsync.commands.plan.hardware_file import hardware_document, load_hardware
@@ -33,7 +34,6 @@ from gradsync.commands.train.data import vocabulary
 from gradsync.core.files import check_name
 from gradsync.errors import ConfigError, RunError
 from gradsync.runtime import environ
-from gradsync.runtime.arguments import parse
 from gradsync.runtime.bounds import MOST_NODES, whole_number
 from gradsync.sync.registry import STRATEGIES, find_strategy
 

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from gradsync.commands.arguments import parse
 from gradsync.core.files import counted, perhaps
 from gradsync.errors import ConfigError, LaunchError
 from gradsync.runtime import environ
-from gradsync.runtime.arguments import parse
 from gradsync.runtime.resolve import resolve
 
 RANK_COMMANDS = ("train", "verify", "bench", "tune", "doctor")

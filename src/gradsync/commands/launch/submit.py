@@ -23,11 +23,11 @@ from typing import Annotated, Literal
 
 import tyro
 
+from gradsync.commands.arguments import parse
 from gradsync.commands.launch.command import Program, check_program, parse_program, split
 from gradsync.commands.launch.requeue import ask
 from gradsync.core.files import counted, write_result
 from gradsync.errors import ConfigError
-from gradsync.runtime.arguments import parse
 
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
 

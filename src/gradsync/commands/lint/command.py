@@ -10,11 +10,11 @@ from typing import Annotated
 
 import tyro
 
+from gradsync.commands.arguments import parse
 from gradsync.commands.lint.rules import lint
 from gradsync.commands.lint.script import Script
 from gradsync.core.files import counted, printable
 from gradsync.errors import ConfigError
-from gradsync.runtime.arguments import parse
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

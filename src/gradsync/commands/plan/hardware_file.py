@@ -29,6 +29,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct, ValidationError
 
+from gradsync.commands.document import brief, read_document
 from gradsync.commands.plan.description import (
     LINKS,
     NETWORKS,
@@ -42,7 +43,6 @@ from gradsync.commands.plan.description import (
     runs,
     usual_host,
 )
-from gradsync.core.document import brief, read_document
 from gradsync.core.files import check_name, one_line
 from gradsync.errors import ConfigError
 

@@ -13,7 +13,9 @@ converge: Huber's (1964, "Robust estimation of a location parameter"). A few siz
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -24,12 +26,14 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import numpy as np
 
-from gradsync.core.files import cache_entry, read_entry, write_entry
+from gradsync.core.files import json_text, one_line, read_json, write_result
 from gradsync.errors import ConfigError
 from gradsync.runtime import environ
 from gradsync.runtime.machine import cpu_model, host_cores
 
 T = TypeVar("T")
+
+log = logging.getLogger("gradsync")
 
 _FORMAT_VERSION = 1
 _ITERATIONS = 200
@@ -174,3 +178,30 @@ def load_fits(environment: Mapping[str, Any]) -> tuple[Fit, ...]:
         if (found := FITS.read(_conditions(environment))) is not None:
             return found.fits
     return ()
+
+
+def cache_entry(folder: Path, key: str) -> Path:
+    """The file in `folder` for `key`."""
+    return folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+
+
+def read_entry(path: Path, build: Callable[[Any], T]) -> T | None:
+    """The cached value in `path`, built by `build` from its JSON; None without one.
+
+    Policy of all caches: an entry that cannot be read, or that `build` refuses (ValueError,
+    KeyError, TypeError …), counts as missing. A warning names it; the next measurement replaces it.
+    """
+    try:
+        return build(read_json(path))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        said = one_line(f"{type(error).__name__}: {error}")
+        log.warning("%s cannot be used (%s): it is replaced when measured again", path, said)
+        return None
+
+
+def write_entry(path: Path, document: Mapping[str, Any]) -> Path:
+    """Write `document` to a cache's file `path`; returns `path`. RunError if that fails."""
+    write_result(path, json_text(document), "; GRADSYNC_CACHE can name another cache")
+    return path

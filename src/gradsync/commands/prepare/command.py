@@ -10,11 +10,11 @@ from typing import Annotated, Literal
 
 import tyro
 
+from gradsync.commands.arguments import parse
 from gradsync.commands.prepare.prepare import prepare
 from gradsync.core.files import counted
 from gradsync.data.meta import Meta
 from gradsync.errors import ConfigError
-from gradsync.runtime.arguments import parse
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

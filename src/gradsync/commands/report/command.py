@@ -9,11 +9,11 @@ from typing import Annotated
 
 import tyro
 
+from gradsync.commands.arguments import parse
 from gradsync.commands.report.page import figures_of, page
 from gradsync.commands.report.run import read_runs
 from gradsync.core.files import write_result
 from gradsync.errors import ConfigError
-from gradsync.runtime.arguments import parse
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

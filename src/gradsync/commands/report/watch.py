@@ -23,10 +23,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from gradsync.commands.arguments import parse
 from gradsync.commands.report.run import RANKS_HEAD, WARNING, read_ranks, read_run
 from gradsync.core.files import counted, lock, one_line, open_regular, read_object
 from gradsync.errors import ConfigError
-from gradsync.runtime.arguments import parse
 
 _OLD_WARNINGS = 5
 """The most warnings from before the first look to show."""

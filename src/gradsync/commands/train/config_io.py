@@ -15,12 +15,12 @@ from typing import Any, get_type_hints
 
 import msgspec
 
+from gradsync.commands.arguments import parse
+from gradsync.commands.document import brief, read_document
 from gradsync.commands.models.config import PRESETS
 from gradsync.commands.train.config import SyncConfig, TrainConfig, recipe
-from gradsync.core.document import brief, read_document
 from gradsync.core.files import PRIVATE, replace_text
 from gradsync.errors import ConfigError
-from gradsync.runtime.arguments import parse
 
 SUFFIXES = (".yaml", ".yml", ".toml")
 _SYNC_OPTIONS = "--sync-options"

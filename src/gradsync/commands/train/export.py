@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 from tyro.conf import Positional
 
+from gradsync.commands.arguments import parse
 from gradsync.commands.train.sample import load_run
 from gradsync.errors import CheckpointError, UsageError
-from gradsync.runtime.arguments import parse
 
 if TYPE_CHECKING:
     from gradsync.commands.train.foreign import Foreign

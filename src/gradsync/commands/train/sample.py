@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from pickle import Unpickler, UnpicklingError
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 from tyro.conf import Positional
 
-from gradsync.core.files import one_line
+from gradsync.commands.arguments import parse
+from gradsync.core.files import one_line, read_bytes
 from gradsync.errors import ConfigError, DataError
-from gradsync.runtime.arguments import parse
 
 if TYPE_CHECKING:
     from gradsync.checkpoint.store import Snapshot
     from gradsync.commands.models.config import GPTConfig
+
+_LARGEST = 1 << 28
+"""Largest pickle that is read, bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,7 +123,6 @@ def tokenizer_of(state: Mapping[str, Any], data: str) -> Any:
 def _bare_tokenizer(path: Path) -> Any:
     """The tokenizer of a folder that gradsync did not prepare: a `tokenizer.json`, or the
     characters in nanoGPT's `meta.pkl`; None without either."""
-    from gradsync.checkpoint.plain_pickle import read_plain
     from gradsync.commands.prepare.tokenizer import FILE_NAME, BpeTokenizer
 
     if (path / FILE_NAME).is_file():
@@ -127,7 +131,7 @@ def _bare_tokenizer(path: Path) -> Any:
     if not file.is_file():
         return None
     try:
-        ids = read_plain(file)["stoi"]
+        ids = _PlainUnpickler(io.BytesIO(read_bytes(file, _LARGEST))).load()["stoi"]
         if not all(isinstance(c, str) and len(c) == 1 and type(i) is int for c, i in ids.items()):
             raise ValueError("stoi: expected a number for each character")
         return BpeTokenizer.of_characters(ids)
@@ -135,3 +139,11 @@ def _bare_tokenizer(path: Path) -> Any:
         raise
     except Exception as error:  # any error in a pickle, or in its numbers
         raise DataError(f"{file}: is no list of characters: {one_line(error)}") from error
+
+
+class _PlainUnpickler(Unpickler):
+    """Reads dicts, lists, texts and numbers; no class is instantiated or called."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Refuse every class and function."""
+        raise UnpicklingError(f"it names {module}.{name}, which no list of characters needs")

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from gradsync.commands.arguments import parse
 from gradsync.commands.launch.ranks import WORKER, Signals, until_stopped
 from gradsync.commands.train.config import listed
 from gradsync.commands.verify.settings import MODELS, VerifyPlan, chosen_strategy, make_plan
 from gradsync.errors import ConfigError
 from gradsync.runtime import environ
-from gradsync.runtime.arguments import parse
 from gradsync.runtime.bounds import MOST_RANKS, whole_number
 from gradsync.runtime.resolve import resolve
 from gradsync.sync.registry import STRATEGIES

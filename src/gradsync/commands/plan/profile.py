@@ -126,7 +126,7 @@ def probe_profile(work: Workload, ranks_per_host: int) -> StepProfile:
 def _measure(work: Workload) -> StepProfile:
     import torch
 
-    from gradsync.commands.models.gpt import GPT
+    from gradsync.commands.models.gpt import GPT, loss_sum
 
     model = GPT(
         work.model,
@@ -153,7 +153,7 @@ def _measure(work: Workload) -> StepProfile:
         for _ in range(count):
             moments = [now()]
             with torch.autocast(work.kind, dtype=dtype, enabled=dtype is not None):
-                loss = model(*tokens) / tokens[0].numel()
+                loss = loss_sum(model(tokens[0]), tokens[1]) / tokens[0].numel()
             moments.append(now())
             loss.backward()
             moments.append(now())

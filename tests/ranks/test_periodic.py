@@ -329,37 +329,6 @@ def test_half_precision_weights_meet_in_fp32() -> None:
     assert on_ranks(work, 2) == [1 + 2 * 2**-7] * 2
 
 
-def moments(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Tensor]:
-    states = [each.state.get(p, {}) for each in optimizers for p in trained(model)]
-    return [state["exp_avg_sq"].clone() for state in states if state]
-
-
-@pytest.mark.parametrize("shares", [UNEVEN, ONE_RANK_ONLY])
-@pytest.mark.parametrize(("asked", "parts"), [(False, 1), (True, 1), (True, 2)])
-def test_optimizer_memory_is_averaged_when_asked(asked: bool, parts: int, shares: Shares) -> None:
-    """A rank that never stepped has none: then each rank keeps its own."""
-
-    def work(comm: Communicator) -> list[Tensor]:
-        sync = handle("local_sgd", comm, inner_steps=1, average_optimizer=asked)
-        model: Any = sync.model
-        optimizers = [adamw(part) for part in ([model] if parts == 1 else [model[0], model[2]])]
-        train(sync, optimizers, [0], shares)
-        return moments(model, optimizers)
-
-    def alone(rank: int) -> list[Tensor]:
-        model = small_model()
-        optimizer = adamw(model)
-        step_alone(model, optimizer, 0, shares.of(rank, 2), shares)
-        return moments(model, [optimizer])
-
-    expected = [alone(0), alone(1)]
-    if asked and all(expected):
-        expected = [[(a + b) / 2 for a, b in zip(*expected, strict=True)]] * 2
-    for found, wanted in zip(on_ranks(work, 2), expected, strict=True):
-        assert len(found) == len(wanted)
-        assert all(map(torch.equal, found, wanted))
-
-
 # -- checkpoints -----------------------------------------------------------------------------------
 
 

@@ -234,11 +234,6 @@ class LocalSgdOptions(Options):
     """Options of `local_sgd`."""
 
     inner_steps: int = option(8, _INNER_STEPS)
-    average_optimizer: bool = option(
-        False,
-        "local_sgd: average momenta and second moments too: twice (SGD with momentum) or "
-        "three times (Adam) the bytes.",
-    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -69,9 +69,9 @@ class PeriodicReducer(Reducer):
 class PeriodicReplicas(Replicas):
     """Replicas that drift, and meet every `inner_steps` steps.
 
-    `local_sgd` averages weights, floating buffers and, if asked, the optimizer's momenta: Stich
-    2018 (arXiv 1805.09767); Lin et al. 2018 (arXiv 1808.07217). With `inner_steps=1`, plain SGD and
-    equal shares this is synchronous SGD up to rounding.
+    `local_sgd` averages weights and floating buffers; each rank keeps its optimizer's momenta:
+    Stich 2018 (arXiv 1805.09767); Lin et al. 2018 (arXiv 1808.07217). With `inner_steps=1`, plain
+    SGD and equal shares this is synchronous SGD up to rounding.
 
     `diloco` has an inner optimizer on each rank, an outer one with momentum when ranks meet:
     Douillard et al. 2023 (arXiv 2311.08105), algorithm 1, with t a round and i a rank:
@@ -93,8 +93,6 @@ class PeriodicReplicas(Replicas):
         self.inner_steps = options.inner_steps
         self.steps_in_round = 0
         """Number of steps since the ranks last met."""
-        self._averages_state = isinstance(options, LocalSgdOptions) and options.average_optimizer
-        self._optimizer_of: dict[nn.Parameter, Optimizer] = {}
         self._outer: torch.optim.SGD | None = None
         self._start: list[Tensor] = []
         """Weights at the round's start, which the outer optimizer steps."""
@@ -119,13 +117,6 @@ class PeriodicReplicas(Replicas):
         self.exposed = Stopwatch(on_cuda=self._on_cuda)
         return self.exposed
 
-    def update(self, optimizers: Sequence[Optimizer]) -> None:
-        """Do one step on this rank alone."""
-        for optimizer in optimizers if self._averages_state else ():
-            for group in optimizer.param_groups:
-                self._optimizer_of |= dict.fromkeys(group["params"], optimizer)
-        super().update(optimizers)
-
     def publish(self) -> Work:
         """Count the step, even without data on this rank; meet when the round is full."""
         self.steps_in_round += 1
@@ -143,8 +134,6 @@ class PeriodicReplicas(Replicas):
             average(self.parameters, self.comm)
         else:
             self._outer_step(self._outer)
-        if self._averages_state:
-            average_state(self._optimizer_of, self.parameters, self.comm)
         average_buffers(list(self.model.buffers()), self._buffer_starts, self.comm)
         self._note_buffers()
         self.exposed.stop()
@@ -282,31 +271,3 @@ def average_buffers(
 def _wide_dtype(tensor: Tensor) -> torch.dtype:
     """Its dtype, or fp32 for half precision."""
     return torch.promote_types(tensor.dtype, torch.float32)
-
-
-def average_state(
-    optimizer_of: Mapping[nn.Parameter, Optimizer],
-    parameters: Sequence[nn.Parameter],
-    comm: Communicator,
-) -> None:
-    """Average the optimizers' state of each parameter (momenta, second moments) over ranks.
-
-    Step counts stay different between ranks. If some rank has not yet stepped on a parameter, the
-    parameter's state does not change on any rank.
-    """
-    states = [optimizer_of[p].state.get(p, {}) if p in optimizer_of else {} for p in parameters]
-    memories = [
-        [
-            value
-            for name, value in sorted(state.items())
-            if name != "step" and isinstance(value, torch.Tensor) and value.shape == p.shape
-        ]
-        for p, state in zip(parameters, states, strict=True)
-    ]
-    counts = torch.tensor([len(memory) for memory in memories], dtype=torch.float64)
-    extremes = torch.cat([counts, -counts])
-    # Whole group, float64 [2 x parameters], blocking: the smallest and (negated) largest counts.
-    comm.all_reduce(extremes, "min").wait()
-    least, most = extremes.chunk(2)
-    everywhere = zip(memories, least == -most, strict=True)
-    average([tensor for memory, same in everywhere if same for tensor in memory], comm)

@@ -180,35 +180,6 @@ def test_prepare_says_what_comes_next(
     assert run(*shlex.split(last)[2:], "--dry-run", "--device", "cpu") == 0
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("train", "tiny", "--out", "PATH", "--dry-run"),
-        ("train", "tiny", "--data", "PATH", "--dry-run"),
-        ("train", "PATH.yaml"),
-        ("prepare", "PATH", "--out", "data"),
-        ("prepare", "text.txt", "--out", "PATH"),
-        ("sample", "PATH"),
-        ("submit", "--time", "1", "--", "PATH.py"),
-        ("launch", "--nproc-per-node", "1", "--", "PATH.py"),
-    ],
-)
-def test_path_that_no_file_can_have(
-    arguments: tuple[str, ...],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "text.txt").write_text("hello")
-    too_long = "a" * 5_000 + "/b"
-    assert run(*(word.replace("PATH", too_long) for word in arguments)) == 2
-    printed = capsys.readouterr().err
-    assert "aaaa" in printed
-    assert "File name too long" in printed
-    assert len(printed.splitlines()) == 1
-
-
 def test_a_model_whose_optimizer_has_no_room_is_refused_unbuilt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -394,15 +365,6 @@ def test_ranks_already_started_by_a_launcher(
         monkeypatch.setenv(name, value)
     assert run(*TRAIN, "--nproc-per-node", "3") == 2
     assert "env has started 2 ranks already" in capsys.readouterr().err
-
-
-def test_a_log_line_does_not_steer_the_terminal() -> None:
-    code = (
-        "import logging; from gradsync.commands.cli.main import main; main(['--version']);"
-        r"logging.getLogger('gradsync').warning('%s', '\x1bc\x07EVIL\r\x9b31m\x7f')"
-    )
-    said = run_python(["-c", code]).ok().stderr
-    assert said == r"gradsync: WARNING: \x1bc\x07EVIL\r\x9b31m\x7f" + "\n"
 
 
 def test_json_is_one_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import asdict
@@ -47,19 +46,11 @@ def test_a_rank_reads_what_another_wrote() -> None:
     "forge",
     [
         lambda store: store.set("a", "plain"),
-        lambda store: store.set("a", b"\xff" * 80),
         lambda store: records(store, token=b"guess").set("a", "x"),
-        lambda store: records(store, token=b"").set("a", "x"),
         lambda store: records(store, scope="0/2").set("a", "x"),
         lambda store: store.set("a", store.get("true")),
-        lambda store: store.set("a", store.get("true")[:70]),
-        lambda store: store.set("a", hashlib.sha256(b"x").hexdigest().encode() + b"x"),
-        lambda store: records(store).set("a", b"x" * 2**20),
     ],
-    ids=[
-        *("plain", "bytes", "other token", "no token", "another session's", "another key's"),
-        *("cut", "plain hash", "too large"),
-    ],
+    ids=["plain", "other token", "another session's", "another key's"],
 )
 def test_what_no_rank_has_signed_is_not_there(
     forge: Callable[[Any], None], capfd: pytest.CaptureFixture[str]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 
 import pytest
 
 from support import fork_server, processes
-from support.fork_server import free_port, run_forked
+from support.fork_server import run_forked
 
 FAILED = pytest.fail.Exception
 SCRIPT = """
@@ -49,12 +48,3 @@ def test_a_descendant_left_behind_fails_and_is_ended(
         run_forked([script])
     pid = int(str(caught.value).split("['")[1].split()[0])
     assert processes.describe(pid) == f"{pid} (ended)"
-
-
-def test_a_free_port_is_no_outgoing_connections_and_another_at_each_call() -> None:
-    outgoing = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
-    first = free_port()
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", first + 1))
-        second = free_port()
-    assert first + 1 < second < int(outgoing[0])

@@ -1,8 +1,6 @@
 """The pool of worker processes: jobs, failures, leaks, deaths and hangs."""
 
-import faulthandler
 import os
-import signal
 import time
 from datetime import timedelta
 from typing import Any
@@ -58,19 +56,6 @@ def hang(rank: int, world_size: int, store_path: str) -> None:
         time.sleep(0.1)
 
 
-def interrupt_and_hang(rank: int, world_size: int, store_path: str, parent: int) -> None:
-    os.kill(parent, signal.SIGUSR1)
-    hang(rank, world_size, store_path)
-
-
-def crash(rank: int, world_size: int, store_path: str) -> None:
-    faulthandler._sigabrt()
-
-
-def unpicklable(rank: int, world_size: int, store_path: str) -> Any:
-    return lambda: rank
-
-
 def test_results_come_in_rank_order(pool: ProcessPool) -> None:
     first = pool.run(sum_ranks, 2, 10.0)
     assert [answer["sum"].item() for answer in first] == [10.0, 10.0]
@@ -102,37 +87,8 @@ def test_a_dead_worker_is_named_and_replaced(pool: ProcessPool) -> None:
     assert pool.run(sum_ranks, 1, 1.0)[0]["sum"].item() == 0.0
 
 
-def test_a_crash_shows_the_stack(pool: ProcessPool) -> None:
-    with pytest.raises(FAILED, match="exit code -6") as caught:
-        pool.run(crash, 1)
-    assert "in crash" in str(caught.value)
-
-
 def test_a_hang_shows_the_stacks(pool: ProcessPool) -> None:
     pool.run(sum_ranks, 1, 1.0)  # warm, so that the timeout below is the job's own
     with pytest.raises(FAILED, match="rank 0: stopped: not done after 1") as caught:
         pool.run(hang, 1, timeout_s=1.0)
     assert "in hang" in str(caught.value)
-
-
-def test_an_interrupted_wait_shows_the_stacks(
-    pool: ProcessPool, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """An exception in the middle of the wait, as a test's own timeout raises it."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise TimeoutError("interrupted")
-
-    before = signal.signal(signal.SIGUSR1, interrupt)
-    try:
-        with pytest.raises(TimeoutError, match="interrupted"):
-            pool.run(interrupt_and_hang, 1, os.getpid())
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    assert "in interrupt_and_hang" in capfd.readouterr().err
-    assert pool.run(sum_ranks, 1, 1.0)[0]["sum"].item() == 0.0
-
-
-def test_a_result_that_cannot_be_sent_is_an_error(pool: ProcessPool) -> None:
-    with pytest.raises(FAILED, match="pickle"):
-        pool.run(unpicklable, 1)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
 import threading
-import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -16,11 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradsync.comm.process_group import ProcessGroupCommunicator
-from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator, share_memory
+from gradsync.comm.shared_memory.communicator import share_memory
 from gradsync.comm.shared_memory.segment import SharedMemoryError
 from gradsync.errors import ConfigError
 from gradsync.sync.gradient_sync import GradientSync
-from gradsync.sync.ownership import host_memory
 from gradsync.sync.ownership.host_step import SharedMemoryExchange, SharedMemoryShards
 from gradsync.sync.replicate import replicate
 from support.thread_ranks import run_thread_ranks
@@ -237,23 +234,6 @@ def test_state_that_is_changed_in_place_is_refused() -> None:
         run(OPTIMIZERS["adamw"], halve, steps=4)
 
 
-def test_betas_that_change_at_every_step_cost_nothing() -> None:
-    """Trial steps find out what the optimizer keeps; only a zero can change it."""
-
-    def work(rank: int, group: dist.ProcessGroup) -> None:
-        model = Net()
-        sync = replicate(model, comm=ProcessGroupCommunicator(group))
-        optimizer = OPTIMIZERS["adamw"](model.parameters())
-        one_step(sync, optimizer, 0, rank)
-        optimizer.param_groups[0] |= {"betas": (0.8, 0.99), "lr": 0.5, "weight_decay": 0.02}
-        one_step(sync, optimizer, 1, rank)
-        sync.close()
-
-    with mock.patch.object(host_memory, "state_like", wraps=host_memory.state_like) as trials:
-        run_thread_ranks(work, 2)
-    assert trials.call_count == 4  # on each rank, one for each dtype
-
-
 def test_hooks_on_the_optimizer_see_the_whole_gradient() -> None:
     """One that comes on the way too; from then on steps are whole, and state goes on."""
     seen: list[Tensor] = []
@@ -386,21 +366,6 @@ def test_weights_that_cannot_move_are_updated_whole() -> None:
         assert torch.equal(model.view, model.rare.detach()[:2])
         assert model.rare[0] != 1.0
         sync.close()
-
-    run_thread_ranks(work, 2)
-
-
-def test_models_over_one_group_share_a_communicator_which_ends_with_the_last() -> None:
-    def work(_: int, group: dist.ProcessGroup) -> None:
-        comm = ProcessGroupCommunicator(group)
-        handles = [replicate(nn.Linear(3, 3), comm=comm) for _ in range(2)]
-        shared = handles[0].comm
-        assert isinstance(shared, SharedMemoryCommunicator)
-        assert handles[1].comm is shared
-        handles[0].close()
-        shared.barrier()
-        handles[1].close()
-        assert replicate(nn.Linear(3, 3), comm=comm).comm is not shared
 
     run_thread_ranks(work, 2)
 
@@ -581,24 +546,6 @@ def test_a_graph_from_before_the_step_is_stale() -> None:
     run_thread_ranks(work, 2)
 
 
-def test_memory_goes_with_who_uses_it() -> None:
-    def work(rank: int, group: dist.ProcessGroup) -> None:
-        model = Net()
-        sync = replicate(model, comm=ProcessGroupCommunicator(group))
-        assert sync.comm._regions == []
-        assert model.scale.untyped_storage().nbytes() == 4  # saved alone, it is that
-        optimizer = OPTIMIZERS["adamw"](model.parameters())
-        one_step(sync, optimizer, 0, rank)
-        ((_, update),) = sync.reducer.shards._updates.values()
-        memory = weakref.ref(update)
-        del update, optimizer
-        gc.collect()
-        assert memory() is None
-        sync.close()
-
-    run_thread_ranks(work, 2)
-
-
 def test_one_copy_of_the_weights_takes_in_loaded_ones() -> None:
     def work(rank: int, group: dist.ProcessGroup) -> None:
         model = Net()
@@ -608,21 +555,6 @@ def test_one_copy_of_the_weights_takes_in_loaded_ones() -> None:
         saved = {name: tensor * 0.5 for name, tensor in sync.replica.full_weights().items()}
         sync.replica.load_full_weights(saved)
         one_step(sync, optimizer, 1, rank)
-        sync.close()
-
-    run_thread_ranks(work, 2)
-
-
-def test_another_memory_format_makes_steps_whole() -> None:
-    def work(_: int, group: dist.ProcessGroup) -> None:
-        model = nn.Conv2d(3, 4, 3)
-        sync = replicate(model, comm=ProcessGroupCommunicator(group))
-        optimizer = OPTIMIZERS["sgd"](model.parameters())
-        model.to(memory_format=torch.channels_last)
-        sync.backward(model(torch.ones(1, 3, 5, 5)).sum(), weight=1, reduction="sum")
-        sync.step(optimizer)
-        assert not was_divided(sync)
-        assert model.weight.is_contiguous(memory_format=torch.channels_last)
         sync.close()
 
     run_thread_ranks(work, 2)

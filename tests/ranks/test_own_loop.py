@@ -287,22 +287,6 @@ def test_synchronised_backwards_that_add_up_are_said_once(
     assert len(found) == said
 
 
-def test_the_flag_of_one_model_in_a_list_counts() -> None:
-    def train(sync: GradientSync, _: Any) -> list[float]:
-        first, second = sync.model
-        first.require_backward_grad_sync = False
-        (second(first(torch.ones(1, 1))) * (1.0 + sync.comm.rank)).sum().backward()
-        early = second.bias.grad.item()
-        first.require_backward_grad_sync = True
-        second(first(torch.ones(1, 1))).sum().backward()
-        return [early, second.bias.grad.item()]
-
-    def pair() -> nn.Module:
-        return nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
-
-    assert on_handles(train, pair, strategy="bucketed") == [[1.0, 2.5], [2.0, 2.5]]
-
-
 @every_strategy
 @pytest.mark.parametrize(
     ("before", "after"), [(True, False), (False, True)], ids=["left too early", "entered too late"]
@@ -473,18 +457,6 @@ def steps_optimizers_on_schedules_of_their_own(rank: int, sync: GradientSync, _:
         seldom.zero_grad()
 
 
-@program
-def steps_two_optimizers_in_either_order(rank: int, sync: GradientSync, _: Any) -> None:
-    parts = (sync.model.branch, sync.model.inner)
-    branch, inner = (torch.optim.SGD(part.parameters(), lr=0.1) for part in parts)
-    for step in range(4):
-        if (rank, step) != (1, 1):
-            loss_of(sync.model, rank, step).backward()
-        for optimizer in (branch, inner) if step % 2 else (inner, branch):
-            optimizer.step()
-        sync.model.zero_grad()
-
-
 @every_strategy
 @pytest.mark.parametrize("loop", PROGRAMS)
 def test_replicas_stay_equal(name: str, loop: str) -> None:
@@ -601,25 +573,6 @@ def test_gradients_that_every_rank_could_change(name: str, finishes: bool) -> No
 
 
 @every_strategy
-def test_gradients_that_change_once_all_ranks_have_them(name: str) -> None:
-    """Between the steps of two optimizers: rank 1 got them in the first one's."""
-
-    def loop(rank: int, sync: GradientSync, _: Any) -> dict[str, Tensor]:
-        parts = (sync.model.branch, sync.model.inner)
-        optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in parts]
-        for turn in range(3):
-            if (rank, turn) != (1, 1):
-                loss_of(sync.model, rank, turn).backward()
-            optimizers[0].step()
-            clips(sync.model.inner)
-            optimizers[1].step()
-            sync.model.zero_grad()
-        return weights(sync.model)
-
-    assert_replicas_equal(on_ranks(name, loop))
-
-
-@every_strategy
 @pytest.mark.parametrize("goes_on", ["by the next step", "by its own step"])
 def test_a_forward_that_failed_on_one_rank(name: str, goes_on: str) -> None:
     """`discard` comes before any backward of the step. Rank 2 had none in the step before."""
@@ -646,42 +599,6 @@ def test_a_forward_that_failed_on_one_rank(name: str, goes_on: str) -> None:
         optimizer.step()
     for key, expected in weights(model).items():
         torch.testing.assert_close(found[0][key], expected, rtol=1e-5, atol=1e-6)
-
-
-@every_strategy
-def test_a_finish_after_a_discarded_backward_does_nothing(name: str) -> None:
-    """As after any backward; `discard` stands in place of both on the rank that calls it."""
-
-    def loop(rank: int, sync: GradientSync, optimizer: Any) -> dict[str, Tensor]:
-        for turn in range(4):
-            if (rank, turn) == (1, 2):
-                sync.discard()
-            else:
-                loss_of(sync.model, rank, turn).backward()
-                sync.finish()
-            clips(sync.model)
-            optimizer.step()
-            optimizer.zero_grad()
-        return weights(sync.model)
-
-    assert_replicas_equal(on_ranks(name, loop))
-
-
-@every_strategy
-def test_a_discard_hides_no_difference_of_the_step_before(name: str) -> None:
-    def loop(rank: int, sync: GradientSync, optimizer: Any) -> str:
-        optimizer.param_groups[0]["lr"] = 0.1 * (1 + rank)
-        loss_of(sync.model, rank, 0).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        sync.discard() if rank == 1 else loss_of(sync.model, rank, 1).backward()
-        optimizer.step()
-        with pytest.raises(ConfigError) as caught:
-            loss_of(sync.model, rank, 2).backward()
-        return str(caught.value)
-
-    for said in on_ranks(name, loop):
-        assert said.startswith("lr of group 0 differs: rank 0 0.1, rank 1 0.2, rank 2 0.3")
 
 
 # -- several models --------------------------------------------------------------------------------
@@ -728,6 +645,9 @@ def test_gradients_are_not_swapped_between_models() -> None:
     run_thread_ranks(work, 2)
 
 
+# -- what is refused, and what is said -------------------------------------------------------------
+
+
 @every_strategy
 def test_parts_of_a_container_that_is_gone_stay_synchronised(name: str) -> None:
     def work(rank: int, group: dist.ProcessGroup) -> dict[str, Tensor]:
@@ -743,9 +663,6 @@ def test_parts_of_a_container_that_is_gone_stay_synchronised(name: str) -> None:
         return weights(first)
 
     assert_replicas_equal(run_thread_ranks(work, 2))
-
-
-# -- what is refused, and what is said -------------------------------------------------------------
 
 
 @every_strategy

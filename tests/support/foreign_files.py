@@ -17,7 +17,6 @@ FLAGS = (
     *("--model.n-layer", "1", "--model.n-embd", "16", "--model.n-head", "2", "--seq-len", "8"),
     *("--micro-batch-size", "2", "--tokens-per-update", "32"),
 )
-Change = Callable[[Any], None]
 
 
 def make_run(home: Path) -> Path:
@@ -35,32 +34,22 @@ def train(out: Path, data: Path, *more: str, steps: int = 2) -> int:
     return main(["train", "tiny", *FLAGS, *flags, *more])
 
 
-def rewrite_manifest(checkpoint: Path, change: Change = lambda _: None) -> None:
-    """A manifest that fits the files as they are now; then `change`."""
+def rewrite_manifest(checkpoint: Path) -> None:
+    """A manifest that fits the files as they are now."""
     body = json.loads((checkpoint / "manifest.json").read_bytes())["manifest"]
     for name in body["files"]:
         if (checkpoint / name).is_file():
             content = (checkpoint / name).read_bytes()
             digest = hashlib.sha256(content).hexdigest()
             body["files"][name] = {"size": len(content), "sha256": digest}
-    change(body)
     (checkpoint / "manifest.json").write_bytes(seal(body))
 
 
-def rewrite_json(path: Path, change: Change) -> None:
+def rewrite_json(path: Path, change: Callable[[Any], Any]) -> None:
     """The object in a file, changed."""
     value = json.loads(path.read_bytes())
     change(value)
     path.write_text(json.dumps(value))
-
-
-def rewrite_header(path: Path, change: Change) -> None:
-    """The header of a safetensors file, changed; its data stay."""
-    content = path.read_bytes()
-    length = int.from_bytes(content[:8], "little")
-    header = json.loads(content[8 : 8 + length])
-    change(header)
-    replace_header(path, json.dumps(header).encode())
 
 
 def replace_header(path: Path, text: bytes) -> None:

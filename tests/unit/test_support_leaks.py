@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -79,53 +78,6 @@ def test_names_what_was_left(leak: Leak, tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_quiet_test_leaves_nothing() -> None:
     assert leaks.leaks_since(leaks.snapshot(), settle_s=0.0) == []
-
-
-def test_waits_for_a_thread_that_is_ending() -> None:
-    before = leaks.snapshot()
-    may_end = threading.Event()
-    thread = threading.Thread(target=lambda: may_end.wait() and time.sleep(0.05))
-    thread.start()
-    may_end.set()
-    assert leaks.leaks_since(before) == []
-    thread.join()
-
-
-SEMAPHORE = """
-import multiprocessing, sys
-sys.stdin.readline()
-kept = multiprocessing.get_context("spawn").Semaphore()
-print("made", flush=True)
-sys.stdin.readline()
-"""
-
-
-def test_a_semaphore_of_another_workers_test_is_no_leak() -> None:
-    # Spawned workers of a data loader take seconds to start, and map it under its name only then.
-    command = [sys.executable, "-c", SEMAPHORE]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, start_new_session=True, text=True, **pipes) as other:
-        before = leaks.snapshot()
-        assert other.stdin
-        assert other.stdout
-        other.stdin.write("\n")
-        other.stdin.flush()
-        assert other.stdout.readline() == "made\n"
-        new = [path for path in leaks.snapshot().files - before.files if "/sem." in path]
-        found = leaks.leaks_since(before, settle_s=0)
-        other.stdin.close()
-    assert new
-    assert not [line for line in found if "/sem." in line]
-
-
-def test_torch_state_is_compared() -> None:
-    old = {"default dtype": "float32", "default process group": False}
-    new = {"default dtype": "float64", "default process group": True}
-    assert list(leaks._compare_torch(old, new)) == [
-        "default process group left initialised",
-        "torch default dtype: float32 became float64",
-    ]
-    assert list(leaks._compare_torch(None, None)) == []
 
 
 def test_the_working_folder_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

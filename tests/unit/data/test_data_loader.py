@@ -6,12 +6,10 @@ import os
 import random
 import signal
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import datasets
@@ -274,16 +272,6 @@ def test_workers_leave_stop_signals_to_their_rank(method: str) -> None:
     found += [number for step in steps for number in numbers(list(step))]
     assert sorted(found) == list(range(24))
     assert [worker.exitcode for worker in workers] == [0]
-
-
-def test_a_worker_ends_when_its_rank_says_so() -> None:
-    one = loader(Numbers(24), World(), **OPTIONS, num_workers=1)
-    next(iter_ := iter(one))
-    (worker,) = multiprocessing.active_children()
-    worker.terminate()
-    worker.join(timeout=20)
-    assert worker.exitcode == 0
-    iter_.close()
 
 
 # -- what is refused -------------------------------------------------------------------------------
@@ -579,17 +567,6 @@ def test_micro_batches_that_are_taken_at_once_draw_what_they_draw_in_a_loop(
 
 
 @pytest.mark.usefixtures("random_state")
-def test_the_only_micro_batch_of_a_rank_can_be_unpacked() -> None:
-    expected = keyed(5, [(step, micro_batch) for step in range(3) for micro_batch in range(6)])
-    drawn = {}
-    for rank in range(6):
-        for (micro_batch,) in make_any("loader", rank, 6):
-            assert len(micro_batch.inputs) == 2
-            drawn[micro_batch.step, micro_batch.index] = torch.rand(3).tolist()
-    assert drawn == expected
-
-
-@pytest.mark.usefixtures("random_state")
 @pytest.mark.parametrize("make", [loader, stream_loader])
 def test_what_a_collate_function_draws_is_the_micro_batchs(make: Any) -> None:
     def masked(rows: list[Any]) -> list[float]:
@@ -654,17 +631,6 @@ def test_ranks_draw_alike_after_the_loop(ends: bool) -> None:
     assert found == found[:1] * 6
     assert found[0] != after(stream(0))
     assert after(stream(0)) == after(stream(1))
-
-
-def test_an_iteration_that_outlives_its_module_ends_without_a_word(tmp_path: Path) -> None:
-    lines = """
-import gradsync as gs
-steps = iter(gs.loader(range(8), gs.World(), global_batch_size=4, micro_batch_size=2))
-next(steps)
-"""
-    (tmp_path / "script.py").write_text(lines)
-    done = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, check=True)
-    assert done.stderr == b""
 
 
 @pytest.mark.usefixtures("random_state")
@@ -808,26 +774,6 @@ def test_a_state_of_another_split_of_one_data_set_is_refused(kind: str) -> None:
         of([*range(8, 20)]).load_state_dict(state)
     del state["glimpse"]  # as of an earlier version
     of(rows[::-1]).load_state_dict(state)
-
-
-def test_last_bits_of_data_do_not_count() -> None:
-    whole = torch.linspace(0.1, 0.9, 80).view(20, 4)
-    assert glimpse_of(whole) == glimpse_of(whole * (1 + 2**-23))
-
-
-@pytest.mark.parametrize(
-    "dataset",
-    [
-        np.array([object(), None], dtype=object),
-        torch.eye(3).to_sparse(),
-        torch.ones(3, device="meta"),
-        torch.ones(0),
-        Numbers(4),
-    ],
-    ids=["objects", "sparse", "meta", "empty", "none"],
-)
-def test_of_other_data_nothing_is_read(dataset: Any) -> None:
-    assert glimpse_of(dataset) == ""
 
 
 @pytest.mark.parametrize(

@@ -105,15 +105,8 @@ WRONG: dict[str, list[str]] = {
         batch_size = 512 // world_size  # GS204
         """,
         """
-        per_rank = args.batch_size // dist.get_world_size()  # GS204
-        """,
-        """
         accumulation = global_batch // (micro_batch * world_size)  # GS204
         steps = tokens_per_update // (micro * world_size * 128)  # GS204
-        """,
-        """
-        def main(batch, micro, world_size):
-            accumulation = batch // (micro * world_size)  # GS204
         """,
     ],
     "GS205": [
@@ -130,13 +123,6 @@ WRONG: dict[str, list[str]] = {
         model = model.to(rank)  # GS301
         """,
         """
-        torch.cuda.set_device(dist.get_rank())  # GS301
-        """,
-        """
-        number = dist.get_rank()
-        ddp = DDP(model, device_ids=[number])  # GS301
-        """,
-        """
         device = torch.device("cuda", int(os.environ["RANK"]))  # GS301
         """,
     ],
@@ -145,10 +131,6 @@ WRONG: dict[str, list[str]] = {
         with gs.init() as world:
             if world.is_main:
                 total = gs.all_reduce(total)  # GS401
-        """,
-        """
-        if rank == 0:
-            dist.barrier()  # GS401
         """,
         """
         def report(total):
@@ -161,10 +143,6 @@ WRONG: dict[str, list[str]] = {
         if is_main and verbose:
             save()
             torch.distributed.broadcast(x, 0)  # GS401
-        """,
-        """
-        if rank != 0:
-            dist.barrier()  # GS401
         """,
     ],
     "GS402": [
@@ -251,14 +229,6 @@ RIGHT: dict[str, str] = {
         with ddp.no_sync():
             training_step(batch).backward()
         """,
-    "no_sync under a condition": """
-        ddp = DDP(model)
-        for i, x in enumerate(loader):
-            with ddp.no_sync() if (i + 1) % ga else nullcontext():
-                (ddp(x).mean() / ga).backward()
-            if (i + 1) % ga == 0:
-                optimizer.step()
-        """,
     "sums, divided by their number": """
         for i, x in enumerate(loader):
             loss = F.cross_entropy(model(x), y, reduction="sum")
@@ -323,9 +293,6 @@ RIGHT: dict[str, str] = {
         if rank == 0:
             save("model.pt")
         """,
-    "a file for each rank": """
-        torch.save(state, f"state-{rank}.pt")
-        """,
     "products of ranks": """
         assert global_batch % (micro_batch * world_size) == 0
         accumulation = global_batch // (micro_batch * world_size)
@@ -388,11 +355,6 @@ def test_the_examples_are_right() -> None:
 def test_what_is_not_python_is_refused_with_its_line(text: str) -> None:
     with pytest.raises(ConfigError, match=r"train\.py:\d+: not Python"):
         Script("train.py", text)
-
-
-def test_names_that_follow_each_other_in_a_circle_end() -> None:
-    text = "import torch.distributed as dist\na = b and c\nb = a or c\nif a:\n    dist.barrier()\n"
-    assert lint(Script("train.py", text)) == []
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

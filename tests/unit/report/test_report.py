@@ -132,9 +132,6 @@ def test_a_page_stands_alone_and_has_the_figures_of_the_run(
     assert "INFO" not in tags.text
 
 
-LINE = Line(name="loss", points=[(0.0, 1.0), (999.0, 0.0)])
-
-
 def test_points_are_those_of_the_metrics(tmp_path: Path) -> None:
     charts = {chart.title: chart for chart in charts_of([read_run(make_run(tmp_path))])}
     loss, held_out = charts["Loss"].lines
@@ -220,41 +217,6 @@ def test_an_error_is_told_once(tmp_path: Path) -> None:
     assert shown.splitlines()[-1] == "[1] 10:03 WARNING late"
 
 
-def test_every_number_of_the_page_is_one_of_the_metrics(tmp_path: Path) -> None:
-    run = make_run(tmp_path)
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    for row in rows:  # figures without a pattern
-        row |= {k: v * (1 + 0.1 * math.sin(7 * row["step"])) for k, v in row.items() if k != "step"}
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    text = page([read_run(run)])
-    of = {(k, row["step"]): v for row in rows for k, v in row.items()}
-    told = re.findall(r"<title>([^<]*?): (\S+) at (\d+)</title>", text)
-    names = {
-        "training": [("train/loss", 1.0)],
-        "validation": [("val/loss", 1.0)],
-        "exposed communication": [("comm/exposed_s", 1e3)],
-        "waiting for data": [("perf/data_s", 1e3)],
-        "forward": [("perf/forward_s", 1e3)],
-        "backward": [("perf/backward_s", 1e3)],
-        "update": [("perf/update_s", 1e3)],
-    }
-    seen = set()
-    for name, value, step in told:
-        for metric, by in names.get(name, ()):
-            seen.add((metric, int(step)))
-            assert float(value) == pytest.approx(of[metric, int(step)] * by, rel=1e-3)
-    assert len(seen) == 6 * STEPS + 1
-    for title, metric in {
-        "Memory": "mem/max_reserved_gib",
-        "Tokens a second": "perf/tokens_per_s",
-        "Learning rate": "optim/lr",
-        "Norm of the mean gradient": "optim/grad_norm",
-    }.items():  # a single line has no name
-        drawn = text.partition(f"<b>{title}</b>")[2].partition("</figure>")[0]
-        points = {int(step): float(y) for y, step in re.findall(r"<title>(\S+) at (\d+)<", drawn)}
-        assert points == pytest.approx({s: of[metric, s] for s in range(1, STEPS + 1)}, rel=1e-3)
-
-
 def test_figures_of_the_last_start_say_since_when(tmp_path: Path) -> None:
     path = make_run(tmp_path, ranks=1)
     summary = json.loads((path / "summary.json").read_text())
@@ -298,18 +260,6 @@ def test_the_figures_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert main(["report", "--json", str(run)]) == 0
     assert json.loads(capsys.readouterr().out)[str(run)]["validation loss"] == "0.2500"
     assert not (run / "report.html").exists()
-
-
-@pytest.mark.parametrize("value", ["Infinity", "NaN"])
-def test_numbers_that_cannot_be_leave_a_page(tmp_path: Path, value: str) -> None:
-    run = make_run(tmp_path)
-    (run / "summary.json").write_text('{"config": true}')
-    first, *lines = (run / "metrics.jsonl").read_text().splitlines()
-    broken = json.dumps(json.loads(first) | {"perf/forward_s": 7e77, "odd": 7e77})
-    (run / "metrics.jsonl").write_text("\n".join([broken.replace("7e+77", value), *lines]))
-    with (run / "starts.jsonl").open("a") as file:
-        file.write(f'{{"step": {value}, "world_size": 2}}\n')
-    assert "Where a step's time went" in read_page(page([read_run(run)])).text
 
 
 def test_what_is_missing_or_torn_is_said(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -390,17 +389,6 @@ def test_a_process_that_was_never_here_does_not_end_here() -> None:
 # -- records --------------------------------------------------------------------------------------
 
 
-def test_a_record_does_not_steer_the_terminal() -> None:
-    controls = "\x1bc\x07 \r\x9b\x7f\u202e\n\t"
-    error = Failure(1, controls, controls, controls).as_error()
-    shown = r"\x1bc\x07 \r\x9b\x7f\u202e"
-    assert str(error) == (
-        rf"rank 1 on {shown}\n\t failed first: {shown}"
-        f"\n\t\n--- traceback of rank 1 ---\n{shown}"
-    )
-    assert error.traceback_text == f"{shown}\n\t"
-
-
 @pytest.mark.parametrize("record", [b"", b"{", b"[1]", b"\xff\xfe{", b'{"rank": 1}'])
 def test_a_broken_record_is_named(record: bytes) -> None:
     assert "left an unreadable record of it" in read_failure(record).summary
@@ -428,27 +416,3 @@ def test_an_interrupt_is_said_by_the_rank_that_it_hit(
     printed = capfd.readouterr().err
     assert ended == [1]
     assert (said in printed) if said else not printed
-
-
-@pytest.mark.parametrize("record", [b"{", PEERS])
-def test_the_watch_survives_what_it_reads(
-    record: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    ended: list[str] = []
-    monkeypatch.setattr(
-        FailureWatch, "_end_process", lambda _, message, code: ended.append(message)
-    )
-    store, told = Store("alive"), threading.Event()
-
-    def stumbling() -> None:
-        if not told.is_set():
-            told.set()
-            raise TypeError("a mistake of ours")
-
-    monkeypatch.setattr(store, "check", stumbling)
-    store.values["failure"] = record
-    watch = watch_of(store, grace_s=0.0)
-    watch.start()
-    watch._thread.join(5.0)
-    assert ended == [str(read_failure(record).as_error())]
-    assert "the failure watch stumbled" in caplog.text

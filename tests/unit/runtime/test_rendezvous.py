@@ -20,8 +20,8 @@ import pytest
 import torch.distributed as dist
 
 from gradsync.errors import RendezvousError
-from gradsync.runtime import rendezvous, store
-from gradsync.runtime.rendezvous import _start_time, check_reach, publish_port, read_port
+from gradsync.runtime import rendezvous
+from gradsync.runtime.rendezvous import check_reach, publish_port, read_port
 from gradsync.runtime.store import (
     Presence,
     SignedStore,
@@ -71,25 +71,18 @@ def test_one_host_listens_on_loopback_only(address: str) -> None:
     [
         ("127.0.0.2", "127.0.0.2"),  # an address as it is given
         ("localhost", "127.0.0.1"),
-        ("here", "127.0.0.3"),  # a name that is another interface's: no other one is open
         ("debian", "0.0.0.0"),  # a name that is loopback here is something else elsewhere
     ],
 )
 def test_several_hosts_open_the_one_interface(
     address: str, listens: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    resolver(monkeypatch, localhost="127.0.0.1", here="127.0.0.3", debian="127.0.1.1")
-    if address == "here":  # not loopback as far as the store can tell
-        monkeypatch.setattr(store.ipaddress, "ip_address", lambda _: NotLoopback)
+    resolver(monkeypatch, localhost="127.0.0.1", debian="127.0.1.1")
     server = host_store(address, 0, one_host=False)
     assert listening_at(server.port) == [listens]
     client = join_store("127.0.0.1" if listens == "0.0.0.0" else listens, server.port, **rank_1())
     client.set("key", "value")
     assert server.get("key") == b"value"
-
-
-class NotLoopback:
-    is_loopback = False
 
 
 def rank_1() -> dict[str, Any]:
@@ -235,13 +228,6 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def note_of(port: int) -> str:
-    """A note of this process, as `publish_port` writes it."""
-    started = _start_time(os.getpid())
-    note = {"port": port, "token": SECRET.decode(), "pid": os.getpid()}
-    return json.dumps({**note, "started": started})
-
-
 def test_a_published_port_is_read(temporary: Path) -> None:
     note = publish_port("job-1", 4711, SECRET)
     assert read_port("job-1", rank=1, deadline_s=soon()) == (4711, SECRET)
@@ -251,19 +237,6 @@ def test_a_published_port_is_read(temporary: Path) -> None:
     publish_port("job-2", 4713, SECRET)
     assert read_port("job-1", rank=1, deadline_s=soon()) == (4712, SECRET)
     assert len(list(temporary.iterdir())) == 2
-
-
-def test_another_user_can_neither_block_nor_forge_it(temporary: Path) -> None:
-    """With whatever stands in the temporary directory before."""
-    planted = [temporary / f"job-1-{word}.json" for word in ("link", "pipe", "folder")]
-    (temporary / "elsewhere").write_text(note_of(1))
-    planted[0].symlink_to(temporary / "elsewhere")
-    os.mkfifo(planted[1])
-    planted[2].mkdir()
-    with pytest.raises(RendezvousError, match=r"rank 1 waited .*job-1-\*\.json; rank 0 did not"):
-        read_port("job-1", rank=1, deadline_s=soon(0.05))
-    assert publish_port("job-1", 4711, SECRET) not in planted
-    assert read_port("job-1", rank=1, deadline_s=soon()) == (4711, SECRET)
 
 
 def gone() -> int:
@@ -279,15 +252,13 @@ def gone() -> int:
         lambda: {"port": 1, "pid": gone(), "started": "1.0"},
         lambda: {"port": 1, "pid": gone(), "started": ""},
         lambda: {"port": 1, "pid": os.getpid(), "started": "1.0"},  # its number came again
-        lambda: {"port": 1},
-        lambda: ["port", 1],
     ],
-    ids=["ended", "ended, never known", "reused", "old version", "list"],
+    ids=["ended", "ended, never known", "reused"],
 )
-def test_what_a_dead_process_left_is_ignored(note: Callable[[], object], temporary: Path) -> None:
-    content = note()
-    if isinstance(content, dict):
-        content = {"token": SECRET.decode(), **content}
+def test_what_a_dead_process_left_is_ignored(
+    note: Callable[[], dict[str, Any]], temporary: Path
+) -> None:
+    content = {"token": SECRET.decode(), **note()}
     publish_port("job-1", 4711, SECRET).write_text(json.dumps(content))
     with pytest.raises(RendezvousError, match=r"rank 2 waited .* for rank 0 .*job-1-\*\.json"):
         read_port("job-1", rank=2, deadline_s=soon(0.05))

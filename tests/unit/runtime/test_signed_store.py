@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
@@ -24,7 +21,6 @@ from gradsync.runtime.store import (
 )
 
 SECRET = b"0123456789abcdef" * 4
-STEERING = "\x1b]0;owned\x07\x1b[2J"
 
 
 def records(store: Any, token: bytes = SECRET, scope: str = "0/1") -> SignedStore:
@@ -50,19 +46,11 @@ def test_a_rank_reads_what_another_wrote() -> None:
     "forge",
     [
         lambda store: store.set("a", "plain"),
-        lambda store: store.set("a", b"\xff" * 80),
         lambda store: records(store, token=b"guess").set("a", "x"),
-        lambda store: records(store, token=b"").set("a", "x"),
         lambda store: records(store, scope="0/2").set("a", "x"),
         lambda store: store.set("a", store.get("true")),
-        lambda store: store.set("a", store.get("true")[:70]),
-        lambda store: store.set("a", hashlib.sha256(b"x").hexdigest().encode() + b"x"),
-        lambda store: records(store).set("a", b"x" * 2**20),
     ],
-    ids=[
-        *("plain", "bytes", "other token", "no token", "another session's", "another key's"),
-        *("cut", "plain hash", "too large"),
-    ],
+    ids=["plain", "other token", "another session's", "another key's"],
 )
 def test_what_no_rank_has_signed_is_not_there(
     forge: Callable[[Any], None], capfd: pytest.CaptureFixture[str]
@@ -76,42 +64,6 @@ def test_what_no_rank_has_signed_is_not_there(
     assert capfd.readouterr().err.count("gradsync: ignored") == 1
     assert reader.claim("a", "mine") == b"mine"
     assert reader.get("a") == b"mine"
-
-
-def test_what_a_stranger_writes_does_not_steer_the_terminal(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    store = dist.HashStore()
-    store.set("failure", STEERING)
-    assert records(store).get("failure") is None
-    said = capfd.readouterr().err
-    assert said.startswith(
-        r"""gradsync: ignored b'\x1b]0;owned\x07\x1b[2J' under 'failure' in the rendezvous store"""
-    )
-    assert said.isascii()
-    assert said[:-1].isprintable()
-
-
-def test_a_presence_is_written_again_over_a_strangers(capfd: pytest.CaptureFixture[str]) -> None:
-    """A stranger writes once over each rank's record."""
-    store, written = dist.HashStore(), set[str]()
-
-    class Watched(SignedStore):
-        def set(self, key: str, text: str | bytes) -> None:
-            super().set(key, text)
-            if key not in written:
-                written.add(key)
-                store.set(key, json.dumps(asdict(Presence(STEERING, "", 1))))
-
-    def arrives(rank: int) -> list[str]:
-        until, mine = time.monotonic() + 10, Presence(f"h{rank}", "", 100 + rank)
-        shared = Watched(store, SECRET, "0/1")
-        met = check_in(shared, mine, rank=rank, world_size=2, deadline_s=until)
-        return [each.host for each in met]
-
-    with ThreadPoolExecutor(2) as ranks:
-        assert list(ranks.map(arrives, range(2))) == [["h0", "h1"]] * 2
-    assert "\x1b" not in capfd.readouterr().err
 
 
 def test_ranks_with_different_tokens_do_not_meet(capfd: pytest.CaptureFixture[str]) -> None:

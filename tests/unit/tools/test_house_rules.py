@@ -1,19 +1,15 @@
 """Each rule of the house can fail; `make check` holds the tree to them."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 from check_prose import check as check_prose
 from check_safety import check_safety
 from check_sizes import BUDGETS, check_budgets, check_sizes, package_sizes
-from source_tree import REPOSITORY
 
-from support.launchers import clean_environment, run_command, run_python
-from support.requirements import require
+from support.launchers import run_python
 
-SOURCE = REPOSITORY / "src"
 MODULE = Path("gradsync/sync/sample.py")
 TORCH = "private: torch."
 NET = "from torch import nn\nclass Net(nn.Module):\n    def f(self):\n        "
@@ -41,30 +37,19 @@ def test_each_size_limit(text: str, expected: list[str]) -> None:
     ("text", "what"),
     [
         ("import os\nx = os.environ['RANK']", "os.environ"),
-        ("import os\nx = os.getenv('RANK')", "os.getenv"),
-        ("from os import environ", "os.environ"),
         ("import pickle", "import pickle"),
         ("from pickle import loads", "import pickle.loads"),
         ("x = eval('1')", "eval"),
-        ("exec('x = 1')", "exec"),
         ("import torch\ntorch.load('f')", "torch.load without weights_only=True"),
-        ("torch.load('f', weights_only=False)", "torch.load without weights_only=True"),
         ("subprocess.run('ls', shell=True)", "shell=True"),
         ("np.load('f', allow_pickle=True)", "allow_pickle=True"),
         ("os.system('ls')", "os.system"),
         ("yaml.load(f, Loader=yaml.Loader)", "yaml.load"),
         ("dist.broadcast_object_list([1])", "dist.broadcast_object_list"),
-        ("dist.all_gather_object(a, b)", "dist.all_gather_object"),
-        ("from torch.distributed import gather_object", "torch.distributed.gather_object"),
         ("def f():\n    global count\n    count = 1", "global count"),
         ("import torch\ntorch._foreach_add_(a, b)", "private: torch._foreach_add_"),
-        (
-            "from torch.nn.modules.batchnorm import _BatchNorm",
-            TORCH + "nn.modules.batchnorm._BatchNorm",
-        ),
         ("from torch._dynamo import config", TORCH + "_dynamo.config"),
         ("import torch._inductor", TORCH + "_inductor"),
-        ("self.group._get_backend(device)", "private: self.group._get_backend"),
         ("getattr(mesh, '_pg_registry', {})", "private: getattr(mesh, '_pg_registry', {})"),
         (f"{NET}self._apply(f)", "private: self._apply"),
     ],
@@ -73,10 +58,6 @@ def test_each_safety_rule(text: str, what: str) -> None:
     found = check_safety(MODULE, text)
     assert [line.split(" ", 1)[1] for line in found] == [what]
     assert found[0].startswith(f"{MODULE}:")
-
-
-def test_an_offence_has_its_line() -> None:
-    assert check_safety(MODULE, "x = 1\n\nimport dill\n") == [f"{MODULE}:3 import dill"]
 
 
 @pytest.mark.parametrize(
@@ -98,52 +79,7 @@ def test_safe_code_passes(text: str) -> None:
     assert check_safety(MODULE, text) == []
 
 
-def test_one_module_may_read_the_environment() -> None:
-    text = "import os\nx = os.environ['RANK']"
-    assert check_safety(Path("src/gradsync/runtime/environ.py"), text) == []
-    assert check_safety(Path("src/gradsync/runtime/other.py"), text) != []
-
-
-def test_one_module_may_touch_private_names_of_torch() -> None:
-    text = "import torch\nx = torch._foreach_add_"
-    assert check_safety(Path("src/gradsync/core/torch_private.py"), text) == []
-    assert check_safety(Path("src/gradsync/sync/torch_private.py"), text) != []
-
-
-def test_one_module_may_derive_an_unpickler() -> None:
-    module = Path("src/gradsync/commands/train/sample.py")
-    text = "from pickle import Unpickler, UnpicklingError"
-    assert check_safety(module, text) == []
-    assert check_safety(Path("src/gradsync/checkpoint/store.py"), text) != []
-    assert check_safety(module, "from pickle import load") != []
-
-
-def test_the_command_prints_and_fails(tmp_path: Path) -> None:
-    (tmp_path / "bad.py").write_text("import pickle\n")
-    done = run_python([REPOSITORY / "tools" / "check_safety.py", tmp_path])
-    assert tuple(done) == (1, f"{tmp_path / 'bad.py'}:1 import pickle\n", "")
-
-
 # -- layers ---------------------------------------------------------------------------------------
-
-
-def test_broken_layers_are_found(tmp_path: Path) -> None:
-    """The tree's own layers are checked by `make layers`."""
-    require("import-linter")
-    broken = {
-        "comm/bad.py": "import gradsync.commands.train",  # up
-        "data/bad.py": "def f():\n    from gradsync import sync",  # up, and late
-        "nowhere.py": "",  # in no layer
-    }
-    shutil.copy(REPOSITORY / "pyproject.toml", tmp_path)
-    shutil.copytree(SOURCE, tmp_path / "src")
-    for module, text in broken.items():
-        (tmp_path / "src" / "gradsync" / module).write_text(text)
-    env = clean_environment({"PYTHONPATH": str(tmp_path / "src")})
-    done = run_command(["lint-imports", "--no-cache"], env=env, cwd=tmp_path)
-    assert done.returncode == 1, done.describe()
-    for module in broken:
-        assert module.removesuffix(".py").replace("/", ".") in done.stdout
 
 
 # -- importing does nothing -----------------------------------------------------------------------

@@ -56,29 +56,3 @@ def test_calls_by_file(tmp_path: Path, calls_of: Callable[[str], Callable[[], No
     thread.join()
     tracer.close()
     assert tracer.calls == {"main.py": 2, "beside.py": 1}
-
-
-def test_a_thread_that_python_did_not_start_may_join(
-    tmp_path: Path, calls_of: Callable[[str], Callable[[], None]]
-) -> None:
-    called = calls_of("package/main.py")
-    begin, end = threading.Event(), threading.Event()
-    join: list[Callable[[None], None]] = []
-
-    def work() -> None:
-        begin.wait()
-        called()
-        join[0](None)
-        called()
-        end.set()
-
-    thread = threading.Thread(target=work)
-    thread.start()  # before there is a profiler for it
-    tracer = Tracer(tmp_path / "package")
-    join.append(tracer.join)
-    with tracer.counting():
-        begin.set()
-        end.wait()
-    thread.join()
-    tracer.close()
-    assert tracer.calls == {"main.py": 1}

@@ -27,7 +27,7 @@ from gradsync.comm.groups import Subset
 from gradsync.comm.p2p_collectives import hierarchical_all_reduce, ring_all_reduce
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.commands.models.config import GPTConfig
-from gradsync.commands.models.gpt import GPT
+from gradsync.commands.models.gpt import GPT, loss_sum
 from gradsync.core.torch_private import process_groups
 from gradsync.sync.registry import STRATEGIES
 
@@ -94,7 +94,7 @@ def trained(
             with sync.micro_step(last=leaf.is_last, index=leaf.index):
                 with torch.autocast(world.device.type, torch.bfloat16, enabled=bf16):
                     tokens, targets = (x.to(world.device) for x in (leaf.inputs, leaf.targets))
-                    loss = sync.forward(tokens, targets)
+                    loss = loss_sum(sync.forward(tokens), targets)
                 sync.backward(loss, leaf, reduction="sum")
         shaken()
         sync.step(optimizer, clip_norm=0.5)

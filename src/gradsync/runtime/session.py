@@ -97,7 +97,7 @@ def name_warnings(stack: ExitStack) -> None:
 
 
 class Session:
-    """See `gradsync.init`. `world`, `threads` and `keeps_memory` hold from `open` on."""
+    """See `gradsync.init`. `world` and `threads` hold from `open` on."""
 
     def __init__(
         self, options: SessionOptions | None = None, *, env: Mapping[str, str] | None = None
@@ -105,7 +105,6 @@ class Session:
         self.options = options or SessionOptions()
         self._world: World | None = None
         self.threads = 0
-        self.keeps_memory = False
         self.stacks = StackFiles(self.options.stacks_dir)
         self._backend = ""
         self._env = environ.snapshot() if env is None else dict(env)
@@ -156,7 +155,7 @@ class Session:
         self._world = resolution.world
         name_warnings(self._stack)
         if self.options.keep_memory:  # before the rendezvous, which starts threads
-            self.keeps_memory = keep_freed_memory()
+            keep_freed_memory()
         if self.world.is_main:
             for warning in resolution.warnings:
                 log.warning("%s", warning)

@@ -68,7 +68,6 @@ def test_a_session_sets_it_only_when_asked(asked: bool, monkeypatch: pytest.Monk
     monkeypatch.setattr(
         "gradsync.runtime.session.keep_freed_memory", lambda: calls.append("set") is None
     )
-    session = Session(SessionOptions(device="cpu", keep_memory=asked), env={})
-    with session:
-        assert session.keeps_memory is asked
+    with Session(SessionOptions(device="cpu", keep_memory=asked), env={}):
+        pass
     assert calls == ["set"] * asked

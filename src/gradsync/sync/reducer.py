@@ -316,8 +316,7 @@ class Engine(Reducer):
         """End a micro-batch; all its gradients have arrived."""
         self._in_micro_batch = False
         for bucket in self.buckets[len(self._works) :]:
-            self._sums.fold(bucket)
-            self._sums.end_micro_batch(bucket)
+            self._sums.fold(bucket, ends=True)
 
     def gradient_ready(self, index: int) -> None:
         """Process a gradient; called by the hook of parameter `index`."""

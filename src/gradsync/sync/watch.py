@@ -266,16 +266,11 @@ class ReplicaWatch:
         first = self._turn * _SAMPLED % count if count > _SAMPLED else 0
         self._sampled = frozenset(map(id, self._weights[first : first + _SAMPLED]))
         self._signs = self._signs_now(self._weights)
-        self.accept_states(*optimizers)
+        self._states.update((optimizer, optimizer.state) for optimizer in optimizers)
 
     def remember_late(self, weights: Iterable[Tensor]) -> None:
         """Accept weights that were updated after `remember`."""
         self._signs |= self._signs_now(w for w in weights if id(w) in self._signs)
-
-    def accept_states(self, *optimizers: Optimizer) -> None:
-        """Take the state of `optimizers` as accepted, because ranks have just compared it."""
-        for optimizer in optimizers:
-            self._states[optimizer] = optimizer.state
 
     def state_of(self, optimizer: Optimizer) -> str:
         """Origin of its state, the same on ranks that load the same state."""
@@ -294,15 +289,18 @@ class ReplicaWatch:
             self._edited = loaded or self._signs != self._signs_now(self._weights)
         return self._edited
 
-    def refuse_unlike(self, *, changed: bool) -> None:
+    def refuse_unlike(self, optimizers: Iterable[Optimizer], *, changed: bool) -> None:
         """If weights have `changed` on some rank, compare them completely, and raise RunError on
-        all ranks if they differ. Whole group, int64 [1], then the cost of `check_replicas`."""
+        all ranks if they differ. Whole group, int64 [1], then the cost of `check_replicas`.
+        Accept the state of `optimizers`, which ranks have just compared."""
         if changed:
             told = all_gather_numbers(self._comm, int(self._edited))
             self._edited = True
             edited = [rank for rank, number in enumerate(told) if number]
             check_replicas(self._named, self._comm, edited=edited)
             self._edited, self._turn = False, 0  # from here on all ranks sample the same elements
+        # Now, since a hook may end the update.
+        self._states.update((optimizer, optimizer.state) for optimizer in optimizers)
 
     @property
     def sample(self) -> int:

@@ -75,8 +75,11 @@ class BatchNormHandling:
         """Under `sync`, raise on every rank if ranks are about to do different things, of `TURNS`.
         A rank with fewer forwards would leave the others waiting in the middle of one.
 
-        Called before the action's other messages. One all-gather, whole group, int64 [1].
+        Called before the action's other messages. One all-gather, whole group, int64 [1]. Layers in
+        eval mode send nothing in a forward.
         """
+        if turn == "a forward" and not any(layer.training for layer in self.own_buffers):
+            return
         turns = all_gather_numbers(self._comm, TURNS.index(turn))
         if len(set(turns)) > 1:
             sides = " but ".join(
@@ -139,14 +142,10 @@ def choose_batch_norm(
         handling.own_buffers += layers.values()
         for layer in layers.values():
             handling.replace_forward(layer, forward)
-        hook = ModuleHook(handling, torch.compiler.disable(_meet_before_forward))
+        meet = torch.compiler.disable(lambda own, *_: own.meet("a forward"))
+        hook = ModuleHook(handling, meet)
         handling.hook = model.register_forward_pre_hook(hook)
     return handling
-
-
-def _meet_before_forward(handling: BatchNormHandling, *_: Any) -> None:
-    if any(layer.training for layer in handling.own_buffers):
-        handling.meet("a forward")
 
 
 def _frozen_forward(layer: BatchNorm, inputs: Tensor) -> Tensor:

@@ -208,12 +208,9 @@ class BufferSync:
         `load_state_dict` calls it, and so does the first forward of a step."""
         for buffer in self._buffers:
             if buffer not in but and buffer.was_written():
-                self._take_start(buffer)
-
-    def _take_start(self, buffer: _Buffer) -> None:
-        buffer.take_start()
-        self._edited.add(buffer)
-        self._strays.pop(buffer, None)
+                buffer.take_start()
+                self._edited.add(buffer)
+                self._strays.pop(buffer, None)
 
     @contextmanager
     def untouched(self) -> Generator[None]:
@@ -259,8 +256,10 @@ class BufferSync:
             self.leaf_ends(counts=False)
         self._look()
         self._undo_strays(self._model)
-        for buffer in self._changed.difference(*self._leaves):  # by hand, after the last leaf
-            self._take_start(buffer)
+        by_hand = self._changed.difference(*self._leaves)  # after the last leaf
+        for buffer in by_hand:
+            buffer.take_start()
+        self._edited |= by_hand
         self._changed.clear()
         self._in_step = False
         self._ending, self._leaves = self._leaves, []  # also if the step is refused

@@ -226,7 +226,9 @@ def check_replicas(
             minority; without a majority (always so on two ranks) it names both sides.
     """
     named = list(tensors)
-    mine = replica_hashes(named)
+    found = {name: hash_bits(tensor) for name, tensor in named}
+    table = torch.stack(list(found.values())).cpu().tolist() if found else []  # one wait
+    mine: dict[str, list[int]] = dict(zip(found, table, strict=True))
     if same_on_all_ranks(comm, repr(mine).encode()):
         return False
     by_rank = all_gather_json(comm, mine)
@@ -244,13 +246,6 @@ def check_replicas(
     if comm.rank == 0:
         log.warning("%s; the majority's bits were copied", said.removesuffix(_BACK))
     return True
-
-
-def replica_hashes(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, list[int]]:
-    """The hash of each named tensor; waits for the device once."""
-    hashes = {name: hash_bits(tensor) for name, tensor in tensors}
-    table = torch.stack(list(hashes.values())).cpu().tolist() if hashes else []
-    return dict(zip(hashes, table, strict=True))
 
 
 def hash_bits(tensor: Tensor) -> Tensor:

@@ -29,7 +29,6 @@ later drifts silently. The order is checked here too, so a loop works under ever
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
@@ -54,8 +53,6 @@ from gradsync.sync.watch import ModuleHook, ReplicaWatch, UntrackedParameters, o
 
 if TYPE_CHECKING:
     from torch import nn
-
-log = logging.getLogger("gradsync")
 
 _PLAIN = (
     "a backward that is not sync.backward() reached this model in sync.micro_step(), or between "
@@ -82,11 +79,6 @@ _OWN_STEP = (
 _FAILED = (
     "the last backward ended with an error, and other ranks may be waiting for its gradients: call "
     "sync.discard() first (then no rank uses this step's)"
-)
-_ADDED = (
-    "this backward's gradients are added to those of the one before, and both are averaged over "
-    "ranks: enclose all but a step's last in sync.no_sync(), and divide each loss by their number "
-    "(said once)"
 )
 _TOO_LATE_TO_CHANGE = (
     "gradients were changed between loss.backward() and optimizer.step() (clipped?), but a rank "
@@ -150,7 +142,6 @@ class UserLoop:
         self._settings = dict(_THE_CALL)  # their settings when they did
         self._published: list[tuple[weakref.ref[torch.Tensor], int] | None] = []
         self._hashes: Any = None  # of gradients that a rank gets late, taken on arrival
-        self._warned = parts.comm.rank > 0
         self.parameter_ids = {id(parameter) for parameter in self._reducer.parameters}
         self.untracked = UntrackedParameters(model, self.parameter_ids)
         self._optimizers = optimizer_watch()
@@ -269,10 +260,6 @@ class UserLoop:
             raise ConfigError(f"no_sync() was entered {where}: {_TOO_LATE}")
         if task < self._task:
             raise ConfigError(_REENTRANT)
-        unused = self._state is State.MEAN and self.synchronises and not self._users
-        if unused and not self._warned and self._any_gradient(but=parameter):
-            self._warned = True
-            log.warning(_ADDED)
         self._tasks = {task, *(self._tasks if self._state is State.OWN else ())}
         self._task = task
         self._buffers.leaf_begins(last=self.synchronises)

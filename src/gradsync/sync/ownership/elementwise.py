@@ -58,11 +58,6 @@ def check_elementwise(optimizer_class: Any, promised: bool) -> None:
         )
 
 
-def group_numbers(groups: Sequence[Mapping[str, Any]]) -> dict[int, int]:
-    """id of a parameter -> number of its group."""
-    return {id(p): number for number, group in enumerate(groups) for p in group["params"]}
-
-
 class PieceOptimizer:
     """An optimizer over pieces of parameters; it never sees the rest of them.
 

@@ -28,7 +28,7 @@ from gradsync.sync.layout import (
     runs_of,
     share_blocks,
 )
-from gradsync.sync.ownership.elementwise import PieceOptimizer, group_numbers, state_like
+from gradsync.sync.ownership.elementwise import PieceOptimizer, state_like
 from gradsync.sync.shares import State
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ class HostUpdate(PieceOptimizer):
         flats: Sequence[Flat],
         weights: Sequence[SharedWeights],
     ) -> None:
-        groups = group_numbers(optimizer.param_groups)
+        groups = {id(p): n for n, g in enumerate(optimizer.param_groups) for p in g["params"]}
         self._parameters: dict[int, Tensor] = {}
         self._whole: dict[int, State] = {}
         """The optimizer's parameters, and their whole state in shared memory, by index."""

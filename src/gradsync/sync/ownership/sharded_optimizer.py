@@ -34,7 +34,6 @@ from gradsync.sync.layout import BucketPlan, Item, Piece, pieces_of_shard, plan_
 from gradsync.sync.ownership.elementwise import (
     PieceOptimizer,
     check_elementwise,
-    group_numbers,
     warn_of_threads,
 )
 from gradsync.sync.shares import HeldState, Owners, Share, State, flat_state, is_elementwise
@@ -78,7 +77,7 @@ class ShardedBucket(PieceOptimizer):
         ]
         """The elements of each of `pieces`, flat, in the memory of its parameter."""
         self._addresses = [parameter.data_ptr() for parameter in self.parameters]
-        numbers = group_numbers(optimizer.param_groups)
+        numbers = {id(p): n for n, g in enumerate(optimizer.param_groups) for p in g["params"]}
         pairs = zip(self.parameters, self.tensors, strict=True)
         own = [(numbers[id(p)], tensor) for p, tensor in pairs if id(p) in numbers]
         super().__init__(optimizer_class, optimizer.defaults, optimizer.param_groups, own)

@@ -61,16 +61,6 @@ class BatchNormHandling:
         self.hook: Any = None
         self._comm = comm
 
-    def replace_forward(self, layer: nn.Module, forward: Callable[..., Any]) -> None:
-        """Make `forward(layer, inputs)` the forward of this layer alone.
-
-        A bound method survives `copy.deepcopy`: the copy's method is bound to the copy. Pickle
-        writes it as "the attribute of that name of that layer", so a loaded layer uses its class's.
-        """
-        forward.__name__ = "forward"
-        self.replaced.append((layer, layer.__dict__.get("forward")))
-        layer.__dict__["forward"] = MethodType(forward, layer)
-
     def meet(self, turn: str) -> None:
         """Under `sync`, raise on every rank if ranks are about to do different things, of `TURNS`.
         A rank with fewer forwards would leave the others waiting in the middle of one.
@@ -125,26 +115,30 @@ def choose_batch_norm(
         lines = "".join(f"\n  batch_norm={name!r}: {what}" for name, what in CHOICES.items())
         raise ConfigError(f"the model has BatchNorm ({_some(training)}): say which{lines}")
     handling = BatchNormHandling(choice if layers else None, comm)
+    changed = list(layers.values())
+    forward: Callable[..., Any] = _frozen_forward
     if choice == "freeze":
         if without := [name for name, layer in layers.items() if layer.running_mean is None]:
             raise ConfigError(
                 f"batch_norm='freeze': no running statistics to keep in {_some(without)} "
                 "(track_running_stats=False); say 'sync' or 'local'"
             )
-        for layer in layers.values():
-            handling.replace_forward(layer, _frozen_forward)
     elif choice == "local":
-        for layer in layers.values():
-            if isinstance(layer, nn.SyncBatchNorm):
-                handling.replace_forward(layer, BatchNorm.forward)
+        changed = [layer for layer in changed if isinstance(layer, nn.SyncBatchNorm)]
+        forward = BatchNorm.forward
     elif choice == "sync" and layers:
         forward = _synced_forward(comm)
-        handling.own_buffers += layers.values()
-        for layer in layers.values():
-            handling.replace_forward(layer, forward)
+        handling.own_buffers += changed
         meet = torch.compiler.disable(lambda own, *_: own.meet("a forward"))
         hook = ModuleHook(handling, meet)
         handling.hook = model.register_forward_pre_hook(hook)
+    for layer in changed if choice else ():
+        # A bound method survives `copy.deepcopy`: the copy's method is bound to the copy. Pickle
+        # writes it as "the attribute of that name of that layer", so a loaded layer uses its
+        # class's.
+        forward.__name__ = "forward"
+        handling.replaced.append((layer, layer.__dict__.get("forward")))
+        layer.__dict__["forward"] = MethodType(forward, layer)
     return handling
 
 

@@ -358,6 +358,7 @@ class Sums:
     def begin_step(self, first_index: int | None = None) -> None:
         """Start over; with `FORGOTTEN` this rank's part of the step is discarded."""
         self.num_micro_batches, self.first_index = 0, first_index
+        self.num_buffers = type(self).num_buffers
 
     def begin_micro_batch(self, index: int | None) -> None:
         """Begin micro-batch `index` of the global batch (None: unknown)."""
@@ -390,10 +391,6 @@ class TreeSums(Sums):
     """
 
     num_buffers = _top = _target = 0
-
-    def begin_step(self, first_index: int | None = None) -> None:
-        super().begin_step(first_index)
-        self.num_buffers = 0
 
     def begin_micro_batch(self, index: int | None) -> None:
         """Begin a micro-batch; ConfigError: a rank's indices are not consecutive."""

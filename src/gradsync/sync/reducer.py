@@ -386,12 +386,9 @@ class Engine(Reducer):
                 large = self._in_user_loop or on_cuda  # no loss shows whether it is finite
                 parts = self.gradient_memory([bucket], large=large)
                 self.non_finite.look(parts, partial(self.named_gradients, [bucket]))
-            self._launch(bucket)
-
-    def _launch(self, bucket: Bucket) -> None:
-        # In the user's training loop the whole sum is needed immediately.
-        half = self.shards.by_halves and not self._in_user_loop
-        self._works.append(self.exchange.launch(bucket, half=half))
+            # In the user's training loop the whole sum is needed immediately.
+            half = self.shards.by_halves and not self._in_user_loop
+            self._works.append(self.exchange.launch(bucket, half=half))
 
     def named_gradients(
         self, buckets: Sequence[Bucket] | None = None
@@ -415,11 +412,12 @@ class Engine(Reducer):
         if not self._begun:
             self._begun = True
             self.exchange.begin(self._sums)
+        half = self.shards.by_halves and not self._in_user_loop
         for bucket in self.buckets[len(self._works) :]:
             untouched = [place for place, touched in enumerate(bucket.touched) if not touched]
             if untouched and self._sums.num_buffers == 1:  # they hold the last step's sums
                 foreach_zero_(bucket.views(0, untouched))
-            self._launch(bucket)
+            self._works.append(self.exchange.launch(bucket, half=half))
         return [bucket.touched[slot] for bucket, slot in self._places]
 
     def reduce(self, used: list[bool], divisor: float | None) -> Stopwatch:

@@ -210,10 +210,8 @@ class UserLoop:
             return self._state is State.BACKWARD
         here = self._state not in (State.NONE, State.DROPPED) and not self._users
         # Where a loop of the user's own is not supported, no hook notices gradients.
-        return (here or not self._reducer.user_loop) and self._any_gradient(but)
-
-    def _any_gradient(self, but: torch.Tensor | None = None) -> bool:
-        return any(p.grad is not None for p in self._reducer.parameters if p is not but)
+        held = (p for p in self._reducer.parameters if p is not but and p.grad is not None)
+        return (here or not self._reducer.user_loop) and any(True for _ in held)
 
     def _forward_begins(self, *_: Any) -> None:
         """Note whether it is under `no_sync`; refuse it in torch's DDP around the model."""
@@ -324,7 +322,8 @@ class UserLoop:
         else:
             self._refuse_unless_own()
         fresh = self._state is State.LOST
-        fresh = fresh or (self._state is State.MEAN and self._any_gradient())
+        cleared = all(parameter.grad is None for parameter in self._reducer.parameters)
+        fresh = fresh or (self._state is State.MEAN and not cleared)
         if discard or not fresh or self._users:
             self._synchronise(discard=discard)
 

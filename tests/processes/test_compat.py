@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -200,12 +199,11 @@ def test_wrap_model_in_place(pool: Any) -> None:
     ],
 )
 def test_options_of_ddp_that_change_no_result_are_ignored(
-    sync: str, name: str, value: object, caplog: pytest.LogCaptureFixture
+    sync: str, name: str, value: object
 ) -> None:
-    with caplog.at_level(logging.DEBUG, "gradsync"), DDPManager() as manager:
+    with DDPManager() as manager:
         manager.wrap_model(nn.Linear(1, 1), strategy=sync, **{name: value})
         assert len(manager._handles) == 1
-    assert f"{name}={value!r} of DistributedDataParallel is ignored" in caplog.text
 
 
 @pytest.mark.parametrize("sync", ["invariant", "naive", "ddp", "fsdp"])
@@ -215,7 +213,7 @@ def test_replicate_takes_the_options_of_ddp(sync: str) -> None:
     handle.close()
     recipe = getattr(handle.reducer, "recipe", None)
     assert recipe is None or recipe.bucket_mb == 1.0
-    with pytest.raises(ConfigError, match="init_sync= of torch is True always"):
+    with pytest.raises(ConfigError, match="has no option 'init_sync'"):
         replicate(nn.Linear(1, 1), World(), strategy=sync, init_sync=False)
     with pytest.raises(ConfigError, match="has no option 'bogus'"):
         replicate(nn.Linear(1, 1), World(), strategy=sync, bogus=False)
@@ -224,15 +222,8 @@ def test_replicate_takes_the_options_of_ddp(sync: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("process_group", 1, "process_group= of torch is .*comm="),
-        ("device_mesh", 1, "device_mesh= of torch is .*comm="),
-        ("mixed_precision", 1, "mixed_precision= of torch is torch.autocast"),
-        ("init_sync", False, "init_sync= of torch is True always"),
-        (
-            "param_to_hook_all_reduce",
-            1,
-            "strategy='naive' has no option 'param_to_hook_all_reduce'",
-        ),
+        ("process_group", 1, "strategy='naive' has no option 'process_group'"),
+        ("init_sync", False, "strategy='naive' has no option 'init_sync'"),
         ("bucket_cap_mb", -1, "bucket_cap_mb must be positive; got -1"),
     ],
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable
-from contextlib import nullcontext
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.replicate import replicate
 from support.engine_cases import global_random_state
 from support.recording import RecordingCommunicator
-from support.sync_cases import SmallNet, on_handles
+from support.sync_cases import SmallNet
 from support.thread_ranks import run_thread_ranks
 
 WORLD_SIZE = 3
@@ -261,30 +260,6 @@ def test_no_sync_adds_up(name: str, overlap: bool) -> None:
     half, whole = mean_gradients(0, 1), mean_gradients(2)
     for found in on_ranks(name, loop, **options):
         assert_gradients(found, {key: half[key] / 2 + whole[key] for key in half})
-
-
-@pytest.mark.parametrize(
-    ("way", "said"), [("added", 1), ("no_sync", 0), ("a step each", 0), ("cleared", 0)]
-)
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_synchronised_backwards_that_add_up_are_said_once(
-    way: str, said: int, world_size: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    def train(sync: GradientSync, optimizer: Any) -> None:
-        for _ in range(2):
-            for number in range(3):
-                with sync.no_sync() if way == "no_sync" and number < 2 else nullcontext():
-                    sync.model(torch.ones(2, 3)).sum().backward()
-                if way == "a step each":
-                    optimizer.step()
-                elif way == "cleared":
-                    optimizer.zero_grad()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    on_handles(train, lambda: torch.nn.Linear(3, 2), world_size, strategy="bucketed")
-    found = [text for text in caplog.messages if "added to those of the one before" in text]
-    assert len(found) == said
 
 
 @every_strategy

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from gradsync.comm.base import Communicator
 from gradsync.comm.groups import SingleCommunicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
-from gradsync.errors import CheckpointError, ConfigError
+from gradsync.errors import ConfigError
 from gradsync.sync.gradient_sync import GradientSync
 from gradsync.sync.options import DilocoOptions, LocalSgdOptions
 from gradsync.sync.periodic import PeriodicReducer, PeriodicReplicas
@@ -396,15 +396,6 @@ def test_outer_momentum_by_name() -> None:
     names = ("0.weight", "2.weight", "2.bias")  # the frozen one has none
     assert list(saved) == [f"outer_momentum/{name}" for name in names]
     assert saved["outer_momentum/0.weight"].shape == (4, 5)
-    other = handle("diloco", SingleCommunicator())
-    with pytest.raises(CheckpointError, match=r"'2\.bias' is missing, expected \(3,\)"):
-        other.replica.load_state_tensors(
-            {n: t for n, t in saved.items() if not n.endswith("2.bias")}
-        )
-    with pytest.raises(
-        CheckpointError, match=r"'0\.weight' is of shape \(20,\), expected \(4, 5\)"
-    ):
-        other.replica.load_state_tensors({n: t.reshape(-1) for n, t in saved.items()})
 
 
 @pytest.mark.parametrize(
@@ -413,7 +404,6 @@ def test_outer_momentum_by_name() -> None:
         ("local_sgd", {"inner_steps": 0}, "inner_steps must be a whole number, at least 1; got 0"),
         ("diloco", {"inner_steps": 0}, "inner_steps must be a whole number, at least 1; got 0"),
         ("diloco", {"outer_lr": 0.0}, "outer_lr must be positive; got 0.0"),
-        ("diloco", {"outer_momentum": 1.0}, "outer_momentum must be in 0 .. 1"),
     ],
 )
 def test_numbers_out_of_range(kind: str, options: dict[str, Any], message: str) -> None:

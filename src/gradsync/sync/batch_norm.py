@@ -14,7 +14,7 @@ not use the batch and need no choice. InstanceNorm's statistics always follow th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import MethodType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -61,22 +61,15 @@ class BatchNormHandling:
         self.hook: Any = None
         self._comm = comm
 
-    def replace_forward(self, layer: nn.Module, forward: Callable[..., Any]) -> None:
-        """Make `forward(layer, inputs)` the forward of this layer alone.
-
-        A bound method survives `copy.deepcopy`: the copy's method is bound to the copy. Pickle
-        writes it as "the attribute of that name of that layer", so a loaded layer uses its class's.
-        """
-        forward.__name__ = "forward"
-        self.replaced.append((layer, layer.__dict__.get("forward")))
-        layer.__dict__["forward"] = MethodType(forward, layer)
-
     def meet(self, turn: str) -> None:
         """Under `sync`, raise on every rank if ranks are about to do different things, of `TURNS`.
         A rank with fewer forwards would leave the others waiting in the middle of one.
 
-        Called before the action's other messages. One all-gather, whole group, int64 [1].
+        Called before the action's other messages. One all-gather, whole group, int64 [1]. Layers in
+        eval mode send nothing in a forward.
         """
+        if turn == "a forward" and not any(layer.training for layer in self.own_buffers):
+            return
         turns = all_gather_numbers(self._comm, TURNS.index(turn))
         if len(set(turns)) > 1:
             sides = " but ".join(
@@ -111,8 +104,7 @@ def choose_batch_norm(
         choice: one of `CHOICES`; None for models without BatchNorm or with layers in eval mode.
 
     Raises:
-        ConfigError: unknown choice; no choice although some layers train; `freeze` for a layer
-            without running statistics. The message names the layers.
+        ConfigError: unknown choice; no choice although some layers train, which it names.
     """
     if choice is not None and choice not in CHOICES:
         raise ConfigError(f"unknown batch_norm={choice!r} (there are: {', '.join(CHOICES)})")
@@ -120,33 +112,29 @@ def choose_batch_norm(
     training = [name for name, m in layers.items() if m.training or not model.training]
     if choice is None and training:
         lines = "".join(f"\n  batch_norm={name!r}: {what}" for name, what in CHOICES.items())
-        raise ConfigError(f"the model has BatchNorm ({_some(training)}): say which{lines}")
+        shown = ", ".join(name or "the model itself" for name in training[:4])
+        shown += f" and {len(training) - 4} more" if len(training) > 4 else ""
+        raise ConfigError(f"the model has BatchNorm ({shown}): say which{lines}")
     handling = BatchNormHandling(choice if layers else None, comm)
-    if choice == "freeze":
-        if without := [name for name, layer in layers.items() if layer.running_mean is None]:
-            raise ConfigError(
-                f"batch_norm='freeze': no running statistics to keep in {_some(without)} "
-                "(track_running_stats=False); say 'sync' or 'local'"
-            )
-        for layer in layers.values():
-            handling.replace_forward(layer, _frozen_forward)
-    elif choice == "local":
-        for layer in layers.values():
-            if isinstance(layer, nn.SyncBatchNorm):
-                handling.replace_forward(layer, BatchNorm.forward)
+    changed = list(layers.values())
+    forward: Callable[..., Any] = _frozen_forward
+    if choice == "local":
+        changed = [layer for layer in changed if isinstance(layer, nn.SyncBatchNorm)]
+        forward = BatchNorm.forward
     elif choice == "sync" and layers:
         forward = _synced_forward(comm)
-        handling.own_buffers += layers.values()
-        for layer in layers.values():
-            handling.replace_forward(layer, forward)
-        hook = ModuleHook(handling, torch.compiler.disable(_meet_before_forward))
+        handling.own_buffers += changed
+        meet = torch.compiler.disable(lambda own, *_: own.meet("a forward"))
+        hook = ModuleHook(handling, meet)
         handling.hook = model.register_forward_pre_hook(hook)
+    for layer in changed if choice else ():
+        # A bound method survives `copy.deepcopy`: the copy's method is bound to the copy. Pickle
+        # writes it as "the attribute of that name of that layer", so a loaded layer uses its
+        # class's.
+        forward.__name__ = "forward"
+        handling.replaced.append((layer, layer.__dict__.get("forward")))
+        layer.__dict__["forward"] = MethodType(forward, layer)
     return handling
-
-
-def _meet_before_forward(handling: BatchNormHandling, *_: Any) -> None:
-    if any(layer.training for layer in handling.own_buffers):
-        handling.meet("a forward")
 
 
 def _frozen_forward(layer: BatchNorm, inputs: Tensor) -> Tensor:
@@ -265,8 +253,3 @@ def _wide(x: Tensor) -> Tensor:
 def _like(per_channel: Tensor, x: Tensor) -> Tensor:
     """Reshape [C] to [1, C, 1, ...], in x's dtype."""
     return per_channel.to(x.dtype).reshape(1, -1, *[1] * (x.dim() - 2))
-
-
-def _some(names: Sequence[str], most: int = 4) -> str:
-    shown = ", ".join(name or "the model itself" for name in names[:most])
-    return shown + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -358,13 +358,15 @@ class Sums:
     def begin_step(self, first_index: int | None = None) -> None:
         """Start over; with `FORGOTTEN` this rank's part of the step is discarded."""
         self.num_micro_batches, self.first_index = 0, first_index
+        self.num_buffers = type(self).num_buffers
 
     def begin_micro_batch(self, index: int | None) -> None:
         """Begin micro-batch `index` of the global batch (None: unknown)."""
         self.num_micro_batches += 1
 
-    def fold(self, bucket: Bucket) -> None:
-        """Accumulate the gradients that wait in `.grad`, small ones in one call.
+    def fold(self, bucket: Bucket, *, ends: bool = False) -> None:
+        """Accumulate the gradients that wait in `.grad`, small ones in one call. If the micro-batch
+        `ends`, slots without a gradient from it add nothing.
 
         Copies new gradients; after the first micro-batch autograd itself adds to the view. A
         `.grad` that is not the view holds the whole gradient: it is new, or was cleared in between.
@@ -379,9 +381,6 @@ class Sums:
             for parameter, view in fresh:
                 parameter.grad = view
 
-    def end_micro_batch(self, bucket: Bucket) -> None:
-        """Handle slots without a gradient from this micro-batch; here they add nothing."""
-
 
 class TreeSums(Sums):
     """Accumulates along the fixed tree, whose leaves are micro-batches.
@@ -391,20 +390,13 @@ class TreeSums(Sums):
     own buffer.
     """
 
-    num_buffers = 0
-
-    def __init__(self) -> None:
-        self._nodes: list[Node] = []
-        self._top = self._target = 0
-
-    def begin_step(self, first_index: int | None = None) -> None:
-        super().begin_step(first_index)
-        self._nodes, self.num_buffers = [], 0
+    num_buffers = _top = _target = 0
 
     def begin_micro_batch(self, index: int | None) -> None:
         """Begin a micro-batch; ConfigError: a rank's indices are not consecutive."""
         if self.num_micro_batches == 0:
             self.first_index = index
+            self._nodes: list[Node] = []
         first = self.first_index
         expected = None if first is None else first + self.num_micro_batches
         if index != expected:
@@ -418,21 +410,27 @@ class TreeSums(Sums):
         self.num_micro_batches += 1
         self.num_buffers = self.num_micro_batches if index is None else len(self._nodes)
 
-    def fold(self, bucket: Bucket) -> None:
-        """Push new gradients down the stack; leaves `.grad` empty."""
+    def fold(self, bucket: Bucket, *, ends: bool = False) -> None:
+        """Push new gradients down the stack; leaves `.grad` empty. If the micro-batch `ends`,
+        missing ones count as zeros."""
         slots, bucket.waiting, bucket.waiting_elements = bucket.waiting, [], 0
-        if not slots:
-            return
         parameters = [bucket.parameters[slot] for slot in slots]
         gradients = _gradients(parameters)
+        missing = [slot for slot, fired in enumerate(bucket.fired) if not fired] if ends else []
         if self._target == self._top:
-            self._lay_down(bucket, slots, gradients)
-        else:
+            if slots:
+                self._lay_down(bucket, slots, gradients)
+            if missing:
+                foreach_zero_(bucket.views(self._top, missing))
+        elif slots or missing:
             left = bucket.views(self._top - 1, slots)
-            if left[0].dtype != gradients[0].dtype:  # see [Note: Rounded nodes]
+            if slots and left[0].dtype != gradients[0].dtype:  # see [Note: Rounded nodes]
                 gradients = [gradient.to(left[0].dtype) for gradient in gradients]
-            foreach_add_(left, gradients)
-            self._carry(bucket, slots)
+            if slots:
+                foreach_add_(left, gradients)
+            slots = slots + missing
+            for number in range(self._top - 1, self._target, -1):
+                foreach_add_(bucket.views(number - 1, slots), bucket.views(number, slots))
         for parameter in parameters:
             parameter.grad = None
 
@@ -445,20 +443,6 @@ class TreeSums(Sums):
         foreach_copy_(views, gradients)
         span = bucket.span(self._top, slots)
         foreach_add_(views if span is None else [span], 0.0)
-
-    def end_micro_batch(self, bucket: Bucket) -> None:
-        """Count a missing gradient as zeros."""
-        if not bucket.missing:
-            return
-        slots = [slot for slot, fired in enumerate(bucket.fired) if not fired]
-        if self._target == self._top:
-            foreach_zero_(bucket.views(self._top, slots))
-        else:
-            self._carry(bucket, slots)
-
-    def _carry(self, bucket: Bucket, slots: Sequence[int]) -> None:
-        for number in range(self._top - 1, self._target, -1):
-            foreach_add_(bucket.views(number - 1, slots), bucket.views(number, slots))
 
 
 def _gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:

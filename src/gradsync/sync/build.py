@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -170,11 +170,6 @@ def publishes_later(recipe: Recipe, device: torch.device) -> bool:
     return recipe.overlap_publish is True or bool(recipe.overlap_publish and device.type == "cpu")
 
 
-def gathers(device: torch.device) -> bool:
-    """Whether sums go down by an all-gather in the lane's own group, which needs few launches."""
-    return device.type == "cuda"
-
-
 def build_exchange(
     comm: Communicator,
     recipe: Recipe,
@@ -193,7 +188,8 @@ def build_exchange(
         levels = [Subset(level, channel=channel) for level in _tree_levels(own, recipe, hosts)]
         adds = device.type == "cpu" and (recipe.shard, recipe.node_dtype) == ("none", None)
         pair = group_of_pair(comm) if adds else None
-        gather = own if gathers(device) and len(levels) == 1 else None
+        # On GPUs sums go down by an all-gather in the lane's own group, which needs few launches.
+        gather = own if device.type == "cuda" and len(levels) == 1 else None
         how = {"over_leaves": along_tree, "pair": pair, "gather": gather}
         everyone = Subset(own, channel=channel)
         return TreeExchange(everyone, levels, device, made=_made_for(comm, own, pair), **how)
@@ -253,23 +249,17 @@ def _tree_levels(
 # -- exchanges by collectives
 
 
+@dataclass(eq=False)
 class Collective(Exchange):
-    """Sums by one function, which works in place on a bucket's [numel], in its dtype.
+    """Sums by one function, which works in place on a bucket's [numel], in its dtype."""
 
-    Args:
-        start: starts the sum of a bucket, of the whole group; overlaps backward.
-        made: what `start` uses, to be closed.
-    """
-
-    def __init__(
-        self,
-        start: Callable[[Bucket], Work],
-        made: Sequence[Background | ProcessGroupCommunicator] = (),
-    ) -> None:
-        self._start, self.made = start, made
+    start: Callable[[Bucket], Work]
+    """Starts the sum of a bucket, of the whole group; overlaps backward."""
+    made: Sequence[Background | ProcessGroupCommunicator] = ()
+    """What `start` uses, to be closed."""
 
     def launch(self, bucket: Bucket, *, half: bool = False) -> Work:
-        return self._start(bucket)
+        return self.start(bucket)
 
 
 def reduce_scatter(comm: Communicator, bucket: Bucket) -> Work:
@@ -283,6 +273,7 @@ def reduce_scatter(comm: Communicator, bucket: Bucket) -> Work:
     return Then(comm.reduce_scatter(result, flat), lambda: shard.copy_(result))
 
 
+@dataclass(eq=False)
 class HalfWire(Exchange):
     """All-reduce in 16 bits: half the bytes; rounds when sending and at every addition.
 
@@ -295,10 +286,9 @@ class HalfWire(Exchange):
     Complex numbers are sent as pairs of real numbers, because there is no complex bf16.
     """
 
-    def __init__(self, comm: Communicator, dtype: torch.dtype) -> None:
-        self._comm = comm
-        self._dtype = dtype
-        self._stream: Any = None
+    comm: Communicator
+    dtype: torch.dtype
+    _stream: Any = None
 
     def launch(self, bucket: Bucket, *, half: bool = False) -> Work:
         device = bucket.flat(0).device
@@ -313,22 +303,22 @@ class HalfWire(Exchange):
 
     def _launch(self, bucket: Bucket) -> Work:
         flat = bucket.flat(0)
-        if self._comm.world_size == 1:
+        if self.comm.world_size == 1:
             return Done()  # nothing is sent, nothing is rounded
         if flat.is_complex():
             flat = torch.view_as_real(flat)  # [numel, 2], the same memory
-        if self._dtype == torch.bfloat16:
-            small = flat.to(self._dtype)  # whole group, bf16 [numel], overlaps backward
-            return Then(self._comm.all_reduce(small), lambda: flat.copy_(small))
+        if self.dtype == torch.bfloat16:
+            small = flat.to(self.dtype)  # whole group, bf16 [numel], overlaps backward
+            return Then(self.comm.all_reduce(small), lambda: flat.copy_(small))
         scale = self._scale(flat)
-        small = (flat.float() * scale).to(self._dtype)
+        small = (flat.float() * scale).to(self.dtype)
         # Whole group, fp16 [numel], overlaps backward.
-        return Then(self._comm.all_reduce(small), lambda: flat.copy_(small.float() / scale))
+        return Then(self.comm.all_reduce(small), lambda: flat.copy_(small.float() / scale))
 
     def _scale(self, flat: Tensor) -> Tensor:
         """Power of two, [1]; 1 if the gradient is all zeros or not finite."""
         largest = flat.abs().max().reshape(1).float()  # 16 bits would round the scale up
-        self._comm.all_reduce(largest, "max").wait()  # see [Note: fp16 on the wire]
-        limit = torch.finfo(torch.float16).max / self._comm.world_size
+        self.comm.all_reduce(largest, "max").wait()  # see [Note: fp16 on the wire]
+        limit = torch.finfo(torch.float16).max / self.comm.world_size
         scale = torch.exp2(torch.floor(torch.log2(limit / largest)).clamp(-120, 120))
         return torch.where(torch.isfinite(largest) & (largest > 0), scale, torch.ones_like(scale))

@@ -84,12 +84,7 @@ def check_same_model(
             "the same arguments on every rank"
         )
     for name, tensor in _tensors(model):
-        if is_lazy(tensor) or tensor.is_meta:
-            raise ConfigError(
-                f"{name} has no values yet: run a forward first (lazy modules) or "
-                "model.to_empty(device=...) (the meta device), then replicate"
-            )
-        if comm.world_size > 1 and tensor.is_cpu and tensor.is_shared():
+        if comm.world_size > 1 and tensor.is_cpu and not is_lazy(tensor) and tensor.is_shared():
             raise ConfigError(
                 f"{name} lies in memory that processes share (mp.spawn and share_memory() do that "
                 "to a model): each rank's step would change it for all. Build the model in each "
@@ -226,7 +221,9 @@ def check_replicas(
             minority; without a majority (always so on two ranks) it names both sides.
     """
     named = list(tensors)
-    mine = replica_hashes(named)
+    found = {name: hash_bits(tensor) for name, tensor in named}
+    table = torch.stack(list(found.values())).cpu().tolist() if found else []  # one wait
+    mine: dict[str, list[int]] = dict(zip(found, table, strict=True))
     if same_on_all_ranks(comm, repr(mine).encode()):
         return False
     by_rank = all_gather_json(comm, mine)
@@ -244,13 +241,6 @@ def check_replicas(
     if comm.rank == 0:
         log.warning("%s; the majority's bits were copied", said.removesuffix(_BACK))
     return True
-
-
-def replica_hashes(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, list[int]]:
-    """The hash of each named tensor; waits for the device once."""
-    hashes = {name: hash_bits(tensor) for name, tensor in tensors}
-    table = torch.stack(list(hashes.values())).cpu().tolist() if hashes else []
-    return dict(zip(hashes, table, strict=True))
 
 
 def hash_bits(tensor: Tensor) -> Tensor:

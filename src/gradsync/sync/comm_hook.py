@@ -111,13 +111,13 @@ def comm_hook(
     return CommHook(group, _OnWorker(strategy))
 
 
+@dataclass(eq=False)
 class _OnWorker:
     """Runs an algorithm of several messages on a worker thread while backward runs."""
 
-    def __init__(self, algorithm: str) -> None:
-        self._algorithm = algorithm
-        self._worker: BucketWorker | None = None
-        self._average: Callable[[Tensor], None] | None = None
+    algorithm: str
+    _worker: "BucketWorker | None" = None
+    _average: Callable[[Tensor], None] | None = None
 
     def __call__(self, group: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         tensor = bucket.buffer()
@@ -125,7 +125,7 @@ class _OnWorker:
             if tensor.is_cuda:  # NCCL runs a group's messages and collectives in one order
                 group = group_of_its_own(group, tensor.device)
             comm = ProcessGroupCommunicator(group)
-            self._average = _averaging(self._algorithm, comm)
+            self._average = _averaging(self.algorithm, comm)
             self._worker = BucketWorker(tensor.device)
         average = self._average
         assert average is not None

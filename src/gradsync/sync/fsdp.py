@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import prod
@@ -326,23 +326,17 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     because in FSDP2 a parameter belongs to one unit only.
     """
     places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
-    everywhere = Counter(id(p) for p in _with_ties(model))
+    everywhere = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     blocks: list[nn.Module] = []
     inside: set[int] = set()
     for module in model.modules():
         if not isinstance(module, nn.ModuleList) or id(module) in inside:
             continue
         for child in module:
-            own = Counter(id(p) for p in _with_ties(child))
+            own = Counter(id(p) for _, p in child.named_parameters(remove_duplicate=False))
             times = places[id(child)]
             closed = all(everywhere[key] == count * times for key, count in own.items())
             if own and closed and id(child) not in inside and not isinstance(child, _CONTAINERS):
                 blocks.append(child)
                 inside |= {id(part) for part in child.modules()}
     return blocks
-
-
-def _with_ties(model: nn.Module) -> Iterator[nn.Parameter]:
-    """The parameters, each as often as modules hold it; tied ones appear several times."""
-    for _, module in model.named_modules(remove_duplicate=False):
-        yield from module.parameters(recurse=False)

@@ -176,18 +176,13 @@ class GradientSync:
             scale: a `torch.amp.GradScaler`, for fp16.
 
         Raises:
-            TypeError: neither a micro-batch nor a weight; a loss that is no tensor.
+            TypeError: neither a micro-batch nor a weight.
             ConfigError: a weight that is not a finite number >= 0; an unknown reduction; no
                 enclosing `micro_step` although the strategy needs it; the last backward raised and
                 `discard` was not called; the handle is closed.
         """
         last, index = self._last, self._index
         if micro_batch is not None:
-            if not hasattr(micro_batch, "is_last") or not hasattr(micro_batch, "index"):
-                raise TypeError(
-                    "sync.backward(loss, micro_batch) takes a micro-batch of gs.loader, got "
-                    f"{type(micro_batch).__name__}; a number of targets goes by weight="
-                )
             last, index = micro_batch.is_last, micro_batch.index
         weight = weight_of(weight, micro_batch)
         self._refuse_if_failed()
@@ -512,10 +507,6 @@ def to_sum(loss: Tensor, weight: float, reduction: str) -> Tensor:
     """The sum of a micro-batch's loss, [], over its `weight` targets; see [Note: Mean or sum]."""
     if reduction not in ("mean", "sum"):
         raise ConfigError(f"backward(reduction=...) must be 'mean' or 'sum', got {reduction!r}")
-    if not isinstance(loss, Tensor):
-        raise TypeError(
-            f"backward() needs the loss's tensor (without .item()), got {type(loss).__name__}"
-        )
     if loss.dim() and loss.numel() == 1:
         loss = loss.reshape(())
     if reduction == "sum":

@@ -36,9 +36,9 @@ from torch.autograd.profiler import record_function
 
 from gradsync.comm.base import Communicator, Work
 from gradsync.comm.process_group import Done
-from gradsync.errors import ConfigError, RunError
+from gradsync.errors import RunError
 from gradsync.sync.buckets import Bucket
-from gradsync.sync.ownership.elementwise import check_elementwise
+from gradsync.sync.ownership.elementwise import why_not_elementwise
 from gradsync.sync.replicas import (
     Replicas,
     WaitingWeights,
@@ -152,13 +152,9 @@ class LateReplicas(Replicas):
         if self._scaled:
             return "a GradScaler looks at whole gradients"
         for optimizer in self._optimizers:
-            try:
-                check_elementwise(type(optimizer), False)
-            except ConfigError as error:
-                return str(error)
             if any(group.get("differentiable") for group in optimizer.param_groups):
                 return "the optimizer is differentiable"
-            if why := why_not_now(optimizer):
+            if why := why_not_elementwise(type(optimizer)) or why_not_now(optimizer):
                 return why
         return ""
 
@@ -234,11 +230,13 @@ class LateReplicas(Replicas):
         with record_function(f"update {number}"), postponed(bucket.parameters):
             for optimizer, groups in step.updates:
                 now = [options(group) for group in optimizer.param_groups]
-                _set_options(optimizer, groups)
+                for group, its in zip(optimizer.param_groups, groups, strict=True):
+                    group.update(its)
                 try:
                     type(optimizer).step(optimizer)  # of parameters that have a gradient
                 finally:
-                    _set_options(optimizer, now)
+                    for group, its in zip(optimizer.param_groups, now, strict=True):
+                        group.update(its)
         for parameter in bucket.parameters:
             parameter.grad = None
 
@@ -252,8 +250,3 @@ class LateReplicas(Replicas):
         super().close()
         if self._step is not None and self._step.updates:  # given up: optimizers keep their state
             self._end(self._step)
-
-
-def _set_options(optimizer: Optimizer, options_of_groups: Sequence[dict[str, Any]]) -> None:
-    for group, its in zip(optimizer.param_groups, options_of_groups, strict=True):
-        group.update(its)

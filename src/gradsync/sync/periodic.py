@@ -35,7 +35,6 @@ from gradsync.comm.process_group import Done
 from gradsync.comm.values import broadcast_json, broadcast_tensors
 from gradsync.core.files import counted
 from gradsync.core.torch_private import foreach_copy_, foreach_sub
-from gradsync.errors import CheckpointError
 from gradsync.sync.options import DilocoOptions, LocalSgdOptions
 from gradsync.sync.reducer import Reducer, trainable
 from gradsync.sync.replicas import Replicas
@@ -191,8 +190,7 @@ class PeriodicReplicas(Replicas):
         }
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore a saved outer momentum; an empty mapping resets it. Raises CheckpointError if a
-        parameter is missing or has another shape."""
+        """Restore a saved outer momentum; an empty mapping resets it."""
         if self._outer is None:
             super().load_state_tensors(tensors)
             return
@@ -201,13 +199,8 @@ class PeriodicReplicas(Replicas):
         if not tensors:
             return
         for (name, _), start in zip(trainable(self.model), self._start, strict=True):
-            saved = tensors.get(_PREFIX + name)
-            if saved is None or saved.shape != start.shape:
-                got = "missing" if saved is None else f"of shape {tuple(saved.shape)}"
-                raise CheckpointError(
-                    f"outer momentum of parameter {name!r} is {got}, expected {tuple(start.shape)}"
-                )
-            self._outer.state[start]["momentum_buffer"] = saved.to(start, copy=True)
+            momentum = tensors[_PREFIX + name].to(start, copy=True)
+            self._outer.state[start]["momentum_buffer"] = momentum
 
 
 def _warn_of_drift(replicas: PeriodicReplicas, *_: Any) -> None:

@@ -292,7 +292,8 @@ class Engine(Reducer):
             yield
         finally:
             self._in_micro_batch = False
-        self._end_micro_batch()
+        for bucket in self.buckets[len(self._works) :]:
+            self._sums.fold(bucket, ends=True)
 
     def _begin_micro_batch(self, *, last: bool, index: int | None = None) -> None:
         """Begin a micro-batch; gradients that arrive from now on belong to it."""
@@ -311,13 +312,6 @@ class Engine(Reducer):
         if self._last:
             self._begun = True
             self.exchange.begin(self._sums)
-
-    def _end_micro_batch(self) -> None:
-        """End a micro-batch; all its gradients have arrived."""
-        self._in_micro_batch = False
-        for bucket in self.buckets[len(self._works) :]:
-            self._sums.fold(bucket)
-            self._sums.end_micro_batch(bucket)
 
     def gradient_ready(self, index: int) -> None:
         """Process a gradient; called by the hook of parameter `index`."""
@@ -374,7 +368,9 @@ class Engine(Reducer):
             bucket.keep(slot)
             bucket.mark(slot)
         if left or self._in_micro_batch or self._begun:
-            self._end_micro_batch()
+            self._in_micro_batch = False
+            for bucket in self.buckets[len(self._works) :]:
+                self._sums.fold(bucket, ends=True)
 
     # -- communication
 
@@ -387,12 +383,9 @@ class Engine(Reducer):
                 large = self._in_user_loop or on_cuda  # no loss shows whether it is finite
                 parts = self.gradient_memory([bucket], large=large)
                 self.non_finite.look(parts, partial(self.named_gradients, [bucket]))
-            self._launch(bucket)
-
-    def _launch(self, bucket: Bucket) -> None:
-        # In the user's training loop the whole sum is needed immediately.
-        half = self.shards.by_halves and not self._in_user_loop
-        self._works.append(self.exchange.launch(bucket, half=half))
+            # In the user's training loop the whole sum is needed immediately.
+            half = self.shards.by_halves and not self._in_user_loop
+            self._works.append(self.exchange.launch(bucket, half=half))
 
     def named_gradients(
         self, buckets: Sequence[Bucket] | None = None
@@ -416,11 +409,12 @@ class Engine(Reducer):
         if not self._begun:
             self._begun = True
             self.exchange.begin(self._sums)
+        half = self.shards.by_halves and not self._in_user_loop
         for bucket in self.buckets[len(self._works) :]:
             untouched = [place for place, touched in enumerate(bucket.touched) if not touched]
             if untouched and self._sums.num_buffers == 1:  # they hold the last step's sums
                 foreach_zero_(bucket.views(0, untouched))
-            self._launch(bucket)
+            self._works.append(self.exchange.launch(bucket, half=half))
         return [bucket.touched[slot] for bucket, slot in self._places]
 
     def reduce(self, used: list[bool], divisor: float | None) -> Stopwatch:

@@ -80,7 +80,8 @@ class Replicas:
         self.waiting: WaitingWeights | None = None
         """Weights that the next forward updates, under strategies that postpone this."""
         self.under_way: Sequence[Work] = ()
-        """Work of the last step in a group that only the lane uses; see `settle`."""
+        """Work of the last step in a group that only the lane uses. It ends before collectives of
+        the main thread's group: NCCL needs the kernels of both in one order on all ranks."""
         self._given: list[Tensor] = []
         self._memory: list[Tensor] = []
         """Gradients as `take` provided them, and the few large tensors that hold all of them."""
@@ -109,15 +110,16 @@ class Replicas:
         self._given = Replicas.owned(self) if len(self._memory) == len(found) else []
         self.scale(factor)
 
-    def scale(self, factor: float | None) -> None:
-        """Multiply `owned()` by `factor`, from sums to the mean."""
-        if factor is not None:
-            scale_all(self._memory_of(self.owned()), factor)
-
-    def _memory_of(self, gradients: list[Tensor]) -> list[Tensor]:
-        """Large tensors in place of many small ones, if these are the ones `take` made."""
-        same = len(gradients) == len(self._given) and all(map(is_, gradients, self._given))
-        return self._memory if same else gradients
+    def scale(self, factor: float | Tensor | None) -> None:
+        """Multiply `owned()` by `factor`; None leaves it. If it is what `take` made, a few large
+        tensors stand for many small ones."""
+        if factor is None:
+            return
+        held = self.owned()
+        if len(held) == len(self._given) and all(map(is_, held, self._given)):
+            held = self._memory
+        # Between tensors [] torch promotes dtypes; between [1] and [], as in shards, it does not.
+        scale_all([m if m.dim() else m.view(1) for m in held], factor)
 
     def owned(self) -> list[Tensor]:
         """The gradient slices that this rank owns."""
@@ -133,23 +135,14 @@ class Replicas:
     def clip(self, max_norm: float) -> Tensor:
         """Scale the mean gradient to an L2 norm of at most `max_norm` (Pascanu et al. 2013, arXiv
         1211.5063); returns the old norm, []."""
-        gradients = self.owned()
-        norm = gradient_norm(gradients)
-        # Between tensors [] torch promotes dtypes; between [1] and [], as in shards, it does not.
-        held = [m if m.dim() else m.view(1) for m in self._memory_of(gradients)]
-        scale_all(held, clip_factor(norm, max_norm))
+        norm = gradient_norm(self.owned())
+        self.scale(clip_factor(norm, max_norm))
         return norm
 
     def update(self, optimizers: Sequence[Optimizer]) -> None:
         """Do one step of each optimizer on owned slices; optimizers hold different parameters."""
         for optimizer in optimizers:
             optimizer.step()
-
-    def settle(self) -> None:
-        """Wait for started work before collectives of the main thread's group, if the lane uses
-        another group: NCCL needs the kernels of both in one order on all ranks."""
-        for work in self.under_way:
-            work.wait()
 
     def publish(self) -> Work:
         """Make weights whole on every rank, at the end of every step; gradients are cleared.
@@ -300,19 +293,17 @@ class WaitingWeights:
                 self.wait()
                 return
             self._hooks = [
-                module.register_forward_pre_hook(partial(self._before_forward, held))
+                module.register_forward_pre_hook(partial(self.wait, held))
                 for module, held in self._modules
             ]
 
-    def wait(self) -> None:
-        """Bring all weights up to date; needs no action by other ranks."""
+    def wait(self, held: Sequence[nn.Parameter] | None = None, *_: Any) -> None:
+        """Bring weights up to date, all or those in `held`; needs no action by other ranks."""
         with self._lock:
-            for number in sorted(self._works, reverse=True):
-                self._arrive(number)
-
-    def _before_forward(self, held: Sequence[nn.Parameter], *_: Any) -> None:
-        for parameter in held:
-            if (number := self._numbers.get(id(parameter))) is not None:
+            numbers = sorted(self._works, reverse=True)
+            if held is not None:
+                numbers = [self._numbers[id(p)] for p in held if id(p) in self._numbers]
+            for number in numbers:
                 self._arrive(number)
 
     def _arrive(self, number: int) -> None:

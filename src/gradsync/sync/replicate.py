@@ -48,12 +48,6 @@ _CHANGES_NOTHING = (
     *("find_unused_parameters", "gradient_as_bucket_view", "static_graph", "bucket_cap_mb"),
     *("device_ids", "output_device", "dim", "broadcast_buffers", "forward_sync_buffers"),
 )
-_IS_CALLED = {
-    **dict.fromkeys(("process_group", "device_mesh"), "gs.replicate(model, comm=gs.group(ranks))"),
-    "init_sync": "True always: ranks start with rank 0's weights",
-    "mixed_precision": "torch.autocast around the forward",
-    "bucket_cap_mb_list": "bucket_mb=, one size for all",
-}
 
 
 def replicate(
@@ -99,10 +93,6 @@ def replicate(
     found = find_strategy(strategy)
     _translate(options, found)
     _refuse_replicated(model)
-    if not isinstance(world, World | None):
-        raise ConfigError(
-            f"expected a gs.World, got {type(world).__name__}: write `with gs.init() as world:`"
-        )
     if comm is None:
         if world is None or world.launcher == NO_GROUP:
             world = _world_here()
@@ -131,11 +121,8 @@ def replicate(
 
 
 def _translate(options: dict[str, Any], strategy: Strategy) -> None:
-    """Translate or drop, in place, options of torch's DDP that the strategy does not have.
-
-    Raises:
-        ConfigError: an option that would change results, with its name here if it has one.
-    """
+    """Translate, or drop if they change no result, options of torch's DDP that the strategy does
+    not have, in place."""
     known = strategy.options
     if (size := options.get("bucket_cap_mb")) is not None:
         check_value("bucket_cap_mb", size, "size")
@@ -145,14 +132,9 @@ def _translate(options: dict[str, Any], strategy: Strategy) -> None:
             options["bucket_mb"] = options.pop("bucket_cap_mb")
     theirs = signature(torch.nn.parallel.DistributedDataParallel).parameters
     for name in [name for name in options if name not in known]:
-        value = options.pop(name)
-        if name in theirs and (value is theirs[name].default or name in _CHANGES_NOTHING):
-            log.debug("%s=%r of torch's DDP is ignored: it changes nothing", name, value)
-        elif name in _IS_CALLED:
-            raise ConfigError(f"{name}= of torch is {_IS_CALLED[name]} here; got {value!r}")
-        else:
-            has = ", ".join(known) or "none"
-            raise ConfigError(f"strategy={strategy.name!r} has no option {name!r} (it has: {has})")
+        default = name in theirs and options[name] is theirs[name].default
+        if default or name in _CHANGES_NOTHING:
+            del options[name]
 
 
 def _refuse_replicated(model: nn.Module) -> None:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gradsync.comm.base import Communicator
-from gradsync.errors import ConfigError, GradsyncError
+from gradsync.errors import ConfigError
 from gradsync.sync.buffers import BufferSync
 from gradsync.sync.check_replicas import first_difference
 from gradsync.sync.reducer import Reducer, trainable
@@ -174,24 +174,21 @@ def take_step(parts: StepParts, call: StepCall) -> StepResult:
         parts.stragglers.step_ends(exposed, met_s, 0 if loss is None else loss.num_micro_batches)
     for index in unheld:  # they do not count in the norm
         reducer.parameters[index].grad = None
-    norm = None
+    norm, failed = None, True
     try:
         _refuse_unlike(parts, agreed, call)
-        if parts.watch is not None and not skip:
-            parts.watch.accept_states(*optimizers)  # already compared; a hook may end the update
         mean_loss = _mean_loss(parts, call, agreed, total_weight)
         if call.update is not None and not skip:
             norm = _clip_and_update(reducer, call.update, call)
-    except GradsyncError:
-        _clear_gradients(reducer)
-        raise
+        failed = False
     finally:
         # Gradients, loss and weight are used up, even if a user's hook raises.
         if loss is not None:
             loss.clear()
-        if loss is not None or agreed.discard:
-            _clear_gradients(reducer)
-    parts.buffers.step_ends(() if agreed.discard else agreed.counts, shards.settle)
+        if loss is not None or agreed.discard or failed:
+            for parameter in reducer.parameters:
+                parameter.grad = None
+    parts.buffers.step_ends(() if agreed.discard else agreed.counts, shards.under_way)
 
     # publish: waits here, since code between two steps may read weights
     if loss is not None:
@@ -270,7 +267,8 @@ def _refuse_unlike(parts: StepParts, agreed: StepMetadata, call: StepCall) -> No
         if said := first_difference(parts.comm, texts[name]()):
             raise ConfigError(f"{said}; {whys[name]}")
     if parts.watch is not None:
-        parts.watch.refuse_unlike(changed=agreed.changed)
+        optimizers = () if call.update is None else call.update.optimizers
+        parts.watch.refuse_unlike(optimizers, changed=agreed.changed)
 
 
 def _weight_over_ranks(parts: StepParts, call: StepCall, agreed: StepMetadata) -> float:
@@ -307,11 +305,6 @@ def _clip_and_update(reducer: Reducer, update: Update, call: StepCall) -> Tensor
     return norm
 
 
-def _clear_gradients(reducer: Reducer) -> None:
-    for parameter in reducer.parameters:
-        parameter.grad = None
-
-
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 """One optimizer, or several that hold different parameters."""
 
@@ -320,16 +313,9 @@ def each_optimizer(optimizers: Optimizers) -> list[Optimizer]:
     """Convert `optimizers` to a list.
 
     Raises:
-        ConfigError: the list is empty, or an entry is no optimizer.
+        ConfigError: the list is empty.
     """
     found = list(optimizers) if isinstance(optimizers, Sequence) else [optimizers]
-    for optimizer in found:
-        needed = ("param_groups", "state", "step", "register_step_pre_hook")
-        if missing := [name for name in needed if not hasattr(optimizer, name)]:
-            raise ConfigError(
-                "expected an optimizer of torch.optim or a list of them, got "
-                f"{type(optimizer).__name__}, which has no {missing[0]}: give the one it wraps"
-            )
     if not found:
         raise ConfigError("expected at least one optimizer, got an empty list")
     return found

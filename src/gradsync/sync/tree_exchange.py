@@ -504,17 +504,14 @@ class ShardedNorm:
             self._exchange.messenger.exchange(sends, receives, lane).wait()
         if not wholes:
             return
-
-        def mean(bucket: Bucket, parts: list[Tensor]) -> Tensor:
-            whole = torch.cat(parts) if len(parts) > 1 else parts[0]
-            return whole.to(bucket.dtype).mul_(factor) if bucket.rounded else whole
-
         # Some blocks at a time, so that their widened copies stay in the processor's cache.
-        size = len(wholes) if norms.is_cuda else 4
-        found = [
-            norms_of_blocks([mean(*each) for each in wholes[first : first + size]])
-            for first in range(0, len(wholes), size)
-        ]
+        size, found = len(wholes) if norms.is_cuda else 4, []
+        for first in range(0, len(wholes), size):
+            means = []
+            for bucket, parts in wholes[first : first + size]:
+                whole = torch.cat(parts) if len(parts) > 1 else parts[0]
+                means.append(whole.to(bucket.dtype).mul_(factor) if bucket.rounded else whole)
+            found.append(norms_of_blocks(means))
         if self._places is None or self._places[0] != places:
             self._places = places, torch.tensor(places, device=norms.device)  # waits, but only once
         norms[self._places[1]] = torch.cat(found)

@@ -29,7 +29,6 @@ later drifts silently. The order is checked here too, so a loop works under ever
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
@@ -54,8 +53,6 @@ from gradsync.sync.watch import ModuleHook, ReplicaWatch, UntrackedParameters, o
 
 if TYPE_CHECKING:
     from torch import nn
-
-log = logging.getLogger("gradsync")
 
 _PLAIN = (
     "a backward that is not sync.backward() reached this model in sync.micro_step(), or between "
@@ -82,11 +79,6 @@ _OWN_STEP = (
 _FAILED = (
     "the last backward ended with an error, and other ranks may be waiting for its gradients: call "
     "sync.discard() first (then no rank uses this step's)"
-)
-_ADDED = (
-    "this backward's gradients are added to those of the one before, and both are averaged over "
-    "ranks: enclose all but a step's last in sync.no_sync(), and divide each loss by their number "
-    "(said once)"
 )
 _TOO_LATE_TO_CHANGE = (
     "gradients were changed between loss.backward() and optimizer.step() (clipped?), but a rank "
@@ -150,7 +142,6 @@ class UserLoop:
         self._settings = dict(_THE_CALL)  # their settings when they did
         self._published: list[tuple[weakref.ref[torch.Tensor], int] | None] = []
         self._hashes: Any = None  # of gradients that a rank gets late, taken on arrival
-        self._warned = parts.comm.rank > 0
         self.parameter_ids = {id(parameter) for parameter in self._reducer.parameters}
         self.untracked = UntrackedParameters(model, self.parameter_ids)
         self._optimizers = optimizer_watch()
@@ -219,9 +210,8 @@ class UserLoop:
             return self._state is State.BACKWARD
         here = self._state not in (State.NONE, State.DROPPED) and not self._users
         # Where a loop of the user's own is not supported, no hook notices gradients.
-        return (here or not self._reducer.user_loop) and self._any_gradient(but)
-
-    def _any_gradient(self, but: torch.Tensor | None = None) -> bool:
+        if not here and self._reducer.user_loop:
+            return False
         return any(p.grad is not None for p in self._reducer.parameters if p is not but)
 
     def _forward_begins(self, *_: Any) -> None:
@@ -269,10 +259,6 @@ class UserLoop:
             raise ConfigError(f"no_sync() was entered {where}: {_TOO_LATE}")
         if task < self._task:
             raise ConfigError(_REENTRANT)
-        unused = self._state is State.MEAN and self.synchronises and not self._users
-        if unused and not self._warned and self._any_gradient(but=parameter):
-            self._warned = True
-            log.warning(_ADDED)
         self._tasks = {task, *(self._tasks if self._state is State.OWN else ())}
         self._task = task
         self._buffers.leaf_begins(last=self.synchronises)
@@ -337,7 +323,8 @@ class UserLoop:
         else:
             self._refuse_unless_own()
         fresh = self._state is State.LOST
-        fresh = fresh or (self._state is State.MEAN and self._any_gradient())
+        cleared = all(parameter.grad is None for parameter in self._reducer.parameters)
+        fresh = fresh or (self._state is State.MEAN and not cleared)
         if discard or not fresh or self._users:
             self._synchronise(discard=discard)
 

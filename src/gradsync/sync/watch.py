@@ -27,6 +27,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -136,15 +137,17 @@ _ONE_MODULE = (
 )
 
 
+@dataclass(eq=False)
 class UntrackedParameters:
     """Finds parameters that an optimizer updates and no handle synchronises: those of a model that
     were replaced or unfrozen after `gs.replicate`, and parameters of no model. (Checking the
-    whole model in every step is expensive.) `known` are the ids of synchronised parameters."""
+    whole model in every step is expensive.)"""
 
-    def __init__(self, model: nn.Module, known: set[int]) -> None:
-        self._model, self._known = model, known
-        self._reached: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        """Optimizers of other parameters, and the number of the last backward that reached them."""
+    model: nn.Module
+    known: set[int]
+    """Ids of synchronised parameters."""
+    _reached: WeakKeyDictionary[Any, int] = field(default_factory=WeakKeyDictionary)
+    """Optimizers of other parameters, and the number of the last backward that reached them."""
 
     def check(
         self, optimizer: Optimizer, *, own_step: bool, backwards: Collection[int] = ()
@@ -161,14 +164,14 @@ class UntrackedParameters:
                 )
             return
         held = [p for group in optimizer.param_groups for p in group["params"]]
-        outside = {id(p): p for p in held if id(p) not in self._known and p.requires_grad}
+        outside = {id(p): p for p in held if id(p) not in self.known and p.requires_grad}
         if not outside:
             return
-        refuse_replaced(self._model, outside)
+        refuse_replaced(self.model, outside)
         if own_step:
             owner_of = optimizer_watch().owner_of
             outside = {i: p for i, p in outside.items() if owner_of(p) is None}
-        if any(id(p) in self._known for p in held):
+        if any(id(p) in self.known for p in held):
             if not outside:
                 return
             raise ConfigError(
@@ -266,16 +269,11 @@ class ReplicaWatch:
         first = self._turn * _SAMPLED % count if count > _SAMPLED else 0
         self._sampled = frozenset(map(id, self._weights[first : first + _SAMPLED]))
         self._signs = self._signs_now(self._weights)
-        self.accept_states(*optimizers)
+        self._states.update((optimizer, optimizer.state) for optimizer in optimizers)
 
     def remember_late(self, weights: Iterable[Tensor]) -> None:
         """Accept weights that were updated after `remember`."""
         self._signs |= self._signs_now(w for w in weights if id(w) in self._signs)
-
-    def accept_states(self, *optimizers: Optimizer) -> None:
-        """Take the state of `optimizers` as accepted, because ranks have just compared it."""
-        for optimizer in optimizers:
-            self._states[optimizer] = optimizer.state
 
     def state_of(self, optimizer: Optimizer) -> str:
         """Origin of its state, the same on ranks that load the same state."""
@@ -294,15 +292,18 @@ class ReplicaWatch:
             self._edited = loaded or self._signs != self._signs_now(self._weights)
         return self._edited
 
-    def refuse_unlike(self, *, changed: bool) -> None:
+    def refuse_unlike(self, optimizers: Iterable[Optimizer], *, changed: bool) -> None:
         """If weights have `changed` on some rank, compare them completely, and raise RunError on
-        all ranks if they differ. Whole group, int64 [1], then the cost of `check_replicas`."""
+        all ranks if they differ. Whole group, int64 [1], then the cost of `check_replicas`.
+        Accept the state of `optimizers`, which ranks have just compared."""
         if changed:
             told = all_gather_numbers(self._comm, int(self._edited))
             self._edited = True
             edited = [rank for rank, number in enumerate(told) if number]
             check_replicas(self._named, self._comm, edited=edited)
             self._edited, self._turn = False, 0  # from here on all ranks sample the same elements
+        # Now, since a hook may end the update.
+        self._states.update((optimizer, optimizer.state) for optimizer in optimizers)
 
     @property
     def sample(self) -> int:
@@ -329,6 +330,7 @@ class ReplicaWatch:
         return signs
 
 
+@dataclass(eq=False)
 class Stopwatch:
     """Measures one interval: `start`, `stop`, and later `seconds()`.
 
@@ -336,10 +338,9 @@ class Stopwatch:
     synchronise the step. Wall-clock time would measure the launch there, not the work.
     """
 
-    def __init__(self, *, on_cuda: bool) -> None:
-        self._on_cuda = on_cuda
-        self._first: Any = None
-        self._last: Any = None
+    on_cuda: bool
+    _first: Any = None
+    _last: Any = None
 
     def start(self) -> None:
         """Mark the beginning."""
@@ -356,13 +357,13 @@ class Stopwatch:
         """
         if self._first is None or self._last is None:
             return 0.0
-        if not self._on_cuda:
+        if not self.on_cuda:
             return self._last - self._first
         self._last.synchronize()
         return self._first.elapsed_time(self._last) / 1000
 
     def _now(self) -> Any:
-        if not self._on_cuda:
+        if not self.on_cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
@@ -445,6 +446,7 @@ _CUDA_STEPS = 100
 """Steps between two checks of the gradients on CUDA, where each check waits for the device."""
 
 
+@dataclass(eq=False)
 class NonFinite:
     """Warns when this rank's gradients become nan or inf, before sums hide which rank caused it.
     Warns once, until they are finite again.
@@ -453,10 +455,9 @@ class NonFinite:
     non-finite value in one layer's activations reaches norms and biases of all layers before it.
     """
 
-    def __init__(self) -> None:
-        self._step = 0
-        self._said = False
-        self._found: list[str] = []
+    _step: int = 0
+    _said: bool = False
+    _found: list[str] = field(default_factory=list)
 
     def is_due(self, *, on_cuda: bool) -> bool:
         """Whether to check in this step."""

@@ -28,7 +28,7 @@ from gradsync.sync.layout import (
     runs_of,
     share_blocks,
 )
-from gradsync.sync.ownership.elementwise import PieceOptimizer, group_numbers, state_like
+from gradsync.sync.ownership.elementwise import PieceOptimizer, state_like
 from gradsync.sync.shares import State
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ class HostUpdate(PieceOptimizer):
         flats: Sequence[Flat],
         weights: Sequence[SharedWeights],
     ) -> None:
-        groups = group_numbers(optimizer.param_groups)
+        groups = {id(p): n for n, g in enumerate(optimizer.param_groups) for p in g["params"]}
         self._parameters: dict[int, Tensor] = {}
         self._whole: dict[int, State] = {}
         """The optimizer's parameters, and their whole state in shared memory, by index."""
@@ -257,7 +257,7 @@ class HostUpdate(PieceOptimizer):
                 "share one copy of it: put new tensors in its place, or replicate with "
                 "update='whole'"
             )
-        values = _values_of(state)
+        values = [value for entry in state.values() for value in entry.values()]
         same = self._seen is state and len(values) == len(self._values)
         if same and all(map(operator.is_, values, self._values)):
             return
@@ -329,7 +329,8 @@ class HostUpdate(PieceOptimizer):
             if entry:
                 optimizer.state[self._parameters[index]] = entry
         self._shown.update(indices)
-        self._seen, self._values = optimizer.state, _values_of(optimizer.state)
+        self._seen = optimizer.state
+        self._values = [value for entry in optimizer.state.values() for value in entry.values()]
         self._versions = list(map(version, self._memory))
 
     def give_back(self, optimizer: Optimizer) -> None:
@@ -340,10 +341,6 @@ class HostUpdate(PieceOptimizer):
             for name, value in entry.items():
                 if isinstance(value, torch.Tensor):
                     entry[name] = value.clone()
-
-
-def _values_of(state: Mapping[Any, State]) -> list[Any]:
-    return [value for entry in state.values() for value in entry.values()]
 
 
 def _copies(_: Optimizer, state_dict: State) -> State:

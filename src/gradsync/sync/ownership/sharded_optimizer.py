@@ -33,9 +33,8 @@ from gradsync.errors import ConfigError
 from gradsync.sync.layout import BucketPlan, Item, Piece, pieces_of_shard, plan_buckets
 from gradsync.sync.ownership.elementwise import (
     PieceOptimizer,
-    check_elementwise,
-    group_numbers,
     warn_of_threads,
+    why_not_elementwise,
 )
 from gradsync.sync.shares import HeldState, Owners, Share, State, flat_state, is_elementwise
 from gradsync.world import World
@@ -78,7 +77,7 @@ class ShardedBucket(PieceOptimizer):
         ]
         """The elements of each of `pieces`, flat, in the memory of its parameter."""
         self._addresses = [parameter.data_ptr() for parameter in self.parameters]
-        numbers = group_numbers(optimizer.param_groups)
+        numbers = {id(p): n for n, g in enumerate(optimizer.param_groups) for p in g["params"]}
         pairs = zip(self.parameters, self.tensors, strict=True)
         own = [(numbers[id(p)], tensor) for p, tensor in pairs if id(p) in numbers]
         super().__init__(optimizer_class, optimizer.defaults, optimizer.param_groups, own)
@@ -340,7 +339,8 @@ class ShardedOptimizer(Optimizer):
         elementwise: bool = False,
         **defaults: Any,
     ) -> None:
-        check_elementwise(optimizer_class, elementwise)
+        if not elementwise and (why := why_not_elementwise(optimizer_class)):
+            raise ConfigError(why)
         self._class = optimizer_class
         self._comm = comm or communicator(world)
         self._update: Any = None

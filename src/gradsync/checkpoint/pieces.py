@@ -11,16 +11,17 @@ ranks, cut in any way, takes its part from that. No torch before tensors are joi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from gradsync.errors import CheckpointError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+T = TypeVar("T")
 Places = Mapping[str, Mapping[str, Any]]
 """The tensors of one file: name -> {"whole": shape of the whole tensor, "start": first index of
 a box in each dimension}, or "flat": [begin, end) in place of "start", a run of its elements."""
@@ -132,26 +133,23 @@ def is_part(stem: str) -> bool:
     return stem.startswith("part-")
 
 
-class PartFiles(Mapping[str, Mapping[str, "Tensor"]]):
-    """Files by name (`stems`), produced in this order, read once, and then dropped.
+class InOrder(Mapping[str, T]):
+    """Values by name, each produced by `take(name)` when it is asked for: once, in order."""
 
-    Their tensors may be `ArrivingTensors`.
-    """
-
-    def __init__(self, stems: Sequence[str], contents: Iterator[Mapping[str, Tensor]]) -> None:
-        self._stems, self._contents = tuple(stems), contents
+    def __init__(self, names: Iterable[str], take: Callable[[str], T]) -> None:
+        self._names, self._take = tuple(names), take
         self._taken = 0
 
-    def __getitem__(self, stem: str) -> Mapping[str, Tensor]:
-        assert stem == self._stems[self._taken], "each file once, in order"
+    def __getitem__(self, name: str) -> T:
+        assert name == self._names[self._taken], "each once, in order"
         self._taken += 1
-        return next(self._contents)
+        return self._take(name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._stems)
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._stems)
+        return len(self._names)
 
 
 def places_of(pieces: Mapping[str, AnyPiece]) -> dict[str, dict[str, list[int]]]:

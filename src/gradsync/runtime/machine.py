@@ -12,8 +12,6 @@ from pathlib import Path
 
 import psutil
 
-from gradsync.core.files import counted
-
 _CPU_INFO = Path("/proc/cpuinfo")
 _GROUPS = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
@@ -54,12 +52,6 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def busy(load: float, cores: int) -> str:
-    """A message if the load of the last minute leaves too few cores for a new run, else ""."""
-    said = f"this machine was busy in the last minute: load {load:.1f} on {counted(cores, 'core')}"
-    return said if load > 0.5 * cores else ""
 
 
 def choose_threads(local_world_size: int, *, requested: int | None = None) -> int:

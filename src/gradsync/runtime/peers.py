@@ -86,11 +86,8 @@ class Peers:
         """Ranks that have left in good order."""
         return list(filter(self.has_left, self._others))
 
-    def unheard(self) -> list[int]:
-        """Ranks that have neither read why the run ends nor left."""
-        return self._without(HEARD, LEFT)
-
-    def _without(self, *words: bytes) -> list[int]:
+    def without(self, *words: bytes) -> list[int]:
+        """Ranks whose record of what they notice is none of `words`."""
         return [rank for rank in self._others if self._store.get(f"noticed/{rank}") not in words]
 
     # -- what this rank publishes -----------------------------------------------------------------
@@ -125,7 +122,7 @@ class Peers:
         until the others know it too."""
         self.notice(SETTLED)
         if self.rank == 0:
-            wait_until(lambda: len(self._without(SETTLED, HEARD)) <= num_silent, deadline_s)
+            wait_until(lambda: len(self.without(SETTLED, HEARD)) <= num_silent, deadline_s)
 
     # -- who is dead or silent --------------------------------------------------------------------
 
@@ -151,9 +148,8 @@ class Peers:
         end because they know which ranks are silent, announce it first."""
         if self._connections is None:
             return []
-        self._connections.keep_up()
         ended = self._connections.num_ended()
-        if not ended or ended <= len(self._others) - len(self._without(LEFT, SETTLED)):
+        if not ended or ended <= len(self._others) - len(self.without(LEFT, SETTLED)):
             return []
         before, self._last_look = self._last_look, self.beats()
         return self.silent_since(before) if before else []
@@ -168,7 +164,7 @@ class Peers:
         """Ranks whose heartbeat has stood still since `before` without a record of the reason. A
         rank that has only noticed a failure beats on, or is a slow process of this host."""
         beats = self.beats()
-        still = [r for r in self._without(SETTLED, HEARD, LEFT) if beats[r] == before[r]]
+        still = [r for r in self.without(SETTLED, HEARD, LEFT) if beats[r] == before[r]]
         slow = [r for r in still if r in self._seen and process_state(self.pids[r]) == RUNS]
         return [rank for rank in still if not (rank in slow and self.has_noticed(rank))]
 

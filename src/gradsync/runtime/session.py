@@ -184,7 +184,7 @@ class Session:
         orderly = error is None or (isinstance(error, SystemExit) and error.code in _ORDERLY_EXITS)
         watch, self.watch = self.watch, None
         if error is not None and watch is not None:
-            watch.sampler.hold()
+            watch.sampler.held = True
         cause = None
         if orderly:
             self._put_hook_back()
@@ -260,7 +260,7 @@ class Session:
                 meeting.records, self.world, hosts, interface=interface, deadline_s=deadline_s
             )
         self._make_group(meeting, interface)
-        connections.learn_pairs()
+        connections.learn(pairs=True)
         store = meeting.second_connection()
         connections.learn()
         self.stacks.private_name = meeting.records.name("stacks")

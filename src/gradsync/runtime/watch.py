@@ -43,6 +43,7 @@ from gradsync.runtime.failure import (
     read_failure,
     symptom,
 )
+from gradsync.runtime.frames import read_stack, stack_lines
 from gradsync.runtime.peers import Peers
 from gradsync.runtime.signals import (
     INTERRUPTED,
@@ -52,7 +53,7 @@ from gradsync.runtime.signals import (
     stop_asked_for,
 )
 from gradsync.runtime.stacks import StackFiles
-from gradsync.runtime.store import HEARD, NOTICED, SignedStore, wait_until
+from gradsync.runtime.store import HEARD, LEFT, NOTICED, SignedStore, wait_until
 from gradsync.runtime.waiting import WaitReport
 
 REPORT_S = 10.0
@@ -130,7 +131,10 @@ class FailureWatch:
         trouble = communication_error(error)
         try:
             if trouble is None:
-                _leave_to_say(error, self._rank, self._publish(error))
+                first = self._publish(error)
+                mine = describe(error, self._rank)
+                if first is not None and first == replace(mine, rank=first.rank):
+                    setattr(error, SAID_BY_ANOTHER, True)
                 return None
             with self.peers.told_of_life(self._doing, self._interval_s):
                 return self._settle_trouble(error, trouble)
@@ -209,7 +213,7 @@ class FailureWatch:
         if self._rank == 0 and not self.peers.hosted_by_agent:
             # The serving rank stays until the others have heard. Its own farewell counts.
             until, failed = time.monotonic() + _SILENT_S, {failure.rank}
-            wait_until(lambda: failed.issuperset(self.peers.unheard()), until)
+            wait_until(lambda: failed.issuperset(self.peers.without(HEARD, LEFT)), until)
         return failure.as_error()
 
     def _publish(
@@ -220,13 +224,13 @@ class FailureWatch:
         if self._store.claim("failure", record) != record:
             return self._read()
         say_interrupted(error, f"rank {self._rank} ")
-
-        def all_heard() -> bool:
-            gone = {*self._waits.silent, *self.peers.ended()}
-            return gone.issuperset(self.peers.unheard())
-
         with suppress(self._store_gone):  # rank 0 serves it, and leaves once it has heard
-            wait_until(all_heard, time.monotonic() + _HEARD_S)
+            wait_until(
+                lambda: {*self._waits.silent, *self.peers.ended()}.issuperset(
+                    self.peers.without(HEARD, LEFT)
+                ),
+                time.monotonic() + _HEARD_S,
+            )
         return None
 
     def _claim(self, said: str, code: int = 1) -> None:
@@ -308,17 +312,12 @@ class FailureWatch:
         threading.Timer(_LAST_WORDS_S, os._exit, (1,)).start()
         with suppress(Exception):
             if code == LatePeerError.exit_code and not self._doing.waits:
-                message += f"\n--- rank {self._rank} was here ---\n{self.sampler.stack().rstrip()}"
+                stack = "".join(stack_lines(read_stack(self.sampler.thread)))
+                message += f"\n--- rank {self._rank} was here ---\n{stack.rstrip()}"
             if code != INTERRUPTED:  # the rank that Ctrl-C hit reports it for all
                 _say(f"gradsync: error: [rank {self._rank}] {printable(message)}\n")
             sys.stdout.flush()
         os._exit(code if code == LatePeerError.exit_code else 1)
-
-
-def _leave_to_say(error: BaseException, rank: int, first: Failure | None) -> None:
-    """Mark `error` if it equals the error of the `first` rank, on this host too."""
-    if first is not None and first == replace(describe(error, rank), rank=first.rank):
-        setattr(error, SAID_BY_ANOTHER, True)
 
 
 def _because(cause: RunError, error: BaseException) -> RunError:

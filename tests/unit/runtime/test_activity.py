@@ -220,7 +220,7 @@ def test_after_an_error_the_last_look_stays() -> None:
         until = time.monotonic() + 20.0
         while not (last := sampler.sample(1)).waits:
             assert time.monotonic() < until
-        sampler.hold()
+        sampler.held = True
     assert sampler.sample(2) == replace(last, beat=2), "also where its thread has gone on"
 
 

@@ -39,11 +39,6 @@ class SavedPiece:
     """Length of the box, for each dimension."""
 
     @property
-    def numel(self) -> int:
-        """Elements of the box."""
-        return prod(self.shape)
-
-    @property
     def slices(self) -> tuple[slice, ...]:
         """The box as an index into the whole tensor."""
         return tuple(slice(a, a + n) for a, n in zip(self.start, self.shape, strict=True))

@@ -116,18 +116,16 @@ def end_workers(batches: object) -> None:
 # -- torch's DDP ----------------------------------------------------------------------------------
 
 
-def ddp_without_buffer_sync() -> dict[str, Any]:
-    """The DDP argument that leaves buffers alone in the forward: renamed in torch 2.13."""
-    known = inspect.signature(DistributedDataParallel.__init__).parameters
-    name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-    return {name: False}
-
-
 def regroup_ddp_buckets(ddp: DistributedDataParallel) -> None:
     """Regroup buckets as DDP's forward does after the first synchronised backward."""
     if ddp.reducer._rebuild_buckets():
         ddp._has_rebuilt_buckets = True
 
+
+_DDP_ARGUMENTS = inspect.signature(DistributedDataParallel.__init__).parameters
+_SYNCS = "forward_sync_buffers" if "forward_sync_buffers" in _DDP_ARGUMENTS else "broadcast_buffers"
+DDP_WITHOUT_BUFFER_SYNC: dict[str, Any] = {_SYNCS: False}
+"""The argument of DDP that leaves buffers alone in the forward: renamed in torch 2.13."""
 
 active_ddp: Callable[[], DistributedDataParallel | None] = partial(
     getattr, DistributedDataParallel, "_active_ddp_module"
@@ -264,12 +262,8 @@ def rank_processes(agent: Any) -> list[Any]:
     return [each for _, each in sorted(context.subprocess_handlers.items())] if context else []
 
 
-def close_streams(process: Any) -> None:
-    """Close a rank's log files; torch does not close those of successful ranks."""
-    for stream in (process._stdout, process._stderr):
-        if stream is not None:
-            stream.close()
-
+log_files: Callable[[Any], tuple[Any, Any]] = attrgetter("_stdout", "_stderr")
+"""A rank's log files, or None; torch does not close those of successful ranks."""
 
 kill_ranks = methodcaller("_shutdown", signal.SIGKILL)
 """End all local ranks of an agent at once."""

@@ -26,7 +26,7 @@ from itertools import takewhile
 from typing import ParamSpec, TypeVar
 
 from gradsync.core.files import one_line
-from gradsync.runtime.frames import PACKAGE, Frame, is_library, mark_call, read_stack
+from gradsync.runtime.stacks import PACKAGE, Frame, is_library, mark_call, read_stack
 
 P = ParamSpec("P")
 R = TypeVar("R")

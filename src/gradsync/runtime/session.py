@@ -38,8 +38,7 @@ from gradsync.runtime.device import (
     device_identity,
 )
 from gradsync.runtime.gloo_group import finish_sending, wait_until_workers_sleep
-from gradsync.runtime.machine import choose_threads, pin_threads
-from gradsync.runtime.memory import keep_freed_memory
+from gradsync.runtime.machine import choose_threads, keep_freed_memory, pin_threads
 from gradsync.runtime.network import PeerConnections, interface_towards
 from gradsync.runtime.peers import Peers
 from gradsync.runtime.rendezvous import Meeting, check_reach, meet

@@ -43,16 +43,15 @@ from gradsync.runtime.failure import (
     read_failure,
     symptom,
 )
-from gradsync.runtime.frames import read_stack, stack_lines
 from gradsync.runtime.peers import Peers
 from gradsync.runtime.signals import (
     INTERRUPTED,
     SAID_BY_ANOTHER,
+    StopRequest,
     say_interrupted,
     signal_when_parent_ends,
-    stop_asked_for,
 )
-from gradsync.runtime.stacks import StackFiles
+from gradsync.runtime.stacks import StackFiles, read_stack, stack_lines
 from gradsync.runtime.store import HEARD, LEFT, NOTICED, SignedStore, wait_until
 from gradsync.runtime.waiting import WaitReport
 
@@ -162,14 +161,19 @@ class FailureWatch:
         )
         failure, cause = self._read(), None
         if failure is None:
-            silent = self.peers.ended() or self.peers.silent_for(3 * self._interval_s)
+            silent = self.peers.ended()
+            if not silent:
+                before = self.peers.beats()
+                time.sleep(3 * self._interval_s)
+                silent = self.peers.silent_since(before)
             if silent:
                 said = self.peers.obituary(silent)
                 seen = f"this rank ({self._rank}) saw: {trouble}{self._keep_stacks(error)}"
                 lives = not self.peers.ended() and all(r in self.peers.pids for r in silent)
                 code = LatePeerError.exit_code if lives and is_late(trouble) else 1
                 # Ranks without a connection to the silent ones would only see us leave.
-                self._claim(said, code)
+                record = Failure(-1, "", said, "", code, stuck=True).record()
+                self._store.claim("failure", record)
                 self.peers.settle(len(silent), time.monotonic() + _SILENT_S)
                 return _because(PeerError(f"{said}; {seen}", exit_code=code), error)
             kept = self._keep_stacks(error)
@@ -233,10 +237,6 @@ class FailureWatch:
             )
         return None
 
-    def _claim(self, said: str, code: int = 1) -> None:
-        """Record the message `said` for ranks that died without a record."""
-        self._store.claim("failure", Failure(-1, "", said, "", code, stuck=True).record())
-
     def _read(self) -> Failure | None:
         if self._seen is None and (record := self._store.get("failure")) is not None:
             self._seen = read_failure(record)
@@ -280,9 +280,10 @@ class FailureWatch:
                 self._publish(late, stuck=True)
                 self._end_process(str(late), late.exit_code)
             if not self.peers.hosted_by_agent:
-                self._server_left = self.peers.has_left(0)
+                self._server_left = self.peers.noticed(0) == LEFT
             if lost := self.peers.dead() or (beat % _BEATS_A_LOOK == 0 and self.peers.cut_off()):
-                self._claim(said := self.peers.obituary(lost))
+                said = self.peers.obituary(lost)
+                self._store.claim("failure", Failure(-1, "", said, "", stuck=True).record())
                 self._read()  # tells the others that this rank knows; its heartbeat has stopped
                 return said + self._keep_stacks()
         except self._store_gone as gone:
@@ -294,14 +295,15 @@ class FailureWatch:
     def _late_for_a_stop(self) -> LatePeerError | None:
         """Ranks agree on a stop at the end of a step. A rank that does not get there would hold up
         the others until the launcher or the scheduler kills all."""
-        if not (asked := stop_asked_for()):
+        stop = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
+        if not isinstance(stop, StopRequest) or not stop.requested:
             return None
         now = time.monotonic()
         self._stop_seen = self._stop_seen or now
         if not self._waits.stuck or now - self._stop_seen < self._waits.report_s:
             return None
         return LatePeerError(
-            f"{asked} asked for a stop {now - self._stop_seen:.0f} s ago, but "
+            f"{stop.signal_name} asked for a stop {now - self._stop_seen:.0f} s ago, but "
             f"{self._waits.places(self._waits.stuck)}; ended without another checkpoint"
             f"{self._keep_stacks()}"
         )

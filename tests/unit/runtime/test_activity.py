@@ -24,7 +24,7 @@ from gradsync.runtime.activity import (
     read_activity,
     waiting_frame,
 )
-from gradsync.runtime.frames import Frame, read_stack
+from gradsync.runtime.stacks import Frame, read_stack
 
 PACKAGE = Path(activity.__file__).parents[1]
 TORCH = str(Path(torch.__file__).parent)

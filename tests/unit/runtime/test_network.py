@@ -152,8 +152,6 @@ class Ended:
     def __init__(self, number: int) -> None:
         self.number = number
 
-    def keep_up(self) -> None: ...
-
     def num_ended(self) -> int:
         return self.number
 

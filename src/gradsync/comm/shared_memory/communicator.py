@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradsync.comm.base import Communicator, Messages, ReduceOp, Work
+from gradsync.comm.base import Communicator, ReduceOp, Work
 from gradsync.comm.p2p_collectives import COMBINE
 from gradsync.comm.process_group import AllOf, ProcessGroupCommunicator, Then, draw_channel
 from gradsync.comm.shared_memory.ordered_ops import (
@@ -66,12 +66,13 @@ class SharedMemoryCommunicator:
         self.base = base
         self.rank = base.rank
         self.world_size = base.world_size
+        self.exchange = base.exchange
         memories, pids = map_together(base, [PAGE_BYTES + 2 * STAGE_BYTES] * base.world_size)
         self.number = draw_channel(base) + 1
         """Identifies this communicator, equal on all ranks; positive."""
         self.flags = Flags(self.rank, [memory[:PAGE_BYTES] for memory in memories])
         self.patience = Patience(self.rank, pids, timeout_s)
-        self._ops = OrderedOps(self.flags, self.patience)
+        self.ops = OrderedOps(self.flags, self.patience)
         stages = [memory[PAGE_BYTES:] for memory in memories]
         self._halves = [[stage[:STAGE_BYTES] for stage in stages]]
         self._halves.append([stage[STAGE_BYTES:] for stage in stages])
@@ -81,11 +82,6 @@ class SharedMemoryCommunicator:
         self._num_regions = 0
         # Needed even if `close` is never called: peers may be waiting, and descriptors are open.
         self._leave = weakref.finalize(self, _leave, self.flags, self.patience, os.getpid())
-
-    @property
-    def is_open(self) -> bool:
-        """False once closed or broken by a failed operation; peers may notice later."""
-        return self._ops.broken is None
 
     # -- memory
 
@@ -133,7 +129,7 @@ class SharedMemoryCommunicator:
         share writes. After `wait`, any rank may read data written in the share. Ranks that run
         another operation, by its name `what`, at the same time raise an error.
         """
-        return self._ops.submit(OrderedOp(what, share=share))
+        return self.ops.submit(OrderedOp(what, share=share))
 
     # -- collectives
 
@@ -150,7 +146,7 @@ class SharedMemoryCommunicator:
         mine = even_parts(flat.numel(), self.world_size)[self.rank]
         operands, pairs = [part[mine] for part in parts], pairs_of_tree(self.world_size)
         share = partial(reduce_in_place, operands, pairs, 0, operands, op)
-        return self._ops.submit(_op("all_reduce", flat, (op, place), share=share))
+        return self.ops.submit(_op("all_reduce", flat, (op, place), share=share))
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Work:
         """See `Communicator.broadcast`."""
@@ -162,7 +158,7 @@ class SharedMemoryCommunicator:
             prepare = partial(stage.copy_, piece) if here else lambda: None
             share = None if here else partial(piece.copy_, stage)
             op = _op("broadcast", piece, (src,), prepare, share, alone=True)
-            works.append(self._ops.submit(op))
+            works.append(self.ops.submit(op))
         return _home(AllOf(works), flat, home)
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
@@ -187,16 +183,12 @@ class SharedMemoryCommunicator:
 
     def barrier(self) -> None:
         """See `Communicator.barrier`."""
-        self._ops.submit(OrderedOp("barrier", alone=True)).wait()
-
-    def exchange(self, sends: Messages, receives: Messages, channel: int = 0, /) -> Work:
-        """See `Messenger.exchange`."""
-        return self.base.exchange(sends, receives, channel)
+        self.ops.submit(OrderedOp("barrier", alone=True)).wait()
 
     def close(self) -> None:
         """Leave the communicator for good, and notify peers that wait for this rank."""
         self._leave()
-        self._ops.close()
+        self.ops.close()
         self._regions.clear()
 
     # -- tensors in private memory, flat, a piece at a time through the buffers
@@ -211,7 +203,7 @@ class SharedMemoryCommunicator:
         stages = self._next(flat)
         prepare = partial(stages[self.rank].copy_, flat)
         share = partial(reduce_into, flat, stages, op)
-        return self._ops.submit(_op("all_reduce", flat, (op,), prepare, share, alone=True))
+        return self.ops.submit(_op("all_reduce", flat, (op,), prepare, share, alone=True))
 
     def _large(self, flat: Tensor, op: ReduceOp) -> Work:
         stages, me = self._next(flat), self.rank
@@ -233,7 +225,7 @@ class SharedMemoryCommunicator:
             for rank, part in others:
                 flat[part].copy_(stages[rank][part])
 
-        return self._ops.submit(_op("all_reduce", flat, (op,), prepare, share, take))
+        return self.ops.submit(_op("all_reduce", flat, (op,), prepare, share, take))
 
     def _gather(self, rows: Tensor, flat: Tensor) -> Work:
         stages = self._next(flat)
@@ -243,7 +235,7 @@ class SharedMemoryCommunicator:
                 row.copy_(stage)
 
         prepare = partial(stages[self.rank].copy_, flat)
-        return self._ops.submit(_op("all_gather", flat, (), prepare, share, alone=True))
+        return self.ops.submit(_op("all_gather", flat, (), prepare, share, alone=True))
 
     def _scatter(self, out: Tensor, rows: Tensor, op: ReduceOp) -> Work:
         stages, me = [stage.view(rows.shape) for stage in self._next(rows)], self.rank
@@ -254,7 +246,7 @@ class SharedMemoryCommunicator:
             reduce_into(out, operands, op)
 
         prepare = partial(stages[me].copy_, rows)
-        return self._ops.submit(_op("reduce_scatter", out, (op,), prepare, share, alone=True))
+        return self.ops.submit(_op("reduce_scatter", out, (op,), prepare, share, alone=True))
 
 
 def _op(kind: str, flat: Tensor, key: tuple[object, ...], *actions: Any, **named: Any) -> OrderedOp:
@@ -386,7 +378,7 @@ def fastest(
     if not is_group or device.type != "cpu" or base.world_size == 1:
         return base
     # Ranks drop communicators, and notice a broken one, at different times.
-    over = [c for c in present if getattr(c.base, "group", None) is base.group and c.is_open]
+    over = [c for c in present if getattr(c.base, "group", None) is base.group and not c.ops.broken]
     number = over[-1].number if over else 0  # numbers are random, without order
     if same_number(base, number) and number:
         return over[-1]

@@ -257,7 +257,8 @@ class OrderedOps:
         op.signature = zlib.crc32(repr((op.what, op.key)).encode())
         early = op.prepare is None and (not self._queue or self._queue[-1].arrived)
         if early and not self._flags.behind(DONE, op.number - NUM_SIGNATURES):
-            self._arrive(op)
+            self._flags.arrive(op.number, op.signature)
+            op.arrived = True
         self._queue.append(op)
         while self._queue and self._go_on(self._queue[0], waiting=False):
             self._queue.popleft()
@@ -276,10 +277,6 @@ class OrderedOps:
         self._queue.clear()
         self.broken = RunError("this shared-memory communicator is closed")
 
-    def _arrive(self, op: OrderedOp) -> None:
-        self._flags.arrive(op.number, op.signature)
-        op.arrived = True
-
     def _go_on(self, op: OrderedOp, *, waiting: bool) -> bool:
         """Advance the queue's first operation as far as peers allow; returns whether it is over."""
         flags, number = self._flags, op.number
@@ -287,7 +284,8 @@ class OrderedOps:
             if not self._all_at(DONE, number - 1, op, waiting=waiting):
                 return False
             self._act(op, op.prepare)
-            self._arrive(op)
+            flags.arrive(number, op.signature)
+            op.arrived = True
         if not op.shared:
             if not self._all_at(DONE, number - 1, op, waiting=waiting):
                 return False

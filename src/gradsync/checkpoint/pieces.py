@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 T = TypeVar("T")
+PART = "part-"
+"""Prefix of a file of parts; other files hold whole tensors."""
 Places = Mapping[str, Mapping[str, Any]]
 """The tensors of one file: name -> {"whole": shape of the whole tensor, "start": first index of
 a box in each dimension}, or "flat": [begin, end) in place of "start", a run of its elements."""
@@ -120,12 +122,7 @@ def join(name: str, pieces: Sequence[tuple[AnyPiece, Tensor]]) -> Tensor:
 
 def part_stem(index: int, count: int) -> str:
     """Name of the file of part `index` of `count`, without its suffix."""
-    return f"part-{index:05d}-of-{count:05d}"
-
-
-def is_part(stem: str) -> bool:
-    """Whether a file holds parts, not whole tensors."""
-    return stem.startswith("part-")
+    return f"{PART}{index:05d}-of-{count:05d}"
 
 
 class InOrder(Mapping[str, T]):

@@ -45,7 +45,7 @@ from gradsync.checkpoint.manifest import (
     Manifest,
     check_json,
 )
-from gradsync.checkpoint.pieces import Places, is_part, join_files
+from gradsync.checkpoint.pieces import PART, Places, join_files
 from gradsync.checkpoint.tensor_file import (
     ArrivingTensors,
     encode_tensors,
@@ -176,7 +176,7 @@ class CheckpointStore:
         manifest.verify(path)
         tensors = _read_files(path, manifest)
         try:
-            parts = [stem for stem in tensors if is_part(stem) and manifest.places]
+            parts = [stem for stem in tensors if stem.startswith(PART) and manifest.places]
             tensors |= join_files({stem: tensors.pop(stem) for stem in parts}, manifest.places)
             # A clip norm may be infinite.
             state = parse_json(read_bytes(path / _STATE_NAME), finite=False)
@@ -290,7 +290,7 @@ def _read_files(path: Path, manifest: Manifest) -> dict[str, dict[str, Tensor]]:
 
 def _is_learnt(stem: str, name: str) -> bool:
     """Whether nan or inf in this tensor prevents a resume."""
-    return (name.partition("/")[0] if is_part(stem) else stem) in _LEARNT
+    return (name.partition("/")[0] if stem.startswith(PART) else stem) in _LEARNT
 
 
 def _plain(path: Path) -> str:

@@ -275,7 +275,8 @@ class FailureWatch:
                     self._keep_stacks()
                 return str(failure.as_error())
             if said := self._waits.news(self._doing, time.monotonic(), self.peers.everyone):
-                _say(f"gradsync: {said}\n")
+                sys.stderr.write(f"gradsync: {said}\n")
+                sys.stderr.flush()
             if late := self._late_for_a_stop():
                 self._publish(late, stuck=True)
                 self._end_process(str(late), late.exit_code)
@@ -317,7 +318,8 @@ class FailureWatch:
                 stack = "".join(stack_lines(read_stack(self.sampler.thread)))
                 message += f"\n--- rank {self._rank} was here ---\n{stack.rstrip()}"
             if code != INTERRUPTED:  # the rank that Ctrl-C hit reports it for all
-                _say(f"gradsync: error: [rank {self._rank}] {printable(message)}\n")
+                sys.stderr.write(f"gradsync: error: [rank {self._rank}] {printable(message)}\n")
+                sys.stderr.flush()
             sys.stdout.flush()
         os._exit(code if code == LatePeerError.exit_code else 1)
 
@@ -325,8 +327,3 @@ class FailureWatch:
 def _because(cause: RunError, error: BaseException) -> RunError:
     cause.__cause__ = error
     return cause
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(text)
-    sys.stderr.flush()

@@ -123,7 +123,7 @@ class Peers:
     def ended(self) -> list[int]:
         """Ranks of this host whose process has ended without a record of the reason."""
         gone = (rank for rank, pid in self.pids.items() if process_state(pid) == "ended")
-        return [rank for rank in gone if not self.noticed(rank)]
+        return [rank for rank in gone if self.noticed(rank) is None]
 
     def dead(self) -> list[int]:
         """Ranks of this host whose process has ended without a record, and whose heartbeat stood
@@ -154,7 +154,7 @@ class Peers:
         beats = self.beats()
         still = [r for r in self.without(SETTLED, HEARD, LEFT) if beats[r] == before[r]]
         slow = [r for r in still if r in self._seen and process_state(self.pids[r]) == RUNS]
-        return [rank for rank in still if not (rank in slow and self.noticed(rank))]
+        return [rank for rank in still if not (rank in slow and self.noticed(rank) is not None)]
 
     # -- what is said of them ---------------------------------------------------------------------
 

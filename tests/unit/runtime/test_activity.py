@@ -242,7 +242,7 @@ def test_what_a_call_holds_goes_with_it_though_it_was_sampled() -> None:
 
     with thread_in(calls) as (sampler, _):
         until = time.monotonic() + 20.0
-        while waiting_frame(read_stack(sampler._thread)) is None:
+        while waiting_frame(read_stack(sampler.thread)) is None:
             assert time.monotonic() < until
         assert [sampler.sample(beat).waits for beat in range(3)] == [True] * 3
         over.set()

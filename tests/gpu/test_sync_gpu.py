@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradsync.comm.process_group import ProcessGroupCommunicator
+from gradsync.core.torch_private import backend_of
 from gradsync.sync import comm_hook
 from gradsync.sync.registry import STRATEGIES
 from support.engine_cases import pretend_hosts
@@ -79,7 +80,7 @@ def test_collectives_of_nccl(dtype: torch.dtype, nccl: ProcessGroupCommunicator)
     nccl.all_reduce(small).wait()
     assert small.tolist() == [0, 1, 2]
     nccl.barrier()
-    assert nccl.backend_for(torch.device(CUDA)) == "nccl"
+    assert backend_of(nccl.group, CUDA).name() == "nccl"
 
 
 @pytest.mark.parametrize("name", comm_hook.STRATEGIES)

@@ -109,7 +109,7 @@ def _two_models(rank: int, world_size: int, store_path: str) -> list[float]:
             handles[1].backward(used.square().sum(), weight=4, reduction="sum")
         reducer: Any = handles[1].reducer
         for work in reducer._works:
-            work._works[0].wait()  # its all-reduce is under way
+            work.works[0].wait()  # its all-reduce is under way
         metric = torch.full((reducer.buckets[0].plan.numel,), float(rank + 1))
         dist.all_reduce(metric)
         for handle, optimizer in zip(handles, optimizers, strict=True):

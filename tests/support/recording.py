@@ -32,16 +32,7 @@ class RecordingCommunicator:
         self.sent_messages = 0
         """Messages this rank has sent by `exchange`; empty ones are not counted."""
         self._lock = threading.Lock()
-
-    @property
-    def rank(self) -> int:
-        """Index of this rank."""
-        return self.inner.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self.inner.world_size
+        self.rank, self.world_size = inner.rank, inner.world_size
 
     @property
     def sent_bytes(self) -> int:

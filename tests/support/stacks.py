@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from gradsync.runtime.frames import read_stack, running_threads, stack_lines
+from gradsync.runtime.stacks import read_stack, running_threads, stack_lines
 
 
 def all_stacks() -> str:

@@ -107,25 +107,17 @@ class Manifest:
                 raise CheckpointError(f"{path}: SHA-256 is {digest}, expected {record.sha256}")
 
 
-def json_bytes(value: object, what: str) -> bytes:
-    """Encode `value` as JSON text that reads back equal; `what` names it in errors.
-
-    CheckpointError for a value that JSON would change (a tuple, a key that is a number) or cannot
-    hold, named by its path.
-    """
-    _check_json(value, what)
-    return json.dumps(value, indent=1).encode()
-
-
-def _check_json(value: object, path: str) -> None:
+def check_json(value: object, path: str) -> None:
+    """CheckpointError for a value that JSON would change (a tuple, a key that is a number) or
+    cannot hold, named by its `path`."""
     if isinstance(value, dict):
         for key, item in value.items():
             if type(key) is not str:
                 raise CheckpointError(f"{path}: key {key!r} is not text, JSON cannot keep it")
-            _check_json(item, f"{path}.{key}")
+            check_json(item, f"{path}.{key}")
     elif isinstance(value, list):
         for index, item in enumerate(value):
-            _check_json(item, f"{path}[{index}]")
+            check_json(item, f"{path}[{index}]")
     elif value is not None and type(value) not in (str, int, float, bool):
         raise CheckpointError(
             f"{path}: {type(value).__name__} cannot be kept in JSON; expected a dict, list, str, "

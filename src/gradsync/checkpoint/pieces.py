@@ -11,16 +11,19 @@ ranks, cut in any way, takes its part from that. No torch before tensors are joi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from gradsync.errors import CheckpointError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+T = TypeVar("T")
+PART = "part-"
+"""Prefix of a file of parts; other files hold whole tensors."""
 Places = Mapping[str, Mapping[str, Any]]
 """The tensors of one file: name -> {"whole": shape of the whole tensor, "start": first index of
 a box in each dimension}, or "flat": [begin, end) in place of "start", a run of its elements."""
@@ -36,11 +39,6 @@ class SavedPiece:
     """First index of the box, for each dimension."""
     shape: tuple[int, ...]
     """Length of the box, for each dimension."""
-
-    @property
-    def numel(self) -> int:
-        """Elements of the box."""
-        return prod(self.shape)
 
     @property
     def slices(self) -> tuple[slice, ...]:
@@ -124,34 +122,26 @@ def join(name: str, pieces: Sequence[tuple[AnyPiece, Tensor]]) -> Tensor:
 
 def part_stem(index: int, count: int) -> str:
     """Name of the file of part `index` of `count`, without its suffix."""
-    return f"part-{index:05d}-of-{count:05d}"
+    return f"{PART}{index:05d}-of-{count:05d}"
 
 
-def is_part(stem: str) -> bool:
-    """Whether a file holds parts, not whole tensors."""
-    return stem.startswith("part-")
+class InOrder(Mapping[str, T]):
+    """Values by name, each produced by `take(name)` when it is asked for: once, in order."""
 
-
-class PartFiles(Mapping[str, Mapping[str, "Tensor"]]):
-    """Files by name (`stems`), produced in this order, read once, and then dropped.
-
-    Their tensors may be `ArrivingTensors`.
-    """
-
-    def __init__(self, stems: Sequence[str], contents: Iterator[Mapping[str, Tensor]]) -> None:
-        self._stems, self._contents = tuple(stems), contents
+    def __init__(self, names: Iterable[str], take: Callable[[str], T]) -> None:
+        self._names, self._take = tuple(names), take
         self._taken = 0
 
-    def __getitem__(self, stem: str) -> Mapping[str, Tensor]:
-        assert stem == self._stems[self._taken], "each file once, in order"
+    def __getitem__(self, name: str) -> T:
+        assert name == self._names[self._taken], "each once, in order"
         self._taken += 1
-        return next(self._contents)
+        return self._take(name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._stems)
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._stems)
+        return len(self._names)
 
 
 def places_of(pieces: Mapping[str, AnyPiece]) -> dict[str, dict[str, list[int]]]:

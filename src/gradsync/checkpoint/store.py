@@ -25,6 +25,7 @@ that step exists at all times.
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -42,9 +43,9 @@ from gradsync.checkpoint.manifest import (
     TENSORS_SUFFIX,
     Fingerprint,
     Manifest,
-    json_bytes,
+    check_json,
 )
-from gradsync.checkpoint.pieces import Places, is_part, join_files
+from gradsync.checkpoint.pieces import PART, Places, join_files
 from gradsync.checkpoint.tensor_file import (
     ArrivingTensors,
     encode_tensors,
@@ -59,7 +60,8 @@ from gradsync.core.files import (
     discard,
     make_dirs,
     one_line,
-    read_json,
+    parse_json,
+    read_bytes,
     remove_leftovers,
 )
 from gradsync.errors import CheckpointError, ConfigError
@@ -174,9 +176,10 @@ class CheckpointStore:
         manifest.verify(path)
         tensors = _read_files(path, manifest)
         try:
-            parts = [stem for stem in tensors if is_part(stem) and manifest.places]
+            parts = [stem for stem in tensors if stem.startswith(PART) and manifest.places]
             tensors |= join_files({stem: tensors.pop(stem) for stem in parts}, manifest.places)
-            state = read_json(path / _STATE_NAME, finite=False)  # a clip norm may be infinite
+            # A clip norm may be infinite.
+            state = parse_json(read_bytes(path / _STATE_NAME), finite=False)
         except (CheckpointError, OSError, ValueError) as error:
             raise CheckpointError(f"{path}: {one_line(error)}") from None
         return Snapshot(
@@ -187,9 +190,9 @@ class CheckpointStore:
         )
 
     def _write(self, staged: StagedDirectory, snapshot: Snapshot) -> None:
-        files = {
-            _STATE_NAME: staged.write(_STATE_NAME, [json_bytes(snapshot.state, "state")]),
-        }
+        check_json(snapshot.state, "state")
+        state = json.dumps(snapshot.state, indent=1).encode()
+        files = {_STATE_NAME: staged.write(_STATE_NAME, [state])}
         aliases: dict[str, dict[str, str]] = {}
         for stem, tensors in snapshot.tensors.items():
             once, aliases[stem] = tensors, {}
@@ -287,7 +290,7 @@ def _read_files(path: Path, manifest: Manifest) -> dict[str, dict[str, Tensor]]:
 
 def _is_learnt(stem: str, name: str) -> bool:
     """Whether nan or inf in this tensor prevents a resume."""
-    return (name.partition("/")[0] if is_part(stem) else stem) in _LEARNT
+    return (name.partition("/")[0] if stem.startswith(PART) else stem) in _LEARNT
 
 
 def _plain(path: Path) -> str:

@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from gradsync.checkpoint.pieces import InOrder
 from gradsync.comm.finite import non_finite
 from gradsync.core.files import one_line
 from gradsync.errors import CheckpointError
@@ -54,7 +55,7 @@ def file_order(tensors: Mapping[str, Tensor]) -> list[str]:
     return sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
 
 
-class ArrivingTensors(Mapping[str, Tensor]):
+class ArrivingTensors(InOrder[Tensor]):
     """Tensors produced elsewhere, one after the other, on request.
 
     Each is handed out once, in `file_order`, and then dropped. `take` produces the next one; its
@@ -62,19 +63,8 @@ class ArrivingTensors(Mapping[str, Tensor]):
     """
 
     def __init__(self, layout: Mapping[str, Tensor], take: Callable[[Tensor], Tensor]) -> None:
-        self.layout = {name: layout[name] for name in file_order(layout)}
-        self._take = take
-        self._left = list(reversed(self.layout))
-
-    def __getitem__(self, name: str) -> Tensor:
-        assert name == self._left.pop(), "each tensor once, in order"
-        return self._take(self.layout[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.layout)
-
-    def __len__(self) -> int:
-        return len(self.layout)
+        self.layout = layout
+        super().__init__(file_order(layout), lambda name: take(layout[name]))
 
 
 def split_aliases(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:

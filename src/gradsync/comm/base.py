@@ -39,15 +39,10 @@ class Work(Protocol):
 class Messenger(Protocol):
     """Messages between a fixed set of ranks: all that a multi-step algorithm needs."""
 
-    @property
-    def rank(self) -> int:
-        """Index of this rank in the communicator."""
-        ...
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        ...
+    rank: int
+    """Index of this rank in the communicator."""
+    world_size: int
+    """Number of ranks."""
 
     def exchange(self, sends: Messages, receives: Messages, channel: int = 0, /) -> Work:
         """One batch of messages: send each tensor to its rank, overwrite each tensor from its rank.

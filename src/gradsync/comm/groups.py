@@ -26,6 +26,9 @@ from gradsync.core.torch_private import (
 from gradsync.errors import ConfigError, RunError
 from gradsync.world import World
 
+_FOR_THREAD = "cpu:gloo,cuda:nccl"
+"""Backends of a group for a second thread, whose kernels have a high priority."""
+
 
 class SingleCommunicator:
     """One rank, no process group, no bytes moved: every collective is the identity."""
@@ -88,18 +91,6 @@ class RankPlacement:
             found.setdefault(node, []).append(rank)
         return [found[node] for node in sorted(found)]
 
-    @property
-    def equal_nodes(self) -> bool:
-        """True when all nodes have the same number of ranks."""
-        return len({len(ranks) for ranks in self.nodes}) == 1
-
-    @property
-    def columns(self) -> list[list[int]]:
-        """The i-th rank of each node with more than i ranks, ascending, for each i: the order in
-        which torch numbers the ranks of a new group."""
-        most = max(len(ranks) for ranks in self.nodes)
-        return [sorted(ranks[i] for ranks in self.nodes if i < len(ranks)) for i in range(most)]
-
 
 def share_placement(comm: Communicator, world: World) -> RankPlacement:
     """Exchange the nodes of all ranks of `comm` (the ranks of `world`): one all-gather, int64 [1]
@@ -110,9 +101,12 @@ def share_placement(comm: Communicator, world: World) -> RankPlacement:
 def levels_of(comm: Messenger, hosts: RankPlacement) -> tuple[Messenger, Messenger, bool]:
     """The ranks of this node, one rank of each node (those at this rank's position in it), by
     messages over `comm`; and whether all nodes have the same number of ranks."""
-    mine = next(ranks for ranks in hosts.nodes if comm.rank in ranks)
-    column = next(ranks for ranks in hosts.columns if comm.rank in ranks)
-    return Subset(comm, mine), Subset(comm, column), hosts.equal_nodes
+    nodes = hosts.nodes
+    mine = next(ranks for ranks in nodes if comm.rank in ranks)
+    place = mine.index(comm.rank)
+    # Ascending: the order in which torch numbers the ranks of a new group.
+    column = sorted(ranks[place] for ranks in nodes if place < len(ranks))
+    return Subset(comm, mine), Subset(comm, column), len(set(map(len, nodes))) == 1
 
 
 def group(ranks: Sequence[int]) -> Communicator | None:
@@ -147,7 +141,7 @@ def new_group(ranks: Sequence[int], *, for_handle: bool = False) -> Communicator
     if len(ranks) == world_size:
         return ProcessGroupCommunicator(dist.group.WORLD)
     made = _torch_group(ranks)
-    spare = [_group_of_thread(ranks)] if for_handle and _has_nccl(dist.group.WORLD) else []
+    spare = [_torch_group(ranks, _FOR_THREAD)] if for_handle and _has_nccl(dist.group.WORLD) else []
     return ProcessGroupCommunicator(made, spare=spare) if rank in ranks else None
 
 
@@ -164,7 +158,7 @@ def for_background(comm: Communicator, device: torch.device) -> Communicator:
     """
     if device.type != "cuda" or not isinstance(comm, ProcessGroupCommunicator):
         return comm
-    if (backend := comm.backend_for(device)) != "nccl":
+    if (backend := backend_of(comm.group, device).name()) != "nccl":
         raise ConfigError(
             f"sums beside backward need NCCL on GPUs, got {backend}; strategy='bucketed'"
         )
@@ -176,12 +170,8 @@ def for_background(comm: Communicator, device: torch.device) -> Communicator:
             "gs.group made it; make another group by gs.group, or take strategy='bucketed'"
         )
     whole = len(ranks) == dist.get_world_size()
-    made = _group_of_thread(ranks) if whole else comm.spare.pop()
+    made = _torch_group(ranks, _FOR_THREAD) if whole else comm.spare.pop()
     return ProcessGroupCommunicator(made, made=[made])
-
-
-def _group_of_thread(ranks: Sequence[int]) -> object:
-    return _torch_group(ranks, "cpu:gloo,cuda:nccl", is_high_priority=True)
 
 
 def with_cpu_group(comm: Communicator) -> Communicator:
@@ -208,14 +198,12 @@ def _has_nccl(group: object) -> bool:
     return "cuda" in device_types(group) and backend_of(group, "cuda").name() == "nccl"
 
 
-def _torch_group(
-    ranks: Sequence[int], backend: str | None = None, *, is_high_priority: bool = False
-) -> object:
+def _torch_group(ranks: Sequence[int], backend: str | None = None) -> object:
     """A new group with the default group's timeouts instead of torch's built-in one."""
     main = dist.group.WORLD
     kinds = device_types(main)
     timeout = timeout_of(main, "cpu" if "cpu" in kinds else kinds[0])
-    options = high_priority(timeout) if is_high_priority else None
+    options = high_priority(timeout) if backend == _FOR_THREAD else None
     made = dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=options)
     if dist.get_rank() in ranks and _has_nccl(main) and _has_nccl(made):
         set_timeout(made, "cuda", timeout_of(main, "cuda"))  # NCCL's is later than Gloo's

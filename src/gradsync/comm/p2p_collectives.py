@@ -48,40 +48,20 @@ COMBINE = {"sum": torch.add, "min": torch.minimum, "max": torch.maximum}
 
 
 def ring_all_reduce(
-    comm: Messenger, tensor: Tensor, op: ReduceOp = "sum", *, chunk_bytes: int = CHUNK_BYTES
+    comm: Messenger,
+    tensor: Tensor,
+    op: ReduceOp = "sum",
+    *,
+    chunk_bytes: int = CHUNK_BYTES,
+    reduces: bool = True,
+    gathers: bool = True,
 ) -> None:
-    """Combine `tensor` over all ranks, by a ring in rank order.
+    """Combine `tensor` over all ranks, by a ring in rank order; `reduces` and `gathers` choose its
+    halves.
 
     `chunk_bytes` is the largest piece sent at once, equal on all ranks. Sends 2(N-1)/N of the
     tensor per rank; extra memory: two pieces.
     """
-    _run_ring(comm, tensor, op, chunk_bytes)
-
-
-def ring_reduce_scatter(comm: Messenger, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
-    """Run the reduce-scatter half; returns this rank's finished shard, a view [n] into `tensor`.
-
-    It is `tensor_split(world_size)[rank]` of the flat tensor; the other shards hold partial results
-    afterwards. Sends (N-1)/N of the tensor per rank.
-    """
-    _run_ring(comm, tensor, op, gathers=False)
-    return _flat(tensor).tensor_split(comm.world_size)[comm.rank]
-
-
-def ring_all_gather(comm: Messenger, tensor: Tensor) -> None:
-    """Run the all-gather half: every rank's shard of `tensor` to all ranks. Sends (N-1)/N of it."""
-    _run_ring(comm, tensor, reduces=False)
-
-
-def _run_ring(
-    comm: Messenger,
-    tensor: Tensor,
-    op: ReduceOp = "sum",
-    chunk_bytes: int = CHUNK_BYTES,
-    *,
-    reduces: bool = True,
-    gathers: bool = True,
-) -> None:
     flat, size = _flat(tensor), comm.world_size
     # Rank r sends shard r + shift, and receives shard r + shift - 1.
     steps = [(-1 - i, True) for i in range(size - 1)] if reduces else []
@@ -117,6 +97,21 @@ def _run_ring(
         finish()
         arriving = work, received, mine
     finish()
+
+
+def ring_reduce_scatter(comm: Messenger, tensor: Tensor, op: ReduceOp = "sum") -> Tensor:
+    """Run the reduce-scatter half; returns this rank's finished shard, a view [n] into `tensor`.
+
+    It is `tensor_split(world_size)[rank]` of the flat tensor; the other shards hold partial results
+    afterwards. Sends (N-1)/N of the tensor per rank.
+    """
+    ring_all_reduce(comm, tensor, op, gathers=False)
+    return _flat(tensor).tensor_split(comm.world_size)[comm.rank]
+
+
+def ring_all_gather(comm: Messenger, tensor: Tensor) -> None:
+    """Run the all-gather half: every rank's shard of `tensor` to all ranks. Sends (N-1)/N of it."""
+    ring_all_reduce(comm, tensor, reduces=False)
 
 
 def tree_reduce(comm: Messenger, tensor: Tensor, op: ReduceOp = "sum") -> None:

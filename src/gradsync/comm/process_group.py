@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -45,15 +45,14 @@ class Done:
         """Return at once."""
 
 
-class AllOf:
+class AllOf(NamedTuple):
     """Several works as one."""
 
-    def __init__(self, works: Sequence[Work]) -> None:
-        self._works = works
+    works: Sequence[Work]
 
     def wait(self) -> None:
         """Wait for each of them, in order."""
-        for work in self._works:
+        for work in self.works:
             work.wait()
 
 
@@ -251,6 +250,7 @@ class ProcessGroupCommunicator:
         spare: list[Any] | None = None,
     ) -> None:
         self.group = group
+        self.rank, self.world_size = group.rank(), group.size()
         self.checked = checked
         self.spare = [] if spare is None else spare
         self._on_cpu, self._made = on_cpu, made
@@ -261,20 +261,6 @@ class ProcessGroupCommunicator:
         if not self.checked:
             return self
         return ProcessGroupCommunicator(self.group, on_cpu=self._on_cpu, spare=self.spare)
-
-    @property
-    def rank(self) -> int:
-        """Index of this rank in the group."""
-        return self.group.rank()
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks in the group."""
-        return self.group.size()
-
-    def backend_for(self, device: torch.device) -> str:
-        """Name of the backend that moves tensors of `device`: gloo, nccl, ..."""
-        return private.backend_of(self.group, device).name()
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         """See `Communicator.all_reduce`."""
@@ -294,7 +280,7 @@ class ProcessGroupCommunicator:
         """See `Communicator.all_gather`."""
         self._check("all_gather", tensor)
         mine = self._readable(tensor)
-        return self._in_place(output, lambda out, group: private.all_gather_flat(group, out, mine))
+        return self._in_place(output, lambda out, group: private.all_gather_flat(group)(out, mine))
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         """See `Communicator.reduce_scatter`."""
@@ -302,7 +288,7 @@ class ProcessGroupCommunicator:
         options = dist.ReduceScatterOptions()
         options.reduceOp = _OPS[op]
         group = self._group_for(tensor)
-        return private.reduce_scatter_flat(group, output, self._readable(tensor), options)
+        return private.reduce_scatter_flat(group)(output, self._readable(tensor), options)
 
     def barrier(self) -> None:
         """See `Communicator.barrier`; one all-reduce, float32 [1] on the CPU.

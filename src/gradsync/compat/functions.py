@@ -14,8 +14,7 @@ from torch import Tensor
 from gradsync.errors import ConfigError, LaunchError
 from gradsync.runtime import environ
 from gradsync.runtime.device import choose_device
-from gradsync.runtime.machine import available_bytes
-from gradsync.runtime.memory import status_bytes
+from gradsync.runtime.machine import available_bytes, status_bytes
 from gradsync.runtime.resolve import resolve
 from gradsync.runtime.session import Session, SessionOptions
 

@@ -47,6 +47,7 @@ PRIVATE = 0o600
 """Mode of a file that only its user can access."""
 TEMPORARY_PREFIX = ".tmp-"
 _FOREIGN_AGE_S = 3600.0
+_HOST = re.sub(r"[^A-Za-z0-9_.]", "_", socket.gethostname())
 _LARGEST = 1 << 26
 """Largest JSON document, bytes. Reading one takes about ten times as much memory."""
 
@@ -72,15 +73,10 @@ def read_bytes(path: Path, largest: int = _LARGEST) -> bytes:
     return content
 
 
-def read_json(path: Path, *, finite: bool = True) -> Any:
-    """The value in a JSON file; raises as `read_bytes` (OSError) and `parse_json` (ValueError)."""
-    return parse_json(read_bytes(path), finite=finite)
-
-
 def read_object(path: Path) -> dict[str, Any]:
     """The object in a JSON file; {} if it cannot be read."""
     try:
-        value = read_json(path)
+        value = parse_json(read_bytes(path))
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
@@ -363,23 +359,19 @@ class StagedDirectory:
 def remove_leftovers(fs: Filesystem, parent: Path) -> None:
     """Remove the temporary directories of dead writers; see [Note: whose temporary directory]."""
     for path in sorted(parent.glob(f"{TEMPORARY_PREFIX}*")):
-        if _writer_is_dead(path):
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError:  # just renamed or removed by its writer
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            age_s = time.time() - os.fstat(descriptor).st_mtime
+        except OSError:
+            continue
+        finally:
+            os.close(descriptor)
+        if f"-{_HOST}-" in path.name or age_s > _FOREIGN_AGE_S:
             remove_tree(fs, path)
-
-
-def _writer_is_dead(path: Path) -> bool:
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError:  # just renamed or removed by its writer
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        age_s = time.time() - os.fstat(descriptor).st_mtime
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
-    return f"-{_host()}-" in path.name or age_s > _FOREIGN_AGE_S
 
 
 def discard(fs: Filesystem, path: Path) -> None:
@@ -390,9 +382,5 @@ def discard(fs: Filesystem, path: Path) -> None:
 
 
 def _temporary(path: Path) -> Path:
-    writer = f"{_host()}-{os.getpid()}-{time.time_ns()}"
+    writer = f"{_HOST}-{os.getpid()}-{time.time_ns()}"
     return path.with_name(f"{TEMPORARY_PREFIX}{path.name}-{writer}")
-
-
-def _host() -> str:
-    return re.sub(r"[^A-Za-z0-9_.]", "_", socket.gethostname())

@@ -7,6 +7,7 @@ tests/unit/core/test_torch_private.py has a canary for each.
 from __future__ import annotations
 
 import inspect
+import signal
 import sys
 import weakref
 from collections.abc import Callable
@@ -66,10 +67,8 @@ PROFILE_ALL_THREADS: Callable[[], Any] = partial(
 current_graph_task = torch._C._current_graph_task_id
 """Number of the running backward, -1 without one; nested ones have higher numbers."""
 
-
-def at_the_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call `callback` once the running backward has finished; only valid in a hook."""
-    Variable._execution_engine.queue_callback(callback)  # pyrefly: ignore
+at_the_end_of_backward = Variable._execution_engine.queue_callback  # pyrefly: ignore
+"""Call a function once the running backward has finished; only valid in a hook."""
 
 
 def saved(node: Any, name: str) -> Any:
@@ -85,10 +84,8 @@ BatchNorm = _BatchNorm
 WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Names by which DDP, `torch.compile`, FSDP1 and activation checkpointing keep their module."""
 
-
-def check_input(layer: BatchNorm, inputs: Tensor) -> None:
-    """Raise like the layer's own forward if `inputs` has the wrong number of dimensions."""
-    layer._check_input_dim(inputs)
+input_check: Callable[[BatchNorm], Callable[[Tensor], None]] = attrgetter("_check_input_dim")
+"""A layer's check of its input: raises if that has the wrong number of dimensions."""
 
 
 def move_own(module: nn.Module, device: torch.device | str) -> None:
@@ -119,22 +116,21 @@ def end_workers(batches: object) -> None:
 # -- torch's DDP ----------------------------------------------------------------------------------
 
 
-def ddp_without_buffer_sync() -> dict[str, Any]:
-    """The DDP argument that leaves buffers alone in the forward: renamed in torch 2.13."""
-    known = inspect.signature(DistributedDataParallel.__init__).parameters
-    name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-    return {name: False}
-
-
 def regroup_ddp_buckets(ddp: DistributedDataParallel) -> None:
     """Regroup buckets as DDP's forward does after the first synchronised backward."""
     if ddp.reducer._rebuild_buckets():
         ddp._has_rebuilt_buckets = True
 
 
-def active_ddp() -> DistributedDataParallel | None:
-    """The DDP whose forward is running."""
-    return DistributedDataParallel._active_ddp_module
+_DDP_ARGUMENTS = inspect.signature(DistributedDataParallel.__init__).parameters
+_SYNCS = "forward_sync_buffers" if "forward_sync_buffers" in _DDP_ARGUMENTS else "broadcast_buffers"
+DDP_WITHOUT_BUFFER_SYNC: dict[str, Any] = {_SYNCS: False}
+"""The argument of DDP that leaves buffers alone in the forward: renamed in torch 2.13."""
+
+active_ddp: Callable[[], DistributedDataParallel | None] = partial(
+    getattr, DistributedDataParallel, "_active_ddp_module"
+)
+"""The DDP whose forward is running."""
 
 
 # -- FSDP2 ----------------------------------------------------------------------------------------
@@ -193,6 +189,12 @@ def high_priority(timeout: timedelta) -> Any:
     return options
 
 
+all_gather_flat: Callable[[Any], Callable[..., Any]] = attrgetter("_allgather_base")
+"""A group's `all_gather` into one tensor: `all_gather_single` since torch 2.13."""
+
+reduce_scatter_flat: Callable[[Any], Callable[..., Any]] = attrgetter("_reduce_scatter_base")
+"""A group's `reduce_scatter` from one tensor: `reduce_scatter_single` since torch 2.13."""
+
 num_issued = methodcaller("_get_sequence_number_for_group")
 """Number of operations that this process has issued to a group."""
 
@@ -211,16 +213,6 @@ def flight_record() -> str:
 def process_groups() -> list[Any]:
     """All process groups that this process is in."""
     return list(dist.distributed_c10d._world.pg_map)
-
-
-def all_gather_flat(group: Any, output: Tensor, tensor: Tensor) -> Any:
-    """`all_gather` into one tensor: `all_gather_single` since torch 2.13."""
-    return group._allgather_base(output, tensor)
-
-
-def reduce_scatter_flat(group: Any, output: Tensor, tensor: Tensor, options: Any) -> Any:
-    """`reduce_scatter` from one tensor: `reduce_scatter_single` since torch 2.13."""
-    return group._reduce_scatter_base(output, tensor, options)
 
 
 def coalesced(group: Any, device: torch.device, post: Callable[[], object]) -> Any:
@@ -270,16 +262,11 @@ def rank_processes(agent: Any) -> list[Any]:
     return [each for _, each in sorted(context.subprocess_handlers.items())] if context else []
 
 
-def close_streams(process: Any) -> None:
-    """Close a rank's log files; torch does not close those of successful ranks."""
-    for stream in (process._stdout, process._stderr):
-        if stream is not None:
-            stream.close()
+log_files: Callable[[Any], tuple[Any, Any]] = attrgetter("_stdout", "_stderr")
+"""A rank's log files, or None; torch does not close those of successful ranks."""
 
-
-def end_ranks(agent: Any, number: int) -> None:
-    """End all local ranks with the signal `number`."""
-    agent._shutdown(number)
+kill_ranks = methodcaller("_shutdown", signal.SIGKILL)
+"""End all local ranks of an agent at once."""
 
 
 def forbid_restarts(agent: Any) -> None:

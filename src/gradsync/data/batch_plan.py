@@ -274,12 +274,10 @@ def _feistel(values: np.ndarray, num_bits: int, round_keys: Sequence[int]) -> np
     right_bits = num_bits - left_bits
     left, right = values >> right_bits, values & ((1 << right_bits) - 1)
     for round_key in round_keys:
-        left, right = right, (left ^ _mix(right + round_key)) & ((1 << left_bits) - 1)
+        mixed = right + round_key
+        mixed = (mixed ^ (mixed >> 30)) * _MULTIPLIER_1
+        mixed = (mixed ^ (mixed >> 27)) * _MULTIPLIER_2
+        mixed ^= mixed >> 31
+        left, right = right, (left ^ mixed) & ((1 << left_bits) - 1)
         left_bits, right_bits = right_bits, left_bits
     return (left << right_bits) | right
-
-
-def _mix(values: np.ndarray) -> np.ndarray:
-    values = (values ^ (values >> 30)) * _MULTIPLIER_1
-    values = (values ^ (values >> 27)) * _MULTIPLIER_2
-    return values ^ (values >> 31)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gradsync.core.files import one_line, read_json
+from gradsync.core.files import one_line, parse_json, read_bytes
 from gradsync.errors import DataError
 
 META_FILE = "meta.json"
@@ -88,7 +88,7 @@ def read_meta(directory: Path) -> Meta | None:
     if this version cannot read it."""
     path = directory / META_FILE
     try:
-        raw = read_json(path)
+        raw = parse_json(read_bytes(path))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:

@@ -26,7 +26,7 @@ from itertools import takewhile
 from typing import ParamSpec, TypeVar
 
 from gradsync.core.files import one_line
-from gradsync.runtime.frames import PACKAGE, Frame, is_library, mark_call, read_stack, stack_lines
+from gradsync.runtime.stacks import PACKAGE, Frame, is_library, mark_call, read_stack
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -88,9 +88,11 @@ class Sampler:
     """
 
     def __init__(self, thread: int, num_issued: Callable[[], int] = lambda: 0) -> None:
-        self._thread, self._num_issued = thread, num_issued
+        self.thread, self._num_issued = thread, num_issued
         self._step = 0
-        self._last, self._held = _UNKNOWN, False
+        self._last = _UNKNOWN
+        self.held = False
+        """Set to keep the last sample: an error leaves the place that other ranks should see."""
         self._idle_at = -1
         self._since = time.monotonic()
         has_clock = hasattr(time, "pthread_getcpuclockid")
@@ -99,8 +101,8 @@ class Sampler:
 
     def sample(self, beat: int) -> Activity:
         """Look at the thread once, for heartbeat number `beat`."""
-        frames = read_stack(self._thread)
-        if self._held:  # checked after the look, which may be too late
+        frames = read_stack(self.thread)
+        if self.held:  # checked after the look, which may be too late
             return replace(self._last, beat=beat)
         waiting, now, idle, issued = waiting_frame(frames), time.monotonic(), False, 0
         with suppress(RuntimeError):  # not every backend counts
@@ -112,7 +114,7 @@ class Sampler:
         again = not self._last.waits and idle_at == self._idle_at
         if waiting is not None:
             again = not waiting.unseen
-            mark_call(self._thread, waiting.code)
+            mark_call(self.thread, waiting.code)
         if not again:
             self._since = now
         self._idle_at = idle_at
@@ -128,17 +130,9 @@ class Sampler:
         )
         return self._last
 
-    def hold(self) -> None:
-        """Keep the last sample: an error leaves the place that other ranks should see."""
-        self._held = True
-
     def tell(self, step: int) -> None:
         """Publish with the next heartbeat that this rank has done `step` steps."""
         self._step = step
-
-    def stack(self) -> str:
-        """The thread's stack as text, innermost frame last."""
-        return "".join(stack_lines(read_stack(self._thread)))
 
 
 def waiting_frame(frames: Sequence[Frame]) -> Frame | None:

@@ -34,13 +34,7 @@ class SendingThread(threading.Thread):
         self, run: Callable[[], None], mark: Callable[[], threading.Event], name: str
     ) -> None:
         super().__init__(target=run, name=name, daemon=True)
-        self._mark = mark
-
-    def finish(self) -> None:
-        """Return when it has sent everything queued, or has ended."""
-        sent = self._mark()
-        while self.is_alive() and not sent.wait(_ENDED_S):
-            pass
+        self.mark = mark
 
 
 def finish_sending() -> None:
@@ -48,7 +42,9 @@ def finish_sending() -> None:
     it after this one leaves."""
     for thread in threading.enumerate():
         if isinstance(thread, SendingThread):
-            thread.finish()
+            sent = thread.mark()
+            while thread.is_alive() and not sent.wait(_ENDED_S):
+                pass
 
 
 def wait_until_workers_sleep(timeout_s: float = 2.0) -> bool:

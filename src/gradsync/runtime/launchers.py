@@ -64,16 +64,6 @@ class Reading:
     trust_local: bool = True
     """With `needs_hosts`: local rank and size are the launcher's own (`place(trust_local=)`)."""
 
-    @property
-    def complete(self) -> bool:
-        """True when the row gives a world."""
-        return self.world is not None
-
-    @property
-    def partly_set(self) -> bool:
-        """True when some variables of the row are set and others that it needs are not."""
-        return bool(self.missing)
-
     def says(self) -> str:
         """The row in words: `rank 1 of 4, local rank 1 of 2`, or what is missing."""
         if self.world is not None:

@@ -1,18 +1,28 @@
-"""Resources of this host for ranks: processor, cores, threads, memory. No torch at import.
+"""Resources of this host for ranks: processor, cores, threads, memory; and this process's memory.
+No torch at import. Limits of containers and jobs (control groups, version 2 or 1) reduce the host.
 
-Limits of containers and jobs (control groups, version 2 or 1) reduce the host.
+[Note: Keeping freed memory]
+Each step allocates the same big temporaries (logits, activations, gradients) and frees them again.
+glibc maps every block above 32 MiB and unmaps it when freed, and returns the top of its heap
+likewise. So in every step the kernel clears the same pages, one page fault each. Three settings end
+that: no block is mapped, the heap's top is not returned, and threads started later share the one
+heap instead of getting small heaps. Results do not change. The price: the process stays at its peak
+size, even when it needs less.
+
+The setting affects the whole process and cannot be undone, so a library must not choose it unasked:
+`gradsync train` on a CPU does, `gs.init` only on request.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
-
-from gradsync.core.files import counted
 
 _CPU_INFO = Path("/proc/cpuinfo")
 _GROUPS = Path("/sys/fs/cgroup")
@@ -22,6 +32,9 @@ _MEMORY_FILES = {
     "memory.limit_in_bytes": ("memory.usage_in_bytes", "total_inactive_file", "total_active_file"),
 }
 """Files of a memory limit, by version: its usage, and the cache lines of memory.stat."""
+# Parameters of `mallopt`, from glibc's <malloc.h>.
+_TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
+_STATUS = Path("/proc/self/status")
 
 
 def cpu_model() -> str:
@@ -54,12 +67,6 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def busy(load: float, cores: int) -> str:
-    """A message if the load of the last minute leaves too few cores for a new run, else ""."""
-    said = f"this machine was busy in the last minute: load {load:.1f} on {counted(cores, 'core')}"
-    return said if load > 0.5 * cores else ""
 
 
 def choose_threads(local_world_size: int, *, requested: int | None = None) -> int:
@@ -138,3 +145,33 @@ def _groups(root: Path, own: Path) -> Iterator[Path]:
             for part in parts:
                 folder /= part
                 yield folder
+
+
+def keep_freed_memory() -> bool:
+    """Keep freed memory in this process from now on; returns whether it was set.
+
+    False, without a change, for another system or C library than Linux with glibc. Has no effect
+    with another allocator in its place (jemalloc, tcmalloc).
+
+    Call it early, before other threads allocate: those keep separate heaps. Any thread may call it,
+    more than once; once is enough. See [Note: Keeping freed memory].
+    """
+    if sys.platform != "linux":
+        return False
+    process = ctypes.CDLL(None)
+    if not hasattr(process, "gnu_get_libc_version"):
+        return False
+    # -1 is the largest size_t: never. A limit for mmap does not work: above 32 MiB it is refused.
+    settings = ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, -1), (_ARENA_MAX, 1))
+    accepted = [process.mallopt(name, value) for name, value in settings]
+    return all(accepted)
+
+
+def status_bytes(name: str) -> int:
+    """A size of this process by its name in proc(5)'s `status`, such as "VmRSS"; 0 if the system
+    does not report it."""
+    lines = _STATUS.read_text().splitlines() if _STATUS.exists() else ()
+    for line in lines:
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    return 0

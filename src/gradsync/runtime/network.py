@@ -100,23 +100,22 @@ class PeerConnections:
         self._pairs: set[Opened] = set()
         self._known = _open_sockets()
 
-    def learn(self) -> None:
+    def learn(self, *, pairs: bool = False) -> None:
         """Learn other ranks' hosts from connections made since the last call, and bound them: those
-        of the rendezvous store, while there is no process group."""
-        self._look(learn=True, gloo=False)
+        of the rendezvous store, while there is no process group.
 
-    def learn_pairs(self) -> None:
-        """Like `learn`, right after gloo has connected all pairs of ranks, for gloo's connections
-        only: the store's come and go, NCCL's are not bounded."""
-        self._pairs = self._look(learn=True, gloo=True)
-
-    def keep_up(self) -> None:
-        """Bound gloo's new connections to known hosts: groups may be created later."""
-        if self._hosts:
-            self._look(learn=False, gloo=True)
+        With `pairs`, right after gloo has connected all pairs of ranks, gloo's connections only:
+        the store's come and go, NCCL's are not bounded.
+        """
+        made = self._look(learn=True, gloo=pairs)
+        if pairs:
+            self._pairs = made
 
     def num_ended(self) -> int:
-        """Number of connections to other ranks that have ended, on either side."""
+        """Number of connections to other ranks that have ended, on either side. Bounds gloo's new
+        connections to known hosts: groups may be created later."""
+        if self._hosts:
+            self._look(learn=False, gloo=True)
         return len(self._pairs - _open_sockets()) if self._pairs else 0
 
     def _look(self, *, learn: bool, gloo: bool) -> set[Opened]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import socket
 import threading
-import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -19,7 +18,6 @@ from gradsync.runtime.store import (
     SETTLED,
     Presence,
     SignedStore,
-    server_name,
     wait_until,
 )
 
@@ -74,24 +72,17 @@ class Peers:
         ranks = range(self.world_size)
         return {rank: read_activity(self._store.get(f"beat/{rank}") or b"") for rank in ranks}
 
-    def has_noticed(self, rank: int) -> bool:
-        """Whether it has noticed a failure, or is leaving."""
-        return self._store.get(f"noticed/{rank}") is not None
-
-    def has_left(self, rank: int) -> bool:
-        """Whether it has left in good order."""
-        return self._store.get(f"noticed/{rank}") == LEFT
+    def noticed(self, rank: int) -> bytes | None:
+        """What it has noticed of a failure, or that it leaves; None for neither."""
+        return self._store.get(f"noticed/{rank}")
 
     def left(self) -> list[int]:
         """Ranks that have left in good order."""
-        return list(filter(self.has_left, self._others))
+        return [rank for rank in self._others if self.noticed(rank) == LEFT]
 
-    def unheard(self) -> list[int]:
-        """Ranks that have neither read why the run ends nor left."""
-        return self._without(HEARD, LEFT)
-
-    def _without(self, *words: bytes) -> list[int]:
-        return [rank for rank in self._others if self._store.get(f"noticed/{rank}") not in words]
+    def without(self, *words: bytes) -> list[int]:
+        """Ranks whose record of what they notice is none of `words`."""
+        return [rank for rank in self._others if self.noticed(rank) not in words]
 
     # -- what this rank publishes -----------------------------------------------------------------
 
@@ -125,14 +116,14 @@ class Peers:
         until the others know it too."""
         self.notice(SETTLED)
         if self.rank == 0:
-            wait_until(lambda: len(self._without(SETTLED, HEARD)) <= num_silent, deadline_s)
+            wait_until(lambda: len(self.without(SETTLED, HEARD)) <= num_silent, deadline_s)
 
     # -- who is dead or silent --------------------------------------------------------------------
 
     def ended(self) -> list[int]:
         """Ranks of this host whose process has ended without a record of the reason."""
         gone = (rank for rank, pid in self.pids.items() if process_state(pid) == "ended")
-        return [rank for rank in gone if not self.has_noticed(rank)]
+        return [rank for rank in gone if self.noticed(rank) is None]
 
     def dead(self) -> list[int]:
         """Ranks of this host whose process has ended without a record, and whose heartbeat stood
@@ -151,36 +142,30 @@ class Peers:
         end because they know which ranks are silent, announce it first."""
         if self._connections is None:
             return []
-        self._connections.keep_up()
         ended = self._connections.num_ended()
-        if not ended or ended <= len(self._others) - len(self._without(LEFT, SETTLED)):
+        if not ended or ended <= len(self._others) - len(self.without(LEFT, SETTLED)):
             return []
         before, self._last_look = self._last_look, self.beats()
         return self.silent_since(before) if before else []
-
-    def silent_for(self, seconds: float) -> list[int]:
-        """Like `silent_since`, from now on."""
-        before = self.beats()
-        time.sleep(seconds)
-        return self.silent_since(before)
 
     def silent_since(self, before: Mapping[int, bytes]) -> list[int]:
         """Ranks whose heartbeat has stood still since `before` without a record of the reason. A
         rank that has only noticed a failure beats on, or is a slow process of this host."""
         beats = self.beats()
-        still = [r for r in self._without(SETTLED, HEARD, LEFT) if beats[r] == before[r]]
+        still = [r for r in self.without(SETTLED, HEARD, LEFT) if beats[r] == before[r]]
         slow = [r for r in still if r in self._seen and process_state(self.pids[r]) == RUNS]
-        return [rank for rank in still if not (rank in slow and self.has_noticed(rank))]
+        return [rank for rank in still if not (rank in slow and self.noticed(rank) is not None)]
 
     # -- what is said of them ---------------------------------------------------------------------
 
     def server_obituary(self, error: BaseException) -> str:
         """A line about the store's dead server: reading from it raised `error`."""
+        server = "the launcher" if self.hosted_by_agent else "rank 0"
         where = f" on {self.hosts[0]}" if self.hosts else ""
         # Torch's store ends its first line with the system's message, such as "Broken pipe".
         words = str(error).partition("\n")[0].rpartition(": ")[2]
         return (
-            f"{server_name(self.hosted_by_agent)}{where}, which serves the rendezvous store, "
+            f"{server}{where}, which serves the rendezvous store, "
             f"vanished without a word ({words}); rank {self.rank} stops too"
         )
 

@@ -221,7 +221,8 @@ def first_line(said: object) -> str:
 
 def publish_port(key: str, port: int, token: bytes) -> Path:
     """Write both for `read_port(key)`; the caller removes the file once all have joined."""
-    for left in _notes(key):  # from a dead process of this job
+    # From a dead process of this job.
+    for left in Path(tempfile.gettempdir()).glob(f"{key}-*.json"):
         with suppress(OSError):
             left.unlink()
     handle, path = tempfile.mkstemp(prefix=f"{key}-", suffix=".json")
@@ -240,7 +241,7 @@ def read_port(key: str, *, rank: int, deadline_s: float) -> tuple[int, bytes]:
     found: list[tuple[int, bytes]] = []
 
     def published() -> bool:
-        for path in _notes(key):
+        for path in Path(tempfile.gettempdir()).glob(f"{key}-*.json"):
             with suppress(OSError, ValueError, LookupError, TypeError):
                 status = path.lstat()
                 if status.st_uid != os.getuid() or not stat.S_ISREG(status.st_mode):
@@ -258,10 +259,6 @@ def read_port(key: str, *, rank: int, deadline_s: float) -> tuple[int, bytes]:
             "runs with another TMPDIR or as another user: then give all ranks one GRADSYNC_TOKEN"
         )
     return found[0]
-
-
-def _notes(key: str) -> list[Path]:
-    return list(Path(tempfile.gettempdir()).glob(f"{key}-*.json"))
 
 
 def _start_time(pid: int) -> str:

@@ -46,10 +46,10 @@ def resolve(env: Mapping[str, str]) -> Resolution:
             other; the message shows each family's values.
     """
     readings = tuple(parser(env) for parser in PARSERS)
-    winner = next((reading for reading in readings if reading.complete), None)
+    winner = next((reading for reading in readings if reading.world is not None), None)
     if winner is None:
         for reading in readings:
-            if reading.partly_set:
+            if reading.missing:
                 raise LaunchError(
                     f"launcher variables are partly set: {reading.says()}. Set the missing ones, "
                     "or unset all of them to run one rank. What each launcher family says:\n"
@@ -95,11 +95,15 @@ def _judge(reading: Reading, winner: Reading, readings: tuple[Reading, ...]) -> 
     assert mine is not None
     if reading is winner:
         return "won: the first complete row"
-    if not reading.complete and not reading.partly_set:
+    if reading.world is None and not reading.missing:
         return ""
     if winner.name == "torchrun":
         return "outer layer of torchrun"
-    mpi = [row.name for row in readings if row.complete and row.name not in ("env", *_MANAGERS)]
+    mpi = [
+        row.name
+        for row in readings
+        if row.world is not None and row.name not in ("env", *_MANAGERS)
+    ]
     # Wrappers that bind devices export the local rank as torchrun's variable.
     known = {"LOCAL_RANK": str(mine.local_rank), "LOCAL_WORLD_SIZE": str(mine.local_world_size)}
     reason: str | None = None

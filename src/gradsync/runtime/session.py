@@ -38,8 +38,7 @@ from gradsync.runtime.device import (
     device_identity,
 )
 from gradsync.runtime.gloo_group import finish_sending, wait_until_workers_sleep
-from gradsync.runtime.machine import choose_threads, pin_threads
-from gradsync.runtime.memory import keep_freed_memory
+from gradsync.runtime.machine import choose_threads, keep_freed_memory, pin_threads
 from gradsync.runtime.network import PeerConnections, interface_towards
 from gradsync.runtime.peers import Peers
 from gradsync.runtime.rendezvous import Meeting, check_reach, meet
@@ -183,7 +182,7 @@ class Session:
         orderly = error is None or (isinstance(error, SystemExit) and error.code in _ORDERLY_EXITS)
         watch, self.watch = self.watch, None
         if error is not None and watch is not None:
-            watch.sampler.hold()
+            watch.sampler.held = True
         cause = None
         if orderly:
             self._put_hook_back()
@@ -259,7 +258,7 @@ class Session:
                 meeting.records, self.world, hosts, interface=interface, deadline_s=deadline_s
             )
         self._make_group(meeting, interface)
-        connections.learn_pairs()
+        connections.learn(pairs=True)
         store = meeting.second_connection()
         connections.learn()
         self.stacks.private_name = meeting.records.name("stacks")

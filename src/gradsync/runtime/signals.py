@@ -22,7 +22,7 @@ from types import FrameType, TracebackType
 
 from gradsync.core.files import printable
 from gradsync.errors import LatePeerError, PeerError
-from gradsync.runtime.frames import PACKAGE, is_library
+from gradsync.runtime.stacks import PACKAGE, is_library
 
 HANDLED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
@@ -91,13 +91,6 @@ class StopRequest:
             hint = "; Ctrl-C again, a second later, ends at once, without saving"
             _say(f"gradsync: stopping after this step{hint if number == signal.SIGINT else ''}\n")
         self.request(signal.Signals(number).name)
-
-
-def stop_asked_for() -> str:
-    """Name of the signal that this process's `StopRequest` received, from any thread; "" for
-    none."""
-    stop = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
-    return stop.signal_name if isinstance(stop, StopRequest) else ""
 
 
 def signal_when_parent_ends(number: signal.Signals) -> None:

@@ -252,8 +252,9 @@ def check_in(
         wait_until(all_here, deadline_s)
         told = found or [store.get(key) for key in keys]
     except RuntimeError as error:  # torch's DistNetworkError is one
+        server = "the launcher" if hosted_by_agent else "rank 0"
         raise RendezvousError(
-            f"rank {rank}: {server_name(hosted_by_agent)}, which serves the rendezvous store, went "
+            f"rank {rank}: {server}, which serves the rendezvous store, went "
             "away while the ranks met"
         ) from error
     missing = [str(other) for other, value in enumerate(told) if value is None]
@@ -271,11 +272,6 @@ def check_in(
             f"what a rank announces cannot be read ({error}); all ranks must run the same version "
             "of gradsync, and other jobs must have another MASTER_PORT"
         ) from None
-
-
-def server_name(hosted_by_agent: bool) -> str:
-    """Description of the store's server, for messages."""
-    return "the launcher" if hosted_by_agent else "rank 0"
 
 
 def wait_until(holds: Callable[[], bool], deadline_s: float) -> bool:

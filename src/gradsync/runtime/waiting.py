@@ -79,7 +79,7 @@ class WaitReport:
             ran, queued = (new - old for new, old in zip(each, had_used[rank], strict=True))
             if queued > _QUEUED * passed and ran < _RAN * passed:
                 starved.add(rank)
-        silent = [r for r in still if r not in starved and not self._peers.has_noticed(r)]
+        silent = [r for r in still if r not in starved and self._peers.noticed(r) is None]
         new, self.silent = [rank for rank in silent if rank not in self.silent], silent
         waiting = waiting_ranks(found, silent)
         long_s = max(self.report_s, _FACTOR * self._longest.get(own.where, 0.0))
@@ -93,7 +93,7 @@ class WaitReport:
         if not waits or excused or (not new and waited_s < max(long_s, self._next_s)):
             return ""
         self._next_s = _FACTOR * waited_s if waited_s >= long_s else 0.0
-        if waiting[0] != self._rank or any(map(self._peers.has_noticed, late)):
+        if waiting[0] != self._rank or any(self._peers.noticed(r) is not None for r in late):
             return ""
         self._said = (names(list(late)) if late else "all ranks", waited_s)
         if not late:
@@ -112,7 +112,7 @@ class WaitReport:
         waiting = {self._rank, *waiting_ranks(found)}
         others = {rank: each for rank, each in sorted(found.items()) if rank not in waiting}
         # A rank that also timed out is no longer in its collective.
-        late = {r: each for r, each in others.items() if not self._peers.has_noticed(r)}
+        late = {r: each for r, each in others.items() if self._peers.noticed(r) is None}
         if not late:
             return f"{told}; all ranks wait, {self.all_places(found)}"
         return f"{told} in {own.where}; {self.places(late)}"

@@ -47,12 +47,12 @@ from gradsync.runtime.peers import Peers
 from gradsync.runtime.signals import (
     INTERRUPTED,
     SAID_BY_ANOTHER,
+    StopRequest,
     say_interrupted,
     signal_when_parent_ends,
-    stop_asked_for,
 )
-from gradsync.runtime.stacks import StackFiles
-from gradsync.runtime.store import HEARD, NOTICED, SignedStore, wait_until
+from gradsync.runtime.stacks import StackFiles, read_stack, stack_lines
+from gradsync.runtime.store import HEARD, LEFT, NOTICED, SignedStore, wait_until
 from gradsync.runtime.waiting import WaitReport
 
 REPORT_S = 10.0
@@ -130,7 +130,10 @@ class FailureWatch:
         trouble = communication_error(error)
         try:
             if trouble is None:
-                _leave_to_say(error, self._rank, self._publish(error))
+                first = self._publish(error)
+                mine = describe(error, self._rank)
+                if first is not None and first == replace(mine, rank=first.rank):
+                    setattr(error, SAID_BY_ANOTHER, True)
                 return None
             with self.peers.told_of_life(self._doing, self._interval_s):
                 return self._settle_trouble(error, trouble)
@@ -158,14 +161,19 @@ class FailureWatch:
         )
         failure, cause = self._read(), None
         if failure is None:
-            silent = self.peers.ended() or self.peers.silent_for(3 * self._interval_s)
+            silent = self.peers.ended()
+            if not silent:
+                before = self.peers.beats()
+                time.sleep(3 * self._interval_s)
+                silent = self.peers.silent_since(before)
             if silent:
                 said = self.peers.obituary(silent)
                 seen = f"this rank ({self._rank}) saw: {trouble}{self._keep_stacks(error)}"
                 lives = not self.peers.ended() and all(r in self.peers.pids for r in silent)
                 code = LatePeerError.exit_code if lives and is_late(trouble) else 1
                 # Ranks without a connection to the silent ones would only see us leave.
-                self._claim(said, code)
+                record = Failure(-1, "", said, "", code, stuck=True).record()
+                self._store.claim("failure", record)
                 self.peers.settle(len(silent), time.monotonic() + _SILENT_S)
                 return _because(PeerError(f"{said}; {seen}", exit_code=code), error)
             kept = self._keep_stacks(error)
@@ -209,7 +217,7 @@ class FailureWatch:
         if self._rank == 0 and not self.peers.hosted_by_agent:
             # The serving rank stays until the others have heard. Its own farewell counts.
             until, failed = time.monotonic() + _SILENT_S, {failure.rank}
-            wait_until(lambda: failed.issuperset(self.peers.unheard()), until)
+            wait_until(lambda: failed.issuperset(self.peers.without(HEARD, LEFT)), until)
         return failure.as_error()
 
     def _publish(
@@ -220,18 +228,14 @@ class FailureWatch:
         if self._store.claim("failure", record) != record:
             return self._read()
         say_interrupted(error, f"rank {self._rank} ")
-
-        def all_heard() -> bool:
-            gone = {*self._waits.silent, *self.peers.ended()}
-            return gone.issuperset(self.peers.unheard())
-
         with suppress(self._store_gone):  # rank 0 serves it, and leaves once it has heard
-            wait_until(all_heard, time.monotonic() + _HEARD_S)
+            wait_until(
+                lambda: {*self._waits.silent, *self.peers.ended()}.issuperset(
+                    self.peers.without(HEARD, LEFT)
+                ),
+                time.monotonic() + _HEARD_S,
+            )
         return None
-
-    def _claim(self, said: str, code: int = 1) -> None:
-        """Record the message `said` for ranks that died without a record."""
-        self._store.claim("failure", Failure(-1, "", said, "", code, stuck=True).record())
 
     def _read(self) -> Failure | None:
         if self._seen is None and (record := self._store.get("failure")) is not None:
@@ -271,14 +275,16 @@ class FailureWatch:
                     self._keep_stacks()
                 return str(failure.as_error())
             if said := self._waits.news(self._doing, time.monotonic(), self.peers.everyone):
-                _say(f"gradsync: {said}\n")
+                sys.stderr.write(f"gradsync: {said}\n")
+                sys.stderr.flush()
             if late := self._late_for_a_stop():
                 self._publish(late, stuck=True)
                 self._end_process(str(late), late.exit_code)
             if not self.peers.hosted_by_agent:
-                self._server_left = self.peers.has_left(0)
+                self._server_left = self.peers.noticed(0) == LEFT
             if lost := self.peers.dead() or (beat % _BEATS_A_LOOK == 0 and self.peers.cut_off()):
-                self._claim(said := self.peers.obituary(lost))
+                said = self.peers.obituary(lost)
+                self._store.claim("failure", Failure(-1, "", said, "", stuck=True).record())
                 self._read()  # tells the others that this rank knows; its heartbeat has stopped
                 return said + self._keep_stacks()
         except self._store_gone as gone:
@@ -290,14 +296,15 @@ class FailureWatch:
     def _late_for_a_stop(self) -> LatePeerError | None:
         """Ranks agree on a stop at the end of a step. A rank that does not get there would hold up
         the others until the launcher or the scheduler kills all."""
-        if not (asked := stop_asked_for()):
+        stop = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
+        if not isinstance(stop, StopRequest) or not stop.requested:
             return None
         now = time.monotonic()
         self._stop_seen = self._stop_seen or now
         if not self._waits.stuck or now - self._stop_seen < self._waits.report_s:
             return None
         return LatePeerError(
-            f"{asked} asked for a stop {now - self._stop_seen:.0f} s ago, but "
+            f"{stop.signal_name} asked for a stop {now - self._stop_seen:.0f} s ago, but "
             f"{self._waits.places(self._waits.stuck)}; ended without another checkpoint"
             f"{self._keep_stacks()}"
         )
@@ -308,24 +315,15 @@ class FailureWatch:
         threading.Timer(_LAST_WORDS_S, os._exit, (1,)).start()
         with suppress(Exception):
             if code == LatePeerError.exit_code and not self._doing.waits:
-                message += f"\n--- rank {self._rank} was here ---\n{self.sampler.stack().rstrip()}"
+                stack = "".join(stack_lines(read_stack(self.sampler.thread)))
+                message += f"\n--- rank {self._rank} was here ---\n{stack.rstrip()}"
             if code != INTERRUPTED:  # the rank that Ctrl-C hit reports it for all
-                _say(f"gradsync: error: [rank {self._rank}] {printable(message)}\n")
+                sys.stderr.write(f"gradsync: error: [rank {self._rank}] {printable(message)}\n")
+                sys.stderr.flush()
             sys.stdout.flush()
         os._exit(code if code == LatePeerError.exit_code else 1)
-
-
-def _leave_to_say(error: BaseException, rank: int, first: Failure | None) -> None:
-    """Mark `error` if it equals the error of the `first` rank, on this host too."""
-    if first is not None and first == replace(describe(error, rank), rank=first.rank):
-        setattr(error, SAID_BY_ANOTHER, True)
 
 
 def _because(cause: RunError, error: BaseException) -> RunError:
     cause.__cause__ = error
     return cause
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(text)
-    sys.stderr.flush()

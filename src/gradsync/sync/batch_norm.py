@@ -25,7 +25,7 @@ from torch.nn.functional import batch_norm
 
 from gradsync.comm.base import Communicator
 from gradsync.comm.values import all_gather_numbers
-from gradsync.core.torch_private import BatchNorm, check_input
+from gradsync.core.torch_private import BatchNorm, input_check
 from gradsync.errors import ConfigError
 from gradsync.sync.check_replicas import group_ranks, name_ranks
 from gradsync.sync.watch import ModuleHook
@@ -139,7 +139,7 @@ def choose_batch_norm(
 
 def _frozen_forward(layer: BatchNorm, inputs: Tensor) -> Tensor:
     """As in eval, regardless of `model.train()`; weight and bias still train."""
-    check_input(layer, inputs)
+    input_check(layer)(inputs)
     means, variances = layer.running_mean, layer.running_var
     return batch_norm(inputs, means, variances, layer.weight, layer.bias, eps=layer.eps)
 
@@ -149,7 +149,7 @@ def _synced_forward(comm: Communicator) -> Callable[[BatchNorm, Tensor], Tensor]
 
     @torch.compiler.disable
     def train(layer: BatchNorm, inputs: Tensor) -> Tensor:
-        check_input(layer, inputs)
+        input_check(layer)(inputs)
         outputs, mean, var, count = cast(
             "tuple[Tensor, Tensor, Tensor, Tensor]",
             _SyncedNorm.apply(inputs, layer.weight, layer.bias, (layer.eps, comm)),

@@ -30,7 +30,7 @@ import torch
 
 from gradsync.comm.base import Communicator
 from gradsync.comm.process_group import refuse_detail
-from gradsync.core.torch_private import ddp_without_buffer_sync, regroup_ddp_buckets
+from gradsync.core.torch_private import DDP_WITHOUT_BUFFER_SYNC, regroup_ddp_buckets
 from gradsync.errors import ConfigError
 from gradsync.sync.options import DdpOptions, PowerSgdOptions
 from gradsync.sync.reducer import Reducer, outside_of_micro_step, sum_gradients
@@ -69,7 +69,7 @@ class TorchDdpReducer(Reducer):
             gradient_as_bucket_view=True,
             # DDP would broadcast buffers in some forwards. Ranks with different numbers of
             # micro-batches make different numbers of forwards, and would wait indefinitely.
-            **ddp_without_buffer_sync(),
+            **DDP_WITHOUT_BUFFER_SYNC,
             find_unused_parameters=options.find_unused_parameters,
         )
         self.hook = None

@@ -111,6 +111,3 @@ def test_placement() -> None:
     """By place in the node."""
     places = RankPlacement((1, 0, 0, 1, 2))
     assert places.nodes == [[1, 2], [0, 3], [4]]
-    assert places.columns == [[0, 1, 4], [2, 3]]
-    assert not places.equal_nodes
-    assert RankPlacement(places.node_ranks[:4]).equal_nodes

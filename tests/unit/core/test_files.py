@@ -16,7 +16,6 @@ from gradsync.core.files import (
     parse_json,
     printable,
     read_bytes,
-    read_json,
     replace_text,
 )
 from gradsync.errors import RunError
@@ -29,7 +28,7 @@ def test_json_is_read_as_it_is(tmp_path: Path, value: Any) -> None:
     import json
 
     (tmp_path / "a.json").write_text(json.dumps(value))
-    assert read_json(tmp_path / "a.json") == value
+    assert parse_json(read_bytes(tmp_path / "a.json")) == value
 
 
 @pytest.mark.parametrize(

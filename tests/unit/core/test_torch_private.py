@@ -191,7 +191,7 @@ def test_torch_calls_it_still(cls: type, name: str, breaks: str) -> None:
 
 def test_the_argument_that_leaves_buffers_alone() -> None:
     known = inspect.signature(DistributedDataParallel).parameters
-    assert torch_private.ddp_without_buffer_sync().keys() <= known.keys()
+    assert torch_private.DDP_WITHOUT_BUFFER_SYNC.keys() <= known.keys()
 
 
 @pytest.mark.parametrize(
@@ -248,9 +248,9 @@ def test_a_group_and_its_backend() -> None:
         gloo = torch_private.backend_of(group, "cpu")
         times = torch_private.timeout_of(group), torch_private.timeout_of(gloo)
         whole, part = torch.zeros(2), torch.ones(2)
-        torch_private.all_gather_flat(group, whole, part).wait()
+        torch_private.all_gather_flat(group)(whole, part).wait()
         options = dist.ReduceScatterOptions()
-        torch_private.reduce_scatter_flat(group, part, whole + 1, options).wait()
+        torch_private.reduce_scatter_flat(group)(part, whole + 1, options).wait()
         kinds = torch_private.device_types(group)
         return kinds, times[0] == times[1], whole.tolist(), part.tolist()
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradsync.checkpoint.optimizer_state import pack_optimizer
-from gradsync.checkpoint.pieces import PartFiles, join, part_stem, places_of
+from gradsync.checkpoint.pieces import InOrder, join, part_stem, places_of
 from gradsync.checkpoint.store import CheckpointStore, Snapshot
 from gradsync.commands.models.config import GPTConfig
 from gradsync.commands.models.gpt import GPT
@@ -192,7 +192,7 @@ def test_files_of_parts_are_read_as_one_model(tmp_path: Path, layout: ParallelLa
     assert join_states(parts[0], states) == {**state, "groups": groups}
     # As a run hands them out: one file at a time.
     store = CheckpointStore(tmp_path)
-    handed = PartFiles(list(files), iter(files.values()))
+    handed = InOrder(files, files.__getitem__)
     store.save(Snapshot(step=1, tensors=handed, state={}, places=places))
     found = store.load(tmp_path / "step-00000001").tensors
     assert set(found) == {"model", "optimizer"}

@@ -24,7 +24,7 @@ from gradsync.runtime.activity import (
     read_activity,
     waiting_frame,
 )
-from gradsync.runtime.frames import Frame, read_stack
+from gradsync.runtime.stacks import Frame, read_stack
 
 PACKAGE = Path(activity.__file__).parents[1]
 TORCH = str(Path(torch.__file__).parent)
@@ -220,7 +220,7 @@ def test_after_an_error_the_last_look_stays() -> None:
         until = time.monotonic() + 20.0
         while not (last := sampler.sample(1)).waits:
             assert time.monotonic() < until
-        sampler.hold()
+        sampler.held = True
     assert sampler.sample(2) == replace(last, beat=2), "also where its thread has gone on"
 
 
@@ -242,7 +242,7 @@ def test_what_a_call_holds_goes_with_it_though_it_was_sampled() -> None:
 
     with thread_in(calls) as (sampler, _):
         until = time.monotonic() + 20.0
-        while waiting_frame(read_stack(sampler._thread)) is None:
+        while waiting_frame(read_stack(sampler.thread)) is None:
             assert time.monotonic() < until
         assert [sampler.sample(beat).waits for beat in range(3)] == [True] * 3
         over.set()

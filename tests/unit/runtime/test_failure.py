@@ -191,7 +191,7 @@ def test_who_looks_for_the_cause_still_gives_signs_of_life() -> None:
         beats.append(read_activity(store.values["beat/0"]).beat - first)
         return [1]
 
-    watch.peers.silent_for = lambda _: looked(time.monotonic() + 60)
+    watch.peers.silent_since = lambda _: looked(time.monotonic() + 60)
     assert isinstance(watch.settle(caught(raise_compiled, CLOSED)), PeerError)
     assert beats[0] > 2
 

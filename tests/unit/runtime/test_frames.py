@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from gradsync.runtime import frames
-from gradsync.runtime.frames import mark_call, read_stack, running_threads, stack_lines
+from gradsync.runtime import stacks
+from gradsync.runtime.stacks import mark_call, read_stack, running_threads, stack_lines
 
 
 def outer(inner: Callable[..., Any], *rest: Any) -> Any:
@@ -107,7 +107,7 @@ def test_the_collector_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Non
         assert not gc.isenabled()
     finally:
         gc.enable()
-    monkeypatch.setattr(frames.sys, "_current_frames", fail)
+    monkeypatch.setattr(stacks.sys, "_current_frames", fail)
     with pytest.raises(MemoryError):
         read_stack(threading.get_ident())
     assert gc.isenabled()

@@ -67,8 +67,8 @@ def test_a_complete_row_reads_no_other_variable_and_no_blank_one(parser, text, n
     for other in PARSERS:
         if other is not parser and not (other is read_hydra and parser is READ_PALS):
             reading = other(blank | env(text) if parser is not READ_PALS else env(text))
-            assert not reading.complete
-            assert not reading.partly_set
+            assert not reading.world
+            assert not reading.missing
 
 
 ONE_HOST = [
@@ -131,7 +131,7 @@ def test_a_row_of_the_table_may_leave_out_the_local_size(name, text):
         reading = read_row(name, env(text + more))
         assert (reading.world.rank, reading.world.world_size) == (5, 8)
         assert (reading.needs_hosts, reading.trust_local) == (True, False)
-    assert read_row(name, dict(list(env(text).items())[:2])).partly_set
+    assert read_row(name, dict(list(env(text).items())[:2])).missing
 
 
 @pytest.mark.parametrize(
@@ -148,15 +148,15 @@ def test_every_variable_of_a_row_is_needed(parser, text):
     marks = {"TORCHELASTIC_RUN_ID", "SLURM_STEP_ID"}
     for name in set(whole) - marks:
         reading = parser({key: value for key, value in whole.items() if key != name})
-        assert reading.partly_set
+        assert reading.missing
         assert name in reading.missing
         assert name in reading.says()
 
 
 def test_by_hand_the_local_variables_alone_are_partly_set():
     for text in ("RANK=0", "WORLD_SIZE=2", "LOCAL_RANK=0", "LOCAL_WORLD_SIZE=1 LOCAL_RANK=0"):
-        assert read_torchrun(env(text)).partly_set
-    assert not read_torchrun(env("MASTER_ADDR=h MASTER_PORT=1")).partly_set
+        assert read_torchrun(env(text)).missing
+    assert not read_torchrun(env("MASTER_ADDR=h MASTER_PORT=1")).missing
 
 
 @pytest.mark.parametrize("bad", ["x", "1.0", "9" * 40])
@@ -219,15 +219,15 @@ def test_srun_takes_the_local_size_of_its_own_node():
 )
 def test_a_shells_own_step_is_none(step):
     reading = read_srun(env(SRUN) | {"SLURM_STEP_ID": step})
-    assert not reading.complete
-    assert not reading.partly_set
+    assert not reading.world
+    assert not reading.missing
 
 
 def test_a_step_inherited_by_sbatch_is_none():
     """The shell of an sbatch that a task submitted: the step's variables, but its own GTIDS."""
     inherited = env(SRUN) | {"SLURM_GTIDS": "0"}
-    assert not read_srun(inherited).complete
-    assert read_srun(inherited | {"SLURM_GTIDS": "4,5,6,7"}).complete
+    assert not read_srun(inherited).world
+    assert read_srun(inherited | {"SLURM_GTIDS": "4,5,6,7"}).world
 
 
 @pytest.mark.parametrize(
@@ -241,14 +241,14 @@ def test_a_step_inherited_by_sbatch_is_none():
 )
 def test_pmi_variables_of_a_manager_are_not_hydras(owner, text):
     reading = read_hydra(env(text))
-    assert not reading.complete
-    assert not reading.partly_set
+    assert not reading.world
+    assert not reading.missing
     assert owner in reading.says()
 
 
 def test_pmi_variables_that_nobody_explains_are_partly_set():
-    assert read_hydra(env("PMI_RANK=0 PMI_SIZE=2")).partly_set
-    assert read_hydra(env(SRUN + " PMI_RANK=4 PMI_SIZE=8")).partly_set
+    assert read_hydra(env("PMI_RANK=0 PMI_SIZE=2")).missing
+    assert read_hydra(env(SRUN + " PMI_RANK=4 PMI_SIZE=8")).missing
 
 
 def test_loopback_addresses():

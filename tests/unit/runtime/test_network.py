@@ -68,7 +68,7 @@ def test_what_leads_to_another_host_is_bounded(peers: PeerConnections) -> None:
         later, other_end = pair_over_the_network()
         with later, other_end:
             of_gloo(later)
-            peers.keep_up()
+            peers.num_ended()
             assert bound_of(later) == (1, BOUND_MS)
             assert bound_of(other_end) == (0, 0)
 
@@ -79,9 +79,9 @@ def test_nccls_connections_are_neither_bounded_nor_counted(peers: PeerConnection
     data, its_end = pair_over_the_network()
     with near, there, its_end:
         of_gloo(near, there)
-        peers.learn_pairs()
+        peers.learn(pairs=True)
         peers.learn()
-        peers.keep_up()
+        peers.num_ended()
         assert bound_of(near) == bound_of(there) == (1, BOUND_MS)
         assert bound_of(data) == bound_of(its_end) == (0, 0)
         data.close()
@@ -98,7 +98,7 @@ def test_gloos_connections_are_told_by_their_timeout(peers: PeerConnections) -> 
             for rank in range(3)
         ]
         groups = [each.result() for each in made]
-    peers.learn_pairs()
+    peers.learn(pairs=True)
     del made, groups  # and with them each rank's connections to two others
     assert peers.num_ended() == 6
 
@@ -109,10 +109,10 @@ def test_connections_of_before_and_to_strangers_are_left_alone() -> None:
     with before, its_end:
         peers = PeerConnections(7.0)
         peers.learn()
-        peers.keep_up()
+        peers.num_ended()
         stranger, strangers_end = pair_over_the_network()
         with stranger, strangers_end:
-            peers.keep_up()
+            peers.num_ended()
             for one in (before, stranger):
                 assert bound_of(one) == (0, 0)
 
@@ -121,7 +121,7 @@ def test_ended_connections_are_counted(peers: PeerConnections) -> None:
     store, its_end = connected()
     pairs = [connected() for _ in range(2)]
     of_gloo(*pairs[0], *pairs[1])
-    peers.learn_pairs()
+    peers.learn(pairs=True)
     assert peers.num_ended() == 0
     store.close()
     its_end.close()
@@ -151,8 +151,6 @@ class Ended:
 
     def __init__(self, number: int) -> None:
         self.number = number
-
-    def keep_up(self) -> None: ...
 
     def num_ended(self) -> int:
         return self.number

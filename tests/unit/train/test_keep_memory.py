@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from gradsync.runtime import memory
-from gradsync.runtime.memory import keep_freed_memory
+from gradsync.runtime import machine
+from gradsync.runtime.machine import keep_freed_memory
 from gradsync.runtime.session import Session, SessionOptions
 from support.launchers import run_python
 
@@ -19,7 +19,7 @@ glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's ow
 # threshold that glibc finds for itself, and above what the heap of a second thread could hold.
 FAULTS = """
 import json, resource, sys, threading
-from gradsync.runtime.memory import keep_freed_memory
+from gradsync.runtime.machine import keep_freed_memory
 
 applied = [keep_freed_memory() for _ in range(2)] if "keep" in sys.argv else []
 
@@ -58,7 +58,7 @@ def test_the_pages_of_big_temporaries_are_used_again() -> None:
 
 
 def test_another_system(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "sys", SimpleNamespace(platform="darwin"))
+    monkeypatch.setattr(machine, "sys", SimpleNamespace(platform="darwin"))
     assert not keep_freed_memory()
 
 

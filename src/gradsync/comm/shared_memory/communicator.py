@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradsync.comm.base import Communicator, Messages, ReduceOp, Work
+from gradsync.comm.base import Communicator, ReduceOp, Work
 from gradsync.comm.p2p_collectives import COMBINE
 from gradsync.comm.process_group import AllOf, ProcessGroupCommunicator, Then, draw_channel
 from gradsync.comm.shared_memory.ordered_ops import (
@@ -36,7 +36,7 @@ from gradsync.comm.shared_memory.ordered_ops import (
 )
 from gradsync.comm.shared_memory.segment import SharedMemoryError, map_together
 from gradsync.comm.values import same_number
-from gradsync.core.torch_private import timeout_of
+from gradsync.core.torch_private import backend_of, timeout_of
 
 log = logging.getLogger("gradsync")
 
@@ -66,23 +66,22 @@ class SharedMemoryCommunicator:
         self.base = base
         self.rank = base.rank
         self.world_size = base.world_size
+        self.exchange = base.exchange
         memories, pids = map_together(base, [PAGE_BYTES + 2 * STAGE_BYTES] * base.world_size)
         self.number = draw_channel(base) + 1
         """Identifies this communicator, equal on all ranks; positive."""
-        self._flags = Flags(self.rank, [memory[:PAGE_BYTES] for memory in memories])
+        self.flags = Flags(self.rank, [memory[:PAGE_BYTES] for memory in memories])
         self.patience = Patience(self.rank, pids, timeout_s)
-        self._ops = OrderedOps(self._flags, self.patience)
-        self._staging = _Staging(self.rank, [m[PAGE_BYTES:] for m in memories], self._ops)
+        self.ops = OrderedOps(self.flags, self.patience)
+        stages = [memory[PAGE_BYTES:] for memory in memories]
+        self._halves = [[stage[:STAGE_BYTES] for stage in stages]]
+        self._halves.append([stage[STAGE_BYTES:] for stage in stages])
+        self._half = 0
         self._regions: list[tuple[int, list[Tensor]]] = []
         """Number of an allocation, equal on all ranks, and every rank's part."""
         self._num_regions = 0
         # Needed even if `close` is never called: peers may be waiting, and descriptors are open.
-        self._leave = weakref.finalize(self, _leave, self._flags, self.patience, os.getpid())
-
-    @property
-    def is_open(self) -> bool:
-        """False once closed or broken by a failed operation; peers may notice later."""
-        return self._ops.is_open
+        self._leave = weakref.finalize(self, _leave, self.flags, self.patience, os.getpid())
 
     # -- memory
 
@@ -130,15 +129,7 @@ class SharedMemoryCommunicator:
         share writes. After `wait`, any rank may read data written in the share. Ranks that run
         another operation, by its name `what`, at the same time raise an error.
         """
-        return self._ops.submit(OrderedOp(what, share=share))
-
-    def note(self, values: Sequence[int]) -> None:
-        """Publish up to 8 numbers, which peers may read in the share of the next operation."""
-        self._flags.note(values)
-
-    def notes(self, count: int) -> list[list[int]]:
-        """The first `count` numbers published by every rank."""
-        return self._flags.notes(count)
+        return self.ops.submit(OrderedOp(what, share=share))
 
     # -- collectives
 
@@ -147,52 +138,60 @@ class SharedMemoryCommunicator:
         flat, home = _flat(tensor)
         placed = None if home is not None else self._placed(tensor)
         if placed is None:
-            return _home(self._staging.all_reduce(flat, op), flat, home)
+            if flat.numel() * flat.element_size() <= _SMALL_BYTES:
+                return _home(self._small(flat, op), flat, home)
+            size = STAGE_BYTES // flat.element_size()
+            return _home(AllOf([self._large(piece, op) for piece in flat.split(size)]), flat, home)
         parts, place = placed
         mine = even_parts(flat.numel(), self.world_size)[self.rank]
         operands, pairs = [part[mine] for part in parts], pairs_of_tree(self.world_size)
         share = partial(reduce_in_place, operands, pairs, 0, operands, op)
-        return self._ops.submit(_op("all_reduce", flat, (op, place), share=share))
+        return self.ops.submit(_op("all_reduce", flat, (op, place), share=share))
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> Work:
         """See `Communicator.broadcast`."""
         flat, home = _flat(tensor)
-        return _home(self._staging.broadcast(flat, src), flat, home)
+        here, works = self.rank == src, []
+        for piece in flat.split(STAGE_BYTES // flat.element_size()):
+            stage = self._next(piece)[src]
+            # Without a preparation a rank would arrive before its peers are done with the buffers.
+            prepare = partial(stage.copy_, piece) if here else lambda: None
+            share = None if here else partial(piece.copy_, stage)
+            op = _op("broadcast", piece, (src,), prepare, share, alone=True)
+            works.append(self.ops.submit(op))
+        return _home(AllOf(works), flat, home)
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Work:
         """See `Communicator.all_gather`."""
         out, home = _flat(output)
-        return _home(self._staging.all_gather(out, _flat(tensor)[0]), out, home)
+        flat = _flat(tensor)[0]
+        assert out.numel() == self.world_size * flat.numel(), (out.shape, flat.shape)
+        size = STAGE_BYTES // flat.element_size()
+        pieces = zip(out.view(self.world_size, -1).split(size, 1), flat.split(size), strict=True)
+        works = [self._gather(rows, piece) for rows, piece in pieces if piece.numel()]
+        return _home(AllOf(works), out, home)
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: ReduceOp = "sum") -> Work:
         """See `Communicator.reduce_scatter`."""
         out, home = _flat(output)
-        return _home(self._staging.reduce_scatter(out, _flat(tensor)[0], op), out, home)
+        flat = _flat(tensor)[0]
+        assert flat.numel() == self.world_size * out.numel(), (out.shape, flat.shape)
+        size = STAGE_BYTES // flat.element_size() // self.world_size
+        pieces = zip(out.split(size), flat.view(self.world_size, -1).split(size, 1), strict=True)
+        works = [self._scatter(piece, rows, op) for piece, rows in pieces if piece.numel()]
+        return _home(AllOf(works), out, home)
 
     def barrier(self) -> None:
         """See `Communicator.barrier`."""
-        self._ops.submit(OrderedOp("barrier", alone=True)).wait()
-
-    def exchange(self, sends: Messages, receives: Messages, channel: int = 0, /) -> Work:
-        """See `Messenger.exchange`."""
-        return self.base.exchange(sends, receives, channel)
+        self.ops.submit(OrderedOp("barrier", alone=True)).wait()
 
     def close(self) -> None:
         """Leave the communicator for good, and notify peers that wait for this rank."""
         self._leave()
-        self._ops.close()
+        self.ops.close()
         self._regions.clear()
 
-
-class _Staging:
-    """Collectives over flat tensors in private memory, through the buffers (`memories`, one per
-    rank, uint8 [2 * STAGE_BYTES]), a piece at a time."""
-
-    def __init__(self, rank: int, memories: Sequence[Tensor], ops: OrderedOps) -> None:
-        self._rank, self._world_size, self._submit = rank, len(memories), ops.submit
-        self._halves = [[memory[:STAGE_BYTES] for memory in memories]]
-        self._halves.append([memory[STAGE_BYTES:] for memory in memories])
-        self._half = 0
+    # -- tensors in private memory, flat, a piece at a time through the buffers
 
     def _next(self, like: Tensor) -> list[Tensor]:
         """Each rank's buffer for the next operation, [numel]; see [Note: Two buffers in turn]."""
@@ -200,55 +199,33 @@ class _Staging:
         size = like.numel() * like.element_size()
         return [stage[:size].view(like.dtype) for stage in self._halves[self._half]]
 
-    def all_reduce(self, flat: Tensor, op: ReduceOp) -> Work:
-        """Combine `flat`, [n], in place."""
-        if flat.numel() * flat.element_size() <= _SMALL_BYTES:
-            stages = self._next(flat)
-            prepare = partial(stages[self._rank].copy_, flat)
-            share = partial(reduce_into, flat, stages, op)
-            return self._submit(_op("all_reduce", flat, (op,), prepare, share, alone=True))
-        size = STAGE_BYTES // flat.element_size()
-        return AllOf([self._large(piece, op) for piece in flat.split(size)])
+    def _small(self, flat: Tensor, op: ReduceOp) -> Work:
+        stages = self._next(flat)
+        prepare = partial(stages[self.rank].copy_, flat)
+        share = partial(reduce_into, flat, stages, op)
+        return self.ops.submit(_op("all_reduce", flat, (op,), prepare, share, alone=True))
 
     def _large(self, flat: Tensor, op: ReduceOp) -> Work:
-        stages = self._next(flat)
-        parts = even_parts(flat.numel(), self._world_size)
-        mine = parts[self._rank]
-        others = [(rank, part) for rank, part in enumerate(parts) if rank != self._rank]
+        stages, me = self._next(flat), self.rank
+        parts = even_parts(flat.numel(), self.world_size)
+        mine = parts[me]
+        others = [(rank, part) for rank, part in enumerate(parts) if rank != me]
 
         def prepare() -> None:
             for _, part in others:
-                stages[self._rank][part].copy_(flat[part])
+                stages[me][part].copy_(flat[part])
 
         def share() -> None:
             operands = [stage[mine] for stage in stages]
-            operands[self._rank] = flat[mine]
-            reduce_into(stages[self._rank][mine], operands, op)
-            flat[mine].copy_(stages[self._rank][mine])
+            operands[me] = flat[mine]
+            reduce_into(stages[me][mine], operands, op)
+            flat[mine].copy_(stages[me][mine])
 
         def take() -> None:
             for rank, part in others:
                 flat[part].copy_(stages[rank][part])
 
-        return self._submit(_op("all_reduce", flat, (op,), prepare, share, take))
-
-    def broadcast(self, flat: Tensor, src: int) -> Work:
-        """Overwrite `flat`, [n], with the one of rank `src`."""
-        here, works = self._rank == src, []
-        for piece in flat.split(STAGE_BYTES // flat.element_size()):
-            stage = self._next(piece)[src]
-            prepare = partial(stage.copy_, piece) if here else _keep_in_step
-            share = None if here else partial(piece.copy_, stage)
-            op = _op("broadcast", piece, (src,), prepare, share, alone=True)
-            works.append(self._submit(op))
-        return AllOf(works)
-
-    def all_gather(self, out: Tensor, flat: Tensor) -> Work:
-        """Fill `out`, [ranks * n], with each rank's `flat`, [n]."""
-        assert out.numel() == self._world_size * flat.numel(), (out.shape, flat.shape)
-        size = STAGE_BYTES // flat.element_size()
-        pieces = zip(out.view(self._world_size, -1).split(size, 1), flat.split(size), strict=True)
-        return AllOf([self._gather(rows, piece) for rows, piece in pieces if piece.numel()])
+        return self.ops.submit(_op("all_reduce", flat, (op,), prepare, share, take))
 
     def _gather(self, rows: Tensor, flat: Tensor) -> Work:
         stages = self._next(flat)
@@ -257,36 +234,25 @@ class _Staging:
             for row, stage in zip(rows, stages, strict=True):
                 row.copy_(stage)
 
-        prepare = partial(stages[self._rank].copy_, flat)
-        return self._submit(_op("all_gather", flat, (), prepare, share, alone=True))
-
-    def reduce_scatter(self, out: Tensor, flat: Tensor, op: ReduceOp) -> Work:
-        """Combine `flat`, [ranks * n]; this rank's slice goes into `out`, [n]."""
-        assert flat.numel() == self._world_size * out.numel(), (out.shape, flat.shape)
-        size = STAGE_BYTES // flat.element_size() // self._world_size
-        pieces = zip(out.split(size), flat.view(self._world_size, -1).split(size, 1), strict=True)
-        return AllOf([self._scatter(piece, rows, op) for piece, rows in pieces if piece.numel()])
+        prepare = partial(stages[self.rank].copy_, flat)
+        return self.ops.submit(_op("all_gather", flat, (), prepare, share, alone=True))
 
     def _scatter(self, out: Tensor, rows: Tensor, op: ReduceOp) -> Work:
-        stages = [stage.view(rows.shape) for stage in self._next(rows)]
+        stages, me = [stage.view(rows.shape) for stage in self._next(rows)], self.rank
 
         def share() -> None:
-            operands = [stage[self._rank] for stage in stages]
-            operands[self._rank] = rows[self._rank]
+            operands = [stage[me] for stage in stages]
+            operands[me] = rows[me]
             reduce_into(out, operands, op)
 
-        prepare = partial(stages[self._rank].copy_, rows)
-        return self._submit(_op("reduce_scatter", out, (op,), prepare, share, alone=True))
+        prepare = partial(stages[me].copy_, rows)
+        return self.ops.submit(_op("reduce_scatter", out, (op,), prepare, share, alone=True))
 
 
 def _op(kind: str, flat: Tensor, key: tuple[object, ...], *actions: Any, **named: Any) -> OrderedOp:
     """An operation on `flat`; the rest are fields of `OrderedOp`."""
     what = f"{kind} {str(flat.dtype).removeprefix('torch.')} [{flat.numel()}]"
     return OrderedOp(what, key, *actions, **named)
-
-
-def _keep_in_step() -> None:
-    """An empty preparation: a rank must not arrive before its peers are done with the buffers."""
 
 
 def _leave(flags: Flags, patience: Patience, pid: int) -> None:
@@ -412,7 +378,7 @@ def fastest(
     if not is_group or device.type != "cpu" or base.world_size == 1:
         return base
     # Ranks drop communicators, and notice a broken one, at different times.
-    over = [c for c in present if getattr(c.base, "group", None) is base.group and c.is_open]
+    over = [c for c in present if getattr(c.base, "group", None) is base.group and not c.ops.broken]
     number = over[-1].number if over else 0  # numbers are random, without order
     if same_number(base, number) and number:
         return over[-1]
@@ -420,7 +386,7 @@ def fastest(
         shared = share_memory(base)
     except SharedMemoryError as error:
         if base.rank == 0:
-            log.info("collectives by %s: %s", base.backend_for(device), str(error))
+            log.info("collectives by %s: %s", backend_of(base.group, device).name(), str(error))
         return base
     if base.rank == 0:
         log.info("collectives through shared memory: all %d ranks are on one host", base.world_size)

@@ -245,23 +245,20 @@ class OrderedOps:
         self._flags, self._patience = flags, patience
         self._queue: deque[OrderedOp] = deque()
         self._number = 0
-        self._broken: RunError | None = None
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the queue is not closed and no operation has failed."""
-        return self._broken is None
+        self.broken: RunError | None = None
+        """Why it is closed: an operation has failed, or its owner called `close`."""
 
     def submit(self, op: OrderedOp) -> Work:
         """Add an operation; raises its failure, or that of an earlier one (RunError)."""
-        if self._broken is not None:
-            raise self._broken
+        if self.broken is not None:
+            raise self.broken
         self._number += 1
         op.number = self._number
         op.signature = zlib.crc32(repr((op.what, op.key)).encode())
         early = op.prepare is None and (not self._queue or self._queue[-1].arrived)
         if early and not self._flags.behind(DONE, op.number - NUM_SIGNATURES):
-            self._arrive(op)
+            self._flags.arrive(op.number, op.signature)
+            op.arrived = True
         self._queue.append(op)
         while self._queue and self._go_on(self._queue[0], waiting=False):
             self._queue.popleft()
@@ -270,19 +267,15 @@ class OrderedOps:
     def complete(self, op: OrderedOp) -> None:
         """Wait for `op` and all before it."""
         while not op.over:
-            if self._broken is not None:
-                raise self._broken
+            if self.broken is not None:
+                raise self.broken
             self._go_on(self._queue[0], waiting=True)
             self._queue.popleft()
 
     def close(self) -> None:
         """Drop pending operations, and the error that broke the queue."""
         self._queue.clear()
-        self._broken = RunError("this shared-memory communicator is closed")
-
-    def _arrive(self, op: OrderedOp) -> None:
-        self._flags.arrive(op.number, op.signature)
-        op.arrived = True
+        self.broken = RunError("this shared-memory communicator is closed")
 
     def _go_on(self, op: OrderedOp, *, waiting: bool) -> bool:
         """Advance the queue's first operation as far as peers allow; returns whether it is over."""
@@ -291,7 +284,8 @@ class OrderedOps:
             if not self._all_at(DONE, number - 1, op, waiting=waiting):
                 return False
             self._act(op, op.prepare)
-            self._arrive(op)
+            flags.arrive(number, op.signature)
+            op.arrived = True
         if not op.shared:
             if not self._all_at(DONE, number - 1, op, waiting=waiting):
                 return False
@@ -338,6 +332,6 @@ class OrderedOps:
 
     def _break(self, error: RunError | str) -> RunError:
         """Stop all operations, and notify peers that wait for this rank."""
-        self._broken = RunError(error) if isinstance(error, str) else error
+        self.broken = RunError(error) if isinstance(error, str) else error
         self._flags.leave()
-        return self._broken
+        return self.broken

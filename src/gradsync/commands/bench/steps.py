@@ -29,7 +29,7 @@ from gradsync.commands.bench.meter import Wire, host_cost
 from gradsync.commands.bench.sync_plan import ALONE, CHECKED, BenchPlan, Contestant
 from gradsync.errors import RunError
 from gradsync.runtime import environ
-from gradsync.runtime.memory import keep_freed_memory, status_bytes
+from gradsync.runtime.machine import keep_freed_memory, status_bytes
 from gradsync.runtime.session import Session, SessionOptions
 from gradsync.runtime.store import SignedStore, join_store, token_of
 from gradsync.sync.registry import STRATEGIES

@@ -46,7 +46,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from gradsync.commands.launch.requeue import STOPPED
-from gradsync.core.torch_private import close_streams, end_ranks, forbid_restarts, rank_processes
+from gradsync.core.torch_private import forbid_restarts, kill_ranks, log_files, rank_processes
 from gradsync.errors import ConfigError, LatePeerError, RendezvousError
 from gradsync.runtime import environ
 from gradsync.runtime.peers import process_state
@@ -373,7 +373,7 @@ class LocalAgent(LocalElasticAgent):
             if LatePeerError.exit_code in codes:  # they have given up waiting for the rest
                 deadline = min(deadline, time.monotonic() + END_S)
             time.sleep(0.02)
-        end_ranks(self, signal.SIGKILL)
+        kill_ranks(self)
         forbid_restarts(self)
         codes = self.exit_codes()
         if any(codes):
@@ -389,7 +389,9 @@ class LocalAgent(LocalElasticAgent):
     def _close_streams(self) -> None:
         """Close the log files of ranks that have ended."""
         for process in rank_processes(self):
-            close_streams(process)
+            for file in log_files(process):
+                if file is not None:
+                    file.close()
 
 
 class AgentRendezvous(RendezvousHandler):

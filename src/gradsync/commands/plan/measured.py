@@ -26,7 +26,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import numpy as np
 
-from gradsync.core.files import json_text, one_line, read_json, write_result
+from gradsync.core.files import json_text, one_line, parse_json, read_bytes, write_result
 from gradsync.errors import ConfigError
 from gradsync.runtime import environ
 from gradsync.runtime.machine import cpu_model, host_cores
@@ -192,7 +192,7 @@ def read_entry(path: Path, build: Callable[[Any], T]) -> T | None:
     KeyError, TypeError …), counts as missing. A warning names it; the next measurement replaces it.
     """
     try:
-        return build(read_json(path))
+        return build(parse_json(read_bytes(path)))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:

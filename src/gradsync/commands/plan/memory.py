@@ -53,6 +53,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache
+from math import prod
 from typing import NamedTuple
 
 from gradsync.commands.models.config import GPTConfig
@@ -86,7 +87,7 @@ def _parameters(model: GPTConfig, layout: ParallelLayout, stage: int) -> Mapping
     of a stage are alike. ConfigError if the model cannot be divided this way."""
     check_divisible(model, layout)
     part = ModelPart(config=model, layout=layout, place=Coordinates(data=0, stage=stage, shard=0))
-    return {name: piece.numel for name, piece in part.pieces().items()}
+    return {name: prod(piece.shape) for name, piece in part.pieces().items()}
 
 
 class Activations(NamedTuple):

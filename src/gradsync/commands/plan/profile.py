@@ -18,8 +18,7 @@ import msgspec
 from gradsync.commands.plan.description import Device
 from gradsync.commands.plan.measured import Cache
 from gradsync.commands.plan.workload import Workload
-from gradsync.runtime.machine import choose_threads, pin_threads
-from gradsync.runtime.memory import keep_freed_memory
+from gradsync.runtime.machine import choose_threads, keep_freed_memory, pin_threads
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,7 +111,7 @@ def probe_profile(work: Workload, ranks_per_host: int) -> StepProfile:
     """Measure one rank alone: forward and backward of one micro-batch, clipping and fused AdamW.
 
     On a CPU this process keeps freed memory from now on, as the trainer does
-    (`runtime.memory.keep_freed_memory`); torch's thread count, a rank's, is restored afterwards.
+    (`runtime.machine.keep_freed_memory`); torch's thread count, a rank's, is restored afterwards.
     """
     if work.kind == "cpu":
         keep_freed_memory()

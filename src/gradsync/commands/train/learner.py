@@ -33,7 +33,7 @@ from gradsync.checkpoint.optimizer_state import (
 )
 from gradsync.checkpoint.pieces import (
     AnyPiece,
-    PartFiles,
+    InOrder,
     part_stem,
     piece_of_run,
     places_of,
@@ -425,7 +425,8 @@ def keep_parts(
     if comm.rank:
         return
     stems = [part_stem(index, comm.world_size) for index in range(comm.world_size)]
-    files = PartFiles([*whole, *stems], chain(whole.values(), parts))
+    contents = chain(whole.values(), parts)
+    files = InOrder([*whole, *stems], lambda _: next(contents))
     found = {stem: places for stem, (places, _) in zip(stems, notes, strict=True)}
     keep(files, join([one for _, one in notes]), found)
 

@@ -138,7 +138,7 @@ def _run(trainer: Trainer, step: int, stop: StopRequest, watch: FailureWatch | N
         return trainer.run(step, stop)
     except BaseException:
         if watch is not None:
-            watch.sampler.hold()
+            watch.sampler.held = True
         raise
     finally:
         trainer.run_dir.end_table()

@@ -127,7 +127,7 @@ class SharedMemoryExchange(Exchange):
     def begin(self, sums: Sums) -> None:
         """See `Exchange.begin`; other ranks read this after the step's message."""
         first = UNKNOWN if sums.first_index is None else sums.first_index
-        self.comm.note([sums.num_micro_batches, first, self.divided])
+        self.comm.flags.note([sums.num_micro_batches, first, self.divided])
         self._begun = True
 
     def launch(self, bucket: Bucket, *, half: bool = False) -> Work:
@@ -139,7 +139,7 @@ class SharedMemoryExchange(Exchange):
         if not self._begun:
             return
         self._begun, self.plan, self.operands = False, None, []
-        notes = self.comm.notes(3)
+        notes = self.comm.flags.notes(3)
         told = [(leaves, first) for leaves, first, _ in notes]
         if any(first == FORGOTTEN for _, first in told):
             return

@@ -235,9 +235,9 @@ def _start_weights(path: Path, model: GPT) -> Whole:
         check_state(snapshot, path)
         _check_model(_sizes(model.config), _sizes(saved_model(snapshot, path)), path)
         return snapshot.tensors["model"]
-    found = read_hf(path)
-    _check_model(_sizes(model.config), _sizes(found.shape), path)
-    return found.weights
+    shape, weights = read_hf(path)
+    _check_model(_sizes(model.config), _sizes(shape), path)
+    return weights
 
 
 def _sizes(shape: GPTConfig) -> dict[str, Any]:

@@ -36,7 +36,6 @@ from typing import Any, NoReturn
 
 from delay import DelayingSwitch
 
-from gradsync.commands.arguments import parse
 from gradsync.commands.bench import sync
 from gradsync.commands.bench.experiment import (
     Spread,
@@ -53,6 +52,7 @@ from gradsync.commands.bench.sync_plan import CHECKED
 from gradsync.core.files import check_place, one_line
 from gradsync.errors import ConfigError, GradsyncError, RunError
 from gradsync.runtime import environ
+from gradsync.commands.arguments import parse
 from gradsync.runtime.bounds import whole_number
 from gradsync.world import World
 

@@ -234,15 +234,6 @@ def test_whose_vocabulary_it_is(ask: Ask, tmp_path: Path) -> None:
     assert said not in ask("tiny --hardware box.yaml --data data")
 
 
-def test_simulation(ask: Ask) -> None:
-    few = "small --hardware h100x8 --strategies invariant,diloco --micro-batch-size 4"
-    printed = ask(f"{few} --simulate 8,64 --network ethernet-10g")
-    assert "64 ranks" in printed
-    assert "diloco" in printed
-    points = ask(f"{few} --simulate 8 --json")["simulation"]
-    assert {point["world_size"] for point in points} == {8}
-
-
 @pytest.mark.parametrize(
     ("line", "words"),
     [
@@ -274,9 +265,6 @@ xl --hardware h100 --strategies zero9           perhaps you meant 'zero
 xl --hardware h100 --tokens-per-update 1000     nearest legal
 xl --hardware h100 --micro-batch-size 3         nearest legal
 xl --hardware h100 --dtype fp8                  fp8
-xl --hardware h100 --simulate 8,x               --simulate takes numbers
-xl --hardware h100 --simulate 0                 --simulate takes numbers
-xl --hardware h100 --simulate 8                 8 hosts need a network (--network
 xl --hardware h100 --data nowhere               nowhere is no directory
 """
 

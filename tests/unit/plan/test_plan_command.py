@@ -234,21 +234,12 @@ def test_whose_vocabulary_it_is(ask: Ask, tmp_path: Path) -> None:
     assert said not in ask("tiny --hardware box.yaml --data data")
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        (
-            "xl --hardware rtx4090x2 --strategies invariant --micro-batch-size 16",
-            ("xl fits nowhere on 2 x", " GB short", "hosts"),
-        ),
-        ("2.7b --hardware a100-40", ("it would fit on 2 such hosts",)),
-    ],
-)
-def test_what_fits_nowhere(line: str, words: tuple[str, ...], ask: Ask) -> None:
-    """By how much, and what would fit."""
+def test_what_fits_nowhere(ask: Ask) -> None:
+    """By how much."""
+    line = "xl --hardware rtx4090x2 --strategies invariant --micro-batch-size 16"
     said = ask(line, 1)
     assert said.count("\n") == 1
-    assert all(word in said for word in words)
+    assert all(word in said for word in ("xl fits nowhere on 2 x", " GB short", "more hosts"))
     document = ask(f"{line} --json", 1)
     assert (document["pick"], document["commands"]) == (None, [])
 

@@ -205,4 +205,4 @@ def _tell(options: PlanOptions, request: Request, costs: Costs, choice: Recommen
             print(section("switches", [fast_switches(hardware)[1]]))
             print(section("figures", figures))
     if pick is None:
-        raise RunError(remedy(name, choice, request.work, hardware, costs))
+        raise RunError(remedy(name, choice, hardware))

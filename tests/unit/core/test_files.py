@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from gradsync.commands.plan.measured import cache_entry, read_entry, write_entry
 from gradsync.core.files import (
     Filesystem,
     StagedDirectory,
@@ -20,7 +19,6 @@ from gradsync.core.files import (
     replace_text,
     write_text,
 )
-from gradsync.errors import RunError
 
 
 @pytest.mark.parametrize(
@@ -99,45 +97,6 @@ def test_a_temporary_file_cannot_be_foreseen(tmp_path: Path) -> None:
     write_text(tmp_path / "file", "text")
     assert (tmp_path / "victim").read_text() == "precious"
     assert len(list(tmp_path.iterdir())) == 4
-
-
-@pytest.mark.parametrize(
-    ("content", "problem"),
-    [
-        (b"", "cannot be used (JSONDecodeError: Expecting value"),
-        (b"[]", "cannot be used (TypeError: list indices"),
-        (b"{}", "cannot be used (KeyError: 'a')"),
-        (None, "cannot be used (OSError: [Errno 22] is not a regular file"),
-    ],
-)
-def test_a_damaged_entry_counts_as_none_and_is_replaced(
-    tmp_path: Path, content: bytes | None, problem: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    def build(value: Any) -> int:
-        return int(value["a"])
-
-    path = cache_entry(tmp_path / "cache", "a machine")
-    assert read_entry(path, build) is None
-    assert caplog.messages == []
-    assert write_entry(path, {"a": 1}) == path
-    assert read_entry(path, build) == 1
-    if content is None:
-        path.unlink()
-        path.mkdir()
-    else:
-        path.write_bytes(content)
-    assert read_entry(path, build) is None
-    [warning] = caplog.messages
-    assert warning.startswith(f"{path} {problem}")
-    assert "\n" not in warning
-    if content is not None:
-        assert read_entry(write_entry(path, {"a": 2}), build) == 2
-
-
-def test_a_cache_that_cannot_be_written_says_which_variable_names_another(tmp_path: Path) -> None:
-    (tmp_path / "cache").touch()
-    with pytest.raises(RunError, match=r"could not write .* GRADSYNC_CACHE can name another"):
-        write_entry(cache_entry(tmp_path / "cache", "a machine"), {"a": 1})
 
 
 def test_a_directory_that_cannot_be_committed_leaves_the_old_one(tmp_path: Path) -> None:

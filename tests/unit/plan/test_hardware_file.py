@@ -23,7 +23,6 @@ from gradsync.commands.plan.description import (
     usual_host,
     usual_link,
 )
-from gradsync.commands.plan.gpus import detected_device
 from gradsync.commands.plan.hardware_file import (
     Quantity,
     dump_hardware,
@@ -31,6 +30,7 @@ from gradsync.commands.plan.hardware_file import (
     load_hardware,
     read_quantity,
 )
+from gradsync.commands.plan.machine import detected_device
 from gradsync.errors import ConfigError
 
 

@@ -227,13 +227,6 @@ def test_a_terminal_of_80_columns_cuts_nothing(
         assert row.split.sizes in text
 
 
-def test_whose_vocabulary_it_is(ask: Ask, tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    said = "vocabulary: the preset's (the built-in text has 257); --data DIR: its own"
-    assert said in ask("tiny --hardware box.yaml")
-    assert said not in ask("tiny --hardware box.yaml --data data")
-
-
 def test_what_fits_nowhere(ask: Ask) -> None:
     """By how much."""
     line = "xl --hardware rtx4090x2 --strategies invariant --micro-batch-size 16"

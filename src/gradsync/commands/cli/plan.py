@@ -181,11 +181,6 @@ def _tell(options: PlanOptions, request: Request, costs: Costs, choice: Recommen
     name, pick, hardware = options.model, choice.pick, request.hardware
     lines = [] if pick is None else commands(pick, hardware, name, request.flags)
     figures = figure_lines(costs, hardware)
-    if not options.data:
-        built_in = vocabulary("")
-        figures.append(
-            f"vocabulary: the preset's (the built-in text has {built_in}); --data DIR: its own"
-        )
     if options.as_json:
         document = {
             "model": name,

@@ -68,7 +68,6 @@ def numeric_fingerprint(
         "dtype": config.named_dtype + ("" if config.named_dtype == "fp32" else ", one cast"),
         "sync": tree if invariant else config.sync,
         "compile": "blocks" if config.compile == "model" else config.compile,
-        "loss_rows": None,  # a setting of older versions
         "leaf_shape": f"{plan.micro_batch_size}x{plan.seq_len}",
         "num_leaves": plan.num_micro_batches,
         "world_size": None if invariant else world.world_size,

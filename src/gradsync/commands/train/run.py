@@ -194,8 +194,6 @@ def _introduce(trainer: Trainer, resumed: Resumed, threads: int, notes: Sequence
         say(f"split {layout}: each replica of the model is {layout.model_ranks} ranks")
     say(f"data {data.source}")
     say(data.plan.describe("replica" if config.parallel else "rank"))
-    if scaling := config.optim.describe_scaling(config.tokens_per_update):
-        say(scaling)
     for line in notes:
         say(line)
     for note in [*resumed.notes, *_unlike_machines(trainer)]:

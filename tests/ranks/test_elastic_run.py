@@ -43,14 +43,10 @@ def written(tmp_path: Path) -> dict[str, Any]:
 def test_a_run_writes_down_what_was_found_and_keeps_it(
     config_file: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     line = ["train", str(config_file), "--elastic", "--nproc-per-node", "1"]
-    monkeypatch.setattr("gradsync.commands.cli.train.host_cores", lambda: 0)
     assert main(line) == 0
-    printed = capsys.readouterr()
-    assert "\n1 ranks share 0 cores: no faster than 0 ranks\n" in printed.out
     found = written(tmp_path)
     assert found["sync"] == "invariant"
     assert main([*line, "--steps", "3"]) == 0

@@ -58,13 +58,3 @@ def replace_header(path: Path, text: bytes) -> None:
     text += b" " * (-len(text) % 8)
     length = int.from_bytes(content[:8], "little")
     path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
-
-
-class Stranger:
-    """Would make a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[object, tuple[Path, str]]:
-        return Path.write_text, (self.path, "unpickled")

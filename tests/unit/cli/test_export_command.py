@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from gradsync.checkpoint.pieces import FlatPiece, part_stem, piece_of_run, places_of, whole_piece
 from gradsync.checkpoint.store import CheckpointStore, Snapshot, resolve
@@ -21,8 +21,8 @@ from gradsync.commands.cli.main import main
 from gradsync.commands.models.config import GPTConfig
 from gradsync.commands.models.gpt import GPT
 from gradsync.commands.prepare.prepare import prepare
-from gradsync.commands.prepare.tokenizer import load_tokenizer
-from gradsync.commands.train.foreign import from_llama, hf_config, hf_shape, to_llama
+from gradsync.commands.prepare.tokenizer import ByteTokenizer, load_tokenizer
+from gradsync.commands.train.foreign import from_llama, hf_config, hf_shape, read_hf, to_llama
 from gradsync.data.meta import read_meta
 from gradsync.errors import ConfigError
 
@@ -158,6 +158,60 @@ def test_what_the_decoder_does_not_have_is_refused(changes: dict[str, object], s
         from_llama(theirs, GPT(shape).state_dict())
     with pytest.raises(ConfigError, match="no counterpart"):
         to_llama({"blocks.0.extra.weight": torch.zeros(1)})
+
+
+def gpt2(folder: Path) -> GPT2LMHeadModel:
+    """A GPT-2 of transformers, with weights so large that what is in a wrong place shows."""
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 12, "vocab_size": 257}
+    theirs = GPT2LMHeadModel(GPT2Config(**sizes, activation_function="gelu")).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    theirs.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text(json.dumps(ByteTokenizer().document()))
+    return theirs
+
+
+def test_a_gpt2_of_transformers_comes_and_leaves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs, begun = gpt2(tmp_path / "hf"), tmp_path / "hf-run"
+    assert main(["export", str(tmp_path / "hf"), "--from", "hf"]) == 0
+    assert f"next: gradsync sample {begun}, " in capsys.readouterr().out
+    snapshot = snapshot_of(begun)
+    ours = GPT(GPTConfig(**snapshot.state["model"])).eval()
+    load_weights(ours, snapshot.tensors["model"])
+    ids = torch.arange(24).view(2, 12)
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(input_ids=ids).logits, ours(ids), rtol=1e-5, atol=1e-5)
+
+    assert main(["train", "--out", str(begun), *FLAGS[:8]]) == 1  # weights alone
+    assert "holds a model from elsewhere" in capsys.readouterr().err
+    assert main(["sample", str(begun), "--prompt", "To be", "--tokens", "3"]) == 0
+    assert "To be" in capsys.readouterr().out
+
+    (tmp_path / "text.txt").write_text(TEXT * 60)
+    prepare([tmp_path / "text.txt"], tmp_path / "data", val_fraction=0.2)
+    flags = ["--data", str(tmp_path / "data"), "--out", str(tmp_path / "more"), "--steps", "1"]
+    flags += ["--device", "cpu", "--dtype", "fp32", "--tokens-per-update", "96"]
+    assert main(["train", str(begun / "config.yaml"), *flags]) == 0
+    assert f"weights of {begun}" in capsys.readouterr().out
+    assert main(["export", str(tmp_path / "more"), "--out", str(tmp_path / "back")]) == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    found = snapshot_of(tmp_path / "more").tensors["model"]
+    load_weights(ours, found)
+    with torch.no_grad():
+        torch.testing.assert_close(model(input_ids=ids).logits, ours(ids), rtol=1e-5, atol=1e-5)
+
+    file = tmp_path / "back" / "model.safetensors"
+    hub = {name.removeprefix("transformer."): t for name, t in load_file(file).items()}
+    hub |= {f"h.{block}.attn.bias": torch.ones(1, 1, 12, 12) for block in range(2)}  # causal masks
+    save_file(hub, file)
+    assert same_bits(read_hf(tmp_path / "back")[1], found)
+    (tmp_path / "back" / "config.json").write_text('{"model_type": "gpt2"}')
+    assert main(["export", str(tmp_path / "back"), "--from", "hf"]) == 2
+    assert "activation_function must be 'gelu'; got 'gelu_new'" in capsys.readouterr().err
 
 
 def test_a_folder_that_holds_something_is_left_alone(

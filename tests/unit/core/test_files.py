@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from gradsync.commands.plan.measured import cache_entry, read_entry, write_entry
 from gradsync.core.files import (
     Filesystem,
     StagedDirectory,
@@ -18,7 +17,6 @@ from gradsync.core.files import (
     read_bytes,
     replace_text,
 )
-from gradsync.errors import RunError
 
 
 @pytest.mark.parametrize(
@@ -83,45 +81,6 @@ def test_a_file_is_replaced_and_a_link_is_not_followed(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == "text"
     assert stat.S_IMODE((tmp_path / "file").lstat().st_mode) == 0o600
     assert (tmp_path / "victim").read_text() == "precious"
-
-
-@pytest.mark.parametrize(
-    ("content", "problem"),
-    [
-        (b"", "cannot be used (JSONDecodeError: Expecting value"),
-        (b"[]", "cannot be used (TypeError: list indices"),
-        (b"{}", "cannot be used (KeyError: 'a')"),
-        (None, "cannot be used (OSError: [Errno 22] is not a regular file"),
-    ],
-)
-def test_a_damaged_entry_counts_as_none_and_is_replaced(
-    tmp_path: Path, content: bytes | None, problem: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    def build(value: Any) -> int:
-        return int(value["a"])
-
-    path = cache_entry(tmp_path / "cache", "a machine")
-    assert read_entry(path, build) is None
-    assert caplog.messages == []
-    assert write_entry(path, {"a": 1}) == path
-    assert read_entry(path, build) == 1
-    if content is None:
-        path.unlink()
-        path.mkdir()
-    else:
-        path.write_bytes(content)
-    assert read_entry(path, build) is None
-    [warning] = caplog.messages
-    assert warning.startswith(f"{path} {problem}")
-    assert "\n" not in warning
-    if content is not None:
-        assert read_entry(write_entry(path, {"a": 2}), build) == 2
-
-
-def test_a_cache_that_cannot_be_written_says_which_variable_names_another(tmp_path: Path) -> None:
-    (tmp_path / "cache").touch()
-    with pytest.raises(RunError, match=r"could not write .* GRADSYNC_CACHE can name another"):
-        write_entry(cache_entry(tmp_path / "cache", "a machine"), {"a": 1})
 
 
 def test_a_directory_that_cannot_be_committed_leaves_the_old_one(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def test_lines_are_kept_for_their_machine(cache: Path) -> None:
     assert load_fits(MACHINE) == (new, OTHER)
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"fits": [{"alpha": 1}]}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"fits": [{"alpha": 1}]}'])
 def test_a_damaged_cache_is_named_and_replaced(
     text: str, cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -227,37 +227,12 @@ def test_a_terminal_of_80_columns_cuts_nothing(
         assert row.split.sizes in text
 
 
-def test_whose_vocabulary_it_is(ask: Ask, tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    said = "vocabulary: the preset's (the built-in text has 257); --data DIR: its own"
-    assert said in ask("tiny --hardware box.yaml")
-    assert said not in ask("tiny --hardware box.yaml --data data")
-
-
-def test_simulation(ask: Ask) -> None:
-    few = "small --hardware h100x8 --strategies invariant,diloco --micro-batch-size 4"
-    printed = ask(f"{few} --simulate 8,64 --network ethernet-10g")
-    assert "64 ranks" in printed
-    assert "diloco" in printed
-    points = ask(f"{few} --simulate 8 --json")["simulation"]
-    assert {point["world_size"] for point in points} == {8}
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        (
-            "xl --hardware rtx4090x2 --strategies invariant --micro-batch-size 16",
-            ("xl fits nowhere on 2 x", " GB short", "hosts"),
-        ),
-        ("2.7b --hardware a100-40", ("it would fit on 2 such hosts",)),
-    ],
-)
-def test_what_fits_nowhere(line: str, words: tuple[str, ...], ask: Ask) -> None:
-    """By how much, and what would fit."""
+def test_what_fits_nowhere(ask: Ask) -> None:
+    """By how much."""
+    line = "xl --hardware rtx4090x2 --strategies invariant --micro-batch-size 16"
     said = ask(line, 1)
     assert said.count("\n") == 1
-    assert all(word in said for word in words)
+    assert all(word in said for word in ("xl fits nowhere on 2 x", " GB short", "more hosts"))
     document = ask(f"{line} --json", 1)
     assert (document["pick"], document["commands"]) == (None, [])
 
@@ -274,9 +249,6 @@ xl --hardware h100 --strategies zero9           perhaps you meant 'zero
 xl --hardware h100 --tokens-per-update 1000     nearest legal
 xl --hardware h100 --micro-batch-size 3         nearest legal
 xl --hardware h100 --dtype fp8                  fp8
-xl --hardware h100 --simulate 8,x               --simulate takes numbers
-xl --hardware h100 --simulate 0                 --simulate takes numbers
-xl --hardware h100 --simulate 8                 8 hosts need a network (--network
 xl --hardware h100 --data nowhere               nowhere is no directory
 """
 

@@ -14,15 +14,15 @@ import pytest
 
 from gradsync.commands.bench import sync as bench_sync
 from gradsync.commands.cli.main import main
-from gradsync.commands.plan import gpus, machine
+from gradsync.commands.plan import machine
 from gradsync.commands.plan.description import Device, Hardware, fast_switches, usual_host
-from gradsync.commands.plan.gpus import detected_device
 from gradsync.commands.plan.machine import (
     DEFAULT_LINK,
     Processor,
     cpu_devices,
     cpu_link,
     detect_hardware,
+    detected_device,
     fast_dtype,
     network_link,
     read_processor,
@@ -72,10 +72,9 @@ def found(torch: Any = None, env: dict[str, str] | None = None, **more: Any) -> 
         assert torch is not None, "torch was imported without a driver"
         return torch
 
-    with (
-        patch.multiple(gpus, import_module=imported, has_driver=lambda _: torch is not None),
-        patch.multiple(machine, read_processor=lambda: EPYC, load_fits=lambda _: ()),
-    ):
+    seen = {"import_module": imported, "has_driver": lambda _: torch is not None}
+    seen |= {"read_processor": lambda: EPYC, "load_fits": lambda _: ()}
+    with patch.multiple(machine, **seen):
         return detect_hardware(env or {}, **more)
 
 

@@ -171,8 +171,6 @@ def test_a_file_that_is_none(name: str, text: str, message: str, tmp_path: Path)
     ("text", "words"),
     [
         ("help: 1", ":1: unknown key 'help'"),
-        ("ddp_enabled: true", ":1: unknown key 'ddp_enabled': leave it out; --nproc-per-node"),
-        ("ddp-backend: nccl", ":1: unknown key 'ddp-backend': backend"),
         ("steps: 1\nstepz: 2", ":2: unknown key 'stepz'; perhaps you meant steps"),
         ("optim:\n  lrr: 1", ":2: unknown key 'optim.lrr'; perhaps you meant optim.lr"),
         ("optim:\n  lr: abc", ":2: optim.lr: got 'abc': Expected `float`"),
@@ -180,7 +178,6 @@ def test_a_file_that_is_none(name: str, text: str, message: str, tmp_path: Path)
         ("optim: 5", ":1: unknown key 'optim'"),
         ("optim.lr: 1\noptim: {lr: 2}", ":2: optim.lr is given twice"),
         ("seed: 1\nsteps: 0", ": steps must be at least 1; got 0"),
-        ("steps: 1\nloss_rows: 2", ":2: unknown key 'loss_rows'"),
         ("steps: true", ":1: steps: got True: Expected `int`"),
         ("steps: {a: 1}", ":1: unknown key 'steps.a'"),
         ("dtype: fp8", ":1: dtype: got 'fp8': Invalid enum value 'fp8'"),
@@ -197,15 +194,6 @@ def test_a_bad_value_is_refused_with_file_line_and_key(
         parse_config([str(path)])
     assert f"{path}{words}" in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_an_unset_option_of_an_older_version_counts_as_left_out(tmp_path: Path) -> None:
-    unset = "sync_options: {wire: null, of_once: null}\naudit_every: 0\nsteps: 5\n"
-    (tmp_path / "a.yaml").write_text(unset)
-    assert parse_config([str(tmp_path / "a.yaml")]) == replace(recipe("tiny"), steps=5)
-    (tmp_path / "b.yaml").write_text("sync_options: {of_once: 1}\n")
-    with pytest.raises(ConfigError, match=r":1: unknown key 'sync_options\.of_once'"):
-        parse_config([str(tmp_path / "b.yaml")])
 
 
 def test_a_value_is_not_taken_for_a_flag(tmp_path: Path) -> None:

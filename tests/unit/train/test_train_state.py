@@ -54,14 +54,13 @@ def test_what_is_written_down(monkeypatch: pytest.MonkeyPatch) -> None:
         "dtype": "fp32",
         "sync": "ddp",
         "compile": "none",
-        "loss_rows": None,
         "leaf_shape": "4x128",
         "num_leaves": 8,
         "world_size": 2,
     }
     assert fingerprint() == expected
     assert fingerprint(rank=1, local_rank=1) == expected
-    assert set(expected) == {*MACHINE, *REQUESTED, "loss_rows", "world_size"}
+    assert set(expected) == {*MACHINE, *REQUESTED, "world_size"}
     monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "")
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from gradsync.commands.plan.machine import fast_dtype
 from gradsync.commands.train.check import check_request, check_size
 from gradsync.commands.train.config import AUTO, TrainConfig
 from gradsync.commands.train.config_io import config_text, given_fields, parse_config, to_flags
@@ -22,12 +21,9 @@ from gradsync.commands.train.tuned import apply_choice, dtype_alone, resolve_aut
 from gradsync.core.files import counted
 from gradsync.errors import ConfigError
 from gradsync.runtime import environ
-from gradsync.runtime.machine import host_cores
 from gradsync.runtime.resolve import resolve
 from gradsync.sync.registry import find_strategy
 from gradsync.world import World
-
-_EMULATED = "this device has no bf16 and emulates it, many times slower than --dtype fp32"
 
 
 def run(argv: list[str], fault: FaultPlan | None = None) -> int:
@@ -141,14 +137,13 @@ def _join_run(
             if not config.out:
                 config = replace(config, out=broadcast_json(comm, default_out(config)))
             session.stacks.folder = f"{config.out}/stacks"
-            notes = _notes(config, world)
-            config, lines = _with_all_ranks(config, given, world, threads=session.threads)
+            config, notes = _with_all_ranks(config, given, world, threads=session.threads)
             outcome = train(
                 config,
                 world,
                 threads=session.threads,
                 stream=sys.stderr if as_json else sys.stdout,
-                notes=[*notes, *lines],
+                notes=notes,
                 fault=fault,
                 watch=session.watch,
             )
@@ -165,18 +160,6 @@ def _join_run(
     if world.is_main and as_json:
         print(json.dumps(outcome.summary, indent=2))
     return outcome.exit_code
-
-
-def _notes(config: TrainConfig, world: World) -> list[str]:
-    """What slows the run down on this host."""
-    cores, ranks = host_cores(), world.local_world_size
-    notes = []
-    if ranks > cores and world.device_name == "cpu":
-        few = counted(cores, "rank")
-        notes.append(f"{ranks} ranks share {counted(cores, 'core')}: no faster than {few}")
-    if config.dtype == "bf16" and fast_dtype(world.device_name) != "bf16":
-        notes.append(_EMULATED)
-    return notes
 
 
 def _with_all_ranks(
@@ -240,6 +223,4 @@ def _show_plan(config: TrainConfig, world_size: int, *, as_json: bool) -> int:
         return 0
     print(config_text(config), end="")
     print(plan.describe("replica" if config.parallel else "rank"))
-    if scaling := config.optim.describe_scaling(config.tokens_per_update):
-        print(scaling)
     return 0

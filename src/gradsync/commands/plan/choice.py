@@ -286,7 +286,7 @@ def choose(work: Workload, hardware: Hardware, costs: Costs, search: Search) -> 
     choice = Recommendation(candidates=tuple(judged), pick=pick, search=search)
     if pick is None:
         return choice
-    told = replace(pick, remark=_why_taken(pick, choice.rows(), judged))
+    told = replace(pick, remark=_why_taken(pick, judged))
     candidates = [
         replace(each, remark=_why_not(each, pick)) if each.runs else each for each in judged
     ]
@@ -337,42 +337,22 @@ def preferred(fitting: Sequence[Candidate], search: Search) -> Candidate:
     return min((c for c in fitting if c.seconds <= (1 + ERROR) * fastest), key=order)
 
 
-_PROMISE = {
-    "bitwise": "one rank's bits on any number of ranks",
-    "rounding": "one rank's numbers but for the order of sums",
-    "lossy": "lossy",
-}
-
-
-def _beside(candidate: Candidate, pick: Candidate) -> str:
-    """How long the candidate takes, against the pick."""
+def _why_not(candidate: Candidate, pick: Candidate) -> str:
+    """How long `candidate`, which can run, takes against the pick."""
     ratio = candidate.seconds / pick.seconds
     if ratio >= 1.95:  # from here on a factor
-        return f"takes {ratio:.1f} times as long"
-    if abs(ratio - 1) < 0.01:
-        return "as fast"
-    return f"slower by {ratio - 1:.0%}" if ratio > 1 else f"faster by {1 - ratio:.0%}"
+        said = f"takes {ratio:.1f} times as long"
+    elif abs(ratio - 1) < 0.01:
+        said = "as fast"
+    else:
+        said = f"slower by {ratio - 1:.0%}" if ratio > 1 else f"faster by {1 - ratio:.0%}"
+    near = candidate.seconds <= (1 + ERROR) * pick.seconds
+    return f"{said}; a weaker promise, or not as simple" if near else said
 
 
-def _why_not(candidate: Candidate, pick: Candidate) -> str:
-    """Why `candidate`, which can run, was not taken; if it is about as fast, an advantage of the
-    pick that it lacks."""
-    said = _beside(candidate, pick)
-    if candidate.seconds > (1 + ERROR) * pick.seconds:
-        return said
-    if candidate.promise != pick.promise:
-        return f"{said}; {candidate.promise} only"
-    if candidate.split.layout.model_ranks > pick.split.layout.model_ranks:
-        return f"{said}; divides the model further"
-    if candidate.work.activation_checkpointing and not pick.work.activation_checkpointing:
-        return f"{said}; recomputes without need"
-    return f"{said}; not as simple"
-
-
-def _why_taken(pick: Candidate, rows: Sequence[Candidate], judged: Sequence[Candidate]) -> str:
-    """Why `pick`, one of `rows`: what rules out a replica per device or kept activations, the next
-    best split, and the promise."""
-    parts = []
+def _why_taken(pick: Candidate, judged: Sequence[Candidate]) -> str:
+    """Why `pick`: what rules out a replica per device or kept activations, and its promise."""
+    parts = ["the best of what fits"]
     whole = [
         each
         for each in judged
@@ -386,42 +366,19 @@ def _why_taken(pick: Candidate, rows: Sequence[Candidate], judged: Sequence[Cand
     own = [each for each in judged if each.split == pick.split]
     if not any(each.runs and not each.work.activation_checkpointing for each in own):
         parts.append("activations must be recomputed to fit")
-    others = [each for each in rows if each.runs and each.split != pick.split]
-    rival = min(others, key=lambda each: each.seconds, default=None)
-    if rival is None:
-        parts.append("the only one that fits")
-    else:
-        parts.append(f"the best of what fits (next: {rival.split}, {_beside(rival, pick)})")
-    if pick.split.world_size > 1:
-        parts.append(f"it gives {_PROMISE[pick.promise]}")
-    return "; ".join(parts)
+    return "; ".join([*parts, f"promise: {pick.promise}"])
 
 
-_MOST_HOSTS = 64  # A remedy does not look beyond this number
-
-
-def remedy(
-    name: str, choice: Recommendation, work: Workload, hardware: Hardware, costs: Costs
-) -> str:
+def remedy(name: str, choice: Recommendation, hardware: Hardware) -> str:
     """The error line if `choice` finds no fit for the model `name`: the candidate that lacks the
-    least memory, and the smallest number of these hosts on which the model fits."""
+    least memory."""
     said = f"{name} fits nowhere on {len(hardware.devices)} x {hardware.devices[0].name}"
     judged = [candidate for candidate in choice.candidates if candidate.memory is not None]
-    if judged:
-        near = min(judged, key=lambda candidate: candidate.short_bytes)
-        recomputed = ", recomputing activations" if near.work.activation_checkpointing else ""
-        said += (
-            f": at best ({near.split}, micro-batch {near.work.micro_batch_size}{recomputed}) "
-            f"a rank {near.obstacle}"
-        )
-    host, network = hardware.hosts[-1], hardware.network or hardware.hosts[-1].link
-    for count in range(len(hardware.hosts) + 1, _MOST_HOSTS + 1):
-        larger = Hardware(hosts=(host,) * count, network=network)
-        room = room_bytes(larger, len(larger.devices))
-        if any(
-            not obstacle(variant, split) and costs.memory(variant, split).total <= room
-            for split in splits(len(larger.devices), larger, choice.search.strategies)
-            for variant in choice.search.works(work)
-        ):
-            return f"{said}; it would fit on {count} such hosts"
-    return said
+    if not judged:
+        return said
+    near = min(judged, key=lambda candidate: candidate.short_bytes)
+    recomputed = ", recomputing activations" if near.work.activation_checkpointing else ""
+    return (
+        f"{said}: at best ({near.split}, micro-batch {near.work.micro_batch_size}{recomputed}) "
+        f"a rank {near.obstacle}; try more devices, or more hosts"
+    )

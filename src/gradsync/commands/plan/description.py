@@ -149,16 +149,13 @@ _TCP_PART = 1448 / 1538
 38 bytes of header, check sum, preamble and gap (IEEE 802.3)."""
 
 
-def _nvlink(generation: int, links: int, gb_per_s: float, specified: float) -> Link:
-    """All links of one device; GB/s of one link, by NCCL and by the specification."""
+def _nvlink(generation: int, links: int, gb_per_s: float) -> Link:
+    """All links of one device; GB/s of one link, by NCCL."""
     return Link(
         name=f"nvlink{generation}",
         alpha_s=_NVLINK_ALPHA_S,
         bytes_per_s=links * gb_per_s * 1e9,
-        source=(
-            f"NCCL's own figure for {links} links, {links * specified:.4g} GB/s as specified; "
-            "one direction"
-        ),
+        source=f"NCCL's own figure for {links} links; one direction",
     )
 
 
@@ -180,7 +177,7 @@ def ethernet(gigabits: float) -> Link:
 
 
 _INSIDE = (
-    *(_nvlink(3, 12, 20, 25), _nvlink(4, 18, 20.6, 25), _nvlink(5, 18, 40.1, 50)),
+    *(_nvlink(3, 12, 20), _nvlink(4, 18, 20.6), _nvlink(5, 18, 40.1)),
     *(
         Link(
             name=f"pcie{generation}",

@@ -26,7 +26,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import numpy as np
 
-from gradsync.core.files import json_text, one_line, parse_json, read_bytes, write_result
+from gradsync.core.files import json_text, one_line, write_result
 from gradsync.errors import ConfigError
 from gradsync.runtime import environ
 from gradsync.runtime.machine import cpu_model, host_cores
@@ -76,29 +76,39 @@ class Cache(Generic[T]):
 
     def path(self, conditions: Conditions) -> Path:
         """File of the answer for `conditions`."""
-        return cache_entry(self.folder(), json.dumps(conditions, sort_keys=True))
+        key = json.dumps(conditions, sort_keys=True).encode()
+        return self.folder() / f"{hashlib.sha256(key).hexdigest()[:16]}.json"
 
     def save(self, conditions: Conditions, found: T) -> Path:
         """Store a dataclass, replacing an older one; returns the path. RunError if that fails."""
         answer: Any = found
         heading = {"format_version": _FORMAT_VERSION, "conditions": conditions}
-        return write_entry(self.path(conditions), heading | asdict(answer))
+        path = self.path(conditions)
+        write_result(
+            path,
+            json_text(heading | asdict(answer)),
+            "; GRADSYNC_CACHE can name another cache",
+        )
+        return path
 
     def read(self, conditions: Conditions) -> T | None:
-        """The answer for `conditions`; None if it is missing or invalid. ConfigError if there is no
-        folder for caches."""
-
-        def checked(document: Any) -> T:
+        """The answer for `conditions`; None without one. An entry that cannot be read, or that
+        `build` refuses, counts as missing: a warning names it, and the next measurement replaces
+        it. ConfigError if there is no folder for caches."""
+        path = self.path(conditions)
+        try:
+            document = read_json(path)
             if (found := document["format_version"]) != _FORMAT_VERSION:
                 raise ValueError(f"format_version {found}, not {_FORMAT_VERSION}")
             if document["conditions"] != conditions:
                 raise ValueError("it was measured for something else")
-            try:
-                return self.build(document)
-            except msgspec.ValidationError as error:
-                raise ValueError(str(error)) from error
-
-        return read_entry(self.path(conditions), checked)
+            return self.build(document)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            said = one_line(f"{type(error).__name__}: {error}")
+            log.warning("%s cannot be used (%s): it is replaced when measured again", path, said)
+            return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,30 +188,3 @@ def load_fits(environment: Mapping[str, Any]) -> tuple[Fit, ...]:
         if (found := FITS.read(_conditions(environment))) is not None:
             return found.fits
     return ()
-
-
-def cache_entry(folder: Path, key: str) -> Path:
-    """The file in `folder` for `key`."""
-    return folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
-
-
-def read_entry(path: Path, build: Callable[[Any], T]) -> T | None:
-    """The cached value in `path`, built by `build` from its JSON; None without one.
-
-    Policy of all caches: an entry that cannot be read, or that `build` refuses (ValueError,
-    KeyError, TypeError …), counts as missing. A warning names it; the next measurement replaces it.
-    """
-    try:
-        return build(parse_json(read_bytes(path)))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        said = one_line(f"{type(error).__name__}: {error}")
-        log.warning("%s cannot be used (%s): it is replaced when measured again", path, said)
-        return None
-
-
-def write_entry(path: Path, document: Mapping[str, Any]) -> Path:
-    """Write `document` to a cache's file `path`; returns `path`. RunError if that fails."""
-    write_result(path, json_text(document), "; GRADSYNC_CACHE can name another cache")
-    return path

@@ -7,7 +7,7 @@ document, to which no text encodes. A literal `<|endoftext|>` is plain text.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -115,17 +115,6 @@ class BpeTokenizer:
             show_progress=False,
         )
         inner.train_from_iterator((text.decode(errors="replace") for text in texts), trainer)
-        return cls(inner)
-
-    @classmethod
-    def of_characters(cls, ids: Mapping[str, int]) -> BpeTokenizer:
-        """One token per character, without merges; the end of a text comes after them."""
-        _require_tokenizers()
-        from tokenizers import Tokenizer, decoders, models
-
-        inner = Tokenizer(models.BPE(vocab=dict(ids), merges=[]))
-        inner.decoder = decoders.Fuse()
-        inner.add_special_tokens([END_OF_TEXT])
         return cls(inner)
 
     @classmethod

@@ -100,15 +100,6 @@ class OptimConfig:
         lr = self.lr * (ratio if self.lr_scaling == "linear" else math.sqrt(ratio))
         return replace(self, lr=lr, lr_scaling="none", lr_base_batch=None)
 
-    def describe_scaling(self, tokens_per_update: int) -> str:
-        """The arithmetic of `scaled` in one line; "" if nothing is scaled."""
-        if self.lr_base_batch is None:
-            return ""
-        ratio = f"{tokens_per_update}/{self.lr_base_batch}"
-        factor = ratio if self.lr_scaling == "linear" else f"sqrt({ratio})"
-        peak = self.scaled(tokens_per_update).lr
-        return f"lr {self.lr:g} x {factor} = {peak:g} ({self.lr_scaling})"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalConfig:

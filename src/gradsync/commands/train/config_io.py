@@ -24,14 +24,6 @@ from gradsync.errors import ConfigError
 
 SUFFIXES = (".yaml", ".yml", ".toml")
 _SYNC_OPTIONS = "--sync-options"
-_OTHERS = {
-    "ddp_enabled": "leave it out; --nproc-per-node or a launcher says how many ranks there are",
-    "ddp_backend": "backend: gloo, nccl, … (left out: chosen by the device)",
-    "ddp_find_unused_parameters": "leave it out; unused parameters are found in every step",
-}
-"""Keys in other projects' files, and what to use here."""
-_FORMER = {"audit_every", "loss_rows"}
-"""Settings of older versions, which a run's file may hold unset."""
 
 
 def _hints(part: type, prefix: str = "") -> dict[str, Any]:
@@ -104,12 +96,10 @@ def read_config(path: Path, *, of_older_version: bool = False) -> TrainConfig:
     for way, value in _flat(document.values):
         name, place = way.replace("-", "_"), document.at(way)
         if name not in HINTS:
-            may_be_empty = name in _SECTIONS or name in _FORMER or name.startswith("sync_options.")
-            if of_older_version or (not value and may_be_empty):
+            if of_older_version or (not value and name in _SECTIONS):
                 continue
             near = get_close_matches(name, HINTS, n=1)
             hint = f"; perhaps you meant {near[0]}" if near else ""
-            hint = f": {_OTHERS[name]}" if name in _OTHERS else hint
             raise ConfigError(f"{place}: unknown key {way[:80]!r}{hint}")
         if name in values:
             raise ConfigError(f"{place}: {way} is given twice")

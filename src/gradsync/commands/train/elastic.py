@@ -145,11 +145,10 @@ def _choose(
         activation_checkpointing=config.activation_checkpointing,
         kind=hardware.devices[0].kind,
     )
-    costs = Costs()
-    choice = choose(work, hardware, costs, search)
+    choice = choose(work, hardware, Costs(), search)
     taken = _best(choice, world_size, named)
     if taken is None:
-        raise RunError(remedy(config.preset, choice, work, hardware, costs))
+        raise RunError(remedy(config.preset, choice, hardware))
     return taken
 
 

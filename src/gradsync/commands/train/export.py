@@ -1,5 +1,4 @@
-"""`gradsync export`: convert a trained model for transformers, or make a run of a model that
-another program (transformers, nanoGPT) saved."""
+"""`gradsync export`: convert a trained model for transformers, or make a run of one of theirs."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ import json
 import shlex
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import tyro
 from tyro.conf import Positional
@@ -16,29 +15,25 @@ from gradsync.commands.arguments import parse
 from gradsync.commands.train.sample import load_run
 from gradsync.errors import CheckpointError, UsageError
 
-if TYPE_CHECKING:
-    from gradsync.commands.train.foreign import Foreign
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportOptions:
     """Write a trained model as a folder for transformers: config.json, model.safetensors,
-    tokenizer. Weights are the checkpoint's, bit for bit, under any strategy. With --from, make a
-    run of another program's model: for `gradsync sample`, for `gradsync export`, and for `gradsync
+    tokenizer. Weights are the checkpoint's, bit for bit, under any strategy. With --from hf, make a
+    run of a model of transformers: for `gradsync sample`, for `gradsync export`, and for `gradsync
     train RUN/config.yaml`, which continues with its weights.
     """
 
     path: Annotated[Positional[str], tyro.conf.arg(metavar="PATH")]
-    """Run directory or checkpoint; with --from, what the other program saved."""
-    source: Annotated[Literal["run", "hf", "nanogpt"], tyro.conf.arg(name="from")] = "run"
-    """The program that wrote PATH. run: gradsync. hf: transformers, a folder of a Llama or a GPT-2.
-    nanogpt: its ckpt.pt; no pickled code is executed."""
+    """Run directory or checkpoint; with --from hf, the folder of a Llama or a GPT-2."""
+    source: Annotated[Literal["run", "hf"], tyro.conf.arg(name="from")] = "run"
+    """The program that wrote PATH. run: gradsync. hf: transformers."""
     out: str = ""
     """Folder to create, which must be missing or empty; default: hf in the run directory; with
-    --from: PATH's name and -run."""
+    --from hf: PATH's name and -run."""
     data: str = ""
-    """Data directory for its tokenizer; empty: the run's. With --from, the directory to record in
-    the new run: nanoGPT's, with its meta.pkl, or a folder with a tokenizer.json."""
+    """Data directory for its tokenizer; empty: the run's. With --from hf, the directory to record
+    in the new run; empty: PATH, whose tokenizer.json is used."""
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False  # Print one JSON document.
 
 
@@ -50,7 +45,7 @@ def run(argv: list[str]) -> int:
         folder = export(path, out, options.data)
         following = f"loaded by: transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})"
     else:
-        folder = bring(path, out, options.source, options.data)
+        folder = bring(path, out, options.data)
         place = shlex.quote(str(folder))
         following = f"next: gradsync sample {place}, gradsync train {place}/config.yaml"
     if options.as_json:
@@ -71,7 +66,7 @@ def export(path: Path, out: Path | None, data: str = "") -> Path:
     end = tokenizer.end_of_text_id if tokenizer.end_of_text_id < shape.vocab_size else None
     config = hf_config(shape, end_of_text=end)
     weights = snapshot.tensors["model"]
-    weights = to_gpt2(weights, turned=True) if shape.is_gpt2 else to_llama(weights)
+    weights = to_gpt2(weights) if shape.is_gpt2 else to_llama(weights)
     documents = {
         "config.json": config,
         "tokenizer.json": tokenizer.document(),
@@ -95,40 +90,34 @@ def export(path: Path, out: Path | None, data: str = "") -> Path:
     return folder
 
 
-def bring(path: Path, out: Path | None, source: str, data: str = "") -> Path:
-    """Make a run of another program's model; returns its directory."""
-    from gradsync.commands.train.foreign import read_hf, read_nanogpt
-
-    folder = out or path.parent / f"{path.stem or 'model'}-run"
-    try:
-        found = read_nanogpt(path) if source == "nanogpt" else read_hf(path)
-    except CheckpointError as error:
-        raise UsageError(f"{path}: {error}") from error
-    _make_empty(folder, mode=0o700)
-    _write_start(found, folder, data)
-    return folder
-
-
-def _write_start(foreign: Foreign, folder: Path, data: str) -> None:
-    """Make `folder` a run to start from: a checkpoint with weights only, and the `config.yaml` of a
-    run that continues from them."""
+def bring(path: Path, out: Path | None, data: str = "") -> Path:
+    """Make a run of a model of transformers: a checkpoint with weights only, and the `config.yaml`
+    of a run that continues from them; returns its directory."""
     from gradsync.checkpoint.store import CheckpointStore, Snapshot
     from gradsync.commands.train.config import recipe
     from gradsync.commands.train.config_io import write_config
+    from gradsync.commands.train.foreign import read_hf
 
-    begin = {"model": foreign.shape, "init": str(folder), "data": data or foreign.data}
+    folder = out or path.parent / f"{path.stem or 'model'}-run"
+    try:
+        shape, weights = read_hf(path)
+    except CheckpointError as error:
+        raise UsageError(f"{path}: {error}") from error
+    _make_empty(folder, mode=0o700)
+    begin = {"model": shape, "init": str(folder), "data": data or str(path)}
     config = replace(recipe("tiny"), **begin)
     state = {
         "optimizer": {"class": "AdamW", "groups": [], "params": {}},
         "data": {},  # no data were read: `restore` does not go on from here
         "tokenizer": None,
         "scaler": None,
-        "model": asdict(foreign.shape),
+        "model": asdict(shape),
         "config": asdict(config),
     }
-    snapshot = Snapshot(step=foreign.step, tensors={"model": foreign.weights}, state=state)
+    snapshot = Snapshot(step=0, tensors={"model": weights}, state=state)
     CheckpointStore(folder / "checkpoints").save(snapshot)
     write_config(config, folder / "config.yaml")
+    return folder
 
 
 def _make_empty(folder: Path, mode: int = 0o777) -> None:

@@ -1,17 +1,15 @@
-"""The decoder in other programs' formats: transformers' Llama and GPT-2, and nanoGPT's checkpoints.
+"""The decoder in the formats of transformers: Llama and GPT-2.
 
 Both architectures compute the same as ours; the tests compare logits. GPT-2 has one matrix with
-queries, keys and values, one below the other. transformers transposes the four matrices of its
-blocks (`Conv1D`, here `turned`) and always has biases: zeros if the decoder has none.
-
-Loading builds and calls nothing in a file: safetensors, JSON, and torch's `weights_only`.
+queries, keys and values, one below the other, transposes the four matrices of its blocks
+(`Conv1D`), and always has biases: zeros if the decoder has none.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +17,11 @@ import torch
 from torch import Tensor
 
 from gradsync.checkpoint.tensor_file import read_tensors
-from gradsync.checkpoint.weights import match_tensors, pack_weights
+from gradsync.checkpoint.weights import match_tensors
 from gradsync.commands.models.config import GPTConfig
 from gradsync.commands.parallel.layout import weights_of
 from gradsync.core.files import one_line, read_object
-from gradsync.errors import CheckpointError, ConfigError, DataError
+from gradsync.errors import ConfigError
 
 _LLAMA = {
     "embed": "model.embed_tokens",
@@ -54,7 +52,7 @@ _GPT2 = {
     "blocks.N.mlp.down": "transformer.h.N.mlp.c_proj",
 }
 """Our modules, and theirs; N is the number of a block."""
-_EMBED, _HEAD = "transformer.wte.weight", "lm_head.weight"
+_HEAD = "lm_head.weight"
 
 _NEEDED_LLAMA = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 _NEEDED_GPT2 = {
@@ -63,16 +61,6 @@ _NEEDED_GPT2 = {
     "scale_attn_by_inverse_layer_idx": False,
 }
 """Values that the decoder requires in a `config.json`."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Foreign:
-    """A model from another program."""
-
-    shape: GPTConfig
-    weights: dict[str, Tensor]  # Under our names; all weights of the shape
-    data: str  # Where its tokenizer may be
-    step: int = 0  # Optimizer steps of its training
 
 
 def their_name(name: str, names: Mapping[str, str]) -> str:
@@ -101,7 +89,7 @@ def from_llama(weights: Mapping[str, Tensor], names: Iterable[str]) -> dict[str,
     return {ours[name]: tensor for name, tensor in found.items()}
 
 
-def to_gpt2(weights: Mapping[str, Tensor], *, turned: bool) -> dict[str, Tensor]:
+def to_gpt2(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Our weights under GPT-2's names and in its layout."""
     found: dict[str, Tensor] = {}
     for name, own in weights.items():
@@ -111,16 +99,14 @@ def to_gpt2(weights: Mapping[str, Tensor], *, turned: bool) -> dict[str, Tensor]
         if ".attn.c_attn." in theirs:
             tensor = torch.cat([weights[re.sub(r"\.[qkv]\.", f".{c}.", name)] for c in "qkv"])
         is_matrix = tensor.dim() == 2 and name.startswith("blocks.")
-        found[theirs] = tensor.t().contiguous() if turned and is_matrix else tensor
+        found[theirs] = tensor.t().contiguous() if is_matrix else tensor
         bias = re.sub(r"weight$", "bias", name)
-        if turned and bias not in weights and (is_matrix or tensor.dim() == 1):
+        if bias not in weights and (is_matrix or tensor.dim() == 1):
             found[their_name(bias, _GPT2)] = tensor.new_zeros(len(tensor))
     return found
 
 
-def from_gpt2(
-    weights: Mapping[str, Tensor], shape: GPTConfig, *, turned: bool
-) -> dict[str, Tensor]:
+def from_gpt2(weights: Mapping[str, Tensor], shape: GPTConfig) -> dict[str, Tensor]:
     """GPT-2's weights under our names; CheckpointError if some are missing or unknown. Old files
     hold causal masks, which are left out, and no `transformer.` before the names."""
     theirs = {
@@ -131,11 +117,11 @@ def from_gpt2(
     if shape.tie_head:  # some files hold the embedding again under the head's name
         theirs.pop(_HEAD, None)
     own = _expected(shape)
-    matched = match_tensors(to_gpt2(own, turned=turned), theirs)
+    matched = match_tensors(to_gpt2(own), theirs)
     found = {}
     for name in own:
         tensor = matched[their_name(name, _GPT2)]
-        if turned and tensor.dim() == 2 and name.startswith("blocks."):
+        if tensor.dim() == 2 and name.startswith("blocks."):
             tensor = tensor.t()
         part = name.split(".")[-2]
         if part in ("q", "k", "v"):
@@ -243,46 +229,16 @@ def hf_shape(given: Mapping[str, Any]) -> GPTConfig:
         raise ConfigError(f"config.json is not of a {kind}: {one_line(error)}") from None
 
 
-def read_hf(folder: Path) -> Foreign:
-    """A Llama or GPT-2 of transformers: `config.json` and `*.safetensors`. ConfigError,
-    CheckpointError: a shape or a tensor that the decoder does not have, or a missing one."""
+def read_hf(folder: Path) -> tuple[GPTConfig, dict[str, Tensor]]:
+    """The shape and the weights, under our names, of a Llama or GPT-2 of transformers:
+    `config.json` and `*.safetensors`. ConfigError, CheckpointError: a shape or a tensor that the
+    decoder does not have, or a missing one."""
     shape = hf_shape(read_object(folder / "config.json"))
     files = sorted(folder.glob("*.safetensors"))
     theirs = {name: t for file in files for name, t in read_tensors(file, {}).items()}
     if shape.is_gpt2:
-        weights = from_gpt2(theirs, shape, turned=True)
-    else:
-        if shape.tie_head:
-            theirs.pop(_HEAD, None)
-        own = _expected(shape)
-        weights = match_tensors(own, from_llama(theirs, own))
-    return Foreign(shape=shape, weights=weights, data=str(folder))
-
-
-def read_nanogpt(path: Path) -> Foreign:
-    """The `ckpt.pt` that nanoGPT's train.py writes; DataError if it cannot be read, or holds
-    something else."""
-    try:
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # whatever torch raises
-        reason = one_line(str(error).partition("\n")[0] or type(error).__name__)
-        raise DataError(
-            f"{path}: not readable as a checkpoint of tensors and plain values ({reason})"
-        ) from error
-    try:
-        theirs, args = pack_weights(found["model"]), found["model_args"]
-        embed, head = theirs.get(_EMBED), theirs.get(_HEAD)
-        sizes = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
-        shape = GPTConfig(
-            architecture="gpt2",
-            tie_head=head is None or (embed is not None and torch.equal(embed, head)),
-            bias=args.get("bias", True),
-            dropout=float(args.get("dropout", 0.0)),
-            **{name: args[name] for name in sizes},
-        )
-        weights = {n: t.float() for n, t in from_gpt2(theirs, shape, turned=False).items()}
-        dataset = found.get("config", {}).get("dataset")
-    except (ConfigError, CheckpointError, AttributeError, LookupError, TypeError) as error:
-        raise DataError(f"{path} is no checkpoint of nanoGPT: {one_line(error)}") from error
-    data = f"data/{one_line(dataset)}" if dataset else str(path.parent)
-    return Foreign(shape=shape, weights=weights, data=data, step=int(found.get("iter_num", 0)))
+        return shape, from_gpt2(theirs, shape)
+    if shape.tie_head:
+        theirs.pop(_HEAD, None)
+    own = _expected(shape)
+    return shape, match_tensors(own, from_llama(theirs, own))

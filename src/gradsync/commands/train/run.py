@@ -21,8 +21,7 @@ from gradsync.comm.values import from_rank_0, same_on_all_ranks
 from gradsync.commands.models.config import GPTConfig
 from gradsync.commands.models.gpt import GPT, generate
 from gradsync.commands.plan.description import Device
-from gradsync.commands.plan.gpus import torch_devices
-from gradsync.commands.plan.machine import cpu_devices, read_processor
+from gradsync.commands.plan.machine import cpu_devices, read_processor, torch_devices
 from gradsync.commands.train.check import check_size
 from gradsync.commands.train.config import TrainConfig
 from gradsync.commands.train.config_io import HINTS
@@ -195,8 +194,6 @@ def _introduce(trainer: Trainer, resumed: Resumed, threads: int, notes: Sequence
         say(f"split {layout}: each replica of the model is {layout.model_ranks} ranks")
     say(f"data {data.source}")
     say(data.plan.describe("replica" if config.parallel else "rank"))
-    if scaling := config.optim.describe_scaling(config.tokens_per_update):
-        say(scaling)
     for line in notes:
         say(line)
     for note in [*resumed.notes, *_unlike_machines(trainer)]:

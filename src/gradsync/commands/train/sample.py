@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from pickle import Unpickler, UnpicklingError
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 from tyro.conf import Positional
 
 from gradsync.commands.arguments import parse
-from gradsync.core.files import one_line, read_bytes
-from gradsync.errors import ConfigError, DataError
+from gradsync.core.files import one_line
+from gradsync.errors import DataError
 
 if TYPE_CHECKING:
     from gradsync.checkpoint.store import Snapshot
     from gradsync.commands.models.config import GPTConfig
-
-_LARGEST = 1 << 28
-"""Largest pickle that is read, bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +92,7 @@ def tokenizer_of(state: Mapping[str, Any], data: str) -> Any:
     """The tokenizer of a checkpoint's `state`, from the folder `data`, or from the one that the run
     was trained on; DataError if it is different or missing."""
     from gradsync.commands.prepare.prepare import default_corpus, is_stream
-    from gradsync.commands.prepare.tokenizer import load_tokenizer
+    from gradsync.commands.prepare.tokenizer import FILE_NAME, BpeTokenizer, load_tokenizer
     from gradsync.data.meta import read_meta
 
     saved, trained_with = state["config"], state["tokenizer"]
@@ -106,9 +101,8 @@ def tokenizer_of(state: Mapping[str, Any], data: str) -> Any:
     path = Path(directory) if directory else default_corpus()
     meta = read_meta(path)
     if meta is None:
-        found = _bare_tokenizer(path) if trained_with is None else None
-        if found is not None:
-            return found
+        if trained_with is None and (path / FILE_NAME).is_file():
+            return BpeTokenizer.load(path / FILE_NAME)
         raise DataError(
             f"{one_line(path)} has no meta.json, so its tokenizer is unknown; give --data DIR"
         )
@@ -118,32 +112,3 @@ def tokenizer_of(state: Mapping[str, Any], data: str) -> Any:
             f"with ({one_line(trained_with)}); give --data DIR of the training data"
         )
     return load_tokenizer(meta, path)
-
-
-def _bare_tokenizer(path: Path) -> Any:
-    """The tokenizer of a folder that gradsync did not prepare: a `tokenizer.json`, or the
-    characters in nanoGPT's `meta.pkl`; None without either."""
-    from gradsync.commands.prepare.tokenizer import FILE_NAME, BpeTokenizer
-
-    if (path / FILE_NAME).is_file():
-        return BpeTokenizer.load(path / FILE_NAME)
-    file = path / "meta.pkl"
-    if not file.is_file():
-        return None
-    try:
-        ids = _PlainUnpickler(io.BytesIO(read_bytes(file, _LARGEST))).load()["stoi"]
-        if not all(isinstance(c, str) and len(c) == 1 and type(i) is int for c, i in ids.items()):
-            raise ValueError("stoi: expected a number for each character")
-        return BpeTokenizer.of_characters(ids)
-    except ConfigError:
-        raise
-    except Exception as error:  # any error in a pickle, or in its numbers
-        raise DataError(f"{file}: is no list of characters: {one_line(error)}") from error
-
-
-class _PlainUnpickler(Unpickler):
-    """Reads dicts, lists, texts and numbers; no class is instantiated or called."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Refuse every class and function."""
-        raise UnpicklingError(f"it names {module}.{name}, which no list of characters needs")

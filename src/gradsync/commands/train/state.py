@@ -68,7 +68,6 @@ def numeric_fingerprint(
         "dtype": config.named_dtype + ("" if config.named_dtype == "fp32" else ", one cast"),
         "sync": tree if invariant else config.sync,
         "compile": "blocks" if config.compile == "model" else config.compile,
-        "loss_rows": None,  # a setting of older versions
         "leaf_shape": f"{plan.micro_batch_size}x{plan.seq_len}",
         "num_leaves": plan.num_micro_batches,
         "world_size": None if invariant else world.world_size,
@@ -235,9 +234,9 @@ def _start_weights(path: Path, model: GPT) -> Whole:
         check_state(snapshot, path)
         _check_model(_sizes(model.config), _sizes(saved_model(snapshot, path)), path)
         return snapshot.tensors["model"]
-    found = read_hf(path)
-    _check_model(_sizes(model.config), _sizes(found.shape), path)
-    return found.weights
+    shape, weights = read_hf(path)
+    _check_model(_sizes(model.config), _sizes(shape), path)
+    return weights
 
 
 def _sizes(shape: GPTConfig) -> dict[str, Any]:

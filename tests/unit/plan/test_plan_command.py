@@ -227,6 +227,15 @@ def test_a_terminal_of_80_columns_cuts_nothing(
         assert row.split.sizes in text
 
 
+def test_simulation(ask: Ask) -> None:
+    few = "small --hardware h100x8 --strategies invariant,diloco --micro-batch-size 4"
+    printed = ask(f"{few} --simulate 8,64 --network ethernet-10g")
+    assert "64 ranks" in printed
+    assert "diloco" in printed
+    points = ask(f"{few} --simulate 8 --json")["simulation"]
+    assert {point["world_size"] for point in points} == {8}
+
+
 def test_what_fits_nowhere(ask: Ask) -> None:
     """By how much."""
     line = "xl --hardware rtx4090x2 --strategies invariant --micro-batch-size 16"
@@ -249,6 +258,9 @@ xl --hardware h100 --strategies zero9           perhaps you meant 'zero
 xl --hardware h100 --tokens-per-update 1000     nearest legal
 xl --hardware h100 --micro-batch-size 3         nearest legal
 xl --hardware h100 --dtype fp8                  fp8
+xl --hardware h100 --simulate 8,x               --simulate takes numbers
+xl --hardware h100 --simulate 0                 --simulate takes numbers
+xl --hardware h100 --simulate 8                 8 hosts need a network (--network
 xl --hardware h100 --data nowhere               nowhere is no directory
 """
 

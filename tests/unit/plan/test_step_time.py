@@ -17,6 +17,7 @@ from gradsync.commands.plan.profile import (
     probe_work,
     scaled_profile,
 )
+from gradsync.commands.plan.report import efficiency_table
 from gradsync.commands.plan.step_costs import (
     GroupPlace,
     Sending,
@@ -24,6 +25,7 @@ from gradsync.commands.plan.step_costs import (
     channel_end,
     half_s,
     predict_step,
+    simulate,
 )
 from gradsync.commands.plan.workload import Split, Workload, traffic_of
 from gradsync.errors import ConfigError
@@ -186,3 +188,23 @@ def test_every_strategy_has_its_traffic(strategy: str) -> None:
 def test_refusals(leaves: int, asked: Split, ranks: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         predict_step(work(leaves), asked, hardware(ranks), profile())
+
+
+def test_thousands_of_ranks() -> None:
+    host = hardware(4).hosts[0]
+    splits = [split("ring"), split("hierarchical"), split("diloco"), split("ring", pp=8)]
+    points = simulate(work(1), host, FAR, [16, 4, 4096], profile(), splits=splits)
+    found = {(point["name"], point["world_size"]): point for point in points}
+    sizes = (4, 16, 4096)
+    for name in ("ring", "hierarchical"):
+        efficiencies = [found[name, size]["efficiency"] for size in sizes]
+        assert efficiencies == sorted(efficiencies, reverse=True)
+    assert found["diloco", 4096]["efficiency"] > 0.5 > found["ring", 4096]["efficiency"]
+    alone = predict_step(work(4), split("ring", dp=4), hardware(4), profile())
+    assert found["ring", 4]["step_s"] == alone.total_s
+    lines = efficiency_table(points)
+    assert lines[0].split() == ["efficiency", "4", "ranks", "16", "ranks", "4096", "ranks"]
+    assert [line.split()[0] for line in lines[1:]] == ["ring", "hierarchical", "diloco", "ring"]
+    assert len(lines[-1].split()) == 4  # eight stages do not divide 4 ranks
+    with pytest.raises(ConfigError, match="2 hosts need a network"):
+        simulate(work(1), host, None, [8], profile(), splits=splits)

@@ -7,7 +7,7 @@ import math
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -18,23 +18,31 @@ from gradsync.commands.plan.hardware_file import hardware_document, load_hardwar
 from gradsync.commands.plan.machine import detect_hardware
 from gradsync.commands.plan.report import (
     commands,
+    efficiency_table,
     figure_lines,
     hardware_lines,
+    link_text,
     pick_sections,
     print_table,
     section,
     work_line,
 )
-from gradsync.commands.plan.workload import Workload
+from gradsync.commands.plan.step_costs import simulate
+from gradsync.commands.plan.workload import Split, Workload
 from gradsync.commands.train.config import AUTO, recipe
 from gradsync.commands.train.data import vocabulary
 from gradsync.core.files import check_name
 from gradsync.errors import ConfigError, RunError
 from gradsync.runtime import environ
+from gradsync.runtime.bounds import MOST_NODES, whole_number
 from gradsync.sync.registry import STRATEGIES, find_strategy
 
 _SIZES = ("tokens_per_update", "seq_len", "dtype", "micro_batch_size")
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
+_SIMULATED = (
+    *("bucketed", "ring", "hierarchical", "invariant", "fsdp"),
+    *("powersgd", "local_sgd", "diloco"),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +78,8 @@ class PlanOptions:
     """Names separated by commas, or all; default: all that keep one rank's numbers."""
     probe: bool = True
     """Measure a few micro-batches here; --no-probe estimates."""
+    simulate: str = ""
+    """Also simulate the step on these numbers of devices: 8,64,512."""
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print one JSON document on standard output, and nothing else there."""
 
@@ -176,9 +186,34 @@ def _strategies(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(find_strategy(name.strip()).name for name in names))
 
 
+def _simulated(
+    options: PlanOptions, request: Request, costs: Costs, choice: Recommendation
+) -> list[dict[str, Any]]:
+    """More of the first host: every replica keeps the micro-batches that it has under the pick."""
+    words = options.simulate.split(",") if options.simulate else []
+    sizes, pick = [whole_number(word.strip(), MOST_NODES) for word in words], choice.pick
+    if not all(sizes):
+        raise ConfigError(
+            f"--simulate takes numbers of ranks such as 8,64,512, at most {MOST_NODES}; got "
+            f"{options.simulate[:80]!r}"
+        )
+    if not sizes or pick is None:
+        return []
+    hardware = request.hardware
+    names = _strategies(options.strategies) if options.strategies else _SIMULATED
+    splits = [Split(strategy=name) for name in names]
+    if (best := replace(pick.split, layout=replace(pick.split.layout, dp=1))) not in splits:
+        splits.insert(0, replace(best, shared_weights=False))
+    work = replace(pick.work, num_leaves=-(-pick.work.num_leaves // pick.split.layout.dp))
+    profile = costs.profile(work, hardware.devices[0])
+    about = (work, hardware.hosts[0], hardware.network, [size for size in sizes if size], profile)
+    return simulate(*about, splits=list(dict.fromkeys(splits)))
+
+
 def _tell(options: PlanOptions, request: Request, costs: Costs, choice: Recommendation) -> None:
     """Print it; raises RunError if nothing fits."""
     name, pick, hardware = options.model, choice.pick, request.hardware
+    simulation = _simulated(options, request, costs, choice)
     lines = [] if pick is None else commands(pick, hardware, name, request.flags)
     figures = figure_lines(costs, hardware)
     if options.as_json:
@@ -189,6 +224,7 @@ def _tell(options: PlanOptions, request: Request, costs: Costs, choice: Recommen
             "candidates": [candidate.to_json() for candidate in choice.candidates],
             "commands": [line for _, line in lines],
             "figures": figures,
+            "simulation": simulation or None,
         }
         print(json.dumps(document, indent=1, allow_nan=False), flush=True)
     else:
@@ -199,5 +235,9 @@ def _tell(options: PlanOptions, request: Request, costs: Costs, choice: Recommen
             print("\n".join(pick_sections(pick, lines)))
             print(section("switches", [fast_switches(hardware)[1]]))
             print(section("figures", figures))
+        if simulation:
+            network = hardware.network
+            joined = [] if network is None else [f"between hosts: {link_text(network)}"]
+            print("\n".join(["", *efficiency_table(simulation), *joined]))
     if pick is None:
         raise RunError(remedy(name, choice, hardware))

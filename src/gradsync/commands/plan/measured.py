@@ -26,7 +26,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import numpy as np
 
-from gradsync.core.files import json_text, one_line, write_result
+from gradsync.core.files import json_text, one_line, parse_json, read_bytes, write_result
 from gradsync.errors import ConfigError
 from gradsync.runtime import environ
 from gradsync.runtime.machine import cpu_model, host_cores
@@ -97,7 +97,7 @@ class Cache(Generic[T]):
         it. ConfigError if there is no folder for caches."""
         path = self.path(conditions)
         try:
-            document = read_json(path)
+            document = parse_json(read_bytes(path))
             if (found := document["format_version"]) != _FORMAT_VERSION:
                 raise ValueError(f"format_version {found}, not {_FORMAT_VERSION}")
             if document["conditions"] != conditions:

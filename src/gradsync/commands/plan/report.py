@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import IO
+from typing import IO, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -187,3 +187,19 @@ def commands(
     by_hand = f"gradsync launch --nnodes {nodes} --nproc-per-node {ranks} -- {train}"
     slurm = f"gradsync submit --nodes {nodes} {per_node} {ranks} --time {_TIME} -- {train}"
     return [("by hand", by_hand), ("under Slurm", slurm)]
+
+
+def efficiency_table(points: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line per simulated split, a column per number of ranks."""
+    sizes = sorted({point["world_size"] for point in points})
+    found = {(each["name"], each["world_size"]): f"{each['efficiency']:.1%}" for each in points}
+    names = dict.fromkeys(point["name"] for point in points)
+    rows = [
+        ["efficiency", *(f"{size} ranks" for size in sizes)],
+        *([name, *(found.get((name, size), "") for size in sizes)] for name in names),
+    ]
+    first, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
+    return [
+        "  ".join([name.ljust(first), *map(str.rjust, cells, widths)]).rstrip()
+        for name, *cells in rows
+    ]

@@ -29,9 +29,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 from gradsync.commands.parallel.layout import EMBEDDING, Weight, weights_of
-from gradsync.commands.plan.description import Hardware, Link
+from gradsync.commands.plan.description import Hardware, Host, Link
 from gradsync.commands.plan.profile import StepProfile
 from gradsync.commands.plan.workload import Split, Traffic, Workload, traffic_of
 from gradsync.sync.layout import Item, plan_buckets
@@ -436,3 +437,45 @@ def channel_end(sendings: Sequence[Sending]) -> float:
     for sending in sendings:
         free = max(free, sending.ready_s) + sending.cost_s
     return free
+
+
+def simulate(
+    work: Workload,
+    host: Host,
+    network: Link | None,
+    world_sizes: Sequence[int],
+    profile: StepProfile,
+    *,
+    splits: Sequence[Split],
+) -> list[dict[str, Any]]:
+    """A step of each split on each number of ranks that it divides, as values for JSON. Ranks fill
+    equal hosts in order; the global batch grows with them (weak scaling).
+
+    Args:
+        work: one replica's micro-batches of a step, as `num_leaves`; the same for each replica.
+        network: None if one host has all ranks.
+        profile: of the whole model on one of the host's devices.
+        splits: strategy, pp and tp; dp is the rest of the ranks.
+    """
+    points = []
+    for split in splits:
+        parts = split.layout.model_ranks
+        for size in sorted(set(world_sizes)):
+            if size % parts:
+                continue
+            replicas, hosts = size // parts, -(-size // len(host.devices))
+            time = predict_step(
+                replace(work, num_leaves=work.num_leaves * replicas),
+                replace(split, layout=replace(split.layout, dp=replicas)),
+                Hardware(hosts=(host,) * hosts, network=network),
+                profile,
+            )
+            point = {
+                "name": str(replace(split, layout=replace(split.layout, dp=1))),
+                "world_size": size,
+                "step_s": time.total_s,
+                "tokens_per_s": time.tokens_per_s,
+                "efficiency": time.efficiency,
+            }
+            points.append(point)
+    return points

@@ -73,7 +73,7 @@ def inputs_of(step: int, index: int) -> Tensor:
 def end_step(sync: BufferSync, comm: Communicator | None = None) -> None:
     """The calls that a handle makes at the end of a step."""
     counts = sync.step_begins()
-    sync.step_ends(all_sum(comm or SingleCommunicator(), *counts) if counts else [], lambda: None)
+    sync.step_ends(all_sum(comm or SingleCommunicator(), *counts) if counts else [], ())
 
 
 def train(comm: Communicator, model: nn.Module, forward: Any = None) -> dict[str, Tensor]:
@@ -283,7 +283,7 @@ def test_counts_may_travel_with_another_message() -> None:
     model = nn.BatchNorm1d(2)
     sync = BufferSync(model, Deaf())
     assert sync.step_begins() == [0, 0, 0]
-    sync.step_ends([0, 0, 0], lambda: None)
+    sync.step_ends([0, 0, 0], ())
     alone = SingleCommunicator()
     sync = BufferSync(model, Deaf(), choose_batch_norm(model, alone, "sync"))
     model(torch.randn(3, 2))

@@ -49,7 +49,7 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -57,7 +57,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gradsync.comm.base import Communicator
+from gradsync.comm.base import Communicator, Work
 from gradsync.core.torch_private import (
     BatchNorm,
     in_transform,
@@ -278,14 +278,15 @@ class BufferSync:
         return {f"buffer {buffer.name!r}": buffer.text() for buffer in self._buffers}
 
     @torch.no_grad()
-    def step_ends(self, counts: Sequence[float], settle: Callable[[], None]) -> None:
+    def step_ends(self, counts: Sequence[float], under_way: Sequence[Work]) -> None:
         """Set the buffers' new values, equal on all ranks. `counts` are the sums of `step_begins`,
-        () if the step is discarded; `settle` is called before messages."""
+        () if the step is discarded; work `under_way` ends before messages are sent."""
         if self._trained:  # a forward in the update
             self.leaf_ends(counts=False)
         changed = {b: count for b, count in zip(self._buffers, counts, strict=False) if count}
         if changed:
-            settle()
+            for work in under_way:
+                work.wait()
             _combine(changed, self._ending or [{}], self._comm)
             self._strays = {b: was for b, was in self._strays.items() if b not in changed}
         if counts:  # ranks have compared their changes

@@ -31,16 +31,17 @@ def counts_for_nothing(loss: Tensor) -> Generator[None]:
         if node is not None and node not in seen:
             seen.add(node)
             nodes += [inner for inner, _ in node.next_functions]
-    hooks = [node.register_prehook(_zeros) for node in seen]
+    hooks = [
+        node.register_prehook(
+            lambda gradients: tuple(None if g is None else torch.zeros_like(g) for g in gradients)
+        )
+        for node in seen
+    ]
     try:
         yield
     finally:
         for hook in hooks:  # a parameter's node outlives the graph
             hook.remove()
-
-
-def _zeros(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    return tuple(None if g is None else torch.zeros_like(g) for g in gradients)
 
 
 def check_loss(loss: Tensor, weight: float, reduction: str) -> str:

@@ -234,11 +234,13 @@ class LateReplicas(Replicas):
         with record_function(f"update {number}"), postponed(bucket.parameters):
             for optimizer, groups in step.updates:
                 now = [options(group) for group in optimizer.param_groups]
-                _set_options(optimizer, groups)
+                for group, its in zip(optimizer.param_groups, groups, strict=True):
+                    group.update(its)
                 try:
                     type(optimizer).step(optimizer)  # of parameters that have a gradient
                 finally:
-                    _set_options(optimizer, now)
+                    for group, its in zip(optimizer.param_groups, now, strict=True):
+                        group.update(its)
         for parameter in bucket.parameters:
             parameter.grad = None
 
@@ -252,8 +254,3 @@ class LateReplicas(Replicas):
         super().close()
         if self._step is not None and self._step.updates:  # given up: optimizers keep their state
             self._end(self._step)
-
-
-def _set_options(optimizer: Optimizer, options_of_groups: Sequence[dict[str, Any]]) -> None:
-    for group, its in zip(optimizer.param_groups, options_of_groups, strict=True):
-        group.update(its)

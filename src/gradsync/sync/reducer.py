@@ -292,7 +292,8 @@ class Engine(Reducer):
             yield
         finally:
             self._in_micro_batch = False
-        self._end_micro_batch()
+        for bucket in self.buckets[len(self._works) :]:
+            self._sums.fold(bucket, ends=True)
 
     def _begin_micro_batch(self, *, last: bool, index: int | None = None) -> None:
         """Begin a micro-batch; gradients that arrive from now on belong to it."""
@@ -311,12 +312,6 @@ class Engine(Reducer):
         if self._last:
             self._begun = True
             self.exchange.begin(self._sums)
-
-    def _end_micro_batch(self) -> None:
-        """End a micro-batch; all its gradients have arrived."""
-        self._in_micro_batch = False
-        for bucket in self.buckets[len(self._works) :]:
-            self._sums.fold(bucket, ends=True)
 
     def gradient_ready(self, index: int) -> None:
         """Process a gradient; called by the hook of parameter `index`."""
@@ -373,7 +368,9 @@ class Engine(Reducer):
             bucket.keep(slot)
             bucket.mark(slot)
         if left or self._in_micro_batch or self._begun:
-            self._end_micro_batch()
+            self._in_micro_batch = False
+            for bucket in self.buckets[len(self._works) :]:
+                self._sums.fold(bucket, ends=True)
 
     # -- communication
 

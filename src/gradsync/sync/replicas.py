@@ -80,7 +80,8 @@ class Replicas:
         self.waiting: WaitingWeights | None = None
         """Weights that the next forward updates, under strategies that postpone this."""
         self.under_way: Sequence[Work] = ()
-        """Work of the last step in a group that only the lane uses; see `settle`."""
+        """Work of the last step in a group that only the lane uses. It ends before collectives of
+        the main thread's group: NCCL needs the kernels of both in one order on all ranks."""
         self._given: list[Tensor] = []
         self._memory: list[Tensor] = []
         """Gradients as `take` provided them, and the few large tensors that hold all of them."""
@@ -142,12 +143,6 @@ class Replicas:
         """Do one step of each optimizer on owned slices; optimizers hold different parameters."""
         for optimizer in optimizers:
             optimizer.step()
-
-    def settle(self) -> None:
-        """Wait for started work before collectives of the main thread's group, if the lane uses
-        another group: NCCL needs the kernels of both in one order on all ranks."""
-        for work in self.under_way:
-            work.wait()
 
     def publish(self) -> Work:
         """Make weights whole on every rank, at the end of every step; gradients are cleared.

@@ -188,7 +188,7 @@ def take_step(parts: StepParts, call: StepCall) -> StepResult:
         if loss is not None or agreed.discard or failed:
             for parameter in reducer.parameters:
                 parameter.grad = None
-    parts.buffers.step_ends(() if agreed.discard else agreed.counts, shards.settle)
+    parts.buffers.step_ends(() if agreed.discard else agreed.counts, shards.under_way)
 
     # publish: waits here, since code between two steps may read weights
     if loss is not None:

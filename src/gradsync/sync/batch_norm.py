@@ -14,7 +14,7 @@ not use the batch and need no choice. InstanceNorm's statistics always follow th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import MethodType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -104,8 +104,7 @@ def choose_batch_norm(
         choice: one of `CHOICES`; None for models without BatchNorm or with layers in eval mode.
 
     Raises:
-        ConfigError: unknown choice; no choice although some layers train; `freeze` for a layer
-            without running statistics. The message names the layers.
+        ConfigError: unknown choice; no choice although some layers train, which it names.
     """
     if choice is not None and choice not in CHOICES:
         raise ConfigError(f"unknown batch_norm={choice!r} (there are: {', '.join(CHOICES)})")
@@ -113,17 +112,13 @@ def choose_batch_norm(
     training = [name for name, m in layers.items() if m.training or not model.training]
     if choice is None and training:
         lines = "".join(f"\n  batch_norm={name!r}: {what}" for name, what in CHOICES.items())
-        raise ConfigError(f"the model has BatchNorm ({_some(training)}): say which{lines}")
+        shown = ", ".join(name or "the model itself" for name in training[:4])
+        shown += f" and {len(training) - 4} more" if len(training) > 4 else ""
+        raise ConfigError(f"the model has BatchNorm ({shown}): say which{lines}")
     handling = BatchNormHandling(choice if layers else None, comm)
     changed = list(layers.values())
     forward: Callable[..., Any] = _frozen_forward
-    if choice == "freeze":
-        if without := [name for name, layer in layers.items() if layer.running_mean is None]:
-            raise ConfigError(
-                f"batch_norm='freeze': no running statistics to keep in {_some(without)} "
-                "(track_running_stats=False); say 'sync' or 'local'"
-            )
-    elif choice == "local":
+    if choice == "local":
         changed = [layer for layer in changed if isinstance(layer, nn.SyncBatchNorm)]
         forward = BatchNorm.forward
     elif choice == "sync" and layers:
@@ -258,8 +253,3 @@ def _wide(x: Tensor) -> Tensor:
 def _like(per_channel: Tensor, x: Tensor) -> Tensor:
     """Reshape [C] to [1, C, 1, ...], in x's dtype."""
     return per_channel.to(x.dtype).reshape(1, -1, *[1] * (x.dim() - 2))
-
-
-def _some(names: Sequence[str], most: int = 4) -> str:
-    shown = ", ".join(name or "the model itself" for name in names[:most])
-    return shown + (f" and {len(names) - most} more" if len(names) > most else "")

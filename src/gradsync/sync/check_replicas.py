@@ -84,12 +84,7 @@ def check_same_model(
             "the same arguments on every rank"
         )
     for name, tensor in _tensors(model):
-        if is_lazy(tensor) or tensor.is_meta:
-            raise ConfigError(
-                f"{name} has no values yet: run a forward first (lazy modules) or "
-                "model.to_empty(device=...) (the meta device), then replicate"
-            )
-        if comm.world_size > 1 and tensor.is_cpu and tensor.is_shared():
+        if comm.world_size > 1 and tensor.is_cpu and not is_lazy(tensor) and tensor.is_shared():
             raise ConfigError(
                 f"{name} lies in memory that processes share (mp.spawn and share_memory() do that "
                 "to a model): each rank's step would change it for all. Build the model in each "

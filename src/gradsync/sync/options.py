@@ -41,17 +41,13 @@ class Options:
     """Options that must be above 0."""
 
     def __post_init__(self) -> None:
-        """Check each value, then their combination."""
+        """Check each value."""
         hints = get_type_hints(type(self))
         for each in fields(self):
             value = getattr(self, each.name)
             if value is not None or each.default is not None:
                 kind = _kind_of(hints[each.name], positive=each.name in self.POSITIVE)
                 check_value(each.name, value, kind)
-        self.check()
-
-    def check(self) -> None:
-        """Check combinations of values."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +110,9 @@ class Recipe(Options):
         "then only sync.step may change.",
     )
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
+        """Check each value, then their combination."""
+        Options.__post_init__(self)  # not `super()`: with slots the class is made anew
         if self.order == "invariant":
             self._check_invariant()
         elif self.wire != "same" and self.reduction != "backend":
@@ -197,13 +195,6 @@ class PowerSgdOptions(DdpOptions):
         "powersgd: begin with the last step's Q (one power iteration a step, then enough).",
     )
 
-    def check(self) -> None:
-        if self.start_powerSGD_iter < 2:
-            raise ConfigError(
-                f"start_powerSGD_iter must be at least 2, got {self.start_powerSGD_iter}: DDP "
-                "regroups its buckets after the first backward"
-            )
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FsdpOptions(Options):
@@ -253,12 +244,6 @@ class DilocoOptions(Options):
         "diloco: learning rate of the outer optimizer; 1.0 with outer_momentum=0 averages weights.",
     )
     outer_momentum: float = option(0.9, "diloco: its Nesterov momentum, 0 .. 1.")
-
-    def check(self) -> None:
-        if not 0 <= self.outer_momentum < 1:
-            raise ConfigError(
-                f"outer_momentum must be in 0 .. 1 (1 excluded), got {self.outer_momentum}"
-            )
 
 
 def every_option() -> dict[str, tuple[Any, str]]:

@@ -36,9 +36,9 @@ from torch.autograd.profiler import record_function
 
 from gradsync.comm.base import Communicator, Work
 from gradsync.comm.process_group import Done
-from gradsync.errors import ConfigError, RunError
+from gradsync.errors import RunError
 from gradsync.sync.buckets import Bucket
-from gradsync.sync.ownership.elementwise import check_elementwise
+from gradsync.sync.ownership.elementwise import why_not_elementwise
 from gradsync.sync.replicas import (
     Replicas,
     WaitingWeights,
@@ -152,13 +152,9 @@ class LateReplicas(Replicas):
         if self._scaled:
             return "a GradScaler looks at whole gradients"
         for optimizer in self._optimizers:
-            try:
-                check_elementwise(type(optimizer), False)
-            except ConfigError as error:
-                return str(error)
             if any(group.get("differentiable") for group in optimizer.param_groups):
                 return "the optimizer is differentiable"
-            if why := why_not_now(optimizer):
+            if why := why_not_elementwise(type(optimizer)) or why_not_now(optimizer):
                 return why
         return ""
 

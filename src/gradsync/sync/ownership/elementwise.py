@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from gradsync.errors import ConfigError
 from gradsync.sync.step_metadata import options
 
 if TYPE_CHECKING:
@@ -47,15 +46,15 @@ _ELEMENTWISE = frozenset(
 )
 
 
-def check_elementwise(optimizer_class: Any, promised: bool) -> None:
-    """Raise ConfigError for a class that may look at several elements at a time, unless the user
-    has `promised` that it is elementwise."""
-    if optimizer_class not in _ELEMENTWISE and not promised:
-        raise ConfigError(
-            f"{getattr(optimizer_class, '__name__', optimizer_class)} is not known to be "
-            "elementwise (to give for a piece of a parameter what it gives for the whole; "
-            "gs.ShardedOptimizer takes your word for it: elementwise=True)"
-        )
+def why_not_elementwise(optimizer_class: Any) -> str:
+    """What to say of a class that may look at several elements at a time; "" of others."""
+    if optimizer_class in _ELEMENTWISE:
+        return ""
+    return (
+        f"{getattr(optimizer_class, '__name__', optimizer_class)} is not known to be "
+        "elementwise (to give for a piece of a parameter what it gives for the whole; "
+        "gs.ShardedOptimizer takes your word for it: elementwise=True)"
+    )
 
 
 class PieceOptimizer:
@@ -127,11 +126,9 @@ def why_whole(optimizers: Sequence[Optimizer], parameters: Sequence[Tensor]) -> 
 
     Equal on all ranks, whose optimizers are equal, and in all steps; see also `watch.why_not_now`.
     """
-    try:
-        for optimizer in optimizers:
-            check_elementwise(type(optimizer), False)
-    except ConfigError as error:
-        return str(error)
+    for optimizer in optimizers:
+        if why := why_not_elementwise(type(optimizer)):
+            return why
     if any(parameter.numel() == 0 for parameter in parameters):
         return "a parameter has no elements"
     half = any(parameter.dtype in _HALF for parameter in parameters)

@@ -33,8 +33,8 @@ from gradsync.errors import ConfigError
 from gradsync.sync.layout import BucketPlan, Item, Piece, pieces_of_shard, plan_buckets
 from gradsync.sync.ownership.elementwise import (
     PieceOptimizer,
-    check_elementwise,
     warn_of_threads,
+    why_not_elementwise,
 )
 from gradsync.sync.shares import HeldState, Owners, Share, State, flat_state, is_elementwise
 from gradsync.world import World
@@ -339,7 +339,8 @@ class ShardedOptimizer(Optimizer):
         elementwise: bool = False,
         **defaults: Any,
     ) -> None:
-        check_elementwise(optimizer_class, elementwise)
+        if not elementwise and (why := why_not_elementwise(optimizer_class)):
+            raise ConfigError(why)
         self._class = optimizer_class
         self._comm = comm or communicator(world)
         self._update: Any = None

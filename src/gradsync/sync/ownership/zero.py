@@ -28,7 +28,7 @@ from gradsync.comm.base import Communicator, Work
 from gradsync.comm.process_group import AllOf, Then
 from gradsync.errors import ConfigError
 from gradsync.sync.buckets import Bucket
-from gradsync.sync.ownership.elementwise import check_elementwise
+from gradsync.sync.ownership.elementwise import why_not_elementwise
 from gradsync.sync.ownership.sharded_optimizer import (
     ShardedUpdate,
     gradient_of_piece,
@@ -96,13 +96,11 @@ class ZeroShards(Replicas):
 
     def prepare(self, optimizers: Sequence[Optimizer], *, scaled: bool) -> None:
         for optimizer in optimizers:
-            try:
-                check_elementwise(type(optimizer), False)
-            except ConfigError as error:
+            if reason := why_not_elementwise(type(optimizer)):
                 raise ConfigError(
                     f"strategy={self.strategy!r} shares optimizers' state out element by element: "
-                    f"{error}. Use strategy='invariant' or another strategy that keeps it whole"
-                ) from None
+                    f"{reason}. Use strategy='invariant' or another strategy that keeps it whole"
+                )
             if reason := why_not_now(optimizer, after=False):
                 raise ConfigError(
                     f"strategy={self.strategy!r} updates shards, in which no rank has whole "

@@ -210,8 +210,9 @@ class UserLoop:
             return self._state is State.BACKWARD
         here = self._state not in (State.NONE, State.DROPPED) and not self._users
         # Where a loop of the user's own is not supported, no hook notices gradients.
-        held = (p for p in self._reducer.parameters if p is not but and p.grad is not None)
-        return (here or not self._reducer.user_loop) and any(True for _ in held)
+        if not here and self._reducer.user_loop:
+            return False
+        return any(p.grad is not None for p in self._reducer.parameters if p is not but)
 
     def _forward_begins(self, *_: Any) -> None:
         """Note whether it is under `no_sync`; refuse it in torch's DDP around the model."""

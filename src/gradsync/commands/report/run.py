@@ -7,7 +7,7 @@ import math
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,8 +29,6 @@ class Run:
     """One run."""
 
     path: Path
-    name: str
-    """The name of its folder; its path, if another run's folder has the same name."""
     metrics: Mapping[str, Points]
     """(step, value) of each metric, in the order of the file."""
     summary: Mapping[str, Any]
@@ -116,7 +114,6 @@ def read_run(path: Path) -> Run:
         config = _config(path / "config.yaml", problems)
     return Run(
         path=path.resolve(),
-        name=path.resolve().name,
         metrics=metrics,
         summary=found["summary"],
         exit=found["exit"],
@@ -125,17 +122,6 @@ def read_run(path: Path) -> Run:
         starts=starts,
         problems=problems,
     )
-
-
-def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """Each run once, see `read_run`; runs with equal folder names are called by their paths."""
-    paths = list({path.resolve(): path for path in paths}.values())
-    runs = [read_run(path) for path in paths]
-    names = [run.name for run in runs]
-    return [
-        replace(run, name=str(path)) if names.count(run.name) > 1 else run
-        for path, run in zip(paths, runs, strict=True)
-    ]
 
 
 RANKS_HEAD = ("rank", "step", "steps/s", "phase", "waited", "lag", "where")

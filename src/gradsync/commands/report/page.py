@@ -116,21 +116,17 @@ def _step_parts(run: Run) -> Chart:
 
 def figures_of(run: Run) -> list[tuple[str, str]]:
     """The figures at the top: words and value."""
-    summary, since = run.summary, run.since
+    summary = run.summary
     found = [
         ("validation loss", summary.get("val_loss", run.last("val/loss"))),
         ("training loss", summary.get("final_train_loss", run.last("train/loss"))),
         ("steps", summary.get("steps", run.last_step)),
         ("tokens/s, all ranks", summary.get("tokens_per_s", run.last("perf/tokens_per_s"))),
     ]
-    shown = [
-        (name, _shown(value) + since * name.startswith("tokens"))
-        for name, value in found
-        if isinstance(value, int | float)
-    ]
+    shown = [(name, _shown(value)) for name, value in found if isinstance(value, int | float)]
     fraction = summary.get("exposed_comm_fraction")
     if isinstance(fraction, int | float) and math.isfinite(fraction):
-        shown.append(("exposed communication", f"{100 * fraction:.1f} %{since}"))
+        shown.append(("exposed communication", f"{100 * fraction:.1f} %"))
     if (mfu := run.last("perf/mfu")) is not None:
         shown.append(("MFU at the last step", f"{100 * mfu:.1f} %"))
     if memory := run.metrics.get("mem/max_reserved_gib"):

@@ -59,12 +59,6 @@ class Run:
         return [n for n, _ in groupby(s["world_size"] for s, end in began if end > s["step"])]
 
     @property
-    def since(self) -> str:
-        """Words after figures of the last start alone; "" if there was only one."""
-        first = self.summary.get("first_step")
-        return f" since step {first:g}" if isinstance(first, int | float) and first > 1 else ""
-
-    @property
     def outcome(self) -> str:
         """How it ended, in words."""
         if self.exit:

@@ -76,17 +76,16 @@ class FrozenPlacement:
     places: Mapping[str, PartPlace]  # By name of the part
     left: tuple[int, ...]  # Bytes that stay free on each device
 
-    def describe(self) -> str:
+    def __str__(self) -> str:
         """One line per device: its parts, and what stays free."""
-        lines = []
-        for device, free in enumerate(self.left):
-            held = [
-                name if len(place.devices) == 1 else f"{name} (in two)"
-                for name, place in self.places.items()
-                if device in place.devices
-            ]
-            lines.append(f"device {device}: {', '.join(held) or '-'}; {free / _GB:.1f} GB left")
-        return "\n".join(lines)
+        held: list[list[str]] = [[] for _ in self.left]
+        for name, place in self.places.items():
+            for device in place.devices:
+                held[device].append(name)
+        return "\n".join(
+            f"device {device}: {', '.join(names) or '-'}; {free / _GB:.1f} GB left"
+            for device, (names, free) in enumerate(zip(held, self.left, strict=True))
+        )
 
 
 def place_parts(
@@ -289,7 +288,7 @@ class ElasticGPUConfig:
             f"batch {config['effective_batch_size']} = {counted(self.replicas, 'replica')} x "
             f"{config['batch_size']} samples x {counted(config['grad_accum_steps'], 'forward')}",
         ]
-        return "\n".join(lines + ([self.placement.describe()] if self.placement else []))
+        return "\n".join(lines + ([str(self.placement)] if self.placement else []))
 
     def _replica_devices(self) -> list[str]:
         """Devices of this process's replica, as torch names."""

@@ -222,3 +222,15 @@ def test_what_a_step_costs_the_host() -> None:
     dispatched = {name: row["dispatched"] for name, row in rows.items()}
     assert 0 < dispatched.pop("none") < max(dispatched.values()) == dispatched["torch_ddp"]
     assert {row["tensors"] for row in rows.values()} == {38}
+    for row in rows.values():
+        times = [milliseconds for _, calls, milliseconds in row["slowest"] if calls]
+        assert len(times) == 10
+        assert times == sorted(times, reverse=True)
+
+
+def test_one_rank_stands_beside_plain_torch() -> None:
+    words = ["--world-size", "1", "--host", "--strategies", "torch_ddp,naive:loop=user"]
+    words += ["--rounds", "1", "--num-steps", "1", "--num-warmup", "0", "--threads", "1"]
+    (done,) = run_forked(["-m", "gradsync", "bench", "sync", *words])
+    assert "left out: torch_ddp\n" in done.ok().stderr
+    assert "naive:loop=user: the slowest functions of a step of rank 0" in done.stdout

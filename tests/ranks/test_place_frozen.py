@@ -16,8 +16,14 @@ from gradsync.comm.base import Communicator
 from gradsync.comm.groups import SingleCommunicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.commands.plan.description import Device, Hardware, Host, Link
-from gradsync.compat.elastic_gpu import ElasticGPUConfig, frozen_parts, place_frozen
-from gradsync.compat.placement import FrozenPart, FrozenPlacement, PartPlace
+from gradsync.compat.elastic_gpu import (
+    ElasticGPUConfig,
+    FrozenPart,
+    FrozenPlacement,
+    PartPlace,
+    frozen_parts,
+    place_frozen,
+)
 from gradsync.data.loader import loader
 from gradsync.sync.replicate import replicate
 from gradsync.world import World
@@ -199,7 +205,7 @@ def test_two_replicas_beside_a_second_model_on_the_third_device() -> None:
     def work(rank: int, group: dist.ProcessGroup) -> dict[str, Tensor]:
         with CpuDevices():
             placement = FrozenPlacement(places=places, left=())
-            place_frozen(models[rank], placement, ["cpu:0", "cpu:2"], rest="cpu:0")
+            place_frozen(models[rank], placement, ["cpu:0", "cpu:2"])
             return trained(models[rank], ProcessGroupCommunicator(group))
 
     for found in run_thread_ranks(work, 2):

@@ -24,7 +24,9 @@ the trainable parts fit on no single device, use `gs.replicate(model, strategy="
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, combinations
 from typing import Any
 
 import torch
@@ -34,7 +36,6 @@ from torch.utils.hooks import RemovableHandle as Hook
 from gradsync.commands.plan.description import Device, Hardware
 from gradsync.commands.plan.hardware_file import load_hardware
 from gradsync.commands.plan.machine import detect_hardware
-from gradsync.compat.placement import FrozenPart, FrozenPlacement, PartPlace, place_parts
 from gradsync.core.files import counted
 from gradsync.core.torch_private import move_own
 from gradsync.data.micro_batch import map_tensors
@@ -44,6 +45,116 @@ from gradsync.runtime.resolve import resolve
 
 AnyDevice = torch.device | str
 _GB = 1e9
+
+
+# -- where frozen parts fit, by memory -------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FrozenPart:
+    """A frozen submodule."""
+
+    name: str  # The name in `named_modules`
+    num_bytes: int  # All of it, including what it needs in addition to its weights
+    blocks: tuple[int, ...] = ()
+    """Bytes of each block that it runs in sequence; empty: it cannot be cut. What is in no block
+    stays with the first."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartPlace:
+    """Devices of a part."""
+
+    devices: tuple[int, ...]  # One device, or the two it is cut between
+    first_blocks: int = 0  # For a part cut in two: the number of blocks on the first device
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FrozenPlacement:
+    """Places of all parts."""
+
+    places: Mapping[str, PartPlace]  # By name of the part
+    left: tuple[int, ...]  # Bytes that stay free on each device
+
+    def __str__(self) -> str:
+        """One line per device: its parts, and what stays free."""
+        held: list[list[str]] = [[] for _ in self.left]
+        for name, place in self.places.items():
+            for device in place.devices:
+                held[device].append(name)
+        return "\n".join(
+            f"device {device}: {', '.join(names) or '-'}; {free / _GB:.1f} GB left"
+            for device, (names, free) in enumerate(zip(held, self.left, strict=True))
+        )
+
+
+def place_parts(
+    parts: Sequence[FrozenPart], room: Sequence[int], *, replicated_bytes: int = 0
+) -> FrozenPlacement:
+    """A place for every part; parts of equal size keep their order.
+
+    First-fit decreasing (Johnson 1973, "Near-optimal bin packing algorithms"; at most 11/9 of the
+    fewest bins): the largest part first, each on the first device with room. If a part fits on no
+    single device and is a sequence of blocks, it is cut in two, between the first pair of devices
+    that holds it, at the cut that leaves the fuller of the two emptiest.
+
+    Args:
+        parts: with different names.
+        room: usable bytes of each device.
+        replicated_bytes: other bytes on every device: the trained part, its gradients, optimizer
+            state and activations.
+
+    Raises:
+        ConfigError: a part fits nowhere; says how much memory is missing.
+    """
+    left = [free - replicated_bytes for free in room]
+    if min(left) < 0:
+        device = left.index(min(left))
+        raise ConfigError(
+            f"what trains does not fit on device {device}: {replicated_bytes / _GB:.1f} GB are "
+            f"needed on each, {-left[device] / _GB:.1f} GB are missing"
+        )
+    places: dict[str, PartPlace] = {}
+    for part in sorted(parts, key=lambda part: -part.num_bytes):
+        whole = next((n for n, free in enumerate(left) if part.num_bytes <= free), None)
+        place = _in_two(part, left) if whole is None else PartPlace(devices=(whole,))
+        if place is None:
+            rooms = ", ".join(f"{free / _GB:.1f}" for free in left)
+            raise ConfigError(
+                f"{part.name} ({part.num_bytes / _GB:.1f} GB) fits nowhere, nor in two between "
+                f"blocks: the devices have {rooms} GB left; use more or larger ones"
+            )
+        places[part.name] = place
+        for device, num_bytes in zip(place.devices, _shares(part, place), strict=True):
+            left[device] -= num_bytes
+    ordered = {part.name: places[part.name] for part in parts}
+    return FrozenPlacement(places=ordered, left=tuple(left))
+
+
+def _in_two(part: FrozenPart, left: Sequence[int]) -> PartPlace | None:
+    for pair in combinations(range(len(left)), 2):
+        found: list[tuple[int, PartPlace]] = []
+        for cut in range(1, len(part.blocks)):
+            place = PartPlace(devices=pair, first_blocks=cut)
+            shares = zip(pair, _shares(part, place), strict=True)
+            found.append((min(left[device] - share for device, share in shares), place))
+        # Bytes left on the fuller device: choose the cut that leaves most.
+        spare, best = max(found, key=lambda entry: entry[0], default=(-1, None))
+        if spare >= 0:
+            return best
+    return None
+
+
+def _shares(part: FrozenPart, place: PartPlace) -> tuple[int, ...]:
+    """Bytes on each device of its place."""
+    if len(place.devices) == 1:
+        return (part.num_bytes,)
+    outside = part.num_bytes - sum(part.blocks)
+    first = outside + [0, *accumulate(part.blocks)][place.first_blocks]
+    return first, part.num_bytes - first
+
+
+# -- the configuration -----------------------------------------------------------------------------
 
 
 class ElasticGPUConfig:
@@ -85,6 +196,8 @@ class ElasticGPUConfig:
         env = environ.snapshot()
         world = resolve(env).world
         self.hardware = hardware or detect_hardware(env, ranks_per_host=world.local_world_size)
+        self.devices: tuple[Device, ...] = self.hardware.devices
+        """Devices of the ranks: GPUs, or without any, shares of the CPU."""
         self._room = [int(target_util * device.usable_bytes) for device in self.devices]
         self.groups = self._groups()
         """Devices of each replica."""
@@ -100,11 +213,6 @@ class ElasticGPUConfig:
             self.placement = place_parts(self.frozen, room, replicated_bytes=trains)
         self.config = self.configure()
         """See `configure`."""
-
-    @property
-    def devices(self) -> tuple[Device, ...]:
-        """Devices of the ranks: GPUs, or without any, shares of the CPU."""
-        return self.hardware.devices
 
     @property
     def gpu_count(self) -> int:
@@ -168,7 +276,7 @@ class ElasticGPUConfig:
             )
         homes = self._replica_devices() if devices is None else devices
         placement = self.placement or FrozenPlacement(places={}, left=())
-        return place_frozen(model, placement, homes, rest=homes[0])
+        return place_frozen(model, placement, homes)
 
     def __str__(self) -> str:
         config = self.config
@@ -180,7 +288,7 @@ class ElasticGPUConfig:
             f"batch {config['effective_batch_size']} = {counted(self.replicas, 'replica')} x "
             f"{config['batch_size']} samples x {counted(config['grad_accum_steps'], 'forward')}",
         ]
-        return "\n".join(lines + ([self.placement.describe()] if self.placement else []))
+        return "\n".join(lines + ([str(self.placement)] if self.placement else []))
 
     def _replica_devices(self) -> list[str]:
         """Devices of this process's replica, as torch names."""
@@ -227,23 +335,18 @@ def frozen_parts(model: nn.Module) -> tuple[FrozenPart, ...]:
 
 
 def place_frozen(
-    model: nn.Module,
-    placement: FrozenPlacement,
-    devices: Sequence[AnyDevice],
-    *,
-    rest: AnyDevice | None = None,
+    model: nn.Module, placement: FrozenPlacement, devices: Sequence[AnyDevice]
 ) -> list[Hook]:
-    """Move frozen submodules to their devices; activations follow by the hooks that it returns.
+    """Move frozen submodules to their devices, and the rest of `model` to the first; activations
+    follow by the hooks that it returns.
 
     Args:
         model: a part that is split in two must call its blocks as modules, one after the other.
         placement: from `place_parts`, with names of submodules of `model`.
         devices: of this rank, in the order of the placement.
-        rest: device of the other parts of `model`; None does not move them.
     """
     modules = dict(model.named_modules())
-    if rest is not None:
-        _place_around({id(modules[name]) for name in placement.places}, model, rest)
+    _place_around({id(modules[name]) for name in placement.places}, model, devices[0])
     return [
         hook
         for name, place in placement.places.items()

@@ -47,7 +47,6 @@ REFUSALS = {
     ],
     "bench sync --model-size tiny": [
         ("--context-length 300", "takes 1 to 256 tokens"),
-        ("--world-size 1", "--world-size must be at least 2"),
         ("--batch-size 0", "--batch-size must be at least 1"),
         ("--micro-batches-per-rank 2", "does not divide into 2 micro-batches"),
         ("--dtype fp8", "--dtype must be one of fp32, bf16"),

@@ -98,9 +98,7 @@ SMALL = (*TRAIN, "--model.block-size", "16", "--micro-batch-size", "2", "--token
             (*TRAIN, "--optm.lr", "1"),
             "Unrecognized options: --optm.lr, 1; perhaps you meant --optim.lr (",
         ),
-        ((*TRAIN, "--step", "5"), "Unrecognized options: --step, 5; perhaps you meant --steps ("),
         ((*TRAIN, "of", "--batch-size", "8"), "perhaps you meant --micro-batch-size ("),
-        (("sample", "a-run", "def "), "Unrecognized options: def "),
         ((*TRAIN, "--lr", "3e-4"), "perhaps you meant --optim.lr ("),
         (
             (*TRAIN, "--steps", "many"),

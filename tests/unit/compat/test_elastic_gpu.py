@@ -7,8 +7,7 @@ import torch
 
 from gradsync.commands.plan.description import Device, Hardware, Host, Link
 from gradsync.compat import log_gpu_memory
-from gradsync.compat.elastic_gpu import ElasticGPUConfig
-from gradsync.compat.placement import FrozenPart, PartPlace
+from gradsync.compat.elastic_gpu import ElasticGPUConfig, FrozenPart, PartPlace
 from gradsync.errors import ConfigError
 
 GB = 10**9

@@ -28,7 +28,7 @@ from gradsync.commands.report.charts import (
     timeline,
     whole_ticks,
 )
-from gradsync.commands.report.page import charts_of, figures_of, page
+from gradsync.commands.report.page import charts_of, page
 from gradsync.commands.report.run import read_run
 from support.requirements import require
 
@@ -133,7 +133,7 @@ def test_a_page_stands_alone_and_has_the_figures_of_the_run(
 
 
 def test_points_are_those_of_the_metrics(tmp_path: Path) -> None:
-    charts = {chart.title: chart for chart in charts_of([read_run(make_run(tmp_path))])}
+    charts = {chart.title: chart for chart in charts_of(read_run(make_run(tmp_path)))}
     loss, held_out = charts["Loss"].lines
     assert loss.points == [(step, 5 / step) for step in range(1, STEPS + 1)]
     assert held_out.points == [(STEPS, 0.25)]
@@ -156,7 +156,7 @@ def test_comparisons_of_bits_are_sentences(tmp_path: Path) -> None:
     with (path / "metrics.jsonl").open("a") as file:
         for step, equal in ((10, 1), (20, 0)):
             file.write(json.dumps({"step": step, "check/replicas_equal": equal}) + "\n")
-    text = read_page(page([read_run(path)])).text
+    text = read_page(page(read_run(path))).text
     assert "Replicas compared 2 times: different bits after step 20" in text
 
 
@@ -189,9 +189,9 @@ def test_interruptions_stand_in_a_list_and_in_each_chart(tmp_path: Path) -> None
         (30, "after step 30: exit code 124: too late", True),
     ]
     assert found.problems == ["starts.jsonl, line 5: not an object with a step and world_size"]
-    charts = charts_of([found])
+    charts = charts_of(found)
     assert all(chart.events == found.events for chart in charts)
-    text = page([found])
+    text = page(found)
     assert text.count('<line class="event') == 4 * sum(bool(svg(chart)) for chart in charts)
     assert "after step 14: exit code 1" in read_page(text).text
     older = make_run(tmp_path, name="older")
@@ -199,8 +199,7 @@ def test_interruptions_stand_in_a_list_and_in_each_chart(tmp_path: Path) -> None
     add_start(older, step=10, reached=12)
     (event,) = read_run(older).events
     assert event.words == "after step 12: killed; went on from step 10 with 2 ranks"
-    assert "Events of older" in page([found, read_run(older)])
-    assert "Events" not in page([read_run(make_run(tmp_path, name="whole"))])
+    assert "Events" not in page(read_run(make_run(tmp_path, name="whole")))
 
 
 def test_an_error_is_told_once(tmp_path: Path) -> None:
@@ -210,55 +209,24 @@ def test_an_error_is_told_once(tmp_path: Path) -> None:
     (run / "exit.json").write_text(json.dumps({"exit_code": 1, "reason": "failed", "error": error}))
     log = "10:02 INFO well\n10:03 WARNING late\nTraceback (most recent call last):\n  File x\n"
     (run / "logs" / "rank_00001.log").write_text(f"{log}gradsync.errors.LostPeerError: {error}\n")
-    text = page([read_run(run)])
+    text = page(read_run(run))
     assert text.count(error) == 1
     assert "<li class=bad>after step 30: exit code 1: failed</li>" in text
     (shown,) = re.findall(r"<h2>Warnings and errors</h2><pre>(.*?)</pre>", text, re.DOTALL)
     assert shown.splitlines()[-1] == "[1] 10:03 WARNING late"
 
 
-def test_figures_of_the_last_start_say_since_when(tmp_path: Path) -> None:
+def test_the_ranks_of_every_start_are_named(tmp_path: Path) -> None:
     path = make_run(tmp_path, ranks=1)
-    summary = json.loads((path / "summary.json").read_text())
-    assert "since" not in page([read_run(path)])
     add_start(path)
     add_start(path, step=20, world_size=1, before={"exit_code": 75, "reason": "a stop"})
-    (path / "summary.json").write_text(json.dumps(summary | {"first_step": 21}))
-    figures = dict(figures_of(read_run(path)))
-    assert figures["tokens/s, all ranks"] == "1,000 since step 21"
-    assert figures["exposed communication"] == "20.0 % since step 21"
-    assert figures["steps"] == "30"
-    text = page([read_run(path)])
-    assert "2, then 1 rank by torchrun" in text
-
-
-def test_several_runs_stand_side_by_side(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    datas = {1: "", 2: "texts/", 4: "texts/"}
-    paths = [
-        make_run(tmp_path, ranks=n, name=f"run-{n}", seed=n, data=data) for n, data in datas.items()
-    ]
-    out = tmp_path / "all.html"
-    assert main(["report", *map(str, paths), "--out", str(out)]) == 0
-    tags = read_page(out.read_text("utf-8"))
-    alike = "The same weights, bit for bit: run-1 (ranks: 1), run-2 (ranks: 2), run-4 (ranks: 4)"
-    assert alike in tags.text
-    for said in ("3 runs", "run-4", "Settings that differ", "seed"):
-        assert said in tags.text
-    same = [make_run(tmp_path, name=name) for name in "ab"]
-    assert main(["report", *map(str, same), "--out", str(out)]) == 0
-    assert "The runs have the same settings." in read_page(out.read_text("utf-8")).text
-    assert capsys.readouterr().out == f"written to {out}\n" * 2
-    assert main(["report", *map(str, same)]) == 0
-    written = f"written to {same[0] / 'report.html'}, in the first run's directory"
-    assert capsys.readouterr().out.startswith(written)
+    assert "2, then 1 rank by torchrun" in page(read_run(path))
 
 
 def test_the_figures_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path)
     assert main(["report", "--json", str(run)]) == 0
-    assert json.loads(capsys.readouterr().out)[str(run)]["validation loss"] == "0.2500"
+    assert json.loads(capsys.readouterr().out)["validation loss"] == "0.2500"
     assert not (run / "report.html").exists()
 
 
@@ -272,17 +240,17 @@ def test_what_is_missing_or_torn_is_said(tmp_path: Path) -> None:
     found = read_run(run)
     assert len(found.problems) == 3
     assert found.config == {"preset": "tiny", "optim.lr": 0.1}
-    text = read_page(page([found])).text
+    text = read_page(page(found)).text
     assert "still running, or killed" in text
     (run / "ranks.json").write_text(json.dumps({"time": time.time(), "every_s": 1.0, "ranks": []}))
-    assert " · running" in read_page(page([read_run(run)])).text
+    assert " · running" in read_page(page(read_run(run))).text
     assert "metrics.jsonl, line 32" in text
     assert "0.1667" in text
 
 
 def test_a_run_that_has_logged_nothing(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("")
-    assert "No step was logged yet." in read_page(page([read_run(tmp_path)])).text
+    assert "No step was logged yet." in read_page(page(read_run(tmp_path))).text
 
 
 def test_text_from_files_is_text(tmp_path: Path) -> None:
@@ -292,7 +260,7 @@ def test_text_from_files_is_text(tmp_path: Path) -> None:
     (run / "logs" / "rank_00001.log").write_text(f"ERROR {evil}\n")
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 31, evil: 1.0}) + "\n")
-    tags = read_page(page([read_run(run)]))
+    tags = read_page(page(read_run(run)))
     assert tags.loads == []
     assert tags.text.count("<script>alert(1)</script>") >= 4
 
@@ -345,7 +313,7 @@ def test_the_timeline_shows_what_the_traces_say(tmp_path: Path) -> None:
         ("out", 1, 15_000, 18_000),
         ("update", 1, 19_000, 19_500),
     ]
-    tags = read_page(page([read_run(run)]))
+    tags = read_page(page(read_run(run)))
     for said in ("rank 0 computes", "rank 0 communicates", "rank 1 computes", "in 2: 5.0 ms"):
         assert said in tags.text
     assert "rank 1 communicates" not in tags.text
@@ -353,22 +321,6 @@ def test_the_timeline_shows_what_the_traces_say(tmp_path: Path) -> None:
     bars = ElementTree.fromstring(drawn).findall("rect")
     tops = {bar[0].text: float(bar.attrib["y"]) for bar in bars}
     assert tops["in 1: 2.0 ms"] < tops["in 2: 5.0 ms"], "one below the other, since both are shown"
-
-
-def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
-    runs = [make_run(tmp_path / parent, name="run") for parent in ("a", "b")]
-    for run in runs:
-        make_trace(run, 0, [event("forward", 0, 10), event("backward", 10, 20)])
-    words = [str(run) for run in runs]
-    assert main(["report", *words]) == 0
-    text = (runs[0] / "report.html").read_text()
-    assert all(f"Two steps of {word}</b>" in text for word in words)
-
-
-def test_a_run_given_twice_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = make_run(tmp_path)
-    assert main(["report", "--json", str(run), f"{run}/../first"]) == 0
-    assert list(json.loads(capsys.readouterr().out)) == [str(run)]
 
 
 def test_collectives_of_a_library_are_bars_where_nothing_else_is(tmp_path: Path) -> None:
@@ -478,9 +430,9 @@ def look(page: Path, tmp_path: Path, *, width: int, dark: bool) -> tuple[dict[st
     return json.loads(seen[1].replace("&quot;", '"')), complaints
 
 
-def full_run(folder: Path, name: str = "first", ranks: int = 2) -> Path:
+def full_run(folder: Path) -> Path:
     """A run with a long name in its log, an interruption and a trace."""
-    run = make_run(folder, name=name, ranks=ranks)
+    run = make_run(folder)
     add_start(run)
     add_start(run, step=10, world_size=1, reached=14, before=FAILED)
     (run / "logs" / "rank_00001.log").write_text(f"WARNING {'long' * 80}\n")
@@ -490,11 +442,9 @@ def full_run(folder: Path, name: str = "first", ranks: int = 2) -> Path:
 
 @pytest.mark.parametrize("width", [390, 1180])
 @pytest.mark.parametrize("dark", [False, True])
-@pytest.mark.parametrize("runs", [1, 2])
-def test_a_page_in_a_browser(tmp_path: Path, width: int, dark: bool, runs: int) -> None:
-    paths = [full_run(tmp_path, f"run-{n}", n) for n in range(1, runs + 1)]
+def test_a_page_in_a_browser(tmp_path: Path, width: int, dark: bool) -> None:
     page = tmp_path / "page.html"
-    assert main(["report", *map(str, paths), "--out", str(page)]) == 0
+    assert main(["report", str(full_run(tmp_path)), "--out", str(page)]) == 0
     seen, complaints = look(page, tmp_path, width=width, dark=dark)
     assert complaints == []
     assert seen["loads"] == []

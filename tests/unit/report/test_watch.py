@@ -149,7 +149,7 @@ def test_a_terminal_has_a_panel(run: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_run_whose_environment_is_not_known(run: Path) -> None:
     (run / "env.json").unlink(missing_ok=True)
-    assert "? ranks" in page([read_run(run)])
+    assert "? ranks" in page(read_run(run))
     stream = io.StringIO()
     assert watched(run, lambda: end(run), stream=stream) == 0
 

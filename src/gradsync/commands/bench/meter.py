@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from gradsync.core.torch_private import num_issued, process_groups
 _BYTES_SENT = 200
 """Offset in `struct tcp_info` of `tcpi_bytes_sent`, then `tcpi_bytes_retrans` (Linux 4.19), without
 headers. A late packet is sent twice, on a busy host even to itself."""
+_SHOWN = 10  # functions of a step's profile
 _IN_MEMORY = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "run")
 
 
@@ -147,9 +149,9 @@ class Wire:
         return method(*arguments, **named)
 
 
-def host_cost(step: Callable[[], object]) -> dict[str, int]:
-    """What two steps do on this thread: operations that torch dispatches, Python's function
-    calls."""
+def host_cost(step: Callable[[], object]) -> dict[str, Any]:
+    """What two steps do on this thread: operations that torch dispatches, Python's function calls,
+    and the slowest functions, as (name, calls, milliseconds excluding callees)."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as operations:
         step()
     recorded: Any = operations.profiler
@@ -157,8 +159,16 @@ def host_cost(step: Callable[[], object]) -> dict[str, int]:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(recorded.kineto_results))
     profile = cProfile.Profile()
     profile.runcall(step)
-    stats: Any = profile.getstats()
+    stats: list[Any] = sorted(profile.getstats(), key=lambda entry: -entry.inlinetime)
+    slowest = stats[:_SHOWN]
     return {
         "dispatched": sum(e.name.startswith("aten::") for e in recorded.function_events),
         "calls": sum(entry.callcount for entry in stats if not isinstance(entry.code, str)),
+        "slowest": [(_name(e.code), e.callcount, 1000 * e.inlinetime) for e in slowest],
     }
+
+
+def _name(code: Any) -> str:
+    if isinstance(code, str):  # a function in C
+        return code.strip("<>").removeprefix("built-in method ").removeprefix("method ")
+    return f"{Path(code.co_filename).name}:{code.co_firstlineno} {code.co_qualname}"

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import tyro
 
@@ -20,11 +20,13 @@ from gradsync.commands.bench.experiment import (
     check_least,
     print_table,
     ratios,
+    say,
     spread,
     taken,
     where,
 )
 from gradsync.commands.bench.sync_plan import (
+    OTHERS,
     BenchPlan,
     Contestant,
     Results,
@@ -36,6 +38,7 @@ from gradsync.commands.bench.sync_plan import (
     uses_cuda,
 )
 from gradsync.commands.plan.machine import fast_dtype
+from gradsync.core.files import counted
 from gradsync.runtime.machine import choose_threads
 
 if TYPE_CHECKING:
@@ -57,7 +60,7 @@ class SyncOptions:
     """
 
     model_size: str = "tiny"  # tiny, mini, small, medium, large, xl, 1.3b, 2.7b.
-    world_size: int = 2  # Ranks to start on this host.
+    world_size: int = 2  # Ranks to start on this host; 1 leaves out torch_ddp and libraries.
     strategies: str = "default"
     """Names separated by commas, each optionally with options: naive,bucketed:bucket_mb=1. Besides
     the strategies: torch_ddp, accelerate and fabric; `default` and `all` stand for several. none is
@@ -75,8 +78,8 @@ class SyncOptions:
     device: str = "auto"  # auto, cpu or cuda.
     host: bool = False
     """Measure what a step costs the host: the model's tensors and buckets, 8 wide, so that
-    computing costs nothing. Counts operations and calls. `default` stands for torch_ddp, bucketed
-    and invariant, in both loops."""
+    computing costs nothing. Counts operations and calls, and names the slowest functions. `default`
+    stands for torch_ddp, bucketed and invariant, in both loops."""
     csv: str = ""  # Write one row per contestant to this file.
     out: str = ""  # Write record.json, with every sample, into this folder.
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
@@ -93,10 +96,13 @@ def plan_of(options: SyncOptions, world: World) -> BenchPlan:
             dtype="fp32" if options.dtype == "auto" else options.dtype,
         )
     world_size = world.world_size if world.is_distributed else options.world_size
-    check_least(options, world_size=2)
+    check_least(options, world_size=1)
     local = world.local_world_size if world.is_distributed else world_size
     device = "cuda" if uses_cuda(options.device) else "cpu"
     chosen = parse_contestants(options.strategies)
+    if world_size == 1 and (out := [each.label for each in chosen if each.name in OTHERS]):
+        chosen = [each for each in chosen if each.name not in OTHERS]
+        say(f"one rank, beside `none`, plain torch; left out: {', '.join(out)}")
     settings = taken(
         SyncSettings,
         options,
@@ -134,7 +140,7 @@ def row_of(plan: BenchPlan, contestant: Contestant, results: Results) -> dict[st
         "final_loss": ranks[0]["losses"][-1],  # after the check's steps
     }
     if plan.settings.host:  # of rank 0's thread, in one step
-        row |= {name: ranks[0][name] for name in ("tensors", "dispatched", "calls")}
+        row |= {name: ranks[0][name] for name in ("tensors", "dispatched", "calls", "slowest")}
     return row
 
 
@@ -144,7 +150,7 @@ LEGEND = (
     "of messages. forward + backward: until the last gradient. exposed: what the step takes beyond "
     "`none`'s. sent: by a rank, through sockets. memory: peak of a rank above its start, pages "
     "shared by ranks counted in each. With --host, of rank 0's thread, dispatched: operations of "
-    "torch, those inside of others too."
+    "torch, those inside of others too; milliseconds of a function exclude its callees'."
 )
 
 
@@ -176,8 +182,8 @@ def title(settings: SyncSettings, world_size: int, batch_size: int) -> str:
     count = settings.micro_batches_per_rank
     divided = f" in {count} micro-batches" if count > 1 else ""
     return (
-        f"{settings.model_text}, {world_size} ranks x {batch_size} x {settings.tokens} tokens a "
-        f"step{divided}; {settings.turns_text}"
+        f"{settings.model_text}, {counted(world_size, 'rank')} x {batch_size} x {settings.tokens} "
+        f"tokens a step{divided}; {settings.turns_text}"
     )
 
 
@@ -200,7 +206,7 @@ def rows_csv(plan: BenchPlan, rows: Sequence[Mapping[str, Any]]) -> str:
             "context_length": settings.tokens,
             "dtype": settings.dtype,
             "ratio_to_none": row["ratio"]["median"],
-            **{name: value for name, value in row.items() if not isinstance(value, dict)},
+            **{name: value for name, value in row.items() if not isinstance(value, dict | list)},
         }
         for contestant, row in zip(plan.contestants, rows, strict=True)
     ]
@@ -210,11 +216,27 @@ def rows_csv(plan: BenchPlan, rows: Sequence[Mapping[str, Any]]) -> str:
     return text.getvalue()
 
 
+def show_slowest(file: IO[str], rows: Sequence[Mapping[str, Any]]) -> None:
+    """The functions in which rank 0 spends a step, under the profiler, which slows calls down."""
+    for row in rows:
+        print(f"\n{row['contestant']}: the slowest functions of a step of rank 0", file=file)
+        for name, calls, milliseconds in row["slowest"]:
+            print(f"{milliseconds:9.2f} ms {calls:7,} x  {name}", file=file)
+
+
 def findings_of(plan: BenchPlan, result: Mapping[str, Any]) -> Findings:
     """The table, and what goes into the record."""
     results, first = result["results"], plan.contestants[0]
     environment = results[0]["environment"]
     rows = [row_of(plan, each, results) for each in plan.contestants]
+
+    def show(file: IO[str]) -> None:
+        heading = title(plan.settings, first.world_size, first.batch_size)
+        notes = (LEGEND, where(environment))
+        print_table(file, heading, [cells_of(row) for row in rows], notes)
+        if plan.settings.host:
+            show_slowest(file, rows)
+
     return Findings(
         environment=environment,
         data={
@@ -222,12 +244,7 @@ def findings_of(plan: BenchPlan, result: Mapping[str, Any]) -> Findings:
             "rows": rows,
             "samples": [result["contestants"] for result in results],
         },
-        show=partial(
-            print_table,
-            title=title(plan.settings, first.world_size, first.batch_size),
-            rows=[cells_of(row) for row in rows],
-            notes=(LEGEND, where(environment)),
-        ),
+        show=show,
         csv=partial(rows_csv, plan, rows),
     )
 

@@ -8,17 +8,12 @@ sum over ranks import torch.
 from __future__ import annotations
 
 import json
-import os
 import platform
-import re
-import shutil
-import subprocess
 import sys
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -36,7 +31,7 @@ from gradsync.commands.plan.report import hardware_lines
 from gradsync.core.files import counted, printable
 from gradsync.errors import GradsyncError, LaunchError, RunError
 from gradsync.runtime import environ
-from gradsync.runtime.coordinator import CoordinatorPlan, plan_coordinator, run_command
+from gradsync.runtime.coordinator import CoordinatorPlan, plan_coordinator
 from gradsync.runtime.machine import choose_threads, host_cores
 from gradsync.runtime.network import interface_towards, own_address
 from gradsync.runtime.rendezvous import first_line
@@ -46,14 +41,8 @@ from gradsync.world import World
 
 Level = Literal["ok", "warning", "blocker"]
 Facts = Mapping[str, Any]
-_MIB, _GIB = 2**20, 2**30
-_LARGE = 16 * _MIB
+_LARGE = 16 * 2**20
 _MEET_S, _ANSWER_S, _SILENCE_S = 20.0, 60.0, 2.0
-_FAMILIES = {"Open MPI": "open ?mpi", "MPICH": "mpich|hydra|intel|mvapich"}
-_ASK_MPI4PY = (
-    "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; "
-    "print(MPI.Get_library_version())"
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +58,7 @@ class DoctorOptions:
     hardware: bool = False
     """Show the hardware only, in the format of `gradsync plan --hardware FILE.yaml`."""
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
-    """Print one JSON document."""
+    """Print one JSON document; not with --hardware."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +89,7 @@ def run(argv: list[str]) -> int:
     options = parse(DoctorOptions, argv, "doctor")
     env = environ.snapshot()
     if options.hardware:
-        hardware = detect_hardware(env)
-        as_json = f"{json.dumps(hardware_document(hardware))}\n"
-        print(as_json if options.as_json else dump_hardware(hardware), end="")
+        print(dump_hardware(detect_hardware(env)), end="")
         return 0
     try:
         resolution = resolve(env)
@@ -252,7 +239,6 @@ def gather(env: Mapping[str, str], world: World, towards: str) -> dict[str, Any]
     interface = "lo" if sys.platform == "linux" else "lo0"
     if not (world.is_distributed and world.one_host):
         interface = interface_towards(towards or own_address())
-    shm = Path("/dev/shm")
     facts = _torch_facts(env) | {
         "interface": interface,
         "named_interface": env.get("GLOO_SOCKET_IFNAME", "").strip(),
@@ -261,9 +247,6 @@ def gather(env: Mapping[str, str], world: World, towards: str) -> dict[str, Any]
         "token": bool(env.get(TOKEN, "").strip()),
         "ranks_here": world.local_world_size,
         "cores": host_cores(),
-        "cores_machine": os.cpu_count() or 1,
-        "shm": shutil.disk_usage(shm).total if shm.is_dir() else 0,
-        "mpi": _mpi_facts(world.launcher),
     }
     alike = {
         "torch": facts["torch"],
@@ -294,22 +277,6 @@ def _torch_facts(env: Mapping[str, str]) -> dict[str, Any]:
         "gpu_problem": first_line(said[0].message) if said else "no reason given",
         "built_for": next((f"{name} {number}" for name, number in built if number), ""),
     }
-
-
-def _mpi_facts(launcher: str) -> list[str] | None:
-    """Launchers found, what mpi4py loads, and why it loads nothing; None without MPI. Uses separate
-    processes: MPI may end the process that loads it."""
-    if not version_of("mpi4py") or launcher not in ("python", "openmpi", "mvapich2", "hydra"):
-        return None
-    with suppress(OSError, subprocess.SubprocessError):
-        alone = launcher == "python"
-        starts = first_line(run_command(["mpirun", "--version"])) if alone else launcher
-        try:
-            return [starts, first_line(run_command([sys.executable, "-c", _ASK_MPI4PY])), ""]
-        except subprocess.SubprocessError as error:
-            said = str(getattr(error, "stderr", "") or error)
-            return [starts, "", said.strip().rpartition("\n")[2]]
-    return None
 
 
 # -- whether it is enough -------------------------------------------------------------------------
@@ -353,8 +320,7 @@ def _judge_gpus(facts: Facts) -> Finding:
 
 
 def _judge_host(facts: Facts) -> list[Finding]:
-    """The interface for gloo, write access to the rendezvous, cores, MPI, and /dev/shm, which does
-    not limit our shared buffers (memfds)."""
+    """The interface for gloo, write access to the rendezvous, cores."""
     named, used, there = facts["named_interface"], facts["interface"], facts["interfaces"]
     unknown = [name for name in named.split(",") if name and name not in there]
     said = named or used or "none leads to other hosts"
@@ -367,26 +333,10 @@ def _judge_host(facts: Facts) -> list[Finding]:
     said = "none: whoever reaches the rendezvous can write into it" if unsigned else said
     cure = f"give all ranks one {TOKEN}, made by `openssl rand -hex 32`"
     found.append(grade("job token", said, cure, warning=unsigned))
-    ranks, cores, machine = facts["ranks_here"], facts["cores"], facts["cores_machine"]
+    ranks, cores = facts["ranks_here"], facts["cores"]
     said = f"{cores} for {counted(ranks, 'rank')}"
-    said += f", this container's limit; the machine has {machine}" if cores < machine else ""
     cure = f"start at most {counted(cores, 'rank')} on this host"
     found.append(grade("cores", said, cure, warning=ranks > cores))
-    small = facts["shm"] < _GIB
-    said = f"/dev/shm holds {gb(facts['shm'])}"
-    said += ", little for NCCL and loaders' workers (gradsync needs none)" if small else ""
-    cure = "`docker run --shm-size 8g`, or `mount -o remount,size=8G /dev/shm`"
-    blocker = facts["gpus"] and facts["shm"] < 64 * _MIB
-    found.append(grade("shared memory", said, cure, blocker=blocker, warning=small))
-    if facts["mpi"] is not None:
-        *names, problem = facts["mpi"]
-        starts, loads = (
-            next((f for f in _FAMILIES if re.search(_FAMILIES[f], said.lower())), said)
-            for said in names
-        )
-        said = f"mpirun is {starts}, mpi4py loads {loads or f'no library ({problem[:120]})'}"
-        cure = "let MPI4PY_LIBMPI name that MPI's libmpi.so; only ranks on several hosts need it"
-        found.append(grade("MPI", said, cure, warning=starts != loads))
     return found
 
 

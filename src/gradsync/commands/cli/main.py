@@ -28,7 +28,7 @@ COMMANDS = {
     "prepare": "turn files, folders or JSONL into train.bin and val.bin",
     "sample": "generate text from a checkpoint",
     "export": "write a trained model for transformers, or read another program's",
-    "report": "write a page about a run, or several: curves, times, settings",
+    "report": "write a page about a run: curves, times, settings",
     "watch": "follow a run that is going on, in the terminal",
     "verify": "prove every strategy right against one rank, or say why it is not",
     "bench": "measure strategies and collectives beside their limits and their peers",

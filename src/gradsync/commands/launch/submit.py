@@ -11,15 +11,13 @@ SIGTERM before preemption. mpirun would end its ranks within a second of a SIGTE
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import shlex
 import sys
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import tyro
 
@@ -71,8 +69,6 @@ class SubmitOptions:
     """For programs other than train: the directory to which they write exit.json."""
     warn_s: int = 120
     """Seconds between Slurm's signal and the time limit: long enough to save."""
-    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
-    """Print one JSON document about the submitted job on standard output."""
     dry_run: bool = False
     """Print the script; nothing is written or submitted."""
 
@@ -101,17 +97,7 @@ def run(argv: list[str]) -> int:
     write_result(path, script)  # creates the folder: Slurm does not, and reports nothing
     job = ask("sbatch", "--parsable", str(path)).partition(";")[0].strip()
     log = path.with_name(f"{options.job_name}-{job}.out")
-    human = sys.stderr if options.as_json else sys.stdout
-    print(f"job {job} submitted: {path}\nlog {log}", file=human, flush=True)
-    if options.as_json:
-        default = f"runs/{options.job_name}-{job}" if program.command == "train" else ""
-        run_dir = options.run_dir or default
-        paths = {
-            "script": str(path),
-            "log": str(log),
-            "run_dir": run_dir and os.path.abspath(run_dir),
-        }
-        print(json.dumps({"job": job, "name": options.job_name, **paths}, indent=1))
+    print(f"job {job} submitted: {path}\nlog {log}")
     return 0
 
 
@@ -126,8 +112,6 @@ def completed(options: SubmitOptions, program: Program) -> tuple[SubmitOptions, 
             f"{counted(options.gpus_per_node, 'GPU')}: --ntasks-per-node must equal "
             "--gpus-per-node (or leave it out)"
         )
-    if "/" in options.job_name:
-        raise ConfigError("--job-name is part of file names: it holds no /")
     check_program(program, on_this_host=not (options.module or options.setup))
     run_dir, name = options.run_dir, program.name
     if program.command == "train":
@@ -156,8 +140,6 @@ def _checked_train(program: Program, world_size: int) -> tuple[Program, str, str
             "in a job, submit's own --nodes and --gpus-per-node, before the --, say where ranks "
             "are; drop them from train"
         )
-    if "--dry-run" in flags:
-        raise ConfigError("--dry-run of train says nothing in a job; put it before the --")
     config = parse_config(flags)
     if config.nproc_per_node is not None:
         raise ConfigError(

@@ -21,7 +21,6 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 58.0, 14.0, 20.0, 38.0
 _MOST_TOLD = 100
 """Points of a line that show their value under the pointer; more could not be distinguished."""
 _MOST_POINTS = 400
-COLORS = 6
 LIGHT = "--c0:#2f6fdf;--c1:#d9601a;--c2:#1f8a5b;--c3:#9250c8;--c4:#b98900;--c5:#c2346c;"
 """Colours on white; a page may set others for a dark background."""
 STYLE = (
@@ -50,7 +49,6 @@ class Line:
     name: str
     points: Sequence[Point]
     color: int = 0
-    dashed: bool = False
     marks: bool = False  # A dot at each point
 
 
@@ -109,14 +107,13 @@ def svg(chart: Chart) -> str:
     floor = [(x, 0.0) for x, _ in lines[0].points]
     for line, said in zip(lines, values, strict=True):
         here = [at(x, y) for x, y in line.points]
-        color = f"var(--c{line.color % COLORS})"
+        color = f"var(--c{line.color})"
         if chart.stacked:
             under = [at(x, y) for x, y in reversed(floor)]
             parts.append(f'<path d="{_path([*here, *under])}Z" fill="{color}" class="area"/>')
             floor = list(line.points)
         else:
-            dash = ' stroke-dasharray="6 4"' if line.dashed else ""
-            parts.append(f'<path d="{_path(here)}" stroke="{color}" class="line"{dash}/>')
+            parts.append(f'<path d="{_path(here)}" stroke="{color}" class="line"/>')
         parts += _told(line, said, here, color)
     return "".join([*parts, "</svg>"])
 
@@ -149,8 +146,7 @@ def figure(chart: Chart) -> str:
     if not drawn:
         return ""
     names = [
-        f'<span><i style="color:var(--c{line.color % COLORS})"'
-        f"{' class=dashed' if line.dashed else ''}></i>{escape(line.name)}</span>"
+        f'<span><i style="color:var(--c{line.color})"></i>{escape(line.name)}</span>'
         for line in chart.lines
         if len(chart.lines) > 1 and _finite(line.points)
     ]
@@ -279,9 +275,8 @@ def read_spans(run: Path) -> list[Span]:
     return [s._replace(begin=s.begin - first, end=s.end - first) for s in found]
 
 
-def timeline(run: Path, name: str = "") -> str:
-    """The picture with its legend, as HTML, headed by the run's `name`; "" if the run has no
-    trace."""
+def timeline(run: Path) -> str:
+    """The picture with its legend, as HTML; "" if the run has no trace."""
     spans = read_spans(run)
     if not spans:
         return ""
@@ -293,8 +288,7 @@ def timeline(run: Path, name: str = "") -> str:
     )
     numbered = any(span.bucket >= 0 for span in spans)
     numbers = "; a number is a bucket, in the order of backward" if numbered else ""
-    of = f" of {escape(name)}" if name else ""
-    head = f"<b>Two steps{of}</b> <small>ms{numbers}</small>"
+    head = f"<b>Two steps</b> <small>ms{numbers}</small>"
     return f'<figure class="all"><figcaption>{head}{names}</figcaption>{_bars(spans)}</figure>'
 
 

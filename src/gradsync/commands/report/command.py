@@ -1,9 +1,9 @@
-"""`gradsync report`: a page about one run or several."""
+"""`gradsync report`: a page about a run."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -11,23 +11,21 @@ import tyro
 
 from gradsync.commands.arguments import parse
 from gradsync.commands.report.page import figures_of, page
-from gradsync.commands.report.run import read_runs
+from gradsync.commands.report.run import read_run
 from gradsync.core.files import write_result
 from gradsync.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportOptions:
-    """Write one HTML page about one or several runs: losses, speed, how each step's time is spent,
-    memory, settings. It needs no network and no script, and can be printed.
+    """Write one HTML page about a run: losses, speed, how each step's time is spent, memory,
+    settings. It needs no network and no script, and can be printed.
     """
 
-    paths: Annotated[list[str], tyro.conf.Positional, tyro.conf.arg(metavar="RUN …")] = field(
-        default_factory=list
-    )
-    """Run directories."""
+    path: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = ""
+    """Run directory."""
     out: str = ""
-    """File. Default: report.html in the run's directory, for several runs in the first one's."""
+    """File. Default: report.html in the run's directory."""
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print the figures as one JSON document, and write nothing."""
 
@@ -39,16 +37,14 @@ def run(argv: list[str]) -> int:
         ConfigError: no run directory is named, or a path is not one.
     """
     options = parse(ReportOptions, argv, "report")
-    if not options.paths:
+    if not options.path:
         raise ConfigError("report: name a run directory: gradsync report runs/first")
-    runs = read_runs([Path(path) for path in options.paths])
+    found = read_run(Path(options.path))
     if options.as_json:
-        print(json.dumps({str(each.path): dict(figures_of(each)) for each in runs}))
+        print(json.dumps(dict(figures_of(found))))
         return 0
-    told = len(runs) > 1 and not options.out
-    where = ", in the first run's directory (--out names another place)" if told else ""
-    out = Path(options.out) if options.out else runs[0].path / "report.html"
+    out = Path(options.out) if options.out else found.path / "report.html"
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_result(out, page(runs))
-    print(f"written to {out}{where}")
+    write_result(out, page(found))
+    print(f"written to {out}")
     return 0

@@ -7,7 +7,7 @@ import math
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,8 +29,6 @@ class Run:
     """One run."""
 
     path: Path
-    name: str
-    """The name of its folder; its path, if another run's folder has the same name."""
     metrics: Mapping[str, Points]
     """(step, value) of each metric, in the order of the file."""
     summary: Mapping[str, Any]
@@ -59,12 +57,6 @@ class Run:
         ends = [start["step"] for start in self.starts[1:]] + [math.inf]
         began = zip(self.starts, ends, strict=False)
         return [n for n, _ in groupby(s["world_size"] for s, end in began if end > s["step"])]
-
-    @property
-    def since(self) -> str:
-        """Words after figures of the last start alone; "" if there was only one."""
-        first = self.summary.get("first_step")
-        return f" since step {first:g}" if isinstance(first, int | float) and first > 1 else ""
 
     @property
     def outcome(self) -> str:
@@ -116,7 +108,6 @@ def read_run(path: Path) -> Run:
         config = _config(path / "config.yaml", problems)
     return Run(
         path=path.resolve(),
-        name=path.resolve().name,
         metrics=metrics,
         summary=found["summary"],
         exit=found["exit"],
@@ -125,17 +116,6 @@ def read_run(path: Path) -> Run:
         starts=starts,
         problems=problems,
     )
-
-
-def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """Each run once, see `read_run`; runs with equal folder names are called by their paths."""
-    paths = list({path.resolve(): path for path in paths}.values())
-    runs = [read_run(path) for path in paths]
-    names = [run.name for run in runs]
-    return [
-        replace(run, name=str(path)) if names.count(run.name) > 1 else run
-        for path, run in zip(paths, runs, strict=True)
-    ]
 
 
 RANKS_HEAD = ("rank", "step", "steps/s", "phase", "waited", "lag", "where")

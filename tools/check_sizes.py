@@ -20,23 +20,29 @@ FILE_LIMIT = 600
 FUNCTION_LIMIT = 80
 PACKAGES = REPOSITORY / "src" / "gradsync"
 LIBRARY = {
-    **{"checkpoint": 1_175, "comm": 2_214, "core": 912, "data": 2_021},
-    **{"runtime": 4_090, "sync": 10_384},
+    "checkpoint": 1_126,
+    "comm": 2_138,
+    "core": 749,
+    "data": 1_768,
+    "runtime": 3_874,
+    "sync": 9_590,
 }
 COMMANDS = {
-    **{"bench": 3_530, "cli": 2_445, "compat": 1_164, "launch": 1_470, "lint": 913},
-    **{
-        "models": 964,
-        "parallel": 1_166,
-        "prepare": 685,
-        "plan": 3_608,
-        "report": 1_212,
-        "train": 3_835,
-    },
-    **{"verify": 3_042},
+    "bench": 2_768,
+    "cli": 1_364,
+    "compat": 1_178,
+    "launch": 1_316,
+    "lint": 743,
+    "models": 573,
+    "parallel": 1_112,
+    "plan": 2_859,
+    "prepare": 911,
+    "report": 1_004,
+    "train": 4_005,
+    "verify": 2_451,
 }
 """Lines of each package of a floor, docstrings and blanks included."""
-FLOORS = (("library", LIBRARY, 20_796), ("commands", COMMANDS, 24_034))
+FLOORS = (("library", LIBRARY, 19_245), ("commands", COMMANDS, 20_284))
 """Most lines of each floor: a package grows only by what another one of its floor gives. Totals
 only fall; the aim is 20,000 each."""
 BUDGETS = LIBRARY | COMMANDS

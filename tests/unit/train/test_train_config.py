@@ -171,6 +171,8 @@ def test_a_file_that_is_none(name: str, text: str, message: str, tmp_path: Path)
     ("text", "words"),
     [
         ("help: 1", ":1: unknown key 'help'"),
+        ("ddp_enabled: true", ":1: unknown key 'ddp_enabled': leave it out; --nproc-per-node"),
+        ("ddp-backend: nccl", ":1: unknown key 'ddp-backend': backend"),
         ("steps: 1\nstepz: 2", ":2: unknown key 'stepz'; perhaps you meant steps"),
         ("optim:\n  lrr: 1", ":2: unknown key 'optim.lrr'; perhaps you meant optim.lr"),
         ("optim:\n  lr: abc", ":2: optim.lr: got 'abc': Expected `float`"),

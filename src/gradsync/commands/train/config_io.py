@@ -24,6 +24,12 @@ from gradsync.errors import ConfigError
 
 SUFFIXES = (".yaml", ".yml", ".toml")
 _SYNC_OPTIONS = "--sync-options"
+_OTHERS = {
+    "ddp_enabled": "leave it out; --nproc-per-node or a launcher says how many ranks there are",
+    "ddp_backend": "backend: gloo, nccl, … (left out: chosen by the device)",
+    "ddp_find_unused_parameters": "leave it out; unused parameters are found in every step",
+}
+"""Keys in other projects' files, and what to use here."""
 
 
 def _hints(part: type, prefix: str = "") -> dict[str, Any]:
@@ -100,6 +106,7 @@ def read_config(path: Path, *, of_older_version: bool = False) -> TrainConfig:
                 continue
             near = get_close_matches(name, HINTS, n=1)
             hint = f"; perhaps you meant {near[0]}" if near else ""
+            hint = f": {_OTHERS[name]}" if name in _OTHERS else hint
             raise ConfigError(f"{place}: unknown key {way[:80]!r}{hint}")
         if name in values:
             raise ConfigError(f"{place}: {way} is given twice")

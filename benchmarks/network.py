@@ -36,6 +36,7 @@ from typing import Any, NoReturn
 
 from delay import DelayingSwitch
 
+from gradsync.commands.arguments import parse
 from gradsync.commands.bench import sync
 from gradsync.commands.bench.experiment import (
     Spread,
@@ -52,7 +53,6 @@ from gradsync.commands.bench.sync_plan import CHECKED
 from gradsync.core.files import check_place, one_line
 from gradsync.errors import ConfigError, GradsyncError, RunError
 from gradsync.runtime import environ
-from gradsync.commands.arguments import parse
 from gradsync.runtime.bounds import whole_number
 from gradsync.world import World
 

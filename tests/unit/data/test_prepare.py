@@ -97,6 +97,17 @@ def test_many_equal_documents_do_not_take_the_rest_along(tmp_path: Path) -> None
         assert 0.03 < meta.tokens["val"] / sum(meta.tokens.values()) < 0.06
 
 
+def test_a_share_that_was_not_asked_for_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    texts = [f"document {number}" for number in range(4)] * 10  # the fewest that can be held out
+    meta = prepare([write_jsonl(tmp_path / "few.jsonl", texts)], tmp_path / "out")
+    assert meta.tokens == {"train": 30 * 11, "val": 10 * 11}
+    (said,) = caplog.messages
+    assert "25 % of the tokens are held out" in said
+    assert "not 5 %" in said
+
+
 def test_folders_are_read_in_order_without_hidden_and_binary_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -121,10 +121,21 @@ def prepare(
             staged.commit(target, replace=overwrite)
     except OSError as error:
         raise RunError(f"preparing {target} failed: {error}") from error
+    _warn_of_other_share(meta, val_fraction)
     if num_broken and tokenizer == "bpe":
         some = counted(num_broken, "document")
         log.warning("bytes in %s are not UTF-8: each became U+FFFD", some)
     return meta
+
+
+def _warn_of_other_share(meta: Meta, val_fraction: float) -> None:
+    share = meta.tokens.get("val", 0) / sum(meta.tokens.values())
+    if meta.split_by == "documents" and abs(share - val_fraction) > val_fraction / 2:
+        log.warning(
+            "%.2g %% of the tokens are held out for validation, not %.2g %%: whole documents are, "
+            "and equal ones together",
+            *(100 * share, 100 * val_fraction),
+        )
 
 
 def _check_target(out: Path, *, overwrite: bool) -> None:

@@ -69,6 +69,12 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
+def busy(load: float, cores: int) -> str:
+    """A message if the load of the last minute leaves too few cores for a new run, else ""."""
+    said = f"this machine was busy in the last minute: load {load:.1f} on {cores} cores"
+    return said if load > 0.5 * cores else ""
+
+
 def choose_threads(local_world_size: int, *, requested: int | None = None) -> int:
     """Intra-op threads for one rank: `requested`, or min(host cores // ranks here, usable cores).
 

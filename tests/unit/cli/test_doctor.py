@@ -134,7 +134,7 @@ GOOD: dict[str, Any] = {
     **{"gpus": 0, "gpus_here": 0, "gpu_problem": "", "built_for": ""},
     **{"interface": "eth0", "named_interface": "", "interfaces": ["lo", "eth0"]},
     **{"one_host": True, "token": False},
-    **{"ranks_here": 2, "cores": 8},
+    **{"ranks_here": 2, "cores": 8, "load": 0.5},
     **{"alike": {"torch": "2.13.0", "python": "3.12.1"}},
 }
 
@@ -161,6 +161,7 @@ TABLE = [
     ("job token", {"one_host": False, "token": True}, "ok", "given"),
     ("cores", {"cores": 1}, "warning", "1 for 2 ranks"),
     ("cores", {}, "ok", "8 for 2 ranks"),
+    ("load", {"load": 7.0}, "warning", "load 7.0 on 8 cores"),
 ]
 
 

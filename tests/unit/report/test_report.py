@@ -202,6 +202,14 @@ def test_interruptions_stand_in_a_list_and_in_each_chart(tmp_path: Path) -> None
     assert "Events" not in page(read_run(make_run(tmp_path, name="whole")))
 
 
+def test_a_run_that_began_beside_other_programs_says_so(tmp_path: Path) -> None:
+    path = make_run(tmp_path)
+    assert "was busy" not in page(read_run(path))
+    environment = json.loads((path / "env.json").read_text())
+    (path / "env.json").write_text(json.dumps(environment | {"load_at_start": 6.1, "cores": 4}))
+    assert "was busy in the last minute: load 6.1 on 4 cores" in page(read_run(path))
+
+
 def test_an_error_is_told_once(tmp_path: Path) -> None:
     """No traceback is shown; what a rank says besides stays."""
     run = make_run(tmp_path)

@@ -8,6 +8,7 @@ sum over ranks import torch.
 from __future__ import annotations
 
 import json
+import os
 import platform
 import sys
 import time
@@ -32,7 +33,7 @@ from gradsync.core.files import counted, printable
 from gradsync.errors import GradsyncError, LaunchError, RunError
 from gradsync.runtime import environ
 from gradsync.runtime.coordinator import CoordinatorPlan, plan_coordinator
-from gradsync.runtime.machine import choose_threads, host_cores
+from gradsync.runtime.machine import busy, choose_threads, host_cores
 from gradsync.runtime.network import interface_towards, own_address
 from gradsync.runtime.rendezvous import first_line
 from gradsync.runtime.resolve import Resolution, resolve
@@ -247,6 +248,7 @@ def gather(env: Mapping[str, str], world: World, towards: str) -> dict[str, Any]
         "token": bool(env.get(TOKEN, "").strip()),
         "ranks_here": world.local_world_size,
         "cores": host_cores(),
+        "load": os.getloadavg()[0],
     }
     alike = {
         "torch": facts["torch"],
@@ -337,6 +339,8 @@ def _judge_host(facts: Facts) -> list[Finding]:
     said = f"{cores} for {counted(ranks, 'rank')}"
     cure = f"start at most {counted(cores, 'rank')} on this host"
     found.append(grade("cores", said, cure, warning=ranks > cores))
+    if other := busy(facts["load"], cores):
+        found.append(grade("load", other, "measure when nothing else runs", warning=True))
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -21,6 +22,7 @@ from gradsync.commands.train.tuned import apply_choice, dtype_alone, resolve_aut
 from gradsync.core.files import counted
 from gradsync.errors import ConfigError
 from gradsync.runtime import environ
+from gradsync.runtime.machine import busy, host_cores
 from gradsync.runtime.resolve import resolve
 from gradsync.sync.registry import find_strategy
 from gradsync.world import World
@@ -138,6 +140,8 @@ def _join_run(
                 config = replace(config, out=broadcast_json(comm, default_out(config)))
             session.stacks.folder = f"{config.out}/stacks"
             config, notes = _with_all_ranks(config, given, world, threads=session.threads)
+            if said := busy(os.getloadavg()[0], host_cores()):
+                notes = [*notes, f"{said}; the eta and all times change with that"]
             outcome = train(
                 config,
                 world,

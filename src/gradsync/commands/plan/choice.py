@@ -32,7 +32,7 @@ from gradsync.commands.plan.step_costs import StepTime, predict_step
 from gradsync.commands.plan.workload import Split, Workload, goes_with_parts, shares_memory
 from gradsync.core.files import counted
 from gradsync.errors import ConfigError, GradsyncError
-from gradsync.runtime.machine import choose_threads
+from gradsync.runtime.machine import busy, choose_threads
 from gradsync.sync.registry import STRATEGIES, Promise
 
 USUAL = ("invariant", "bucketed", "zero1", "zero2", "fsdp", "ddp")
@@ -73,7 +73,7 @@ class Costs:
         if profile is None:
             load = os.getloadavg()[0]
             profile = probe_profile(leaf, ranks)
-            if load > 0.5 * host.cores:
+            if busy(load, host.cores):
                 self.load = load
             else:
                 with suppress(GradsyncError):

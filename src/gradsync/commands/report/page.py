@@ -11,6 +11,7 @@ from typing import Any
 from gradsync.commands.report.charts import LIGHT, STYLE, Chart, Line, figure, timeline
 from gradsync.commands.report.run import REPLICAS_EQUAL, WARNING, Run
 from gradsync.core.files import counted
+from gradsync.runtime.machine import busy
 
 _MOST_LINES = 40
 """The most log lines to show."""
@@ -37,7 +38,7 @@ def page(run: Run) -> str:
         words=words,
         kind="good" if run.exit.get("exit_code") == 0 else "bad" if run.exit else "",
         outcome=run.outcome,
-        figures=figures_of(run),
+        figures=[*figures_of(run), *_load(run)],
         events=run.events,
         check=_check(run),
         charts="".join(map(figure, charts_of(run))),
@@ -51,6 +52,13 @@ def page(run: Run) -> str:
             for k, value in told.items()
         ],
     )
+
+
+def _load(run: Run) -> list[tuple[str, str]]:
+    """A row if other programs used the machine when the run began: times are theirs too."""
+    load, cores = (run.environment.get(name) for name in ("load_at_start", "cores"))
+    known = isinstance(load, int | float) and isinstance(cores, int)
+    return [("at the start", said)] if known and (said := busy(load, cores)) else []
 
 
 # -- charts ---------------------------------------------------------------------------------------

@@ -170,6 +170,11 @@ def publishes_later(recipe: Recipe, device: torch.device) -> bool:
     return recipe.overlap_publish is True or bool(recipe.overlap_publish and device.type == "cpu")
 
 
+def gathers(device: torch.device) -> bool:
+    """Whether sums go down by an all-gather in the lane's own group, which needs few launches."""
+    return device.type == "cuda"
+
+
 def build_exchange(
     comm: Communicator,
     recipe: Recipe,
@@ -188,8 +193,7 @@ def build_exchange(
         levels = [Subset(level, channel=channel) for level in _tree_levels(own, recipe, hosts)]
         adds = device.type == "cpu" and (recipe.shard, recipe.node_dtype) == ("none", None)
         pair = group_of_pair(comm) if adds else None
-        # On GPUs sums go down by an all-gather in the lane's own group, which needs few launches.
-        gather = own if device.type == "cuda" and len(levels) == 1 else None
+        gather = own if gathers(device) and len(levels) == 1 else None
         how = {"over_leaves": along_tree, "pair": pair, "gather": gather}
         everyone = Subset(own, channel=channel)
         return TreeExchange(everyone, levels, device, made=_made_for(comm, own, pair), **how)

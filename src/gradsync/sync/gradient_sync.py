@@ -484,7 +484,7 @@ class GradientSync:
 
 
 def _gradients_of(parameters: Sequence[Any]) -> tuple[list[Any], list[int]]:
-    """The parameters' gradients, and the versions of those that exist."""
+    """Each parameter's gradient or None, and the version of each gradient."""
     grads = [p.grad for p in parameters]
     return grads, [version(grad) for grad in grads if grad is not None]
 

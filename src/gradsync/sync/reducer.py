@@ -390,7 +390,7 @@ class Engine(Reducer):
     def named_gradients(
         self, buckets: Sequence[Bucket] | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """This rank's sums in `buckets`; None are those that are still to be sent."""
+        """This rank's sums in `buckets`; by default in all buckets that are not sent yet."""
         for bucket in self.buckets[len(self._works) :] if buckets is None else buckets:
             for place, slot in enumerate(bucket.plan.slots):
                 for number in range(self._sums.num_buffers if bucket.touched[place] else 0):

@@ -73,6 +73,12 @@ _HOMES = {
     "gradsync.sync.ownership.sharded_optimizer": ("ShardedOptimizer",),
     "gradsync.world": ("World",),
 }
+_OF_OTHER_GUIDES = (
+    *("DDPManager", "DatasetLoader", "ElasticGPUConfig", "NaiveDDPTrainer", "frozen_parts"),
+    *("get_device", "init_distributed", "is_main_process", "log_gpu_memory"),
+    *("setup_distributed", "shard_batch"),
+)
+"""Names of `gradsync.compat`, which are found here too, and not listed."""
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [  # noqa: PLE0604  one list of names, in `_HOMES`; a test compares it
@@ -82,12 +88,10 @@ __all__ = [  # noqa: PLE0604  one list of names, in `_HOMES`; a test compares it
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
-        raise AttributeError(
-            f"module 'gradsync' has no attribute {name!r} (the names of other guides, such as "
-            "DDPManager and init_distributed, are in gradsync.compat)"
-        )
-    return getattr(import_module(_HOME_OF[name]), name)
+    home = _HOME_OF.get(name, "gradsync.compat" if name in _OF_OTHER_GUIDES else None)
+    if home is None:
+        raise AttributeError(f"module 'gradsync' has no attribute {name!r}")
+    return getattr(import_module(home), name)
 
 
 def __dir__() -> list[str]:

@@ -9,7 +9,7 @@
         ├── RendezvousError              ranks did not find each other in time
         ├── CheckpointError              a checkpoint is corrupt or of another run
         ├── DivergenceError              loss, gradients or weights became nan or inf
-        ├── DriftError                   replicas hold different bits; carries their hashes
+        ├── DriftError                   replicas hold different bits
         ├── LostPeerError                another rank's process is dead, or does not answer
         │   └── LatePeerError              exit code 124: it lives, but did not arrive in time
         └── PeerError                    another rank failed; carries that rank's traceback
@@ -19,8 +19,6 @@ Catch broadly (`GradsyncError`), recover narrowly.
 """
 
 from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
 
 
 class GradsyncError(Exception):
@@ -64,16 +62,8 @@ class DivergenceError(RunError):
 
 
 class DriftError(RunError):
-    """Replicas hold different bits; raised on all ranks that compared them.
-
-    Args:
-        message: one line naming a tensor and the ranks.
-        hashes: for each rank that compared, the hash of each of its tensors by name.
-    """
-
-    def __init__(self, message: str, hashes: Sequence[Mapping[str, Sequence[int]]] = ()) -> None:
-        super().__init__(message)
-        self.hashes = hashes
+    """Replicas hold different bits; raised on all ranks that compared them, and names a tensor
+    and the ranks."""
 
 
 class LostPeerError(RunError):

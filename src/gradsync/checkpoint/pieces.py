@@ -11,7 +11,7 @@ ranks, cut in any way, takes its part from that. No torch before tensors are joi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -125,12 +125,13 @@ def part_stem(index: int, count: int) -> str:
     return f"{PART}{index:05d}-of-{count:05d}"
 
 
+@dataclass(eq=False)
 class InOrder(Mapping[str, T]):
     """Values by name, each produced by `take(name)` when it is asked for: once, in order."""
 
-    def __init__(self, names: Iterable[str], take: Callable[[str], T]) -> None:
-        self._names, self._take = tuple(names), take
-        self._taken = 0
+    _names: Sequence[str]
+    _take: Callable[[str], T]
+    _taken: int = 0
 
     def __getitem__(self, name: str) -> T:
         assert name == self._names[self._taken], "each once, in order"

@@ -101,11 +101,6 @@ class CheckpointInfo:
     path: Path
     manifest: Manifest
 
-    @property
-    def step(self) -> int:
-        """Number of optimizer steps done."""
-        return self.manifest.step
-
 
 class CheckpointStore:
     """Saves, finds and loads the checkpoints of one run. One process writes; any may read.

@@ -56,21 +56,17 @@ def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Copy `tensors` into `model`, regardless of wrappers in either side's names; everything is
     checked first, see `match_weights`."""
     own = model.state_dict(keep_vars=True)
-    for name, tensor in match_weights(model, tensors).items():
+    for name, tensor in match_weights(own, tensors).items():
         own[name].copy_(tensor)
 
 
-def match_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`tensors` under the names of `model.state_dict()`, checked, nothing copied yet.
+def match_weights(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`tensors` under the names of `own`, which is `model.state_dict(keep_vars=True)`; checked,
+    nothing copied yet.
 
     A tied weight needs one of its names. Floating dtypes may differ. CheckpointError for missing,
     unexpected or misshapen tensors: counts, and up to three names.
     """
-    return match_tensors(model.state_dict(keep_vars=True), tensors)
-
-
-def match_tensors(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`match_weights` for the expected tensors `own`, on any device."""
     saved = {clean: tensors[name] for name, clean in clean_names(tensors).items()}
     targets: dict[str, Tensor] = {}
     first: dict[int, str] = {}

@@ -11,6 +11,7 @@ import secrets
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -56,12 +57,12 @@ class AllOf(NamedTuple):
             work.wait()
 
 
+@dataclass(eq=False, slots=True)
 class Then:
     """A `Work` with a function to call once it is done."""
 
-    def __init__(self, work: Work, finish: Callable[[], object]) -> None:
-        self.work = work
-        self._finish: Callable[[], object] | None = finish
+    work: Work
+    _finish: Callable[[], object] | None
 
     def wait(self) -> None:
         """See `Work.wait`; finishes once."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -71,10 +70,6 @@ class Meta:
         """Equal for two data sets only if their tokens mean the same."""
         file = self.files.get("tokenizer.json")
         return f"{self.tokenizer} {self.vocab_size} {file.sha256 if file else ''}".strip()
-
-    def to_json(self) -> str:
-        """The text of `meta.json`."""
-        return json.dumps(asdict(self), indent=2) + "\n"
 
 
 def file_sha256(path: Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,6 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
         self.dtype = dtype or (meta.dtype if meta else "uint16")
         self.vocab_size = vocab_size or (meta.vocab_size if meta else None)
         self.num_tokens = _count_tokens(self.path, self.dtype, seq_len)
-        self._windows = self._open()
         if meta is None and (dtype is None or self.dtype == "uint32"):  # if not given
             self._refuse_wider()
         content = content or sample_content(self.path)
@@ -78,7 +78,8 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
             "(YAML; TokenDataset(dtype=...)) to uint32, or to uint16 if that is right"
         )
 
-    def _open(self) -> np.ndarray:
+    @cached_property
+    def _windows(self) -> np.ndarray:
         """The file as overlapping rows, shape [len, T+1], with stride T; no copy."""
         tokens = np.memmap(self.path, dtype=DTYPES[self.dtype], mode="r", shape=(self.num_tokens,))
         return sliding_window_view(tokens, self.seq_len + 1)[:: self.seq_len]
@@ -114,10 +115,6 @@ class TokenDataset(Dataset[tuple[Tensor, Tensor]]):
     def __getstate__(self) -> dict[str, Any]:
         """A memory map would be pickled as a copy of the file; workers open their own."""
         return {name: value for name, value in self.__dict__.items() if name != "_windows"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._windows = self._open()
 
 
 def open_dataset(directory: Path | str, split: str, seq_len: int, **otherwise: Any) -> TokenDataset:

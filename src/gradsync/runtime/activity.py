@@ -21,7 +21,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import ParamSpec, TypeVar
 
@@ -62,10 +62,6 @@ class Activity:
     """Optimizer steps that it has done, if its program reports them."""
     where: str = ""
     """`FILE:LINE FUNCTION (CALL)` in the program, with the library call; "" when unknown."""
-
-    def record(self) -> str:
-        """As JSON, for the store."""
-        return json.dumps(asdict(self))
 
 
 def read_activity(record: bytes) -> Activity:

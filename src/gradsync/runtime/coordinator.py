@@ -26,6 +26,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import psutil
@@ -70,12 +71,6 @@ class CoordinatorPlan:
     why: str = ""  # the plan's source, for people
 
 
-def run_command(argv: Sequence[str]) -> str:
-    """Output of a command; raises `OSError` or `subprocess.SubprocessError` (after 5 s too)."""
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=5, check=True)
-    return done.stdout
-
-
 def launcher_ancestor() -> str:
     """Process id of the nearest ancestor that is an MPI launcher, else of the parent process.
 
@@ -89,13 +84,17 @@ def launcher_ancestor() -> str:
     return str(os.getppid())
 
 
+_OUTPUT = partial(subprocess.check_output, stderr=subprocess.PIPE, text=True, timeout=5)
+
+
 @dataclass(frozen=True, slots=True)
 class System:
     """Queries that a plan may need beyond the environment."""
 
     resolve_host: Callable[[str], object] = socket.gethostbyname
     """Raises `OSError` for a name that the system does not know."""
-    run: Callable[[Sequence[str]], str] = run_command  # output of a command
+    run: Callable[[Sequence[str]], str] = _OUTPUT
+    """Output of a command; raises `OSError` or `subprocess.SubprocessError` (after 5 s too)."""
     ancestor: Callable[[], str] = launcher_ancestor
     """Names the launching process on this host, equal on all its ranks."""
 

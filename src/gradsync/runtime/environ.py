@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from gradsync.errors import ConfigError
@@ -22,6 +23,7 @@ def get(name: str, default: str = "") -> str:
     return os.environ.get(name, default)
 
 
+@dataclass
 class exported:  # noqa: N801  used as a function
     """Set `variables` during a `with` block, then restore the previous values.
 
@@ -30,9 +32,8 @@ class exported:  # noqa: N801  used as a function
     an unfinished one after `os` is torn down.
     """
 
-    def __init__(self, variables: Mapping[str, str]) -> None:
-        self._variables = dict(variables)
-        self._before: dict[str, str | None] = {}
+    _variables: Mapping[str, str]
+    _before: dict[str, str | None] = field(default_factory=dict)
 
     def __enter__(self) -> None:
         self._before = {name: os.environ.get(name) for name in self._variables}

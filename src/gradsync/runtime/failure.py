@@ -7,7 +7,7 @@ import json
 import re
 import socket
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from gradsync.core.files import one_line, printable
 from gradsync.errors import GradsyncError, LatePeerError, LostPeerError, PeerError, RunError
@@ -32,10 +32,6 @@ class Failure:
     exit_code: int = 1
     stuck: bool = False
     """A rank is late or dead: every rank writes its stacks."""
-
-    def record(self) -> bytes:
-        """As JSON, for the store."""
-        return json.dumps(asdict(self)).encode()
 
     def as_error(self) -> PeerError:
         """The exception that the other ranks raise."""

@@ -18,6 +18,7 @@ from gradsync.runtime.store import (
     SETTLED,
     Presence,
     SignedStore,
+    record_of,
     wait_until,
 )
 
@@ -99,7 +100,7 @@ class Peers:
         def beat() -> None:
             with suppress(RuntimeError):  # without a store nothing reads
                 for number in itertools.count(last.beat + 1):
-                    self._store.set(f"beat/{self.rank}", replace(last, beat=number).record())
+                    self._store.set(f"beat/{self.rank}", record_of(replace(last, beat=number)))
                     if over.wait(interval_s):
                         return
 

@@ -117,16 +117,12 @@ def _judge(reading: Reading, winner: Reading, readings: tuple[Reading, ...]) -> 
     elif reading.name in _MANAGERS and mpi:
         # mpirun's daemons are tasks of a separate Slurm step: its numbers mean nothing here.
         reason = f"outer layer of {mpi[0]}"
-    elif winner.name == "env" and _nested(mine, theirs):
-        reason = "outer layer of the ranks set by hand"
+    elif winner.name == "env":
+        # Each of their ranks may have started an equal block of consecutive ranks.
+        block, left = divmod(mine.world_size, theirs.world_size)
+        if block > 1 and not left and mine.rank // block == theirs.rank:
+            reason = "outer layer of the ranks set by hand"
     return reason
-
-
-def _nested(inner: World, outer: World) -> bool:
-    """True when each rank of `outer` started an equal block of consecutive ranks of `inner`."""
-    if inner.world_size <= outer.world_size or inner.world_size % outer.world_size:
-        return False
-    return inner.rank // (inner.world_size // outer.world_size) == outer.rank
 
 
 def _contradiction(reading: Reading, winner: Reading, readings: tuple[Reading, ...]) -> LaunchError:

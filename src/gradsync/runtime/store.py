@@ -19,8 +19,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, MutableSet, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -53,6 +53,12 @@ def token_of(env: Mapping[str, str]) -> bytes:
     return hashlib.sha256(token.encode()).hexdigest().encode() if token else b""
 
 
+def record_of(said: Any) -> bytes:
+    """The content of a record: the fields of a dataclass as JSON."""
+    return json.dumps(asdict(said)).encode()
+
+
+@dataclass(eq=False)
 class SignedStore:
     """Records in a store that strangers can reach: a record that this job's ranks have not signed
     is ignored, and reported once.
@@ -67,15 +73,14 @@ class SignedStore:
         scope: names this session of the job.
     """
 
-    def __init__(self, store: Any, token: bytes, scope: str) -> None:
-        self._store, self._token, self.scope = store, token, scope
-        self._told: set[str] = set()
+    _store: Any
+    _token: bytes
+    scope: str
+    _told: MutableSet[str] = field(default_factory=set)
 
     def over(self, store: Any) -> SignedStore:
         """The same records, over another connection."""
-        other = SignedStore(store, self._token, self.scope)
-        other._told = self._told
-        return other
+        return replace(self, _store=store)
 
     def set(self, key: str, text: str | bytes) -> None:
         """Write a record."""
@@ -239,7 +244,7 @@ def check_in(
         RendezvousError: names the ranks that did not arrive.
     """
     keys = [f"here/{other}" for other in range(world_size)]
-    mine = json.dumps(asdict(presence)).encode()
+    mine = record_of(presence)
     found: list[bytes] = []
 
     def all_here() -> bool:

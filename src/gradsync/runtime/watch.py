@@ -52,7 +52,7 @@ from gradsync.runtime.signals import (
     signal_when_parent_ends,
 )
 from gradsync.runtime.stacks import StackFiles, read_stack, stack_lines
-from gradsync.runtime.store import HEARD, LEFT, NOTICED, SignedStore, wait_until
+from gradsync.runtime.store import HEARD, LEFT, NOTICED, SignedStore, record_of, wait_until
 from gradsync.runtime.waiting import WaitReport
 
 REPORT_S = 10.0
@@ -172,7 +172,7 @@ class FailureWatch:
                 lives = not self.peers.ended() and all(r in self.peers.pids for r in silent)
                 code = LatePeerError.exit_code if lives and is_late(trouble) else 1
                 # Ranks without a connection to the silent ones would only see us leave.
-                record = Failure(-1, "", said, "", code, stuck=True).record()
+                record = record_of(Failure(-1, "", said, "", code, stuck=True))
                 self._store.claim("failure", record)
                 self.peers.settle(len(silent), time.monotonic() + _SILENT_S)
                 return _because(PeerError(f"{said}; {seen}", exit_code=code), error)
@@ -224,7 +224,7 @@ class FailureWatch:
         self, error: BaseException, cause: RunError | None = None, *, stuck: bool = False
     ) -> Failure | None:
         """Record `error`; returns another rank's failure instead if that one was first."""
-        record = replace(describe(error, self._rank, cause), stuck=stuck).record()
+        record = record_of(replace(describe(error, self._rank, cause), stuck=stuck))
         if self._store.claim("failure", record) != record:
             return self._read()
         say_interrupted(error, f"rank {self._rank} ")
@@ -268,7 +268,7 @@ class FailureWatch:
         """Publish a heartbeat and check the other ranks; returns the reason to end, if any."""
         try:
             self._doing = self.sampler.sample(beat)
-            self._store.set(f"beat/{self._rank}", self._doing.record())
+            self._store.set(f"beat/{self._rank}", record_of(self._doing))
             failure = self._read()
             if failure is not None:
                 if failure.stuck:
@@ -284,7 +284,7 @@ class FailureWatch:
                 self._server_left = self.peers.noticed(0) == LEFT
             if lost := self.peers.dead() or (beat % _BEATS_A_LOOK == 0 and self.peers.cut_off()):
                 said = self.peers.obituary(lost)
-                self._store.claim("failure", Failure(-1, "", said, "", stuck=True).record())
+                self._store.claim("failure", record_of(Failure(-1, "", said, "", stuck=True)))
                 self._read()  # tells the others that this rank knows; its heartbeat has stopped
                 return said + self._keep_stacks()
         except self._store_gone as gone:

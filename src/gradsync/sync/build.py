@@ -196,7 +196,8 @@ def build_exchange(
         gather = own if gathers(device) and len(levels) == 1 else None
         how = {"over_leaves": along_tree, "pair": pair, "gather": gather}
         everyone = Subset(own, channel=channel)
-        return TreeExchange(everyone, levels, device, made=_made_for(comm, own, pair), **how)
+        made = [c for c in (own, pair) if c is not comm and isinstance(c, ProcessGroupCommunicator)]
+        return TreeExchange(everyone, levels, device, made=made, **how)
     if recipe.shard == "gradients":
         return Collective(partial(reduce_scatter, comm))
     if recipe.wire != "same":
@@ -214,13 +215,8 @@ def build_exchange(
     lane = Background(device)
     return Collective(
         lambda bucket: lane.submit(partial(all_reduce, bucket.flat(0))),
-        [lane, *_made_for(comm, own)],
+        [lane, own] if isinstance(own, ProcessGroupCommunicator) and own is not comm else [lane],
     )
-
-
-def _made_for(comm: Communicator, *used: Communicator | None) -> list[ProcessGroupCommunicator]:
-    """The communicators in `used` that are not `comm`."""
-    return [c for c in used if isinstance(c, ProcessGroupCommunicator) and c is not comm]
 
 
 def _tree_levels(

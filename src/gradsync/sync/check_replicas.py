@@ -232,7 +232,7 @@ def check_replicas(
     majority = max(sides, key=len)
     same_list = all(list(hashes) == list(mine) for hashes in by_rank)
     if not (heal and same_list and 2 * len(majority) > comm.world_size):
-        raise DriftError(said, by_rank)
+        raise DriftError(said)
     for name, tensor in named:
         if any(hashes[name] != mine[name] for hashes in by_rank):
             whole = tensor.detach().contiguous()

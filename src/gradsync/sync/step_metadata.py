@@ -239,8 +239,9 @@ class LossSum:
         """This rank's part of the step's small message, [2 NUM_BINS]: the weight, and on a CPU,
         without waiting, the loss."""
         weights = to_bins(torch.tensor(self._weights, dtype=torch.float64)).tolist()
-        losses = [0.0] * NUM_BINS if self._device.type == "cuda" else self._bins().tolist()
-        return weights + losses
+        if self._device.type == "cuda" or not self._losses:
+            return weights + [0.0] * NUM_BINS
+        return weights + to_bins(torch.stack(self._losses)).tolist()
 
     def over_ranks(self, comm: Communicator, summed: Sequence[float]) -> tuple[Tensor, float]:
         """Loss (float64 []) and weight over all ranks, from the sum of their messages.
@@ -251,14 +252,11 @@ class LossSum:
         weight = from_bins(summed[:NUM_BINS])
         if self._device.type != "cuda":
             return torch.tensor(from_bins(summed[NUM_BINS:]), dtype=torch.float64), weight
-        bins = self._bins()
+        bins = torch.zeros(NUM_BINS, dtype=torch.float64, device=self._device)
+        if self._losses:
+            bins = to_bins(torch.stack(self._losses))
         comm.all_reduce(bins).wait()
         return bins[:-1].flip(0).sum() + bins[-1], weight
-
-    def _bins(self) -> Tensor:
-        if not self._losses:
-            return torch.zeros(NUM_BINS, dtype=torch.float64, device=self._device)
-        return to_bins(torch.stack(self._losses))
 
 
 # -- settings of optimizers ----------------------------------------------------------------------

@@ -125,11 +125,11 @@ def test_every_flipped_bit_is_refused_and_the_one_before_is_used(store):
             with pytest.raises(CheckpointError, match=rf"{path}/{name}: .*(SHA-256|damaged)"):
                 store.load(path)
             info, problems = store.latest()
-            assert info.step == 100
+            assert info.manifest.step == 100
             assert len(problems) == 1
             assert problems[0].startswith(f"step-00000200 is of no use ({path}/{name}: ")
         (path / name).write_bytes(good)
-    assert store.latest()[0].step == 200
+    assert store.latest()[0].manifest.step == 200
 
 
 def test_every_truncation_is_refused(store):
@@ -228,13 +228,13 @@ def test_a_saved_nan_is_passed_over_and_pushes_nothing_out(tmp_path):
     store.save(snapshot(1))
     bad = [of_old(tmp_path, step, tensors=poisoned("model", math.nan)) for step in (2, 3)]
     info, problems = store.latest()
-    assert info.step == 1
+    assert info.manifest.step == 1
     assert [line.partition(" is ")[0] for line in problems] == [path.name for path in bad[::-1]]
     assert problems[0].endswith("model.safetensors: nan or inf in w)")
     with pytest.raises(CheckpointError, match=r"model\.safetensors: nan or inf in w"):
         store.load(bad[0])
     store.save(snapshot(2, state={"second": True}))  # the run that went on from step 1
-    assert store.latest()[0].step == 2
+    assert store.latest()[0].manifest.step == 2
     assert (tmp_path / "step-00000001").is_dir()
     store.save(snapshot(4))
     assert steps(store) == [4, 2]
@@ -256,7 +256,7 @@ def test_damaged_ones_do_not_count_as_kept(tmp_path, fresh):
     assert steps(store) == ([4, 3, 2, 1] if fresh else [4, 3])
     if fresh:
         (tmp_path / "step-00000004" / "state.json").unlink()
-        assert store.latest()[0].step == 1
+        assert store.latest()[0].manifest.step == 1
     store.save(snapshot(5))
     store.save(snapshot(6))
     assert steps(store) == [6, 5]
@@ -270,7 +270,7 @@ def test_newest_means_saved_last(tmp_path):
     # The run goes back to 200 and comes to 250: 300 is of the abandoned steps.
     store.save(snapshot(250))
     assert steps(store) == [250, 300]
-    assert store.latest()[0].step == 250
+    assert store.latest()[0].manifest.step == 250
     CheckpointStore(tmp_path, keep_last=2).save(snapshot(260))
     assert steps(store) == [260, 250]
 

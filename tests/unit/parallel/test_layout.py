@@ -192,7 +192,7 @@ def test_files_of_parts_are_read_as_one_model(tmp_path: Path, layout: ParallelLa
     assert join_states(parts[0], states) == {**state, "groups": groups}
     # As a run hands them out: one file at a time.
     store = CheckpointStore(tmp_path)
-    handed = InOrder(files, files.__getitem__)
+    handed = InOrder([*files], files.__getitem__)
     store.save(Snapshot(step=1, tensors=handed, state={}, places=places))
     found = store.load(tmp_path / "step-00000001").tensors
     assert set(found) == {"model", "optimizer"}

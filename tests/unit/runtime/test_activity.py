@@ -25,6 +25,7 @@ from gradsync.runtime.activity import (
     waiting_frame,
 )
 from gradsync.runtime.stacks import Frame, read_stack
+from gradsync.runtime.store import record_of
 
 PACKAGE = Path(activity.__file__).parents[1]
 TORCH = str(Path(torch.__file__).parent)
@@ -256,8 +257,8 @@ SOUND = Activity(beat=3, waits=True, idle=True, issued=4, since_s=1.5, where="a.
 
 
 def test_a_record_comes_back_as_it_was() -> None:
-    assert read_activity(SOUND.record().encode()) == SOUND
+    assert read_activity(record_of(SOUND)) == SOUND
     for record in (b"", b"[1]", b"{", b'{"beat": 1, "later": 2}', b"\xff"):
         assert read_activity(record).beat == -1
     steering = Activity(beat=1, where="\x1b[2J")
-    assert read_activity(steering.record().encode()).where == r"\x1b[2J"
+    assert read_activity(record_of(steering)).where == r"\x1b[2J"

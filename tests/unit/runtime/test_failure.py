@@ -21,7 +21,7 @@ from gradsync.runtime import watch as watching
 from gradsync.runtime.activity import Activity, read_activity
 from gradsync.runtime.failure import Failure, communication_error, describe, read_failure
 from gradsync.runtime.peers import Peers
-from gradsync.runtime.store import HEARD, LEFT, NOTICED, Presence, wait_until
+from gradsync.runtime.store import HEARD, LEFT, NOTICED, Presence, record_of, wait_until
 from gradsync.runtime.watch import FailureWatch
 
 CLOSED = (
@@ -112,7 +112,7 @@ class Store:
         self.check()
         if key == "beat/1":
             self.beats += self.peer == "alive"
-            return Activity(beat=self.beats, where="data.py:7 read").record().encode()
+            return record_of(Activity(beat=self.beats, where="data.py:7 read"))
         return self.values.get(key)
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -196,7 +196,7 @@ def test_who_looks_for_the_cause_still_gives_signs_of_life() -> None:
     assert beats[0] > 2
 
 
-PEERS = Failure(1, "there", "KeyError: 'x'", "Traceback: line 7").record()
+PEERS = record_of(Failure(1, "there", "KeyError: 'x'", "Traceback: line 7"))
 
 
 @pytest.mark.parametrize(
@@ -397,7 +397,7 @@ def test_a_broken_record_is_named(record: bytes) -> None:
 @pytest.mark.parametrize("error", [DataError("gone"), KeyError("x"), ValueError("y" * 10**5)])
 def test_what_a_rank_writes_down_can_be_read(error: BaseException) -> None:
     written = describe(error, 3)
-    assert read_failure(written.record()) == written
+    assert read_failure(record_of(written)) == written
 
 
 @pytest.mark.parametrize(("code", "said"), [(130, ""), (1, "failed first: it has ended")])
@@ -409,7 +409,7 @@ def test_an_interrupt_is_said_by_the_rank_that_it_hit(
     monkeypatch.setattr(watching.os, "_exit", ended.append)
     monkeypatch.setattr(watching.threading, "Timer", MagicMock())
     store = Store("alive")
-    store.values["failure"] = Failure(1, "there", "it has ended", "", code).record()
+    store.values["failure"] = record_of(Failure(1, "there", "it has ended", "", code))
     watch = watch_of(store, grace_s=0.0)
     watch.start()
     watch._thread.join(5.0)

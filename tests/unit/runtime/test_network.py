@@ -17,7 +17,7 @@ from gradsync.runtime import network
 from gradsync.runtime.activity import Activity
 from gradsync.runtime.network import PeerConnections, interface_towards, own_address
 from gradsync.runtime.peers import Peers
-from gradsync.runtime.store import LEFT, NOTICED, Presence, SignedStore
+from gradsync.runtime.store import LEFT, NOTICED, Presence, SignedStore, record_of
 
 BOUND_MS = 7_000
 
@@ -164,7 +164,7 @@ def looks(ended: int, *, left: int, beats: tuple[int, int]) -> list[int]:
         store.set(f"noticed/{rank + 1}", LEFT)
     for now in ((1, 1), beats):
         for rank, beat in enumerate(now, 1):
-            store.set(f"beat/{rank}", Activity(beat=beat).record())
+            store.set(f"beat/{rank}", record_of(Activity(beat=beat)))
         found = peers.cut_off()
         assert found == [] or now is beats
     return found

@@ -309,7 +309,7 @@ def _saved(out: Path) -> int:
     from gradsync.checkpoint.store import CheckpointStore
 
     info, _ = CheckpointStore(out / "checkpoints").latest()
-    return 0 if info is None else info.step
+    return 0 if info is None else info.manifest.step
 
 
 # -- what is left ---------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import shutil
 import sysconfig
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -112,7 +113,8 @@ def prepare(
                 skipped_files=documents.skipped_files,
                 source=source or f"{len(documents.files)} files",
             )
-            (staged.path / META_FILE).write_text(meta.to_json(), encoding="utf-8")
+            text = json.dumps(asdict(meta), indent=2) + "\n"
+            (staged.path / META_FILE).write_text(text, encoding="utf-8")
             for path in staged.path.iterdir():
                 with path.open("rb") as file:
                     os.fsync(file.fileno())

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gradsync.checkpoint.tensor_file import read_tensors
-from gradsync.checkpoint.weights import match_tensors
+from gradsync.checkpoint.weights import match_weights
 from gradsync.commands.models.config import GPTConfig
 from gradsync.commands.parallel.layout import weights_of
 from gradsync.core.files import one_line, read_object
@@ -117,7 +117,7 @@ def from_gpt2(weights: Mapping[str, Tensor], shape: GPTConfig) -> dict[str, Tens
     if shape.tie_head:  # some files hold the embedding again under the head's name
         theirs.pop(_HEAD, None)
     own = _expected(shape)
-    matched = match_tensors(to_gpt2(own), theirs)
+    matched = match_weights(to_gpt2(own), theirs)
     found = {}
     for name in own:
         tensor = matched[their_name(name, _GPT2)]
@@ -241,4 +241,4 @@ def read_hf(folder: Path) -> tuple[GPTConfig, dict[str, Tensor]]:
     if shape.tie_head:
         theirs.pop(_HEAD, None)
     own = _expected(shape)
-    return shape, match_tensors(own, from_llama(theirs, own))
+    return shape, match_weights(own, from_llama(theirs, own))

@@ -285,11 +285,13 @@ class Learner:
         replica = self.sync.replica
         held = replica.sharded_weights()
         if held is None:
-            weights = match_weights(self.model, broadcast_tensors(self.comm, whole))
+            weights = match_weights(
+                self.model.state_dict(keep_vars=True), broadcast_tensors(self.comm, whole)
+            )
             replica.load_full_weights(weights)
             return
         layout = layout_of(broadcast_json(self.comm, describe(whole)))
-        match_weights(self.model, layout)
+        match_weights(self.model.state_dict(keep_vars=True), layout)
         saved_as = {clean: name for name, clean in clean_names(layout).items()}
         sources = {name: saved_as.get(clean_name(name)) for name in held}  # None: tied to another
         runs = {

@@ -238,7 +238,9 @@ def _load(saved: State, strategy: str, parts: Parts) -> None:
     """Load a checkpoint into a run that has not begun, with the calls that a resumed training run
     makes; all ranks call it."""
     parts.loader.load_state_dict(saved.data)
-    weights = match_weights(parts.model, {**saved.weights, **saved.buffers})
+    weights = match_weights(
+        parts.model.state_dict(keep_vars=True), {**saved.weights, **saved.buffers}
+    )
     parts.sync.replica.load_full_weights(weights)
     named = list(parts.model.named_parameters())
     unpack_optimizer(parts.optimizer, named, saved.optimizer, saved.description)

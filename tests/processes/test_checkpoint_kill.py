@@ -60,10 +60,10 @@ def check(directory, returned):
     if info is None:
         assert returned == 0
         return
-    assert info.step in (returned, returned + 1)
+    assert info.manifest.step in (returned, returned + 1)
     loaded = CheckpointStore(directory).load(info.path)
-    assert loaded.state == {"step": info.step}
-    assert loaded.tensors["model"]["w"].eq(info.step).all()
+    assert loaded.state == {"step": info.manifest.step}
+    assert loaded.tensors["model"]["w"].eq(info.manifest.step).all()
 
 
 def test_killed_while_saving(tmp_path):

@@ -176,7 +176,7 @@ def test_a_rank_that_fails_while_saving_ends_all(
     # The one before is good, and nothing half-written counts.
     info, problems = CheckpointStore(tmp_path / "checkpoints").latest()
     assert info is not None
-    assert (info.step, problems) == (1, [])
+    assert (info.manifest.step, problems) == (1, [])
 
 
 def test_a_checkpoint_in_shares_is_read_as_a_whole_one(

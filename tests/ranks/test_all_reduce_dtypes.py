@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradsync.comm import reductions
 from gradsync.comm.groups import RankPlacement
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.reductions import ALGORITHMS, all_reduce
@@ -89,7 +90,7 @@ def test_a_communicator_takes_lazy_tensors_too() -> None:
 def test_refused_on_all_ranks_alike(algorithm: str) -> None:
     """The ranks go on and understand each other: nothing is left on the way."""
     cases: list[tuple[Any, torch.dtype]] = [("min", torch.complex64), ("mean", torch.int64)]
-    cases += [("sum", torch.float8_e4m3fn), ("max", torch.uint16)]
+    cases += [("sum", torch.float8_e4m3fn), ("sum", torch.uint16)]
 
     def work(rank: int, group: dist.ProcessGroup) -> list[tuple[str, float]]:
         comm = ProcessGroupCommunicator(group)
@@ -108,6 +109,20 @@ def test_refused_on_all_ranks_alike(algorithm: str) -> None:
                 assert re.match(rf"all_reduce .*'{algorithm}', op='{op}' .*{dtype}", message)
                 assert "\n" not in message
             assert total == 3.0
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, NotImplementedError, TypeError])
+def test_torch_may_refuse_with_any_of_these(
+    kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch 2.15 raises TypeError for `minimum` of complex numbers, earlier ones RuntimeError."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise kind("not implemented")
+
+    monkeypatch.setitem(reductions.COMBINE, "min", refuse)
+    with pytest.raises(ConfigError, match=r"'ring', op='min' .*not implemented"):
+        all_reduce(torch.ones(1), "min", "ring")
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

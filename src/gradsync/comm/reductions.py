@@ -114,7 +114,7 @@ def _try_alone(tensor: Tensor, op: ReduceOp, word: str, algorithm: str) -> None:
             COMBINE[op](one, one)
         if word == "mean":
             one.div_(1)
-    except RuntimeError as error:  # NotImplementedError is one
+    except (RuntimeError, TypeError) as error:  # TypeError from torch 2.15 on
         raise ConfigError(f"{said}: {str(error).splitlines()[0]}; convert it") from None
 
 

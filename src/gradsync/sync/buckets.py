@@ -95,7 +95,7 @@ def checked_shares(told: Sequence[tuple[int, int]]) -> list[range]:
                 f"rank {rank}'s first micro-batch is {first}, but the ranks below "
                 f"it have micro-batches 0..{leaves.start - 1}: micro-batches must follow each "
                 "other in rank order without gaps (as gs.loader deals them, given one "
-                "global_batch_size)"
+                "global_batch_size); sync.step() comes after the loop over a batch, not in it"
             )
     return ranges
 

@@ -124,7 +124,16 @@ def divide_block(block: Block, comm: Communicator) -> None:
     assert isinstance(mlp, SwiGLU), "GPT-2 is not split"
 
     def enter(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (_CopyToShards.apply(inputs[0], comm), *inputs[1:])
+        x = inputs[0].view_as(inputs[0])  # its gradient is that of all layers which read it here
+        if x.requires_grad:
+            x.register_hook(lambda gradient: summed(gradient.clone()))
+        return (x, *inputs[1:])
+
+    def summed(x: Tensor) -> Tensor:
+        """In place. One all-reduce over the shards, x's shape and dtype; nothing overlaps it."""
+        x = x.contiguous()
+        comm.all_reduce(x.detach()).wait()
+        return x
 
     for part in (attention, mlp):
         part.register_forward_pre_hook(enter)
@@ -132,7 +141,7 @@ def divide_block(block: Block, comm: Communicator) -> None:
         _keep_share(linear, comm, COLUMNS)
     for linear in (attention.out, mlp.down):
         _keep_share(linear, comm, ROWS)
-        linear.register_forward_hook(lambda _, __, output: _SumOfShards.apply(output, comm))
+        linear.register_forward_hook(lambda _, __, output: summed(output))
     attention.n_head //= comm.world_size
     attention.n_kv_head //= comm.world_size
 
@@ -143,38 +152,3 @@ def _keep_share(linear: nn.Linear, comm: Communicator, dim: int) -> None:
     share = linear.weight.chunk(comm.world_size, dim)[0]
     linear.weight = nn.Parameter(torch.empty_like(share))
     linear.out_features, linear.in_features = share.shape
-
-
-class _CopyToShards(torch.autograd.Function):
-    """Forward: the input. Backward: the sum of the shards' gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
-        """Nothing is sent."""
-        ctx.comm = comm
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        """One all-reduce over the shards, x's shape and dtype; nothing to overlap with."""
-        return _summed(grads[0], ctx.comm), None
-
-
-class _SumOfShards(torch.autograd.Function):
-    """Forward: the sum of the shards' products. Backward: the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
-        """One all-reduce over the shards, x's shape and dtype; nothing to overlap with."""
-        return _summed(x, comm)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        """Nothing is sent."""
-        return grads[0], None
-
-
-def _summed(x: Tensor, comm: Communicator) -> Tensor:
-    total = x.detach().clone(memory_format=torch.contiguous_format)
-    comm.all_reduce(total).wait()
-    return total

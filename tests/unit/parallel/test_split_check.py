@@ -29,7 +29,7 @@ CONFIG = TrainConfig(
         (2, {"parallel": "tp=2", "model": GPTConfig(architecture="gpt2")}, "this one is gpt2"),
         (3, {"parallel": "tp=3"}, "tp=3 does not divide the model's 8 query heads"),
         (4, {"parallel": "foo"}, "got 'foo', expected sizes such as"),
-        (4, {"parallel": "pp=4,dp=1", "micro_batch_size": 8}, "pp=4 stages need a micro-batch each"),
+        (4, {"parallel": "pp=4,dp=1", "micro_batch_size": 8}, "stages need a micro-batch each"),
         (6, {"parallel": "pp=2"}, "8 micro-batches do not divide by 3"),
         (2, {"parallel": "pp=2", "dtype": "fp16"}, "fp16"),
         (2, {"parallel": "pp=2", "compile": "model"}, "compile=model; change it"),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gradsync.checkpoint.pieces import join_files, places_of
 from gradsync.comm.base import Communicator, Work
 from gradsync.comm.groups import new_group
 from gradsync.commands.parallel.layout import (
@@ -19,7 +20,7 @@ from gradsync.commands.parallel.layout import (
     ParallelLayout,
     norm_places,
 )
-from gradsync.commands.parallel.transfer import join_weights
+from gradsync.commands.parallel.transfer import collect
 from gradsync.sync.buffers import BufferSync
 from gradsync.sync.build import build_reducer
 from gradsync.sync.check_replicas import check_replicas
@@ -183,7 +184,18 @@ class SplitShards(Replicas):
     def full_weights(self) -> dict[str, Tensor]:
         """Whole weights by name in the whole model's order, on the CPU of rank 0; {} on the other
         ranks. All ranks call it, and send what they own."""
-        return join_weights(self._part, self._groups.model, dict(self.model.named_parameters()))
+        part, replica = self._part, self._groups.model
+        if part.place.data:
+            return {}
+        owned = {f"model/{name}": piece for name, piece in part.owned().items()}
+        parameters = dict(self.model.named_parameters())
+        mine = {name: parameters[name.removeprefix("model/")].detach() for name in owned}
+        notes, contents = collect(replica, mine, places_of(owned))
+        if replica.rank:
+            return {}
+        places = {str(rank): note for rank, note in enumerate(notes)}
+        whole = join_files(dict(zip(places, contents, strict=True)), places)["model"]
+        return {weight.name: whole[weight.name] for weight in part.weights}
 
 
 class SplitSync:

@@ -15,7 +15,7 @@ from gradsync.commands.models.config import GPTConfig, preset
 from gradsync.commands.parallel.layout import ParallelLayout, parse_layout
 from gradsync.commands.train.trackers import tracker_names
 from gradsync.core.files import check_name
-from gradsync.data.batch_plan import BatchPlan, solve_batch_plan
+from gradsync.data.batch_plan import BatchPlan, require_at_least, solve_batch_plan
 from gradsync.errors import ConfigError
 from gradsync.runtime.bounds import check_times
 from gradsync.sync.options import every_option
@@ -30,9 +30,11 @@ AUTO = "auto"  # What `gradsync tune` found for this kind of run: strategy and o
 
 
 _LEAST = {
-    **dict.fromkeys(("num_workers", "sample_tokens", "check_replicas_every", "profile"), 0),
-    **dict.fromkeys(("steps", "tokens_per_update", "micro_batch_size", "log_every"), 1),
-    **dict.fromkeys(("silence_s", "threads", "nproc_per_node", "seq_len"), 1),
+    0: ("num_workers", "sample_tokens", "check_replicas_every", "profile"),
+    1: (
+        *("steps", "tokens_per_update", "micro_batch_size", "log_every"),
+        *("silence_s", "threads", "nproc_per_node", "seq_len"),
+    ),
 }
 """Smallest allowed values of numbers in `TrainConfig`."""
 
@@ -40,14 +42,6 @@ _LEAST = {
 def _require(holds: bool, message: str) -> None:
     if not holds:
         raise ConfigError(message)
-
-
-def _require_least(part: Any, prefix: str, **least: int) -> None:
-    """Check that numbers, if they are set, are at least these."""
-    for name, smallest in least.items():
-        value = getattr(part, name)
-        holds = value is None or value >= smallest
-        _require(holds, f"{prefix}{name} must be at least {smallest}; got {value}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,7 +106,8 @@ class EvalConfig:
     """Evaluate on the first max_tokens tokens (rounded down to whole sequences); None for all."""
 
     def __post_init__(self) -> None:
-        _require_least(self, "eval.", every=0, max_tokens=1)
+        require_at_least(0, **{"eval.every": self.every})
+        require_at_least(1, **{"eval.max_tokens": self.max_tokens})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,7 +120,8 @@ class CheckpointConfig:
     keep_last: int = 2  # Good checkpoints to keep, at least 1.
 
     def __post_init__(self) -> None:
-        _require_least(self, "checkpoint.", every=0, keep_last=1)
+        require_at_least(0, **{"checkpoint.every": self.every})
+        require_at_least(1, **{"checkpoint.keep_last": self.keep_last})
 
 
 class _GivenOptions:
@@ -300,7 +296,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         check_times(self)
         tracker_names(self.track)
-        _require_least(self, "", **_LEAST)
+        for least, names in _LEAST.items():
+            require_at_least(least, **{name: getattr(self, name) for name in names})
         _require(
             self.sequence_length <= self.model.block_size,
             f"seq_len {self.seq_len} is longer than model.block_size {self.model.block_size}",
@@ -342,17 +339,6 @@ class TrainConfig:
     def sequence_length(self) -> int:
         """Tokens per sequence."""
         return self.model.block_size if self.seq_len is None else self.seq_len
-
-    @property
-    def sequences_per_update(self) -> int:
-        """Sequences per optimizer step, over all ranks."""
-        sequences, rest = divmod(self.tokens_per_update, self.sequence_length)
-        _require(
-            bool(sequences) and not rest,
-            f"tokens_per_update={self.tokens_per_update} is not a multiple of "
-            f"seq_len = {self.sequence_length}",
-        )
-        return sequences
 
 
 def recipe(name: str) -> TrainConfig:

@@ -18,7 +18,7 @@ import msgspec
 from gradsync.commands.arguments import parse
 from gradsync.commands.document import brief, read_document
 from gradsync.commands.models.config import PRESETS
-from gradsync.commands.train.config import SyncConfig, TrainConfig, recipe
+from gradsync.commands.train.config import AUTO, SyncConfig, TrainConfig, recipe
 from gradsync.core.files import PRIVATE, replace_text
 from gradsync.errors import ConfigError
 
@@ -142,7 +142,8 @@ def _with_values(start: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
 
 
 def begun_config(config: TrainConfig) -> tuple[Path, TrainConfig] | None:
-    """The configuration that the run to be resumed began with, and its file; None for a new run.
+    """The configuration that the run to be resumed began with, every `auto` resolved, and its
+    file; None for a new run.
 
     Choices that decide bits are made once, when a run begins: a resumed run keeps its dtype,
     strategy and micro-batch, whatever is found or measured since.
@@ -157,7 +158,10 @@ def begun_config(config: TrainConfig) -> tuple[Path, TrainConfig] | None:
         places = [path, *path.parents[:2]] if path.is_dir() else []
     found = (place / "config.yaml" for place in places)
     file = next((path for path in found if path.is_file()), None)
-    return None if file is None else (file, read_config(file, of_older_version=True))
+    if file is None:
+        return None
+    begun = read_config(file, of_older_version=True)
+    return None if AUTO in (begun.sync, begun.dtype) else (file, begun)  # none began: weights alone
 
 
 def given_fields(flags: Sequence[str]) -> frozenset[str]:

@@ -122,7 +122,8 @@ def _choose(
 ) -> Candidate:
     """The candidate to take, on `world_size` ranks if given. Whole replicas come first: they give
     the same bits on any number of ranks."""
-    sizes, sequences = [config.micro_batch_size], config.sequences_per_update
+    sizes = [config.micro_batch_size]
+    sequences = replace(config, micro_batch_size=1).batch_plan(1).num_micro_batches
     if "micro_batch_size" not in given:
         sizes = [size for size in range(1, sequences + 1) if sequences % size == 0]
         if hardware.devices[0].kind == "cuda":  # the larger, the fewer launches

@@ -46,14 +46,10 @@ def run(argv: list[str]) -> int:
 def load_run(path: Path, data: str) -> tuple[Path, Snapshot, GPTConfig, Any]:
     """The checkpoint that `path` means, what it holds, its model's shape, and its tokenizer (from
     the folder `data`, if given)."""
-    from gradsync.checkpoint.store import CheckpointStore, resolve
-    from gradsync.commands.train.state import check_state, saved_model
+    from gradsync.commands.train.state import open_checkpoint
 
-    checkpoint, _ = resolve(path)
-    snapshot = CheckpointStore(checkpoint.parent).load(checkpoint)
-    check_state(snapshot, checkpoint)
-    tokenizer = tokenizer_of(snapshot.state, data)
-    return checkpoint, snapshot, saved_model(snapshot, checkpoint), tokenizer
+    checkpoint, snapshot, shape = open_checkpoint(path)
+    return checkpoint, snapshot, shape, tokenizer_of(snapshot.state, data)
 
 
 def sample(path: Path, config: SampleOptions) -> tuple[Path, str]:

@@ -58,10 +58,6 @@ class SplitLearner(Learner):
     groups: SplitGroups
     pipeline: Pipeline
 
-    @property
-    def parameter_names(self) -> list[str]:
-        return [weight.name for weight in self.part.weights]
-
     def run_micro_batches(
         self, micro_batches: Iterable[MicroBatch], span: Span = record_function
     ) -> None:

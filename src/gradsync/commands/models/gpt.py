@@ -17,7 +17,7 @@ survives `to_empty`, which separates parameters that are merely shared.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
@@ -272,20 +272,27 @@ class GPT(nn.Module):
                 f"sequence of {T} tokens: this model was built for block_size="
                 f"{self.config.block_size}; shorten it or build a longer model"
             )
-        cos_TK, sin_TK = self.rope_cos[first:T], self.rope_sin[first:T]
         x_BTC = self.embed(tokens_BT)
         if self.positions is not None:
             x_BTC = x_BTC + self.positions.weight[first:T]
-        x_BTC = self.dropout(x_BTC)
+        return self.norm(self.through(self.blocks, self.dropout(x_BTC), first, caches))
+
+    def through(
+        self,
+        blocks: Iterable[nn.Module],
+        x_BTC: Tensor,
+        first: int = 0,
+        caches: Sequence[Cache] | None = None,
+    ) -> Tensor:
+        """`x_BTC` after some of the blocks; `first` is the position of its first token."""
+        cos_TK, sin_TK = (t[first : first + x_BTC.shape[1]] for t in (self.rope_cos, self.rope_sin))
         recompute = self.activation_checkpointing and self.training and torch.is_grad_enabled()
-        for number, block in enumerate(self.blocks):
+        for number, block in enumerate(blocks):
             if recompute:
                 x_BTC = checkpoint(block, x_BTC, cos_TK, sin_TK, use_reentrant=False)
-            elif caches is not None:
-                x_BTC = block(x_BTC, cos_TK, sin_TK, caches[number])
             else:
-                x_BTC = block(x_BTC, cos_TK, sin_TK)
-        return self.norm(x_BTC)
+                x_BTC = block(x_BTC, cos_TK, sin_TK, caches[number] if caches else None)
+        return x_BTC
 
     def logits(self, x_BTC: Tensor) -> Tensor:
         """The head alone: `x_BTC -> logits_BTV`; any number of positions."""

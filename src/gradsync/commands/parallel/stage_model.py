@@ -20,17 +20,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from gradsync.comm.base import Communicator
 from gradsync.commands.models.gpt import GPT, Block, SwiGLU, initial_weight, loss_sum, rope_tables
-from gradsync.commands.parallel.layout import COLUMNS, ROWS, ModelPart
+from gradsync.commands.parallel.layout import COLUMNS, EMBEDDING, ROWS, ModelPart
 from gradsync.commands.parallel.split_sync import SplitGroups
 
 
-class GPTStage(nn.Module):
+class GPTStage(GPT):
     """`part` of a GPT, with the whole model's parameter names and the same start values.
 
     The other parts are never in memory, except for one matrix at a time while initial values are
@@ -38,9 +36,6 @@ class GPTStage(nn.Module):
 
     Shards sum over `groups.shards` in each block; the other arguments are those of `GPT`.
     """
-
-    rope_cos: Tensor
-    rope_sin: Tensor
 
     def __init__(
         self,
@@ -51,24 +46,19 @@ class GPTStage(nn.Module):
         device: torch.device,
         activation_checkpointing: bool = False,
     ) -> None:
-        super().__init__()
-        self.part, self.config = part, part.config
-        self.activation_checkpointing = activation_checkpointing
         with torch.device("meta"):
-            whole = GPT(part.config)
-        names = part.pieces()
-        self.embed = whole.embed if "embed.weight" in names else None
-        self.dropout = whole.dropout
-        # Keys, not indices: a block keeps its number in the whole model.
-        self.blocks = nn.ModuleDict({str(index): whole.blocks[index] for index in part.blocks})
-        self.norm = whole.norm if part.is_last else None
-        self.head = whole.head if part.is_last else None
-        if part.layout.tp > 1:
-            for block in self.blocks.values():
-                assert isinstance(block, Block)
+            super().__init__(part.config, activation_checkpointing=activation_checkpointing)
+        self.part = part
+        if EMBEDDING not in part.pieces():
+            del self.embed
+        if not part.is_last:
+            del self.norm, self.head
+        for number, block in enumerate(self.blocks):
+            assert isinstance(block, Block)
+            if number not in part.blocks:  # so that a block keeps its number in the whole model
+                self.blocks[number] = nn.Identity()
+            elif part.layout.tp > 1:
                 divide_block(block, groups.shards)
-        self.register_buffer("rope_cos", whole.rope_cos, persistent=False)
-        self.register_buffer("rope_sin", whole.rope_sin, persistent=False)
         self.to_empty(device=device)
         self._init_weights(torch.Generator().manual_seed(seed))
 
@@ -83,27 +73,16 @@ class GPTStage(nn.Module):
         self.rope_cos.copy_(cos_TK)
         self.rope_sin.copy_(sin_TK)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """From tokens_BT (first stage) or x_BTC to x_BTC; on the last stage, after the norm."""
-        x_BTC = x
-        if self.part.is_first:
-            assert self.embed is not None
-            x_BTC = self.dropout(self.embed(x))
-        T = x_BTC.shape[1]
-        cos_TK, sin_TK = self.rope_cos[:T], self.rope_sin[:T]
-        recompute = self.activation_checkpointing and self.training and torch.is_grad_enabled()
-        for block in self.blocks.values():
-            if recompute:
-                x_BTC = checkpoint(block, x_BTC, cos_TK, sin_TK, use_reentrant=False)
-            else:
-                x_BTC = block(x_BTC, cos_TK, sin_TK)
-        return x_BTC if self.norm is None else self.norm(x_BTC)
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """From tokens_BT to x_BTC; later stages get the x_BTC of the one before them instead. On
+        the last stage, after the norm."""
+        x_BTC = self.dropout(self.embed(tokens_BT)) if self.part.is_first else tokens_BT
+        x_BTC = self.through([self.blocks[number] for number in self.part.blocks], x_BTC)
+        return self.norm(x_BTC) if self.part.is_last else x_BTC
 
     def loss(self, x_BTC: Tensor, targets_BT: Tensor) -> Tensor:
         """On the last stage: cross-entropy summed over the targets, as `GPT` computes it."""
-        owner = self.embed if self.head is None else self.head
-        assert owner is not None
-        return loss_sum(F.linear(x_BTC, owner.weight), targets_BT)
+        return loss_sum(self.logits(x_BTC), targets_BT)
 
     def pass_over_dropout(self, like_BTC: Tensor, branch_dtype: torch.dtype) -> None:
         """Draw what earlier stages draw for a micro-batch, so that this stage's dropout is the

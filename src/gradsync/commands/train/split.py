@@ -16,6 +16,7 @@ from typing import Any
 from torch.autograd.profiler import record_function
 
 from gradsync.checkpoint.optimizer_state import pack_optimizer, unpack_optimizer
+from gradsync.checkpoint.weights import match_tensors
 from gradsync.comm.base import Communicator
 from gradsync.commands.models.config import GPTConfig
 from gradsync.commands.parallel.layout import (
@@ -43,7 +44,6 @@ from gradsync.commands.train.learner import (
 )
 from gradsync.data.loader import EvalLoader
 from gradsync.data.micro_batch import MicroBatch
-from gradsync.errors import CheckpointError
 from gradsync.sync.registry import find_strategy
 from gradsync.world import World
 
@@ -52,7 +52,7 @@ from gradsync.world import World
 class SplitLearner(Learner):
     """The part of a split model that one rank trains."""
 
-    model: GPTStage  # type: ignore[assignment]
+    model: GPTStage
     sync: SplitSync  # type: ignore[assignment]
     part: ModelPart
     groups: SplitGroups
@@ -95,13 +95,9 @@ class SplitLearner(Learner):
         }
         got = distribute(self.comm, self.part, tensors)
         own = dict(self.model.named_parameters())
-        for name, parameter in own.items():
-            tensor = got.pop(f"model/{name}", None)
-            if tensor is None or tensor.shape != parameter.shape:
-                raise CheckpointError(
-                    f"the weights are those of another model: {name!r} is missing"
-                )
-            parameter.data.copy_(tensor)
+        weights = {name: got.pop(f"model/{name}") for name in own if f"model/{name}" in got}
+        for name, tensor in match_tensors(own, weights).items():
+            own[name].data.copy_(tensor)
         kept = {name.removeprefix("optimizer/"): tensor for name, tensor in got.items()}
         state = state_of_part(self.part, optimizer_state)
         unpack_optimizer(self.optimizer, list(own.items()), kept, state)

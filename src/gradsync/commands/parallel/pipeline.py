@@ -97,12 +97,7 @@ class Pipeline:
         with self._autocast:
             if self.model.config.dropout:
                 seed_micro_batch(self._seed, mine.step, mine.index)
-                stream = torch.empty((len(mine.inputs), *self._shape[1:]), device=self._device)
-                kind = self._device.type
-                branch = torch.float32  # dtype of a linear layer's output
-                if torch.is_autocast_enabled(kind):
-                    branch = torch.get_autocast_dtype(kind)
-                self.model.pass_over_dropout(stream, branch)
+                self.model.pass_over_dropout((len(mine.inputs), *self._shape[1:]))
             return self.model(x)
 
     def backward(self, place: int) -> AbstractContextManager[None]:
@@ -169,13 +164,8 @@ class _Stage(PipelineStage):
             **shapes,
         )
         # Weak: a cycle would keep the group's sockets open until it is collected.
-        self._owner, self._forwarded = weakref.ref(pipeline), 0
-
-    @property
-    def _pipeline(self) -> Pipeline:
-        pipeline = self._owner()
-        assert pipeline is not None, "it runs the schedule"
-        return pipeline
+        self._pipeline: Pipeline = weakref.proxy(pipeline)
+        self._forwarded = 0
 
     def loss(self, x_BTC: Tensor, targets_BT: Tensor) -> Tensor:
         """See `Pipeline.loss`."""

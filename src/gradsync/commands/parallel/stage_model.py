@@ -17,13 +17,22 @@ of them can sum a plain gradient over the replicas of a shard.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gradsync.comm.base import Communicator
-from gradsync.commands.models.gpt import GPT, Block, SwiGLU, initial_weight, loss_sum, rope_tables
+from gradsync.commands.models.gpt import (
+    GPT,
+    Block,
+    SwiGLU,
+    initial_weight,
+    loss_sum,
+    narrowed,
+    rope_tables,
+)
 from gradsync.commands.parallel.layout import COLUMNS, EMBEDDING, ROWS, ModelPart
 from gradsync.commands.parallel.split_sync import SplitGroups
 
@@ -84,17 +93,16 @@ class GPTStage(GPT):
         """On the last stage: cross-entropy summed over the targets, as `GPT` computes it."""
         return loss_sum(self.logits(x_BTC), targets_BT)
 
-    def pass_over_dropout(self, like_BTC: Tensor, branch_dtype: torch.dtype) -> None:
+    def pass_over_dropout(self, shape: Sequence[int]) -> None:
         """Draw what earlier stages draw for a micro-batch, so that this stage's dropout is the
-        whole model's: one mask for the embedding, two for each block. `like_BTC` has the shape and
-        dtype of the residual stream; a block's branches have dtype `branch_dtype`."""
-        first = self.part.blocks.start
-        if self.part.is_first or not self.config.dropout or not self.training:
+        whole model's: one mask for the embedding, two for each block, whose branches have a linear
+        layer's dtype. `shape` is x_BTC's."""
+        if self.part.is_first:
             return
-        self.dropout(torch.zeros_like(like_BTC))
-        branch = torch.zeros_like(like_BTC, dtype=branch_dtype)
-        for _ in range(2 * first):
-            self.dropout(branch)
+        stream = torch.zeros(shape, device=self.rope_cos.device)
+        self.dropout(stream)
+        for _ in range(2 * self.part.blocks.start):
+            self.dropout(narrowed(stream))
 
 
 def divide_block(block: Block, comm: Communicator) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass, replace
-from difflib import get_close_matches
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -19,7 +18,7 @@ from gradsync.commands.arguments import parse
 from gradsync.commands.document import brief, read_document
 from gradsync.commands.models.config import PRESETS
 from gradsync.commands.train.config import AUTO, SyncConfig, TrainConfig, recipe
-from gradsync.core.files import PRIVATE, replace_text
+from gradsync.core.files import PRIVATE, perhaps, replace_text
 from gradsync.errors import ConfigError
 
 SUFFIXES = (".yaml", ".yml", ".toml")
@@ -104,9 +103,7 @@ def read_config(path: Path, *, of_older_version: bool = False) -> TrainConfig:
         if name not in HINTS:
             if of_older_version or (not value and name in _SECTIONS):
                 continue
-            near = get_close_matches(name, HINTS, n=1)
-            hint = f"; perhaps you meant {near[0]}" if near else ""
-            hint = f": {_OTHERS[name]}" if name in _OTHERS else hint
+            hint = f": {_OTHERS[name]}" if name in _OTHERS else perhaps(name, HINTS)
             raise ConfigError(f"{place}: unknown key {way[:80]!r}{hint}")
         if name in values:
             raise ConfigError(f"{place}: {way} is given twice")

@@ -28,11 +28,11 @@ from gradsync.commands.plan.choice import (
 from gradsync.commands.plan.description import Hardware
 from gradsync.commands.plan.machine import detect_hardware
 from gradsync.commands.plan.workload import Workload, sizes_text
+from gradsync.commands.train.check import check_request
 from gradsync.commands.train.config import AUTO, SyncConfig, TrainConfig
 from gradsync.commands.train.config_io import begun_config
 from gradsync.commands.train.data import shape_before
 from gradsync.errors import ConfigError, RunError
-from gradsync.sync.registry import find_strategy
 from gradsync.world import World
 
 _SPELLINGS = ("--elastic", "--elastic-gpu", "--elastic_gpu")
@@ -109,11 +109,10 @@ def decide(
 
 def _most_ranks(config: TrainConfig, hardware: Hardware) -> int:
     """The largest number of ranks that have a device each and can share the batch."""
-    equal = config.sync != AUTO and find_strategy(config.sync).equal_leaves
     for ranks in range(len(hardware.devices), 1, -1):
         with suppress(ConfigError):
-            if not (equal and config.batch_plan(ranks).num_micro_batches % ranks):
-                return ranks
+            check_request(config, ranks)
+            return ranks
     return 1
 
 

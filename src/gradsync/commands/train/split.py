@@ -54,7 +54,6 @@ class SplitLearner(Learner):
 
     model: GPTStage
     sync: SplitSync  # type: ignore[assignment]
-    part: ModelPart
     groups: SplitGroups
     pipeline: Pipeline
 
@@ -73,7 +72,7 @@ class SplitLearner(Learner):
         return self.pipeline.evaluate(loader)
 
     def save(self, step: int, keep: Keep) -> None:
-        part = self.part
+        part = self.model.part
         named = list(self.model.named_parameters())
         kept, state = pack_optimizer(self.optimizer, named)
         remembered = self.sync.replica.state_tensors()
@@ -93,13 +92,13 @@ class SplitLearner(Learner):
             for kind in ("model", "optimizer")
             for name, tensor in saved.get(kind, {}).items()
         }
-        got = distribute(self.comm, self.part, tensors)
+        got = distribute(self.comm, self.model.part, tensors)
         own = dict(self.model.named_parameters())
         weights = {name: got.pop(f"model/{name}") for name in own if f"model/{name}" in got}
         for name, tensor in match_tensors(own, weights).items():
             own[name].data.copy_(tensor)
         kept = {name.removeprefix("optimizer/"): tensor for name, tensor in got.items()}
-        state = state_of_part(self.part, optimizer_state)
+        state = state_of_part(self.model.part, optimizer_state)
         unpack_optimizer(self.optimizer, list(own.items()), kept, state)
 
 
@@ -143,7 +142,6 @@ def build_split_learner(
         scaler=None,
         comm=comm,
         autocast=mixed,
-        part=part,
         groups=groups,
         pipeline=pipeline,
     )

@@ -22,7 +22,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from gradsync.core.files import PRIVATE, one_line, read_object, replace_text
+from gradsync.core.files import PRIVATE, check_name, one_line, read_object, replace_text
 from gradsync.errors import ConfigError
 from gradsync.runtime import environ
 from gradsync.runtime.activity import expect_wait
@@ -83,11 +83,7 @@ def tracker_names(track: str) -> list[str]:
     """The names in a list such as `tensorboard,wandb`, each once."""
     names = list(dict.fromkeys(filter(None, map(str.strip, track.split(",")))))
     for name in names:
-        if name not in KINDS:
-            raise ConfigError(
-                f"track: there is no tracker {name[:80]!r}; there are {', '.join(KINDS)}, several "
-                "with commas between them"
-            )
+        check_name("tracker", name, KINDS)
     return names
 
 

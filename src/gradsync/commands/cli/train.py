@@ -16,6 +16,7 @@ from gradsync.commands.train.config import AUTO, TrainConfig
 from gradsync.commands.train.config_io import config_text, given_fields, parse_config, to_flags
 from gradsync.commands.train.elastic import Decision, decide, hardware_of, take_flag
 from gradsync.commands.train.faults import FaultPlan
+from gradsync.commands.train.output import default_out
 from gradsync.commands.train.places import settle, take_places
 from gradsync.commands.train.trackers import require_packages
 from gradsync.commands.train.tuned import apply_choice, dtype_alone, resolve_auto, resolve_dtype
@@ -100,7 +101,6 @@ def _for_this_machine(
 def _start_ranks(config: TrainConfig, flags: list[str], as_json: bool) -> int:
     """Start the ranks on this host with the same arguments."""
     from gradsync.commands.launch.local import launch_ranks
-    from gradsync.commands.train.output import default_out
 
     assert config.nproc_per_node is not None
     if not config.out:
@@ -118,7 +118,6 @@ def _join_run(
     """Be one rank of the run; `given`: the fields that the user set, if rank 0 chooses others."""
     from gradsync.comm.groups import communicator
     from gradsync.comm.values import broadcast_json
-    from gradsync.commands.train.output import default_out
     from gradsync.commands.train.run import note_end, note_failure, train
     from gradsync.runtime.session import Session, SessionOptions
 

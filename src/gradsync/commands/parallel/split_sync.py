@@ -131,13 +131,12 @@ class SplitReducer(Reducer):
 
     def _sum_tied_ends(self) -> None:
         """One exchange between the two ends, shape and dtype of the embedding."""
-        ends = self.part.tied_ends
-        if not ends:
+        peer = self.part.other_end
+        if peer is None:
             return
         gradient = self.parameters[self._names.index(EMBEDDING)].grad
         assert gradient is not None, "the head used it"
         theirs = torch.empty_like(gradient)
-        peer = ends[0] if self.part.is_last else ends[1]
         self.comm.exchange([(gradient.contiguous(), peer)], [(theirs, peer)]).wait()
         gradient.add_(theirs)
 

@@ -19,7 +19,6 @@ from gradsync.commands.plan.choice import (
     USUAL,
     Candidate,
     Costs,
-    Recommendation,
     Search,
     choose,
     preferred,
@@ -146,26 +145,19 @@ def _choose(
         kind=hardware.devices[0].kind,
     )
     choice = choose(work, hardware, Costs(), search)
-    taken = _best(choice, world_size, named)
-    if taken is None:
-        raise RunError(remedy(config.preset, choice, hardware))
-    return taken
-
-
-def _best(choice: Recommendation, world_size: int | None, strategy: str) -> Candidate | None:
-    """The pick, unless its strategy or number of ranks is not the requested one, or it splits a
-    model that fits whole."""
     fitting = [
         each
         for each in choice.candidates
         if each.runs
         and world_size in (None, each.split.world_size)
-        and strategy in ("", each.split.strategy)
+        and named in ("", each.split.strategy)
     ]
+    if not fitting:
+        raise RunError(remedy(config.preset, choice, hardware))
     fitting = [c for c in fitting if c.split.layout.model_ranks == 1] or fitting
-    if not fitting or choice.pick in fitting:
-        return choice.pick if fitting else None
-    return replace(preferred(fitting, choice.search), remark="the best of those asked for")
+    if choice.pick is not None and choice.pick in fitting:
+        return choice.pick
+    return replace(preferred(fitting, search), remark="the best of those asked for")
 
 
 def hardware_of(config: TrainConfig, env: Mapping[str, str], world: World) -> Hardware:

@@ -39,7 +39,6 @@ Autocast = AbstractContextManager[Any]
 Cache = list[Tensor]
 """Keys and values of the positions that one attention has seen, for generation; empty at first."""
 _INIT_STD = 0.02
-_IGNORED = -100
 
 
 def rope_tables(config: GPTConfig) -> tuple[Tensor, Tensor]:
@@ -305,12 +304,11 @@ def loss_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
 
     A sum, not a mean: sums of micro-batches add up to the batch's sum however it is cut, and one
     division by the global number of targets gives the exact mean. Targets are int64 token ids, or
-    -100 for no target. Computed in fp32; 0-dim.
+    -100, torch's default, for no target. Computed in fp32; 0-dim.
     """
     return F.cross_entropy(
         logits_BTV.float().flatten(0, 1),  # a bf16 sum over thousands of targets stops growing
         targets_BT.flatten(),
-        ignore_index=_IGNORED,
         reduction="sum",
     )
 

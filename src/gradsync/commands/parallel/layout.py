@@ -107,8 +107,9 @@ class Weight:
 
     name: str
     shape: tuple[int, ...]
-    divided: int | None  # The dimension that tensor shards divide; None: every shard has all of it
-    block: int | None  # The weight's decoder block; None for embedding, last norm and head
+    divided: int | None = None
+    """The dimension that tensor shards divide; None: every shard has all of it."""
+    block: int | None = None  # The weight's decoder block; None for embedding, last norm and head
 
 
 def weights_of(config: GPTConfig) -> tuple[Weight, ...]:
@@ -128,10 +129,9 @@ def weights_of(config: GPTConfig) -> tuple[Weight, ...]:
         ("mlp.down", (width, hidden), ROWS),
     )
     table = (config.vocab_size, width)
-    found = [Weight(name=EMBEDDING, shape=table, divided=None, block=None)]
+    found = [Weight(name=EMBEDDING, shape=table)]
     if config.is_gpt2:
-        positions = config.block_size, width
-        found.append(Weight(name="positions.weight", shape=positions, divided=None, block=None))
+        found.append(Weight(name="positions.weight", shape=(config.block_size, width)))
     found += [
         Weight(
             name=f"blocks.{block}.{name}.{kind}",
@@ -143,11 +143,9 @@ def weights_of(config: GPTConfig) -> tuple[Weight, ...]:
         for name, shape, divided in in_block
         for kind in kinds
     ]
-    found += [
-        Weight(name=f"norm.{kind}", shape=(width,), divided=None, block=None) for kind in kinds
-    ]
+    found += [Weight(name=f"norm.{kind}", shape=(width,)) for kind in kinds]
     if not config.tie_head:
-        found.append(Weight(name="head.weight", shape=table, divided=None, block=None))
+        found.append(Weight(name="head.weight", shape=table))
     return tuple(found)
 
 

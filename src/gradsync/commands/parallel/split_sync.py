@@ -264,8 +264,7 @@ class SplitSync:
         """Check that the replicas of each part have the same bits; see
         `GradientSync.check_replicas`."""
         layout, place = self._part.layout, self._part.place
-        same = [replace(place, data=index) for index in range(layout.dp)]
-        ranks = [layout.rank(at) for at in same]
+        ranks = [layout.rank(replace(place, data=index)) for index in range(layout.dp)]
         tensors, group = self.model.named_parameters(), self._groups.data
         healed = check_replicas(tensors, group, step=step, ranks=ranks, heal=heal)
         return not healed

@@ -6,7 +6,6 @@ They raise ConfigError or DataError, in one line that says what to change.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from gradsync.commands.models.config import GPTConfig
 from gradsync.commands.parallel.layout import ParallelLayout
@@ -108,17 +107,14 @@ def check_layout(config: TrainConfig, layout: ParallelLayout, plan: BatchPlan) -
         raise ConfigError(
             f"parallel: sync={config.sync} does not go with a split model; these do: {known}"
         )
-    recipe: Any = check_options(find_strategy(config.sync), config.sync_options.given())
+    given = config.sync_options
     for refused, words in (
         (config.init, "init: a split model draws its weights"),
         (config.compile != "none", f"compile={config.compile}"),
         (
-            config.sync != "naive"
-            and (
-                recipe.shard != "none"
-                or recipe.reduction == "hierarchical"
-                or recipe.collective == "shared_memory"
-            ),
+            given.shard not in (None, "none")
+            or given.reduction == "hierarchical"
+            or given.collective == "shared_memory",
             "sync_options shard, reduction=hierarchical and collective=shared_memory",
         ),
     ):

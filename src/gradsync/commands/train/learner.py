@@ -319,7 +319,10 @@ def build_learner(
     if config.compile == "ddp":
         options["compile_wrapper"] = True
     if config.compile == "model":
-        compile_blocks(model)
+        # A graph of the whole model would give all gradients at its end, when no computation is
+        # left to hide communication. One rank compiles blocks too, for the same bits as on two.
+        for block in model.blocks:
+            block.compile()  # in place: names stay clean
     sync = replicate(model, world, strategy=config.sync, comm=comm, **options)
     # After replication: it may replace parameters by sharded ones.
     optimizer = build_optimizer(model, config.optim)
@@ -336,14 +339,6 @@ def build_learner(
         comm=comm,
         autocast=autocast(config, world),
     )
-
-
-def compile_blocks(model: GPT) -> None:
-    """Compile each block, in place: names stay clean. A graph of the whole model has one backward
-    and gives all gradients at its end, when no computation is left to hide communication. One rank
-    does the same, or its bits would differ from those on two."""
-    for block in model.blocks:
-        block.compile()
 
 
 def trainer_options(sync: str, given: Mapping[str, Any]) -> dict[str, Any]:

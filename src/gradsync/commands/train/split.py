@@ -110,14 +110,13 @@ def build_split_learner(
     All ranks call it at the same point: it creates process groups. Every rank draws the whole
     model's initial values with this seed, so nothing is sent.
     """
-    device = world.device
     part = ModelPart(config=shape, layout=layout, place=layout.coordinates(world.rank))
     groups = split_groups(layout, part.place, comm)
     model = GPTStage(
         part,
         groups,
         seed=config.seed,
-        device=device,
+        device=world.device,
         activation_checkpointing=config.activation_checkpointing,
     )
     options = config.sync_options.given()

@@ -29,20 +29,20 @@ LIBRARY = {
 }
 COMMANDS = {
     "bench": 2_768,
-    "cli": 1_372,
+    "cli": 1_411,
     "compat": 1_178,
-    "launch": 1_316,
+    "launch": 1_315,
     "lint": 743,
-    "models": 573,
-    "parallel": 1_112,
+    "models": 569,
+    "parallel": 1_041,
     "plan": 2_859,
     "prepare": 922,
     "report": 1_012,
-    "train": 4_005,
+    "train": 3_840,
     "verify": 2_451,
 }
 """Lines of each package of a floor, docstrings and blanks included."""
-FLOORS = (("library", LIBRARY, 19_255), ("commands", COMMANDS, 20_311))
+FLOORS = (("library", LIBRARY, 19_255), ("commands", COMMANDS, 20_109))
 """Most lines of each floor: a package grows only by what another one of its floor gives. Totals
 only fall; the aim is 20,000 each."""
 BUDGETS = LIBRARY | COMMANDS

@@ -258,7 +258,7 @@ class GPT(nn.Module):
         if T exceeds `block_size`."""
         return self.logits(self.features(tokens_BT))
 
-    def features(self, tokens_BT: Tensor, caches: Sequence[Cache] | None = None) -> Tensor:
+    def features(self, tokens_BT: Tensor, caches: Sequence[Cache] = ()) -> Tensor:
         """Input of the head: `tokens_BT -> x_BTC`, after the last norm.
 
         `caches`, one per block, hold the earlier positions, and afterwards these too. If they hold
@@ -277,14 +277,10 @@ class GPT(nn.Module):
         return self.norm(self.through(self.blocks, self.dropout(x_BTC), first, caches))
 
     def through(
-        self,
-        blocks: Iterable[nn.Module],
-        x_BTC: Tensor,
-        first: int = 0,
-        caches: Sequence[Cache] | None = None,
+        self, blocks: Iterable[nn.Module], x_BTC: Tensor, at: int = 0, caches: Sequence[Cache] = ()
     ) -> Tensor:
-        """`x_BTC` after some of the blocks; `first` is the position of its first token."""
-        cos_TK, sin_TK = (t[first : first + x_BTC.shape[1]] for t in (self.rope_cos, self.rope_sin))
+        """`x_BTC` after some of the blocks; `at` is the position of its first token."""
+        cos_TK, sin_TK = (t[at : at + x_BTC.shape[1]] for t in (self.rope_cos, self.rope_sin))
         recompute = self.activation_checkpointing and self.training and torch.is_grad_enabled()
         for number, block in enumerate(blocks):
             if recompute:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from gradsync.commands.models.gpt import mean_over_ranks
-from gradsync.commands.parallel.split_sync import SplitGroups, SplitSync
+from gradsync.commands.parallel.split_sync import SplitSync
 from gradsync.commands.parallel.stage_model import GPTStage
 from gradsync.core.torch_private import drop_received, renew_received
 from gradsync.data.loader import EvalLoader
@@ -37,7 +37,6 @@ class Pipeline:
     def __init__(
         self,
         model: GPTStage,
-        groups: SplitGroups,
         sync: SplitSync,
         *,
         num_micro_batches: int,
@@ -45,7 +44,7 @@ class Pipeline:
         autocast: AbstractContextManager[Any],
         seed: int,
     ) -> None:
-        self.model, self.part, self._groups = model, model.part, groups
+        self.model, self.part = model, model.part
         self.sync, self._shape = sync, (*shape, model.config.n_embd)
         self._autocast, self._seed = autocast, seed
         self._device = next(model.parameters()).device
@@ -59,7 +58,7 @@ class Pipeline:
                 self,
                 input_args=tokens if self.part.is_first else stream.requires_grad_(),
                 output_args=torch.empty_like(stream, requires_grad=True),
-                group=getattr(groups.stages, "group", None),
+                group=getattr(sync.groups.stages, "group", None),
             )
             # A loss function, on any stage, tells torch that there are backwards.
             self._schedule = Schedule1F1B(
@@ -127,7 +126,7 @@ class Pipeline:
         """
         self.model.eval()
         total, samples = LossSum(self._device), 0
-        stages, stage = self._groups.stages, self.part.place.stage
+        stages, stage = self.sync.groups.stages, self.part.place.stage
         try:
             for mine in loader:
                 x = mine.inputs
@@ -143,7 +142,7 @@ class Pipeline:
                     samples += mine.num_samples
         finally:
             self.model.train()
-        return mean_over_ranks(total, samples, loader, self._groups.everyone)
+        return mean_over_ranks(total, samples, loader, self.sync.groups.everyone)
 
 
 class _Stage(PipelineStage):

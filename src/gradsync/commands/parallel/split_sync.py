@@ -221,7 +221,7 @@ class SplitSync:
         inner = build_reducer(strategy, model, groups.data, None, check_options(strategy, options))
         self.model, self.comm = model, groups.everyone
         self.reducer = SplitReducer(model, part, groups, inner)
-        self._part, self._groups = part, groups
+        self._part, self.groups = part, groups
         self._loss = LossSum(self.reducer.parameters[0].device)
         # Rotary tables are constants: there is nothing to keep equal.
         self._buffers = BufferSync(model, groups.data, equal_replicas=False)
@@ -265,6 +265,6 @@ class SplitSync:
         `GradientSync.check_replicas`."""
         layout, place = self._part.layout, self._part.place
         ranks = [layout.rank(replace(place, data=index)) for index in range(layout.dp)]
-        tensors, group = self.model.named_parameters(), self._groups.data
+        tensors, group = self.model.named_parameters(), self.groups.data
         healed = check_replicas(tensors, group, step=step, ranks=ranks, heal=heal)
         return not healed

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, make_dataclass, replace
 from typing import Annotated, Any, Literal, cast, get_args
 
@@ -21,10 +22,7 @@ from gradsync.runtime.bounds import check_times
 from gradsync.sync.options import every_option
 
 Dtype = Literal["auto", "bf16", "fp32", "fp16"]
-Schedule = Literal["cosine", "wsd", "constant"]
-LrScaling = Literal["none", "linear", "sqrt"]
 CompileOrder = Literal["none", "model", "ddp"]
-OnDrift = Literal["stop", "heal"]
 
 AUTO = "auto"  # What `gradsync tune` found for this kind of run: strategy and options.
 
@@ -50,14 +48,14 @@ class OptimConfig:
 
     lr: float = 6e-4
     """Peak learning rate; with lr_scaling, the peak for a batch of lr_base_batch tokens."""
-    lr_scaling: LrScaling = "none"
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     """Scale lr with tokens_per_update / lr_base_batch: linear (SGD, arXiv 1706.02677), or sqrt,
     with its square root (arXiv 1404.5997; for Adam arXiv 2205.10343). The final learning rate
     scales too; the number of warm-up steps does not."""
     lr_base_batch: int | None = None
     """Tokens per update at which lr was found; required by lr_scaling."""
     min_lr_ratio: Fixed[float] = 0.1  # Final learning rate as a fraction of the peak.
-    schedule: Schedule = "cosine"
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     """cosine (arXiv 1608.03983), wsd = warm-up, stable, decay (arXiv 2404.06395), or constant."""
     warmup_steps: int = 100  # Linear warm-up, optimizer steps; at most `steps`.
     decay_fraction: Fixed[float] = 0.2
@@ -176,10 +174,8 @@ def key_and_value(name: str, part: str) -> tuple[str, Any]:
     if value.lower() in words:
         return key, words[value.lower()]
     for kind in (int, float):
-        try:
+        with suppress(ValueError):
             return key, kind(value)
-        except ValueError:
-            continue
     return key, value
 
 
@@ -270,7 +266,7 @@ class TrainConfig:
     check_replicas_every: int = 0
     """Optimizer steps between bitwise comparisons of all ranks' weights, made before a step's
     update can hide a difference; also before each checkpoint. 0 for none."""
-    on_drift: OnDrift = "stop"
+    on_drift: Literal["stop", "heal"] = "stop"
     """After a failed comparison of weights: stop; or heal: copy the majority's and go on. Without a
     majority the run stops."""
     timeout_s: float = 1800.0  # Longest duration of a collective, seconds.

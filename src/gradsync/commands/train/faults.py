@@ -63,9 +63,14 @@ class FaultPlan:
         """The phase, with the default resolved."""
         return self.phase or FAULTS[self.kind].phases[0]
 
+    def plant(self, trainer: Trainer) -> None:
+        """Install the fault in `trainer`; every rank calls it once, before the first step."""
+        if trainer.world.rank == self.rank:
+            Planted(self, trainer)
+
 
 class Planted:
-    """A plan in its rank's trainer, from before the first step on, and whether it has happened."""
+    """A plan in its trainer, and whether it has happened."""
 
     def __init__(self, plan: FaultPlan, trainer: Trainer) -> None:
         self.plan, self.trainer = plan, trainer

@@ -26,7 +26,7 @@ from gradsync.commands.train.check import check_size
 from gradsync.commands.train.config import TrainConfig
 from gradsync.commands.train.config_io import HINTS
 from gradsync.commands.train.data import Data, model_config, open_data
-from gradsync.commands.train.faults import FaultPlan, Planted
+from gradsync.commands.train.faults import FaultPlan
 from gradsync.commands.train.learner import Learner, build_learner, kernels
 from gradsync.commands.train.loop import Interval, StepProfiler, Totals, Trainer
 from gradsync.commands.train.output import Progress, RunDir, finite_or_none
@@ -123,8 +123,8 @@ def train(
                 done_steps=resumed.step,
                 ranks=watch.peers.everyone if watch else None,
             )
-        if fault is not None and fault.rank == world.rank:
-            Planted(fault, trainer)
+        if fault is not None:
+            fault.plant(trainer)
         progress.start(resumed.step)
         totals = _run(trainer, resumed.step, stop, watch)
         data.train.close()

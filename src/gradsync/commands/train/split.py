@@ -27,7 +27,7 @@ from gradsync.commands.parallel.layout import (
     state_of_part,
 )
 from gradsync.commands.parallel.pipeline import Pipeline
-from gradsync.commands.parallel.split_sync import SplitGroups, SplitSync, split_groups
+from gradsync.commands.parallel.split_sync import SplitSync, split_groups
 from gradsync.commands.parallel.stage_model import GPTStage
 from gradsync.commands.parallel.transfer import distribute
 from gradsync.commands.train.check import BY_MESSAGES
@@ -54,7 +54,6 @@ class SplitLearner(Learner):
 
     model: GPTStage
     sync: SplitSync  # type: ignore[assignment]
-    groups: SplitGroups
     pipeline: Pipeline
 
     def run_micro_batches(
@@ -84,7 +83,7 @@ class SplitLearner(Learner):
         pieces = place_tensors(part, ((name, tuple(t.shape)) for name, t in tensors.items()))
         placed = {name: (piece, tensors[name]) for name, piece in pieces.items()}
         join = partial(join_states, part)
-        keep_parts(self.groups.model, placed, state, keep, join=join, whole={})
+        keep_parts(self.sync.groups.model, placed, state, keep, join=join, whole={})
 
     def load(self, saved: Mapping[str, Whole], optimizer_state: Mapping[str, Any]) -> None:
         tensors = {
@@ -127,7 +126,6 @@ def build_split_learner(
     mixed = autocast(config, world)
     pipeline = Pipeline(
         model,
-        groups,
         sync,
         num_micro_batches=plan.num_micro_batches // layout.dp,
         shape=(plan.micro_batch_size, config.sequence_length),
@@ -141,6 +139,5 @@ def build_split_learner(
         scaler=None,
         comm=comm,
         autocast=mixed,
-        groups=groups,
         pipeline=pipeline,
     )

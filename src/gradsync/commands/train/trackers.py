@@ -65,8 +65,7 @@ class _WeightsAndBiases:
             defaults |= {"WANDB_RUN_ID": str(run_id), "WANDB_RESUME": "allow"}
         with environ.exported({name: environ.get(name, v) for name, v in defaults.items()}):
             self._run = wandb.init(dir=str(folder), config=dict(config))
-        kept = json.dumps({"id": self._run.id}) + "\n"
-        replace_text(folder / "wandb.json", kept, mode=PRIVATE)
+        replace_text(folder / "wandb.json", json.dumps({"id": self._run.id}) + "\n", mode=PRIVATE)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         self._run.log(dict(values), step=step)

@@ -58,14 +58,13 @@ def conditions_of(config: TrainConfig, world: World, *, threads: int) -> Conditi
     plan, shape = config.batch_plan(world.world_size), shape_before(config)
     sizes = ("n_layer", "n_head", "n_embd", "mlp_dim", "vocab_size", "tie_head")
     model = {name: getattr(shape, name) for name in sizes} | {"n_kv_head": shape.num_kv_heads}
-    most = -(-plan.num_micro_batches // world.world_size)  # of the rank with the most
     return machine_conditions(world.device_name, threads) | {
         "model": model,
         "dtype": config.dtype,
         "seq_len": config.sequence_length,
         "world_size": world.world_size,
         "micro_batch_size": plan.micro_batch_size,
-        "leaves_per_rank": most,
+        "leaves_per_rank": -(-plan.num_micro_batches // world.world_size),  # the largest number
         "num_nodes": world.num_nodes,
         "keep_memory": config.keep_memory,
     }

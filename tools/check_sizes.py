@@ -20,29 +20,29 @@ FILE_LIMIT = 600
 FUNCTION_LIMIT = 80
 PACKAGES = REPOSITORY / "src" / "gradsync"
 LIBRARY = {
-    "checkpoint": 1_126,
-    "comm": 2_138,
+    "checkpoint": 1_118,
+    "comm": 2_139,
     "core": 749,
-    "data": 1_768,
-    "runtime": 3_880,
-    "sync": 9_594,
+    "data": 1_760,
+    "runtime": 3_874,
+    "sync": 9_588,
 }
 COMMANDS = {
     "bench": 2_768,
-    "cli": 1_372,
+    "cli": 1_411,
     "compat": 1_178,
-    "launch": 1_316,
+    "launch": 1_315,
     "lint": 743,
-    "models": 573,
-    "parallel": 1_112,
+    "models": 569,
+    "parallel": 1_041,
     "plan": 2_859,
-    "prepare": 922,
+    "prepare": 924,
     "report": 1_012,
-    "train": 4_005,
-    "verify": 2_451,
+    "train": 3_842,
+    "verify": 2_453,
 }
 """Lines of each package of a floor, docstrings and blanks included."""
-FLOORS = (("library", LIBRARY, 19_255), ("commands", COMMANDS, 20_311))
+FLOORS = (("library", LIBRARY, 19_228), ("commands", COMMANDS, 20_115))
 """Most lines of each floor: a package grows only by what another one of its floor gives. Totals
 only fall; the aim is 20,000 each."""
 BUDGETS = LIBRARY | COMMANDS

@@ -106,7 +106,7 @@ SMALL = (*TRAIN, "--model.block-size", "16", "--micro-batch-size", "2", "--token
         ),
         ((*TRAIN, "--steps"), "Missing value for argument '--steps'"),
         (("sample",), "Missing from gradsync sample: PATH "),
-        (("train", "tny"), "unknown model preset 'tny': known are tiny"),
+        (("train", "tny"), "unknown model preset 'tny'; perhaps you meant 'tiny'"),
         (("train", "nowhere.yaml"), "cannot read configuration nowhere.yaml"),
         ((*TRAIN, "--sync", "nave"), "perhaps you meant 'naive'"),
         ((*TRAIN, "--optim.lr", "-1"), "error: optim.lr must be a positive number; got -1.0\n"),

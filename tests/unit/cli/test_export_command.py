@@ -22,9 +22,9 @@ from gradsync.commands.models.config import GPTConfig
 from gradsync.commands.models.gpt import GPT
 from gradsync.commands.prepare.prepare import prepare
 from gradsync.commands.prepare.tokenizer import ByteTokenizer, load_tokenizer
-from gradsync.commands.train.foreign import from_llama, hf_config, hf_shape, read_hf, to_llama
+from gradsync.commands.train.foreign import from_hf, hf_config, hf_shape, read_hf, to_llama
 from gradsync.data.meta import read_meta
-from gradsync.errors import ConfigError
+from gradsync.errors import CheckpointError, ConfigError
 
 TEXT = "the quick brown fox, Größe 3 µm \u200b🦊\n\tdef f(x): return x  # <|endoftext|>\n"
 FLAGS = (
@@ -74,10 +74,7 @@ def test_transformers_opens_it(run: Path, tmp_path: Path) -> None:
     ids = torch.tensor([mine.encode(plain)[:16].tolist()])
     with torch.no_grad():
         torch.testing.assert_close(theirs(input_ids=ids).logits, ours(ids), rtol=1e-5, atol=1e-5)
-    weights = dict(theirs.state_dict())
-    if ours.config.tie_head:
-        del weights["lm_head.weight"]
-    for name, tensor in from_llama(weights, ours.state_dict()).items():
+    for name, tensor in from_hf(theirs.state_dict(), ours.config).items():
         assert torch.equal(tensor, ours.state_dict()[name])
 
 
@@ -134,7 +131,7 @@ def test_there_and_back(changes: dict[str, object]) -> None:
     same = {"n_kv_head": shape.num_kv_heads, "hidden_dim": shape.mlp_dim}
     assert again == replace(shape, **same)
     weights = GPT(shape).state_dict()
-    assert list(from_llama(to_llama(weights), weights)) == list(weights)
+    assert list(from_hf(to_llama(weights), shape)) == list(weights)
 
 
 @pytest.mark.parametrize(
@@ -154,8 +151,8 @@ def test_what_the_decoder_does_not_have_is_refused(changes: dict[str, object], s
     with pytest.raises(ConfigError, match=said):
         hf_shape(hf_config(shape, end_of_text=256) | changes)
     theirs = {"model.layers.0.self_attn.q_norm.weight": torch.zeros(1)}
-    with pytest.raises(ConfigError, match="no counterpart"):
-        from_llama(theirs, GPT(shape).state_dict())
+    with pytest.raises(CheckpointError, match=r"unknown to the model: .*q_norm"):
+        from_hf(theirs, shape)
     with pytest.raises(ConfigError, match="no counterpart"):
         to_llama({"blocks.0.extra.weight": torch.zeros(1)})
 

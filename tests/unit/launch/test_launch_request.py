@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
+from gradsync.commands.cli import train as train_command
 from gradsync.commands.cli.main import main
+from gradsync.commands.cli.train import settle
 from gradsync.commands.launch import local
 from gradsync.commands.launch.command import Program, check_program, parse_program, split
 from gradsync.commands.launch.local import LaunchOutcome
-from gradsync.commands.train import places as train_places
-from gradsync.commands.train.places import Places, settle, take_places
+from gradsync.commands.train.config_io import Places, take_places
 from gradsync.errors import ConfigError
 from gradsync.world import World
 
@@ -201,7 +202,7 @@ def test_an_allocation_becomes_srun(monkeypatch: pytest.MonkeyPatch) -> None:
         became.append(argv)
         raise SystemExit
 
-    monkeypatch.setattr(train_places.os, "execvp", execvp)
+    monkeypatch.setattr(train_command.os, "execvp", execvp)
     env = {"SLURM_JOB_ID": "7"}
     two = Places(nodes=2, gpus_per_node=4)
     with pytest.raises(SystemExit):

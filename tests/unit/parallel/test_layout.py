@@ -125,13 +125,12 @@ def test_what_a_replica_owns_is_the_model_once(layout: ParallelLayout, tie_head:
             assert join(weight.name, boxes).shape == weight.shape  # raises unless filled exactly
         for part in parts:
             assert part.owned().items() <= part.pieces().items()
-            assert bool(part.tied_ends) == (
-                tie_head and layout.pp > 1 and (part.is_first or part.is_last)
-            )
-            if part.tied_ends:
+            ties = tie_head and layout.pp > 1 and (part.is_first or part.is_last)
+            assert (part.other_end is not None) == ties
+            if part.other_end is not None:
                 assert "embed.weight" in part.pieces()
-                assert layout.rank(part.place) in part.tied_ends
-                assert len(set(part.tied_ends)) == 2
+                (other,) = (p for p in parts if layout.rank(p.place) == part.other_end)
+                assert other.other_end == layout.rank(part.place) != part.other_end
         assert sum(len(part.blocks) for part in parts) == layout.tp * SHAPE.n_layer
 
 

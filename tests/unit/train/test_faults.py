@@ -14,7 +14,7 @@ from support import more_faults
     [
         (
             {"kind": "quake"},
-            r"there is no fault 'quake' \(there are: kill, stop, raise, nan, ",
+            r"unknown fault 'quake' \(there are: kill, stop, raise, nan, ",
         ),
         ({"kind": "nan", "phase": "data"}, "nan can come in backward; got 'data'"),
         ({"step": 0}, "step counts from 1 on"),

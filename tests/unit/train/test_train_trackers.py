@@ -219,5 +219,5 @@ def test_a_folder_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_names_of_trackers() -> None:
     assert tracker_names("") == []
     assert tracker_names("wandb, tensorboard,wandb,") == ["wandb", "tensorboard"]
-    with pytest.raises(ConfigError, match="no tracker 'mlflow'; there are tensorboard, wandb, "):
+    with pytest.raises(ConfigError, match=r"unknown tracker 'mlflow' .there are: tensorboard, w"):
         tracker_names("wandb,mlflow")

@@ -6,17 +6,26 @@ import contextlib
 import io
 import json
 import os
+import secrets
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from gradsync.commands.train.check import check_request, check_size
 from gradsync.commands.train.config import AUTO, TrainConfig
-from gradsync.commands.train.config_io import config_text, given_fields, parse_config, to_flags
+from gradsync.commands.train.config_io import (
+    Places,
+    config_text,
+    given_fields,
+    parse_config,
+    take_places,
+    to_flags,
+)
 from gradsync.commands.train.elastic import Decision, decide, hardware_of, take_flag
 from gradsync.commands.train.faults import FaultPlan
-from gradsync.commands.train.places import settle, take_places
+from gradsync.commands.train.output import default_out
 from gradsync.commands.train.trackers import require_packages
 from gradsync.commands.train.tuned import apply_choice, dtype_alone, resolve_auto, resolve_dtype
 from gradsync.core.files import counted
@@ -24,6 +33,7 @@ from gradsync.errors import ConfigError
 from gradsync.runtime import environ
 from gradsync.runtime.machine import busy, host_cores
 from gradsync.runtime.resolve import resolve
+from gradsync.runtime.store import TOKEN
 from gradsync.sync.registry import find_strategy
 from gradsync.world import World
 
@@ -79,6 +89,37 @@ def complete_flags(argv: list[str]) -> list[str]:
     ]
 
 
+def settle(places: Places, flags: Sequence[str], world: World, env: Mapping[str, str]) -> list[str]:
+    """The flags with which this process continues, as a rank of its launcher or to start the ranks
+    itself. In a Slurm allocation, for several nodes, it becomes srun with a task per rank instead.
+    """
+    nodes, gpus = places
+    if world.is_distributed or (nodes > 1 and world.launcher != "python"):
+        if (world.num_nodes, world.world_size) != (nodes, nodes * gpus):
+            raise ConfigError(
+                f"--nodes {nodes} --gpus-per-node {gpus} is {counted(nodes * gpus, 'rank')}, but "
+                f"{world.launcher} has started {world.world_size} on "
+                f"{counted(world.num_nodes, 'host')}; drop these flags, or correct "
+                f"{world.launcher}'s"
+            )
+        return list(flags)
+    if nodes == 1 or "--dry-run" in flags:
+        return [*flags, "--nproc-per-node", str(nodes * gpus)]
+    if not env.get("SLURM_JOB_ID"):
+        command = shlex.join(["train", *flags])
+        raise ConfigError(
+            f"{nodes} nodes need a scheduler, or a hand on each of them:\n"
+            f"  gradsync submit --nodes {nodes} --gpus-per-node {gpus} --time 24:00:00 -- "
+            f"{command}\n"
+            f"  gradsync launch --nnodes {nodes} --nproc-per-node {gpus} -- {command}"
+        )
+    srun = ["srun", f"--nodes={nodes}", f"--ntasks-per-node={gpus}", f"--ntasks={nodes * gpus}"]
+    sys.stdout.flush()
+    with environ.exported({TOKEN: secrets.token_hex(32)}):
+        os.execvp("srun", [*srun, sys.executable, "-m", "gradsync", "train", *flags])
+    raise AssertionError("execvp does not return")
+
+
 def _for_this_machine(
     config: TrainConfig, flags: list[str], world: World
 ) -> tuple[TrainConfig, list[str]]:
@@ -100,7 +141,6 @@ def _for_this_machine(
 def _start_ranks(config: TrainConfig, flags: list[str], as_json: bool) -> int:
     """Start the ranks on this host with the same arguments."""
     from gradsync.commands.launch.local import launch_ranks
-    from gradsync.commands.train.output import default_out
 
     assert config.nproc_per_node is not None
     if not config.out:
@@ -118,7 +158,6 @@ def _join_run(
     """Be one rank of the run; `given`: the fields that the user set, if rank 0 chooses others."""
     from gradsync.comm.groups import communicator
     from gradsync.comm.values import broadcast_json
-    from gradsync.commands.train.output import default_out
     from gradsync.commands.train.run import note_end, note_failure, train
     from gradsync.runtime.session import Session, SessionOptions
 

@@ -129,9 +129,8 @@ def _checked_train(program: Program, world_size: int) -> tuple[Program, str, str
     queued.
     """
     from gradsync.commands.train.check import check_request
-    from gradsync.commands.train.config_io import parse_config
+    from gradsync.commands.train.config_io import parse_config, take_places
     from gradsync.commands.train.elastic import take_flag
-    from gradsync.commands.train.places import take_places
 
     elastic, flags = take_flag([word for word in program.arguments if word != "--json"])
     places, flags = take_places(flags)

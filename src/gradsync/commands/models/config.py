@@ -7,6 +7,7 @@ from typing import Literal
 
 from tyro.conf import Fixed
 
+from gradsync.core.files import check_name
 from gradsync.errors import ConfigError
 
 _HIDDEN_MULTIPLE = 64
@@ -127,29 +128,23 @@ class GPTConfig:
         return 6 * (self.num_params() - lookup) + 12 * self.n_layer * self.n_embd * seq_len
 
 
-def _shape(
-    width: int, depth: int, n_head: int, *, vocab_size: int = _GPT2_VOCAB, block_size: int = 1024
-) -> GPTConfig:
-    return GPTConfig(
-        n_embd=width, n_layer=depth, n_head=n_head, vocab_size=vocab_size, block_size=block_size
-    )
-
-
 PRESETS: dict[str, GPTConfig] = {
-    "tiny": _shape(192, 4, 3, vocab_size=256, block_size=256),
-    "mini": _shape(512, 8, 8, vocab_size=8_192, block_size=512),
-    "small": _shape(768, 12, 12),
-    "medium": _shape(1024, 24, 16),
-    "large": _shape(1280, 36, 20),
-    "xl": _shape(1600, 48, 25),
-    "1.3b": _shape(2048, 24, 16, block_size=2048),
-    "2.7b": _shape(2560, 32, 20, block_size=2048),
+    name: GPTConfig(n_embd=width, n_layer=depth, n_head=heads, vocab_size=words, block_size=length)
+    for name, width, depth, heads, words, length in (
+        ("tiny", 192, 4, 3, 256, 256),
+        ("mini", 512, 8, 8, 8_192, 512),
+        ("small", 768, 12, 12, _GPT2_VOCAB, 1024),
+        ("medium", 1024, 24, 16, _GPT2_VOCAB, 1024),
+        ("large", 1280, 36, 20, _GPT2_VOCAB, 1024),
+        ("xl", 1600, 48, 25, _GPT2_VOCAB, 1024),
+        ("1.3b", 2048, 24, 16, _GPT2_VOCAB, 2048),
+        ("2.7b", 2560, 32, 20, _GPT2_VOCAB, 2048),
+    )
 }
 """The vocabulary is a default: a run replaces it with its data's by `dataclasses.replace`."""
 
 
 def preset(name: str) -> GPTConfig:
     """The shape called `name`."""
-    if name in PRESETS:
-        return PRESETS[name]
-    raise ConfigError(f"unknown model preset {name!r}: known are {', '.join(PRESETS)}")
+    check_name("model preset", name, PRESETS)
+    return PRESETS[name]

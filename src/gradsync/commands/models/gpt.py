@@ -17,7 +17,7 @@ survives `to_empty`, which separates parameters that are merely shared.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
@@ -39,7 +39,6 @@ Autocast = AbstractContextManager[Any]
 Cache = list[Tensor]
 """Keys and values of the positions that one attention has seen, for generation; empty at first."""
 _INIT_STD = 0.02
-_IGNORED = -100
 
 
 def rope_tables(config: GPTConfig) -> tuple[Tensor, Tensor]:
@@ -259,7 +258,7 @@ class GPT(nn.Module):
         if T exceeds `block_size`."""
         return self.logits(self.features(tokens_BT))
 
-    def features(self, tokens_BT: Tensor, caches: Sequence[Cache] | None = None) -> Tensor:
+    def features(self, tokens_BT: Tensor, caches: Sequence[Cache] = ()) -> Tensor:
         """Input of the head: `tokens_BT -> x_BTC`, after the last norm.
 
         `caches`, one per block, hold the earlier positions, and afterwards these too. If they hold
@@ -272,20 +271,23 @@ class GPT(nn.Module):
                 f"sequence of {T} tokens: this model was built for block_size="
                 f"{self.config.block_size}; shorten it or build a longer model"
             )
-        cos_TK, sin_TK = self.rope_cos[first:T], self.rope_sin[first:T]
         x_BTC = self.embed(tokens_BT)
         if self.positions is not None:
             x_BTC = x_BTC + self.positions.weight[first:T]
-        x_BTC = self.dropout(x_BTC)
+        return self.norm(self.through(self.blocks, self.dropout(x_BTC), first, caches))
+
+    def through(
+        self, blocks: Iterable[nn.Module], x_BTC: Tensor, at: int = 0, caches: Sequence[Cache] = ()
+    ) -> Tensor:
+        """`x_BTC` after some of the blocks; `at` is the position of its first token."""
+        cos_TK, sin_TK = (t[at : at + x_BTC.shape[1]] for t in (self.rope_cos, self.rope_sin))
         recompute = self.activation_checkpointing and self.training and torch.is_grad_enabled()
-        for number, block in enumerate(self.blocks):
+        for number, block in enumerate(blocks):
             if recompute:
                 x_BTC = checkpoint(block, x_BTC, cos_TK, sin_TK, use_reentrant=False)
-            elif caches is not None:
-                x_BTC = block(x_BTC, cos_TK, sin_TK, caches[number])
             else:
-                x_BTC = block(x_BTC, cos_TK, sin_TK)
-        return self.norm(x_BTC)
+                x_BTC = block(x_BTC, cos_TK, sin_TK, caches[number] if caches else None)
+        return x_BTC
 
     def logits(self, x_BTC: Tensor) -> Tensor:
         """The head alone: `x_BTC -> logits_BTV`; any number of positions."""
@@ -298,12 +300,11 @@ def loss_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
 
     A sum, not a mean: sums of micro-batches add up to the batch's sum however it is cut, and one
     division by the global number of targets gives the exact mean. Targets are int64 token ids, or
-    -100 for no target. Computed in fp32; 0-dim.
+    -100, torch's default, for no target. Computed in fp32; 0-dim.
     """
     return F.cross_entropy(
         logits_BTV.float().flatten(0, 1),  # a bf16 sum over thousands of targets stops growing
         targets_BT.flatten(),
-        ignore_index=_IGNORED,
         reduction="sum",
     )
 

@@ -20,7 +20,7 @@ A part keeps the whole model's names, so two layouts' contents can be compared n
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -107,8 +107,9 @@ class Weight:
 
     name: str
     shape: tuple[int, ...]
-    divided: int | None  # The dimension that tensor shards divide; None: every shard has all of it
-    block: int | None  # The weight's decoder block; None for embedding, last norm and head
+    divided: int | None = None
+    """The dimension that tensor shards divide; None: every shard has all of it."""
+    block: int | None = None  # The weight's decoder block; None for embedding, last norm and head
 
 
 def weights_of(config: GPTConfig) -> tuple[Weight, ...]:
@@ -128,10 +129,9 @@ def weights_of(config: GPTConfig) -> tuple[Weight, ...]:
         ("mlp.down", (width, hidden), ROWS),
     )
     table = (config.vocab_size, width)
-    found = [Weight(name=EMBEDDING, shape=table, divided=None, block=None)]
+    found = [Weight(name=EMBEDDING, shape=table)]
     if config.is_gpt2:
-        positions = config.block_size, width
-        found.append(Weight(name="positions.weight", shape=positions, divided=None, block=None))
+        found.append(Weight(name="positions.weight", shape=(config.block_size, width)))
     found += [
         Weight(
             name=f"blocks.{block}.{name}.{kind}",
@@ -143,11 +143,9 @@ def weights_of(config: GPTConfig) -> tuple[Weight, ...]:
         for name, shape, divided in in_block
         for kind in kinds
     ]
-    found += [
-        Weight(name=f"norm.{kind}", shape=(width,), divided=None, block=None) for kind in kinds
-    ]
+    found += [Weight(name=f"norm.{kind}", shape=(width,)) for kind in kinds]
     if not config.tie_head:
-        found.append(Weight(name="head.weight", shape=table, divided=None, block=None))
+        found.append(Weight(name="head.weight", shape=table))
     return tuple(found)
 
 
@@ -184,17 +182,12 @@ class ModelPart:
         return share(self.config.n_layer, self.place.stage, self.layout.pp)
 
     @property
-    def tied_ends(self) -> tuple[int, ...]:
-        """This rank and the ranks with a copy of its embedding at another stage; () if there is
-        nothing to keep equal."""
-        layout, place = self.layout, self.place
+    def other_end(self) -> int | None:
+        """The rank at the other end that has a copy of this rank's embedding; None without one."""
+        layout = self.layout
         if not self.config.tie_head or layout.pp == 1 or not (self.is_first or self.is_last):
-            return ()
-        stages = (0, layout.pp - 1)
-        return tuple(
-            layout.rank(Coordinates(data=place.data, stage=stage, shard=place.shard))
-            for stage in stages
-        )
+            return None
+        return layout.rank(replace(self.place, stage=layout.pp - 1 if self.is_first else 0))
 
     def pieces(self) -> dict[str, SavedPiece]:
         """This rank's box of each parameter that it holds, by name, in the whole model's order."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from gradsync.commands.models.gpt import mean_over_ranks
-from gradsync.commands.parallel.split_sync import SplitGroups, SplitSync
+from gradsync.commands.parallel.split_sync import SplitSync
 from gradsync.commands.parallel.stage_model import GPTStage
 from gradsync.core.torch_private import drop_received, renew_received
 from gradsync.data.loader import EvalLoader
@@ -37,7 +37,6 @@ class Pipeline:
     def __init__(
         self,
         model: GPTStage,
-        groups: SplitGroups,
         sync: SplitSync,
         *,
         num_micro_batches: int,
@@ -45,7 +44,7 @@ class Pipeline:
         autocast: AbstractContextManager[Any],
         seed: int,
     ) -> None:
-        self.model, self.part, self._groups = model, model.part, groups
+        self.model, self.part = model, model.part
         self.sync, self._shape = sync, (*shape, model.config.n_embd)
         self._autocast, self._seed = autocast, seed
         self._device = next(model.parameters()).device
@@ -59,7 +58,7 @@ class Pipeline:
                 self,
                 input_args=tokens if self.part.is_first else stream.requires_grad_(),
                 output_args=torch.empty_like(stream, requires_grad=True),
-                group=getattr(groups.stages, "group", None),
+                group=getattr(sync.groups.stages, "group", None),
             )
             # A loss function, on any stage, tells torch that there are backwards.
             self._schedule = Schedule1F1B(
@@ -97,12 +96,7 @@ class Pipeline:
         with self._autocast:
             if self.model.config.dropout:
                 seed_micro_batch(self._seed, mine.step, mine.index)
-                stream = torch.empty((len(mine.inputs), *self._shape[1:]), device=self._device)
-                kind = self._device.type
-                branch = torch.float32  # dtype of a linear layer's output
-                if torch.is_autocast_enabled(kind):
-                    branch = torch.get_autocast_dtype(kind)
-                self.model.pass_over_dropout(stream, branch)
+                self.model.pass_over_dropout((len(mine.inputs), *self._shape[1:]))
             return self.model(x)
 
     def backward(self, place: int) -> AbstractContextManager[None]:
@@ -132,7 +126,7 @@ class Pipeline:
         """
         self.model.eval()
         total, samples = LossSum(self._device), 0
-        stages, stage = self._groups.stages, self.part.place.stage
+        stages, stage = self.sync.groups.stages, self.part.place.stage
         try:
             for mine in loader:
                 x = mine.inputs
@@ -148,7 +142,7 @@ class Pipeline:
                     samples += mine.num_samples
         finally:
             self.model.train()
-        return mean_over_ranks(total, samples, loader, self._groups.everyone)
+        return mean_over_ranks(total, samples, loader, self.sync.groups.everyone)
 
 
 class _Stage(PipelineStage):
@@ -169,13 +163,8 @@ class _Stage(PipelineStage):
             **shapes,
         )
         # Weak: a cycle would keep the group's sockets open until it is collected.
-        self._owner, self._forwarded = weakref.ref(pipeline), 0
-
-    @property
-    def _pipeline(self) -> Pipeline:
-        pipeline = self._owner()
-        assert pipeline is not None, "it runs the schedule"
-        return pipeline
+        self._pipeline: Pipeline = weakref.proxy(pipeline)
+        self._forwarded = 0
 
     def loss(self, x_BTC: Tensor, targets_BT: Tensor) -> Tensor:
         """See `Pipeline.loss`."""

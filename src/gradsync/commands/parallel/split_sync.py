@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gradsync.checkpoint.pieces import join_files, places_of
 from gradsync.comm.base import Communicator, Work
 from gradsync.comm.groups import new_group
 from gradsync.commands.parallel.layout import (
@@ -19,7 +20,7 @@ from gradsync.commands.parallel.layout import (
     ParallelLayout,
     norm_places,
 )
-from gradsync.commands.parallel.transfer import join_weights
+from gradsync.commands.parallel.transfer import collect
 from gradsync.sync.buffers import BufferSync
 from gradsync.sync.build import build_reducer
 from gradsync.sync.check_replicas import check_replicas
@@ -130,13 +131,12 @@ class SplitReducer(Reducer):
 
     def _sum_tied_ends(self) -> None:
         """One exchange between the two ends, shape and dtype of the embedding."""
-        ends = self.part.tied_ends
-        if not ends:
+        peer = self.part.other_end
+        if peer is None:
             return
         gradient = self.parameters[self._names.index(EMBEDDING)].grad
         assert gradient is not None, "the head used it"
         theirs = torch.empty_like(gradient)
-        peer = ends[0] if self.part.is_last else ends[1]
         self.comm.exchange([(gradient.contiguous(), peer)], [(theirs, peer)]).wait()
         gradient.add_(theirs)
 
@@ -183,7 +183,18 @@ class SplitShards(Replicas):
     def full_weights(self) -> dict[str, Tensor]:
         """Whole weights by name in the whole model's order, on the CPU of rank 0; {} on the other
         ranks. All ranks call it, and send what they own."""
-        return join_weights(self._part, self._groups.model, dict(self.model.named_parameters()))
+        part, replica = self._part, self._groups.model
+        if part.place.data:
+            return {}
+        owned = {f"model/{name}": piece for name, piece in part.owned().items()}
+        parameters = dict(self.model.named_parameters())
+        mine = {name: parameters[name.removeprefix("model/")].detach() for name in owned}
+        notes, contents = collect(replica, mine, places_of(owned))
+        if replica.rank:
+            return {}
+        places = {str(rank): note for rank, note in enumerate(notes)}
+        whole = join_files(dict(zip(places, contents, strict=True)), places)["model"]
+        return {weight.name: whole[weight.name] for weight in part.weights}
 
 
 class SplitSync:
@@ -210,7 +221,7 @@ class SplitSync:
         inner = build_reducer(strategy, model, groups.data, None, check_options(strategy, options))
         self.model, self.comm = model, groups.everyone
         self.reducer = SplitReducer(model, part, groups, inner)
-        self._part, self._groups = part, groups
+        self._part, self.groups = part, groups
         self._loss = LossSum(self.reducer.parameters[0].device)
         # Rotary tables are constants: there is nothing to keep equal.
         self._buffers = BufferSync(model, groups.data, equal_replicas=False)
@@ -253,8 +264,7 @@ class SplitSync:
         """Check that the replicas of each part have the same bits; see
         `GradientSync.check_replicas`."""
         layout, place = self._part.layout, self._part.place
-        same = [replace(place, data=index) for index in range(layout.dp)]
-        ranks = [layout.rank(at) for at in same]
-        tensors, group = self.model.named_parameters(), self._groups.data
+        ranks = [layout.rank(replace(place, data=index)) for index in range(layout.dp)]
+        tensors, group = self.model.named_parameters(), self.groups.data
         healed = check_replicas(tensors, group, step=step, ranks=ranks, heal=heal)
         return not healed

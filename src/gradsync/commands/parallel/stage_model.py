@@ -17,20 +17,27 @@ of them can sum a plain gradient over the replicas of a shard.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from gradsync.comm.base import Communicator
-from gradsync.commands.models.gpt import GPT, Block, SwiGLU, initial_weight, loss_sum, rope_tables
-from gradsync.commands.parallel.layout import COLUMNS, ROWS, ModelPart
+from gradsync.commands.models.gpt import (
+    GPT,
+    Block,
+    SwiGLU,
+    initial_weight,
+    loss_sum,
+    narrowed,
+    rope_tables,
+)
+from gradsync.commands.parallel.layout import COLUMNS, EMBEDDING, ROWS, ModelPart
 from gradsync.commands.parallel.split_sync import SplitGroups
 
 
-class GPTStage(nn.Module):
+class GPTStage(GPT):
     """`part` of a GPT, with the whole model's parameter names and the same start values.
 
     The other parts are never in memory, except for one matrix at a time while initial values are
@@ -38,9 +45,6 @@ class GPTStage(nn.Module):
 
     Shards sum over `groups.shards` in each block; the other arguments are those of `GPT`.
     """
-
-    rope_cos: Tensor
-    rope_sin: Tensor
 
     def __init__(
         self,
@@ -51,24 +55,19 @@ class GPTStage(nn.Module):
         device: torch.device,
         activation_checkpointing: bool = False,
     ) -> None:
-        super().__init__()
-        self.part, self.config = part, part.config
-        self.activation_checkpointing = activation_checkpointing
         with torch.device("meta"):
-            whole = GPT(part.config)
-        names = part.pieces()
-        self.embed = whole.embed if "embed.weight" in names else None
-        self.dropout = whole.dropout
-        # Keys, not indices: a block keeps its number in the whole model.
-        self.blocks = nn.ModuleDict({str(index): whole.blocks[index] for index in part.blocks})
-        self.norm = whole.norm if part.is_last else None
-        self.head = whole.head if part.is_last else None
-        if part.layout.tp > 1:
-            for block in self.blocks.values():
-                assert isinstance(block, Block)
+            super().__init__(part.config, activation_checkpointing=activation_checkpointing)
+        self.part = part
+        if EMBEDDING not in part.pieces():
+            del self.embed
+        if not part.is_last:
+            del self.norm, self.head
+        for number, block in enumerate(self.blocks):
+            assert isinstance(block, Block)
+            if number not in part.blocks:  # so that a block keeps its number in the whole model
+                self.blocks[number] = nn.Identity()
+            elif part.layout.tp > 1:
                 divide_block(block, groups.shards)
-        self.register_buffer("rope_cos", whole.rope_cos, persistent=False)
-        self.register_buffer("rope_sin", whole.rope_sin, persistent=False)
         self.to_empty(device=device)
         self._init_weights(torch.Generator().manual_seed(seed))
 
@@ -83,39 +82,27 @@ class GPTStage(nn.Module):
         self.rope_cos.copy_(cos_TK)
         self.rope_sin.copy_(sin_TK)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """From tokens_BT (first stage) or x_BTC to x_BTC; on the last stage, after the norm."""
-        x_BTC = x
-        if self.part.is_first:
-            assert self.embed is not None
-            x_BTC = self.dropout(self.embed(x))
-        T = x_BTC.shape[1]
-        cos_TK, sin_TK = self.rope_cos[:T], self.rope_sin[:T]
-        recompute = self.activation_checkpointing and self.training and torch.is_grad_enabled()
-        for block in self.blocks.values():
-            if recompute:
-                x_BTC = checkpoint(block, x_BTC, cos_TK, sin_TK, use_reentrant=False)
-            else:
-                x_BTC = block(x_BTC, cos_TK, sin_TK)
-        return x_BTC if self.norm is None else self.norm(x_BTC)
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """From tokens_BT to x_BTC; later stages get the x_BTC of the one before them instead. On
+        the last stage, after the norm."""
+        x_BTC = self.dropout(self.embed(tokens_BT)) if self.part.is_first else tokens_BT
+        x_BTC = self.through([self.blocks[number] for number in self.part.blocks], x_BTC)
+        return self.norm(x_BTC) if self.part.is_last else x_BTC
 
     def loss(self, x_BTC: Tensor, targets_BT: Tensor) -> Tensor:
         """On the last stage: cross-entropy summed over the targets, as `GPT` computes it."""
-        owner = self.embed if self.head is None else self.head
-        assert owner is not None
-        return loss_sum(F.linear(x_BTC, owner.weight), targets_BT)
+        return loss_sum(self.logits(x_BTC), targets_BT)
 
-    def pass_over_dropout(self, like_BTC: Tensor, branch_dtype: torch.dtype) -> None:
+    def pass_over_dropout(self, shape: Sequence[int]) -> None:
         """Draw what earlier stages draw for a micro-batch, so that this stage's dropout is the
-        whole model's: one mask for the embedding, two for each block. `like_BTC` has the shape and
-        dtype of the residual stream; a block's branches have dtype `branch_dtype`."""
-        first = self.part.blocks.start
-        if self.part.is_first or not self.config.dropout or not self.training:
+        whole model's: one mask for the embedding, two for each block, whose branches have a linear
+        layer's dtype. `shape` is x_BTC's."""
+        if self.part.is_first:
             return
-        self.dropout(torch.zeros_like(like_BTC))
-        branch = torch.zeros_like(like_BTC, dtype=branch_dtype)
-        for _ in range(2 * first):
-            self.dropout(branch)
+        stream = torch.zeros(shape, device=self.rope_cos.device)
+        self.dropout(stream)
+        for _ in range(2 * self.part.blocks.start):
+            self.dropout(narrowed(stream))
 
 
 def divide_block(block: Block, comm: Communicator) -> None:
@@ -124,7 +111,16 @@ def divide_block(block: Block, comm: Communicator) -> None:
     assert isinstance(mlp, SwiGLU), "GPT-2 is not split"
 
     def enter(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (_CopyToShards.apply(inputs[0], comm), *inputs[1:])
+        x = inputs[0].view_as(inputs[0])  # its gradient is that of all layers which read it here
+        if x.requires_grad:
+            x.register_hook(lambda gradient: summed(gradient.clone()))
+        return (x, *inputs[1:])
+
+    def summed(x: Tensor) -> Tensor:
+        """In place. One all-reduce over the shards, x's shape and dtype; nothing overlaps it."""
+        x = x.contiguous()
+        comm.all_reduce(x.detach()).wait()
+        return x
 
     for part in (attention, mlp):
         part.register_forward_pre_hook(enter)
@@ -132,7 +128,7 @@ def divide_block(block: Block, comm: Communicator) -> None:
         _keep_share(linear, comm, COLUMNS)
     for linear in (attention.out, mlp.down):
         _keep_share(linear, comm, ROWS)
-        linear.register_forward_hook(lambda _, __, output: _SumOfShards.apply(output, comm))
+        linear.register_forward_hook(lambda _, __, output: summed(output))
     attention.n_head //= comm.world_size
     attention.n_kv_head //= comm.world_size
 
@@ -143,38 +139,3 @@ def _keep_share(linear: nn.Linear, comm: Communicator, dim: int) -> None:
     share = linear.weight.chunk(comm.world_size, dim)[0]
     linear.weight = nn.Parameter(torch.empty_like(share))
     linear.out_features, linear.in_features = share.shape
-
-
-class _CopyToShards(torch.autograd.Function):
-    """Forward: the input. Backward: the sum of the shards' gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
-        """Nothing is sent."""
-        ctx.comm = comm
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        """One all-reduce over the shards, x's shape and dtype; nothing to overlap with."""
-        return _summed(grads[0], ctx.comm), None
-
-
-class _SumOfShards(torch.autograd.Function):
-    """Forward: the sum of the shards' products. Backward: the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
-        """One all-reduce over the shards, x's shape and dtype; nothing to overlap with."""
-        return _summed(x, comm)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        """Nothing is sent."""
-        return grads[0], None
-
-
-def _summed(x: Tensor, comm: Communicator) -> Tensor:
-    total = x.detach().clone(memory_format=torch.contiguous_format)
-    comm.all_reduce(total).wait()
-    return total

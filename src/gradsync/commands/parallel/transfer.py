@@ -7,12 +7,12 @@ one by one. While saving, rank 0 holds two of the others' tensors at a time.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradsync.checkpoint.pieces import join_files, places_of
 from gradsync.checkpoint.tensor_file import ArrivingTensors, file_order
 from gradsync.comm.base import Communicator
 from gradsync.comm.values import all_gather_json, broadcast_json
@@ -46,19 +46,14 @@ def collect(
             if tensor.numel():
                 comm.exchange([(tensor.detach().cpu().contiguous(), 0)], []).wait()
         return [], iter(())
-    notes = [one for _, one in told]
-    return notes, _received(comm, dict(tensors), [described for described, _ in told])
-
-
-def _received(
-    comm: Communicator, own: dict[str, Tensor], described: Sequence[Described]
-) -> Iterator[Mapping[str, Tensor]]:
-    yield own
-    for rank in range(1, comm.world_size):
-        yield ArrivingTensors(
-            layout_of(described[rank]),
-            lambda like, rank=rank: _receive(comm, rank, like.shape, like.dtype),
+    theirs = (
+        ArrivingTensors(
+            layout_of(told[rank][0]),
+            lambda like, rank=rank: _receive(comm, rank, torch.empty_like(like, device="cpu")),
         )
+        for rank in range(1, comm.world_size)
+    )
+    return [one for _, one in told], chain([dict(tensors)], theirs)
 
 
 def layout_of(described: Described) -> dict[str, Tensor]:
@@ -69,8 +64,7 @@ def layout_of(described: Described) -> dict[str, Tensor]:
     }
 
 
-def _receive(comm: Communicator, source: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    tensor = torch.empty(shape, dtype=dtype)
+def _receive(comm: Communicator, source: int, tensor: Tensor) -> Tensor:
     if tensor.numel():
         comm.exchange([], [(tensor, source)]).wait()
     return tensor
@@ -105,7 +99,7 @@ def hand_out(
         if comm.rank:
             if name in wanted:
                 shape = [end - begin for begin, end in wanted[name]]
-                found[name] = _receive(comm, 0, shape, tensor.dtype)
+                found[name] = _receive(comm, 0, torch.empty(shape, dtype=tensor.dtype))
             continue
         for rank, spans in enumerate(told):
             if name in spans:
@@ -117,21 +111,3 @@ def hand_out(
                 elif piece.numel():
                     comm.exchange([(piece.contiguous(), rank)], []).wait()
     return found
-
-
-def join_weights(
-    part: ModelPart, replica: Communicator, parameters: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Whole weights in the whole model's order on rank 0, {} elsewhere; all ranks call it, with the
-    communicator of their replica."""
-    if part.place.data:
-        return {}
-    owned = {f"model/{name}": piece for name, piece in part.owned().items()}
-    mine = {name: parameters[name.removeprefix("model/")].detach() for name in owned}
-    notes, contents = collect(replica, mine, places_of(owned))
-    if replica.rank:
-        return {}
-    stems = [str(rank) for rank in range(replica.world_size)]
-    files = dict(zip(stems, contents, strict=True))
-    whole = join_files(files, dict(zip(stems, notes, strict=True)))["model"]
-    return {weight.name: whole[weight.name] for weight in part.weights}

@@ -6,11 +6,11 @@ They raise ConfigError or DataError, in one line that says what to change.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from gradsync.commands.models.config import GPTConfig
-from gradsync.commands.parallel.layout import ParallelLayout, check_divisible
-from gradsync.commands.plan.workload import goes_with_parts
+from gradsync.commands.parallel.layout import ParallelLayout
+from gradsync.commands.plan.choice import obstacle
+from gradsync.commands.plan.workload import Split, Workload, goes_with_parts
 from gradsync.commands.prepare.prepare import HUGGING_FACE, is_stream, json_lines
 from gradsync.commands.prepare.tokenizer import check_tokenizer
 from gradsync.commands.train.config import AUTO, TrainConfig
@@ -32,17 +32,10 @@ def check_request(config: TrainConfig, world_size: int) -> BatchPlan:
         raise ConfigError("dtype fp16 needs CUDA; use bf16 or fp32 on a CPU")
     _check_data(config)
     layout, plan = config.layout(world_size), config.batch_plan(world_size)
-    if layout.model_ranks > 1 and config.sync == AUTO:
+    if config.sync != AUTO:  # else checked again when the strategy is known
+        check_layout(config, layout, plan)
+    elif layout.model_ranks > 1:
         raise ConfigError("parallel: sync=auto measures whole models; name the strategy")
-    check_layout(config, layout, plan)
-    if config.sync == AUTO:  # checked again when the strategy is known
-        return plan
-    if find_strategy(config.sync).equal_leaves and plan.num_micro_batches % world_size:
-        raise ConfigError(
-            f"sync={config.sync} needs equally many micro-batches on all ranks; got "
-            f"{plan.num_micro_batches} on {world_size} ranks: change --tokens-per-update, "
-            "--micro-batch-size or the number of ranks"
-        )
     return plan
 
 
@@ -94,42 +87,36 @@ def check_size(shape: GPTConfig, *, device: str, num_nodes: int) -> None:
 
 
 def check_layout(config: TrainConfig, layout: ParallelLayout, plan: BatchPlan) -> None:
-    """Refuse settings that a split model does not support."""
+    """Refuse a batch or a model that cannot be divided so, and what a split model lacks."""
+    work = Workload(
+        model=config.model,
+        micro_batch_size=plan.micro_batch_size,
+        seq_len=config.sequence_length,
+        num_leaves=plan.num_micro_batches,
+        dtype="bf16" if config.dtype == AUTO else config.dtype,
+    )
+    if why := obstacle(work, Split(strategy=config.sync, layout=layout)):
+        raise ConfigError(
+            f"sync={config.sync} on {layout}: {why}; change --parallel, --tokens-per-update, "
+            "--micro-batch-size, the model or the number of ranks"
+        )
     if layout.model_ranks == 1:
         return
-    check_divisible(config.model, layout)
-    strategy = find_strategy(config.sync)
-    options: dict[str, Any] = config.sync_options.given()
     if not goes_with_parts(config.sync):
         known = ", ".join(name for name in STRATEGIES if goes_with_parts(name))
         raise ConfigError(
             f"parallel: sync={config.sync} does not go with a split model; these do: {known}"
         )
-    share, rest = divmod(plan.num_micro_batches, layout.dp)
+    given = config.sync_options
     for refused, words in (
-        (config.dtype == "fp16", "dtype fp16: parts would have to agree on the loss's scale"),
         (config.init, "init: a split model draws its weights"),
         (config.compile != "none", f"compile={config.compile}"),
         (
-            strategy.recipe is not None
-            and (
-                options.get("shard", "none") != "none"
-                or options.get("reduction") == "hierarchical"
-                or options.get("collective") == "shared_memory"
-            ),
+            given.shard not in (None, "none")
+            or given.reduction == "hierarchical"
+            or given.collective == "shared_memory",
             "sync_options shard, reduction=hierarchical and collective=shared_memory",
-        ),
-        (
-            rest,
-            f"{plan.num_micro_batches} micro-batches a step, which dp={layout.dp} replicas cannot "
-            "share equally",
-        ),
-        (
-            share < layout.pp,
-            f"pp={layout.pp} stages with {share} micro-batches a step in a replica: each needs one",
         ),
     ):
         if refused:
             raise ConfigError(f"parallel: a split model does not go with {words}; change it")
-    if strategy.recipe is not None:
-        check_options(strategy, options | BY_MESSAGES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, make_dataclass, replace
 from typing import Annotated, Any, Literal, cast, get_args
 
@@ -15,24 +16,23 @@ from gradsync.commands.models.config import GPTConfig, preset
 from gradsync.commands.parallel.layout import ParallelLayout, parse_layout
 from gradsync.commands.train.trackers import tracker_names
 from gradsync.core.files import check_name
-from gradsync.data.batch_plan import BatchPlan, solve_batch_plan
+from gradsync.data.batch_plan import BatchPlan, require_at_least, solve_batch_plan
 from gradsync.errors import ConfigError
 from gradsync.runtime.bounds import check_times
 from gradsync.sync.options import every_option
 
 Dtype = Literal["auto", "bf16", "fp32", "fp16"]
-Schedule = Literal["cosine", "wsd", "constant"]
-LrScaling = Literal["none", "linear", "sqrt"]
 CompileOrder = Literal["none", "model", "ddp"]
-OnDrift = Literal["stop", "heal"]
 
 AUTO = "auto"  # What `gradsync tune` found for this kind of run: strategy and options.
 
 
 _LEAST = {
-    **dict.fromkeys(("num_workers", "sample_tokens", "check_replicas_every", "profile"), 0),
-    **dict.fromkeys(("steps", "tokens_per_update", "micro_batch_size", "log_every"), 1),
-    **dict.fromkeys(("silence_s", "threads", "nproc_per_node", "seq_len"), 1),
+    0: ("num_workers", "sample_tokens", "check_replicas_every", "profile"),
+    1: (
+        *("steps", "tokens_per_update", "micro_batch_size", "log_every"),
+        *("silence_s", "threads", "nproc_per_node", "seq_len"),
+    ),
 }
 """Smallest allowed values of numbers in `TrainConfig`."""
 
@@ -42,28 +42,20 @@ def _require(holds: bool, message: str) -> None:
         raise ConfigError(message)
 
 
-def _require_least(part: Any, prefix: str, **least: int) -> None:
-    """Check that numbers, if they are set, are at least these."""
-    for name, smallest in least.items():
-        value = getattr(part, name)
-        holds = value is None or value >= smallest
-        _require(holds, f"{prefix}{name} must be at least {smallest}; got {value}")
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimConfig:
     """AdamW (arXiv 1711.05101) and its learning-rate schedule."""
 
     lr: float = 6e-4
     """Peak learning rate; with lr_scaling, the peak for a batch of lr_base_batch tokens."""
-    lr_scaling: LrScaling = "none"
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     """Scale lr with tokens_per_update / lr_base_batch: linear (SGD, arXiv 1706.02677), or sqrt,
     with its square root (arXiv 1404.5997; for Adam arXiv 2205.10343). The final learning rate
     scales too; the number of warm-up steps does not."""
     lr_base_batch: int | None = None
     """Tokens per update at which lr was found; required by lr_scaling."""
     min_lr_ratio: Fixed[float] = 0.1  # Final learning rate as a fraction of the peak.
-    schedule: Schedule = "cosine"
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     """cosine (arXiv 1608.03983), wsd = warm-up, stable, decay (arXiv 2404.06395), or constant."""
     warmup_steps: int = 100  # Linear warm-up, optimizer steps; at most `steps`.
     decay_fraction: Fixed[float] = 0.2
@@ -112,7 +104,8 @@ class EvalConfig:
     """Evaluate on the first max_tokens tokens (rounded down to whole sequences); None for all."""
 
     def __post_init__(self) -> None:
-        _require_least(self, "eval.", every=0, max_tokens=1)
+        require_at_least(0, **{"eval.every": self.every})
+        require_at_least(1, **{"eval.max_tokens": self.max_tokens})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,7 +118,8 @@ class CheckpointConfig:
     keep_last: int = 2  # Good checkpoints to keep, at least 1.
 
     def __post_init__(self) -> None:
-        _require_least(self, "checkpoint.", every=0, keep_last=1)
+        require_at_least(0, **{"checkpoint.every": self.every})
+        require_at_least(1, **{"checkpoint.keep_last": self.keep_last})
 
 
 class _GivenOptions:
@@ -180,10 +174,8 @@ def key_and_value(name: str, part: str) -> tuple[str, Any]:
     if value.lower() in words:
         return key, words[value.lower()]
     for kind in (int, float):
-        try:
+        with suppress(ValueError):
             return key, kind(value)
-        except ValueError:
-            continue
     return key, value
 
 
@@ -274,7 +266,7 @@ class TrainConfig:
     check_replicas_every: int = 0
     """Optimizer steps between bitwise comparisons of all ranks' weights, made before a step's
     update can hide a difference; also before each checkpoint. 0 for none."""
-    on_drift: OnDrift = "stop"
+    on_drift: Literal["stop", "heal"] = "stop"
     """After a failed comparison of weights: stop; or heal: copy the majority's and go on. Without a
     majority the run stops."""
     timeout_s: float = 1800.0  # Longest duration of a collective, seconds.
@@ -300,7 +292,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         check_times(self)
         tracker_names(self.track)
-        _require_least(self, "", **_LEAST)
+        for least, names in _LEAST.items():
+            require_at_least(least, **{name: getattr(self, name) for name in names})
         _require(
             self.sequence_length <= self.model.block_size,
             f"seq_len {self.seq_len} is longer than model.block_size {self.model.block_size}",
@@ -342,17 +335,6 @@ class TrainConfig:
     def sequence_length(self) -> int:
         """Tokens per sequence."""
         return self.model.block_size if self.seq_len is None else self.seq_len
-
-    @property
-    def sequences_per_update(self) -> int:
-        """Sequences per optimizer step, over all ranks."""
-        sequences, rest = divmod(self.tokens_per_update, self.sequence_length)
-        _require(
-            bool(sequences) and not rest,
-            f"tokens_per_update={self.tokens_per_update} is not a multiple of "
-            f"seq_len = {self.sequence_length}",
-        )
-        return sequences
 
 
 def recipe(name: str) -> TrainConfig:

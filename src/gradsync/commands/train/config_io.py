@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass, replace
-from difflib import get_close_matches
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 import msgspec
 
 from gradsync.commands.arguments import parse
 from gradsync.commands.document import brief, read_document
 from gradsync.commands.models.config import PRESETS
-from gradsync.commands.train.config import SyncConfig, TrainConfig, recipe
-from gradsync.core.files import PRIVATE, replace_text
+from gradsync.commands.train.config import AUTO, SyncConfig, TrainConfig, recipe
+from gradsync.core.files import PRIVATE, perhaps, replace_text
 from gradsync.errors import ConfigError
+from gradsync.runtime.bounds import MOST_NODES, whole_number
 
 SUFFIXES = (".yaml", ".yml", ".toml")
 _SYNC_OPTIONS = "--sync-options"
@@ -104,9 +104,7 @@ def read_config(path: Path, *, of_older_version: bool = False) -> TrainConfig:
         if name not in HINTS:
             if of_older_version or (not value and name in _SECTIONS):
                 continue
-            near = get_close_matches(name, HINTS, n=1)
-            hint = f"; perhaps you meant {near[0]}" if near else ""
-            hint = f": {_OTHERS[name]}" if name in _OTHERS else hint
+            hint = f": {_OTHERS[name]}" if name in _OTHERS else perhaps(name, HINTS)
             raise ConfigError(f"{place}: unknown key {way[:80]!r}{hint}")
         if name in values:
             raise ConfigError(f"{place}: {way} is given twice")
@@ -142,7 +140,8 @@ def _with_values(start: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
 
 
 def begun_config(config: TrainConfig) -> tuple[Path, TrainConfig] | None:
-    """The configuration that the run to be resumed began with, and its file; None for a new run.
+    """The configuration that the run to be resumed began with, every `auto` resolved, and its
+    file; None for a new run.
 
     Choices that decide bits are made once, when a run begins: a resumed run keeps its dtype,
     strategy and micro-batch, whatever is found or measured since.
@@ -157,7 +156,42 @@ def begun_config(config: TrainConfig) -> tuple[Path, TrainConfig] | None:
         places = [path, *path.parents[:2]] if path.is_dir() else []
     found = (place / "config.yaml" for place in places)
     file = next((path for path in found if path.is_file()), None)
-    return None if file is None else (file, read_config(file, of_older_version=True))
+    if file is None:
+        return None
+    begun = read_config(file, of_older_version=True)
+    return None if AUTO in (begun.sync, begun.dtype) else (file, begun)  # none began: weights alone
+
+
+class Places(NamedTuple):
+    """Numbers of nodes, and of ranks on each: one per GPU; on a machine without GPUs, on its
+    cores."""
+
+    nodes: int
+    gpus_per_node: int
+
+
+def take_places(argv: Sequence[str]) -> tuple[Places | None, list[str]]:
+    """The arguments about places, None if absent, and all other arguments."""
+    numbers: dict[str, int] = {}
+    others: list[str] = []
+    rest = iter(argv)
+    for word in rest:
+        name, equals, value = word.replace("_", "-").partition("=")
+        if name in ("--gpus-per-node", "--nodes"):
+            text = value if equals else next(rest, "")
+            number = whole_number(text, MOST_NODES)
+            if not number:
+                raise ConfigError(f"{name} must be a number, 1 to {MOST_NODES}; got {text[:80]!r}")
+            numbers[name] = number
+        elif word != "--ddp":
+            others.append(word)
+    if "--gpus-per-node" in numbers:
+        return Places(numbers.get("--nodes", 1), numbers["--gpus-per-node"]), others
+    if numbers or "--ddp" in argv:
+        raise ConfigError(
+            "how many ranks? --ddp and --nodes need --gpus-per-node N (ranks of each node)"
+        )
+    return None, others
 
 
 def given_fields(flags: Sequence[str]) -> frozenset[str]:

@@ -62,11 +62,10 @@ def open_data(config: TrainConfig, world: World, comm: Communicator) -> Data:
             seq_len=config.sequence_length,
             val_sequences=val_sequences,
         )
-        stream = stream_loader(text.train, share, comm=comm, num_epochs=None, **sizes)
         return Data(
             source=config.data,
             plan=plan,
-            train=stream,
+            train=stream_loader(text.train, share, comm=comm, num_epochs=None, **sizes),
             val=EvalLoader(text.val, share, plan.micro_batch_size, val_sequences),
             tokenizer=text.identity,
             vocab_size=text.tokenizer.vocab_size,

@@ -19,7 +19,6 @@ from gradsync.commands.plan.choice import (
     USUAL,
     Candidate,
     Costs,
-    Recommendation,
     Search,
     choose,
     preferred,
@@ -28,11 +27,11 @@ from gradsync.commands.plan.choice import (
 from gradsync.commands.plan.description import Hardware
 from gradsync.commands.plan.machine import detect_hardware
 from gradsync.commands.plan.workload import Workload, sizes_text
+from gradsync.commands.train.check import check_request
 from gradsync.commands.train.config import AUTO, SyncConfig, TrainConfig
 from gradsync.commands.train.config_io import begun_config
 from gradsync.commands.train.data import shape_before
 from gradsync.errors import ConfigError, RunError
-from gradsync.sync.registry import find_strategy
 from gradsync.world import World
 
 _SPELLINGS = ("--elastic", "--elastic-gpu", "--elastic_gpu")
@@ -109,11 +108,10 @@ def decide(
 
 def _most_ranks(config: TrainConfig, hardware: Hardware) -> int:
     """The largest number of ranks that have a device each and can share the batch."""
-    equal = config.sync != AUTO and find_strategy(config.sync).equal_leaves
     for ranks in range(len(hardware.devices), 1, -1):
         with suppress(ConfigError):
-            if not (equal and config.batch_plan(ranks).num_micro_batches % ranks):
-                return ranks
+            check_request(config, ranks)
+            return ranks
     return 1
 
 
@@ -122,7 +120,8 @@ def _choose(
 ) -> Candidate:
     """The candidate to take, on `world_size` ranks if given. Whole replicas come first: they give
     the same bits on any number of ranks."""
-    sizes, sequences = [config.micro_batch_size], config.sequences_per_update
+    sizes = [config.micro_batch_size]
+    sequences = replace(config, micro_batch_size=1).batch_plan(1).num_micro_batches
     if "micro_batch_size" not in given:
         sizes = [size for size in range(1, sequences + 1) if sequences % size == 0]
         if hardware.devices[0].kind == "cuda":  # the larger, the fewer launches
@@ -146,26 +145,19 @@ def _choose(
         kind=hardware.devices[0].kind,
     )
     choice = choose(work, hardware, Costs(), search)
-    taken = _best(choice, world_size, named)
-    if taken is None:
-        raise RunError(remedy(config.preset, choice, hardware))
-    return taken
-
-
-def _best(choice: Recommendation, world_size: int | None, strategy: str) -> Candidate | None:
-    """The pick, unless its strategy or number of ranks is not the requested one, or it splits a
-    model that fits whole."""
     fitting = [
         each
         for each in choice.candidates
         if each.runs
         and world_size in (None, each.split.world_size)
-        and strategy in ("", each.split.strategy)
+        and named in ("", each.split.strategy)
     ]
+    if not fitting:
+        raise RunError(remedy(config.preset, choice, hardware))
     fitting = [c for c in fitting if c.split.layout.model_ranks == 1] or fitting
-    if not fitting or choice.pick in fitting:
-        return choice.pick if fitting else None
-    return replace(preferred(fitting, choice.search), remark="the best of those asked for")
+    if choice.pick is not None and choice.pick in fitting:
+        return choice.pick
+    return replace(preferred(fitting, search), remark="the best of those asked for")
 
 
 def hardware_of(config: TrainConfig, env: Mapping[str, str], world: World) -> Hardware:

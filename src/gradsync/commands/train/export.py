@@ -12,7 +12,7 @@ import tyro
 from tyro.conf import Positional
 
 from gradsync.commands.arguments import parse
-from gradsync.commands.train.sample import load_run
+from gradsync.commands.train.sample import tokenizer_of
 from gradsync.errors import CheckpointError, UsageError
 
 
@@ -61,8 +61,10 @@ def export(path: Path, out: Path | None, data: str = "") -> Path:
 
     from gradsync.commands.prepare.tokenizer import END_OF_TEXT
     from gradsync.commands.train.foreign import hf_config, to_gpt2, to_llama
+    from gradsync.commands.train.state import open_checkpoint
 
-    checkpoint, snapshot, shape, tokenizer = load_run(path, data)
+    checkpoint, snapshot, shape = open_checkpoint(path)
+    tokenizer = tokenizer_of(snapshot.state, data)
     end = tokenizer.end_of_text_id if tokenizer.end_of_text_id < shape.vocab_size else None
     config = hf_config(shape, end_of_text=end)
     weights = snapshot.tensors["model"]

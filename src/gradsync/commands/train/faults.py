@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradsync.core.files import Filesystem
+from gradsync.core.files import Filesystem, check_name
 from gradsync.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -49,8 +49,7 @@ class FaultPlan:
     """File to write when it happens: time, step, duration of the previous step; "" for none."""
 
     def __post_init__(self) -> None:
-        if self.kind not in FAULTS:
-            raise ConfigError(f"there is no fault {self.kind!r} (there are: {', '.join(FAULTS)})")
+        check_name("fault", self.kind, FAULTS)
         phases = FAULTS[self.kind].phases
         if self.phase not in ("", *phases):
             raise ConfigError(f"{self.kind} can come in {', '.join(phases)}; got {self.phase!r}")

@@ -8,7 +8,7 @@ queries, keys and values, one below the other, transposes the four matrices of i
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,6 @@ _GPT2 = {
     "blocks.N.mlp.down": "transformer.h.N.mlp.c_proj",
 }
 """Our modules, and theirs; N is the number of a block."""
-_HEAD = "lm_head.weight"
 
 _NEEDED_LLAMA = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 _NEEDED_GPT2 = {
@@ -78,17 +77,6 @@ def to_llama(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {their_name(name, _LLAMA): tensor for name, tensor in weights.items()}
 
 
-def from_llama(weights: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
-    """Llama's weights under our `names`, without rotary tables, which follow from the shape;
-    ConfigError for a tensor that the decoder does not have."""
-    ours = {their_name(name, _LLAMA): name for name in names}
-    found = {n: t for n, t in weights.items() if not n.endswith("rotary_emb.inv_freq")}
-    for name in found:
-        if name not in ours:
-            raise ConfigError(f"tensor {name!r} has no counterpart in the decoder")
-    return {ours[name]: tensor for name, tensor in found.items()}
-
-
 def to_gpt2(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Our weights under GPT-2's names and in its layout."""
     found: dict[str, Tensor] = {}
@@ -106,32 +94,30 @@ def to_gpt2(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def from_gpt2(weights: Mapping[str, Tensor], shape: GPTConfig) -> dict[str, Tensor]:
-    """GPT-2's weights under our names; CheckpointError if some are missing or unknown. Old files
-    hold causal masks, which are left out, and no `transformer.` before the names."""
+def from_hf(weights: Mapping[str, Tensor], shape: GPTConfig) -> dict[str, Tensor]:
+    """Weights of transformers under our names; CheckpointError if some are missing or unknown. Old
+    files hold causal masks or rotary tables, which are left out, and those of GPT-2 no
+    `transformer.` before the names."""
+    names, convert = (_GPT2, to_gpt2) if shape.is_gpt2 else (_LLAMA, to_llama)
+    prefix = "transformer." if shape.is_gpt2 else "model."
     theirs = {
-        name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}": tensor
+        name if name.startswith((prefix, "lm_head.")) else f"{prefix}{name}": tensor
         for name, tensor in weights.items()
-        if not name.endswith((".attn.bias", ".attn.masked_bias"))
+        if not name.endswith((".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq"))
     }
     if shape.tie_head:  # some files hold the embedding again under the head's name
-        theirs.pop(_HEAD, None)
-    own = _expected(shape)
-    matched = match_weights(to_gpt2(own), theirs)
+        theirs.pop("lm_head.weight", None)
+    own = {each.name: torch.empty(each.shape, device="meta") for each in weights_of(shape)}
+    matched = match_weights(convert(own), theirs)
     found = {}
     for name in own:
-        tensor = matched[their_name(name, _GPT2)]
-        if tensor.dim() == 2 and name.startswith("blocks."):
+        tensor, part = matched[their_name(name, names)], name.split(".")[-2]
+        if shape.is_gpt2 and tensor.dim() == 2 and name.startswith("blocks."):
             tensor = tensor.t()
-        part = name.split(".")[-2]
-        if part in ("q", "k", "v"):
+        if shape.is_gpt2 and part in ("q", "k", "v"):
             tensor = tensor.chunk(3)["qkv".index(part)]
         found[name] = tensor.contiguous()
     return found
-
-
-def _expected(shape: GPTConfig) -> dict[str, Tensor]:
-    return {each.name: torch.empty(each.shape, device="meta") for each in weights_of(shape)}
 
 
 _LLAMA_FIELDS = {
@@ -236,9 +222,4 @@ def read_hf(folder: Path) -> tuple[GPTConfig, dict[str, Tensor]]:
     shape = hf_shape(read_object(folder / "config.json"))
     files = sorted(folder.glob("*.safetensors"))
     theirs = {name: t for file in files for name, t in read_tensors(file, {}).items()}
-    if shape.is_gpt2:
-        return shape, from_gpt2(theirs, shape)
-    if shape.tie_head:
-        theirs.pop(_HEAD, None)
-    own = _expected(shape)
-    return shape, match_weights(own, from_llama(theirs, own))
+    return shape, from_hf(theirs, shape)

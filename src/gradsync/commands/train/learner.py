@@ -169,11 +169,6 @@ class Learner:
         spread = not self.sync.replica.whole_parameters
         return evaluate(self.model, loader, self.comm, self.autocast, equal_forwards=spread)
 
-    @property
-    def parameter_names(self) -> list[str]:
-        """Names of the whole model's parameters, in its order."""
-        return [name for name, _ in self.model.named_parameters()]
-
     def save(self, step: int, keep: Keep) -> None:
         """Pass the trained state to `keep`, on rank 0; all ranks call it. Tensors that are sharded
         over ranks are never whole on one.
@@ -326,7 +321,10 @@ def build_learner(
     if config.compile == "ddp":
         options["compile_wrapper"] = True
     if config.compile == "model":
-        compile_blocks(model)
+        # A graph of the whole model would give all gradients at its end, when no computation is
+        # left to hide communication. One rank compiles blocks too, for the same bits as on two.
+        for block in model.blocks:
+            block.compile()  # in place: names stay clean
     sync = replicate(model, world, strategy=config.sync, comm=comm, **options)
     # After replication: it may replace parameters by sharded ones.
     optimizer = build_optimizer(model, config.optim)
@@ -343,14 +341,6 @@ def build_learner(
         comm=comm,
         autocast=autocast(config, world),
     )
-
-
-def compile_blocks(model: GPT) -> None:
-    """Compile each block, in place: names stay clean. A graph of the whole model has one backward
-    and gives all gradients at its end, when no computation is left to hide communication. One rank
-    does the same, or its bits would differ from those on two."""
-    for block in model.blocks:
-        block.compile()
 
 
 def trainer_options(sync: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -446,13 +436,9 @@ def _placed_weights(weights: Mapping[str, tuple[Share, Tensor]]) -> Iterator[tup
 def _placed_state(held: HeldState, names: Mapping[Any, str]) -> Iterator[tuple[str, Placed]]:
     for parameter, (share, state) in held.items():
         for slot, value in state.items():
-            if not isinstance(value, Tensor):
-                continue
-            name = f"optimizer/{slot}/{names[parameter]}"
-            if value.dim() and share.saves:
-                yield name, _place(share, value)
-            elif share.saves and not share.start and not value.dim():
-                yield name, (whole_piece(()), value)
+            if isinstance(value, Tensor) and share.saves and (value.dim() or not share.start):
+                placed = _place(share, value) if value.dim() else (whole_piece(()), value)
+                yield f"optimizer/{slot}/{names[parameter]}", placed
 
 
 def _place(share: Share, flat: Tensor) -> Placed:

@@ -131,14 +131,9 @@ class StepProfiler:
     def before(self, step: int) -> None:
         """Start at the coming step, if it is the first one."""
         if step == self._step > 0:
-            from torch.profiler import ProfilerActivity, profile
+            from torch.profiler import profile
 
-            activities = [ProfilerActivity.CPU]
-            if self._world.device.type == "cuda":
-                activities.append(ProfilerActivity.CUDA)
-            self._profile = profile(
-                activities=activities, experimental_config=PROFILE_ALL_THREADS()
-            )
+            self._profile = profile(experimental_config=PROFILE_ALL_THREADS())
             self._profile.start()
 
     def after(self, step: int, *, last: bool) -> None:

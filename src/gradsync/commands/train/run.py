@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
@@ -145,13 +145,18 @@ def _run(trainer: Trainer, step: int, stop: StopRequest, watch: FailureWatch | N
 
 def _refuse_unlike(config: TrainConfig, data: Data, comm: Communicator) -> None:
     """Raise ConfigError on all ranks if some have other settings, or other data under the same
-    name: each would train its share of a different run. One all-reduce, int64 [2]."""
+    name: each would train its share of a different run."""
     told = {name: repr(attrgetter(name)(config)) for name in HINTS if name not in _OF_EACH_RANK}
     told["training data"] = data.train.state_dict()["dataset"]
     told["validation data"] = data.val.fingerprint
-    if not same_on_all_ranks(comm, repr(told).encode()):
-        said = first_difference(comm, told)
+    if said := _difference(comm, told):
         raise ConfigError(f"{said}; start all ranks with the same arguments, files and data")
+
+
+def _difference(comm: Communicator, told: Mapping[str, str]) -> str:
+    """The first value that differs between ranks, or "". One all-reduce, int64 [2]."""
+    equal = same_on_all_ranks(comm, repr(told).encode())
+    return "" if equal else first_difference(comm, told)
 
 
 def _learner(config: TrainConfig, world: World, shape: GPTConfig, comm: Communicator) -> Learner:
@@ -203,14 +208,12 @@ def _introduce(trainer: Trainer, resumed: Resumed, threads: int, notes: Sequence
 
 
 def _unlike_machines(trainer: Trainer) -> list[str]:
-    """A note if ranks compute with different bits. One all-reduce, int64 [2]."""
+    """A note if ranks compute with different bits."""
     on_cuda = trainer.world.device.type == "cuda"
     skip = ("threads", "cpu_capability", "math_env") if on_cuda else ()  # of no effect there
     told = {name: repr(value) for name, value in trainer.fingerprint.items() if name not in skip}
-    if same_on_all_ranks(trainer.comm, repr(told).encode()):
-        return []
-    said = first_difference(trainer.comm, told)
-    return [f"{said}: replicas may drift, and bits of other runs are not kept"]
+    said = _difference(trainer.comm, told)
+    return [f"{said}: replicas may drift, and bits of other runs are not kept"] if said else []
 
 
 def _finish(trainer: Trainer, totals: Totals) -> TrainOutcome:
@@ -219,10 +222,7 @@ def _finish(trainer: Trainer, totals: Totals) -> TrainOutcome:
     weights = learner.sync.replica.full_weights()  # all ranks: some may hold only a part
     if not world.is_main:
         return TrainOutcome(exit_code=exit_code, summary={})
-    summary = _summarise(trainer, totals)
-    summary["weights_sha256"] = weights_sha256(
-        (name, weights[name]) for name in learner.parameter_names
-    )
+    summary = _summarise(trainer, totals) | {"weights_sha256": weights_sha256(weights.items())}
     trainer.run_dir.write_json("summary.json", summary)
     if totals.stopped_by:
         trainer.progress.say(

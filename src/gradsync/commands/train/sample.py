@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import tyro
 from tyro.conf import Positional
@@ -14,10 +14,6 @@ from tyro.conf import Positional
 from gradsync.commands.arguments import parse
 from gradsync.core.files import one_line
 from gradsync.errors import DataError
-
-if TYPE_CHECKING:
-    from gradsync.checkpoint.store import Snapshot
-    from gradsync.commands.models.config import GPTConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,28 +39,17 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def load_run(path: Path, data: str) -> tuple[Path, Snapshot, GPTConfig, Any]:
-    """The checkpoint that `path` means, what it holds, its model's shape, and its tokenizer (from
-    the folder `data`, if given)."""
-    from gradsync.checkpoint.store import CheckpointStore, resolve
-    from gradsync.commands.train.state import check_state, saved_model
-
-    checkpoint, _ = resolve(path)
-    snapshot = CheckpointStore(checkpoint.parent).load(checkpoint)
-    check_state(snapshot, checkpoint)
-    tokenizer = tokenizer_of(snapshot.state, data)
-    return checkpoint, snapshot, saved_model(snapshot, checkpoint), tokenizer
-
-
 def sample(path: Path, config: SampleOptions) -> tuple[Path, str]:
     """Continue `config.prompt` with the model under `path`. Returns the checkpoint used, and prompt
     and continuation as text."""
     from gradsync.checkpoint.weights import load_weights
     from gradsync.commands.models.gpt import GPT, generate
+    from gradsync.commands.train.state import open_checkpoint
     from gradsync.runtime.device import choose_device
     from gradsync.runtime.machine import choose_threads, pin_threads
 
-    checkpoint, snapshot, shape, tokenizer = load_run(path, config.data)
+    checkpoint, snapshot, shape = open_checkpoint(path)
+    tokenizer = tokenizer_of(snapshot.state, config.data)
     prompt = tokenizer.encode(config.prompt or "\n").tolist()
     if not shape.is_gpt2:  # unused positions need no rotary table
         needed = max(1, min(shape.block_size, len(prompt) + config.tokens))

@@ -16,6 +16,7 @@ from typing import Any
 from torch.autograd.profiler import record_function
 
 from gradsync.checkpoint.optimizer_state import pack_optimizer, unpack_optimizer
+from gradsync.checkpoint.weights import match_weights
 from gradsync.comm.base import Communicator
 from gradsync.commands.models.config import GPTConfig
 from gradsync.commands.parallel.layout import (
@@ -26,7 +27,7 @@ from gradsync.commands.parallel.layout import (
     state_of_part,
 )
 from gradsync.commands.parallel.pipeline import Pipeline
-from gradsync.commands.parallel.split_sync import SplitGroups, SplitSync, split_groups
+from gradsync.commands.parallel.split_sync import SplitSync, split_groups
 from gradsync.commands.parallel.stage_model import GPTStage
 from gradsync.commands.parallel.transfer import distribute
 from gradsync.commands.train.check import BY_MESSAGES
@@ -43,7 +44,6 @@ from gradsync.commands.train.learner import (
 )
 from gradsync.data.loader import EvalLoader
 from gradsync.data.micro_batch import MicroBatch
-from gradsync.errors import CheckpointError
 from gradsync.sync.registry import find_strategy
 from gradsync.world import World
 
@@ -52,15 +52,9 @@ from gradsync.world import World
 class SplitLearner(Learner):
     """The part of a split model that one rank trains."""
 
-    model: GPTStage  # type: ignore[assignment]
+    model: GPTStage
     sync: SplitSync  # type: ignore[assignment]
-    part: ModelPart
-    groups: SplitGroups
     pipeline: Pipeline
-
-    @property
-    def parameter_names(self) -> list[str]:
-        return [weight.name for weight in self.part.weights]
 
     def run_micro_batches(
         self, micro_batches: Iterable[MicroBatch], span: Span = record_function
@@ -77,7 +71,7 @@ class SplitLearner(Learner):
         return self.pipeline.evaluate(loader)
 
     def save(self, step: int, keep: Keep) -> None:
-        part = self.part
+        part = self.model.part
         named = list(self.model.named_parameters())
         kept, state = pack_optimizer(self.optimizer, named)
         remembered = self.sync.replica.state_tensors()
@@ -89,7 +83,7 @@ class SplitLearner(Learner):
         pieces = place_tensors(part, ((name, tuple(t.shape)) for name, t in tensors.items()))
         placed = {name: (piece, tensors[name]) for name, piece in pieces.items()}
         join = partial(join_states, part)
-        keep_parts(self.groups.model, placed, state, keep, join=join, whole={})
+        keep_parts(self.sync.groups.model, placed, state, keep, join=join, whole={})
 
     def load(self, saved: Mapping[str, Whole], optimizer_state: Mapping[str, Any]) -> None:
         tensors = {
@@ -97,17 +91,13 @@ class SplitLearner(Learner):
             for kind in ("model", "optimizer")
             for name, tensor in saved.get(kind, {}).items()
         }
-        got = distribute(self.comm, self.part, tensors)
+        got = distribute(self.comm, self.model.part, tensors)
         own = dict(self.model.named_parameters())
-        for name, parameter in own.items():
-            tensor = got.pop(f"model/{name}", None)
-            if tensor is None or tensor.shape != parameter.shape:
-                raise CheckpointError(
-                    f"the weights are those of another model: {name!r} is missing"
-                )
-            parameter.data.copy_(tensor)
+        weights = {name: got.pop(f"model/{name}") for name in own if f"model/{name}" in got}
+        for name, tensor in match_weights(own, weights).items():
+            own[name].data.copy_(tensor)
         kept = {name.removeprefix("optimizer/"): tensor for name, tensor in got.items()}
-        state = state_of_part(self.part, optimizer_state)
+        state = state_of_part(self.model.part, optimizer_state)
         unpack_optimizer(self.optimizer, list(own.items()), kept, state)
 
 
@@ -119,14 +109,13 @@ def build_split_learner(
     All ranks call it at the same point: it creates process groups. Every rank draws the whole
     model's initial values with this seed, so nothing is sent.
     """
-    device = world.device
     part = ModelPart(config=shape, layout=layout, place=layout.coordinates(world.rank))
     groups = split_groups(layout, part.place, comm)
     model = GPTStage(
         part,
         groups,
         seed=config.seed,
-        device=device,
+        device=world.device,
         activation_checkpointing=config.activation_checkpointing,
     )
     options = config.sync_options.given()
@@ -137,7 +126,6 @@ def build_split_learner(
     mixed = autocast(config, world)
     pipeline = Pipeline(
         model,
-        groups,
         sync,
         num_micro_batches=plan.num_micro_batches // layout.dp,
         shape=(plan.micro_batch_size, config.sequence_length),
@@ -151,7 +139,5 @@ def build_split_learner(
         scaler=None,
         comm=comm,
         autocast=mixed,
-        part=part,
-        groups=groups,
         pipeline=pipeline,
     )

@@ -204,10 +204,13 @@ def check_state(found: Snapshot, path: Path) -> None:
         raise CheckpointError(f"{path}: {one_line(error)}") from None
 
 
-def saved_model(found: Snapshot, path: Path) -> GPTConfig:
-    """The shape of a saved model."""
+def open_checkpoint(path: Path) -> tuple[Path, Snapshot, GPTConfig]:
+    """The checkpoint of a run that `path` means, what it holds, and its model's shape."""
+    path, _ = resolve(path)
+    found = CheckpointStore(path.parent).load(path)
+    check_state(found, path)
     try:
-        return GPTConfig(**found.state["model"])
+        return path, found, GPTConfig(**found.state["model"])
     except (TypeError, ValueError) as error:
         raise CheckpointError(
             f"{path}: state.json has no model to build: {one_line(error)}"
@@ -228,13 +231,11 @@ def take_strategy_state(found: Snapshot, sync: str) -> tuple[Whole, list[str]]:
 
 def _start_weights(path: Path, model: GPT) -> Whole:
     """Whole weights under our names, from a run, a checkpoint or transformers."""
-    if not (path / "config.json").exists():
-        path, _ = resolve(path)
-        snapshot = CheckpointStore(path.parent).load(path)
-        check_state(snapshot, path)
-        _check_model(_sizes(model.config), _sizes(saved_model(snapshot, path)), path)
-        return snapshot.tensors["model"]
-    shape, weights = read_hf(path)
+    if (path / "config.json").exists():
+        shape, weights = read_hf(path)
+    else:
+        path, found, shape = open_checkpoint(path)
+        weights = found.tensors["model"]
     _check_model(_sizes(model.config), _sizes(shape), path)
     return weights
 

@@ -22,7 +22,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from gradsync.core.files import PRIVATE, one_line, read_object, replace_text
+from gradsync.core.files import PRIVATE, check_name, one_line, read_object, replace_text
 from gradsync.errors import ConfigError
 from gradsync.runtime import environ
 from gradsync.runtime.activity import expect_wait
@@ -65,8 +65,7 @@ class _WeightsAndBiases:
             defaults |= {"WANDB_RUN_ID": str(run_id), "WANDB_RESUME": "allow"}
         with environ.exported({name: environ.get(name, v) for name, v in defaults.items()}):
             self._run = wandb.init(dir=str(folder), config=dict(config))
-        kept = json.dumps({"id": self._run.id}) + "\n"
-        replace_text(folder / "wandb.json", kept, mode=PRIVATE)
+        replace_text(folder / "wandb.json", json.dumps({"id": self._run.id}) + "\n", mode=PRIVATE)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         self._run.log(dict(values), step=step)
@@ -83,11 +82,7 @@ def tracker_names(track: str) -> list[str]:
     """The names in a list such as `tensorboard,wandb`, each once."""
     names = list(dict.fromkeys(filter(None, map(str.strip, track.split(",")))))
     for name in names:
-        if name not in KINDS:
-            raise ConfigError(
-                f"track: there is no tracker {name[:80]!r}; there are {', '.join(KINDS)}, several "
-                "with commas between them"
-            )
+        check_name("tracker", name, KINDS)
     return names
 
 

@@ -58,14 +58,13 @@ def conditions_of(config: TrainConfig, world: World, *, threads: int) -> Conditi
     plan, shape = config.batch_plan(world.world_size), shape_before(config)
     sizes = ("n_layer", "n_head", "n_embd", "mlp_dim", "vocab_size", "tie_head")
     model = {name: getattr(shape, name) for name in sizes} | {"n_kv_head": shape.num_kv_heads}
-    most = -(-plan.num_micro_batches // world.world_size)  # of the rank with the most
     return machine_conditions(world.device_name, threads) | {
         "model": model,
         "dtype": config.dtype,
         "seq_len": config.sequence_length,
         "world_size": world.world_size,
         "micro_batch_size": plan.micro_batch_size,
-        "leaves_per_rank": most,
+        "leaves_per_rank": -(-plan.num_micro_batches // world.world_size),  # the largest number
         "num_nodes": world.num_nodes,
         "keep_memory": config.keep_memory,
     }
@@ -84,8 +83,7 @@ TUNED = Cache("tuned", _tuned)  # Choices of `gradsync tune`
 def resolve_auto(config: TrainConfig, world: World, *, threads: int) -> tuple[TunedStrategy, str]:
     """The strategy that `config.sync = "auto"` stands for, and why, in one line. Caches of hosts
     may differ: rank 0 reads its cache, and sends the result to the others."""
-    begun = begun_config(config)
-    if begun is not None and begun[1].sync != AUTO:
+    if (begun := begun_config(config)) is not None:
         place, before = begun
         options = before.sync_options.given()
         choice = TunedStrategy(sync=before.sync, options=options, compile=before.compile)
@@ -123,9 +121,7 @@ def dtype_alone(config: TrainConfig) -> TrainConfig:
     if config.dtype != AUTO:
         return config
     begun = begun_config(config)
-    if begun is not None and begun[1].dtype != AUTO:
-        return replace(config, dtype=begun[1].dtype)
-    return replace(config, dtype=fast_dtype(config.device))
+    return replace(config, dtype=begun[1].dtype if begun else fast_dtype(config.device))
 
 
 def resolve_dtype(config: TrainConfig, world: World, comm: Communicator) -> tuple[TrainConfig, str]:
@@ -136,7 +132,7 @@ def resolve_dtype(config: TrainConfig, world: World, comm: Communicator) -> tupl
     if config.dtype != AUTO:
         return config, ""
     begun = begun_config(config) if world.is_main else None  # only rank 0 needs the run directory
-    kept = [str(begun[0]), begun[1].dtype] if begun and begun[1].dtype != AUTO else None
+    kept = [str(begun[0]), begun[1].dtype] if begun else None
     # Whole group, one small message from each rank.
     told = all_gather_json(comm, [fast_dtype(world.device_name), kept])
     if told[0][1]:

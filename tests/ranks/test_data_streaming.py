@@ -203,11 +203,12 @@ class Packed:
 
     def __init__(self) -> None:
         self.document, self.buffer = 0, list[int]()
+        self.num_read = 0
 
     def __iter__(self) -> Iterator[list[int]]:
         while self.document < 60:
             self.buffer.extend(range(5 * self.document, 5 * self.document + 5))
-            self.document += 1
+            self.document, self.num_read = self.document + 1, self.num_read + 1
             while len(self.buffer) >= 4:
                 row = self.buffer[:4]
                 del self.buffer[:4]
@@ -319,6 +320,14 @@ def test_whatever_a_data_set_keeps_all_that_follows_a_resume_is_the_same(
         state = resumed.state_dict()  # of a run that was resumed, at its end
         again.load_state_dict(state)
         assert rows(again) == []
+
+
+def test_a_resume_reads_the_last_steps_again_and_not_the_whole_pass() -> None:
+    """It would if the state's buffer had changed since the step that it belongs to."""
+    begun, packed = stream(Packed(), collate_fn=list), Packed()
+    read(begun, 12)
+    stream(packed, collate_fn=list).load_state_dict(begun.state_dict())
+    assert packed.num_read < packed.document == 58
 
 
 def test_a_state_that_lacks_a_generator_is_found_out() -> None:

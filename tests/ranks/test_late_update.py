@@ -31,7 +31,8 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(6, 300), nn.Linear(300, 6)
-        self.third, self.unused = nn.Linear(6, 6), nn.Linear(3, 3)
+        self.third = nn.Linear(6, 50)  # fills a bucket: it must not arrive with `second`
+        self.unused = nn.Linear(3, 3)
         generator = torch.Generator().manual_seed(7)
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=0.3, generator=generator)

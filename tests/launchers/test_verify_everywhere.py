@@ -57,7 +57,7 @@ def dies():
 def test_a_matrix_on_this_host(tmp_path: Path) -> None:
     words = [*VERIFY, "--models", "mlp", "--dtypes", "fp32", "--num-steps", "2"]
     words += ["--strategies", "naive,invariant", "--world-sizes", "1,2"]
-    (done,) = run_forked([*words, "--json"], cwd=tmp_path, timeout_s=100)
+    (done,) = run_forked([*words, "--json"], cwd=tmp_path, timeout_s=100, with_ranks=True)
     done.ok()
     document = json.loads(done.stdout)
     assert document["passed"]
@@ -75,7 +75,7 @@ def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(TARGET)
     words = [*VERIFY, "--strategies", "naive,flat", "--world-sizes", "1,2", "--num-steps", "1"]
     words += ["--json", "--target", "own:dies"]
-    (done,) = run_forked(words, cwd=tmp_path, timeout_s=100)
+    (done,) = run_forked(words, cwd=tmp_path, timeout_s=100, with_ranks=True)
     assert done.returncode == 1
     cells = json.loads(done.stdout)["cells"]
     assert [(cell["status"], cell["ranks"], cell["sentence"]) for cell in cells] == [

@@ -185,7 +185,7 @@ def test_a_whole_run(tmp_path: Path) -> None:
     size = ["--context-length", "16", "--rounds", "2", "--num-steps", "1", "--num-warmup", "0"]
     size += ["--threads", "1", "--dtype", "fp32"]
     places = ["--csv", tmp_path / "rows.csv", "--out", tmp_path, "--json"]
-    (done,) = run_forked(["-m", "gradsync", "bench", "sync", *words, *size, *places])
+    (done,) = run_forked(["-m", "gradsync", "bench", "sync", *words, *size, *places], with_ranks=True)
     done.ok()
     document = json.loads(done.stdout)
     rows = {row["contestant"]: row for row in document["rows"]}
@@ -216,7 +216,7 @@ def test_what_a_step_costs_the_host() -> None:
         "fp32",
     ]
     size = ["--rounds", "1", "--num-steps", "1", "--num-warmup", "0", "--json"]
-    (done,) = run_forked(["-m", "gradsync", "bench", "sync", *words, *size])
+    (done,) = run_forked(["-m", "gradsync", "bench", "sync", *words, *size], with_ranks=True)
     rows = {row["contestant"]: row for row in json.loads(done.ok().stdout)["rows"]}
     assert list(rows) == ["none", *contestants.split(",")]
     dispatched = {name: row["dispatched"] for name, row in rows.items()}
@@ -231,6 +231,6 @@ def test_what_a_step_costs_the_host() -> None:
 def test_one_rank_stands_beside_plain_torch() -> None:
     words = ["--world-size", "1", "--host", "--strategies", "torch_ddp,naive:loop=user"]
     words += ["--rounds", "1", "--num-steps", "1", "--num-warmup", "0", "--threads", "1"]
-    (done,) = run_forked(["-m", "gradsync", "bench", "sync", *words])
+    (done,) = run_forked(["-m", "gradsync", "bench", "sync", *words], with_ranks=True)
     assert "left out: torch_ddp\n" in done.ok().stderr
     assert "naive:loop=user: the slowest functions of a step of rank 0" in done.stdout

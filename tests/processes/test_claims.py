@@ -24,8 +24,9 @@ def printed(command: str) -> str:
         assert words[1] == "--nproc-per-node"
         variables, words = torch_ranks(int(words[2])), words[2:]
     program = ["-m", "gradsync"] if words[0] == "gradsync" else []
-    done = [each.ok() for each in run_forked([*program, *words[1:]], variables, cwd=claims.ROOT)]
-    return done[0].stdout + done[0].stderr
+    done = run_forked([*program, *words[1:]], variables, cwd=claims.ROOT, with_ranks=True)
+    first, *_ = [each.ok() for each in done]
+    return first.stdout + first.stderr
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run["command"])

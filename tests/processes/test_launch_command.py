@@ -212,6 +212,6 @@ def test_a_resume_that_is_refused_is_said_once(tmp_path: Path) -> None:
     flags = ("--data", tmp_path / "data", "--out", run, "--steps", "2", "--nproc-per-node", "2")
     command = ("-m", "gradsync", "train", "tiny", *foreign_files.FLAGS, *flags)
     for change, said in (("--seed=9", "was trained with --seed"), ("--model.n-layer=2", "n_layer")):
-        (done,) = run_forked([*command, change])
+        (done,) = run_forked([*command, change], with_ranks=True)
         assert done.returncode == 2, done.describe()
         assert done.stderr.count("gradsync: error:") == done.stderr.count(said) == 1, done.stderr

@@ -39,7 +39,8 @@ def test_its_commands_run_and_its_two_hashes_are_one(tmp_path: Path) -> None:
     for name, *words in commands():
         if name not in ELSEWHERE:
             shorter = shlex.split(SHORTER.get(name, ""))
-            run_forked(["-m", "gradsync", name, *words, *shorter], cwd=tmp_path)[0].ok()
+            command = ["-m", "gradsync", name, *words, *shorter]
+            run_forked(command, cwd=tmp_path, with_ranks=True)[0].ok()
             ran.append(name)
     assert set(ran) == {"train", "sample", "prepare", "report", "watch", "verify"}
     assert (tmp_path / "runs/first/report.html").exists()

@@ -17,12 +17,17 @@ import os
 import runpy
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
+import traceback
+import weakref
 from collections.abc import Sequence
+from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,7 +65,13 @@ class Forked:
     """
 
     def __init__(
-        self, argv: Sequence[object], env: Variables, *, cwd: Path | None = None, stdout: str = ""
+        self,
+        argv: Sequence[object],
+        env: Variables,
+        *,
+        cwd: Path | None = None,
+        stdout: str = "",
+        with_ranks: bool = False,
     ) -> None:
         """Start it.
 
@@ -69,13 +80,14 @@ class Forked:
             env: the whole environment.
             cwd: the working folder; default: ours.
             stdout: a file or a terminal, instead of the file that `finished` reads.
+            with_ranks: it is our launcher, and forks its ranks: not for tests of how they start.
         """
         self.argv = tuple(map(str, argv))
         self._folder = tempfile.TemporaryDirectory(prefix="gs-forked-")
         self._mark = f"TEST_RUN_MARK={self._folder.name}"
         out, err = (str(Path(self._folder.name, name)) for name in ("out", "err"))
         name, _, value = self._mark.partition("=")
-        words = (self.argv, {**env, name: value}, str(cwd or Path.cwd()), stdout or out, err)
+        words = (self.argv, {**env, name: value}, str(cwd or Path.cwd()), stdout or out, err, with_ranks)
         self.process: BaseProcess = CONTEXT.Process(target=_become, args=words)
         self.process.start()
 
@@ -129,6 +141,7 @@ def run_forked(
     *,
     cwd: Path | None = None,
     timeout_s: float = 60.0,
+    with_ranks: bool = False,
 ) -> list[Finished]:
     """Run `python ARGV` once for each of `variables`, all at once, and wait for all.
 
@@ -137,10 +150,13 @@ def run_forked(
         variables: of the environment, beside `clean_environment()`; one mapping a process.
         cwd: the working folder.
         timeout_s: after which they are aborted and the test fails with what they printed.
+        with_ranks: they are our launcher, and fork their ranks: not for tests of how those start.
     """
     with contextlib.ExitStack() as stack:
         runs = [
-            stack.enter_context(Forked(argv, clean_environment(extra), cwd=cwd))
+            stack.enter_context(
+                Forked(argv, clean_environment(extra), cwd=cwd, with_ranks=with_ranks)
+            )
             for extra in variables
         ]
         deadline = time.monotonic() + timeout_s
@@ -187,12 +203,63 @@ def free_port() -> int:
     raise OSError("no port is free")
 
 
-def _become(argv: tuple[str, ...], env: dict[str, str], cwd: str, out: str, err: str) -> None:
+class _ForkedRank(subprocess.Popen[bytes]):
+    """What torch's agent takes for a fresh interpreter is a fork of the agent's process."""
+
+    def __init__(self, args: Sequence[str], env: dict[str, str], **streams: Any) -> None:
+        self._words = (tuple(args[2:]), env)  # without the interpreter and its -u
+        self._streams = (streams["stdout"], streams["stderr"])
+        super().__init__(args, env=env, **streams)
+
+    def _execute_child(self, *_: object) -> None:
+        sys.stdout.flush()
+        self.pid = os.fork()
+        self._child_created = True
+        if self.pid == 0:
+            for number, file in enumerate(self._streams, 1):
+                if file is not None:
+                    os.dup2(file.fileno(), number)
+            os.closerange(3, 10_000)  # the launcher's store too
+            resource_tracker._resource_tracker._fd = None
+            for each in weakref.finalize._registry:  # the launcher's folders are not the rank's
+                each.atexit = False
+            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
+                signal.signal(number, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            os._exit(self._ended())
+
+    def _ended(self) -> int:
+        try:
+            _become(*self._words, os.getcwd())
+        except SystemExit as exit:
+            return exit.code if isinstance(exit.code, int) else int(exit.code is not None)
+        except BaseException:
+            traceback.print_exc()
+            return 1
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        return 0
+
+
+def _become(
+    argv: tuple[str, ...],
+    env: dict[str, str],
+    cwd: str,
+    out: str = "",
+    err: str = "",
+    with_ranks: bool = False,
+) -> None:
     """In the new process: what the interpreter does with its command line."""
+    if with_ranks:
+        from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+        subprocess_handler.Popen = _ForkedRank
     gc.freeze()  # nothing of torch's is worth looking at in a collection
     os.setsid()
     for number, path in ((1, out), (2, err)):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), number)
+        if path:
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), number)
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)

@@ -52,6 +52,9 @@ CONTEXT.set_forkserver_preload(
     ]
 )
 
+WITH_RANKS = {"TEST_FORKS_RANKS": "1"}
+"""For a process that launches ranks: it forks them. Not for tests of how ranks start."""
+
 _PORTS_A_WORKER = 2_000
 _WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 10
 _FIRST_PORT = 10_000 + _PORTS_A_WORKER * _WORKER
@@ -65,13 +68,7 @@ class Forked:
     """
 
     def __init__(
-        self,
-        argv: Sequence[object],
-        env: Variables,
-        *,
-        cwd: Path | None = None,
-        stdout: str = "",
-        with_ranks: bool = False,
+        self, argv: Sequence[object], env: Variables, *, cwd: Path | None = None, stdout: str = ""
     ) -> None:
         """Start it.
 
@@ -80,14 +77,13 @@ class Forked:
             env: the whole environment.
             cwd: the working folder; default: ours.
             stdout: a file or a terminal, instead of the file that `finished` reads.
-            with_ranks: it is our launcher, and forks its ranks: not for tests of how they start.
         """
         self.argv = tuple(map(str, argv))
         self._folder = tempfile.TemporaryDirectory(prefix="gs-forked-")
         self._mark = f"TEST_RUN_MARK={self._folder.name}"
         out, err = (str(Path(self._folder.name, name)) for name in ("out", "err"))
         name, _, value = self._mark.partition("=")
-        words = (self.argv, {**env, name: value}, str(cwd or Path.cwd()), stdout or out, err, with_ranks)
+        words = (self.argv, {**env, name: value}, str(cwd or Path.cwd()), stdout or out, err)
         self.process: BaseProcess = CONTEXT.Process(target=_become, args=words)
         self.process.start()
 
@@ -141,7 +137,6 @@ def run_forked(
     *,
     cwd: Path | None = None,
     timeout_s: float = 60.0,
-    with_ranks: bool = False,
 ) -> list[Finished]:
     """Run `python ARGV` once for each of `variables`, all at once, and wait for all.
 
@@ -150,13 +145,10 @@ def run_forked(
         variables: of the environment, beside `clean_environment()`; one mapping a process.
         cwd: the working folder.
         timeout_s: after which they are aborted and the test fails with what they printed.
-        with_ranks: they are our launcher, and fork their ranks: not for tests of how those start.
     """
     with contextlib.ExitStack() as stack:
         runs = [
-            stack.enter_context(
-                Forked(argv, clean_environment(extra), cwd=cwd, with_ranks=with_ranks)
-            )
+            stack.enter_context(Forked(argv, clean_environment(extra), cwd=cwd))
             for extra in variables
         ]
         deadline = time.monotonic() + timeout_s
@@ -212,46 +204,38 @@ class _ForkedRank(subprocess.Popen[bytes]):
         super().__init__(args, env=env, **streams)
 
     def _execute_child(self, *_: object) -> None:
-        sys.stdout.flush()
         self.pid = os.fork()
         self._child_created = True
-        if self.pid == 0:
-            for number, file in enumerate(self._streams, 1):
-                if file is not None:
-                    os.dup2(file.fileno(), number)
-            os.closerange(3, 10_000)  # the launcher's store too
-            resource_tracker._resource_tracker._fd = None
-            for each in weakref.finalize._registry:  # the launcher's folders are not the rank's
-                each.atexit = False
-            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
-                signal.signal(number, signal.SIG_DFL)
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            os._exit(self._ended())
-
-    def _ended(self) -> int:
+        if self.pid:
+            return
+        for number, file in enumerate(self._streams, 1):
+            if file is not None:
+                os.dup2(file.fileno(), number)
+        os.closerange(3, 10_000)  # the launcher's store too
+        resource_tracker._resource_tracker._fd = None
+        for each in weakref.finalize._registry:  # the launcher's folders are not the rank's
+            each.atexit = False
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        code = 1
         try:
             _become(*self._words, os.getcwd())
-        except SystemExit as exit:
-            return exit.code if isinstance(exit.code, int) else int(exit.code is not None)
+            code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
         except BaseException:
             traceback.print_exc()
-            return 1
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-        return 0
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def _become(
-    argv: tuple[str, ...],
-    env: dict[str, str],
-    cwd: str,
-    out: str = "",
-    err: str = "",
-    with_ranks: bool = False,
+    argv: tuple[str, ...], env: dict[str, str], cwd: str, out: str = "", err: str = ""
 ) -> None:
     """In the new process: what the interpreter does with its command line."""
-    if with_ranks:
+    if WITH_RANKS.items() <= env.items():
         from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
         subprocess_handler.Popen = _ForkedRank

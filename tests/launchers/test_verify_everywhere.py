@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from support.fork_server import run_forked
+from support.fork_server import WITH_RANKS, run_forked
 from support.launchers import run_torchrun
 
 VERIFY = ["-m", "gradsync", "verify"]
@@ -57,7 +57,7 @@ def dies():
 def test_a_matrix_on_this_host(tmp_path: Path) -> None:
     words = [*VERIFY, "--models", "mlp", "--dtypes", "fp32", "--num-steps", "2"]
     words += ["--strategies", "naive,invariant", "--world-sizes", "1,2"]
-    (done,) = run_forked([*words, "--json"], cwd=tmp_path, timeout_s=100)
+    (done,) = run_forked([*words, "--json"], [WITH_RANKS], cwd=tmp_path, timeout_s=100)
     done.ok()
     document = json.loads(done.stdout)
     assert document["passed"]
@@ -75,7 +75,7 @@ def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(TARGET)
     words = [*VERIFY, "--strategies", "naive,flat", "--world-sizes", "1,2", "--num-steps", "1"]
     words += ["--json", "--target", "own:dies"]
-    (done,) = run_forked(words, cwd=tmp_path, timeout_s=100)
+    (done,) = run_forked(words, [WITH_RANKS], cwd=tmp_path, timeout_s=100)
     assert done.returncode == 1
     cells = json.loads(done.stdout)["cells"]
     assert [(cell["status"], cell["ranks"], cell["sentence"]) for cell in cells] == [
@@ -102,16 +102,8 @@ def test_under_a_launcher_it_verifies_at_that_size_and_an_error_does_not_cost_th
     tmp_path: Path, target: str, statuses: list[str], message: str
 ) -> None:
     (tmp_path / "own.py").write_text(TARGET)
-    words = [
-        *VERIFY,
-        "--strategies",
-        "invariant,flat,naive",
-        "--dtypes",
-        "fp32",
-        "--num-steps",
-        "2",
-    ]
-    words += ["--json", "--target", f"own:{target}"]
+    words = [*VERIFY, "--strategies", "invariant,flat,naive", "--dtypes", "fp32"]
+    words += ["--num-steps", "2", "--json", "--target", f"own:{target}"]
     done = run_torchrun(2, words, cwd=tmp_path, timeout_s=100)
     assert done.returncode == 1
     cells = json.loads(done.stdout)["cells"]

@@ -30,13 +30,14 @@ from gradsync.commands.bench.sync_plan import (
 )
 from gradsync.commands.models.config import PRESETS, GPTConfig
 from gradsync.errors import RunError
-from support.fork_server import run_forked
+from support.fork_server import WITH_RANKS, run_forked
 from support.rank_session import open_session
 
 SMALL = {"tiny": GPTConfig(n_layer=1, n_head=1, n_embd=64, vocab_size=2048, block_size=16)}
 NUM_PARAMETERS = 11  # embedding, the last norm, and 9 of the one layer
 SIZE = 4 * SMALL["tiny"].num_params()
 SETTINGS = SyncSettings(model_size="tiny", context_length=16, rounds=2, num_steps=2, num_warmup=0)
+BENCH = ("-m", "gradsync", "bench", "sync")
 CONTESTANTS = "naive,bucketed:collective=shared_memory,ring,hierarchical,local_sgd,torch_ddp"
 
 
@@ -185,7 +186,7 @@ def test_a_whole_run(tmp_path: Path) -> None:
     size = ["--context-length", "16", "--rounds", "2", "--num-steps", "1", "--num-warmup", "0"]
     size += ["--threads", "1", "--dtype", "fp32"]
     places = ["--csv", tmp_path / "rows.csv", "--out", tmp_path, "--json"]
-    (done,) = run_forked(["-m", "gradsync", "bench", "sync", *words, *size, *places])
+    (done,) = run_forked([*BENCH, *words, *size, *places], [WITH_RANKS])
     done.ok()
     document = json.loads(done.stdout)
     rows = {row["contestant"]: row for row in document["rows"]}
@@ -204,19 +205,10 @@ def test_a_whole_run(tmp_path: Path) -> None:
 def test_what_a_step_costs_the_host() -> None:
     """Synchronising dispatches no more operations than DDP's, in both loops."""
     contestants = "torch_ddp,bucketed,invariant:loop=user"
-    words = [
-        "--host",
-        "--strategies",
-        contestants,
-        "--model-size",
-        "tiny",
-        "--threads",
-        "1",
-        "--dtype",
-        "fp32",
-    ]
-    size = ["--rounds", "1", "--num-steps", "1", "--num-warmup", "0", "--json"]
-    (done,) = run_forked(["-m", "gradsync", "bench", "sync", *words, *size])
+    words = ["--host", "--strategies", contestants, "--model-size", "tiny", "--json"]
+    words += ["--threads", "1", "--dtype", "fp32"]
+    size = ["--rounds", "1", "--num-steps", "1", "--num-warmup", "0"]
+    (done,) = run_forked([*BENCH, *words, *size], [WITH_RANKS])
     rows = {row["contestant"]: row for row in json.loads(done.ok().stdout)["rows"]}
     assert list(rows) == ["none", *contestants.split(",")]
     dispatched = {name: row["dispatched"] for name, row in rows.items()}
@@ -231,6 +223,6 @@ def test_what_a_step_costs_the_host() -> None:
 def test_one_rank_stands_beside_plain_torch() -> None:
     words = ["--world-size", "1", "--host", "--strategies", "torch_ddp,naive:loop=user"]
     words += ["--rounds", "1", "--num-steps", "1", "--num-warmup", "0", "--threads", "1"]
-    (done,) = run_forked(["-m", "gradsync", "bench", "sync", *words])
+    (done,) = run_forked([*BENCH, *words], [WITH_RANKS])
     assert "left out: torch_ddp\n" in done.ok().stderr
     assert "naive:loop=user: the slowest functions of a step of rank 0" in done.stdout

@@ -8,7 +8,7 @@ from typing import Any
 import claims
 import pytest
 
-from support.fork_server import run_forked, torch_ranks
+from support.fork_server import WITH_RANKS, run_forked, torch_ranks
 
 RUNS = [run for show in claims.load()["show"] for run in show["run"] if "skip" not in run]
 
@@ -24,6 +24,7 @@ def printed(command: str) -> str:
         assert words[1] == "--nproc-per-node"
         variables, words = torch_ranks(int(words[2])), words[2:]
     program = ["-m", "gradsync"] if words[0] == "gradsync" else []
+    variables[0] |= WITH_RANKS
     done = [each.ok() for each in run_forked([*program, *words[1:]], variables, cwd=claims.ROOT)]
     return done[0].stdout + done[0].stderr
 

@@ -12,7 +12,7 @@ import pytest
 
 from gradsync.commands.train.faults import FAULTS, FaultPlan, named
 from support import more_faults
-from support.fork_server import Forked, run_forked, torch_ranks
+from support.fork_server import WITH_RANKS, Forked, run_forked, torch_ranks
 from support.launchers import clean_environment
 from support.small_run import summary_of
 
@@ -67,7 +67,8 @@ def test_the_rank_is_named_and_no_bit_is_lost(tmp_path: Path, undisturbed: str, 
 def test_the_command(undisturbed: str) -> None:
     """A whole drill: its own ranks, a signal to one of them, and the way on."""
     words = ["drill", "--fault=sigterm", "--step=3", "--json", f"--expect={undisturbed}", "--"]
-    done = run_forked(["-m", "gradsync", *words, *TINY], timeout_s=100)[0].ok()
+    command = ["-m", "gradsync", *words, *TINY]
+    done = run_forked(command, [WITH_RANKS], timeout_s=100)[0].ok()
     verdict = json.loads(done.stdout)
     assert (verdict["exit_code"], verdict["left"], verdict["broken"]) == (75, [], [])
     assert (verdict["went_on_from"], verdict["steps_lost"]) == (3, 0)

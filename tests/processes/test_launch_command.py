@@ -17,7 +17,7 @@ from gradsync.commands.train.config_io import parse_config
 from gradsync.runtime.store import wait_until
 from support import foreign_files
 from support.config_flags import train_arguments
-from support.fork_server import Forked, free_port, run_forked, torch_ranks
+from support.fork_server import WITH_RANKS, Forked, free_port, run_forked, torch_ranks
 from support.launchers import clean_environment
 from support.small_run import make_data, small_config
 
@@ -212,6 +212,6 @@ def test_a_resume_that_is_refused_is_said_once(tmp_path: Path) -> None:
     flags = ("--data", tmp_path / "data", "--out", run, "--steps", "2", "--nproc-per-node", "2")
     command = ("-m", "gradsync", "train", "tiny", *foreign_files.FLAGS, *flags)
     for change, said in (("--seed=9", "was trained with --seed"), ("--model.n-layer=2", "n_layer")):
-        (done,) = run_forked([*command, change])
+        (done,) = run_forked([*command, change], [WITH_RANKS])
         assert done.returncode == 2, done.describe()
         assert done.stderr.count("gradsync: error:") == done.stderr.count(said) == 1, done.stderr

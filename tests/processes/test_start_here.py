@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support.launchers import run_python
+from support.fork_server import WITH_RANKS, run_forked
 from support.small_run import summary_of
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +39,8 @@ def test_its_commands_run_and_its_two_hashes_are_one(tmp_path: Path) -> None:
     for name, *words in commands():
         if name not in ELSEWHERE:
             shorter = shlex.split(SHORTER.get(name, ""))
-            run_python(["-m", "gradsync", name, *words, *shorter], cwd=tmp_path).ok()
+            command = ["-m", "gradsync", name, *words, *shorter]
+            run_forked(command, [WITH_RANKS], cwd=tmp_path)[0].ok()
             ran.append(name)
     assert set(ran) == {"train", "sample", "prepare", "report", "watch", "verify"}
     assert (tmp_path / "runs/first/report.html").exists()

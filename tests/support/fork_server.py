@@ -17,12 +17,17 @@ import os
 import runpy
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
+import traceback
+import weakref
 from collections.abc import Sequence
+from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,6 +51,9 @@ CONTEXT.set_forkserver_preload(
         "pytest",
     ]
 )
+
+WITH_RANKS = {"TEST_FORKS_RANKS": "1"}
+"""For a process that launches ranks: it forks them. Not for tests of how ranks start."""
 
 _PORTS_A_WORKER = 2_000
 _WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 10
@@ -187,12 +195,55 @@ def free_port() -> int:
     raise OSError("no port is free")
 
 
-def _become(argv: tuple[str, ...], env: dict[str, str], cwd: str, out: str, err: str) -> None:
+class _ForkedRank(subprocess.Popen[bytes]):
+    """What torch's agent takes for a fresh interpreter is a fork of the agent's process."""
+
+    def __init__(self, args: Sequence[str], env: dict[str, str], **streams: Any) -> None:
+        self._words = (tuple(args[2:]), env)  # without the interpreter and its -u
+        self._streams = (streams["stdout"], streams["stderr"])
+        super().__init__(args, env=env, **streams)
+
+    def _execute_child(self, *_: object) -> None:
+        self.pid = os.fork()
+        self._child_created = True
+        if self.pid:
+            return
+        for number, file in enumerate(self._streams, 1):
+            if file is not None:
+                os.dup2(file.fileno(), number)
+        os.closerange(3, 10_000)  # the launcher's store too
+        resource_tracker._resource_tracker._fd = None
+        for each in weakref.finalize._registry:  # the launcher's folders are not the rank's
+            each.atexit = False
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        code = 1
+        try:
+            _become(*self._words, os.getcwd())
+            code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _become(
+    argv: tuple[str, ...], env: dict[str, str], cwd: str, out: str = "", err: str = ""
+) -> None:
     """In the new process: what the interpreter does with its command line."""
+    if WITH_RANKS.items() <= env.items():
+        from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+        subprocess_handler.Popen = _ForkedRank
     gc.freeze()  # nothing of torch's is worth looking at in a collection
     os.setsid()
     for number, path in ((1, out), (2, err)):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), number)
+        if path:
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), number)
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)

@@ -150,10 +150,17 @@ def run_python(argv: Words, **options: Unpack[Options]) -> Finished:
 def run_torchrun(
     n: int, argv: Words, *, flags: Words = ("--standalone",), **options: Unpack[Options]
 ) -> Finished:
-    """`torchrun --nproc-per-node N ARGV`; --standalone takes a free port: no collisions."""
+    """`torchrun --nproc-per-node N ARGV`; --standalone takes a free port: no collisions.
+
+    The agent is forked from a process that has torch loaded; its ranks start as ever.
+    """
+    from support.fork_server import run_forked
+
+    extra_env = options.pop("extra_env", None) or {}
     with tempfile.TemporaryDirectory() as logs:  # torchrun would leave its own folder behind
         torchrun = ["-m", "torch.distributed.run", f"--log-dir={logs}", *flags]
-        return run_python([*torchrun, f"--nproc-per-node={n}", *map(str, argv)], **options)
+        words = [*torchrun, f"--nproc-per-node={n}", *argv]
+        return run_forked(words, [extra_env], **options)[0]
 
 
 def run_mpirun(n: int, argv: Words, **options: Unpack[Options]) -> Finished:

@@ -65,6 +65,8 @@ class _Run(Generic[T]):
         self.world_size = world_size
         self.timeout = timedelta(seconds=timeout_s * 2 / 3)  # an error that gloo lost, not a hang
         self.store = dist.HashStore()
+        # One for all: each has a thread that waits for messages, and these would wake one another.
+        self.device = dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
         self.lock = threading.Lock()
         self.sockets_before = sockets.connections()
         self.sockets: set[int] = set()
@@ -97,7 +99,7 @@ class _Run(Generic[T]):
 
     def _group(self, rank: int) -> dist.ProcessGroup:
         options = dist.ProcessGroupGloo._Options()
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options._devices = [self.device]
         options._timeout = self.timeout
         backend = dist.ProcessGroupGloo(self.store, rank, self.world_size, options)
         group = dist.ProcessGroup(self.store, rank, self.world_size)

@@ -35,7 +35,7 @@ from gradsync.runtime.resolve import resolve
 from gradsync.runtime.store import host_store
 from gradsync.sync.options import Recipe
 from gradsync.sync.registry import STRATEGIES
-from support.launchers import run_python
+from support.fork_server import run_forked
 
 ROOT = Path(__file__).parents[2]
 GUIDES = sorted((ROOT / "docs" / "guide").glob("*.md"))
@@ -43,6 +43,8 @@ STRATEGIES_PAGE = next(path for path in GUIDES if path.name == "strategies.md").
 USER_LOOP = next(path for path in GUIDES if path.name == "user-loop.md").read_text()
 DETAILS = next(path for path in GUIDES if path.name == "strategy-details.md").read_text()
 PROCESS_GROUP = """
+import warnings
+warnings.simplefilter("error")
 import torch.distributed as dist
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 """
@@ -64,10 +66,11 @@ def python_of(text: str) -> str:
 @pytest.mark.parametrize(
     "guide", [g for g in GUIDES if python_of(g.read_text())], ids=lambda g: g.name
 )
-def test_python_runs_on_one_rank(guide: Path) -> None:
+def test_python_runs_on_one_rank(guide: Path, tmp_path: Path) -> None:
     """In the order of the page, each block with the names of those before it."""
     program = PROCESS_GROUP + python_of(guide.read_text()) + EPILOGUE
-    done = run_python(["-W", "error", "-c", program]).ok()
+    (tmp_path / "page.py").write_text(program)
+    done = run_forked([tmp_path / "page.py"])[0].ok()
     assert len(done.stdout.splitlines()) == program.count("print(")
 
 

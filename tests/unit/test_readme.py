@@ -9,7 +9,7 @@ import pytest
 
 from gradsync.commands.cli.main import COMMANDS
 from gradsync.sync.registry import STRATEGIES
-from support.launchers import run_python
+from support.fork_server import run_forked
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -28,10 +28,11 @@ def test_the_script_is_the_examples() -> None:
             assert code in example, code
 
 
-def test_the_example_learns() -> None:
+def test_the_example_learns(tmp_path: Path) -> None:
     """In a third of its epochs."""
     script = (ROOT / "examples" / "spiral.py").read_text().replace("epochs=30", "epochs=10")
-    done = run_python(["-c", script]).ok()
+    (tmp_path / "spiral.py").write_text(script)
+    done = run_forked([tmp_path / "spiral.py"])[0].ok()
     losses = [float(loss) for loss in re.findall(r"loss ([0-9.]+)", done.stdout)]
     assert losses[0] > 0.6
     assert losses[-1] < 0.1

@@ -28,7 +28,7 @@ from gradsync.commands.bench.experiment import (
     where,
 )
 from gradsync.commands.bench.sync_plan import uses_cuda
-from gradsync.commands.plan.measured import Fit, fit_line, save_fits
+from gradsync.commands.plan.measured import Fit, fit_conditions, fit_line, save_fits
 from gradsync.core.files import check_name, counted
 from gradsync.errors import ConfigError
 
@@ -211,7 +211,13 @@ def findings_of(options: CollectivesOptions, result: Mapping[str, Any]) -> Findi
     found, num_nodes = result["environment"], result["num_nodes"]
     rows = rows_of(result["samples"], found["world_size"], one_memory=result["one_memory"])
     fits = fits_of(rows)
-    about = {"dtype": options.dtype, "world_size": found["world_size"], "num_nodes": num_nodes}
+
+    def keep() -> str:
+        device = "cpu" if found["backend"] == "gloo" else "cuda"
+        ranks = (found["world_size"], found["threads_per_rank"])
+        here = fit_conditions(device, *ranks, num_nodes=num_nodes, dtype=options.dtype)
+        return f"kept alpha and beta in {save_fits(here, fits)}"
+
     return Findings(
         environment=found,
         data={
@@ -225,7 +231,7 @@ def findings_of(options: CollectivesOptions, result: Mapping[str, Any]) -> Findi
             "samples": result["samples"],
         },
         show=partial(print_report, rows, result, options.dtype),
-        keep=(lambda: f"kept alpha and beta in {save_fits(found | about, fits)}") if fits else None,
+        keep=keep if fits else None,
         code=1 if result["wrong"] else 0,
     )
 

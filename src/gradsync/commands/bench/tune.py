@@ -113,7 +113,7 @@ def request_of(options: TuneOptions, world: World) -> TuneRequest:
     if options.data and not Path(options.data).is_dir():
         raise ConfigError(f"--data {options.data} is no directory")
     if world.is_main:
-        check_place("GRADSYNC_CACHE", TUNED.folder(), folder=True)
+        check_place("GRADSYNC_CACHE", TUNED.path({}).parent, folder=True)
     world_size = world.world_size if world.is_distributed else options.world_size
     local = world.local_world_size if world.is_distributed else world_size
     batch, count = batch_of(options, start, world_size)

@@ -28,7 +28,7 @@ from gradsync.commands.plan.description import (
     multiplies_bf16,
     usual_link,
 )
-from gradsync.commands.plan.measured import load_fits, version_of
+from gradsync.commands.plan.measured import fit_conditions, load_fits
 from gradsync.core.files import one_line
 from gradsync.runtime.machine import (
     available_bytes,
@@ -144,18 +144,8 @@ def cpu_link(ranks: int) -> Link:
     same time: 2 (n-1) messages of S / n bytes.
     """
     ranks = max(ranks, 2)
-    here = {
-        "cpu": cpu_model(),
-        "cores": usable_cores(),
-        "accelerator": None,
-        "backend": "gloo",
-        "world_size": ranks,
-        "threads_per_rank": choose_threads(ranks),
-        "torch": version_of("torch") or "none",
-        "num_nodes": 1,
-        "dtype": "fp32",
-    }
-    found = {fit.algorithm: fit for fit in load_fits(here) if fit.operation == "all_reduce"}
+    here = load_fits(fit_conditions("cpu", ranks, choose_threads(ranks)))
+    found = {fit.algorithm: fit for fit in here if fit.operation == "all_reduce"}
     for algorithm in _MESSAGES:
         fit = found.get(algorithm)
         if fit is not None and fit.beta_s_per_byte > 0:

@@ -70,25 +70,17 @@ class Cache(Generic[T]):
     build: Callable[[Any], T]
     """Builds an answer from a file's JSON object; raises ValueError or similar if it is invalid."""
 
-    def folder(self) -> Path:
-        """The folder."""
-        return environ.cache_dir() / self.kind
-
     def path(self, conditions: Conditions) -> Path:
-        """File of the answer for `conditions`."""
+        """File of the answer for `conditions`; ConfigError if there is no folder for caches."""
         key = json.dumps(conditions, sort_keys=True).encode()
-        return self.folder() / f"{hashlib.sha256(key).hexdigest()[:16]}.json"
+        return environ.cache_dir() / self.kind / f"{hashlib.sha256(key).hexdigest()[:16]}.json"
 
     def save(self, conditions: Conditions, found: T) -> Path:
         """Store a dataclass, replacing an older one; returns the path. RunError if that fails."""
         answer: Any = found
         heading = {"format_version": _FORMAT_VERSION, "conditions": conditions}
-        path = self.path(conditions)
-        write_result(
-            path,
-            json_text(heading | asdict(answer)),
-            "; GRADSYNC_CACHE can name another cache",
-        )
+        text, path = json_text(heading | asdict(answer)), self.path(conditions)
+        write_result(path, text, "; GRADSYNC_CACHE can name another cache")
         return path
 
     def read(self, conditions: Conditions) -> T | None:
@@ -162,29 +154,26 @@ class Fits:
 
 
 FITS = Cache("alpha-beta", lambda document: msgspec.convert(document, Fits))
-_KEY = (
-    *("cpu", "cores", "accelerator", "backend", "world_size", "threads_per_rank", "torch"),
-    *("num_nodes", "dtype"),
-)
-"""The parts of the environment and of the benchmark's settings that affect a cost."""
 
 
-def _conditions(environment: Mapping[str, Any]) -> Conditions:
-    """Of this machine's lines; `environment` includes `num_nodes` and `dtype`."""
-    release = environment["torch"].partition("+")[0]  # metadata of PyPI's wheels omits the build
-    return {name: environment[name] for name in _KEY} | {"torch": release}
+def fit_conditions(
+    device: str, world_size: int, threads: int, *, num_nodes: int = 1, dtype: str = "fp32"
+) -> Conditions:
+    """Conditions of the lines of `world_size` ranks."""
+    ranks = {"world_size": world_size, "num_nodes": num_nodes, "dtype": dtype}
+    return machine_conditions(device, threads) | ranks
 
 
-def save_fits(environment: Mapping[str, Any], fits: Sequence[Fit]) -> Path:
+def save_fits(conditions: Conditions, fits: Sequence[Fit]) -> Path:
     """Save `fits`; keep the stored lines of other operations and algorithms. RunError if the cache
     cannot be written."""
-    known = {(fit.operation, fit.algorithm): fit for fit in [*load_fits(environment), *fits]}
-    return FITS.save(_conditions(environment), Fits(tuple(known.values())))
+    known = {(fit.operation, fit.algorithm): fit for fit in [*load_fits(conditions), *fits]}
+    return FITS.save(conditions, Fits(tuple(known.values())))
 
 
-def load_fits(environment: Mapping[str, Any]) -> tuple[Fit, ...]:
-    """The lines that `save_fits` stored for this environment; empty if there are none."""
+def load_fits(conditions: Conditions) -> tuple[Fit, ...]:
+    """The lines that `save_fits` stored; empty if there are none."""
     with suppress(ConfigError):  # no folder for caches
-        if (found := FITS.read(_conditions(environment))) is not None:
+        if (found := FITS.read(conditions)) is not None:
             return found.fits
     return ()

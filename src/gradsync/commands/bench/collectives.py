@@ -14,21 +14,21 @@ from itertools import chain, groupby
 from statistics import median
 from typing import IO, TYPE_CHECKING, Annotated, Any
 
+import numpy as np
 import tyro
 
+from gradsync.commands.arguments import check_least, names_in
 from gradsync.commands.bench.experiment import (
     Experiment,
     Findings,
-    check_least,
-    names_in,
-    percentile,
     print_table,
     ratios,
     spread,
     where,
 )
-from gradsync.commands.bench.sync_plan import uses_cuda
+from gradsync.commands.bench.sync_plan import DeviceName, uses_cuda
 from gradsync.commands.plan.measured import Fit, fit_conditions, fit_line, save_fits
+from gradsync.commands.plan.report import duration
 from gradsync.core.files import check_name, counted
 from gradsync.errors import ConfigError
 
@@ -77,7 +77,7 @@ class CollectivesOptions:
     16 B, 64 B, ... up to 1 GiB or what fits in memory."""
     world_size: int = 2  # Ranks to start on this host.
     dtype: str = "fp32"  # fp64, fp32, bf16, fp16, int64, int32 or int8.
-    device: str = "auto"  # cpu, cuda, or auto: GPUs if each rank of a host has one.
+    device: DeviceName = "auto"  # auto: GPUs if each rank of a host has one.
     rounds: int = 7  # Turns of each algorithm at each size.
     save: bool = False  # Keep the fitted costs in the user's cache, for planning.
     out: str = ""  # Write record.json, with every sample, into this folder.
@@ -186,7 +186,7 @@ def rows_of(
             "count": entry["count"],
             "repetitions": len(times),  # over all rounds
             "p50_s": p50_s,
-            "p95_s": percentile(times, 95),
+            "p95_s": float(np.percentile(times, 95)),
             "algbw_gbs": algbw,  # 1e9 bytes per second
             "busbw_gbs": None if is_copy else algbw * bus_factor(operation, world_size),
             "of_limit": asdict(spread(ratios(limits, seconds))) if limited else None,
@@ -260,8 +260,8 @@ def print_report(
             line = {
                 "size": size_text(row["size_bytes"]),
                 "algorithm": row["algorithm"],
-                "p50": time_text(row["p50_s"]),
-                "p95": time_text(row["p95_s"]),
+                "p50": duration(row["p50_s"]),
+                "p95": duration(row["p95_s"]),
                 "algbw GB/s": f"{row['algbw_gbs']:.3g}",
                 "busbw GB/s": f"{busbw:.3g}" if busbw else "",
                 "of limit": f"{part['median']:.0%}" if part else "",
@@ -270,12 +270,6 @@ def print_report(
         print_table(stream, operation, cells, words=("algorithm",))
     for line in (_OF_LIMIT, *result["skipped"], *(f"WRONG {each}" for each in result["wrong"])):
         print(line, file=stream)
-
-
-def time_text(seconds: float) -> str:
-    """Three digits: `4.21 us`, `1.30 ms`, `2.05 s`."""
-    unit, factor = ("s", 1) if seconds >= 1 else ("ms", 1e3) if seconds >= 1e-3 else ("us", 1e6)
-    return f"{seconds * factor:.3g} {unit}"
 
 
 EXPERIMENT = Experiment(

@@ -30,7 +30,7 @@ from gradsync.commands.bench.collectives import (
     work_of,
 )
 from gradsync.commands.bench.experiment import environment, show_progress
-from gradsync.commands.bench.meter import moment, seconds_between
+from gradsync.commands.plan.profile import moment, seconds_between
 from gradsync.errors import ConfigError
 from gradsync.runtime import environ
 from gradsync.runtime.machine import available_bytes
@@ -247,7 +247,7 @@ class Bench:
 
     def _turn(self, contestant: TimedOperation, repetitions: int) -> list[float]:
         """Seconds of each repetition, to the nanosecond; the same on all ranks."""
-        device = self._like.device
+        device = self._like.device.type
         self._comm.barrier()
         moments = [moment(device)]
         for _ in range(repetitions):

@@ -102,6 +102,7 @@ class Entrant:
         self.clock = StepClock(self.model.embed.weight)
         self.called: Any = self.model
         self.optimizer: Any = None
+        self.sync: Any = None  # of a strategy of ours
         self.mean_loss: Any = None  # of this rank's micro-batches, or of all, in the last step
         self.set_up()
 
@@ -148,13 +149,17 @@ class Entrant:
 
     def communicator(self) -> Communicator | None:
         """The communicator to count, see `Wire`."""
-        return None
+        return None if self.sync is None else self.sync.comm
 
     def wait(self) -> None:
         """Return when the last step has no pending work."""
+        if self.sync is not None:
+            self.sync.replica.wait()
 
     def close(self) -> None:
         """Remove hooks and stop threads."""
+        if self.sync is not None:
+            self.sync.close()
 
 
 class Reference(Entrant):
@@ -288,15 +293,6 @@ class Synchronised(Entrant):
         result = self.sync.step(self.optimizer, clip_norm=CLIP_NORM)
         self.mean_loss = result.mean_loss
 
-    def wait(self) -> None:
-        self.sync.replica.wait()
-
-    def communicator(self) -> Communicator:
-        return self.sync.comm
-
-    def close(self) -> None:
-        self.sync.close()
-
 
 class InTheirLoop(Entrant):
     """A strategy of the registry in a plain loop: two lines replace DDP's."""
@@ -309,12 +305,6 @@ class InTheirLoop(Entrant):
 
     def accumulating(self, *, last: bool) -> AbstractContextManager[Any]:
         return nullcontext() if last else self.sync.no_sync()
-
-    def communicator(self) -> Communicator:
-        return self.sync.comm
-
-    def close(self) -> None:
-        self.sync.close()
 
 
 _OTHERS = {

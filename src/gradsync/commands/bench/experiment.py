@@ -26,10 +26,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from gradsync.commands.arguments import parse
+from gradsync.commands.arguments import flag_of, parse
 from gradsync.commands.launch.ranks import WORKER, be_rank, measure_on_ranks, until_stopped
 from gradsync.core.files import check_name, check_place, counted, json_text, write_result
-from gradsync.errors import ConfigError
 from gradsync.runtime import environ
 from gradsync.runtime.machine import cpu_model, total_bytes, usable_cores
 from gradsync.runtime.resolve import resolve
@@ -166,27 +165,10 @@ def command_of(options: Any, command: Sequence[str]) -> str:
     return shlex.join(words)
 
 
-def flag_of(name: str) -> str:
-    """An option as users type it."""
-    return "--" + name.replace("_", "-")
-
-
-def check_least(options: Any, **least: int) -> None:
-    """Refuse options that are below their minimum; None is always allowed."""
-    for name, number in least.items():
-        if (value := getattr(options, name)) is not None and value < number:
-            raise ConfigError(f"{flag_of(name)} must be at least {number}; got {value}")
-
-
 def taken(kind: type[T], options: Any, **others: Any) -> T:
     """A `kind` built from the options that match its fields, overridden by `others`."""
     names = [entry.name for entry in fields(kind) if hasattr(options, entry.name)]  # type: ignore[arg-type]
     return kind(**{name: getattr(options, name) for name in names} | others)
-
-
-def names_in(text: str) -> tuple[str, ...]:
-    """Words separated by commas, without duplicates."""
-    return tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
 
 
 def environment(*, world_size: int, threads: int) -> dict[str, Any]:
@@ -244,14 +226,9 @@ class Spread:
         return f"{middle} ({self.low:.{digits}f}-{self.high:.{digits}f})"
 
 
-def percentile(values: Sequence[float], percent: float) -> float:
-    """The value that `percent` of 100 do not exceed; interpolated linearly between two of them."""
-    return float(np.percentile(values, percent))
-
-
 def spread(values: Sequence[float]) -> Spread:
     """Median and quartiles of at least one value."""
-    low, median, high = (percentile(values, percent) for percent in (25, 50, 75))
+    low, median, high = np.percentile(values, (25, 50, 75)).tolist()
     return Spread(median=median, low=low, high=high, count=len(values))
 
 

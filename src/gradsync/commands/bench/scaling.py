@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from gradsync.commands.arguments import check_least, numbers_in
 from gradsync.commands.bench.experiment import (
     Experiment,
     Findings,
     Spread,
-    check_least,
     interval,
-    names_in,
     print_table,
     spread,
     taken,
@@ -32,6 +31,8 @@ from gradsync.commands.bench.sync_plan import (
     ALONE,
     BenchPlan,
     Contestant,
+    DeviceName,
+    Dtype,
     Results,
     SyncSettings,
     parse_contestants,
@@ -40,7 +41,7 @@ from gradsync.commands.bench.sync_plan import (
 )
 from gradsync.core.files import counted
 from gradsync.errors import ConfigError
-from gradsync.runtime.bounds import MOST_RANKS, whole_number
+from gradsync.runtime.bounds import MOST_RANKS
 from gradsync.runtime.machine import choose_threads, usable_cores
 
 if TYPE_CHECKING:
@@ -74,8 +75,8 @@ class ScalingOptions:
     num_steps: int = 10  # Measured optimizer steps per turn.
     num_warmup: int = 2  # Optimizer steps before those, not measured.
     rounds: int = 10  # Turns of each world size; the interval comes from these.
-    dtype: str = "bf16"  # fp32, or bf16 (autocast over fp32 weights).
-    device: str = "auto"  # auto, cpu or cuda.
+    dtype: Dtype = "bf16"  # bf16 is autocast over fp32 weights.
+    device: DeviceName = "auto"  # auto: GPUs, if there are any.
     out: str = ""  # Write record.json, with every sample, into this folder.
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print the record on standard output; the table goes to standard error."""
@@ -125,14 +126,8 @@ def plan_of(options: ScalingOptions, world: World) -> ScalingPlan:
 
 def parse_world_sizes(text: str, cores: int) -> tuple[int, ...]:
     """`"4,2"` as (1, 2, 4); "" is 1, 2, 4 … up to the number of cores, and at least 2."""
-    sizes = {1}
-    for word in names_in(text) or (str(2**n) for n in range(1, max(cores.bit_length(), 2))):
-        number = whole_number(word, MOST_RANKS)
-        if not number:
-            raise ConfigError(
-                f"--world-sizes: {word[:80]!r} is not a number of ranks, at most {MOST_RANKS}"
-            )
-        sizes.add(number)
+    powers = [2**n for n in range(1, max(cores.bit_length(), 2))]
+    sizes = {1, *(numbers_in("--world-sizes", text, MOST_RANKS) or powers)}
     if len(sizes) == 1:
         raise ConfigError("--world-sizes: name a number above 1 to compare one rank with")
     return tuple(sorted(sizes))

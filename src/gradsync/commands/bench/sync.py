@@ -9,15 +9,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from statistics import fmean, median
-from typing import IO, TYPE_CHECKING, Annotated, Any
+from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from gradsync.commands.arguments import check_least
 from gradsync.commands.bench.experiment import (
     Experiment,
     Findings,
     Spread,
-    check_least,
     print_table,
     ratios,
     say,
@@ -29,6 +29,8 @@ from gradsync.commands.bench.sync_plan import (
     OTHERS,
     BenchPlan,
     Contestant,
+    DeviceName,
+    Dtype,
     Results,
     SyncSettings,
     bench_plan,
@@ -72,10 +74,10 @@ class SyncOptions:
     """Tokens of a sequence; default: what the model takes, at most 512."""
     batch_size: int = 1  # Sequences per rank and step.
     micro_batches_per_rank: int = 1  # Micro-batches into which these are divided.
-    dtype: str = "auto"
-    """fp32, bf16 (autocast over fp32 weights), or auto: bf16, except where a CPU emulates it."""
+    dtype: Dtype | Literal["auto"] = "auto"
+    """bf16 is autocast over fp32 weights; auto is bf16, except where a CPU emulates it."""
     threads: int | None = None  # Intra-op threads of a rank; default: cores / ranks.
-    device: str = "auto"  # auto, cpu or cuda.
+    device: DeviceName = "auto"  # auto: GPUs, if there are any.
     host: bool = False
     """Measure what a step costs the host: the model's tensors and buckets, 8 wide, so that
     computing costs nothing. Counts operations and calls, and names the slowest functions. `default`

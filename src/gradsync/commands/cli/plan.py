@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from gradsync.commands.arguments import parse
+from gradsync.commands.arguments import check_least, flag_of, names_in, numbers_in, parse
 from gradsync.commands.plan.choice import USUAL, Costs, Recommendation, Search, choose, remedy
 from gradsync.commands.plan.description import NETWORKS, Hardware, fast_switches
 from gradsync.commands.plan.hardware_file import hardware_document, load_hardware
@@ -34,7 +34,7 @@ from gradsync.commands.train.data import vocabulary
 from gradsync.core.files import check_name
 from gradsync.errors import ConfigError, RunError
 from gradsync.runtime import environ
-from gradsync.runtime.bounds import MOST_NODES, whole_number
+from gradsync.runtime.bounds import MOST_NODES
 from gradsync.sync.registry import STRATEGIES, find_strategy
 
 _SIZES = ("tokens_per_update", "seq_len", "dtype", "micro_batch_size")
@@ -89,7 +89,6 @@ class Request:
     """The request, checked."""
 
     hardware: Hardware
-    here: bool  # Whether the hardware is this machine's
     work: Workload
     search: Search
     flags: tuple[str, ...]  # For `gradsync train`, for values that differ from the model's
@@ -107,7 +106,8 @@ def run(argv: list[str]) -> int:
     request = request_of(options)
     costs, work, hardware = Costs(), request.work, request.hardware
     choice = choose(work, hardware, costs, request.search)
-    if options.probe and request.here and choice.pick is not None and costs.measure(work, hardware):
+    may_probe = options.probe and not options.hardware and choice.pick is not None
+    if may_probe and costs.measure(work, hardware):
         choice = choose(work, hardware, costs, request.search)
     _tell(options, request, costs, choice)
     return 0
@@ -137,10 +137,9 @@ def request_of(options: PlanOptions) -> Request:
     flags = ["--data", options.data] if options.data else []
     for name, value in given.items():
         if name != "micro_batch_size" and value != getattr(usual, name):
-            flags += [f"--{name.replace('_', '-')}", str(value)]
+            flags += [flag_of(name), str(value)]
     return Request(
         hardware=hardware,
-        here=not options.hardware,
         work=Workload(
             model=model,
             micro_batch_size=plan.micro_batch_size,
@@ -159,10 +158,7 @@ def request_of(options: PlanOptions) -> Request:
 
 def hardware_of(options: PlanOptions) -> Hardware:
     """The hardware to plan for: described, or this machine."""
-    for name in ("nodes", "nproc_per_node"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1; got {value}")
+    check_least(options, nodes=1, nproc_per_node=1)
     if options.hardware:
         if options.nodes is not None or options.nproc_per_node is not None:
             raise ConfigError(
@@ -182,21 +178,15 @@ def hardware_of(options: PlanOptions) -> Hardware:
 def _strategies(text: str) -> tuple[str, ...]:
     if text.strip() == "all":
         return tuple(dict.fromkeys((*USUAL, *STRATEGIES)))
-    names = text.split(",") if text else USUAL
-    return tuple(dict.fromkeys(find_strategy(name.strip()).name for name in names))
+    names = names_in(text) or USUAL
+    return tuple(dict.fromkeys(find_strategy(name).name for name in names))
 
 
 def _simulated(
     options: PlanOptions, request: Request, costs: Costs, choice: Recommendation
 ) -> list[dict[str, Any]]:
     """More of the first host: every replica keeps the micro-batches that it has under the pick."""
-    words = options.simulate.split(",") if options.simulate else []
-    sizes, pick = [whole_number(word.strip(), MOST_NODES) for word in words], choice.pick
-    if not all(sizes):
-        raise ConfigError(
-            f"--simulate takes numbers of ranks such as 8,64,512, at most {MOST_NODES}; got "
-            f"{options.simulate[:80]!r}"
-        )
+    sizes, pick = numbers_in("--simulate", options.simulate, MOST_NODES), choice.pick
     if not sizes or pick is None:
         return []
     hardware = request.hardware
@@ -206,7 +196,7 @@ def _simulated(
         splits.insert(0, replace(best, shared_weights=False))
     work = replace(pick.work, num_leaves=-(-pick.work.num_leaves // pick.split.layout.dp))
     profile = costs.profile(work, hardware.devices[0])
-    about = (work, hardware.hosts[0], hardware.network, [size for size in sizes if size], profile)
+    about = (work, hardware.hosts[0], hardware.network, sizes, profile)
     return simulate(*about, splits=list(dict.fromkeys(splits)))
 
 

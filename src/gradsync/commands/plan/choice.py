@@ -8,11 +8,10 @@ within the model's error: bits independent of the number of ranks come first, th
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import cache
-from itertools import groupby, product
+from itertools import product
 from math import log2
 from typing import Any
 
@@ -266,43 +265,29 @@ class Recommendation:
 def choose(work: Workload, hardware: Hardware, costs: Costs, search: Search) -> Recommendation:
     """Judge every combination and take one. Every candidate keeps the `step_tokens` of `work`, and
     uses all of the hardware, one host, or one device."""
-    profile = cache(costs.profile)
     judged: list[Candidate] = []
+    best: list[Candidate] = []  # For each number of devices
     for count in counts(hardware):
-        used, room = hardware.with_devices(count), room_bytes(hardware, count)
+        used, room, begin = hardware.with_devices(count), room_bytes(hardware, count), len(judged)
         for split in splits(count, hardware, search.strategies):
             kept: set[int] = set()
             for variant in search.works(work):
                 # Recompute only if kept activations do not fit.
                 if variant.micro_batch_size not in kept:
-                    case = _judge(variant, split, used, room=room, costs=costs, profile=profile)
+                    case = _judge(variant, split, used, room, costs)
                     judged.append(case)
                     kept |= {variant.micro_batch_size} if case.runs else set()
-    # The fastest of the preferred candidates for each number of devices.
-    fitting = sorted((each for each in judged if each.runs), key=lambda each: each.split.world_size)
-    groups = groupby(fitting, key=lambda each: each.split.world_size)
-    best = [preferred(list(group), search) for _, group in groups]
+        if fitting := [each for each in judged[begin:] if each.runs]:
+            best.append(preferred(fitting, search))
     pick = min(best, key=lambda each: each.seconds, default=None)
-    choice = Recommendation(candidates=tuple(judged), pick=pick, search=search)
     if pick is None:
-        return choice
-    told = replace(pick, remark=_why_taken(pick, judged))
-    candidates = [
-        replace(each, remark=_why_not(each, pick)) if each.runs else each for each in judged
-    ]
-    candidates[judged.index(pick)] = told
-    return replace(choice, candidates=tuple(candidates), pick=told)
+        return Recommendation(candidates=tuple(judged), pick=None, search=search)
+    told = [replace(each, remark=_why_not(each, pick)) if each.runs else each for each in judged]
+    taken = told[judged.index(pick)] = replace(pick, remark=_why_taken(pick, judged))
+    return Recommendation(candidates=tuple(told), pick=taken, search=search)
 
 
-def _judge(
-    work: Workload,
-    split: Split,
-    used: Hardware,
-    *,
-    room: int,
-    costs: Costs,
-    profile: Callable[[Workload, Device], StepProfile],
-) -> Candidate:
+def _judge(work: Workload, split: Split, used: Hardware, room: int, costs: Costs) -> Candidate:
     """Arithmetic, memory, time: the first that fails is the obstacle."""
     if reason := obstacle(work, split):
         return Candidate(work=work, split=split, obstacle=reason)
@@ -312,7 +297,7 @@ def _judge(
         short = f"needs {gb(need.total)} of {gb(room)}: {gb(need.total - room)} short"
         return replace(judged, obstacle=short)
     # All ranks wait for the slowest device.
-    profiles = [profile(work, device) for device in dict.fromkeys(used.devices)]
+    profiles = [costs.profile(work, device) for device in dict.fromkeys(used.devices)]
     slowest = max(profiles, key=lambda each: each.leaf_s)
     return replace(judged, time=costs.step(work, split, used, slowest))
 

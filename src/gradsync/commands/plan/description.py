@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal, TypeVar
 
+from gradsync.core.files import check_name
 from gradsync.errors import ConfigError
 
 Kind = Literal["cuda", "cpu"]
@@ -253,9 +254,7 @@ _NAME = re.compile(r"(.+?)(?:x([1-9]\d{0,2}))?(?:@([1-9]\d{0,3}))?", re.ASCII)
 
 def device_of(key: str) -> Device:
     """A catalogued device: `h100`, `a100-40`. ConfigError names the known devices."""
-    if key not in DEVICES:
-        there = ", ".join(DEVICES)
-        raise ConfigError(f"unknown device {key!r} (there are: {there}; a file describes others)")
+    check_name("device", key, DEVICES)
     return DEVICES[key]
 
 

@@ -106,8 +106,7 @@ def read_processor(root: Path = Path("/")) -> Processor:
 def fast_dtype(device: str, root: Path = Path("/")) -> Literal["bf16", "fp32"]:
     """The dtype of `auto` on `device` (auto, cpu, cuda or cuda:N): bf16 if the hardware multiplies
     it, else fp32. Torch is imported only if there may be a GPU."""
-    may_be_gpu = has_driver(root) or (root / "dev/kfd").exists()
-    if device != "cpu" and (device != "auto" or may_be_gpu):
+    if device != "cpu" and (device != "auto" or may_have_gpu(root)):
         import torch
 
         if torch.cuda.is_available():
@@ -195,6 +194,11 @@ _GPU_CLOCK_HZ = 1.5e9
 def has_driver(root: Path) -> bool:
     """Whether an NVIDIA driver is loaded on the system whose /proc and /dev lie under `root`."""
     return any((root / sign).exists() for sign in _DRIVER_SIGNS)
+
+
+def may_have_gpu(root: Path = Path("/")) -> bool:
+    """Whether a driver is loaded, NVIDIA's or AMD's; torch has the last word."""
+    return has_driver(root) or (root / "dev/kfd").exists()
 
 
 def find_gpus(env: Mapping[str, str], root: Path, notes: list[str]) -> list[Device]:

@@ -139,23 +139,16 @@ def activations(work: Workload, blocks: int, tp: int = 1) -> Activations:
     )
 
 
-class Moment(NamedTuple):
-    """Bytes of a strategy at one moment, without weights and optimizer state."""
-
-    gradients: int  # In `.grad`, or in this rank's shard of it
-    buckets: int = 0  # In addition to them, for communication
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StrategyMemory:
     """Bytes of one rank under one strategy, at the moments of its last micro-batch."""
 
     weights: int  # All the time; with one copy per host, a rank's share. Likewise `optimizer`.
     optimizer: int
-    loss: Moment  # Forward is over, its gradient has not begun
-    backward: Moment
+    loss: MemoryNeed  # Forward is over, its gradient has not begun. Of moments, two parts only.
+    backward: MemoryNeed
     """All gradients exist, nothing else except the embedding's gradient."""
-    update: Moment
+    update: MemoryNeed
     fresh: int  # The embedding's gradients, just made by backward, in addition to `backward`
     gathered_block: int = 0
     """fsdp: the gathered weights and gradients of a block while it computes."""
@@ -242,7 +235,7 @@ def strategy_memory(case: Case) -> StrategyMemory:
 
 
 def _memory(
-    case: Case, loss: Moment, backward: Moment, update: Moment, **other: int
+    case: Case, loss: MemoryNeed, backward: MemoryNeed, update: MemoryNeed, **other: int
 ) -> StrategyMemory:
     """Weights and state whole on every rank, unless `other` says otherwise."""
     size = case.gradient_bytes
@@ -274,14 +267,14 @@ def _engine(case: Case, recipe: Recipe) -> StrategyMemory:
         # buffer except the first.
         passing, other = 0, {"moved": buffers * size}
         other |= {"weights": case.shard(size), "optimizer": case.shard(2 * size)}
-    held = Moment(size, nodes)
-    moving, update = Moment(size, nodes + passing), held
+    held = _moment(size, nodes)
+    moving, update = _moment(size, nodes + passing), held
     other["renewed"] = passing
     if recipe.wire == "fp16":  # two fp32 copies of a bucket when it is scaled back
-        update = Moment(size, passing + 2 * bucket)
+        update = _moment(size, passing + 2 * bucket)
         other["renewed"] += size
     if recipe.shard == "optimizer":
-        update = Moment(size, nodes + _gathering(case))
+        update = _moment(size, nodes + _gathering(case))
         other |= {"optimizer": case.shard(2 * size), "renewed": size + case.shard(size)}
     return _memory(case, held, moving, update, **other)
 
@@ -304,41 +297,41 @@ def _other(case: Case, name: str) -> StrategyMemory:
     waits = FP32 * case.table_params if case.fresh and case.leaves == 1 else 0
     made = size - waits
     other: dict[str, int] = {}
-    loss, backward, update = Moment(added_up), Moment(made), Moment(size)
+    loss, backward, update = _moment(added_up), _moment(made), _moment(size)
     match name:
         case "ddp":
             # Buckets stay; `.grad` is a view of them. Micro-batches before the last add up in
             # separate memory: torch drops the views when gradients are cleared (arXiv 2006.15704).
-            loss = backward = Moment(added_up, size)
-            update = Moment(0, size)
+            loss = backward = _moment(added_up, size)
+            update = _moment(0, size)
         case "powersgd":
             # `ddp`, the error (S) and a copy of the current bucket (arXiv 1905.13727).
             moving = 2 * size + max(case.buckets)
-            loss, backward = Moment(added_up, 2 * size), Moment(added_up, moving)
-            update, other = Moment(0, moving), {"renewed": size}
+            loss, backward = _moment(added_up, 2 * size), _moment(added_up, moving)
+            update, other = _moment(0, moving), {"renewed": size}
         case "local_sgd":
             # A flat copy of the weights to synchronise, gradients gone.
-            update, other = Moment(0, size), {"renewed": size}
+            update, other = _moment(0, size), {"renewed": size}
         case "diloco":
             # The round's start and the outer momentum; in synchronisation distances and their mean.
-            loss, backward = Moment(added_up, 2 * size), Moment(made, 2 * size)
-            update, other = Moment(0, 4 * size), {"renewed": 2 * size}
+            loss, backward = _moment(added_up, 2 * size), _moment(made, 2 * size)
+            update, other = _moment(0, 4 * size), {"renewed": 2 * size}
         case "zero2":
             # Buckets stay whole until backward ends, then only this rank's shards. When the last
             # gradient is made, all other buckets are in flight, each into a shard.
-            backward = Moment(size, case.shard(sum(case.buckets[:-1])))
-            update = Moment(shard, _gathering(case))
+            backward = _moment(size, case.shard(sum(case.buckets[:-1])))
+            update = _moment(shard, _gathering(case))
             other = {"optimizer": case.shard(2 * size), "renewed": 2 * (size + shard)}
         case "fsdp":
             # Everything is sharded. Parameters in no block are gathered for the whole step, a block
             # while it computes. Micro-batches before the last keep whole gradients (arXiv
             # 2304.11277).
             root, block = FP32 * case.root_params, FP32 * case.block_params
-            loss = Moment(added_up, root)
+            loss = _moment(added_up, root)
             # The blocks' gradients are sharded by now, including those of micro-batches before
             # the last.
             # Parameters in no block: weights, gradients, and these again while they are sent.
-            backward, update = Moment(shard, 3 * root), Moment(shard)
+            backward, update = _moment(shard, 3 * root), _moment(shard)
             other = {"weights": shard, "optimizer": case.shard(2 * size), "fresh": 0}
             other |= {"gathered_block": 2 * block, "gathered_blocks": case.blocks * block}
         case _:
@@ -370,6 +363,10 @@ class MemoryNeed:
     def loose(self) -> int:
         """The part that lives no longer than a micro-batch."""
         return self.activations + self.logits + self.workspace
+
+
+def _moment(gradients: int, buckets: int = 0) -> MemoryNeed:
+    return MemoryNeed(gradients=gradients, buckets=buckets)
 
 
 def memory_need(work: Workload, split: Split) -> MemoryNeed:
@@ -420,14 +417,13 @@ def _moments(case: Case, strategy: StrategyMemory) -> Iterator[MemoryNeed]:
         kept += flying * leaf.stream
     head_waits = FP32 * case.table_params if case.is_tied else 0
     block = FP32 * case.block_params + 2 * leaf.stream + strategy.gathered_block
-    loss = MemoryNeed(**strategy.loss._asdict())
+    loss = strategy.loss
     yield replace(loss, activations=kept + leaf.recomputed, workspace=block + head_waits)
-    backward = MemoryNeed(**strategy.backward._asdict())
-    yield replace(backward, activations=leaf.stream, workspace=strategy.fresh)
+    yield replace(strategy.backward, activations=leaf.stream, workspace=strategy.fresh)
     # A tied embedding at both ends of a pipeline: the other end's gradient.
     is_end = stages > 1 and (case.stage == 0 or is_last)
     other_end = FP32 * case.table_params if work.model.tie_head and is_end else 0
-    yield MemoryNeed(**strategy.update._asdict(), workspace=other_end)
+    yield replace(strategy.update, workspace=other_end)
     if is_last:
         # The loss keeps this for each micro-batch that waits for its backward.
         of_others = (flying - 1) * FP32 * work.leaf_tokens * work.model.vocab_size

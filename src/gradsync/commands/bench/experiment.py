@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from gradsync.commands.arguments import flag_of, parse
 from gradsync.commands.launch.ranks import WORKER, be_rank, measure_on_ranks, until_stopped
+from gradsync.commands.plan.report import console_of
 from gradsync.core.files import check_name, check_place, counted, json_text, write_result
 from gradsync.runtime import environ
 from gradsync.runtime.machine import cpu_model, total_bytes, usable_cores
@@ -55,7 +55,6 @@ _PLACES = ("csv", "out", "save", "as_json")
 """Options that do not change what is measured."""
 
 _RESAMPLES = 4000
-_WIDE = 240  # columns of a file: a table in it must not be cut
 
 T = TypeVar("T")
 
@@ -261,8 +260,7 @@ def print_table(
         table.add_column(heading, justify="right" if place and heading not in words else "left")
     for row in rows:
         table.add_row(*row.values())
-    width = None if stream.isatty() else _WIDE
-    console = Console(file=stream, width=width, markup=False, emoji=False, highlight=False)
+    console = console_of(stream)
     console.print(table)
     for line in notes:
         console.print(line, style="dim", soft_wrap=not stream.isatty())

@@ -150,16 +150,6 @@ _TCP_PART = 1448 / 1538
 38 bytes of header, check sum, preamble and gap (IEEE 802.3)."""
 
 
-def _nvlink(generation: int, links: int, gb_per_s: float) -> Link:
-    """All links of one device; GB/s of one link, by NCCL."""
-    return Link(
-        name=f"nvlink{generation}",
-        alpha_s=_NVLINK_ALPHA_S,
-        bytes_per_s=links * gb_per_s * 1e9,
-        source=f"NCCL's own figure for {links} links; one direction",
-    )
-
-
 def infiniband(name: str, gigabits: float) -> Link:
     """A port per GPU."""
     source = f"InfiniBand Trade Association's rate, 4 lanes, a port per GPU; latency: {_NCCL}"
@@ -178,7 +168,15 @@ def ethernet(gigabits: float) -> Link:
 
 
 _INSIDE = (
-    *(_nvlink(3, 12, 20), _nvlink(4, 18, 20.6), _nvlink(5, 18, 40.1)),
+    *(
+        Link(
+            name=f"nvlink{generation}",
+            alpha_s=_NVLINK_ALPHA_S,
+            bytes_per_s=links * gb_per_s * 1e9,
+            source=f"NCCL's own figure for {links} links; one direction",
+        )
+        for generation, links, gb_per_s in ((3, 12, 20), (4, 18, 20.6), (5, 18, 40.1))
+    ),
     *(
         Link(
             name=f"pcie{generation}",

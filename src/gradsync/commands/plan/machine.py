@@ -225,33 +225,27 @@ def torch_devices(torch: Any) -> list[Device]:
     """The CUDA devices that torch (the module) sees; none without CUDA. Free memory is not queried,
     as that would allocate some."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return [
-        detected_device(
-            told.name,
-            (told.major, told.minor),
-            told.multi_processor_count,
-            told.total_memory,
-        )
-        for told in map(torch.cuda.get_device_properties, range(count))
-    ]
+    return [detected_device(torch.cuda.get_device_properties(index)) for index in range(count)]
 
 
-def detected_device(
-    name: str, capability: tuple[int, int], num_sms: int, memory_bytes: int
-) -> Device:
-    """A device with the data sheet's rates for its driver's name, else an estimated peak."""
+def detected_device(told: Any) -> Device:
+    """A device by torch's properties of it, with the data sheet's rates for its driver's name, else
+    an estimated peak."""
     for known in DEVICES.values():
-        if known.name.removeprefix("NVIDIA ") == name.removeprefix("NVIDIA "):  # as older drivers
-            return replace(known, memory_bytes=memory_bytes)
+        # Older drivers omit the maker.
+        if known.name.removeprefix("NVIDIA ") == told.name.removeprefix("NVIDIA "):
+            return replace(known, memory_bytes=told.total_memory)
+    capability, num_sms = (told.major, told.minor), told.multi_processor_count
+    per_cycle = _GPU_FLOP_PER_CYCLE.get(capability, _GPU_OTHERS)
     return Device(
         kind="cuda",
-        name=name,
-        memory_bytes=memory_bytes,
+        name=told.name,
+        memory_bytes=told.total_memory,
         compute_capability=capability,
-        peak_flops=_GPU_FLOP_PER_CYCLE.get(capability, _GPU_OTHERS) * num_sms * _GPU_CLOCK_HZ,
+        peak_flops=per_cycle * num_sms * _GPU_CLOCK_HZ,
         source=(
             f"estimate: {num_sms} multiprocessors of compute capability "
-            f"{capability[0]}.{capability[1]} x {_GPU_CLOCK_HZ / 1e9:.3g} GHz (assumed)"
+            f"{told.major}.{told.minor} x {_GPU_CLOCK_HZ / 1e9:.3g} GHz (assumed)"
         ),
     )
 

@@ -114,8 +114,6 @@ class Fit:
     """Seconds per byte of the whole tensor (S in `collectives.py`); at least 0."""
     residual: float
     """Median of |predicted / measured - 1|: 0.1 means that half of the sizes lie within 10 %."""
-    worst: float  # Largest factor between predicted and measured, either way; at least 1
-    num_sizes: int  # Number of fitted sizes
 
 
 def fit_line(operation: str, algorithm: str, points: Mapping[int, float]) -> Fit:
@@ -134,15 +132,12 @@ def fit_line(operation: str, algorithm: str, points: Mapping[int, float]) -> Fit
             line = np.where(line < 0, 0.0, right / products.diagonal())
         # The mean of old and new: without it the iteration can oscillate between two lines.
         ratios = (ratios + rows @ line) / 2
-    found = rows @ line
     return Fit(
         operation=operation,
         algorithm=algorithm,
         alpha_s=float(line[0]),
         beta_s_per_byte=float(line[1]),
-        residual=float(np.median(abs(found - 1))),
-        worst=float(np.maximum(found, 1 / found).max()),
-        num_sizes=len(points),
+        residual=float(np.median(abs(rows @ line - 1))),
     )
 
 

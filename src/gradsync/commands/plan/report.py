@@ -102,6 +102,12 @@ def figure_lines(costs: Costs, hardware: Hardware) -> list[str]:
     ]
 
 
+def console_of(stream: IO[str]) -> Console:
+    """Prints tables of plain text, as wide as the terminal."""
+    width = None if stream.isatty() else _WIDE
+    return Console(file=stream, width=width, markup=False, emoji=False, highlight=False)
+
+
 def print_table(choice: Recommendation, stream: IO[str]) -> None:
     """A row per split: its best micro-batch and the verdict. On a narrow terminal a row takes
     several lines."""
@@ -113,7 +119,7 @@ def print_table(choice: Recommendation, stream: IO[str]) -> None:
     for row in rows[:_MOST_ROWS]:
         taken = row is choice.pick
         table.add_row(*_cells(row, taken), style="bold" * taken)
-    console = Console(file=stream, width=None if stream.isatty() else _WIDE)
+    console = console_of(stream)
     console.print(table)
     if (more := len(rows) - _MOST_ROWS) > 0:
         console.print(f"... and {more} more; --json has all", style="dim")

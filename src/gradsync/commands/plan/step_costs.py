@@ -455,14 +455,12 @@ def simulate(
         work: one replica's micro-batches of a step, as `num_leaves`; the same for each replica.
         network: None if one host has all ranks.
         profile: of the whole model on one of the host's devices.
-        splits: strategy, pp and tp; dp is the rest of the ranks.
+        splits: of one replica each.
     """
     points = []
     for split in splits:
         parts = split.layout.model_ranks
-        for size in sorted(set(world_sizes)):
-            if size % parts:
-                continue
+        for size in sorted(each for each in set(world_sizes) if each % parts == 0):
             replicas, hosts = size // parts, -(-size // len(host.devices))
             time = predict_step(
                 replace(work, num_leaves=work.num_leaves * replicas),
@@ -470,12 +468,7 @@ def simulate(
                 Hardware(hosts=(host,) * hosts, network=network),
                 profile,
             )
-            point = {
-                "name": str(replace(split, layout=replace(split.layout, dp=1))),
-                "world_size": size,
-                "step_s": time.total_s,
-                "tokens_per_s": time.tokens_per_s,
-                "efficiency": time.efficiency,
-            }
-            points.append(point)
+            figures = {name: getattr(time, name) for name in ("tokens_per_s", "efficiency")}
+            point = {"name": str(split), "world_size": size, "step_s": time.total_s}
+            points.append(point | figures)
     return points

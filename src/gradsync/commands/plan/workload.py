@@ -73,11 +73,6 @@ def goes_with_parts(sync: str) -> bool:
     return recipe.shard == "none" and recipe.reduction != "hierarchical"
 
 
-_INNER_STEPS = {"local_sgd": 8, "diloco": 100}
-"""Steps between synchronisations by their reducers' defaults."""
-_POWERSGD_RANK = 1  # Torch's default
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
     """The messages of one strategy.
@@ -110,22 +105,26 @@ class Traffic:
     low_rank: int | None = None  # PowerSGD's rank; matrices travel as their factors
 
 
+_DDP = Traffic(by_library=True)
+_AFTERWARDS = replace(_DDP, overlap=False, copies=0)
+_BY_LIBRARY = {
+    "ddp": _DDP,
+    "fsdp": replace(_DDP, shard="weights"),
+    "powersgd": replace(_DDP, low_rank=1),
+    "naive": replace(_AFTERWARDS, grouping="parameter"),
+    "local_sgd": replace(_AFTERWARDS, grouping="flat", every=8),
+    "diloco": replace(_AFTERWARDS, grouping="flat", every=100),
+}
+"""Strategies without a recipe, with the defaults of their options."""
+
+
 def traffic_of(strategy: str, device: Kind = "cpu") -> Traffic:
     """The messages of a strategy, as `gradsync train` runs it on these devices; ConfigError for an
     unknown one."""
     found = find_strategy(strategy)
-    if found.recipe is None:
-        library = Traffic(by_library=True)
-        apart = replace(library, overlap=False, copies=0)
-        others = {
-            "ddp": library,
-            "fsdp": replace(library, shard="weights"),
-            "powersgd": replace(library, low_rank=_POWERSGD_RANK),
-            "naive": replace(apart, grouping="parameter"),
-        }
-        others |= {n: replace(apart, grouping="flat", every=e) for n, e in _INNER_STEPS.items()}
-        return others[found.name]
     recipe = found.recipe
+    if recipe is None:
+        return _BY_LIBRARY[found.name]
     algorithm = "best" if recipe.reduction == "backend" else recipe.reduction
     if recipe.order == "invariant":
         algorithm = "tree"

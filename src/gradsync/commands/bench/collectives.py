@@ -143,8 +143,7 @@ def choose_sizes(asked: str, *, available_bytes: int, ranks: int) -> list[int]:
 
 
 def counts_of(operation: str, sizes: Sequence[int], dtype: str, world_size: int) -> list[int]:
-    """Elements of the whole tensor for each size: rounded down to whole elements. If each rank owns
-    a part, rounded up to a multiple of `world_size`."""
+    """Whole elements of the tensor for each size; equal parts if each rank owns one."""
     counts = [max(size // DTYPES[dtype][1], 1) for size in sizes]
     if operation in ("reduce_scatter", "all_gather"):
         counts = [-(-count // world_size) * world_size for count in counts]
@@ -160,8 +159,8 @@ def bus_factor(operation: str, world_size: int) -> float:
 def rows_of(
     found: Sequence[Mapping[str, Any]], world_size: int, *, one_memory: bool
 ) -> list[dict[str, Any]]:
-    """The figures of each entry of `found`, which are samples as `Bench.run` returns them. The copy
-    among them is the reference if ranks share `one_memory`."""
+    """The figures of each sample in `found`. The copy among them is the reference if ranks share
+    `one_memory`."""
     medians = [[median(times) for times in entry["rounds_s"]] for entry in found]
     copies = {
         (entry["operation"], entry["count"]): seconds
@@ -196,8 +195,7 @@ def rows_of(
 
 
 def fits_of(rows: Sequence[Mapping[str, Any]]) -> list[Fit]:
-    """The line through the points of each operation and algorithm: seconds by bytes. It takes two
-    sizes or more."""
+    """The line through the points of each operation and algorithm, at two sizes or more."""
     by_name: dict[tuple[str, str], dict[int, float]] = {}
     for row in rows:
         if row["algorithm"] != COPY:

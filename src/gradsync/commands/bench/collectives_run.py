@@ -56,8 +56,7 @@ class TimedOperation(NamedTuple):
 def build(
     name: tuple[str, str], comm: Communicator, hosts: RankPlacement, whole: Tensor, part: Tensor
 ) -> TimedOperation:
-    """The operation and algorithm `name` over `whole`, [n], and `part`, [n / ranks]; `comm` is all
-    ranks."""
+    """The operation and algorithm `name` over `whole`, [n], and `part`, [n / ranks]."""
     operation, algorithm = name
     source = part if operation == "all_gather" else whole
     result = part if operation == "reduce_scatter" else whole

@@ -7,7 +7,7 @@ to `update`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -31,8 +31,7 @@ from gradsync.sync.replicate import replicate
 from gradsync.world import World
 
 CLIP_NORM = 1.0  # largest norm of the gradient, as `gradsync train` has it
-_ON_HOST: Mapping[str, Any] = {"collective": "backend", "overlap_publish": False}
-"""With `--host`: by messages, as on GPUs, and whole sums in the step."""
+_ON_HOST = {"collective": "backend", "overlap_publish": False}  # By messages, as on GPUs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -324,8 +323,8 @@ def enter(contestant: Contestant, site: BenchSite) -> Entrant:
 
 
 def given_options(contestant: Contestant, site: BenchSite) -> dict[str, Any]:
-    """Options of the contestant and of the trainer. Without others, a few steps represent many:
-    ranks synchronise once in each turn, low rank begins at once."""
+    """Options of the contestant and of the trainer. A few steps represent many: by default, ranks
+    synchronise once in each turn, and low rank begins at once."""
     settings = site.settings
     strategy = STRATEGIES[contestant.name]
     usual: dict[str, Any] = {"inner_steps": settings.num_steps, "start_powerSGD_iter": 2}

@@ -51,9 +51,7 @@ benchmarks:
 
 `gradsync bench NAME --help` says more.
 """
-_PLACES = ("csv", "out", "save", "as_json")
-"""Options that do not change what is measured."""
-
+_PLACES = ("csv", "out", "save", "as_json")  # they do not change what is measured
 _RESAMPLES = 4000
 
 T = TypeVar("T")
@@ -78,9 +76,9 @@ class Experiment:
     command: tuple[str, ...]  # as typed
     options: type  # its flags: a dataclass
     plan: Callable[[Any, World], Any]  # from options and world; raises `ConfigError`
-    ranks: Callable[[Any], int]  # from the plan: how many to start
-    measure: str  # `module:function`; imported by ranks only
     findings: Callable[[Any, Any], Findings]  # from the plan and what `measure` returned on rank 0
+    ranks: Callable[[Any], int] = lambda plan: sum(plan.world_sizes)  # how many to start
+    measure: str = "gradsync.commands.bench.steps:measure"  # imported by ranks only
 
 
 def run(argv: list[str]) -> int:
@@ -136,7 +134,6 @@ def run_experiment(experiment: Experiment, argv: list[str]) -> int:
 
 
 def _deliver(options: Any, command: Sequence[str], found: Findings) -> None:
-    """Write the results to every requested output."""
     human = sys.stderr if options.as_json else sys.stdout
     found.show(human)
     about: dict[str, Any] = {"name": command[-1], "command": command_of(options, command)}
@@ -237,8 +234,8 @@ def ratios(values: Sequence[float], ideal: Sequence[float]) -> list[float]:
 
 
 def interval(values: Sequence[float], *, doubt: float = 0.05) -> tuple[float, float]:
-    """Confidence interval of the median, by the bootstrap over rounds (Efron 1979); `doubt` is 0.05
-    for 95 %. The same values give the same interval."""
+    """Confidence interval of the median, by the bootstrap over rounds (Efron 1979), reproducibly;
+    `doubt` is 0.05 for 95 %."""
     places = np.random.default_rng(0).integers(0, len(values), (_RESAMPLES, len(values)))
     medians = np.median(np.asarray(values)[places], axis=1)
     low, high = np.quantile(medians, [doubt / 2, 1 - doubt / 2])

@@ -99,8 +99,7 @@ def operations_issued() -> int:
 
 
 class Wire:
-    """Counts from its creation on; `comm` is that of a strategy of ours. It shadows its methods:
-    each call is counted and forwarded."""
+    """Counts from its creation on, by shadowing methods of `comm`, that of a strategy of ours."""
 
     def __init__(self, comm: Communicator | None = None) -> None:
         self._comm = comm

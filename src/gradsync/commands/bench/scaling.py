@@ -49,8 +49,7 @@ if TYPE_CHECKING:
 
 THRESHOLD = 0.85  # efficiency to reach
 FEWEST_ROUNDS = 6
-"""The bootstrap's interval lies within its values. All n lie on one side of the median once in
-2**(n-1) times, so fewer rounds give no interval of 95 %."""
+"""All n rounds lie on one side of the median once in 2**(n-1) times: fewer give no 95 %."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,8 +61,7 @@ class ScalingOptions:
     """
 
     world_sizes: str = ""
-    """Numbers of ranks, separated by commas; 1 is always measured. Default: 1, 2, 4 … up to the
-    number of cores."""
+    """Numbers of ranks, separated by commas; 1 is always measured. Default: 1, 2, 4 … cores."""
     mode: Literal["weak", "strong", "both"] = "both"
     strategy: str = "invariant"
     """How gradients are synchronised, optionally with options: bucketed:bucket_mb=1."""
@@ -86,8 +84,7 @@ class ScalingOptions:
 class ScalingPlan(BenchPlan):
     """What to measure, and how it is compared."""
 
-    points: tuple[tuple[str, Contestant], ...]
-    """By mode and ascending world size; both modes may share a contestant."""
+    points: tuple[tuple[str, Contestant], ...]  # By mode and ascending world size
 
 
 def plan_of(options: ScalingOptions, world: World) -> ScalingPlan:
@@ -134,7 +131,7 @@ def parse_world_sizes(text: str, cores: int) -> tuple[int, ...]:
 
 
 def points_of(plan: ScalingPlan, results: Results) -> list[dict[str, Any]]:
-    """The figures of every point, as the record has them."""
+    """The figures of every point."""
     found, baseline = [], []
     for mode, contestant in plan.points:
         size = contestant.world_size
@@ -229,7 +226,5 @@ EXPERIMENT = Experiment(
     command=("bench", "scaling"),
     options=ScalingOptions,
     plan=plan_of,
-    ranks=lambda plan: sum(plan.world_sizes),
-    measure="gradsync.commands.bench.steps:measure",
     findings=findings_of,
 )

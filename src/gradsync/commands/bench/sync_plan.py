@@ -149,8 +149,8 @@ class BenchPlan:
         return tuple(dict.fromkeys(each.world_size for each in self.contestants))
 
     def turns(self) -> list[Contestant]:
-        """The order of turns: each round begins with the next contestant. Every other round is
-        reversed, so that a contestant does not always follow the same one."""
+        """Each round begins with the next contestant; every other round is reversed, so that none
+        always follows the same one."""
         order, every = [], self.contestants
         for first in range(self.settings.rounds):
             places = (first - n if first % 2 else first + n for n in range(len(every)))
@@ -164,8 +164,7 @@ class BenchPlan:
 
 
 def parse_contestants(text: str) -> list[Contestant]:
-    """The checked contestants of `--strategies`, without `none`. `default` and `all` skip those
-    whose package is missing."""
+    """The checked contestants, without `none`; `default` and `all` skip missing packages."""
     chosen: list[Contestant] = []
     for word in listed(text):
         if word in _SEVERAL:
@@ -214,12 +213,8 @@ def bench_plan(
 
 
 def turns(by_rank: Sequence[Sequence[Sequence[float]]]) -> list[float]:
-    """For each round the mean over its steps, of the rank whose mean is the greatest.
-
-    Ranks that never synchronise must not be compared step by step: the slowest one changes, and no
-    rank waits for it. Ranks that synchronise end their steps together, with nearly equal means.
-    `by_rank` is [rank][round][step].
-    """
+    """For each round the mean over its steps, of the rank whose mean is the greatest; `by_rank` is
+    [rank][round][step]. Step by step the slowest rank changes, and none need wait for it."""
     return [max(map(fmean, ranks)) for ranks in zip(*by_rank, strict=True)]
 
 
@@ -242,7 +237,7 @@ def uses_cuda(device: DeviceName) -> bool:
 
 def side_by_side(settings: SyncSettings, *, ranks: int, models: int) -> SyncSettings:
     """`settings`, in which models stay from turn to turn if all `ranks` of a host can hold `models`
-    models each. On a CPU they share the host's memory; a GPU has one rank."""
+    models each; a GPU has one rank."""
     usable = _SHARE * available_bytes()
     if uses_cuda(settings.device):
         import torch

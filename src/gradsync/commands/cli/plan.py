@@ -60,26 +60,22 @@ class PlanOptions:
     """Plan for other hardware: a name such as h100x4 or a100-40x2, or FILE.yaml."""
     nodes: int | None = None
     """Number of hosts like this one; default: one, or the launcher's number."""
-    nproc_per_node: int | None = None
-    """CPU: ranks per host; default: depends on its cores."""
+    nproc_per_node: int | None = None  # CPU: ranks per host; default: depends on its cores.
     network: str = ""
     """Between hosts, such as infiniband-ndr or ethernet-10g; others in the file of --hardware."""
     tokens_per_update: int | None = None
     """Tokens of one optimizer step over all ranks; default: the model's."""
     micro_batch_size: int | None = None
     """Sequences of one forward and backward; default: several are tried."""
-    seq_len: int | None = None
-    """Tokens of a sequence; default: the model's."""
+    seq_len: int | None = None  # Tokens of a sequence; default: the model's.
     dtype: Literal["bf16", "fp16", "fp32"] | None = None
     """bf16 and fp16 are autocast over fp32 weights; default: that of `gradsync train` there."""
     data: str = ""
     """Directory with train.bin, for its vocabulary; default: the model's own."""
     strategies: str = ""
     """Names separated by commas, or all; default: all that keep one rank's numbers."""
-    probe: bool = True
-    """Measure a few micro-batches here; --no-probe estimates."""
-    simulate: str = ""
-    """Also simulate the step on these numbers of devices: 8,64,512."""
+    probe: bool = True  # Measure a few micro-batches here; --no-probe estimates.
+    simulate: str = ""  # Also simulate the step on these numbers of devices: 8,64,512.
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print one JSON document on standard output, and nothing else there."""
 

@@ -35,10 +35,8 @@ from gradsync.runtime.machine import busy, choose_threads
 from gradsync.sync.registry import STRATEGIES, Promise
 
 USUAL = ("invariant", "bucketed", "zero1", "zero2", "fsdp", "ddp")
-"""Tried unless names are given, the simplest first: none that loses precision on purpose, and only
-one for each cost."""
-MARGIN = 0.1
-"""Fraction of a device's usable memory that stays free: the memory model is accurate to 10 %."""
+"""Tried unless names are given, the simplest first: one lossless strategy for each cost."""
+MARGIN = 0.1  # Part of the usable memory that stays free: the memory model is accurate to 10 %
 ERROR = 0.15  # Times within this fraction count as equal: the time model is no better
 PROMISES: tuple[Promise, ...] = ("bitwise", "rounding", "lossy")  # The strongest first
 
@@ -58,8 +56,7 @@ class Costs:
         return scaled_profile(*self.measured, work)
 
     def measure(self, work: Workload, hardware: Hardware) -> bool:
-        """Time a micro-batch on this machine, a few seconds, unless that was done before; false if
-        a whole replica does not fit on a device."""
+        """Time a micro-batch here, unless it is known; false if no device holds a replica."""
         leaf, host = probe_work(work), hardware.hosts[0]
         if memory_need(leaf, Split(strategy="bucketed")).total > room_bytes(hardware, 1):
             return False
@@ -86,10 +83,8 @@ class Search:
     """The variants to try."""
 
     strategies: tuple[str, ...]  # The simplest first: it wins if times are equal
-    micro_batch_sizes: tuple[int, ...]
-    """Sequences; the usual size first. Each divides the global batch."""
-    checkpointing: tuple[bool, ...] = (False, True)
-    """Whether activations may be kept, recomputed, or either."""
+    micro_batch_sizes: tuple[int, ...]  # Sequences; the usual size first. Each divides the batch
+    checkpointing: tuple[bool, ...] = (False, True)  # Keep activations, recompute them, or either
 
     def works(self, work: Workload) -> Iterator[Workload]:
         """`work` with every micro-batch and recomputation setting; its global batch stays."""
@@ -226,7 +221,7 @@ def room_bytes(hardware: Hardware, count: int) -> int:
 class Recommendation:
     """All candidates, and the one to take."""
 
-    candidates: tuple[Candidate, ...]  # In the order in which they were tried
+    candidates: tuple[Candidate, ...]  # As they were tried
     pick: Candidate | None  # None: the model fits nowhere
     search: Search
 
@@ -263,8 +258,7 @@ class Recommendation:
 
 
 def choose(work: Workload, hardware: Hardware, costs: Costs, search: Search) -> Recommendation:
-    """Judge every combination and take one. Every candidate keeps the `step_tokens` of `work`, and
-    uses all of the hardware, one host, or one device."""
+    """Judge every combination and take one. Every candidate keeps the `step_tokens` of `work`."""
     judged: list[Candidate] = []
     best: list[Candidate] = []  # For each number of devices
     for count in counts(hardware):
@@ -355,8 +349,7 @@ def _why_taken(pick: Candidate, judged: Sequence[Candidate]) -> str:
 
 
 def remedy(name: str, choice: Recommendation, hardware: Hardware) -> str:
-    """The error line if `choice` finds no fit for the model `name`: the candidate that lacks the
-    least memory."""
+    """The error line if no candidate fits: the one that lacks the least memory."""
     said = f"{name} fits nowhere on {len(hardware.devices)} x {hardware.devices[0].name}"
     judged = [candidate for candidate in choice.candidates if candidate.memory is not None]
     if not judged:

@@ -58,9 +58,7 @@ class Link:
     alpha_s: float  # Latency of one message, however short
     bytes_per_s: float  # In one direction, per rank, while all ranks use it
     source: str = ""  # Origin of the two numbers
-    per_host: bool = False
-    """For a network: `bytes_per_s` is that of a host's single port, which its ranks share;
-    otherwise each rank has a port."""
+    per_host: bool = False  # Whether the ranks of a host share one port of the network
 
     def seconds(self, num_bytes: float) -> float:
         """Time of one message."""
@@ -75,8 +73,7 @@ class Host:
     link: Link
     cores: int  # Cores that this user may occupy (affinity and container limit)
     memory_bytes: int  # The host's, or the container's
-    instructions: tuple[str, ...] = ()
-    """Such as avx512_bf16, amx_bf16: they determine how fast bf16 is on the CPU."""
+    instructions: tuple[str, ...] = ()  # Such as amx_bf16: they decide how fast bf16 is on a CPU
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -233,7 +230,7 @@ DEVICES = {
     "t4": _gpu("Tesla T4", 16, 65, 300, (7, 5), source=_FP16),
     "rtx4090": _gpu("NVIDIA GeForce RTX 4090", 24, 165.2, 1008, (8, 9), source=_PAPER),
 }
-"""By the name that users type; all of the memory counts as free."""
+"""By the name that users type."""
 _JOINED_BY = {
     **{"b200": "nvlink5", "h200": "nvlink4", "h100": "nvlink4"},
     **{"a100-80": "nvlink3", "a100-40": "nvlink3"},
@@ -242,9 +239,8 @@ _JOINED_BY = {
 
 CORES_PER_DEVICE = 16
 MEMORY_PER_DEVICE = 128 * GB
-"""Assumed for a host given only by name: NVIDIA's DGX A100 has 128 cores and 1 TB for 8 devices."""
 DEFAULT_NETWORK = "infiniband-hdr"
-"""Between hosts given only by name; DGX A100 has it, one port per device."""
+"""Assumed for hosts given only by name: those of NVIDIA's DGX A100, of eight devices."""
 
 _NAME = re.compile(r"(.+?)(?:x([1-9]\d{0,2}))?(?:@([1-9]\d{0,3}))?", re.ASCII)
 """The count has at most three digits: rtx4090 is no count."""

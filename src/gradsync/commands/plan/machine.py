@@ -63,8 +63,7 @@ DEFAULT_LINK = Link(
     source="default: 2 ranks on an AMD EPYC; `gradsync bench collectives --save` measures",
 )
 """From benchmarks/collectives/2-ranks/record.json: all_reduce, shared; alpha 51 us, 1/beta 13.4."""
-_MESSAGES = ("shared", "ring", "backend")
-"""Algorithms to all_reduce on one host, in gradsync's order of preference."""
+_MESSAGES = ("shared", "ring", "backend")  # To all_reduce on one host, as gradsync prefers
 
 _UNKNOWN_SPEED = 65535  # Reported by some drivers that do not know the speed
 
@@ -77,8 +76,7 @@ class Processor:
     cores: int  # By affinity and container limit
     memory_bytes: int  # By the container's limit
     free_bytes: int
-    instructions: tuple[str, ...]
-    """Instructions that determine how fast matrices multiply, by the kernel's names."""
+    instructions: tuple[str, ...]  # Those that multiply matrices, by the kernel's names
     clock_hz: float | None  # The fastest core's now; None if not reported
 
 
@@ -159,9 +157,8 @@ def cpu_link(ranks: int) -> Link:
 
 
 def network_link(ranks_per_host: int, root: Path = Path("/")) -> Link:
-    """Between this host and equal ones: the rate comes from the adapters (InfiniBand's or RoCE's
-    active ports, as lines of /sys such as `400 Gb/sec (4X NDR)`), the latency is that of the usual
-    network of their kind (a hardware file takes measured ones)."""
+    """Between this host and equal ones: the rate of the adapters' active ports, in /sys as `400
+    Gb/sec (4X NDR)`, with the usual latency of such networks."""
     gigabits = 0.0
     for state in (root / "sys/class/infiniband").glob("*/ports/*/state"):
         with suppress(OSError, ValueError, IndexError):
@@ -178,8 +175,7 @@ def network_link(ranks_per_host: int, root: Path = Path("/")) -> Link:
     return replace(ethernet(megabits / 1000), source=source)
 
 
-_DRIVER_SIGNS = ("proc/driver/nvidia/version", "dev/nvidiactl", "dev/dxg")
-"""Files that an NVIDIA driver creates, the last one on Windows."""
+_DRIVER_SIGNS = ("proc/driver/nvidia/version", "dev/nvidiactl", "dev/dxg")  # dxg: on Windows
 _GPU_FLOP_PER_CYCLE = {
     **{(7, 0): 1024, (7, 5): 1024, (8, 0): 2048, (8, 6): 512, (8, 9): 512},
     **{(9, 0): 4096, (10, 0): 8192, (12, 0): 512},
@@ -202,8 +198,7 @@ def may_have_gpu(root: Path = Path("/")) -> bool:
 
 
 def find_gpus(env: Mapping[str, str], root: Path, notes: list[str]) -> list[Device]:
-    """The usable GPUs with their free memory; adds problems to `notes`. Torch is imported only if
-    there is a driver, and `env` hides not all devices."""
+    """The usable GPUs with their free memory; adds problems to `notes`."""
     if not has_driver(root) or env.get("CUDA_VISIBLE_DEVICES", "all").strip() == "":
         return []
     torch: Any = import_module("torch")
@@ -222,8 +217,7 @@ def find_gpus(env: Mapping[str, str], root: Path, notes: list[str]) -> list[Devi
 
 
 def torch_devices(torch: Any) -> list[Device]:
-    """The CUDA devices that torch (the module) sees; none without CUDA. Free memory is not queried,
-    as that would allocate some."""
+    """The CUDA devices that torch (the module) sees; a query of free memory would allocate some."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return [detected_device(torch.cuda.get_device_properties(index)) for index in range(count)]
 

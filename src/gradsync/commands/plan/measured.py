@@ -67,8 +67,7 @@ class Cache(Generic[T]):
     """Answers measured here, one file for each `Conditions`."""
 
     kind: str  # Name of its folder in the user's cache
-    build: Callable[[Any], T]
-    """Builds an answer from a file's JSON object; raises ValueError or similar if it is invalid."""
+    build: Callable[[Any], T]  # From a file's JSON object; ValueError or similar if invalid
 
     def path(self, conditions: Conditions) -> Path:
         """File of the answer for `conditions`; ConfigError if there is no folder for caches."""
@@ -84,9 +83,8 @@ class Cache(Generic[T]):
         return path
 
     def read(self, conditions: Conditions) -> T | None:
-        """The answer for `conditions`; None without one. An entry that cannot be read, or that
-        `build` refuses, counts as missing: a warning names it, and the next measurement replaces
-        it. ConfigError if there is no folder for caches."""
+        """The answer for `conditions`; None without one. An entry that `build` refuses is missing:
+        a warning names it, and the next measurement replaces it. ConfigError as `path`."""
         path = self.path(conditions)
         try:
             document = parse_json(read_bytes(path))
@@ -110,10 +108,8 @@ class Fit:
     operation: str  # Such as all_reduce
     algorithm: str  # Such as ring
     alpha_s: float  # Seconds; at least 0
-    beta_s_per_byte: float
-    """Seconds per byte of the whole tensor (S in `collectives.py`); at least 0."""
-    residual: float
-    """Median of |predicted / measured - 1|: 0.1 means that half of the sizes lie within 10 %."""
+    beta_s_per_byte: float  # Of the whole tensor; at least 0
+    residual: float  # Median of |predicted / measured - 1|
 
 
 def fit_line(operation: str, algorithm: str, points: Mapping[int, float]) -> Fit:

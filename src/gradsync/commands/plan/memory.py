@@ -38,14 +38,12 @@ keep the normalised input, so it is an upper bound there.
 its share: what all ranks of the host map, divided by their number (as PSS does, not RSS).
 
 [Note: Slack] On a CPU: what glibc's heap holds unused, with `keep_freed_memory`. glibc before 2.38
-cannot put an aligned block, as torch asks for, into a hole of the same size (bug 14581), so that
-all that passes through the process's memory leaves part of its place unused: a part of what a
-micro-batch takes (CPU_SLACK), of a block that checkpointing computes twice (RECOMPUTE_SLACK), of
-the blocks that `fsdp` gathers (GATHER_SLACK), of buffers that each step allocates again
-(RENEW_SLACK), and of what moves into shared memory (MOVE_SLACK). Fitted to peaks of 16 strategies
-at two sizes (benchmarks/memory of commit 8ff7521). The heap never shrinks below the model as it was
-built. On CUDA: what torch's caching allocator reserves beyond allocated memory (CUDA_SLACK): a
-default, not measured.
+cannot put an aligned block, as torch asks for, into a hole of the same size (bug 14581). So a part
+stays unused of what a micro-batch takes (CPU_SLACK), of a block that is computed twice
+(RECOMPUTE_SLACK), of blocks that `fsdp` gathers (GATHER_SLACK), of buffers that each step allocates
+again (RENEW_SLACK), and of what moves into shared memory (MOVE_SLACK). Fitted to peaks of 16
+strategies at two sizes (benchmarks/memory of commit 8ff7521). The heap never shrinks below the
+model as it was built. On CUDA: what torch's allocator reserves (CUDA_SLACK), a default.
 """
 
 from __future__ import annotations
@@ -76,8 +74,7 @@ CPU_PROCESS = 333 * MIB
 CUDA_PROCESS = 1024 * MIB  # CUDA context, kernels, cuBLAS workspace and NCCL's buffers; a default
 CPU_SLACK, RECOMPUTE_SLACK, GATHER_SLACK, RENEW_SLACK, MOVE_SLACK = 0.45, 2.0, 3.0, 0.2, 0.4
 CUDA_SLACK = 0.1  # See [Note: Slack]
-_IN_FLIGHT = 3
-"""Buckets of parameters that the sharded optimizer holds: one updated, two in flight."""
+_IN_FLIGHT = 3  # Buckets that the sharded optimizer holds: one updated, two in flight
 FP32, _HALF = 4, 2  # Bytes of an element
 
 
@@ -97,8 +94,7 @@ class Activations(NamedTuple):
     weight_copies: int  # 16-bit copies of one block's matrices; 0 in fp32
     block: int  # All that one block keeps, see [Note: Activations]
     stream: int  # The residual stream at one place, fp32
-    kept: int
-    """By all blocks; with checkpointing, the stream before each (arXiv 1604.06174)."""
+    kept: int  # By all blocks; with checkpointing, the stream before each (arXiv 1604.06174)
     recomputed: int  # One block's, recomputed in backward; 0 without checkpointing
     last_norm: int  # The norm before the head, and the head's input
 
@@ -146,16 +142,13 @@ class StrategyMemory:
     weights: int  # All the time; with one copy per host, a rank's share. Likewise `optimizer`.
     optimizer: int
     loss: MemoryNeed  # Forward is over, its gradient has not begun. Of moments, two parts only.
-    backward: MemoryNeed
-    """All gradients exist, nothing else except the embedding's gradient."""
+    backward: MemoryNeed  # All gradients exist, nothing else except the embedding's gradient
     update: MemoryNeed
     fresh: int  # The embedding's gradients, just made by backward, in addition to `backward`
-    gathered_block: int = 0
-    """fsdp: the gathered weights and gradients of a block while it computes."""
+    gathered_block: int = 0  # fsdp: a block's weights and gradients while it computes
     gathered_blocks: int = 0  # Bytes of all blocks gathered this way
     renewed: int = 0  # Allocated by each step for communication, then freed
-    moved: int = 0
-    """Bytes that were in the process's own memory before they moved to shared memory (CPU)."""
+    moved: int = 0  # From the process's own memory to shared memory (CPU)
 
 
 class Case:
@@ -180,11 +173,9 @@ class Case:
         self.leaves = -(-work.num_leaves // self.replicas)  # k, of the rank with the most
         tables = 0 if stage else 2 if self.is_tied else 1
         self.fresh = FP32 * self.table_params * tables
-        """The embedding's gradient, the last that backward makes. A tied one comes twice: autograd
-        holds the head's until it can be added."""
+        """The embedding's gradient, the last that backward makes; a tied one comes twice."""
         self.leaves_in_flight = min(self.leaves, layout.pp - stage)
-        """Micro-batches whose activations a pipeline stage keeps at once: as many as there are
-        stages from this one to the last (1F1B: arXiv 1806.03377, 2104.04473)."""
+        """Micro-batches whose activations a stage keeps at once (1F1B: arXiv 1806.03377)."""
         recipe = find_strategy(split.strategy).recipe or Recipe()  # DDP's buckets are similar
         size_mb = recipe.bucket_size_mb(work.kind)
         self.buckets = _buckets(tuple(parameters.values()), self.replicas, size_mb)  # Bytes of each
@@ -213,13 +204,10 @@ def most_open_nodes(num_leaves: int, world_size: int) -> int:
     for rank in range(world_size if num_leaves > world_size else 0):
         leaves = share(num_leaves, rank, world_size)
         for end in range(leaves.start + 1, leaves.stop + 1):
-            first, nodes = leaves.start, 0
-            while first < end:
-                # The largest node that fits: one of 2**k leaves begins at a multiple of 2**k.
-                longest = 1 << (end - first).bit_length() - 1
-                first += min(first & -first or longest, longest)
-                nodes += 1
-            most = max(most, nodes)
+            # A node of 2**k leaves begins at a multiple of it: they grow, then shrink.
+            longest = (leaves.start ^ end).bit_length() - 1
+            middle = end >> longest << longest
+            most = max(most, (middle - leaves.start).bit_count() + (end - middle).bit_count())
     return most
 
 
@@ -346,8 +334,7 @@ class MemoryNeed:
     weights: int = 0
     gradients: int = 0
     optimizer: int = 0  # The optimizer's state
-    buckets: int = 0
-    """Copies of gradients made for communication, gathered blocks and windows of a strategy."""
+    buckets: int = 0  # Copies of gradients for communication; what a strategy gathers
     activations: int = 0  # Kept by forward for backward, at the schedule's peak
     logits: int = 0  # The head's output and the loss's tensors
     workspace: int = 0  # Temporary buffers in addition to these

@@ -47,8 +47,7 @@ and H100. On a CPU with AMX or AVX-512 bf16 it is less."""
 UPDATE_BYTES = 40
 """Per parameter, all fp32: the norm reads the gradient (4), clipping reads and writes it (8), and
 AdamW reads weight, gradient and two moments, and writes all but the gradient (16 + 12)."""
-FLOPS_PER_BYTE = 153.0
-"""Assumed if the bandwidth is unknown: A100's 312 TFLOP/s over 2.039 TB/s (NVIDIA)."""
+FLOPS_PER_BYTE = 153.0  # If the bandwidth is unknown: A100's 312 TFLOP/s over 2.039 TB/s
 
 
 def leaf_operations(work: Workload) -> float:

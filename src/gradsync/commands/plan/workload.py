@@ -42,8 +42,7 @@ class Split:
 
     strategy: str  # A name in `sync.registry.STRATEGIES`: how replicas synchronise
     layout: ParallelLayout = field(default_factory=ParallelLayout)
-    shared_weights: bool = False
-    """One copy of weights and optimizer state for all ranks of a host (CPU, shared memory)."""
+    shared_weights: bool = False  # One copy of weights and state for all ranks of a host (CPU)
 
     @property
     def world_size(self) -> int:
@@ -60,7 +59,7 @@ class Split:
 
 
 def sizes_text(layout: ParallelLayout, names: Sequence[str] = ("pp", "tp", "dp")) -> str:
-    """The sizes above 1; in the usual order, as `gradsync train --parallel` takes them."""
+    """The sizes above 1, as `gradsync train --parallel` takes them."""
     sizes = {name: getattr(layout, name) for name in names}
     return ",".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
 
@@ -85,8 +84,7 @@ class Traffic:
 
     grouping: Grouping = "buckets"  # Which gradients travel together
     bucket_mb: float = 25.0
-    overlap: bool = True
-    """Communicate during backward, if other hardware than the computing cores communicates."""
+    overlap: bool = True  # Communicate during backward, where other hardware does it
     late: bool = False
     """Whether one half of an all-reduce overlaps with backward, the other with the next forward
     (sync/late_update.py); on CPUs only, except along the tree. With shards: whether updated weights
@@ -97,11 +95,9 @@ class Traffic:
     algorithm: str = "best"  # A name in `step_costs.ALL_REDUCE`, or best
     wire: float = 1.0  # Bytes that travel over bytes of gradients
     every: int = 1  # Steps between synchronisations; above 1: no other communication
-    through_host: bool = False
-    """Whether ranks of one host may use shared memory instead, and divide the update among them."""
+    through_host: bool = False  # Whether ranks of a host may sum and update in shared memory
     copies: int = 1  # Copies of all gradients in a rank's memory: into buckets, and out of them
-    by_library: bool = False
-    """Whether to call the process group's collectives (gloo, NCCL) in all cases."""
+    by_library: bool = False  # Whether buckets are torch DDP's
     low_rank: int | None = None  # PowerSGD's rank; matrices travel as their factors
 
 

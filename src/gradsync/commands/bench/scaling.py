@@ -112,9 +112,8 @@ def plan_of(options: ScalingOptions, world: World) -> ScalingPlan:
                 )
             contestant = chosen[0] if size > 1 else Contestant(label=ALONE, name=ALONE)
             label = f"{counted(size, 'rank')}, {batch} a rank"
-            points.append(
-                (mode, replace(contestant, label=label, world_size=size, batch_size=batch))
-            )
+            contestant = replace(contestant, label=label, world_size=size, batch_size=batch)
+            points.append((mode, contestant))
     settings = taken(SyncSettings, options, threads=choose_threads(sizes[-1]))
     settings = side_by_side(settings, ranks=sum(sizes), models=len(points) // len(sizes) + 1)
     contestants = tuple({each.label: each for _, each in points}.values())

@@ -18,6 +18,7 @@ from gradsync.commands.plan.hardware_file import hardware_document, load_hardwar
 from gradsync.commands.plan.machine import detect_hardware
 from gradsync.commands.plan.report import (
     commands,
+    console_of,
     efficiency_table,
     figure_lines,
     hardware_lines,
@@ -192,8 +193,7 @@ def _simulated(
         splits.insert(0, replace(best, shared_weights=False))
     work = replace(pick.work, num_leaves=-(-pick.work.num_leaves // pick.split.layout.dp))
     profile = costs.profile(work, hardware.devices[0])
-    about = (work, hardware.hosts[0], hardware.network, sizes, profile)
-    return simulate(*about, splits=list(dict.fromkeys(splits)))
+    return simulate(work, hardware, sizes, list(dict.fromkeys(splits)), profile)
 
 
 def _tell(options: PlanOptions, request: Request, costs: Costs, choice: Recommendation) -> None:
@@ -223,7 +223,9 @@ def _tell(options: PlanOptions, request: Request, costs: Costs, choice: Recommen
             print(section("figures", figures))
         if simulation:
             network = hardware.network
-            joined = [] if network is None else [f"between hosts: {link_text(network)}"]
-            print("\n".join(["", *efficiency_table(simulation), *joined]))
+            print()
+            console_of(sys.stdout).print(efficiency_table(simulation))
+            if network is not None:
+                print(f"between hosts: {link_text(network)}")
     if pick is None:
         raise RunError(remedy(name, choice, hardware))

@@ -195,17 +195,13 @@ def commands(
     return [("by hand", by_hand), ("under Slurm", slurm)]
 
 
-def efficiency_table(points: Sequence[Mapping[str, Any]]) -> list[str]:
+def efficiency_table(points: Sequence[Mapping[str, Any]]) -> Table:
     """A line per simulated split, a column per number of ranks."""
     sizes = sorted({point["world_size"] for point in points})
     found = {(each["name"], each["world_size"]): f"{each['efficiency']:.1%}" for each in points}
-    names = dict.fromkeys(point["name"] for point in points)
-    rows = [
-        ["efficiency", *(f"{size} ranks" for size in sizes)],
-        *([name, *(found.get((name, size), "") for size in sizes)] for name in names),
-    ]
-    first, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
-    return [
-        "  ".join([name.ljust(first), *map(str.rjust, cells, widths)]).rstrip()
-        for name, *cells in rows
-    ]
+    table = Table("efficiency", box=None, pad_edge=False, header_style="")
+    for size in sizes:
+        table.add_column(f"{size} ranks", justify="right")
+    for name in dict.fromkeys(point["name"] for point in points):
+        table.add_row(name, *(found.get((name, size), "") for size in sizes))
+    return table

@@ -26,13 +26,13 @@ Thakur, Rabenseifner, Gropp 2005, "Optimization of collective communication oper
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
 from gradsync.commands.parallel.layout import EMBEDDING, Weight, weights_of
-from gradsync.commands.plan.description import Hardware, Host, Link
+from gradsync.commands.plan.description import Hardware, Link
 from gradsync.commands.plan.profile import StepProfile
 from gradsync.commands.plan.workload import Split, Traffic, Workload, traffic_of
 from gradsync.sync.layout import Item, plan_buckets
@@ -147,13 +147,7 @@ def tree(place: GroupPlace, num_bytes: float) -> float:
     return 2 * one_way
 
 
-ALL_REDUCE: dict[str, Callable[[GroupPlace, float], float]] = {
-    "ring": ring,
-    "halving": halving,
-    "doubling": doubling,
-    "hierarchical": hierarchical,
-    "tree": tree,
-}
+ALL_REDUCE = {cost.__name__: cost for cost in (ring, halving, doubling, hierarchical, tree)}
 
 
 def all_reduce_s(place: GroupPlace, num_bytes: float, algorithm: str = "best") -> float:
@@ -429,16 +423,15 @@ def channel_end(sendings: Sequence[Sending]) -> float:
 
 def simulate(
     work: Workload,
-    host: Host,
-    network: Link | None,
+    hardware: Hardware,
     world_sizes: Sequence[int],
-    profile: StepProfile,
-    *,
     splits: Sequence[Split],
+    profile: StepProfile,
 ) -> list[dict[str, Any]]:
     """A step of each split, of one replica, on each number of ranks that it divides, as values for
-    JSON. Ranks fill equal hosts in order; each replica has the micro-batches of `work` (weak
+    JSON. Ranks fill hosts like the first one; each replica has the micro-batches of `work` (weak
     scaling)."""
+    host = hardware.hosts[0]
     points = []
     for split in splits:
         parts = split.layout.model_ranks
@@ -447,7 +440,7 @@ def simulate(
             time = predict_step(
                 replace(work, num_leaves=work.num_leaves * replicas),
                 replace(split, layout=replace(split.layout, dp=replicas)),
-                Hardware(hosts=(host,) * hosts, network=network),
+                replace(hardware, hosts=(host,) * hosts),
                 profile,
             )
             figures = {name: getattr(time, name) for name in ("tokens_per_s", "efficiency")}

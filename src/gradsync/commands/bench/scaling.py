@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 THRESHOLD = 0.85  # efficiency to reach
 FEWEST_ROUNDS = 6
-"""All n rounds lie on one side of the median once in 2**(n-1) times: fewer give no 95 %."""
+"""All n lie on one side of the median once in 2**(n-1) times: fewer give no 95 % interval."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -101,8 +101,7 @@ def _mean(site: BenchSite, loss: torch.Tensor) -> float:
 
 def run_plan(plan: BenchPlan, world: World, store: SignedStore | None = None) -> dict[str, Any]:
     """This rank's part in a plan: checks, then turns; returns its set's samples. Ranks of another
-    set wait for each piece of work by a `store` that all sets share, in a socket read.
-    """
+    set wait for each piece of work by a `store` that all sets share, in a socket read."""
     site = BenchSite(settings=plan.settings, world=world)
     before = environment(world_size=world.world_size, threads=plan.settings.threads)
     talks = world.is_main and world.world_size == plan.world_sizes[0]

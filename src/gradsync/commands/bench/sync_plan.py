@@ -214,7 +214,8 @@ def bench_plan(
 
 def turns(by_rank: Sequence[Sequence[Sequence[float]]]) -> list[float]:
     """For each round the mean over its steps, of the rank whose mean is the greatest; `by_rank` is
-    [rank][round][step]. Step by step the slowest rank changes, and none need wait for it."""
+    [rank][round][step]. Not step by step: ranks that never synchronise do not wait for the slowest.
+    """
     return [max(map(fmean, ranks)) for ranks in zip(*by_rank, strict=True)]
 
 

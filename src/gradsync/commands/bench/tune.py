@@ -60,7 +60,7 @@ _DOUBT = 0.05  # probability that noise wins a stage, both sides together
 _SOME_MESSAGES = 0.01  # fraction of the gradients' bytes
 _MOST_CANDIDATES = 7  # of a stage, beside its default
 _FEWEST_ROUNDS = 1 + math.ceil(math.log2(_MOST_CANDIDATES / _DOUBT))
-"""Rounds all lie on one side of the default by chance once in 2**(rounds-1) times."""
+"""All rounds lie on one side of the default by chance once in 2**(rounds-1) times."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -141,7 +141,7 @@ class StrategyMemory:
 
     weights: int  # All the time; with one copy per host, a rank's share. Likewise `optimizer`.
     optimizer: int
-    loss: MemoryNeed  # Forward is over, its gradient has not begun. Of moments, two parts only.
+    loss: MemoryNeed  # Gradients and buckets when forward is over; likewise at two later moments
     backward: MemoryNeed  # All gradients exist, nothing else except the embedding's gradient
     update: MemoryNeed
     fresh: int  # The embedding's gradients, just made by backward, in addition to `backward`

@@ -36,14 +36,11 @@ from typing import Any, NoReturn
 
 from delay import DelayingSwitch
 
-from gradsync.commands.arguments import parse
+from gradsync.commands.arguments import check_least, flag_of, names_in, parse
 from gradsync.commands.bench import sync
 from gradsync.commands.bench.experiment import (
     Spread,
-    check_least,
     command_of,
-    flag_of,
-    names_in,
     print_table,
     say,
     where,

@@ -28,21 +28,21 @@ LIBRARY = {
     "sync": 9_588,
 }
 COMMANDS = {
-    "bench": 2_768,
-    "cli": 1_411,
+    "bench": 2_667,
+    "cli": 1_399,
     "compat": 1_178,
     "launch": 1_315,
     "lint": 743,
     "models": 569,
     "parallel": 1_041,
-    "plan": 2_859,
+    "plan": 2_739,
     "prepare": 924,
     "report": 1_012,
     "train": 3_842,
     "verify": 2_453,
 }
 """Lines of each package of a floor, docstrings and blanks included."""
-FLOORS = (("library", LIBRARY, 19_228), ("commands", COMMANDS, 20_115))
+FLOORS = (("library", LIBRARY, 19_228), ("commands", COMMANDS, 19_882))
 """Most lines of each floor: a package grows only by what another one of its floor gives. Totals
 only fall; the aim is 20,000 each."""
 BUDGETS = LIBRARY | COMMANDS

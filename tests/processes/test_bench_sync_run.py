@@ -163,10 +163,8 @@ def test_peak_memory_sees_what_has_gone_again(pool: Any) -> None:
 
 def test_computing_ends_with_the_last_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time in backward after the last gradient counts as communication."""
-    monkeypatch.setattr(
-        "gradsync.commands.bench.meter.time.perf_counter", lambda: float(next(ticks))
-    )
-    ticks = iter([10, 13, 16, 20])
+    monkeypatch.setattr("gradsync.commands.plan.profile.time.perf_counter", lambda: next(ticks))
+    ticks = iter([10.0, 13.0, 16.0, 20.0])
     parameter = torch.nn.Parameter(torch.ones(1))
     clock = StepClock(parameter)
     clock.begin()  # at 10
@@ -174,7 +172,7 @@ def test_computing_ends_with_the_last_gradient(monkeypatch: pytest.MonkeyPatch) 
     assert next(ticks) == 16  # DDP waits
     clock.backward_done()
     clock.step_done()  # at 20
-    ticks = iter([27, 30])  # a step in which the watched parameter has no gradient
+    ticks = iter([27.0, 30.0])  # a step in which the watched parameter has no gradient
     clock.backward_done()
     clock.step_done()
     assert clock.read() == ([10, 10], [3, 7])

@@ -49,6 +49,4 @@ def line(operation: str, algorithm: str, alpha_s: float, beta_s_per_byte: float 
         alpha_s=alpha_s,
         beta_s_per_byte=beta_s_per_byte,
         residual=0.0,
-        worst=1.0,
-        num_sizes=2,
     )

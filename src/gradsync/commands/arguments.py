@@ -14,6 +14,7 @@ import tyro
 
 from gradsync.errors import ConfigError, GradsyncError
 from gradsync.runtime import environ
+from gradsync.runtime.bounds import whole_number
 
 T = TypeVar("T")
 
@@ -52,6 +53,33 @@ def parse(
         raise _refusal(stop, box.getvalue(), command) from None
     sys.stderr.write(box.getvalue())
     return parsed
+
+
+def flag_of(name: str) -> str:
+    """An option as users type it."""
+    return "--" + name.replace("_", "-")
+
+
+def check_least(options: Any, **least: int) -> None:
+    """Refuse options that are below their minimum; None is always allowed."""
+    for name, number in least.items():
+        if (value := getattr(options, name)) is not None and value < number:
+            raise ConfigError(f"{flag_of(name)} must be at least {number}; got {value}")
+
+
+def names_in(text: str) -> tuple[str, ...]:
+    """Words separated by commas, without duplicates."""
+    return tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+
+
+def numbers_in(flag: str, text: str, most: int) -> list[int]:
+    """Whole numbers from 1 to `most`, separated by commas."""
+    numbers = [whole_number(word, most) for word in names_in(text)]
+    if not all(numbers):
+        raise ConfigError(
+            f"{flag} takes numbers of ranks such as 2,8, at most {most}; got {text[:80]!r}"
+        )
+    return [number for number in numbers if number]
 
 
 def _refusal(stop: SystemExit, box: str, command: str) -> GradsyncError:

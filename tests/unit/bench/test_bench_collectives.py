@@ -14,9 +14,9 @@ from gradsync.commands.bench.collectives import (
     parse_size,
     rows_of,
     size_text,
-    time_text,
     work_of,
 )
+from gradsync.commands.plan.report import duration
 from gradsync.errors import ConfigError
 from support.bench_results import collective
 
@@ -39,8 +39,8 @@ def test_numbers_as_they_are_said() -> None:
     sizes = (4, 1000, 4096, 25 * 2**20, 25_000_000, 2**30)
     said = ("4 B", "1000 B", "4 KiB", "25 MiB", "25000000 B", "1 GiB")
     assert tuple(map(size_text, sizes)) == said
-    times = map(time_text, (4.214e-6, 12.34e-3, 2.05))
-    assert list(times) == ["4.21 us", "12.3 ms", "2.05 s"]
+    times = map(duration, (4.214e-6, 12.34e-3, 2.05))
+    assert list(times) == ["4.21 µs", "12.3 ms", "2.05 s"]
 
 
 def test_sizes_go_as_far_as_memory() -> None:

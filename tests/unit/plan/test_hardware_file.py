@@ -7,6 +7,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -39,7 +40,7 @@ def test_every_device_is_found_by_the_name_its_driver_gives(key: str) -> None:
     device = device_of(key)
     assert device.compute_capability is not None
     for name in (device.name, device.name.removeprefix("NVIDIA ")):
-        found = detected_device(name, device.compute_capability, 1, 7)
+        found = detected_device(SimpleNamespace(name=name, total_memory=7))
         assert found == replace(device, memory_bytes=7)
         assert usual_link([found]) == usual_link([device])
 

@@ -18,21 +18,21 @@ from support.planned_machines import line
 
 SIZES = [4**k for k in range(1, 16)]
 MACHINE: dict[str, Any] = {
-    **{"cpu": "c", "cores": 2, "accelerator": None, "backend": "gloo", "world_size": 2},
-    **{"threads_per_rank": 1, "torch": "2", "num_nodes": 1, "dtype": "fp32"},
+    **{"device": "cpu", "cpu": "c", "cores": 2, "threads": 1, "torch": "2"},
+    **{"world_size": 2, "num_nodes": 1, "dtype": "fp32"},
 }
 
 
-def fitted(points: dict[int, float]) -> tuple[float, float, float, float]:
+def fitted(points: dict[int, float]) -> tuple[float, float, float]:
     fit = fit_line("all_reduce", "ring", points)
-    assert (fit.operation, fit.algorithm, fit.num_sizes) == ("all_reduce", "ring", len(points))
-    return fit.alpha_s, fit.beta_s_per_byte, fit.residual, fit.worst
+    assert (fit.operation, fit.algorithm) == ("all_reduce", "ring")
+    return fit.alpha_s, fit.beta_s_per_byte, fit.residual
 
 
 def test_an_exact_line_is_found() -> None:
-    alpha, beta, residual, worst = fitted({size: 2e-5 + 8e-10 * size for size in SIZES})
+    alpha, beta, residual = fitted({size: 2e-5 + 8e-10 * size for size in SIZES})
     assert (alpha, beta) == (pytest.approx(2e-5), pytest.approx(8e-10))
-    assert (residual, worst) == pytest.approx((0, 1), abs=1e-9)
+    assert residual == pytest.approx(0, abs=1e-9)
 
 
 @pytest.mark.parametrize("outlier", range(0, len(SIZES), 2))
@@ -41,11 +41,10 @@ def test_one_disturbed_size_does_not_bend_it(outlier: int, factor: float) -> Non
     noise = random.Random(outlier)
     times = [(1e-4 + 8e-10 * size) * math.exp(noise.gauss(0, 0.05)) for size in SIZES]
     times[outlier] *= factor
-    alpha, beta, residual, worst = fitted(dict(zip(SIZES, times, strict=True)))
+    alpha, beta, residual = fitted(dict(zip(SIZES, times, strict=True)))
     assert alpha == pytest.approx(1e-4, rel=0.15)
     assert beta == pytest.approx(8e-10, rel=0.25)
     assert residual < 0.15
-    assert worst == pytest.approx(20, rel=0.35)
 
 
 def test_short_messages_count_as_much_as_long_ones() -> None:
@@ -71,7 +70,7 @@ ONE, OTHER = line("all_reduce", "ring", 1e-4, 1e-9), line("broadcast", "ring", 1
 def test_lines_are_kept_for_their_machine(cache: Path) -> None:
     assert load_fits(MACHINE) == ()
     assert save_fits(MACHINE, [ONE, OTHER]).is_relative_to(cache)
-    assert load_fits(MACHINE | {"date": "2027-01-01"}) == (ONE, OTHER)
+    assert load_fits(MACHINE) == (ONE, OTHER)
     for name, value in (("dtype", "bf16"), ("world_size", 4), ("cpu", "d"), ("num_nodes", 2)):
         assert load_fits(MACHINE | {name: value}) == ()
     new = replace(ONE, alpha_s=5.0)  # takes the place of its own line only

@@ -45,14 +45,17 @@ EPYC = Processor(
 )
 
 
+def told_gpu(name: str, capability: tuple[int, int] = (8, 0)) -> SimpleNamespace:
+    """Torch's properties of a GPU."""
+    major, minor = capability
+    return SimpleNamespace(
+        name=name, total_memory=42 * GB, major=major, minor=minor, multi_processor_count=108
+    )
+
+
 def fake_torch(*names: str, used: int = 0) -> SimpleNamespace:
     """Torch on a host with these GPUs, each with `used` bytes in use."""
-    told = [
-        SimpleNamespace(
-            name=name, total_memory=42 * GB, major=8, minor=0, multi_processor_count=108
-        )
-        for name in names
-    ]
+    told = [told_gpu(name) for name in names]
     return SimpleNamespace(
         __version__="2.13.0",
         cuda=SimpleNamespace(
@@ -277,7 +280,7 @@ def test_the_network_is_what_the_fastest_interface_says(
 
 
 def gpu(capability: tuple[int, int]) -> Device:
-    return detected_device("a GPU", capability, 100, 10**10)
+    return detected_device(told_gpu("a GPU", capability))
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ import pytest
 from gradsync.commands.plan import choice, profile
 from gradsync.commands.plan.choice import Costs
 from gradsync.commands.plan.machine import DEFAULT_LINK, cpu_link
-from gradsync.commands.plan.measured import save_fits
 from gradsync.commands.plan.profile import probe_profile
 from gradsync.runtime.machine import choose_threads
-from support.planned_machines import hardware, line, work
+from support.bench_results import COLLECTIVES, collective
+from support.planned_machines import hardware, work
 
 LEAF = work(1, dtype="fp32", kind="cpu")
 
@@ -77,17 +77,20 @@ def test_a_cache_that_cannot_be_written_does_no_harm(
     assert Costs().measure(LEAF, hardware(1, kind="cpu"))
 
 
-@pytest.mark.parametrize("build", ["", "+cu130"])
-def test_saved_lines_of_this_machine(cache: Path, build: str) -> None:
-    """The key is that of `bench collectives --save`, also where torch's metadata name no build."""
+def test_saved_lines_of_this_machine(cache: Path) -> None:
+    """The key is that of `bench collectives --save`."""
+    from gradsync.commands.bench.collectives import CollectivesOptions, findings_of
     from gradsync.commands.bench.experiment import environment
 
     assert cpu_link(2) == DEFAULT_LINK
-    here = environment(world_size=2, threads=choose_threads(2))
-    here |= {"backend": "gloo", "accelerator": None, "num_nodes": 1, "dtype": "fp32"}
-    here["torch"] = here["torch"].partition("+")[0] + build
-    save_fits(here, [line("all_reduce", "ring", 1.0, 1e-9)])
+    here = environment(world_size=2, threads=choose_threads(2)) | {"backend": "gloo"}
+    samples = [collective("ring", 1 + size * 1e-9, size=size) for size in (4, 10**9)]
+    samples += [collective("copy", 1.0, size=size) for size in (4, 10**9)]
+    result = COLLECTIVES | {"environment": here, "samples": samples}
+    keep = findings_of(CollectivesOptions(), result).keep
+    assert keep is not None
+    assert str(cache) in keep()
     link = cpu_link(2)
-    assert link.alpha_s == 0.5
+    assert link.alpha_s == pytest.approx(0.5)
     assert link.bytes_per_s == pytest.approx(1e9)
     assert link.source.startswith("all_reduce (ring) of 2 ranks, measured")

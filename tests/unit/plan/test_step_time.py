@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from dataclasses import replace
 
@@ -17,7 +18,7 @@ from gradsync.commands.plan.profile import (
     probe_work,
     scaled_profile,
 )
-from gradsync.commands.plan.report import efficiency_table
+from gradsync.commands.plan.report import console_of, efficiency_table
 from gradsync.commands.plan.step_costs import (
     GroupPlace,
     Sending,
@@ -193,7 +194,8 @@ def test_refusals(leaves: int, asked: Split, ranks: int, message: str) -> None:
 def test_thousands_of_ranks() -> None:
     host = hardware(4).hosts[0]
     splits = [split("ring"), split("hierarchical"), split("diloco"), split("ring", pp=8)]
-    points = simulate(work(1), host, FAR, [16, 4, 4096], profile(), splits=splits)
+    hosts = Hardware(hosts=(host,), network=FAR)
+    points = simulate(work(1), hosts, [16, 4, 4096], splits, profile())
     found = {(point["name"], point["world_size"]): point for point in points}
     sizes = (4, 16, 4096)
     for name in ("ring", "hierarchical"):
@@ -202,9 +204,10 @@ def test_thousands_of_ranks() -> None:
     assert found["diloco", 4096]["efficiency"] > 0.5 > found["ring", 4096]["efficiency"]
     alone = predict_step(work(4), split("ring", dp=4), hardware(4), profile())
     assert found["ring", 4]["step_s"] == alone.total_s
-    lines = efficiency_table(points)
+    console_of(stream := io.StringIO()).print(efficiency_table(points))
+    lines = stream.getvalue().splitlines()
     assert lines[0].split() == ["efficiency", "4", "ranks", "16", "ranks", "4096", "ranks"]
     assert [line.split()[0] for line in lines[1:]] == ["ring", "hierarchical", "diloco", "ring"]
     assert len(lines[-1].split()) == 4  # eight stages do not divide 4 ranks
     with pytest.raises(ConfigError, match="2 hosts need a network"):
-        simulate(work(1), host, None, [8], profile(), splits=splits)
+        simulate(work(1), replace(hosts, network=None), [8], splits, profile())

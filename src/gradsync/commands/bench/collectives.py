@@ -14,21 +14,21 @@ from itertools import chain, groupby
 from statistics import median
 from typing import IO, TYPE_CHECKING, Annotated, Any
 
+import numpy as np
 import tyro
 
+from gradsync.commands.arguments import check_least, names_in
 from gradsync.commands.bench.experiment import (
     Experiment,
     Findings,
-    check_least,
-    names_in,
-    percentile,
     print_table,
     ratios,
     spread,
     where,
 )
-from gradsync.commands.bench.sync_plan import uses_cuda
-from gradsync.commands.plan.measured import Fit, fit_line, save_fits
+from gradsync.commands.bench.sync_plan import DeviceName, uses_cuda
+from gradsync.commands.plan.measured import Fit, fit_conditions, fit_line, save_fits
+from gradsync.commands.plan.report import duration
 from gradsync.core.files import check_name, counted
 from gradsync.errors import ConfigError
 
@@ -77,7 +77,7 @@ class CollectivesOptions:
     16 B, 64 B, ... up to 1 GiB or what fits in memory."""
     world_size: int = 2  # Ranks to start on this host.
     dtype: str = "fp32"  # fp64, fp32, bf16, fp16, int64, int32 or int8.
-    device: str = "auto"  # cpu, cuda, or auto: GPUs if each rank of a host has one.
+    device: DeviceName = "auto"  # auto: GPUs if each rank of a host has one.
     rounds: int = 7  # Turns of each algorithm at each size.
     save: bool = False  # Keep the fitted costs in the user's cache, for planning.
     out: str = ""  # Write record.json, with every sample, into this folder.
@@ -143,8 +143,7 @@ def choose_sizes(asked: str, *, available_bytes: int, ranks: int) -> list[int]:
 
 
 def counts_of(operation: str, sizes: Sequence[int], dtype: str, world_size: int) -> list[int]:
-    """Elements of the whole tensor for each size: rounded down to whole elements. If each rank owns
-    a part, rounded up to a multiple of `world_size`."""
+    """Whole elements of the tensor for each size; equal parts if each rank owns one."""
     counts = [max(size // DTYPES[dtype][1], 1) for size in sizes]
     if operation in ("reduce_scatter", "all_gather"):
         counts = [-(-count // world_size) * world_size for count in counts]
@@ -160,8 +159,8 @@ def bus_factor(operation: str, world_size: int) -> float:
 def rows_of(
     found: Sequence[Mapping[str, Any]], world_size: int, *, one_memory: bool
 ) -> list[dict[str, Any]]:
-    """The figures of each entry of `found`, which are samples as `Bench.run` returns them. The copy
-    among them is the reference if ranks share `one_memory`."""
+    """The figures of each sample in `found`. The copy among them is the reference if ranks share
+    `one_memory`."""
     medians = [[median(times) for times in entry["rounds_s"]] for entry in found]
     copies = {
         (entry["operation"], entry["count"]): seconds
@@ -186,7 +185,7 @@ def rows_of(
             "count": entry["count"],
             "repetitions": len(times),  # over all rounds
             "p50_s": p50_s,
-            "p95_s": percentile(times, 95),
+            "p95_s": float(np.percentile(times, 95)),
             "algbw_gbs": algbw,  # 1e9 bytes per second
             "busbw_gbs": None if is_copy else algbw * bus_factor(operation, world_size),
             "of_limit": asdict(spread(ratios(limits, seconds))) if limited else None,
@@ -196,8 +195,7 @@ def rows_of(
 
 
 def fits_of(rows: Sequence[Mapping[str, Any]]) -> list[Fit]:
-    """The line through the points of each operation and algorithm: seconds by bytes. It takes two
-    sizes or more."""
+    """The line through the points of each operation and algorithm, at two sizes or more."""
     by_name: dict[tuple[str, str], dict[int, float]] = {}
     for row in rows:
         if row["algorithm"] != COPY:
@@ -211,7 +209,13 @@ def findings_of(options: CollectivesOptions, result: Mapping[str, Any]) -> Findi
     found, num_nodes = result["environment"], result["num_nodes"]
     rows = rows_of(result["samples"], found["world_size"], one_memory=result["one_memory"])
     fits = fits_of(rows)
-    about = {"dtype": options.dtype, "world_size": found["world_size"], "num_nodes": num_nodes}
+
+    def keep() -> str:
+        device = "cpu" if found["backend"] == "gloo" else "cuda"
+        ranks = (found["world_size"], found["threads_per_rank"])
+        here = fit_conditions(device, *ranks, num_nodes=num_nodes, dtype=options.dtype)
+        return f"kept alpha and beta in {save_fits(here, fits)}"
+
     return Findings(
         environment=found,
         data={
@@ -225,7 +229,7 @@ def findings_of(options: CollectivesOptions, result: Mapping[str, Any]) -> Findi
             "samples": result["samples"],
         },
         show=partial(print_report, rows, result, options.dtype),
-        keep=(lambda: f"kept alpha and beta in {save_fits(found | about, fits)}") if fits else None,
+        keep=keep if fits else None,
         code=1 if result["wrong"] else 0,
     )
 
@@ -254,8 +258,8 @@ def print_report(
             line = {
                 "size": size_text(row["size_bytes"]),
                 "algorithm": row["algorithm"],
-                "p50": time_text(row["p50_s"]),
-                "p95": time_text(row["p95_s"]),
+                "p50": duration(row["p50_s"]),
+                "p95": duration(row["p95_s"]),
                 "algbw GB/s": f"{row['algbw_gbs']:.3g}",
                 "busbw GB/s": f"{busbw:.3g}" if busbw else "",
                 "of limit": f"{part['median']:.0%}" if part else "",
@@ -264,12 +268,6 @@ def print_report(
         print_table(stream, operation, cells, words=("algorithm",))
     for line in (_OF_LIMIT, *result["skipped"], *(f"WRONG {each}" for each in result["wrong"])):
         print(line, file=stream)
-
-
-def time_text(seconds: float) -> str:
-    """Three digits: `4.21 us`, `1.30 ms`, `2.05 s`."""
-    unit, factor = ("s", 1) if seconds >= 1 else ("ms", 1e3) if seconds >= 1e-3 else ("us", 1e6)
-    return f"{seconds * factor:.3g} {unit}"
 
 
 EXPERIMENT = Experiment(

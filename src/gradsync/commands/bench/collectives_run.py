@@ -30,7 +30,7 @@ from gradsync.commands.bench.collectives import (
     work_of,
 )
 from gradsync.commands.bench.experiment import environment, show_progress
-from gradsync.commands.bench.meter import moment, seconds_between
+from gradsync.commands.plan.profile import moment, seconds_between
 from gradsync.errors import ConfigError
 from gradsync.runtime import environ
 from gradsync.runtime.machine import available_bytes
@@ -56,8 +56,7 @@ class TimedOperation(NamedTuple):
 def build(
     name: tuple[str, str], comm: Communicator, hosts: RankPlacement, whole: Tensor, part: Tensor
 ) -> TimedOperation:
-    """The operation and algorithm `name` over `whole`, [n], and `part`, [n / ranks]; `comm` is all
-    ranks."""
+    """The operation and algorithm `name` over `whole`, [n], and `part`, [n / ranks]."""
     operation, algorithm = name
     source = part if operation == "all_gather" else whole
     result = part if operation == "reduce_scatter" else whole
@@ -247,7 +246,7 @@ class Bench:
 
     def _turn(self, contestant: TimedOperation, repetitions: int) -> list[float]:
         """Seconds of each repetition, to the nanosecond; the same on all ranks."""
-        device = self._like.device
+        device = self._like.device.type
         self._comm.barrier()
         moments = [moment(device)]
         for _ in range(repetitions):

@@ -7,7 +7,7 @@ to `update`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -31,8 +31,7 @@ from gradsync.sync.replicate import replicate
 from gradsync.world import World
 
 CLIP_NORM = 1.0  # largest norm of the gradient, as `gradsync train` has it
-_ON_HOST: Mapping[str, Any] = {"collective": "backend", "overlap_publish": False}
-"""With `--host`: by messages, as on GPUs, and whole sums in the step."""
+_ON_HOST = {"collective": "backend", "overlap_publish": False}  # By messages, as on GPUs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,6 +101,7 @@ class Entrant:
         self.clock = StepClock(self.model.embed.weight)
         self.called: Any = self.model
         self.optimizer: Any = None
+        self.sync: Any = None  # of a strategy of ours
         self.mean_loss: Any = None  # of this rank's micro-batches, or of all, in the last step
         self.set_up()
 
@@ -148,13 +148,17 @@ class Entrant:
 
     def communicator(self) -> Communicator | None:
         """The communicator to count, see `Wire`."""
-        return None
+        return None if self.sync is None else self.sync.comm
 
     def wait(self) -> None:
         """Return when the last step has no pending work."""
+        if self.sync is not None:
+            self.sync.replica.wait()
 
     def close(self) -> None:
         """Remove hooks and stop threads."""
+        if self.sync is not None:
+            self.sync.close()
 
 
 class Reference(Entrant):
@@ -288,15 +292,6 @@ class Synchronised(Entrant):
         result = self.sync.step(self.optimizer, clip_norm=CLIP_NORM)
         self.mean_loss = result.mean_loss
 
-    def wait(self) -> None:
-        self.sync.replica.wait()
-
-    def communicator(self) -> Communicator:
-        return self.sync.comm
-
-    def close(self) -> None:
-        self.sync.close()
-
 
 class InTheirLoop(Entrant):
     """A strategy of the registry in a plain loop: two lines replace DDP's."""
@@ -309,12 +304,6 @@ class InTheirLoop(Entrant):
 
     def accumulating(self, *, last: bool) -> AbstractContextManager[Any]:
         return nullcontext() if last else self.sync.no_sync()
-
-    def communicator(self) -> Communicator:
-        return self.sync.comm
-
-    def close(self) -> None:
-        self.sync.close()
 
 
 _OTHERS = {
@@ -334,8 +323,8 @@ def enter(contestant: Contestant, site: BenchSite) -> Entrant:
 
 
 def given_options(contestant: Contestant, site: BenchSite) -> dict[str, Any]:
-    """Options of the contestant and of the trainer. Without others, a few steps represent many:
-    ranks synchronise once in each turn, low rank begins at once."""
+    """Options of the contestant and of the trainer. A few steps represent many: by default, ranks
+    synchronise once in each turn, and low rank begins at once."""
     settings = site.settings
     strategy = STRATEGIES[contestant.name]
     usual: dict[str, Any] = {"inner_steps": settings.num_steps, "start_powerSGD_iter": 2}

@@ -23,13 +23,12 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
-from gradsync.commands.arguments import parse
+from gradsync.commands.arguments import flag_of, parse
 from gradsync.commands.launch.ranks import WORKER, be_rank, measure_on_ranks, until_stopped
+from gradsync.commands.plan.report import console_of
 from gradsync.core.files import check_name, check_place, counted, json_text, write_result
-from gradsync.errors import ConfigError
 from gradsync.runtime import environ
 from gradsync.runtime.machine import cpu_model, total_bytes, usable_cores
 from gradsync.runtime.resolve import resolve
@@ -52,11 +51,8 @@ benchmarks:
 
 `gradsync bench NAME --help` says more.
 """
-_PLACES = ("csv", "out", "save", "as_json")
-"""Options that do not change what is measured."""
-
+_PLACES = ("csv", "out", "save", "as_json")  # they do not change what is measured
 _RESAMPLES = 4000
-_WIDE = 240  # columns of a file: a table in it must not be cut
 
 T = TypeVar("T")
 
@@ -80,9 +76,9 @@ class Experiment:
     command: tuple[str, ...]  # as typed
     options: type  # its flags: a dataclass
     plan: Callable[[Any, World], Any]  # from options and world; raises `ConfigError`
-    ranks: Callable[[Any], int]  # from the plan: how many to start
-    measure: str  # `module:function`; imported by ranks only
     findings: Callable[[Any, Any], Findings]  # from the plan and what `measure` returned on rank 0
+    ranks: Callable[[Any], int] = lambda plan: sum(plan.world_sizes)  # how many to start
+    measure: str = "gradsync.commands.bench.steps:measure"  # imported by ranks only
 
 
 def run(argv: list[str]) -> int:
@@ -138,7 +134,6 @@ def run_experiment(experiment: Experiment, argv: list[str]) -> int:
 
 
 def _deliver(options: Any, command: Sequence[str], found: Findings) -> None:
-    """Write the results to every requested output."""
     human = sys.stderr if options.as_json else sys.stdout
     found.show(human)
     about: dict[str, Any] = {"name": command[-1], "command": command_of(options, command)}
@@ -166,27 +161,10 @@ def command_of(options: Any, command: Sequence[str]) -> str:
     return shlex.join(words)
 
 
-def flag_of(name: str) -> str:
-    """An option as users type it."""
-    return "--" + name.replace("_", "-")
-
-
-def check_least(options: Any, **least: int) -> None:
-    """Refuse options that are below their minimum; None is always allowed."""
-    for name, number in least.items():
-        if (value := getattr(options, name)) is not None and value < number:
-            raise ConfigError(f"{flag_of(name)} must be at least {number}; got {value}")
-
-
 def taken(kind: type[T], options: Any, **others: Any) -> T:
     """A `kind` built from the options that match its fields, overridden by `others`."""
     names = [entry.name for entry in fields(kind) if hasattr(options, entry.name)]  # type: ignore[arg-type]
     return kind(**{name: getattr(options, name) for name in names} | others)
-
-
-def names_in(text: str) -> tuple[str, ...]:
-    """Words separated by commas, without duplicates."""
-    return tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
 
 
 def environment(*, world_size: int, threads: int) -> dict[str, Any]:
@@ -244,14 +222,9 @@ class Spread:
         return f"{middle} ({self.low:.{digits}f}-{self.high:.{digits}f})"
 
 
-def percentile(values: Sequence[float], percent: float) -> float:
-    """The value that `percent` of 100 do not exceed; interpolated linearly between two of them."""
-    return float(np.percentile(values, percent))
-
-
 def spread(values: Sequence[float]) -> Spread:
     """Median and quartiles of at least one value."""
-    low, median, high = (percentile(values, percent) for percent in (25, 50, 75))
+    low, median, high = np.percentile(values, (25, 50, 75)).tolist()
     return Spread(median=median, low=low, high=high, count=len(values))
 
 
@@ -261,8 +234,8 @@ def ratios(values: Sequence[float], ideal: Sequence[float]) -> list[float]:
 
 
 def interval(values: Sequence[float], *, doubt: float = 0.05) -> tuple[float, float]:
-    """Confidence interval of the median, by the bootstrap over rounds (Efron 1979); `doubt` is 0.05
-    for 95 %. The same values give the same interval."""
+    """Confidence interval of the median, by the bootstrap over rounds (Efron 1979), reproducibly;
+    `doubt` is 0.05 for 95 %."""
     places = np.random.default_rng(0).integers(0, len(values), (_RESAMPLES, len(values)))
     medians = np.median(np.asarray(values)[places], axis=1)
     low, high = np.quantile(medians, [doubt / 2, 1 - doubt / 2])
@@ -284,8 +257,7 @@ def print_table(
         table.add_column(heading, justify="right" if place and heading not in words else "left")
     for row in rows:
         table.add_row(*row.values())
-    width = None if stream.isatty() else _WIDE
-    console = Console(file=stream, width=width, markup=False, emoji=False, highlight=False)
+    console = console_of(stream)
     console.print(table)
     for line in notes:
         console.print(line, style="dim", soft_wrap=not stream.isatty())

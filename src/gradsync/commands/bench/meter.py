@@ -14,10 +14,8 @@ import socket
 import stat
 import struct
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradsync.comm.base import Communicator
+from gradsync.commands.plan.profile import moment, seconds_between
 from gradsync.core.torch_private import num_issued, process_groups
 
 _BYTES_SENT = 200
@@ -33,23 +32,6 @@ _BYTES_SENT = 200
 headers. A late packet is sent twice, on a busy host even to itself."""
 _SHOWN = 10  # functions of a step's profile
 _IN_MEMORY = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "run")
-
-
-def moment(device: torch.device) -> Any:
-    """Now: on an accelerator, when its stream has done all work so far."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def seconds_between(moments: list[Any]) -> list[float]:
-    """From each moment to the next one; waits for the device."""
-    if not isinstance(moments[-1], torch.cuda.Event):
-        return [last - first for first, last in pairwise(moments)]
-    moments[-1].synchronize()
-    return [first.elapsed_time(last) / 1000 for first, last in pairwise(moments)]
 
 
 class StepClock:
@@ -61,7 +43,7 @@ class StepClock:
     """
 
     def __init__(self, last: Tensor) -> None:
-        self._device = last.device
+        self._device = last.device.type
         self._moments: list[Any] = []
         self._last_gradient: Any = None
         last.register_post_accumulate_grad_hook(self._ready)
@@ -117,8 +99,7 @@ def operations_issued() -> int:
 
 
 class Wire:
-    """Counts from its creation on; `comm` is that of a strategy of ours. It shadows its methods:
-    each call is counted and forwarded."""
+    """Counts from its creation on, by shadowing methods of `comm`, that of a strategy of ours."""
 
     def __init__(self, comm: Communicator | None = None) -> None:
         self._comm = comm

@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from gradsync.commands.arguments import check_least, numbers_in
 from gradsync.commands.bench.experiment import (
     Experiment,
     Findings,
     Spread,
-    check_least,
     interval,
-    names_in,
     print_table,
     spread,
     taken,
@@ -32,6 +31,8 @@ from gradsync.commands.bench.sync_plan import (
     ALONE,
     BenchPlan,
     Contestant,
+    DeviceName,
+    Dtype,
     Results,
     SyncSettings,
     parse_contestants,
@@ -40,7 +41,7 @@ from gradsync.commands.bench.sync_plan import (
 )
 from gradsync.core.files import counted
 from gradsync.errors import ConfigError
-from gradsync.runtime.bounds import MOST_RANKS, whole_number
+from gradsync.runtime.bounds import MOST_RANKS
 from gradsync.runtime.machine import choose_threads, usable_cores
 
 if TYPE_CHECKING:
@@ -48,8 +49,7 @@ if TYPE_CHECKING:
 
 THRESHOLD = 0.85  # efficiency to reach
 FEWEST_ROUNDS = 6
-"""The bootstrap's interval lies within its values. All n lie on one side of the median once in
-2**(n-1) times, so fewer rounds give no interval of 95 %."""
+"""All n lie on one side of the median once in 2**(n-1) times: fewer give no 95 % interval."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,8 +61,7 @@ class ScalingOptions:
     """
 
     world_sizes: str = ""
-    """Numbers of ranks, separated by commas; 1 is always measured. Default: 1, 2, 4 … up to the
-    number of cores."""
+    """Numbers of ranks, separated by commas; 1 is always measured. Default: 1, 2, 4 … cores."""
     mode: Literal["weak", "strong", "both"] = "both"
     strategy: str = "invariant"
     """How gradients are synchronised, optionally with options: bucketed:bucket_mb=1."""
@@ -74,8 +73,8 @@ class ScalingOptions:
     num_steps: int = 10  # Measured optimizer steps per turn.
     num_warmup: int = 2  # Optimizer steps before those, not measured.
     rounds: int = 10  # Turns of each world size; the interval comes from these.
-    dtype: str = "bf16"  # fp32, or bf16 (autocast over fp32 weights).
-    device: str = "auto"  # auto, cpu or cuda.
+    dtype: Dtype = "bf16"  # bf16 is autocast over fp32 weights.
+    device: DeviceName = "auto"  # auto: GPUs, if there are any.
     out: str = ""  # Write record.json, with every sample, into this folder.
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print the record on standard output; the table goes to standard error."""
@@ -85,8 +84,7 @@ class ScalingOptions:
 class ScalingPlan(BenchPlan):
     """What to measure, and how it is compared."""
 
-    points: tuple[tuple[str, Contestant], ...]
-    """By mode and ascending world size; both modes may share a contestant."""
+    points: tuple[tuple[str, Contestant], ...]  # By mode and ascending world size
 
 
 def plan_of(options: ScalingOptions, world: World) -> ScalingPlan:
@@ -114,9 +112,8 @@ def plan_of(options: ScalingOptions, world: World) -> ScalingPlan:
                 )
             contestant = chosen[0] if size > 1 else Contestant(label=ALONE, name=ALONE)
             label = f"{counted(size, 'rank')}, {batch} a rank"
-            points.append(
-                (mode, replace(contestant, label=label, world_size=size, batch_size=batch))
-            )
+            contestant = replace(contestant, label=label, world_size=size, batch_size=batch)
+            points.append((mode, contestant))
     settings = taken(SyncSettings, options, threads=choose_threads(sizes[-1]))
     settings = side_by_side(settings, ranks=sum(sizes), models=len(points) // len(sizes) + 1)
     contestants = tuple({each.label: each for _, each in points}.values())
@@ -125,21 +122,15 @@ def plan_of(options: ScalingOptions, world: World) -> ScalingPlan:
 
 def parse_world_sizes(text: str, cores: int) -> tuple[int, ...]:
     """`"4,2"` as (1, 2, 4); "" is 1, 2, 4 … up to the number of cores, and at least 2."""
-    sizes = {1}
-    for word in names_in(text) or (str(2**n) for n in range(1, max(cores.bit_length(), 2))):
-        number = whole_number(word, MOST_RANKS)
-        if not number:
-            raise ConfigError(
-                f"--world-sizes: {word[:80]!r} is not a number of ranks, at most {MOST_RANKS}"
-            )
-        sizes.add(number)
+    powers = [2**n for n in range(1, max(cores.bit_length(), 2))]
+    sizes = {1, *(numbers_in("--world-sizes", text, MOST_RANKS) or powers)}
     if len(sizes) == 1:
         raise ConfigError("--world-sizes: name a number above 1 to compare one rank with")
     return tuple(sorted(sizes))
 
 
 def points_of(plan: ScalingPlan, results: Results) -> list[dict[str, Any]]:
-    """The figures of every point, as the record has them."""
+    """The figures of every point."""
     found, baseline = [], []
     for mode, contestant in plan.points:
         size = contestant.world_size
@@ -234,7 +225,5 @@ EXPERIMENT = Experiment(
     command=("bench", "scaling"),
     options=ScalingOptions,
     plan=plan_of,
-    ranks=lambda plan: sum(plan.world_sizes),
-    measure="gradsync.commands.bench.steps:measure",
     findings=findings_of,
 )

@@ -79,7 +79,7 @@ def check(contestant: Contestant, site: BenchSite, expected: list[float]) -> dic
 
 
 def judge(contestant: Contestant, losses: list[float], expected: list[float]) -> None:
-    """Refuse a contestant that does not train, by its losses. RunError, on all ranks of the set."""
+    """RunError, on all ranks of the set, for a contestant that does not train."""
     name, off, tolerance = contestant.name, 0.0, TOLERANCE
     if name not in _FREE:
         off = max(abs(a - b) / b for a, b in zip(losses, expected, strict=True))
@@ -100,12 +100,8 @@ def _mean(site: BenchSite, loss: torch.Tensor) -> float:
 
 
 def run_plan(plan: BenchPlan, world: World, store: SignedStore | None = None) -> dict[str, Any]:
-    """This rank's part in a plan: checks, then turns. Ranks of another set wait for each piece of
-    work, by a `store` that all sets share: they block in a socket read.
-
-    Returns:
-        The samples of this set, the same on each of its ranks.
-    """
+    """This rank's part in a plan: checks, then turns; returns its set's samples. Ranks of another
+    set wait for each piece of work by a `store` that all sets share, in a socket read."""
     site = BenchSite(settings=plan.settings, world=world)
     before = environment(world_size=world.world_size, threads=plan.settings.threads)
     talks = world.is_main and world.world_size == plan.world_sizes[0]
@@ -235,10 +231,8 @@ def quiet_session(device: str, threads: int) -> Generator[World]:
 
 
 class PeakMemory:
-    """Peak of this process's resident memory, or of its CUDA device's, from here until `read`.
-
-    Pages that ranks share count in each of their processes.
-    """
+    """Peak of this process's resident memory, shared pages too, or of its CUDA device's, from here
+    until `read`."""
 
     def __init__(self, *, on_cuda: bool) -> None:
         self._on_cuda = on_cuda

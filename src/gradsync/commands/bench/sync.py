@@ -9,15 +9,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from statistics import fmean, median
-from typing import IO, TYPE_CHECKING, Annotated, Any
+from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from gradsync.commands.arguments import check_least
 from gradsync.commands.bench.experiment import (
     Experiment,
     Findings,
     Spread,
-    check_least,
     print_table,
     ratios,
     say,
@@ -29,6 +29,7 @@ from gradsync.commands.bench.sync_plan import (
     OTHERS,
     BenchPlan,
     Contestant,
+    DeviceName,
     Results,
     SyncSettings,
     bench_plan,
@@ -72,10 +73,10 @@ class SyncOptions:
     """Tokens of a sequence; default: what the model takes, at most 512."""
     batch_size: int = 1  # Sequences per rank and step.
     micro_batches_per_rank: int = 1  # Micro-batches into which these are divided.
-    dtype: str = "auto"
-    """fp32, bf16 (autocast over fp32 weights), or auto: bf16, except where a CPU emulates it."""
+    dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """bf16 is autocast over fp32 weights; auto is bf16, except where a CPU emulates it."""
     threads: int | None = None  # Intra-op threads of a rank; default: cores / ranks.
-    device: str = "auto"  # auto, cpu or cuda.
+    device: DeviceName = "auto"  # auto: GPUs, if there are any.
     host: bool = False
     """Measure what a step costs the host: the model's tensors and buckets, 8 wide, so that
     computing costs nothing. Counts operations and calls, and names the slowest functions. `default`
@@ -188,8 +189,7 @@ def title(settings: SyncSettings, world_size: int, batch_size: int) -> str:
 
 
 def rows_csv(plan: BenchPlan, rows: Sequence[Mapping[str, Any]]) -> str:
-    """A header and a line for each row. The first eight columns are the same as in other
-    benchmarks; communication is what `none` does not take."""
+    """A header and a line for each row. Other benchmarks have the same first eight columns."""
     settings, text = plan.settings, io.StringIO()
     lines = [
         {
@@ -217,7 +217,7 @@ def rows_csv(plan: BenchPlan, rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def show_slowest(file: IO[str], rows: Sequence[Mapping[str, Any]]) -> None:
-    """The functions in which rank 0 spends a step, under the profiler, which slows calls down."""
+    """The functions in which rank 0 spends a step, under the profiler."""
     for row in rows:
         print(f"\n{row['contestant']}: the slowest functions of a step of rank 0", file=file)
         for name, calls, milliseconds in row["slowest"]:
@@ -253,7 +253,5 @@ EXPERIMENT = Experiment(
     command=("bench", "sync"),
     options=SyncOptions,
     plan=plan_of,
-    ranks=lambda plan: sum(plan.world_sizes),
-    measure="gradsync.commands.bench.steps:measure",
     findings=findings_of,
 )

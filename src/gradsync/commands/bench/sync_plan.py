@@ -22,20 +22,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
-from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
-from gradsync.commands.bench.experiment import check_least
+from gradsync.commands.arguments import check_least
 from gradsync.commands.models.config import PRESETS, GPTConfig, preset
+from gradsync.commands.plan.machine import may_have_gpu
 from gradsync.commands.train.config import listed, with_options
 from gradsync.core.files import check_name
 from gradsync.errors import ConfigError
 from gradsync.runtime.machine import available_bytes
 from gradsync.sync.registry import STRATEGIES, check_options
 
-DEVICES = ("auto", "cpu", "cuda")
-DTYPES = ("fp32", "bf16")
+DeviceName = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["fp32", "bf16"]
 ALONE = "none"
 OTHERS = ("torch_ddp", "accelerate", "fabric")
 _PACKAGES = {"accelerate": "accelerate", "fabric": "lightning_fabric"}  # extra `bench`
@@ -63,17 +63,15 @@ class SyncSettings:
     num_warmup: int = 2  # optimizer steps of a turn before those
     rounds: int = 5  # turns of each contestant
     micro_batches_per_rank: int = 1  # in a step
-    dtype: str = "bf16"  # fp32, or bf16 (autocast over fp32 weights)
+    dtype: Dtype = "bf16"  # bf16 is autocast over fp32 weights
     threads: int = 1  # intra-op threads of a rank
-    device: str = "auto"  # auto, cpu or cuda
+    device: DeviceName = "auto"
     side_by_side: bool = True  # models stay from turn to turn; else each turn builds its own
     host: bool = False  # shrink the model to a width of 8, so that computing costs nothing
 
     def __post_init__(self) -> None:
         preset(self.model_size)
         check_least(self, num_steps=1, num_warmup=0, rounds=1, micro_batches_per_rank=1, threads=1)
-        if self.dtype not in DTYPES:
-            raise ConfigError(f"--dtype must be one of {', '.join(DTYPES)}; got {self.dtype!r}")
         longest = self.config.block_size
         if not 1 <= self.tokens <= longest:
             raise ConfigError(
@@ -151,8 +149,8 @@ class BenchPlan:
         return tuple(dict.fromkeys(each.world_size for each in self.contestants))
 
     def turns(self) -> list[Contestant]:
-        """The order of turns: each round begins with the next contestant. Every other round is
-        reversed, so that a contestant does not always follow the same one."""
+        """Each round begins with the next contestant; every other round is reversed, so that none
+        always follows the same one."""
         order, every = [], self.contestants
         for first in range(self.settings.rounds):
             places = (first - n if first % 2 else first + n for n in range(len(every)))
@@ -166,8 +164,7 @@ class BenchPlan:
 
 
 def parse_contestants(text: str) -> list[Contestant]:
-    """The checked contestants of `--strategies`, without `none`. `default` and `all` skip those
-    whose package is missing."""
+    """The checked contestants, without `none`; `default` and `all` skip missing packages."""
     chosen: list[Contestant] = []
     for word in listed(text):
         if word in _SEVERAL:
@@ -216,11 +213,8 @@ def bench_plan(
 
 
 def turns(by_rank: Sequence[Sequence[Sequence[float]]]) -> list[float]:
-    """For each round the mean over its steps, of the rank whose mean is the greatest.
-
-    Ranks that never synchronise must not be compared step by step: the slowest one changes, and no
-    rank waits for it. Ranks that synchronise end their steps together, with nearly equal means.
-    `by_rank` is [rank][round][step].
+    """For each round the mean over its steps, of the rank whose mean is the greatest; `by_rank` is
+    [rank][round][step]. Not step by step: ranks that never synchronise do not wait for the slowest.
     """
     return [max(map(fmean, ranks)) for ranks in zip(*by_rank, strict=True)]
 
@@ -230,12 +224,9 @@ def step_seconds(ranks: Ranks, part: str = "step_s") -> list[float]:
     return turns([rank[part] for rank in ranks])
 
 
-def uses_cuda(device: str) -> bool:
+def uses_cuda(device: DeviceName) -> bool:
     """Whether accelerators will compute; a missing one is refused."""
-    if device not in DEVICES:
-        raise ConfigError(f"--device must be one of {', '.join(DEVICES)}; got {device!r}")
-    has_driver = any(Path(name).exists() for name in ("/proc/driver/nvidia", "/dev/kfd"))
-    if device == "cpu" or (device == "auto" and not has_driver):
+    if device == "cpu" or (device == "auto" and not may_have_gpu()):
         return False
     import torch
 
@@ -247,7 +238,7 @@ def uses_cuda(device: str) -> bool:
 
 def side_by_side(settings: SyncSettings, *, ranks: int, models: int) -> SyncSettings:
     """`settings`, in which models stay from turn to turn if all `ranks` of a host can hold `models`
-    models each. On a CPU they share the host's memory; a GPU has one rank."""
+    models each; a GPU has one rank."""
     usable = _SHARE * available_bytes()
     if uses_cuda(settings.device):
         import torch

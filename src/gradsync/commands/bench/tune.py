@@ -19,10 +19,10 @@ from typing import IO, Annotated, Any, Literal, cast
 import msgspec
 import tyro
 
+from gradsync.commands.arguments import check_least
 from gradsync.commands.bench.experiment import (
     Experiment,
     Findings,
-    check_least,
     interval,
     print_table,
     ratios,
@@ -30,9 +30,11 @@ from gradsync.commands.bench.experiment import (
     taken,
     where,
 )
-from gradsync.commands.bench.sync import LEGEND, cells_of, row_of
+from gradsync.commands.bench.sync import LEGEND, cells_of, row_of, title
 from gradsync.commands.bench.sync_plan import (
     Contestant,
+    DeviceName,
+    Dtype,
     SyncSettings,
     bench_plan,
     side_by_side,
@@ -52,12 +54,13 @@ from gradsync.sync.options import Recipe
 from gradsync.sync.registry import STRATEGIES
 from gradsync.world import World
 
+_TRIED = ("invariant", "zero1", "bucketed", "flat", "zero2", "ddp")  # The default first
 _BUCKETS_MB = (2.0, 5.0, 10.0, 50.0, 100.0)
 _DOUBT = 0.05  # probability that noise wins a stage, both sides together
 _SOME_MESSAGES = 0.01  # fraction of the gradients' bytes
 _MOST_CANDIDATES = 7  # of a stage, beside its default
 _FEWEST_ROUNDS = 1 + math.ceil(math.log2(_MOST_CANDIDATES / _DOUBT))
-"""All candidates lie on one side of the default by chance once in 2**(rounds-1) times."""
+"""All rounds lie on one side of the default by chance once in 2**(rounds-1) times."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,8 +79,8 @@ class TuneOptions:
     promise: Literal["bitwise", "rounding"] = "bitwise"
     """The weakest promise to accept: bitwise (one rank's bits on any number of ranks), or rounding
     (one rank's numbers except for the order of sums)."""
-    dtype: Literal["fp32", "bf16"] | None = None
-    """fp32, or bf16 (autocast over fp32 weights); default: that of `gradsync train`."""
+    dtype: Dtype | None = None
+    """bf16 is autocast over fp32 weights; default: that of `gradsync train`."""
     batch_size: int | None = None  # Sequences per rank and step; default: as in `gradsync train`.
     micro_batches_per_rank: int | None = None
     """Micro-batches into which these are divided; default: as in `gradsync train`."""
@@ -87,7 +90,7 @@ class TuneOptions:
     rounds: int = 12  # Turns of each candidate.
     threads: int | None = None
     """Intra-op threads of a rank; default: that of `gradsync train`, 1 on a CPU."""
-    device: str = "auto"  # auto, cpu or cuda.
+    device: DeviceName = "auto"  # auto: GPUs, if there are any.
     out: str = ""  # Write record.json, with every sample, into this folder.
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print the record on standard output; tables go to standard error."""
@@ -113,7 +116,7 @@ def request_of(options: TuneOptions, world: World) -> TuneRequest:
     if options.data and not Path(options.data).is_dir():
         raise ConfigError(f"--data {options.data} is no directory")
     if world.is_main:
-        check_place("GRADSYNC_CACHE", TUNED.folder(), folder=True)
+        check_place("GRADSYNC_CACHE", TUNED.path({}).parent, folder=True)
     world_size = world.world_size if world.is_distributed else options.world_size
     local = world.local_world_size if world.is_distributed else world_size
     batch, count = batch_of(options, start, world_size)
@@ -150,24 +153,15 @@ def batch_of(options: TuneOptions, start: TrainConfig, world_size: int) -> tuple
 def strategies(promise: str, *, on_cpu: bool, hosts: int) -> list[TunedStrategy]:
     """The default, and the strategies with at least the requested promise. With `hosts` above 1
     there are two levels of sums; 0 stands for hosts with unequal numbers of ranks."""
-    one_memory, levels = on_cpu and hosts == 1, hosts > 1
-    by_messages, hierarchical = {"collective": "backend"}, {"reduction": "hierarchical"}
-    every: list[tuple[str, dict[str, Any], bool]] = [
-        ("invariant", {}, True),
-        ("zero1", {}, True),
-        ("bucketed", {}, True),
-        ("flat", {}, True),
-        ("zero2", {}, True),
-        ("ddp", {}, True),
-        ("invariant", by_messages, one_memory),
-        ("bucketed", by_messages, one_memory),
-        ("invariant", hierarchical, levels),
-        ("hierarchical", {}, levels),
-    ]
+    every: list[tuple[str, dict[str, str]]] = [(name, {}) for name in _TRIED]
+    if on_cpu and hosts == 1:  # without the memory that they share
+        every += [(name, {"collective": "backend"}) for name in ("invariant", "bucketed")]
+    if hosts > 1:
+        every += [("invariant", {"reduction": "hierarchical"}), ("hierarchical", {})]
     return [
         TunedStrategy(sync=name, options=options)
-        for name, options, applies in every
-        if applies and promise in ("rounding", STRATEGIES[name].promise)
+        for name, options in every
+        if promise in ("rounding", STRATEGIES[name].promise)
     ]
 
 
@@ -287,14 +281,8 @@ def print_report(
     stream: IO[str],
 ) -> None:
     """A table and a verdict for each stage."""
-    settings = request.settings
-    count = settings.micro_batches_per_rank
-    print(
-        f"{settings.model_text}, {request.world_size} ranks x {count} micro-batches x "
-        f"{request.batch_size // count} x {settings.tokens} tokens a step; "
-        f"{settings.turns_text}; promise: {request.promise}",
-        file=stream,
-    )
+    heading = title(request.settings, request.world_size, request.batch_size)
+    print(f"{heading}; promise: {request.promise}", file=stream)
     for stage in stages:
         judged = {each["label"]: each for each in stage["decision"]["judged"]}
         lines = []

@@ -11,13 +11,14 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from gradsync.commands.arguments import parse
+from gradsync.commands.arguments import check_least, flag_of, names_in, numbers_in, parse
 from gradsync.commands.plan.choice import USUAL, Costs, Recommendation, Search, choose, remedy
 from gradsync.commands.plan.description import NETWORKS, Hardware, fast_switches
 from gradsync.commands.plan.hardware_file import hardware_document, load_hardware
 from gradsync.commands.plan.machine import detect_hardware
 from gradsync.commands.plan.report import (
     commands,
+    console_of,
     efficiency_table,
     figure_lines,
     hardware_lines,
@@ -34,7 +35,7 @@ from gradsync.commands.train.data import vocabulary
 from gradsync.core.files import check_name
 from gradsync.errors import ConfigError, RunError
 from gradsync.runtime import environ
-from gradsync.runtime.bounds import MOST_NODES, whole_number
+from gradsync.runtime.bounds import MOST_NODES
 from gradsync.sync.registry import STRATEGIES, find_strategy
 
 _SIZES = ("tokens_per_update", "seq_len", "dtype", "micro_batch_size")
@@ -60,26 +61,22 @@ class PlanOptions:
     """Plan for other hardware: a name such as h100x4 or a100-40x2, or FILE.yaml."""
     nodes: int | None = None
     """Number of hosts like this one; default: one, or the launcher's number."""
-    nproc_per_node: int | None = None
-    """CPU: ranks per host; default: depends on its cores."""
+    nproc_per_node: int | None = None  # CPU: ranks per host; default: depends on its cores.
     network: str = ""
     """Between hosts, such as infiniband-ndr or ethernet-10g; others in the file of --hardware."""
     tokens_per_update: int | None = None
     """Tokens of one optimizer step over all ranks; default: the model's."""
     micro_batch_size: int | None = None
     """Sequences of one forward and backward; default: several are tried."""
-    seq_len: int | None = None
-    """Tokens of a sequence; default: the model's."""
+    seq_len: int | None = None  # Tokens of a sequence; default: the model's.
     dtype: Literal["bf16", "fp16", "fp32"] | None = None
     """bf16 and fp16 are autocast over fp32 weights; default: that of `gradsync train` there."""
     data: str = ""
     """Directory with train.bin, for its vocabulary; default: the model's own."""
     strategies: str = ""
     """Names separated by commas, or all; default: all that keep one rank's numbers."""
-    probe: bool = True
-    """Measure a few micro-batches here; --no-probe estimates."""
-    simulate: str = ""
-    """Also simulate the step on these numbers of devices: 8,64,512."""
+    probe: bool = True  # Measure a few micro-batches here; --no-probe estimates.
+    simulate: str = ""  # Also simulate the step on these numbers of devices: 8,64,512.
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False
     """Print one JSON document on standard output, and nothing else there."""
 
@@ -89,7 +86,6 @@ class Request:
     """The request, checked."""
 
     hardware: Hardware
-    here: bool  # Whether the hardware is this machine's
     work: Workload
     search: Search
     flags: tuple[str, ...]  # For `gradsync train`, for values that differ from the model's
@@ -107,7 +103,8 @@ def run(argv: list[str]) -> int:
     request = request_of(options)
     costs, work, hardware = Costs(), request.work, request.hardware
     choice = choose(work, hardware, costs, request.search)
-    if options.probe and request.here and choice.pick is not None and costs.measure(work, hardware):
+    may_probe = options.probe and not options.hardware and choice.pick is not None
+    if may_probe and costs.measure(work, hardware):
         choice = choose(work, hardware, costs, request.search)
     _tell(options, request, costs, choice)
     return 0
@@ -137,10 +134,9 @@ def request_of(options: PlanOptions) -> Request:
     flags = ["--data", options.data] if options.data else []
     for name, value in given.items():
         if name != "micro_batch_size" and value != getattr(usual, name):
-            flags += [f"--{name.replace('_', '-')}", str(value)]
+            flags += [flag_of(name), str(value)]
     return Request(
         hardware=hardware,
-        here=not options.hardware,
         work=Workload(
             model=model,
             micro_batch_size=plan.micro_batch_size,
@@ -159,10 +155,7 @@ def request_of(options: PlanOptions) -> Request:
 
 def hardware_of(options: PlanOptions) -> Hardware:
     """The hardware to plan for: described, or this machine."""
-    for name in ("nodes", "nproc_per_node"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1; got {value}")
+    check_least(options, nodes=1, nproc_per_node=1)
     if options.hardware:
         if options.nodes is not None or options.nproc_per_node is not None:
             raise ConfigError(
@@ -182,21 +175,15 @@ def hardware_of(options: PlanOptions) -> Hardware:
 def _strategies(text: str) -> tuple[str, ...]:
     if text.strip() == "all":
         return tuple(dict.fromkeys((*USUAL, *STRATEGIES)))
-    names = text.split(",") if text else USUAL
-    return tuple(dict.fromkeys(find_strategy(name.strip()).name for name in names))
+    names = names_in(text) or USUAL
+    return tuple(dict.fromkeys(find_strategy(name).name for name in names))
 
 
 def _simulated(
     options: PlanOptions, request: Request, costs: Costs, choice: Recommendation
 ) -> list[dict[str, Any]]:
     """More of the first host: every replica keeps the micro-batches that it has under the pick."""
-    words = options.simulate.split(",") if options.simulate else []
-    sizes, pick = [whole_number(word.strip(), MOST_NODES) for word in words], choice.pick
-    if not all(sizes):
-        raise ConfigError(
-            f"--simulate takes numbers of ranks such as 8,64,512, at most {MOST_NODES}; got "
-            f"{options.simulate[:80]!r}"
-        )
+    sizes, pick = numbers_in("--simulate", options.simulate, MOST_NODES), choice.pick
     if not sizes or pick is None:
         return []
     hardware = request.hardware
@@ -206,8 +193,7 @@ def _simulated(
         splits.insert(0, replace(best, shared_weights=False))
     work = replace(pick.work, num_leaves=-(-pick.work.num_leaves // pick.split.layout.dp))
     profile = costs.profile(work, hardware.devices[0])
-    about = (work, hardware.hosts[0], hardware.network, [size for size in sizes if size], profile)
-    return simulate(*about, splits=list(dict.fromkeys(splits)))
+    return simulate(work, hardware, sizes, list(dict.fromkeys(splits)), profile)
 
 
 def _tell(options: PlanOptions, request: Request, costs: Costs, choice: Recommendation) -> None:
@@ -237,7 +223,9 @@ def _tell(options: PlanOptions, request: Request, costs: Costs, choice: Recommen
             print(section("figures", figures))
         if simulation:
             network = hardware.network
-            joined = [] if network is None else [f"between hosts: {link_text(network)}"]
-            print("\n".join(["", *efficiency_table(simulation), *joined]))
+            print()
+            console_of(sys.stdout).print(efficiency_table(simulation))
+            if network is not None:
+                print(f"between hosts: {link_text(network)}")
     if pick is None:
         raise RunError(remedy(name, choice, hardware))

@@ -8,11 +8,10 @@ within the model's error: bits independent of the number of ranks come first, th
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import cache
-from itertools import groupby, product
+from itertools import product
 from math import log2
 from typing import Any
 
@@ -36,10 +35,8 @@ from gradsync.runtime.machine import busy, choose_threads
 from gradsync.sync.registry import STRATEGIES, Promise
 
 USUAL = ("invariant", "bucketed", "zero1", "zero2", "fsdp", "ddp")
-"""Tried unless names are given, the simplest first: none that loses precision on purpose, and only
-one for each cost."""
-MARGIN = 0.1
-"""Fraction of a device's usable memory that stays free: the memory model is accurate to 10 %."""
+"""Tried unless names are given, the simplest first: one lossless strategy for each cost."""
+MARGIN = 0.1  # Part of the usable memory that stays free: the memory model is accurate to 10 %
 ERROR = 0.15  # Times within this fraction count as equal: the time model is no better
 PROMISES: tuple[Promise, ...] = ("bitwise", "rounding", "lossy")  # The strongest first
 
@@ -59,8 +56,7 @@ class Costs:
         return scaled_profile(*self.measured, work)
 
     def measure(self, work: Workload, hardware: Hardware) -> bool:
-        """Time a micro-batch on this machine, a few seconds, unless that was done before; false if
-        a whole replica does not fit on a device."""
+        """Time a micro-batch here, unless it is known; false if no device holds a replica."""
         leaf, host = probe_work(work), hardware.hosts[0]
         if memory_need(leaf, Split(strategy="bucketed")).total > room_bytes(hardware, 1):
             return False
@@ -87,10 +83,8 @@ class Search:
     """The variants to try."""
 
     strategies: tuple[str, ...]  # The simplest first: it wins if times are equal
-    micro_batch_sizes: tuple[int, ...]
-    """Sequences; the usual size first. Each divides the global batch."""
-    checkpointing: tuple[bool, ...] = (False, True)
-    """Whether activations may be kept, recomputed, or either."""
+    micro_batch_sizes: tuple[int, ...]  # Sequences; the usual size first. Each divides the batch
+    checkpointing: tuple[bool, ...] = (False, True)  # Keep activations, recompute them, or either
 
     def works(self, work: Workload) -> Iterator[Workload]:
         """`work` with every micro-batch and recomputation setting; its global batch stays."""
@@ -227,7 +221,7 @@ def room_bytes(hardware: Hardware, count: int) -> int:
 class Recommendation:
     """All candidates, and the one to take."""
 
-    candidates: tuple[Candidate, ...]  # In the order in which they were tried
+    candidates: tuple[Candidate, ...]  # As they were tried
     pick: Candidate | None  # None: the model fits nowhere
     search: Search
 
@@ -264,45 +258,30 @@ class Recommendation:
 
 
 def choose(work: Workload, hardware: Hardware, costs: Costs, search: Search) -> Recommendation:
-    """Judge every combination and take one. Every candidate keeps the `step_tokens` of `work`, and
-    uses all of the hardware, one host, or one device."""
-    profile = cache(costs.profile)
+    """Judge every combination and take one. Every candidate keeps the `step_tokens` of `work`."""
     judged: list[Candidate] = []
+    best: list[Candidate] = []  # For each number of devices
     for count in counts(hardware):
-        used, room = hardware.with_devices(count), room_bytes(hardware, count)
+        used, room, begin = hardware.with_devices(count), room_bytes(hardware, count), len(judged)
         for split in splits(count, hardware, search.strategies):
             kept: set[int] = set()
             for variant in search.works(work):
                 # Recompute only if kept activations do not fit.
                 if variant.micro_batch_size not in kept:
-                    case = _judge(variant, split, used, room=room, costs=costs, profile=profile)
+                    case = _judge(variant, split, used, room, costs)
                     judged.append(case)
                     kept |= {variant.micro_batch_size} if case.runs else set()
-    # The fastest of the preferred candidates for each number of devices.
-    fitting = sorted((each for each in judged if each.runs), key=lambda each: each.split.world_size)
-    groups = groupby(fitting, key=lambda each: each.split.world_size)
-    best = [preferred(list(group), search) for _, group in groups]
+        if fitting := [each for each in judged[begin:] if each.runs]:
+            best.append(preferred(fitting, search))
     pick = min(best, key=lambda each: each.seconds, default=None)
-    choice = Recommendation(candidates=tuple(judged), pick=pick, search=search)
     if pick is None:
-        return choice
-    told = replace(pick, remark=_why_taken(pick, judged))
-    candidates = [
-        replace(each, remark=_why_not(each, pick)) if each.runs else each for each in judged
-    ]
-    candidates[judged.index(pick)] = told
-    return replace(choice, candidates=tuple(candidates), pick=told)
+        return Recommendation(candidates=tuple(judged), pick=None, search=search)
+    told = [replace(each, remark=_why_not(each, pick)) if each.runs else each for each in judged]
+    taken = told[judged.index(pick)] = replace(pick, remark=_why_taken(pick, judged))
+    return Recommendation(candidates=tuple(told), pick=taken, search=search)
 
 
-def _judge(
-    work: Workload,
-    split: Split,
-    used: Hardware,
-    *,
-    room: int,
-    costs: Costs,
-    profile: Callable[[Workload, Device], StepProfile],
-) -> Candidate:
+def _judge(work: Workload, split: Split, used: Hardware, room: int, costs: Costs) -> Candidate:
     """Arithmetic, memory, time: the first that fails is the obstacle."""
     if reason := obstacle(work, split):
         return Candidate(work=work, split=split, obstacle=reason)
@@ -312,7 +291,7 @@ def _judge(
         short = f"needs {gb(need.total)} of {gb(room)}: {gb(need.total - room)} short"
         return replace(judged, obstacle=short)
     # All ranks wait for the slowest device.
-    profiles = [profile(work, device) for device in dict.fromkeys(used.devices)]
+    profiles = [costs.profile(work, device) for device in dict.fromkeys(used.devices)]
     slowest = max(profiles, key=lambda each: each.leaf_s)
     return replace(judged, time=costs.step(work, split, used, slowest))
 
@@ -370,8 +349,7 @@ def _why_taken(pick: Candidate, judged: Sequence[Candidate]) -> str:
 
 
 def remedy(name: str, choice: Recommendation, hardware: Hardware) -> str:
-    """The error line if `choice` finds no fit for the model `name`: the candidate that lacks the
-    least memory."""
+    """The error line if no candidate fits: the one that lacks the least memory."""
     said = f"{name} fits nowhere on {len(hardware.devices)} x {hardware.devices[0].name}"
     judged = [candidate for candidate in choice.candidates if candidate.memory is not None]
     if not judged:

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal, TypeVar
 
+from gradsync.core.files import check_name
 from gradsync.errors import ConfigError
 
 Kind = Literal["cuda", "cpu"]
@@ -57,9 +58,7 @@ class Link:
     alpha_s: float  # Latency of one message, however short
     bytes_per_s: float  # In one direction, per rank, while all ranks use it
     source: str = ""  # Origin of the two numbers
-    per_host: bool = False
-    """For a network: `bytes_per_s` is that of a host's single port, which its ranks share;
-    otherwise each rank has a port."""
+    per_host: bool = False  # Whether the ranks of a host share one port of the network
 
     def seconds(self, num_bytes: float) -> float:
         """Time of one message."""
@@ -74,8 +73,7 @@ class Host:
     link: Link
     cores: int  # Cores that this user may occupy (affinity and container limit)
     memory_bytes: int  # The host's, or the container's
-    instructions: tuple[str, ...] = ()
-    """Such as avx512_bf16, amx_bf16: they determine how fast bf16 is on the CPU."""
+    instructions: tuple[str, ...] = ()  # Such as amx_bf16: they decide how fast bf16 is on a CPU
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,16 +147,6 @@ _TCP_PART = 1448 / 1538
 38 bytes of header, check sum, preamble and gap (IEEE 802.3)."""
 
 
-def _nvlink(generation: int, links: int, gb_per_s: float) -> Link:
-    """All links of one device; GB/s of one link, by NCCL."""
-    return Link(
-        name=f"nvlink{generation}",
-        alpha_s=_NVLINK_ALPHA_S,
-        bytes_per_s=links * gb_per_s * 1e9,
-        source=f"NCCL's own figure for {links} links; one direction",
-    )
-
-
 def infiniband(name: str, gigabits: float) -> Link:
     """A port per GPU."""
     source = f"InfiniBand Trade Association's rate, 4 lanes, a port per GPU; latency: {_NCCL}"
@@ -177,7 +165,15 @@ def ethernet(gigabits: float) -> Link:
 
 
 _INSIDE = (
-    *(_nvlink(3, 12, 20), _nvlink(4, 18, 20.6), _nvlink(5, 18, 40.1)),
+    *(
+        Link(
+            name=f"nvlink{generation}",
+            alpha_s=_NVLINK_ALPHA_S,
+            bytes_per_s=links * gb_per_s * 1e9,
+            source=f"NCCL's own figure for {links} links; one direction",
+        )
+        for generation, links, gb_per_s in ((3, 12, 20), (4, 18, 20.6), (5, 18, 40.1))
+    ),
     *(
         Link(
             name=f"pcie{generation}",
@@ -234,7 +230,7 @@ DEVICES = {
     "t4": _gpu("Tesla T4", 16, 65, 300, (7, 5), source=_FP16),
     "rtx4090": _gpu("NVIDIA GeForce RTX 4090", 24, 165.2, 1008, (8, 9), source=_PAPER),
 }
-"""By the name that users type; all of the memory counts as free."""
+"""By the name that users type."""
 _JOINED_BY = {
     **{"b200": "nvlink5", "h200": "nvlink4", "h100": "nvlink4"},
     **{"a100-80": "nvlink3", "a100-40": "nvlink3"},
@@ -243,9 +239,8 @@ _JOINED_BY = {
 
 CORES_PER_DEVICE = 16
 MEMORY_PER_DEVICE = 128 * GB
-"""Assumed for a host given only by name: NVIDIA's DGX A100 has 128 cores and 1 TB for 8 devices."""
 DEFAULT_NETWORK = "infiniband-hdr"
-"""Between hosts given only by name; DGX A100 has it, one port per device."""
+"""Assumed for hosts given only by name: those of NVIDIA's DGX A100, of eight devices."""
 
 _NAME = re.compile(r"(.+?)(?:x([1-9]\d{0,2}))?(?:@([1-9]\d{0,3}))?", re.ASCII)
 """The count has at most three digits: rtx4090 is no count."""
@@ -253,9 +248,7 @@ _NAME = re.compile(r"(.+?)(?:x([1-9]\d{0,2}))?(?:@([1-9]\d{0,3}))?", re.ASCII)
 
 def device_of(key: str) -> Device:
     """A catalogued device: `h100`, `a100-40`. ConfigError names the known devices."""
-    if key not in DEVICES:
-        there = ", ".join(DEVICES)
-        raise ConfigError(f"unknown device {key!r} (there are: {there}; a file describes others)")
+    check_name("device", key, DEVICES)
     return DEVICES[key]
 
 

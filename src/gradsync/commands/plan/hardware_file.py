@@ -134,14 +134,11 @@ class _Hardware(_Section):
     notes: tuple[str, ...] = ()
 
 
-_SUFFIXES = (".yaml", ".yml", ".json")
-
-
 def load_hardware(name_or_path: str) -> Hardware:
     """The hardware that a file (.yaml, .yml, .json) describes or a name such as h100x4 stands for.
     The one-line ConfigError has the file, the key, what was got and expected."""
     path = Path(name_or_path)
-    if path.suffix not in _SUFFIXES:
+    if path.suffix not in (".yaml", ".yml", ".json"):
         return named_hardware(name_or_path)
     document = read_document(path, "hardware file")
     try:
@@ -192,9 +189,8 @@ def dump_hardware(hardware: Hardware) -> str:
     """The YAML that `load_hardware` reads back as an equal value."""
     import yaml
 
-    return yaml.safe_dump(
-        hardware_document(hardware), sort_keys=False, width=100, allow_unicode=True
-    )
+    document = hardware_document(hardware)
+    return yaml.safe_dump(document, sort_keys=False, width=100, allow_unicode=True)
 
 
 def hardware_document(hardware: Hardware) -> dict[str, Any]:

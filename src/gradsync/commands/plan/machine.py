@@ -28,7 +28,7 @@ from gradsync.commands.plan.description import (
     multiplies_bf16,
     usual_link,
 )
-from gradsync.commands.plan.measured import load_fits, version_of
+from gradsync.commands.plan.measured import fit_conditions, load_fits
 from gradsync.core.files import one_line
 from gradsync.runtime.machine import (
     available_bytes,
@@ -63,8 +63,7 @@ DEFAULT_LINK = Link(
     source="default: 2 ranks on an AMD EPYC; `gradsync bench collectives --save` measures",
 )
 """From benchmarks/collectives/2-ranks/record.json: all_reduce, shared; alpha 51 us, 1/beta 13.4."""
-_MESSAGES = ("shared", "ring", "backend")
-"""Algorithms to all_reduce on one host, in gradsync's order of preference."""
+_MESSAGES = ("shared", "ring", "backend")  # To all_reduce on one host, as gradsync prefers
 
 _UNKNOWN_SPEED = 65535  # Reported by some drivers that do not know the speed
 
@@ -77,8 +76,7 @@ class Processor:
     cores: int  # By affinity and container limit
     memory_bytes: int  # By the container's limit
     free_bytes: int
-    instructions: tuple[str, ...]
-    """Instructions that determine how fast matrices multiply, by the kernel's names."""
+    instructions: tuple[str, ...]  # Those that multiply matrices, by the kernel's names
     clock_hz: float | None  # The fastest core's now; None if not reported
 
 
@@ -106,8 +104,7 @@ def read_processor(root: Path = Path("/")) -> Processor:
 def fast_dtype(device: str, root: Path = Path("/")) -> Literal["bf16", "fp32"]:
     """The dtype of `auto` on `device` (auto, cpu, cuda or cuda:N): bf16 if the hardware multiplies
     it, else fp32. Torch is imported only if there may be a GPU."""
-    may_be_gpu = has_driver(root) or (root / "dev/kfd").exists()
-    if device != "cpu" and (device != "auto" or may_be_gpu):
+    if device != "cpu" and (device != "auto" or may_have_gpu(root)):
         import torch
 
         if torch.cuda.is_available():
@@ -144,18 +141,8 @@ def cpu_link(ranks: int) -> Link:
     same time: 2 (n-1) messages of S / n bytes.
     """
     ranks = max(ranks, 2)
-    here = {
-        "cpu": cpu_model(),
-        "cores": usable_cores(),
-        "accelerator": None,
-        "backend": "gloo",
-        "world_size": ranks,
-        "threads_per_rank": choose_threads(ranks),
-        "torch": version_of("torch") or "none",
-        "num_nodes": 1,
-        "dtype": "fp32",
-    }
-    found = {fit.algorithm: fit for fit in load_fits(here) if fit.operation == "all_reduce"}
+    here = load_fits(fit_conditions("cpu", ranks, choose_threads(ranks)))
+    found = {fit.algorithm: fit for fit in here if fit.operation == "all_reduce"}
     for algorithm in _MESSAGES:
         fit = found.get(algorithm)
         if fit is not None and fit.beta_s_per_byte > 0:
@@ -170,9 +157,8 @@ def cpu_link(ranks: int) -> Link:
 
 
 def network_link(ranks_per_host: int, root: Path = Path("/")) -> Link:
-    """Between this host and equal ones: the rate comes from the adapters (InfiniBand's or RoCE's
-    active ports, as lines of /sys such as `400 Gb/sec (4X NDR)`), the latency is that of the usual
-    network of their kind (a hardware file takes measured ones)."""
+    """Between this host and equal ones: the rate of the adapters' active ports, in /sys as `400
+    Gb/sec (4X NDR)`, with the usual latency of such networks."""
     gigabits = 0.0
     for state in (root / "sys/class/infiniband").glob("*/ports/*/state"):
         with suppress(OSError, ValueError, IndexError):
@@ -189,8 +175,7 @@ def network_link(ranks_per_host: int, root: Path = Path("/")) -> Link:
     return replace(ethernet(megabits / 1000), source=source)
 
 
-_DRIVER_SIGNS = ("proc/driver/nvidia/version", "dev/nvidiactl", "dev/dxg")
-"""Files that an NVIDIA driver creates, the last one on Windows."""
+_DRIVER_SIGNS = ("proc/driver/nvidia/version", "dev/nvidiactl", "dev/dxg")  # dxg: on Windows
 _GPU_FLOP_PER_CYCLE = {
     **{(7, 0): 1024, (7, 5): 1024, (8, 0): 2048, (8, 6): 512, (8, 9): 512},
     **{(9, 0): 4096, (10, 0): 8192, (12, 0): 512},
@@ -207,9 +192,13 @@ def has_driver(root: Path) -> bool:
     return any((root / sign).exists() for sign in _DRIVER_SIGNS)
 
 
+def may_have_gpu(root: Path = Path("/")) -> bool:
+    """Whether a driver is loaded, NVIDIA's or AMD's; torch has the last word."""
+    return has_driver(root) or (root / "dev/kfd").exists()
+
+
 def find_gpus(env: Mapping[str, str], root: Path, notes: list[str]) -> list[Device]:
-    """The usable GPUs with their free memory; adds problems to `notes`. Torch is imported only if
-    there is a driver, and `env` hides not all devices."""
+    """The usable GPUs with their free memory; adds problems to `notes`."""
     if not has_driver(root) or env.get("CUDA_VISIBLE_DEVICES", "all").strip() == "":
         return []
     torch: Any = import_module("torch")
@@ -228,36 +217,29 @@ def find_gpus(env: Mapping[str, str], root: Path, notes: list[str]) -> list[Devi
 
 
 def torch_devices(torch: Any) -> list[Device]:
-    """The CUDA devices that torch (the module) sees; none without CUDA. Free memory is not queried,
-    as that would allocate some."""
+    """The CUDA devices that torch (the module) sees; a query of free memory would allocate some."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return [
-        detected_device(
-            told.name,
-            (told.major, told.minor),
-            told.multi_processor_count,
-            told.total_memory,
-        )
-        for told in map(torch.cuda.get_device_properties, range(count))
-    ]
+    return [detected_device(torch.cuda.get_device_properties(index)) for index in range(count)]
 
 
-def detected_device(
-    name: str, capability: tuple[int, int], num_sms: int, memory_bytes: int
-) -> Device:
-    """A device with the data sheet's rates for its driver's name, else an estimated peak."""
+def detected_device(told: Any) -> Device:
+    """A device by torch's properties of it, with the data sheet's rates for its driver's name, else
+    an estimated peak."""
     for known in DEVICES.values():
-        if known.name.removeprefix("NVIDIA ") == name.removeprefix("NVIDIA "):  # as older drivers
-            return replace(known, memory_bytes=memory_bytes)
+        # Older drivers omit the maker.
+        if known.name.removeprefix("NVIDIA ") == told.name.removeprefix("NVIDIA "):
+            return replace(known, memory_bytes=told.total_memory)
+    capability, num_sms = (told.major, told.minor), told.multi_processor_count
+    per_cycle = _GPU_FLOP_PER_CYCLE.get(capability, _GPU_OTHERS)
     return Device(
         kind="cuda",
-        name=name,
-        memory_bytes=memory_bytes,
+        name=told.name,
+        memory_bytes=told.total_memory,
         compute_capability=capability,
-        peak_flops=_GPU_FLOP_PER_CYCLE.get(capability, _GPU_OTHERS) * num_sms * _GPU_CLOCK_HZ,
+        peak_flops=per_cycle * num_sms * _GPU_CLOCK_HZ,
         source=(
             f"estimate: {num_sms} multiprocessors of compute capability "
-            f"{capability[0]}.{capability[1]} x {_GPU_CLOCK_HZ / 1e9:.3g} GHz (assumed)"
+            f"{told.major}.{told.minor} x {_GPU_CLOCK_HZ / 1e9:.3g} GHz (assumed)"
         ),
     )
 

@@ -67,34 +67,24 @@ class Cache(Generic[T]):
     """Answers measured here, one file for each `Conditions`."""
 
     kind: str  # Name of its folder in the user's cache
-    build: Callable[[Any], T]
-    """Builds an answer from a file's JSON object; raises ValueError or similar if it is invalid."""
-
-    def folder(self) -> Path:
-        """The folder."""
-        return environ.cache_dir() / self.kind
+    build: Callable[[Any], T]  # From a file's JSON object; ValueError or similar if invalid
 
     def path(self, conditions: Conditions) -> Path:
-        """File of the answer for `conditions`."""
+        """File of the answer for `conditions`; ConfigError if there is no folder for caches."""
         key = json.dumps(conditions, sort_keys=True).encode()
-        return self.folder() / f"{hashlib.sha256(key).hexdigest()[:16]}.json"
+        return environ.cache_dir() / self.kind / f"{hashlib.sha256(key).hexdigest()[:16]}.json"
 
     def save(self, conditions: Conditions, found: T) -> Path:
         """Store a dataclass, replacing an older one; returns the path. RunError if that fails."""
         answer: Any = found
         heading = {"format_version": _FORMAT_VERSION, "conditions": conditions}
-        path = self.path(conditions)
-        write_result(
-            path,
-            json_text(heading | asdict(answer)),
-            "; GRADSYNC_CACHE can name another cache",
-        )
+        text, path = json_text(heading | asdict(answer)), self.path(conditions)
+        write_result(path, text, "; GRADSYNC_CACHE can name another cache")
         return path
 
     def read(self, conditions: Conditions) -> T | None:
-        """The answer for `conditions`; None without one. An entry that cannot be read, or that
-        `build` refuses, counts as missing: a warning names it, and the next measurement replaces
-        it. ConfigError if there is no folder for caches."""
+        """The answer for `conditions`; None without one. An entry that `build` refuses is missing:
+        a warning names it, and the next measurement replaces it. ConfigError as `path`."""
         path = self.path(conditions)
         try:
             document = parse_json(read_bytes(path))
@@ -118,12 +108,8 @@ class Fit:
     operation: str  # Such as all_reduce
     algorithm: str  # Such as ring
     alpha_s: float  # Seconds; at least 0
-    beta_s_per_byte: float
-    """Seconds per byte of the whole tensor (S in `collectives.py`); at least 0."""
-    residual: float
-    """Median of |predicted / measured - 1|: 0.1 means that half of the sizes lie within 10 %."""
-    worst: float  # Largest factor between predicted and measured, either way; at least 1
-    num_sizes: int  # Number of fitted sizes
+    beta_s_per_byte: float  # Of the whole tensor; at least 0
+    residual: float  # Median of |predicted / measured - 1|
 
 
 def fit_line(operation: str, algorithm: str, points: Mapping[int, float]) -> Fit:
@@ -142,15 +128,12 @@ def fit_line(operation: str, algorithm: str, points: Mapping[int, float]) -> Fit
             line = np.where(line < 0, 0.0, right / products.diagonal())
         # The mean of old and new: without it the iteration can oscillate between two lines.
         ratios = (ratios + rows @ line) / 2
-    found = rows @ line
     return Fit(
         operation=operation,
         algorithm=algorithm,
         alpha_s=float(line[0]),
         beta_s_per_byte=float(line[1]),
-        residual=float(np.median(abs(found - 1))),
-        worst=float(np.maximum(found, 1 / found).max()),
-        num_sizes=len(points),
+        residual=float(np.median(abs(rows @ line - 1))),
     )
 
 
@@ -162,29 +145,26 @@ class Fits:
 
 
 FITS = Cache("alpha-beta", lambda document: msgspec.convert(document, Fits))
-_KEY = (
-    *("cpu", "cores", "accelerator", "backend", "world_size", "threads_per_rank", "torch"),
-    *("num_nodes", "dtype"),
-)
-"""The parts of the environment and of the benchmark's settings that affect a cost."""
 
 
-def _conditions(environment: Mapping[str, Any]) -> Conditions:
-    """Of this machine's lines; `environment` includes `num_nodes` and `dtype`."""
-    release = environment["torch"].partition("+")[0]  # metadata of PyPI's wheels omits the build
-    return {name: environment[name] for name in _KEY} | {"torch": release}
+def fit_conditions(
+    device: str, world_size: int, threads: int, *, num_nodes: int = 1, dtype: str = "fp32"
+) -> Conditions:
+    """Conditions of the lines of `world_size` ranks."""
+    ranks = {"world_size": world_size, "num_nodes": num_nodes, "dtype": dtype}
+    return machine_conditions(device, threads) | ranks
 
 
-def save_fits(environment: Mapping[str, Any], fits: Sequence[Fit]) -> Path:
+def save_fits(conditions: Conditions, fits: Sequence[Fit]) -> Path:
     """Save `fits`; keep the stored lines of other operations and algorithms. RunError if the cache
     cannot be written."""
-    known = {(fit.operation, fit.algorithm): fit for fit in [*load_fits(environment), *fits]}
-    return FITS.save(_conditions(environment), Fits(tuple(known.values())))
+    known = {(fit.operation, fit.algorithm): fit for fit in [*load_fits(conditions), *fits]}
+    return FITS.save(conditions, Fits(tuple(known.values())))
 
 
-def load_fits(environment: Mapping[str, Any]) -> tuple[Fit, ...]:
-    """The lines that `save_fits` stored for this environment; empty if there are none."""
+def load_fits(conditions: Conditions) -> tuple[Fit, ...]:
+    """The lines that `save_fits` stored; empty if there are none."""
     with suppress(ConfigError):  # no folder for caches
-        if (found := FITS.read(_conditions(environment))) is not None:
+        if (found := FITS.read(conditions)) is not None:
             return found.fits
     return ()

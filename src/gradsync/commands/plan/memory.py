@@ -38,14 +38,12 @@ keep the normalised input, so it is an upper bound there.
 its share: what all ranks of the host map, divided by their number (as PSS does, not RSS).
 
 [Note: Slack] On a CPU: what glibc's heap holds unused, with `keep_freed_memory`. glibc before 2.38
-cannot put an aligned block, as torch asks for, into a hole of the same size (bug 14581), so that
-all that passes through the process's memory leaves part of its place unused: a part of what a
-micro-batch takes (CPU_SLACK), of a block that checkpointing computes twice (RECOMPUTE_SLACK), of
-the blocks that `fsdp` gathers (GATHER_SLACK), of buffers that each step allocates again
-(RENEW_SLACK), and of what moves into shared memory (MOVE_SLACK). Fitted to peaks of 16 strategies
-at two sizes (benchmarks/memory of commit 8ff7521). The heap never shrinks below the model as it was
-built. On CUDA: what torch's caching allocator reserves beyond allocated memory (CUDA_SLACK): a
-default, not measured.
+cannot put an aligned block, as torch asks for, into a hole of the same size (bug 14581). So a part
+stays unused of what a micro-batch takes (CPU_SLACK), of a block that is computed twice
+(RECOMPUTE_SLACK), of blocks that `fsdp` gathers (GATHER_SLACK), of buffers that each step allocates
+again (RENEW_SLACK), and of what moves into shared memory (MOVE_SLACK). Fitted to peaks of 16
+strategies at two sizes (benchmarks/memory of commit 8ff7521). The heap never shrinks below the
+model as it was built. On CUDA: what torch's allocator reserves (CUDA_SLACK), a default.
 """
 
 from __future__ import annotations
@@ -76,8 +74,7 @@ CPU_PROCESS = 333 * MIB
 CUDA_PROCESS = 1024 * MIB  # CUDA context, kernels, cuBLAS workspace and NCCL's buffers; a default
 CPU_SLACK, RECOMPUTE_SLACK, GATHER_SLACK, RENEW_SLACK, MOVE_SLACK = 0.45, 2.0, 3.0, 0.2, 0.4
 CUDA_SLACK = 0.1  # See [Note: Slack]
-_IN_FLIGHT = 3
-"""Buckets of parameters that the sharded optimizer holds: one updated, two in flight."""
+_IN_FLIGHT = 3  # Buckets that the sharded optimizer holds: one updated, two in flight
 FP32, _HALF = 4, 2  # Bytes of an element
 
 
@@ -97,8 +94,7 @@ class Activations(NamedTuple):
     weight_copies: int  # 16-bit copies of one block's matrices; 0 in fp32
     block: int  # All that one block keeps, see [Note: Activations]
     stream: int  # The residual stream at one place, fp32
-    kept: int
-    """By all blocks; with checkpointing, the stream before each (arXiv 1604.06174)."""
+    kept: int  # By all blocks; with checkpointing, the stream before each (arXiv 1604.06174)
     recomputed: int  # One block's, recomputed in backward; 0 without checkpointing
     last_norm: int  # The norm before the head, and the head's input
 
@@ -139,30 +135,20 @@ def activations(work: Workload, blocks: int, tp: int = 1) -> Activations:
     )
 
 
-class Moment(NamedTuple):
-    """Bytes of a strategy at one moment, without weights and optimizer state."""
-
-    gradients: int  # In `.grad`, or in this rank's shard of it
-    buckets: int = 0  # In addition to them, for communication
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StrategyMemory:
     """Bytes of one rank under one strategy, at the moments of its last micro-batch."""
 
     weights: int  # All the time; with one copy per host, a rank's share. Likewise `optimizer`.
     optimizer: int
-    loss: Moment  # Forward is over, its gradient has not begun
-    backward: Moment
-    """All gradients exist, nothing else except the embedding's gradient."""
-    update: Moment
+    loss: MemoryNeed  # Gradients and buckets when forward is over; likewise at two later moments
+    backward: MemoryNeed  # All gradients exist, nothing else except the embedding's gradient
+    update: MemoryNeed
     fresh: int  # The embedding's gradients, just made by backward, in addition to `backward`
-    gathered_block: int = 0
-    """fsdp: the gathered weights and gradients of a block while it computes."""
+    gathered_block: int = 0  # fsdp: a block's weights and gradients while it computes
     gathered_blocks: int = 0  # Bytes of all blocks gathered this way
     renewed: int = 0  # Allocated by each step for communication, then freed
-    moved: int = 0
-    """Bytes that were in the process's own memory before they moved to shared memory (CPU)."""
+    moved: int = 0  # From the process's own memory to shared memory (CPU)
 
 
 class Case:
@@ -187,11 +173,9 @@ class Case:
         self.leaves = -(-work.num_leaves // self.replicas)  # k, of the rank with the most
         tables = 0 if stage else 2 if self.is_tied else 1
         self.fresh = FP32 * self.table_params * tables
-        """The embedding's gradient, the last that backward makes. A tied one comes twice: autograd
-        holds the head's until it can be added."""
+        """The embedding's gradient, the last that backward makes; a tied one comes twice."""
         self.leaves_in_flight = min(self.leaves, layout.pp - stage)
-        """Micro-batches whose activations a pipeline stage keeps at once: as many as there are
-        stages from this one to the last (1F1B: arXiv 1806.03377, 2104.04473)."""
+        """Micro-batches whose activations a stage keeps at once (1F1B: arXiv 1806.03377)."""
         recipe = find_strategy(split.strategy).recipe or Recipe()  # DDP's buckets are similar
         size_mb = recipe.bucket_size_mb(work.kind)
         self.buckets = _buckets(tuple(parameters.values()), self.replicas, size_mb)  # Bytes of each
@@ -220,13 +204,10 @@ def most_open_nodes(num_leaves: int, world_size: int) -> int:
     for rank in range(world_size if num_leaves > world_size else 0):
         leaves = share(num_leaves, rank, world_size)
         for end in range(leaves.start + 1, leaves.stop + 1):
-            first, nodes = leaves.start, 0
-            while first < end:
-                # The largest node that fits: one of 2**k leaves begins at a multiple of 2**k.
-                longest = 1 << (end - first).bit_length() - 1
-                first += min(first & -first or longest, longest)
-                nodes += 1
-            most = max(most, nodes)
+            # A node of 2**k leaves begins at a multiple of it: they grow, then shrink.
+            longest = (leaves.start ^ end).bit_length() - 1
+            middle = end >> longest << longest
+            most = max(most, (middle - leaves.start).bit_count() + (end - middle).bit_count())
     return most
 
 
@@ -242,7 +223,7 @@ def strategy_memory(case: Case) -> StrategyMemory:
 
 
 def _memory(
-    case: Case, loss: Moment, backward: Moment, update: Moment, **other: int
+    case: Case, loss: MemoryNeed, backward: MemoryNeed, update: MemoryNeed, **other: int
 ) -> StrategyMemory:
     """Weights and state whole on every rank, unless `other` says otherwise."""
     size = case.gradient_bytes
@@ -274,14 +255,14 @@ def _engine(case: Case, recipe: Recipe) -> StrategyMemory:
         # buffer except the first.
         passing, other = 0, {"moved": buffers * size}
         other |= {"weights": case.shard(size), "optimizer": case.shard(2 * size)}
-    held = Moment(size, nodes)
-    moving, update = Moment(size, nodes + passing), held
+    held = _moment(size, nodes)
+    moving, update = _moment(size, nodes + passing), held
     other["renewed"] = passing
     if recipe.wire == "fp16":  # two fp32 copies of a bucket when it is scaled back
-        update = Moment(size, passing + 2 * bucket)
+        update = _moment(size, passing + 2 * bucket)
         other["renewed"] += size
     if recipe.shard == "optimizer":
-        update = Moment(size, nodes + _gathering(case))
+        update = _moment(size, nodes + _gathering(case))
         other |= {"optimizer": case.shard(2 * size), "renewed": size + case.shard(size)}
     return _memory(case, held, moving, update, **other)
 
@@ -304,41 +285,41 @@ def _other(case: Case, name: str) -> StrategyMemory:
     waits = FP32 * case.table_params if case.fresh and case.leaves == 1 else 0
     made = size - waits
     other: dict[str, int] = {}
-    loss, backward, update = Moment(added_up), Moment(made), Moment(size)
+    loss, backward, update = _moment(added_up), _moment(made), _moment(size)
     match name:
         case "ddp":
             # Buckets stay; `.grad` is a view of them. Micro-batches before the last add up in
             # separate memory: torch drops the views when gradients are cleared (arXiv 2006.15704).
-            loss = backward = Moment(added_up, size)
-            update = Moment(0, size)
+            loss = backward = _moment(added_up, size)
+            update = _moment(0, size)
         case "powersgd":
             # `ddp`, the error (S) and a copy of the current bucket (arXiv 1905.13727).
             moving = 2 * size + max(case.buckets)
-            loss, backward = Moment(added_up, 2 * size), Moment(added_up, moving)
-            update, other = Moment(0, moving), {"renewed": size}
+            loss, backward = _moment(added_up, 2 * size), _moment(added_up, moving)
+            update, other = _moment(0, moving), {"renewed": size}
         case "local_sgd":
             # A flat copy of the weights to synchronise, gradients gone.
-            update, other = Moment(0, size), {"renewed": size}
+            update, other = _moment(0, size), {"renewed": size}
         case "diloco":
             # The round's start and the outer momentum; in synchronisation distances and their mean.
-            loss, backward = Moment(added_up, 2 * size), Moment(made, 2 * size)
-            update, other = Moment(0, 4 * size), {"renewed": 2 * size}
+            loss, backward = _moment(added_up, 2 * size), _moment(made, 2 * size)
+            update, other = _moment(0, 4 * size), {"renewed": 2 * size}
         case "zero2":
             # Buckets stay whole until backward ends, then only this rank's shards. When the last
             # gradient is made, all other buckets are in flight, each into a shard.
-            backward = Moment(size, case.shard(sum(case.buckets[:-1])))
-            update = Moment(shard, _gathering(case))
+            backward = _moment(size, case.shard(sum(case.buckets[:-1])))
+            update = _moment(shard, _gathering(case))
             other = {"optimizer": case.shard(2 * size), "renewed": 2 * (size + shard)}
         case "fsdp":
             # Everything is sharded. Parameters in no block are gathered for the whole step, a block
             # while it computes. Micro-batches before the last keep whole gradients (arXiv
             # 2304.11277).
             root, block = FP32 * case.root_params, FP32 * case.block_params
-            loss = Moment(added_up, root)
+            loss = _moment(added_up, root)
             # The blocks' gradients are sharded by now, including those of micro-batches before
             # the last.
             # Parameters in no block: weights, gradients, and these again while they are sent.
-            backward, update = Moment(shard, 3 * root), Moment(shard)
+            backward, update = _moment(shard, 3 * root), _moment(shard)
             other = {"weights": shard, "optimizer": case.shard(2 * size), "fresh": 0}
             other |= {"gathered_block": 2 * block, "gathered_blocks": case.blocks * block}
         case _:
@@ -353,8 +334,7 @@ class MemoryNeed:
     weights: int = 0
     gradients: int = 0
     optimizer: int = 0  # The optimizer's state
-    buckets: int = 0
-    """Copies of gradients made for communication, gathered blocks and windows of a strategy."""
+    buckets: int = 0  # Copies of gradients for communication; what a strategy gathers
     activations: int = 0  # Kept by forward for backward, at the schedule's peak
     logits: int = 0  # The head's output and the loss's tensors
     workspace: int = 0  # Temporary buffers in addition to these
@@ -370,6 +350,10 @@ class MemoryNeed:
     def loose(self) -> int:
         """The part that lives no longer than a micro-batch."""
         return self.activations + self.logits + self.workspace
+
+
+def _moment(gradients: int, buckets: int = 0) -> MemoryNeed:
+    return MemoryNeed(gradients=gradients, buckets=buckets)
 
 
 def memory_need(work: Workload, split: Split) -> MemoryNeed:
@@ -420,14 +404,13 @@ def _moments(case: Case, strategy: StrategyMemory) -> Iterator[MemoryNeed]:
         kept += flying * leaf.stream
     head_waits = FP32 * case.table_params if case.is_tied else 0
     block = FP32 * case.block_params + 2 * leaf.stream + strategy.gathered_block
-    loss = MemoryNeed(**strategy.loss._asdict())
+    loss = strategy.loss
     yield replace(loss, activations=kept + leaf.recomputed, workspace=block + head_waits)
-    backward = MemoryNeed(**strategy.backward._asdict())
-    yield replace(backward, activations=leaf.stream, workspace=strategy.fresh)
+    yield replace(strategy.backward, activations=leaf.stream, workspace=strategy.fresh)
     # A tied embedding at both ends of a pipeline: the other end's gradient.
     is_end = stages > 1 and (case.stage == 0 or is_last)
     other_end = FP32 * case.table_params if work.model.tie_head and is_end else 0
-    yield MemoryNeed(**strategy.update._asdict(), workspace=other_end)
+    yield replace(strategy.update, workspace=other_end)
     if is_last:
         # The loss keeps this for each micro-batch that waits for its backward.
         of_others = (flying - 1) * FP32 * work.leaf_tokens * work.model.vocab_size

@@ -8,6 +8,7 @@ activations add one forward. Only a probe imports torch.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
@@ -46,8 +47,7 @@ and H100. On a CPU with AMX or AVX-512 bf16 it is less."""
 UPDATE_BYTES = 40
 """Per parameter, all fp32: the norm reads the gradient (4), clipping reads and writes it (8), and
 AdamW reads weight, gradient and two moments, and writes all but the gradient (16 + 12)."""
-FLOPS_PER_BYTE = 153.0
-"""Assumed if the bandwidth is unknown: A100's 312 TFLOP/s over 2.039 TB/s (NVIDIA)."""
+FLOPS_PER_BYTE = 153.0  # If the bandwidth is unknown: A100's 312 TFLOP/s over 2.039 TB/s
 
 
 def leaf_operations(work: Workload) -> float:
@@ -107,6 +107,25 @@ _BUDGET_S = 8.0  # At least `_FEWEST` are measured, whatever they take
 PROFILES = Cache("profiles", lambda document: msgspec.convert(document, StepProfile))
 
 
+def moment(device: str) -> Any:
+    """Now: on "cuda", when its stream has done all work so far."""
+    if device != "cuda":
+        return time.perf_counter()
+    import torch
+
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(moments: Sequence[Any]) -> list[float]:
+    """From each moment to the next one; waits for the device."""
+    if isinstance(moments[-1], float):
+        return [last - first for first, last in pairwise(moments)]
+    moments[-1].synchronize()
+    return [first.elapsed_time(last) / 1000 for first, last in pairwise(moments)]
+
+
 def probe_profile(work: Workload, ranks_per_host: int) -> StepProfile:
     """Measure one rank alone: forward and backward of one micro-batch, clipping and fused AdamW.
 
@@ -138,39 +157,23 @@ def _measure(work: Workload) -> StepProfile:
     tokens = torch.randint(work.model.vocab_size, shape, generator=generator).to(work.kind)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(work.dtype)
 
-    def now() -> Any:
-        """The clock; on CUDA the time at which the stream reaches this point."""
-        if work.kind == "cpu":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
     def steps(count: int) -> list[float]:
         """Median seconds of forward, backward and update."""
         found = []
         for _ in range(count):
-            moments = [now()]
+            moments = [moment(work.kind)]
             with torch.autocast(work.kind, dtype=dtype, enabled=dtype is not None):
                 loss = loss_sum(model(tokens[0]), tokens[1]) / tokens[0].numel()
-            moments.append(now())
+            moments.append(moment(work.kind))
             loss.backward()
-            moments.append(now())
+            moments.append(moment(work.kind))
             torch.nn.utils.clip_grad_norm_(model.parameters(), _CLIP_NORM)
             optimizer.step()
             optimizer.zero_grad()
-            found.append([*moments, now()])
-        if work.kind == "cuda":
-            torch.cuda.synchronize()
-        parts = [[_between(*pair) for pair in pairwise(moments)] for moments in found]
-        return [median(part) for part in zip(*parts, strict=True)]
+            found.append([*moments, moment(work.kind)])
+        return [median(part) for part in zip(*map(seconds_between, found), strict=True)]
 
     steps(1)
     one_s = sum(steps(1))
     forward_s, backward_s, update_s = steps(max(_FEWEST, min(_MOST, int(_BUDGET_S / one_s))))
     return StepProfile(forward_s=forward_s, backward_s=backward_s, update_s=update_s)
-
-
-def _between(first: Any, last: Any) -> float:
-    """Seconds between two clock readings."""
-    return last - first if isinstance(first, float) else first.elapsed_time(last) / 1000

@@ -102,6 +102,12 @@ def figure_lines(costs: Costs, hardware: Hardware) -> list[str]:
     ]
 
 
+def console_of(stream: IO[str]) -> Console:
+    """Prints tables of plain text, as wide as the terminal."""
+    width = None if stream.isatty() else _WIDE
+    return Console(file=stream, width=width, markup=False, emoji=False, highlight=False)
+
+
 def print_table(choice: Recommendation, stream: IO[str]) -> None:
     """A row per split: its best micro-batch and the verdict. On a narrow terminal a row takes
     several lines."""
@@ -113,7 +119,7 @@ def print_table(choice: Recommendation, stream: IO[str]) -> None:
     for row in rows[:_MOST_ROWS]:
         taken = row is choice.pick
         table.add_row(*_cells(row, taken), style="bold" * taken)
-    console = Console(file=stream, width=None if stream.isatty() else _WIDE)
+    console = console_of(stream)
     console.print(table)
     if (more := len(rows) - _MOST_ROWS) > 0:
         console.print(f"... and {more} more; --json has all", style="dim")
@@ -189,17 +195,13 @@ def commands(
     return [("by hand", by_hand), ("under Slurm", slurm)]
 
 
-def efficiency_table(points: Sequence[Mapping[str, Any]]) -> list[str]:
+def efficiency_table(points: Sequence[Mapping[str, Any]]) -> Table:
     """A line per simulated split, a column per number of ranks."""
     sizes = sorted({point["world_size"] for point in points})
     found = {(each["name"], each["world_size"]): f"{each['efficiency']:.1%}" for each in points}
-    names = dict.fromkeys(point["name"] for point in points)
-    rows = [
-        ["efficiency", *(f"{size} ranks" for size in sizes)],
-        *([name, *(found.get((name, size), "") for size in sizes)] for name in names),
-    ]
-    first, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
-    return [
-        "  ".join([name.ljust(first), *map(str.rjust, cells, widths)]).rstrip()
-        for name, *cells in rows
-    ]
+    table = Table("efficiency", box=None, pad_edge=False, header_style="")
+    for size in sizes:
+        table.add_column(f"{size} ranks", justify="right")
+    for name in dict.fromkeys(point["name"] for point in points):
+        table.add_row(name, *(found.get((name, size), "") for size in sizes))
+    return table

@@ -26,25 +26,22 @@ Thakur, Rabenseifner, Gropp 2005, "Optimization of collective communication oper
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
 from gradsync.commands.parallel.layout import EMBEDDING, Weight, weights_of
-from gradsync.commands.plan.description import Hardware, Host, Link
+from gradsync.commands.plan.description import Hardware, Link
 from gradsync.commands.plan.profile import StepProfile
 from gradsync.commands.plan.workload import Split, Traffic, Workload, traffic_of
 from gradsync.sync.layout import Item, plan_buckets
 from gradsync.sync.options import Recipe
 
 _FP32 = 4  # Weights and gradients are fp32, with any autocast
-_AGREE_BYTES = 64
-"""The message in which ranks agree on loss, weight and flags at the end of each step."""
+_AGREE_BYTES = 64  # The small message of each step: loss, weight, flags
 _ACTIVATION_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-_TENSOR_PARALLEL_SUMS = 4
-"""Sums of activations, per layer and micro-batch: two in forward, two in backward (arXiv
-1909.08053)."""
+_TENSOR_PARALLEL_SUMS = 4  # Of activations, per layer and micro-batch (arXiv 1909.08053)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,8 +52,7 @@ class GroupPlace:
     per_host: int
     link: Link  # Between ranks of a host
     network: Link | None = None  # Between hosts
-    groups_per_host: int = 1
-    """Groups like this one that use a host's single network port at the same time."""
+    groups_per_host: int = 1  # Groups like this one that use a host's single port together
 
     @property
     def local(self) -> int:
@@ -69,8 +65,7 @@ class GroupPlace:
         return -(-self.ranks // self.per_host)
 
     def seconds(self, num_bytes: float, *, far: bool, senders: int = 1) -> float:
-        """One message of each rank, between hosts if `far`. `senders` ranks of a host and group
-        send at the same time."""
+        """One message of each rank, between hosts if `far`; `senders` of a host send at once."""
         if not far or self.network is None:
             return self.link.seconds(num_bytes)
         share = senders * self.groups_per_host if self.network.per_host else 1
@@ -152,13 +147,7 @@ def tree(place: GroupPlace, num_bytes: float) -> float:
     return 2 * one_way
 
 
-ALL_REDUCE: dict[str, Callable[[GroupPlace, float], float]] = {
-    "ring": ring,
-    "halving": halving,
-    "doubling": doubling,
-    "hierarchical": hierarchical,
-    "tree": tree,
-}
+ALL_REDUCE = {cost.__name__: cost for cost in (ring, halving, doubling, hierarchical, tree)}
 
 
 def all_reduce_s(place: GroupPlace, num_bytes: float, algorithm: str = "best") -> float:
@@ -259,7 +248,7 @@ def predict_step(
     sendings: tuple[Sending, ...] = ()
     copy_s = agree_s = 0.0
     if not alone:
-        sendings = _sendings(parameters, traffic, prices, backward_s, parts)
+        sendings = _sendings(parameters, prices, backward_s)
         # Weights that all ranks of a host read are written between two more synchronisations.
         agree_s = (3 if prices.divided else 1) * prices.all_reduce_s(_AGREE_BYTES)
         rate = device.memory_bytes_per_s  # None: unknown, copies count as free
@@ -290,11 +279,12 @@ class Prices:
     """The messages of one split on exactly the used devices; ranks fill hosts in order."""
 
     def __init__(self, hardware: Hardware, split: Split, traffic: Traffic) -> None:
+        self.traffic, self.parts = traffic, split.layout.model_ranks
         layout, host, network = split.layout, hardware.hosts[0], hardware.network
         on_cpu = host.devices[0].kind == "cpu"
         on_cpu_host = on_cpu and len(hardware.hosts) == 1
         local, along_tree = len(host.devices), traffic.algorithm == "tree"
-        per_host = max(local // layout.model_ranks, 1)
+        per_host = max(local // self.parts, 1)
         self.data = GroupPlace(
             ranks=layout.dp,
             per_host=per_host,
@@ -305,13 +295,11 @@ class Prices:
         self.shards = GroupPlace(
             ranks=layout.tp, per_host=min(layout.tp, local), link=host.link, network=network
         )
-        self.hides = not on_cpu_host
-        """False for CPU ranks of one host: the cores that would communicate run backward."""
-        self.divided = on_cpu_host and traffic.through_host and layout.model_ranks == 1 < layout.dp
+        self.hides = not on_cpu_host  # There the cores that would communicate run backward
+        self.divided = on_cpu_host and traffic.through_host and self.parts == 1 < layout.dp
         """Whether the ranks of a host sum and update in shares, through shared memory."""
         self.in_shares = traffic.shard != "none" or self.divided
-        self.gathers = traffic.shard in ("optimizer", "gradients")
-        """Whether updated weights are gathered."""
+        self.gathers = traffic.shard in ("optimizer", "gradients")  # Updated weights
         self.late = traffic.late and not (self.in_shares and on_cpu_host)
         """Whether what follows the update goes on beside the next forward."""
         to_owners = traffic.shard == "optimizer" and self.hides  # on one host the sums are whole
@@ -327,15 +315,11 @@ class Prices:
 
 
 def _sendings(
-    parameters: Sequence[Weight],
-    traffic: Traffic,
-    prices: Prices,
-    backward_s: float,
-    parts: int,
+    parameters: Sequence[Weight], prices: Prices, backward_s: float
 ) -> tuple[Sending, ...]:
-    """Buckets of the strategy. Backward takes its time for each gradient in proportion to the
-    elements, from the last parameter to the first; the embedding needs no product, and a head that
-    is tied to it has its own before all others."""
+    """Buckets of the strategy. Backward takes its time in proportion to elements, from the last
+    parameter to the first; the embedding needs no product, a tied head has its own first."""
+    traffic, parts = prices.traffic, prices.parts
     if prices.divided:  # one pass over all buckets, after backward
         return (Sending(backward_s, half_s(prices.data, _bytes(parameters) / parts)),)
     blocks = _buckets(parameters, traffic)
@@ -393,17 +377,15 @@ def _published(
 
 
 def _not_hidden(whole_s: float, first_s: float, computing_s: float) -> float:
-    """What a pass waits for if it computes beside its messages: the first of them, and what takes
-    longer than the computing."""
+    """What computing beside messages waits for: the first one, and what takes longer than it."""
     return first_s + max(0.0, whole_s - first_s - computing_s)
 
 
 def _gather_waits(
     gathers: Sequence[float], forward_s: float, backward_s: float, *, hides: bool
 ) -> tuple[float, float]:
-    """The time that fsdp's gathers of weights add to a micro-batch, and to the last one: the next
-    block is gathered while one computes. The last backward shares the channel with the gradients:
-    the buckets account for it there."""
+    """The time that fsdp's gathers of weights add to a micro-batch, and to the last one, whose
+    backward shares the channel with the gradients: the buckets account for it there."""
     whole, first = sum(gathers), max(gathers)
     if not hides:
         return 2 * whole, 2 * whole
@@ -441,41 +423,27 @@ def channel_end(sendings: Sequence[Sending]) -> float:
 
 def simulate(
     work: Workload,
-    host: Host,
-    network: Link | None,
+    hardware: Hardware,
     world_sizes: Sequence[int],
-    profile: StepProfile,
-    *,
     splits: Sequence[Split],
+    profile: StepProfile,
 ) -> list[dict[str, Any]]:
-    """A step of each split on each number of ranks that it divides, as values for JSON. Ranks fill
-    equal hosts in order; the global batch grows with them (weak scaling).
-
-    Args:
-        work: one replica's micro-batches of a step, as `num_leaves`; the same for each replica.
-        network: None if one host has all ranks.
-        profile: of the whole model on one of the host's devices.
-        splits: strategy, pp and tp; dp is the rest of the ranks.
-    """
+    """A step of each split, of one replica, on each number of ranks that it divides, as values for
+    JSON. Ranks fill hosts like the first one; each replica has the micro-batches of `work` (weak
+    scaling)."""
+    host = hardware.hosts[0]
     points = []
     for split in splits:
         parts = split.layout.model_ranks
-        for size in sorted(set(world_sizes)):
-            if size % parts:
-                continue
+        for size in sorted(each for each in set(world_sizes) if each % parts == 0):
             replicas, hosts = size // parts, -(-size // len(host.devices))
             time = predict_step(
                 replace(work, num_leaves=work.num_leaves * replicas),
                 replace(split, layout=replace(split.layout, dp=replicas)),
-                Hardware(hosts=(host,) * hosts, network=network),
+                replace(hardware, hosts=(host,) * hosts),
                 profile,
             )
-            point = {
-                "name": str(replace(split, layout=replace(split.layout, dp=1))),
-                "world_size": size,
-                "step_s": time.total_s,
-                "tokens_per_s": time.tokens_per_s,
-                "efficiency": time.efficiency,
-            }
-            points.append(point)
+            figures = {name: getattr(time, name) for name in ("tokens_per_s", "efficiency")}
+            point = {"name": str(split), "world_size": size, "step_s": time.total_s}
+            points.append(point | figures)
     return points

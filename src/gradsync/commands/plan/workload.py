@@ -42,8 +42,7 @@ class Split:
 
     strategy: str  # A name in `sync.registry.STRATEGIES`: how replicas synchronise
     layout: ParallelLayout = field(default_factory=ParallelLayout)
-    shared_weights: bool = False
-    """One copy of weights and optimizer state for all ranks of a host (CPU, shared memory)."""
+    shared_weights: bool = False  # One copy of weights and state for all ranks of a host (CPU)
 
     @property
     def world_size(self) -> int:
@@ -60,7 +59,7 @@ class Split:
 
 
 def sizes_text(layout: ParallelLayout, names: Sequence[str] = ("pp", "tp", "dp")) -> str:
-    """The sizes above 1; in the usual order, as `gradsync train --parallel` takes them."""
+    """The sizes above 1, as `gradsync train --parallel` takes them."""
     sizes = {name: getattr(layout, name) for name in names}
     return ",".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
 
@@ -71,11 +70,6 @@ def goes_with_parts(sync: str) -> bool:
     if recipe is None:
         return sync == "naive"
     return recipe.shard == "none" and recipe.reduction != "hierarchical"
-
-
-_INNER_STEPS = {"local_sgd": 8, "diloco": 100}
-"""Steps between synchronisations by their reducers' defaults."""
-_POWERSGD_RANK = 1  # Torch's default
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,8 +84,7 @@ class Traffic:
 
     grouping: Grouping = "buckets"  # Which gradients travel together
     bucket_mb: float = 25.0
-    overlap: bool = True
-    """Communicate during backward, if other hardware than the computing cores communicates."""
+    overlap: bool = True  # Communicate during backward, where other hardware does it
     late: bool = False
     """Whether one half of an all-reduce overlaps with backward, the other with the next forward
     (sync/late_update.py); on CPUs only, except along the tree. With shards: whether updated weights
@@ -102,30 +95,32 @@ class Traffic:
     algorithm: str = "best"  # A name in `step_costs.ALL_REDUCE`, or best
     wire: float = 1.0  # Bytes that travel over bytes of gradients
     every: int = 1  # Steps between synchronisations; above 1: no other communication
-    through_host: bool = False
-    """Whether ranks of one host may use shared memory instead, and divide the update among them."""
+    through_host: bool = False  # Whether ranks of a host may sum and update in shared memory
     copies: int = 1  # Copies of all gradients in a rank's memory: into buckets, and out of them
-    by_library: bool = False
-    """Whether to call the process group's collectives (gloo, NCCL) in all cases."""
+    by_library: bool = False  # Whether buckets are torch DDP's
     low_rank: int | None = None  # PowerSGD's rank; matrices travel as their factors
+
+
+_DDP = Traffic(by_library=True)
+_AFTERWARDS = replace(_DDP, overlap=False, copies=0)
+_BY_LIBRARY = {
+    "ddp": _DDP,
+    "fsdp": replace(_DDP, shard="weights"),
+    "powersgd": replace(_DDP, low_rank=1),
+    "naive": replace(_AFTERWARDS, grouping="parameter"),
+    "local_sgd": replace(_AFTERWARDS, grouping="flat", every=8),
+    "diloco": replace(_AFTERWARDS, grouping="flat", every=100),
+}
+"""Strategies without a recipe, with the defaults of their options."""
 
 
 def traffic_of(strategy: str, device: Kind = "cpu") -> Traffic:
     """The messages of a strategy, as `gradsync train` runs it on these devices; ConfigError for an
     unknown one."""
     found = find_strategy(strategy)
-    if found.recipe is None:
-        library = Traffic(by_library=True)
-        apart = replace(library, overlap=False, copies=0)
-        others = {
-            "ddp": library,
-            "fsdp": replace(library, shard="weights"),
-            "powersgd": replace(library, low_rank=_POWERSGD_RANK),
-            "naive": replace(apart, grouping="parameter"),
-        }
-        others |= {n: replace(apart, grouping="flat", every=e) for n, e in _INNER_STEPS.items()}
-        return others[found.name]
     recipe = found.recipe
+    if recipe is None:
+        return _BY_LIBRARY[found.name]
     algorithm = "best" if recipe.reduction == "backend" else recipe.reduction
     if recipe.order == "invariant":
         algorithm = "tree"

@@ -126,7 +126,7 @@ class _StepCheck:
 
     def start(self) -> None:
         """All ranks begin with rank 0's weights, or with the checkpoint's weights and state."""
-        saved = self._reference.saved
+        saved = self._reference.task.saved
         expected = self._reference.weights() if saved is None else saved.weights
         wanted = {name: digest(tensor) for name, tensor in expected.items()}
         wrong = [
@@ -353,7 +353,7 @@ def judge_local(run: Observed, comm: Communicator) -> Verdict:
             ended = step.updated or step.before.weights
             ended = {name: ended[name] for name in run.trace.trainable}
             begun = run.trace.steps[place + 1 - INNER_STEPS].before
-            if name := wrong_meeting(begun, gather_tensors(comm, ended, ended), step.after):
+            if name := wrong_meeting(begun, gather_tensors(comm, ended), step.after):
                 verdict.add(Kind.MEETING, step.number, [name])
             wanted = {name: digest(tensor) for name, tensor in step.after.weights.items()}
             for rank, document in enumerate(run.documents(place)):
@@ -397,20 +397,14 @@ def wrong_meeting(begun: State, weights: Sequence[Tensors], after: State) -> str
     return ""
 
 
-def gather_tensors(
-    comm: Communicator, tensors: Mapping[str, Tensor | None], like: Tensors
-) -> list[Tensors]:
-    """Every rank's named CPU tensors, in rank order; None is left out. `like` has all names, with
-    shapes and dtypes. One all-gather per name over all ranks, uint8; it overlaps nothing."""
-    present = all_gather_json(comm, [name for name in like if tensors.get(name) is not None])
-    found: list[Tensors] = [{} for _ in present]
-    for name, shaped in like.items():
-        tensor = tensors.get(name)
-        mine = torch.zeros_like(shaped) if tensor is None else tensor.contiguous()
-        flat = mine.reshape(-1).view(torch.uint8)
+def gather_tensors(comm: Communicator, tensors: Tensors) -> list[Tensors]:
+    """Every rank's named CPU tensors, in rank order; names, shapes and dtypes are alike on all. One
+    all-gather per name over all ranks, uint8; it overlaps nothing."""
+    found: list[Tensors] = [{} for _ in range(comm.world_size)]
+    for name, tensor in tensors.items():
+        flat = tensor.reshape(-1).view(torch.uint8)
         output = torch.empty(comm.world_size * len(flat), dtype=torch.uint8)
         comm.all_gather(output, flat).wait()
-        for rank, part in enumerate(output.view(comm.world_size, -1)):
-            if name in present[rank]:
-                found[rank][name] = part.clone().view(shaped.dtype).view(shaped.shape)
+        for rank, part in enumerate(output.view(tensor.dtype).view(-1, *tensor.shape)):
+            found[rank][name] = part
     return found

@@ -108,7 +108,7 @@ def promise_of(strategy: str) -> Promise:
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True, unsafe_hash=True)
 class Cell:
     """One run of the matrix: from the start, or from the checkpoint of another cell."""
 
@@ -116,19 +116,13 @@ class Cell:
     world_size: int
     model: str
     dtype: str
-    source: Cell | None = None  # the cell whose checkpoint this run continues
+    loaded_from: str = ""  # name of the cell whose checkpoint it continues; "": from the start
 
     @property
     def name(self) -> str:
         """The cell in a line of text: `invariant W=3 gpt fp32`."""
-        loaded = f" from {self.source.name}" if self.source else ""
+        loaded = f" from {self.loaded_from}" if self.loaded_from else ""
         return f"{self.strategy} W={self.world_size} {self.model} {self.dtype}{loaded}"
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Cell:
-        """The inverse of `dataclasses.asdict`."""
-        source: Any = data["source"] and cls.from_json(data["source"])
-        return cls(**{**data, "source": source})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -206,7 +200,7 @@ def _handovers(first: Cell, strategies: Sequence[str], before: int, after: int) 
             first,
             strategy=strategy,
             world_size=after,
-            source=replace(first, strategy=source, world_size=before),
+            loaded_from=replace(first, strategy=source, world_size=before).name,
         )
         for strategy, neighbour in zip(strategies, [*strategies[1:], strategies[0]], strict=True)
         for source in dict.fromkeys((strategy, neighbour))

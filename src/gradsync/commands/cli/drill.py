@@ -98,12 +98,7 @@ class Verdict:
 
 
 def run(argv: list[str]) -> int:
-    """Run `gradsync drill ARGV`: 0 if all promises hold, else 1.
-
-    Raises:
-        ConfigError: unknown fault, rank or moment; started by a launcher.
-        RunError: a run failed without the fault, or the fault never happened.
-    """
+    """Run `gradsync drill ARGV`: 0 if all promises hold, else 1."""
     if argv[:1] == [WORKER]:
         work = read_object(Path(argv[1]))
         return train(work["flags"], FaultPlan(**work["fault"]) if work["fault"] else None)

@@ -136,8 +136,6 @@ def launch_ranks(
     `GRACE_S` seconds to end.
 
     Args:
-        argv: arguments of the command, passed to each rank.
-        nproc_per_node: number of ranks.
         log_dir: folder for the standard output of ranks above 0; None drops it.
         max_restarts: how often to start all ranks again after a failure.
         module: the module that a rank runs, or `worker.PROGRAM`: `argv` is a whole command line.

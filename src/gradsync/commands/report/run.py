@@ -12,6 +12,7 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gradsync.commands.document import read_document
 from gradsync.commands.report.charts import Event
 from gradsync.commands.train.config_io import flat
 from gradsync.core.files import counted, one_line, open_regular, read_object
@@ -99,17 +100,18 @@ def read_run(path: Path) -> Run:
     if (path / "starts.jsonl").is_file():
         read = _lines(path / "starts.jsonl", ("step", "world_size"), problems)
         starts = [entry | {"step": step} for step, entry in read]
-    found = {name: read_object(path / f"{name}.json") for name in ("summary", "exit", "env")}
-    config = found["summary"].get("config")
-    if not isinstance(config, dict) or not config:
-        config = _config(path / "config.yaml", problems)
+    config = None
+    try:
+        config = read_document(path / "config.yaml", "configuration").values
+    except ConfigError as error:
+        problems.append(str(error))
     return Run(
         path=path.resolve(),
         metrics=metrics,
-        summary=found["summary"],
-        exit=found["exit"],
-        environment=found["env"],
-        config=dict(flat(config)),
+        summary=read_object(path / "summary.json"),
+        exit=read_object(path / "exit.json"),
+        environment=read_object(path / "env.json"),
+        config=dict(flat(config)) if isinstance(config, dict) else {},
         starts=starts,
         problems=problems,
     )
@@ -179,15 +181,3 @@ def _lines(
                 )
             else:
                 yield step, entry
-
-
-def _config(path: Path, problems: list[str]) -> dict[str, Any]:
-    import yaml
-
-    try:
-        with open_regular(path) as file:
-            document = yaml.safe_load(file)
-    except (OSError, yaml.YAMLError) as error:
-        problems.append(f"{path.name}: {one_line(error)}")
-        return {}
-    return document if isinstance(document, dict) else {}

@@ -195,9 +195,10 @@ class _StepCheck:
         step, exact = self._step, self._run.exact(self._place)
         if not exact.weight or self._is_not_finite(exact):
             return []
-        right = abs(step.loss - exact.loss) <= exact.loss_bound and step.weight == exact.weight
+        loss, bound = exact.loss_sum / exact.weight, exact.loss_sum_bound / exact.weight
+        right = abs(step.loss - loss) <= bound and step.weight == exact.weight
         if not (right or self._promise.local):
-            said = f"{step.loss:.9g} over {step.weight:g} targets, expected {exact.loss:.9g} over "
+            said = f"{step.loss:.9g} over {step.weight:g} targets, expected {loss:.9g} over "
             self._found(Kind.LOSS, detail=f"{said}{exact.weight:g}")
         if not self._promise.bounded:
             return []
@@ -230,9 +231,9 @@ class _StepCheck:
         is not the cause."""
         means = exact.means()
         names = [name for name, mean in means.items() if not bool(mean.isfinite().all())]
-        if names or not math.isfinite(exact.loss):
-            self._found(Kind.FINITE, names, detail=f"the loss is {exact.loss}")
-        return bool(names) or not math.isfinite(exact.loss)
+        if wrong := bool(names) or not math.isfinite(exact.loss_sum):
+            self._found(Kind.FINITE, names, detail=f"the loss is {exact.loss_sum / exact.weight}")
+        return wrong
 
     def update(self) -> None:
         """The optimizer, applied to the run's gradient, gives the run's weights and state: their
@@ -336,15 +337,8 @@ def judge_local(run: Observed, comm: Communicator) -> Verdict:
     """Judge ranks that step alone: every rank its gradients and updates, and all together what is
     reported and the meetings. All ranks call it and get the same verdict."""
     own, exacts = judge(run), [run.exact(place) for place in range(len(run.trace.steps))]
-    mine = {
-        "findings": [asdict(finding) for finding in own.findings],
-        "part_of_bound": own.part_of_bound,
-        "losses": [
-            [e.loss * e.weight, e.weight, e.loss_bound * e.weight] if e.weight else [0.0, 0.0, 0.0]
-            for e in exacts
-        ],
-    }
-    told = all_gather_json(comm, mine)
+    losses = [[exact.loss_sum, exact.weight, exact.loss_sum_bound] for exact in exacts]
+    told = all_gather_json(comm, asdict(own) | {"losses": losses})
     found = [Finding(**each) for rank in told for each in rank["findings"]]
     verdict = Verdict(found, max(rank["part_of_bound"] for rank in told))
     for place, step in enumerate(run.trace.steps):

@@ -163,9 +163,6 @@ def compare_world_sizes(results: Sequence[Result]) -> None:
 
 # -- one cell -------------------------------------------------------------------------------------
 
-OneRankRuns = dict[tuple[str, str, VerifySettings], Trace]
-"""Plain one-rank runs, shared by most strategies."""
-
 
 def open_session() -> Session:
     """A session with one thread per rank: bits must not depend on the number of cores."""
@@ -182,7 +179,7 @@ def run_cells(
 
     A cell runs from its source's checkpoint if it has a source; otherwise it saves a checkpoint.
     """
-    comm, known = communicator(world), OneRankRuns()
+    comm = communicator(world)
     for cell in cells:
         place = folder / "checkpoints" / (cell.loaded_from or cell.name)
         saved, own = None, settings
@@ -191,7 +188,7 @@ def run_cells(
             if saved.data["global_batch_size"] != settings.global_batch_size:
                 # Its place in the data differs: the rest of the pass may be too short.
                 own = replace(settings, num_samples=settings.dataset_size, whole_steps=True)
-        result, trace = run_cell(cell, own, comm, saved, known=known)
+        result, trace = run_cell(cell, own, comm, saved)
         if saved is None and world.is_main and len(trace.steps) > 1:
             save(place, cell.strategy, trace, len(trace.steps) // 2)
         yield result
@@ -202,8 +199,6 @@ def run_cell(
     settings: VerifySettings,
     comm: Communicator,
     saved: State | None = None,
-    *,
-    known: OneRankRuns | None = None,
     prepare: Prepare | None = None,
 ) -> tuple[Result, Trace]:
     """Train one cell, and judge it; all ranks call it. Returns the result (complete on rank 0), and
@@ -222,7 +217,7 @@ def run_cell(
         )
         verdict = judge_local(run, comm) if promise.local else judge(run)
         if comm.rank == 0:
-            differences = _compare_to_one_rank(run, {} if known is None else known, verdict)
+            differences = _compare_to_one_rank(run, verdict)
     result = Result.of(
         cell,
         bitwise=all(each.bitwise for each in differences.values()),
@@ -237,22 +232,14 @@ def run_cell(
     return result, trace
 
 
-def _compare_to_one_rank(
-    run: Observed, known: OneRankRuns, verdict: Verdict
-) -> dict[str, Difference]:
+def _compare_to_one_rank(run: Observed, verdict: Verdict) -> dict[str, Difference]:
     """Differences from the same training on one rank: by the strategy itself if its bits are
     promised, else in plain PyTorch. Adds what they break to `verdict`."""
     reference, promise = run.reference, run.promise
-    task = reference.task
-    key = (task.model, task.dtype, reference.settings)
     if promise.same_bits:
-        alone = train_traced(task, SingleCommunicator())
-    elif task.saved is None and key in known:
-        alone = known[key]
-    else:
-        alone = Reference(task, len(run.ranks)).train()
-        if task.saved is None:
-            known[key] = alone
+        alone = train_traced(reference.task, SingleCommunicator())
+    else:  # a fresh twin: the other one's weights have moved
+        alone = Reference(reference.task, len(run.ranks)).train()
     differences = {part: Difference() for part in ("loss", "gradient", "weight", "state")}
     for a, b in zip(run.trace.steps, alone.steps, strict=True):
         losses = ({"loss": torch.tensor(step.loss, dtype=torch.float64)} for step in (a, b))

@@ -11,7 +11,7 @@ import pytest
 
 from gradsync.comm.base import Communicator
 from gradsync.comm.groups import communicator
-from gradsync.commands.verify.matrix import Setting, run_cell
+from gradsync.commands.verify.matrix import run_cell
 from gradsync.commands.verify.record import State
 from gradsync.commands.verify.run import read, save
 from gradsync.commands.verify.settings import Cell, VerifySettings, promise_of
@@ -30,10 +30,10 @@ def _verify(
         comm = communicator(world)
         for fault, strategy, model in faults:
             cell = Cell(strategy=strategy, world_size=world_size, model=model, dtype="fp32")
-            setting = Setting(settings=SETTINGS, comm=comm)
+            saved = None
             if fault == "momentum_lost":
-                setting.saved = _checkpoint(cell, comm, Path(store_path + "-saved"))
-            setting.prepare = getattr(verify_faults, fault, None)
+                saved = _checkpoint(cell, comm, Path(store_path + "-saved"))
+            prepare = getattr(verify_faults, fault, None)
             promise = promise_of(strategy)
             if fault == "promised_bitwise":
                 promise = replace(promise, kind="bitwise", same_bits=True)
@@ -44,13 +44,14 @@ def _verify(
                 # Verify must find a fault also where the step itself would refuse it.
                 mock.patch("gradsync.sync.step._refuse_unlike"),
             ):
-                results.append(asdict(run_cell(cell, setting)[0]))
+                result, _ = run_cell(cell, SETTINGS, comm, saved, prepare=prepare)
+                results.append(asdict(result))
     return results
 
 
 def _checkpoint(cell: Cell, comm: Communicator, folder: Path) -> State:
     """Checkpoint of a right run, after its first step."""
-    _, trace = run_cell(cell, Setting(settings=SETTINGS, comm=comm))
+    _, trace = run_cell(cell, SETTINGS, comm)
     if comm.rank == 0:
         save(folder, cell.strategy, trace, 1)
     return read(folder, comm)

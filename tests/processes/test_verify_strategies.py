@@ -28,7 +28,7 @@ def cell_of(name: str, world_size: int) -> Cell:
 def handed_on(name: str) -> Cell:
     """To its neighbour in the registry; a bitwise one to itself."""
     after = name if name in BITWISE else NAMES[(NAMES.index(name) + 1) % len(NAMES)]
-    return replace(cell_of(after, 4), source=cell_of(name, 2))
+    return replace(cell_of(after, 4), loaded_from=cell_of(name, 2).name)
 
 
 def _work(

@@ -67,9 +67,10 @@ def make_run(folder: Path, *, ranks: int = 2, name: str = "first", **config: obj
         "world_size": ranks,
         "exposed_comm_fraction": 0.2,
         "weights_sha256": "ab" * 32,
-        "config": {"preset": "tiny", "sync": "invariant", "optim": {"lr": 0.003}, **config},
     }
     (path / "summary.json").write_text(json.dumps(summary))
+    settings = {"preset": "tiny", "sync": "invariant", "optim": {"lr": 0.003}, **config}
+    (path / "config.yaml").write_text(json.dumps(settings))
     (path / "exit.json").write_text(json.dumps({"exit_code": 0, "reason": "done"}))
     environment = {"launcher": "torchrun", "world_size": ranks, "device": "cpu", "torch": "2.13"}
     environment["peak_tflops"] = 312.0

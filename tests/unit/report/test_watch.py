@@ -168,9 +168,8 @@ def test_all_ranks_are_shown_with_step_rate_phase_and_lag(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table(run, WAITS, LATE)
-    rows, age_s, fresh = read_ranks(run)
+    rows, fresh = read_ranks(run)
     assert fresh
-    assert 0 <= age_s < 60
     assert rows == [
         ("0", "2", "0.50", "waits", "90 %", "", "train.py:1"),
         ("1", "2", "0.50", "computes", "6 %", "61.2 s", "data.py:7 \\x1b[2J"),

@@ -47,8 +47,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch, then: Callable[[], None], **ended: 
         started.append(nproc_per_node)
         work = json.loads((folder / _WORK).read_text())
         with (folder / _RESULTS).open("w") as done:
-            for cell in map(Cell.from_json, work["cells"]):
-                done.write(json.dumps(asdict(Result.of(cell))) + "\n")
+            for cell in work["cells"]:
+                done.write(json.dumps(asdict(Result.of(Cell(**cell)))) + "\n")
         then()
         return local.LaunchOutcome(**{"code": 0, "received": None, "killed": {}} | ended)
 
@@ -97,7 +97,7 @@ def test_what_cannot_be_is_refused_before_any_rank_starts(
 )
 def test_thorough_adds_ranks_and_a_dtype(words: list[str], cells: int) -> None:
     plan = verify.plan_of(tyro.cli(verify.VerifyOptions, args=words), World())
-    own = [cell for launch in plan.launches for cell in launch if cell.source is None]
+    own = [cell for launch in plan.launches for cell in launch if not cell.loaded_from]
     assert len(own) == cells * len(STRATEGIES)
 
 

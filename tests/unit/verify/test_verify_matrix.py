@@ -54,7 +54,7 @@ def run(
     """`run_matrix` with ranks that are only pretended."""
 
     def launch_ranks(argv: list[str], nproc_per_node: int, **_: Any) -> local.LaunchOutcome:
-        cells = [Cell.from_json(cell) for cell in json.loads((folder / _WORK).read_text())["cells"]]
+        cells = [Cell(**cell) for cell in json.loads((folder / _WORK).read_text())["cells"]]
         assert {cell.world_size for cell in cells} == {nproc_per_node}
         with (folder / _RESULTS).open("a") as file:
             for cell in cells:
@@ -118,7 +118,7 @@ def test_the_rank_whose_failure_it_was_is_named(
     sentence: str,
     ranks: list[int],
 ) -> None:
-    def run_cell(cell: Cell, _: object) -> Any:
+    def run_cell(cell: Cell, *_: object, **__: object) -> Any:
         if cell.strategy == "naive":
             raise error
         return result_of(cell), no_steps

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from gradsync.comm.groups import SingleCommunicator
 from gradsync.commands.verify.compare import Difference
-from gradsync.commands.verify.matrix import Setting, run_cell
+from gradsync.commands.verify.matrix import run_cell
 from gradsync.commands.verify.problem import build_problem
 from gradsync.commands.verify.record import sample_digests
 from gradsync.commands.verify.reference import Reference
@@ -91,7 +91,7 @@ def test_a_checkpoint_goes_on_with_the_same_bits(tmp_path: Path, strategy: str) 
     whole = train_traced(asked, one)
     save(tmp_path, strategy, whole, 2)
     saved = read(tmp_path, one)
-    rest = train_traced(asked, one, saved=saved)
+    rest = train_traced(replace(asked, saved=saved), one)
     assert [step.number for step in rest.steps] == [2, 3]
     found = Difference()
     for a, b in zip(rest.steps, whole.steps[2:], strict=True):
@@ -110,6 +110,6 @@ def not_finite() -> Any:
 def test_what_no_strategy_can_help_is_called_that(strategy: str) -> None:
     settings = replace(SETTINGS, target="unit.verify.test_verify_problem:not_finite")
     cell = Cell(strategy=strategy, world_size=1, model="target", dtype="fp32")
-    result, _ = run_cell(cell, Setting(settings=settings, comm=SingleCommunicator()))
+    result, _ = run_cell(cell, settings, SingleCommunicator())
     assert (result.status, result.cause) == ("failed", "unknown")
     assert "a number is not finite on one rank either" in result.sentence

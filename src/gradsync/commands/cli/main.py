@@ -24,37 +24,35 @@ from gradsync.runtime import environ
 from gradsync.runtime.signals import SAID_BY_ANOTHER
 
 COMMANDS = {
-    "train": "train a GPT on 1..N ranks, from any launcher",
-    "prepare": "turn files, folders or JSONL into train.bin and val.bin",
-    "sample": "generate text from a checkpoint",
-    "export": "write a trained model for transformers, or read another program's",
-    "report": "write a page about a run: curves, times, settings",
-    "watch": "follow a run that is going on, in the terminal",
-    "verify": "prove every strategy right against one rank, or say why it is not",
-    "bench": "measure strategies and collectives beside their limits and their peers",
-    "drill": "break one rank on purpose: who is named, when, and what is lost",
-    "tune": "measure which way to synchronise is fastest here, for train --sync auto",
-    "plan": "say which strategy, batch and split fit a machine, here or anywhere",
-    "lint": "find known mistakes in a training script, without running it",
-    "launch": "start ranks on this host, or say what to start on each of several",
-    "submit": "write, check and submit a Slurm job",
-    "doctor": "say whether this machine is ready, and what gradsync sees",
+    "train": ("cli.train", "train a GPT on 1..N ranks, from any launcher"),
+    "prepare": ("prepare.command", "turn files, folders or JSONL into train.bin and val.bin"),
+    "sample": ("train.sample", "generate text from a checkpoint"),
+    "export": ("train.export", "write a trained model for transformers, or read another program's"),
+    "report": ("report.command", "write a page about a run: curves, times, settings"),
+    "watch": ("report.watch", "follow a run that is going on, in the terminal"),
+    "verify": (
+        "verify.command",
+        "prove every strategy right against one rank, or say why it is not",
+    ),
+    "bench": (
+        "bench.experiment",
+        "measure strategies and collectives beside their limits and their peers",
+    ),
+    "drill": ("cli.drill", "break one rank on purpose: who is named, when, and what is lost"),
+    "tune": (
+        "bench.tune",
+        "measure which way to synchronise is fastest here, for train --sync auto",
+    ),
+    "plan": ("cli.plan", "say which strategy, batch and split fit a machine, here or anywhere"),
+    "lint": ("lint.command", "find known mistakes in a training script, without running it"),
+    "launch": (
+        "launch.command",
+        "start ranks on this host, or say what to start on each of several",
+    ),
+    "submit": ("launch.submit", "write, check and submit a Slurm job"),
+    "doctor": ("cli.doctor", "say whether this machine is ready, and what gradsync sees"),
 }
-
-_ROOMS = {
-    "bench": "bench.experiment",
-    "export": "train.export",
-    "launch": "launch.command",
-    "lint": "lint.command",
-    "prepare": "prepare.command",
-    "report": "report.command",
-    "sample": "train.sample",
-    "submit": "launch.submit",
-    "tune": "bench.tune",
-    "verify": "verify.command",
-    "watch": "report.watch",
-}
-"""Modules of commands outside of this package."""
+"""Each command's module, and what it does."""
 _SILENCE_S = 2.0
 
 _BAD_PATH = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ELOOP)
@@ -96,7 +94,9 @@ def _main(argv: Sequence[str] | None) -> int:
     handler.setFormatter(_PrintableFormatter("gradsync: %(levelname)s: %(message)s"))
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(_help(), end="")
+        width = max(map(len, COMMANDS))
+        lines = [f"  {name:<{width}}  {summary}" for name, (_, summary) in COMMANDS.items()]
+        print(_HELP.format(commands="\n".join(lines)), end="")
         return 0 if arguments else 2
     if arguments[0] in ("-V", "--version"):
         print(f"gradsync {__version__}")
@@ -107,8 +107,8 @@ def _main(argv: Sequence[str] | None) -> int:
 def _run_command(name: str, arguments: list[str]) -> int:
     try:
         check_name("command", name, COMMANDS)
-        room = _ROOMS.get(name, f"cli.{name}")
-        return import_module(f"gradsync.commands.{room}").run(arguments)
+        module, _ = COMMANDS[name]
+        return import_module(f"gradsync.commands.{module}").run(arguments)
     except GradsyncError as error:
         return _fail(error)
     except OSError as error:
@@ -142,12 +142,6 @@ class _PrintableFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
-
-
-def _help() -> str:
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {summary}" for name, summary in COMMANDS.items()]
-    return _HELP.format(commands="\n".join(lines))
 
 
 def _rank() -> int:

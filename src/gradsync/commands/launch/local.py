@@ -136,8 +136,6 @@ def launch_ranks(
     `GRACE_S` seconds to end.
 
     Args:
-        argv: arguments of the command, passed to each rank.
-        nproc_per_node: number of ranks.
         log_dir: folder for the standard output of ranks above 0; None drops it.
         max_restarts: how often to start all ranks again after a failure.
         module: the module that a rank runs, or `worker.PROGRAM`: `argv` is a whole command line.
@@ -241,9 +239,6 @@ class RankLogs(LogsSpecs):
     """Destination of each rank's output: rank 0 keeps the terminal, the others only its stderr.
 
     Only rank 0 may write to standard output, since a program may parse it.
-
-    Args:
-        log_dir: folder for the other ranks' standard output; None drops it.
     """
 
     def __init__(self, log_dir: Path | None) -> None:
@@ -345,21 +340,19 @@ class LocalAgent(LocalElasticAgent):
     def _let_others_speak(self) -> None:
         """Let the other ranks notice and name the failed rank, where torch would end them. A
         stopped rank (SIGSTOP) prints nothing."""
-        deadline = time.monotonic() + LAST_WORDS_S
-        while not self.received and time.monotonic() < deadline:
+
+        def all_silent() -> bool:
             alive = [each.proc.pid for each in rank_processes(self) if each.proc.poll() is None]
-            if all("stopped" in process_state(pid) for pid in alive):
-                break
-            time.sleep(0.02)
+            return bool(self.received) or all("stopped" in process_state(pid) for pid in alive)
+
+        wait_until(all_silent, time.monotonic() + LAST_WORDS_S)
 
     def _end_others(self) -> None:
         """Ask the ranks to end and wait for it. torch, which kills the rest, would wait longer, and
         needlessly for a stopped rank (SIGSTOP)."""
         self._send(signal.SIGTERM)
         self._send(signal.SIGCONT)
-        deadline = time.monotonic() + END_S
-        while None in self.exit_codes() and time.monotonic() < deadline:
-            time.sleep(0.02)
+        wait_until(lambda: None not in self.exit_codes(), time.monotonic() + END_S)
         self._send(signal.SIGKILL)
 
     def _stop(self) -> RunResult:

@@ -90,14 +90,14 @@ def start_ranks(
     argv: list[str], world_size: int, signals: Signals, module: str = "gradsync"
 ) -> LaunchOutcome:
     """Run `python -m MODULE ARGV` as ranks on this host and wait for them; see `launch.local`.
-
-    Raises:
-        Stopped: a signal came, before or during the run.
-    """
+    Raises `Stopped` if a signal came, before or during the run."""
     from gradsync.commands.launch import local
 
     signals.check()
-    ended = local.launch_ranks(argv, world_size, log_dir=None, module=module)
+    # Torch's warnings about its sockets repeat our one-line errors, with stacks.
+    quiet = {"TORCH_CPP_LOG_LEVEL": environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
+    with environ.exported(quiet):
+        ended = local.launch_ranks(argv, world_size, log_dir=None, module=module)
     if ended.received is not None:
         raise Stopped(ended.received)
     return ended
@@ -127,24 +127,15 @@ def measure_on_ranks(
     """`measure(settings)` on all ranks: a launcher's, if this process is one of them, else on
     `world_size` ranks started here as `gradsync COMMAND --worker FOLDER` (see `be_rank`).
 
-    Args:
-        command: names of command and sub-command, such as `["bench", "sync"]`.
-        settings: JSON-serialisable values.
-        measure: opens its own session.
-        world: from the launcher.
-
-    Raises:
-        Stopped: a signal ended it.
-        RunError: the ranks succeeded without a result.
+    `command` is command and sub-command, such as `["bench", "sync"]`; `measure` opens its own
+    session. Raises `Stopped` if a signal ended it.
     """
     with Signals() as signals:
         if world.is_distributed:
             result = measure(dict(settings))
             return RanksOutcome(code=0, result=result if world.is_main else None)
-        # Torch's warnings about its sockets repeat our one-line errors, with stacks.
-        quiet = {"TORCH_CPP_LOG_LEVEL": environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
         prefix = "-".join(("gradsync", *command, ""))
-        with environ.exported(quiet), TemporaryDirectory(prefix=prefix) as name:
+        with TemporaryDirectory(prefix=prefix) as name:
             folder = Path(name)
             try:
                 (folder / _WORK).write_text(json.dumps(dict(settings)))

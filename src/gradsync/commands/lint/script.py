@@ -73,15 +73,7 @@ def _is_value(node: ast.AST, variable: str, call: str) -> bool:
 
 
 class Script:
-    """A parsed script.
-
-    Args:
-        path: for messages.
-        text: its source.
-
-    Raises:
-        ConfigError: not Python, with the line.
-    """
+    """A parsed script: `text`, and its `path` for messages; ConfigError if it is not Python."""
 
     def __init__(self, path: str, text: str) -> None:
         self.path, self.text = path, text

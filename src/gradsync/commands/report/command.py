@@ -31,11 +31,7 @@ class ReportOptions:
 
 
 def run(argv: list[str]) -> int:
-    """Run `gradsync report ARGV`; returns the exit code.
-
-    Raises:
-        ConfigError: no run directory is named, or a path is not one.
-    """
+    """Run `gradsync report ARGV`; returns the exit code."""
     options = parse(ReportOptions, argv, "report")
     if not options.path:
         raise ConfigError("report: name a run directory: gradsync report runs/first")

@@ -12,7 +12,9 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gradsync.commands.document import read_document
 from gradsync.commands.report.charts import Event
+from gradsync.commands.train.config_io import flat
 from gradsync.core.files import counted, one_line, open_regular, read_object
 from gradsync.errors import ConfigError
 
@@ -85,11 +87,7 @@ class Run:
 
 
 def read_run(path: Path) -> Run:
-    """Read the run directory `path`, complete or not.
-
-    Raises:
-        ConfigError: no run directory.
-    """
+    """Read the run directory `path`, complete or not; ConfigError if it is none."""
     if not (path / "metrics.jsonl").is_file():
         raise ConfigError(f"{path}: no run directory (no metrics.jsonl in it)")
     problems: list[str] = []
@@ -102,17 +100,18 @@ def read_run(path: Path) -> Run:
     if (path / "starts.jsonl").is_file():
         read = _lines(path / "starts.jsonl", ("step", "world_size"), problems)
         starts = [entry | {"step": step} for step, entry in read]
-    found = {name: read_object(path / f"{name}.json") for name in ("summary", "exit", "env")}
-    config = found["summary"].get("config")
-    if not isinstance(config, dict) or not config:
-        config = _config(path / "config.yaml", problems)
+    config = None
+    try:
+        config = read_document(path / "config.yaml", "configuration").values
+    except ConfigError as error:
+        problems.append(str(error))
     return Run(
         path=path.resolve(),
         metrics=metrics,
-        summary=found["summary"],
-        exit=found["exit"],
-        environment=found["env"],
-        config=flat(config),
+        summary=read_object(path / "summary.json"),
+        exit=read_object(path / "exit.json"),
+        environment=read_object(path / "env.json"),
+        config=dict(flat(config)) if isinstance(config, dict) else {},
         starts=starts,
         problems=problems,
     )
@@ -128,7 +127,6 @@ class RankRows(NamedTuple):
 
     rows: list[tuple[str, ...]]
     """Under `RANKS_HEAD`; with many ranks, the ones that others wait for longest."""
-    age_s: float
     fresh: bool
     """Whether the next one is not overdue."""
 
@@ -137,7 +135,7 @@ def read_ranks(run: Path) -> RankRows:
     """The run's table of ranks; no rows if it has none."""
     found = read_object(run / "ranks.json")
     if not found:
-        return RankRows([], 0.0, False)
+        return RankRows([], False)
     ranks = found["ranks"]
     if len(ranks) > _MOST_RANKS:
         # Silent ranks come first, then ranks that others wait for, then ranks that wait least.
@@ -156,19 +154,7 @@ def read_ranks(run: Path) -> RankRows:
     ]
     if (more := len(ranks) - len(rows)) > 0:
         rows.append((f"and {more} more", *[""] * (len(RANKS_HEAD) - 1)))
-    age_s = max(0.0, time.time() - found["time"])
-    return RankRows(rows, age_s, age_s <= max(_OLD_S, 3 * found["every_s"]))
-
-
-def flat(document: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """A nested document with one dotted name for each value."""
-    found: dict[str, Any] = {}
-    for name, value in document.items():
-        if isinstance(value, Mapping):
-            found |= flat(value, f"{before}{name}.")
-        else:
-            found[f"{before}{name}"] = value
-    return found
+    return RankRows(rows, time.time() - found["time"] <= max(_OLD_S, 3 * found["every_s"]))
 
 
 def _ended(exit_file: Mapping[str, Any]) -> str:
@@ -195,15 +181,3 @@ def _lines(
                 )
             else:
                 yield step, entry
-
-
-def _config(path: Path, problems: list[str]) -> dict[str, Any]:
-    import yaml
-
-    try:
-        with open_regular(path) as file:
-            document = yaml.safe_load(file)
-    except (OSError, yaml.YAMLError) as error:
-        problems.append(f"{path.name}: {one_line(error)}")
-        return {}
-    return document if isinstance(document, dict) else {}

@@ -70,11 +70,7 @@ class _Tail:
 
 
 class Follower:
-    """Looks at one run directory again and again.
-
-    Raises:
-        ConfigError: no run directory.
-    """
+    """Looks at one run directory again and again; ConfigError if it is none."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -180,13 +176,8 @@ class Follower:
 
 
 def follow(follower: Follower, stream: TextIO, pause: Callable[[], None]) -> int:
-    """Report on the run until it ends; returns its exit code.
-
-    Args:
-        follower: of the run.
-        stream: a terminal gets a panel below the lines.
-        pause: called between two looks.
-    """
+    """Report on the run until it ends; returns its exit code. A terminal gets a panel below the
+    lines; `pause` is called between two looks."""
     console = Console(file=stream, markup=False, emoji=False, highlight=False, soft_wrap=True)
     with ExitStack() as stack:
         live = None
@@ -228,11 +219,7 @@ class WatchOptions:
 
 
 def run(argv: list[str]) -> int:
-    """Run `gradsync watch ARGV`; returns the exit code.
-
-    Raises:
-        ConfigError: no run directory is named, or the path is not one.
-    """
+    """Run `gradsync watch ARGV`; returns the exit code."""
     options = parse(WatchOptions, argv, "watch")
     if not options.path:
         raise ConfigError("watch: name a run directory: gradsync watch runs/first")

@@ -99,7 +99,7 @@ def read_config(path: Path, *, of_older_version: bool = False) -> TrainConfig:
             f"{document.where} must hold keys and values; got {type(document.values).__name__}"
         )
     values: dict[str, Any] = {}
-    for way, value in _flat(document.values):
+    for way, value in flat(document.values):
         name, place = way.replace("-", "_"), document.at(way)
         if name not in HINTS:
             if of_older_version or (not value and name in _SECTIONS):
@@ -118,11 +118,11 @@ def read_config(path: Path, *, of_older_version: bool = False) -> TrainConfig:
         raise ConfigError(f"{document.where}: {error}") from None
 
 
-def _flat(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Each value that is no section, with the path of its key."""
     for key, value in values.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 
@@ -198,7 +198,7 @@ def given_fields(flags: Sequence[str]) -> frozenset[str]:
     """Fields and sections of `TrainConfig` that the user set, by flag or in the file."""
     names = set()
     if flags and flags[0].endswith(SUFFIXES):
-        names = {way for way, _ in _flat(read_document(Path(flags[0]), "configuration").values)}
+        names = {way for way, _ in flat(read_document(Path(flags[0]), "configuration").values)}
     words = (word[2:].partition("=")[0] for word in flags if word.startswith("--"))
     names |= {word.removeprefix("no-").removeprefix("no_") for word in words}
     return frozenset(name.replace("-", "_").partition(".")[0] for name in names)

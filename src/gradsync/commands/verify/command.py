@@ -61,14 +61,7 @@ class VerifyOptions:
 
 
 def run(argv: list[str]) -> int:
-    """Run `gradsync verify ARGV`.
-
-    Returns:
-        0 if all promises hold, else 1; 128 + signal after one.
-
-    Raises:
-        ConfigError: an unknown strategy, model or dtype, invalid numbers.
-    """
+    """Run `gradsync verify ARGV`: 0 if all promises hold, else 1; 128 + signal after one."""
     if argv[:1] == [WORKER]:
         from gradsync.commands.verify.matrix import run_worker
 
@@ -80,11 +73,7 @@ def run(argv: list[str]) -> int:
 
 
 def plan_of(options: VerifyOptions, world: World) -> VerifyPlan:
-    """The requested matrix; under a launcher, at its number of ranks.
-
-    Raises:
-        ConfigError: see `run`.
-    """
+    """The requested matrix; under a launcher, at its number of ranks."""
     words = options.world_sizes or ("1,2,3,4" if options.thorough else "1,2,3")
     sizes = [whole_number(word.strip(), MOST_RANKS) for word in words.split(",")]
     if world.is_distributed:
@@ -114,16 +103,10 @@ def plan_of(options: VerifyOptions, world: World) -> VerifyPlan:
 def _work(options: VerifyOptions, plan: VerifyPlan, world: World) -> int:
     human = sys.stderr if options.as_json else sys.stdout
     started = time.perf_counter()
-    # Torch's warnings about its sockets repeat our one-line results, with stacks.
-    quiet = {"TORCH_CPP_LOG_LEVEL": environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
     from gradsync.commands.verify.matrix import run_matrix, run_rank
     from gradsync.commands.verify.result import document, print_report
 
-    with (
-        Signals() as signals,
-        environ.exported(quiet),
-        TemporaryDirectory(prefix="gradsync-verify-") as folder,
-    ):
+    with Signals() as signals, TemporaryDirectory(prefix="gradsync-verify-") as folder:
         try:
             if world.is_distributed:
                 (cells,) = plan.launches

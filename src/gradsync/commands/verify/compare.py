@@ -91,8 +91,8 @@ class Exact:
     terms: dict[str, int]  # number of micro-batches with a gradient
     dtype: dict[str, str]  # the dtype in which the run adds them
     weight: float  # number of targets
-    loss: float  # the mean loss
-    loss_bound: float  # its largest error
+    loss_sum: float
+    loss_sum_bound: float  # its largest error
 
     def means(self) -> Tensors:
         """The exact mean gradients."""
@@ -115,18 +115,16 @@ def add_up(results: Sequence[MicroBatchResult]) -> Exact:
         total[name] = reduce(torch.add, (gradient.double() for gradient in found))
         magnitude[name] = reduce(torch.add, (gradient.double().abs() for gradient in found))
         terms[name], dtype[name] = len(found), DTYPE_NAMES[found[0].dtype]
-    weight = float(sum(result.weight for result in results))
     losses = [result.loss_sum for result in results]
-    # Losses are added and divided in fp64.
-    error = gamma(len(losses) + 1, "fp64") * math.fsum(map(abs, losses))
     return Exact(
         total=total,
         magnitude=magnitude,
         terms=terms,
         dtype=dtype,
-        weight=weight,
-        loss=math.fsum(losses) / weight if weight else math.nan,
-        loss_bound=error / weight if weight else math.nan,
+        weight=float(sum(result.weight for result in results)),
+        loss_sum=math.fsum(losses),
+        # Losses are added and divided in fp64.
+        loss_sum_bound=gamma(len(losses) + 1, "fp64") * math.fsum(map(abs, losses)),
     )
 
 

@@ -126,7 +126,7 @@ class _StepCheck:
 
     def start(self) -> None:
         """All ranks begin with rank 0's weights, or with the checkpoint's weights and state."""
-        saved = self._reference.saved
+        saved = self._reference.task.saved
         expected = self._reference.weights() if saved is None else saved.weights
         wanted = {name: digest(tensor) for name, tensor in expected.items()}
         wrong = [
@@ -195,9 +195,10 @@ class _StepCheck:
         step, exact = self._step, self._run.exact(self._place)
         if not exact.weight or self._is_not_finite(exact):
             return []
-        right = abs(step.loss - exact.loss) <= exact.loss_bound and step.weight == exact.weight
+        loss, bound = exact.loss_sum / exact.weight, exact.loss_sum_bound / exact.weight
+        right = abs(step.loss - loss) <= bound and step.weight == exact.weight
         if not (right or self._promise.local):
-            said = f"{step.loss:.9g} over {step.weight:g} targets, expected {exact.loss:.9g} over "
+            said = f"{step.loss:.9g} over {step.weight:g} targets, expected {loss:.9g} over "
             self._found(Kind.LOSS, detail=f"{said}{exact.weight:g}")
         if not self._promise.bounded:
             return []
@@ -230,9 +231,9 @@ class _StepCheck:
         is not the cause."""
         means = exact.means()
         names = [name for name, mean in means.items() if not bool(mean.isfinite().all())]
-        if names or not math.isfinite(exact.loss):
-            self._found(Kind.FINITE, names, detail=f"the loss is {exact.loss}")
-        return bool(names) or not math.isfinite(exact.loss)
+        if wrong := bool(names) or not math.isfinite(exact.loss_sum):
+            self._found(Kind.FINITE, names, detail=f"the loss is {exact.loss_sum / exact.weight}")
+        return wrong
 
     def update(self) -> None:
         """The optimizer, applied to the run's gradient, gives the run's weights and state: their
@@ -336,15 +337,8 @@ def judge_local(run: Observed, comm: Communicator) -> Verdict:
     """Judge ranks that step alone: every rank its gradients and updates, and all together what is
     reported and the meetings. All ranks call it and get the same verdict."""
     own, exacts = judge(run), [run.exact(place) for place in range(len(run.trace.steps))]
-    mine = {
-        "findings": [asdict(finding) for finding in own.findings],
-        "part_of_bound": own.part_of_bound,
-        "losses": [
-            [e.loss * e.weight, e.weight, e.loss_bound * e.weight] if e.weight else [0.0, 0.0, 0.0]
-            for e in exacts
-        ],
-    }
-    told = all_gather_json(comm, mine)
+    losses = [[exact.loss_sum, exact.weight, exact.loss_sum_bound] for exact in exacts]
+    told = all_gather_json(comm, asdict(own) | {"losses": losses})
     found = [Finding(**each) for rank in told for each in rank["findings"]]
     verdict = Verdict(found, max(rank["part_of_bound"] for rank in told))
     for place, step in enumerate(run.trace.steps):
@@ -353,7 +347,7 @@ def judge_local(run: Observed, comm: Communicator) -> Verdict:
             ended = step.updated or step.before.weights
             ended = {name: ended[name] for name in run.trace.trainable}
             begun = run.trace.steps[place + 1 - INNER_STEPS].before
-            if name := wrong_meeting(begun, gather_tensors(comm, ended, ended), step.after):
+            if name := wrong_meeting(begun, gather_tensors(comm, ended), step.after):
                 verdict.add(Kind.MEETING, step.number, [name])
             wanted = {name: digest(tensor) for name, tensor in step.after.weights.items()}
             for rank, document in enumerate(run.documents(place)):
@@ -397,20 +391,14 @@ def wrong_meeting(begun: State, weights: Sequence[Tensors], after: State) -> str
     return ""
 
 
-def gather_tensors(
-    comm: Communicator, tensors: Mapping[str, Tensor | None], like: Tensors
-) -> list[Tensors]:
-    """Every rank's named CPU tensors, in rank order; None is left out. `like` has all names, with
-    shapes and dtypes. One all-gather per name over all ranks, uint8; it overlaps nothing."""
-    present = all_gather_json(comm, [name for name in like if tensors.get(name) is not None])
-    found: list[Tensors] = [{} for _ in present]
-    for name, shaped in like.items():
-        tensor = tensors.get(name)
-        mine = torch.zeros_like(shaped) if tensor is None else tensor.contiguous()
-        flat = mine.reshape(-1).view(torch.uint8)
+def gather_tensors(comm: Communicator, tensors: Tensors) -> list[Tensors]:
+    """Every rank's named CPU tensors, in rank order; names, shapes and dtypes are alike on all. One
+    all-gather per name over all ranks, uint8; it overlaps nothing."""
+    found: list[Tensors] = [{} for _ in range(comm.world_size)]
+    for name, tensor in tensors.items():
+        flat = tensor.reshape(-1).view(torch.uint8)
         output = torch.empty(comm.world_size * len(flat), dtype=torch.uint8)
         comm.all_gather(output, flat).wait()
-        for rank, part in enumerate(output.view(comm.world_size, -1)):
-            if name in present[rank]:
-                found[rank][name] = part.clone().view(shaped.dtype).view(shaped.shape)
+        for rank, part in enumerate(output.view(tensor.dtype).view(-1, *tensor.shape)):
+            found[rank][name] = part
     return found

@@ -16,14 +16,14 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 
 from gradsync.checkpoint.weights import weights_sha256
 from gradsync.comm.base import Communicator
-from gradsync.comm.groups import RankPlacement, SingleCommunicator, communicator
+from gradsync.comm.groups import SingleCommunicator, communicator
 from gradsync.comm.values import all_gather_json, broadcast_json
 from gradsync.commands.launch import local
 from gradsync.commands.launch.ranks import WORKER, Signals, Stopped, start_ranks
@@ -47,18 +47,14 @@ _SILENCE_S = 2.0
 
 
 def run_matrix(plan: VerifyPlan, folder: Path, signals: Signals) -> list[Result]:
-    """Start ranks here, one world size after another: every cell's result, in the order of work.
-
-    Raises:
-        Stopped: a signal came.
-    """
+    """Start ranks here, one world size after another: every cell's result, in the order of work."""
     results: list[Result] = []
     for launched in plan.launches:
         broken = {result.name for result in results if result.status == "error"}
         cells = []
         for cell in launched:
-            if cell.source and cell.source.name in broken:
-                results.append(_error(cell, f"not run: {cell.source.name} failed"))
+            if cell.loaded_from in broken:
+                results.append(_error(cell, f"not run: {cell.loaded_from} failed"))
             else:
                 cells.append(cell)
         if not cells:
@@ -84,7 +80,7 @@ def run_matrix(plan: VerifyPlan, folder: Path, signals: Signals) -> list[Result]
 def run_worker(folder: Path) -> int:
     """Run one rank of one start; 0 if all cells were run, 1 after an error."""
     work = json.loads((folder / _WORK).read_text())
-    cells = [Cell.from_json(cell) for cell in work["cells"]]
+    cells = [Cell(**cell) for cell in work["cells"]]
     rank = resolve(environ.snapshot()).world.rank
     with Signals() as signals:
         results = run_rank(rank, cells, VerifySettings(**work["settings"]), folder, signals)
@@ -167,21 +163,6 @@ def compare_world_sizes(results: Sequence[Result]) -> None:
 
 # -- one cell -------------------------------------------------------------------------------------
 
-OneRankRuns = dict[tuple[str, str, VerifySettings], Trace]
-"""Plain one-rank runs, shared by most strategies."""
-
-
-@dataclass(kw_only=True, slots=True)
-class Setting:
-    """The environment of a cell, see `train_traced`."""
-
-    settings: VerifySettings
-    comm: Communicator
-    hosts: RankPlacement | None = None
-    prepare: Prepare | None = None
-    saved: State | None = None
-    one_rank_runs: OneRankRuns = field(default_factory=dict)  # shared by all cells
-
 
 def open_session() -> Session:
     """A session with one thread per rank: bits must not depend on the number of cores."""
@@ -198,47 +179,45 @@ def run_cells(
 
     A cell runs from its source's checkpoint if it has a source; otherwise it saves a checkpoint.
     """
-    comm, known = communicator(world), OneRankRuns()
-    # As if the first half of the ranks were on one host and the rest on another, so that
-    # `hierarchical` has two levels.
-    first = (world.world_size + 1) // 2
-    hosts = RankPlacement(tuple(int(rank >= first) for rank in range(world.world_size)))
+    comm = communicator(world)
     for cell in cells:
-        setting = Setting(settings=settings, comm=comm, hosts=hosts, one_rank_runs=known)
-        begun = cell.source or cell
-        name = f"{begun.strategy}-{begun.world_size}-{begun.model}-{begun.dtype}"
-        place = folder / "checkpoints" / name
-        if cell.source is not None:
-            setting.saved = read(place, comm)
-            if setting.saved.data["global_batch_size"] != settings.global_batch_size:
+        place = folder / "checkpoints" / (cell.loaded_from or cell.name)
+        saved, own = None, settings
+        if cell.loaded_from:
+            saved = read(place, comm)
+            if saved.data["global_batch_size"] != settings.global_batch_size:
                 # Its place in the data differs: the rest of the pass may be too short.
-                size = settings.dataset_size
-                setting.settings = replace(settings, num_samples=size, whole_steps=True)
-        result, trace = run_cell(cell, setting)
-        if cell.source is None and world.is_main and len(trace.steps) > 1:
+                own = replace(settings, num_samples=settings.dataset_size, whole_steps=True)
+        result, trace = run_cell(cell, own, comm, saved)
+        if saved is None and world.is_main and len(trace.steps) > 1:
             save(place, cell.strategy, trace, len(trace.steps) // 2)
         yield result
 
 
-def run_cell(cell: Cell, setting: Setting) -> tuple[Result, Trace]:
+def run_cell(
+    cell: Cell,
+    settings: VerifySettings,
+    comm: Communicator,
+    saved: State | None = None,
+    prepare: Prepare | None = None,
+) -> tuple[Result, Trace]:
     """Train one cell, and judge it; all ranks call it. Returns the result (complete on rank 0), and
     this rank's record of the run."""
-    comm, saved = setting.comm, setting.saved
     task = Task(
-        strategy=cell.strategy, model=cell.model, dtype=cell.dtype, settings=setting.settings
+        strategy=cell.strategy, model=cell.model, dtype=cell.dtype, settings=settings, saved=saved
     )
-    trace = train_traced(task, comm, hosts=setting.hosts, prepare=setting.prepare, saved=saved)
+    trace = train_traced(task, comm, prepare)
     ranks = all_gather_json(comm, [step.digests() for step in trace.steps])
     promise = promise_of(cell.strategy)
     verdict, differences = Verdict(), {}
     if comm.rank == 0 or promise.local:
-        reference = Reference(task, comm.world_size, saved)
+        reference = Reference(task, comm.world_size)
         run = Observed(
             rank=comm.rank, promise=promise, reference=reference, trace=trace, ranks=ranks
         )
         verdict = judge_local(run, comm) if promise.local else judge(run)
         if comm.rank == 0:
-            differences = _compare_to_one_rank(run, setting, verdict)
+            differences = _compare_to_one_rank(run, verdict)
     result = Result.of(
         cell,
         bitwise=all(each.bitwise for each in differences.values()),
@@ -253,22 +232,14 @@ def run_cell(cell: Cell, setting: Setting) -> tuple[Result, Trace]:
     return result, trace
 
 
-def _compare_to_one_rank(
-    run: Observed, setting: Setting, verdict: Verdict
-) -> dict[str, Difference]:
+def _compare_to_one_rank(run: Observed, verdict: Verdict) -> dict[str, Difference]:
     """Differences from the same training on one rank: by the strategy itself if its bits are
     promised, else in plain PyTorch. Adds what they break to `verdict`."""
-    reference, promise, known = run.reference, run.promise, setting.one_rank_runs
-    task, saved = reference.task, reference.saved
-    key = (task.model, task.dtype, reference.settings)
+    reference, promise = run.reference, run.promise
     if promise.same_bits:
-        alone = train_traced(task, SingleCommunicator(), saved=saved)
-    elif saved is None and key in known:
-        alone = known[key]
-    else:
-        alone = Reference(task, setting.comm.world_size, saved).train()
-        if saved is None:
-            known[key] = alone
+        alone = train_traced(reference.task, SingleCommunicator())
+    else:  # a fresh twin: the other one's weights have moved
+        alone = Reference(reference.task, len(run.ranks)).train()
     differences = {part: Difference() for part in ("loss", "gradient", "weight", "state")}
     for a, b in zip(run.trace.steps, alone.steps, strict=True):
         losses = ({"loss": torch.tensor(step.loss, dtype=torch.float64)} for step in (a, b))

@@ -79,13 +79,8 @@ def build_problem(name: str, settings: VerifySettings) -> Problem:
 
 
 def check_target(settings: VerifySettings) -> None:
-    """Try the user's problem on one micro-batch, in fp32, before any rank starts.
-
-    A target that needs a process group is left to the ranks, which have one.
-
-    Raises:
-        ConfigError: what is wrong, in one line.
-    """
+    """Try the user's problem on one micro-batch, in fp32, before any rank starts; ConfigError says
+    what is wrong. A target that needs a process group is left to the ranks, which have one."""
     with kept_generators():
         try:
             problem = build_problem("target", settings)

@@ -44,19 +44,18 @@ class MicroBatchResult:
 
 class Reference:
     """The one-rank twin of a run on `world_size` ranks, which may determine the number of
-    micro-batches; `saved` is the checkpoint that the run starts from. It does not communicate."""
+    micro-batches. It does not communicate."""
 
-    def __init__(self, task: Task, world_size: int, saved: State | None = None) -> None:
+    def __init__(self, task: Task, world_size: int) -> None:
         self.task = task
-        self.saved = saved
         self.settings = task.settings_for(world_size)
         self._problem = task.build()
         self._model = self._problem.model
         self._parameters = pack_weights(dict(self._model.named_parameters()))
         self._buffers = pack_weights(dict(self._model.named_buffers()))
         source = make_loader(self._problem, self.settings, 0, 1)
-        if saved is not None:
-            source.load_state_dict(saved.data)
+        if task.saved is not None:
+            source.load_state_dict(task.saved.data)
         left = self.settings.num_steps - source.state_dict()["steps"]
         # All micro-batches of each step, by its number, and a correct run's records of them.
         self.batches = {step.number: list(step) for step in islice(source, left)}
@@ -126,7 +125,7 @@ class Reference:
     def train(self) -> Trace:
         """The whole run on one rank, or the rest of it after the checkpoint. Only on a fresh twin
         are weights and buffers the initial ones."""
-        optimizer, saved = make_optimizer(self._model), self.saved
+        optimizer, saved = make_optimizer(self._model), self.task.saved
         if saved is not None:
             self._load(saved.weights, saved.buffers)
             named = self._model.named_parameters()

@@ -5,6 +5,7 @@ No torch here.
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from collections.abc import Sequence
@@ -111,15 +112,10 @@ class Finding:
 
 
 @dataclass(kw_only=True, slots=True)
-class Result:
+class Result(Cell):
     """The outcome of one cell of the matrix."""
 
-    strategy: str
-    world_size: int
-    model: str
-    dtype: str
     promise: str  # bitwise, rounding or lossy
-    loaded_from: str = ""  # name of the cell's source; "" for a run from the start
     status: str = "passed"  # passed, failed or error
     bitwise: bool = False
     """Losses, gradients, weights and optimizer state have the bits of the one-rank run: the
@@ -138,26 +134,12 @@ class Result:
     @classmethod
     def of(cls, cell: Cell, **fields: Any) -> Result:
         """The result of `cell`, with `fields` in addition to its names and its promise."""
-        return cls(
-            strategy=cell.strategy,
-            world_size=cell.world_size,
-            model=cell.model,
-            dtype=cell.dtype,
-            promise=promise_of(cell.strategy).kind,
-            loaded_from=cell.source.name if cell.source else "",
-            **fields,
-        )
+        return cls(**asdict(cell), promise=promise_of(cell.strategy).kind, **fields)
 
     @property
     def passed(self) -> bool:
         """Whether the promise holds."""
         return self.status == "passed"
-
-    @property
-    def name(self) -> str:
-        """The result in a line of text."""
-        loaded = f" from {self.loaded_from}" if self.loaded_from else ""
-        return f"{self.strategy} W={self.world_size} {self.model} {self.dtype}{loaded}"
 
     def explain(self, findings: Sequence[Finding]) -> None:
         """Record the finding that tells most, and the sentence that reports it:
@@ -177,23 +159,14 @@ class Result:
 
 def document(settings: VerifySettings, results: Sequence[Result], seconds: float) -> dict[str, Any]:
     """The document that `--json` prints; null stands for nan and infinity, which JSON lacks."""
-
-    def strict(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: strict(entry) for key, entry in value.items()}
-        if isinstance(value, list):
-            return [strict(entry) for entry in value]
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    return strict(
-        {
-            "passed": all(result.passed for result in results),
-            "settings": asdict(settings),
-            "cells": [asdict(result) for result in results if not result.loaded_from],
-            "cross_load": [asdict(result) for result in results if result.loaded_from],
-            "seconds": round(seconds, 1),
-        }
-    )
+    found = {
+        "passed": all(result.passed for result in results),
+        "settings": asdict(settings),
+        "cells": [asdict(result) for result in results if not result.loaded_from],
+        "cross_load": [asdict(result) for result in results if result.loaded_from],
+        "seconds": round(seconds, 1),
+    }
+    return json.loads(json.dumps(found), parse_constant=lambda _: None)
 
 
 _LEGEND = (

@@ -75,6 +75,7 @@ class Task:
     model: str
     dtype: str
     settings: VerifySettings
+    saved: State | None = None  # the checkpoint from which it continues
 
     def build(self) -> Problem:
         """Build a new problem, in the dtype of the weights."""
@@ -110,20 +111,14 @@ class Task:
         return torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.dtype == "bf16")
 
 
-def train_traced(
-    task: Task,
-    comm: Communicator,
-    *,
-    hosts: RankPlacement | None = None,
-    prepare: Prepare | None = None,
-    saved: State | None = None,
-) -> Trace:
-    """Train on this rank's share, from the checkpoint `saved` if given; every rank of `comm` calls
-    it. `hosts` are for `hierarchical`; `prepare` is a hook for tests."""
+def train_traced(task: Task, comm: Communicator, prepare: Prepare | None = None) -> Trace:
+    """Train on this rank's share; every rank of `comm` calls it. `prepare` is a hook for tests."""
     settings, problem = task.settings_for(comm.world_size), task.build()
     trace = Trace.of(problem.model)
-    if hosts is None and comm.world_size == 1:
-        hosts = RankPlacement((0,))
+    # As if the first half of the ranks were on one host and the rest on another, so that
+    # `hierarchical` has two levels.
+    first = (comm.world_size + 1) // 2
+    hosts = RankPlacement(tuple(int(rank >= first) for rank in range(comm.world_size)))
     disturb(problem.model, comm.rank)
     name, given = with_options(task.strategy)
     options: dict[str, Any] = {**_OPTIONS, "find_unused_parameters": not problem.uses_all, **given}
@@ -144,8 +139,8 @@ def train_traced(
         sync=sync,
         loader=make_loader(problem, settings, comm.rank, comm.world_size),
     )
-    if saved is not None:
-        _load(saved, task.strategy, parts)
+    if task.saved is not None:
+        _load(task.saved, task.strategy, parts)
     if prepare is not None:
         parts = prepare(parts)
     whole = not promise_of(task.strategy).local

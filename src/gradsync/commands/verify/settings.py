@@ -85,11 +85,7 @@ _DETAILS: dict[str, dict[str, Any]] = {
 
 
 def chosen_strategy(word: str) -> tuple[Strategy, Options]:
-    """The strategy in `name:key=value,…`, with its options checked.
-
-    Raises:
-        ConfigError: unknown name, option or value.
-    """
+    """The strategy in `name:key=value,…`, with its options checked."""
     name, options = with_options(word)
     strategy = find_strategy(name)
     return strategy, check_options(strategy, options)
@@ -108,7 +104,7 @@ def promise_of(strategy: str) -> Promise:
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True, unsafe_hash=True)
 class Cell:
     """One run of the matrix: from the start, or from the checkpoint of another cell."""
 
@@ -116,19 +112,13 @@ class Cell:
     world_size: int
     model: str
     dtype: str
-    source: Cell | None = None  # the cell whose checkpoint this run continues
+    loaded_from: str = ""  # name of the cell whose checkpoint it continues; "": from the start
 
     @property
     def name(self) -> str:
         """The cell in a line of text: `invariant W=3 gpt fp32`."""
-        loaded = f" from {self.source.name}" if self.source else ""
+        loaded = f" from {self.loaded_from}" if self.loaded_from else ""
         return f"{self.strategy} W={self.world_size} {self.model} {self.dtype}{loaded}"
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Cell:
-        """The inverse of `dataclasses.asdict`."""
-        source: Any = data["source"] and cls.from_json(data["source"])
-        return cls(**{**data, "source": source})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,11 +150,10 @@ def make_plan(
     sizes, strategies = sorted(set(world_sizes)), list(dict.fromkeys(strategies))
     if not (strategies and sizes and models and dtypes):
         raise ConfigError("verify: name at least one strategy, world size, model and dtype")
-    for name, value in (("--world-sizes", sizes[0]), ("--num-steps", num_steps)):
+    least_one = {"world-sizes": sizes[0], "num-steps": num_steps, "num-samples": num_samples}
+    for name, value in least_one.items():
         if value is not None and value < 1:
-            raise ConfigError(f"{name} must be at least 1, got {value}")
-    if num_samples is not None and num_samples < 1:
-        raise ConfigError(f"--num-samples must be at least 1, got {num_samples}")
+            raise ConfigError(f"--{name} must be at least 1, got {value}")
     for model in models:
         check_name("model", model, ("target",) if target else MODELS)
     for dtype in dtypes:
@@ -189,12 +178,11 @@ def make_plan(
     ]
     if settings.num_steps > 1:  # checkpoints are from the middle of a run
         first = launches[0][0]
-        handed = [_handovers(first, strategies, *pair) for pair in pairwise([*sizes, sizes[0]])]
-        if len(sizes) == 1:
-            launches[0] += handed[0]
-        else:
-            both = (own + more for own, more in zip(launches[1:], handed[:-1], strict=True))
-            launches = [launches[0], *both, handed[-1]]
+        if len(sizes) > 1:
+            launches.append([])  # the smallest size again
+        pairs = pairwise([*sizes, sizes[0]])
+        for launch, pair in zip(launches[1:] or launches, pairs, strict=True):
+            launch.extend(_handovers(first, strategies, *pair))
     return VerifyPlan(settings=settings, launches=launches)
 
 
@@ -206,7 +194,7 @@ def _handovers(first: Cell, strategies: Sequence[str], before: int, after: int) 
             first,
             strategy=strategy,
             world_size=after,
-            source=replace(first, strategy=source, world_size=before),
+            loaded_from=replace(first, strategy=source, world_size=before).name,
         )
         for strategy, neighbour in zip(strategies, [*strategies[1:], strategies[0]], strict=True)
         for source in dict.fromkeys((strategy, neighbour))

@@ -29,20 +29,20 @@ LIBRARY = {
 }
 COMMANDS = {
     "bench": 2_667,
-    "cli": 1_399,
-    "compat": 1_178,
-    "launch": 1_315,
-    "lint": 743,
+    "cli": 1_393,
+    "compat": 1_172,
+    "launch": 1_309,
+    "lint": 735,
     "models": 569,
     "parallel": 1_041,
     "plan": 2_739,
     "prepare": 924,
-    "report": 1_012,
+    "report": 982,
     "train": 3_842,
-    "verify": 2_453,
+    "verify": 2_362,
 }
 """Lines of each package of a floor, docstrings and blanks included."""
-FLOORS = (("library", LIBRARY, 19_228), ("commands", COMMANDS, 19_882))
+FLOORS = (("library", LIBRARY, 19_228), ("commands", COMMANDS, 19_735))
 """Most lines of each floor: a package grows only by what another one of its floor gives. Totals
 only fall; the aim is 20,000 each."""
 BUDGETS = LIBRARY | COMMANDS

@@ -81,7 +81,12 @@ def grade(
 
 
 def run(argv: list[str]) -> int:
-    """Run `gradsync doctor ARGV`; returns the exit code."""
+    """Run `gradsync doctor ARGV`; returns the exit code.
+
+    Raises:
+        LaunchError: with --launcher or --hardware, launcher variables are invalid.
+        RunError: a rank other than the main one could not meet the others.
+    """
     options = parse(DoctorOptions, argv, "doctor")
     env = environ.snapshot()
     if options.hardware:

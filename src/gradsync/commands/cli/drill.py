@@ -98,7 +98,12 @@ class Verdict:
 
 
 def run(argv: list[str]) -> int:
-    """Run `gradsync drill ARGV`: 0 if all promises hold, else 1."""
+    """Run `gradsync drill ARGV`: 0 if all promises hold, else 1.
+
+    Raises:
+        ConfigError: unknown fault, rank or moment; started by a launcher.
+        RunError: a run failed without the fault, or the fault never happened.
+    """
     if argv[:1] == [WORKER]:
         work = read_object(Path(argv[1]))
         return train(work["flags"], FaultPlan(**work["fault"]) if work["fault"] else None)
@@ -126,11 +131,15 @@ def drill(
     module: str = "gradsync",
     show: Callable[[float, str], None] = lambda seconds, line: None,
 ) -> Verdict:
-    """Run one drill, of a run with the `flags` of `gradsync train`.
+    """Run one drill.
 
-    With `expect`, the weights_sha256 of the undisturbed run, that run is skipped. `resume_on` is
-    the number of ranks of the resumed run, by default the same; `module` is what a rank runs.
-    `show` gets each line of the disturbed run with its time, seconds after the fault.
+    Args:
+        plan: the fault.
+        flags: arguments of `gradsync train`.
+        expect: weights_sha256 of the undisturbed run, which is then skipped.
+        resume_on: ranks of the resumed run; None for the same number.
+        module: what a rank runs, as `python -m`.
+        show: gets each line of the disturbed run with its time, seconds after the fault.
     """
     flags, config = _complete(plan, list(flags))
     world_size = config.nproc_per_node or 1

@@ -127,7 +127,13 @@ def parse_program(words: Sequence[str]) -> Program:
 
 
 def run(argv: list[str]) -> int:
-    """Run `gradsync launch ARGV`; returns the ranks' exit code."""
+    """Run `gradsync launch ARGV`; returns the ranks' exit code.
+
+    Raises:
+        ConfigError: invalid numbers, nothing to run, no such script.
+        LaunchError: already started by a launcher.
+        RendezvousError: another node is missing.
+    """
     own, words = split(argv)
     options, program = parse(LaunchOptions, own, "launch"), parse_program(words)
     several = options.nnodes > 1
@@ -178,8 +184,11 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def check_program(program: Program, *, on_this_host: bool = True) -> None:
-    """Raise ConfigError if a script is missing, or on this host a program; elsewhere, modules may
-    provide it."""
+    """Raise ConfigError if a script or a program is missing.
+
+    Args:
+        on_this_host: a program must be on the PATH; elsewhere, modules may provide it.
+    """
     first = program.words[0]
     if program.by_python:
         if first[:1] != "-" and not Path(first).is_file():

@@ -90,7 +90,10 @@ def start_ranks(
     argv: list[str], world_size: int, signals: Signals, module: str = "gradsync"
 ) -> LaunchOutcome:
     """Run `python -m MODULE ARGV` as ranks on this host and wait for them; see `launch.local`.
-    Raises `Stopped` if a signal came, before or during the run."""
+
+    Raises:
+        Stopped: a signal came, before or during the run.
+    """
     from gradsync.commands.launch import local
 
     signals.check()
@@ -127,8 +130,15 @@ def measure_on_ranks(
     """`measure(settings)` on all ranks: a launcher's, if this process is one of them, else on
     `world_size` ranks started here as `gradsync COMMAND --worker FOLDER` (see `be_rank`).
 
-    `command` is command and sub-command, such as `["bench", "sync"]`; `measure` opens its own
-    session. Raises `Stopped` if a signal ended it.
+    Args:
+        command: names of command and sub-command, such as `["bench", "sync"]`.
+        settings: JSON-serialisable values.
+        measure: opens its own session.
+        world: from the launcher.
+
+    Raises:
+        Stopped: a signal ended it.
+        RunError: the ranks succeeded without a result.
     """
     with Signals() as signals:
         if world.is_distributed:

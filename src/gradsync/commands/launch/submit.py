@@ -80,7 +80,13 @@ class SubmitOptions:
 
 
 def run(argv: list[str]) -> int:
-    """Run `gradsync submit ARGV`; returns the exit code."""
+    """Run `gradsync submit ARGV`.
+
+    Raises:
+        ConfigError: an invalid request.
+        LaunchError: this machine has no Slurm.
+        RunError: Slurm refused the job (with its message), or the script cannot be written.
+    """
     own, words = split(argv)
     options, program = completed(parse(SubmitOptions, own, "submit"), parse_program(words))
     script = sbatch_script(options, program, sys.executable)

@@ -35,7 +35,11 @@ class LintOptions:
 
 
 def run(argv: list[str]) -> int:
-    """Run `gradsync lint ARGV`; returns the exit code."""
+    """Run `gradsync lint ARGV`; returns the exit code.
+
+    Raises:
+        ConfigError: no path, a missing path, or a file that is not Python.
+    """
     options = parse(LintOptions, argv, "lint")
     if not options.paths:
         raise ConfigError("lint: name a script or a folder: gradsync lint train.py")

@@ -67,8 +67,17 @@ def prepare(
 
     `<|endoftext|>` follows each document. With 20 documents or more, whole documents are held out
     for validation, chosen by content; with fewer, the last tokens are. The directory appears whole
-    or not at all. `PrepareOptions` describes the arguments; `source` is the origin of the text, in
-    words, for `meta.json`.
+    or not at all.
+
+    Args:
+        paths: files, folders (read recursively), `.jsonl` files.
+        out: the directory to create.
+        tokenizer: "byte" (257 tokens), or "bpe", trained on this text.
+        vocab_size: size of the bpe vocabulary; None is 4096.
+        val_fraction: share to hold out, 0 <= val_fraction < 1; 0 writes no `val.bin`.
+        text_key: key of the text in JSON lines.
+        overwrite: replace `out` if it is a data directory.
+        source: origin of the text, in words, for `meta.json`.
 
     Raises:
         ConfigError: an option is invalid, or there is no path.

@@ -31,7 +31,11 @@ class ReportOptions:
 
 
 def run(argv: list[str]) -> int:
-    """Run `gradsync report ARGV`; returns the exit code."""
+    """Run `gradsync report ARGV`; returns the exit code.
+
+    Raises:
+        ConfigError: no run directory is named, or a path is not one.
+    """
     options = parse(ReportOptions, argv, "report")
     if not options.path:
         raise ConfigError("report: name a run directory: gradsync report runs/first")

@@ -87,7 +87,11 @@ class Run:
 
 
 def read_run(path: Path) -> Run:
-    """Read the run directory `path`, complete or not; ConfigError if it is none."""
+    """Read the run directory `path`, complete or not.
+
+    Raises:
+        ConfigError: no run directory.
+    """
     if not (path / "metrics.jsonl").is_file():
         raise ConfigError(f"{path}: no run directory (no metrics.jsonl in it)")
     problems: list[str] = []

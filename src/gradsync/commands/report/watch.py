@@ -176,8 +176,13 @@ class Follower:
 
 
 def follow(follower: Follower, stream: TextIO, pause: Callable[[], None]) -> int:
-    """Report on the run until it ends; returns its exit code. A terminal gets a panel below the
-    lines; `pause` is called between two looks."""
+    """Report on the run until it ends; returns its exit code.
+
+    Args:
+        follower: of the run.
+        stream: a terminal gets a panel below the lines.
+        pause: called between two looks.
+    """
     console = Console(file=stream, markup=False, emoji=False, highlight=False, soft_wrap=True)
     with ExitStack() as stack:
         live = None

@@ -61,7 +61,14 @@ class VerifyOptions:
 
 
 def run(argv: list[str]) -> int:
-    """Run `gradsync verify ARGV`: 0 if all promises hold, else 1; 128 + signal after one."""
+    """Run `gradsync verify ARGV`.
+
+    Returns:
+        0 if all promises hold, else 1; 128 + signal after one.
+
+    Raises:
+        ConfigError: an unknown strategy, model or dtype, invalid numbers.
+    """
     if argv[:1] == [WORKER]:
         from gradsync.commands.verify.matrix import run_worker
 
@@ -73,7 +80,11 @@ def run(argv: list[str]) -> int:
 
 
 def plan_of(options: VerifyOptions, world: World) -> VerifyPlan:
-    """The requested matrix; under a launcher, at its number of ranks."""
+    """The requested matrix; under a launcher, at its number of ranks.
+
+    Raises:
+        ConfigError: see `run`.
+    """
     words = options.world_sizes or ("1,2,3,4" if options.thorough else "1,2,3")
     sizes = [whole_number(word.strip(), MOST_RANKS) for word in words.split(",")]
     if world.is_distributed:

@@ -47,7 +47,11 @@ _SILENCE_S = 2.0
 
 
 def run_matrix(plan: VerifyPlan, folder: Path, signals: Signals) -> list[Result]:
-    """Start ranks here, one world size after another: every cell's result, in the order of work."""
+    """Start ranks here, one world size after another: every cell's result, in the order of work.
+
+    Raises:
+        Stopped: a signal came.
+    """
     results: list[Result] = []
     for launched in plan.launches:
         broken = {result.name for result in results if result.status == "error"}

@@ -85,7 +85,11 @@ _DETAILS: dict[str, dict[str, Any]] = {
 
 
 def chosen_strategy(word: str) -> tuple[Strategy, Options]:
-    """The strategy in `name:key=value,…`, with its options checked."""
+    """The strategy in `name:key=value,…`, with its options checked.
+
+    Raises:
+        ConfigError: unknown name, option or value.
+    """
     name, options = with_options(word)
     strategy = find_strategy(name)
     return strategy, check_options(strategy, options)

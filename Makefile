@@ -24,11 +24,11 @@ help: ## Show this list
 train: $(VENV)/.ready-train ## Train a small GPT on real text with two ranks
 	$(BIN)/gradsync train $(TRAIN_ARGS)
 
-# Four at a time on two cores: much of a test is waiting for messages. -n 0 shows output as it comes (-s, --pdb).
 # Hundreds of processes start, each of which would compile what no cache keeps.
 unexport PYTHONDONTWRITEBYTECODE
+# Three at a time: much of a test is waiting for messages. -n 0 shows output as it comes (-s, --pdb).
 test: $(VENV)/.ready-test ## Run the whole test suite
-	$(BIN)/python -m pytest -n 4 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 3 $(PYTEST_ARGS)
 
 test-gpu: $(VENV)/.ready-test ## Several ranks over NCCL on one GPU; without one it says so and ends
 	$(BIN)/python tests/gpu/run.py

@@ -76,7 +76,7 @@ class Processor:
     cores: int  # By affinity and container limit
     memory_bytes: int  # By the container's limit
     free_bytes: int
-    instructions: tuple[str, ...]  # Those that multiply matrices, by the kernel's names
+    instructions: tuple[str, ...]  # For products of matrices, by the kernel's names
     clock_hz: float | None  # The fastest core's now; None if not reported
 
 

@@ -25,7 +25,7 @@ LIBRARY = {
     "core": 749,
     "data": 1_760,
     "runtime": 3_874,
-    "sync": 9_588,
+    "sync": 9_587,
 }
 COMMANDS = {
     "bench": 2_667,

@@ -18,6 +18,7 @@ from gradsync.comm.shared_memory.communicator import share_memory
 from gradsync.comm.shared_memory.segment import SharedMemoryError
 from gradsync.errors import ConfigError
 from gradsync.sync.gradient_sync import GradientSync
+from gradsync.sync.ownership import host_step
 from gradsync.sync.ownership.host_step import SharedMemoryExchange, SharedMemoryShards
 from gradsync.sync.replicate import replicate
 from support.thread_ranks import run_thread_ranks
@@ -352,22 +353,40 @@ def test_one_copy_refuses_what_would_need_replicas() -> None:
     run_thread_ranks(work, 2)
 
 
-def test_weights_that_cannot_move_are_updated_whole() -> None:
-    """A buffer looks at a parameter's memory: it must go on doing so."""
+@pytest.mark.parametrize("ranks", [(0, 1), (1,)])
+def test_weights_that_cannot_move_are_updated_whole(ranks: tuple[int, ...]) -> None:
+    """Something looks at a parameter's memory, perhaps on one rank: it must go on doing so."""
 
     def work(rank: int, group: dist.ProcessGroup) -> None:
         model = Net()
-        model.register_buffer("view", model.rare.detach()[:2])
+        view = model.rare.detach()[:2] if rank in ranks else None
         sync = replicate(model, comm=ProcessGroupCommunicator(group))
         optimizer = OPTIMIZERS["adamw"](model.parameters())
         for step in range(2):
             one_step(sync, optimizer, step, rank)
         assert not was_divided(sync)
-        assert torch.equal(model.view, model.rare.detach()[:2])
+        assert view is None or torch.equal(view, model.rare.detach()[:2])
         assert model.rare[0] != 1.0
         sync.close()
 
-    run_thread_ranks(work, 2)
+    run_thread_ranks(work, 2, timeout_s=20.0)
+
+
+def test_a_weight_whose_broadcast_ends_late_can_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread of Gloo may refer to a weight for a moment after the broadcast is over."""
+    by_rank = threading.local()
+
+    def work(rank: int, group: dist.ProcessGroup) -> None:
+        model = Net()
+        by_rank.held = [model.rare.detach()] if rank == 1 else []
+        sync = replicate(model, comm=ProcessGroupCommunicator(group))
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        one_step(sync, optimizer, 0, rank)
+        assert was_divided(sync)
+        sync.close()
+
+    monkeypatch.setattr(host_step, "wait_until_workers_sleep", lambda: by_rank.held.clear())  # noqa: PLW0108 (each thread has its own)
+    run_thread_ranks(work, 2, timeout_s=20.0)
 
 
 @pytest.mark.parametrize("sync", ["bucketed", "zero1"])

@@ -340,7 +340,12 @@ class Update:
         held = [{id(p) for group in o.param_groups for p in group["params"]} for o in optimizers]
         either = set().union(*held)
         if len(either) < sum(map(len, held)):
-            raise _held_twice(reducer, held)
+            named = reducer.model.named_parameters()
+            names = [name for name, p in named if sum(id(p) in ids for ids in held) > 1]
+            raise ConfigError(
+                f"parameter {names[0] if names else '(not of this model)'!r} is in two of the "
+                "optimizers given to sync.step(), which would update it twice: give it to one"
+            )
         known = reducer.parameters
         for optimizer, ids in zip(optimizers, held, strict=True):
             if ids.isdisjoint(map(id, known)):
@@ -354,15 +359,6 @@ class Update:
     def step(self) -> None:
         """Do one step with the mean gradient."""
         self._shards.update(self.optimizers)
-
-
-def _held_twice(reducer: Reducer, held: Sequence[set[int]]) -> ConfigError:
-    named = reducer.model.named_parameters()
-    names = [name for name, p in named if sum(id(p) in ids for ids in held) > 1]
-    return ConfigError(
-        f"parameter {names[0] if names else '(not of this model)'!r} is in two of the optimizers "
-        "given to sync.step(), which would update it twice: each parameter belongs into one"
-    )
 
 
 def settings_of_step(

@@ -32,6 +32,7 @@ from gradsync.comm.process_group import Done, Then
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator, reduce_in_place
 from gradsync.core.torch_private import foreach_mul_
 from gradsync.errors import ConfigError
+from gradsync.runtime.gloo_group import wait_until_workers_sleep
 from gradsync.sync.buckets import FORGOTTEN, UNKNOWN, Bucket, SumPlan, Sums, plan_sum
 from gradsync.sync.layout import BLOCK, Run
 from gradsync.sync.options import Recipe
@@ -178,19 +179,14 @@ class SharedMemoryShards(Replicas):
         ConfigError: weights='shared' for parameters that cannot move.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        exchange: SharedMemoryExchange,
-        recipe: Recipe,
-    ) -> None:
+    def __init__(self, model: nn.Module, exchange: SharedMemoryExchange, recipe: Recipe) -> None:
         super().__init__(model, exchange.comm)
         self._exchange, self._comm, self._flats = exchange, exchange.comm, exchange.flats
         self._one_copy, self._update_whole = recipe.weights == "shared", recipe.update == "whole"
         self._norms = BlockNorms(self._comm, self._flats, self.parameters)
         self._weights: list[SharedWeights] = []
         """Empty if weights cannot move; then updates are whole."""
-        if all(map(can_move, self.parameters)):
+        if self._all_can_move():
             self._weights = [
                 SharedWeights(flat, self.parameters, one_copy=self._one_copy)
                 for flat in self._flats
@@ -205,6 +201,17 @@ class SharedMemoryShards(Replicas):
         """Optimizers whose update is not published yet."""
         self._said = self._clips = False
         self._used: Sequence[bool] = ()
+
+    def _all_can_move(self) -> bool:
+        """Whether parameters can move on every rank: on one, a script may hold an array of them."""
+        movable = torch.tensor([all(map(can_move, self.parameters))], dtype=torch.int64)
+        # The host's ranks, int64 [1], blocking: the least of all.
+        self._comm.all_reduce(movable, "min").wait()
+        if not movable:
+            wait_until_workers_sleep()  # one of Gloo's may still hold a weight after its broadcast
+            movable.fill_(all(map(can_move, self.parameters)))
+            self._comm.all_reduce(movable, "min").wait()
+        return bool(movable)
 
     def prepare(self, optimizers: Sequence[Optimizer], *, scaled: bool) -> None:
         """See `Replicas.prepare`; one optimizer that needs whole gradients makes the step whole."""

@@ -39,10 +39,11 @@ if TYPE_CHECKING:
     from gradsync.errors import UsageError as UsageError
     from gradsync.runtime.activity import expect_wait as expect_wait
     from gradsync.runtime.session import init as init
-    from gradsync.runtime.signals import StopRequest as StopRequest
     from gradsync.sync.comm_hook import comm_hook as comm_hook
     from gradsync.sync.ownership.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
     from gradsync.sync.replicate import replicate as replicate
+    from gradsync.sync.saving import load as load
+    from gradsync.sync.saving import save as save
     from gradsync.world import World as World
 
 _HOMES = {
@@ -67,9 +68,9 @@ _HOMES = {
     ),
     "gradsync.runtime.activity": ("expect_wait",),
     "gradsync.runtime.session": ("init",),
-    "gradsync.runtime.signals": ("StopRequest",),
     "gradsync.sync.comm_hook": ("comm_hook",),
     "gradsync.sync.replicate": ("replicate",),
+    "gradsync.sync.saving": ("load", "save"),
     "gradsync.sync.ownership.sharded_optimizer": ("ShardedOptimizer",),
     "gradsync.world": ("World",),
 }

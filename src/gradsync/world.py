@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from gradsync.errors import LaunchError
@@ -46,6 +46,8 @@ class World:
     """Name of `device`, such as "cpu" or "cuda:1". Set when the session starts."""
     seed: int = 0
     """The `seed` of `gs.init`, 0 without one; the default seed of loaders."""
+    asks_to_stop: Callable[[], bool] | None = field(default=None, compare=False, repr=False)
+    """Of `gs.init(catch_stop=True)`: whether a signal has asked this rank to stop."""
 
     def __post_init__(self) -> None:
         checks = (
@@ -71,6 +73,12 @@ class World:
     def is_main(self) -> bool:
         """True on rank 0, the only rank that prints and saves."""
         return self.rank == 0
+
+    @property
+    def should_stop(self) -> bool:
+        """True once a signal has asked this rank to stop; ranks agree on it in `sync.step`, whose
+        result has `stop`. Always False without `gs.init(catch_stop=True)`."""
+        return self.asks_to_stop is not None and self.asks_to_stop()
 
     @property
     def is_distributed(self) -> bool:

@@ -311,6 +311,30 @@ def test_a_collective_takes_no_longer_than_it_may(pool: Any) -> None:
     assert message in told
 
 
+def leave_at_once(rank: int, world_size: int, store_path: str) -> bool:
+    """Rank 0 is slow to connect; returns whether it had connected when this rank could leave."""
+    connected, left = Path(f"{store_path}-connected"), Path(f"{store_path}-left")
+    connect = dist.init_process_group
+
+    def slowly(*args: Any, **named: Any) -> None:
+        connect(*args, **named)
+        if rank == 0:
+            wait_until(left.exists, time.monotonic() + 0.5)
+            connected.touch()
+
+    with (
+        mock.patch.object(dist, "init_process_group", slowly),
+        open_session(rank, world_size, store_path),
+    ):
+        left.touch()
+        return connected.exists()
+
+
+def test_no_rank_leaves_while_others_connect(pool: Any) -> None:
+    """Gloo would fail in a rank whose peer closes a connection that it is still making."""
+    assert pool.run(leave_at_once, 2) == [True, True]
+
+
 def test_a_rank_that_has_left_is_not_called_dead(pool: Any) -> None:
     (kind, message, _), (others, _, _) = pool.run(wait_in_vain, 2, True, timeout_s=20.0)
     assert (kind, others) == ("LostPeerError", "")

@@ -84,7 +84,8 @@ def split_aliases(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dic
 
 def alias_key(tensor: Tensor) -> tuple[object, ...]:
     """A key that is equal for two tensors of the same memory, shape and strides."""
-    return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+    place = tensor.data_ptr() if tensor.layout == torch.strided else id(tensor)
+    return (tensor.device, place, tensor.dtype, tensor.shape, tensor.stride())
 
 
 def encode_tensors(

@@ -44,7 +44,12 @@ from gradsync.runtime.peers import Peers
 from gradsync.runtime.rendezvous import Meeting, check_reach, meet
 from gradsync.runtime.resolve import Resolution, resolve
 from gradsync.runtime.seeds import seed_everything
-from gradsync.runtime.signals import LAUNCHED, end_program_as_said, say_interrupted
+from gradsync.runtime.signals import (
+    LAUNCHED,
+    StopRequest,
+    end_program_as_said,
+    say_interrupted,
+)
 from gradsync.runtime.stacks import StackFiles
 from gradsync.runtime.store import Presence, check_in
 from gradsync.runtime.watch import REPORT_S, FailureWatch
@@ -72,6 +77,7 @@ class SessionOptions:
     threads: int | None = None
     seed: int | None = None
     keep_memory: bool = False
+    catch_stop: bool = False
     report_wait_s: float = REPORT_S
     stacks_dir: str = ""
 
@@ -166,6 +172,10 @@ class Session:
                 self._join(resolution)
             else:
                 self._set_up_compute(self.world)
+            if self.options.catch_stop:
+                stop = self._stack.enter_context(StopRequest(announce=self.world.is_main))
+                asks = partial(getattr, stop, "requested")
+                self._world = replace(self.world, asks_to_stop=asks)
         except BaseException as error:
             say_interrupted(error)
             self._stack.close()
@@ -302,7 +312,7 @@ class Session:
 
     def _make_group(self, meeting: Meeting, interface: str) -> None:
         import torch.distributed as dist
-        import torch.distributed.nn.functional  # pyrefly: ignore  # noqa: F401
+        import torch.distributed.nn.functional  # pyrefly: ignore
 
         # Its functions bind the default group as a default argument at import. Imported later (the
         # first optimizer does), it would keep a destroyed group and its sockets alive.
@@ -335,6 +345,9 @@ class Session:
         self._stack.callback(self._destroy_group)
         self._stack.callback(wait_until_workers_sleep)
         os.register_at_fork(after_in_child=partial(_forget, weakref.ref(self)))
+        if "gloo" in self._backend:
+            # All ranks, float32 [1], CPU: a rank that leaves at once fails those still connecting.
+            dist.all_reduce(torch.zeros(1))
 
     def _destroy_group(self) -> None:
         """Destroy our group, unless the program has; it may have made another one."""
@@ -368,6 +381,7 @@ def init(
     threads: int | None = None,
     seed: int | None = None,
     keep_memory: bool = False,
+    catch_stop: bool = False,
     report_wait_s: float = REPORT_S,
     stacks_dir: str | os.PathLike[str] = "",
 ) -> Session:
@@ -389,6 +403,9 @@ def init(
         keep_memory: keep freed memory in this process for the next step (Linux with glibc). Faster
             steps on a CPU with large temporaries; the process stays at its peak size, and the
             setting outlives the session. See docs/guide/verifying.md.
+        catch_stop: let Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP end the training loop after a step
+            instead of the program at once: `sync.step` returns a result whose `stop` is then true
+            on all ranks. A second Ctrl-C ends the program.
         report_wait_s: seconds after which a wait for another rank is reported, with that rank's
             current line (docs/guide/when-it-hangs.md).
         stacks_dir: folder for each rank's stacks when a rank is late or dead; by default a private
@@ -412,6 +429,7 @@ def init(
             threads=threads,
             seed=seed,
             keep_memory=keep_memory,
+            catch_stop=catch_stop,
             report_wait_s=report_wait_s,
             stacks_dir=os.fspath(stacks_dir),
         )

@@ -139,9 +139,7 @@ def build_engine(
             if comm.rank == 0:
                 log.warning("buckets by messages: %s", str(error))
     by_messages = exchange is None
-    # Auto on CPUs only: on GPUs it costs the host two waits and an optimizer call per bucket.
-    wanted = recipe.overlap_publish is True or (recipe.overlap_publish and device.type == "cpu")
-    later = bool(wanted) and comm.world_size > 1 and not in_memory
+    later = comm.world_size > 1 and not in_memory and publishes_later(recipe, device)
     late = later and recipe.overlap and recipe.shard == "none"
     if exchange is None:
         exchange = build_exchange(comm, recipe, hosts, device, by_halves=late)
@@ -164,6 +162,12 @@ def build_engine(
         user_loop=user_loop,
         strategy=strategy,
     )
+
+
+def publishes_later(recipe: Recipe, device: torch.device) -> bool:
+    """Whether sums may be sent to all ranks during the next forward. On GPUs only if explicitly
+    requested: it costs the host two waits and an optimizer call per bucket, and links are fast."""
+    return recipe.overlap_publish is True or bool(recipe.overlap_publish and device.type == "cpu")
 
 
 def gathers(device: torch.device) -> bool:

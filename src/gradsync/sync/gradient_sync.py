@@ -15,10 +15,12 @@ import math
 import operator
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
+from gradsync.checkpoint.background import BackgroundWriter
 from gradsync.comm.base import Communicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.comm.shared_memory.communicator import SharedMemoryCommunicator
@@ -81,6 +83,7 @@ class GradientSync:
         reducer: the strategy.
         batch_norm: from `choose_batch_norm`; None for models without BatchNorm.
         number: number of the model in this process, the same on all ranks.
+        asks_to_stop: whether a signal has asked this rank to stop.
     """
 
     def __init__(
@@ -91,14 +94,20 @@ class GradientSync:
         batch_norm: BatchNormHandling | None = None,
         *,
         number: int = 0,
+        asks_to_stop: Callable[[], bool] | None = None,
     ) -> None:
         self.model = model
+        self._asks_to_stop = asks_to_stop
         self._loss = LossSum(reducer.parameters[0].device)
         self._losses_to_check = 8  # the form of a program's loss does not change
         self._last = self._failed = self._in_micro_step = False
         self._index: int | None = None
         self._scale: Any = None
         self._result: StepResult | None = None
+        self.stopping = False
+        """Whether ranks agreed to stop in the last `step`."""
+        self.writers: dict[Path, BackgroundWriter] = {}
+        """Of the folders that `gs.save` writes to, on rank 0."""
         shards = reducer.shards
         handling = batch_norm or choose_batch_norm(model, comm, None)
         self._buffers = BufferSync(model, comm, handling, equal_replicas=shards.equal_replicas)
@@ -229,7 +238,8 @@ class GradientSync:
                 dropped.
             clip_norm: largest L2 norm of the mean gradient of all updated parameters together; None
                 does not clip.
-            stop: whether this rank asks to stop; the result's `stop` is the same on all ranks.
+            stop: whether this rank asks to stop, as a signal does under `gs.init(catch_stop=True)`;
+                the result's `stop` is the same on all ranks.
             scale: the `torch.amp.GradScaler` given to `backward`.
 
         Raises:
@@ -242,9 +252,12 @@ class GradientSync:
                 trainable after `gs.replicate`; and see `backward`.
             RunError: on all ranks, before any update: weights changed since the last step on some
                 ranks, and differ.
+            CheckpointError: on rank 0: the last `gs.save` could not write its checkpoint.
         """
         reducer, optimizers = self.reducer, each_optimizer(optimizer)
         self._refuse_if_failed()
+        for writer in self.writers.values():
+            writer.check()
         for each in optimizers:
             self._user_loop.untracked.check(each, own_step=False)
         if self._user_loop.pending():
@@ -264,10 +277,11 @@ class GradientSync:
             settings=settings_of_step(self._parts, optimizers, clip_norm),
             enclosed=self._user_loop.enclosed,
             clip_norm=clip_norm,
-            stop=stop,
+            stop=stop or (self._asks_to_stop is not None and self._asks_to_stop()),
             scale=scale,
         )
         result = self._end_step(call)
+        self.stopping = result.stop
         for each in optimizers:
             each.zero_grad(set_to_none=True)
         return result
@@ -365,15 +379,17 @@ class GradientSync:
                 "sync.discard() in place of step() (then no rank updates anything)"
             )
 
-    def state_dict(self, optimizer: Optimizers | None = None) -> dict[str, Any]:
+    def state_dict(
+        self, optimizer: Optimizers | None = None, *, rank0_only: bool = False
+    ) -> dict[str, Any]:
         """Whole state of the model, the optimizer and the strategy, for a checkpoint.
 
         All ranks call it, between two steps, and get the same: copies, which later steps do not
-        change. Rank 0 saves it by `torch.save`; data sets have a state of their own
-        (`loader.state_dict()`).
+        change. `gs.save` writes it; data sets have a state of their own (`loader.state_dict()`).
 
         Args:
             optimizer: one, or the list passed to `step`; None leaves their states out.
+            rank0_only: other ranks get {}, and keep no copy.
 
         Returns:
             "model": as `model.state_dict()` of the model without gradsync. "optimizer": of the one
@@ -384,7 +400,8 @@ class GradientSync:
             ConfigError: between `backward` and `step`.
         """
         self._refuse_in_step("state_dict")
-        return whole_state(self.replica, self.comm, optimizer)
+        keep = self.comm.rank == 0 or not rank0_only
+        return whole_state(self.replica, self.comm, optimizer, keep=keep)
 
     def load_state_dict(
         self, state: Mapping[str, Any], optimizer: Optimizers | None = None
@@ -463,7 +480,11 @@ class GradientSync:
         """Remove the hooks from the model, which stays usable.
 
         Called before `destroy_process_group`, it also lets gloo's workers finish. A worker that
-        needs Python's lock when the interpreter ends would abort the process.
+        needs Python's lock when the interpreter ends would abort the process. Waits for the
+        checkpoint that `gs.save` is writing.
+
+        Raises:
+            CheckpointError: on rank 0: it could not be written.
         """
         self._user_loop.close()
         self.reducer.close()
@@ -477,6 +498,8 @@ class GradientSync:
             self.comm.close()
         if self.comm.world_size > 1:
             wait_until_workers_sleep()
+        for writer in self.writers.values():
+            writer.wait()
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """Give a copied or saved model no handle, because it is not synchronised."""

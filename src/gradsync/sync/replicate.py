@@ -111,7 +111,8 @@ def replicate(
     number = torch.tensor([next(optimizer_watch().numbers)])
     comm.broadcast(number).wait()
     reducer = build_reducer(found, model, comm, hosts, checked)
-    handle = GradientSync(model, comm, reducer, handling, number=int(number))
+    asks = None if world is None else world.asks_to_stop
+    handle = GradientSync(model, comm, reducer, handling, number=int(number), asks_to_stop=asks)
     # Hooks do not keep their handle alive; the model does. See GradientSync.__reduce__.
     for part in model.modules():
         own = part.parameters(recurse=False)

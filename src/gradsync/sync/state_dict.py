@@ -27,22 +27,27 @@ log = logging.getLogger("gradsync")
 
 
 def whole_state(
-    replica: Replicas, comm: Communicator, optimizer: Optimizers | None
+    replica: Replicas, comm: Communicator, optimizer: Optimizers | None, *, keep: bool
 ) -> dict[str, Any]:
-    """See `GradientSync.state_dict`."""
+    """See `GradientSync.state_dict`; {} unless this rank is to `keep` it."""
     check_same_call(comm, "state_dict", torch.empty(0), call_site())
     each = [] if optimizer is None else each_optimizer(optimizer)
     for one in each:
         replica.gather(one)
-    states: Any = [deepcopy(one.state_dict()) for one in each]
-    tensors = {name: tensor.clone() for name, tensor in replica.state_tensors().items()}
+    states: Any = [deepcopy(one.state_dict()) for one in each if keep]
+    remembered = replica.state_tensors()
     weights, copies = replica.full_weights(), dict[object, Any]()
+    if not keep:
+        weights = remembered = {}
+    tensors = {name: tensor.clone() for name, tensor in remembered.items()}
     for name, tensor in weights.items():
         if isinstance(tensor, Tensor):  # else a module's extra state
             key = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
             weights[name] = copies.setdefault(key, tensor.clone())  # tied ones stay tied
     for one in each:
         replica.scatter(one)
+    if not keep:
+        return {}
     if not isinstance(optimizer, Sequence):
         states = states[0] if states else None
     return {
@@ -69,7 +74,10 @@ def load_whole_state(
     states = states if isinstance(states, list) else [states]
     if comm.world_size > 1:
         _refuse_unlike(comm, {"model": state["model"], "optimizer": states})
-    replica.load_full_weights(state["model"])
+    weights = {n: t for n, t in state["model"].items() if not is_extra_state(n)}
+    replica.load_full_weights(weights)
+    if extra := {n: held for n, held in state["model"].items() if n not in weights}:
+        replica.model.load_state_dict(extra, strict=False)
     for one, held in zip(each, states, strict=True):
         one.load_state_dict(deepcopy(held))  # torch would train in the caller's tensors
     for one in each:
@@ -83,6 +91,11 @@ def load_whole_state(
             "left out under %r",
             *(kept["name"], counted(len(kept["tensors"]), "tensor"), mine),
         )
+
+
+def is_extra_state(name: str) -> bool:
+    """Whether it is what a module's `get_extra_state` returned, under that name in a state dict."""
+    return name.rpartition(".")[2] == "_extra_state"
 
 
 def _why_not(state: Any, model: nn.Module, optimizers: Sequence[Any]) -> str:

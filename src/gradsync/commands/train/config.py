@@ -116,6 +116,9 @@ class CheckpointConfig:
     """Optimizer steps between checkpoints; one more follows the last step. 0: only that one. Under
     local_sgd and diloco a checkpoint ends the round, so this is part of the run's definition."""
     keep_last: int = 2  # Good checkpoints to keep, at least 1.
+    async_save: bool = True
+    """Write while training goes on; a step waits for a copy of the tensors only. If ranks divide
+    state or weights, training waits for the write."""
 
     def __post_init__(self) -> None:
         require_at_least(0, **{"checkpoint.every": self.every})

@@ -88,6 +88,7 @@ class Planted:
         elif plan.moment == "save":
             store = trainer.store
             trainer.store = type(store)(store.directory, store.keep_last, fs=_Files(self))
+            trainer.writer = type(trainer.writer)(trainer.store)
 
     def meet(self, moment: str, passing: Any) -> Any:
         """What goes on in place of `passing`; writes the note if the fault happens now."""

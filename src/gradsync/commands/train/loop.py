@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch.autograd.profiler import record_function
 
+from gradsync.checkpoint.background import BackgroundWriter
 from gradsync.checkpoint.store import CheckpointStore, Snapshot
 from gradsync.comm.base import Communicator
 from gradsync.commands.train.config import TrainConfig
@@ -161,6 +162,7 @@ class Trainer:
     fingerprint: Fingerprint
     run_dir: RunDir
     store: CheckpointStore
+    writer: BackgroundWriter
     progress: Progress
     profiler: StepProfiler
     peak_flops: float
@@ -175,6 +177,7 @@ class Trainer:
             DivergenceError: on all ranks: the loss, the gradient's norm or, before a checkpoint,
                 a weight or the optimizer's state is not finite.
             DataError: a stream has no more text.
+            CheckpointError: on rank 0, at the step after a checkpoint that could not be written.
         """
         config, learner, totals = self.config, self.learner, Totals(done_steps)
         optim = config.optim.scaled(config.tokens_per_update)
@@ -193,6 +196,7 @@ class Trainer:
             result = self._train_step(batch, lr, stop)
             totals.step += 1
             self.tell(totals.step)
+            self.writer.check()
             stopped = result.stop and totals.step < config.steps
             last = stopped or totals.step == config.steps
             with self.interval.paused():
@@ -216,6 +220,7 @@ class Trainer:
                 break
         else:
             raise DataError(f"the data ended after step {totals.step} of {config.steps}")
+        self.writer.wait()
         return totals
 
     def _check_replicas(self, step: int) -> None:
@@ -308,8 +313,8 @@ class Trainer:
         self.run_dir.log_metrics({"step": totals.step, "val/loss": totals.val_loss})
 
     def _save(self, step: int) -> None:
-        """Rank 0 writes what replicas agree on, if they are compared; the others go on and meet it
-        in the next step's first collective."""
+        """Rank 0 writes what replicas agree on, if they are compared; the others go on. If it
+        writes at once, they meet it in the next step's first collective."""
         with self.interval.paused():
             if self.config.check_replicas_every:
                 self._check_replicas(step)
@@ -333,9 +338,10 @@ class Trainer:
             "config": asdict(self.config),
         }
         numerics = self.fingerprint
-        self.store.save(
-            Snapshot(step=step, tensors=tensors, state=state, fingerprint=numerics, places=places)
+        snapshot = Snapshot(
+            step=step, tensors=tensors, state=state, fingerprint=numerics, places=places
         )
+        (self.writer if self.config.checkpoint.async_save else self.store).save(snapshot)
 
 
 def memory_gib(world: World) -> float:

@@ -12,6 +12,7 @@ from typing import Any, TextIO
 
 import torch
 
+from gradsync.checkpoint.background import BackgroundWriter
 from gradsync.checkpoint.store import CheckpointStore
 from gradsync.checkpoint.weights import weights_sha256
 from gradsync.comm.base import Communicator
@@ -90,6 +91,7 @@ def train(
         config = replace(config, model=shape)
         stack.enter_context(run_dir.rank_log(world))
         stack.enter_context(kernels(config, world))
+        store = CheckpointStore(run_dir.checkpoints, config.checkpoint.keep_last)
         trainer = Trainer(
             config=config,
             world=world,
@@ -98,7 +100,8 @@ def train(
             learner=_learner(config, world, shape, comm),
             fingerprint=numeric_fingerprint(config, world, data.plan, threads=threads),
             run_dir=run_dir,
-            store=CheckpointStore(run_dir.checkpoints, config.checkpoint.keep_last),
+            store=store,
+            writer=BackgroundWriter(store),
             progress=progress,
             profiler=StepProfiler(config.profile, run_dir.path, world),
             peak_flops=device.peak_flops,
@@ -140,6 +143,7 @@ def _run(trainer: Trainer, step: int, stop: StopRequest, watch: FailureWatch | N
             watch.sampler.held = True
         raise
     finally:
+        trainer.writer.join()
         trainer.run_dir.end_table()
 
 

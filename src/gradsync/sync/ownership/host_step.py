@@ -202,16 +202,14 @@ class SharedMemoryShards(Replicas):
         self._said = self._clips = False
         self._used: Sequence[bool] = ()
 
-    def _all_can_move(self) -> bool:
+    def _all_can_move(self, *, again: bool = True) -> bool:
         """Whether parameters can move on every rank: on one, a script may hold an array of them."""
-        movable = torch.tensor([all(map(can_move, self.parameters))], dtype=torch.int64)
-        # The host's ranks, int64 [1], blocking: the least of all.
-        self._comm.all_reduce(movable, "min").wait()
-        if not movable:
-            wait_until_workers_sleep()  # one of Gloo's may still hold a weight after its broadcast
-            movable.fill_(all(map(can_move, self.parameters)))
-            self._comm.all_reduce(movable, "min").wait()
-        return bool(movable)
+        found = torch.tensor([all(map(can_move, self.parameters))], dtype=torch.int64)
+        self._comm.all_reduce(found, "min").wait()  # the host's ranks, int64 [1], blocking
+        if found or not again:
+            return bool(found)
+        wait_until_workers_sleep()  # one of Gloo's may still hold a weight after its broadcast
+        return self._all_can_move(again=False)
 
     def prepare(self, optimizers: Sequence[Optimizer], *, scaled: bool) -> None:
         """See `Replicas.prepare`; one optimizer that needs whole gradients makes the step whole."""

@@ -1,0 +1,108 @@
+"""Writes checkpoints while training goes on: a step waits for a copy of its tensors only.
+
+    main thread   step 50 ─ copy ─ step 51 ── step 52 ── ... ── step 100 ─ copy ─ ...
+    writer                     └─ hash, write, sync, rename ─┘          └─ ...
+
+The copy is made between two steps, so it holds the weights of one finished step, whatever the next
+steps do to them. There is one write at a time: the next save waits for the last one.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from gradsync.checkpoint.store import CheckpointStore, Snapshot
+from gradsync.checkpoint.tensor_file import ArrivingTensors, alias_key
+
+_log = logging.getLogger("gradsync")
+
+
+class BackgroundWriter:
+    """Saves snapshots to `store` on a thread; used by one thread, on the rank that writes.
+
+    The copies are kept for the next save: memory for one more model and its optimizer, on the CPU
+    (pinned if the tensors are on a GPU). Tensors that arrive from other ranks during the write are
+    written at once, in the calling thread.
+    """
+
+    def __init__(self, store: CheckpointStore) -> None:
+        self._store = store
+        self._copies: dict[tuple[str, str], Tensor] = {}
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def save(self, snapshot: Snapshot, *, owned: bool = False) -> None:
+        """Copy the snapshot and start to write it, once the last one is written. `owned`: nobody
+        else refers to it, so what is on the CPU is not copied.
+
+        Raises:
+            CheckpointError: the last one, or this one if it is written at once, could not be
+                written.
+        """
+        self.wait()
+        if any(isinstance(tensors, ArrivingTensors) for tensors in snapshot.tensors.values()):
+            self._store.save(snapshot)
+            return
+        copied = {
+            stem: self._copy(stem, tensors, owned=owned)
+            for stem, tensors in snapshot.tensors.items()
+        }
+        if any(t.is_cuda for tensors in snapshot.tensors.values() for t in tensors.values()):
+            torch.cuda.current_stream().synchronize()
+        state = snapshot.state if owned else copy.deepcopy(snapshot.state)
+        kept = replace(snapshot, tensors=copied, state=state)
+        # Not a daemon: a program that ends here has the checkpoint written.
+        self._thread = threading.Thread(
+            target=self._write, args=(kept,), name="gradsync-checkpoint", daemon=False
+        )
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise the error of a write that has ended; does not wait."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def wait(self) -> None:
+        """Wait until nothing is being written, then `check`."""
+        self.join()
+        self.check()
+
+    def join(self) -> None:
+        """Wait until nothing is being written."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _copy(self, stem: str, tensors: Mapping[str, Tensor], *, owned: bool) -> dict[str, Tensor]:
+        """Copies on the CPU; tensors of the same memory share one."""
+        made: dict[tuple[object, ...], Tensor] = {}
+        found = {}
+        for name, tensor in tensors.items():
+            if tensor.is_meta or tensor.layout != torch.strided or (owned and tensor.is_cpu):
+                found[name] = tensor  # the first two are refused by name in the write
+                continue
+            here = made.get(alias_key(tensor))
+            if here is None:
+                here = self._copies.get((stem, name))
+                if here is None or (here.shape, here.dtype) != (tensor.shape, tensor.dtype):
+                    here = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+                    self._copies[stem, name] = here
+                made[alias_key(tensor)] = here.copy_(tensor.detach(), non_blocking=True)
+            found[name] = here
+        return found
+
+    def _write(self, snapshot: Snapshot) -> None:
+        torch.set_num_threads(1)  # of this thread
+        try:
+            self._store.save(snapshot)
+        except BaseException as error:  # raised again in the thread that trains
+            self._error = error
+            _log.warning("%s", error)

@@ -1,0 +1,207 @@
+"""Checkpoints of a script's own: `gs.save` and `gs.load`, for any number of ranks.
+
+Files, checksums and rotation are those of `gradsync train`, see `gradsync.checkpoint.store`. What a
+state holds beside tensors is kept as JSON: nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from gradsync.checkpoint.background import BackgroundWriter
+from gradsync.checkpoint.store import CheckpointStore, Snapshot, resolve
+from gradsync.checkpoint.weights import clean_names
+from gradsync.comm.values import broadcast_tensors, from_rank_0
+from gradsync.core.files import one_line
+from gradsync.errors import CheckpointError, ConfigError
+from gradsync.sync.gradient_sync import HANDLE, GradientSync
+from gradsync.sync.state_dict import is_extra_state
+from gradsync.sync.step import Optimizers
+
+log = logging.getLogger("gradsync")
+
+
+class Loaded(NamedTuple):
+    """What `gs.load` found."""
+
+    step: int
+    """Optimizer steps done; 0 if there is no checkpoint."""
+    extra: Any = None
+    """As given to `gs.save`; tensors are on the CPU, tuples stay tuples."""
+
+
+def save(
+    folder: str | os.PathLike[str],
+    *,
+    step: int,
+    model: nn.Module,
+    optimizer: Optimizers | None = None,
+    loader: Any = None,
+    extra: Any = None,
+    keep_last: int = 3,
+) -> None:
+    """Save a run after `step` steps as `folder/step-…`, and write it while training goes on.
+
+    All ranks call it, between two steps; rank 0 writes. The step waits for a copy only. The next
+    save waits for the write, and so does `sync.close`. After a step whose result says `stop`, it is
+    written on return.
+
+    Args:
+        folder: of this run's checkpoints; no other run may write there.
+        step: optimizer steps done.
+        model: as given to `gs.replicate`.
+        optimizer: one, or the list passed to `sync.step`.
+        loader: of `gs.loader`, or anything else with `state_dict` and `load_state_dict`.
+        extra: what else the script needs: nested dicts, lists and tuples of tensors, numbers and
+            texts, such as `{"scheduler": scheduler.state_dict()}`. Rank 0's counts.
+        keep_last: good checkpoints to keep.
+
+    Raises:
+        ConfigError: the model is not replicated; between `backward` and `step`; on rank 0, a value
+            that is none of the above.
+        CheckpointError: on rank 0, here, in a later `sync.step` or in `sync.close`: it cannot be
+            written (a full disk), or holds nan or inf.
+    """
+    handle = _handle_of(model)
+    state = handle.state_dict(optimizer, rank0_only=True)
+    if handle.comm.rank != 0:
+        return
+    others = {name: part for name, part in state["model"].items() if is_extra_state(name)}
+    given = {
+        "optimizer": {"states": state["optimizer"], "kinds": state["kinds"]},
+        "sync": state["strategy"],
+        "data": copy.deepcopy(None if loader is None else loader.state_dict()),
+        "extra": copy.deepcopy({"modules": others, "extra": extra}),
+    }
+    tensors: dict[str, dict[str, Tensor]] = {stem: {} for stem in ("model", *given)}
+    tensors["model"] = {n: part for n, part in state["model"].items() if n not in others}
+    found = {stem: _to_json(part, stem, tensors[stem]) for stem, part in given.items()}
+    snapshot = Snapshot(step=step, tensors=tensors, state={"script": found})
+    place = Path(folder)
+    if place not in handle.writers:
+        handle.writers[place] = BackgroundWriter(CheckpointStore(place, keep_last))
+    handle.writers[place].save(snapshot, owned=True)
+    if handle.stopping:
+        handle.writers[place].wait()
+
+
+def load(
+    folder: str | os.PathLike[str],
+    *,
+    model: nn.Module,
+    optimizer: Optimizers | None = None,
+    loader: Any = None,
+) -> Loaded:
+    """Restore the newest good checkpoint that `gs.save` wrote, on any number of ranks.
+
+    All ranks call it after `gs.replicate`; rank 0 reads, checks every byte, and sends the others
+    what it read. If the folder has no checkpoint, nothing changes and the result's `step` is 0.
+
+    Args:
+        folder: as for `save`, or one `step-…` in it.
+        model: as given to `gs.replicate`; another strategy than the saved one is possible.
+        optimizer: as for `save`; None restores weights only.
+        loader: as for `save`; None leaves it at its beginning.
+
+    Raises:
+        CheckpointError: on all ranks: there are checkpoints, but none is good; it is of `gradsync
+            train`.
+        ConfigError: on all ranks, before anything is loaded: another model or other optimizers.
+        DataError: on all ranks: the loader reads other data.
+    """
+    handle, place = _handle_of(model), Path(folder)
+    tensors: dict[str, Tensor] = {}
+
+    def read() -> dict[str, Any] | None:
+        for writer in handle.writers.values():
+            writer.wait()
+        if not place.name.startswith("step-") and not any(place.glob("step-*")):
+            return None
+        path, problems = resolve(place)
+        for problem in problems:
+            log.warning("%s; using %s", problem, path.name)
+        snapshot = CheckpointStore(path.parent).load(path)
+        if not isinstance(snapshot.state.get("script"), dict):
+            raise CheckpointError(f"{path}: gs.save did not write it; expected a script's state")
+        tensors.update(
+            (f"{stem}/{name}", tensor)
+            for stem, part in snapshot.tensors.items()
+            for name, tensor in part.items()
+        )
+        return {"path": str(path), "step": snapshot.step, "script": snapshot.state["script"]}
+
+    header = from_rank_0(handle.comm, read)
+    if header is None:
+        return Loaded(step=0)
+    tensors = broadcast_tensors(handle.comm, tensors)
+    try:
+        parts = {stem: _from_json(part, stem, tensors) for stem, part in header["script"].items()}
+        weights = {n.removeprefix("model/"): t for n, t in tensors.items() if n[:6] == "model/"}
+        own = {clean: name for name, clean in clean_names(model.state_dict()).items()}
+        state = {
+            "model": {own.get(n, n): t for n, t in weights.items()} | parts["extra"]["modules"],
+            "optimizer": parts["optimizer"]["states"],
+            "kinds": parts["optimizer"]["kinds"],
+            "strategy": parts["sync"],
+        }
+        position, extra = parts["data"], parts["extra"]["extra"]
+    except (LookupError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{header['path']}: state.json: {one_line(error)}") from None
+    if loader is not None:
+        if position is None:
+            raise ConfigError(f"{header['path']} has no state of a loader: none was given to save")
+        loader.load_state_dict(position)
+    handle.load_state_dict(state, optimizer)
+    return Loaded(header["step"], extra)
+
+
+def _handle_of(model: nn.Module) -> GradientSync:
+    handle = model.__dict__.get(HANDLE)
+    if handle is None or handle.model is not model:
+        raise ConfigError("this model is not replicated: give the one that gs.replicate was given")
+    return handle
+
+
+def _to_json(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    """`value` as JSON, with its tensors moved to `tensors`, by path."""
+    if isinstance(value, Tensor):
+        while path in tensors:  # {"a.b": …} and {"a": {"b": …}}
+            path += "'"
+        tensors[path] = value
+        return {"tensor": path}
+    if isinstance(value, Mapping):
+        pairs = [(_to_json(key, f"{path}'s keys", {}), key) for key in value]
+        return {"dict": [[k, _to_json(value[key], f"{path}.{key}", tensors)] for k, key in pairs]}
+    if isinstance(value, list | tuple):
+        parts = [_to_json(part, f"{path}.{n}", tensors) for n, part in enumerate(value)]
+        return {"tuple" if isinstance(value, tuple) else "list": parts}
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    if value is not None:
+        raise ConfigError(
+            f"gs.save: {path} is a {type(value).__name__}; expected dicts, lists and tuples of "
+            "tensors, numbers, texts and None"
+        )
+    return None
+
+
+def _from_json(value: Any, stem: str, tensors: Mapping[str, Tensor]) -> Any:
+    """What `_to_json` was given. Tensors are copies: those that were read lie in the file."""
+    if not isinstance(value, dict):
+        return value
+    ((kind, held),) = value.items()
+    if kind == "tensor":
+        return torch.clone(tensors[f"{stem}/{held}"])
+    if kind == "dict":
+        return {key: _from_json(part, stem, tensors) for key, part in held}
+    parts = [_from_json(part, stem, tensors) for part in held]
+    return tuple(parts) if kind == "tuple" else parts

@@ -1,0 +1,237 @@
+"""`gs.save` and `gs.load`: a script goes on from what was written, whatever happened since."""
+
+from __future__ import annotations
+
+import errno
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import gradsync as gs
+from gradsync.checkpoint.background import BackgroundWriter
+from gradsync.checkpoint.store import CheckpointStore, Snapshot
+from gradsync.comm.groups import SingleCommunicator
+from gradsync.comm.process_group import ProcessGroupCommunicator
+from gradsync.core.files import Filesystem
+from gradsync.errors import CheckpointError, ConfigError, DataError
+from gradsync.sync.registry import STRATEGIES
+from gradsync.sync.replicate import replicate
+from gradsync.sync.saving import Loaded
+from gradsync.world import World
+from support.engine_cases import bits, pretend_hosts
+from support.thread_ranks import run_thread_ranks
+
+ON_PROCESSES = ("ddp", "powersgd", "fsdp")
+DATA = [(torch.linspace(-1, 1, 3) + n, n % 2) for n in range(24)]
+
+
+class Net(nn.Module):
+    """Tied weights, a buffer, and state that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.second.weight = self.first.weight
+        self.register_buffer("seen", torch.zeros(2))
+        self.calls = 0
+        generator = torch.Generator().manual_seed(0)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, generator=generator)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).tanh())
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.calls = state["calls"]
+
+
+def optimizers(model: Net, number: int) -> Any:
+    own = list(model.parameters())
+    if number == 1:
+        return torch.optim.AdamW(own, lr=0.1)
+    return [torch.optim.AdamW(own[:1], lr=0.1), torch.optim.SGD(own[1:], lr=0.1, momentum=0.9)]
+
+
+def run(
+    world_size: int,
+    folder: Path,
+    *,
+    strategy: str = "invariant",
+    number: int = 1,
+    steps: int,
+    save_at: tuple[int, ...] = (),
+    keep: int = 3,
+    **options: Any,
+) -> tuple[Any, Loaded]:
+    """Load, train up to `steps`, saving after some; the last state, and what was loaded."""
+
+    def work(rank: int, comm: Any) -> Any:
+        model = Net()
+        world = World(
+            rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size
+        )
+        hosts = {"hosts": pretend_hosts(comm, 1)} if strategy == "hierarchical" else {}
+        sync = replicate(model, comm=comm, strategy=strategy, **hosts, **options)
+        optimizer = optimizers(model, number)
+        loader = gs.loader(DATA, world, global_batch_size=8, micro_batch_size=2, seed=3)
+        given = {"model": model, "optimizer": optimizer, "loader": loader}
+        found = gs.load(folder, **given)
+        if found.step < steps:
+            for batch in loader:
+                for micro_batch in batch:
+                    with sync.micro_step(last=micro_batch.is_last, index=micro_batch.index):
+                        loss = sync.forward(micro_batch.inputs).square().mean()
+                        sync.backward(loss, micro_batch)
+                model.calls += 1
+                sync.step(optimizer, clip_norm=1.0)
+                done = batch.number + 1
+                if done in save_at:
+                    extra = {"best": (0.5, None), 7: [torch.arange(3) + done, "text"]}
+                    gs.save(folder, step=done, extra=extra, keep_last=keep, **given)
+                if done == steps:
+                    break
+        state = sync.state_dict(optimizer)
+        loader.close()
+        sync.close()
+        return state, found
+
+    if world_size == 1:
+        return work(0, SingleCommunicator())
+
+    def of_group(rank: int, group: dist.ProcessGroup) -> Any:
+        return work(rank, ProcessGroupCommunicator(group))
+
+    first, *rest = run_thread_ranks(of_group, world_size)
+    assert all(bits(first[0]) == bits(other[0]) for other in rest)
+    assert all(repr(first[1]) == repr(other[1]) for other in rest)
+    return first
+
+
+@pytest.mark.parametrize(
+    ("strategy", "number"),
+    [
+        (name, number)
+        for name in STRATEGIES
+        if name not in ON_PROCESSES
+        for number in (1, 2)
+        if number == 1 or STRATEGIES[name].same_on_any_ranks
+    ],
+)
+def test_a_script_goes_on_with_the_same_bits(strategy: str, number: int, tmp_path: Path) -> None:
+    """What follows during the write does not change what is written."""
+    more = {"inner_steps": 2} if strategy in ("local_sgd", "diloco") else {}
+    kind = {"strategy": strategy, "number": number, **more}
+    whole, start = run(2, tmp_path / "a", steps=6, save_at=(2, 4), **kind)
+    assert start == Loaded(step=0)
+    run(2, tmp_path / "b", steps=5, save_at=(2, 4), **kind)
+    parts, start = run(2, tmp_path / "b", steps=6, **kind)
+    assert start.step == 4
+    assert start.extra["best"] == (0.5, None)
+    assert start.extra[7][1] == "text"
+    assert torch.equal(start.extra[7][0], torch.tensor([4, 5, 6]))
+    assert bits(whole) == bits(parts)
+    assert whole["model"]["_extra_state"] == {"calls": 6}
+    if STRATEGIES[strategy].promise == "bitwise":
+        for world_size in (1, 3):
+            other, _ = run(world_size, tmp_path / "b", steps=6, **kind)
+            assert bits(whole["model"]) == bits(other["model"])
+
+
+def test_files_are_those_of_a_run(tmp_path: Path) -> None:
+    run(2, tmp_path, steps=5, save_at=(1, 2, 3, 4, 5), keep=2)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["step-00000004", "step-00000005"]
+    snapshot = CheckpointStore(tmp_path).load(tmp_path / "step-00000005")
+    assert snapshot.tensors["model"].keys() == Net().state_dict().keys() - {"_extra_state"}
+    (tmp_path / "step-00000005" / "model.safetensors").write_bytes(b"torn")
+    assert run(1, tmp_path, steps=4)[1].step == 4
+
+
+def alone(model: Net) -> Any:
+    return replicate(model, comm=SingleCommunicator())
+
+
+def test_a_damaged_folder_is_no_new_run(tmp_path: Path) -> None:
+    run(1, tmp_path, steps=1, save_at=(1,))
+    (tmp_path / "step-00000001" / "manifest.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="step-00000001"):
+        run(2, tmp_path, steps=2)
+
+
+def test_what_is_not_of_this_run_is_refused(tmp_path: Path) -> None:
+    run(1, tmp_path / "mine", steps=1, save_at=(1,))
+    other = nn.Linear(3, 3)
+    with pytest.raises(ConfigError, match="not replicated"):
+        gs.load(tmp_path / "mine", model=other)
+    sync = replicate(other, comm=SingleCommunicator())
+    with pytest.raises(ConfigError, match=r"has no weight '.*', which"):
+        gs.load(tmp_path / "mine", model=other)
+    sync.close()
+    model = Net()
+    sync = alone(model)
+    loader = gs.loader(DATA[1:], World(), global_batch_size=8, micro_batch_size=2, seed=3)
+    with pytest.raises(DataError):
+        gs.load(tmp_path / "mine", model=model, loader=loader)
+    CheckpointStore(tmp_path / "of train").save(Snapshot(step=1, tensors={}, state={}))
+    with pytest.raises(CheckpointError, match=r"gs\.save did not write it"):
+        gs.load(tmp_path / "of train", model=model)
+    with pytest.raises(ConfigError, match=r"extra\.extra\.odd is a set"):
+        gs.save(tmp_path / "mine", step=2, model=model, extra={"odd": {1}})
+    sync.close()
+    assert json.loads((tmp_path / "mine/step-00000001/state.json").read_text())["script"]
+
+
+class Full(Filesystem):
+    def write(self, file: Any, data: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("where", ["step", "close", "stop"])
+def test_a_full_disk_ends_the_run(tmp_path: Path, where: str) -> None:
+    """In the next step, at the end, or at once where the script is about to leave."""
+    model, asked = Net(), threading.Event()
+    sync = replicate(model, comm=SingleCommunicator(), world=World(asks_to_stop=asked.is_set))
+    optimizer = optimizers(model, 1)
+    sync.writers[tmp_path] = BackgroundWriter(CheckpointStore(tmp_path, fs=Full()))
+    if where == "stop":
+        asked.set()
+    sync.backward(model(torch.ones(2, 3)).sum(), weight=2)
+    assert sync.step(optimizer).stop == asked.is_set()
+
+    def save() -> None:
+        gs.save(tmp_path, step=1, model=model, optimizer=optimizer)
+
+    def step() -> None:
+        save()
+        sync.writers[tmp_path].join()
+        sync.backward(model(torch.ones(2, 3)).sum(), weight=2)
+        sync.step(optimizer)
+
+    def close() -> None:
+        save()
+        sync.close()
+
+    acts: dict[str, Callable[[], None]] = {"step": step, "close": close, "stop": save}
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        acts[where]()
+    sync.close()
+
+
+def test_nan_is_not_saved(tmp_path: Path) -> None:
+    model = Net()
+    sync = alone(model)
+    with torch.no_grad():
+        model.first.bias[0] = torch.nan
+    gs.save(tmp_path, step=1, model=model)
+    with pytest.raises(CheckpointError, match="nan or inf"):
+        sync.close()
+    assert not list(tmp_path.glob("step-*"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import tempfile
 import time
 from pathlib import Path
@@ -309,6 +310,28 @@ def test_a_collective_takes_no_longer_than_it_may(pool: Any) -> None:
     assert 0.4 < seconds < 10.0
     assert others == "PeerError"
     assert message in told
+
+
+def asked_at_the_second_step(rank: int, world_size: int, store_path: str) -> dict[str, Any]:
+    before = signal.getsignal(signal.SIGTERM)
+    model, stops, asked = torch.nn.Linear(2, 1), [], []
+    with open_session(rank, world_size, store_path, catch_stop=True) as world:
+        sync = gs.replicate(model, world)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            if (rank, step) == (1, 1):
+                os.kill(os.getpid(), signal.SIGTERM)
+            sync.backward(model(torch.ones(1, 2)).sum(), weight=1)
+            stops.append(sync.step(optimizer).stop)
+            asked.append(world.should_stop)
+        sync.close()
+    return {"stops": stops, "asked": asked, "put back": signal.getsignal(signal.SIGTERM) == before}
+
+
+def test_a_signal_is_an_answer_of_the_step(pool: Any) -> None:
+    first, second = pool.run(asked_at_the_second_step, 2)
+    assert first == {"stops": [False, True, True], "asked": [False] * 3, "put back": True}
+    assert second == {**first, "asked": [False, True, True]}
 
 
 def leave_at_once(rank: int, world_size: int, store_path: str) -> bool:

@@ -20,7 +20,7 @@ from gradsync.checkpoint.store import CheckpointStore, Snapshot
 from gradsync.comm.groups import SingleCommunicator
 from gradsync.comm.process_group import ProcessGroupCommunicator
 from gradsync.core.files import Filesystem
-from gradsync.errors import CheckpointError, ConfigError, DataError
+from gradsync.errors import CheckpointError, ConfigError, DataError, RunError
 from gradsync.sync.registry import STRATEGIES
 from gradsync.sync.replicate import replicate
 from gradsync.sync.saving import Loaded
@@ -224,6 +224,25 @@ def test_a_full_disk_ends_the_run(tmp_path: Path, where: str) -> None:
     with pytest.raises(CheckpointError, match="No space left on device"):
         acts[where]()
     sync.close()
+
+
+def test_a_save_of_rank_0_alone_says_so(tmp_path: Path) -> None:
+    def work(rank: int, group: dist.ProcessGroup) -> str:
+        model = Net()
+        sync = replicate(model, comm=ProcessGroupCommunicator(group))
+
+        def go_on() -> None:
+            if rank == 0:
+                gs.save(tmp_path, step=1, model=model)
+            sync.backward(model(torch.ones(2, 3)).sum(), weight=2)
+            sync.step(optimizers(model, 1))
+
+        with pytest.raises(RunError) as caught:
+            go_on()
+        sync.close()
+        return str(caught.value)
+
+    assert "all ranks call gs.save" in run_thread_ranks(work, 2, timeout_s=20.0)[0]
 
 
 def test_nan_is_not_saved(tmp_path: Path) -> None:

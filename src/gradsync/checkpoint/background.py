@@ -100,7 +100,6 @@ class BackgroundWriter:
         return found
 
     def _write(self, snapshot: Snapshot) -> None:
-        torch.set_num_threads(1)  # of this thread
         try:
             self._store.save(snapshot)
         except BaseException as error:  # raised again in the thread that trains

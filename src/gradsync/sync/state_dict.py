@@ -30,7 +30,14 @@ def whole_state(
     replica: Replicas, comm: Communicator, optimizer: Optimizers | None, *, keep: bool
 ) -> dict[str, Any]:
     """See `GradientSync.state_dict`; {} unless this rank is to `keep` it."""
-    check_same_call(comm, "state_dict", torch.empty(0), call_site())
+    try:
+        check_same_call(comm, "state_dict", torch.empty(0), call_site())
+    except RunError as error:
+        if type(error) is not RunError:
+            raise
+        raise RunError(
+            f"{error}; all ranks call gs.save and sync.state_dict, not rank 0 alone"
+        ) from None
     each = [] if optimizer is None else each_optimizer(optimizer)
     for one in each:
         replica.gather(one)

@@ -18,8 +18,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from gradsync.checkpoint.pieces import InOrder
 from gradsync.checkpoint.store import CheckpointStore, Snapshot
-from gradsync.checkpoint.tensor_file import ArrivingTensors, alias_key
+from gradsync.checkpoint.tensor_file import alias_key
 
 _log = logging.getLogger("gradsync")
 
@@ -28,7 +29,7 @@ class BackgroundWriter:
     """Saves snapshots to `store` on a thread; used by one thread, on the rank that writes.
 
     The copies are kept for the next save: memory for one more model and its optimizer, on the CPU
-    (pinned if the tensors are on a GPU). Tensors that arrive from other ranks during the write are
+    (pinned if the tensors are on a GPU). Files that arrive from other ranks during the write are
     written at once, in the calling thread.
     """
 
@@ -47,7 +48,7 @@ class BackgroundWriter:
                 written.
         """
         self.wait()
-        if any(isinstance(tensors, ArrivingTensors) for tensors in snapshot.tensors.values()):
+        if isinstance(snapshot.tensors, InOrder):
             self._store.save(snapshot)
             return
         copied = {

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gradsync.checkpoint.background import BackgroundWriter
+from gradsync.checkpoint.pieces import InOrder
 from gradsync.checkpoint.store import CheckpointStore, Snapshot
 from gradsync.checkpoint.tensor_file import ArrivingTensors
 from gradsync.core.files import Filesystem
@@ -111,13 +112,13 @@ def test_a_full_disk_is_an_error_of_the_next_call(
     writer.check()  # said once
 
 
-def test_tensors_that_arrive_during_the_write_are_written_at_once(
+def test_files_that_arrive_during_the_write_are_written_at_once(
     writer: BackgroundWriter, gate: Gate, tmp_path: Path
 ) -> None:
     gate.open.set()
     layout = {"weight": torch.empty(2, device="meta")}
-    arriving = ArrivingTensors(layout, lambda _: torch.ones(2))
-    writer.save(Snapshot(step=5, tensors={"part-0": arriving}, state={}))
+    files = InOrder(["part-0"], lambda _: ArrivingTensors(layout, lambda _: torch.ones(2)))
+    writer.save(Snapshot(step=5, tensors=files, state={}))
     assert (tmp_path / "step-00000005" / "part-0.safetensors").exists()
 
 
